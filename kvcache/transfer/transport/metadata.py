@@ -71,10 +71,14 @@ def parse_metadata(data: bytes, transport: str) -> Metadata:
         "regions": list, "engine": str, "version": int,
     }  # fmt: skip
     if values.keys() != expected.keys():
-        raise ValueError(f"metadata has fields {shown(sorted(values))}: expected {sorted(expected)}")
+        raise ValueError(
+            f"metadata has fields {shown(sorted(values))}: expected {sorted(expected)}"
+        )
     for name, kind in expected.items():
         if type(values[name]) is not kind:
-            raise ValueError(f"{name} of the metadata is {shown(values[name])}: expected {kind.__name__}")
+            raise ValueError(
+                f"{name} of the metadata is {shown(values[name])}: expected {kind.__name__}"
+            )
     check_agent(values["agent"])
     if not 0 < values["port"] < 2**16:
         raise ValueError(f"port of the metadata is {values['port']}: expected 1 to 65535")
@@ -96,7 +100,5 @@ def check_agent(agent: str) -> str:
     if not isinstance(agent, str):
         raise TypeError(f"agent is {shown(agent)}: expected a string")
     if not 0 < len(agent) <= MOST_NAME or not agent.isprintable():
-        raise ValueError(
-            f"agent is {shown(agent)}: expected 1 to {MOST_NAME} printable characters"
-        )
+        raise ValueError(f"agent is {shown(agent)}: expected 1 to {MOST_NAME} printable characters")
     return agent

@@ -1,0 +1,147 @@
+"""Frames over a TCP connection: a JSON header and a payload of bytes."""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+from kvcache.checks import shown
+
+MOST_HEADER = 1 << 16  # bytes
+MOST_PAYLOAD = 64 << 20
+MOST_QUEUED = 1 << 16  # frames that a peer has not taken yet
+_LENGTHS = struct.Struct("<II")
+
+Frame = tuple[dict, bytes]
+
+
+class ChannelError(ConnectionError):
+    """The connection ended, or what came over it is no frame."""
+
+
+def send_frame(sock: socket.socket, header: dict, payload: bytes = b"") -> None:
+    """Sends a frame. OSError."""
+    text = json.dumps(header).encode()
+    sock.sendall(_LENGTHS.pack(len(text), len(payload)) + text)
+    if payload:
+        sock.sendall(payload)
+
+
+def receive_frame(
+    sock: socket.socket, *, most_payload: int = MOST_PAYLOAD, deadline: float | None = None
+) -> Frame:
+    """The next frame. ChannelError where the peer ended the connection, or sent no frame of allowed
+    size; TimeoutError after `deadline`, a time of `time.monotonic`."""
+    text_bytes, payload_bytes = _LENGTHS.unpack(_receive(sock, _LENGTHS.size, deadline))
+    if text_bytes > MOST_HEADER or payload_bytes > most_payload:
+        raise ChannelError(
+            f"a frame says {text_bytes} + {payload_bytes} bytes: "
+            f"expected at most {MOST_HEADER} + {most_payload}"
+        )
+    text = _receive(sock, text_bytes, deadline)
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        header = None
+    if not isinstance(header, dict) or not isinstance(header.get("op"), str):
+        raise ChannelError(
+            f"a frame begins with {shown(bytes(text))}: expected a JSON object with op"
+        )
+    return header, bytes(_receive(sock, payload_bytes, deadline))
+
+
+def _receive(sock: socket.socket, size: int, deadline: float | None) -> bytearray:
+    data = bytearray()
+    while len(data) < size:
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("the peer did not answer in time")
+            sock.settimeout(left)
+        part = sock.recv(min(size - len(data), 1 << 20))
+        if not part:
+            raise ChannelError("the peer ended the connection")
+        data += part
+    return data
+
+
+class Channel:
+    """Frames to and from a connected peer, each direction with a thread of its own.
+
+    on_frame(header, payload) is called by one thread, in order; on_end(reason) once. `put` never waits
+    for the peer. A frame that the peer does not take within `timeout_s` ends the channel.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        name: str,
+        on_frame: Callable[[dict, bytes], None],
+        on_end: Callable[[str], None],
+        timeout_s: float,
+    ) -> None:
+        self._sock, self._on_frame, self._on_end = sock, on_frame, on_end
+        sock.settimeout(None)
+        seconds, fraction = divmod(timeout_s, 1)
+        timeval = struct.pack("ll", int(seconds), int(fraction * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, option):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        self._queue: queue.Queue[Frame | None] = queue.Queue(MOST_QUEUED)
+        self.threads = [
+            threading.Thread(target=run, name=f"kvcache {what} {name}", daemon=True)
+            for run, what in ((self._read, "frames of"), (self._write, "frames to"))
+        ]
+
+    def start(self) -> None:
+        """Begins to call `on_frame`."""
+        for thread in self.threads:
+            thread.start()
+
+    def put(self, header: dict, payload: bytes = b"") -> None:
+        """Queues a frame. ChannelError where the peer has left too many."""
+        try:
+            self._queue.put_nowait((header, payload))
+        except queue.Full:
+            raise ChannelError(f"the peer has not taken {MOST_QUEUED} frames") from None
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        """Ends the connection, once what is queued was sent, or `timeout_s` have passed."""
+        try:
+            self._queue.put_nowait(None)
+        except queue.Full:
+            timeout_s = 0.0
+        writer = self.threads[1]
+        if timeout_s and writer.is_alive() and threading.current_thread() is not writer:
+            writer.join(timeout_s)
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the peer was faster
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._on_frame(*receive_frame(self._sock))
+        except OSError as error:
+            self._on_end(str(error))
+        except Exception as error:  # a frame of this library's peers causes none
+            self._on_end(f"a frame was refused: {error}")
+        finally:
+            self._sock.close()
+
+    def _write(self) -> None:
+        try:
+            while (frame := self._queue.get()) is not None:
+                send_frame(self._sock, *frame)
+        except BlockingIOError:
+            self._on_end("the peer takes no frames")
+        except OSError as error:
+            self._on_end(str(error))

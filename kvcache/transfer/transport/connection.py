@@ -1,0 +1,332 @@
+"""A connected peer: requests in both directions, and the transfers that they make."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvcache.checks import shown
+from kvcache.transfer.transport.base import Transfer, TransferError
+from kvcache.transfer.transport.channel import Channel, ChannelError
+from kvcache.transfer.transport.lane import Flow, Job, Lane
+from kvcache.transfer.transport.metadata import Metadata
+from kvcache.transfer.transport.spans import Spans
+
+if TYPE_CHECKING:
+    from kvcache.transfer.transport.staged import StagedTransport
+
+MOST_MESSAGE = 1 << 20  # bytes
+MOST_NOTIFICATIONS = 1 << 16  # that `notifications` has not returned yet
+_MOST_PUSHES = 1 << 12  # that a peer announces and does not begin
+_MOST_ID = 1 << 28
+
+
+class StagedTransfer(Transfer):
+    """A transfer whose bytes go through staging memory. Local memory is touched by `Flow` alone."""
+
+    def __init__(self, connection: Connection, num_bytes: int, timeout_s: float) -> None:
+        self.peer, self.num_bytes = connection.peer.agent, num_bytes
+        self._connection = connection
+        self._deadline = time.monotonic() + timeout_s
+        self.timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._is_done, self._error = False, None
+        self.job: Job | None = None
+
+    def poll(self) -> bool:
+        with self._lock:
+            if self._is_done:
+                return True
+            error = self._error
+        if error is None and time.monotonic() > self._deadline:
+            error = f"not done within {self.timeout_s:g} s"
+            self.cancel(error)
+            return self.poll()
+        if error is not None:
+            raise TransferError(f"transfer with agent {self.peer!r} failed: {error}")
+        return False
+
+    def cancel(self, reason: str) -> None:
+        if self.fail(reason):  # what the peer still sends would be taken for another transfer's
+            self._connection.fail(f"a transfer was given up: {reason}")
+
+    @property
+    def is_released(self) -> bool:
+        ended = self._is_done or self._error is not None
+        return ended and (self.job is None or self.job.is_idle)
+
+    def finish(self) -> None:
+        """All bytes have moved."""
+        with self._lock:
+            if self._error is None:
+                self._is_done = True
+
+    def fail(self, reason: str) -> bool:
+        """Whether it was under way until now."""
+        if self.job is not None:
+            self.job.stop()
+        with self._lock:
+            if self._is_done or self._error is not None:
+                return False
+            self._error = reason
+            return True
+
+
+class Connection:
+    """One peer. Its frames:
+
+    `pull` (id, spans): the peer reads; answered with `start` (id), then bytes, then `done` (id, message).
+    `push` (id, spans): the peer writes; answered with `accept` (id), then `start`, bytes, and `landed`.
+    `refused` (id, reason) in place of an answer. `message`: a notification. `lane` is for the lane.
+    Bytes of one direction flow in the order of the `start` frames.
+    """
+
+    def __init__(self, owner: StagedTransport, peer: Metadata, *, is_caller: bool) -> None:
+        self.peer = peer
+        self.bounds = peer.bounds()
+        self.reason: str | None = None  # why it ended
+        self.is_ready = threading.Event()
+        self._owner, self.is_caller = owner, is_caller
+        self._lock = threading.Lock()
+        self._ids = itertools.count()
+        self._transfers: dict[int, tuple[StagedTransfer, Spans, str, bytes]] = {}
+        self._pushes: dict[int, tuple[Spans, bytes]] = {}
+        self._pulls: dict[int, None] = {}
+        self._messages: deque[bytes] = deque()
+        self.lane: Lane | None = None
+        self.channel: Channel | None = None
+        self._flows: list[Flow] = []
+        self._on_lane_frame: Callable[[dict, bytes], None] = lambda header, payload: None
+
+    def attach(self, channel: Channel) -> None:
+        """Begins to read frames."""
+        self.channel = channel
+        channel.start()
+
+    def on_lane_frame(self, handler: Callable[[dict, bytes], None]) -> None:
+        """Calls `handler` for frames of the lane."""
+        self._on_lane_frame = handler
+
+    def open(self, lane: Lane, piece_bytes: int) -> None:
+        """Begins to move bytes."""
+        self.lane = lane
+        self._flows = [
+            Flow(
+                lane,
+                self._owner.memory,
+                piece_bytes,
+                self.fail,
+                is_outgoing=is_outgoing,
+                name=f"kvcache bytes {'to' if is_outgoing else 'from'} {self.peer.agent}",
+            )
+            for is_outgoing in (True, False)
+        ]
+        self.is_ready.set()
+        if self.reason is not None:
+            self.close()
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """Those that end with it."""
+        return [flow.thread for flow in self._flows] + (
+            self.channel.threads if self.channel else []
+        )
+
+    def begin(
+        self, kind: str, local: Spans, remote: Spans, notify: bytes, timeout_s: float
+    ) -> StagedTransfer:
+        """A transfer of checked spans: kind is "pull" or "push"."""
+        transfer = StagedTransfer(self, local.num_bytes, timeout_s)
+        if local.num_fragments == 0:
+            transfer.finish()
+            if notify:
+                self.put({"op": "message"}, notify)
+            return transfer
+        payload = remote.to_bytes()
+        with self._lock:
+            if self.reason is not None:
+                raise TransferError(f"agent {self.peer.agent!r} is not connected: {self.reason}")
+            number = next(self._ids) % _MOST_ID
+            self._transfers[number] = (transfer, local, kind, notify)
+        header = {"op": kind, "id": number}
+        if kind == "push":
+            header["message"] = len(notify)
+            payload += notify
+        self.put(header, payload)
+        return transfer
+
+    def put(self, header: dict, payload: bytes = b"") -> None:
+        """Queues a frame. TransferError where the connection has ended."""
+        if self.reason is not None:
+            raise TransferError(f"agent {self.peer.agent!r} is not connected: {self.reason}")
+        try:
+            self.channel.put(header, payload)
+        except ChannelError as error:
+            self.fail(str(error))
+            raise TransferError(f"agent {self.peer.agent!r} is not connected: {error}") from None
+
+    def take_messages(self) -> list[bytes]:
+        """The messages that have come since the last call."""
+        return [self._messages.popleft() for _ in range(len(self._messages))]
+
+    def fail(self, reason: str) -> None:
+        """Ends the connection: all its transfers fail."""
+        with self._lock:
+            if self.reason is not None:
+                return
+            self.reason = reason
+            transfers, self._transfers = self._transfers, {}
+        for transfer, *_ in transfers.values():
+            transfer.fail(reason)
+        self.close()
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        """Ends the channel and the flows; what is queued is sent within `timeout_s`."""
+        if self.channel is not None:
+            self.channel.close(timeout_s)
+        for flow in self._flows:
+            flow.close()
+        if self.lane is not None:
+            self.lane.close()
+        self.is_ready.set()
+
+    # What the peer sends. An exception ends the connection.
+
+    def on_frame(self, header: dict, payload: bytes) -> None:
+        """Handles a frame of the peer; ValueError for one that breaks the protocol."""
+        op = header["op"]
+        if op == "message":
+            self._notify(payload)
+            return
+        if op == "lane":
+            self._on_lane_frame(header, payload)
+            return
+        number = header.get("id")
+        if type(number) is not int or not 0 <= number < _MOST_ID:
+            raise ValueError(f"id is {shown(number)}: expected 0 to {_MOST_ID - 1}")
+        handler = {
+            "pull": self._on_pull,
+            "push": self._on_push,
+            "accept": self._on_accept,
+            "start": self._on_start,
+            "done": self._on_done,
+            "landed": self._on_landed,
+            "refused": self._on_refused,
+        }.get(op)
+        if handler is None:
+            raise ValueError(f"op is {shown(op)}: expected one that this version knows")
+        handler(number, header, payload)
+
+    def _on_pull(self, number: int, header: dict, payload: bytes) -> None:
+        spans = self._checked(number, payload)
+        if spans is None:
+            return
+        if number in self._pulls or len(self._pulls) >= _MOST_PUSHES:
+            raise ValueError(f"id of a pull is {number}: expected one that is not under way")
+        self._pulls[number] = None
+        job = Job(spans, self._tag(number, mine=False), self._owner.timeout_s, lambda: None)
+        self._start(number, job)
+
+    def _on_push(self, number: int, header: dict, payload: bytes) -> None:
+        size = header.get("message")
+        if type(size) is not int or not 0 <= size <= min(len(payload), MOST_MESSAGE):
+            raise ValueError(f"message of a push is {shown(size)}: expected its bytes")
+        end = len(payload) - size
+        spans = self._checked(number, payload[:end])
+        if spans is None:
+            return
+        if number in self._pushes or len(self._pushes) >= _MOST_PUSHES:
+            raise ValueError(f"id of a push is {number}: expected one that is not under way")
+        self._pushes[number] = (spans, payload[end:])
+        self.put({"op": "accept", "id": number})
+
+    def _checked(self, number: int, payload: bytes) -> Spans | None:
+        """The spans of a request, or None where they are refused."""
+        try:
+            spans = Spans.from_bytes(payload)
+            if spans.num_fragments == 0:
+                raise ValueError("spans have no fragments: expected one or more")
+            self._owner.memory.check(spans, "the request")
+        except ValueError as error:
+            self.put({"op": "refused", "id": number, "reason": str(error)})
+            return None
+        return spans
+
+    def _on_accept(self, number: int, header: dict, payload: bytes) -> None:
+        transfer, local = self._transfer(number, "push")
+        tag = self._tag(number, mine=True)
+        transfer.job = Job(local, tag, transfer.timeout_s, lambda: None)
+        self._start(number, transfer.job)
+
+    def _start(self, number: int, job: Job) -> None:
+        """Sends bytes. Jobs are queued in the order in which the peer learns of them: only the thread
+        that reads frames does it."""
+        self.put({"op": "start", "id": number, "tag": job.tag, "bytes": job.spans.num_bytes})
+        self._flows[0].put(job)
+
+    def _on_start(self, number: int, header: dict, payload: bytes) -> None:
+        tag, size = header.get("tag"), header.get("bytes")
+        if tag == self._tag(number, mine=True):  # of a read of this side
+            transfer, local = self._transfer(number, "pull")
+            job = transfer.job = Job(
+                local, tag, transfer.timeout_s, lambda: self._have_read(number)
+            )
+        elif tag == self._tag(number, mine=False) and number in self._pushes:
+            spans, message = self._pushes.pop(number)
+            job = Job(spans, tag, self._owner.timeout_s, lambda: self._have_landed(number, message))
+        else:
+            raise ValueError(f"start has id {number} and tag {shown(tag)}: expected a transfer")
+        if size != job.spans.num_bytes:
+            raise ValueError(f"start says {shown(size)} bytes: expected {job.spans.num_bytes}")
+        self._flows[1].put(job)
+
+    def _have_read(self, number: int) -> None:
+        transfer, _, _, notify = self._transfers.pop(number)
+        self.put({"op": "done", "id": number}, notify)
+        transfer.finish()
+
+    def _have_landed(self, number: int, message: bytes) -> None:
+        self.put({"op": "landed", "id": number})
+        if message:
+            self._notify(message)
+
+    def _on_done(self, number: int, header: dict, payload: bytes) -> None:
+        if self._pulls.pop(number, 0) == 0:
+            raise ValueError(f"id of a done is {number}: expected that of a pull")
+        if payload:
+            self._notify(payload)
+
+    def _on_landed(self, number: int, header: dict, payload: bytes) -> None:
+        transfer, _, kind, _ = self._transfers.get(number, (None,) * 4)
+        if kind != "push" or transfer.job is None:
+            raise ValueError(f"transfer {number} has landed: expected that it was begun")
+        del self._transfers[number]
+        transfer.finish()
+
+    def _on_refused(self, number: int, header: dict, payload: bytes) -> None:
+        if number not in self._transfers or self._transfers[number][0].job is not None:
+            raise ValueError(f"id of a refusal is {number}: expected that of a new transfer")
+        transfer = self._transfers.pop(number)[0]
+        transfer.fail(f"the peer refused: {str(header.get('reason'))[:1000]}")
+
+    def _transfer(self, number: int, kind: str) -> tuple[StagedTransfer, Spans]:
+        known = self._transfers.get(number)
+        if known is None or known[2] != kind or known[0].job is not None:
+            raise ValueError(f"id of an answer is {number}: expected that of a new {kind}")
+        return known[:2]
+
+    def _tag(self, number: int, *, mine: bool) -> int:
+        """A tag that no other transfer of this connection has."""
+        return 2 * number + (self.is_caller == mine)
+
+    def _notify(self, message: bytes) -> None:
+        if len(message) > MOST_MESSAGE or len(self._messages) >= MOST_NOTIFICATIONS:
+            raise ValueError(
+                f"a message has {len(message)} bytes, {len(self._messages)} wait: expected at most "
+                f"{MOST_MESSAGE}, and {MOST_NOTIFICATIONS}"
+            )
+        self._messages.append(message)

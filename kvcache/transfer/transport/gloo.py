@@ -1,0 +1,116 @@
+"""The transport over gloo, which comes with torch: bytes go through the host's memory and TCP."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from kvcache.transfer.transport.channel import Channel
+from kvcache.transfer.transport.connection import Connection
+from kvcache.transfer.transport.lane import Lane
+from kvcache.transfer.transport.staged import StagedTransport
+
+_MOST_KEYS = 16  # that a peer may set; gloo sets one
+
+
+class GlooTransport(StagedTransport):
+    """Each pair of peers has a process group of its own, of two ranks; the engine's default group is not
+    touched. A pair that failed is not used again: connecting anew makes another group.
+    """
+
+    name = "gloo"
+
+    def __init__(self, agent: str, *, host: str = "127.0.0.1", port: int = 0, **options) -> None:
+        if not dist.is_available() or not dist.is_gloo_available():
+            raise ImportError("this build of torch has no gloo: use the transport 'nixl'")
+        super().__init__(agent, host=host, port=port, **options)
+        self._device = dist.ProcessGroupGloo.create_device(hostname=host)
+
+    def _open_lane(self, connection: Connection, channel: Channel, *, timeout_s: float) -> Lane:
+        store = _PairStore(channel, timeout_s)
+        connection.on_lane_frame(store.on_frame)
+        connection.attach(channel)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [self._device]
+        options._timeout = timedelta(seconds=timeout_s)
+        options._threads = 1
+        rank = 0 if connection.is_caller else 1
+        return _GlooLane(dist.ProcessGroupGloo(store, rank, 2, options), 1 - rank)
+
+
+class _PairStore(dist.Store):
+    """The store in which gloo's two ranks exchange their addresses: frames of the channel.
+
+    So no store listens, and nobody but the peer can write to it.
+    """
+
+    def __init__(self, channel: Channel, timeout_s: float) -> None:
+        super().__init__()
+        self._channel, self._timeout_s = channel, timeout_s
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def on_frame(self, header: dict, payload: bytes) -> None:
+        """A key that the peer has set; ValueError where it sets too many."""
+        key = header.get("key")
+        if not isinstance(key, str) or len(self._values) >= _MOST_KEYS or len(payload) > 1 << 16:
+            raise ValueError("the peer sets a key of the store: expected one, and a short value")
+        self._set(key, payload)
+
+    def set(self, key: str, value: bytes) -> None:
+        self._set(key, bytes(value))
+        self._channel.put({"op": "lane", "key": key}, bytes(value))
+
+    def get(self, key: str) -> bytes:
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._values, self._timeout_s):
+                raise RuntimeError(f"the peer has not set {key!r} in time")
+            return self._values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def _set(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+
+class _GlooWork:
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def wait(self, timeout_s: float) -> None:
+        self._work.wait(timedelta(seconds=timeout_s))
+
+
+class _GlooLane(Lane):
+    def __init__(self, group: dist.ProcessGroupGloo, other: int) -> None:
+        self._group: dist.ProcessGroupGloo | None = group
+        self._other = other
+
+    def staging(self, num_pieces: int, piece_bytes: int) -> list[torch.Tensor]:
+        memory = torch.empty(num_pieces, piece_bytes, dtype=torch.uint8, device="cpu")
+        return list(memory)
+
+    def send(self, piece: torch.Tensor, tag: int) -> _GlooWork:
+        return _GlooWork(self._alive().send([piece], self._other, tag))
+
+    def receive(self, piece: torch.Tensor, tag: int) -> _GlooWork:
+        return _GlooWork(self._alive().recv([piece], self._other, tag))
+
+    def close(self) -> None:
+        self._group = None  # its sockets are closed once no piece is under way
+
+    def _alive(self) -> dist.ProcessGroupGloo:
+        group = self._group
+        if group is None:
+            raise ConnectionError("the connection has ended")
+        return group

@@ -1,0 +1,124 @@
+"""How two sides of a connection find out who they are, before anything else is read.
+
+The side that connects says hello, the other one answers with proof that it has the same secret, then the
+first one proves it. Only then is the metadata of the first side read, and is it told that it is ready.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import time
+from collections.abc import Callable
+
+from kvcache.checks import shown
+from kvcache.transfer.transport.channel import ChannelError, receive_frame, send_frame
+from kvcache.transfer.transport.metadata import (
+    MOST_METADATA,
+    TRANSPORT_VERSION,
+    Metadata,
+    parse_metadata,
+)
+
+_HANDSHAKE_S = 5.0  # of a side that connects, before it is dropped
+_NONCE_BYTES = 32
+
+
+class RefusedError(ConnectionError):
+    """The other side refused the connection; the message says why."""
+
+
+def greet(
+    sock: socket.socket, mine: Metadata, theirs: Metadata, secret: bytes, deadline: float
+) -> None:
+    """The handshake of the side that connects. ConnectionError or TimeoutError."""
+    nonce = secrets.token_hex(_NONCE_BYTES)
+    hello = {
+        "op": "hello",
+        "version": TRANSPORT_VERSION,
+        "transport": mine.transport,
+        "from": mine.incarnation,
+        "to": theirs.incarnation,
+        "nonce": nonce,
+    }
+    sock.settimeout(max(deadline - time.monotonic(), 0.001))
+    send_frame(sock, hello)
+    answer = _expect(sock, "hello", deadline)
+    nonces = (nonce, _text(answer, "nonce"))
+    between = (mine.incarnation, theirs.incarnation)
+    if not hmac.compare_digest(_text(answer, "proof"), _proof(secret, "to", nonces, between)):
+        raise RefusedError(f"agent {theirs.agent!r} has another secret: expected the same")
+    send_frame(sock, {"op": "proof", "proof": _proof(secret, "from", nonces, between)})
+    _expect(sock, "metadata", deadline)
+    send_frame(sock, {"op": "metadata"}, mine.to_bytes())
+    _expect(sock, "ready", deadline)
+
+
+def welcome(
+    sock: socket.socket,
+    mine: Metadata,
+    secret: bytes,
+    admit: Callable[[Metadata], str | None],
+) -> Metadata | None:
+    """The handshake of the side that was connected to; the peer's metadata, or None where it is refused.
+
+    admit: says why a peer is refused, or None. OSError where the peer leaves or does not answer.
+    """
+    deadline = time.monotonic() + _HANDSHAKE_S
+    hello, _ = receive_frame(sock, most_payload=0, deadline=deadline)
+    reason = None
+    if hello.get("op") != "hello" or hello.get("version") != TRANSPORT_VERSION:
+        reason = f"version is {shown(hello.get('version'))}: expected {TRANSPORT_VERSION}"
+    elif hello.get("transport") != mine.transport:
+        reason = f"transport is {shown(hello.get('transport'))}: expected {mine.transport!r}"
+    elif hello.get("to") != mine.incarnation:
+        reason = f"agent {mine.agent!r} was started again: expected its new metadata"
+    if reason is not None:
+        send_frame(sock, {"op": "refused", "reason": reason})
+        return None
+    nonces = (_text(hello, "nonce"), secrets.token_hex(_NONCE_BYTES))
+    between = (_text(hello, "from"), mine.incarnation)
+    answer = {"op": "hello", "nonce": nonces[1], "proof": _proof(secret, "to", nonces, between)}
+    send_frame(sock, answer)
+    proof = _expect(sock, "proof", deadline)
+    if not hmac.compare_digest(_text(proof, "proof"), _proof(secret, "from", nonces, between)):
+        send_frame(sock, {"op": "refused", "reason": "the secret is another one"})
+        return None
+    send_frame(sock, {"op": "metadata"})
+    header, payload = receive_frame(sock, most_payload=MOST_METADATA, deadline=deadline)
+    try:
+        if header["op"] != "metadata":
+            raise ValueError(f"op is {shown(header['op'])}: expected 'metadata'")
+        theirs = parse_metadata(payload, mine.transport)
+        if theirs.incarnation != between[0]:
+            raise ValueError("the metadata is of another side than the hello")
+        reason = admit(theirs)
+    except ValueError as error:
+        reason = str(error)
+    if reason is not None:
+        send_frame(sock, {"op": "refused", "reason": reason})
+        return None
+    send_frame(sock, {"op": "ready"})
+    return theirs
+
+
+def _proof(secret: bytes, role: str, nonces: tuple[str, str], between: tuple[str, str]) -> str:
+    said = "\n".join(("kvcache transport", role, *nonces, *between))
+    return hmac.new(secret, said.encode(), "sha256").hexdigest()
+
+
+def _expect(sock: socket.socket, op: str, deadline: float) -> dict:
+    header, _ = receive_frame(sock, most_payload=0, deadline=deadline)
+    if header["op"] == "refused":
+        raise RefusedError(str(header.get("reason"))[:1000])
+    if header["op"] != op:
+        raise ChannelError(f"op is {shown(header['op'])}: expected {op!r}")
+    return header
+
+
+def _text(header: dict, name: str) -> str:
+    value = header.get(name)
+    if not isinstance(value, str) or not 0 < len(value) <= 256 or not value.isascii():
+        raise ChannelError(f"{name} is {shown(value)}: expected a short text")
+    return value

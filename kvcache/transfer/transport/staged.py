@@ -1,0 +1,352 @@
+"""A transport whose peers ask for bytes over a channel, and get them packed over a lane."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvcache.checks import byte_count, integer, number, shown
+from kvcache.transfer.transport.base import Transfer, TransferError, Transport
+from kvcache.transfer.transport.channel import MOST_PAYLOAD, Channel
+from kvcache.transfer.transport.connection import MOST_MESSAGE, Connection
+from kvcache.transfer.transport.handshake import greet, welcome
+from kvcache.transfer.transport.lane import Lane
+from kvcache.transfer.transport.metadata import Metadata, check_agent, parse_metadata
+from kvcache.transfer.transport.registered import RegisteredMemory, check_apart, check_within
+from kvcache.transfer.transport.spans import Spans
+
+if TYPE_CHECKING:
+    from kvcache.worker.pages.pages import Pages
+
+_MOST_GREETING = 64  # sides that connect at the same time
+_PIECE_BYTES = 4 << 20  # benchmarks/transports.py: as fast as 1 and 16 MiB, or faster
+_LINGER_S = 1.0  # in which `close` sends what is queued
+
+
+class StagedTransport(Transport):
+    """Listens for peers, and keeps one connection to each."""
+
+    def __init__(
+        self,
+        agent: str,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        secret: bytes = b"",
+        timeout_s: float = 30.0,
+        piece_bytes: int = _PIECE_BYTES,
+    ) -> None:
+        self.agent = check_agent(agent)
+        if not isinstance(secret, bytes):
+            raise TypeError(f"secret is a {type(secret).__name__}: expected bytes")
+        self.timeout_s = number(timeout_s, "timeout_s")
+        if not 0 < self.timeout_s < 1e6:
+            raise ValueError(f"timeout_s is {timeout_s}: expected seconds, more than 0")
+        self._piece_bytes = byte_count(piece_bytes, "piece_bytes", 1 << 12)
+        if self._piece_bytes > 1 << 30:
+            raise ValueError(f"piece_bytes is {piece_bytes}: expected at most 1 GiB")
+        self._host, self._secret = host, secret
+        self._incarnation = secrets.token_hex(16)
+        self.memory = RegisteredMemory()
+        self._connections: dict[str, Connection] = {}
+        self._ended: list[tuple[str, Connection]] = []  # with messages that nobody has taken yet
+        self._lock = threading.Lock()
+        self._greeting = threading.Semaphore(_MOST_GREETING)
+        self._is_closed = False
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server(
+            (host, integer(port, "port", 0, 2**16 - 1)), family=family, backlog=128
+        )
+        self.port = self._listener.getsockname()[1]
+        self._thread = threading.Thread(
+            target=self._listen, name=f"kvcache transport {agent}", daemon=True
+        )
+        self._thread.start()
+
+    # What an engine adds.
+
+    def _engine_metadata(self) -> str:
+        """What the engine of a peer needs to know, as text."""
+        return ""
+
+    def _on_registered(self, memory: Sequence) -> None:
+        """Makes new regions known to the engine."""
+
+    @abstractmethod
+    def _open_lane(self, connection: Connection, channel: Channel, *, timeout_s: float) -> Lane:
+        """Attaches the channel, and opens the lane to a peer; both sides do so at the same time."""
+
+    # The interface.
+
+    def register(self, memory: Pages | Sequence[tuple[int, int]]) -> None:
+        self._check_open()
+        self._on_registered(self.memory.add(memory))
+
+    def metadata(self) -> bytes:
+        self._check_open()
+        return self._metadata().to_bytes()
+
+    def connect(self, metadata: bytes, *, timeout_s: float = 10.0) -> str:
+        self._check_open()
+        deadline = time.monotonic() + number(timeout_s, "timeout_s")
+        theirs = parse_metadata(metadata, self.name)
+        if theirs.agent == self.agent:
+            raise ValueError(f"agent of the metadata is {theirs.agent!r}: expected another agent's")
+        with self._lock:
+            known = self._live(theirs.agent)
+            if known is not None:
+                self._check_same(known, theirs)
+            else:
+                connection = Connection(self, theirs, is_caller=True)
+                self._admit(connection)
+        if known is not None:
+            return self._when_ready(known, deadline)
+        try:
+            self._call(connection, deadline)
+        except OSError as error:
+            connection.fail(f"it was not reached: {error}")
+            with self._lock:
+                if self._connections.get(theirs.agent) is connection:
+                    del self._connections[theirs.agent]
+            raise ConnectionError(
+                f"agent {theirs.agent!r} at {theirs.host}:{theirs.port} was not connected: {error}"
+            ) from error
+        return self._when_ready(connection, deadline)
+
+    def read_spans(
+        self,
+        peer: str,
+        local: Spans,
+        remote: Spans,
+        *,
+        notify: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> Transfer:
+        return self._begin("pull", peer, local, remote, notify, timeout_s)
+
+    def write_spans(
+        self,
+        peer: str,
+        local: Spans,
+        remote: Spans,
+        *,
+        notify: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> Transfer:
+        return self._begin("push", peer, local, remote, notify, timeout_s)
+
+    def send(self, peer: str, message: bytes) -> None:
+        self._of_peer(peer).put({"op": "message"}, _checked_message(message, "message"))
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        with self._lock:
+            all_peers = [*self._ended, *self._connections.items()]
+            self._ended = []
+        return [(name, each) for name, known in all_peers for each in known.take_messages()]
+
+    def peers(self) -> list[str]:
+        with self._lock:
+            return [
+                name
+                for name, known in self._connections.items()
+                if known.reason is None and known.is_ready.is_set()
+            ]
+
+    def disconnect(self, peer: str) -> None:
+        with self._lock:
+            connection = self._connections.get(peer)
+            if connection is None:
+                raise ValueError(
+                    f"peer is {shown(peer)}: expected one of {list(self._connections)}"
+                )
+            self._retire(peer)
+        connection.fail("it was disconnected")
+
+    def close(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            connections = list(self._connections.values())
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # not connected, as a listening socket is on some systems
+        self._listener.close()
+        self._thread.join(self.timeout_s)
+        for connection in connections:
+            connection.close(_LINGER_S)
+            connection.fail("the transport was closed")
+        for connection in connections:
+            for thread in connection.threads:
+                if thread is not threading.current_thread():
+                    thread.join(_LINGER_S)
+
+    # Connections.
+
+    def _metadata(self) -> Metadata:
+        regions = [[each.begin, each.end - each.begin] for each in self.memory.regions]
+        return Metadata(
+            self.name,
+            self.agent,
+            self._incarnation,
+            self._host,
+            self.port,
+            regions,
+            self._engine_metadata(),
+        )
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            if not self._greeting.acquire(blocking=False):
+                sock.close()  # too many that say nothing
+                continue
+            threading.Thread(
+                target=self._welcome, args=(sock,), name="kvcache greeting", daemon=True
+            ).start()
+
+    def _welcome(self, sock: socket.socket) -> None:
+        """Answers a side that connects."""
+        admitted: list[Connection] = []
+
+        def admit(theirs: Metadata) -> str | None:
+            with self._lock:
+                if self._is_closed:
+                    return f"agent {self.agent!r} is closed"
+                known = self._live(theirs.agent)
+                if theirs.agent == self.agent or known is not None:
+                    return f"agent {theirs.agent!r} is connected already: expected another name"
+                admitted.append(Connection(self, theirs, is_caller=False))
+                self._admit(admitted[0])
+            return None
+
+        try:
+            try:
+                theirs = welcome(sock, self._metadata(), self._secret, admit)
+            finally:
+                self._greeting.release()
+            if theirs is None:
+                sock.close()
+                return
+            self._establish(admitted[0], sock, time.monotonic() + self.timeout_s)
+        except OSError as error:
+            sock.close()
+            for connection in admitted:
+                connection.fail(str(error))
+
+    def _call(self, connection: Connection, deadline: float) -> None:
+        theirs = connection.peer
+        left = max(deadline - time.monotonic(), 1e-3)
+        sock = socket.create_connection((theirs.host, theirs.port), timeout=left)
+        try:
+            greet(sock, self._metadata(), theirs, self._secret, deadline)
+        except BaseException:
+            sock.close()
+            raise
+        self._establish(connection, sock, deadline)
+
+    def _establish(self, connection: Connection, sock: socket.socket, deadline: float) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        channel = Channel(
+            sock, connection.peer.agent, connection.on_frame, connection.fail, self.timeout_s
+        )
+        try:
+            left = max(deadline - time.monotonic(), 1e-3)
+            lane = self._open_lane(connection, channel, timeout_s=left)
+        except (RuntimeError, OSError) as error:
+            connection.fail(f"its lane was not opened: {error}")
+            raise ConnectionError(f"its lane was not opened: {error}") from error
+        connection.open(lane, self._piece_bytes)
+
+    def _admit(self, connection: Connection) -> None:
+        """Replaces an ended connection of the same name. With the lock held."""
+        self._retire(connection.peer.agent)
+        self._connections[connection.peer.agent] = connection
+
+    def _retire(self, name: str) -> None:
+        if (ended := self._connections.pop(name, None)) is not None:
+            self._ended.append((name, ended))
+
+    def _live(self, name: str) -> Connection | None:
+        known = self._connections.get(name)
+        return known if known is not None and known.reason is None else None
+
+    def _check_same(self, known: Connection, theirs: Metadata) -> None:
+        if known.peer.incarnation != theirs.incarnation:
+            raise ValueError(
+                f"agent {theirs.agent!r} is connected, from {known.peer.host}:{known.peer.port}: "
+                "expected another name, or that it is disconnected before"
+            )
+
+    def _when_ready(self, connection: Connection, deadline: float) -> str:
+        name = connection.peer.agent
+        if not connection.is_ready.wait(max(deadline - time.monotonic(), 0)):
+            raise ConnectionError(f"agent {name!r} was not connected in time")
+        if connection.reason is not None:
+            raise ConnectionError(f"agent {name!r} was not connected: {connection.reason}")
+        return name
+
+    # Transfers.
+
+    def _begin(
+        self,
+        kind: str,
+        peer: str,
+        local: Spans,
+        remote: Spans,
+        notify: bytes,
+        timeout_s: float | None,
+    ) -> Transfer:
+        connection = self._of_peer(peer)
+        notify = _checked_message(notify, "notify")
+        timeout_s = self.timeout_s if timeout_s is None else number(timeout_s, "timeout_s")
+        local.checked("local")
+        remote.checked("remote")
+        if len(local.bases) != len(remote.bases) or not np.array_equal(local.length, remote.length):
+            raise ValueError(
+                f"local has {len(local.bases)} bases and {len(local.length)} runs, remote "
+                f"{len(remote.bases)} and {len(remote.length)}: expected runs of the same lengths"
+            )
+        self.memory.check(local, "local")
+        check_within(remote, *connection.bounds, "remote")
+        if kind == "pull" and len(local.bases) == 1:
+            check_apart(local.offsets, local.length, "local")
+        size = 8 * (2 + len(remote.bases) + 2 * len(remote.length)) + len(notify)
+        if size > MOST_PAYLOAD:
+            raise ValueError(
+                f"remote has {len(remote.length)} runs: expected at most {MOST_PAYLOAD // 16}"
+            )
+        return connection.begin(kind, local, remote, notify, timeout_s)
+
+    def _of_peer(self, peer: str) -> Connection:
+        self._check_open()
+        with self._lock:
+            connection = self._connections.get(peer)
+        if connection is None:
+            raise ValueError(f"peer is {shown(peer)}: expected one of {list(self._connections)}")
+        if connection.reason is None and not connection.is_ready.is_set():
+            raise TransferError(f"agent {peer!r} is not connected yet")
+        return connection
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError(f"the transport of agent {self.agent!r} is closed")
+
+
+def _checked_message(message: bytes, name: str) -> bytes:
+    if not isinstance(message, bytes):
+        raise TypeError(f"{name} is a {type(message).__name__}: expected bytes")
+    if len(message) > MOST_MESSAGE:
+        raise ValueError(f"{name} has {len(message)} bytes: expected at most {MOST_MESSAGE}")
+    return message
