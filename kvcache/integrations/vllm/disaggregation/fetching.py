@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,12 @@ import numpy as np
 
 from kvcache.integrations.vllm.disaggregation.layout import GroupLayout, check_like
 from kvcache.integrations.vllm.disaggregation.leases import done_message, is_over
-from kvcache.integrations.vllm.disaggregation.moves import GroupPlan
+from kvcache.integrations.vllm.disaggregation.moves import GroupPlan, Moves
 from kvcache.integrations.vllm.disaggregation.offer import Offer
 from kvcache.integrations.vllm.disaggregation.steps import Load
 from kvcache.transfer.plan.readers import source_readers
 from kvcache.transfer.transport.base import Transfer, TransferError, Transport
+from kvcache.transfer.transport.metadata import parse_metadata
 
 _ERRORS = (TransferError, ConnectionError, OSError, ValueError, TypeError)
 
@@ -48,7 +49,11 @@ class Plans:
 
 
 class Rank:
-    """What the loads of a rank share. inbox: int64[n], registered, where slots of leases are read to."""
+    """What the loads of a rank share.
+
+    inbox: int64[n], registered, where slots of leases are read to. begins: int64[m], where the
+    allocations of the caches begin, ascending.
+    """
 
     def __init__(
         self,
@@ -57,9 +62,10 @@ class Rank:
         addresses: Sequence[Sequence[int]],
         rank: int,
         inbox: np.ndarray,
+        begins: np.ndarray,
     ) -> None:
         self.transport, self.layouts, self.addresses = transport, tuple(layouts), addresses
-        self.rank, self.inbox = rank, inbox
+        self.rank, self.inbox, self.begins = rank, inbox, begins
         self.free_cells = list(range(len(inbox)))
         self._plans: dict[tuple[GroupLayout, ...], Plans] = {}
         self._down: dict[str, tuple[float, str]] = {}
@@ -131,7 +137,7 @@ class Fetch:
         for source in plans.readers:
             metadata = offer.ranks[source].metadata
             self._peers[source] = self._rank.connect(metadata, max(self.left_s, 0.001))
-        for source, columns in self._moves(offer).items():
+        for source, *columns in self._moves(offer):
             read = self._rank.transport.read(
                 self._peers[source], *columns, timeout_s=max(self.left_s, 0.001)
             )
@@ -139,23 +145,27 @@ class Fetch:
         self._stage = self._wait_for_blocks
         return False
 
-    def _moves(self, offer: Offer) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """By remote rank: local and remote addresses, and lengths, of all groups."""
-        found: dict[int, list] = {}
+    def _moves(self, offer: Offer) -> Iterator[Moves]:
+        """The reads of all groups, each between one allocation here and one there."""
         remote_ranks = range(len(offer.ranks))
         for group, plan in enumerate(self._plans.groups):
             local = list(self._load.blocks[group])
             known = self._load.first_token // plan.local.block_size
             local[:known] = [0] * min(known, len(local))
             remote_addresses = {rank: offer.ranks[rank].addresses[group] for rank in remote_ranks}
-            for rank, *columns in plan.moves(
+            for moves in plan.moves(
                 self._rank.addresses[group], remote_addresses, local, offer.blocks[group]
             ):
-                found.setdefault(rank, []).append(columns)
-        return {
-            rank: tuple(np.concatenate(column) for column in zip(*pieces))
-            for rank, pieces in found.items()
-        }
+                yield from self._apart(moves)
+
+    def _apart(self, moves: Moves) -> Iterator[Moves]:
+        metadata = base64.b64decode(self._load.offer.ranks[moves.remote_rank].metadata)
+        remote_begins, _ = parse_metadata(metadata, self._rank.transport.name).bounds()
+        local_begins = self._rank.begins
+        pair = np.searchsorted(local_begins, moves.local, "right") * (len(remote_begins) + 1)
+        pair = pair + np.searchsorted(remote_begins, moves.remote, "right")
+        for each in np.unique(pair):
+            yield Moves(moves.remote_rank, *(column[pair == each] for column in moves[1:]))
 
     def _wait_for_blocks(self) -> bool:
         if all(transfer.poll() for transfer in self._transfers):

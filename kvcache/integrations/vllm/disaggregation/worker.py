@@ -65,12 +65,14 @@ class Worker:
             port=port,
         )
         inbox = np.zeros(_NUM_CELLS, np.int64)
-        for storage in _storages(kv_caches.values()):
+        storages = _storages(kv_caches.values())
+        for storage in storages:
             transport.register(Pages.over([storage.view(1, -1)]))
         own = (self._leases.slots, inbox)
         transport.register([(each.ctypes.data, each.nbytes) for each in own])
         addresses = tuple(tuple(each.data_ptr() for each in tensors) for tensors in chosen)
-        self._rank = Rank(transport, layouts, addresses, rank, inbox)
+        begins = np.array(sorted(storage.data_ptr() for storage in storages))
+        self._rank = Rank(transport, layouts, addresses, rank, inbox, begins)
         metadata = base64.b64encode(transport.metadata()).decode()
         address = RankAddress(transport.name, metadata, addresses, self._leases.slots.ctypes.data)
         self.handshake = RankHandshake(tuple(layouts), address)
