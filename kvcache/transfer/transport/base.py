@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvcache.checks import number
-from kvcache.transfer.transport.spans import Spans
+from kvcache.transfer.transport.spans import Spans, joined
 
 if TYPE_CHECKING:
     from kvcache.worker.pages.pages import Pages
@@ -102,7 +102,7 @@ class Transport(ABC):
 
     @abstractmethod
     def metadata(self) -> bytes:
-        """What a peer needs to connect, as JSON: version, transport, agent, address, registered memory."""
+        """What a peer needs to connect, as JSON: version, agent, address, registered memory."""
 
     @abstractmethod
     def connect(self, metadata: bytes, *, timeout_s: float = 10.0) -> str:
@@ -132,7 +132,7 @@ class Transport(ABC):
         memory that is not registered, or local bytes that are written twice; TransferError for a peer
         that is no longer connected.
         """
-        spans = Spans.of(local, length, "local"), Spans.of(remote, length, "remote")
+        spans = joined(Spans.of(local, length, "local"), Spans.of(remote, length, "remote"))
         return self.read_spans(peer, *spans, notify=notify, timeout_s=timeout_s)
 
     def write(
@@ -146,7 +146,7 @@ class Transport(ABC):
         timeout_s: float | None = None,
     ) -> Transfer:
         """Copies bytes of local memory into the peer's; as `read`, with `notify` once all have landed."""
-        spans = Spans.of(local, length, "local"), Spans.of(remote, length, "remote")
+        spans = joined(Spans.of(local, length, "local"), Spans.of(remote, length, "remote"))
         return self.write_spans(peer, *spans, notify=notify, timeout_s=timeout_s)
 
     @abstractmethod

@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from kvcache.checks import shown
 
@@ -121,10 +122,8 @@ class Channel:
         writer = self.threads[1]
         if timeout_s and writer.is_alive() and threading.current_thread() is not writer:
             writer.join(timeout_s)
-        try:
+        with suppress(OSError):  # the peer was faster
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the peer was faster
 
     def _read(self) -> None:
         try:

@@ -31,7 +31,7 @@ class StagedTransfer(Transfer):
     def __init__(self, connection: Connection, num_bytes: int, timeout_s: float) -> None:
         self.peer, self.num_bytes = connection.peer.agent, num_bytes
         self._connection = connection
-        self._deadline = time.monotonic() + timeout_s
+        self.deadline = time.monotonic() + timeout_s
         self.timeout_s = timeout_s
         self._lock = threading.Lock()
         self._is_done, self._error = False, None
@@ -42,7 +42,7 @@ class StagedTransfer(Transfer):
             if self._is_done:
                 return True
             error = self._error
-        if error is None and time.monotonic() > self._deadline:
+        if error is None and time.monotonic() > self.deadline:
             error = f"not done within {self.timeout_s:g} s"
             self.cancel(error)
             return self.poll()
@@ -56,8 +56,12 @@ class StagedTransfer(Transfer):
 
     @property
     def is_released(self) -> bool:
-        ended = self._is_done or self._error is not None
-        return ended and (self.job is None or self.job.is_idle)
+        return self.has_ended and (self.job is None or self.job.is_idle)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is done, or has failed."""
+        return self._is_done or self._error is not None
 
     def finish(self) -> None:
         """All bytes have moved."""
@@ -88,6 +92,7 @@ class Connection:
     def __init__(self, owner: StagedTransport, peer: Metadata, *, is_caller: bool) -> None:
         self.peer = peer
         self.bounds = peer.bounds()
+        self.piece_bytes = min(peer.piece_bytes, owner.piece_bytes)
         self.reason: str | None = None  # why it ended
         self.is_ready = threading.Event()
         self._owner, self.is_caller = owner, is_caller
@@ -111,14 +116,14 @@ class Connection:
         """Calls `handler` for frames of the lane."""
         self._on_lane_frame = handler
 
-    def open(self, lane: Lane, piece_bytes: int) -> None:
+    def open(self, lane: Lane) -> None:
         """Begins to move bytes."""
         self.lane = lane
         self._flows = [
             Flow(
                 lane,
                 self._owner.memory,
-                piece_bytes,
+                self.piece_bytes,
                 self.fail,
                 is_outgoing=is_outgoing,
                 name=f"kvcache bytes {'to' if is_outgoing else 'from'} {self.peer.agent}",
@@ -147,17 +152,26 @@ class Connection:
                 self.put({"op": "message"}, notify)
             return transfer
         payload = remote.to_bytes()
-        with self._lock:
-            if self.reason is not None:
-                raise TransferError(f"agent {self.peer.agent!r} is not connected: {self.reason}")
-            number = next(self._ids) % _MOST_ID
-            self._transfers[number] = (transfer, local, kind, notify)
+        number = self.track(transfer, local, kind, notify)
         header = {"op": kind, "id": number}
         if kind == "push":
             header["message"] = len(notify)
             payload += notify
         self.put(header, payload)
         return transfer
+
+    def track(self, transfer: StagedTransfer, local: Spans, kind: str, notify: bytes) -> int:
+        """The number of a new transfer, which fails with the connection. TransferError where it has ended."""
+        with self._lock:
+            if self.reason is not None:
+                raise TransferError(f"agent {self.peer.agent!r} is not connected: {self.reason}")
+            number = next(self._ids) % _MOST_ID
+            self._transfers[number] = (transfer, local, kind, notify)
+        return number
+
+    def untrack(self, number: int) -> None:
+        """A transfer has ended."""
+        self._transfers.pop(number, None)
 
     def put(self, header: dict, payload: bytes = b"") -> None:
         """Queues a frame. TransferError where the connection has ended."""
@@ -199,11 +213,14 @@ class Connection:
     def on_frame(self, header: dict, payload: bytes) -> None:
         """Handles a frame of the peer; ValueError for one that breaks the protocol."""
         op = header["op"]
-        if op == "message":
-            self._notify(payload)
-            return
         if op == "lane":
             self._on_lane_frame(header, payload)
+            return
+        self.is_ready.wait()  # the peer may be faster; all frames of the lane came before
+        if self.reason is not None:
+            return
+        if op == "message":
+            self._notify(payload)
             return
         number = header.get("id")
         if type(number) is not int or not 0 <= number < _MOST_ID:

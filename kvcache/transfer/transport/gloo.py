@@ -38,7 +38,8 @@ class GlooTransport(StagedTransport):
         options._timeout = timedelta(seconds=timeout_s)
         options._threads = 1
         rank = 0 if connection.is_caller else 1
-        return _GlooLane(dist.ProcessGroupGloo(store, rank, 2, options), 1 - rank)
+        group = dist.ProcessGroupGloo(store, rank, 2, options)
+        return _GlooLane(group, 1 - rank, connection.piece_bytes)
 
 
 class _PairStore(dist.Store):
@@ -92,13 +93,12 @@ class _GlooWork:
 
 
 class _GlooLane(Lane):
-    def __init__(self, group: dist.ProcessGroupGloo, other: int) -> None:
+    def __init__(self, group: dist.ProcessGroupGloo, other: int, piece_bytes: int) -> None:
         self._group: dist.ProcessGroupGloo | None = group
-        self._other = other
+        self._other, self._piece_bytes = other, piece_bytes
 
-    def staging(self, num_pieces: int, piece_bytes: int) -> list[torch.Tensor]:
-        memory = torch.empty(num_pieces, piece_bytes, dtype=torch.uint8, device="cpu")
-        return list(memory)
+    def staging(self, *, is_outgoing: bool) -> list[torch.Tensor]:
+        return list(torch.empty(2, self._piece_bytes, dtype=torch.uint8, device="cpu"))
 
     def send(self, piece: torch.Tensor, tag: int) -> _GlooWork:
         return _GlooWork(self._alive().send([piece], self._other, tag))

@@ -25,8 +25,8 @@ class Lane(ABC):
     """Moves pieces of staging memory to and from one peer; pieces of one tag arrive in order."""
 
     @abstractmethod
-    def staging(self, num_pieces: int, piece_bytes: int) -> list[torch.Tensor]:
-        """Host memory that pieces can be sent from and received in, uint8[piece_bytes] each."""
+    def staging(self, *, is_outgoing: bool) -> list[torch.Tensor]:
+        """Host memory of two pieces that are sent, or received: uint8[piece_bytes] each."""
 
     @abstractmethod
     def send(self, piece: torch.Tensor, tag: int) -> PieceWork:
@@ -121,7 +121,7 @@ class Flow:
                 if self._is_closed:
                     return
                 if not self._staging:
-                    self._staging = self._lane.staging(2, self._piece_bytes)
+                    self._staging = self._lane.staging(is_outgoing=self._is_outgoing)
                 if not (self._send(job) if self._is_outgoing else self._receive(job)):
                     return
                 job.on_done()

@@ -12,6 +12,7 @@ from kvcache.checks import shown
 TRANSPORT_VERSION = 1
 MOST_METADATA = 16 << 20  # bytes
 MOST_NAME = 256  # characters
+LEAST_PIECE, MOST_PIECE = 1 << 12, 1 << 28  # bytes
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Metadata:
     """A side's version, transport, name, address and memory.
 
     incarnation: drawn at each start, so that a side that was started again is another one. regions:
-    (address, bytes). engine: what the transport's own library needs, as text.
+    (address, bytes). piece_bytes: of its staging memory; the smaller one of both sides is used.
     """
 
     transport: str
@@ -28,7 +29,7 @@ class Metadata:
     host: str
     port: int
     regions: list[list[int]]
-    engine: str = ""
+    piece_bytes: int
     version: int = TRANSPORT_VERSION
 
     def to_bytes(self) -> bytes:
@@ -68,7 +69,7 @@ def parse_metadata(data: bytes, transport: str) -> Metadata:
         )
     expected = {
         "transport": str, "agent": str, "incarnation": str, "host": str, "port": int,
-        "regions": list, "engine": str, "version": int,
+        "regions": list, "piece_bytes": int, "version": int,
     }  # fmt: skip
     if values.keys() != expected.keys():
         raise ValueError(
@@ -82,6 +83,11 @@ def parse_metadata(data: bytes, transport: str) -> Metadata:
     check_agent(values["agent"])
     if not 0 < values["port"] < 2**16:
         raise ValueError(f"port of the metadata is {values['port']}: expected 1 to 65535")
+    if not LEAST_PIECE <= values["piece_bytes"] <= MOST_PIECE:
+        raise ValueError(
+            f"piece_bytes of the metadata is {values['piece_bytes']}: "
+            f"expected {LEAST_PIECE} to {MOST_PIECE}"
+        )
     for region in values["regions"]:
         if (
             not isinstance(region, list)

@@ -1,4 +1,4 @@
-"""Fragments of one side of a transfer, factored, and cut into tiles that fit a piece of staging memory."""
+"""Fragments of one side of a transfer, factored, and cut into tiles of a piece of staging memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Spans:
 
     @classmethod
     def of(cls, addresses: np.ndarray, length: np.ndarray, name: str) -> Spans:
-        """One fragment per address. TypeError or ValueError unless both are int64[n], length 1 or more."""
+        """One fragment per address. TypeError or ValueError unless both are int64[n], lengths above 0."""
         columns = []
         for values, what in ((addresses, name), (length, "length")):
             array = as_array(values, what)
@@ -121,3 +121,23 @@ def _cut(offsets: np.ndarray, length: np.ndarray, most: int) -> tuple[np.ndarray
     before = np.arange(int(parts.sum())) - np.repeat(np.cumsum(parts) - parts, parts)
     cut = np.repeat(length, parts) - before * most
     return np.repeat(offsets, parts) + before * most, np.minimum(cut, most)
+
+
+def joined(local: Spans, remote: Spans) -> tuple[Spans, Spans]:
+    """Both sides, with runs joined that are contiguous on both, one behind the other.
+
+    >>> length = np.array([8, 8, 8])
+    >>> local, remote = Spans.of([0, 8, 16], length, "local"), Spans.of([32, 40, 64], length, "remote")
+    >>> [each.length.tolist() for each in joined(local, remote)]
+    [[16, 8], [16, 8]]
+    """
+    length = local.length
+    if len(length) < 2:
+        return local, remote
+    begins = np.ones(len(length), bool)
+    begins[1:] = (local.offsets[1:] != local.offsets[:-1] + length[:-1]) | (
+        remote.offsets[1:] != remote.offsets[:-1] + length[:-1]
+    )
+    first = np.flatnonzero(begins)
+    lengths = np.add.reduceat(length, first)
+    return tuple(Spans(side.bases, side.offsets[first], lengths) for side in (local, remote))

@@ -8,6 +8,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,8 +19,19 @@ from kvcache.transfer.transport.channel import MOST_PAYLOAD, Channel
 from kvcache.transfer.transport.connection import MOST_MESSAGE, Connection
 from kvcache.transfer.transport.handshake import greet, welcome
 from kvcache.transfer.transport.lane import Lane
-from kvcache.transfer.transport.metadata import Metadata, check_agent, parse_metadata
-from kvcache.transfer.transport.registered import RegisteredMemory, check_apart, check_within
+from kvcache.transfer.transport.metadata import (
+    LEAST_PIECE,
+    MOST_PIECE,
+    Metadata,
+    check_agent,
+    parse_metadata,
+)
+from kvcache.transfer.transport.registered import (
+    RegisteredMemory,
+    Region,
+    check_apart,
+    check_within,
+)
 from kvcache.transfer.transport.spans import Spans
 
 if TYPE_CHECKING:
@@ -49,11 +61,11 @@ class StagedTransport(Transport):
         self.timeout_s = number(timeout_s, "timeout_s")
         if not 0 < self.timeout_s < 1e6:
             raise ValueError(f"timeout_s is {timeout_s}: expected seconds, more than 0")
-        self._piece_bytes = byte_count(piece_bytes, "piece_bytes", 1 << 12)
-        if self._piece_bytes > 1 << 30:
-            raise ValueError(f"piece_bytes is {piece_bytes}: expected at most 1 GiB")
+        self.piece_bytes = byte_count(piece_bytes, "piece_bytes", LEAST_PIECE)
+        if self.piece_bytes > MOST_PIECE:
+            raise ValueError(f"piece_bytes is {piece_bytes}: expected at most {MOST_PIECE}")
         self._host, self._secret = host, secret
-        self._incarnation = secrets.token_hex(16)
+        self.incarnation = secrets.token_hex(16)
         self.memory = RegisteredMemory()
         self._connections: dict[str, Connection] = {}
         self._ended: list[tuple[str, Connection]] = []  # with messages that nobody has taken yet
@@ -72,11 +84,7 @@ class StagedTransport(Transport):
 
     # What an engine adds.
 
-    def _engine_metadata(self) -> str:
-        """What the engine of a peer needs to know, as text."""
-        return ""
-
-    def _on_registered(self, memory: Sequence) -> None:
+    def _on_registered(self, memory: list[Region]) -> None:
         """Makes new regions known to the engine."""
 
     @abstractmethod
@@ -175,10 +183,8 @@ class StagedTransport(Transport):
                 return
             self._is_closed = True
             connections = list(self._connections.values())
-        try:
+        with suppress(OSError):  # some systems say that a listening socket is not connected
             self._listener.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # not connected, as a listening socket is on some systems
         self._listener.close()
         self._thread.join(self.timeout_s)
         for connection in connections:
@@ -196,11 +202,11 @@ class StagedTransport(Transport):
         return Metadata(
             self.name,
             self.agent,
-            self._incarnation,
+            self.incarnation,
             self._host,
             self.port,
             regions,
-            self._engine_metadata(),
+            self.piece_bytes,
         )
 
     def _listen(self) -> None:
@@ -267,7 +273,7 @@ class StagedTransport(Transport):
         except (RuntimeError, OSError) as error:
             connection.fail(f"its lane was not opened: {error}")
             raise ConnectionError(f"its lane was not opened: {error}") from error
-        connection.open(lane, self._piece_bytes)
+        connection.open(lane)
 
     def _admit(self, connection: Connection) -> None:
         """Replaces an ended connection of the same name. With the lock held."""
@@ -327,6 +333,18 @@ class StagedTransport(Transport):
             raise ValueError(
                 f"remote has {len(remote.length)} runs: expected at most {MOST_PAYLOAD // 16}"
             )
+        return self._start(connection, kind, local, remote, notify, timeout_s)
+
+    def _start(
+        self,
+        connection: Connection,
+        kind: str,
+        local: Spans,
+        remote: Spans,
+        notify: bytes,
+        timeout_s: float,
+    ) -> Transfer:
+        """Begins a transfer of checked spans."""
         return connection.begin(kind, local, remote, notify, timeout_s)
 
     def _of_peer(self, peer: str) -> Connection:

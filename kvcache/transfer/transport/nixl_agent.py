@@ -1,0 +1,149 @@
+"""NIXL's agent: registered memory, peers, and transfers of descriptor lists."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+
+from kvcache.transfer.transport.registered import Region
+
+_POLL_S = 50e-6
+
+
+class Agent:
+    """One agent with the UCX backend. Every method may be called by any thread.
+
+    host: where it may listen; on the loopback UCX is restricted to it, unless UCX_NET_DEVICES is set.
+    ImportError where NIXL is not installed.
+    """
+
+    def __init__(self, name: str, host: str) -> None:
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
+        except ImportError as error:
+            raise ImportError(
+                "the transport 'nixl' needs NIXL: pip install 'kvcache[nixl]'"
+            ) from error
+        config = nixl_agent_config(
+            backends=["UCX"], sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        )
+        with _network_devices(host):
+            self._agent = nixl_agent(name, config)
+
+    def register(self, regions: list[Region]) -> list:
+        """Registers memory; what `deregister` takes."""
+        by_kind: dict[str, list[tuple[int, int, int, str]]] = {}
+        for region in regions:
+            kind, device = kind_of(region)
+            row = (region.begin, region.end - region.begin, device, "")
+            by_kind.setdefault(kind, []).append(row)
+        return [self._agent.register_memory(rows, kind) for kind, rows in by_kind.items()]
+
+    def deregister(self, registered: list) -> None:
+        """The inverse of `register`."""
+        for each in registered:
+            self._agent.deregister_memory(each)
+
+    def metadata(self) -> bytes:
+        """What a peer's agent needs to reach the memory that is registered so far."""
+        return self._agent.get_agent_metadata()
+
+    def add(self, metadata: bytes) -> str:
+        """Adds a peer, and returns its name. Any exception for what is no metadata."""
+        name = self._agent.add_remote_agent(metadata)
+        return name.decode() if isinstance(name, bytes) else name
+
+    def remove(self, name: str) -> None:
+        """Forgets a peer."""
+        with suppress(Exception):  # it is gone, which is why it is removed
+            self._agent.remove_remote_agent(name)
+
+    def begin(
+        self,
+        operation: str,
+        peer: str,
+        sides: list[tuple[np.ndarray, str, int]],
+        length: np.ndarray,
+    ) -> Handle:
+        """Begins to move bytes: "READ" or "WRITE".
+
+        sides: local and remote, each int64[n] addresses, kind of memory and device. RuntimeError or
+        another exception of NIXL where it refuses.
+        """
+        lists = []
+        for (addresses, kind, device), name in zip(sides, ("NIXL_INIT_AGENT", peer)):
+            rows = np.empty((len(length), 3), np.uint64)
+            rows[:, 0], rows[:, 1], rows[:, 2] = addresses, length, device
+            lists.append(self._agent.prep_xfer_dlist(name, rows, kind))
+        numbers = np.arange(len(length), dtype=np.int32)
+        request = self._agent.make_prepped_xfer(operation, lists[0], numbers, lists[1], numbers)
+        return Handle(self._agent, request, lists)
+
+
+class Handle:
+    """A transfer of NIXL's."""
+
+    def __init__(self, agent: object, request: object, lists: list) -> None:
+        self._agent, self._request, self._lists = agent, request, lists
+        self._state = agent.transfer(request)
+
+    def is_done(self) -> bool:
+        """Whether all bytes have moved. RuntimeError, or an exception of NIXL's, where it failed."""
+        if self._state == "PROC":
+            self._state = self._agent.check_xfer_state(self._request)
+        if self._state == "ERR":
+            raise RuntimeError("NIXL reports an error")
+        return self._state == "DONE"
+
+    def wait(self, deadline: float, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Waits. TimeoutError after `deadline`, or once `is_over`."""
+        while not self.is_done():
+            if time.monotonic() > deadline or is_over():
+                raise TimeoutError("the peer did not answer in time")
+            time.sleep(_POLL_S)
+
+    def has_ended(self) -> bool:
+        """Whether NIXL no longer moves bytes, be it done or failed."""
+        try:
+            return self.is_done()
+        except Exception:
+            return True
+
+    def release(self) -> bool:
+        """Whether NIXL has let go of the memory; where not, call it again later."""
+        try:
+            self._agent.release_xfer_handle(self._request)
+        except Exception:  # it is under way, and cannot be stopped
+            return False
+        for each in self._lists:
+            self._agent.release_dlist_handle(each)
+        self._lists = []
+        return True
+
+
+def kind_of(region: Region) -> tuple[str, int]:
+    """NIXL's kind of memory, and the device's number."""
+    device = region.memory.device
+    return ("VRAM", device.index or 0) if device.type == "cuda" else ("DRAM", 0)
+
+
+@contextmanager
+def _network_devices(host: str) -> Iterator[None]:
+    """UCX listens on every network device that it may use, so for the loopback it gets that one."""
+    try:
+        is_loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = host == "localhost"
+    if not is_loopback or "UCX_NET_DEVICES" in os.environ:
+        yield
+        return
+    os.environ["UCX_NET_DEVICES"] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ["UCX_NET_DEVICES"]

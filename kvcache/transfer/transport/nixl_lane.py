@@ -1,0 +1,230 @@
+"""Packed pieces over NIXL: the sender writes them into staging memory of the receiver."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvcache.checks import shown
+from kvcache.transfer.transport.channel import Channel
+from kvcache.transfer.transport.connection import Connection
+from kvcache.transfer.transport.lane import Lane
+from kvcache.transfer.transport.nixl_agent import Handle
+from kvcache.transfer.transport.nixl_direct import DirectFlow
+from kvcache.transfer.transport.registered import Region
+
+if TYPE_CHECKING:
+    from kvcache.transfer.transport.nixl import NixlTransport
+
+_SLOTS = 2  # pieces of staging memory in each direction
+_MOST_TAGS = 1 << 12  # for which a peer has room at a time
+_HOST = ("DRAM", 0)
+
+
+class NixlLane(Lane):
+    """Frames of a lane: `hello` (staging memory and NIXL's metadata), `room` (a slot of the receiver is
+    free for the next piece of a tag) and `arrived` (the piece was written).
+    """
+
+    def __init__(self, owner: NixlTransport, connection: Connection, channel: Channel) -> None:
+        self._owner, self._connection, self._channel = owner, connection, channel
+        self._piece_bytes = connection.piece_bytes
+        self._memory = torch.empty(2, _SLOTS, self._piece_bytes, dtype=torch.uint8, device="cpu")
+        begin = self._memory.data_ptr()
+        region = Region(begin, begin + self._memory.nbytes, self._memory)
+        self._registered = owner.nixl.register([region])
+        self._changed = threading.Condition()
+        self._hello: tuple[dict, bytes] | None = None
+        self._rooms: dict[int, deque[int]] = {}
+        self._arrived: dict[int, int] = {}
+        self._is_closed = False
+        self._peer_slots: list[int] = []
+        self.unsent: deque[_Sending] = deque()  # of the thread that sends
+        self.peer_kind: tuple[str, int] | None = None
+        self.direct: DirectFlow | None = None
+
+    def open(self, timeout_s: float) -> None:
+        """Exchanges what NIXL needs. RuntimeError where the peer does not answer, or what it says is no
+        metadata."""
+        nixl = self._owner.nixl
+        slots = [self._memory[1, slot].data_ptr() for slot in range(_SLOTS)]
+        header = {"op": "lane", "kind": "hello", "slots": slots, "pages": self._owner.pages_kind}
+        self._channel.put(header, nixl.metadata())
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._hello or self._is_closed, timeout_s):
+                raise RuntimeError("the peer has not sent what NIXL needs in time")
+            if self._hello is None:
+                raise RuntimeError("the connection has ended")
+        told, metadata = self._hello
+        try:
+            name = nixl.add(metadata)
+        except Exception as error:
+            raise RuntimeError(f"NIXL refuses the peer's metadata: {error}") from error
+        if name != self._connection.peer.incarnation:
+            nixl.remove(name)
+            raise RuntimeError(f"NIXL's metadata are of {shown(name)}: expected the peer's own")
+        self._peer_slots = told["slots"]
+        self.peer_kind = tuple(told["pages"]) if told["pages"] is not None else None
+        self.direct = DirectFlow(nixl, self._connection)
+
+    def on_frame(self, header: dict, payload: bytes) -> None:
+        """A frame of the peer; ValueError for one that breaks the protocol."""
+        kind = header.get("kind")
+        with self._changed:
+            if kind == "hello" and self._hello is None:
+                _check_hello(header)
+                self._hello = (header, payload)
+            elif kind in ("room", "arrived"):
+                tag = header.get("tag")
+                if type(tag) is not int or max(len(self._rooms), len(self._arrived)) > _MOST_TAGS:
+                    raise ValueError(f"tag is {shown(tag)}: expected that of a transfer")
+                if kind == "room":
+                    slot = header.get("slot")
+                    rooms = self._rooms.setdefault(tag, deque())
+                    if type(slot) is not int or not 0 <= slot < _SLOTS or len(rooms) == _SLOTS:
+                        raise ValueError(f"slot is {shown(slot)}: expected a free one")
+                    rooms.append(slot)
+                else:
+                    self._arrived[tag] = self._arrived.get(tag, 0) + 1
+            else:
+                raise ValueError(f"kind is {shown(kind)}: expected room or arrived")
+            self._changed.notify_all()
+
+    def staging(self, *, is_outgoing: bool) -> list[torch.Tensor]:
+        return list(self._memory[0 if is_outgoing else 1])
+
+    def send(self, piece: torch.Tensor, tag: int) -> _Sending:
+        return _Sending(self, piece, tag)
+
+    def receive(self, piece: torch.Tensor, tag: int) -> _Receiving:
+        slot = (piece.data_ptr() - self._memory[1].data_ptr()) // self._piece_bytes
+        self._channel.put({"op": "lane", "kind": "room", "tag": tag, "slot": slot})
+        return _Receiving(self, tag)
+
+    def close(self) -> None:
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._changed.notify_all()
+        if self.direct is not None:
+            self.direct.close()
+        self._owner.nixl.remove(self._connection.peer.incarnation)
+        self._owner.keep(self._memory)
+
+    # For the pieces.
+
+    def take_room(self, tag: int, timeout_s: float) -> int | None:
+        """The slot for the next piece of a tag; None where the peer has none within `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or tag in self._rooms, timeout_s)
+            self._check_open()
+            rooms = self._rooms.get(tag)
+            if rooms is None:
+                return None
+            slot = rooms.popleft()
+            if not rooms:
+                del self._rooms[tag]
+            return slot
+
+    def begin_unsent(self) -> None:
+        """Begins to write pieces for which there is room, in their order."""
+        while self.unsent and self.unsent[0].begin():
+            self.unsent.popleft()
+
+    def take_arrived(self, tag: int, timeout_s: float) -> None:
+        """Waits for the next piece of a tag."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or tag in self._arrived, timeout_s)
+            self._check_open()
+            if tag not in self._arrived:
+                raise TimeoutError("the peer did not answer in time")
+            self._arrived[tag] -= 1
+            if not self._arrived[tag]:
+                del self._arrived[tag]
+
+    def write(self, piece: torch.Tensor, slot: int) -> Handle:
+        """Begins to write a piece into a slot of the peer."""
+        sides = [
+            (np.array([piece.data_ptr()]), *_HOST),
+            (np.array([self._peer_slots[slot]]), *_HOST),
+        ]
+        peer = self._connection.peer.incarnation
+        return self._owner.nixl.begin("WRITE", peer, sides, np.array([piece.nbytes]))
+
+    def tell_arrived(self, tag: int) -> None:
+        """Tells the peer that a piece of a tag was written."""
+        self._channel.put({"op": "lane", "kind": "arrived", "tag": tag})
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the connection has ended."""
+        return self._is_closed
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ConnectionError("the connection has ended")
+
+
+class _Sending:
+    """A piece that is written as soon as the peer has room and those before it were begun."""
+
+    def __init__(self, lane: NixlLane, piece: torch.Tensor, tag: int) -> None:
+        self._lane, self._piece, self._tag = lane, piece, tag
+        self._handle: Handle | None = None
+        lane.unsent.append(self)
+        lane.begin_unsent()
+
+    def begin(self, timeout_s: float = 0.0) -> bool:
+        """Whether there is room within `timeout_s`, and the piece is on its way."""
+        slot = self._lane.take_room(self._tag, timeout_s)
+        if slot is not None:
+            self._handle = self._lane.write(self._piece, slot)
+        return slot is not None
+
+    def wait(self, timeout_s: float) -> None:
+        lane, deadline = self._lane, time.monotonic() + timeout_s
+        if self._handle is None:  # then it is the first of those that were not begun
+            if not self.begin(timeout_s):
+                raise TimeoutError("the peer did not make room in time")
+            lane.unsent.popleft()
+            lane.begin_unsent()
+        try:
+            self._handle.wait(deadline, lambda: lane.is_closed)
+        finally:
+            self._handle.release()
+        lane.tell_arrived(self._tag)
+
+
+class _Receiving:
+    """A piece that the peer writes."""
+
+    def __init__(self, lane: NixlLane, tag: int) -> None:
+        self._lane, self._tag = lane, tag
+
+    def wait(self, timeout_s: float) -> None:
+        self._lane.take_arrived(self._tag, timeout_s)
+
+
+def _check_hello(header: dict) -> None:
+    slots, pages = header.get("slots"), header.get("pages")
+    if (
+        not isinstance(slots, list)
+        or len(slots) != _SLOTS
+        or not all(type(each) is int and 0 < each < 2**62 for each in slots)
+    ):
+        raise ValueError(f"slots are {shown(slots)}: expected {_SLOTS} addresses")
+    if pages is not None and (
+        not isinstance(pages, list)
+        or len(pages) != 2
+        or pages[0] not in ("DRAM", "VRAM")
+        or type(pages[1]) is not int
+    ):
+        raise ValueError(
+            f"pages are {shown(pages)}: expected a kind of memory and a device, or none"
+        )
