@@ -31,7 +31,10 @@ class Engine:
         if role:
             options["kv_transfer_config"] = {
                 **{"kv_connector": "KVCacheConnector", "kv_connector_module_path": MODULE},
-                **{"kv_role": role, "kv_connector_extra_config": {"transport": "gloo"} | (extra or {})},
+                **{
+                    "kv_role": role,
+                    "kv_connector_extra_config": {"transport": "gloo"} | (extra or {}),
+                },
             }
         self.lines, self.errors, self.is_stopped = [], [], False
         self.process = subprocess.Popen(
@@ -75,11 +78,15 @@ class Engine:
 
     def run(self, prompts, max_tokens=16, params=None, timeout_s=DEADLINE_S):
         """(tokens, kv_transfer_params) of each prompt."""
-        return self.ask("run", prompts, max_tokens, params or [None] * len(prompts), timeout_s=timeout_s)
+        return self.ask(
+            "run", prompts, max_tokens, params or [None] * len(prompts), timeout_s=timeout_s
+        )
 
     def prefill(self, prompts):
         """What the engine tells of each prompt's blocks."""
-        return [each[1] for each in self.run(prompts, 1, [{"do_remote_decode": True}] * len(prompts))]
+        return [
+            each[1] for each in self.run(prompts, 1, [{"do_remote_decode": True}] * len(prompts))
+        ]
 
     def decode(self, prompts, offers, max_tokens=16):
         """(tokens of each prompt, how many tokens were computed)."""

