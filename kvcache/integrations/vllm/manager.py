@@ -465,7 +465,10 @@ class VllmCacheManager:
         """What is known of a request that ends, its tokens brought up to date."""
         self._busy.pop(request.request_id, None)
         held = self._held.pop(request.request_id, None)
-        if held is None or held.is_receiving:
+        if held is None:
+            return None
+        if held.is_receiving:  # its load failed, or it was aborted: no one writes to its blocks now
+            self.native.finish_receiving(held.request, 0)
             return held
         held.due = -1
         # Drafts, and what steps under way compute, are no hits yet, but for what was made one before.
