@@ -19,7 +19,7 @@ from tests.vllm_engine import Engine
 from tests.vllm_weights import write_llama
 
 SCHEDULER = "kvcache.integrations.vllm.AsyncScheduler"
-TIMEOUT_S = 4.0
+TIMEOUT_S = 8.0
 # kvcache's allocator in some of them, vLLM's own in the others.
 ENGINES = {
     "tp1": {},
@@ -60,6 +60,8 @@ def closing(started):
             assert engine.answer() == "ready"
         yield started
     finally:
+        for engine in started.values():
+            engine.end()
         for engine in started.values():
             engine.close()
 

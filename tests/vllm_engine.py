@@ -36,7 +36,7 @@ class Engine:
                     "kv_connector_extra_config": {"transport": "gloo"} | (extra or {}),
                 },
             }
-        self.lines, self.errors, self.is_stopped = [], [], False
+        self.lines, self.errors = [], []
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.vllm_engine", json.dumps(options)],
             stdin=subprocess.PIPE,
@@ -110,16 +110,20 @@ class Engine:
         """To the engine and its workers."""
         os.killpg(self.process.pid, number)
 
-    def close(self):
-        """Ends the processes."""
+    def end(self):
+        """Begins to end."""
         if self.process.poll() is None:
             self.signal(signal.SIGCONT)
-            self.process.stdin.close()
-            try:
-                self.process.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                self.signal(signal.SIGKILL)
-        self.process.wait()
+        self.process.stdin.close()
+
+    def close(self):
+        """Ends the processes."""
+        self.end()
+        try:
+            self.process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.signal(signal.SIGKILL)
+            self.process.wait()
 
 
 def main():
@@ -172,7 +176,11 @@ def main():
                 say(True)
         if not scheduler.has_requests():
             continue
-        for output in engine.step():
+        before = counts.get("tokens", 0)
+        outputs = engine.step()
+        if counts.get("tokens", 0) == before:
+            time.sleep(0.001)  # as vLLM's engine does that only waits
+        for output in outputs:
             if output.finished:
                 tokens = list(output.outputs[0].token_ids)
                 pending[output.request_id] = [tokens, output.kv_transfer_params]

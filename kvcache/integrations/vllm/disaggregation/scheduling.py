@@ -131,7 +131,8 @@ class Scheduling:
     def take_output(self, output: KVConnectorOutput) -> None:
         """The workers' report: what was sent frees its slot."""
         for request_id in output.finished_sending or ():
-            self._slots.append(self._slot_of.pop(request_id))
+            if request_id in self._slot_of:  # another connector beside this one sends too
+                self._slots.append(self._slot_of.pop(request_id))
 
     def _offer(self, request: Request) -> Offer | None:
         """The offer that a request brings, checked once; a wrong one is refused in one line."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import os
 import queue
 import threading
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from kvcache.integrations.vllm.disaggregation.steps import Load, RankHandshake, 
 from kvcache.transfer.transport.base import make_transport
 from kvcache.worker.pages.pages import Pages
 
+SECRET = "KVCACHE_TRANSFER_SECRET"  # environment variable: what peers must have to connect
 _log = logging.getLogger(__name__)
 _BUSY_S, _IDLE_S = 0.0005, 0.05
 _NUM_CELLS = 4096  # slots of leases that can be read at once
@@ -63,6 +65,7 @@ class Worker:
             self._options.transport,
             host=self._options.host,
             port=port,
+            secret=os.environ.get(SECRET, "").encode(),
         )
         inbox = np.zeros(_NUM_CELLS, np.int64)
         storages = _storages(kv_caches.values())
