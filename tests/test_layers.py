@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "kvcache.serving": {"kvcache.allocator", "kvcache.assembly", "kvcache.worker"},
     "kvcache.integrations": {
         *("kvcache.allocator", "kvcache.assembly", "kvcache.memory_plan", "kvcache.serving"),
-        "kvcache.worker",
+        *("kvcache.transfer", "kvcache.worker"),
     },
     "kvcache.transfer": {"kvcache.ops", "kvcache.worker"},
     "kvcache.replay": {"kvcache.allocator", "kvcache.worker"},

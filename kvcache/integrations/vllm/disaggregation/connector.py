@@ -1,0 +1,146 @@
+"""vLLM's interface of a connector, in the scheduler and in the workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from kvcache.integrations.vllm.disaggregation.options import Options
+from kvcache.integrations.vllm.disaggregation.scheduling import Scheduling
+from kvcache.integrations.vllm.disaggregation.steps import RankHandshake, Step
+from kvcache.integrations.vllm.disaggregation.windows import check_kinds
+from kvcache.integrations.vllm.disaggregation.worker import Worker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
+    """Prefill in one engine, decode in another: blocks go from the one's pool into the other's.
+
+    ValueError at the start, in one line, for options and configurations that it does not serve.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        transfer = vllm_config.kv_transfer_config
+        options = Options.from_config(transfer.kv_connector_extra_config)
+        _check_config(vllm_config)
+        check_kinds(kv_cache_config)
+        super().__init__(vllm_config, role, kv_cache_config)
+        # The scheduler reads it behind this; vLLM's own default is to fail the request.
+        transfer.kv_load_failure_policy = options.on_failure
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduling = Scheduling(options, vllm_config, kv_cache_config)
+            self._worker = None
+        else:
+            self._worker = Worker(options, vllm_config, kv_cache_config)
+
+    # Of the scheduler.
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """As vLLM's base class says, and so are the others."""
+        return self._scheduling.num_to_load(request, num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        return self._kv_cache_config.transfer_group_ids
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._scheduling.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
+        return self._scheduling.take_step()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._scheduling.take_output(connector_output)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduling.finished(request, block_ids)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduling.finished(request, (block_ids,))
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, RankHandshake]) -> None:
+        self._scheduling.take_handshakes(metadata)
+
+    # Of a worker.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> RankHandshake | None:
+        return self._worker.handshake
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._worker.begin(self._get_connector_metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads go on between steps: nothing to wait for."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Blocks are read from the cache itself: nothing to save."""
+
+    def wait_for_save(self) -> None:
+        """As `save_kv_layer`."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """A failed request is computed anew, with all its blocks, in the models of one group too."""
+        return KVConnectorTransferResults(*self._worker.take_results())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        sent, received, failed = self._worker.take_results()
+        if failed:
+            raise RuntimeError(f"loads of {sorted(failed)} failed: expected get_transfer_results")
+        return sent, received
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+
+def _check_config(config: VllmConfig) -> None:
+    parallel = config.parallel_config
+    for name in (
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        if (size := getattr(parallel, name)) != 1:
+            raise ValueError(
+                f"{name} is {size}: this connector needs 1, and tensor parallelism alone"
+            )
+    cache = config.cache_config
+    if (
+        cache.enable_prefix_caching
+        and cache.prefix_caching_hash_algo.startswith("xxhash")
+        and os.getenv("PYTHONHASHSEED") is None
+    ):
+        raise ValueError(
+            f"prefix_caching_hash_algo is {cache.prefix_caching_hash_algo!r} and its seed is drawn at "
+            "random: set PYTHONHASHSEED to the same value in all engines"
+        )

@@ -1,0 +1,202 @@
+"""The connector in the scheduler: who is loaded from where, and whose blocks are kept for readers."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from kvcache.integrations.vllm.disaggregation.layout import check_like
+from kvcache.integrations.vllm.disaggregation.leases import NUM_SLOTS
+from kvcache.integrations.vllm.disaggregation.offer import Lease, Offer, digest_of
+from kvcache.integrations.vllm.disaggregation.options import Options
+from kvcache.integrations.vllm.disaggregation.steps import Load, RankHandshake, Step
+from kvcache.integrations.vllm.disaggregation.windows import first_needed, is_complete
+
+_log = logging.getLogger(__name__)
+_DONE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+class Scheduling:
+    """Decides by requests alone; bytes are moved by the workers' side."""
+
+    def __init__(
+        self, options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    ) -> None:
+        transfer = vllm_config.kv_transfer_config
+        self._options, self._engine_id = options, transfer.engine_id
+        self._is_producer, self._is_consumer = transfer.is_kv_producer, transfer.is_kv_consumer
+        self._groups = kv_cache_config.transfer_group_ids
+        self._specs = [
+            kv_cache_config.kv_cache_groups[group].kv_cache_spec for group in self._groups
+        ]
+        self._model = model_of(vllm_config)
+        cache = vllm_config.cache_config
+        self._algorithm = cache.prefix_caching_hash_algo if cache.enable_prefix_caching else None
+        self._handshakes: list[RankHandshake] = []
+        self._offers: dict[str, Offer | None] = {}  # of requests that have not been loaded yet
+        self._step = Step()
+        self._slots = list(range(NUM_SLOTS))
+        self._slot_of: dict[str, int] = {}
+        # Later than that of any earlier start with the same memory.
+        self._generation = time.time_ns() // 1_000
+
+    def take_handshakes(self, handshakes: Mapping[int, RankHandshake]) -> None:
+        """The workers', by rank."""
+        self._handshakes = [handshakes[rank] for rank in sorted(handshakes)]
+
+    def num_to_load(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """Tokens behind the computed ones that are loaded, and whether that goes on beside other work."""
+        offer = self._offer(request)
+        if offer is None:
+            return 0, False
+        end = min(offer.num_tokens, request.num_tokens - 1)  # the last one must run
+        if end <= num_computed_tokens:
+            return 0, False
+        for spec, layout, blocks in zip(self._specs, offer.groups, offer.blocks):
+            first = max(num_computed_tokens, first_needed(spec, end))
+            if not is_complete(blocks, layout.block_size, first, end):
+                self._refuse(request, "the producer has freed a window's blocks that are needed")
+                self._step.unread.append(offer)
+                return 0, False
+        return end - num_computed_tokens, True
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, num_to_load: int) -> None:
+        """Notes the blocks into which a request is loaded. Each request is loaded once."""
+        offer = self._offers.get(request.request_id)
+        if offer is None:
+            return
+        self._offers[request.request_id] = None
+        if num_to_load == 0:
+            self._step.unread.append(offer)
+            return
+        end = min(offer.num_tokens, request.num_tokens - 1)
+        own = blocks.get_block_ids()
+        self._step.loads[request.request_id] = Load(
+            offer, end - num_to_load, end, tuple(list(own[group]) for group in self._groups)
+        )
+
+    def take_step(self) -> Step:
+        """What the workers are to begin."""
+        step, self._step = self._step, Step()
+        return step
+
+    def finished(
+        self, request: Request, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the blocks are kept, and what another engine is told."""
+        unread = self._offers.pop(request.request_id, None)
+        if unread is not None:
+            self._step.unread.append(unread)
+        params = request.kv_transfer_params
+        if (
+            not self._is_producer
+            or not isinstance(params, Mapping)
+            or not params.get("do_remote_decode")
+            or request.status not in _DONE
+            or request.prompt_token_ids is None
+        ):
+            return False, None
+        num_tokens = min(request.num_prompt_tokens, request.num_computed_tokens)
+        if num_tokens < 1 or not self._slots:
+            return False, None
+        self._generation += 1
+        until = time.time() + self._options.lease_s
+        lease = Lease(self._slots.pop(), self._generation, until)
+        self._slot_of[request.request_id] = lease.slot
+        self._step.leases[request.request_id] = lease, self._options.lease_s
+        offer = Offer(
+            self._engine_id,
+            request.request_id,
+            num_tokens,
+            _digest(request, num_tokens),
+            self._hashing(),
+            self._model,
+            self._handshakes[0].groups,
+            tuple(tuple(block_ids[group]) for group in self._groups),
+            tuple(each.address for each in self._handshakes),
+            lease,
+        )
+        return True, offer.to_params()
+
+    def take_output(self, output: KVConnectorOutput) -> None:
+        """The workers' report: what was sent frees its slot."""
+        for request_id in output.finished_sending or ():
+            if request_id in self._slot_of:  # another connector beside this one sends too
+                self._slots.append(self._slot_of.pop(request_id))
+
+    def _offer(self, request: Request) -> Offer | None:
+        """The offer that a request brings, checked once; a wrong one is refused in one line."""
+        if request.request_id in self._offers:
+            return self._offers[request.request_id]
+        if not self._is_consumer or not request.kv_transfer_params:
+            return None
+        offer = None
+        try:
+            offer = Offer.from_params(request.kv_transfer_params)
+            if offer is not None:
+                self._check(request, offer)
+        except ValueError as error:
+            self._refuse(request, f"{error}")
+            return None
+        self._offers[request.request_id] = offer
+        return offer
+
+    def _check(self, request: Request, offer: Offer) -> None:
+        offer.check_answers(self._model, self._hashing())
+        check_like(self._handshakes[0].groups, offer.groups)
+        if request.prompt_token_ids is None or request.num_tokens < offer.num_tokens:
+            raise ValueError(
+                f"the request has {request.num_tokens} tokens, the offer {offer.num_tokens}: expected a "
+                "prompt of as many tokens"
+            )
+        if _digest(request, offer.num_tokens) != offer.digest:
+            raise ValueError(
+                "the offer is of other tokens, images or another adapter: send both engines the same "
+                "prompt"
+            )
+
+    def _refuse(self, request: Request, reason: str) -> None:
+        self._offers[request.request_id] = None
+        _log.warning("KV of request %s is computed here: %s", request.request_id, reason)
+
+    def _hashing(self) -> dict[str, str] | None:
+        if self._algorithm is None:
+            return None
+        seed = hashlib.sha256(kv_cache_utils.NONE_HASH).hexdigest()[:16]
+        return {"algorithm": self._algorithm, "seed": seed}
+
+
+def model_of(vllm_config: VllmConfig) -> dict[str, Any]:
+    """What two engines must have in common, as plain values."""
+    model = vllm_config.model_config
+    return {
+        "architectures": list(model.hf_config.architectures or ()),
+        "num_hidden_layers": model.get_total_num_hidden_layers(),
+        "num_kv_heads": model.get_total_num_kv_heads(),
+        "head_size": model.get_head_size(),
+        "hidden_size": model.get_hidden_size(),
+        "vocab_size": model.get_vocab_size(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "cache_dtype": str(vllm_config.cache_config.cache_dtype),
+        "quantization": model.quantization,
+    }
+
+
+def _digest(request: Request, num_tokens: int) -> str:
+    items = [
+        (feature.identifier, feature.mm_position.offset)
+        for feature in request.mm_features
+        if feature.mm_position.offset < num_tokens
+    ]
+    lora = request.lora_request.lora_name if request.lora_request else None
+    return digest_of(request._all_token_ids[:num_tokens], lora, items)

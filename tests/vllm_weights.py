@@ -1,0 +1,38 @@
+"""Random weights of a tiny Llama, in files: `dummy` ones would differ from rank to rank."""
+
+import json
+
+import torch
+from safetensors.torch import save_file
+
+
+def write_llama(folder, config):
+    """A model of a configuration in a folder, as vLLM loads it."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, heads = config["hidden_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * heads, config["num_key_value_heads"] * heads
+
+    def weights(*shape, scale=0.2):
+        return torch.randn(*shape, generator=generator) * scale
+
+    tensors = {
+        "model.embed_tokens.weight": weights(config["vocab_size"], hidden, scale=1.0),
+        "lm_head.weight": weights(config["vocab_size"], hidden),
+        "model.norm.weight": torch.ones(hidden),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        shapes = {
+            "self_attn.q_proj": (q, hidden),
+            "self_attn.k_proj": (kv, hidden),
+            "self_attn.v_proj": (kv, hidden),
+            "self_attn.o_proj": (hidden, q),
+            "mlp.gate_proj": (config["intermediate_size"], hidden),
+            "mlp.up_proj": (config["intermediate_size"], hidden),
+            "mlp.down_proj": (hidden, config["intermediate_size"]),
+        }
+        prefix = f"model.layers.{layer}."
+        tensors |= {f"{prefix}{name}.weight": weights(*shape) for name, shape in shapes.items()}
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}{name}.weight"] = torch.ones(hidden)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
