@@ -22,6 +22,9 @@ from kvcache.transfer.connector.aggregate import (
 from kvcache.transfer.connector.cache_events import KVCacheEvents as KVCacheEvents
 from kvcache.transfer.connector.requests import yield_req_data as yield_req_data
 from kvcache.transfer.description import CacheDescription as CacheDescription
+from kvcache.transfer.fetching import Fetch as Fetch
+from kvcache.transfer.fetching import GroupFetch as GroupFetch
+from kvcache.transfer.fetching import fetch as fetch
 from kvcache.transfer.memory import (
     permute_pages as permute_pages,
 )
@@ -29,6 +32,7 @@ from kvcache.transfer.memory import (
     region_addresses as region_addresses,
 )
 from kvcache.transfer.plan.readers import source_readers as source_readers
+from kvcache.transfer.plan.token_range import plan_range as plan_range
 from kvcache.transfer.plan.transfer_plan import (
     ReceivePermutation as ReceivePermutation,
 )
@@ -76,3 +80,8 @@ from kvcache.transfer.states import (
 )
 from kvcache.transfer.topology import KVTopology as KVTopology
 from kvcache.transfer.topology import RemoteEngine as RemoteEngine
+from kvcache.transfer.transport.base import Transfer as Transfer
+from kvcache.transfer.transport.base import TransferError as TransferError
+from kvcache.transfer.transport.base import Transport as Transport
+from kvcache.transfer.transport.base import make_transport as make_transport
+from kvcache.transfer.transport.spans import Spans as Spans

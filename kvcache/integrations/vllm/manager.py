@@ -125,6 +125,11 @@ class VllmCacheManager:
         self._may_look = True  # whether hits may be looked up in this step
         self._step_of_lookup = -1
 
+    @property
+    def copies_states(self) -> bool:
+        """Whether the model has states that workers copy from page to page."""
+        return self._states.are_copied
+
     def ask_who_waits(self, has_waiting: Callable[[], bool]) -> None:
         """Before each step, whether requests wait: in steps without any nothing is looked up."""
         self._has_waiting = has_waiting

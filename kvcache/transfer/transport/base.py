@@ -208,7 +208,7 @@ def make_transport(
 
     agent: its name among its peers, unique. name: "nixl" or "gloo"; None: NIXL where it is installed,
     else gloo. options: `secret` (bytes that both sides must have), `timeout_s` of a transfer (30),
-    `piece_bytes` of staging memory (4 MiB; a connection has four pieces). ValueError or TypeError for
+    `piece_bytes` of staging memory (16 MiB; a connection has four pieces). ValueError or TypeError for
     other options, ImportError where NIXL is named and not installed, OSError where the address is taken.
     """
     if name is None:
