@@ -38,8 +38,8 @@ class _WithManager:
         if self.connector is not None and self.kv_cache_manager.copies_states:
             raise ValueError(
                 "kv_transfer_config is given, and the model keeps states that are copied "
-                "(mamba_cache_mode 'align'): kvcache's scheduler for vLLM supports one of them; leave out "
-                "the connector, or serve with vLLM's own scheduler"
+                "(mamba_cache_mode 'align'): kvcache's scheduler for vLLM supports one of them; leave "
+                "out the connector, or serve with vLLM's own scheduler"
             )
         self.kv_cache_manager.ask_who_waits(lambda: bool(self.waiting))
 
