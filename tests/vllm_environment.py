@@ -36,7 +36,7 @@ def main() -> int:
     except Unavailable as missing:
         print(f"SKIPPED: tests with vLLM: {missing}")
         return 0
-    arguments = sys.argv[1:] or ["tests/test_vllm.py"]
+    arguments = sys.argv[1:] or sorted(str(p) for p in (REPO / "tests").glob("test_vllm*.py"))
     command = [str(PYTHON), "-m", "pytest", "-p", "no:cacheprovider", *arguments]
     environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=REPO, env=environment).returncode

@@ -14,8 +14,9 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from kvcache import Pages, SwapEngine
 from kvcache.integrations.vllm.offloading.host_manager import HostChunks
+from kvcache.worker.pages.pages import Pages
+from kvcache.worker.swap.engine import SwapEngine
 from kvcache.worker.swap.job import SwapJob
 
 _log = init_logger("vllm.kvcache")  # below vllm's, whose messages are shown
