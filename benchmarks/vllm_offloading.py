@@ -1,8 +1,8 @@
-"""A tiny model in vLLM that chats on a device pool that is too small: without a host tier, and with it.
+"""Chats of three turns in vLLM, whose device pool is too small for them: with and without a host tier.
 
-`python -m tests.vllm_environment -m benchmarks.vllm_offloading [--rounds N] [--json FILE]`. Each run is a
-process of its own; they take turns. Hit tokens are those of the second and third turn, and bytes those
-that moved between device and host. CPU time is that of the requests, without the start.
+`python -m benchmarks.vllm_offloading [--json FILE]`, in an environment that has vLLM. Prints hits, bytes
+moved, and CPU time of serving (not of starting), of a tiny Llama and a tiny Gemma 3 with random weights.
+Each case is a process of its own; the three cases take turns, and medians are of all rounds.
 """
 
 from __future__ import annotations
@@ -12,63 +12,53 @@ import json
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from tests.test_vllm import MODELS
 from tests.vllm_chats import chats
 
-CASES: dict[str, dict[str, Any]] = {
+TIER = {"cpu_bytes_to_use": 256 << 20, "offload_prompt_only": False}
+CASES = {
     "no tier": {},
-    "kvcache's tier": {"tier": {"cpu_bytes_to_use": 1 << 28}},
-    "kvcache's tier and scheduler": {
-        "tier": {"cpu_bytes_to_use": 1 << 28},
+    "host tier": {"tier": TIER},
+    "host tier and kvcache's scheduler": {
+        "tier": TIER,
         "scheduler_cls": "kvcache.integrations.vllm.Scheduler",
     },
 }
-POOL = {"llama": 100, "gemma3": 300}  # blocks
-
-
-def measured(folder: str, name: str, rounds: int) -> dict[str, dict[str, Any]]:
-    """By case: hit and prompt tokens, bytes, CPU seconds of each round."""
-    found: dict[str, dict[str, Any]] = {case: {"cpu_s": []} for case in CASES}
-    answers = []
-    for _ in range(rounds):
-        for case, options in CASES.items():
-            ran = chats(folder, num_blocks=POOL[name], **options)
-            answers.append(ran["answers"])
-            moved = sum(
-                value
-                for metric, value in ran["metrics"].items()
-                if metric.startswith("vllm:kv_offload") and "bytes" in metric
-            )
-            found[case] |= {
-                **{"hit_tokens": sum(ran["hits"][1:]), "prompt_tokens": sum(ran["prompts"][1:])},
-                "bytes": moved,
-            }
-            found[case]["cpu_s"].append(ran["cpu"])
-    if any(each != answers[0] for each in answers):
-        raise AssertionError("answers differ")
-    return found
+NUM_BLOCKS = {"llama": 100, "gemma3": 160}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    results = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, config in MODELS.items():
-            path = Path(folder) / name
-            path.mkdir()
-            (path / "config.json").write_text(json.dumps(config))
-            results[name] = found = measured(str(path), name, options.rounds)
-            for case, row in found.items():
-                print(
-                    f"{name}, {case}: {row['hit_tokens']} of {row['prompt_tokens']} tokens hit, "
-                    f"{row['bytes'] / 2**20:.0f} MiB moved, {statistics.median(row['cpu_s']):.2f} s CPU",
-                    flush=True,
-                )
+    results: dict[str, dict] = {}
+    for name, num_blocks in NUM_BLOCKS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(MODELS[name]))
+            rounds = [
+                {case: chats(folder, num_blocks=num_blocks, **more) for case, more in CASES.items()}
+                for _ in range(options.rounds)
+            ]
+        answers = [found["answers"] for each in rounds for found in each.values()]
+        assert all(each == answers[0] for each in answers), "the answers differ"
+        for case in CASES:
+            found = rounds[0][case]
+            row = {
+                "hit_tokens": sum(found["hits"][1:]),
+                "prompt_tokens": sum(found["prompts"][1:]),
+                "stored_bytes": found["metrics"].get("vllm:kv_offload_store_bytes", 0),
+                "loaded_bytes": found["metrics"].get("vllm:kv_offload_load_bytes", 0),
+                "cpu_s": statistics.median(each[case]["cpu"] for each in rounds),
+            }
+            results[f"{name}, {case}"] = row
+            print(
+                f"{name}, {case}: hits in turns 2 and 3 {row['hit_tokens']:,} of "
+                f"{row['prompt_tokens']:,} tokens, stored {row['stored_bytes'] / 1e6:.1f} MB, "
+                f"loaded {row['loaded_bytes'] / 1e6:.1f} MB, CPU {row['cpu_s']:.2f} s, same answers",
+                flush=True,
+            )
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -72,7 +72,10 @@ class HostTierOptions:
             for name, value in self.eviction_options.items()
         }
         object.__setattr__(self, "eviction_options", numbers)
-        core.Eviction.for_host(self.eviction, numbers)
+        try:
+            core.Eviction.for_host(self.eviction, numbers)
+        except ValueError as error:  # which calls it host_eviction
+            raise ValueError(str(error).removeprefix("host_")) from None
         if not isinstance(self.store, str) or self.store not in STORES:
             why = _NOT_STORES.get(self.store) if isinstance(self.store, str) else None
             expected = " or ".join(map(repr, STORES)) + (f" ({why})" if why else "")
