@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvcache.cli import doctor, main
+from kvcache.replay import Replayer, chat_workload
 
 from .shared import REPO, sampled, shared_file
 
@@ -502,6 +503,9 @@ def test_zero_is_no_count(capsys, option):
             "'--fly' is unknown: expected an option that `kvcache replay --help`",
         ),
         (["replay", "--lim", "3"], "'--lim' is unknown"),
+        (["replay", "--events", "here"], "--events: endpoint is 'here': expected tcp://ADDRESS"),
+        (["replay", "--events-replay", "x"], "--events-replay is 'x': expected only with --events"),
+        (["replay", "--compare", "--events", "x"], "--events is given with --compare"),
         (["demo", "--fly"], "'--fly' is unknown"),
         (["demo", "--replay", "--json"], "--json is given with --replay"),
         (["demo", "--replay", "--users", "2"], "--users is given with --replay"),
@@ -575,6 +579,36 @@ def test_plot_needs_matplotlib(capsys, monkeypatch, tmp_path):
     path = str(tmp_path / "a.png")
     error = error_of(capsys, "replay", "--json", "--plot", path, code=1)
     assert "matplotlib is not installed, which --plot needs: pip install 'kvcache[cli]'" in error
+
+
+def test_a_replay_publishes_its_events(capsys, monkeypatch):
+    pytest.importorskip("zmq")
+    from kvcache.router_events import CacheView, EventPublisher
+    from kvcache.router_events.translator import EventTranslator
+    from tests.cache_user import cached, shown
+
+    options = ["replay", "--requests", "300", "--num-blocks", "200", "--json"]
+    assert main(options) == 0
+    expected, drained = json.loads(capsys.readouterr().out), []
+    publish = EventPublisher.publish
+    monkeypatch.setattr(
+        EventPublisher,
+        "publish",
+        lambda self, events: (drained.append(events), publish(self, events)),
+    )
+    assert main([*options, "--events", "tcp://127.0.0.1:0"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    for report in (found, expected):
+        del report["us_per_request"]
+    assert found == expected
+    assert "cache events at tcp://127.0.0.1:" in printed.err
+    translator, view = EventTranslator("vllm-none-hash"), CacheView()
+    for events in drained:
+        view.apply(translator.translate(events))
+    replayer = Replayer(num_blocks=200, block_size=found["block_size"])
+    replayer.run(chat_workload(300))
+    assert len(drained) == 301 and shown(view) == cached(replayer.manager)
 
 
 # --- the process ----------------------------------------------------------------------------------
