@@ -161,8 +161,8 @@ def test_any_range_of_tokens_with_null_pages_on_both_sides(trials):
         addresses = {rank: engine.addresses() for rank, engine in theirs.items()}
         here, moved = mine.addresses(), found.runs.expand()
         written = set()
-        for rank, r, r_at, l, l_at, n in zip(*(column.tolist() for column in moved)):
-            begin = int(here[l]) + l_at
+        for rank, r, r_at, mine_r, at, n in zip(*(column.tolist() for column in moved)):
+            begin = int(here[mine_r]) + at
             assert begin not in written
             written.add(begin)
             ctypes.memmove(begin, int(addresses[rank][r]) + r_at, n)
