@@ -161,11 +161,11 @@ def test_any_range_of_tokens_with_null_pages_on_both_sides(trials):
         addresses = {rank: engine.addresses() for rank, engine in theirs.items()}
         here, moved = mine.addresses(), found.runs.expand()
         written = set()
-        for rank, remote, r_at, local, l_at, n in zip(*(column.tolist() for column in moved)):
-            begin = int(here[local]) + l_at
+        for rank, r, r_at, mine_r, at, n in zip(*(column.tolist() for column in moved)):
+            begin = int(here[mine_r]) + at
             assert begin not in written
             written.add(begin)
-            ctypes.memmove(begin, int(addresses[rank][remote]) + r_at, n)
+            ctypes.memmove(begin, int(addresses[rank][r]) + r_at, n)
         permute_pages(
             mine.storage, found.permuted, plan.permutation if len(found.permuted) else None
         )

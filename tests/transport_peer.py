@@ -57,7 +57,7 @@ class Peer:
         return self._answer(timeout_s)
 
     def tell(self, command: str, **arguments: object) -> None:
-        """A command whose answer nobody reads."""
+        """A command without an answer."""
         self.process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
         self.process.stdin.flush()
 
@@ -109,13 +109,15 @@ def main() -> None:
     parser.add_argument("--secret", default="")
     parser.add_argument("--lie", default="")
     args = parser.parse_args()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # NIXL logs to stdout
     lie(args.lie)
     pool = pattern(args.seed)
     transport = base.make_transport(args.agent, args.name, secret=args.secret.encode(), timeout_s=5)
     transport.register([(pool.ctypes.data, pool.nbytes)])
 
     def answer(**values: object) -> None:
-        print(json.dumps(values), flush=True)
+        print(json.dumps(values), file=answers, flush=True)
 
     told = transport.metadata().decode()
     if args.lie == "version":
@@ -131,10 +133,9 @@ def main() -> None:
                     time.sleep(0.01)
                 answer(found=[(peer, message.decode()) for peer, message in found])
             case "busy":  # holds the interpreter's main thread
-                end, count = time.monotonic() + command["seconds"], 0
+                end = time.monotonic() + command["seconds"]
                 while time.monotonic() < end:
-                    count += 1
-                answer(count=count)
+                    pass
             case "pool":
                 answer(hex=pool[command["first"] : command["last"]].tobytes().hex())
             case "connect":
