@@ -66,10 +66,15 @@ TORCH_FREE_MODULES = {
     "kvcache.transfer.connector.cache_events",
     "kvcache.transfer.description",
     "kvcache.transfer.plan.fragments",
+    "kvcache.transfer.fetching",
     "kvcache.transfer.plan.patterns",
+    "kvcache.transfer.plan.token_range",
     "kvcache.transfer.plan.transfer_plan",
     "kvcache.transfer.connector.requests",
     "kvcache.transfer.sharding",
+    "kvcache.transfer.states",
+    "kvcache.transfer.transport.base",
+    "kvcache.transfer.transport.spans",
     "kvcache.transfer.topology",
 }
 

@@ -88,20 +88,27 @@ class Pattern:
         length = self.runs[:, 4]
         return bool((length == self.remote_stride).all() and (length == self.local_stride).all())
 
-    def apply(self, local_ids: np.ndarray, remote_ids: np.ndarray) -> Runs:
-        """The runs of bytes for pages int64[groups, pages] of both sides, contiguous ones merged."""
+    def apply(
+        self, local_ids: np.ndarray, remote_ids: np.ndarray, kept: np.ndarray | None = None
+    ) -> Runs:
+        """The runs of bytes for pages int64[groups, pages] of both sides, contiguous ones merged.
+
+        kept: bool[groups, m], which of the runs are wanted; None: all.
+        """
         remote_page, remote_at, local_page, local_at, length = self.runs.T
         remote = _addresses(remote_ids, remote_page, self.remote_stride, remote_at)
         local = _addresses(local_ids, local_page, self.local_stride, local_at)
         size = int(length[0])
+        lengths = np.tile(length, len(local_ids))
+        if kept is not None:
+            chosen = np.flatnonzero(kept.ravel())
+            remote, local, lengths = remote[chosen], local[chosen], lengths[chosen]
         meets = np.empty(0, np.int64)
         if self.joins:  # then all runs have the same length
             meets = np.flatnonzero(remote[1:] - remote[:-1] == size)
             meets = meets[local[meets + 1] - local[meets] == size]
         if len(meets) == 0:
-            return Runs(
-                self.remote_rank, self.descriptors, remote, local, np.tile(length, len(local_ids))
-            )
+            return Runs(self.remote_rank, self.descriptors, remote, local, lengths)
         begins = np.ones(len(local), bool)
         begins[meets + 1] = False
         first = np.flatnonzero(begins)

@@ -50,6 +50,10 @@ class Transfer(ABC):
         not be used again.
         """
 
+    @abstractmethod
+    def _wait_for_end(self, timeout_s: float) -> None:
+        """Returns once the transfer has ended, or after some of `timeout_s` at the latest."""
+
     def wait(self, timeout_s: float) -> None:
         """Waits until all bytes have moved.
 
@@ -58,14 +62,12 @@ class Transfer(ABC):
         """
         timeout_s = number(timeout_s, "timeout_s")
         deadline = time.monotonic() + timeout_s
-        pause = 20e-6
         while not self.poll():
             left = deadline - time.monotonic()
             if left <= 0:
                 self.cancel(f"not done within {timeout_s:g} s")
                 continue  # `poll` raises
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, 1e-3)
+            self._wait_for_end(left)
 
 
 class Transport(ABC):

@@ -35,6 +35,7 @@ class StagedTransfer(Transfer):
         self.timeout_s = timeout_s
         self._lock = threading.Lock()
         self._is_done, self._error = False, None
+        self._has_ended = threading.Event()
         self.job: Job | None = None
 
     def poll(self) -> bool:
@@ -63,11 +64,15 @@ class StagedTransfer(Transfer):
         """Whether it is done, or has failed."""
         return self._is_done or self._error is not None
 
+    def _wait_for_end(self, timeout_s: float) -> None:
+        self._has_ended.wait(min(timeout_s, max(self.deadline - time.monotonic(), 0.0) + 1e-3))
+
     def finish(self) -> None:
         """All bytes have moved."""
         with self._lock:
             if self._error is None:
                 self._is_done = True
+        self._has_ended.set()
 
     def fail(self, reason: str) -> bool:
         """Whether it was under way until now."""
@@ -77,7 +82,8 @@ class StagedTransfer(Transfer):
             if self._is_done or self._error is not None:
                 return False
             self._error = reason
-            return True
+        self._has_ended.set()
+        return True
 
 
 class Connection:
@@ -137,9 +143,10 @@ class Connection:
     @property
     def threads(self) -> list[threading.Thread]:
         """Those that end with it."""
-        return [flow.thread for flow in self._flows] + (
-            self.channel.threads if self.channel else []
-        )
+        found = [flow.thread for flow in self._flows]
+        for part in (self.channel, self.lane):
+            found += part.threads if part is not None else ()
+        return found
 
     def begin(
         self, kind: str, local: Spans, remote: Spans, notify: bytes, timeout_s: float
@@ -161,7 +168,7 @@ class Connection:
         return transfer
 
     def track(self, transfer: StagedTransfer, local: Spans, kind: str, notify: bytes) -> int:
-        """The number of a new transfer, which fails with the connection. TransferError where it has ended."""
+        """The number of a new transfer, which fails with the connection. TransferError as for `put`."""
         with self._lock:
             if self.reason is not None:
                 raise TransferError(f"agent {self.peer.agent!r} is not connected: {self.reason}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -22,7 +22,12 @@ class PieceWork(Protocol):
 
 
 class Lane(ABC):
-    """Moves pieces of staging memory to and from one peer; pieces of one tag arrive in order."""
+    """Moves pieces of staging memory to and from one peer; pieces of one tag arrive in order.
+
+    threads: those that end with the lane.
+    """
+
+    threads: Sequence[threading.Thread] = ()
 
     @abstractmethod
     def staging(self, *, is_outgoing: bool) -> list[torch.Tensor]:

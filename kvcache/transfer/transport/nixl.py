@@ -56,6 +56,11 @@ class NixlTransport(StagedTransport):
         kinds = {kind_of(region) for region in self.memory.regions}
         return kinds.pop() if self._direct_bytes is not None and len(kinds) == 1 else None
 
+    def close(self) -> None:
+        super().close()
+        if (nixl := getattr(self, "nixl", None)) is not None:
+            nixl.close()
+
     def keep(self, memory: torch.Tensor) -> None:
         """Keeps staging memory that a lost peer may still write to, until the transport is deleted."""
         self._kept.append(memory)

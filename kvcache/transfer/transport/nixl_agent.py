@@ -12,7 +12,7 @@ import numpy as np
 
 from kvcache.transfer.transport.registered import Region
 
-_POLL_S = 50e-6
+_SPIN_S, _POLL_S = 200e-6, 50e-6
 
 
 class Agent:
@@ -34,6 +34,10 @@ class Agent:
         )
         with _network_devices(host):
             self._agent = nixl_agent(name, config)
+
+    def close(self) -> None:
+        """Ends the agent's thread, once the transfers under way have let go of it."""
+        self._agent = None
 
     def register(self, regions: list[Region]) -> list:
         """Registers memory; what `deregister` takes."""
@@ -102,10 +106,13 @@ class Handle:
 
     def wait(self, deadline: float, is_over: Callable[[], bool] = lambda: False) -> None:
         """Waits. TimeoutError after `deadline`, or once `is_over`."""
+        begin = time.monotonic()
         while not self.is_done():
-            if time.monotonic() > deadline or is_over():
+            now = time.monotonic()
+            if now > deadline or is_over():
                 raise TimeoutError("the peer did not answer in time")
-            time.sleep(_POLL_S)
+            if now > begin + _SPIN_S:
+                time.sleep(_POLL_S)
 
     def has_ended(self) -> bool:
         """Whether NIXL no longer moves bytes, be it done or failed."""

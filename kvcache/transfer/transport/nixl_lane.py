@@ -71,6 +71,7 @@ class NixlLane(Lane):
         self._peer_slots = told["slots"]
         self.peer_kind = tuple(told["pages"]) if told["pages"] is not None else None
         self.direct = DirectFlow(nixl, self._connection)
+        self.threads = [self.direct.thread]
 
     def on_frame(self, header: dict, payload: bytes) -> None:
         """A frame of the peer; ValueError for one that breaks the protocol."""

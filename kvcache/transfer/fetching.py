@@ -1,0 +1,190 @@
+"""Fetches a request's tokens from another engine: plans, a transport and pages together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvcache.checks import as_array, instance, number
+from kvcache.transfer.plan.fragments import Runs
+from kvcache.transfer.plan.token_range import RangeRuns, plan_range
+from kvcache.transfer.plan.transfer_plan import TransferPlan
+from kvcache.transfer.states import StateTransferPlan
+from kvcache.transfer.transport.base import Transfer, TransferError, Transport
+from kvcache.transfer.transport.spans import Spans
+
+if TYPE_CHECKING:
+    from kvcache.worker.pages.storage import KVStorage
+
+
+@dataclass(frozen=True, eq=False)
+class GroupFetch:
+    """One cache group of a request.
+
+    plan: that of this rank. local_ids: int[n], the request's block table, or pages of states; 0 is the
+    null page. remote_ids: the peer's, one for all remote ranks or by rank. local_addresses: int64[r],
+    where the plan's regions begin (`region_addresses`). remote_addresses: the same by remote rank, as the
+    peers have told them. storage: in which pages are permuted; needed where the plan has a permutation.
+    """
+
+    plan: TransferPlan | StateTransferPlan
+    local_ids: np.ndarray
+    remote_ids: Mapping[int, np.ndarray] | np.ndarray
+    local_addresses: np.ndarray
+    remote_addresses: Mapping[int, np.ndarray]
+    storage: KVStorage | None = None
+
+
+class Fetch:
+    """A request's pages on their way; made by `fetch`.
+
+    missing: per group int64[k], local pages of which the remote side has no token. num_bytes: of all
+    groups.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        peers: Mapping[int, str],
+        groups: Sequence[GroupFetch],
+        found: Sequence[RangeRuns],
+        notify: bytes,
+        timeout_s: float,
+    ) -> None:
+        self.missing = [each.missing for each in found]
+        self.num_bytes = sum(each.runs.num_bytes for each in found)
+        self._transport, self._notify = transport, notify
+        self._names = sorted({peers[r] for group in groups for r in group.plan.remote_ranks})
+        self._deadline, self._timeout_s = time.monotonic() + timeout_s, timeout_s
+        self._permuted = [
+            (group.storage, each.permuted, group.plan.permutation)
+            for group, each in zip(groups, found)
+            if len(each.permuted)
+        ]
+        self._is_done, self._error = False, None
+        self.transfers: list[Transfer] = []
+        try:
+            for group, each in zip(groups, found):
+                for runs in each.runs.by_rank:
+                    spans = spans_of(group, runs)
+                    read = transport.read_spans(
+                        peers[runs.remote_rank], *spans, timeout_s=timeout_s
+                    )
+                    self.transfers.append(read)
+        except BaseException as error:
+            self.cancel(f"another part was refused: {error}")
+            raise
+
+    def poll(self) -> bool:
+        """Whether all pages are here, in local order, and the peers know. TransferError if it failed."""
+        if self._is_done:
+            return True
+        if self._error is not None:
+            raise TransferError(self._error)
+        try:
+            if not all(transfer.poll() for transfer in self.transfers):
+                return False
+            if self._permuted:
+                from kvcache.transfer.memory import permute_pages
+
+                for storage, pages, permutation in self._permuted:
+                    permute_pages(storage, pages, permutation)
+            for name in self._names:
+                if self._notify:
+                    self._transport.send(name, self._notify)
+        except (TransferError, ValueError) as error:
+            self.cancel(str(error))
+            raise
+        self._is_done = True
+        return True
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until all pages are here. TransferError where it fails or is not done in time."""
+        timeout_s = number(timeout_s, "timeout_s")
+        deadline = time.monotonic() + timeout_s
+        for transfer in self.transfers:
+            try:
+                transfer.wait(max(deadline - time.monotonic(), 0.0))
+            except TransferError as error:
+                self.cancel(str(error))
+                raise
+        self.poll()
+
+    def cancel(self, reason: str) -> None:
+        """Gives it up; see `Transfer.cancel`."""
+        if not self._is_done and self._error is None:
+            self._error = reason
+            for transfer in self.transfers:
+                transfer.cancel(reason)
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the transport no longer writes to its pages; until then they must not be used again."""
+        ended = self._is_done or self._error is not None
+        return ended and all(transfer.is_released for transfer in self.transfers)
+
+
+def fetch(
+    transport: Transport,
+    peers: Mapping[int, str],
+    groups: Sequence[GroupFetch],
+    first_token: int,
+    end_token: int,
+    *,
+    notify: bytes = b"",
+    timeout_s: float = 30.0,
+) -> Fetch:
+    """Begins to read tokens [first_token, end_token) of a request, in all its groups; returns at once.
+
+    peers: the names of the remote ranks' transports. Pages of states move whole. Null pages of either
+    side are skipped; see `plan_range`. Fragments go factored to the transport, which packs small ones.
+    notify: what all peers that were read get once the pages are here (with `poll` or `wait`).
+
+    TypeError or ValueError, and nothing moves, for ids and tokens that do not fit the plans, unknown
+    ranks, and memory that either side has not registered; TransferError for a peer that is not connected.
+    """
+    timeout_s = number(timeout_s, "timeout_s")
+    found = [_runs(group, first_token, end_token) for group in groups]
+    for number_, (group, each) in enumerate(zip(groups, found)):
+        for rank in group.plan.remote_ranks:
+            for name, known in (("peers", peers), ("remote_addresses", group.remote_addresses)):
+                if rank not in known:
+                    raise ValueError(
+                        f"{name} of group {number_} has ranks {sorted(known)}: expected also {rank}"
+                    )
+        if len(each.permuted) and group.storage is None:
+            raise ValueError(f"storage of group {number_} is None: expected one, for a permutation")
+    return Fetch(transport, peers, groups, found, notify, timeout_s)
+
+
+def spans_of(group: GroupFetch, runs: Runs) -> tuple[Spans, Spans]:
+    """The local and the remote fragments of runs, still factored."""
+    remote_region, remote_at, local_region, local_at = runs.descriptors.T
+    local = np.asarray(group.local_addresses, np.int64)[local_region] + local_at
+    remote = np.asarray(group.remote_addresses[runs.remote_rank], np.int64)[remote_region]
+    return (
+        Spans(local, runs.local_offset, runs.length),
+        Spans(remote + remote_at, runs.remote_offset, runs.length),
+    )
+
+
+def _runs(group: GroupFetch, first_token: int, end_token: int) -> RangeRuns:
+    instance(group, GroupFetch, "groups")
+    if not isinstance(group.plan, StateTransferPlan):
+        return plan_range(group.plan, group.local_ids, group.remote_ids, first_token, end_token)
+    local = as_array(group.local_ids, "local_ids")
+    remote = group.remote_ids
+    tables = list(remote.values()) if isinstance(remote, Mapping) else [remote]
+    held = np.logical_and.reduce(
+        [local > 0, *(as_array(each, "remote_ids") > 0 for each in tables)]
+    )
+    if isinstance(remote, Mapping):
+        remote = {rank: as_array(ids, "remote_ids")[held] for rank, ids in remote.items()}
+    else:
+        remote = as_array(remote, "remote_ids")[held]
+    runs = group.plan.apply(local[held], remote)
+    return RangeRuns(runs, np.empty((0, 1), np.int64), local[(local > 0) & ~held])

@@ -1,0 +1,642 @@
+"""Transports between two processes: right bytes, clear errors, deadlines."""
+
+import importlib.util
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import socket
+import struct
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache import Pages
+from kvcache.transfer.transport.base import TransferError, make_transport
+from tests.transport_peer import POOL_BYTES, Peer, pattern
+
+NAMES = [
+    "gloo",
+    pytest.param(
+        "nixl",
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec("nixl") is None, reason="NIXL is not installed"
+        ),
+    ),
+]
+SMALL = 512  # bytes: NIXL packs them
+LARGE = 64 << 10  # bytes: NIXL moves them directly
+
+
+numbers = itertools.count()
+
+
+class Side:
+    """The test's own side, under a name that no other test's has."""
+
+    def __init__(self, name, agent=None, **options):
+        agent = agent or f"test {next(numbers)}"
+        self.pool = np.zeros(POOL_BYTES, np.uint8)
+        self.transport = make_transport(agent, name, **{"timeout_s": 5, **options})
+        self.address = self.pool.ctypes.data
+        self.transport.register([(self.address, self.pool.nbytes)])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.transport.close()
+
+    def read(self, peer, local, remote, length, name="peer", **options):
+        local, remote, length = np.broadcast_arrays(*map(np.atleast_1d, (local, remote, length)))
+        return self.transport.read(
+            name, self.address + local, peer.address + remote, length, **options
+        )
+
+    def write(self, peer, local, remote, length, **options):
+        local, remote, length = np.broadcast_arrays(*map(np.atleast_1d, (local, remote, length)))
+        return self.transport.write(
+            "peer", self.address + local, peer.address + remote, length, **options
+        )
+
+
+@pytest.fixture(params=NAMES)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def side(name):
+    with Side(name) as side:
+        yield side
+
+
+@pytest.fixture(scope="module")
+def calm():
+    """By name, a peer that several tests share: they do not write to its memory, or harm it."""
+    found = {}
+    with ExitStack() as stack:
+
+        def peer(name):
+            if name not in found:
+                found[name] = stack.enter_context(Peer(name))
+            return found[name]
+
+        yield peer
+
+
+@pytest.fixture
+def peer(calm, name):
+    return calm(name)
+
+
+def drawn(rng):
+    """(local, remote, length): fragments that lie apart on both sides, of sizes from 1 byte on."""
+    length = np.array(
+        [rng.choice([1, 7, 64, 512, 4096, 30_000]) for _ in range(rng.randint(1, 60))]
+    )
+
+    def placed():
+        order = rng.sample(range(len(length)), len(length))
+        spare = POOL_BYTES - int(length.sum())
+        gaps = sorted(rng.randint(0, spare) for _ in order)
+        at, found = 0, np.zeros(len(length), np.int64)
+        for gap, i in zip(gaps, order):
+            found[i] = gap + at
+            at += int(length[i])
+        return found
+
+    return placed(), placed(), length
+
+
+def copied(destination, source, to, at, length):
+    """The reference: one fragment after the other."""
+    result = destination.copy()
+    for t, a, n in zip(to.tolist(), at.tolist(), length.tolist()):
+        result[t : t + n] = source[a : a + n]
+    return result
+
+
+def test_bytes_are_right_in_both_directions_and_others_are_untouched(side, name):
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    with Peer(name) as peer:
+        assert side.transport.connect(peer.metadata) == "peer"
+        theirs = pattern(1)
+        for _ in range(20):
+            side.pool[:] = pattern(rng.randrange(100))
+            local, remote, length = drawn(rng)
+            expected = copied(side.pool, theirs, local, remote, length)
+            read = side.read(peer, local, remote, length)
+            read.wait(20)
+            assert read.is_released and (side.pool == expected).all()
+            local, remote, length = drawn(rng)
+            theirs = copied(theirs, side.pool, remote, local, length)
+            side.write(peer, local, remote, length).wait(20)
+            got = bytes.fromhex(peer.ask("pool", first=0, last=POOL_BYTES)["hex"])
+            assert np.array_equal(np.frombuffer(got, np.uint8), theirs)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_large_transfers_go_in_pieces(name, size, peer):
+    with Side(name, piece_bytes=1 << 13) as side:
+        side.transport.connect(peer.metadata)
+        count = POOL_BYTES // size
+        order = np.random.default_rng(0).permutation(count) * size
+        side.read(peer, order, order[::-1], size).wait(20)
+        got = side.pool.reshape(count, size)[order // size]
+        assert np.array_equal(got, pattern(1).reshape(count, size)[order[::-1] // size])
+
+
+def test_the_connected_side_reads_too(side, name):
+    side.pool[:] = pattern(9)
+    with Peer(name) as peer:
+        side.transport.connect(peer.metadata)
+        peer.ask(
+            "read", peer=side.transport.agent, local=[5], remote=[side.address + 100], length=[1000]
+        )
+        got = bytes.fromhex(peer.ask("pool", first=5, last=1005)["hex"])
+        assert got == pattern(9)[100:1100].tobytes()
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_a_peer_answers_while_its_main_thread_is_busy(side, size, peer):
+    side.transport.connect(peer.metadata)
+    peer.tell("busy", seconds=3)
+    begin = time.monotonic()
+    side.read(peer, 0, 0, size).wait(20)
+    assert time.monotonic() - begin < 2.5
+    assert (side.pool[:size] == pattern(1)[:size]).all()
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_a_message_comes_once_and_after_the_bytes(side, name, size):
+    with Peer(name) as peer:
+        side.transport.connect(peer.metadata)
+        side.transport.send("peer", b"one")
+        side.read(peer, 0, 0, size, notify=b"two").wait(20)
+        side.pool[:] = 77
+        side.write(peer, 0, size, size, notify=b"three").wait(20)
+        found = peer.ask("notifications", least=3)["found"]
+        assert found == [
+            [side.transport.agent, "one"],
+            [side.transport.agent, "two"],
+            [side.transport.agent, "three"],
+        ]
+        assert set(bytes.fromhex(peer.ask("pool", first=size, last=2 * size)["hex"])) == {77}
+
+
+def test_no_fragments_are_done_at_once_and_still_notify(side, peer):
+    side.transport.connect(peer.metadata)
+    nothing = np.empty(0, np.int64)
+    assert side.read(peer, nothing, nothing, nothing, notify=b"none").poll()
+    assert peer.ask("notifications", least=1)["found"] == [[side.transport.agent, "none"]]
+
+
+# Peers that stop, end and come again.
+
+
+def reads_until_error(side, peer, size, within_s):
+    """Reads until one fails; the error. The deadline is part of the test."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            read = side.read(peer, 0, 0, size, timeout_s=1)
+            read.wait(within_s)
+        except TransferError as error:
+            return error
+    raise AssertionError(f"no error within {within_s} s")
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_a_killed_peer_is_an_error_and_a_restarted_one_is_connected_anew(side, name, size):
+    with Peer(name) as peer:
+        side.transport.connect(peer.metadata)
+        side.read(peer, 0, 0, size).wait(20)
+        peer.signal(signal.SIGKILL)
+        error = reads_until_error(side, peer, size, 5)
+        assert "'peer'" in str(error)
+        with pytest.raises(ConnectionError, match="was not connected"):
+            side.transport.connect(peer.metadata, timeout_s=2)
+    with Peer(name, seed=2) as again:
+        assert side.transport.connect(again.metadata) == "peer"
+        side.read(again, 0, 0, size).wait(20)
+        assert (side.pool[:size] == pattern(2)[:size]).all()
+
+
+def test_a_stopped_peer_is_an_error_within_the_deadline(side, name):
+    with Peer(name) as peer:
+        side.transport.connect(peer.metadata)
+        peer.signal(signal.SIGSTOP)
+        read = side.read(peer, 0, 0, SMALL, timeout_s=60)
+        assert not read.poll() and not read.is_released
+        begin = time.monotonic()
+        with pytest.raises(TransferError, match=r"not done within 0\.5 s"):
+            read.wait(0.5)
+        assert time.monotonic() - begin < 1.5
+        with pytest.raises(TransferError, match="not done within"):
+            read.poll()
+        deadline = time.monotonic() + 5
+        while not read.is_released:
+            assert time.monotonic() < deadline
+        # Whatever the peer does from now on: these bytes do not change.
+        side.pool[:] = 3
+        with pytest.raises(TransferError, match="is not connected"):
+            side.read(peer, 0, 0, SMALL)
+        peer.signal(signal.SIGCONT)
+        time.sleep(0.3)
+        assert (side.pool == 3).all()
+        deadline = time.monotonic() + 10
+        while True:  # the peer may not have seen yet that the connection ended
+            try:
+                side.transport.connect(peer.metadata)
+                break
+            except ConnectionError:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        side.read(peer, 0, 0, SMALL).wait(20)
+        assert (side.pool[:SMALL] == pattern(1)[:SMALL]).all()
+
+
+def test_a_transfer_that_nobody_waits_for_ends_too(side, name):
+    with Peer(name) as peer:
+        side.transport.connect(peer.metadata)
+        peer.signal(signal.SIGSTOP)
+        read = side.read(peer, 0, 0, SMALL, timeout_s=0.3)
+        time.sleep(0.5)
+        with pytest.raises(TransferError, match=r"not done within 0\.3 s"):
+            read.poll()
+        peer.signal(signal.SIGCONT)
+
+
+def test_connecting_to_a_stopped_peer_ends_within_the_deadline(side, name):
+    with Peer(name) as peer:
+        peer.signal(signal.SIGSTOP)
+        begin = time.monotonic()
+        with pytest.raises(ConnectionError, match="'peer'"):
+            side.transport.connect(peer.metadata, timeout_s=0.5)
+        assert time.monotonic() - begin < 2
+        peer.signal(signal.SIGCONT)
+
+
+def test_disconnecting_fails_what_is_under_way(side, name):
+    with Peer(name) as peer:
+        side.transport.connect(peer.metadata)
+        peer.signal(signal.SIGSTOP)
+        read = side.read(peer, 0, 0, SMALL)
+        side.transport.disconnect("peer")
+        with pytest.raises(TransferError, match="it was disconnected"):
+            read.wait(1)
+        assert side.transport.peers() == []
+        with pytest.raises(ValueError, match="peer is 'peer': expected one of"):
+            side.transport.send("peer", b"")
+        peer.signal(signal.SIGCONT)
+
+
+# Peers that lie, and strangers.
+
+
+@pytest.mark.parametrize(
+    "how, said",
+    [
+        ("size", "start says 513 bytes: expected 512"),
+        ("id", "expected a transfer"),
+        ("tag", "expected a transfer"),
+        ("twice", "expected that of a"),
+        ("op", "expected one that this version knows"),
+    ],
+)
+def test_a_peer_that_lies_about_a_read_is_refused(side, name, how, said):
+    with Peer(name, lie=how) as peer:
+        side.transport.connect(peer.metadata)
+        read = side.read(peer, 0, 0, SMALL)
+        deadline = time.monotonic() + 10
+        if how == "twice":  # the read itself may be done by then
+            while side.transport.peers():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        else:
+            with pytest.raises(TransferError, match=re.escape(said)):
+                read.wait(10)
+            assert read.is_released and not side.pool.any()
+        with pytest.raises(TransferError, match="is not connected"):
+            side.read(peer, 0, 0, SMALL)
+
+
+def test_a_peer_that_lies_about_a_write_is_refused(side, name):
+    with Peer(name, lie="landed") as peer:
+        side.transport.connect(peer.metadata)
+        with pytest.raises(TransferError, match="expected that it was begun"):
+            side.write(peer, 0, 0, SMALL).wait(10)
+
+
+def test_a_peer_of_another_version_is_refused(side, name):
+    with Peer(name, lie="version") as peer:
+        with pytest.raises(ValueError, match="version of the metadata is 2: expected 1"):
+            side.transport.connect(peer.metadata)
+        assert (
+            "expected 2"
+            in peer.ask("connect", metadata=side.transport.metadata().decode())["error"]
+        )
+        older = {**json.loads(peer.metadata), "version": 1}
+        with pytest.raises(ConnectionError, match="version is 1: expected 2"):
+            side.transport.connect(json.dumps(older).encode())
+        assert side.transport.peers() == []
+
+
+def test_memory_that_the_peer_has_not_registered_is_refused_by_the_peer(side, peer):
+    """The check of metadata on this side is left out: here it lies about the peer's memory."""
+    told = json.loads(peer.metadata)
+    told["regions"] = [[peer.address - 4096, POOL_BYTES + 8192]]
+    side.transport.connect(json.dumps(told).encode())
+    for move in side.read, side.write:
+        transfer = move(peer, 0, np.array([0, POOL_BYTES - 100])[1:], SMALL)
+        with pytest.raises(TransferError, match="the peer refused: the request has bytes"):
+            transfer.wait(10)
+        assert transfer.is_released and not side.pool.any()
+    side.read(peer, 0, 0, SMALL).wait(10)  # the connection is as it was
+    got = bytes.fromhex(peer.ask("pool", first=POOL_BYTES - 100, last=POOL_BYTES)["hex"])
+    assert got == pattern(1)[-100:].tobytes()
+
+
+def frame(header, payload=b"", lengths=None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<II", *(lengths or (len(text), len(payload)))) + text + payload
+
+
+HELLO = {"op": "hello", "version": 1, "from": "0" * 32, "nonce": "00"}
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        bytes(64),
+        os.urandom(4096),
+        frame({"op": "hello"}, lengths=(2**32 - 1, 2**32 - 1)),
+        frame({"op": "hello"}, b"\0" * 10),
+        frame(b"[" * 60_000),
+        frame([]),
+        frame({"op": 5}),
+        frame({"op": "pull", "id": 0}, bytes(32)),
+        frame(HELLO),
+        frame({**HELLO, "nonce": None}),
+        frame({**HELLO, "version": 10**400}),
+    ],
+    ids=lambda sent: repr(sent[:30]),
+)
+def test_a_stranger_is_dropped_and_others_are_served(side, sent, peer):
+    told = json.loads(side.transport.metadata())
+    with socket.create_connection(("127.0.0.1", told["port"])) as stranger:
+        stranger.sendall(sent)
+        stranger.settimeout(10)
+        answer = b""
+        try:
+            while part := stranger.recv(4096):
+                answer += part
+        except ConnectionResetError:
+            pass
+        assert b"ready" not in answer
+    assert side.transport.peers() == [] and side.transport.notifications() == []
+    assert peer.ask("connect", metadata=side.transport.metadata().decode()) == {
+        "peer": side.transport.agent
+    }
+
+
+def test_many_that_say_nothing_do_not_keep_others_out_for_long(side, peer):
+    told = json.loads(side.transport.metadata())
+    silent = [socket.create_connection(("127.0.0.1", told["port"])) for _ in range(100)]
+    deadline, answer = time.monotonic() + 20, {}
+    while "peer" not in answer:
+        assert time.monotonic() < deadline
+        answer = peer.ask("connect", metadata=side.transport.metadata().decode())
+    for each in silent:
+        each.close()
+
+
+@pytest.mark.parametrize("mine, theirs", [(b"a", "b"), (b"", "b"), (b"a", "")])
+def test_another_secret_is_refused_on_both_sides(name, mine, theirs):
+    with Side(name, secret=mine) as side, Peer(name, secret=theirs) as peer:
+        with pytest.raises(ConnectionError, match="has another secret"):
+            side.transport.connect(peer.metadata)
+        answer = peer.ask("connect", metadata=side.transport.metadata().decode())
+        assert "has another secret" in answer["error"]
+        assert side.transport.peers() == []
+
+
+def test_the_same_secret_connects(name):
+    with Side(name, secret=b"a") as side, Peer(name, secret="a") as peer:
+        assert side.transport.connect(peer.metadata) == "peer"
+
+
+def test_only_the_loopback_listens(side, name):
+    """Every listening TCP socket of this process, as the kernel lists them."""
+    inodes = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            inodes.update(re.findall(r"socket:\[(\d+)\]", os.readlink(entry)))
+        except OSError:
+            continue
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            columns = line.split()
+            if columns[3] == "0A" and columns[9] in inodes:
+                found.append(columns[1].split(":")[0])
+    assert len(found) >= 2 and set(found) == {"0100007F"}, found
+
+
+# Wrong arguments: nothing moves.
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"version": 2}, "version of the metadata is 2: expected 1"),
+        ({"version": True}, "version of the metadata is True"),
+        ({"transport": "other"}, "transport of the metadata is 'other'"),
+        ({"agent": ""}, "agent is ''"),
+        ({"agent": "a\nb"}, "agent is"),
+        ({"agent": 5}, "agent of the metadata is 5: expected str"),
+        ({"port": 0}, "port of the metadata is 0"),
+        ({"port": 2**16}, "port of the metadata is 65536"),
+        ({"regions": [[1]]}, "regions of the metadata holds"),
+        ({"regions": [[1, 0]]}, "regions of the metadata holds"),
+        ({"regions": [[1, 2**63]]}, "regions of the metadata holds"),
+        ({"piece_bytes": 1}, "piece_bytes of the metadata is 1"),
+        ({"more": 1}, "metadata has fields"),
+    ],
+)
+def test_wrong_metadata_is_refused(side, changes, said):
+    good = {**json.loads(side.transport.metadata()), "agent": "peer"}
+    with pytest.raises(ValueError, match=re.escape(said)):
+        side.transport.connect(json.dumps({**good, **changes}).encode())
+    assert side.transport.peers() == []
+
+
+def test_a_side_does_not_connect_to_itself(side):
+    with pytest.raises(ValueError, match="expected another agent's"):
+        side.transport.connect(side.transport.metadata())
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80\x04N.", b"[]", b"{", b"[" * 100_000])
+def test_what_is_no_metadata_is_refused(side, data):
+    with pytest.raises(ValueError, match="metadata"):
+        side.transport.connect(data)
+
+
+def test_metadata_must_be_bytes(side):
+    with pytest.raises(TypeError, match="expected bytes"):
+        side.transport.connect("{}")
+
+
+def test_an_address_where_nobody_listens_is_an_error(side):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    told = {**json.loads(side.transport.metadata()), "agent": "peer", "port": port}
+    with pytest.raises(ConnectionError, match=f"'peer' at 127.0.0.1:{port} was not connected"):
+        side.transport.connect(json.dumps(told).encode(), timeout_s=2)
+
+
+def test_an_address_that_does_not_answer_is_an_error_within_the_deadline(side):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        told = {**json.loads(side.transport.metadata()), "agent": "peer"}
+        told["port"] = server.getsockname()[1]
+        begin = time.monotonic()
+        with pytest.raises(ConnectionError, match="was not connected"):
+            side.transport.connect(json.dumps(told).encode(), timeout_s=0.5)
+        assert time.monotonic() - begin < 2
+
+
+def test_a_second_peer_of_the_same_name_is_refused_in_both_directions(side, name):
+    with Peer(name) as peer, Peer(name, seed=2) as other:
+        side.transport.connect(peer.metadata)
+        with pytest.raises(ValueError, match="agent 'peer' is connected, from"):
+            side.transport.connect(other.metadata)
+        answer = other.ask("connect", metadata=side.transport.metadata().decode())
+        assert "agent 'peer' is connected already" in answer["error"]
+        side.read(peer, 0, 0, SMALL).wait(20)
+        assert (side.pool[:SMALL] == pattern(1)[:SMALL]).all()
+
+
+def test_connecting_twice_is_one_connection(side, peer):
+    side.transport.connect(peer.metadata)
+    assert side.transport.connect(peer.metadata) == "peer"
+    assert peer.ask("connect", metadata=side.transport.metadata().decode()) == {
+        "peer": side.transport.agent
+    }
+    assert side.transport.peers() == ["peer"]
+
+
+@pytest.mark.parametrize(
+    "local, remote, length, said",
+    [
+        ([-1], [0], [8], "local has bytes"),
+        ([POOL_BYTES - 4], [0], [8], "local has bytes"),
+        ([0], [-8], [8], "remote has bytes"),
+        ([0], [POOL_BYTES - 4], [8], "remote has bytes"),
+        ([0], [0], [0], "length of local holds 0"),
+        ([0], [0], [-5], "length of local holds -5"),
+        ([0], [2**62], [8], "above 2^62"),
+        ([0, 4], [0, 8], [8, 8], "local has byte"),
+        ([0, 4], [0], [8], "entries"),
+        ([0.5], [0], [8], "expected integers"),
+        ([[0]], [0], [8], "expected [n]"),
+    ],
+)
+def test_wrong_fragments_are_refused_before_anything_moves(side, local, remote, length, said, peer):
+    side.transport.connect(peer.metadata)
+    with pytest.raises((ValueError, TypeError), match=re.escape(said)):
+        side.transport.read(
+            "peer",
+            np.array(local) + side.address,
+            np.array(remote) + peer.address,
+            np.array(length),
+        )
+    side.read(peer, 100, 0, 8).wait(20)
+    assert not side.pool[:100].any()
+
+
+def test_unknown_peers_and_wrong_messages_are_refused(side):
+    with pytest.raises(ValueError, match="peer is 'nobody'"):
+        side.transport.send("nobody", b"")
+    with pytest.raises(ValueError, match="peer is 'nobody'"):
+        side.transport.disconnect("nobody")
+
+
+def test_pages_are_registered_and_ids_that_are_not_local_refused(side, peer):
+    memory = [torch.zeros(9, 64, dtype=torch.uint8) for _ in range(2)]
+    pages = Pages.over(memory)
+    side.transport.register(pages)
+    begins = np.array([tensor.data_ptr() for tensor in memory])
+    side.transport.connect(peer.metadata)
+    remote = peer.address + np.array([0, 64])
+    side.transport.read("peer", begins + 8 * 64, remote, np.array([64, 64])).wait(20)
+    for layer, tensor in enumerate(memory):
+        assert (tensor[8].numpy() == pattern(1)[64 * layer :][:64]).all()
+        assert not tensor[:8].any()
+    with pytest.raises(ValueError, match="local has bytes"):
+        side.transport.read("peer", begins[1:] + 9 * 64, remote[1:], np.array([64]))
+
+
+@pytest.mark.parametrize(
+    "memory, said",
+    [
+        ([(0, 8)], "memory[0][0] is 0"),
+        ([(8, 0)], "memory[0][1] is 0"),
+        ([(8,)], "memory[0] has 1 entries"),
+        (["no"], "memory[0][0] is 'n'"),
+    ],
+)
+def test_wrong_memory_is_not_registered(side, memory, said):
+    before = side.transport.metadata()
+    with pytest.raises((ValueError, TypeError), match=re.escape(said)):
+        side.transport.register(memory)
+    assert side.transport.metadata() == before
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"name": "tcp"}, "name is 'tcp': expected one of nixl, gloo"),
+        ({"agent": ""}, "agent is ''"),
+        ({"secret": "text"}, "secret is a str"),
+        ({"timeout_s": 0}, "timeout_s is 0"),
+        ({"piece_bytes": 10}, "piece_bytes is 10"),
+        ({"port": -1}, "port is -1"),
+    ],
+)
+def test_wrong_options_are_refused(options, said):
+    with pytest.raises((ValueError, TypeError), match=re.escape(said)):
+        make_transport(**{"agent": "a", "name": "gloo", **options})
+
+
+def test_close_ends_threads_and_stops_listening(name, peer):
+    before = set(threading.enumerate())
+    side = Side(name)
+    port = json.loads(side.transport.metadata())["port"]
+    side.transport.connect(peer.metadata)
+    side.read(peer, 0, 0, SMALL, notify=b"last").wait(20)
+    side.transport.close()
+    side.transport.close()
+    assert peer.ask("notifications", least=1)["found"] == [[side.transport.agent, "last"]]
+    assert set(threading.enumerate()) <= before
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", port), timeout=1)
+    with pytest.raises(RuntimeError, match="is closed"):
+        side.transport.metadata()
+
+
+def test_the_default_group_of_torch_is_left_alone(name, peer):
+    with Side(name) as side:
+        side.transport.connect(peer.metadata)
+        side.read(peer, 0, 0, SMALL).wait(20)
+        assert not torch.distributed.is_initialized()
