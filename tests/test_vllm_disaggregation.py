@@ -40,7 +40,7 @@ def llama(tmp_path_factory):
 def engines(llama):
     """Each may prefill and decode."""
     started = {
-        name: Engine(llama, "kv_both", extra={"timeout_s": TIMEOUT_S}, **options)
+        name: Engine(llama, "kv_both", extra={"timeout_s": TIMEOUT_S, "lease_s": 20}, **options)
         for name, options in ENGINES.items()
     }
     yield from closing(started)
@@ -240,7 +240,7 @@ def test_a_producer_that_does_not_answer(is_connected, engines, victim):
 
 def test_a_producer_that_is_killed_while_it_is_read(engines, victim):
     prompts = some_prompts(13, 3, 100, 300)
-    decode = engines["tp2"]
+    decode = engines["tp1 ours"]
     wanted = alone(decode, prompts)
     assert decode.decode(prompts, victim.prefill(prompts))[1] == 3 * 16
     decode.wait_until_empty()
