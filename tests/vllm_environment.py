@@ -46,7 +46,8 @@ def main() -> int:
         print(f"SKIPPED: tests with vLLM: {missing}")
         return 0
     if options.module == "pytest":
-        arguments = ["-p", "no:cacheprovider", *(arguments or TESTS)]
+        names_files = any(each.startswith("tests/") for each in arguments)
+        arguments = ["-p", "no:cacheprovider", *arguments, *([] if names_files else TESTS)]
     command = [str(python), "-m", options.module, *arguments]
     environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=REPO, env=environment).returncode
