@@ -1,0 +1,99 @@
+"""Hits of a trace in vLLM's scheduler: with its own manager, and with kvcache's and its policies.
+
+`python -m tests.vllm_environment -m benchmarks.vllm_trace TRACE [--requests N] [--json FILE]`. TRACE is
+of Mooncake's form: blocks of 512 tokens by number. Requests come one after the other, are computed at
+once and answer one token; a hit counts where `schedule()` says that tokens are computed already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+from benchmarks.vllm_schedule import scheduler_with
+from kvcache.integrations import vllm as ours
+from kvcache.integrations.vllm.hashing import get_request_block_hasher
+from tests import vllm_schedulers
+from tests.vllm_schedulers import (
+    TINY_LLAMA,
+    answer,
+    block_hasher,
+    engine_config,
+    get_hash_fn_by_name,
+    make_request,
+    make_scheduler,
+)
+
+BLOCK = 512  # tokens
+LONGEST = 262_144  # tokens of a request
+POOLS = (1_000, 3_000, 5_859, 10_000)  # blocks
+CASES = ("vLLM", "kvcache, lru", "kvcache, learned")
+
+
+def read(path: Path, num_requests: int) -> list[list[int]]:
+    """The block numbers of each request's prompt."""
+    with path.open() as lines:
+        return [json.loads(line)["hash_ids"] for _, line in zip(range(num_requests), lines)]
+
+
+def hit_blocks(folder: str, case: str, num_blocks: int, prompts: list[list[int]]) -> int:
+    """Blocks of prompts that were hits."""
+    options: dict[str, Any] = {
+        **{"max_model_len": LONGEST, "max_num_batched_tokens": LONGEST},
+        "hf_overrides": {"max_position_embeddings": LONGEST},
+    }
+    if case != "vLLM":
+        options["additional_config"] = {"kvcache": {"eviction": case.split()[-1]}}
+    config = engine_config(folder, **options)
+    pool = (config, ("full",), num_blocks + 1)
+    if case == "vLLM":
+        scheduler, hasher = scheduler_with(KVCacheManager, *pool), block_hasher()
+    else:
+        scheduler = make_scheduler(ours.Scheduler, *pool)
+        block_hasher()  # the parent of first blocks
+        hasher = get_request_block_hasher(BLOCK, get_hash_fn_by_name("sha256_cbor"))
+    hits = 0
+    for number, blocks in enumerate(prompts):
+        tokens = [block for block in blocks for _ in range(BLOCK)]
+        if len(tokens) + 1 > min(LONGEST, num_blocks * BLOCK):
+            continue
+        scheduler.add_request(make_request(number, tokens, hasher, 1))
+        while scheduler.has_unfinished_requests():
+            scheduled = scheduler.schedule()
+            hits += sum(new.num_computed_tokens // BLOCK for new in scheduled.scheduled_new_reqs)
+            scheduler.update_from_output(scheduled, answer(scheduler, scheduled))
+    return hits
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--requests", type=int, default=2_000)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    vllm_schedulers.BLOCK = BLOCK  # of the schedulers that are made
+    vllm_schedulers.SHAPE["block_size"] = BLOCK
+    prompts = read(options.trace, options.requests)
+    total = sum(map(len, prompts))
+    results: dict[str, Any] = {"requests": len(prompts), "prompt_blocks": total}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(TINY_LLAMA))
+        for num_blocks in POOLS:
+            results[str(num_blocks)] = found = {
+                case: hit_blocks(folder, case, num_blocks, prompts) for case in CASES
+            }
+            shares = ", ".join(
+                f"{case} {hits} ({hits / total:.1%})" for case, hits in found.items()
+            )
+            print(f"{num_blocks} blocks, hits of {total}: {shares}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
