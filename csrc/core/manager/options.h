@@ -64,8 +64,8 @@ struct ManagerOptions {  // sizes are each at most 2**31 - 1
   // Blocks are published when `mark_computed` says that their tokens have KV, not when they fill.
   bool publishes_when_marked = false;
   // Calls outside of steps take groups of recurrent states: the engine copies a state itself, from
-  // the page that the row had to the new one. A page that is left so is kept until the step that was
-  // issued last is reported.
+  // the page that the row had to the new one. A page that is left so is kept until the step that
+  // was issued last is reported.
   bool engine_copies_states = false;
   // Cached blocks of a row that is swapped out are found on the host, too.
   bool caches_swapped_rows = true;
