@@ -41,6 +41,21 @@ class BlockIds(KVCacheBlocks):
         return BlockIds([_listed(own) + more for own, more in zip(self.ids, other.get_block_ids())])
 
 
+class NoBlocks(KVCacheBlocks):
+    """Groups without blocks, the answer to most requests of a step: asked for ids, it says so at once."""
+
+    def __init__(self, num_groups: int) -> None:
+        super().__init__(tuple(() for _ in range(num_groups)))
+
+    def get_block_ids(
+        self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None
+    ) -> tuple[list[int], ...] | None:
+        """As `BlockIds`."""
+        if allow_none:
+            return None
+        return super().get_block_ids(group_ids=group_ids)
+
+
 class NewBlocks(BlockIds):
     """A list of ids for each group, one of them not empty, as a request's new blocks are."""
 

@@ -15,20 +15,21 @@ from typing import Any
 import numpy as np
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request, RequestStatus
 
 from kvcache import allocator
 from kvcache.allocator import KVCacheManager
-from kvcache.integrations.vllm.blocks import BlockIds, NewBlocks
+from kvcache.integrations.vllm.blocks import BlockIds, NewBlocks, NoBlocks
+from kvcache.integrations.vllm.coordinator import BlockPoolView, Coordinator, KeptBlocks
 from kvcache.integrations.vllm.events import EventTranslator
 from kvcache.integrations.vllm.groups import group_specs
+from kvcache.integrations.vllm.held import HeldRequest
 from kvcache.integrations.vllm.states import StateGroups
 from kvcache.step import Status
 
-_Calls = tuple[list["_Held"], list[int], list[int]]  # where they start, and where they stop
+_Calls = tuple[list["HeldRequest"], list[int], list[int]]  # where they start, and where they stop
 _NEW = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
@@ -83,7 +84,7 @@ class VllmCacheManager:
         self.enable_kv_cache_events = enable_kv_cache_events
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
-        self.empty_kv_cache_blocks = KVCacheBlocks(tuple(() for _ in groups))
+        self.empty_kv_cache_blocks = NoBlocks(len(groups))
         hashes = {}
         if (
             enable_caching
@@ -101,13 +102,13 @@ class VllmCacheManager:
             **hashes,
             **(options or {}),
         )
-        self.coordinator = _Coordinator(
+        self.coordinator = Coordinator(
             self, [g.kv_cache_spec for g in kv_cache_config.kv_cache_groups]
         )
-        self.block_pool = _BlockPool(self)
+        self.block_pool = BlockPoolView(self)
         self._events = EventTranslator(kv_cache_config)
         self._hash_size = hash_block_size
-        self._sizes = [group.block_size for group in groups]
+        self.block_sizes = [group.block_size for group in groups]
         # Sizes of blocks that a request fills as it runs.
         filled = sorted({g.block_size for g in groups if g.kind != "cross_attention"})
         self._first_size, self._other_sizes = filled[0], filled[1:]
@@ -116,14 +117,22 @@ class VllmCacheManager:
             (g.options["window"], g.block_size) for g in groups if g.kind == "sliding_window"
         }
         self._has_windows = bool(self._windows or self._chunks)
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, HeldRequest] = {}
         self._step = 0
-        self._due: defaultdict[int, list[_Held]] = defaultdict(list)  # by the number of the step
-        self._busy: dict[str, _Held] = {}  # those that were due, until the scheduler has asked
+        self._due: defaultdict[int, list[HeldRequest]] = defaultdict(
+            list
+        )  # by the number of the step
+        self._busy: dict[
+            str, HeldRequest
+        ] = {}  # those that were due, until the scheduler has asked
         self._num_lookahead = 0  # of the last call
         self._has_waiting = lambda: True
         self._may_look = True  # whether hits may be looked up in this step
         self._step_of_lookup = -1
+
+    def held(self, request_id: str) -> HeldRequest | None:
+        """What is known of a request; None where it has no blocks."""
+        return self._held.get(request_id)
 
     @property
     def copies_states(self) -> bool:
@@ -170,7 +179,10 @@ class VllmCacheManager:
         if num_computed_tokens == 0:
             return self.empty_kv_cache_blocks
         return BlockIds(
-            [ids[: num_computed_tokens // size] for ids, size in zip(_ids(blocks), self._sizes)]
+            [
+                ids[: num_computed_tokens // size]
+                for ids, size in zip(_ids(blocks), self.block_sizes)
+            ]
         )
 
     # --- blocks of requests ---
@@ -241,19 +253,21 @@ class VllmCacheManager:
                 if held.due == self._step:
                     self._busy[held.request.request_id] = held
             return
-        most = len(due) * self.num_kv_cache_groups * (2 + self._num_lookahead // min(self._sizes))
+        most = (
+            len(due) * self.num_kv_cache_groups * (2 + self._num_lookahead // min(self.block_sizes))
+        )
         calls = self._next_calls(due)
         if self.native.pool.num_free >= most:  # else the scheduler says who gets the last blocks
             self._advance(*calls, self._num_lookahead, is_ahead=True)
 
-    def _next_calls(self, due: list[_Held]) -> _Calls:
+    def _next_calls(self, due: list[HeldRequest]) -> _Calls:
         """What the step will most likely ask for these requests.
 
         Without those for which nothing will change, and those that the scheduler may cut.
         """
         calls: _Calls = [], [], []
         rows, starts, stops = calls
-        step, lookahead, most = self._step, self._num_lookahead, self._sizes[0]
+        step, lookahead, most = self._step, self._num_lookahead, self.block_sizes[0]
         busy, has_windows = self._busy, self._has_windows
         for held in due:
             if held.due != step or held.is_receiving:
@@ -280,7 +294,9 @@ class VllmCacheManager:
                 stops.append(stop)
         return calls
 
-    def _extend(self, held: _Held, stop: int, num_lookahead_tokens: int) -> KVCacheBlocks | None:
+    def _extend(
+        self, held: HeldRequest, stop: int, num_lookahead_tokens: int
+    ) -> KVCacheBlocks | None:
         self._num_lookahead = num_lookahead_tokens
         lookahead = max(min(num_lookahead_tokens, self.max_model_len - stop), 0)
         start = self._start_of(held.engine_request, held)
@@ -288,7 +304,7 @@ class VllmCacheManager:
             return None
         return self._take_ready(held)
 
-    def _take_ready(self, held: _Held) -> KVCacheBlocks:
+    def _take_ready(self, held: HeldRequest) -> KVCacheBlocks:
         """New blocks that the scheduler has not been told of."""
         self._busy.pop(held.request.request_id, None)
         ready, held.ready = held.ready, None
@@ -296,7 +312,7 @@ class VllmCacheManager:
 
     def _advance(
         self,
-        rows: list[_Held],
+        rows: list[HeldRequest],
         starts: list[int],
         stops: list[int],
         lookahead: int,
@@ -351,7 +367,7 @@ class VllmCacheManager:
                         self._states.note_filled(self.native, held.request, start, stop)
         return fits
 
-    def _start_of(self, request: Request, held: _Held) -> int:
+    def _start_of(self, request: Request, held: HeldRequest) -> int:
         """Where a call begins: windows end there. Steps under way may lose their drafts, so that
         windows stay where those begin; but not behind what is a hit."""
         start = request.num_computed_tokens
@@ -364,7 +380,7 @@ class VllmCacheManager:
         num_hits = held.num_published(self._hash_size) * self._hash_size
         return max(start - request.num_in_flight_tokens, num_hits, held.start)
 
-    def _wait(self, held: _Held, num_slots: int) -> None:
+    def _wait(self, held: HeldRequest, num_slots: int) -> None:
         """Until the request is not quiet any more, if each step computes one token."""
         held.due = self._step + 1 + max(held.quiet_until - num_slots, 0)
         self._due[held.due].append(held)
@@ -453,7 +469,7 @@ class VllmCacheManager:
         )
         if ids is None:
             return None
-        held = self._held[request.request_id] = _Held(request, ours)
+        held = self._held[request.request_id] = HeldRequest(request, ours)
         held.row = native.row(ours)
         held.start, held.num_computed = start, start + num_new_tokens
         held.stop, held.num_known = held.num_computed, ours.num_tokens
@@ -506,15 +522,15 @@ class VllmCacheManager:
         if held is not None:
             self.native.free(held.request)
 
-    def pop_blocks_for_free(self, request: Request) -> list[_Kept]:
+    def pop_blocks_for_free(self, request: Request) -> list[KeptBlocks]:
         """Takes the request's blocks from it; `block_pool.free_blocks` of the answer releases them."""
         held = self._taken(request)
         if held is None:
             return []
         self.native.free(held.request, keep_blocks=True)
-        return [_Kept(held.request)]
+        return [KeptBlocks(held.request)]
 
-    def _taken(self, request: Request) -> _Held | None:
+    def _taken(self, request: Request) -> HeldRequest | None:
         """What is known of a request that ends, its tokens brought up to date."""
         self._busy.pop(request.request_id, None)
         held = self._held.pop(request.request_id, None)
@@ -569,7 +585,9 @@ class VllmCacheManager:
     ) -> tuple[list[int], ...]:
         """The ids of the blocks of the first tokens."""
         ids = self.get_block_ids(request_id)
-        return tuple(own[: -(-num_computed_tokens // size)] for own, size in zip(ids, self._sizes))
+        return tuple(
+            own[: -(-num_computed_tokens // size)] for own, size in zip(ids, self.block_sizes)
+        )
 
     def estimate_cached_tokens(self, request: Request) -> int:
         """How many of the request's tokens are hits for others."""
@@ -632,7 +650,7 @@ class VllmCacheManager:
         self._states.note_new(
             [
                 self.native.block_ids(held.request, group)[start_token // size :].tolist()
-                for group, size in enumerate(self._sizes)
+                for group, size in enumerate(self.block_sizes)
             ]
         )
 
@@ -658,7 +676,7 @@ class VllmCacheManager:
                 self.native.block_ids(held.request, group)[
                     start_token // size : -(-end_token // size)
                 ].tolist()
-                for group, size in enumerate(self._sizes)
+                for group, size in enumerate(self.block_sizes)
             ]
         )
 
@@ -689,106 +707,6 @@ class VllmCacheManager:
         num_known = ours.num_tokens
         if num_known < request.num_tokens:
             ours.append_tokens(request._all_token_ids[num_known:])
-
-
-class _Held:
-    """What is known of a request with blocks."""
-
-    __slots__ = (
-        "copied_states",
-        "due",
-        "engine_request",
-        "is_receiving",
-        "num_computed",
-        "num_external",
-        "num_known",
-        "quiet_until",
-        "ready",
-        "request",
-        "row",
-        "start",
-        "step",
-        "stop",
-    )
-
-    def __init__(self, engine_request: Request, request: allocator.Request) -> None:
-        self.engine_request = engine_request
-        self.request = request
-        self.row = -1
-        self.start = 0  # where its last native call began
-        self.num_computed = 0  # tokens with slots, as the native manager knows it
-        self.num_known = 0  # tokens that were known when it heard of the request last
-        self.stop = 0  # tokens that the scheduler's last call asked for,
-        self.step = 0  # in this step
-        self.quiet_until = 0  # up to so many slots nothing changes
-        self.due = 0  # the step in which that ends, if each computes one token
-        self.ready: BlockIds | None = None  # new blocks that the scheduler has not been told of
-        self.num_external = 0
-        self.is_receiving = False
-        # (group, column, id) of the states that the step of its admission goes on from.
-        self.copied_states: list[tuple[int, int, int]] = []
-
-    def num_published(self, block_size: int) -> int:
-        """Blocks that are hits: their tokens were known and computed at the last native call."""
-        return min(self.num_known, self.num_computed) // block_size
-
-
-class _Kept:
-    """Blocks of a request that has ended, which are released later."""
-
-    def __init__(self, request: allocator.Request) -> None:
-        self.request = request
-
-
-class _BlockPool:
-    """What schedulers and connectors ask vLLM's BlockPool."""
-
-    def __init__(self, manager: VllmCacheManager) -> None:
-        self._manager = manager
-        self.null_block = KVCacheBlock(0, is_null=True)
-
-    def free_blocks(self, blocks: Iterable[_Kept]) -> None:
-        """Releases what `pop_blocks_for_free` took."""
-        for each in blocks:
-            self._manager.native.release_blocks(each.request)
-
-    def get_num_free_blocks(self) -> int:
-        """Blocks that can be taken."""
-        return self._manager.native.pool.num_free
-
-    def get_usage(self) -> float:
-        """The share of blocks that are held."""
-        return self._manager.usage
-
-
-class _GroupManager:
-    """What is asked of vLLM's manager of one group."""
-
-    def __init__(self, spec: KVCacheSpec) -> None:
-        self.kv_cache_spec = spec
-        self.block_size = spec.block_size
-
-
-class _Coordinator:
-    """What schedulers and connectors ask vLLM's coordinator."""
-
-    enable_partial_hash_hits = False
-    num_reprefillable_tokens = 0
-
-    def __init__(self, manager: VllmCacheManager, specs: list[KVCacheSpec]) -> None:
-        self._manager = manager
-        self.single_type_managers = tuple(map(_GroupManager, specs))
-
-    def get_num_blocks_to_allocate(
-        self, request_id: str, num_tokens: int, *_args: object, **_more: object
-    ) -> int:
-        """Blocks that a request with blocks lacks for so many tokens; windows free none of them."""
-        manager = self._manager
-        held = manager._held.get(request_id)
-        num_computed = 0 if held is None else held.num_computed
-        return sum(
-            max(-(-num_tokens // size) - -(-num_computed // size), 0) for size in manager._sizes
-        )
 
 
 def _ids(blocks: KVCacheBlocks) -> Sequence[np.ndarray]:
