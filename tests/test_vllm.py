@@ -16,10 +16,16 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.kv_cache_interface import RSWASpec
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    RSWASpec,
+)
 from vllm.v1.request import Request
 
-from kvcache.integrations.vllm import AsyncScheduler, Scheduler, versions
+from kvcache.integrations.vllm import AsyncScheduler, Scheduler, VllmCacheManager, versions
 from kvcache.integrations.vllm.hashing import get_request_block_hasher
 from tests import vllm_schedulers
 from tests.shared import REPO
@@ -30,6 +36,7 @@ from tests.vllm_schedulers import (
     SideBySide,
     block_hasher,
     engine_config,
+    make_request,
     make_scheduler,
 )
 
@@ -118,6 +125,39 @@ def test_states_in_a_tight_pool_are_those_of_their_tokens(mode, num_blocks, is_a
     groups = (f"mamba {mode}", f"mamba {mode}", "full")
     counts = SideBySide(2, config, groups, num_blocks, exact=False).run(150)
     assert counts["requests"] > 40
+
+
+@pytest.mark.parametrize("num_blocks", [40, 3_000])
+def test_the_same_decisions_with_context_parallelism(num_blocks, models):
+    config = engine_config(models["llama"], events=True)
+    counts = SideBySide(0, config, ("full",), num_blocks, context_parallel_size=2).run(120)
+    assert counts["hit tokens"] > 0 and (counts["preemptions"] > 0) == (num_blocks == 40)
+
+
+def test_encoders_get_as_many_blocks_as_from_vllm():
+    spec = CrossAttentionSpec(**vllm_schedulers.SHAPE)
+    groups = [
+        KVCacheGroupSpec(["self"], vllm_schedulers.SPECS["full"]()),
+        KVCacheGroupSpec(["cross"], spec),
+    ]
+    config = KVCacheConfig(num_blocks=40, kv_cache_tensors=[], kv_cache_groups=groups)
+    pair = [
+        cls(config, 512, BLOCK, BLOCK, enable_caching=False)
+        for cls in (KVCacheManager, VllmCacheManager)
+    ]
+    for number, (num_tokens, num_encoder_tokens) in enumerate([(9, 100), (40, 200), (17, 1)]):
+        request = make_request(number, range(3, 3 + num_tokens), None, 50)
+        answers = []
+        for manager in pair:
+            manager.new_step_starts()
+            given = manager.allocate_slots(
+                request, num_tokens, num_encoder_tokens=num_encoder_tokens
+            )
+            again = given and manager.get_blocks(request.request_id).get_block_ids()
+            answers.append(again and [len(ids) for ids in again])
+        assert answers[0] == answers[1]
+        assert abs(pair[0].usage - pair[1].usage) < 1e-9
+    assert answers[1] is not None and answers[1][1] == 1
 
 
 @pytest.mark.parametrize("groups", ["full", "window, full", "mamba none, full"])

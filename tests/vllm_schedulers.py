@@ -86,8 +86,9 @@ def engine_config(model, *, is_async=False, events=False, **options):
     return config
 
 
-def make_scheduler(cls, config, groups, num_blocks):
+def make_scheduler(cls, config, groups, num_blocks, context_parallel_size=1):
     """A scheduler of these kinds of groups; `num_blocks` with the null block."""
+    config.parallel_config.decode_context_parallel_size = context_parallel_size
     config.cache_config.num_gpu_blocks = num_blocks
     modes = {kind.partition(" ")[2] for kind in groups if kind.startswith("mamba")}
     config.cache_config.mamba_cache_mode = modes.pop() if modes else "none"
@@ -106,17 +107,17 @@ def make_scheduler(cls, config, groups, num_blocks):
         vllm_config=config,
         kv_cache_config=cache,
         log_stats=True,
-        block_size=block_size,
-        hash_block_size=BLOCK if is_hashed else block_size,
+        block_size=block_size * context_parallel_size,
+        hash_block_size=(BLOCK if is_hashed else block_size) * context_parallel_size,
         structured_output_manager=StructuredOutputManager(config),
     )
 
 
-def block_hasher(name="sha256_cbor"):
-    """vLLM's own hasher of blocks."""
+def block_hasher(name="sha256_cbor", size=None):
+    """vLLM's own hasher of blocks of so many tokens."""
     function = get_hash_fn_by_name(name)
     init_none_hash(function)
-    return get_request_block_hasher(BLOCK, function)
+    return get_request_block_hasher(size or BLOCK, function)
 
 
 def make_request(number, token_ids, hasher, max_tokens, **options):
@@ -160,6 +161,7 @@ class Contents:
 
     def __init__(self, scheduler):
         self.scheduler = scheduler
+        self.size = scheduler.hash_block_size  # tokens of a block
         self.specs = [g.kv_cache_spec for g in scheduler.kv_cache_config.kv_cache_groups]
         self.tables = {}  # request id -> ids of each group
         self.digests = {}  # request id -> of its tokens so far
@@ -187,7 +189,7 @@ class Contents:
         given = set()  # blocks that are cleared or copied to as the step begins
         for each in scheduled.scheduled_new_reqs:
             own = zip(each.block_ids, self.specs)
-            given.update(*(ids[each.num_computed_tokens // BLOCK :] for ids, _ in own))
+            given.update(*(ids[each.num_computed_tokens // self.size :] for ids, _ in own))
         for request_id, ids in zip(cached.req_ids, cached.new_block_ids):
             if request_id not in new:
                 given.update(*(ids or ()))
@@ -218,8 +220,8 @@ class Contents:
             if isinstance(self.specs[group], MambaSpec):
                 continue
             for position in positions:
-                block = table[position // BLOCK]
-                yield group, position, (group, block, position % BLOCK)
+                block = table[position // self.size]
+                yield group, position, (group, block, position % self.size)
 
     def states_of(self, request, position):
         """Where the state after the token at `position` is."""
@@ -233,7 +235,7 @@ class Contents:
             wanted = self.digest(request, start - 1)
             found = self.resolved(self.slots.get((group, block)))
             assert found == wanted, f"{request.request_id} goes on at {start} from another state"
-            if (stop - 1) // BLOCK != (start - 1) // BLOCK:
+            if (stop - 1) // self.size != (start - 1) // self.size:
                 assert block not in given, "a page is given out that a state is copied from"
 
     def resolved(self, content):
@@ -247,7 +249,7 @@ class Contents:
         ends = {stop - 1}
         for spec in self.specs:
             if getattr(spec, "mamba_cache_mode", None) == "all":
-                ends.update(range(start // BLOCK * BLOCK + BLOCK - 1, stop, BLOCK))
+                ends.update(range(start // self.size * self.size + self.size - 1, stop, self.size))
         for end in sorted(ends):
             for group, block in self.states_of(request, end):
                 assert block != 0, "a state is written to the null block"
@@ -273,14 +275,17 @@ class Contents:
 class SideBySide:
     """Both schedulers under one random workload; every decision of each step is compared."""
 
-    def __init__(self, seed, config, groups, num_blocks, *, exact=True, drafts=False):
+    def __init__(
+        self, seed, config, groups, num_blocks, *, exact=True, drafts=False, context_parallel_size=1
+    ):
         self.rng = random.Random(seed)
         self.is_async = config.scheduler_config.async_scheduling
         self.exact = exact
         self.drafts = drafts
-        self.hasher = block_hasher()
+        self.hasher = block_hasher(size=BLOCK * context_parallel_size)
         self.pair = [
-            make_scheduler(cls, config, groups, num_blocks) for cls in PAIRS[self.is_async]
+            make_scheduler(cls, config, groups, num_blocks, context_parallel_size)
+            for cls in PAIRS[self.is_async]
         ]
         self.contents = [Contents(scheduler) for scheduler in self.pair]
         self.counts = collections.Counter()
