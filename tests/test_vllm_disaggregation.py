@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.test_vllm import MODELS
-from tests.vllm_engine import Engine
+from tests.vllm_engine import MODULE, Engine
 from tests.vllm_weights import write_llama
 
 SCHEDULER = "kvcache.integrations.vllm.AsyncScheduler"
@@ -294,3 +294,43 @@ def test_windows(is_ours, tmp_path):
         assert num_computed == (len(prompt) + 15 if decode.said("a window's blocks") else 16)
         for engine in (prefill, decode):
             engine.wait_until_empty()
+
+
+def test_allocator_host_tier_and_disaggregation_together(engines, llama):
+    """Blocks come from another engine, go to the host, and are loaded from there when the device has
+    evicted them."""
+    transfer = {"transport": "gloo", "timeout_s": TIMEOUT_S}
+    parts = [
+        {
+            **{"kv_connector": "KVCacheConnector", "kv_connector_module_path": MODULE},
+            **{"kv_role": "kv_both", "kv_connector_extra_config": transfer},
+        },
+        {
+            "kv_connector": "OffloadingConnector",
+            "kv_connector_module_path": "kvcache.integrations.vllm.offloading",
+            **{"kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 28}},
+        },
+    ]
+    several = {
+        **{"kv_connector": "MultiConnector", "kv_role": "kv_both"},
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": parts},
+    }
+    started = {
+        "all": Engine(llama, None, scheduler_cls=SCHEDULER, kv_transfer_config=several),
+    }
+    for consumer in closing(started):
+        consumer = consumer["all"]
+        prompts, others = some_prompts(11, least=100), some_prompts(12, count=24, least=200)
+        wanted = alone(engines["tp1"], prompts)
+        offers = engines["tp1 ours"].prefill(prompts)
+        tokens, num_computed = consumer.decode(prompts, offers)
+        assert tokens == wanted
+        assert num_computed == len(prompts) * 16, "".join(consumer.errors)[-2000:]
+        consumer.run(others)  # evicts what came
+        tokens, num_computed = consumer.decode(prompts, [None] * len(prompts))
+        assert tokens == wanted
+        computed_at_least = sum(map(len, prompts))
+        assert num_computed < computed_at_least, "nothing was loaded from the host"
+        engines["tp1 ours"].wait_until_empty()
+        consumer.wait_until_empty()
