@@ -40,7 +40,7 @@ def llama(tmp_path_factory):
 def engines(llama):
     """Each may prefill and decode."""
     started = {
-        name: Engine(llama, "kv_both", extra={"timeout_s": TIMEOUT_S, "lease_s": 60}, **options)
+        name: Engine(llama, "kv_both", extra={"timeout_s": TIMEOUT_S, "lease_s": 20}, **options)
         for name, options in ENGINES.items()
     }
     yield from closing(started)
