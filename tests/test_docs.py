@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-import kvcache
-from kvcache import allocator, kinds, ops, router_events, serving, transfer, worker
+from kvcache import ops
 from tests.shared import REPO
 
 DOCS = REPO / "docs"
@@ -60,11 +59,18 @@ def referenced() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module",
-    [kvcache, allocator, kinds, worker, transfer, serving, router_events],
-    ids=lambda module: module.__name__,
+    "name",
+    ["kvcache"]
+    + [
+        f"kvcache.{name}"
+        for name in ("allocator", "kinds", "worker", "transfer", "serving", "router_events")
+    ],
 )
-def test_every_public_name_is_in_the_reference(module):
+def test_every_public_name_is_in_the_reference(name):
+    if name == "kvcache.router_events":
+        pytest.importorskip("msgspec")
+        pytest.importorskip("zmq")
+    module = importlib.import_module(name)
     values = {name: getattr(module, name) for name in module.__all__}
     documented = {name for name, value in values.items() if callable(value)}
     assert len(documented) > 5 and documented <= referenced()

@@ -34,7 +34,8 @@ TORCH_INDEX = os.environ.get(
     "KVCACHE_GPULESS_TORCH_INDEX", "https://download.pytorch.org/whl/cu130"
 )
 PACKAGES = ["setuptools>=77", "wheel", "numpy", "pybind11>=2.13", "ninja", "pytest", "hypothesis"]
-MODELS = "transformers>=5.23,<6"  # tests that need it are skipped without it
+# Tests that need one of them are skipped without it.
+EXTRAS = ["transformers>=5.23,<6", "msgspec>=0.18", "pyzmq>=25", "prometheus-client>=0.20"]
 
 
 class Unavailable(Exception):
@@ -113,7 +114,7 @@ def _environment() -> Path:
     if not python.exists() or not _has_torch(python):
         _install_torch(folder, python)
     with contextlib.suppress(Unavailable):
-        _call([str(python), "-m", "pip", "install", "--quiet", "--retries", "1", MODELS])
+        _call([str(python), "-m", "pip", "install", "--quiet", "--retries", "1", *EXTRAS])
     return python
 
 
