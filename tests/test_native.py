@@ -191,7 +191,8 @@ def test_make_builds_again_after_clean(made):
 # By the order in which their output comes; gpu-rehearsal begins two steps earlier.
 STEPS = (
     *("setup", "lint", "sanitize", "sanitize-thread", "gpu-less", "docs"),
-    *("gpu-rehearsal", "demo", "fuzz", "bench", "test", "test-exhaustive"),
+    *("gpu-rehearsal", "demo", "fuzz", "bench", "test-vllm", "test"),
+    "test-exhaustive",
 )
 
 

@@ -23,6 +23,7 @@ OTHERS = {
     "hash_block_size": 2,
     "watermark": 0.25,
     "fence_frees": True,
+    "engine_copies_states": True,
     "enable_events": True,
     "announce_reused": True,
     "track_residency": True,
