@@ -56,13 +56,18 @@ MEMORY = """
 import gc, json, os, sys
 from tests import vllm_schedulers
 from vllm.v1.core.block_pool import BlockPool
-from kvcache.allocator import KVCacheManager
+from kvcache.allocator import BlockPool as OurPool
 def resident():
     gc.collect()
     with open("/proc/self/statm") as pages:
         return int(pages.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 count, before = 1_000_000, resident()
-pool = BlockPool(count, True, 16) if sys.argv[1] == "vLLM" else KVCacheManager(16, count, 4096)
+if sys.argv[1] == "vLLM":
+    pool = BlockPool(count, True, 16)
+    pool.free_blocks(pool.get_new_blocks(count - 1))  # so that all memory is touched
+else:
+    pool = OurPool(count)
+    pool.release(pool.allocate(count - 1))
 print(json.dumps((resident() - before) / count))
 """
 

@@ -422,3 +422,38 @@ class SideBySide:
             return  # vLLM keeps a state that a request has left until the step's output is there
         usages = [scheduler.kv_cache_manager.usage for scheduler in self.pair]
         assert abs(usages[0] - usages[1]) < 1e-9, "pools are used unlike"
+
+
+def main():
+    """Random requests: `python -m tests.vllm_environment -m tests.vllm_schedulers REQUESTS [SEED]`.
+
+    Pools and kinds of groups take turns; where decisions are to be equal, they are compared.
+    """
+    import json
+    import sys
+    import tempfile
+    from pathlib import Path
+
+    wanted, seed = int(sys.argv[1]), int((sys.argv[2:] or ["1000"])[0])
+    mixes = [
+        *((("full",), num_blocks, True) for num_blocks in (40, 90, 300)),
+        *((groups, 3_000, True) for groups in (("window", "full"), ("mamba align", "full"))),
+        *((groups, 150, False) for groups in (("window", "full"), ("mamba align", "full"))),
+    ]
+    total, first = collections.Counter(), seed
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(TINY_LLAMA))
+        while total["requests"] < wanted:
+            groups, num_blocks, exact = mixes[seed % len(mixes)]
+            config = engine_config(folder, is_async=bool(seed % 2), events=seed % 3 == 0)
+            try:
+                total += SideBySide(seed, config, groups, num_blocks, exact=exact).run(150)
+            except BaseException:
+                print(f"seed {seed}, {groups}, {num_blocks} blocks")
+                raise
+            seed += 1
+    print(f"seeds {first} to {seed - 1}: {dict(total)}")
+
+
+if __name__ == "__main__":
+    main()
