@@ -288,6 +288,7 @@ class SideBySide:
             for cls in PAIRS[self.is_async]
         ]
         self.contents = [Contents(scheduler) for scheduler in self.pair]
+        self.is_dense = all(type(spec) is FullAttentionSpec for spec in self.contents[0].specs)
         self.counts = collections.Counter()
         self.pending = [collections.deque(), collections.deque()]
         self.live = [collections.Counter(), collections.Counter()]
@@ -313,8 +314,7 @@ class SideBySide:
         is_same = live[0] <= live[1] if self.drafts else live[0] == live[1]
         assert not self.exact or is_same, "events tell of other blocks"
         # Where blocks between are null, vLLM's events name tokens that belong to none of their hashes.
-        is_dense = all(type(spec) is FullAttentionSpec for spec in self.contents[0].specs)
-        if self.exact and not self.drafts and is_dense:
+        if self.exact and not self.drafts and self.is_dense:
             assert self.told[0] == self.told[1], "events tell something else of blocks"
         assert self.pair[0].reset_prefix_cache() and self.pair[1].reset_prefix_cache()
         return self.counts
@@ -420,8 +420,8 @@ class SideBySide:
         ]
         assert sizes[0] == sizes[1]
         self.counts["preemptions"] += len(theirs.preempted_req_ids or ())
-        if self.is_async and any(isinstance(spec, MambaSpec) for spec in self.contents[0].specs):
-            return  # vLLM keeps a state that a request has left until the step's output is there
+        if self.is_async and not self.is_dense:
+            return  # vLLM keeps what leaves a window, and states, until the step's output is there
         usages = [scheduler.kv_cache_manager.usage for scheduler in self.pair]
         assert abs(usages[0] - usages[1]) < 1e-9, "pools are used unlike"
 
