@@ -447,7 +447,10 @@ def main():
         (Path(folder) / "config.json").write_text(json.dumps(TINY_LLAMA))
         while total["requests"] < wanted:
             groups, num_blocks, exact = mixes[seed % len(mixes)]
-            config = engine_config(folder, is_async=bool(seed % 2), events=seed % 3 == 0)
+            is_async = bool(seed // len(mixes) % 2)
+            if is_async and groups[0].startswith("mamba"):
+                exact = False  # a state becomes a hit when its tokens are known: steps later than vLLM's
+            config = engine_config(folder, is_async=is_async, events=seed % 3 == 0)
             try:
                 total += SideBySide(seed, config, groups, num_blocks, exact=exact).run(150)
             except BaseException:
