@@ -534,6 +534,8 @@ class VllmCacheManager:
         """What is known of a request that ends, its tokens brought up to date."""
         self._busy.pop(request.request_id, None)
         held = self._held.pop(request.request_id, None)
+        if not self._held:  # nothing is computed any more
+            self._states.release_left(self.native)
         if held is None:
             return None
         if held.is_receiving:  # its load failed, or it was aborted: no one writes to its blocks now

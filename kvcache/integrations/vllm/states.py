@@ -55,6 +55,10 @@ class StateGroups:
     def begin_step(self, native: KVCacheManager) -> None:
         """The step before has been given to the workers."""
         self._filled.clear()
+        self.release_left(native)
+
+    def release_left(self, native: KVCacheManager) -> None:
+        """Pages that states have left so far can be used again; those that they leave later wait."""
         if not self._copied:
             return
         plan = native.step()
