@@ -17,14 +17,12 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from benchmarks.vllm_schedule import scheduler_with
 from kvcache.integrations import vllm as ours
-from kvcache.integrations.vllm.hashing import get_request_block_hasher
 from tests import vllm_schedulers
 from tests.vllm_schedulers import (
     TINY_LLAMA,
     answer,
     block_hasher,
     engine_config,
-    get_hash_fn_by_name,
     make_request,
     make_scheduler,
 )
@@ -54,9 +52,7 @@ def hit_blocks(folder: str, case: str, num_blocks: int, prompts: list[list[int]]
     if case == "vLLM":
         scheduler, hasher = scheduler_with(KVCacheManager, *pool), block_hasher()
     else:
-        scheduler = make_scheduler(ours.Scheduler, *pool)
-        block_hasher()  # the parent of first blocks
-        hasher = get_request_block_hasher(BLOCK, get_hash_fn_by_name("sha256_cbor"))
+        scheduler, hasher = make_scheduler(ours.Scheduler, *pool), block_hasher(ours=True)
     hits = 0
     for number, blocks in enumerate(prompts):
         tokens = [block for block in blocks for _ in range(BLOCK)]

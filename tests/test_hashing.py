@@ -1,5 +1,7 @@
 import hashlib
 import json
+import random
+import re
 import subprocess
 import sys
 import threading
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache import KVCacheManager, Request, StepReport, hash_blocks
-from kvcache.allocator.hashing import encode_extra_keys
+from kvcache.allocator.hashing import encode_extra_keys, encoded_blocks
 from kvcache.native.load import core
 from tests.shared import shared_file
 
@@ -695,3 +697,70 @@ def test_true_and_false_are_no_token_ids(ids):
         manager.would_fit(Request("s", [1]), num_lookahead_tokens=True)
     assert request.num_tokens == 7
     manager.check_invariants()
+
+
+class TestHashedTokens:
+    """What a request of an engine carries in place of a list with an object per block."""
+
+    @pytest.mark.parametrize("algorithm", ["sha256_cbor", "xxh3_128_cbor"])
+    def test_tokens_that_come_in_parts_hash_as_all_at_once(self, algorithm):
+        rng, size = random.Random(5), 4
+        parent = bytes(range(core.digest_bytes(algorithm)))
+        for _ in range(30):
+            tokens = [rng.choice([1, 30, 300, 70_000, 2**31 - 1, -7]) for _ in range(50)]
+            hashed, known = core.HashedTokens(size, parent, algorithm), []
+            while len(known) < len(tokens):
+                known = tokens[: len(known) + rng.randint(1, 20)]
+                keys = [("s", i) if i % 2 else None for i in range(len(hashed), len(known) // size)]
+                extras = encoded_blocks([[key] if key else None for key in keys])
+                hashed.extend_to(known, extras)
+                if rng.random() < 0.3:  # other tokens follow; the first ones stay
+                    kept = rng.randint(0, len(hashed))
+                    del hashed[kept:]
+                    tokens[kept * size :] = tokens[kept * size :][::-1]
+                    known = tokens[: len(hashed.tokens)]
+            every = [[("s", i)] if i % 2 else None for i in range(len(tokens) // size)]
+            want = hash_blocks(
+                tokens, size, parent=parent, extra_keys=every, algorithm=algorithm
+            ).tolist()
+            assert [list(each) for each in hashed] == want
+            assert hashed.tokens.copy().tolist() == tokens
+            assert hashed[-1] == hashed[len(hashed) - 1] and hashed[2:5] == list(hashed)[2:5]
+
+    def test_a_manager_reads_them_and_what_follows_a_truncation(self):
+        manager = KVCacheManager(4, 40, 100, hash_algorithm="engine:x")
+        tokens = list(range(18))
+        hashed = core.HashedTokens(4, bytes(32), "sha256_cbor")
+        hashed.extend_to(tokens)
+        request = Request("a", tokens, block_hashes=hashed)
+        assert request.num_tokens == 18
+        manager.allocate_slots(request, 18)
+        tokens[16:] = [99, 98, 97, 96, 95]  # what was not computed is replaced
+        manager.reject_tokens(request, 2)
+        del hashed[4:]
+        hashed.extend_to(tokens)
+        manager.append_slots(request, 5)
+        assert request.token_ids.tolist() == tokens
+        assert manager.block_hashes(request).tobytes() == b"".join(hashed)
+        manager.free(request)
+        again = Request("b", [*tokens, 1], block_hashes=[*hashed])
+        assert manager.get_computed_blocks(again)[1] == 20
+
+    def test_wrong_arguments_change_nothing(self):
+        hashed = core.HashedTokens(4, bytes(32), "sha256_cbor")
+        hashed.extend_to(list(range(9)))
+        for call, error, message in (
+            (lambda: hashed.extend_to([1, 2]), ValueError, "token_ids has 2 entries"),
+            (lambda: hashed.extend_to((1, 2)), TypeError, "list"),
+            (lambda: hashed.extend_to([*range(9), 1.5]), TypeError, "no int"),
+            (lambda: hashed.extend_to([*range(9), 2**31]), ValueError, "32-bit"),
+            (lambda: hashed.extend_to(list(range(12)), []), ValueError, "extra_keys has 0 entries"),
+            (lambda: hashed.__delitem__(slice(0, 1)), ValueError, "the last ones"),
+            (lambda: hashed[2], IndexError, "there are 2"),
+            (lambda: core.HashedTokens(0, bytes(32), "sha256_cbor"), ValueError, "block_size is 0"),
+            (lambda: core.HashedTokens(4, b"1", "sha256_cbor"), ValueError, "parent has 1 bytes"),
+            (lambda: core.HashedTokens(4, b"1", "md5"), ValueError, "'md5' is unknown"),
+        ):
+            with pytest.raises(error, match=re.escape(message)):
+                call()
+            assert len(hashed) == 2 and len(hashed.tokens) == 9

@@ -32,6 +32,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvcache.integrations import vllm as ours
+from kvcache.integrations.vllm import hashing
 
 BLOCK, LONGEST = 16, 2048  # tokens of a block, and of a request
 SHAPE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
@@ -113,11 +114,12 @@ def make_scheduler(cls, config, groups, num_blocks, context_parallel_size=1):
     )
 
 
-def block_hasher(name="sha256_cbor", size=None):
-    """vLLM's own hasher of blocks of so many tokens."""
+def block_hasher(name="sha256_cbor", size=BLOCK, *, ours=False):
+    """vLLM's own hasher of blocks of so many tokens, or kvcache's."""
     function = get_hash_fn_by_name(name)
     init_none_hash(function)
-    return get_request_block_hasher(size or BLOCK, function)
+    make = hashing.get_request_block_hasher if ours else get_request_block_hasher
+    return make(size, function)
 
 
 def make_request(number, token_ids, hasher, max_tokens, **options):
@@ -282,7 +284,8 @@ class SideBySide:
         self.is_async = config.scheduler_config.async_scheduling
         self.exact = exact
         self.drafts = drafts
-        self.hasher = block_hasher(size=BLOCK * context_parallel_size)
+        size = BLOCK * context_parallel_size
+        self.hashers = [block_hasher(size=size), block_hasher(size=size, ours=True)]
         self.pair = [
             make_scheduler(cls, config, groups, num_blocks, context_parallel_size)
             for cls in PAIRS[self.is_async]
@@ -367,8 +370,8 @@ class SideBySide:
             elif head is self.heads[1]:
                 options["lora_request"] = LoRARequest("adapter", 7, "/no/such")
             number = self.counts["requests"]
-            for scheduler in self.pair:
-                request = make_request(number, tokens, self.hasher, max_tokens, **options)
+            for scheduler, hasher in zip(self.pair, self.hashers):
+                request = make_request(number, tokens, hasher, max_tokens, **options)
                 scheduler.add_request(request)
             self.counts["requests"] += 1
         if rng.random() < 0.05 and self.pair[0].requests:

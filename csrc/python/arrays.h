@@ -156,7 +156,7 @@ inline void check_num_entries(const py::handle& value, const char* name) {
 class Int32Input {
  public:
   Int32Input(const py::handle& value, const char* name, int64_t least = kMinInt32)
-      : name_(name), least_(least) {
+      : Int32Input(name, least) {
     if (py::isinstance<Int32Array>(value)) {
       auto array = py::reinterpret_borrow<Int32Array>(value);
       if (array.ndim() == 1) {
@@ -169,6 +169,18 @@ class Int32Input {
   }
   Int32Input(const Int32Input&) = delete;
 
+  // The integers of a list or a tuple, from entry `first` on, with room for some more; TypeError
+  // where one is no Python int.
+  static std::vector<int32_t> entries_behind(const py::handle& list, const char* name,
+                                             py::ssize_t first) {
+    Int32Input input(name, kMinInt32);
+    input.copy_.reserve(static_cast<size_t>(PySequence_Fast_GET_SIZE(list.ptr()) - first) + 256);
+    if (!input.copy_ints(list, first)) {
+      throw py::type_error(std::string(name) + " holds an entry that is no int: expected ints");
+    }
+    return std::move(input.copy_);
+  }
+
   const int32_t* data() const { return data_; }
   py::ssize_t size() const { return size_; }
 
@@ -179,6 +191,8 @@ class Int32Input {
   }
 
  private:
+  Int32Input(const char* name, int64_t least) : name_(name), least_(least) {}
+
   void borrow(Int32Array array) {
     data_ = array.data();
     size_ = array.size();
@@ -206,11 +220,11 @@ class Int32Input {
   }
 
   // False where an item is not a Python int; numpy then decides.
-  bool copy_ints(const py::handle& value) {
+  bool copy_ints(const py::handle& value, py::ssize_t first = 0) {
     PyObject** items = PySequence_Fast_ITEMS(value.ptr());
     size_ = PySequence_Fast_GET_SIZE(value.ptr());
-    copy_.resize(static_cast<size_t>(size_));
-    for (py::ssize_t i = 0; i < size_; ++i) {
+    copy_.resize(static_cast<size_t>(size_ - first));
+    for (py::ssize_t i = first; i < size_; ++i) {
       if (!PyLong_CheckExact(items[i])) {
         check_no_bool(value);
         return false;
@@ -218,9 +232,10 @@ class Int32Input {
       int overflow = 0;
       const int64_t v = PyLong_AsLongLongAndOverflow(items[i], &overflow);
       if (overflow != 0 || !fits(v)) fail_range(i, items[i]);
-      copy_[static_cast<size_t>(i)] = static_cast<int32_t>(v);
+      copy_[static_cast<size_t>(i - first)] = static_cast<int32_t>(v);
     }
     data_ = copy_.data();
+    size_ -= first;
     return true;
   }
 

@@ -15,6 +15,7 @@
 #include "core/eviction/registry.h"
 #include "core/hashing/block_hash.h"
 #include "core/hashing/extra_keys.h"
+#include "core/hashing/hashed_tokens.h"
 #include "core/hashing/long_work.h"
 #include "core/hashing/sha256.h"
 #include "core/hashing/token_chain.h"
@@ -52,9 +53,6 @@ void run_signal_handlers(bool is_long) {
   const py::gil_scoped_acquire locked;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
-
-// Below this a prompt hashes in less time than it takes to hand the interpreter to another thread.
-constexpr int64_t kUnlockedTokens = 4096;
 
 HashArray hash_blocks_of(const py::object& token_ids, const py::object& block_size,
                          const std::string& parent,
@@ -151,12 +149,15 @@ EventLabels labels_of(const py::object& labels) {
   return std::make_shared<py::object>(labels);
 }
 
-// Where a chain's hashes come from: `given`, (engine's list, request's id quoted) or None.
+// Where a chain's hashes come from: `given`, (engine's list, request's id quoted), `HashedTokens`,
+// or None.
 HashScheme hash_scheme(const std::string& algorithm, const py::object& given, int64_t block_size,
                        int64_t num_bytes) {
   HashScheme scheme;
   if (given.is_none()) {
     scheme.algorithm = hash_algorithm_of(algorithm);
+  } else if (py::isinstance<HashedTokens>(given)) {
+    scheme.given = py::cast<std::shared_ptr<HashedTokens>>(given);
   } else {
     auto [hashes, request_id] = py::cast<std::tuple<py::list, std::string>>(given);
     scheme.given = std::make_shared<ListedHashes>(std::move(hashes), std::move(request_id),

@@ -16,6 +16,9 @@ namespace kvcache {
 
 namespace py = pybind11;
 
+// Below this a prompt hashes in less time than it takes to hand the interpreter to another thread.
+constexpr int64_t kUnlockedTokens = 4096;
+
 using HashArray = py::array_t<uint8_t, py::array::c_style>;
 
 inline HashArray hash_array(const py::handle& value, const char* name) {

@@ -3,6 +3,7 @@
 namespace kvcache {
 
 void bind_control_plane(pybind11::module_& m);
+void bind_hashed_tokens(pybind11::module_& m);
 void bind_options(pybind11::module_& m);
 void bind_plan(pybind11::module_& m);
 void bind_manager(pybind11::module_& m);
@@ -15,6 +16,7 @@ PYBIND11_MODULE(_core, m) {
   m.doc() =
       "Native host code of kvcache: block pool, block hashes, request rows; tables. No torch.";
   kvcache::bind_control_plane(m);
+  kvcache::bind_hashed_tokens(m);
   kvcache::bind_options(m);
   kvcache::bind_plan(m);
   kvcache::bind_manager(m);

@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/hashing/hashed_tokens.h"
 #include "core/hashing/xxh3.h"
 #include "tests/check.h"
 #include "tests/core_fixtures.h"
@@ -165,6 +166,32 @@ TEST(ids_below_0_need_a_chain_that_takes_them) {
   CHECK_EQ(plain.size(), 0);
   placeholders.append(ids, 2);
   CHECK_EQ(placeholders.size(), 2);
+}
+
+TEST(hashed_tokens_give_a_chain_its_hashes) {
+  const auto hashed =
+      std::make_shared<HashedTokens>(HashAlgorithm::kSha256Cbor, int64_t{4}, hash_of(0));
+  const auto extend = [&](int32_t first, int64_t n) {
+    std::vector<int32_t> ids(static_cast<size_t>(n));
+    std::iota(ids.begin(), ids.end(), first);
+    hashed->append(ids, hashed->hash_behind(ids, {}));
+  };
+  extend(0, 6);
+  const TokenChain chain(hashed->tokens(), 4, hash_of(0), ExtraKeys(), true, true, 0,
+                         HashScheme{HashAlgorithm::kSha256Cbor, hashed});
+  Fixture plain(0);
+  CHECK_EQ(hashed->num_filled_by(7), 2);
+  extend(6, 7);
+  plain.append(13);
+  CHECK(chain.known_hashes() == plain.chain.hashes());
+  hashed->truncate(2);
+  CHECK_EQ(hashed->tokens()->size(), 8);
+  CHECK_EQ(chain.known_hashes().size(), 2);
+  extend(100, 5);
+  CHECK_EQ(chain.known_hashes().size(), 3);
+  CHECK(chain.known_hashes()[1] == plain.chain.hashes()[1]);
+  CHECK(chain.known_hashes()[2] != plain.chain.hashes()[2]);
+  CHECK_THROWS(hashed->read(0, 4, nullptr), "hashes of 3 blocks are known: expected 4");
 }
 
 }  // namespace

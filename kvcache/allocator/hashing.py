@@ -51,7 +51,7 @@ def hash_blocks(
     elif not isinstance(parent, bytes):
         raise TypeError(f"parent has type {type(parent).__name__}: expected {num_bytes} bytes")
     return core.hash_blocks(
-        token_sequence(token_ids), block_size, parent, _encoded_blocks(extra_keys), algorithm
+        token_sequence(token_ids), block_size, parent, encoded_blocks(extra_keys), algorithm
     )
 
 
@@ -127,7 +127,8 @@ def encode_extra_keys(keys: Sequence[tuple] | None, name: str = "keys") -> bytes
     return _encode(keys) if keys else b""
 
 
-def _encoded_blocks(extra_keys: Sequence | None) -> list[bytes] | None:
+def encoded_blocks(extra_keys: Sequence | None) -> list[bytes] | None:
+    """`encode_extra_keys` of each block."""
     if extra_keys is None:
         return None
     if not isinstance(extra_keys, list | tuple):

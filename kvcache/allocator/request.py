@@ -102,7 +102,7 @@ class Request:
         self._has_extra_keys = not (
             lora is None and not self._mm_items and cache_salt is None and prompt_embeds is None
         )
-        if block_hashes is not None and not isinstance(block_hashes, list):
+        if block_hashes is not None and not isinstance(block_hashes, list | core.HashedTokens):
             raise TypeError(
                 f"block_hashes has type {type(block_hashes).__name__}: expected a list of bytes"
             )
@@ -111,7 +111,11 @@ class Request:
         has_placeholders = bool(self._mm_items) or not (
             prompt_embeds is None and block_hashes is None
         )
-        self._tokens = core.TokenIds(token_sequence(token_ids), has_placeholders)
+        if isinstance(block_hashes, core.HashedTokens):  # it has the first ones of these tokens
+            self._tokens = block_hashes.tokens
+            self._tokens.append(token_sequence(token_ids)[len(self._tokens) :])
+        else:
+            self._tokens = core.TokenIds(token_sequence(token_ids), has_placeholders)
         self._chains: dict[HashKey, core.TokenChain] = {}
         self._last: tuple = (None, None)  # the key asked for last, and its chain
 
@@ -181,14 +185,16 @@ class Request:
             self._session,
         )
 
-    def _given_hashes(self, block_size: int) -> tuple[list[bytes], str]:
-        """The engine's list, and whose it is."""
+    def _given_hashes(self, block_size: int) -> tuple[list[bytes], str] | core.HashedTokens:
+        """The engine's list, and whose it is; or its hashed tokens."""
         num_blocks = self.num_tokens // block_size
         if len(self._block_hashes) != num_blocks:
             raise ValueError(
                 f"block_hashes of request {self.request_id!r} has {len(self._block_hashes)} entries: "
                 f"expected {num_blocks}, one per full block of {block_size} tokens"
             )
+        if isinstance(self._block_hashes, core.HashedTokens):
+            return self._block_hashes
         return self._block_hashes, repr(self.request_id)
 
     def _embed_digests(self, block_size: int) -> bytes:

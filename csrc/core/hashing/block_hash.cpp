@@ -48,7 +48,7 @@ HashAlgorithm hash_algorithm_of(std::string_view name) {
 }
 
 Hash hash_seed(std::string_view seed, HashAlgorithm algorithm) {
-  std::vector<uint8_t> buffer(seed.size() + kMaxHeadBytes);
+  std::vector<uint8_t> buffer(seed.size() + kBytesWritten);
   uint8_t* p = write_head(buffer.data(), kText, static_cast<uint32_t>(seed.size()));
   p = std::copy(seed.begin(), seed.end(), p);
   return digest(algorithm, buffer.data(), static_cast<size_t>(p - buffer.data()));

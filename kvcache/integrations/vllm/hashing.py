@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
-from kvcache.allocator import hash_blocks
+from kvcache.allocator.hashing import encoded_blocks
+from kvcache.native.load import core
 
 # vLLM's name of a hash function -> kvcache's algorithm of the same bytes.
 _ALGORITHMS = {"sha256_cbor": "sha256_cbor", "xxhash_cbor": "xxh3_128_cbor"}
 _HASH_BYTES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 16}
-Hasher = Callable[[Request], list[bytes]]
+Hasher = Callable[[Request], Sequence[bytes]]
+
+
+class RequestHashes(core.HashedTokens):
+    """The `block_hashes` of a request of vLLM: hashes without an object for each, and the tokens."""
+
+    __slots__ = ("num_hashed",)
+
+    def __init__(self, block_size: int, parent: bytes, algorithm: str) -> None:
+        super().__init__(block_size, parent, algorithm)
+        self.num_hashed = 0
+
+    def extend(self, hashes: Sequence[bytes]) -> None:
+        """vLLM adds what its hasher returns: nothing, as that has added them here."""
+
+    def __delitem__(self, blocks: slice) -> None:
+        super().__delitem__(blocks)
+        self.num_hashed = len(self)
 
 
 def hash_bytes_of(name: str) -> int:
@@ -30,29 +48,26 @@ def get_request_block_hasher(hash_block_size: int, caching_hash_fn: Callable) ->
     if algorithm is None:
         return kv_cache_utils.get_request_block_hasher(hash_block_size, caching_hash_fn)
 
-    def hash_new_blocks(request: Request) -> list[bytes]:
-        """The hashes of full blocks that `request.block_hashes` lacks."""
-        num_hashed = len(request.block_hashes)
-        start = num_hashed * hash_block_size
-        stop = request.num_tokens // hash_block_size * hash_block_size
-        if start >= stop:
-            return []
-        parent = request.block_hashes[-1] if num_hashed else kv_cache_utils.NONE_HASH
-        hashes = hash_blocks(
-            request._all_token_ids[start:stop],
-            hash_block_size,
-            parent=parent,
-            extra_keys=_extra_keys(request, start, stop, hash_block_size),
-            algorithm=algorithm,
-        )
-        packed, size = hashes.tobytes(), hashes.shape[1]
-        return [packed[i : i + size] for i in range(0, len(packed), size)]
+    def hash_new_blocks(request: Request) -> tuple[()]:
+        """Hashes full blocks that `request.block_hashes` lacks."""
+        known = request.block_hashes
+        if type(known) is not RequestHashes:
+            parent = kv_cache_utils.NONE_HASH
+            known = request.block_hashes = RequestHashes(hash_block_size, parent, algorithm)
+        stop = len(request._all_token_ids) // hash_block_size
+        if known.num_hashed < stop:
+            known.extend_to(
+                request._all_token_ids,
+                _extra_keys(request, known.num_hashed, stop, hash_block_size),
+            )
+            known.num_hashed = stop
+        return ()
 
     return hash_new_blocks
 
 
-def _extra_keys(request: Request, start: int, stop: int, size: int) -> list | None:
-    """Of each block, by vLLM's own rules; None where none has any."""
+def _extra_keys(request: Request, start: int, stop: int, size: int) -> list[bytes] | None:
+    """CBOR of those of blocks `start` to `stop - 1`, by vLLM's own rules; None where none has any."""
     if not (
         request.lora_request
         or request.mm_features
@@ -61,9 +76,9 @@ def _extra_keys(request: Request, start: int, stop: int, size: int) -> list | No
     ):
         return None
     keys, item = [], 0
-    for first in range(start, stop, size):
+    for first in range(start * size, stop * size, size):
         own, item = kv_cache_utils.generate_block_hash_extra_keys(
             request, first, first + size, item
         )
         keys.append(own)
-    return keys
+    return encoded_blocks(keys)
