@@ -718,32 +718,33 @@ class TestHashedTokens:
                     kept = rng.randint(0, len(hashed))
                     del hashed[kept:]
                     tokens[kept * size :] = tokens[kept * size :][::-1]
-                    known = tokens[: len(hashed.tokens)]
+                    known = tokens[: len(hashed.copy_tokens())]
             every = [[("s", i)] if i % 2 else None for i in range(len(tokens) // size)]
             want = hash_blocks(
                 tokens, size, parent=parent, extra_keys=every, algorithm=algorithm
             ).tolist()
             assert [list(each) for each in hashed] == want
-            assert hashed.tokens.copy().tolist() == tokens
+            assert hashed.copy_tokens().copy().tolist() == tokens
             assert hashed[-1] == hashed[len(hashed) - 1] and hashed[2:5] == list(hashed)[2:5]
 
-    def test_a_manager_reads_them_and_what_follows_a_truncation(self):
+    def test_a_manager_reads_them_as_its_tokens_come(self):
         manager = KVCacheManager(4, 40, 100, hash_algorithm="engine:x")
         tokens = list(range(18))
         hashed = core.HashedTokens(4, bytes(32), "sha256_cbor")
-        hashed.extend_to(tokens)
+        hashed.extend_to(tokens[:17])
         request = Request("a", tokens, block_hashes=hashed)
-        assert request.num_tokens == 18
         manager.allocate_slots(request, 18)
-        tokens[16:] = [99, 98, 97, 96, 95]  # what was not computed is replaced
-        manager.reject_tokens(request, 2)
-        del hashed[4:]
+        tokens += [99, 98, 97, 96, 95]
+        with pytest.raises(ValueError, match="hashes of 4 blocks are known: expected 5"):
+            request.append_tokens(tokens[18:])
         hashed.extend_to(tokens)
+        assert request.num_tokens == 18
+        request.append_tokens(tokens[18:])
         manager.append_slots(request, 5)
         assert request.token_ids.tolist() == tokens
         assert manager.block_hashes(request).tobytes() == b"".join(hashed)
         manager.free(request)
-        again = Request("b", [*tokens, 1], block_hashes=[*hashed])
+        again = Request("b", [*tokens, 1], block_hashes=[*hashed, bytes(32)])
         assert manager.get_computed_blocks(again)[1] == 20
 
     def test_wrong_arguments_change_nothing(self):
@@ -763,4 +764,4 @@ class TestHashedTokens:
         ):
             with pytest.raises(error, match=re.escape(message)):
                 call()
-            assert len(hashed) == 2 and len(hashed.tokens) == 9
+            assert len(hashed) == 2 and len(hashed.copy_tokens()) == 9

@@ -8,34 +8,27 @@ namespace kvcache {
 
 std::vector<Hash> HashedTokens::hash_behind(const std::vector<int32_t>& tokens,
                                             const std::vector<std::string>& extras) const {
-  const std::vector<int32_t>& known = tokens_->ids();
-  const auto first = known.begin() + num_blocks() * block_size_;
+  const auto first = tokens_.begin() + num_blocks() * block_size_;
   const Hash& parent = hashes_.empty() ? parent_ : hashes_.back();
-  if (first == known.end()) return hash_blocks(algorithm_, tokens, block_size_, parent, extras);
-  std::vector<int32_t> unhashed(first, known.end());
+  if (first == tokens_.end()) return hash_blocks(algorithm_, tokens, block_size_, parent, extras);
+  std::vector<int32_t> unhashed(first, tokens_.end());
   unhashed.insert(unhashed.end(), tokens.begin(), tokens.end());
   return hash_blocks(algorithm_, unhashed, block_size_, parent, extras);
 }
 
 void HashedTokens::append(std::vector<int32_t> tokens, std::vector<Hash> hashes) {
-  const size_t num_known = hashes_.size();
-  // Chains read them while the tokens are appended.
-  if (num_known == 0) {
-    hashes_ = std::move(hashes);  // a long prompt's are not copied
-  } else {
-    hashes_.insert(hashes_.end(), hashes.begin(), hashes.end());
+  if (tokens_.empty()) {  // a long prompt is not copied
+    hashes_ = std::move(hashes);
+    tokens_ = std::move(tokens);
+    return;
   }
-  try {
-    tokens_->append(std::move(tokens));
-  } catch (...) {
-    hashes_.resize(num_known);
-    throw;
-  }
+  hashes_.insert(hashes_.end(), hashes.begin(), hashes.end());
+  tokens_.insert(tokens_.end(), tokens.begin(), tokens.end());
 }
 
 void HashedTokens::truncate(int64_t num_blocks) {
-  tokens_->take_back(tokens_->size() - num_blocks * block_size_);
   hashes_.resize(static_cast<size_t>(num_blocks));
+  tokens_.resize(static_cast<size_t>(num_blocks * block_size_));
 }
 
 void HashedTokens::read(int64_t first, int64_t stop, Hash* out) const {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -11,29 +10,29 @@
 
 namespace kvcache {
 
-// Used by one thread at a time; only `hash_behind` may run beside others' reading.
+// A manager's own request has a copy of the tokens: it learns of each when the engine says so. Used
+// by one thread at a time; only `hash_behind` may run beside others' reading.
 class HashedTokens : public GivenHashes {
  public:
   // `parent`: of the first block.
   HashedTokens(HashAlgorithm algorithm, int64_t block_size, const Hash& parent)
       : algorithm_(algorithm), block_size_(block_size), parent_(parent) {}
 
-  const std::shared_ptr<TokenIds>& tokens() const { return tokens_; }
+  const std::vector<int32_t>& tokens() const { return tokens_; }
   const std::vector<Hash>& hashes() const { return hashes_; }
   int64_t num_bytes() const { return digest_bytes(algorithm_); }
   int64_t block_size() const { return block_size_; }
   int64_t num_blocks() const { return static_cast<int64_t>(hashes_.size()); }
   // Blocks that are full once `num_new` tokens have come.
   int64_t num_filled_by(int64_t num_new) const {
-    return (tokens_->size() + num_new) / block_size_ - num_blocks();
+    return (static_cast<int64_t>(tokens_.size()) + num_new) / block_size_ - num_blocks();
   }
 
   // Hashes of the blocks that `tokens` fill behind the known ones; `extras` is empty, or has the
   // CBOR of each block's extra keys. Changes nothing.
   std::vector<Hash> hash_behind(const std::vector<int32_t>& tokens,
                                 const std::vector<std::string>& extras) const;
-  // Appends tokens, with what `hash_behind` says of them. Throws what `TokenIds::append` throws,
-  // with nothing appended.
+  // Appends tokens, with what `hash_behind` says of them.
   void append(std::vector<int32_t> tokens, std::vector<Hash> hashes);
   // Removes all blocks but the first ones, of which there are as many, and all tokens behind these.
   void truncate(int64_t num_blocks);
@@ -44,8 +43,7 @@ class HashedTokens : public GivenHashes {
   HashAlgorithm algorithm_;
   int64_t block_size_;
   Hash parent_;
-  // Engines have placeholders below 0 for images, of which extra keys say what they are.
-  std::shared_ptr<TokenIds> tokens_ = std::make_shared<TokenIds>(/*takes_placeholders=*/true);
+  std::vector<int32_t> tokens_;
   std::vector<Hash> hashes_;
 };
 

@@ -10,44 +10,23 @@
 
 namespace kvcache {
 
-namespace {
-
-constexpr size_t kRoom = 256;  // tokens
-
-}  // namespace
-
 void TokenIds::append(const int32_t* tokens, int64_t n) {
-  check_appendable(tokens, n);
-  // Room for what is generated: the first token of it does not move a long prompt.
-  if (ids_.capacity() == 0) ids_.reserve(static_cast<size_t>(n) + kRoom);
-  if (tokens == nullptr) {
-    ids_.resize(ids_.size() + static_cast<size_t>(n));
-  } else {
-    ids_.insert(ids_.end(), tokens, tokens + n);
-  }
-  read_appended(n);
-}
-
-void TokenIds::append(std::vector<int32_t> tokens) {
-  const auto n = static_cast<int64_t>(tokens.size());
-  if (!ids_.empty()) return append(tokens.data(), n);
-  check_appendable(tokens.data(), n);
-  ids_ = std::move(tokens);
-  read_appended(n);
-}
-
-void TokenIds::check_appendable(const int32_t* tokens, int64_t n) const {
   if (num_hashing_ > 0) {
     throw std::runtime_error(
         "token_ids came while blocks of the same request are being hashed: "
         "append them when that call has returned");
   }
-  if (tokens == nullptr || takes_placeholders_) return;
-  const int32_t* negative = std::find_if(tokens, tokens + n, [](int32_t t) { return t < 0; });
-  if (negative != tokens + n) fail_negative(negative - tokens, *negative);
-}
-
-void TokenIds::read_appended(int64_t n) {
+  // Room for what is generated: the first token of it does not move a long prompt.
+  if (ids_.capacity() == 0) ids_.reserve(static_cast<size_t>(n) + 256);
+  if (tokens == nullptr) {
+    ids_.resize(ids_.size() + static_cast<size_t>(n));
+  } else {
+    if (!takes_placeholders_) {
+      const int32_t* negative = std::find_if(tokens, tokens + n, [](int32_t t) { return t < 0; });
+      if (negative != tokens + n) fail_negative(negative - tokens, *negative);
+    }
+    ids_.insert(ids_.end(), tokens, tokens + n);
+  }
   try {
     for (TokenChain* chain : readers_) chain->read_given();
   } catch (...) {

@@ -29,8 +29,6 @@ class TokenIds {
   // a chain hashes these tokens, and whatever the given hashes of a chain throw, with nothing
   // appended.
   void append(const int32_t* tokens, int64_t n);
-  // The same; the first ones are taken without a copy.
-  void append(std::vector<int32_t> tokens);
   // Removes the last n tokens, which the caller has just appended.
   void take_back(int64_t n);
 
@@ -43,9 +41,6 @@ class TokenIds {
 
  private:
   friend class TokenChain;
-  void check_appendable(const int32_t* tokens, int64_t n) const;
-  void read_appended(int64_t n);  // takes the last n back where a reader throws
-
   bool takes_placeholders_;
   std::vector<int32_t> ids_;
   int num_hashing_ = 0;               // chains that are hashing now
