@@ -19,7 +19,7 @@ namespace {
 void extend(HashedTokens& self, const py::list& token_ids,
             const std::optional<std::vector<std::string>>& extras) {
   const auto size = static_cast<int64_t>(PyList_GET_SIZE(token_ids.ptr()));
-  const int64_t known = static_cast<int64_t>(self.tokens().size());
+  const int64_t known = self.num_tokens();
   if (size < known) {
     throw py::value_error("token_ids has " + std::to_string(size) + " entries: expected the " +
                           std::to_string(known) + " that are known, and others behind them");
@@ -37,7 +37,7 @@ void extend(HashedTokens& self, const py::list& token_ids,
     if (size - known > kUnlockedTokens) unlocked.emplace();
     hashes = self.hash_behind(tokens, extras.value_or(std::vector<std::string>{}));
   }
-  if (static_cast<int64_t>(self.tokens().size()) != known) {
+  if (self.num_tokens() != known) {
     throw std::runtime_error("token_ids came while others of the same request were hashed");
   }
   self.append(std::move(tokens), std::move(hashes));
@@ -95,12 +95,11 @@ void bind_hashed_tokens(py::module_& m) {
       },
       py::arg("block_size"), py::arg("parent"), py::arg("algorithm"))
       .def("extend_to", &extend, py::arg("token_ids"), py::arg("extras") = py::none())
-      .def("copy_tokens",
-           [](const HashedTokens& self) {
-             auto out = std::make_shared<TokenIds>(/*takes_placeholders=*/true);
-             out->append(self.tokens().data(), static_cast<int64_t>(self.tokens().size()));
-             return out;
+      .def("take_tokens",
+           [](HashedTokens& self) {
+             return std::make_shared<TokenIds>(self.take_tokens(), /*takes_placeholders=*/true);
            })
+      .def_property_readonly("num_tokens", &HashedTokens::num_tokens)
       .def_property_readonly("block_size", &HashedTokens::block_size)
       .def_property_readonly("num_bytes", &HashedTokens::num_bytes)
       .def("__len__", &HashedTokens::num_blocks)

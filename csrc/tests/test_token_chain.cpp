@@ -184,10 +184,13 @@ TEST(hashed_tokens_give_a_chain_its_hashes) {
   extend(0, 6);
   CHECK_EQ(hashed->num_filled_by(7), 2);
   extend(6, 7);
-  tokens->append(hashed->tokens().data(), 8);
+  const std::vector<int32_t> taken = hashed->take_tokens();
+  CHECK_EQ(taken.size(), 13);
+  CHECK(hashed->take_tokens().empty());
+  tokens->append(taken.data(), 8);
   CHECK_EQ(chain.known_hashes().size(), 2);
   hashed->truncate(2);
-  CHECK_EQ(hashed->tokens().size(), 8);
+  CHECK_EQ(hashed->num_tokens(), 8);
   const std::vector<int32_t> others = extend(100, 5);
   CHECK_THROWS(tokens->append(nullptr, 8), "hashes of 3 blocks are known: expected 4");
   tokens->append(others.data(), 5);

@@ -111,8 +111,8 @@ class Request:
         has_placeholders = bool(self._mm_items) or not (
             prompt_embeds is None and block_hashes is None
         )
-        if isinstance(block_hashes, core.HashedTokens):  # it has the first ones of these tokens
-            self._tokens = block_hashes.copy_tokens()
+        if isinstance(block_hashes, core.HashedTokens):  # it has the first ones, or none any more
+            self._tokens = block_hashes.take_tokens()
             self._tokens.append(token_sequence(token_ids)[len(self._tokens) :])
         else:
             self._tokens = core.TokenIds(token_sequence(token_ids), has_placeholders)

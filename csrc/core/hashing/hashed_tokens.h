@@ -10,22 +10,22 @@
 
 namespace kvcache {
 
-// A manager's own request has a copy of the tokens: it learns of each when the engine says so. Used
-// by one thread at a time; only `hash_behind` may run beside others' reading.
+// Tokens are kept until the manager's own request takes them, and those of the last block, which is
+// not full. Used by one thread at a time; only `hash_behind` may run beside others' reading.
 class HashedTokens : public GivenHashes {
  public:
   // `parent`: of the first block.
   HashedTokens(HashAlgorithm algorithm, int64_t block_size, const Hash& parent)
       : algorithm_(algorithm), block_size_(block_size), parent_(parent) {}
 
-  const std::vector<int32_t>& tokens() const { return tokens_; }
+  int64_t num_tokens() const { return first_kept_ + static_cast<int64_t>(kept_.size()); }
   const std::vector<Hash>& hashes() const { return hashes_; }
   int64_t num_bytes() const { return digest_bytes(algorithm_); }
   int64_t block_size() const { return block_size_; }
   int64_t num_blocks() const { return static_cast<int64_t>(hashes_.size()); }
   // Blocks that are full once `num_new` tokens have come.
   int64_t num_filled_by(int64_t num_new) const {
-    return (static_cast<int64_t>(tokens_.size()) + num_new) / block_size_ - num_blocks();
+    return (num_tokens() + num_new) / block_size_ - num_blocks();
   }
 
   // Hashes of the blocks that `tokens` fill behind the known ones; `extras` is empty, or has the
@@ -36,6 +36,8 @@ class HashedTokens : public GivenHashes {
   void append(std::vector<int32_t> tokens, std::vector<Hash> hashes);
   // Removes all blocks but the first ones, of which there are as many, and all tokens behind these.
   void truncate(int64_t num_blocks);
+  // All tokens, without a copy; none where they were taken before.
+  std::vector<int32_t> take_tokens();
 
   void read(int64_t first, int64_t stop, Hash* out) const override;
 
@@ -43,7 +45,10 @@ class HashedTokens : public GivenHashes {
   HashAlgorithm algorithm_;
   int64_t block_size_;
   Hash parent_;
-  std::vector<int32_t> tokens_;
+  void drop_full_blocks();
+
+  std::vector<int32_t> kept_;  // tokens, from this one on:
+  int64_t first_kept_ = 0;
   std::vector<Hash> hashes_;
 };
 

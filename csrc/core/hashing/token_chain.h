@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "core/hashing/block_hash.h"
@@ -23,6 +24,8 @@ class TokenIds {
   // Ids are 0 or more; with `takes_placeholders` also below, where something else says what they
   // stand for.
   explicit TokenIds(bool takes_placeholders = false) : takes_placeholders_(takes_placeholders) {}
+  TokenIds(std::vector<int32_t> ids, bool takes_placeholders)
+      : takes_placeholders_(takes_placeholders), ids_(std::move(ids)) {}
   TokenIds(const TokenIds&) = delete;
 
   // Null stands for zeros. Throws std::invalid_argument on a negative id, std::runtime_error while
