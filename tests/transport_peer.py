@@ -1,7 +1,7 @@
 """A peer in a process of its own, for `test_transports.py`: `python -m tests.transport_peer NAME AGENT`.
 
 It registers memory with a known pattern, tells its metadata, and obeys one JSON command per line. With
-`--lie` it breaks the protocol in one way.
+`--lie` it breaks the protocol in one way; with `--delay` a step takes longer.
 """
 
 import argparse
@@ -101,6 +101,18 @@ def lie(how: str) -> None:
     connection.Connection.put = put
 
 
+def delay(what: str) -> None:
+    """Lets a step take half a second longer."""
+    if what == "open":
+        real = connection.Connection.open
+
+        def slow(self: connection.Connection, lane: object) -> None:
+            time.sleep(0.5)
+            real(self, lane)
+
+        connection.Connection.open = slow
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
@@ -108,10 +120,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--secret", default="")
     parser.add_argument("--lie", default="")
+    parser.add_argument("--delay", default="")
     args = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # NIXL logs to stdout
     lie(args.lie)
+    delay(args.delay)
     pool = pattern(args.seed)
     transport = base.make_transport(args.agent, args.name, secret=args.secret.encode(), timeout_s=5)
     transport.register([(pool.ctypes.data, pool.nbytes)])

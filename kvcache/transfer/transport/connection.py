@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvcache.checks import shown
@@ -92,6 +93,8 @@ class Connection:
     `pull` (id, spans): the peer reads; answered with `start` (id), then bytes, then `done` (id, message).
     `push` (id, spans): the peer writes; answered with `accept` (id), then `start`, bytes, and `landed`.
     `refused` (id, reason) in place of an answer. `message`: a notification. `lane` is for the lane.
+    `ready`, once: the lane of the side that was connected to is open. Only then is the call over, so
+    that both sides may begin transfers from then on.
     Bytes of one direction flow in the order of the `start` frames.
     """
 
@@ -100,7 +103,9 @@ class Connection:
         self.bounds = peer.bounds()
         self.piece_bytes = min(peer.piece_bytes, owner.piece_bytes)
         self.reason: str | None = None  # why it ended
-        self.is_ready = threading.Event()
+        self.is_ready = threading.Event()  # or it has ended
+        self._is_open = threading.Event()  # this side's lane; or it has ended
+        self._peer_is_open = not is_caller
         self._owner, self.is_caller = owner, is_caller
         self._lock = threading.Lock()
         self._ids = itertools.count()
@@ -136,9 +141,22 @@ class Connection:
             )
             for is_outgoing in (True, False)
         ]
-        self.is_ready.set()
+        with self._lock:
+            self._is_open.set()
+            if self._peer_is_open:
+                self.is_ready.set()
         if self.reason is not None:
             self.close()
+        elif not self.is_caller:
+            with suppress(TransferError):  # it has ended
+                self.put({"op": "ready"})
+
+    def wait_until_ready(self, deadline: float) -> None:
+        """Returns once both sides may begin transfers. ConnectionError, or TimeoutError at `deadline`."""
+        if not self.is_ready.wait(max(deadline - time.monotonic(), 0)):
+            raise TimeoutError("the peer did not answer in time")
+        if self.reason is not None:
+            raise ConnectionError(self.reason)
 
     @property
     def threads(self) -> list[threading.Thread]:
@@ -213,6 +231,7 @@ class Connection:
             flow.close()
         if self.lane is not None:
             self.lane.close()
+        self._is_open.set()
         self.is_ready.set()
 
     # What the peer sends. An exception ends the connection.
@@ -223,7 +242,10 @@ class Connection:
         if op == "lane":
             self._on_lane_frame(header, payload)
             return
-        self.is_ready.wait()  # the peer may be faster; all frames of the lane came before
+        if op == "ready":
+            self._on_ready()
+            return
+        self._is_open.wait()  # the peer may be faster; all frames of the lane came before
         if self.reason is not None:
             return
         if op == "message":
@@ -244,6 +266,14 @@ class Connection:
         if handler is None:
             raise ValueError(f"op is {shown(op)}: expected one that this version knows")
         handler(number, header, payload)
+
+    def _on_ready(self) -> None:
+        with self._lock:
+            if self._peer_is_open:
+                raise ValueError("ready came: expected once, from the side that was connected to")
+            self._peer_is_open = True
+            if self._is_open.is_set():
+                self.is_ready.set()
 
     def _on_pull(self, number: int, header: dict, payload: bytes) -> None:
         spans = self._checked(number, payload)

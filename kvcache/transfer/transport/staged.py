@@ -127,19 +127,20 @@ class StagedTransport(Transport):
             else:
                 connection = Connection(self, theirs, is_caller=True)
                 self._admit(connection)
-        if known is not None:
-            return self._when_ready(known, deadline)
         try:
-            self._call(connection, deadline)
+            if known is None:
+                self._call(connection, deadline)
+            (known or connection).wait_until_ready(deadline)
         except OSError as error:
-            connection.fail(f"it was not reached: {error}")
-            with self._lock:
-                if self._connections.get(theirs.agent) is connection:
-                    del self._connections[theirs.agent]
+            if known is None:
+                connection.fail(f"it was not reached: {error}")
+                with self._lock:
+                    if self._connections.get(theirs.agent) is connection:
+                        del self._connections[theirs.agent]
             raise ConnectionError(
                 f"agent {theirs.agent!r} at {theirs.host}:{theirs.port} was not connected: {error}"
             ) from error
-        return self._when_ready(connection, deadline)
+        return theirs.agent
 
     def read_spans(
         self,
@@ -307,14 +308,6 @@ class StagedTransport(Transport):
                 f"agent {theirs.agent!r} is connected, from {known.peer.host}:{known.peer.port}: "
                 "expected another name, or that it is disconnected before"
             )
-
-    def _when_ready(self, connection: Connection, deadline: float) -> str:
-        name = connection.peer.agent
-        if not connection.is_ready.wait(max(deadline - time.monotonic(), 0)):
-            raise ConnectionError(f"agent {name!r} was not connected in time")
-        if connection.reason is not None:
-            raise ConnectionError(f"agent {name!r} was not connected: {connection.reason}")
-        return name
 
     # Transfers.
 
