@@ -240,6 +240,7 @@ def test_a_stopped_peer_is_an_error_within_the_deadline(side, name):
         side.transport.connect(peer.metadata)
         peer.signal(signal.SIGSTOP)
         read = side.read(peer, 0, 0, SMALL, timeout_s=60)
+        other = side.read(peer, SMALL, 0, SMALL, timeout_s=60)
         assert not read.poll() and not read.is_released
         begin = time.monotonic()
         with pytest.raises(TransferError, match=r"not done within 0\.5 s"):
@@ -251,12 +252,27 @@ def test_a_stopped_peer_is_an_error_within_the_deadline(side, name):
         while not read.is_released:
             assert time.monotonic() < deadline
         # Whatever the peer does from now on: these bytes do not change.
-        side.pool[:] = 3
-        with pytest.raises(TransferError, match="is not connected"):
+        side.pool[:SMALL] = 3
+        peer.signal(signal.SIGCONT)
+        other.wait(20)  # it was under way beside the one that was given up
+        assert (side.pool[SMALL : 2 * SMALL] == pattern(1)[:SMALL]).all()
+        assert (side.pool[:SMALL] == 3).all()
+        side.read(peer, 0, 0, SMALL).wait(20)
+        assert (side.pool[:SMALL] == pattern(1)[:SMALL]).all()
+
+
+def test_a_peer_that_does_not_let_go_of_a_transfer_is_disconnected(name):
+    with Side(name, timeout_s=1) as side, Peer(name) as peer:
+        side.transport.connect(peer.metadata)
+        peer.signal(signal.SIGSTOP)
+        with pytest.raises(TransferError, match=r"not done within 0\.2 s"):
+            side.read(peer, 0, 0, SMALL).wait(0.2)
+        time.sleep(1.1)
+        with pytest.raises(
+            TransferError, match="is not connected: the peer has not answered for 1 s"
+        ):
             side.read(peer, 0, 0, SMALL)
         peer.signal(signal.SIGCONT)
-        time.sleep(0.3)
-        assert (side.pool == 3).all()
         deadline = time.monotonic() + 10
         while True:  # the peer may not have seen yet that the connection ended
             try:
@@ -267,6 +283,59 @@ def test_a_stopped_peer_is_an_error_within_the_deadline(side, name):
                 time.sleep(0.05)
         side.read(peer, 0, 0, SMALL).wait(20)
         assert (side.pool[:SMALL] == pattern(1)[:SMALL]).all()
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_a_transfer_that_is_given_up_leaves_the_others_alone(name, size):
+    """At any moment of it, in both directions, in many pieces."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    part = POOL_BYTES // 4
+    with Side(name, piece_bytes=1 << 14) as side, Peer(name) as peer:
+        side.transport.connect(peer.metadata)
+        theirs, told = pattern(1), []
+        for number in range(15):
+            side.pool[:] = pattern(number)
+            is_read = rng.random() < 0.5
+            begun = []
+            for i in range(4):
+                at = i * part + np.arange(0, part, size)
+                move = side.read if is_read else side.write
+                begun.append(move(peer, at, at, size, notify=b"%d %d" % (number, i)))
+            victim = rng.randrange(4)
+            time.sleep(rng.choice([0, 0, rng.random() * 0.005]))
+            begun[victim].cancel("for a test")
+            deadline = time.monotonic() + 10
+            while not begun[victim].is_released:
+                assert time.monotonic() < deadline
+            mine = slice(victim * part, (victim + 1) * part)
+            left = side.pool[mine].copy()
+            is_done = False
+            try:
+                is_done = begun[victim].poll()
+            except TransferError as error:
+                assert "for a test" in str(error)
+            for i, each in enumerate(begun):
+                if i != victim:
+                    each.wait(20)
+                if i != victim or is_done:
+                    told.append(f"{number} {i}")
+                    expected = theirs if is_read else side.pool
+                    theirs[i * part : (i + 1) * part] = expected[i * part : (i + 1) * part]
+            assert (side.pool[mine] == left).all()
+            got = bytes.fromhex(peer.ask("pool", first=0, last=POOL_BYTES)["hex"])
+            got = np.frombuffer(got, np.uint8)
+            for i in range(4):
+                where = slice(i * part, (i + 1) * part)
+                if i != victim or is_read or is_done:
+                    assert (got[where] == theirs[where]).all()
+                    assert (side.pool[where] == theirs[where]).all() or i == victim
+                else:
+                    theirs[where] = got[where]  # a write that failed leaves anything
+        found = [each[1] for each in peer.ask("notifications", least=len(told))["found"]]
+        assert sorted(found) == sorted(told)
+        assert side.transport.peers() == ["peer"]
 
 
 @pytest.mark.exhaustive

@@ -39,7 +39,10 @@ class Transfer(ABC):
 
     @abstractmethod
     def cancel(self, reason: str) -> None:
-        """Gives a transfer up that is under way; `poll` raises then. No effect once it has ended."""
+        """Gives a transfer up that is under way; `poll` raises then. No effect once it has ended.
+
+        Others of the same peer go on. A peer that does not let go of it in time is disconnected.
+        """
 
     @property
     @abstractmethod
@@ -58,7 +61,7 @@ class Transfer(ABC):
         """Waits until all bytes have moved.
 
         TransferError where the transfer fails, or is not done within `timeout_s` seconds: then it is
-        given up, and the peer is disconnected where its bytes were under way.
+        given up.
         """
         timeout_s = number(timeout_s, "timeout_s")
         deadline = time.monotonic() + timeout_s

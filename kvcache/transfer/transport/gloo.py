@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from kvcache.transfer.transport.channel import Channel
 from kvcache.transfer.transport.connection import Connection
-from kvcache.transfer.transport.lane import Lane
+from kvcache.transfer.transport.lane import PIECES_AHEAD, Lane
 from kvcache.transfer.transport.staged import StagedTransport
 
 _MOST_KEYS = 16  # that a peer may set; gloo sets one
@@ -98,7 +98,7 @@ class _GlooLane(Lane):
         self._other, self._piece_bytes = other, piece_bytes
 
     def staging(self, *, is_outgoing: bool) -> list[torch.Tensor]:
-        return list(torch.empty(2, self._piece_bytes, dtype=torch.uint8, device="cpu"))
+        return list(torch.zeros(PIECES_AHEAD, self._piece_bytes, dtype=torch.uint8, device="cpu"))
 
     def send(self, piece: torch.Tensor, tag: int) -> _GlooWork:
         return _GlooWork(self._alive().send([piece], self._other, tag))

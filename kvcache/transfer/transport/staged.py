@@ -300,6 +300,8 @@ class StagedTransport(Transport):
 
     def _live(self, name: str) -> Connection | None:
         known = self._connections.get(name)
+        if known is not None:
+            known.check_alive()
         return known if known is not None and known.reason is None else None
 
     def _check_same(self, known: Connection, theirs: Metadata) -> None:
@@ -361,6 +363,7 @@ class StagedTransport(Transport):
             raise ValueError(f"peer is {shown(peer)}: expected one of {list(self._connections)}")
         if connection.reason is None and not connection.is_ready.is_set():
             raise TransferError(f"agent {peer!r} is not connected yet")
+        connection.check_alive()
         return connection
 
     def _check_open(self) -> None:
