@@ -34,8 +34,8 @@ class Lane(ABC):
 
     @abstractmethod
     def staging(self, *, is_outgoing: bool) -> list[torch.Tensor]:
-        """Host memory of two pieces that are sent, or received: uint8[piece_bytes] each, zeros at first: a
-        peer gets to see it where a transfer is given up."""
+        """Host memory of two pieces that are sent, or received: uint8[piece_bytes] each, zeros at first:
+        the peer gets to see it where a transfer is given up."""
 
     @abstractmethod
     def send(self, piece: torch.Tensor, tag: int) -> PieceWork:
