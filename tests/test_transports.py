@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from kvcache import Pages
+from kvcache.transfer.transport import lane
 from kvcache.transfer.transport.base import TransferError, make_transport
 from tests.shared import sampled
 from tests.transport_peer import POOL_BYTES, Peer, pattern
@@ -195,6 +196,47 @@ def test_a_message_comes_once_and_after_the_bytes(side, name, size):
             [side.transport.agent, "three"],
         ]
         assert set(bytes.fromhex(peer.ask("pool", first=size, last=2 * size)["hex"])) == {77}
+
+
+@pytest.mark.parametrize("wanted_here", [True, False])
+def test_with_digests_the_right_bytes_arrive_too(name, wanted_here):
+    options = {"digest": "yes"} if not wanted_here else {}
+    with Side(name, digest=wanted_here, piece_bytes=1 << 14) as side, Peer(name, **options) as peer:
+        side.transport.connect(peer.metadata)
+        for size in SMALL, LARGE:
+            order = np.random.default_rng(0).permutation(POOL_BYTES // size) * size
+            side.read(peer, order, order, size).wait(20)
+            assert (side.pool == pattern(1)).all()
+            side.write(peer, order, order, size, notify=b"written").wait(20)
+        got = bytes.fromhex(peer.ask("pool", first=0, last=POOL_BYTES)["hex"])
+        assert got == pattern(1).tobytes()
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_bytes_that_change_on_the_way_are_an_error(name, size, monkeypatch):
+    with Side(name, digest=True) as side, Peer(name, lie="corrupt") as peer:
+        side.transport.connect(peer.metadata)
+        with pytest.raises(TransferError, match="other bytes arrived than the peer has sent"):
+            side.read(peer, 0, 0, size, notify=b"read").wait(20)
+        assert not side.pool.any()
+    with Side(name, digest=True) as side, Peer(name) as peer:
+        side.transport.connect(peer.metadata)
+        real = lane.digest_of
+
+        def changed(piece):
+            digest = real(piece)
+            piece[len(piece) // 2] ^= 1
+            return digest
+
+        monkeypatch.setattr(lane, "digest_of", changed)
+        with pytest.raises(TransferError, match="other bytes arrived at the peer than were sent"):
+            side.write(peer, 0, 0, size, notify=b"written").wait(20)
+        monkeypatch.undo()
+        got = bytes.fromhex(peer.ask("pool", first=0, last=size)["hex"])
+        assert got == pattern(1)[:size].tobytes()
+        side.read(peer, 0, 0, size, notify=b"read").wait(20)  # the connection is as it was
+        found = peer.ask("notifications", least=1)["found"]
+        assert found == [[side.transport.agent, "read"]]
 
 
 def test_no_fragments_are_done_at_once_and_still_notify(side, peer):
@@ -507,6 +549,22 @@ def test_another_secret_is_refused_on_both_sides(name, mine, theirs):
         assert side.transport.peers() == []
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+def test_a_host_that_is_every_address_needs_one_that_peers_are_told(name, host, peer):
+    with pytest.raises(ValueError, match=f"host is '{host}'.*expected advertise"):
+        Side(name, host=host)
+    with pytest.raises(ValueError, match=r"advertise is '0\.0\.0\.0'.*expected advertise"):
+        Side(name, host=host, advertise="0.0.0.0")
+    if host != "0.0.0.0":
+        return
+    with Side(name, host=host, advertise="127.0.0.1") as side:
+        assert json.loads(side.transport.metadata())["host"] == "127.0.0.1"
+        answer = peer.ask("connect", metadata=side.transport.metadata().decode())
+        assert answer == {"peer": side.transport.agent}
+        side.read(peer, 0, 0, SMALL).wait(20)
+        assert (side.pool[:SMALL] == pattern(1)[:SMALL]).all()
+
+
 def test_the_same_secret_connects(name):
     with Side(name, secret=b"a") as side, Peer(name, secret="a") as peer:
         assert side.transport.connect(peer.metadata) == "peer"
@@ -547,6 +605,7 @@ def test_only_the_loopback_listens(side, name):
         ({"regions": [[1, 0]]}, "regions of the metadata holds"),
         ({"regions": [[1, 2**63]]}, "regions of the metadata holds"),
         ({"piece_bytes": 1}, "piece_bytes of the metadata is 1"),
+        ({"digest": 1}, "digest of the metadata is 1: expected bool"),
         ({"more": 1}, "metadata has fields"),
     ],
 )
@@ -687,6 +746,9 @@ def test_wrong_memory_is_not_registered(side, memory, said):
         ({"secret": "text"}, "secret is a str"),
         ({"timeout_s": 0}, "timeout_s is 0"),
         ({"piece_bytes": 10}, "piece_bytes is 10"),
+        ({"digest": 1}, "digest is 1"),
+        ({"host": None}, "host is None"),
+        ({"advertise": 5}, "advertise is 5"),
         ({"port": -1}, "port is -1"),
     ],
 )

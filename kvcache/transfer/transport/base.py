@@ -211,8 +211,11 @@ def make_transport(
 
     agent: its name among its peers, unique. name: "nixl" or "gloo"; None: NIXL where it is installed,
     else gloo. options: `secret` (bytes that both sides must have), `timeout_s` of a transfer (30),
-    `piece_bytes` of staging memory (16 MiB; a connection has four pieces). ValueError or TypeError for
-    other options, ImportError where NIXL is named and not installed, OSError where the address is taken.
+    `piece_bytes` of staging memory (16 MiB; a connection has four pieces), `digest` (False; True: what
+    arrives is compared with a digest of what was sent, and a transfer fails where it differs),
+    `advertise` (the address that peers are told; None: host. Needed where host is every address).
+    ValueError or TypeError for other options, ImportError where NIXL is named and not installed, OSError
+    where the address is taken.
     """
     if name is None:
         name = "nixl" if importlib.util.find_spec("nixl") else "gloo"

@@ -107,7 +107,8 @@ class Connection:
     `pull` (id, spans): the peer reads; answered with `start` (id), then bytes, then `done` (id, message).
     `push` (id, spans): the peer writes; answered with `accept` (id), then `start`, bytes, and `landed`.
     `refused` (id, reason) in place of an answer. `more` and `end` (tag): of the bytes that follow a
-    `start` one more piece will come, or none. `cancel` (id, op): the peer has given a transfer of its own
+    `start` one more piece will come, or none. `digest` (tag, digest): of the next piece; `spoiled` (id)
+    in place of `landed` where it differs. `cancel` (id): the peer has given a transfer of its own
     up; answered with `cancelled` where it has pushed. `message`: a notification. `lane` is for the lane.
     `ready`, once: the lane of the side that was connected to is open. Only then is the call over, so
     that both sides may begin transfers from then on.
@@ -118,6 +119,7 @@ class Connection:
         self.peer = peer
         self.bounds = peer.bounds()
         self.piece_bytes = min(peer.piece_bytes, owner.piece_bytes)
+        self.has_digest = peer.digest or owner.digest
         self.reason: str | None = None  # why it ended
         self.is_ready = threading.Event()  # or it has ended
         self._is_open = threading.Event()  # this side's lane; or it has ended
@@ -159,6 +161,7 @@ class Connection:
                 self.fail,
                 self._say,
                 is_outgoing=is_outgoing,
+                has_digest=self.has_digest,
                 name=f"kvcache bytes {'to' if is_outgoing else 'from'} {self.peer.agent}",
             )
             for is_outgoing in (True, False)
@@ -291,8 +294,8 @@ class Connection:
         if op == "message":
             self._notify(payload)
             return
-        if op in ("more", "end"):
-            self._on_more(op, header.get("tag"))
+        if op in ("more", "end", "digest"):
+            self._on_said(op, header)
             return
         number = header.get("id")
         if type(number) is not int or not 0 <= number < _MOST_ID:
@@ -304,6 +307,7 @@ class Connection:
             "start": self._on_start,
             "done": self._on_done,
             "landed": self._on_landed,
+            "spoiled": self._on_spoiled,
             "refused": self._on_refused,
             "cancel": self._on_cancel,
             "cancelled": self._on_cancelled,
@@ -385,15 +389,21 @@ class Connection:
         self._incoming[tag] = job
         self._flows[1].put(job)
 
-    def _say(self, op: str, job: Job) -> None:
-        self.put({"op": op, "tag": job.tag})
+    def _say(self, op: str, job: Job, **values: object) -> None:
+        self.put({"op": op, "tag": job.tag, **values})
 
-    def _on_more(self, op: str, tag: object) -> None:
+    def _on_said(self, op: str, header: dict) -> None:
+        tag = header.get("tag")
         job = self._incoming.get(tag) if type(tag) is int else None
         if job is None:
             raise ValueError(f"tag is {shown(tag)}: expected that of bytes under way")
         if op == "more":
             job.promise()
+            return
+        if op == "digest":
+            if not self.has_digest or header.get("digest") != str(header.get("digest"))[:32]:
+                raise ValueError("a digest came: expected none, or 32 digits")
+            job.put_digest(header["digest"])
             return
         is_mine = tag % 2 == self.is_caller
         if is_mine and tag // 2 not in self._given_up:
@@ -402,16 +412,18 @@ class Connection:
 
     def _have_read(self, number: int) -> None:
         transfer, _, _, notify = self._transfers[number]
-        del self._incoming[self._tag(number, mine=True)]
+        if self._incoming.pop(self._tag(number, mine=True)).is_spoiled:
+            transfer.fail("other bytes arrived than the peer has sent: their digests differ")
         transfer.finish(
             lambda is_done: self.put({"op": "done", "id": number}, notify if is_done else b"")
         )
         self.untrack(number)
 
     def _have_landed(self, number: int, message: bytes) -> None:
-        is_whole = not self._incoming.pop(self._tag(number, mine=False)).is_stopped
-        self.put({"op": "landed" if is_whole else "cancelled", "id": number})
-        if message and is_whole:
+        job = self._incoming.pop(self._tag(number, mine=False))
+        op = "spoiled" if job.is_spoiled else "cancelled" if job.is_stopped else "landed"
+        self.put({"op": op, "id": number})
+        if message and op == "landed":
             self._notify(message)
 
     def _on_done(self, number: int, header: dict, payload: bytes) -> None:
@@ -421,11 +433,19 @@ class Connection:
             self._notify(payload)
 
     def _on_landed(self, number: int, header: dict, payload: bytes) -> None:
+        self._written(number).finish()
+
+    def _on_spoiled(self, number: int, header: dict, payload: bytes) -> None:
+        self._written(number).fail(
+            "other bytes arrived at the peer than were sent: their digests differ"
+        )
+
+    def _written(self, number: int) -> StagedTransfer:
         transfer, _, kind, _ = self._transfers.get(number, (None,) * 4)
         if kind != "push" or transfer.job is None:
             raise ValueError(f"transfer {number} has landed: expected that it was begun")
         self.untrack(number)
-        transfer.finish()
+        return transfer
 
     def _on_cancel(self, number: int, header: dict, payload: bytes) -> None:
         if number in self._pulls:

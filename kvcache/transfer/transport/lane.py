@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from kvcache.transfer.transport.digest import digest_of
 from kvcache.transfer.transport.registered import RegisteredMemory
 from kvcache.transfer.transport.spans import Spans
 
@@ -67,10 +68,15 @@ class Job:
         self._stopped = False
         self._is_over = False  # no piece is promised any more
         self.num_promised = PIECES_AHEAD
+        self._digests: deque[str] = deque()  # of pieces that were not checked yet
+        self._num_digests = 0
+        self.is_spoiled = False  # other bytes have arrived than were sent
 
     def stop(self) -> None:
         """No further copy begins."""
-        self._stopped = True
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
 
     @property
     def is_stopped(self) -> bool:
@@ -115,12 +121,31 @@ class Job:
                 raise TimeoutError("the peer did not say in time that it goes on")
             return number < self.num_promised
 
+    def put_digest(self, digest: str) -> None:
+        """That of the next piece. ValueError where there are more than promised pieces."""
+        with self._changed:
+            if self._num_digests >= self.num_promised:
+                raise ValueError("a digest came: expected that of a piece that was promised")
+            self._num_digests += 1
+            self._digests.append(digest)
+            self._changed.notify_all()
+
+    def check(self, piece: torch.Tensor) -> None:
+        """Compares a piece with its digest; stops where they differ."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._digests or self._stopped, self.timeout_s):
+                raise TimeoutError("the peer did not send a digest in time")
+            told = self._digests.popleft() if self._digests else None
+        if not self._stopped and told != digest_of(piece):
+            self.is_spoiled = True
+            self.stop()
+
 
 class Flow:
     """One direction of a lane: a thread that moves jobs one after the other, two pieces at a time.
 
     While one piece is under way, the other one is gathered or scattered. say: tells the other side of a
-    job that one more piece comes ("more") or none ("end").
+    job that one more piece comes ("more") or none ("end"), and with has_digest each piece's ("digest").
     """
 
     def __init__(
@@ -129,13 +154,15 @@ class Flow:
         memory: RegisteredMemory,
         piece_bytes: int,
         on_failure: Callable[[str], None],
-        say: Callable[[str, Job], None],
+        say: Callable[..., None],
         *,
         is_outgoing: bool,
+        has_digest: bool,
         name: str,
     ) -> None:
         self._lane, self._memory, self._piece_bytes = lane, memory, piece_bytes
-        self._on_failure, self._say, self._is_outgoing = on_failure, say, is_outgoing
+        self._on_failure, self._say = on_failure, say
+        self._is_outgoing, self._has_digest = is_outgoing, has_digest
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._staging: list[torch.Tensor] = []
         self._current: Job | None = None
@@ -184,6 +211,8 @@ class Flow:
                 if number + PIECES_AHEAD < len(tiles):
                     job.promise()
                     self._say("more", job)
+                if self._has_digest:
+                    self._say("digest", job, digest=digest_of(piece))
             elif self._is_closed:
                 return
             elif number == job.num_promised:
@@ -212,6 +241,8 @@ class Flow:
         while under_way:
             tile, piece, work = under_way.popleft()
             work.wait(job.timeout_s)
+            if self._has_digest:
+                job.check(piece)
             job.copy(lambda tile=tile, piece=piece: self._memory.scatter(piece, tile))
             begin()
         if following < len(tiles):

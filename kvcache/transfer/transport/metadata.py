@@ -20,7 +20,8 @@ class Metadata:
     """A side's version, transport, name, address and memory.
 
     incarnation: drawn at each start, so that a side that was started again is another one. regions:
-    (address, bytes). piece_bytes: of its staging memory; the smaller one of both sides is used.
+    (address, bytes). piece_bytes: of its staging memory; the smaller one of both sides is used. digest:
+    whether it has contents compared on arrival; they are if one side wants it.
     """
 
     transport: str
@@ -30,6 +31,7 @@ class Metadata:
     port: int
     regions: list[list[int]]
     piece_bytes: int
+    digest: bool
     version: int = TRANSPORT_VERSION
 
     def to_bytes(self) -> bytes:
@@ -69,7 +71,7 @@ def parse_metadata(data: bytes, transport: str) -> Metadata:
         )
     expected = {
         "transport": str, "agent": str, "incarnation": str, "host": str, "port": int,
-        "regions": list, "piece_bytes": int, "version": int,
+        "regions": list, "piece_bytes": int, "digest": bool, "version": int,
     }  # fmt: skip
     if values.keys() != expected.keys():
         raise ValueError(

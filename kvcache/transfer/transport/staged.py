@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ipaddress
 import secrets
 import socket
 import threading
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcache.checks import byte_count, integer, number, shown
+from kvcache.checks import byte_count, flag, integer, number, shown
 from kvcache.transfer.transport.base import Transfer, TransferError, Transport
 from kvcache.transfer.transport.channel import MOST_PAYLOAD, Channel
 from kvcache.transfer.transport.connection import MOST_MESSAGE, Connection
@@ -66,6 +67,8 @@ class StagedTransport(Transport):
         secret: bytes = b"",
         timeout_s: float = 30.0,
         piece_bytes: int = _PIECE_BYTES,
+        digest: bool = False,
+        advertise: str | None = None,
     ) -> None:
         self.agent = check_agent(agent)
         if not isinstance(secret, bytes):
@@ -76,7 +79,9 @@ class StagedTransport(Transport):
         self.piece_bytes = byte_count(piece_bytes, "piece_bytes", LEAST_PIECE)
         if self.piece_bytes > MOST_PIECE:
             raise ValueError(f"piece_bytes is {piece_bytes}: expected at most {MOST_PIECE}")
-        self._host, self._secret = host, secret
+        self.digest = flag(digest, "digest")
+        self.address = _address(host, advertise)
+        self._secret = secret
         self.incarnation = secrets.token_hex(16)
         self.memory = RegisteredMemory()
         self._connections: dict[str, Connection] = {}
@@ -217,10 +222,11 @@ class StagedTransport(Transport):
             self.name,
             self.agent,
             self.incarnation,
-            self._host,
+            self.address,
             self.port,
             regions,
             self.piece_bytes,
+            self.digest,
         )
 
     def _listen(self) -> None:
@@ -369,6 +375,29 @@ class StagedTransport(Transport):
     def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeError(f"the transport of agent {self.agent!r} is closed")
+
+
+def is_everywhere(host: str) -> bool:
+    """Whether a host stands for every address of this machine."""
+    try:
+        return not host or ipaddress.ip_address(host).is_unspecified
+    except ValueError:  # a name
+        return False
+
+
+def _address(host: str, advertise: str | None) -> str:
+    """What peers connect to."""
+    for value, name in ((host, "host"), (advertise, "advertise")):
+        if not isinstance(value, str) and (name == "host" or value is not None):
+            raise TypeError(f"{name} is {shown(value)}: expected a name or an address")
+    address = host if advertise is None else advertise
+    if is_everywhere(address):
+        name = "host" if advertise is None else "advertise"
+        raise ValueError(
+            f"{name} is {address!r}, which no peer reaches: expected advertise, the address of this "
+            "machine that peers connect to"
+        )
+    return address
 
 
 def _checked_message(message: bytes, name: str) -> bytes:
