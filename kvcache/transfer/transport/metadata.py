@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -83,6 +84,10 @@ def parse_metadata(data: bytes, transport: str) -> Metadata:
                 f"{name} of the metadata is {shown(values[name])}: expected {kind.__name__}"
             )
     check_agent(values["agent"])
+    if not re.fullmatch("[0-9a-f]{32}", values["incarnation"]):
+        raise ValueError(
+            f"incarnation of the metadata is {shown(values['incarnation'])}: expected 32 digits"
+        )
     if not 0 < values["port"] < 2**16:
         raise ValueError(f"port of the metadata is {values['port']}: expected 1 to 65535")
     if not LEAST_PIECE <= values["piece_bytes"] <= MOST_PIECE:

@@ -136,14 +136,16 @@ class StagedTransport(Transport):
             if known is None:
                 self._call(connection, deadline)
             (known or connection).wait_until_ready(deadline)
-        except OSError as error:
+        except BaseException as error:
             if known is None:
                 connection.fail(f"it was not reached: {error}")
                 with self._lock:
                     if self._connections.get(theirs.agent) is connection:
                         del self._connections[theirs.agent]
+            if not isinstance(error, OSError | ValueError):  # as of a host that is no name
+                raise
             raise ConnectionError(
-                f"agent {theirs.agent!r} at {theirs.host}:{theirs.port} was not connected: {error}"
+                f"agent {theirs.agent!r} at {shown(theirs.host)}:{theirs.port} was not connected: {error}"
             ) from error
         return theirs.agent
 
