@@ -671,6 +671,32 @@ def test_connecting_twice_is_one_connection(side, peer):
     assert side.transport.peers() == ["peer"]
 
 
+def test_both_sides_connect_at_the_same_time(name):
+    for _ in range(5):
+        with Side(name) as one, Side(name) as two:
+            start, found = threading.Barrier(2), {}
+
+            def connect(mine, theirs, start=start, found=found):
+                told = theirs.transport.metadata()
+                start.wait()
+                found[mine.transport.agent] = mine.transport.connect(told, timeout_s=20)
+
+            threads = [
+                threading.Thread(target=connect, args=pair) for pair in ((one, two), (two, one))
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            for mine, theirs in ((one, two), (two, one)):
+                assert found[mine.transport.agent] == theirs.transport.agent
+                assert mine.transport.peers() == [theirs.transport.agent]
+                theirs.pool[:] = pattern(4)
+                mine.pool[:] = 0
+                mine.read(theirs, 0, 0, SMALL, name=theirs.transport.agent).wait(20)
+                assert (mine.pool[:SMALL] == pattern(4)[:SMALL]).all()
+
+
 @pytest.mark.parametrize(
     "local, remote, length, said",
     [

@@ -114,9 +114,9 @@ class Transport(ABC):
         """Connects to the peer that made `metadata`, and returns its name.
 
         A peer that is connected already, by either side, is not connected anew; one that was started
-        again is. ValueError for metadata that is malformed, of another version or transport, or of a
-        name that another live peer has; ConnectionError where the peer is not reached within `timeout_s`
-        or refuses.
+        again is. Both sides may call at the same time. ValueError for metadata that is malformed, of
+        another version or transport, or of a name that another live peer has; ConnectionError where the
+        peer is not reached within `timeout_s` or refuses.
         """
 
     def read(

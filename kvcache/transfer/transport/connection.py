@@ -176,6 +176,11 @@ class Connection:
             with suppress(TransferError):  # it has ended
                 self.put({"op": "ready"})
 
+    def is_calling(self, peer: Metadata) -> bool:
+        """Whether this side is connecting to that very peer."""
+        is_it = self.peer.incarnation == peer.incarnation
+        return is_it and self.is_caller and not self.is_ready.is_set()
+
     def wait_until_ready(self, deadline: float) -> None:
         """Returns once both sides may begin transfers. ConnectionError, or TimeoutError at `deadline`."""
         if not self.is_ready.wait(max(deadline - time.monotonic(), 0)):

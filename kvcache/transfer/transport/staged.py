@@ -20,7 +20,7 @@ from kvcache.checks import byte_count, flag, integer, number, shown
 from kvcache.transfer.transport.base import Transfer, TransferError, Transport
 from kvcache.transfer.transport.channel import MOST_PAYLOAD, Channel
 from kvcache.transfer.transport.connection import MOST_MESSAGE, Connection
-from kvcache.transfer.transport.handshake import greet, welcome
+from kvcache.transfer.transport.handshake import CROSSING, greet, welcome
 from kvcache.transfer.transport.lane import Lane
 from kvcache.transfer.transport.metadata import (
     LEAST_PIECE,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 _MOST_GREETING = 64  # sides that connect at the same time
 _PIECE_BYTES = 16 << 20  # a first choice: measured on two busy cores only
+_CALL_S = 0.005  # between looks for a peer's call
 _LINGER_S = 1.0  # in which `close` sends what is queued
 
 
@@ -126,7 +127,7 @@ class StagedTransport(Transport):
         if theirs.agent == self.agent:
             raise ValueError(f"agent of the metadata is {theirs.agent!r}: expected another agent's")
         with self._lock:
-            known = self._live(theirs.agent)
+            known = connection = self._live(theirs.agent)
             if known is not None:
                 self._check_same(known, theirs)
             else:
@@ -135,7 +136,7 @@ class StagedTransport(Transport):
         try:
             if known is None:
                 self._call(connection, deadline)
-            (known or connection).wait_until_ready(deadline)
+            connection.wait_until_ready(deadline)
         except BaseException as error:
             if known is None:
                 connection.fail(f"it was not reached: {error}")
@@ -144,6 +145,8 @@ class StagedTransport(Transport):
                         del self._connections[theirs.agent]
             if not isinstance(error, OSError | ValueError):  # as of a host that is no name
                 raise
+            if CROSSING in (str(error), connection.reason) and self._await_call(theirs, deadline):
+                return theirs.agent
             raise ConnectionError(
                 f"agent {theirs.agent!r} at {shown(theirs.host)}:{theirs.port} was not connected: {error}"
             ) from error
@@ -253,6 +256,11 @@ class StagedTransport(Transport):
                 if self._is_closed:
                     return f"agent {self.agent!r} is closed"
                 known = self._live(theirs.agent)
+                if known is not None and known.is_calling(theirs):
+                    if self.incarnation < theirs.incarnation:
+                        return CROSSING
+                    known.fail(CROSSING)
+                    known = None
                 if theirs.agent == self.agent or known is not None:
                     return f"agent {theirs.agent!r} is connected already: expected another name"
                 admitted.append(Connection(self, theirs, is_caller=False))
@@ -272,6 +280,18 @@ class StagedTransport(Transport):
             sock.close()
             for connection in admitted:
                 connection.fail(str(error))
+
+    def _await_call(self, theirs: Metadata, deadline: float) -> bool:
+        """Waits for the call of a peer, which stands in place of this side's. Whether it is connected."""
+        while time.monotonic() < deadline:
+            with self._lock:
+                known = self._live(theirs.agent)
+            if known is not None and known.peer.incarnation == theirs.incarnation:
+                with suppress(OSError):
+                    known.wait_until_ready(deadline)
+                    return True
+            time.sleep(_CALL_S)
+        return False
 
     def _call(self, connection: Connection, deadline: float) -> None:
         theirs = connection.peer
