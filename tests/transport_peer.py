@@ -1,7 +1,7 @@
 """A peer in a process of its own, for `test_transports.py`: `python -m tests.transport_peer NAME AGENT`.
 
 It registers memory with a known pattern, tells its metadata, and obeys one JSON command per line. With
-`--lie` it breaks the protocol in one way.
+`--lie` it breaks the protocol in one way; with `--delay` a step takes longer.
 """
 
 import argparse
@@ -14,8 +14,9 @@ import sys
 import time
 
 import numpy as np
+import torch
 
-from kvcache.transfer.transport import base, connection, handshake
+from kvcache.transfer.transport import base, connection, handshake, lane
 from tests.shared import REPO
 
 POOL_BYTES = 1 << 20
@@ -81,6 +82,15 @@ def lie(how: str) -> None:
     """Breaks the protocol."""
     if how == "version":
         handshake.TRANSPORT_VERSION = 2
+    if how == "corrupt":  # behind the digest
+        real = lane.digest_of
+
+        def changed(piece: torch.Tensor) -> str:
+            digest = real(piece)
+            piece[0] ^= 1
+            return digest
+
+        lane.digest_of = changed
     start = connection.Connection.put
 
     def put(self: connection.Connection, header: dict, payload: bytes = b"") -> None:
@@ -101,6 +111,18 @@ def lie(how: str) -> None:
     connection.Connection.put = put
 
 
+def delay(what: str) -> None:
+    """Lets a step take half a second longer."""
+    if what == "open":
+        real = connection.Connection.open
+
+        def slow(self: connection.Connection, lane: object) -> None:
+            time.sleep(0.5)
+            real(self, lane)
+
+        connection.Connection.open = slow
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
@@ -108,12 +130,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--secret", default="")
     parser.add_argument("--lie", default="")
+    parser.add_argument("--delay", default="")
+    parser.add_argument("--digest", default="")
     args = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # NIXL logs to stdout
     lie(args.lie)
+    delay(args.delay)
     pool = pattern(args.seed)
-    transport = base.make_transport(args.agent, args.name, secret=args.secret.encode(), timeout_s=5)
+    transport = base.make_transport(
+        args.agent,
+        args.name,
+        secret=args.secret.encode(),
+        timeout_s=5,
+        digest=bool(args.digest),
+    )
     transport.register([(pool.ctypes.data, pool.nbytes)])
 
     def answer(**values: object) -> None:

@@ -130,6 +130,8 @@ def main():
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
+    import tests.vllm_waits  # noqa: F401
+
     options = json.loads(sys.argv[1])
     if transfer := options.pop("kv_transfer_config", None):
         options["kv_transfer_config"] = KVTransferConfig(**transfer)
@@ -141,6 +143,7 @@ def main():
     }
     if options.get("tensor_parallel_size", 1) > 1:
         options["distributed_executor_backend"] = "mp"
+        options["worker_extension_cls"] = "tests.vllm_waits.Extension"
     engine = LLM(**defaults | options).llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
     counts = count_scheduled(scheduler)

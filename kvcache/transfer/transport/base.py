@@ -39,7 +39,10 @@ class Transfer(ABC):
 
     @abstractmethod
     def cancel(self, reason: str) -> None:
-        """Gives a transfer up that is under way; `poll` raises then. No effect once it has ended."""
+        """Gives a transfer up that is under way; `poll` raises then. No effect once it has ended.
+
+        Others of the same peer go on. A peer that does not let go of it in time is disconnected.
+        """
 
     @property
     @abstractmethod
@@ -58,7 +61,7 @@ class Transfer(ABC):
         """Waits until all bytes have moved.
 
         TransferError where the transfer fails, or is not done within `timeout_s` seconds: then it is
-        given up, and the peer is disconnected where its bytes were under way.
+        given up.
         """
         timeout_s = number(timeout_s, "timeout_s")
         deadline = time.monotonic() + timeout_s
@@ -111,9 +114,9 @@ class Transport(ABC):
         """Connects to the peer that made `metadata`, and returns its name.
 
         A peer that is connected already, by either side, is not connected anew; one that was started
-        again is. ValueError for metadata that is malformed, of another version or transport, or of a
-        name that another live peer has; ConnectionError where the peer is not reached within `timeout_s`
-        or refuses.
+        again is. Both sides may call at the same time. ValueError for metadata that is malformed, of
+        another version or transport, or of a name that another live peer has; ConnectionError where the
+        peer is not reached within `timeout_s` or refuses.
         """
 
     def read(
@@ -208,8 +211,11 @@ def make_transport(
 
     agent: its name among its peers, unique. name: "nixl" or "gloo"; None: NIXL where it is installed,
     else gloo. options: `secret` (bytes that both sides must have), `timeout_s` of a transfer (30),
-    `piece_bytes` of staging memory (16 MiB; a connection has four pieces). ValueError or TypeError for
-    other options, ImportError where NIXL is named and not installed, OSError where the address is taken.
+    `piece_bytes` of staging memory (16 MiB; a connection has four pieces), `digest` (False; True: what
+    arrives is compared with a digest of what was sent, and a transfer fails where it differs),
+    `advertise` (the address that peers are told; None: host. Needed where host is every address).
+    ValueError or TypeError for other options, ImportError where NIXL is named and not installed, OSError
+    where the address is taken.
     """
     if name is None:
         name = "nixl" if importlib.util.find_spec("nixl") else "gloo"

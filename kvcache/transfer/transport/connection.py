@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvcache.checks import shown
@@ -33,10 +34,11 @@ class StagedTransfer(Transfer):
         self._connection = connection
         self.deadline = time.monotonic() + timeout_s
         self.timeout_s = timeout_s
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._is_done, self._error = False, None
         self._has_ended = threading.Event()
-        self.job: Job | None = None
+        self.number = -1  # on its connection
+        self._job: Job | None = None
 
     def poll(self) -> bool:
         with self._lock:
@@ -52,12 +54,24 @@ class StagedTransfer(Transfer):
         return False
 
     def cancel(self, reason: str) -> None:
-        if self.fail(reason):  # what the peer still sends would be taken for another transfer's
-            self._connection.fail(f"a transfer was given up: {reason}")
+        if self.fail(reason):
+            self._connection.give_up(self)
+
+    @property
+    def job(self) -> Job | None:
+        """What moves its bytes; None as long as the peer has not answered."""
+        return self._job
+
+    @job.setter
+    def job(self, job: Job) -> None:
+        with self._lock:
+            self._job = job
+            if self._error is not None:
+                job.stop()
 
     @property
     def is_released(self) -> bool:
-        return self.has_ended and (self.job is None or self.job.is_idle)
+        return self.has_ended and (self._job is None or self._job.is_idle)
 
     @property
     def has_ended(self) -> bool:
@@ -67,21 +81,22 @@ class StagedTransfer(Transfer):
     def _wait_for_end(self, timeout_s: float) -> None:
         self._has_ended.wait(min(timeout_s, max(self.deadline - time.monotonic(), 0.0) + 1e-3))
 
-    def finish(self) -> None:
-        """All bytes have moved."""
+    def finish(self, tell: Callable[[bool], None] = lambda is_done: None) -> None:
+        """All bytes have moved. tell: is called with whether it is done, or else had failed."""
         with self._lock:
+            tell(self._error is None)
             if self._error is None:
                 self._is_done = True
         self._has_ended.set()
 
     def fail(self, reason: str) -> bool:
         """Whether it was under way until now."""
-        if self.job is not None:
-            self.job.stop()
         with self._lock:
             if self._is_done or self._error is not None:
                 return False
             self._error = reason
+            if self._job is not None:
+                self._job.stop()
         self._has_ended.set()
         return True
 
@@ -91,7 +106,12 @@ class Connection:
 
     `pull` (id, spans): the peer reads; answered with `start` (id), then bytes, then `done` (id, message).
     `push` (id, spans): the peer writes; answered with `accept` (id), then `start`, bytes, and `landed`.
-    `refused` (id, reason) in place of an answer. `message`: a notification. `lane` is for the lane.
+    `refused` (id, reason) in place of an answer. `more` and `end` (tag): of the bytes that follow a
+    `start` one more piece will come, or none. `digest` (tag, digest): of the next piece; `spoiled` (id)
+    in place of `landed` where it differs. `cancel` (id): the peer has given a transfer of its own
+    up; answered with `cancelled` where it has pushed. `message`: a notification. `lane` is for the lane.
+    `ready`, once: the lane of the side that was connected to is open. Only then is the call over, so
+    that both sides may begin transfers from then on.
     Bytes of one direction flow in the order of the `start` frames.
     """
 
@@ -99,14 +119,22 @@ class Connection:
         self.peer = peer
         self.bounds = peer.bounds()
         self.piece_bytes = min(peer.piece_bytes, owner.piece_bytes)
+        self.has_digest = peer.digest or owner.digest
         self.reason: str | None = None  # why it ended
-        self.is_ready = threading.Event()
+        self.is_ready = threading.Event()  # or it has ended
+        self._is_open = threading.Event()  # this side's lane; or it has ended
+        self._peer_is_open = not is_caller
         self._owner, self.is_caller = owner, is_caller
         self._lock = threading.Lock()
         self._ids = itertools.count()
         self._transfers: dict[int, tuple[StagedTransfer, Spans, str, bytes]] = {}
+        self._given_up: dict[
+            int, float
+        ] = {}  # transfers of which the peer has not let go, since when
+        # Of the peer: what it writes, by id and, once that is under way, by tag; what it reads.
         self._pushes: dict[int, tuple[Spans, bytes]] = {}
-        self._pulls: dict[int, None] = {}
+        self._pulls: dict[int, Job] = {}
+        self._incoming: dict[int, Job] = {}  # by tag
         self._messages: deque[bytes] = deque()
         self.lane: Lane | None = None
         self.channel: Channel | None = None
@@ -131,14 +159,34 @@ class Connection:
                 self._owner.memory,
                 self.piece_bytes,
                 self.fail,
+                self._say,
                 is_outgoing=is_outgoing,
+                has_digest=self.has_digest,
                 name=f"kvcache bytes {'to' if is_outgoing else 'from'} {self.peer.agent}",
             )
             for is_outgoing in (True, False)
         ]
-        self.is_ready.set()
+        with self._lock:
+            self._is_open.set()
+            if self._peer_is_open:
+                self.is_ready.set()
         if self.reason is not None:
             self.close()
+        elif not self.is_caller:
+            with suppress(TransferError):  # it has ended
+                self.put({"op": "ready"})
+
+    def is_calling(self, peer: Metadata) -> bool:
+        """Whether this side is connecting to that very peer."""
+        is_it = self.peer.incarnation == peer.incarnation
+        return is_it and self.is_caller and not self.is_ready.is_set()
+
+    def wait_until_ready(self, deadline: float) -> None:
+        """Returns once both sides may begin transfers. ConnectionError, or TimeoutError at `deadline`."""
+        if not self.is_ready.wait(max(deadline - time.monotonic(), 0)):
+            raise TimeoutError("the peer did not answer in time")
+        if self.reason is not None:
+            raise ConnectionError(self.reason)
 
     @property
     def threads(self) -> list[threading.Thread]:
@@ -172,13 +220,31 @@ class Connection:
         with self._lock:
             if self.reason is not None:
                 raise TransferError(f"agent {self.peer.agent!r} is not connected: {self.reason}")
-            number = next(self._ids) % _MOST_ID
+            number = transfer.number = next(self._ids) % _MOST_ID
             self._transfers[number] = (transfer, local, kind, notify)
         return number
 
     def untrack(self, number: int) -> None:
-        """A transfer has ended."""
-        self._transfers.pop(number, None)
+        """Both sides have let go of a transfer."""
+        with self._lock:
+            self._transfers.pop(number, None)
+            self._given_up.pop(number, None)
+
+    def give_up(self, transfer: StagedTransfer) -> None:
+        """Tells the peer that a transfer has failed. Others go on, if the peer lets go of it in time."""
+        with self._lock:
+            if transfer.number not in self._transfers:
+                return
+            self._given_up[transfer.number] = time.monotonic()
+        with suppress(TransferError):  # the connection has ended
+            self.put({"op": "cancel", "id": transfer.number})
+
+    def check_alive(self) -> None:
+        """Ends the connection to a peer that has not let go of a transfer in time."""
+        with self._lock:
+            since = min(self._given_up.values(), default=None)
+        if since is not None and time.monotonic() > since + self._owner.timeout_s:
+            self.fail(f"the peer has not answered for {self._owner.timeout_s:g} s")
 
     def put(self, header: dict, payload: bytes = b"") -> None:
         """Queues a frame. TransferError where the connection has ended."""
@@ -213,6 +279,7 @@ class Connection:
             flow.close()
         if self.lane is not None:
             self.lane.close()
+        self._is_open.set()
         self.is_ready.set()
 
     # What the peer sends. An exception ends the connection.
@@ -223,11 +290,17 @@ class Connection:
         if op == "lane":
             self._on_lane_frame(header, payload)
             return
-        self.is_ready.wait()  # the peer may be faster; all frames of the lane came before
+        if op == "ready":
+            self._on_ready()
+            return
+        self._is_open.wait()  # the peer may be faster; all frames of the lane came before
         if self.reason is not None:
             return
         if op == "message":
             self._notify(payload)
+            return
+        if op in ("more", "end", "digest"):
+            self._on_said(op, header)
             return
         number = header.get("id")
         if type(number) is not int or not 0 <= number < _MOST_ID:
@@ -239,11 +312,22 @@ class Connection:
             "start": self._on_start,
             "done": self._on_done,
             "landed": self._on_landed,
+            "spoiled": self._on_spoiled,
             "refused": self._on_refused,
+            "cancel": self._on_cancel,
+            "cancelled": self._on_cancelled,
         }.get(op)
         if handler is None:
             raise ValueError(f"op is {shown(op)}: expected one that this version knows")
         handler(number, header, payload)
+
+    def _on_ready(self) -> None:
+        with self._lock:
+            if self._peer_is_open:
+                raise ValueError("ready came: expected once, from the side that was connected to")
+            self._peer_is_open = True
+            if self._is_open.is_set():
+                self.is_ready.set()
 
     def _on_pull(self, number: int, header: dict, payload: bytes) -> None:
         spans = self._checked(number, payload)
@@ -251,8 +335,8 @@ class Connection:
             return
         if number in self._pulls or len(self._pulls) >= _MOST_PUSHES:
             raise ValueError(f"id of a pull is {number}: expected one that is not under way")
-        self._pulls[number] = None
         job = Job(spans, self._tag(number, mine=False), self._owner.timeout_s, lambda: None)
+        self._pulls[number] = job
         self._start(number, job)
 
     def _on_push(self, number: int, header: dict, payload: bytes) -> None:
@@ -282,8 +366,10 @@ class Connection:
 
     def _on_accept(self, number: int, header: dict, payload: bytes) -> None:
         transfer, local = self._transfer(number, "push")
+        if number in self._given_up:
+            return  # the peer learns of it
         tag = self._tag(number, mine=True)
-        transfer.job = Job(local, tag, transfer.timeout_s, lambda: None)
+        transfer.job = Job(local, tag, self._owner.timeout_s, lambda: None)
         self._start(number, transfer.job)
 
     def _start(self, number: int, job: Job) -> None:
@@ -294,47 +380,97 @@ class Connection:
 
     def _on_start(self, number: int, header: dict, payload: bytes) -> None:
         tag, size = header.get("tag"), header.get("bytes")
+        timeout_s = self._owner.timeout_s
         if tag == self._tag(number, mine=True):  # of a read of this side
             transfer, local = self._transfer(number, "pull")
-            job = transfer.job = Job(
-                local, tag, transfer.timeout_s, lambda: self._have_read(number)
-            )
+            job = transfer.job = Job(local, tag, timeout_s, lambda: self._have_read(number))
         elif tag == self._tag(number, mine=False) and number in self._pushes:
             spans, message = self._pushes.pop(number)
-            job = Job(spans, tag, self._owner.timeout_s, lambda: self._have_landed(number, message))
+            job = Job(spans, tag, timeout_s, lambda: self._have_landed(number, message))
         else:
             raise ValueError(f"start has id {number} and tag {shown(tag)}: expected a transfer")
         if size != job.spans.num_bytes:
             raise ValueError(f"start says {shown(size)} bytes: expected {job.spans.num_bytes}")
+        self._incoming[tag] = job
         self._flows[1].put(job)
 
+    def _say(self, op: str, job: Job, **values: object) -> None:
+        self.put({"op": op, "tag": job.tag, **values})
+
+    def _on_said(self, op: str, header: dict) -> None:
+        tag = header.get("tag")
+        job = self._incoming.get(tag) if type(tag) is int else None
+        if job is None:
+            raise ValueError(f"tag is {shown(tag)}: expected that of bytes under way")
+        if op == "more":
+            job.promise()
+            return
+        if op == "digest":
+            if not self.has_digest or header.get("digest") != str(header.get("digest"))[:32]:
+                raise ValueError("a digest came: expected none, or 32 digits")
+            job.put_digest(header["digest"])
+            return
+        is_mine = tag % 2 == self.is_caller
+        if is_mine and tag // 2 not in self._given_up:
+            raise ValueError(f"the bytes of pull {tag // 2} have ended: expected all of them")
+        job.end()
+
     def _have_read(self, number: int) -> None:
-        transfer, _, _, notify = self._transfers.pop(number)
-        self.put({"op": "done", "id": number}, notify)
-        transfer.finish()
+        transfer, _, _, notify = self._transfers[number]
+        if self._incoming.pop(self._tag(number, mine=True)).is_spoiled:
+            transfer.fail("other bytes arrived than the peer has sent: their digests differ")
+        transfer.finish(
+            lambda is_done: self.put({"op": "done", "id": number}, notify if is_done else b"")
+        )
+        self.untrack(number)
 
     def _have_landed(self, number: int, message: bytes) -> None:
-        self.put({"op": "landed", "id": number})
-        if message:
+        job = self._incoming.pop(self._tag(number, mine=False))
+        op = "spoiled" if job.is_spoiled else "cancelled" if job.is_stopped else "landed"
+        self.put({"op": op, "id": number})
+        if message and op == "landed":
             self._notify(message)
 
     def _on_done(self, number: int, header: dict, payload: bytes) -> None:
-        if self._pulls.pop(number, 0) == 0:
+        if self._pulls.pop(number, None) is None:
             raise ValueError(f"id of a done is {number}: expected that of a pull")
         if payload:
             self._notify(payload)
 
     def _on_landed(self, number: int, header: dict, payload: bytes) -> None:
+        self._written(number).finish()
+
+    def _on_spoiled(self, number: int, header: dict, payload: bytes) -> None:
+        self._written(number).fail(
+            "other bytes arrived at the peer than were sent: their digests differ"
+        )
+
+    def _written(self, number: int) -> StagedTransfer:
         transfer, _, kind, _ = self._transfers.get(number, (None,) * 4)
         if kind != "push" or transfer.job is None:
             raise ValueError(f"transfer {number} has landed: expected that it was begun")
-        del self._transfers[number]
-        transfer.finish()
+        self.untrack(number)
+        return transfer
+
+    def _on_cancel(self, number: int, header: dict, payload: bytes) -> None:
+        if number in self._pulls:
+            self._pulls[number].stop()
+        elif self._pushes.pop(number, None) is not None:
+            self.put({"op": "cancelled", "id": number})
+        elif (job := self._incoming.get(self._tag(number, mine=False))) is not None:
+            job.stop()
+        # Else the answer is on its way.
+
+    def _on_cancelled(self, number: int, header: dict, payload: bytes) -> None:
+        if number not in self._given_up or self._transfers[number][2] != "push":
+            raise ValueError(f"transfer {number} is cancelled: expected one that was given up")
+        self.untrack(number)
 
     def _on_refused(self, number: int, header: dict, payload: bytes) -> None:
-        if number not in self._transfers or self._transfers[number][0].job is not None:
+        transfer = self._transfers.get(number, (None,))[0]
+        if transfer is None or transfer.job is not None:
             raise ValueError(f"id of a refusal is {number}: expected that of a new transfer")
-        transfer = self._transfers.pop(number)[0]
+        self.untrack(number)
         transfer.fail(f"the peer refused: {str(header.get('reason'))[:1000]}")
 
     def _transfer(self, number: int, kind: str) -> tuple[StagedTransfer, Spans]:

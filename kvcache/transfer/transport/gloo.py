@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from kvcache.transfer.transport.channel import Channel
 from kvcache.transfer.transport.connection import Connection
-from kvcache.transfer.transport.lane import Lane
-from kvcache.transfer.transport.staged import StagedTransport
+from kvcache.transfer.transport.lane import PIECES_AHEAD, Lane
+from kvcache.transfer.transport.staged import StagedTransport, is_everywhere
 
 _MOST_KEYS = 16  # that a peer may set; gloo sets one
 
@@ -27,7 +27,13 @@ class GlooTransport(StagedTransport):
         if not dist.is_available() or not dist.is_gloo_available():
             raise ImportError("this build of torch has no gloo: use the transport 'nixl'")
         super().__init__(agent, host=host, port=port, **options)
-        self._device = dist.ProcessGroupGloo.create_device(hostname=host)
+        # gloo tells peers where it listens, so it cannot listen everywhere.
+        at = self.address if is_everywhere(host) else host
+        try:
+            self._device = dist.ProcessGroupGloo.create_device(hostname=at)
+        except BaseException:
+            self.close()
+            raise
 
     def _open_lane(self, connection: Connection, channel: Channel, *, timeout_s: float) -> Lane:
         store = _PairStore(channel, timeout_s)
@@ -98,7 +104,7 @@ class _GlooLane(Lane):
         self._other, self._piece_bytes = other, piece_bytes
 
     def staging(self, *, is_outgoing: bool) -> list[torch.Tensor]:
-        return list(torch.empty(2, self._piece_bytes, dtype=torch.uint8, device="cpu"))
+        return list(torch.zeros(PIECES_AHEAD, self._piece_bytes, dtype=torch.uint8, device="cpu"))
 
     def send(self, piece: torch.Tensor, tag: int) -> _GlooWork:
         return _GlooWork(self._alive().send([piece], self._other, tag))

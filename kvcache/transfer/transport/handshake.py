@@ -23,6 +23,7 @@ from kvcache.transfer.transport.metadata import (
 
 _HANDSHAKE_S = 5.0  # of a side that connects, before it is dropped
 _NONCE_BYTES = 32
+CROSSING = "both sides connect at the same time, and the other call stands"  # why one is refused
 
 
 class RefusedError(ConnectionError):

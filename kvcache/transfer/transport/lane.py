@@ -5,13 +5,17 @@ from __future__ import annotations
 import queue
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
+from kvcache.transfer.transport.digest import digest_of
 from kvcache.transfer.transport.registered import RegisteredMemory
 from kvcache.transfer.transport.spans import Spans
+
+PIECES_AHEAD = 2  # in staging memory, and promised to the other side, at a time
 
 
 class PieceWork(Protocol):
@@ -31,7 +35,8 @@ class Lane(ABC):
 
     @abstractmethod
     def staging(self, *, is_outgoing: bool) -> list[torch.Tensor]:
-        """Host memory of two pieces that are sent, or received: uint8[piece_bytes] each."""
+        """Host memory of two pieces that are sent, or received: uint8[piece_bytes] each, zeros at first:
+        the peer gets to see it where a transfer is given up."""
 
     @abstractmethod
     def send(self, piece: torch.Tensor, tag: int) -> PieceWork:
@@ -47,41 +52,100 @@ class Lane(ABC):
 
 
 class Job:
-    """Fragments of local memory that are sent or received.
+    """Fragments of local memory that are sent or received, piece by piece.
 
-    tag: that of its pieces. on_done is called once all bytes have moved, by the thread that moved them.
-    timeout_s: of each piece. Once `stop` was called, memory is touched no more when `is_idle`.
+    tag: that of its pieces. on_done is called once all pieces have moved, by the thread that moved them.
+    timeout_s: of each piece. Once `stop` was called, memory is touched no more when `is_idle`; pieces
+    that the other side counts on still go through staging memory.
     """
 
     def __init__(
         self, spans: Spans, tag: int, timeout_s: float, on_done: Callable[[], None]
     ) -> None:
         self.spans, self.tag, self.timeout_s, self.on_done = spans, tag, timeout_s, on_done
-        self._lock = threading.Lock()
+        self._copying = threading.Lock()
+        self._changed = threading.Condition()
         self._stopped = False
+        self._is_over = False  # no piece is promised any more
+        self.num_promised = PIECES_AHEAD
+        self._digests: deque[str] = deque()  # of pieces that were not checked yet
+        self._num_digests = 0
+        self.is_spoiled = False  # other bytes have arrived than were sent
 
     def stop(self) -> None:
         """No further copy begins."""
-        self._stopped = True
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopped
 
     @property
     def is_idle(self) -> bool:
         """Whether no copy is under way."""
-        return not self._lock.locked()
+        return not self._copying.locked()
 
     def copy(self, run: Callable[[], None]) -> bool:
         """Runs a copy, unless the job was stopped. Whether it ran."""
-        with self._lock:
+        with self._copying:
             if self._stopped:
                 return False
             run()
             return True
 
+    # Which pieces the sender will send for certain, as the receiver hears of it.
+
+    def promise(self) -> None:
+        """One more piece will come."""
+        with self._changed:
+            self.num_promised += 1
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """No piece will come beyond those that were promised; or nobody waits for one any more."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def is_promised(self, number: int) -> bool:
+        """Whether a piece will come, once that is known. TimeoutError where it is not in time."""
+
+        def is_known() -> bool:
+            return number < self.num_promised or self._is_over
+
+        with self._changed:
+            if not self._changed.wait_for(is_known, self.timeout_s):
+                raise TimeoutError("the peer did not say in time that it goes on")
+            return number < self.num_promised
+
+    def put_digest(self, digest: str) -> None:
+        """That of the next piece. ValueError where there are more than promised pieces."""
+        with self._changed:
+            if self._num_digests >= self.num_promised:
+                raise ValueError("a digest came: expected that of a piece that was promised")
+            self._num_digests += 1
+            self._digests.append(digest)
+            self._changed.notify_all()
+
+    def check(self, piece: torch.Tensor) -> None:
+        """Compares a piece with its digest; stops where they differ."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._digests or self._stopped, self.timeout_s):
+                raise TimeoutError("the peer did not send a digest in time")
+            told = self._digests.popleft() if self._digests else None
+        if not self._stopped and told != digest_of(piece):
+            self.is_spoiled = True
+            self.stop()
+
 
 class Flow:
     """One direction of a lane: a thread that moves jobs one after the other, two pieces at a time.
 
-    While one piece is under way, the other one is gathered or scattered.
+    While one piece is under way, the other one is gathered or scattered. say: tells the other side of a
+    job that one more piece comes ("more") or none ("end"), and with has_digest each piece's ("digest").
     """
 
     def __init__(
@@ -90,12 +154,15 @@ class Flow:
         memory: RegisteredMemory,
         piece_bytes: int,
         on_failure: Callable[[str], None],
+        say: Callable[..., None],
         *,
         is_outgoing: bool,
+        has_digest: bool,
         name: str,
     ) -> None:
         self._lane, self._memory, self._piece_bytes = lane, memory, piece_bytes
-        self._on_failure, self._is_outgoing = on_failure, is_outgoing
+        self._on_failure, self._say = on_failure, say
+        self._is_outgoing, self._has_digest = is_outgoing, has_digest
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._staging: list[torch.Tensor] = []
         self._current: Job | None = None
@@ -112,12 +179,8 @@ class Flow:
         self._is_closed = True
         if (job := self._current) is not None:
             job.stop()
+            job.end()
         self._jobs.put(None)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no copy is under way."""
-        return self._current is None or self._current.is_idle
 
     def _run(self) -> None:
         try:
@@ -127,44 +190,60 @@ class Flow:
                     return
                 if not self._staging:
                     self._staging = self._lane.staging(is_outgoing=self._is_outgoing)
-                if not (self._send(job) if self._is_outgoing else self._receive(job)):
+                (self._send if self._is_outgoing else self._receive)(job)
+                if self._is_closed:
                     return
                 job.on_done()
                 self._current = None
         except Exception as error:  # of the lane: the peer is gone, or does not answer
             self._on_failure(f"{type(error).__name__}: {error}")
 
-    def _send(self, job: Job) -> bool:
-        works: list[PieceWork | None] = [None, None]
-        for number, tile in enumerate(job.spans.tiles(self._piece_bytes)):
-            slot = number % 2
+    def _send(self, job: Job) -> None:
+        works: list[PieceWork | None] = [None] * PIECES_AHEAD
+        tiles = list(job.spans.tiles(self._piece_bytes))
+        for number, tile in enumerate(tiles):
+            slot = number % PIECES_AHEAD
             if (work := works[slot]) is not None:
                 work.wait(job.timeout_s)
+                works[slot] = None
             piece = self._staging[slot][: tile.num_bytes]
-            if not job.copy(lambda tile=tile, piece=piece: self._memory.gather(tile, piece)):
-                return False
+            if job.copy(lambda tile=tile, piece=piece: self._memory.gather(tile, piece)):
+                if number + PIECES_AHEAD < len(tiles):
+                    job.promise()
+                    self._say("more", job)
+                if self._has_digest:
+                    self._say("digest", job, digest=digest_of(piece))
+            elif self._is_closed:
+                return
+            elif number == job.num_promised:
+                self._say("end", job)
+                break
             works[slot] = self._lane.send(piece, job.tag)
         for work in works:
             if work is not None:
                 work.wait(job.timeout_s)
-        return True
 
-    def _receive(self, job: Job) -> bool:
-        under_way: list[tuple[Spans, torch.Tensor, PieceWork]] = []
-        tiles = enumerate(job.spans.tiles(self._piece_bytes))
+    def _receive(self, job: Job) -> None:
+        under_way: deque[tuple[Spans, torch.Tensor, PieceWork]] = deque()
+        tiles = list(job.spans.tiles(self._piece_bytes))
+        following = 0
 
         def begin() -> None:
-            if (following := next(tiles, None)) is not None:
-                number, tile = following
-                piece = self._staging[number % 2][: tile.num_bytes]
+            nonlocal following
+            if following < len(tiles) and job.is_promised(following) and not self._is_closed:
+                tile = tiles[following]
+                piece = self._staging[following % PIECES_AHEAD][: tile.num_bytes]
                 under_way.append((tile, piece, self._lane.receive(piece, job.tag)))
+                following += 1
 
-        begin()
-        begin()
-        while under_way:
-            tile, piece, work = under_way.pop(0)
-            work.wait(job.timeout_s)
-            if not job.copy(lambda tile=tile, piece=piece: self._memory.scatter(piece, tile)):
-                return False
+        for _ in range(PIECES_AHEAD):
             begin()
-        return True
+        while under_way:
+            tile, piece, work = under_way.popleft()
+            work.wait(job.timeout_s)
+            if self._has_digest:
+                job.check(piece)
+            job.copy(lambda tile=tile, piece=piece: self._memory.scatter(piece, tile))
+            begin()
+        if following < len(tiles):
+            job.stop()  # the sender has given it up

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -20,7 +21,8 @@ class Metadata:
     """A side's version, transport, name, address and memory.
 
     incarnation: drawn at each start, so that a side that was started again is another one. regions:
-    (address, bytes). piece_bytes: of its staging memory; the smaller one of both sides is used.
+    (address, bytes). piece_bytes: of its staging memory; the smaller one of both sides is used. digest:
+    whether it has contents compared on arrival; they are if one side wants it.
     """
 
     transport: str
@@ -30,6 +32,7 @@ class Metadata:
     port: int
     regions: list[list[int]]
     piece_bytes: int
+    digest: bool
     version: int = TRANSPORT_VERSION
 
     def to_bytes(self) -> bytes:
@@ -69,7 +72,7 @@ def parse_metadata(data: bytes, transport: str) -> Metadata:
         )
     expected = {
         "transport": str, "agent": str, "incarnation": str, "host": str, "port": int,
-        "regions": list, "piece_bytes": int, "version": int,
+        "regions": list, "piece_bytes": int, "digest": bool, "version": int,
     }  # fmt: skip
     if values.keys() != expected.keys():
         raise ValueError(
@@ -81,6 +84,10 @@ def parse_metadata(data: bytes, transport: str) -> Metadata:
                 f"{name} of the metadata is {shown(values[name])}: expected {kind.__name__}"
             )
     check_agent(values["agent"])
+    if not re.fullmatch("[0-9a-f]{32}", values["incarnation"]):
+        raise ValueError(
+            f"incarnation of the metadata is {shown(values['incarnation'])}: expected 32 digits"
+        )
     if not 0 < values["port"] < 2**16:
         raise ValueError(f"port of the metadata is {values['port']}: expected 1 to 65535")
     if not LEAST_PIECE <= values["piece_bytes"] <= MOST_PIECE:

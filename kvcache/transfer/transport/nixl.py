@@ -24,8 +24,8 @@ _DIRECT_BYTES = 48 << 10  # a first choice: measured on two busy cores only
 
 
 class NixlTransport(StagedTransport):
-    """direct_bytes: fragments that have as many on average move directly; None: none does, and pages are
-    not registered with NIXL, so that peers reach staging memory alone.
+    """direct_bytes: fragments that have as many on average move directly, unless contents are digested;
+    None: none does, and pages are not registered with NIXL, so that peers reach staging memory alone.
     """
 
     name = "nixl"
@@ -91,7 +91,8 @@ class NixlTransport(StagedTransport):
     ) -> Transfer:
         lane, kinds = connection.lane, (self.pages_kind, connection.lane.peer_kind)
         count = local.num_fragments
-        if None in kinds or count == 0 or local.num_bytes < self._direct_bytes * count:
+        is_direct = None not in kinds and count > 0 and not connection.has_digest
+        if not is_direct or local.num_bytes < self._direct_bytes * count:
             return super()._start(connection, kind, local, remote, notify, timeout_s)
         transfer = DirectTransfer(connection, kind, local, remote, kinds, notify, timeout_s)
         lane.direct.put(transfer)

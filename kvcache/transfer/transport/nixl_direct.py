@@ -35,8 +35,11 @@ class DirectTransfer(StagedTransfer):
         super().__init__(connection, local.num_bytes, timeout_s)
         self.operation = "READ" if kind == "pull" else "WRITE"
         self.spans, self.kinds, self.notify = (local, remote), kinds, notify
-        self.number = connection.track(self, local, "direct", notify)
         self.is_touching = False  # set by the thread that moves it
+        connection.track(self, local, "direct", notify)
+
+    def cancel(self, reason: str) -> None:
+        self.fail(reason)  # the thread that moves it lets go of it
 
     @property
     def is_released(self) -> bool:
@@ -49,6 +52,7 @@ class DirectFlow:
     def __init__(self, agent: Agent, connection: Connection) -> None:
         self._agent, self._connection = agent, connection
         self._transfers: queue.SimpleQueue[DirectTransfer | None] = queue.SimpleQueue()
+        self._held: list[tuple[Handle, DirectTransfer]] = []  # of which NIXL has not let go yet
         self.thread = threading.Thread(
             target=self._run, name=f"kvcache direct {connection.peer.agent}", daemon=True
         )
@@ -63,37 +67,62 @@ class DirectFlow:
         self._transfers.put(None)
 
     def _run(self) -> None:
-        while (transfer := self._transfers.get()) is not None:
+        is_open = True
+        while is_open or self._held:
+            self._held = [each for each in self._held if not self._let_go(*each)]
+            if not is_open:
+                time.sleep(_RETRY_S)
+                continue
             try:
-                transfer.is_touching = True
-                if transfer.has_ended:
-                    continue
+                transfer = self._transfers.get(timeout=_RETRY_S if self._held else None)
+            except queue.Empty:
+                continue
+            if transfer is None:
+                is_open = False
+                continue
+            try:
                 self._move(transfer)
-            except Exception as error:  # NIXL's: the peer is gone, or does not answer
+            except Exception as error:  # NIXL's: the peer is gone
                 self._connection.fail(f"{type(error).__name__}: {error}")
-            finally:
-                transfer.is_touching = False
+            self._connection.untrack(transfer.number)
 
     def _move(self, transfer: DirectTransfer) -> None:
         for tiles in zip(*(_lists(spans) for spans in transfer.spans)):
             sides = [(tile.addresses(), *kind) for tile, kind in zip(tiles, transfer.kinds)]
             length = np.tile(tiles[0].length, len(tiles[0].bases))
-            handle = self._agent.begin(
-                transfer.operation, self._connection.peer.incarnation, sides, length
-            )
+            transfer.is_touching = True
+            if transfer.has_ended:
+                transfer.is_touching = False
+                return
+            try:
+                handle = self._agent.begin(
+                    transfer.operation, self._connection.peer.incarnation, sides, length
+                )
+            except BaseException:
+                transfer.is_touching = False
+                raise
             try:
                 handle.wait(transfer.deadline, lambda: transfer.has_ended)
+            except TimeoutError:
+                transfer.fail(f"not done within {transfer.timeout_s:g} s")
+                return
             finally:
-                self._let_go(handle)
-        if transfer.notify:
-            self._connection.put({"op": "message"}, transfer.notify)
-        self._connection.untrack(transfer.number)
-        transfer.finish()
+                if not self._let_go(handle, transfer):
+                    self._held.append((handle, transfer))
+        transfer.finish(
+            lambda is_done: (
+                self._connection.put({"op": "message"}, transfer.notify)
+                if is_done and transfer.notify
+                else None
+            )
+        )
 
-    def _let_go(self, handle: Handle) -> None:
-        """Waits until NIXL has, however long that takes: the pages are not used again before."""
-        while not handle.release() and not handle.has_ended():
-            time.sleep(_RETRY_S)
+    def _let_go(self, handle: Handle, transfer: DirectTransfer) -> bool:
+        """Whether NIXL has: the pages are not used again before, however long that takes."""
+        if not handle.release() and not handle.has_ended():
+            return False
+        transfer.is_touching = False
+        return True
 
 
 def _lists(spans: Spans) -> list[Spans]:

@@ -13,7 +13,7 @@ import torch
 from kvcache.checks import shown
 from kvcache.transfer.transport.channel import Channel
 from kvcache.transfer.transport.connection import Connection
-from kvcache.transfer.transport.lane import Lane
+from kvcache.transfer.transport.lane import PIECES_AHEAD, Lane
 from kvcache.transfer.transport.nixl_agent import Handle
 from kvcache.transfer.transport.nixl_direct import DirectFlow
 from kvcache.transfer.transport.registered import Region
@@ -21,7 +21,7 @@ from kvcache.transfer.transport.registered import Region
 if TYPE_CHECKING:
     from kvcache.transfer.transport.nixl import NixlTransport
 
-_SLOTS = 2  # pieces of staging memory in each direction
+_SLOTS = PIECES_AHEAD  # pieces of staging memory in each direction
 _MOST_TAGS = 1 << 12  # for which a peer has room at a time
 _HOST = ("DRAM", 0)
 
@@ -34,7 +34,7 @@ class NixlLane(Lane):
     def __init__(self, owner: NixlTransport, connection: Connection, channel: Channel) -> None:
         self._owner, self._connection, self._channel = owner, connection, channel
         self._piece_bytes = connection.piece_bytes
-        self._memory = torch.empty(2, _SLOTS, self._piece_bytes, dtype=torch.uint8, device="cpu")
+        self._memory = torch.zeros(2, _SLOTS, self._piece_bytes, dtype=torch.uint8, device="cpu")
         begin = self._memory.data_ptr()
         region = Region(begin, begin + self._memory.nbytes, self._memory)
         self._registered = owner.nixl.register([region])

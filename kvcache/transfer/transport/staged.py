@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ipaddress
 import secrets
 import socket
 import threading
@@ -15,11 +16,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcache.checks import byte_count, integer, number, shown
+from kvcache.checks import byte_count, flag, integer, number, shown
 from kvcache.transfer.transport.base import Transfer, TransferError, Transport
 from kvcache.transfer.transport.channel import MOST_PAYLOAD, Channel
 from kvcache.transfer.transport.connection import MOST_MESSAGE, Connection
-from kvcache.transfer.transport.handshake import greet, welcome
+from kvcache.transfer.transport.handshake import CROSSING, greet, welcome
 from kvcache.transfer.transport.lane import Lane
 from kvcache.transfer.transport.metadata import (
     LEAST_PIECE,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 _MOST_GREETING = 64  # sides that connect at the same time
 _PIECE_BYTES = 16 << 20  # a first choice: measured on two busy cores only
+_CALL_S = 0.005  # between looks for a peer's call
 _LINGER_S = 1.0  # in which `close` sends what is queued
 
 
@@ -66,6 +68,8 @@ class StagedTransport(Transport):
         secret: bytes = b"",
         timeout_s: float = 30.0,
         piece_bytes: int = _PIECE_BYTES,
+        digest: bool = False,
+        advertise: str | None = None,
     ) -> None:
         self.agent = check_agent(agent)
         if not isinstance(secret, bytes):
@@ -76,7 +80,9 @@ class StagedTransport(Transport):
         self.piece_bytes = byte_count(piece_bytes, "piece_bytes", LEAST_PIECE)
         if self.piece_bytes > MOST_PIECE:
             raise ValueError(f"piece_bytes is {piece_bytes}: expected at most {MOST_PIECE}")
-        self._host, self._secret = host, secret
+        self.digest = flag(digest, "digest")
+        self.address = _address(host, advertise)
+        self._secret = secret
         self.incarnation = secrets.token_hex(16)
         self.memory = RegisteredMemory()
         self._connections: dict[str, Connection] = {}
@@ -121,25 +127,30 @@ class StagedTransport(Transport):
         if theirs.agent == self.agent:
             raise ValueError(f"agent of the metadata is {theirs.agent!r}: expected another agent's")
         with self._lock:
-            known = self._live(theirs.agent)
+            known = connection = self._live(theirs.agent)
             if known is not None:
                 self._check_same(known, theirs)
             else:
                 connection = Connection(self, theirs, is_caller=True)
                 self._admit(connection)
-        if known is not None:
-            return self._when_ready(known, deadline)
         try:
-            self._call(connection, deadline)
-        except OSError as error:
-            connection.fail(f"it was not reached: {error}")
-            with self._lock:
-                if self._connections.get(theirs.agent) is connection:
-                    del self._connections[theirs.agent]
+            if known is None:
+                self._call(connection, deadline)
+            connection.wait_until_ready(deadline)
+        except BaseException as error:
+            if known is None:
+                connection.fail(f"it was not reached: {error}")
+                with self._lock:
+                    if self._connections.get(theirs.agent) is connection:
+                        del self._connections[theirs.agent]
+            if not isinstance(error, OSError | ValueError):  # as of a host that is no name
+                raise
+            if CROSSING in (str(error), connection.reason) and self._await_call(theirs, deadline):
+                return theirs.agent
             raise ConnectionError(
-                f"agent {theirs.agent!r} at {theirs.host}:{theirs.port} was not connected: {error}"
+                f"agent {theirs.agent!r} at {shown(theirs.host)}:{theirs.port} was not connected: {error}"
             ) from error
-        return self._when_ready(connection, deadline)
+        return theirs.agent
 
     def read_spans(
         self,
@@ -216,10 +227,11 @@ class StagedTransport(Transport):
             self.name,
             self.agent,
             self.incarnation,
-            self._host,
+            self.address,
             self.port,
             regions,
             self.piece_bytes,
+            self.digest,
         )
 
     def _listen(self) -> None:
@@ -244,6 +256,11 @@ class StagedTransport(Transport):
                 if self._is_closed:
                     return f"agent {self.agent!r} is closed"
                 known = self._live(theirs.agent)
+                if known is not None and known.is_calling(theirs):
+                    if self.incarnation < theirs.incarnation:
+                        return CROSSING
+                    known.fail(CROSSING)
+                    known = None
                 if theirs.agent == self.agent or known is not None:
                     return f"agent {theirs.agent!r} is connected already: expected another name"
                 admitted.append(Connection(self, theirs, is_caller=False))
@@ -263,6 +280,18 @@ class StagedTransport(Transport):
             sock.close()
             for connection in admitted:
                 connection.fail(str(error))
+
+    def _await_call(self, theirs: Metadata, deadline: float) -> bool:
+        """Waits for the call of a peer, which stands in place of this side's. Whether it is connected."""
+        while time.monotonic() < deadline:
+            with self._lock:
+                known = self._live(theirs.agent)
+            if known is not None and known.peer.incarnation == theirs.incarnation:
+                with suppress(OSError):
+                    known.wait_until_ready(deadline)
+                    return True
+            time.sleep(_CALL_S)
+        return False
 
     def _call(self, connection: Connection, deadline: float) -> None:
         theirs = connection.peer
@@ -299,6 +328,8 @@ class StagedTransport(Transport):
 
     def _live(self, name: str) -> Connection | None:
         known = self._connections.get(name)
+        if known is not None:
+            known.check_alive()
         return known if known is not None and known.reason is None else None
 
     def _check_same(self, known: Connection, theirs: Metadata) -> None:
@@ -307,14 +338,6 @@ class StagedTransport(Transport):
                 f"agent {theirs.agent!r} is connected, from {known.peer.host}:{known.peer.port}: "
                 "expected another name, or that it is disconnected before"
             )
-
-    def _when_ready(self, connection: Connection, deadline: float) -> str:
-        name = connection.peer.agent
-        if not connection.is_ready.wait(max(deadline - time.monotonic(), 0)):
-            raise ConnectionError(f"agent {name!r} was not connected in time")
-        if connection.reason is not None:
-            raise ConnectionError(f"agent {name!r} was not connected: {connection.reason}")
-        return name
 
     # Transfers.
 
@@ -368,11 +391,35 @@ class StagedTransport(Transport):
             raise ValueError(f"peer is {shown(peer)}: expected one of {list(self._connections)}")
         if connection.reason is None and not connection.is_ready.is_set():
             raise TransferError(f"agent {peer!r} is not connected yet")
+        connection.check_alive()
         return connection
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeError(f"the transport of agent {self.agent!r} is closed")
+
+
+def is_everywhere(host: str) -> bool:
+    """Whether a host stands for every address of this machine."""
+    try:
+        return not host or ipaddress.ip_address(host).is_unspecified
+    except ValueError:  # a name
+        return False
+
+
+def _address(host: str, advertise: str | None) -> str:
+    """What peers connect to."""
+    for value, name in ((host, "host"), (advertise, "advertise")):
+        if not isinstance(value, str) and (name == "host" or value is not None):
+            raise TypeError(f"{name} is {shown(value)}: expected a name or an address")
+    address = host if advertise is None else advertise
+    if is_everywhere(address):
+        name = "host" if advertise is None else "advertise"
+        raise ValueError(
+            f"{name} is {address!r}, which no peer reaches: expected advertise, the address of this "
+            "machine that peers connect to"
+        )
+    return address
 
 
 def _checked_message(message: bytes, name: str) -> bytes:

@@ -21,6 +21,8 @@ from kvcache.transfer.transport.metadata import parse_metadata
 
 _ERRORS = (TransferError, ConnectionError, OSError, ValueError, TypeError)
 
+_MOST_PEERS = 1024  # whose metadata are kept
+
 
 @dataclass(frozen=True)
 class Plans:
@@ -69,12 +71,22 @@ class Rank:
         self.free_cells = list(range(len(inbox)))
         self._plans: dict[tuple[GroupLayout, ...], Plans] = {}
         self._down: dict[str, tuple[float, str]] = {}
+        self._remote_begins: dict[str, np.ndarray] = {}
 
     def plans(self, remote: tuple[GroupLayout, ...]) -> Plans:
         """The plans for an engine; made once."""
         if remote not in self._plans:
             self._plans[remote] = Plans.of(self.layouts, remote, self.rank)
         return self._plans[remote]
+
+    def remote_begins(self, metadata: str) -> np.ndarray:
+        """Where the memory of a peer begins, by region, sorted; read once of the newest peers."""
+        if metadata not in self._remote_begins:
+            while len(self._remote_begins) >= _MOST_PEERS:
+                del self._remote_begins[next(iter(self._remote_begins))]
+            decoded = base64.b64decode(metadata, validate=True)
+            self._remote_begins[metadata], _ = parse_metadata(decoded, self.transport.name).bounds()
+        return self._remote_begins[metadata]
 
     def connect(self, metadata: str, timeout_s: float) -> str:
         """The name of a peer. ConnectionError or ValueError; one that was not reached is not tried again
@@ -159,8 +171,7 @@ class Fetch:
                 yield from self._apart(moves)
 
     def _apart(self, moves: Moves) -> Iterator[Moves]:
-        metadata = base64.b64decode(self._load.offer.ranks[moves.remote_rank].metadata)
-        remote_begins, _ = parse_metadata(metadata, self._rank.transport.name).bounds()
+        remote_begins = self._rank.remote_begins(self._load.offer.ranks[moves.remote_rank].metadata)
         local_begins = self._rank.begins
         pair = np.searchsorted(local_begins, moves.local, "right") * (len(remote_begins) + 1)
         pair = pair + np.searchsorted(remote_begins, moves.remote, "right")

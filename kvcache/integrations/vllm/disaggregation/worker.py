@@ -65,6 +65,7 @@ class Worker:
             self._options.transport,
             host=self._options.host,
             port=port,
+            advertise=self._options.advertise,
             secret=os.environ.get(SECRET, "").encode(),
         )
         inbox = np.zeros(_NUM_CELLS, np.int64)
