@@ -35,7 +35,10 @@ MAY_IMPORT = {
     "kvcache.serving": {"kvcache.allocator", "kvcache.assembly", "kvcache.worker"},
     "kvcache.integrations": {
         *("kvcache.allocator", "kvcache.assembly", "kvcache.memory_plan", "kvcache.serving"),
-        *("kvcache.transfer", "kvcache.worker"),
+        *("kvcache.disaggregation", "kvcache.transfer", "kvcache.worker"),
+    },
+    "kvcache.disaggregation": {
+        *("kvcache.allocator", "kvcache.memory_plan", "kvcache.transfer", "kvcache.worker"),
     },
     "kvcache.transfer": {"kvcache.ops", "kvcache.worker"},
     "kvcache.replay": {"kvcache.allocator", "kvcache.worker"},
