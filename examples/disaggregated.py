@@ -56,7 +56,6 @@ class Engine:
 
 def prefill(pipe) -> None:
     engine = Engine("prefill", tp_size=2, block_size=16, layout="HND")
-    pipe.send("ready")
     while (prompt := pipe.recv()) is not None:
         begun = time.perf_counter()
         request = Request("r1", prompt)
@@ -82,9 +81,8 @@ def decode(engine: Engine, offer: str) -> dict[str, float]:
         times[phase], last = time.perf_counter() - last, time.perf_counter()
 
     count = engine.connector.num_external_tokens(request, json.loads(offer))  # or a ValueError
-    engine.manager.step(
-        new=[request], num_external_computed_tokens=[count], delay_cache_blocks=[True]
-    )
+    external = {"num_external_computed_tokens": [count], "delay_cache_blocks": [True]}
+    engine.manager.step(new=[request], **external)
     done("check, allocate")
     engine.connector.begin(request)
     while not (loaded := engine.connector.poll()):
@@ -107,7 +105,6 @@ if __name__ == "__main__":
     process = get_context("spawn").Process(target=prefill, args=(theirs,))
     process.start()
     engine = Engine("decode", tp_size=1, block_size=32, layout="NHD")
-    assert ours.recv() == "ready"
     for attempt in ("first", "connected"):
         ours.send(PROMPT)
         offer, seconds = ours.recv()

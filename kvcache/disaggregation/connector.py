@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,7 +55,7 @@ class _Load:
     offer: Offer
     end: int
     hit: int  # tokens that were not read
-    deadline: float = 0.0  # by time.monotonic, of all ranks
+    deadline: float = 0.0  # of all ranks
     error: str | None = None
     received: int = 0  # ranks
     released: int = 0
@@ -72,7 +72,7 @@ class Connector:
 
     ranks: all ranks of this engine. engine_id: what others call it. model: plain values that must be
     equal in both engines beside layouts and kinds (a name, a revision). options: `lease_s` is used here,
-    the others by the ranks.
+    the others by the ranks. clock: seconds; another one for replays.
 
     ValueError where a group that is transferred holds no run of tokens and no state, and where ranks
     were made for other groups.
@@ -86,10 +86,11 @@ class Connector:
         engine_id: str,
         model: Mapping[str, Any] | None = None,
         options: ConnectorOptions | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         instance(manager, KVCacheManager, "manager")
         self._manager, self._ranks, self._engine_id = manager, list(ranks), engine_id
-        self._options = options or ConnectorOptions()
+        self._options, self._clock = options or ConnectorOptions(), clock or time.monotonic
         self._groups = [g for g, group in enumerate(manager.groups) if group.transferred]
         specs = [manager.groups[g] for g in self._groups]
         for spec in specs:
@@ -239,7 +240,7 @@ class Connector:
             )
         del self._matched[request.request_id]
         self._loads[request.request_id] = load
-        load.deadline = time.monotonic() + self._options.timeout_s + _PATIENCE_S
+        load.deadline = self._clock() + self._options.timeout_s + _PATIENCE_S
         blocks = []
         for group, layout in zip(self._groups, self._layouts):
             blocks.append(self._table(request, group, layout, load.end))
@@ -281,7 +282,7 @@ class Connector:
                 self._loads[request_id].received += 1
             for request_id in results.released:
                 self._loads[request_id].released += 1
-        now = time.monotonic()
+        now = self._clock()
         for request_id, load in list(self._loads.items()):
             if load.error is None and now > load.deadline:
                 self._fail(load, "a rank did not answer in time")

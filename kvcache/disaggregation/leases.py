@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -48,7 +49,7 @@ class SlotState(NamedTuple):
 @dataclass
 class _Held:
     lease: Lease
-    deadline: float  # by time.monotonic
+    deadline: float
     done: set[str] = field(default_factory=set)
 
 
@@ -93,9 +94,12 @@ class Leases:
     The other words say what is computed. Each states a fact that stays true while the lease lasts, so
     a reader may find one of them older than the other; each names its lease, by some bits of the
     generation, so none is taken for that of another one.
+
+    clock: seconds; another one for replays.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or time.monotonic
         self.slots = np.zeros((NUM_SLOTS, SLOT_WORDS), np.int64)
         self._held: dict[str, _Held] = {}
         self._lock = threading.Lock()
@@ -103,7 +107,7 @@ class Leases:
     def begin(self, request_id: str, lease: Lease, seconds: float, progress: Progress) -> None:
         """Keeps a request's blocks for so long, at most."""
         with self._lock:
-            self._held[request_id] = _Held(lease, time.monotonic() + seconds)
+            self._held[request_id] = _Held(lease, self._clock() + seconds)
             self._write(lease, progress)
             self.slots[lease.slot, 0] = lease.generation
 
@@ -137,7 +141,7 @@ class Leases:
 
     def ended(self) -> set[str]:
         """The requests whose lease is over since the last call; readers find that from now on."""
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
             over = {request_id for request_id, held in self._held.items() if held.deadline <= now}
             for request_id in over:
