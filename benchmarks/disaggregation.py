@@ -4,7 +4,8 @@
     python -m benchmarks.disaggregation --seed 7 --json benchmarks/results/disaggregation.json
 
 Both processes check every byte that they read. It fails where an answer is wrong, a request waits longer
-than its deadline and a second for the process's own scheduling, or a pool does not end empty.
+than its deadline and a second, the time not counted in which its process had no core, or a pool does not
+end empty.
 """
 
 from __future__ import annotations

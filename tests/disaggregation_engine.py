@@ -3,6 +3,8 @@
 `python -m tests.disaggregation_engine JSON` is an engine in a process of its own.
 """
 
+import contextlib
+import glob
 import json
 import os
 import selectors
@@ -319,16 +321,26 @@ class EngineProcess:
         return json.loads(line)
 
 
+def queued_s():
+    """Seconds that this process's threads were ready to run and had no core, of the one with most."""
+    found = []
+    for path in glob.glob("/proc/self/task/*/schedstat"):
+        with contextlib.suppress(OSError), open(path) as file:
+            found.append(int(file.read().split()[1]) / 1e9)
+    return max(found, default=0.0)
+
+
 def load_all(engine, requests):
     """Loads requests side by side, computes what did not come, frees them; a result for each."""
     results, waiting = [], {}
     for each in requests:
         request = Request(each["id"], each["tokens"])
-        result = {"id": each["id"], "error": None, "wait_s": 0.0, "wrong": None}
+        result = {"id": each["id"], "error": None, "wrong": None}
+        result |= {"wait_s": 0.0, "starved_s": 0.0}
         results.append(result)
         try:
             if each["offer"] is not None and engine.admit(request, each["offer"]):
-                waiting[each["id"]] = request, result, time.monotonic()
+                waiting[each["id"]] = request, result, time.monotonic(), queued_s()
                 continue
             result["error"] = "not loaded"
             engine.connector.cancel(request)
@@ -337,8 +349,9 @@ def load_all(engine, requests):
         finish(engine, request, None, result)
     while waiting:
         for loaded in engine.connector.poll():
-            request, result, begun = waiting.pop(loaded.request.request_id)
+            request, result, begun, queued = waiting.pop(loaded.request.request_id)
             result["wait_s"], result["error"] = time.monotonic() - begun, loaded.error
+            result["starved_s"] = queued_s() - queued
             if loaded.num_computed_tokens:
                 result["wrong"] = engine.wrong(request, loaded.num_computed_tokens)
             finish(engine, request, loaded, result)
@@ -393,13 +406,8 @@ def serve(engine, answer, lines):
                 answer(done=True)
             case "load":
                 answer(results=load_all(engine, command["requests"]))
-            case "withdraw":
-                engine.connector.withdraw(early.pop(command["id"]))
-                answer(done=True)
             case "drained":
                 answer(drained=engine.drained(command.get("seconds", 10)))
-            case "leased":
-                answer(count=engine.connector.num_leased_requests)
 
 
 def main():

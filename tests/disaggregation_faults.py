@@ -45,6 +45,7 @@ class Faults:
             **dict.fromkeys(("loaded", "computed", "lost", "wrong", "hanging", "leaked"), 0),
             "deadline_s": TIMEOUT_S,
             "worst_wait_s": 0.0,  # of requests whose own process was not stopped
+            "of_that_without_a_core_s": 0.0,
             "reasons": {},
         }
 
@@ -132,10 +133,12 @@ class Faults:
             if error:
                 reason = " ".join(word for word in error.split() if not any(map(str.isdigit, word)))
                 self.found["reasons"][reason] = self.found["reasons"].get(reason, 0) + 1
-            self.found["hanging"] += each["wait_s"] > most
-            if not own_stop_s:
-                wait = max(self.found["worst_wait_s"], round(each["wait_s"], 3))
-                self.found["worst_wait_s"] = wait
+            if each["wait_s"] - each["starved_s"] > most:
+                self.found["hanging"] += 1
+                print(f"hanging: {each}", flush=True)
+            if not own_stop_s and each["wait_s"] > self.found["worst_wait_s"]:
+                self.found["worst_wait_s"] = round(each["wait_s"], 3)
+                self.found["of_that_without_a_core_s"] = round(each["starved_s"], 3)
             if each["wrong"] is not None:
                 self.found["wrong"] += 1
                 print(f"wrong: {each}", flush=True)

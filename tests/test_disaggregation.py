@@ -675,3 +675,30 @@ def test_a_prefill_that_is_withdrawn_in_the_midst(engines):
     assert receiver.wrong(again, 101) is None
     receiver.manager.free(again)
     assert sender.drained() and receiver.drained()
+
+
+def test_layers_from_another_process_that_ends_well_and_then_is_killed(engines):
+    receiver = engines("decode", block=32, kinds=HYBRID)
+    with EngineProcess("prefill", tp=2, layout="HND", kinds=HYBRID) as sender:
+        for name, tokens in (("r", range(100)), ("s", range(500, 600))):
+            offer = sender.ask("early", id=name, tokens=[*tokens])["offer"]
+            request = Request(name, [*tokens, 7])
+            assert receiver.admit(request, offer)
+            sender.ask("layers", id=name, first=0, end=100, count=2)
+            until(lambda request=request: here(receiver, request, "full", 0, 100))
+            assert receiver.connector.poll() == []
+            if name == "r":
+                sender.ask("layers", id=name, first=0, end=100, count=8)
+                sender.ask("publish", id=name)
+                loaded = receiver.loaded(request)
+                assert (loaded.num_computed_tokens, loaded.error) == (100, None)
+                assert receiver.wrong(request, 100) is None
+                assert sender.ask("drained")["drained"]
+            else:
+                sender.signal(signal.SIGKILL)
+                loaded = receiver.loaded(request)
+                assert loaded.error is not None
+                receiver.recompute(request, loaded)
+                assert receiver.wrong(request, 101) is None
+            receiver.manager.free(request)
+        assert receiver.drained(20)

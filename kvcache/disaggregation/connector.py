@@ -13,7 +13,7 @@ import numpy as np
 from kvcache.allocator.manager import KVCacheManager
 from kvcache.allocator.request import Request
 from kvcache.checks import instance, integer
-from kvcache.disaggregation.layout import GroupLayout, check_like
+from kvcache.disaggregation.layout import GroupLayout, check_like, is_complete
 from kvcache.disaggregation.leases import LeaseNumbers, Progress
 from kvcache.disaggregation.offer import Offer, digest_of
 from kvcache.disaggregation.options import ConnectorOptions
@@ -328,16 +328,7 @@ class Connector:
             )
         offer.check_answers(self._model, self._hashing())
         check_like(self._layouts, offer.groups)
-        if request.num_tokens < offer.num_tokens:
-            raise ValueError(
-                f"the request has {request.num_tokens} tokens, the offer {offer.num_tokens}: expected a "
-                "prompt of as many tokens"
-            )
-        if _digest(request, offer.num_tokens) != offer.digest:
-            raise ValueError(
-                "the offer is of other tokens, images or another adapter: send both engines the same "
-                "prompt"
-            )
+        offer.check_prompt(request.num_tokens, lambda count: _digest(request, count))
         end = min(offer.num_tokens, request.num_tokens - 1)  # the last one must run
         for kind, layout, blocks in zip(self._kinds, offer.groups, offer.blocks):
             if layout.is_state:
@@ -349,7 +340,7 @@ class Connector:
                 is_there = len(blocks) == 1 and blocks[0] > 0
             else:
                 first = kind.first_needed_token(end)
-                is_there = all(blocks[first // layout.block_size : -(-end // layout.block_size)])
+                is_there = is_complete(blocks, layout.block_size, first, end)
             if not is_there:
                 raise ValueError("the sender has freed blocks of a window that are needed")
         return _Load(request, offer, end, 0)

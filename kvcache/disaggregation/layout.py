@@ -103,3 +103,11 @@ def check_like(local: Sequence[GroupLayout], remote: Sequence[GroupLayout]) -> N
                 f"of {theirs.description.block_size}: expected the same with the CPU's kernel "
                 f"{mine.interior!r}; set the same --block-size"
             )
+
+
+def is_complete(blocks: Sequence[int], block_size: int, first_token: int, end_token: int) -> bool:
+    """Whether blocks hold the tokens [first_token, end_token): none is 0 or behind the last."""
+    if first_token >= end_token:
+        return True
+    first, last = first_token // block_size, (end_token - 1) // block_size
+    return last < len(blocks) and all(blocks[first : last + 1])

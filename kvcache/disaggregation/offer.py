@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -142,6 +142,22 @@ class Offer:
                     f"{shown(self.hashing.get(name))} in engine {self.engine_id!r}: set {change} to the "
                     "same in both"
                 )
+
+    def check_prompt(self, num_tokens: int, digest_of_first: Callable[[int], str]) -> None:
+        """ValueError where a request has fewer tokens, or others.
+
+        digest_of_first: `digest_of` of so many of its tokens.
+        """
+        if num_tokens < self.num_tokens:
+            raise ValueError(
+                f"the request has {num_tokens} tokens, the offer {self.num_tokens}: expected a prompt of "
+                "as many tokens"
+            )
+        if digest_of_first(self.num_tokens) != self.digest:
+            raise ValueError(
+                "the offer is of other tokens, images or another adapter: send both engines the same "
+                "prompt"
+            )
 
 
 def digest_of(

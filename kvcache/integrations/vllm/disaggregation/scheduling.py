@@ -14,14 +14,14 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvcache.disaggregation.layout import check_like
+from kvcache.disaggregation.layout import check_like, is_complete
 from kvcache.disaggregation.leases import LeaseNumbers, Progress
 from kvcache.disaggregation.offer import Offer, digest_of
 from kvcache.disaggregation.steps import Load, RankHandshake
 from kvcache.integrations.vllm.disaggregation.options import Options
 from kvcache.integrations.vllm.disaggregation.params import offer_in, params_of
 from kvcache.integrations.vllm.disaggregation.steps import Metadata
-from kvcache.integrations.vllm.disaggregation.windows import first_needed, is_complete
+from kvcache.integrations.vllm.disaggregation.windows import first_needed
 
 _log = logging.getLogger(__name__)
 # What sets how vLLM hashes blocks.
@@ -62,8 +62,11 @@ class Scheduling:
         end = min(offer.num_tokens, request.num_tokens - 1)  # the last one must run
         if end <= num_computed_tokens:
             return 0, False
-        for spec, layout, blocks in zip(self._specs, offer.groups, offer.blocks):
-            first = max(num_computed_tokens, first_needed(spec, end))
+        own = self._handshakes[0].groups
+        for spec, mine, layout, blocks in zip(self._specs, own, offer.groups, offer.blocks):
+            # Blocks become hits, of other lengths too: of each that is read, all must be there.
+            first = first_needed(spec, end) // mine.block_size * mine.block_size
+            first = max(num_computed_tokens, first)
             if not is_complete(blocks, layout.block_size, first, end):
                 self._refuse(request, "the producer has freed a window's blocks that are needed")
                 self._step.unread.append(offer)
@@ -153,16 +156,8 @@ class Scheduling:
     def _check(self, request: Request, offer: Offer) -> None:
         offer.check_answers(self._model, self._hashing(), _CHANGES)
         check_like(self._handshakes[0].groups, offer.groups)
-        if request.prompt_token_ids is None or request.num_tokens < offer.num_tokens:
-            raise ValueError(
-                f"the request has {request.num_tokens} tokens, the offer {offer.num_tokens}: expected a "
-                "prompt of as many tokens"
-            )
-        if _digest(request, offer.num_tokens) != offer.digest:
-            raise ValueError(
-                "the offer is of other tokens, images or another adapter: send both engines the same "
-                "prompt"
-            )
+        num_tokens = 0 if request.prompt_token_ids is None else request.num_tokens
+        offer.check_prompt(num_tokens, lambda count: _digest(request, count))
 
     def _refuse(self, request: Request, reason: str) -> None:
         self._offers[request.request_id] = None
