@@ -89,9 +89,8 @@ def decode(engine: Engine, offer: str) -> dict[str, float]:
         time.sleep(0.0005)
     done("connect, pull")
     assert loaded[0].error is None, loaded[0].error  # else compute from num_computed_tokens on
-    assert all(
-        torch.equal(cache[at], right) for cache, at, right in engine.parts(request, 0, count)
-    )
+    for cache, at, right in engine.parts(request, 0, count):
+        assert torch.equal(cache[at], right)
     done("verify")
     step = engine.manager.step([engine.manager.row(request)], [1])
     engine.compute(request, int(step.num_computed_tokens[0]), request.num_tokens)
@@ -102,7 +101,7 @@ def decode(engine: Engine, offer: str) -> dict[str, float]:
 
 if __name__ == "__main__":
     ours, theirs = get_context("spawn").Pipe()
-    process = get_context("spawn").Process(target=prefill, args=(theirs,))
+    process = get_context("spawn").Process(target=prefill, args=(theirs,), daemon=True)
     process.start()
     engine = Engine("decode", tp_size=1, block_size=32, layout="NHD")
     for attempt in ("first", "connected"):
@@ -116,6 +115,4 @@ if __name__ == "__main__":
     process.join()
     for rank in engine.ranks:
         rank.close()
-    print(
-        f"{engine.connector.num_received_bytes:,} bytes of {len(PROMPT)} tokens, twice, are right"
-    )
+    print(f"{engine.connector.num_received_bytes:,} bytes are right, of {len(PROMPT)} tokens twice")
