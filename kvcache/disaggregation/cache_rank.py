@@ -116,14 +116,9 @@ class CacheRank(RankThread):
         try:
             for pages in {each.pages.base: each.pages for each in storages}.values():
                 transport.register(pages)
+            reader = _PlanReader(transport, layouts, storages, addresses, rank)
             super().__init__(
-                transport,
-                layouts,
-                addresses,
-                lambda transport, inbox: _PlanReader(
-                    transport, inbox, layouts, storages, addresses, rank
-                ),
-                lambda reader, load: _PlanRead(reader, load, options.timeout_s),
+                reader, layouts, addresses, lambda load: _PlanRead(reader, load, options.timeout_s)
             )
         except BaseException:
             transport.close()
@@ -136,13 +131,12 @@ class _PlanReader(Reader):
     def __init__(
         self,
         transport: Transport,
-        inbox: np.ndarray,
         layouts: Sequence[GroupLayout],
         storages: Sequence[KVStorage],
         addresses: Sequence[np.ndarray],
         rank: int,
     ) -> None:
-        super().__init__(transport, inbox)
+        super().__init__(transport)
         self.storages, self.addresses = storages, addresses
         self._layouts, self._rank = tuple(layouts), rank
         self._plans: dict[tuple, tuple[tuple[Plan, ...], Mapping[int, int]]] = {}
@@ -174,7 +168,7 @@ class _PlanRead(Read):
 
     _reader: _PlanReader
 
-    def __init__(self, reader: Reader, load: Load, timeout_s: float) -> None:
+    def __init__(self, reader: _PlanReader, load: Load, timeout_s: float) -> None:
         super().__init__(reader, load, timeout_s)
         # Tokens that have been read, of each layer of a remote rank, by group and rank.
         self._read: dict[tuple[int, int], np.ndarray] | None = None

@@ -9,16 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from kvcache.disaggregation.layout import GroupLayout
-from kvcache.disaggregation.leases import SLOT_WORDS, Leases, Progress
+from kvcache.disaggregation.leases import Leases, Progress
 from kvcache.disaggregation.offer import RankAddress
 from kvcache.disaggregation.reading import Read, Reader
 from kvcache.disaggregation.steps import Load, RankHandshake, Results, Step
-from kvcache.transfer.transport.base import Transport
 
-NUM_CELLS = 4096  # slots of leases that can be read at once
 _BUSY_S, _IDLE_S = 0.0005, 0.05
 _log = logging.getLogger(__name__)
 
@@ -26,23 +22,20 @@ _log = logging.getLogger(__name__)
 class RankThread:
     """Serves readers and carries out loads, until `close`. The transport is used by its thread alone.
 
-    begin_load(reader, load): the read of a load. The caller has registered the pages with the transport,
-    and no longer touches it.
+    begin_load(load): the read of a load, by this reader. The caller has registered the pages with the
+    reader's transport, and no longer touches it.
     """
 
     def __init__(
         self,
-        transport: Transport,
+        reader: Reader,
         layouts: Sequence[GroupLayout],
         addresses: Sequence[Sequence[int]],
-        make_reader: Callable[[Transport, np.ndarray], Reader],
-        begin_load: Callable[[Reader, Load], Read],
+        begin_load: Callable[[Load], Read],
     ) -> None:
-        self._leases = Leases()
-        inbox = np.zeros((NUM_CELLS, SLOT_WORDS), np.int64)
-        own = (self._leases.slots, inbox)
-        transport.register([(each.ctypes.data, each.nbytes) for each in own])
-        self._reader, self._begin_load = make_reader(transport, inbox), begin_load
+        self._leases, self._reader, self._begin_load = Leases(), reader, begin_load
+        transport, slots = reader.transport, self._leases.slots
+        transport.register([(slots.ctypes.data, slots.nbytes)])
         self._steps: queue.SimpleQueue[tuple[float, Step] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._results = Results()
@@ -51,7 +44,7 @@ class RankThread:
             transport.name,
             base64.b64encode(transport.metadata()).decode(),
             tuple(tuple(int(each) for each in of_group) for of_group in addresses),
-            self._leases.slots.ctypes.data,
+            slots.ctypes.data,
         )
         self.handshake = RankHandshake(tuple(layouts), address)
         self._thread = threading.Thread(target=self._run, name="kvcache loads", daemon=True)
@@ -109,7 +102,7 @@ class RankThread:
             nothing = Load(offer, 0, 0, tuple([] for _ in offer.blocks))
             loads[f"\0{offer.request_id}"] = nothing
         for request_id, load in loads.items():
-            read = self._loads[request_id] = self._begin_load(self._reader, load)
+            read = self._loads[request_id] = self._begin_load(load)
             read.count_from(asked)
         for request_id in step.cancels & set(self._loads):
             self._loads[request_id].cancel("it was given up")

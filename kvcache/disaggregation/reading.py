@@ -13,6 +13,7 @@ import numpy as np
 from kvcache.disaggregation.layout import GroupLayout
 from kvcache.disaggregation.leases import (
     SLOT_BYTES,
+    SLOT_WORDS,
     Progress,
     done_message,
     read_slot,
@@ -22,6 +23,7 @@ from kvcache.transfer.plan.readers import source_readers
 from kvcache.transfer.transport.base import TransferError, Transport
 
 _ERRORS = (TransferError, ConnectionError, OSError, ValueError, TypeError)
+_NUM_CELLS = 4096  # slots of leases that can be read at once
 _AGAIN_S = 0.002  # between two looks at what a sender has computed
 
 
@@ -39,14 +41,13 @@ class Pending(Protocol):
 
 
 class Reader:
-    """What the loads of a rank share: a transport, and cells into which slots of leases are read.
+    """What the loads of a rank share: a transport, and cells into which slots of leases are read."""
 
-    inbox: int64[n, SLOT_WORDS], registered with the transport.
-    """
-
-    def __init__(self, transport: Transport, inbox: np.ndarray) -> None:
-        self.transport, self.inbox = transport, inbox
-        self.free_cells = list(range(len(inbox)))
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.inbox = np.zeros((_NUM_CELLS, SLOT_WORDS), np.int64)
+        self.free_cells = list(range(_NUM_CELLS))
+        transport.register([(self.inbox.ctypes.data, self.inbox.nbytes)])
         self._down: dict[str, tuple[float, str]] = {}
 
     def connect(self, metadata: str, timeout_s: float) -> str:

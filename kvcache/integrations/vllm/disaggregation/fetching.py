@@ -47,10 +47,9 @@ class Rank(Reader):
         layouts: Sequence[GroupLayout],
         addresses: Sequence[Sequence[int]],
         rank: int,
-        inbox: np.ndarray,
         begins: np.ndarray,
     ) -> None:
-        super().__init__(transport, inbox)
+        super().__init__(transport)
         self.layouts, self.addresses = tuple(layouts), addresses
         self.rank, self.begins = rank, begins
         self._plans: dict[tuple[GroupLayout, ...], Plans] = {}

@@ -59,12 +59,12 @@ class Worker:
             transport.register(Pages.over([storage.view(1, -1)]))
         addresses = tuple(tuple(each.data_ptr() for each in tensors) for tensors in chosen)
         begins = np.array(sorted(storage.data_ptr() for storage in storages))
+        reader = Rank(transport, layouts, addresses, rank, begins)
         self._thread = RankThread(
-            transport,
+            reader,
             layouts,
             addresses,
-            lambda transport, inbox: Rank(transport, layouts, addresses, rank, inbox, begins),
-            lambda reader, load: Fetch(reader, load, self._options.timeout_s),
+            lambda load: Fetch(reader, load, self._options.timeout_s),
         )
         own = self._thread.handshake
         self.handshake = Handshake(own.groups, own.address)
