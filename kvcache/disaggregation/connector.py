@@ -130,8 +130,8 @@ class Connector:
         """Frees a request whose blocks others may read, and keeps these until they have, or time is up.
 
         Returns the offer, for JSON. None where nothing can be offered (no token is computed, no slot of
-        a lease is free): then it is freed at once. free: what `KVCacheManager.free` takes. An offer that
-        `publish_early` made stays good.
+        a lease is free, blocks of its name are kept already): then it is freed at once. free: what
+        `KVCacheManager.free` takes. An offer that `publish_early` made stays good.
         """
         request_id = request.request_id
         if request_id in self._early:
@@ -193,10 +193,10 @@ class Connector:
             each.advance(request.request_id, progress)
 
     def withdraw(self, request: Request) -> None:
-        """Ends a lease before its time; readers compute the request themselves.
+        """Ends a lease before its time, as where a step has failed.
 
-        A request that is still computing is freed: its blocks are used again once no reader can take
-        them for its own. Nothing for a request without a lease.
+        Readers compute the request themselves. One that is still computing is freed: its blocks are used
+        again once no reader can take them for its own. Nothing for a request without a lease.
         """
         if request.request_id not in self._numbers:
             return
@@ -254,12 +254,12 @@ class Connector:
         if load is not None:
             self._begin(Step(unread=[load.offer]))
         load = self._loads.get(request.request_id)
-        if load is None:
+        if load is None or load.is_quarantined:
             self._manager.free(request)
-        elif not load.is_quarantined:
-            load.error = "it was given up"
-            self._quarantine(load)
-            self._begin(Step(cancels={request.request_id}))
+            return
+        load.error = "it was given up"
+        self._quarantine(load)
+        self._begin(Step(cancels={request.request_id}))
 
     @property
     def num_loading_requests(self) -> int:
@@ -321,10 +321,12 @@ class Connector:
         load.is_quarantined = True
 
     def _match(self, request: Request, offer: Offer) -> _Load:
-        if request.request_id in self._loads:
+        if request.request_id in self._loads or request.request_id in self._kept:
+            what = "an earlier load may still write to"
+            if request.request_id in self._kept:
+                what = "are under lease"
             raise ValueError(
-                f"request {request.request_id!r} has blocks that an earlier load may still write to: "
-                "expected another request"
+                f"request {request.request_id!r} has blocks that {what}: expected another request"
             )
         offer.check_answers(self._model, self._hashing())
         check_like(self._layouts, offer.groups)
@@ -365,7 +367,7 @@ class Connector:
     def _offer(
         self, request: Request, num_tokens: int, order: tuple[str, ...], seconds: float
     ) -> Offer | None:
-        if num_tokens < 1:
+        if num_tokens < 1 or request.request_id in self._loads:
             return None
         lease = self._numbers.take(request.request_id, seconds)
         if lease is None:
