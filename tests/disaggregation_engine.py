@@ -281,7 +281,12 @@ class EngineProcess:
 
     def start(self):
         """Starts it; again, under its name, where it was killed."""
-        environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+        paths = [str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": "1",
+        }
         command = [sys.executable, "-m", "tests.disaggregation_engine", json.dumps(self.options)]
         self.process = subprocess.Popen(
             command, cwd=REPO, env=environment, stdin=-1, stdout=-1, text=True

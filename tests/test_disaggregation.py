@@ -7,11 +7,14 @@ import re
 import signal
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
 from kvcache import GroupSpec, KVCacheManager, Request
 from kvcache.disaggregation import Connector, ConnectorOptions, GroupLayout, Offer
+from kvcache.disaggregation.cache_rank import _Parts
+from kvcache.disaggregation.leases import Progress
 from kvcache.disaggregation.offer import RankAddress, digest_of
 from kvcache.disaggregation.steps import RankHandshake, Results, Step
 from kvcache.transfer import CacheDescription
@@ -657,6 +660,27 @@ def test_layers_arrive_before_the_last_one_is_computed(sides, kinds, engines):
     assert receiver.wrong(again, 200) is None
     receiver.manager.free(again)
     assert sender.drained() and receiver.drained()
+
+
+@pytest.mark.parametrize(
+    "memory_order,expected",
+    [
+        (("block", "kv", "token", "head", "element"), [96, 64]),
+        (("layer", "block", "token", "head", "element"), [96, 64]),
+        (("block", "layer", "kv", "token", "head", "element"), [64, 64]),  # one region for both
+    ],
+)
+def test_layers_that_lie_together_are_read_together(memory_order, expected):
+    description = CacheDescription(
+        engine_id="p",
+        **{"num_layers": 2, "total_num_kv_heads": 2, "head_size": 8, "block_size": 16},
+        memory_order=memory_order,
+    )
+    offer = Offer.from_dict(an_offer())
+    groups = (GroupLayout(("a", "b"), description, 1, 50),)
+    parts = _Parts(replace(offer, groups=groups, order=("a", "b")))
+    assert parts.computed(0, 0, Progress(64, 96, 1)).tolist() == expected
+    assert parts.computed(0, 0, Progress(64, 96, 2)).tolist() == [96, 96]
 
 
 def test_a_prefill_that_is_withdrawn_in_the_midst(engines):
