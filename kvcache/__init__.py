@@ -45,7 +45,10 @@ _HOME = {
     "SwapEngine": "kvcache.worker",
     "Worker": "kvcache.worker",
 }
-_MODULES = ("ops", "worker", "transfer", "allocator", "replay", "layouts", "step", "events")
+_MODULES = (
+    *("ops", "worker", "transfer", "disaggregation", "allocator", "replay", "layouts", "step"),
+    "events",
+)
 
 __all__ = [*_HOME, *_MODULES]  # noqa: PLE0604
 

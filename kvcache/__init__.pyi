@@ -4,6 +4,9 @@ from kvcache import (
     allocator as allocator,
 )
 from kvcache import (
+    disaggregation as disaggregation,
+)
+from kvcache import (
     events as events,
 )
 from kvcache import (

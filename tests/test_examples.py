@@ -23,6 +23,7 @@ DOCUMENTED = [
     "kvcache.specs",
     "kvcache.integrations.transformers.layer_shapes",
     "kvcache.integrations.transformers.paged_model",
+    "kvcache.replay.disaggregation",
     "kvcache.serving.batch",
     "kvcache.serving.drafters",
     "kvcache.serving.engine",

@@ -35,10 +35,15 @@ MAY_IMPORT = {
     "kvcache.serving": {"kvcache.allocator", "kvcache.assembly", "kvcache.worker"},
     "kvcache.integrations": {
         *("kvcache.allocator", "kvcache.assembly", "kvcache.memory_plan", "kvcache.serving"),
-        *("kvcache.transfer", "kvcache.worker"),
+        *("kvcache.disaggregation", "kvcache.transfer", "kvcache.worker"),
+    },
+    "kvcache.disaggregation": {
+        *("kvcache.allocator", "kvcache.memory_plan", "kvcache.transfer", "kvcache.worker"),
     },
     "kvcache.transfer": {"kvcache.ops", "kvcache.worker"},
-    "kvcache.replay": {"kvcache.allocator", "kvcache.worker"},
+    "kvcache.replay": {
+        *("kvcache.allocator", "kvcache.disaggregation", "kvcache.transfer", "kvcache.worker"),
+    },
     "kvcache.demo": {"kvcache.integrations", "kvcache.memory_plan", "kvcache.serving"},
     "kvcache.metrics": {"kvcache.allocator"},
     "kvcache.serve": {"kvcache.metrics", "kvcache.router_events", "kvcache.serving"},
@@ -66,6 +71,13 @@ TORCH_FREE = {
 }
 # In a package that otherwise needs torch: modules that do without it.
 TORCH_FREE_MODULES = {
+    "kvcache.disaggregation",
+    "kvcache.disaggregation.connector",
+    "kvcache.disaggregation.layout",
+    "kvcache.disaggregation.leases",
+    "kvcache.disaggregation.offer",
+    "kvcache.disaggregation.options",
+    "kvcache.disaggregation.steps",
     "kvcache.transfer",
     "kvcache.transfer.connector.aggregate",
     "kvcache.transfer.connector.cache_events",

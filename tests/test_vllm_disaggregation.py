@@ -156,7 +156,7 @@ def broken(offer, path, value):
 
 
 WRONG = {
-    "a version": (("version",), 2, "install the same version of kvcache"),
+    "a version": (("version",), 1, "install the same version of kvcache"),
     "a hash seed": (("hashing", "seed"), "0" * 16, "set PYTHONHASHSEED to the same"),
     "a hash algorithm": (("hashing", "algorithm"), "xxhash", "set --prefix-caching-hash-algo"),
     "another model": (("model", "head_size"), 64, "serve the same model"),

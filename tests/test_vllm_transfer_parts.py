@@ -5,7 +5,6 @@
 
 import json
 import random
-import time
 
 import pytest
 
@@ -16,11 +15,12 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
+from kvcache.disaggregation.layout import check_like, is_complete
+from kvcache.disaggregation.leases import Lease
+from kvcache.disaggregation.offer import Offer, RankAddress, digest_of
 from kvcache.integrations.vllm.disaggregation import Options
-from kvcache.integrations.vllm.disaggregation.layout import check_like
-from kvcache.integrations.vllm.disaggregation.leases import Leases, done_message, is_over
-from kvcache.integrations.vllm.disaggregation.offer import Lease, Offer, RankAddress, digest_of
-from kvcache.integrations.vllm.disaggregation.windows import first_needed, is_complete
+from kvcache.integrations.vllm.disaggregation.params import offer_in, params_of
+from kvcache.integrations.vllm.disaggregation.windows import first_needed
 from tests import vllm_schedulers
 from tests.vllm_engine import MODULE
 from tests.vllm_layouts import Side, check_blocks, random_case, read_all, some_blocks
@@ -74,17 +74,17 @@ class TestOffers:
 
     def test_go_through_json_and_back(self):
         offer = self.offer()
-        assert Offer.from_params(json.loads(json.dumps(offer.to_params()))) == offer
+        assert offer_in(json.loads(json.dumps(params_of(offer)))) == offer
 
     def test_a_request_without_one_is_computed(self):
         for params in (None, {}, {"do_remote_decode": True}):
-            assert Offer.from_params(params) is None
+            assert offer_in(params) is None
 
     @pytest.mark.parametrize(
         "path,value,message",
         [
-            (("version",), 2, "version .* is 2: expected 1; install the same version of kvcache"),
-            (("version",), None, "version of kv_transfer_params is None"),
+            (("version",), 1, "version .* is 1: expected 2; install the same version of kvcache"),
+            (("version",), None, "version of the offer is None"),
             (("num_tokens",), 0, "num_tokens is 0: expected 1"),
             (("num_tokens",), 97, "3 blocks of 32 tokens: expected enough for 97 tokens"),
             (("blocks", 0, 1), 16, "a block is 16: expected 0 to 15"),
@@ -94,7 +94,7 @@ class TestOffers:
             (("groups", 0, "description", "version"), 9, "version is 9"),
             (("groups", 0, "description", "page_stride"), 8, "page_stride"),
             (("groups", 0, "layers"), 5, "layers is 5: expected a list of names"),
-            (("ranks", 0, "addresses", 0), [1], r"addresses of \[1\] layers: expected \[2\]"),
+            (("ranks", 0, "addresses", 0), [1], r"addresses of \[1\] regions: expected \[2\]"),
             (("ranks", 0, "leases"), -1, "leases is -1"),
             (("ranks",), [], "there are 0 ranks: expected"),
             (("lease", "generation"), 2**70, "generation"),
@@ -104,25 +104,25 @@ class TestOffers:
         ],
     )
     def test_values_that_no_producer_makes_are_refused_in_one_line(self, path, value, message):
-        params = json.loads(json.dumps(self.offer().to_params()))
+        params = json.loads(json.dumps(params_of(self.offer())))
         at = params["kvcache"]
         for key in path[:-1]:
             at = at[key]
         at[path[-1]] = value
         with pytest.raises(ValueError, match=message) as raised:
-            Offer.from_params(params)
+            offer_in(params)
         assert "\n" not in str(raised.value)
 
     def test_every_field_is_needed(self):
-        for name in self.offer().to_params()["kvcache"]:
-            params = json.loads(json.dumps(self.offer().to_params()))
+        for name in params_of(self.offer())["kvcache"]:
+            params = json.loads(json.dumps(params_of(self.offer())))
             del params["kvcache"][name]
             with pytest.raises(ValueError, match=f"{name}"):
-                Offer.from_params(params)
+                offer_in(params)
 
     def test_another_connectors_params_are_refused(self):
         with pytest.raises(ValueError, match=r"expected 'kvcache'.*use the same connector in both"):
-            Offer.from_params({"do_remote_prefill": True, "remote_block_ids": [1]})
+            offer_in({"do_remote_prefill": True, "remote_block_ids": [1]})
 
     def test_another_model_or_hash_is_refused_and_says_what_to_change(self):
         offer, same = self.offer(), {"algorithm": "a", "seed": "s"}
@@ -130,8 +130,8 @@ class TestOffers:
         offer.check_answers({"head_size": 4}, None)
         for model, hashing, message in (
             ({"head_size": 8}, same, "head_size of the model is 8 here, 4 in engine 'engine'"),
-            ({"head_size": 4}, same | {"seed": "t"}, "seed .* set PYTHONHASHSEED to the same"),
-            ({"head_size": 4}, same | {"algorithm": "b"}, "set --prefix-caching-hash-algo to the"),
+            ({"head_size": 4}, same | {"seed": "t"}, "seed .* set hash_seed to the same"),
+            ({"head_size": 4}, same | {"algorithm": "b"}, "set hash_algorithm to the"),
         ):
             with pytest.raises(ValueError, match=message):
                 offer.check_answers(model, hashing)
@@ -161,32 +161,6 @@ class TestOffers:
             digest_of([1, 2], None, [("image", 1)]),
         }
         assert len(digests) == 6
-
-
-class TestLeases:
-    def test_end_when_all_readers_are_done(self):
-        leases, lease = Leases(), Lease(3, 100, 0.0)
-        assert is_over(int(leases.slots[3]), 100) is None
-        leases.begin("r", lease, 60)
-        assert is_over(int(leases.slots[3]), 100) is False
-        message = done_message("r", 100, 2)
-        for peer in ("a", "a"):  # one reader that says it twice is one reader
-            leases.note(message, peer)
-        leases.note(done_message("r", 99, 1), "b")
-        leases.note(b"{", "b")
-        assert leases.ended() == set() and len(leases) == 1
-        leases.note(message, "b")
-        assert leases.ended() == {"r"} and len(leases) == 0
-        assert is_over(int(leases.slots[3]), 100) is True
-
-    def test_end_in_time_and_are_over_for_those_before_the_next(self):
-        leases = Leases()
-        leases.begin("r", Lease(3, 100, 0.0), 0.01)
-        time.sleep(0.02)
-        assert leases.ended() == {"r"}
-        leases.begin("s", Lease(3, 101, 0.0), 60)
-        assert is_over(int(leases.slots[3]), 100) is True
-        assert is_over(int(leases.slots[3]), 101) is False
 
 
 class TestWindows:

@@ -5,7 +5,8 @@ import random
 
 import torch
 
-from kvcache.integrations.vllm.disaggregation.layout import VEC, layout_of_group
+from kvcache.disaggregation.layout import VEC
+from kvcache.integrations.vllm.disaggregation.layout import layout_of_group
 from kvcache.integrations.vllm.disaggregation.moves import GroupPlan
 
 

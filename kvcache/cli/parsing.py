@@ -82,6 +82,12 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
         f"--concurrency is then {TIMED_CONCURRENCY} unless it is given",
     )
     sub.add_argument(
+        "--disaggregate",
+        metavar="N[:option=value]...",
+        help="prefill in a pool of N blocks, whose blocks a decode pool of --num-blocks loads under "
+        "leases; options lease_s=60, gb_per_s=10, bytes_per_token=131072; timed, as --timed",
+    )
+    sub.add_argument(
         "--device", default="cpu", type=device_name, help="where --verify keeps KV; default cpu"
     )
     for option, text in (

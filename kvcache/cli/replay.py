@@ -25,7 +25,7 @@ from kvcache.cli.output import progress, say, show, writing
 from kvcache.cli.policies import policy_options
 
 if TYPE_CHECKING:
-    from kvcache.replay import ReplayReport, Series, Service, WorkloadRequest
+    from kvcache.replay import Disaggregation, ReplayReport, Series, Service, WorkloadRequest
     from kvcache.replay.verifier import KVVerifier
 
 _NUM_SHOWN_MISMATCHES = 10
@@ -40,6 +40,8 @@ def run_replay(args: argparse.Namespace) -> int:
     _require(args)
     if args.compare is not None:
         return _compare(args)
+    if args.between is not None:
+        return _disaggregate(args)
     report, series = _replayed(args)
     if args.plot is not None:
         _plot(series, report, args.plot)
@@ -140,7 +142,8 @@ def _resolve(args: argparse.Namespace) -> None:
     default = options.TRACE_NUM_BLOCKS if is_trace else options.CHAT_NUM_BLOCKS
     args.num_blocks = args.num_blocks or default
     # Each request holds a block at least.
-    default = 1 if args.timed is None else options.TIMED_CONCURRENCY
+    is_timed = args.timed is not None or args.disaggregate is not None
+    default = options.TIMED_CONCURRENCY if is_timed else 1
     args.concurrency = min(args.concurrency or default, args.num_blocks - 1)
     args.service = _service(args)
     if args.format is not None:
@@ -165,6 +168,7 @@ def _resolve(args: argparse.Namespace) -> None:
             "--host-blocks is 1: expected 2 or more (one is the null block), or 0: none"
         )
     args.policies = policy_options(args, "--host-blocks")
+    args.between = _between(args)
     args.policies["num_host_blocks"] = args.host_blocks or 0
     if args.hash_block_size is not None:
         sizes = [spec.block_size for spec in args.specs or ()] or [args.block_size]
@@ -173,6 +177,22 @@ def _resolve(args: argparse.Namespace) -> None:
                 f"--hash-block-size is {args.hash_block_size}: expected a divisor of every group's "
                 f"block size, so of {math.gcd(*sizes)}"
             )
+
+
+def _between(args: argparse.Namespace) -> Disaggregation | None:
+    if args.disaggregate is None:
+        return None
+    for option, value in (
+        *(("--compare", args.compare is not None), ("--verify", args.verify)),
+        *(("--events", args.events), ("--plot", args.plot), ("--host-blocks", args.host_blocks)),
+        ("--chunk-tokens", args.chunk_tokens),
+    ):
+        if value:
+            raise UsageError(f"{option} is given with --disaggregate: expected one of them")
+    try:
+        return import_module("kvcache.replay").Disaggregation.parse(args.disaggregate)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"--disaggregate is {quoted(args.disaggregate)}: {error}") from None
 
 
 def _service(args: argparse.Namespace) -> Service | None:
@@ -287,6 +307,40 @@ def _compare(args: argparse.Namespace) -> int:
     else:
         show(replay.comparison_table(found))
         show(f"Choose {found.choice}.")
+    return 0
+
+
+def _disaggregate(args: argparse.Namespace) -> int:
+    """`kvcache replay --disaggregate`; returns the exit code."""
+    replay = import_module("kvcache.replay")
+    name, workload = _workload(args)
+    try:
+        replayer = replay.DisaggregatedReplayer(
+            args.between,
+            **_groups(args),
+            **args.policies,
+            num_blocks=args.num_blocks,
+            hash_block_size=args.hash_block_size,
+            concurrency=args.concurrency,
+            service=args.service,
+        )
+        with _progress(args) as advance:
+            report = replayer.run(workload, name, advance)
+    except replay.TraceError as error:
+        raise UsageError(str(error)) from None
+    except MemoryError as error:
+        raise UsageError(
+            f"--num-blocks is {args.num_blocks}, --disaggregate is {args.disaggregate}: expected fewer "
+            f"blocks, they do not fit into memory ({error})"
+        ) from None
+    except ValueError as error:
+        given = "block size" if args.specs is None else f"--groups is {quoted(args.groups)}"
+        raise UsageError(f"{given}: {error}") from None
+    if args.json:
+        with writing():
+            print(json.dumps(report.to_dict()))
+    else:
+        show(replay.disaggregation_table(report))
     return 0
 
 

@@ -5,6 +5,12 @@ Works without torch unless `verify` is asked for.
 
 from kvcache.replay.chat import ChatShape, chat_workload
 from kvcache.replay.comparison import COMPARED, Comparison, compare, comparison_table, optimum
+from kvcache.replay.disaggregation import (
+    DisaggregatedReplayer,
+    Disaggregation,
+    DisaggregationReport,
+    disaggregation_table,
+)
 from kvcache.replay.mismatch import Mismatch
 from kvcache.replay.replayer import Replayer, Series
 from kvcache.replay.report import ReplayReport
@@ -16,6 +22,9 @@ __all__ = [
     "COMPARED",
     "ChatShape",
     "Comparison",
+    "DisaggregatedReplayer",
+    "Disaggregation",
+    "DisaggregationReport",
     "Mismatch",
     "ReplayReport",
     "Replayer",
@@ -26,6 +35,7 @@ __all__ = [
     "chat_workload",
     "compare",
     "comparison_table",
+    "disaggregation_table",
     "optimum",
     "read_mooncake",
     "read_trace",

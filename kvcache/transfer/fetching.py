@@ -77,7 +77,8 @@ class Fetch:
                     self.transfers.append(read)
         except BaseException as error:
             self.cancel(f"another part was refused: {error}")
-            raise
+            if not self.transfers or not isinstance(error, TransferError | ValueError):
+                raise  # else `poll` raises: what has begun may still write to pages
 
     def poll(self) -> bool:
         """Whether all pages are here, in local order, and the peers know. TransferError if it failed."""

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvcache.integrations.vllm.disaggregation.options import Options
 from kvcache.integrations.vllm.disaggregation.scheduling import Scheduling
-from kvcache.integrations.vllm.disaggregation.steps import RankHandshake, Step
+from kvcache.integrations.vllm.disaggregation.steps import Handshake, Metadata
 from kvcache.integrations.vllm.disaggregation.windows import check_kinds
 from kvcache.integrations.vllm.disaggregation.worker import Worker
 
@@ -67,7 +67,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         self._scheduling.allocated(request, blocks, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Metadata:
         return self._scheduling.take_step()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -83,7 +83,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduling.finished(request, (block_ids,))
 
-    def set_xfer_handshake_metadata(self, metadata: Mapping[int, RankHandshake]) -> None:
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Handshake]) -> None:
         self._scheduling.take_handshakes(metadata)
 
     # Of a worker.
@@ -91,7 +91,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
 
-    def get_handshake_metadata(self) -> RankHandshake | None:
+    def get_handshake_metadata(self) -> Handshake | None:
         return self._worker.handshake
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -1,25 +1,20 @@
-"""One request's load on one rank: reads, the check of the lease, and word to the producer."""
+"""A load of vLLM's blocks on one rank: which reads fill them."""
 
 from __future__ import annotations
 
 import base64
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from kvcache.integrations.vllm.disaggregation.layout import GroupLayout, check_like
-from kvcache.integrations.vllm.disaggregation.leases import done_message, is_over
+from kvcache.disaggregation.layout import GroupLayout, check_like
+from kvcache.disaggregation.leases import Progress
+from kvcache.disaggregation.reading import Pending, Read, Reader, readers_of_sources
+from kvcache.disaggregation.steps import Load
 from kvcache.integrations.vllm.disaggregation.moves import GroupPlan, Moves
-from kvcache.integrations.vllm.disaggregation.offer import Offer
-from kvcache.integrations.vllm.disaggregation.steps import Load
-from kvcache.transfer.plan.readers import source_readers
-from kvcache.transfer.transport.base import Transfer, TransferError, Transport
+from kvcache.transfer.transport.base import Transport
 from kvcache.transfer.transport.metadata import parse_metadata
-
-_ERRORS = (TransferError, ConnectionError, OSError, ValueError, TypeError)
 
 _MOST_PEERS = 1024  # whose metadata are kept
 
@@ -38,24 +33,15 @@ class Plans:
     ) -> Plans:
         """ValueError where blocks of the one cannot become blocks of the other."""
         check_like(local, remote)
-        by_source: dict[int, set[int]] = {}
-        for mine, theirs in zip(local, remote):
-            for source, ranks in enumerate(source_readers(mine.description, theirs.description)):
-                by_source.setdefault(source, set()).update(ranks)
-        # A replica that no rank reads is told by rank 0.
-        readers = {source: ranks or {0} for source, ranks in by_source.items()}
         return cls(
             tuple(GroupPlan(*pair, local_rank) for pair in zip(local, remote)),
-            {source: len(ranks) for source, ranks in readers.items() if local_rank in ranks},
+            readers_of_sources(local, remote, local_rank),
         )
 
 
-class Rank:
-    """What the loads of a rank share.
-
-    inbox: int64[n], registered, where slots of leases are read to. begins: int64[m], where the
-    allocations of the caches begin, ascending.
-    """
+class Rank(Reader):
+    """What the loads of a rank share. begins: int64[m], where the allocations of the caches begin,
+    ascending."""
 
     def __init__(
         self,
@@ -63,14 +49,12 @@ class Rank:
         layouts: Sequence[GroupLayout],
         addresses: Sequence[Sequence[int]],
         rank: int,
-        inbox: np.ndarray,
         begins: np.ndarray,
     ) -> None:
-        self.transport, self.layouts, self.addresses = transport, tuple(layouts), addresses
-        self.rank, self.inbox, self.begins = rank, inbox, begins
-        self.free_cells = list(range(len(inbox)))
+        super().__init__(transport)
+        self.layouts, self.addresses = tuple(layouts), addresses
+        self.rank, self.begins = rank, begins
         self._plans: dict[tuple[GroupLayout, ...], Plans] = {}
-        self._down: dict[str, tuple[float, str]] = {}
         self._remote_begins: dict[str, np.ndarray] = {}
 
     def plans(self, remote: tuple[GroupLayout, ...]) -> Plans:
@@ -88,77 +72,36 @@ class Rank:
             self._remote_begins[metadata], _ = parse_metadata(decoded, self.transport.name).bounds()
         return self._remote_begins[metadata]
 
-    def connect(self, metadata: str, timeout_s: float) -> str:
-        """The name of a peer. ConnectionError or ValueError; one that was not reached is not tried again
-        within `timeout_s`, so that its requests do not hold up those of others."""
-        until, reason = self._down.get(metadata, (0.0, ""))
-        if time.monotonic() < until:
-            raise ConnectionError(reason)
-        self._down.pop(metadata, None)
-        try:
-            return self.transport.connect(
-                base64.b64decode(metadata, validate=True), timeout_s=timeout_s
-            )
-        except ConnectionError as error:
-            self._down[metadata] = time.monotonic() + timeout_s, str(error)
-            raise
 
+class Fetch(Read):
+    """A load of blocks that are computed already."""
 
-class Fetch:
-    """A load under way: `step` is called until it returns True.
-
-    Blocks first, then the slots of the lease: so what was read is right if the lease has not ended. A
-    load that fails ends when the transport has let go of its blocks.
-    """
+    _reader: Rank
 
     def __init__(self, rank: Rank, load: Load, timeout_s: float) -> None:
-        self.error: str | None = None
-        self._rank, self._load = rank, load
-        self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
-        self._peers: dict[int, str] = {}
-        self._cells: dict[int, int] = {}
-        self._transfers: list[Transfer] = []
-        self._stage: Any = self._connect
+        super().__init__(rank, load, timeout_s)
+        self._has_begun = False
 
-    @property
-    def left_s(self) -> float:
-        """Seconds to the deadline."""
-        return self._deadline - time.monotonic()
-
-    def step(self) -> bool:
-        """Goes on without waiting; True once the load has ended, well or with `error`."""
-        try:
-            if self.error is None and self.left_s <= 0:
-                raise TransferError(f"not done within {self._timeout_s:g} s")
-            return self._stage()
-        except Exception as error:  # whatever it is, the request is to be answered
-            self.error = f"{error}" if isinstance(error, _ERRORS) else repr(error)
-            for transfer in self._transfers:
-                transfer.cancel(self.error)
-            self._stage = self._let_go
-            return self._stage()
-
-    def _connect(self) -> bool:
-        offer = self._load.offer
-        plans = self._plans = self._rank.plans(offer.groups)
-        if any(self._rank.transport.name != each.transport for each in offer.ranks):
+    def _plan(self) -> Mapping[int, int]:
+        if self._load.offer.order:
             raise ValueError(
-                f"transport is {self._rank.transport.name!r} here, {offer.ranks[0].transport!r} in "
-                f"engine {offer.engine_id!r}: set the same in both"
+                f"the blocks of request {self._load.offer.request_id} are not computed yet: expected "
+                "the offer of a finished request"
             )
-        for source in plans.readers:
-            metadata = offer.ranks[source].metadata
-            self._peers[source] = self._rank.connect(metadata, max(self.left_s, 0.001))
-        for source, *columns in self._moves(offer):
-            read = self._rank.transport.read(
-                self._peers[source], *columns, timeout_s=max(self.left_s, 0.001)
-            )
-            self._transfers.append(read)
-        self._stage = self._wait_for_blocks
-        return False
+        self._plans = self._reader.plans(self._load.offer.groups)
+        return self._plans.readers
 
-    def _moves(self, offer: Offer) -> Iterator[Moves]:
+    def _begin(self, progress: Mapping[int, Progress] | None) -> Iterator[Pending]:
+        for source, *columns in self._moves():
+            yield self._reader.transport.read(self._peers[source], *columns, timeout_s=self.left_s)
+        self._has_begun = True
+
+    def _has_all(self) -> bool:
+        return self._has_begun
+
+    def _moves(self) -> Iterator[Moves]:
         """The reads of all groups, each between one allocation here and one there."""
+        offer = self._load.offer
         remote_ranks = range(len(offer.ranks))
         for group, plan in enumerate(self._plans.groups):
             local = list(self._load.blocks[group])
@@ -166,80 +109,15 @@ class Fetch:
             local[:known] = [0] * min(known, len(local))
             remote_addresses = {rank: offer.ranks[rank].addresses[group] for rank in remote_ranks}
             for moves in plan.moves(
-                self._rank.addresses[group], remote_addresses, local, offer.blocks[group]
+                self._reader.addresses[group], remote_addresses, local, offer.blocks[group]
             ):
                 yield from self._apart(moves)
 
     def _apart(self, moves: Moves) -> Iterator[Moves]:
-        remote_begins = self._rank.remote_begins(self._load.offer.ranks[moves.remote_rank].metadata)
-        local_begins = self._rank.begins
+        remote = self._load.offer.ranks[moves.remote_rank]
+        remote_begins = self._reader.remote_begins(remote.metadata)
+        local_begins = self._reader.begins
         pair = np.searchsorted(local_begins, moves.local, "right") * (len(remote_begins) + 1)
         pair = pair + np.searchsorted(remote_begins, moves.remote, "right")
         for each in np.unique(pair):
             yield Moves(moves.remote_rank, *(column[pair == each] for column in moves[1:]))
-
-    def _wait_for_blocks(self) -> bool:
-        if all(transfer.poll() for transfer in self._transfers):
-            if len(self._rank.free_cells) < len(self._peers):
-                raise ValueError("too many loads at once: expected fewer")
-            self._cells = {source: self._rank.free_cells.pop() for source in self._peers}
-            self._stage = self._read_slots
-        return False
-
-    def _read_slots(self) -> bool:
-        lease, inbox = self._load.offer.lease, self._rank.inbox
-        self._transfers = []
-        for source, cell in self._cells.items():
-            address = np.array([inbox.ctypes.data + 8 * cell])
-            slot = np.array([self._load.offer.ranks[source].leases + 8 * lease.slot])
-            read = self._rank.transport.read(
-                self._peers[source],
-                address,
-                slot,
-                np.array([8]),
-                timeout_s=max(self.left_s, 0.001),
-            )
-            self._transfers.append(read)
-        self._stage = self._wait_for_slots
-        return False
-
-    def _wait_for_slots(self) -> bool:
-        if not all(transfer.poll() for transfer in self._transfers):
-            return False
-        lease = self._load.offer.lease
-        states = {
-            is_over(int(self._rank.inbox[cell]), lease.generation) for cell in self._cells.values()
-        }
-        if True in states:
-            raise TransferError(
-                f"the lease of request {self._load.offer.request_id} is over: set a longer lease_s in "
-                f"engine {self._load.offer.engine_id!r}"
-            )
-        if None in states:  # told before the producer's workers knew of it
-            self._stage = self._read_slots
-            return False
-        self._tell()
-        return self._end()
-
-    def _let_go(self) -> bool:
-        """Of a load that failed: True once the transport no longer writes to its blocks."""
-        if not all(transfer.is_released for transfer in self._transfers):
-            return False
-        self._tell()
-        return self._end()
-
-    def _tell(self) -> None:
-        """Tells the producer's ranks that this one reads no more; a peer that is gone needs no word."""
-        offer = self._load.offer
-        for source, peer in self._peers.items():
-            count = self._plans.readers[source]
-            try:
-                message = done_message(offer.request_id, offer.lease.generation, count)
-                self._rank.transport.send(peer, message)
-            except _ERRORS:
-                continue
-
-    def _end(self) -> bool:
-        self._rank.free_cells += self._cells.values()
-        self._cells = {}
-        return True

@@ -1,72 +1,18 @@
-"""How the blocks of one KV cache group lie in a worker's memory, as engines tell each other."""
+"""The layout of a vLLM worker's tensors, for another engine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from kvcache.checks import integer, shown
+from kvcache.disaggregation.layout import BY_TOKEN, GroupLayout
 from kvcache.transfer.description import CacheDescription
-from kvcache.transfer.plan.transfer_plan import check_same_content
 
-# All that a head of a token has lies together, or a kernel of vLLM for CPUs has an order of its own.
-BY_TOKEN = "by token"
-# K of a block's head is [head size, tokens], V is [tokens, head size]: the CPU's kernel of this name.
-VEC = "vec"
 _ORDERS = {
     "HND": ("layer", "block", "head", "token", "element"),
     "NHD": ("layer", "block", "token", "head", "element"),
 }
-
-
-@dataclass(frozen=True)
-class GroupLayout:
-    """A group's blocks, the same on every rank.
-
-    layers: their names. description: of pages in which a head of a token is one piece, K and V together.
-    pages_per_block: pages of the kernels that a block of the scheduler has. num_blocks: of the pool.
-    interior: the order within a head of a page, `BY_TOKEN` or the name of a kernel for CPUs.
-    """
-
-    layers: tuple[str, ...]
-    description: CacheDescription
-    pages_per_block: int
-    num_blocks: int
-    interior: str = BY_TOKEN
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block."""
-        return self.description.block_size * self.pages_per_block
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {
-            "layers": list(self.layers),
-            "description": self.description.to_dict(),
-            "pages_per_block": self.pages_per_block,
-            "num_blocks": self.num_blocks,
-            "interior": self.interior,
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> GroupLayout:
-        """The inverse of `to_dict`. TypeError or ValueError for anything else."""
-        layers, interior = values["layers"], values["interior"]
-        if not isinstance(layers, list) or not all(isinstance(name, str) for name in layers):
-            raise TypeError(f"layers is {shown(layers)}: expected a list of names")
-        if not isinstance(interior, str):
-            raise TypeError(f"interior is {shown(interior)}: expected a name")
-        return cls(
-            tuple(layers),
-            CacheDescription.from_dict(values["description"]),
-            integer(values["pages_per_block"], "pages_per_block", 1),
-            integer(values["num_blocks"], "num_blocks", 1),
-            interior,
-        )
 
 
 def layout_of_group(
@@ -134,27 +80,3 @@ def layout_of_group(
         dtype=str(first.dtype).removeprefix("torch."),
     )
     return GroupLayout(tuple(layers), description, num_pages // num_blocks, num_blocks, interior)
-
-
-def check_like(local: Sequence[GroupLayout], remote: Sequence[GroupLayout]) -> None:
-    """ValueError unless blocks of the remote engine can become local ones: what differs, in one line."""
-    if [each.layers for each in local] != [each.layers for each in remote]:
-        raise ValueError(
-            f"the local engine has groups of {[len(each.layers) for each in local]} layers, the remote "
-            f"one of {[len(each.layers) for each in remote]}: expected the same layers in the same "
-            "groups; serve the same model in both"
-        )
-    for mine, theirs in zip(local, remote):
-        check_same_content(mine.description, theirs.description)
-        if mine.interior != theirs.interior:
-            raise ValueError(
-                f"the local engine's kernels order a block as {mine.interior!r}, the remote one's as "
-                f"{theirs.interior!r}: expected the same; serve both on machines of one kind"
-            )
-        is_same_size = mine.description.block_size == theirs.description.block_size
-        if mine.interior not in (BY_TOKEN, VEC) and not is_same_size:
-            raise ValueError(
-                f"the local engine has blocks of {mine.description.block_size} tokens, the remote one "
-                f"of {theirs.description.block_size}: expected the same with the CPU's kernel "
-                f"{mine.interior!r}; set the same --block-size"
-            )

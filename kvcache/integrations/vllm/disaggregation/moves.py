@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.integrations.vllm.disaggregation.layout import VEC, GroupLayout, check_like
+from kvcache.disaggregation.layout import VEC, GroupLayout, check_like
 from kvcache.transfer.description import CacheDescription
 from kvcache.transfer.plan.fragments import GroupFragments
 from kvcache.transfer.plan.patterns import sources_of_heads

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,14 +14,18 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvcache.integrations.vllm.disaggregation.layout import check_like
-from kvcache.integrations.vllm.disaggregation.leases import NUM_SLOTS
-from kvcache.integrations.vllm.disaggregation.offer import Lease, Offer, digest_of
+from kvcache.disaggregation.layout import check_like, is_complete
+from kvcache.disaggregation.leases import LeaseNumbers, Progress
+from kvcache.disaggregation.offer import Offer, digest_of
+from kvcache.disaggregation.steps import Load, RankHandshake
 from kvcache.integrations.vllm.disaggregation.options import Options
-from kvcache.integrations.vllm.disaggregation.steps import Load, RankHandshake, Step
-from kvcache.integrations.vllm.disaggregation.windows import first_needed, is_complete
+from kvcache.integrations.vllm.disaggregation.params import offer_in, params_of
+from kvcache.integrations.vllm.disaggregation.steps import Metadata
+from kvcache.integrations.vllm.disaggregation.windows import first_needed
 
 _log = logging.getLogger(__name__)
+# What sets how vLLM hashes blocks.
+_CHANGES = {"algorithm": "--prefix-caching-hash-algo", "seed": "PYTHONHASHSEED"}
 _DONE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -44,11 +47,8 @@ class Scheduling:
         self._algorithm = cache.prefix_caching_hash_algo if cache.enable_prefix_caching else None
         self._handshakes: list[RankHandshake] = []
         self._offers: dict[str, Offer | None] = {}  # of requests that have not been loaded yet
-        self._step = Step()
-        self._slots = list(range(NUM_SLOTS))
-        self._slot_of: dict[str, int] = {}
-        # Later than that of any earlier start with the same memory.
-        self._generation = time.time_ns() // 1_000
+        self._step = Metadata()
+        self._numbers = LeaseNumbers()
 
     def take_handshakes(self, handshakes: Mapping[int, RankHandshake]) -> None:
         """The workers', by rank."""
@@ -62,8 +62,11 @@ class Scheduling:
         end = min(offer.num_tokens, request.num_tokens - 1)  # the last one must run
         if end <= num_computed_tokens:
             return 0, False
-        for spec, layout, blocks in zip(self._specs, offer.groups, offer.blocks):
-            first = max(num_computed_tokens, first_needed(spec, end))
+        own = self._handshakes[0].groups
+        for spec, mine, layout, blocks in zip(self._specs, own, offer.groups, offer.blocks):
+            # Blocks become hits, of other lengths too: of each that is read, all must be there.
+            first = first_needed(spec, end) // mine.block_size * mine.block_size
+            first = max(num_computed_tokens, first)
             if not is_complete(blocks, layout.block_size, first, end):
                 self._refuse(request, "the producer has freed a window's blocks that are needed")
                 self._step.unread.append(offer)
@@ -85,9 +88,9 @@ class Scheduling:
             offer, end - num_to_load, end, tuple(list(own[group]) for group in self._groups)
         )
 
-    def take_step(self) -> Step:
+    def take_step(self) -> Metadata:
         """What the workers are to begin."""
-        step, self._step = self._step, Step()
+        step, self._step = self._step, Metadata()
         return step
 
     def finished(
@@ -107,13 +110,13 @@ class Scheduling:
         ):
             return False, None
         num_tokens = min(request.num_prompt_tokens, request.num_computed_tokens)
-        if num_tokens < 1 or not self._slots:
+        if num_tokens < 1:
             return False, None
-        self._generation += 1
-        until = time.time() + self._options.lease_s
-        lease = Lease(self._slots.pop(), self._generation, until)
-        self._slot_of[request.request_id] = lease.slot
-        self._step.leases[request.request_id] = lease, self._options.lease_s
+        lease = self._numbers.take(request.request_id, self._options.lease_s)
+        if lease is None:
+            return False, None
+        kept = lease, self._options.lease_s, Progress(num_tokens)
+        self._step.leases[request.request_id] = kept
         offer = Offer(
             self._engine_id,
             request.request_id,
@@ -126,13 +129,12 @@ class Scheduling:
             tuple(each.address for each in self._handshakes),
             lease,
         )
-        return True, offer.to_params()
+        return True, params_of(offer)
 
     def take_output(self, output: KVConnectorOutput) -> None:
         """The workers' report: what was sent frees its slot."""
         for request_id in output.finished_sending or ():
-            if request_id in self._slot_of:  # another connector beside this one sends too
-                self._slots.append(self._slot_of.pop(request_id))
+            self._numbers.give_back(request_id)  # another connector beside this one sends too
 
     def _offer(self, request: Request) -> Offer | None:
         """The offer that a request brings, checked once; a wrong one is refused in one line."""
@@ -142,7 +144,7 @@ class Scheduling:
             return None
         offer = None
         try:
-            offer = Offer.from_params(request.kv_transfer_params)
+            offer = offer_in(request.kv_transfer_params)
             if offer is not None:
                 self._check(request, offer)
         except ValueError as error:
@@ -152,18 +154,10 @@ class Scheduling:
         return offer
 
     def _check(self, request: Request, offer: Offer) -> None:
-        offer.check_answers(self._model, self._hashing())
+        offer.check_answers(self._model, self._hashing(), _CHANGES)
         check_like(self._handshakes[0].groups, offer.groups)
-        if request.prompt_token_ids is None or request.num_tokens < offer.num_tokens:
-            raise ValueError(
-                f"the request has {request.num_tokens} tokens, the offer {offer.num_tokens}: expected a "
-                "prompt of as many tokens"
-            )
-        if _digest(request, offer.num_tokens) != offer.digest:
-            raise ValueError(
-                "the offer is of other tokens, images or another adapter: send both engines the same "
-                "prompt"
-            )
+        num_tokens = 0 if request.prompt_token_ids is None else request.num_tokens
+        offer.check_prompt(num_tokens, lambda count: _digest(request, count))
 
     def _refuse(self, request: Request, reason: str) -> None:
         self._offers[request.request_id] = None

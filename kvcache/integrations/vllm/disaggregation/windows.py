@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -32,11 +30,3 @@ def first_needed(spec: KVCacheSpec, next_token: int) -> int:
     if chunk := getattr(spec, "attention_chunk_size", None):
         return next_token // chunk * chunk
     return 0
-
-
-def is_complete(blocks: Sequence[int], block_size: int, first_token: int, end_token: int) -> bool:
-    """Whether blocks hold the tokens [first_token, end_token): none is 0 or behind the last."""
-    if first_token >= end_token:
-        return True
-    first, last = first_token // block_size, (end_token - 1) // block_size
-    return last < len(blocks) and all(blocks[first : last + 1])

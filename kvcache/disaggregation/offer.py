@@ -1,27 +1,28 @@
-"""What a producer tells of a finished request: the `kv_transfer_params` of its answer, plain JSON."""
+"""What a sender tells of a request whose blocks it keeps, as plain JSON."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from kvcache.checks import MAX_INT64, integer, shown
-from kvcache.integrations.vllm.disaggregation.layout import GroupLayout
+from kvcache.disaggregation.layout import GroupLayout
+from kvcache.disaggregation.leases import NUM_SLOTS, Lease
 
-VERSION = 1
-_KEY = "kvcache"
+VERSION = 2
 _MOST_RANKS = 4096
+_CHANGES = {"algorithm": "hash_algorithm", "seed": "hash_seed"}
 
 
 @dataclass(frozen=True)
 class RankAddress:
-    """Where a rank of the producer is read. transport: its name. metadata: what the transport connects
-    to, base64. addresses: by group, where page 0 of each layer begins. leases: where the slots are."""
+    """Where a rank of the sender is read. transport: its name. metadata: what the transport connects
+    to, base64. addresses: by group, where the regions of its pages begin. leases: where the slots are."""
 
     transport: str
     metadata: str
@@ -30,24 +31,13 @@ class RankAddress:
 
 
 @dataclass(frozen=True)
-class Lease:
-    """Blocks are kept while `slot` of each rank's leases holds `generation`.
-
-    until: seconds since the epoch, by the producer's clock; what counts is the slot.
-    """
-
-    slot: int
-    generation: int
-    until: float
-
-
-@dataclass(frozen=True)
 class Offer:
     """The blocks of a request, as another engine may read them.
 
-    hashing: algorithm and seed of the producer's block hashes, None without prefix caching. model: what
+    hashing: algorithm and seed of the sender's block hashes, None without prefix caching. model: what
     must be equal in both engines. digest: of the first `num_tokens` tokens, by `digest_of`. blocks: by
-    group; 0 where there is none any more.
+    group; 0 where there is none any more. order: the layers in the order in which they are computed,
+    where the blocks are offered before that: then the slots of the lease say how far it is.
     """
 
     engine_id: str
@@ -60,40 +50,27 @@ class Offer:
     blocks: tuple[tuple[int, ...], ...]
     ranks: tuple[RankAddress, ...]
     lease: Lease
+    order: tuple[str, ...] = ()
 
-    def to_params(self) -> dict[str, Any]:
-        """Values for JSON. The names of vLLM's own connectors beside them are for proxies."""
-        own = asdict(self) | {
-            "version": VERSION,
-            "groups": [each.to_dict() for each in self.groups],
-        }
-        return {"do_remote_prefill": True, "do_remote_decode": False, _KEY: _plain(own)}
+    def to_dict(self) -> dict[str, Any]:
+        """Values for JSON."""
+        groups = [each.to_dict() for each in self.groups]
+        return _plain(asdict(self) | {"version": VERSION, "groups": groups})
 
     @classmethod
-    def from_params(cls, params: Mapping[str, Any] | None) -> Offer | None:
-        """The offer in a request's `kv_transfer_params`; None where there is none.
-
-        ValueError for another version, and for values that no producer makes.
-        """
-        if not isinstance(params, Mapping) or not params.get("do_remote_prefill"):
-            return None
-        own = params.get(_KEY)
-        if own is None:
+    def from_dict(cls, values: Any) -> Offer:
+        """The inverse of `to_dict`. ValueError for another version, and values that no sender makes."""
+        if not isinstance(values, Mapping) or values.get("version") != VERSION:
+            version = values.get("version") if isinstance(values, Mapping) else None
             raise ValueError(
-                f"kv_transfer_params have {sorted(params)}: expected {_KEY!r}, as a producer with this "
-                "connector answers; use the same connector in both engines"
-            )
-        if not isinstance(own, Mapping) or own.get("version") != VERSION:
-            version = own.get("version") if isinstance(own, Mapping) else None
-            raise ValueError(
-                f"version of kv_transfer_params is {shown(version)}: expected {VERSION}; install the "
-                "same version of kvcache in both engines"
+                f"version of the offer is {shown(version)}: expected {VERSION}; install the same "
+                "version of kvcache in both engines"
             )
         try:
-            return cls._checked(own)
+            return cls._checked(values)
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             missing = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise ValueError(f"kv_transfer_params are not an offer: {missing}") from error
+            raise ValueError(f"this is not an offer: {missing}") from error
 
     @classmethod
     def _checked(cls, own: Mapping[str, Any]) -> Offer:
@@ -103,17 +80,22 @@ class Offer:
             for layout, ids in zip(groups, own["blocks"], strict=True)
         )
         num_tokens = integer(own["num_tokens"], "num_tokens", 1)
-        ranks = tuple(_rank(each, groups) for each in own["ranks"])
         world_sizes = {layout.description.world_size for layout in groups}
-        if world_sizes != {len(ranks)} or len(ranks) > _MOST_RANKS:
-            raise ValueError(f"there are {len(ranks)} ranks: expected {sorted(world_sizes)}")
+        if world_sizes != {len(own["ranks"])} or len(own["ranks"]) > _MOST_RANKS:
+            raise ValueError(f"there are {len(own['ranks'])} ranks: expected {sorted(world_sizes)}")
+        ranks = tuple(_rank(each, groups, rank) for rank, each in enumerate(own["ranks"]))
         for layout, ids in zip(groups, blocks):
-            if len(ids) * layout.block_size < num_tokens:
+            if not layout.is_state and len(ids) * layout.block_size < num_tokens:
                 raise ValueError(
                     f"a group has {len(ids)} blocks of {layout.block_size} tokens: expected enough for "
                     f"{num_tokens} tokens"
                 )
-        lease, hashing = own["lease"], own["hashing"]
+        lease, hashing, order = own["lease"], own["hashing"], tuple(own["order"])
+        names = sorted(name for layout in groups for name in layout.layers)
+        if order and sorted(order) != names:
+            raise ValueError(
+                f"order is {shown(order)}: expected each layer of the groups once, or none"
+            )
         if hashing is not None and not isinstance(hashing, Mapping):
             raise TypeError(f"hashing is {shown(hashing)}: expected algorithm and seed")
         return cls(
@@ -127,14 +109,23 @@ class Offer:
             blocks,
             ranks,
             Lease(
-                integer(lease["slot"], "slot"),
+                integer(lease["slot"], "slot", 0, NUM_SLOTS - 1),
                 integer(lease["generation"], "generation", 1, MAX_INT64),
                 float(lease["until"]),
             ),
+            order,
         )
 
-    def check_answers(self, model: Mapping[str, Any], hashing: Mapping[str, str] | None) -> None:
-        """ValueError where the producer serves another model, or hashes blocks otherwise."""
+    def check_answers(
+        self,
+        model: Mapping[str, Any],
+        hashing: Mapping[str, str] | None,
+        changes: Mapping[str, str] = _CHANGES,
+    ) -> None:
+        """ValueError where the sender serves another model, or hashes blocks otherwise.
+
+        changes: what sets `algorithm` and `seed` of the hashes.
+        """
         for name in sorted(set(model) | set(self.model)):
             if model.get(name) != self.model.get(name):
                 raise ValueError(
@@ -144,16 +135,29 @@ class Offer:
                 )
         if hashing is None or self.hashing is None:
             return
-        for name, change in (
-            ("algorithm", "--prefix-caching-hash-algo"),
-            ("seed", "PYTHONHASHSEED"),
-        ):
+        for name, change in changes.items():
             if hashing[name] != self.hashing.get(name):
                 raise ValueError(
                     f"{name} of block hashes is {hashing[name]!r} here, "
                     f"{shown(self.hashing.get(name))} in engine {self.engine_id!r}: set {change} to the "
                     "same in both"
                 )
+
+    def check_prompt(self, num_tokens: int, digest_of_first: Callable[[int], str]) -> None:
+        """ValueError where a request has fewer tokens, or others.
+
+        digest_of_first: `digest_of` of so many of its tokens.
+        """
+        if num_tokens < self.num_tokens:
+            raise ValueError(
+                f"the request has {num_tokens} tokens, the offer {self.num_tokens}: expected a prompt of "
+                "as many tokens"
+            )
+        if digest_of_first(self.num_tokens) != self.digest:
+            raise ValueError(
+                "the offer is of other tokens, images or another adapter: send both engines the same "
+                "prompt"
+            )
 
 
 def digest_of(
@@ -166,15 +170,16 @@ def digest_of(
     return digest.hexdigest()
 
 
-def _rank(values: Mapping[str, Any], groups: Sequence[GroupLayout]) -> RankAddress:
+def _rank(values: Mapping[str, Any], groups: Sequence[GroupLayout], rank: int) -> RankAddress:
     addresses = tuple(
         tuple(integer(each, "an address", 0, MAX_INT64) for each in of_group)
         for of_group in values["addresses"]
     )
-    if [len(each) for each in addresses] != [len(layout.layers) for layout in groups]:
+    expected = [layout.num_regions(rank) for layout in groups]
+    if [len(each) for each in addresses] != expected:
         raise ValueError(
-            f"a rank has addresses of {[len(each) for each in addresses]} layers: expected "
-            f"{[len(layout.layers) for layout in groups]}"
+            f"rank {rank} has addresses of {[len(each) for each in addresses]} regions: "
+            f"expected {expected}"
         )
     return RankAddress(
         _text(values["transport"], "transport"),

@@ -1,0 +1,65 @@
+"""Requests between a prefill and a decode process while either is killed, stopped and started again.
+
+    python -m benchmarks.disaggregation                  # 1,000 requests, 32 kills, 32 stops
+    python -m benchmarks.disaggregation --seed 7 --json benchmarks/results/disaggregation.json
+
+Both processes check every byte that they read. It fails where an answer is wrong, a request waits longer
+than its deadline and a second, the time not counted in which its process had no core, or a pool does not
+end empty.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.gpu.machine import commit, processor
+from tests.disaggregation_faults import LEASE_S, MARGIN_S, Faults
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--kills", type=int, default=32)
+    parser.add_argument("--stops", type=int, default=32)
+    parser.add_argument("--transport", default="gloo", choices=("gloo", "nixl"))
+    parser.add_argument("--seed", type=int, default=random.randrange(2**32))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    print(f"seed {args.seed}", flush=True)
+    begun = time.monotonic()
+    found = Faults(
+        args.seed,
+        num_requests=args.requests,
+        num_kills=args.kills,
+        num_stops=args.stops,
+        transport=args.transport,
+        progress=True,
+    ).run()
+    reasons = found.pop("reasons")
+    for name, value in found.items():
+        print(f"{name:14} {value}")
+    for reason, count in sorted(reasons.items(), key=lambda each: -each[1]):
+        print(f"{count:14} {reason}")
+    if args.json is not None:
+        result = {
+            "machine": {"processor": processor(), "cores": os.cpu_count()},
+            "commit": commit(),
+            "transport": args.transport,
+            "lease_s": LEASE_S,
+            "margin_s": MARGIN_S,
+            "duration_s": round(time.monotonic() - begun),
+            **found,
+            "reasons": reasons,
+        }
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if found["wrong"] or found["hanging"] or found["leaked"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Prefill in one process, decode in another: TP 2, blocks of 16, HND becomes TP 1, blocks of 32, NHD.
+
+The prefill engine computes a prompt and publishes its blocks under a lease. The decode engine pulls them
+and compares every byte. What passes between them beside is JSON.
+"""
+
+import json
+import time
+from multiprocessing import get_context
+
+import torch
+
+from kvcache import KVCacheManager, KVStorage, LayerSpec, Request, plan_cache
+from kvcache.disaggregation import CacheRank, Connector, ConnectorOptions, layouts_of_plan
+
+HEADS, SIZE, LAYERS, MAX_LEN = 4, 64, 4, 2048
+PROMPT = [(7 * i) % 1000 for i in range(1500)]
+OPTIONS = ConnectorOptions(transport="gloo", lease_s=30, timeout_s=20)  # None: NIXL, if it is there
+
+
+class Engine:
+    """The manager, the pages of each rank, and the connector between them and other engines."""
+
+    def __init__(self, engine_id: str, tp_size: int, block_size: int, layout: str) -> None:
+        shape = {"num_kv_heads": HEADS // tp_size, "head_size": SIZE, "dtype": "float32"}
+        layers = [LayerSpec(f"{i}", "full_attention", block_size, **shape) for i in range(LAYERS)]
+        plan = plan_cache(layers, 2**25, max_model_len=MAX_LEN)
+        self.pages = [KVStorage.for_plan(plan, layout=layout)[0] for _ in range(tp_size)]
+        self.manager = KVCacheManager.for_groups(plan.groups, plan.num_pages, MAX_LEN)
+        layouts = layouts_of_plan(plan, self.pages[:1], engine_id=engine_id, tp_size=tp_size)
+        self.ranks = [
+            CacheRank(layouts, [pages], rank=rank, options=OPTIONS)
+            for rank, pages in enumerate(self.pages)
+        ]
+        self.connector = Connector(self.manager, self.ranks, engine_id=engine_id, options=OPTIONS)
+
+    def parts(self, request: Request, first: int, end: int):
+        """The slots of K and V of each layer and rank, with what the model computes for them."""
+        positions = torch.arange(first, end)
+        blocks = torch.from_numpy(self.manager.block_ids(request))
+        size = self.manager.block_size
+        at = blocks[positions // size].long(), positions % size
+        token = torch.from_numpy(request.token_ids[first:end])[:, None, None]
+        for rank, pages in enumerate(self.pages):
+            heads = HEADS // len(self.pages)
+            head = torch.arange(rank * heads, (rank + 1) * heads)[None, :, None]
+            for layer in range(LAYERS):
+                for part, cache in enumerate((pages.key_cache(layer), pages.value_cache(layer))):
+                    value = token + 1000 * positions[:, None, None] + head * 7 + layer * 3 + part
+                    yield cache, at, (value + torch.arange(SIZE)).float()
+
+    def compute(self, request: Request, first: int, end: int) -> None:
+        for cache, at, value in self.parts(request, first, end):
+            cache[at] = value
+
+
+def prefill(pipe) -> None:
+    engine = Engine("prefill", tp_size=2, block_size=16, layout="HND")
+    while (prompt := pipe.recv()) is not None:
+        begun = time.perf_counter()
+        request = Request("r1", prompt)
+        step = engine.manager.step(new=[request])
+        engine.compute(request, int(step.num_computed_tokens[0]), len(prompt))
+        offer = engine.connector.publish(request)  # in place of `manager.free`
+        pipe.send((json.dumps(offer), time.perf_counter() - begun))
+        while engine.connector.num_leased_requests:  # an engine polls once a step
+            engine.connector.poll()
+            time.sleep(0.001)
+        pipe.send(engine.manager.pool.num_total - engine.manager.pool.num_free)
+    for rank in engine.ranks:
+        rank.close()
+
+
+def decode(engine: Engine, offer: str) -> dict[str, float]:
+    """Pulls the prompt's blocks and computes the last token; seconds per phase."""
+    times, last = {}, time.perf_counter()
+    request = Request("r1", [*PROMPT, 5])
+
+    def done(phase: str) -> None:
+        nonlocal last
+        times[phase], last = time.perf_counter() - last, time.perf_counter()
+
+    count = engine.connector.num_external_tokens(request, json.loads(offer))  # or a ValueError
+    external = {"num_external_computed_tokens": [count], "delay_cache_blocks": [True]}
+    engine.manager.step(new=[request], **external)
+    done("check, allocate")
+    engine.connector.begin(request)
+    while not (loaded := engine.connector.poll()):
+        time.sleep(0.0005)
+    done("connect, pull")
+    assert loaded[0].error is None, loaded[0].error  # else compute from num_computed_tokens on
+    for cache, at, right in engine.parts(request, 0, count):
+        assert torch.equal(cache[at], right)
+    done("verify")
+    step = engine.manager.step([engine.manager.row(request)], [1])
+    engine.compute(request, int(step.num_computed_tokens[0]), request.num_tokens)
+    done("decode a token")
+    engine.manager.free(request)
+    return times
+
+
+if __name__ == "__main__":
+    ours, theirs = get_context("spawn").Pipe()
+    process = get_context("spawn").Process(target=prefill, args=(theirs,), daemon=True)
+    process.start()
+    engine = Engine("decode", tp_size=1, block_size=32, layout="NHD")
+    for attempt in ("first", "connected"):
+        ours.send(PROMPT)
+        offer, seconds = ours.recv()
+        for phase, spent in {"prefill": seconds, **decode(engine, offer)}.items():
+            print(f"{attempt:10} {phase:16} {spent * 1000:8.1f} ms")
+        assert ours.recv() == 0, "blocks are held though the reader is done"
+        engine.manager.reset_prefix_cache()
+    ours.send(None)
+    process.join()
+    for rank in engine.ranks:
+        rank.close()
+    print(f"{engine.connector.num_received_bytes:,} bytes are right, of {len(PROMPT)} tokens twice")

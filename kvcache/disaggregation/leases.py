@@ -1,0 +1,176 @@
+"""Leases of a sender's rank: which requests' blocks are kept, until readers are done or time is up."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+NUM_SLOTS = 8192
+SLOT_WORDS = 3  # generation, tokens, ahead
+SLOT_BYTES = 8 * SLOT_WORDS
+_LAYER_BITS, _TOKEN_BITS = 13, 31
+_TAG = 1 << 19
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Blocks are kept while `slot` of each rank's leases holds `generation`.
+
+    until: seconds since the epoch, by the sender's clock; what counts is the slot.
+    """
+
+    slot: int
+    generation: int
+    until: float
+
+
+class Progress(NamedTuple):
+    """What a rank has computed of a request: tokens [0, num_tokens) in all its layers, and tokens
+    [0, end_token) in its first `num_layers`."""
+
+    num_tokens: int
+    end_token: int = 0
+    num_layers: int = 0
+
+
+class SlotState(NamedTuple):
+    """What a reader finds in a slot. is_over: None where the lease has not begun."""
+
+    is_over: bool | None
+    progress: Progress
+
+
+@dataclass
+class _Held:
+    lease: Lease
+    deadline: float
+    done: set[str] = field(default_factory=set)
+
+
+class LeaseNumbers:
+    """Slots and generations for all ranks of a sender, by request."""
+
+    def __init__(self) -> None:
+        self._slots = list(range(NUM_SLOTS))
+        self._slot_of: dict[str, int] = {}
+        # Later than that of any earlier start with the same memory.
+        self._generation = time.time_ns() // 1_000
+
+    def take(self, request_id: str, seconds: float) -> Lease | None:
+        """A new lease; None where all slots are taken, or where the request has one."""
+        if not self._slots or request_id in self._slot_of:
+            return None
+        self._generation += 1
+        self._slot_of[request_id] = slot = self._slots.pop()
+        return Lease(slot, self._generation, time.time() + seconds)
+
+    def give_back(self, request_id: str) -> bool:
+        """The lease is over on all ranks; whether there was one."""
+        slot = self._slot_of.pop(request_id, None)
+        if slot is not None:
+            self._slots.append(slot)
+        return slot is not None
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._slot_of
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+
+class Leases:
+    """A row of three words per lease, in memory that readers read after the blocks.
+
+    While a slot holds a lease's generation, the blocks are what they were; minus the generation, or a
+    later one, says that the lease is over; anything earlier, that it has not begun. So a reader that
+    finds the generation behind its bytes knows that these are right, by no clock and without an answer.
+
+    The other words say what is computed. Each states a fact that stays true while the lease lasts, so
+    a reader may find one of them older than the other; each names its lease, by some bits of the
+    generation, so none is taken for that of another one.
+
+    clock: seconds; another one for replays.
+    """
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or time.monotonic
+        self.slots = np.zeros((NUM_SLOTS, SLOT_WORDS), np.int64)
+        self._held: dict[str, _Held] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, request_id: str, lease: Lease, seconds: float, progress: Progress) -> None:
+        """Keeps a request's blocks for so long, at most."""
+        with self._lock:
+            self._held[request_id] = _Held(lease, self._clock() + seconds)
+            self._write(lease, progress)
+            self.slots[lease.slot, 0] = lease.generation
+
+    def advance(self, request_id: str, progress: Progress) -> None:
+        """More is computed, and its bytes are in memory. Nothing for a lease that is over."""
+        with self._lock:
+            if (held := self._held.get(request_id)) is not None:
+                self._write(held.lease, progress)
+
+    def end(self, request_id: str) -> None:
+        """Ends a lease before its time."""
+        with self._lock:
+            if (held := self._held.get(request_id)) is not None:
+                held.deadline = 0.0
+
+    def note(self, message: bytes, peer: str) -> None:
+        """A reader's message, as `done_message` makes them; others are ignored."""
+        try:
+            values = json.loads(message)
+            request_id, generation = values["done"], int(values["generation"])
+            num_readers = int(values["readers"])
+        except (ValueError, TypeError, KeyError):
+            return
+        with self._lock:
+            held = self._held.get(request_id) if isinstance(request_id, str) else None
+            if held is None or held.lease.generation != generation:
+                return
+            held.done.add(peer)
+            if len(held.done) >= num_readers:
+                held.deadline = 0.0
+
+    def ended(self) -> set[str]:
+        """The requests whose lease is over since the last call; readers find that from now on."""
+        now = self._clock()
+        with self._lock:
+            over = {request_id for request_id, held in self._held.items() if held.deadline <= now}
+            for request_id in over:
+                lease = self._held.pop(request_id).lease
+                self.slots[lease.slot, 0] = -lease.generation
+        return over
+
+    def _write(self, lease: Lease, progress: Progress) -> None:
+        tag = lease.generation % _TAG << _TOKEN_BITS + _LAYER_BITS
+        self.slots[lease.slot, 1] = tag | progress.num_tokens << _LAYER_BITS
+        self.slots[lease.slot, 2] = tag | progress.end_token << _LAYER_BITS | progress.num_layers
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+def done_message(request_id: str, generation: int, num_readers: int) -> bytes:
+    """What each of `num_readers` ranks sends when it will read no more of a request."""
+    values = {"done": request_id, "generation": generation, "readers": num_readers}
+    return json.dumps(values).encode()
+
+
+def read_slot(words: np.ndarray, generation: int) -> SlotState:
+    """What a slot says of a lease. words: int64[SLOT_WORDS]."""
+    found, *facts = words.tolist()
+    is_over = False if found == generation else True if abs(found) >= generation else None
+    parts = []
+    for word in facts:
+        tag, value = divmod(word, 1 << _TOKEN_BITS + _LAYER_BITS)
+        parts.append(divmod(value if tag == generation % _TAG else 0, 1 << _LAYER_BITS))
+    (num_tokens, _), ahead = parts
+    return SlotState(is_over, Progress(num_tokens, *ahead))

@@ -1,0 +1,511 @@
+"""Replays a workload against two pools, one that prefills and one that decodes, with simulated transfers.
+
+Managers, leases and the connector are the real ones. Bytes are not moved: a load takes as long as its
+tokens at a given bandwidth.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Unpack
+
+from kvcache.allocator import CacheArguments, KVCacheManager, Request
+from kvcache.checks import integer, number
+from kvcache.disaggregation.connector import Connector, Loaded
+from kvcache.disaggregation.layout import GroupLayout
+from kvcache.disaggregation.leases import Leases, Progress, done_message, read_slot
+from kvcache.disaggregation.offer import RankAddress
+from kvcache.disaggregation.options import ConnectorOptions
+from kvcache.disaggregation.steps import RankHandshake, Results, Step
+from kvcache.kinds import kind_class
+from kvcache.replay.groups import checked_groups
+from kvcache.replay.service import Service
+from kvcache.replay.workload import WorkloadRequest
+from kvcache.specs import GroupSpec
+from kvcache.step import Status
+from kvcache.transfer.description import CacheDescription
+from kvcache.transfer.states import StateDescription, StateTensor
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_NO_LENGTH_LIMIT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Disaggregation:
+    """What is between the two pools. ValueError or TypeError.
+
+    prefill_blocks: of the prefill pool, its null block counted. lease_s: how long it keeps the blocks of
+    a prompt. bytes_per_token: of K and V of all layers. gb_per_s: of each load, 10**9 bytes.
+
+    >>> Disaggregation.parse("5001:lease_s=10")
+    Disaggregation(prefill_blocks=5001, lease_s=10.0, bytes_per_token=131072.0, gb_per_s=10.0)
+    """
+
+    prefill_blocks: int
+    lease_s: float = 60.0
+    bytes_per_token: float = 131_072.0  # 32 layers, 8 heads of 128 elements of 2 bytes
+    gb_per_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        integer(self.prefill_blocks, "prefill_blocks", 2)
+        for name in ("lease_s", "bytes_per_token", "gb_per_s"):
+            value = number(getattr(self, name), name)
+            if not 0 < value < float("inf"):
+                raise ValueError(f"{name} is {value}: expected more than 0")
+
+    @classmethod
+    def parse(cls, text: str) -> Disaggregation:
+        """From `blocks[:option=value]...`; ValueError for anything else."""
+        blocks, *options = text.split(":")
+        known = [each.name for each in fields(cls)][1:]
+        values: dict[str, float] = {}
+        for option in options:
+            name, _, value = option.partition("=")
+            if name not in known or name in values:
+                raise ValueError(f"{option!r}: expected one of {', '.join(known)}, once, =number")
+            try:
+                values[name] = float(value)
+            except ValueError:
+                raise ValueError(f"{name} is {value!r}: expected a number") from None
+        try:
+            return cls(int(blocks), **values)
+        except ValueError as error:
+            if "expected" in str(error):
+                raise
+            raise ValueError(f"{blocks!r}: expected a number of blocks") from None
+
+
+@dataclass
+class DisaggregationReport:
+    """Totals of one replay.
+
+    Of `requests`, `loaded_requests` got tokens from the prefill pool; `local_requests` found all in the
+    decode pool's own cache. The others were computed by the decode side: `lease_over_requests` came too
+    late, `prefill_full_requests` found no room in the prefill pool, `unfinished_loads` arrived and found
+    no room for a further token; `rejected_requests` fit into no pool. Hit tokens are those that a side
+    had cached. Times are in milliseconds, from the arrival to the first token.
+    """
+
+    trace: str
+    block_size: int
+    prefill_blocks: int
+    decode_blocks: int
+    lease_s: float
+    gb_per_s: float
+    service: str
+    concurrency: int
+    requests: int = 0
+    prompt_tokens: int = 0
+    loaded_requests: int = 0
+    local_requests: int = 0
+    lease_over_requests: int = 0
+    prefill_full_requests: int = 0
+    unfinished_loads: int = 0
+    rejected_requests: int = 0
+    loaded_tokens: int = 0
+    loaded_bytes: int = 0
+    prefill_hit_tokens: int = 0
+    decode_hit_tokens: int = 0
+    prefill_computed_tokens: int = 0
+    decode_computed_tokens: int = 0
+    prefill_evicted_blocks: int = 0
+    decode_evicted_blocks: int = 0
+    peak_leased_blocks: int = 0
+    peak_leased_requests: int = 0
+    prefill_peak_used_blocks: int = 0
+    decode_peak_used_blocks: int = 0
+    held_blocks_at_end: int = 0
+    duration_s: float = 0.0
+    mean_ms_to_first_token: float = 0.0
+    p99_ms_to_first_token: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data for JSON."""
+        return asdict(self)
+
+
+@dataclass
+class _Task:
+    """A request of the workload on its way."""
+
+    item: WorkloadRequest
+    request: Request
+    offer: dict | None = None
+    num_read: int = 0  # tokens that are being loaded
+
+
+class _SimulatedRank:
+    """A rank without bytes: real leases, and loads that take time."""
+
+    def __init__(self, layouts: tuple[GroupLayout, ...], now: Callable[[], float]) -> None:
+        address = RankAddress("simulated", "", tuple(((0,),) * len(layouts)), 0)
+        self.handshake = RankHandshake(layouts, address)
+        self.leases, self._now = Leases(now), now
+        self.seconds_of: Callable[[int], float] = lambda num_tokens: 0.0
+        self.sender: _SimulatedRank | None = None
+        self._loads: dict[str, tuple[float, Any]] = {}
+        self.next_end: float | None = None  # of the load that began last
+
+    def begin(self, step: Step) -> None:
+        for request_id, lease in step.leases.items():
+            self.leases.begin(request_id, *lease)
+        for request_id in step.ends:
+            self.leases.end(request_id)
+        for request_id, load in step.loads.items():
+            self.next_end = self._now() + self.seconds_of(load.end_token - load.first_token)
+            self._loads[request_id] = self.next_end, load.offer
+        for offer in step.unread:
+            self._tell(offer)
+
+    def advance(self, request_id: str, progress: Progress) -> None:
+        self.leases.advance(request_id, progress)
+
+    def take_results(self) -> Results:
+        results = Results(sent=self.leases.ended())
+        for request_id, (end, offer) in list(self._loads.items()):
+            if end > self._now():
+                continue
+            del self._loads[request_id]
+            slot = self.sender.leases.slots[offer.lease.slot]
+            if read_slot(slot, offer.lease.generation).is_over:
+                results.failed[request_id] = "the lease is over"
+                results.released.add(request_id)
+            else:
+                results.received.add(request_id)
+            self._tell(offer)
+        return results
+
+    def _tell(self, offer: Any) -> None:
+        self.sender.leases.note(
+            done_message(offer.request_id, offer.lease.generation, num_readers=1), "decode"
+        )
+
+
+@dataclass
+class _Side:
+    """A pool and its connector."""
+
+    manager: KVCacheManager
+    rank: _SimulatedRank
+    connector: Connector
+
+
+class DisaggregatedReplayer:
+    """Requests come when the workload says. Prompts are computed one after another in the prefill pool,
+    and published under a lease; the decode pool loads them in the order in which they were published, as
+    soon as it has room, and holds them while the answer runs.
+
+    A prompt that finds no room in the prefill pool is computed by the decode side, and so is one whose
+    lease is over when its load ends. Answers take no blocks. The decode side computes at the speed of
+    the prefill side, and does not make other prompts wait for that.
+
+    >>> from kvcache.replay import chat_workload
+    >>> replayer = DisaggregatedReplayer(Disaggregation(4_001), block_size=16, num_blocks=4_001)
+    >>> replayer.run(chat_workload(100)).requests
+    100
+    """
+
+    def __init__(
+        self,
+        between: Disaggregation,
+        *,
+        num_blocks: int,
+        block_size: int | None = None,
+        groups: Sequence[GroupSpec] | None = None,
+        concurrency: int = 256,
+        service: Service | None = None,
+        **options: Unpack[CacheArguments],
+    ) -> None:
+        self._now, self._between, self._service = 0.0, between, service or Service()
+        specs = checked_groups(block_size, groups)
+        self._concurrency = integer(concurrency, "concurrency", 1)
+        self._prefill = self._side("prefill", specs, between.prefill_blocks, options)
+        self._decode = self._side("decode", specs, num_blocks, options)
+        self._decode.rank.sender = self._prefill.rank
+        self._decode.rank.seconds_of = self._load_seconds
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._waiting: deque[_Task] = deque()
+        self._loading: dict[str, _Task] = {}
+        self._num_running = 0  # answers
+        self._to_prefill: deque[_Task] = deque()
+        self._is_prefilling = False
+        self._first_ms: list[float] = []
+        self.report = DisaggregationReport(
+            trace="",
+            block_size=self._decode.manager.block_size,
+            prefill_blocks=between.prefill_blocks,
+            decode_blocks=num_blocks,
+            lease_s=between.lease_s,
+            gb_per_s=between.gb_per_s,
+            service=str(self._service),
+            concurrency=self._concurrency,
+        )
+
+    def run(
+        self,
+        workload: Iterable[WorkloadRequest],
+        trace: str = "",
+        on_request: Callable[[], None] | None = None,
+    ) -> DisaggregationReport:
+        """Replays all requests to their end; `on_request` is called as each comes, for progress."""
+        for item in workload:
+            self._at(item.arrival_ms / 1000, lambda item=item: self._arrive(item))
+            # Events up to this one's time; later ones may come in between the next arrivals.
+            self._play(item.arrival_ms / 1000)
+            if on_request is not None:
+                on_request()
+        self._play(float("inf"))
+        return self._finished(trace)
+
+    def _side(
+        self,
+        engine_id: str,
+        specs: Sequence[GroupSpec],
+        num_blocks: int,
+        options: CacheArguments,
+    ) -> _Side:
+        manager = KVCacheManager.for_groups(
+            specs, num_blocks, _NO_LENGTH_LIMIT, num_preallocate_tokens=0, **options
+        )
+        layouts = tuple(_layout(engine_id, spec, num_blocks) for spec in specs)
+        rank = _SimulatedRank(layouts, lambda: self._now)
+        connector = Connector(
+            manager,
+            [rank],
+            engine_id=engine_id,
+            options=ConnectorOptions(lease_s=self._between.lease_s, timeout_s=86_400.0),
+            clock=lambda: self._now,
+        )
+        return _Side(manager, rank, connector)
+
+    def _load_seconds(self, num_tokens: int) -> float:
+        return num_tokens * self._between.bytes_per_token / (self._between.gb_per_s * 1e9)
+
+    def _at(self, seconds: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (seconds, next(self._numbers), event))
+
+    def _play(self, until: float) -> None:
+        """All events up to then."""
+        while self._events and self._events[0][0] <= until:
+            seconds, _, event = heapq.heappop(self._events)
+            self._now = max(self._now, seconds)
+            self._poll()
+            event()
+            self._poll()
+            self._admit_waiting()
+
+    def _poll(self) -> None:
+        self._prefill.connector.poll()  # leases that are over by now
+        for loaded in self._decode.connector.poll():
+            self._take(self._loading.pop(loaded.request.request_id), loaded)
+        self._prefill.connector.poll()  # those whose reader is done
+
+    # The prefill side.
+
+    def _arrive(self, item: WorkloadRequest) -> None:
+        """Prompts are computed in the order of their arrival, one at a time."""
+        self.report.requests += 1
+        self.report.prompt_tokens += item.num_tokens
+        self._to_prefill.append(_Task(item, Request(str(item.index), item.token_ids)))
+        self._prefill_next()
+
+    def _prefill_next(self) -> None:
+        while self._to_prefill and not self._is_prefilling:
+            self._begin_prefill(self._to_prefill.popleft())
+
+    def _begin_prefill(self, task: _Task) -> None:
+        plan = self._prefill.manager.step(new=[task.request])
+        if plan.status.tolist() != [Status.SERVED]:
+            self.report.prefill_full_requests += 1
+            self._wait_for_decode(task)
+            return
+        num_hit = int(plan.num_computed_tokens[0])
+        num_computed = task.item.num_tokens - num_hit
+        self.report.prefill_hit_tokens += num_hit
+        self.report.prefill_computed_tokens += num_computed
+        self._is_prefilling = True
+        seconds = num_computed / self._service.prefill_speed
+        self._at(self._now + seconds, lambda: self._publish(task))
+
+    def _publish(self, task: _Task) -> None:
+        task.offer = self._prefill.connector.publish(task.request)
+        report, connector = self.report, self._prefill.connector
+        pool = self._prefill.manager.pool  # no prompt is computed now, so none else holds blocks
+        report.peak_leased_blocks = max(report.peak_leased_blocks, pool.num_total - pool.num_free)
+        report.peak_leased_requests = max(
+            report.peak_leased_requests, connector.num_leased_requests
+        )
+        self._wait_for_decode(task)
+        self._is_prefilling = False
+        self._prefill_next()
+
+    # The decode side.
+
+    def _wait_for_decode(self, task: _Task) -> None:
+        """With the first token, which the prefill side has sampled."""
+        tokens = [*task.item.token_ids.tolist(), 0]
+        task.request = Request(task.request.request_id, tokens)
+        self._waiting.append(task)
+
+    def _admit_waiting(self) -> None:
+        while self._waiting and self._num_running + len(self._loading) < self._concurrency:
+            status = self._admit(self._waiting[0])
+            if status == Status.WAIT and (self._num_running or self._loading):
+                return
+            task = self._waiting.popleft()
+            if status != Status.SERVED:
+                self.report.rejected_requests += 1
+                self._decode.connector.cancel(task.request)
+
+    def _admit(self, task: _Task) -> Status:
+        connector, manager = self._decode.connector, self._decode.manager
+        num_read = 0
+        if task.offer is not None:
+            num_read = connector.num_external_tokens(task.request, task.offer)
+        if num_read == 0:
+            plan = manager.step(new=[task.request])
+            if plan.status[0] == Status.SERVED:
+                num_hit = int(plan.num_computed_tokens[0])
+                self.report.local_requests += task.offer is not None
+                self._answer(task, num_hit)
+            return Status(plan.status[0])
+        plan = manager.step(
+            new=[task.request], num_external_computed_tokens=[num_read], delay_cache_blocks=[True]
+        )
+        if plan.status[0] == Status.SERVED:
+            task.num_read = num_read
+            self.report.decode_hit_tokens += int(plan.num_computed_tokens[0]) - num_read
+            connector.begin(task.request)
+            self._loading[task.request.request_id] = task
+            self._at(self._decode.rank.next_end, lambda: None)
+        return Status(plan.status[0])
+
+    def _take(self, task: _Task, loaded: Loaded) -> None:
+        manager, report = self._decode.manager, self.report
+        if loaded.error is None:
+            report.loaded_requests += 1
+            report.loaded_tokens += task.num_read
+            plan = manager.step([manager.row(task.request)], [1])
+            if plan.status[0] == Status.SERVED:
+                self._run(task, 1)
+                return
+            report.unfinished_loads += 1
+        else:
+            report.lease_over_requests += 1
+        manager.free(task.request)
+        task.offer = None
+        self._waiting.appendleft(task)
+
+    def _answer(self, task: _Task, num_hit: int) -> None:
+        self.report.decode_hit_tokens += num_hit
+        self._run(task, task.request.num_tokens - num_hit)
+
+    def _run(self, task: _Task, num_computed: int) -> None:
+        """Computes tokens, then the answer; the blocks are held to its end."""
+        self.report.decode_computed_tokens += num_computed
+        first = self._now + num_computed / self._service.prefill_speed
+        self._first_ms.append(first * 1000 - task.item.arrival_ms)
+        self._num_running += 1
+        end = first + task.item.output_length / self._service.decode_speed
+        self._at(end, lambda: self._end(task))
+
+    def _end(self, task: _Task) -> None:
+        self._num_running -= 1
+        self._decode.manager.free(task.request)
+
+    def _finished(self, trace: str) -> DisaggregationReport:
+        report = self.report
+        report.trace = trace
+        report.duration_s = round(self._now, 3)
+        self._now += self._between.lease_s  # those that no one has read
+        self._poll()
+        for side, manager in (("prefill", self._prefill.manager), ("decode", self._decode.manager)):
+            setattr(report, f"{side}_evicted_blocks", manager.pool.num_evicted)
+            setattr(report, f"{side}_peak_used_blocks", manager.pool.peak_used)
+            report.held_blocks_at_end += manager.pool.num_total - manager.pool.num_free
+        report.loaded_bytes = int(report.loaded_tokens * self._between.bytes_per_token)
+        times = sorted(self._first_ms) or [0.0]
+        report.mean_ms_to_first_token = round(sum(times) / len(times), 3)
+        report.p99_ms_to_first_token = round(times[(99 * len(times) - 1) // 100], 3)
+        return report
+
+
+def disaggregation_table(report: DisaggregationReport) -> Table:
+    """The report as a rich table; needs the extra `cli`."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(
+        title=f"Replay of {escape(report.trace)}, disaggregated", show_header=False, min_width=60
+    )
+    table.add_column("what", style="cyan", no_wrap=True)
+    table.add_column("value", justify="right", style="bold", no_wrap=True)
+    table.add_column("note", style="dim")
+    size = f"blocks of {report.block_size} tokens"
+    sections = [
+        [
+            ("requests", report.requests, f"{report.prompt_tokens:,} prompt tokens"),
+            ("loaded", report.loaded_requests, "from the prefill pool"),
+            ("local", report.local_requests, "all was cached in the decode pool"),
+            ("lease over", report.lease_over_requests, "computed by the decode side"),
+            ("prefill full", report.prefill_full_requests, "computed by the decode side"),
+            ("no room behind", report.unfinished_loads, "loads, taken up again"),
+            ("rejected", report.rejected_requests, "did not fit into the decode pool"),
+        ],
+        [
+            ("moved", f"{report.loaded_bytes / 1e9:,.2f} GB", f"{report.loaded_tokens:,} tokens"),
+            ("leased at most", report.peak_leased_blocks, f"blocks, for {report.lease_s:g} s"),
+            ("", report.peak_leased_requests, "requests"),
+        ],
+    ]
+    for side in ("prefill", "decode"):
+        of = {name: getattr(report, f"{side}_{name}") for name in _OF_SIDE}
+        sections.append(
+            [
+                (f"{side} pool", of["blocks"] - 1, size),
+                ("hit", of["hit_tokens"], "tokens, cached there"),
+                ("computed", of["computed_tokens"], "tokens"),
+                ("evicted", of["evicted_blocks"], "blocks"),
+                ("peak in use", of["peak_used_blocks"], "blocks"),
+            ]
+        )
+    sections.append(
+        [
+            ("duration", f"{report.duration_s:,.1f}", "seconds of the workload"),
+            ("first token", f"{report.mean_ms_to_first_token:,.1f}", "ms after arrival, mean"),
+            ("", f"{report.p99_ms_to_first_token:,.1f}", "ms after arrival, of 99 % at most"),
+        ]
+    )
+    for section in sections:
+        for what, value, note in section:
+            table.add_row(what, f"{value:,}" if isinstance(value, int) else value, note)
+        table.add_section()
+    return table
+
+
+_OF_SIDE = ("blocks", "hit_tokens", "computed_tokens", "evicted_blocks", "peak_used_blocks")
+
+
+def _layout(engine_id: str, spec: GroupSpec, num_blocks: int) -> GroupLayout:
+    """Of a model with one byte per token; no byte is moved."""
+    if kind_class(spec.kind).pages == "state":
+        tensors = (StateTensor(sections=[(1, 1)], dtype="uint8"),)
+        description = StateDescription(engine_id=engine_id, num_layers=1, tensors=tensors)
+    else:
+        description = CacheDescription(
+            engine_id=engine_id,
+            num_layers=1,
+            total_num_kv_heads=1,
+            head_size=1,
+            block_size=spec.block_size,
+            memory_order=("block", "kv", "token", "head", "element"),
+            dtype="uint8",
+        )
+    return GroupLayout((spec.kind,), description, 1, num_blocks)
