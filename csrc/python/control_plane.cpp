@@ -197,10 +197,17 @@ void bind_hashing(py::module_& m) {
       py::arg("algorithm"));
   m.def(
       "xxh3_128",
-      [](const py::bytes& data) {
-        const auto view = static_cast<std::string_view>(data);
+      [](const py::buffer& data) {
+        const py::buffer_info info = data.request();
+        if (!PyBuffer_IsContiguous(info.view(), 'C')) {
+          throw py::value_error("data is not contiguous: expected contiguous bytes");
+        }
+        const auto size = static_cast<size_t>(info.size * info.itemsize);
         uint8_t out[16];
-        xxh3_128(reinterpret_cast<const uint8_t*>(view.data()), view.size(), out);
+        {
+          const py::gil_scoped_release unlocked;
+          xxh3_128(static_cast<const uint8_t*>(info.ptr), size, out);
+        }
         return py::bytes(reinterpret_cast<const char*>(out), sizeof(out));
       },
       py::arg("data"));
