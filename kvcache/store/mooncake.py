@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import socket
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,7 +14,10 @@ from kvcache.store.base import BlockStore, StoreError
 # Batches of more keys fail on the TCP lane.
 _KEYS_PER_CALL = 1024
 _NOT_FOUND, _FULL = -704, -200  # of its error codes
+_TOO_LARGE = -600
 _EXISTS_CODES = (0, 1)
+_CONNECT_S = 1.0
+_abandoned: list[object] = []  # clients whose master is gone
 
 
 class MooncakeStore(BlockStore):
@@ -23,8 +28,9 @@ class MooncakeStore(BlockStore):
     told. `protocol`: "tcp" or "rdma", with `devices`. `metadata`: "P2PHANDSHAKE", or the metadata
     server. `buffer_bytes`: memory of its own.
 
-    Nothing is connected before the first call. The master may come, go and come again: what it knew is
-    gone then. ModuleNotFoundError where Mooncake is not installed (extra `mooncake`).
+    The master may come, go and come again: what it knew is gone then. Mooncake's `setup` and `close` hold
+    Python's lock, for minutes and for seconds where no master answers. So a connection is tried before;
+    a master that is stopped at that very moment still holds everything up. ModuleNotFoundError where Mooncake is not installed (extra `mooncake`).
 
     Mooncake's client listens at ports of its own (docs/security.md).
     """
@@ -63,6 +69,7 @@ class MooncakeStore(BlockStore):
     def open(self, memory: np.ndarray, value_bytes: int) -> None:
         """Connects. StoreError where there is no master."""
         self.close()
+        self._connect()
         client = self._new_client()
         _check(client.setup(*self._setup), "setup")
         self._client = client
@@ -98,9 +105,9 @@ class MooncakeStore(BlockStore):
             room = [len(value) for value in of_some]
             sizes += self._client.batch_get_into(some, _addresses(of_some), room)
         for size in sizes:
-            if size < 0 and size not in (_NOT_FOUND, *_UNFIT):
+            if size < 0 and size not in (_NOT_FOUND, _TOO_LARGE):
                 raise StoreError(f"batch_get_into answered {size}")
-        return [0 if size in _UNFIT else max(size, -1) for size in sizes]
+        return [0 if size == _TOO_LARGE else max(size, -1) for size in sizes]
 
     def remove(self, keys: Sequence[str]) -> None:
         """Removes values, also those that somebody reads."""
@@ -110,11 +117,20 @@ class MooncakeStore(BlockStore):
     def close(self) -> None:
         """Ends the client; what its own segment holds is gone."""
         client, self._client = self._client, None
-        if client is not None:
-            client.close()
+        if client is None:
+            return
+        try:
+            self._connect()
+        except OSError:
+            _abandoned.append(client)  # until the process ends
+            return
+        client.close()
 
-
-_UNFIT = (-600,)  # the value is larger than the room
+    def _connect(self) -> None:
+        """OSError where no master listens."""
+        address = re.fullmatch(r"\[?([^]/]+?)\]?:(\d+)", self._setup[-1])
+        if address is not None:  # else a service that knows the master
+            socket.create_connection((address[1], int(address[2])), _CONNECT_S).close()
 
 
 def _batches(values: Sequence) -> list[Sequence]:

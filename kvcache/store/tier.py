@@ -157,6 +157,7 @@ class StoreTier:
         self._slow: Call | None = None  # the call that was counted as too slow
         self._store = store
         self._thread = StoreThread(store, self._open)
+        self._thread.submit(lambda: None, READ)  # opens the store before it is needed
 
     @staticmethod
     def _check(
@@ -577,7 +578,7 @@ class StoreTier:
                 self._got(call)
             elif isinstance(call.tag, _Put):
                 self._has_put(call)
-            else:
+            elif call.tag is not None:
                 lookup, keys = call.tag
                 lookup.call = None
                 if call.error is None and call.result is not None:
