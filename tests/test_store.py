@@ -343,3 +343,36 @@ def told(user):
         keys = {BlockKey(event.group, each.tobytes()) for each in event.block_hashes}
         has = has - keys if type(event).__name__ == "BlockRemoved" else has | keys
     return has
+
+
+def test_routers_see_what_the_store_has():
+    """With parents and tokens, also where the device no longer has the block. A reset clears no store."""
+    pytest.importorskip("msgspec")
+    from kvcache.router_events import CacheView
+    from kvcache.router_events.translator import EventTranslator
+    from kvcache.router_events.wire import WireBatch, decode_batch, encode_batch
+
+    store = MemoryStore(30)
+    user = a_user(store, groups=[FULL, WINDOW], num_blocks=30)
+    for item in prompts(LONG, [*range(14), *range(50, 60)], [*range(80, 110)]):
+        user.run(item)
+        user.settle()
+    user.manager.reset_prefix_cache()
+    user.settle()
+    translator, view = EventTranslator(user.manager.options.hash_seed), CacheView()
+    batch = WireBatch(0.0, translator.translate(user.events), 0)
+    view.apply(decode_batch(encode_batch(batch)).events)
+    expected = {}
+    for text in store.values:
+        key = key_of_text(user.tier._fingerprint, text)
+        expected.setdefault(key.group, set()).add(int.from_bytes(key.block_hash[-8:], "big"))
+    assert set(view.places) == {("STORAGE", group) for group in expected}
+    for group, hashes in expected.items():
+        assert view.hashes("STORAGE", group) == hashes
+        for each in hashes:
+            block = view.block(each, "STORAGE", group)
+            assert len(block.token_ids) == 4
+    late = CacheView()
+    late.apply(translator.snapshot())
+    assert late.hashes("STORAGE") == view.hashes("STORAGE")
+    user.end()

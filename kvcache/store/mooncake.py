@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -17,6 +19,7 @@ _NOT_FOUND, _FULL = -704, -200  # of its error codes
 _TOO_LARGE = -600
 _EXISTS_CODES = (0, 1)
 _CONNECT_S = 1.0
+_LIMITS = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_RPC_TIMEOUT_MS": "2000"}
 _abandoned: list[object] = []  # clients whose master is gone
 
 
@@ -29,8 +32,10 @@ class MooncakeStore(BlockStore):
     server. `buffer_bytes`: memory of its own.
 
     The master may come, go and come again: what it knew is gone then. Mooncake's `setup` and `close` hold
-    Python's lock, for minutes and for seconds where no master answers. So a connection is tried before;
-    a master that is stopped at that very moment still holds everything up. ModuleNotFoundError where Mooncake is not installed (extra `mooncake`).
+    Python's lock, for minutes and for seconds where no master answers. So a connection is tried
+    before, and `setup` has one attempt and a time limit for answers of 2 s, unless the environment says
+    otherwise (`MC_STORE_CLIENT_SETUP_RETRIES`, `MC_RPC_TIMEOUT_MS`). ModuleNotFoundError where Mooncake
+    is not installed (extra `mooncake`).
 
     Mooncake's client listens at ports of its own (docs/security.md).
     """
@@ -71,7 +76,8 @@ class MooncakeStore(BlockStore):
         self.close()
         self._connect()
         client = self._new_client()
-        _check(client.setup(*self._setup), "setup")
+        with _limits():
+            _check(client.setup(*self._setup), "setup")
         self._client = client
         _check(client.register_buffer(memory.ctypes.data, memory.nbytes), "register_buffer")
 
@@ -131,6 +137,18 @@ class MooncakeStore(BlockStore):
         address = re.fullmatch(r"\[?([^]/]+?)\]?:(\d+)", self._setup[-1])
         if address is not None:  # else a service that knows the master
             socket.create_connection((address[1], int(address[2])), _CONNECT_S).close()
+
+
+@contextmanager
+def _limits() -> Iterator[None]:
+    """Mooncake reads its limits from the environment when a client is set up."""
+    added = [name for name in _LIMITS if name not in os.environ]
+    os.environ.update({name: _LIMITS[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
 def _batches(values: Sequence) -> list[Sequence]:
