@@ -12,8 +12,9 @@ import numpy as np
 from kvcache.allocator import KVCacheManager, Request
 from kvcache.checks import MAX_INT64, flag, instance, integer
 from kvcache.checks import number as checked_number
-from kvcache.events import BlockRemoved, BlockStored, CacheEvent
-from kvcache.step import NO_IDS, StepReport
+from kvcache.events import CacheEvent
+from kvcache.step import StepReport
+from kvcache.store.announcements import removed_event, stored_event
 from kvcache.store.base import BlockStore
 from kvcache.store.circuit import Circuit
 from kvcache.store.identity import fingerprint
@@ -457,29 +458,7 @@ class StoreTier:
         if not self._announces or key in self._announced:
             return
         self._announced.add(key)
-        spec, size = self._manager.groups[key.group], self._manager.block_sizes[key.group]
-        of_group = {
-            "block_size": size,
-            "group": key.group,
-            "medium": "storage",
-            "hash_algorithm": self._manager.hash_algorithm,
-            "hash_block_size": self._manager.hash_block_size,
-            "group_kind": spec.kind,
-            "window": spec.options.get("window"),
-        }
-        hashes = np.frombuffer(key.block_hash, np.uint8).reshape(1, -1)
-        if described is None:
-            self._events.append(BlockStored(hashes, None, NO_IDS, **of_group))
-            return
-        event, i = described
-        parent = event.parent_hash if i == 0 else event.block_hashes[i - 1].tobytes()
-        extra_keys = event.extra_keys
-        if extra_keys is not None:
-            per_block = size // event.hash_block_size
-            extra_keys = extra_keys[i * per_block : (i + 1) * per_block]
-        tokens = event.token_ids[i * size : (i + 1) * size]
-        of_group |= {"lora": event.lora, "session": event.session, "extra_keys": extra_keys}
-        self._events.append(BlockStored(hashes, parent, tokens, **of_group))
+        self._events.append(stored_event(self._manager, key, described))
 
     def _tell_evicted(self, texts: list[str]) -> None:
         self.stats.evicted_blocks += len(texts)
@@ -487,8 +466,7 @@ class StoreTier:
             key = key_of_text(self._fingerprint, text)
             if key is not None and key in self._announced:
                 self._announced.remove(key)
-                hashes = np.frombuffer(key.block_hash, np.uint8).reshape(1, -1)
-                self._events.append(BlockRemoved(hashes, key.group, "storage"))
+                self._events.append(removed_event(key))
 
     def _tell_found(self, texts: list[str]) -> None:
         """What the store had when it was opened."""
@@ -506,9 +484,7 @@ class StoreTier:
         """
         self._manager.start_epoch()
         self._model = model
-        for key in self._announced:
-            hashes = np.frombuffer(key.block_hash, np.uint8).reshape(1, -1)
-            self._events.append(BlockRemoved(hashes, key.group, "storage"))
+        self._events += map(removed_event, self._announced)
         self._announced.clear()
         self._lookups.clear()
         for load in self._loads.values():
