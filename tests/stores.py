@@ -140,7 +140,7 @@ class StoreUser:
         """Loads that are over, then one step of all rows and the first request that waits."""
         for received in self.tier.poll():
             running = self.receiving.pop(received.request.request_id)
-            running.num_computed = received.num_computed_tokens
+            running.num_computed = running.num_hit = received.num_computed_tokens
             self.running[received.request.request_id] = running
             self.num_loaded += received.num_loaded_tokens
         rows = [each for each in self.running.values() if each.num_left]
@@ -170,7 +170,7 @@ class StoreUser:
         if new is not None and status[-1] == Status.SERVED:
             self.waiting.pop(0)
             new.row = int(plan.rows[-1])
-            new.num_hit = 0  # groups that are not cached are not tested here
+            new.num_hit = starts[-1]
             self.num_hit += starts[-1] - external
             if external:
                 self.receiving[new.request.request_id] = new
@@ -201,7 +201,7 @@ class StoreUser:
         tables = [
             self.manager.block_ids(running.request, g) for g in range(len(self.manager.groups))
         ]
-        return Span(running.item, running.row, tables, start, running.num_computed, 0)
+        return Span(running.item, running.row, tables, start, running.num_computed, running.num_hit)
 
     @staticmethod
     def check(how, spans):
@@ -226,7 +226,7 @@ class StoreUser:
         """Rows that go on from an earlier token."""
         for name, start in affected.items():
             if name in self.running:
-                self.running[name].num_computed = start
+                self.running[name].num_computed = self.running[name].num_hit = start
 
     def settle(self):
         """Until nothing is put any more."""

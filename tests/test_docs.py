@@ -63,7 +63,15 @@ def referenced() -> set[str]:
     ["kvcache"]
     + [
         f"kvcache.{name}"
-        for name in ("allocator", "kinds", "worker", "transfer", "serving", "router_events")
+        for name in (
+            "allocator",
+            "kinds",
+            "worker",
+            "transfer",
+            "serving",
+            "store",
+            "router_events",
+        )
     ],
 )
 def test_every_public_name_is_in_the_reference(name):

@@ -6,13 +6,12 @@ import random
 import threading
 import time
 
+import numpy as np
 import pytest
 
-from kvcache import GroupSpec
-from kvcache.store import (
-    Circuit,
-)
-from kvcache.store.values import BlockKey, key_of_text
+from kvcache import GroupSpec, KVCacheManager, Pages, Request, StepReport
+from kvcache.store import Circuit, StoredPrefixes, StoreTier, fingerprint
+from kvcache.store.values import BlockKey, faults, key_of_text, key_text, seal
 from tests.shared import sampled
 from tests.stores import FAULTS, MemoryStore, StoreUser, patient
 from tests.test_replay import as_workload
@@ -32,6 +31,9 @@ MIXES = {
         [GroupSpec("full_attention", 8), GroupSpec("sliding_window", 12, {"window": 9})], 4,
     ),
     "state inside blocks": ([GroupSpec("full_attention", 8), STATE], 2),
+    "not cached": (
+        [FULL, GroupSpec("full_attention", 4, cached=False, transferred=False)], None,
+    ),
     "a drafter": ([FULL, GroupSpec("full_attention", 4, drafts=True)], None),
 }  # fmt: skip
 LONG = [*range(30)]
@@ -144,6 +146,21 @@ def test_requests_that_may_not_read_load_nothing(options):
     user.run()
     assert user.num_loaded == 0
     user.end()
+
+
+def test_what_is_invalid_leaves_the_store():
+    user = a_user()
+    user.run(*prompts(LONG))
+    user.settle()
+    assert len(user.store.values) == 7
+    blocks = user.manager.find_prefix(Request("probe", LONG)).block_ids
+    user.tier.invalidate(blocks[3:4])
+    user.settle()
+    time.sleep(0.05)
+    user.tier.poll()
+    assert len(user.store.values) == 3
+    user.end()
+    assert len(told(user)) == 3
 
 
 def test_the_host_tier_decides_what_goes_to_the_store():
@@ -315,7 +332,7 @@ def test_content_is_right_whatever_the_store_does(seed):
             if choose.random() < 0.05 and user.running:
                 request = choose.choice([*user.running.values()]).request
                 blocks = user.manager.block_ids(request)
-                user.restart(user.manager.invalidate(blocks[blocks > 0][-2:]))
+                user.restart(user.tier.invalidate(blocks[blocks > 0][-2:]))
             if choose.random() < 0.03:
                 user.manager.reset_prefix_cache()
             if choose.random() < 0.3:
@@ -376,3 +393,143 @@ def test_routers_see_what_the_store_has():
     late.apply(translator.snapshot())
     assert late.hashes("STORAGE") == view.hashes("STORAGE")
     user.end()
+
+
+# Parts --------------------------------------------------------------------------------------------------
+
+
+def test_a_value_says_what_it_is():
+    values = np.zeros((3, 128 + 500), np.uint8)
+    values[:, 128:] = np.arange(500) % 256
+    keys = [BlockKey(0, b"a" * 32), BlockKey(1, b"b" * 16)]
+    seal(values, [0, 2], bytes(16), keys)
+    size = values.shape[1]
+    assert faults(values, [0, 2], [size, size], bytes(16), keys) == [None, None]
+    assert faults(values, [0, 2], [-1, size - 1], bytes(16), keys) == ["missing", "misfit"]
+    assert faults(values, [2, 0], [size, size], bytes(16), keys) == ["misfit", "misfit"]
+    assert faults(values, [0, 2], [size, size], b"1" * 16, keys) == ["misfit", "misfit"]
+    for at in (0, 20, 100, 128, size - 1):
+        values[0, at] ^= 1
+        assert faults(values, [0, 2], [size, size], bytes(16), keys) == ["corrupt", None]
+        values[0, at] ^= 1
+    for key in keys:
+        assert key_of_text(bytes(16), key_text(bytes(16), key)) == key
+        assert key_of_text(b"1" * 16, key_text(bytes(16), key)) is None
+    assert key_of_text(bytes(16), "kvcache-" + "0" * 32 + "-x-00") is None
+
+
+def test_digests_are_those_of_xxh3():
+    from kvcache.native.load import core
+
+    rows = np.random.default_rng(0).integers(0, 256, (5, 300), np.uint8)[:, :290]
+    digests = core.xxh3_128_rows(rows, np.array([3, 1]), 7, 290)
+    assert digests.shape == (2, 16)
+    assert bytes(digests[0]) == core.xxh3_128(rows[3, 7:290].tobytes())
+    assert bytes(digests[1]) == core.xxh3_128(rows[1, 7:290].tobytes())
+    for wrong in ((rows, [5], 0, 9), (rows, [-1], 0, 9), (rows, [0], 9, 291), (rows, [0], 9, 8),
+                  (rows[:, ::2], [0], 0, 9), (rows[0], [0], 0, 9)):  # fmt: skip
+        with pytest.raises(ValueError, match="expected"):
+            core.xxh3_128_rows(wrong[0], np.array(wrong[1]), *wrong[2:])
+
+
+def test_a_circuit_lets_one_question_through_and_waits_longer_each_time():
+    now = [0.0]
+    circuit = Circuit(2, 1.0, 3.0, lambda: now[0])
+    circuit.failed()
+    assert circuit.allows() and not circuit.is_open
+    for wait in (1.0, 2.0, 3.0, 3.0):
+        circuit.failed()
+        assert circuit.is_open and not circuit.allows()
+        now[0] += wait - 0.01
+        assert not circuit.allows()
+        now[0] += 0.02
+        assert circuit.allows() and not circuit.allows()
+    circuit.worked()
+    assert circuit.allows() and not circuit.is_open
+
+
+def test_the_fingerprint_is_of_all_that_must_be_equal():
+    def of(model="m", rank="", sizes=((512, 512),), groups=(FULL,), **options):
+        manager = KVCacheManager.for_groups([*groups], 9, 64, **options)
+        return fingerprint(manager, Pages.allocate(9, sizes), model=model, rank=rank)
+
+    assert of() == of(num_host_blocks=5, eviction="s3_fifo")
+    different = [
+        of(), of(model="n"), of(rank="1"), of(sizes=((512, 256),)), of(sizes=((1024,),)),
+        of(groups=(FULL, WINDOW)), of(groups=(WINDOW,)), of(groups=(GroupSpec("full_attention", 8),)),
+        of(hash_seed="s"), of(hash_algorithm="xxh3_128_cbor"), of(hash_block_size=2),
+        of(hash_algorithm="engine:x", hash_bytes=32),
+    ]  # fmt: skip
+    assert len(set(different)) == len(different)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (
+            [FULL, GroupSpec("cross_attention", 4)],
+            "group 1 has kind 'cross_attention': expected kinds",
+        ),
+        ([FULL, GroupSpec("full_attention", 4, cached=False)], "group 1 has cached=False and"),
+        ([FULL, GroupSpec("full_attention", 4, transferred=False)], "group 1 has cached=True and"),
+        (
+            [FULL, GroupSpec("circular_window", 4, {"window": 6, "buffer": 13}, cached=False)],
+            "group 1 has kind 'circular_window'",
+        ),
+    ],
+)
+def test_groups_that_a_store_cannot_fill_are_refused_by_name(groups, message):
+    manager = KVCacheManager.for_groups(groups, 30, 64, enable_events=True)
+    with pytest.raises(ValueError, match=message):
+        StoredPrefixes(manager)
+
+
+@pytest.mark.parametrize(
+    ("manager", "options", "error", "message"),
+    [
+        ({"enable_events": False}, {}, ValueError, "manager has enable_events=False: expected True"),
+        ({"enable_caching": False}, {}, ValueError, "manager caches nothing"),
+        ({}, {"model": 3}, TypeError, "model is 3: expected"),
+        ({}, {"write_from": "disk"}, ValueError, "write_from is 'disk': expected 'auto', 'device'"),
+        ({}, {"write_from": "host"}, ValueError, "expected a manager with num_host_blocks, and host_"),
+        ({"num_host_blocks": 9}, {}, ValueError, "expected a manager with num_host_blocks, and host_"),
+        ({}, {"timeout_s": 0}, ValueError, "timeout_s is 0: expected seconds, more than 0"),
+        ({}, {"staging_bytes": -1}, ValueError, "staging_bytes is -1: expected 0 to"),
+        ({}, {"pages": Pages.allocate(5, [[8]])}, ValueError, "pages has 5 pages: expected 9"),
+        ({}, {"store": "disk"}, TypeError, "store is 'disk': expected"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_named(manager, options, error, message):
+    manager = KVCacheManager(4, 9, 64, **{"enable_events": True, **manager})
+    given = {"pages": Pages.allocate(9, [[64]]), "store": MemoryStore(), "model": "m", **options}
+    before = threading.active_count()
+    with pytest.raises(error, match=message):
+        StoreTier(manager, **given)
+    assert threading.active_count() == before
+
+
+def test_a_request_that_is_not_receiving_is_not_loaded():
+    user = a_user()
+    request = Request("a", range(20))
+    user.manager.step(new=[request])
+    with pytest.raises(ValueError, match="'a' is not receiving, or is being loaded"):
+        user.tier.load(request, 8)
+    assert user.tier.cancel(request) is None
+    user.manager.free(request)
+    user.end()
+
+
+def test_nothing_is_put_while_a_later_step_is_planned():
+    user = a_user()
+    first = user.manager.step(new=[Request("a", range(20))])
+    second = user.manager.step([0], [1])
+    for plan, num_put in ((first, 0), (second, 5)):
+        report = StepReport(plan.step_id, completed=True)
+        user.manager.report(report)
+        user.tier.save(report)
+        deadline = time.monotonic() + 5
+        while len(user.store.values) < num_put and time.monotonic() < deadline:
+            user.tier.save(report)
+            time.sleep(0.001)
+        assert len(user.store.values) == num_put
+    user.manager.free(Request("a", [1]))

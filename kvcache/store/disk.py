@@ -29,6 +29,7 @@ _TIMEOUT_S = 60.0
 _ENTRY = struct.Struct("<IQB207s")
 _ENTRY_BYTES = 256
 _MOST_KEY_BYTES = 207
+_BLOCKS_PER_CALL = 256
 
 
 class DiskStore(BlockStore):
@@ -56,6 +57,7 @@ class DiskStore(BlockStore):
         self._capacity_bytes = byte_count(capacity_bytes, "capacity_bytes")
         self._agent = self._fd = None
         self._registered: list = []
+        self._entries = np.zeros((_BLOCKS_PER_CALL, _ENTRY_BYTES), np.uint8)
         self._places: OrderedDict[str, int] = OrderedDict()  # by key, the least recently used first
         self._free: list[int] = []
         self._evicted: list[str] = []
@@ -92,6 +94,7 @@ class DiskStore(BlockStore):
             self._agent.register_memory([tuple(row)], kind, backends=["POSIX"])
             for row, kind in (
                 ((memory.ctypes.data, memory.nbytes, 0, ""), "DRAM"),
+                ((self._entries.ctypes.data, self._entries.nbytes, 0, ""), "DRAM"),
                 ((0, end, self._fd, ""), "FILE"),
             )
         ]
@@ -102,31 +105,38 @@ class DiskStore(BlockStore):
 
     def put(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> list[bool]:
         """Writes values, in the place of others where there is no more room."""
+        for first in range(0, len(keys), _BLOCKS_PER_CALL):
+            stop = first + _BLOCKS_PER_CALL
+            self._put(keys[first:stop], values[first:stop])
+        return [key in self._places for key in keys]
+
+    def _put(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> None:
+        entries = [self._entry(key) for key in keys]
         places: dict[str, int] = {}
         for key in keys:
             place = self._places.pop(key, None)
             if place is None:
-                place = self._free.pop() if self._free else self._evict(places)
+                place = self._free.pop() if self._free else self._evict()
             if place is not None:
                 places[key] = place
-        for place in places.values():  # so that no old name is found before new bytes
-            self._write_entry(place, None)
         try:
-            chosen = [(values[i], places[key]) for i, key in enumerate(keys) if key in places]
-            self._move("WRITE", chosen)
-            for key, place in places.items():
-                self._write_entry(place, key)
+            chosen = [i for i, key in enumerate(keys) if key in places]
+            self._move(
+                "WRITE",
+                [values[i] for i in chosen],
+                [places[keys[i]] for i in chosen],
+                [entries[i] for i in chosen],
+            )
         except BaseException:
             self._free += places.values()
             self._evicted += places
             raise
         self._places |= places
-        return [key in places for key in keys]
 
     def get(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> list[int]:
         """Reads values."""
         found = [(i, self._places[key]) for i, key in enumerate(keys) if key in self._places]
-        self._move("READ", [(values[i], place) for i, place in found])
+        self._move("READ", [values[i] for i, _ in found], [place for _, place in found])
         sizes = [-1] * len(keys)
         for i, _ in found:
             sizes[i] = self._value_bytes
@@ -139,7 +149,7 @@ class DiskStore(BlockStore):
             if (place := self._places.pop(key, None)) is not None:
                 self._evicted.append(key)
                 self._free.append(place)
-                self._write_entry(place, None)
+                os.pwrite(self._fd, bytes(_ENTRY_BYTES), self._offset(place))
 
     def keys(self) -> list[str]:
         """All keys, the least recently used first."""
@@ -163,8 +173,8 @@ class DiskStore(BlockStore):
         self._places.clear()
         self._free.clear()
 
-    def _evict(self, taken: dict[str, int]) -> int | None:
-        """The place of the least recently used; None where all are of this call."""
+    def _evict(self) -> int | None:
+        """The place of the least recently used; None where there is none."""
         if not self._places:
             return None
         key, place = self._places.popitem(last=False)
@@ -194,34 +204,43 @@ class DiskStore(BlockStore):
         used = set(self._places.values())
         self._free = [place for place in reversed(range(capacity)) if place not in used]
 
-    def _write_entry(self, place: int, key: str | None) -> None:
-        """Names what is in a place, or says that nothing is."""
-        packed = bytes(_ENTRY_BYTES)
-        if key is not None:
-            encoded = key.encode()
-            if len(encoded) > _MOST_KEY_BYTES:
-                raise StoreError(
-                    f"a key has {len(encoded)} bytes: expected {_MOST_KEY_BYTES} at most"
-                )
-            body = _ENTRY.pack(0, self._sequence, len(encoded), encoded)
-            self._sequence += 1
-            packed = (zlib.crc32(body[4:]).to_bytes(4, "little") + body[4:]).ljust(
-                _ENTRY_BYTES, b"\0"
-            )
-        os.pwrite(self._fd, packed, self._offset(place))
+    def _entry(self, key: str) -> bytes:
+        """What names a value in the file."""
+        encoded = key.encode()
+        if len(encoded) > _MOST_KEY_BYTES:
+            raise StoreError(f"a key has {len(encoded)} bytes: expected {_MOST_KEY_BYTES} at most")
+        body = _ENTRY.pack(0, self._sequence, len(encoded), encoded)[4:]
+        self._sequence += 1
+        return (zlib.crc32(body).to_bytes(4, "little") + body).ljust(_ENTRY_BYTES, b"\0")
 
     def _offset(self, place: int) -> int:
         return _ALIGNMENT + place * self._stride
 
-    def _move(self, operation: str, chosen: list[tuple[np.ndarray, int]]) -> None:
-        """Reads or writes values; StoreError where that fails."""
-        if not chosen:
+    def _move(
+        self,
+        operation: str,
+        values: list[np.ndarray],
+        places: list[int],
+        entries: Sequence[bytes] = (),
+    ) -> None:
+        """Reads or writes values, and writes entries; StoreError where that fails."""
+        count, num_entries = len(values), len(entries)
+        if count == 0:
             return
-        local, remote = np.empty((2, len(chosen), 3), np.uint64)
-        local[:, 0] = [value.ctypes.data for value, _ in chosen]
-        remote[:, 0] = [self._offset(place) + _ENTRY_BYTES for _, place in chosen]
-        local[:, 1] = remote[:, 1] = self._value_bytes
-        local[:, 2], remote[:, 2] = 0, self._fd
+        local, remote = np.zeros((2, count + num_entries, 3), np.uint64)
+        offsets = np.array([self._offset(place) for place in places], np.uint64)
+        local[:count, 0] = [value.ctypes.data for value in values]
+        local[:count, 1] = self._value_bytes
+        remote[:count, 0] = offsets + np.uint64(_ENTRY_BYTES)
+        if entries:
+            self._entries[:num_entries] = np.frombuffer(b"".join(entries), np.uint8).reshape(
+                num_entries, _ENTRY_BYTES
+            )
+            begin = self._entries.ctypes.data
+            local[count:, 0] = begin + np.arange(num_entries) * _ENTRY_BYTES
+            local[count:, 1] = _ENTRY_BYTES
+            remote[count:, 0] = offsets
+        remote[:, 1], remote[:, 2] = local[:, 1], self._fd
         agent = self._agent
         sides = agent.get_xfer_descs(local, "DRAM"), agent.get_xfer_descs(remote, "FILE")
         handle = agent.initialize_xfer(operation, *sides, agent.name)
@@ -230,14 +249,14 @@ class DiskStore(BlockStore):
             while state == "PROC":
                 passed = time.monotonic() - begun
                 if passed > _TIMEOUT_S:
-                    raise StoreError(f"{operation} of {len(chosen)} blocks takes too long")
+                    raise StoreError(f"{operation} of {count} blocks takes too long")
                 if passed > _SPIN_S:
                     time.sleep(_POLL_S)
                 state = agent.check_xfer_state(handle)
         finally:
             agent.release_xfer_handle(handle)
         if state != "DONE":
-            raise StoreError(f"{operation} of {len(chosen)} blocks ended as {state}")
+            raise StoreError(f"{operation} of {count} blocks ended as {state}")
 
 
 def _form_of(block: bytes) -> object:

@@ -36,7 +36,7 @@ class Staging:
             formats=like.formats,
         )
         self.memory = memory.numpy()
-        self._stride = stride
+        self.values = self.memory.reshape(-1, stride)[:, : self.value_bytes]  # a view
         self._free = list(range(num_values, 0, -1))
         self.num_values = num_values
 
@@ -53,7 +53,6 @@ class Staging:
         """The inverse."""
         self._free += numbers
 
-    def value(self, number: int) -> np.ndarray:
-        """uint8[value_bytes], a view."""
-        begin = number * self._stride
-        return self.memory[begin : begin + self.value_bytes]
+    def of(self, numbers: list[int]) -> list[np.ndarray]:
+        """The values, each uint8[value_bytes], views."""
+        return [self.values[number] for number in numbers]

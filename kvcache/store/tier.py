@@ -12,7 +12,7 @@ import numpy as np
 from kvcache.allocator import KVCacheManager, Request
 from kvcache.checks import MAX_INT64, flag, instance, integer
 from kvcache.checks import number as checked_number
-from kvcache.events import CacheEvent
+from kvcache.events import BlockRemoved, CacheEvent
 from kvcache.step import StepReport
 from kvcache.store.announcements import removed_event, stored_event
 from kvcache.store.base import BlockStore
@@ -22,7 +22,7 @@ from kvcache.store.prefixes import NeededBlock, StoredPrefixes
 from kvcache.store.staging import Staging
 from kvcache.store.stats import StoreStats
 from kvcache.store.thread import READ, WRITE, Call, StoreThread
-from kvcache.store.values import BlockKey, fault, key_of_text, key_text, seal
+from kvcache.store.values import BlockKey, faults, key_of_text, key_text, seal
 from kvcache.store.writes import Described, WaitingBlocks
 from kvcache.worker import Pages, SwapEngine, SwapJob
 from kvcache.worker.swap.page_copy import PageCopy
@@ -196,8 +196,9 @@ class StoreTier:
         """How many tokens behind the hit of a new request the store has; None: ask again later.
 
         For `num_external_computed_tokens` of `KVCacheManager.step`, with `delay_cache_blocks` and no
-        tokens of its own (`new_num_tokens` 0): ask just before. The first call asks the store, and later
-        ones say what came of it. 0 after `timeout_s`, and while the store is not asked.
+        tokens of its own (`new_num_tokens` 0), but not with `max_host_blocks`: ask just before. The
+        first call asks the store, and later ones say what came of it. 0 after `timeout_s`, and while the
+        store is not asked.
         """
         self._take_over()
         first = self._prefixes.hit_tokens(request)
@@ -228,8 +229,9 @@ class StoreTier:
         groups = range(len(self._manager.groups))
         tables = [self._manager.block_ids(request, g).tolist() for g in groups]
         blocks = deque(
-            (block, tables[block.key.group][block.column])
+            (block, page)
             for block in self._prefixes.needed(request, first, stop)
+            if (page := tables[block.key.group][block.column]) > 0
         )
         deadline = time.monotonic() + self._timeout_s
         load = _Load(request, first, stop, blocks, deadline, stop)
@@ -295,20 +297,19 @@ class StoreTier:
             count = min(len(load.blocks), self._staging.num_free, _BLOCKS_PER_CALL)
             blocks = [load.blocks.popleft() for _ in range(count)]
             get = _Get(load, [self._staging.take() for _ in blocks], blocks)
-            values = [self._staging.value(number) for number in get.numbers]
             keys, own = [block.key for block, _ in blocks], self._fingerprint
-            work = lambda v=values, k=keys, f=own: self._get(v, k, f)  # noqa: E731
+            work = lambda n=get.numbers, k=keys, f=own: self._get(n, k, f)  # noqa: E731
             load.calls.append(self._thread.submit(work, READ, tag=get))
 
-    def _get(self, values: list[np.ndarray], keys: list[BlockKey], own: bytes) -> list[str | None]:
+    def _get(self, numbers: list[int], keys: list[BlockKey], own: bytes) -> list[str | None]:
         """In the thread: what is wrong with each block."""
         texts = [key_text(own, key) for key in keys]
-        sizes = self._store.get(texts, values)
-        faults = [fault(*each, own, key) for *each, key in zip(values, sizes, keys)]
-        wrong = [text for text, found in zip(texts, faults) if found in ("corrupt", "misfit")]
+        sizes = self._store.get(texts, self._staging.of(numbers))
+        found = faults(self._staging.values, numbers, sizes, own, keys)
+        wrong = [text for text, each in zip(texts, found) if each in ("corrupt", "misfit")]
         if wrong:
             self._store.remove(wrong)
-        return faults
+        return found
 
     def _got(self, call: Call) -> None:
         """Blocks have come: those of a load that goes on move into their pages."""
@@ -316,9 +317,9 @@ class StoreTier:
         load = get.load
         if call in load.calls:
             load.calls.remove(call)
-        faults = ["error"] * len(get.blocks) if call.result is None else call.result
+        answers = ["error"] * len(get.blocks) if call.result is None else call.result
         right = []
-        for number, (block, page), found in zip(get.numbers, get.blocks, faults):
+        for number, (block, page), found in zip(get.numbers, get.blocks, answers):
             if found is None:
                 right.append((number, page, block))
                 continue
@@ -400,14 +401,15 @@ class StoreTier:
                 job = self._swaps.swap_out(pairs)
                 self._swaps.before_write(pairs[:, 0])
             self._num_writing += len(taken)
-            values = [self._staging.value(number) for number in put.numbers]
             own = self._fingerprint
             self._thread.submit(
-                lambda v=values, k=put.keys, f=own, j=job: self._put(v, k, f, j), WRITE, tag=put
+                lambda n=put.numbers, k=put.keys, f=own, j=job: self._put(n, k, f, j),
+                WRITE,
+                tag=put,
             )
 
     def _put(
-        self, values: list[np.ndarray], keys: list[BlockKey], own: bytes, job: SwapJob | None
+        self, numbers: list[int], keys: list[BlockKey], own: bytes, job: SwapJob | None
     ) -> list[str]:
         """In the thread: "stored", "known" or "refused" for each block."""
         if job is not None:
@@ -415,9 +417,11 @@ class StoreTier:
         texts = [key_text(own, key) for key in keys]
         answers = ["known" if each else "refused" for each in self._store.exists(texts)]
         new = [i for i, answer in enumerate(answers) if answer == "refused"]
-        for i in new:
-            seal(values[i], own, keys[i])
-        taken = self._store.put([texts[i] for i in new], [values[i] for i in new]) if new else []
+        if not new:
+            return answers
+        of_new = [numbers[i] for i in new]
+        seal(self._staging.values, of_new, own, [keys[i] for i in new])
+        taken = self._store.put([texts[i] for i in new], self._staging.of(of_new))
         for i, is_taken in zip(new, taken):
             answers[i] = "stored" if is_taken else "refused"
         return answers
@@ -447,12 +451,14 @@ class StoreTier:
         events, self._events = self._events, []
         return events
 
-    def _drain(self) -> None:
+    def _drain(self) -> list[CacheEvent]:
+        """The manager's events since the last time."""
         events = self._manager.drain_events()
         if self._waiting is not None:
             self._waiting.observe(events)
         if self._announces:
             self._events += events
+        return events
 
     def _tell_stored(self, key: BlockKey, described: Described | None) -> None:
         if not self._announces or key in self._announced:
@@ -490,6 +496,24 @@ class StoreTier:
         for load in self._loads.values():
             load.fail_at(load.first_token)
         self._fingerprint = fingerprint(self._manager, self._pages, model=model, rank=self._rank)
+
+    def invalidate(self, ids: np.ndarray) -> dict[str, int]:
+        """`KVCacheManager.invalidate`; what leaves the cache by it is removed from the store, too.
+
+        Blocks that were computed from it, and that the cache no longer had, stay in the store: where
+        that may be, change `model` (`start_epoch`).
+        """
+        self._drain()
+        affected = self._manager.invalidate(ids)
+        keys = {
+            BlockKey(event.group, each.tobytes())
+            for event in self._drain()
+            if isinstance(event, BlockRemoved)
+            for each in event.block_hashes
+        }
+        texts = self._texts([*keys])
+        self._thread.submit(lambda: self._store.remove(texts), READ)
+        return affected
 
     @property
     def is_dead(self) -> bool:

@@ -9,6 +9,7 @@ somebody has forged.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from kvcache.native.load import core
 HEADER_BYTES = 128
 _DIGEST_BYTES = 16
 _MAGIC = b"kvcblk1\n"
-_FIELDS = struct.Struct("<8sQ16sII32s")
+_FIELDS = struct.Struct("<8sQ16sII32s40x")
 
 
 class BlockKey(NamedTuple):
@@ -46,38 +47,55 @@ def key_of_text(fingerprint: bytes, text: str) -> BlockKey | None:
     return BlockKey(int(group), bytes.fromhex(block_hash))
 
 
-def seal(value: np.ndarray, fingerprint: bytes, key: BlockKey) -> None:
-    """Writes the header of a value, uint8[128 + page bytes], whose page is there."""
-    value[_DIGEST_BYTES:HEADER_BYTES] = _header(len(value), fingerprint, key)
-    value[:_DIGEST_BYTES] = np.frombuffer(core.xxh3_128(value[_DIGEST_BYTES:]), np.uint8)
+def seal(
+    values: np.ndarray, numbers: Sequence[int], fingerprint: bytes, keys: Sequence[BlockKey]
+) -> None:
+    """Writes the headers of values, rows of uint8[n, 128 + page bytes], whose pages are there.
+
+    One call for many, as other threads run meanwhile: a thread that gives up Python's lock waits for it.
+    """
+    values[numbers, _DIGEST_BYTES:HEADER_BYTES] = _headers(values.shape[1], fingerprint, keys)
+    values[numbers, :_DIGEST_BYTES] = _digests(values, numbers)
 
 
-def fault(value: np.ndarray, num_bytes: int, fingerprint: bytes, key: BlockKey) -> str | None:
-    """What is wrong with a value of which so many bytes came: "missing", "misfit", "corrupt", or None."""
-    if num_bytes < 0:
-        return "missing"
-    if num_bytes != len(value):
-        return "misfit"
-    if value[:_DIGEST_BYTES].tobytes() != core.xxh3_128(value[_DIGEST_BYTES:]):
-        return "corrupt"
-    if not np.array_equal(value[_DIGEST_BYTES:HEADER_BYTES], _header(len(value), fingerprint, key)):
-        return "misfit"
-    return None
+def faults(
+    values: np.ndarray,
+    numbers: Sequence[int],
+    sizes: Sequence[int],
+    fingerprint: bytes,
+    keys: Sequence[BlockKey],
+) -> list[str | None]:
+    """What is wrong with values of which so many bytes came: "missing", "misfit", "corrupt", or None."""
+    digests = (values[numbers, :_DIGEST_BYTES] == _digests(values, numbers)).all(axis=1)
+    expected = _headers(values.shape[1], fingerprint, keys)
+    fits = (values[numbers, _DIGEST_BYTES:HEADER_BYTES] == expected).all(axis=1)
+    found: list[str | None] = []
+    for size, is_whole, is_own in zip(sizes, digests.tolist(), fits.tolist()):
+        if size < 0:
+            found.append("missing")
+        elif size != values.shape[1]:
+            found.append("misfit")
+        elif not is_whole:
+            found.append("corrupt")
+        else:
+            found.append(None if is_own else "misfit")
+    return found
 
 
 def _prefix(fingerprint: bytes) -> str:
     return f"kvcache-{fingerprint.hex()}-"
 
 
-def _header(value_bytes: int, fingerprint: bytes, key: BlockKey) -> np.ndarray:
-    header = np.zeros(HEADER_BYTES - _DIGEST_BYTES, np.uint8)
-    packed = _FIELDS.pack(
-        _MAGIC,
-        value_bytes - HEADER_BYTES,
-        fingerprint,
-        key.group,
-        len(key.block_hash),
-        key.block_hash,
-    )
-    header[: len(packed)] = np.frombuffer(packed, np.uint8)
-    return header
+def _digests(values: np.ndarray, numbers: Sequence[int]) -> np.ndarray:
+    which = np.asarray(numbers, np.int64)
+    return core.xxh3_128_rows(values, which, _DIGEST_BYTES, values.shape[1])
+
+
+def _headers(value_bytes: int, fingerprint: bytes, keys: Sequence[BlockKey]) -> np.ndarray:
+    """uint8[n, 112]: all of the headers but digests."""
+    page_bytes = value_bytes - HEADER_BYTES
+    packed = [
+        _FIELDS.pack(_MAGIC, page_bytes, fingerprint, group, len(block_hash), block_hash)
+        for group, block_hash in keys
+    ]
+    return np.frombuffer(b"".join(packed), np.uint8).reshape(len(keys), -1)
