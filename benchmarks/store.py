@@ -6,7 +6,8 @@
 "raw" calls the engine with memory that it knows, all blocks in one call. "tier" is what an engine of
 requests sees: put from the end of the step that filled the blocks until the last one is there; got from
 `match` of a request until its blocks are in pages and cached, digests compared. Both move the same number
-of blocks, round by round in turn, and the pages are compared. Mooncake's master and memory are on this
+of blocks, round by round in turn, and the pages are compared. CPU time is that of all threads; where the
+machine does other things besides, it says more than what has passed. Mooncake's master and memory are on this
 machine; the disk store reads from the system's page cache where the file fits into it.
 """
 
@@ -20,6 +21,7 @@ import platform
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -38,7 +40,7 @@ WAYS = ("raw put", "tier put", "raw get", "tier get")
 
 
 def measure(store: BlockStore, num_blocks: int, block_bytes: int) -> dict:
-    """Seconds of each way, medians and best, in GB/s and microseconds per block."""
+    """Medians and best of each way in GB/s, and microseconds per block, elapsed and of CPU time."""
     pages = Pages.allocate(num_blocks + 2, [[block_bytes // 8] * 2] * 4)
     manager = KVCacheManager(
         BLOCK_SIZE, num_blocks + 2, 2**20, num_preallocate_tokens=0, enable_events=True
@@ -51,6 +53,7 @@ def measure(store: BlockStore, num_blocks: int, block_bytes: int) -> dict:
     wait_for_open(tier)
     values = tier._staging.of([*range(1, num_blocks + 1)])
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    cpu: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(ROUNDS + 2):
         keys = [f"raw {number} {i} {time.time_ns()}" for i in range(num_blocks)]
         tokens = rng.integers(0, 1 << 30, num_blocks * BLOCK_SIZE + 1).astype(np.int32)
@@ -64,8 +67,9 @@ def measure(store: BlockStore, num_blocks: int, block_bytes: int) -> dict:
         }
         store.remove(keys)
         if number >= 2:
-            for way, each in took.items():
-                seconds[way].append(each)
+            for way, (elapsed, used) in took.items():
+                seconds[way].append(elapsed)
+                cpu[way].append(used)
     stats = tier.stats
     wrong = stats.errors + stats.timeouts + stats.corrupt_blocks + stats.refused_blocks
     check(wrong == 0, str(stats))
@@ -77,6 +81,7 @@ def measure(store: BlockStore, num_blocks: int, block_bytes: int) -> dict:
         "GB_per_s": {way: total / np.median(seconds[way]) / 1e9 for way in WAYS},
         "best_GB_per_s": {way: total / min(seconds[way]) / 1e9 for way in WAYS},
         "us_per_block": {way: np.median(seconds[way]) / num_blocks * 1e6 for way in WAYS},
+        "cpu_us_per_block": {way: np.median(cpu[way]) / num_blocks * 1e6 for way in WAYS},
     }
 
 
@@ -86,8 +91,8 @@ def put(
     tier: StoreTier,
     tokens: np.ndarray,
     rng: np.random.Generator,
-) -> float:
-    """Seconds until what a step has filled is in the store."""
+) -> tuple[float, float]:
+    """Seconds, elapsed and of CPU time, until what a step has filled is in the store."""
     manager.reset_prefix_cache()
     request = Request("put", tokens)
     plan = manager.step(new=[request])
@@ -98,23 +103,25 @@ def put(
     report = StepReport(plan.step_id, completed=True)
     manager.report(report)
     manager.free(request)
-    begun = time.perf_counter()
+    clock = Clock()
     tier.save(report)
     while tier.num_waiting_blocks:
         time.sleep(20e-6)
         tier.poll()
         tier.save(report)
-    took = time.perf_counter() - begun
+    took = clock.passed()
     put.expected = [pages.fragment(r).numpy()[blocks[:-1]] for r in range(len(pages.sizes))]
     return took
 
 
-def get(manager: KVCacheManager, pages: Pages, tier: StoreTier, tokens: np.ndarray) -> float:
-    """Seconds until all blocks of a prompt have come."""
+def get(
+    manager: KVCacheManager, pages: Pages, tier: StoreTier, tokens: np.ndarray
+) -> tuple[float, float]:
+    """Seconds, elapsed and of CPU time, until all blocks of a prompt have come."""
     manager.reset_prefix_cache()
     pages.memory.zero_()
     request = Request("get", tokens)
-    begun = time.perf_counter()
+    clock = Clock()
     while (num_tokens := tier.match(request)) is None:
         time.sleep(20e-6)
     check(num_tokens == len(tokens) - 1, f"{num_tokens} tokens were found")
@@ -127,7 +134,7 @@ def get(manager: KVCacheManager, pages: Pages, tier: StoreTier, tokens: np.ndarr
     tier.load(request, num_tokens)
     while not (received := tier.poll()):
         time.sleep(20e-6)
-    took = time.perf_counter() - begun
+    took = clock.passed()
     check(received[0].num_loaded_tokens == num_tokens, str(tier.stats))
     blocks = manager.block_ids(request)
     for region, expected in enumerate(put.expected):
@@ -150,10 +157,21 @@ def wait_for_open(tier: StoreTier) -> None:
     tier.cancel(request)
 
 
-def timed(work: object) -> float:
-    begun = time.perf_counter()
+class Clock:
+    """Seconds, and CPU seconds of the process with all its threads, since it was made."""
+
+    def __init__(self) -> None:
+        self._begun = time.perf_counter(), time.process_time()
+
+    def passed(self) -> tuple[float, float]:
+        now = time.perf_counter(), time.process_time()
+        return now[0] - self._begun[0], now[1] - self._begun[1]
+
+
+def timed(work: Callable[[], None]) -> tuple[float, float]:
+    clock = Clock()
     work()
-    return time.perf_counter() - begun
+    return clock.passed()
 
 
 def check(holds: bool, text: str) -> None:
@@ -171,7 +189,7 @@ def main() -> int:
     installed = ["disk"] if importlib.util.find_spec("nixl") else []
     installed += ["mooncake"] if mooncake_master.is_installed() else []
     results = []
-    print(f"{'GB/s, median (us per block)':28}" + "".join(f"{way:>16}" for way in WAYS))
+    print(f"{'GB/s, median (CPU us a block)':31}" + "".join(f"{way:>16}" for way in WAYS))
     with ExitStack() as stack:
         for name in [args.only] if args.only else installed:
             for num_blocks, block_bytes in SHAPES:
@@ -184,10 +202,12 @@ def main() -> int:
                 row = {"engine": name, **measure(store, num_blocks, block_bytes)}
                 results.append(row)
                 cells = "".join(
-                    f"{row['GB_per_s'][way]:>7.2f} ({row['us_per_block'][way]:6.1f})"
+                    f"{row['GB_per_s'][way]:>7.2f} ({row['cpu_us_per_block'][way]:6.1f})"
                     for way in WAYS
                 )
-                print(f"{name:9}{num_blocks:>6} x {block_bytes >> 10:>4} KiB   {cells}", flush=True)
+                print(
+                    f"{name:9}{num_blocks:>6} x {block_bytes >> 10:>4} KiB      {cells}", flush=True
+                )
     if args.json:
         told = {
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, {processor()}",

@@ -292,11 +292,14 @@ def test_groups_too_large_to_verify_are_one_line(capsys):
 
 # --- eviction and the host tier -------------------------------------------------------------------
 
+
 def test_replay_reports_the_hits_of_a_store(capsys):
     found = run_json(capsys, "--requests", "100", "--num-blocks", "150", "--store-blocks", "3000")
     assert found["hit_tokens"] > found["store_hit_tokens"] > 0
     assert found["store_blocks"] == 3000 and found["store_evicted_blocks"] == 0
-    assert main(["replay", "--requests", "100", "--num-blocks", "150", "--store-blocks", "3000"]) == 0
+    assert (
+        main(["replay", "--requests", "100", "--num-blocks", "150", "--store-blocks", "3000"]) == 0
+    )
     assert "store hits" in capsys.readouterr().out
 
 

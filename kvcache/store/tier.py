@@ -28,7 +28,9 @@ from kvcache.worker import Pages, SwapEngine, SwapJob
 from kvcache.worker.swap.page_copy import PageCopy
 
 _MOST_LOOKUPS = 4096  # that are remembered; the oldest is asked again
-_BLOCKS_PER_CALL = 64
+# A call moves as much, so that reads wait for a write no longer than some milliseconds, and few blocks
+# share the cost of one. Mooncake takes at most 1,024.
+_BYTES_PER_CALL, _LEAST_PER_CALL, _MOST_PER_CALL = 8 << 20, 8, 1024
 _MEDIUMS = {"device": "gpu", "host": "cpu"}
 
 
@@ -140,6 +142,8 @@ class StoreTier:
         self._circuit = Circuit() if circuit is None else circuit
         self.stats = StoreStats()
         self._staging = Staging(pages, integer(staging_bytes, "staging_bytes", most=MAX_INT64))
+        fitting = _BYTES_PER_CALL // self._staging.value_bytes
+        self._per_call = min(max(fitting, _LEAST_PER_CALL), _MOST_PER_CALL)
         self._swaps = SwapEngine(pages, self._staging.pages)
         self._from_host = None
         if write_from == "host":
@@ -294,7 +298,7 @@ class StoreTier:
 
     def _ask_for_blocks(self, load: _Load) -> None:
         while load.blocks and self._staging.num_free:
-            count = min(len(load.blocks), self._staging.num_free, _BLOCKS_PER_CALL)
+            count = min(len(load.blocks), self._staging.num_free, self._per_call)
             blocks = [load.blocks.popleft() for _ in range(count)]
             get = _Get(load, [self._staging.take() for _ in blocks], blocks)
             keys, own = [block.key for block, _ in blocks], self._fingerprint
@@ -382,7 +386,7 @@ class StoreTier:
     def _put_waiting(self) -> None:
         half = max(self._staging.num_values // 2, 1)
         while len(self._waiting):
-            count = min(half - self._num_writing, self._staging.num_free, _BLOCKS_PER_CALL)
+            count = min(half - self._num_writing, self._staging.num_free, self._per_call)
             if count <= 0 or not self._may_ask():
                 return
             taken = self._waiting.take(self._manager, count)
