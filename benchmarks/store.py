@@ -7,8 +7,8 @@
 requests sees: put from the end of the step that filled the blocks until the last one is there; got from
 `match` of a request until its blocks are in pages and cached, digests compared. Both move the same number
 of blocks, round by round in turn, and the pages are compared. CPU time is that of all threads; where the
-machine does other things besides, it says more than what has passed. Mooncake's master and memory are on this
-machine; the disk store reads from the system's page cache where the file fits into it.
+machine does other things besides, it says more than what has passed. Mooncake's master and memory are on
+this machine; the disk store reads from the system's page cache where the file fits into it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import torch
 from benchmarks.gpu.machine import commit, processor
 from kvcache import KVCacheManager, Pages, Request, StepReport
 from kvcache.store import BlockStore, DiskStore, MooncakeStore, StoreTier
+from kvcache.store.values import BlockKey, key_text
 from tests import mooncake_master
 
 SHAPES = ((4096, 16 << 10), (256, 64 << 10), (64, 1 << 20))  # blocks, bytes
@@ -58,14 +59,16 @@ def measure(store: BlockStore, num_blocks: int, block_bytes: int) -> dict:
         keys = [f"raw {number} {i} {time.time_ns()}" for i in range(num_blocks)]
         tokens = rng.integers(0, 1 << 30, num_blocks * BLOCK_SIZE + 1).astype(np.int32)
         took = {
-            "raw put": timed(lambda k=keys: check(all(store.put(k, values)), "raw put")),
+            "raw put": timed(lambda k=tuple(keys): check(all(store.put([*k], values)), "raw put")),
             "tier put": put(manager, pages, tier, tokens, rng),
             "raw get": timed(
-                lambda k=keys: check(min(store.get(k, values)) > 0, "raw get"),
+                lambda k=tuple(keys): check(min(store.get([*k], values)) > 0, "raw get"),
             ),
             "tier get": get(manager, pages, tier, tokens),
         }
-        store.remove(keys)
+        hashes = manager.block_hashes(Request("hashes", tokens))
+        keys += [key_text(tier._fingerprint, BlockKey(0, each.tobytes())) for each in hashes]
+        store.remove(keys)  # so that both reuse memory
         if number >= 2:
             for way, (elapsed, used) in took.items():
                 seconds[way].append(elapsed)
