@@ -19,8 +19,9 @@ class BlockStored:
     `block_hashes`: uint8[n, hash_bytes]. `parent_hash`: that of the block before the first (of a first
     block: the hash of the seed, or None where only the engine knows the algorithm). `token_ids`:
     int32[n * block_size]. `block_size`: tokens. `group`: the number of the cache group, `group_kind` its
-    attention kind, and `window` the tokens of its sliding window. `medium`: "gpu", or "cpu" for the host
-    tier. `lora` and `session` are those of the request that has computed, or hit, the blocks;
+    attention kind, and `window` the tokens of its sliding window. `medium`: "gpu", "cpu" for the host
+    tier, or "storage" for a store (`kvcache.store.StoreTier`). `lora` and `session` are those of the
+    request that has computed, or hit, the blocks;
     `extra_keys` has one entry per hash block of `hash_block_size` tokens, a tuple of its keys or None,
     or is None where no block has any. So a block's hash follows from its event:
 

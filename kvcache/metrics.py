@@ -51,6 +51,25 @@ _HOST = {
     "swapped_out_blocks": ("swapped_out_blocks", "blocks of requests swapped out to the host"),
     "swapped_in_blocks": ("swapped_in_blocks", "blocks of requests swapped in from the host"),
 }
+_STORE = {
+    "lookups": ("store_lookups", "requests for which the store was asked"),
+    "hit_tokens": ("store_hit_tokens", "tokens of loads from the store that were begun"),
+    "loaded_tokens": ("store_loaded_tokens", "tokens that were loaded from the store"),
+    "loaded_blocks": ("store_loaded_blocks", "blocks that were loaded from the store"),
+    "loaded_bytes": ("store_loaded_bytes", "bytes that were loaded from the store"),
+    "missing_blocks": ("store_missing_blocks", "blocks that the store no longer had"),
+    "corrupt_blocks": ("store_corrupt_blocks", "blocks from the store with a wrong digest"),
+    "misfit_blocks": ("store_misfit_blocks", "blocks from the store of another size or key"),
+    "stored_blocks": ("store_stored_blocks", "blocks that were put into the store"),
+    "stored_bytes": ("store_stored_bytes", "bytes that were put into the store"),
+    "known_blocks": ("store_known_blocks", "blocks that were not put, as the store had them"),
+    "refused_blocks": ("store_refused_blocks", "blocks for which the store had no room"),
+    "dropped_blocks": ("store_dropped_blocks", "blocks that left the cache before they were put"),
+    "evicted_blocks": ("store_evicted_blocks", "blocks that the store has evicted, if it says so"),
+    "errors": ("store_errors", "calls of the store that failed"),
+    "timeouts": ("store_timeouts", "waits for the store that were given up"),
+    "unasked": ("store_unasked_lookups", "lookups while the store was taken for dead"),
+}
 _DURATIONS = {
     "lifetime": ("evicted_block_lifetime", "from caching to eviction"),
     "idle": ("evicted_block_idle", "from the last release to eviction"),
@@ -94,8 +113,11 @@ class CacheMetrics(Collector):
         self._manager: weakref.ref[KVCacheManager] | None = None
         self._families: list[Metric] = []
 
-    def observe(self, manager: KVCacheManager) -> None:
-        """Reads the counts. RuntimeError in another thread than the manager's."""
+    def observe(self, manager: KVCacheManager, store: object = None) -> None:
+        """Reads the counts. RuntimeError in another thread than the manager's.
+
+        `store`: the `stats` of the manager's `StoreTier`, where it has one.
+        """
         stats = manager.stats
         if self._manager is None or self._manager() is not manager:
             self._manager = weakref.ref(manager)
@@ -110,6 +132,8 @@ class CacheMetrics(Collector):
         families += self._counters(_PINS, [], {(): stats})
         if stats.host is not None:
             families += self._counters(_HOST, [], {(): stats.host})
+        if store is not None:
+            families += self._counters(_STORE, [], {(): store})
         pools = {("device",): manager.pool}
         if manager.host_pool is not None:
             pools["host",] = manager.host_pool

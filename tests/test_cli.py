@@ -292,6 +292,17 @@ def test_groups_too_large_to_verify_are_one_line(capsys):
 
 # --- eviction and the host tier -------------------------------------------------------------------
 
+
+def test_replay_reports_the_hits_of_a_store(capsys):
+    found = run_json(capsys, "--requests", "100", "--num-blocks", "150", "--store-blocks", "3000")
+    assert found["hit_tokens"] > found["store_hit_tokens"] > 0
+    assert found["store_blocks"] == 3000 and found["store_evicted_blocks"] == 0
+    assert (
+        main(["replay", "--requests", "100", "--num-blocks", "150", "--store-blocks", "3000"]) == 0
+    )
+    assert "store hits" in capsys.readouterr().out
+
+
 TIERED = ("--requests", "200", "--num-blocks", "400", "--host-blocks", "2000")
 
 
@@ -360,6 +371,12 @@ def test_the_table_has_a_section_of_the_host(capsys):
         (["--compare", "--sizes", "9,1"], "--sizes is '1': expected a whole number from 2 to"),
         (["--compare", "--sizes", "9,"], "--sizes is '': expected a whole number from 2 to"),
         (["--host-blocks", "1"], "--host-blocks is 1: expected 2 or more (one is the null block)"),
+        (["--store-blocks", "9", "--verify"], "--store-blocks is 9 with --verify: expected one of"),
+        (["--compare", "--store-blocks", "9"], "--store-blocks is given with --compare: expected"),
+        (
+            ["--store-blocks", "9", "--groups", "full_attention:cached=0"],
+            "--groups is 'full_attention:cached=0': group 0 has cached=False and transferred=True",
+        ),
         (["--host-write", "back"], "--host-write is 'back': expected only with --host-blocks"),
         (["--host-eviction", "lru"], "--host-eviction is 'lru': expected only with --host-blocks"),
         (

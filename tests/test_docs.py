@@ -64,7 +64,7 @@ def referenced() -> set[str]:
     + [
         f"kvcache.{name}"
         for name in (
-            *("allocator", "kinds", "worker", "transfer", "disaggregation", "serving"),
+            *("allocator", "kinds", "worker", "transfer", "disaggregation", "serving", "store"),
             "router_events",
         )
     ],

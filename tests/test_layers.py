@@ -42,8 +42,10 @@ MAY_IMPORT = {
     },
     "kvcache.transfer": {"kvcache.ops", "kvcache.worker"},
     "kvcache.replay": {
-        *("kvcache.allocator", "kvcache.disaggregation", "kvcache.transfer", "kvcache.worker"),
+        *("kvcache.allocator", "kvcache.disaggregation", "kvcache.store", "kvcache.transfer"),
+        "kvcache.worker",
     },
+    "kvcache.store": {"kvcache.allocator", "kvcache.worker"},
     "kvcache.demo": {"kvcache.integrations", "kvcache.memory_plan", "kvcache.serving"},
     "kvcache.metrics": {"kvcache.allocator"},
     "kvcache.serve": {"kvcache.metrics", "kvcache.router_events", "kvcache.serving"},
@@ -93,6 +95,14 @@ TORCH_FREE_MODULES = {
     "kvcache.transfer.transport.base",
     "kvcache.transfer.transport.spans",
     "kvcache.transfer.topology",
+    "kvcache.store",
+    "kvcache.store.base",
+    "kvcache.store.circuit",
+    "kvcache.store.identity",
+    "kvcache.store.prefixes",
+    "kvcache.store.stats",
+    "kvcache.store.values",
+    "kvcache.store.writes",
 }
 
 

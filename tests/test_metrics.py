@@ -188,3 +188,19 @@ def test_what_is_not_installed_is_named_with_its_extra(module, blocked, needed, 
     code = WITHOUT.replace("MODULE", module).replace("BLOCKED", repr(blocked))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == f"{module} needs the {needed}: pip install 'kvcache[{extra}]'\n", done
+
+
+def test_a_store_is_counted_where_there_is_one():
+    from dataclasses import fields
+
+    from kvcache.store import StoreStats
+
+    manager, metrics, stats = served(), CacheMetrics(), StoreStats()
+    for i, field in enumerate(fields(stats)):
+        setattr(stats, field.name, i + 1)
+    metrics.observe(manager)
+    assert not [name for name, *_ in scrape(metrics) if "store_" in name]
+    metrics.observe(manager, stats)
+    found = {name: value for (name, *_), value in scrape(metrics).items() if "_store_" in name}
+    assert sorted(found.values()) == [i + 1 for i in range(len(fields(stats)))]
+    assert found["kvcache_store_loaded_tokens_total"] == stats.loaded_tokens

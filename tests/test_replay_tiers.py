@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache import GroupSpec, eviction_names, host_eviction_names
+from kvcache.events import BlockRemoved
 from kvcache.replay import Mismatch, Replayer, chat_workload, read_mooncake
 from kvcache.replay.groups import parse_groups
 from kvcache.replay.option_text import join_options
@@ -123,6 +124,62 @@ def test_the_report_says_how_it_was_made():
     assert report["eviction"] == "s3_fifo:small_share=0.25"
     assert (report["host_blocks"], report["host_eviction"]) == (200, "lru")
     assert report["host_write"] == "selective:2"
+
+
+# --- a store under the tiers -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 300])
+@pytest.mark.parametrize("chunk_tokens", [None, 64])
+def test_an_unbounded_store_hits_what_an_unbounded_device_does(num_host_blocks, chunk_tokens):
+    options = {"block_size": 16, "chunk_tokens": chunk_tokens}
+    unbounded = Replayer(num_blocks=20_001, **options).run(chat_workload(200, 3))
+    replayer = Replayer(
+        num_blocks=500, num_host_blocks=num_host_blocks, num_store_blocks=20_000,
+        host_write="through", **options,
+    )  # fmt: skip
+    report = replayer.run(chat_workload(200, 3))
+    assert (report.hit_tokens, report.rejected_requests) == (unbounded.hit_tokens, 0)
+    assert report.store_hit_tokens == 16 * report.store_loaded_blocks > 5_000
+    assert (report.host_hit_tokens or 0) + report.store_hit_tokens < report.hit_tokens
+    assert report.store_evicted_blocks == 0
+    assert replayer.manager.pool.num_free == replayer.manager.pool.num_total
+    replayer.manager.check_invariants()
+
+
+@pytest.mark.parametrize(
+    "groups", ["full_attention,sliding_window:window=50:block_size=8", "full_attention,recurrent"]
+)
+def test_a_small_store_is_of_use_and_evicts(groups):
+    specs = parse_groups(groups, 16)
+    none, some, more = (
+        Replayer(
+            num_blocks=300, groups=specs, num_store_blocks=size, chunk_tokens=64, concurrency=3
+        ).run(chat_workload(100, 3))
+        for size in (0, 500, 4_000)
+    )
+    assert none.hit_tokens < some.hit_tokens < more.hit_tokens
+    assert some.store_evicted_blocks > more.store_evicted_blocks
+    assert none.store_hit_tokens is None and none.rejected_requests == more.rejected_requests
+
+
+def test_a_store_without_content_is_not_verified():
+    verifier = KVVerifier(num_blocks=40, block_size=16)
+    with pytest.raises(ValueError, match="num_store_blocks is 9 with a verifier: expected 0"):
+        Replayer(num_blocks=40, block_size=16, num_store_blocks=9, verifier=verifier)
+
+
+def test_events_of_a_replayed_store_end_with_what_it_has():
+    replayer = Replayer(
+        num_blocks=150, block_size=16, num_store_blocks=300, enable_events=True
+    )  # fmt: skip
+    replayer.run(chat_workload(60, 3))
+    has = set()
+    for event in replayer.drain_events():
+        if event.medium == "storage":
+            each = {block_hash.tobytes() for block_hash in event.block_hashes}
+            has = has - each if isinstance(event, BlockRemoved) else has | each
+    assert has == {key.block_hash for key in replayer._store._blocks}
 
 
 # --- every byte -----------------------------------------------------------------------------------

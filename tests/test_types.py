@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvcache
-from kvcache import transfer
+from kvcache import store, transfer
 from tests.shared import REPO
 
 PACKAGE = REPO / "kvcache"
@@ -104,7 +104,7 @@ def check_class(node, there):
             assert arguments_of(each) == signature_of(getattr(there, name)), name
 
 
-@pytest.mark.parametrize("module", [kvcache, transfer])
+@pytest.mark.parametrize("module", [kvcache, store, transfer])
 def test_a_checker_knows_every_public_name(module):
     stub = Path(module.__file__).with_suffix(".pyi")
     names = {

@@ -206,6 +206,33 @@ void bind_hashing(py::module_& m) {
       },
       py::arg("data"));
 
+  m.def(
+      "xxh3_128_rows",
+      [](const py::array_t<uint8_t>& rows, const py::array_t<int64_t, py::array::c_style>& which,
+         int64_t begin, int64_t end) {
+        if (rows.ndim() != 2 || rows.strides(1) != 1) {
+          throw py::value_error("rows: expected two dimensions, the bytes of a row contiguous");
+        }
+        if (begin < 0 || begin > end || end > rows.shape(1)) {
+          throw py::value_error("begin and end: expected bytes of a row");
+        }
+        for (py::ssize_t i = 0; i < which.size(); ++i) {
+          if (which.data()[i] < 0 || which.data()[i] >= rows.shape(0)) {
+            throw py::value_error("which: expected rows that there are");
+          }
+        }
+        py::array_t<uint8_t> digests({which.size(), py::ssize_t{16}});
+        const auto size = static_cast<size_t>(end - begin);
+        const uint8_t* const data = rows.data() + begin;
+        uint8_t* const out = digests.mutable_data();
+        const py::gil_scoped_release unlocked;
+        for (py::ssize_t i = 0; i < which.size(); ++i) {
+          xxh3_128(data + which.data()[i] * rows.strides(0), size, out + 16 * i);
+        }
+        return digests;
+      },
+      py::arg("rows"), py::arg("which"), py::arg("begin"), py::arg("end"));
+
   m.def("hash_blocks", &hash_blocks_of, py::arg("token_ids"), py::arg("block_size"),
         py::arg("parent"), py::arg("extras"), py::arg("algorithm"));
 

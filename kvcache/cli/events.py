@@ -12,7 +12,7 @@ from kvcache.cli.modules import require_module
 from kvcache.cli.output import say
 
 if TYPE_CHECKING:
-    from kvcache.allocator import KVCacheManager
+    from kvcache.events import CacheEvent
     from kvcache.router_events import EventPublisher
 
 _SECONDS_TO_END = 60  # for what waits to be published when a replay ends
@@ -56,7 +56,7 @@ def open_publisher(args: argparse.Namespace) -> EventPublisher | None:
 @contextmanager
 def events_published(
     publisher: EventPublisher | None,
-    manager: KVCacheManager,
+    drain_events: Callable[[], list[CacheEvent]],
     on_request: Callable[[], None] | None,
 ) -> Iterator[Callable[[], None] | None]:
     """Yields what to call after each request; it also publishes, where there is a publisher."""
@@ -65,12 +65,12 @@ def events_published(
         return
 
     def publish() -> None:
-        publisher.publish(manager.drain_events())
+        publisher.publish(drain_events())
         if on_request is not None:
             on_request()
 
     try:
         yield publish
-        publisher.publish(manager.drain_events())
+        publisher.publish(drain_events())
     finally:
         publisher.close(_SECONDS_TO_END)

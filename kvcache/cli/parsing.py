@@ -40,6 +40,12 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
             MAX_INT32,
             "pages of a host tier, its null block counted; default none",
         ),
+        (
+            "--store-blocks",
+            0,
+            MAX_INT32,
+            "blocks of a store under the other tiers, simulated by count; default none",
+        ),
         ("--seed", 0, MAX_INT64, "of the chats; default 0"),
         ("--requests", 1, MAX_INT32, f"number of chat turns; default {CHAT_REQUESTS}"),
     ):

@@ -167,6 +167,11 @@ def _resolve(args: argparse.Namespace) -> None:
         raise UsageError(
             "--host-blocks is 1: expected 2 or more (one is the null block), or 0: none"
         )
+    if args.store_blocks and args.verify:
+        raise UsageError(
+            f"--store-blocks is {args.store_blocks} with --verify: expected one of them, as the store is "
+            "simulated without content"
+        )
     args.policies = policy_options(args, "--host-blocks")
     args.between = _between(args)
     args.policies["num_host_blocks"] = args.host_blocks or 0
@@ -213,6 +218,7 @@ def _check_comparison(args: argparse.Namespace) -> None:
     for option, value in (
         ("--eviction", args.eviction),
         ("--verify", args.verify),
+        ("--store-blocks", args.store_blocks),
         ("--events", args.events),
     ):
         if value:
@@ -245,6 +251,7 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
             concurrency=args.concurrency,
             service=args.service,
             verifier=verifier,
+            num_store_blocks=args.store_blocks or 0,
             series=series,
             enable_events=publisher is not None,
         )
@@ -259,7 +266,7 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
     try:
         with (
             _progress(args) as advance,
-            events_published(publisher, replayer.manager, advance) as on_request,
+            events_published(publisher, replayer.drain_events, advance) as on_request,
         ):
             report = replayer.run(workload, name, on_request)
     except replay.TraceError as error:

@@ -10,8 +10,9 @@ from kvcache.checks import integer, number, shown
 @dataclass(frozen=True)
 class ConnectorOptions:
     """host, port: where a rank listens; rank r at `port + r`, or any port with 0. advertise: the address
-    that peers are told, None for host. transport: its name, None for the best there is. lease_s: how long blocks of a finished request are kept for readers.
-    timeout_s: how long a load may take before the request is computed here.
+    that peers are told, None for host. transport: its name, None for the best there is. lease_s: how
+    long blocks of a finished request are kept for readers. timeout_s: how long a load may take before
+    the request is computed here.
 
     TypeError or ValueError for a value out of range.
     """

@@ -8,6 +8,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Unpack
 
 from kvcache.allocator import CacheArguments, KVCacheManager, Request
+from kvcache.events import CacheEvent
 from kvcache.kinds import kind_class
 from kvcache.replay.audit import Audit
 from kvcache.replay.groups import checked_groups
@@ -15,6 +16,7 @@ from kvcache.replay.option_text import join_options
 from kvcache.replay.report import ReplayReport
 from kvcache.replay.running import Running
 from kvcache.replay.service import Service, ServiceClock
+from kvcache.replay.stored import SimulatedStore
 from kvcache.replay.workload import WorkloadRequest
 from kvcache.specs import GroupSpec
 from kvcache.step import Status, StepPlan, StepReport
@@ -43,6 +45,9 @@ class Replayer:
     oldest finishes. A request that does not fit even then counts as rejected. `verifier`: of the same
     groups; writes and reads real KV behind every plan. `series`: filled per request.
 
+    `num_store_blocks`: of a store under the other tiers, by count (`SimulatedStore`); not with a
+    `verifier`.
+
     `options`: fields of `CacheOptions`; nothing is preallocated. With a host tier, each step is
     reported as completed before the next: blocks that it loads can be hit by all later ones.
 
@@ -70,12 +75,21 @@ class Replayer:
         concurrency: int = 1,
         service: Service | None = None,
         verifier: KVVerifier | None = None,
+        num_store_blocks: int = 0,
         series: Series | None = None,
         **options: Unpack[CacheArguments],
     ) -> None:
         for name, value in (("concurrency", concurrency), ("chunk_tokens", chunk_tokens)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}: expected 1 or more")
+        if num_store_blocks and verifier is not None:
+            raise ValueError(
+                f"num_store_blocks is {num_store_blocks} with a verifier: expected 0, as the store is "
+                "simulated without content"
+            )
+        announce = options.get("enable_events", False)
+        if num_store_blocks:
+            options["enable_events"] = True
         self.manager = KVCacheManager.for_groups(
             checked_groups(block_size, groups),
             num_blocks,
@@ -83,6 +97,9 @@ class Replayer:
             num_preallocate_tokens=0,
             **options,
         )
+        self._store = None
+        if num_store_blocks:
+            self._store = SimulatedStore(self.manager, num_store_blocks, announce=announce)
         self.concurrency = concurrency
         self.chunk_tokens = chunk_tokens
         self.service = service
@@ -100,6 +117,7 @@ class Replayer:
         self._peak_running = 0
         self._num_requests = self._num_rejected = 0
         self._prompt_tokens = self._hit_tokens = self._host_hit_tokens = 0
+        self._store_hit_tokens = 0
         self._hash_ns = self._step_ns = self._free_ns = 0
 
     def run(
@@ -116,6 +134,10 @@ class Replayer:
         while self._running:
             self._make_room()
         return self._report(trace)
+
+    def drain_events(self) -> list[CacheEvent]:
+        """The events of the cache since the last call, those of the store included."""
+        return (self.manager if self._store is None else self._store).drain_events()
 
     def _replay(self, item: WorkloadRequest) -> None:
         self._num_requests += 1
@@ -148,6 +170,9 @@ class Replayer:
             status = self._step(new)
             if status == Status.SERVED:
                 return True
+            if new.num_store_hit:  # without the store's tokens it may fit
+                new.num_store_hit, new.may_load = 0, False
+                continue
             if status == Status.NEVER or not self._running:
                 return False
             self._make_room()
@@ -203,6 +228,8 @@ class Replayer:
             self._running.append(new)
             new.row, new.num_hit = int(plan.rows[-1]), starts[-1]
             new.num_computed = self.manager.num_computed_tokens(new.request)
+            if new.num_store_hit:
+                self._store.load(new.request, new.num_hit, new.num_store_hit)
             if has_host:
                 new.num_host_hit = self.manager.stats.host_hit_tokens - num_host_hit
             served.append((new, new.num_hit))
@@ -212,6 +239,8 @@ class Replayer:
             start = perf_counter_ns()
             self.manager.report(StepReport(plan.step_id, completed=True))
             self._step_ns += perf_counter_ns() - start
+        if self._store is not None:
+            self._store.save()
         for running, row_status in zip(computing, status):
             if row_status != Status.SERVED:
                 self._handle_unserved(running, Status(row_status))
@@ -223,6 +252,9 @@ class Replayer:
             arguments["rows"], arguments["num_tokens"] = [each.row for each in computing], counts
         if new is not None:
             arguments["new"] = [new.request]
+            if self._store is not None and new.may_load:
+                new.num_store_hit = self._store.match(new.request)
+                arguments["num_external_computed_tokens"] = [new.num_store_hit]
             if self.chunk_tokens is not None:
                 count = self._chunk(new, 0)
                 arguments["new_num_tokens"] = [count]
@@ -268,6 +300,7 @@ class Replayer:
         self._prompt_tokens += running.item.num_tokens
         self._hit_tokens += running.num_hit
         self._host_hit_tokens += running.num_host_hit
+        self._store_hit_tokens += running.num_store_hit
         self._free(running)
 
     def _reject(self, running: Running) -> None:
@@ -320,6 +353,12 @@ class Replayer:
         )
         if self.manager.host_pool is not None:
             self._add_host_counts(report)
+        if self._store is not None:
+            report.store_blocks = self._store.num_blocks
+            report.store_hit_tokens = self._store_hit_tokens
+            report.store_stored_blocks = self._store.num_stored
+            report.store_loaded_blocks = self._store.num_loaded
+            report.store_evicted_blocks = self._store.num_evicted
         if self._clock is not None:
             self._add_times(report)
         if self._audit is not None:

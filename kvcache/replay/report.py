@@ -32,9 +32,12 @@ class ReplayReport:
     None without a host tier: `host_hit_tokens` are those of `hit_tokens` from a request's first block
     on that was loaded from the host; `written_blocks` went there, `unwritten_blocks` were to and found
     no free page, `declined_blocks` were not worth it (None but for host_write="learned"),
-    `loaded_blocks` came back for hits. The fields from `service` on are None but for timed replays:
-    its speeds, the time from the start to the last end, how many requests ran at a time at most, and
-    the milliseconds from the arrival of a served request to its first token.
+    `loaded_blocks` came back for hits. The fields from `store_blocks` on are None without a store:
+    `store_hit_tokens` are those of `hit_tokens` that it had behind the other tiers' hit;
+    `store_stored_blocks` were put there, `store_loaded_blocks` came from there, and
+    `store_evicted_blocks` gave way to others, all counted per group. The fields from `service` on are
+    None but for timed replays: its speeds, the time from the start to the last end, how many requests
+    ran at a time at most, and the milliseconds from the arrival of a served request to its first token.
     """
 
     trace: str
@@ -69,6 +72,11 @@ class ReplayReport:
     unwritten_blocks: int | None = None
     declined_blocks: int | None = None
     loaded_blocks: int | None = None
+    store_blocks: int | None = None
+    store_hit_tokens: int | None = None
+    store_stored_blocks: int | None = None
+    store_loaded_blocks: int | None = None
+    store_evicted_blocks: int | None = None
     service: str | None = None
     duration_s: float | None = None
     peak_running: int | None = None
@@ -135,7 +143,8 @@ def _sections(report: ReplayReport) -> list[list[tuple[str, str, str]]]:
     ]
     if report.eviction is not None:
         cache.append(("eviction", report.eviction, "which cached block goes first"))
-    sections = [workload, cache, _groups(report), pool, _host(report), _times(report), times]
+    sections = [workload, cache, _groups(report), pool, _host(report), _store(report)]
+    sections += [_times(report), times]
     return [*sections, _verification(report)]
 
 
@@ -175,6 +184,18 @@ def _host(report: ReplayReport) -> list[tuple[str, str, str]]:
         ("host writes", f"{report.written_blocks:,}", "blocks, from the device"),
         ("host loads", f"{report.loaded_blocks:,}", "blocks, to the device"),
         ("host evictions", f"{report.host_evicted_blocks:,}", "cached there, taken for others"),
+    ]
+
+
+def _store(report: ReplayReport) -> list[tuple[str, str, str]]:
+    if report.store_blocks is None:
+        return []
+    return [
+        ("store capacity", f"{report.store_blocks:,}", "blocks, by count"),
+        ("store hits", f"{report.store_hit_tokens:,}", "tokens of those hit"),
+        ("store writes", f"{report.store_stored_blocks:,}", "blocks"),
+        ("store loads", f"{report.store_loaded_blocks:,}", "blocks, to the device"),
+        ("store evictions", f"{report.store_evicted_blocks:,}", "gave way to others"),
     ]
 
 

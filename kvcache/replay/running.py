@@ -22,6 +22,8 @@ class Running:
     row: int = -1  # while it is admitted
     num_hit: int = 0  # tokens
     num_host_hit: int = 0  # of those, from the first block on that was loaded from the host
+    num_store_hit: int = 0  # of those, the last ones, that a store had
+    may_load: bool = True  # from a store
     num_computed: int = 0  # tokens, the hit included
     end_ms: float = 0.0  # of a timed replay, once it was admitted
     checked_at: int = -1  # number of plans applied when its KV was last read

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvcache.events import BlockStored
 from kvcache.router_events.chains import chains
-from kvcache.router_events.wire import CPU, GPU, WireHash, WireStored
+from kvcache.router_events.wire import CPU, GPU, STORAGE, WireHash, WireStored
 
 # As routers and vLLM call them; other kinds go by their own name.
 _WIRE_KINDS = {
@@ -17,7 +17,7 @@ _WIRE_KINDS = {
     "circular_window": "sliding_window",
     "recurrent": "mamba",
 }
-_MEDIUM_BITS = {GPU: 1, CPU: 2}
+_MEDIUM_BITS = {GPU: 1, CPU: 2, STORAGE: 4}
 
 
 class KnownBlock:
@@ -44,7 +44,7 @@ class GroupBlocks:
         self._removed: set[WireHash] = set()
 
     def store(self, stored: WireStored, tokens: bytes) -> None:
-        """Blocks of the device, which come with their parent; the tokens as int32 bytes besides."""
+        """Blocks that come with their parent; the tokens as int32 bytes besides."""
         parent = stored.parent_block_hash
         size = 4 * self._block_size
         for i, block_hash in enumerate(stored.block_hashes):
@@ -55,15 +55,15 @@ class GroupBlocks:
             block.tokens = tokens[i * size : (i + 1) * size]
             block.lora_name = stored.lora_name
             block.extra_keys = None if stored.extra_keys is None else stored.extra_keys[i]
-            block.mediums |= _MEDIUM_BITS[GPU]
+            block.mediums |= _MEDIUM_BITS[stored.medium]
             parent = block_hash
 
-    def store_on_host(self, hashes: Iterable[WireHash]) -> Iterator[WireStored]:
-        """Blocks that the host has from now on, with what is known of them from the device."""
+    def store_known(self, hashes: Iterable[WireHash], medium: str) -> Iterator[WireStored]:
+        """Blocks that a medium has from now on, with what is known of them from another one."""
         hashes = list(hashes)
         for block_hash in hashes:
-            self._blocks.setdefault(block_hash, KnownBlock()).mediums |= _MEDIUM_BITS[CPU]
-        yield from self._stored(hashes, CPU)
+            self._blocks.setdefault(block_hash, KnownBlock()).mediums |= _MEDIUM_BITS[medium]
+        yield from self._stored(hashes, medium)
 
     def remove(self, hashes: Iterable[WireHash], medium: str) -> None:
         """Blocks that a medium no longer has."""

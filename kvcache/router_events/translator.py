@@ -13,6 +13,7 @@ from kvcache.router_events.known_blocks import GroupBlocks
 from kvcache.router_events.wire import (
     CPU,
     GPU,
+    STORAGE,
     WireCleared,
     WireEvent,
     WireHash,
@@ -22,16 +23,17 @@ from kvcache.router_events.wire import (
     wire_hashes,
 )
 
-_MEDIUMS = {"gpu": GPU, "cpu": CPU}
+_MEDIUMS = {"gpu": GPU, "cpu": CPU, "storage": STORAGE}
 _ENGINE = "engine:"  # such hashes come from the engine: their first blocks have no parent
 
 
 class EventTranslator:
     """Translates one manager's events, in their order, and knows all that its readers know.
 
-    The manager's events of the host tier name hashes alone. Here they get the parents and tokens that
-    the device's events had, because every block of the host was on the device before. Where those
-    events were dropped (`AllBlocksCleared.num_dropped`), a host block has no parent and no tokens.
+    The manager's events of the host tier name hashes alone, and so do those of what a store had from
+    before (medium "storage"). Here they get the parents and tokens that the device's events had, because
+    every block of the host was on the device before. Where those events were dropped
+    (`AllBlocksCleared.num_dropped`), a host block has no parent and no tokens.
 
     `seed`: the manager's `hash_seed`, from which the parent of first blocks follows: it is None on the
     wire.
@@ -72,8 +74,9 @@ class EventTranslator:
         group = self._groups.get(event.group)
         if group is None:
             group = self._groups[event.group] = GroupBlocks(event.group, event)
-        if event.medium == "cpu":
-            yield from group.store_on_host(wire_hashes(event))
+        medium = _MEDIUMS[event.medium]
+        if event.medium != "gpu" and len(event.token_ids) == 0:
+            yield from group.store_known(wire_hashes(event), medium)
             return
         stored = WireStored(
             wire_hashes(event),
@@ -81,7 +84,7 @@ class EventTranslator:
             event.token_ids.tolist(),
             event.block_size,
             lora_id=None,
-            medium=GPU,
+            medium=medium,
             lora_name=None if event.lora is None else event.lora[0],
             extra_keys=_extra_keys(event),
             session_id=event.session,
@@ -109,9 +112,10 @@ class EventTranslator:
     def _cleared(
         self, event: AllBlocksCleared, following: CacheEvent | None
     ) -> Iterable[WireEvent]:
-        """The wire clears all mediums at once. The manager clears them one after the other."""
+        """The wire clears all mediums at once. The manager clears its own one after the other."""
         is_followed = isinstance(following, AllBlocksCleared) and following.medium != event.medium
-        others = [medium for medium in _MEDIUMS if medium != event.medium]
+        cleared = {event.medium, following.medium} if is_followed else {event.medium}
+        others = [medium for medium in _MEDIUMS if medium not in cleared]
         has_others = any(
             group.hashes(_MEDIUMS[medium]) for group in self._groups.values() for medium in others
         )
@@ -120,9 +124,9 @@ class EventTranslator:
             for number, group in self._groups.items()
             if (hashes := group.hashes(_MEDIUMS[event.medium]))
         ]
-        if is_followed:
-            return []
-        return removed if has_others else [WireCleared()]
+        if has_others:
+            return removed
+        return [] if is_followed else [WireCleared()]
 
 
 def _extra_keys(event: BlockStored) -> list[tuple[Any, ...] | None] | None:

@@ -18,7 +18,7 @@ from kvcache.events import BlockRemoved, BlockStored
 
 WireHash = int | bytes
 
-GPU, CPU = "GPU", "CPU"  # mediums; others are STORAGE
+GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"  # mediums
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _SEQUENCE_BYTES = 8
 _MOST_SEQUENCE = 2**63 - 1  # what is above reads as below 0

@@ -1,0 +1,226 @@
+"""Blocks put into a store and got from it: the engines' own speed, and a `StoreTier` over them.
+
+    python -m benchmarks.store                  # every engine that is installed
+    python -m benchmarks.store --only disk --folder /mnt/nvme/x --json benchmarks/results/store.json
+
+"raw" calls the engine with memory that it knows, all blocks in one call. "tier" is what an engine of
+requests sees: put from the end of the step that filled the blocks until the last one is there; got from
+`match` of a request until its blocks are in pages and cached, digests compared. Both move the same number
+of blocks, round by round in turn, and the pages are compared. CPU time is that of all threads; where the
+machine does other things besides, it says more than what has passed. Mooncake's master and memory are on
+this machine; the disk store reads from the system's page cache where the file fits into it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.machine import commit, processor
+from kvcache import KVCacheManager, Pages, Request, StepReport
+from kvcache.store import BlockStore, DiskStore, MooncakeStore, StoreTier
+from kvcache.store.values import BlockKey, key_text
+from tests import mooncake_master
+
+SHAPES = ((4096, 16 << 10), (256, 64 << 10), (64, 1 << 20))  # blocks, bytes
+ROUNDS = 9
+BLOCK_SIZE = 16
+WAYS = ("raw put", "tier put", "raw get", "tier get")
+
+
+def measure(store: BlockStore, num_blocks: int, block_bytes: int) -> dict:
+    """Medians and best of each way in GB/s, and microseconds per block, elapsed and of CPU time."""
+    pages = Pages.allocate(num_blocks + 2, [[block_bytes // 8] * 2] * 4)
+    manager = KVCacheManager(
+        BLOCK_SIZE, num_blocks + 2, 2**20, num_preallocate_tokens=0, enable_events=True
+    )
+    tier = StoreTier(
+        manager, pages, store, model="benchmark", timeout_s=60.0,
+        staging_bytes=2 * num_blocks * (block_bytes + 192), announce=False,
+    )  # fmt: skip
+    rng = np.random.default_rng(1)
+    wait_for_open(tier)
+    values = tier._staging.of([*range(1, num_blocks + 1)])
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    cpu: dict[str, list[float]] = {way: [] for way in WAYS}
+    for number in range(ROUNDS + 2):
+        keys = [f"raw {number} {i} {time.time_ns()}" for i in range(num_blocks)]
+        tokens = rng.integers(0, 1 << 30, num_blocks * BLOCK_SIZE + 1).astype(np.int32)
+        took = {
+            "raw put": timed(lambda k=tuple(keys): check(all(store.put([*k], values)), "raw put")),
+            "tier put": put(manager, pages, tier, tokens, rng),
+            "raw get": timed(
+                lambda k=tuple(keys): check(min(store.get([*k], values)) > 0, "raw get"),
+            ),
+            "tier get": get(manager, pages, tier, tokens),
+        }
+        hashes = manager.block_hashes(Request("hashes", tokens))
+        keys += [key_text(tier._fingerprint, BlockKey(0, each.tobytes())) for each in hashes]
+        store.remove(keys)  # so that both reuse memory
+        if number >= 2:
+            for way, (elapsed, used) in took.items():
+                seconds[way].append(elapsed)
+                cpu[way].append(used)
+    stats = tier.stats
+    wrong = stats.errors + stats.timeouts + stats.corrupt_blocks + stats.refused_blocks
+    check(wrong == 0, str(stats))
+    tier.close()
+    total = num_blocks * block_bytes
+    return {
+        "blocks": num_blocks,
+        "block_bytes": block_bytes,
+        "GB_per_s": {way: total / np.median(seconds[way]) / 1e9 for way in WAYS},
+        "best_GB_per_s": {way: total / min(seconds[way]) / 1e9 for way in WAYS},
+        "us_per_block": {way: np.median(seconds[way]) / num_blocks * 1e6 for way in WAYS},
+        "cpu_us_per_block": {way: np.median(cpu[way]) / num_blocks * 1e6 for way in WAYS},
+    }
+
+
+def put(
+    manager: KVCacheManager,
+    pages: Pages,
+    tier: StoreTier,
+    tokens: np.ndarray,
+    rng: np.random.Generator,
+) -> tuple[float, float]:
+    """Seconds, elapsed and of CPU time, until what a step has filled is in the store."""
+    manager.reset_prefix_cache()
+    request = Request("put", tokens)
+    plan = manager.step(new=[request])
+    blocks = manager.block_ids(request)
+    for region in range(len(pages.sizes)):
+        fragment = pages.fragment(region).numpy()
+        fragment[blocks] = rng.integers(0, 256, fragment[blocks].shape, np.uint8)
+    report = StepReport(plan.step_id, completed=True)
+    manager.report(report)
+    manager.free(request)
+    clock = Clock()
+    tier.save(report)
+    while tier.num_waiting_blocks:
+        time.sleep(20e-6)
+        tier.poll()
+        tier.save(report)
+    took = clock.passed()
+    put.expected = [pages.fragment(r).numpy()[blocks[:-1]] for r in range(len(pages.sizes))]
+    return took
+
+
+def get(
+    manager: KVCacheManager, pages: Pages, tier: StoreTier, tokens: np.ndarray
+) -> tuple[float, float]:
+    """Seconds, elapsed and of CPU time, until all blocks of a prompt have come."""
+    manager.reset_prefix_cache()
+    pages.memory.zero_()
+    request = Request("get", tokens)
+    clock = Clock()
+    while (num_tokens := tier.match(request)) is None:
+        time.sleep(20e-6)
+    check(num_tokens == len(tokens) - 1, f"{num_tokens} tokens were found")
+    plan = manager.step(
+        new=[request],
+        new_num_tokens=[0],
+        num_external_computed_tokens=[num_tokens],
+        delay_cache_blocks=[True],
+    )
+    tier.load(request, num_tokens)
+    while not (received := tier.poll()):
+        time.sleep(20e-6)
+    took = clock.passed()
+    check(received[0].num_loaded_tokens == num_tokens, str(tier.stats))
+    blocks = manager.block_ids(request)
+    for region, expected in enumerate(put.expected):
+        check(np.array_equal(pages.fragment(region).numpy()[blocks], expected), "other bytes came")
+    report = StepReport(plan.step_id, completed=True)
+    manager.report(report)
+    manager.free(request)
+    while tier.num_waiting_blocks:  # the store has them
+        time.sleep(20e-6)
+        tier.save(report)
+        tier.poll()
+    return took
+
+
+def wait_for_open(tier: StoreTier) -> None:
+    request, deadline = Request("none", range(BLOCK_SIZE + 1)), time.monotonic() + 20
+    while tier.match(request) is None:
+        check(time.monotonic() < deadline, "the store does not open")
+        time.sleep(0.01)
+    tier.cancel(request)
+
+
+class Clock:
+    """Seconds, and CPU seconds of the process with all its threads, since it was made."""
+
+    def __init__(self) -> None:
+        self._begun = time.perf_counter(), time.process_time()
+
+    def passed(self) -> tuple[float, float]:
+        now = time.perf_counter(), time.process_time()
+        return now[0] - self._begun[0], now[1] - self._begun[1]
+
+
+def timed(work: Callable[[], None]) -> tuple[float, float]:
+    clock = Clock()
+    work()
+    return clock.passed()
+
+
+def check(holds: bool, text: str) -> None:
+    if not holds:
+        raise AssertionError(text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.store")
+    parser.add_argument("--only", choices=("disk", "mooncake"))
+    parser.add_argument("--folder", type=Path, help="of the disk store; default: a temporary one")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    installed = ["disk"] if importlib.util.find_spec("nixl") else []
+    installed += ["mooncake"] if mooncake_master.is_installed() else []
+    results = []
+    print(f"{'GB/s, median (CPU us a block)':31}" + "".join(f"{way:>16}" for way in WAYS))
+    with ExitStack() as stack:
+        for name in [args.only] if args.only else installed:
+            for num_blocks, block_bytes in SHAPES:
+                if name == "disk":
+                    folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                    store: BlockStore = DiskStore(folder, "1GiB")
+                else:
+                    master = stack.enter_context(mooncake_master.Master())
+                    store = MooncakeStore(master.address, segment_bytes="1GiB")
+                row = {"engine": name, **measure(store, num_blocks, block_bytes)}
+                results.append(row)
+                cells = "".join(
+                    f"{row['GB_per_s'][way]:>7.2f} ({row['cpu_us_per_block'][way]:6.1f})"
+                    for way in WAYS
+                )
+                print(
+                    f"{name:9}{num_blocks:>6} x {block_bytes >> 10:>4} KiB      {cells}", flush=True
+                )
+    if args.json:
+        told = {
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores, {processor()}",
+            "torch": torch.__version__,
+            "commit": commit(),
+            "results": results,
+        }
+        args.json.write_text(json.dumps(told, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,279 @@
+"""Blocks in a file of a local disk, moved by NIXL's POSIX plug-in."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import struct
+import time
+import uuid
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kvcache.checks import byte_count
+from kvcache.store.base import BlockStore, StoreError
+
+_log = logging.getLogger("kvcache")
+_FILE = "blocks.kv"
+_VERSION = 1
+_ALIGNMENT = 4096
+_SPIN_S, _POLL_S = 200e-6, 50e-6
+_TIMEOUT_S = 60.0
+# Of a place in the file, before its value: CRC-32 of what follows, when it was put, the key.
+_ENTRY = struct.Struct("<IQB207s")
+_ENTRY_BYTES = 256
+_MOST_KEY_BYTES = 207
+_BLOCKS_PER_CALL = 256
+
+
+class DiskStore(BlockStore):
+    """A folder of a local disk, with at most `capacity_bytes`; the least recently used goes first.
+
+    The folder is made where it is missing, with mode 700. What is in it from before is found again,
+    unless it is of another version, or its values are of another size: then it is replaced. One store
+    at a time uses a folder. A value that was being written when the process or the machine ended is not
+    found, or has a wrong digest. A full disk takes no more.
+
+    ModuleNotFoundError where NIXL is not installed (extra `nixl`).
+    """
+
+    knows_keys = True
+
+    def __init__(self, folder: str | os.PathLike, capacity_bytes: int | str) -> None:
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config
+        except ImportError as error:
+            raise ModuleNotFoundError(
+                f"DiskStore needs NIXL ({error}): pip install 'kvcache[nixl]'", name="nixl"
+            ) from error
+        self._new_agent = lambda: nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=[]))
+        self.folder = Path(folder)
+        self._capacity_bytes = byte_count(capacity_bytes, "capacity_bytes")
+        self._agent = self._fd = None
+        self._registered: list = []
+        self._entries = np.zeros((_BLOCKS_PER_CALL, _ENTRY_BYTES), np.uint8)
+        self._places: OrderedDict[str, int] = OrderedDict()  # by key, the least recently used first
+        self._free: list[int] = []
+        self._evicted: list[str] = []
+        self._sequence = 0
+
+    @property
+    def capacity(self) -> int:
+        """Values that there is room for; 0 before it is open."""
+        return len(self._places) + len(self._free)
+
+    def open(self, memory: np.ndarray, value_bytes: int) -> None:
+        """StoreError for a folder that is in use, and for too little room; OSError from the system."""
+        self.close()
+        self._value_bytes = value_bytes
+        self._stride = -(-(_ENTRY_BYTES + value_bytes) // _ALIGNMENT) * _ALIGNMENT
+        capacity = (self._capacity_bytes - _ALIGNMENT) // self._stride
+        if capacity < 1:
+            raise StoreError(
+                f"capacity_bytes is {self._capacity_bytes}: expected {self._stride + _ALIGNMENT} or "
+                "more, room for a block"
+            )
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+        self._fd = os.open(self.folder / _FILE, flags, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise StoreError(f"{self.folder} is in use by another store") from error
+        self._begin(capacity)
+        self._agent = self._new_agent()
+        self._agent.create_backend("POSIX")
+        end = _ALIGNMENT + capacity * self._stride
+        self._registered = [
+            self._agent.register_memory([tuple(row)], kind, backends=["POSIX"])
+            for row, kind in (
+                ((memory.ctypes.data, memory.nbytes, 0, ""), "DRAM"),
+                ((self._entries.ctypes.data, self._entries.nbytes, 0, ""), "DRAM"),
+                ((0, end, self._fd, ""), "FILE"),
+            )
+        ]
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Which keys it has."""
+        return [key in self._places for key in keys]
+
+    def put(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> list[bool]:
+        """Writes values, in the place of others where there is no more room."""
+        for first in range(0, len(keys), _BLOCKS_PER_CALL):
+            stop = first + _BLOCKS_PER_CALL
+            self._put(keys[first:stop], values[first:stop])
+        return [key in self._places for key in keys]
+
+    def _put(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> None:
+        entries = [self._entry(key) for key in keys]
+        places: dict[str, int] = {}
+        for key in keys:
+            place = self._places.pop(key, None)
+            if place is None:
+                place = self._free.pop() if self._free else self._evict()
+            if place is not None:
+                places[key] = place
+        try:
+            chosen = [i for i, key in enumerate(keys) if key in places]
+            self._move(
+                "WRITE",
+                [values[i] for i in chosen],
+                [places[keys[i]] for i in chosen],
+                [entries[i] for i in chosen],
+            )
+        except BaseException:
+            self._free += places.values()
+            self._evicted += places
+            raise
+        self._places |= places
+
+    def get(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> list[int]:
+        """Reads values."""
+        found = [(i, self._places[key]) for i, key in enumerate(keys) if key in self._places]
+        self._move("READ", [values[i] for i, _ in found], [place for _, place in found])
+        sizes = [-1] * len(keys)
+        for i, _ in found:
+            sizes[i] = self._value_bytes
+            self._places.move_to_end(keys[i])
+        return sizes
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Forgets values."""
+        for key in keys:
+            if (place := self._places.pop(key, None)) is not None:
+                self._evicted.append(key)
+                self._free.append(place)
+                os.pwrite(self._fd, bytes(_ENTRY_BYTES), self._offset(place))
+
+    def keys(self) -> list[str]:
+        """All keys, the least recently used first."""
+        return list(self._places)
+
+    def take_evicted(self) -> list[str]:
+        """Keys that gave way to others, or were removed, since the last call, and are not there again."""
+        evicted, self._evicted = self._evicted, []
+        return [key for key in dict.fromkeys(evicted) if key not in self._places]
+
+    def close(self) -> None:
+        """Closes the file, which stays."""
+        agent, fd = self._agent, self._fd
+        self._agent = self._fd = None
+        if agent is not None:
+            for each in self._registered:
+                agent.deregister_memory(each, backends=["POSIX"])
+        if fd is not None:
+            os.close(fd)
+        self._registered, self._evicted = [], []
+        self._places.clear()
+        self._free.clear()
+
+    def _evict(self) -> int | None:
+        """The place of the least recently used; None where there is none."""
+        if not self._places:
+            return None
+        key, place = self._places.popitem(last=False)
+        self._evicted.append(key)
+        return place
+
+    def _begin(self, capacity: int) -> None:
+        """Finds what is in the file, or begins it anew."""
+        form = {"version": _VERSION, "value_bytes": self._value_bytes, "stride": self._stride}
+        size = os.fstat(self._fd).st_size
+        if _form_of(os.pread(self._fd, _ALIGNMENT, 0)) != form:
+            if size:
+                _log.warning("%s holds blocks of another form: they are replaced", self.folder)
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, json.dumps(form).encode().ljust(_ALIGNMENT), 0)
+            size = 0
+        os.ftruncate(self._fd, _ALIGNMENT + capacity * self._stride)
+        in_file = min(max(size - _ALIGNMENT, 0) // self._stride, capacity)
+        entries = {}  # the latest of each key
+        for place in range(in_file):
+            entry = _entry_of(os.pread(self._fd, _ENTRY_BYTES, self._offset(place)))
+            if entry is not None and entry > entries.get(entry[1], (-1,)):
+                entries[entry[1]] = (*entry, place)
+        found = sorted(entries.values())
+        self._places = OrderedDict((key, place) for _, key, place in found)
+        self._sequence = found[-1][0] + 1 if found else 0
+        used = set(self._places.values())
+        self._free = [place for place in reversed(range(capacity)) if place not in used]
+
+    def _entry(self, key: str) -> bytes:
+        """What names a value in the file."""
+        encoded = key.encode()
+        if len(encoded) > _MOST_KEY_BYTES:
+            raise StoreError(f"a key has {len(encoded)} bytes: expected {_MOST_KEY_BYTES} at most")
+        body = _ENTRY.pack(0, self._sequence, len(encoded), encoded)[4:]
+        self._sequence += 1
+        return (zlib.crc32(body).to_bytes(4, "little") + body).ljust(_ENTRY_BYTES, b"\0")
+
+    def _offset(self, place: int) -> int:
+        return _ALIGNMENT + place * self._stride
+
+    def _move(
+        self,
+        operation: str,
+        values: list[np.ndarray],
+        places: list[int],
+        entries: Sequence[bytes] = (),
+    ) -> None:
+        """Reads or writes values, and writes entries; StoreError where that fails."""
+        count, num_entries = len(values), len(entries)
+        if count == 0:
+            return
+        local, remote = np.zeros((2, count + num_entries, 3), np.uint64)
+        offsets = np.array([self._offset(place) for place in places], np.uint64)
+        local[:count, 0] = [value.ctypes.data for value in values]
+        local[:count, 1] = self._value_bytes
+        remote[:count, 0] = offsets + np.uint64(_ENTRY_BYTES)
+        if entries:
+            self._entries[:num_entries] = np.frombuffer(b"".join(entries), np.uint8).reshape(
+                num_entries, _ENTRY_BYTES
+            )
+            begin = self._entries.ctypes.data
+            local[count:, 0] = begin + np.arange(num_entries) * _ENTRY_BYTES
+            local[count:, 1] = _ENTRY_BYTES
+            remote[count:, 0] = offsets
+        remote[:, 1], remote[:, 2] = local[:, 1], self._fd
+        agent = self._agent
+        sides = agent.get_xfer_descs(local, "DRAM"), agent.get_xfer_descs(remote, "FILE")
+        handle = agent.initialize_xfer(operation, *sides, agent.name)
+        try:
+            state, begun = agent.transfer(handle), time.monotonic()
+            while state == "PROC":
+                passed = time.monotonic() - begun
+                if passed > _TIMEOUT_S:
+                    raise StoreError(f"{operation} of {count} blocks takes too long")
+                if passed > _SPIN_S:
+                    time.sleep(_POLL_S)
+                state = agent.check_xfer_state(handle)
+        finally:
+            agent.release_xfer_handle(handle)
+        if state != "DONE":
+            raise StoreError(f"{operation} of {count} blocks ended as {state}")
+
+
+def _form_of(block: bytes) -> object:
+    try:
+        return json.loads(block.decode())
+    except ValueError:
+        return None
+
+
+def _entry_of(packed: bytes) -> tuple[int, str] | None:
+    """When a value was put, and its key; None for none."""
+    if len(packed) < _ENTRY.size:
+        return None
+    crc, sequence, length, key = _ENTRY.unpack(packed[: _ENTRY.size])
+    if length == 0 or crc != zlib.crc32(packed[4 : _ENTRY.size]):
+        return None
+    try:
+        return sequence, key[:length].decode()
+    except ValueError:
+        return None

@@ -1,0 +1,58 @@
+"""Host memory between a store's thread and the pages of a cache."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvcache.store.values import HEADER_BYTES
+from kvcache.worker import Pages
+from kvcache.worker.pages.pinning import allocate_host
+
+_CACHE_LINE = 64
+
+
+class Staging:
+    """Values in host memory, pinned for pages on a GPU: what is behind their headers are `pages`.
+
+    A value is somebody's from `take` until `give_back`. Value 0 is not used, as page 0 is the null block.
+    MemoryError where the host has less memory.
+    """
+
+    def __init__(self, like: Pages, num_bytes: int) -> None:
+        self.value_bytes = HEADER_BYTES + like.page_bytes
+        stride = -(-self.value_bytes // _CACHE_LINE) * _CACHE_LINE
+        num_values = max(num_bytes // stride, 2)
+        device = like.device if like.device.type == "cuda" else None
+        memory, per_chunk, keep = allocate_host(num_values + 1, stride, device)
+        self.pages = Pages(
+            memory,
+            num_values + 1,
+            HEADER_BYTES + np.cumsum(like.sizes) - like.sizes,
+            np.full(len(like.sizes), stride),
+            like.sizes,
+            like.layers,
+            keep=keep,
+            pages_per_chunk=per_chunk,
+            formats=like.formats,
+        )
+        self.memory = memory.numpy()
+        self.values = self.memory.reshape(-1, stride)[:, : self.value_bytes]  # a view
+        self._free = list(range(num_values, 0, -1))
+        self.num_values = num_values
+
+    @property
+    def num_free(self) -> int:
+        """Values that are nobody's."""
+        return len(self._free)
+
+    def take(self) -> int:
+        """The number of a value that was nobody's; there is one."""
+        return self._free.pop()
+
+    def give_back(self, numbers: list[int]) -> None:
+        """The inverse."""
+        self._free += numbers
+
+    def of(self, numbers: list[int]) -> list[np.ndarray]:
+        """The values, each uint8[value_bytes], views."""
+        return [self.values[number] for number in numbers]

@@ -1,0 +1,93 @@
+"""The thread in which a store is called."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import PriorityQueue
+from typing import Any
+
+from kvcache.store.base import BlockStore
+
+READ, WRITE, _END = 0, 1, 2  # what comes first
+
+
+@dataclass(eq=False)
+class Call:
+    """A call that waits, is under way, or is over."""
+
+    work: Callable[[], Any]
+    result: Any = None
+    error: BaseException | None = None
+    is_given_up: bool = False  # nobody waits for it: it is not begun
+    is_over: bool = False
+    tag: Any = None
+    evicted: list[str] = field(default_factory=list)  # by the store, meanwhile
+    begun_at: float = 0.0
+
+
+class StoreThread:
+    """Runs calls of one store, reads before writes, one after the other.
+
+    The thread is a daemon: a call that never returns keeps nothing but itself, and the memory that it
+    was given. `close` waits for the calls that wait, as long as it is told.
+    """
+
+    def __init__(self, store: BlockStore, open_store: Callable[[], Any]) -> None:
+        self._store, self._open = store, open_store
+        self._waiting: PriorityQueue[tuple[int, int, Call | None]] = PriorityQueue()
+        self._number = 0
+        self._over: deque[Call] = deque()
+        self._is_open = False
+        self.running: Call | None = None
+        self._thread = threading.Thread(target=self._run, name="kvcache store", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], Any], priority: int, tag: Any = None) -> Call:
+        """A call of `work` in the thread."""
+        call = Call(work, tag=tag)
+        self._put(priority, call)
+        return call
+
+    def take_over(self) -> list[Call]:
+        """Calls that are over, in the order in which they ended; each once."""
+        return [self._over.popleft() for _ in range(len(self._over))]
+
+    def close(self, timeout_s: float) -> bool:
+        """Ends the thread behind what waits, and closes the store; False where that takes longer."""
+        self._put(_END, None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _put(self, priority: int, call: Call | None) -> None:
+        self._number += 1
+        self._waiting.put((priority, self._number, call))
+
+    def _run(self) -> None:
+        while (call := self._waiting.get()[2]) is not None:
+            call.begun_at = time.monotonic()
+            self.running = call
+            try:
+                if not call.is_given_up:
+                    if not self._is_open:
+                        self._over.append(
+                            Call(self._open, self._open(), is_over=True, tag="opened")
+                        )
+                        self._is_open = True
+                    try:
+                        call.result = call.work()
+                    finally:
+                        call.evicted = self._store.take_evicted()
+            except BaseException as error:  # whatever an engine raises: it is a miss
+                call.error = error
+            call.is_over = True
+            self.running = None
+            self._over.append(call)
+            del call
+        try:
+            self._store.close()
+        except BaseException:  # it is given up
+            return

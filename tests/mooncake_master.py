@@ -1,0 +1,72 @@
+"""A master of Mooncake Store in a process of its own, on the loopback."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+
+def is_installed() -> bool:
+    """Whether Mooncake can be used: its package is there, and what its library needs."""
+    if importlib.util.find_spec("mooncake") is None:
+        return False
+    try:
+        import mooncake.store  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+class Master:
+    """Leaving the block kills it."""
+
+    def __init__(self) -> None:
+        import mooncake
+
+        self._program = Path(mooncake.__file__).parent / "mooncake_master"
+        self.port, self._metrics_port = free_port(), free_port()
+        self.process: subprocess.Popen | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        command = [
+            str(self._program), "--rpc_address=127.0.0.1", f"--rpc_port={self.port}",
+            "--metrics_host=127.0.0.1", f"--metrics_port={self._metrics_port}",
+        ]  # fmt: skip
+        environment = {**os.environ, "GLOG_minloglevel": "3"}
+        self.process = subprocess.Popen(command, env=environment, stdout=-3, stderr=-3)
+        deadline = time.monotonic() + 20
+        while True:
+            assert self.process.poll() is None, "the master ended"
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1).close()
+                return
+            except OSError:
+                assert time.monotonic() < deadline, "the master does not listen"
+                time.sleep(0.05)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def __enter__(self) -> Master:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

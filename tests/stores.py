@@ -1,0 +1,265 @@
+"""A store in memory whose faults are chosen, and an engine with real pages that uses a tier over it."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+
+import numpy as np
+
+from kvcache import KVCacheManager, Request, Status, StepReport
+from kvcache.replay.running import Running, Span
+from kvcache.replay.verifier import KVVerifier
+from kvcache.replay.workload import WorkloadRequest
+from kvcache.store import BlockStore, Circuit, StoreTier
+
+FAULTS = ("missing", "corrupt", "short", "other", "raises", "slow", "full")
+
+
+class MemoryStore(BlockStore):
+    """Values in a dictionary, the least recently used go first; `fault` says what goes wrong next."""
+
+    knows_keys = True
+
+    def __init__(self, capacity=1 << 30, fault=lambda: None, slow_s=0.03):
+        self.values: OrderedDict[str, np.ndarray] = OrderedDict()
+        self.capacity, self.fault, self.slow_s = capacity, fault, slow_s
+        self.evicted: list[str] = []
+        self.is_closed = False
+        self.num_opened = 0
+
+    def _begin(self):
+        fault = self.fault()
+        if fault == "raises":
+            raise OSError("the store is broken")
+        if fault == "slow":
+            time.sleep(self.slow_s)
+        return fault
+
+    def open(self, memory, value_bytes):
+        self._begin()
+        self.num_opened += 1
+
+    def exists(self, keys):
+        self._begin()
+        return [key in self.values for key in keys]
+
+    def put(self, keys, values):
+        if self._begin() == "full":
+            return [False] * len(keys)
+        for key, value in zip(keys, values):
+            self.values[key] = value.copy()
+            while len(self.values) > self.capacity:
+                self.evicted.append(self.values.popitem(last=False)[0])
+        return [key in self.values for key in keys]
+
+    def get(self, keys, values):
+        fault, sizes = self._begin(), []
+        if fault == "missing":  # evicted since somebody asked for them
+            self.remove(keys)
+        for key, value in zip(keys, values):
+            kept = self.values.get(key)
+            if kept is None:
+                sizes.append(-1)
+                continue
+            value[:] = kept
+            sizes.append(len(kept))
+        if fault == "corrupt" and values:
+            values[-1][len(values[-1]) // 2] ^= 1
+        if fault == "short" and sizes:
+            sizes[0] -= 1
+        if fault == "other" and len(values) > 1:
+            values[0][:], values[1][:] = values[1].copy(), values[0].copy()
+        return sizes
+
+    def remove(self, keys):
+        for key in keys:
+            if self.values.pop(key, None) is not None:
+                self.evicted.append(key)
+
+    def keys(self):
+        return [*self.values]
+
+    def take_evicted(self):
+        evicted, self.evicted = self.evicted, []
+        return [key for key in evicted if key not in self.values]
+
+    def close(self):
+        self.is_closed = True
+
+
+class StoreUser:
+    """An engine that computes prompts behind what the store has; every token that it reads is checked.
+
+    Rows run at most `concurrency` at a time. Steps are computed and reported one after another.
+    """
+
+    def __init__(
+        self, store, groups, *, num_blocks=41, num_host_blocks=0, concurrency=4, timeout_s=10.0,
+        staging_blocks=8, announce=True, circuit=None, write_from="auto", model="tiny", **options,
+    ):  # fmt: skip
+        self.manager = KVCacheManager.for_groups(
+            groups, num_blocks, 256, num_preallocate_tokens=0, enable_events=True,
+            num_host_blocks=num_host_blocks, max_num_reqs=concurrency, **options,
+        )  # fmt: skip
+        self.verifier = KVVerifier(
+            groups=groups, num_blocks=num_blocks, num_host_blocks=num_host_blocks,
+            max_num_reqs=concurrency, num_layers=2, num_kv_heads=1,
+        )  # fmt: skip
+        pages = self.verifier.storage.pages
+        self.tier = StoreTier(
+            self.manager, pages, store, model=model, host_pages=self.verifier._host,
+            staging_bytes=staging_blocks * (pages.page_bytes + 192), timeout_s=timeout_s,
+            announce=announce, circuit=circuit, write_from=write_from,
+        )  # fmt: skip
+        self.store = store
+        self.concurrency = concurrency
+        self.waiting: list[Running] = []
+        self.running: dict[str, Running] = {}
+        self.receiving: dict[str, Running] = {}
+        self.events = []
+        self.num_hit = self.num_loaded = self.num_finished = 0
+
+    def add(self, item: WorkloadRequest, **options):
+        self.verifier.reserve(item.num_tokens)
+        self.waiting.append(Running(item, Request(str(item.index), item.token_ids, **options), 0))
+
+    def run(self, *items, timeout_s=30.0):
+        """Serves requests to their end."""
+        for item in items:
+            self.add(item)
+        deadline = time.monotonic() + timeout_s
+        while self.waiting or self.running or self.receiving:
+            assert time.monotonic() < deadline, "a request hangs"
+            self.step()
+            for each in [*self.running.values()]:
+                if not each.num_left:
+                    self.finish(each)
+
+    def step(self, chunk=32):
+        """Loads that are over, then one step of all rows and the first request that waits."""
+        for received in self.tier.poll():
+            running = self.receiving.pop(received.request.request_id)
+            running.num_computed = running.num_hit = received.num_computed_tokens
+            self.running[received.request.request_id] = running
+            self.num_loaded += received.num_loaded_tokens
+        rows = [each for each in self.running.values() if each.num_left]
+        counts = [
+            self.manager.checkpoint_tokens(each.request, min(chunk, each.num_left)) for each in rows
+        ]
+        arguments, new = {}, None
+        num_held = len(self.running) + len(self.receiving)
+        if self.waiting and num_held < self.concurrency:
+            external = self.tier.match(self.waiting[0].request)
+            if external is not None:
+                new = self.waiting[0]
+                count = self.manager.checkpoint_tokens(new.request, chunk)
+                arguments = {
+                    "new": [new.request],
+                    "new_num_tokens": [0 if external else count],
+                    "num_external_computed_tokens": [external],
+                    "delay_cache_blocks": [external > 0],
+                }
+        plan = self.manager.step([each.row for each in rows], counts, **arguments)
+        served = []
+        starts, status = plan.num_computed_tokens.tolist(), plan.status.tolist()
+        for running, count, start, answer in zip(rows, counts, starts, status):
+            if answer == Status.SERVED:
+                running.num_computed = start + count
+                served.append((running, start))
+        if new is not None and status[-1] == Status.SERVED:
+            self.waiting.pop(0)
+            new.row = int(plan.rows[-1])
+            new.num_hit = starts[-1]
+            self.num_hit += starts[-1] - external
+            if external:
+                self.receiving[new.request.request_id] = new
+            else:
+                new.num_computed = self.manager.num_computed_tokens(new.request)
+                self.running[new.request.request_id] = new
+                served.append((new, starts[-1]))
+        stuck = [r for r, answer in zip(rows, status) if answer != Status.SERVED]
+        self.verifier.apply(plan)
+        if new is not None and status[-1] == Status.SERVED and external:
+            self.tier.load(new.request, external)
+        spans = [self.span(running, start) for running, start in served]
+        self.check(self.verifier.check_arrival, spans)
+        for span in spans:
+            self.verifier.write(span)
+        self.check(self.verifier.check, spans)
+        report = StepReport(plan.step_id, completed=True)
+        self.manager.report(report)
+        self.tier.save(report)
+        self.events += self.tier.drain_events()
+        if stuck and not served:  # it begins anew when others have gone
+            self.manager.free(stuck[0].request)
+            self.running.pop(stuck[0].request.request_id)
+            self.waiting.append(Running(stuck[0].item, stuck[0].request, 0))
+        return plan
+
+    def span(self, running, start):
+        tables = [
+            self.manager.block_ids(running.request, g) for g in range(len(self.manager.groups))
+        ]
+        return Span(running.item, running.row, tables, start, running.num_computed, running.num_hit)
+
+    @staticmethod
+    def check(how, spans):
+        for span in spans:
+            count, first = how(span)
+            assert count == 0, first
+
+    def finish(self, running):
+        """Reads all that the request holds once more, and frees it."""
+        self.check(self.verifier.check, [self.span(running, running.num_computed)])
+        self.manager.free(running.request)
+        del self.running[running.request.request_id]
+        self.num_finished += 1
+
+    def cancel(self, running):
+        """A request that is receiving leaves."""
+        self.tier.cancel(running.request)
+        self.manager.free(running.request)
+        del self.receiving[running.request.request_id]
+
+    def restart(self, affected):
+        """Rows that go on from an earlier token."""
+        for name, start in affected.items():
+            if name in self.running:
+                self.running[name].num_computed = self.running[name].num_hit = start
+
+    def settle(self):
+        """Until nothing is put any more."""
+        deadline = time.monotonic() + 20
+        while self.tier.num_waiting_blocks or self.tier._arriving:
+            assert time.monotonic() < deadline, self.tier.stats
+            plan = self.manager.step()
+            self.verifier.apply(plan)
+            report = StepReport(plan.step_id, completed=True)
+            self.manager.report(report)
+            self.tier.save(report)
+            self.tier.poll()
+            time.sleep(0.001)
+        self.events += self.tier.drain_events()
+
+    def end(self):
+        """All requests leave; nothing may be left of them."""
+        for each in [*self.receiving.values()]:
+            self.cancel(each)
+        for each in [*self.running.values()]:
+            self.manager.free(each.request)
+        self.running.clear()
+        assert self.tier.close(20)
+        assert getattr(self.store, "is_closed", True)
+        assert self.manager.pool.num_free == self.manager.pool.num_total
+        if self.manager.host_pool is not None:
+            assert self.manager.host_pool.num_free == self.manager.host_pool.num_total
+        self.manager.check_invariants()
+        assert self.tier._staging.num_free == self.tier._staging.num_values
+        assert not self.tier._loads and self.tier._num_writing == 0
+        self.events += self.tier.drain_events()
+
+
+def patient() -> Circuit:
+    """One that is tried again soon."""
+    return Circuit(num_failures=2, retry_s=0.005, max_retry_s=0.02)
