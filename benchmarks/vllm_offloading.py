@@ -13,8 +13,8 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from tests.test_vllm import MODELS
 from tests.vllm_chats import chats
+from tests.vllm_models import MODELS
 
 TIER = {"cpu_bytes_to_use": 256 << 20, "offload_prompt_only": False}
 CASES = {

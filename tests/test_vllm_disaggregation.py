@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.test_vllm import MODELS
 from tests.vllm_engine import MODULE, Engine
+from tests.vllm_models import MODELS
 from tests.vllm_weights import write_llama
 
 SCHEDULER = "kvcache.integrations.vllm.AsyncScheduler"

@@ -3,15 +3,13 @@
 `make test-vllm` runs this with vLLM; elsewhere it is skipped.
 """
 
-import json
-
 import pytest
 
 pytest.importorskip("vllm")
 
 from kvcache.integrations.vllm.offloading import HostTierOptions
-from tests.test_vllm import MODELS
-from tests.vllm_chats import TIER, ChatsFailed, chats
+from tests.vllm_chats import TIER, chats_each
+from tests.vllm_models import write_config
 
 OPTIONS = {"cpu_bytes_to_use": 256 << 20, "offload_prompt_only": False}
 SIZES = {"llama": {"num_blocks": 100}, "gemma3": {"num_blocks": 160}}
@@ -19,53 +17,90 @@ OURS = {"scheduler_cls": "kvcache.integrations.vllm.Scheduler"}
 OURS_ASYNC = {"scheduler_cls": "kvcache.integrations.vllm.AsyncScheduler", "is_async": True}
 
 
+SCHEDULERS = {"vllm": {}, "ours": OURS, "ours async": OURS_ASYNC}
+SMALL_HOSTS = {"llama": "12 MiB", "gemma3": "40 MiB"}
+REFUSED = {
+    "vLLM's connector": {
+        "tier": OPTIONS | {"spec_name": "KVCacheOffloadingSpec", "spec_module_path": TIER},
+        "connector": None,
+    },
+    "no chunk": {"tier": OPTIONS | {"cpu_bytes_to_use": 64}},
+    "another spec": {"tier": OPTIONS | {"spec_name": "CPUOffloadingSpec"}},
+}
+
+
+def variants(name):
+    """Options of chats with a model, by what they show."""
+    sizes = SIZES[name]
+    found = {"without": sizes}
+    for each, options in SCHEDULERS.items():
+        found[each] = {"tier": OPTIONS, **sizes, **options}
+        if each != "ours async":
+            found[f"{each} failing"] = {**found[each], "fail_every": 5}
+    if name == "gemma3":
+        # vLLM's scheduler stops for ever in a pool that two requests do not fit into: the one whose
+        # load failed is before the one that holds blocks. Here they fit.
+        found["vllm failing"]["num_blocks"] = 400
+    tier = {"blocks_per_chunk": 3, "cpu_bytes_to_use": SMALL_HOSTS[name], "eviction": "learned"}
+    found["small host"] = {"tier": OPTIONS | tier, "events": True, **sizes, **OURS}
+    if name == "llama":
+        found |= {each: options | {"num_turns": 1} for each, options in REFUSED.items()}
+    return found
+
+
 @pytest.fixture(scope="module")
-def without(tmp_path_factory):
-    """A model's folder, and what chats with it say without a tier."""
+def chats_of(tmp_path_factory):
+    """What came of chats with a model, by what they show: in one process."""
     known = {}
 
     def of(name):
         if name not in known:
-            folder = tmp_path_factory.mktemp(name)
-            (folder / "config.json").write_text(json.dumps(MODELS[name]))
-            known[name] = str(folder), chats(str(folder), **SIZES[name])
-            assert known[name][1]["hits"] == [0, 0, 0]
+            folder = write_config(tmp_path_factory.mktemp(name), name)
+            asked = variants(name)
+            found = chats_each([{"model": folder, **options} for options in asked.values()])
+            known[name] = dict(zip(asked, found))
+            assert known[name]["without"]["hits"] == [0, 0, 0]
         return known[name]
 
     return of
 
 
-@pytest.mark.parametrize("scheduler", [{}, OURS, OURS_ASYNC], ids=["vllm", "ours", "ours async"])
+@pytest.fixture
+def served(chats_of):
+    """(what came of it, what chats say without a tier) for a model and what is to be shown."""
+
+    def of(name, shown):
+        found = chats_of(name)
+        assert "error" not in found[shown], found[shown]["error"]
+        return found[shown], found["without"]
+
+    return of
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_chats_say_the_same_and_hit(name, scheduler, without):
-    folder, expected = without(name)
-    found = chats(folder, tier=OPTIONS, **SIZES[name], **scheduler)
+def test_chats_say_the_same_and_hit(name, scheduler, served):
+    found, expected = served(name, scheduler)
     assert found["answers"] == expected["answers"]
     assert found["hits"][0] == 0 and min(found["hits"][1:]) > 0.8 * min(found["prompts"][1:])
-    assert found["manager"] == ("VllmCacheManager" if scheduler else "KVCacheManager")
+    assert found["manager"] == ("KVCacheManager" if scheduler == "vllm" else "VllmCacheManager")
     assert found["usage"] == 0 and found["is_reset"]
     assert found["metrics"]["vllm:kv_offload_load_bytes"] > 0
 
 
-@pytest.mark.parametrize("scheduler", [{}, OURS], ids=["vllm", "ours"])
+@pytest.mark.parametrize("scheduler", ["vllm", "ours"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_swaps_that_fail_are_misses(name, scheduler, without):
-    folder, expected = without(name)
-    # vLLM's scheduler stops for ever in a pool that two requests do not fit into: the one whose load
-    # failed is before the one that holds blocks. Here they fit.
-    sizes = SIZES[name] if scheduler or name == "llama" else {"num_blocks": 400}
-    found = chats(folder, tier=OPTIONS, fail_every=5, **sizes, **scheduler)
+def test_swaps_that_fail_are_misses(name, scheduler, served):
+    found, expected = served(name, f"{scheduler} failing")
     assert found["answers"] == expected["answers"]
     assert found["failed"] > 5 and found["hits"][2] > 0 and found["usage"] == 0
     assert found["metrics"]["vllm:kv_offload_host_failed_loads"] > 0
 
 
-@pytest.mark.parametrize("name,size", [("llama", "12 MiB"), ("gemma3", "40 MiB")])
-def test_several_blocks_a_chunk_and_a_small_host(name, size, without):
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_several_blocks_a_chunk_and_a_small_host(name, served):
     """What the host cannot hold is evicted, and computed anew."""
-    folder, expected = without(name)
-    tier = OPTIONS | {"blocks_per_chunk": 3, "cpu_bytes_to_use": size, "eviction": "learned"}
-    found = chats(folder, tier=tier, events=True, **SIZES[name], **OURS)
+    found, expected = served(name, "small host")
     assert found["answers"] == expected["answers"] and found["hits"][2] > 0
     assert found["metrics"]["vllm:kv_offload_host_evicted_chunks"] > 0
 
@@ -117,23 +152,15 @@ class TestRefusals:
             HostTierOptions.of(own)
 
     @pytest.mark.parametrize(
-        ("tier", "connector", "message"),
+        ("shown", "message"),
         [
             (
-                OPTIONS | {"spec_name": "KVCacheOffloadingSpec", "spec_module_path": TIER},
-                None,
+                "vLLM's connector",
                 "kv_transfer_config has no kv_connector_module_path: expected",
             ),
-            (OPTIONS | {"cpu_bytes_to_use": 64}, TIER, "cpu_bytes_to_use is 64: expected at least"),
-            (
-                OPTIONS | {"spec_name": "CPUOffloadingSpec"},
-                TIER,
-                "spec_name is 'CPUOffloadingSpec'",
-            ),
+            ("no chunk", "cpu_bytes_to_use is 64: expected at least"),
+            ("another spec", "spec_name is 'CPUOffloadingSpec'"),
         ],
-        ids=["vLLM's connector", "no chunk", "another spec"],
     )
-    def test_at_the_start_of_the_engine(self, tier, connector, message, without):
-        folder, _ = without("llama")
-        with pytest.raises(ChatsFailed, match=message):
-            chats(folder, tier=tier, connector=connector, num_turns=1)
+    def test_at_the_start_of_the_engine(self, shown, message, chats_of):
+        assert message in chats_of("llama")[shown]["error"]

@@ -1,6 +1,6 @@
 """Chats of several turns with a tiny model in vLLM, on a device pool that holds few of them.
 
-`python -m tests.vllm_chats '{"model": FOLDER, ...}'` prints what came of it as JSON, in its last line.
+`python -m tests.vllm_chats '[{"model": FOLDER, ...}, ...]'` prints what came of each as JSON, at last.
 """
 
 import json
@@ -11,6 +11,7 @@ import sys
 import time
 
 from tests.shared import REPO
+from tests.vllm_weights import fill_at_random
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -18,6 +19,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 TIER = "kvcache.integrations.vllm.offloading"
+SWAPS = ("swap_in", "swap_out")
 
 
 def chats(model, *, tier=None, connector=TIER, python=sys.executable, **options):
@@ -27,18 +29,22 @@ def chats(model, *, tier=None, connector=TIER, python=sys.executable, **options)
     `prompt_tokens`, `turn_tokens`, `max_tokens`: sizes. `fail_every`: so many loads and one more fails.
     `scheduler_cls`: another one than vLLM's.
     """
+    options |= {"model": model, "tier": tier, "connector": connector}
+    [found] = chats_each([options], python)
+    if "error" in found:
+        raise ChatsFailed(found["error"])
+    return found
+
+
+def chats_each(variants, python=sys.executable):
+    """The same for several options, one after the other in one process; `error` of one that failed."""
     done = subprocess.run(
-        [
-            python,
-            "-m",
-            __name__,
-            json.dumps({"model": model, "tier": tier, "connector": connector, **options}),
-        ],
+        [python, "-m", __name__, json.dumps(variants)],
         capture_output=True,
         text=True,
         cwd=REPO,
         env=os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
-        timeout=200,
+        timeout=100 + 100 * len(variants),
     )
     if done.returncode:
         raise ChatsFailed(done.stderr)
@@ -46,13 +52,31 @@ def chats(model, *, tier=None, connector=TIER, python=sys.executable, **options)
 
 
 class ChatsFailed(Exception):
-    """What the process wrote as it failed."""
+    """What the process wrote as it failed, or what was raised."""
+
+
+def run_each(variants):
+    """What `chats_each` returns, in this process."""
+    from kvcache.worker.swap.engine import SwapEngine
+    from tests.vllm_models import make_room
+
+    whole = {name: getattr(SwapEngine, name) for name in SWAPS}
+    found = []
+    for options in variants:
+        try:
+            found.append(run(**options))
+        except Exception as error:
+            found.append({"error": f"{type(error).__name__}: {error}"})
+        for name, swap in whole.items():
+            setattr(SwapEngine, name, swap)
+        make_room()
+    return found
 
 
 def run(
     model,
-    tier,
-    connector,
+    tier=None,
+    connector=TIER,
     num_blocks=100,
     num_chats=24,
     num_turns=3,
@@ -80,6 +104,7 @@ def run(
         )
     if events:
         more["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    fill_at_random()
     num_failed = fail_some(fail_every) if fail_every else []
     llm = LLM(
         model,
@@ -116,13 +141,15 @@ def run(
     native = getattr(scheduler.kv_cache_manager, "native", None)
     if native is not None:
         native.check_invariants()
-    return {
+    result = {
         **{"answers": answers, "hits": hits, "prompts": prompts, "wall": wall, "cpu": cpu},
         **{"metrics": found, "failed": len(num_failed)},
         "manager": type(scheduler.kv_cache_manager).__name__,
         "usage": scheduler.kv_cache_manager.usage,
         "is_reset": llm.reset_prefix_cache(reset_connector=True) if tier else True,
     }
+    llm.llm_engine.engine_core.shutdown()
+    return result
 
 
 def fail_some(fail_every):
@@ -130,7 +157,7 @@ def fail_some(fail_every):
     from kvcache.worker.swap.engine import SwapEngine
 
     failed, count = [], [0]
-    for name in ("swap_in", "swap_out"):
+    for name in SWAPS:
         swap = getattr(SwapEngine, name)
 
         def failing(self, pairs, swap=swap):
@@ -145,4 +172,4 @@ def fail_some(fail_every):
 
 
 if __name__ == "__main__":
-    print(json.dumps(run(**json.loads(sys.argv[1]))))
+    print(json.dumps(run_each(json.loads(sys.argv[1]))))

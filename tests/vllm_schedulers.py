@@ -26,6 +26,8 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     MambaSpec,
     SlidingWindowSpec,
+    get_mamba_prefill_checkpoint_position,
+    is_mamba_prefill_checkpoint_valid,
 )
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -56,14 +58,21 @@ SPECS = {
     "window": lambda: SlidingWindowSpec(**SHAPE, sliding_window=100),
     "chunked": lambda: ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64),
     "mamba align": lambda: state_spec("align"),
+    "mamba2 align": lambda: state_spec(
+        "align", num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1
+    ),
     "mamba all": lambda: state_spec("all"),
     "mamba none": lambda: state_spec("none", block_size=LONGEST),
 }
 
 
-def state_spec(mode, block_size=BLOCK):
+def state_spec(mode, block_size=BLOCK, **options):
     return MambaSpec(
-        block_size=block_size, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode=mode
+        block_size=block_size,
+        shapes=((4,),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode=mode,
+        **options,
     )
 
 
@@ -87,7 +96,7 @@ def engine_config(model, *, is_async=False, events=False, **options):
     return config
 
 
-def make_scheduler(cls, config, groups, num_blocks, context_parallel_size=1):
+def make_scheduler(cls, config, groups, num_blocks, context_parallel_size=1, retention=None):
     """A scheduler of these kinds of groups; `num_blocks` with the null block."""
     config.parallel_config.decode_context_parallel_size = context_parallel_size
     config.cache_config.num_gpu_blocks = num_blocks
@@ -100,7 +109,7 @@ def make_scheduler(cls, config, groups, num_blocks, context_parallel_size=1):
         kv_cache_groups=[
             KVCacheGroupSpec([f"layer{i}"], SPECS[kind]()) for i, kind in enumerate(groups)
         ],
-        prefix_cache_retention_interval=None,
+        prefix_cache_retention_interval=retention,
     )
     block_size = max(group.kv_cache_spec.block_size for group in cache.kv_cache_groups)
     is_hashed = config.cache_config.enable_prefix_caching
@@ -169,6 +178,7 @@ class Contents:
         self.digests = {}  # request id -> of its tokens so far
         self.slots = {}  # (group, block, offset) -> digest, or (request id, position)
         self.requests = {}
+        self.checkpoints = 0  # inside of chunks
 
     def apply(self, scheduled):
         """Checks a step, as its worker would carry it out."""
@@ -256,9 +266,27 @@ class Contents:
             for group, block in self.states_of(request, end):
                 assert block != 0, "a state is written to the null block"
                 self.slots[group, block] = self.digest(request, end, drafts)
+        self.write_checkpoints(request, start, stop)
         for _, position, slot in self.slots_of(request, range(start, stop)):
             assert slot[1] != 0, "a token is written to the null block"
             self.slots[slot] = self.digest(request, position, drafts)
+
+    def write_checkpoints(self, request, start, stop):
+        """States of a chunk's inside: the worker writes them to where its own rules say."""
+        for group, table in enumerate(self.tables[request.request_id]):
+            spec = self.specs[group]
+            if not getattr(spec, "num_prefill_checkpoint_blocks", 0) or stop - start == 1:
+                continue
+            position = get_mamba_prefill_checkpoint_position(stop, self.size, False)
+            if not is_mamba_prefill_checkpoint_valid(
+                *(start, stop, position, self.size, spec.block_size),
+                spec.prefill_checkpoint_alignment,
+            ):
+                continue
+            self.checkpoints += 1
+            block = table[-(-stop // spec.block_size) - 2]
+            if block:
+                self.slots[group, block] = self.digest(request, position - 1)
 
     def read(self, request, start):
         for group, position, slot in self.slots_of(request, range(start)):

@@ -36,3 +36,34 @@ def write_llama(folder, config):
             tensors[f"{prefix}{name}.weight"] = torch.ones(hidden)
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def fill_at_random():
+    """vLLM's `dummy` weights are not so small that answers depend on the last token alone."""
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    DummyModelLoader.load_weights = _fill
+
+
+def _fill(loader, model, model_config):
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in sorted(model.state_dict().items()):
+        if not tensor.is_floating_point():
+            continue
+        values = torch.randn(tensor.shape, generator=generator)
+        if name.endswith(".A"):  # how fast states decay
+            values = -0.2 - 0.3 * values.abs()
+        elif tensor.ndim < 2:  # norms
+            values = 1 + 0.1 * values
+        elif "embed" not in name:
+            values *= 0.2
+        tensor.copy_(values)
+
+
+def without_checkpoints():
+    """Mamba 2 without states inside a prompt's chunk: vLLM's kernels for the CPU fail with them
+    (`IndexError` in `mamba_mixer2.py`, "index 3 is out of bounds for dimension 0 with size 2")."""
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    MambaMixer2.get_kv_cache_spec = MambaBase.get_kv_cache_spec

@@ -62,12 +62,11 @@ def _group_spec(spec: KVCacheSpec, drafts: bool, context_parallel_size: int) -> 
 
 
 def _state_group(spec: MambaSpec) -> GroupSpec:
-    if spec.num_speculative_blocks or spec.num_prefill_checkpoint_blocks:
+    if spec.num_speculative_blocks:
         raise ValueError(
-            "the model keeps states of drafts, or checkpoints inside a prompt's chunk "
-            f"(num_speculative_blocks {spec.num_speculative_blocks}, num_prefill_checkpoint_blocks "
-            f"{spec.num_prefill_checkpoint_blocks}): kvcache's scheduler for vLLM supports 0; leave out "
-            "--speculative-config, or serve it with vLLM's own scheduler"
+            f"the model keeps states of drafts (num_speculative_blocks {spec.num_speculative_blocks}): "
+            "kvcache's scheduler for vLLM supports 0; leave out --speculative-config, or serve it with "
+            "vLLM's own scheduler"
         )
     if spec.mamba_cache_mode == "none":  # one block of as many tokens as a request may have
         return GroupSpec("full_attention", spec.block_size)

@@ -39,8 +39,8 @@ class VllmCacheManager:
     `hash_bytes`: of vLLM's block hashes. `options`: fields of `CacheOptions`, the eviction policy for
     example. ValueError for what kvcache does not have: kinds of groups, states of drafts.
 
-    `prefix_cache_retention_interval` is not followed: which blocks of windows and which states stay is
-    the eviction policy's choice.
+    Which blocks of windows and which states stay is the eviction policy's choice: a
+    `prefix_cache_retention_interval` is refused, but for vLLM's default.
     """
 
     retained_hit_group_ids: tuple[int, ...] = ()
@@ -67,8 +67,10 @@ class VllmCacheManager:
         hash_bytes: int = 32,
         options: dict[str, Any] | None = None,
     ) -> None:
+        interval = kv_cache_config.prefix_cache_retention_interval
         _refuse(
             {
+                f"prefix_cache_retention_interval {interval}": bool(interval),
                 "MTP with several modules": num_prefill_lookahead > 1,
                 "metrics of single blocks (kv_cache_metrics)": metrics_collector is not None,
             }

@@ -35,6 +35,9 @@ class _WithManager:
             super().__init__(vllm_config, *args, **options)
         finally:
             vllm_scheduler.KVCacheManager = theirs
+        # Chunks of a prompt end where a state is kept. What the worker keeps of a chunk's inside goes
+        # to the null block.
+        self.mamba_has_prefill_checkpoint_blocks = False
         if self.connector is not None and self.kv_cache_manager.copies_states:
             raise ValueError(
                 "kv_transfer_config is given, and the model keeps states that are copied "
