@@ -248,9 +248,8 @@ class VllmCacheManager:
         due = self._due.pop(self._step, None)
         if due is None:
             return
-        if (
-            self._states.are_copied
-        ):  # a state takes back no token that the scheduler does not compute
+        # A state takes back no token that the scheduler does not compute.
+        if self._states.are_copied:
             for held in due:
                 if held.due == self._step:
                     self._busy[held.request.request_id] = held
@@ -551,11 +550,9 @@ class VllmCacheManager:
         num_cached = held.num_published(self._hash_size) * self._hash_size
         num_computed = max(num_computed, num_cached, held.start)
         self._append_known(request, held.request)
-        if held.num_computed > num_computed:
-            if (
-                not self._states.are_copied
-            ):  # a state takes no token back; its last step is computed
-                self.native.reject_tokens(held.request, held.num_computed - num_computed)
+        # A state takes no token back: its last step is computed.
+        if held.num_computed > num_computed and not self._states.are_copied:
+            self.native.reject_tokens(held.request, held.num_computed - num_computed)
         elif held.num_computed < num_computed:
             self.native.append_slots(held.request, num_computed - held.num_computed)
         return held
@@ -650,13 +647,7 @@ class VllmCacheManager:
 
     def record_blocks_for_zeroing(self, request_id: str, start_token: int) -> None:
         """The request's blocks from this token on are given out anew, for clearing."""
-        held = self._held[request_id]
-        self._states.note_new(
-            [
-                self.native.block_ids(held.request, group)[start_token // size :].tolist()
-                for group, size in enumerate(self.block_sizes)
-            ]
-        )
+        self._states.note_new(self._blocks_of_tokens(request_id, start_token))
 
     def take_kv_cache_block_copies(self) -> tuple[list, list]:
         """None: hits end with blocks."""
@@ -674,15 +665,18 @@ class VllmCacheManager:
         self, request_id: str, start_token: int, end_token: int
     ) -> list[int]:
         """The request's blocks of these tokens, in the groups whose new blocks are cleared."""
-        held = self._held[request_id]
-        return self._states.zeroed_of(
-            [
-                self.native.block_ids(held.request, group)[
-                    start_token // size : -(-end_token // size)
-                ].tolist()
-                for group, size in enumerate(self.block_sizes)
-            ]
-        )
+        return self._states.zeroed_of(self._blocks_of_tokens(request_id, start_token, end_token))
+
+    def _blocks_of_tokens(
+        self, request_id: str, first: int, end: int | None = None
+    ) -> list[list[int]]:
+        """Of each group, the request's blocks of tokens from `first` to `end - 1`; None: to its last."""
+        request = self._held[request_id].request
+        found = []
+        for group, size in enumerate(self.block_sizes):
+            last = None if end is None else -(-end // size)
+            found.append(self.native.block_ids(request, group)[first // size : last].tolist())
+        return found
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
         """0 for each group, as vLLM's own: 0.32 has no cascade attention any more."""
