@@ -104,9 +104,9 @@ def test_the_same_tokens_as_one_engine(seed, prefill, decode, engines):
     offers = engines[prefill].prefill(prompts)
     tokens, num_computed = engines[decode].decode(prompts, offers)
     assert tokens == wanted
-    # Of each prompt the last token runs; all others were read. A consumer of TP 2 sometimes does not
-    # reach its producer in time on a busy machine (docs/vllm.md), and then computes them.
-    is_known = decode == "tp2" and engines[decode].said("is not loaded: ") > 0
+    # Of each prompt the last token runs; all others were read. To or from an engine of TP 2 a load may
+    # last longer than its deadline or lease on a busy machine (docs/vllm.md); then they are computed.
+    is_known = "tp2" in (prefill, decode) and engines[decode].said("is not loaded: ") > 0
     is_read = num_computed == len(prompts) * 16
     print(f"{prefill} to {decode}: {num_computed} tokens computed")
     assert is_read or is_known, "".join(engines[decode].errors)[-2000:]
