@@ -291,7 +291,7 @@ class EngineProcess:
         self.process = subprocess.Popen(
             command, cwd=REPO, env=environment, stdin=-1, stdout=-1, text=True
         )
-        self._answer(60)
+        self._answer(180)  # imports take long on a busy machine
 
     def __enter__(self):
         return self

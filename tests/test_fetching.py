@@ -313,3 +313,41 @@ def test_a_fetch_from_a_peer_that_left_fails_and_is_released(transports):
     transports[1].close()
     with pytest.raises(TransferError):
         fetch(transports[0], peers, [group_of(mine, theirs, plan)], 0, num_tokens).wait(5)
+
+
+class HalfTransport:
+    """Refuses all reads but the first, which goes on until a test says that it is over."""
+
+    def __init__(self):
+        self.begun = None
+
+    def read_spans(self, peer, local, remote, **options):
+        if self.begun is not None:
+            raise TransferError("the peer has gone")
+        self.begun = HalfTransfer()
+        return self.begun
+
+
+class HalfTransfer:
+    num_bytes, is_released = 1, False
+
+    def cancel(self, reason):
+        self.reason = reason
+
+
+def test_pages_of_a_fetch_that_was_refused_in_the_midst_are_known():
+    """What has begun may still write to them, so it must not be lost with an exception."""
+    seed, transport = 0, HalfTransport()
+    while True:
+        mine, theirs, plan, num_tokens = engines(random.Random(seed))
+        seed += 1
+        if len(plan_range(plan, mine.ids, theirs[0].ids, 0, num_tokens).runs.by_rank) > 1:
+            break
+    remote = {rank: engine.addresses() for rank, engine in theirs.items()}
+    group = GroupFetch(plan, mine.ids, theirs[0].ids, mine.addresses(), remote, mine.storage)
+    found = fetch(transport, dict.fromkeys(remote, "peer"), [group], 0, num_tokens)
+    with pytest.raises(TransferError, match="the peer has gone"):
+        found.poll()
+    assert not found.is_released and "the peer has gone" in transport.begun.reason
+    transport.begun.is_released = True
+    assert found.is_released
