@@ -203,6 +203,7 @@ def main() -> int:
         told = {
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, {processor()}",
             "torch": torch.__version__,
+            "load": os.getloadavg()[0],
             "UCX_TLS": os.environ.get("UCX_TLS"),
             "commit": commit(),
             "results": results,

@@ -599,6 +599,8 @@ def test_only_the_loopback_listens(side, name):
         ({"agent": ""}, "agent is ''"),
         ({"agent": "a\nb"}, "agent is"),
         ({"agent": 5}, "agent of the metadata is 5: expected str"),
+        ({"host": ""}, "host of the metadata is ''"),
+        ({"incarnation": "1"}, "incarnation of the metadata is '1'"),
         ({"port": 0}, "port of the metadata is 0"),
         ({"port": 2**16}, "port of the metadata is 65536"),
         ({"regions": [[1]]}, "regions of the metadata holds"),

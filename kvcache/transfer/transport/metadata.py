@@ -88,6 +88,8 @@ def parse_metadata(data: bytes, transport: str) -> Metadata:
         raise ValueError(
             f"incarnation of the metadata is {shown(values['incarnation'])}: expected 32 digits"
         )
+    if not 0 < len(values["host"]) <= MOST_NAME or not values["host"].isprintable():
+        raise ValueError(f"host of the metadata is {shown(values['host'])}: expected an address")
     if not 0 < values["port"] < 2**16:
         raise ValueError(f"port of the metadata is {values['port']}: expected 1 to 65535")
     if not LEAST_PIECE <= values["piece_bytes"] <= MOST_PIECE:

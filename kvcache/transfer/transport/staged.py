@@ -148,7 +148,7 @@ class StagedTransport(Transport):
             if CROSSING in (str(error), connection.reason) and self._await_call(theirs, deadline):
                 return theirs.agent
             raise ConnectionError(
-                f"agent {theirs.agent!r} at {shown(theirs.host)}:{theirs.port} was not connected: {error}"
+                f"agent {theirs.agent!r} at {theirs.host}:{theirs.port} was not connected: {error}"
             ) from error
         return theirs.agent
 
