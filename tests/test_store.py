@@ -342,7 +342,9 @@ def test_content_is_right_whatever_the_store_does(seed):
     time.sleep(0.03)
     user.settle()
     if seed % 3 == 0:
-        user.tier.start_epoch("newer")
+        user.add(prompts(*[[0]] * 99, families[1][:30])[-1])
+        user.step()
+        user.tier.start_epoch("newer")  # with loads and puts under way
         user.run(*prompts(*[[0]] * 100, families[0][:40])[-1:])
         user.settle()
     user.end()
