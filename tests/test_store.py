@@ -124,6 +124,24 @@ def test_another_fingerprint_finds_nothing(difference):
     other.end()
 
 
+def test_a_request_that_waits_is_asked_for_again():
+    store = MemoryStore()
+    one, other = a_user(store), a_user(store, timeout_s=0.2)
+    request = Request("a", LONG)
+    while other.tier.match(request) is None:
+        time.sleep(0.001)
+    assert other.tier.match(request) == 0
+    one.run(*prompts(LONG))
+    one.settle()
+    deadline = time.monotonic() + 10
+    while not other.tier.match(request):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert other.tier.match(request) == 28
+    one.end()
+    other.end()
+
+
 def test_a_new_epoch_finds_nothing_of_the_one_before():
     user = a_user()
     user.run(*prompts(LONG))

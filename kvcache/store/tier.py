@@ -48,7 +48,7 @@ class _Lookup:
 
     first_token: int  # the end of the hit when it was asked
     call: Call | None
-    deadline: float
+    deadline: float  # of the call; then, until when its answer holds
     found: frozenset[BlockKey] = frozenset()
     reach: tuple[int, int] | None = (
         None  # the end of a hit, and up to which token the found reach then
@@ -206,19 +206,22 @@ class StoreTier:
 
         For `num_external_computed_tokens` of `KVCacheManager.step`, with `delay_cache_blocks` and no
         tokens of its own (`new_num_tokens` 0), but not with `max_host_blocks`: ask just before. The
-        first call asks the store, and later ones say what came of it. 0 after `timeout_s`, and while the
-        store is not asked.
+        first call asks the store, and later ones say what came of it; a request that waits longer than
+        `timeout_s` is asked for again. 0 after `timeout_s` without an answer, and while the store is not
+        asked.
         """
         self._take_over()
         first = self._prefixes.hit_tokens(request)
         lookup = self._lookups.get(request.request_id)
-        if lookup is None or first < lookup.first_token:
+        now = time.monotonic()
+        is_old = lookup is not None and lookup.call is None and now >= lookup.deadline
+        if lookup is None or is_old or first < lookup.first_token:
             lookup = self._ask(request, first)
         if lookup.call is not None:
-            if time.monotonic() < lookup.deadline:
+            if now < lookup.deadline:
                 return None
             self._give_up(lookup.call)
-            lookup.call = None
+            lookup.call, lookup.deadline = None, now + self._timeout_s
         if not lookup.found:
             return 0
         if lookup.reach is None or lookup.reach[0] != first:
