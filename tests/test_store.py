@@ -5,14 +5,16 @@ from __future__ import annotations
 import random
 import threading
 import time
+import zlib
 
 import numpy as np
 import pytest
 
-from kvcache import GroupSpec, KVCacheManager, Pages, Request, StepReport
+from kvcache import GroupSpec, KVCacheManager, Pages, Request, StepReport, SwapEngine
 from kvcache.store import Circuit, StoredPrefixes, StoreTier, fingerprint
 from kvcache.store.values import BlockKey, faults, key_of_text, key_text, seal
 from tests.shared import sampled
+from tests.simulated_device import SimulatedStreams
 from tests.stores import FAULTS, MemoryStore, StoreUser, patient
 from tests.test_replay import as_workload
 
@@ -119,6 +121,24 @@ def test_another_fingerprint_finds_nothing(difference):
     other = a_user(store, **difference)
     other.run(*prompts(LONG))
     assert other.num_loaded == 0
+    other.end()
+
+
+def test_a_request_that_waits_is_asked_for_again():
+    store = MemoryStore()
+    one, other = a_user(store), a_user(store, timeout_s=0.2)
+    request = Request("a", LONG)
+    while other.tier.match(request) is None:
+        time.sleep(0.001)
+    assert other.tier.match(request) == 0
+    one.run(*prompts(LONG))
+    one.settle()
+    deadline = time.monotonic() + 10
+    while not other.tier.match(request):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert other.tier.match(request) == 28
+    one.end()
     other.end()
 
 
@@ -342,7 +362,9 @@ def test_content_is_right_whatever_the_store_does(seed):
     time.sleep(0.03)
     user.settle()
     if seed % 3 == 0:
-        user.tier.start_epoch("newer")
+        user.add(prompts(*[[0]] * 99, families[1][:30])[-1])
+        user.step()
+        user.tier.start_epoch("newer")  # with loads and puts under way
         user.run(*prompts(*[[0]] * 100, families[0][:40])[-1:])
         user.settle()
     user.end()
@@ -533,3 +555,74 @@ def test_nothing_is_put_while_a_later_step_is_planned():
             time.sleep(0.001)
         assert len(user.store.values) == num_put
     user.manager.free(Request("a", [1]))
+
+
+# Streams ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", sampled(range(40), 8))
+def test_copies_are_ordered_where_streams_run_late(seed):
+    """On a device whose streams run in any order that events allow; pages are soon used again."""
+    choose, streams = random.Random(seed), SimulatedStreams(seed)
+    manager = KVCacheManager(4, 16, 64, num_preallocate_tokens=0, enable_events=True)
+    pages, store = Pages.allocate(16, [[64, 64]] * 2), MemoryStore()
+    tier = StoreTier(manager, pages, store, model="m", staging_bytes=6 * 512, timeout_s=20)
+    tier._swaps = SwapEngine(pages, tier._staging.pages, method="kernel", streams=streams)
+    wrong, num_checked = [], 0
+
+    def content(tokens):
+        return zlib.crc32(repr(tokens).encode()) % 251
+
+    def compute(blocks, tokens, num_loaded):
+        """In the stream: reads what was loaded, and writes the rest."""
+        for i, block in enumerate(blocks):
+            expected = content(tokens[: 4 * (i + 1)])
+            for region in range(4):
+                fragment = pages.fragment(region)[block]
+                if 4 * i >= num_loaded:
+                    fragment.fill_(expected)
+                elif (fragment != expected).any():
+                    wrong.append((i, block))
+
+    def wait_for(answer):
+        deadline = time.monotonic() + 20
+        while (found := answer()) in (None, []):
+            assert time.monotonic() < deadline
+            streams.advance(choose.randint(0, 3))
+            time.sleep(0)
+        return found
+
+    families = [[choose.randrange(99) for _ in range(40)] for _ in range(3)]
+    for number in range(60):
+        tokens = [*choose.choice(families)[: choose.randint(8, 40)], 100 + number]
+        request = Request(f"r{number}", tokens)
+        external = wait_for(lambda r=request: tier.match(r))
+        plan = manager.step(
+            new=[request],
+            new_num_tokens=[0 if external else len(tokens)],
+            num_external_computed_tokens=[external],
+            delay_cache_blocks=[external > 0],
+        )
+        start = int(plan.num_computed_tokens[0])
+        if external:
+            tier.load(request, external)
+            (received,) = wait_for(tier.poll)
+            start = received.num_computed_tokens
+            plan = manager.step([manager.row(request)], [len(tokens) - start])
+        num_checked += external
+        blocks = manager.block_ids(request).tolist()
+        streams.launch(streams.current(), lambda b=blocks, t=tokens, n=start: compute(b, t, n))
+        report = StepReport(plan.step_id, completed=True)
+        manager.report(report)
+        tier.save(report)
+        manager.free(request)
+        if choose.random() < 0.3:
+            manager.reset_prefix_cache()
+        streams.advance(choose.randint(0, 3))
+    while tier._num_writing or tier._arriving:
+        streams.advance(1)
+        tier.poll()
+        time.sleep(0)
+    streams.advance()
+    assert tier.close(20) and not wrong and num_checked > 100
+    assert tier._staging.num_free == tier._staging.num_values

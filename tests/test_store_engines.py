@@ -168,6 +168,31 @@ def test_values_of_another_size_replace_what_was_there(tmp_path, caplog):
 
 
 @needs_nixl
+def test_a_full_disk_takes_no_more(tmp_path, monkeypatch):
+    opened = Opened(DiskStore(tmp_path, "1MiB"))
+    opened.fill(0)
+    assert opened.store.put(["a"], opened.values(0)) == [True]
+    move = opened.store._move
+
+    def fails(operation, *arguments):
+        if operation == "WRITE":
+            raise RuntimeError("NIXL_ERR_BACKEND")
+        move(operation, *arguments)
+
+    monkeypatch.setattr(opened.store, "_move", fails)
+    with pytest.raises(RuntimeError):
+        opened.store.put(["b"], opened.values(1))
+    full = os.statvfs_result((4096, 4096, 100, 0, 0, 10, 10, 10, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda folder: full)
+    assert opened.store.put(["b", "c"], opened.values(1, 2)) == [False, False]
+    assert opened.store.get(["a"], opened.values(3)) == [VALUE_BYTES]
+    assert opened.store.exists([*"abc"]) == [True, False, False]
+    assert opened.store.put(["a"], opened.values(2)) == [False]
+    assert (opened.store.take_evicted(), opened.store.keys()) == (["a"], [])
+    opened.store.close()
+
+
+@needs_nixl
 def test_one_store_at_a_time_uses_a_folder(tmp_path):
     opened = Opened(DiskStore(tmp_path, "1MiB"))
     with pytest.raises(StoreError, match="is in use by another store"):

@@ -113,6 +113,7 @@ class DiskStore(BlockStore):
     def _put(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> None:
         entries = [self._entry(key) for key in keys]
         places: dict[str, int] = {}
+        had = [key for key in keys if key in self._places]
         for key in keys:
             place = self._places.pop(key, None)
             if place is None:
@@ -129,7 +130,10 @@ class DiskStore(BlockStore):
             )
         except BaseException:
             self._free += places.values()
-            self._evicted += places
+            self._evicted += had
+            disk = os.statvfs(self.folder)
+            if disk.f_bavail * disk.f_frsize < len(keys) * self._stride:
+                return  # the disk is full
             raise
         self._places |= places
 

@@ -48,8 +48,11 @@ class _Lookup:
 
     first_token: int  # the end of the hit when it was asked
     call: Call | None
-    deadline: float
+    deadline: float  # of the call; then, until when its answer holds
     found: frozenset[BlockKey] = frozenset()
+    reach: tuple[int, int] | None = (
+        None  # the end of a hit, and up to which token the found reach then
+    )
 
 
 @dataclass(eq=False)
@@ -77,6 +80,7 @@ class _Get:
     load: _Load
     numbers: list[int]
     blocks: list[tuple[NeededBlock, int]]
+    fingerprint: bytes
 
 
 @dataclass(eq=False)
@@ -86,6 +90,7 @@ class _Put:
     numbers: list[int]
     keys: list[BlockKey]
     described: list[Described | None]
+    fingerprint: bytes
 
 
 class StoreTier:
@@ -201,20 +206,27 @@ class StoreTier:
 
         For `num_external_computed_tokens` of `KVCacheManager.step`, with `delay_cache_blocks` and no
         tokens of its own (`new_num_tokens` 0), but not with `max_host_blocks`: ask just before. The
-        first call asks the store, and later ones say what came of it. 0 after `timeout_s`, and while the
-        store is not asked.
+        first call asks the store, and later ones say what came of it; a request that waits longer than
+        `timeout_s` is asked for again. 0 after `timeout_s` without an answer, and while the store is not
+        asked.
         """
         self._take_over()
         first = self._prefixes.hit_tokens(request)
         lookup = self._lookups.get(request.request_id)
-        if lookup is None or first < lookup.first_token:
+        now = time.monotonic()
+        is_old = lookup is not None and lookup.call is None and now >= lookup.deadline
+        if lookup is None or is_old or first < lookup.first_token:
             lookup = self._ask(request, first)
         if lookup.call is not None:
-            if time.monotonic() < lookup.deadline:
+            if now < lookup.deadline:
                 return None
             self._give_up(lookup.call)
-            lookup.call = None
-        return self._prefixes.reach(request, first, lookup.found) - first if lookup.found else 0
+            lookup.call, lookup.deadline = None, now + self._timeout_s
+        if not lookup.found:
+            return 0
+        if lookup.reach is None or lookup.reach[0] != first:
+            lookup.reach = first, self._prefixes.reach(request, first, lookup.found)
+        return lookup.reach[1] - first
 
     def load(self, request: Request, num_tokens: int) -> None:
         """Begins to load what `match` has said, when the plan that admitted the request was applied.
@@ -300,13 +312,14 @@ class StoreTier:
         while load.blocks and self._staging.num_free:
             count = min(len(load.blocks), self._staging.num_free, self._per_call)
             blocks = [load.blocks.popleft() for _ in range(count)]
-            get = _Get(load, [self._staging.take() for _ in blocks], blocks)
-            keys, own = [block.key for block, _ in blocks], self._fingerprint
-            work = lambda n=get.numbers, k=keys, f=own: self._get(n, k, f)  # noqa: E731
-            load.calls.append(self._thread.submit(work, READ, tag=get))
+            numbers = [self._staging.take() for _ in blocks]
+            get = _Get(load, numbers, blocks, self._fingerprint)
+            call = self._thread.submit(lambda g=get: self._get(g), READ, tag=get)
+            load.calls.append(call)
 
-    def _get(self, numbers: list[int], keys: list[BlockKey], own: bytes) -> list[str | None]:
+    def _get(self, get: _Get) -> list[str | None]:
         """In the thread: what is wrong with each block."""
+        own, numbers, keys = get.fingerprint, get.numbers, [block.key for block, _ in get.blocks]
         texts = [key_text(own, key) for key in keys]
         sizes = self._store.get(texts, self._staging.of(numbers))
         found = faults(self._staging.values, numbers, sizes, own, keys)
@@ -396,6 +409,7 @@ class StoreTier:
                 [self._staging.take() for _ in taken],
                 [key for key, _, _ in taken],
                 [described for _, _, described in taken],
+                self._fingerprint,
             )
             pairs = np.array([(page, n) for (_, page, _), n in zip(taken, put.numbers)], np.int64)
             job = None
@@ -405,17 +419,11 @@ class StoreTier:
                 job = self._swaps.swap_out(pairs)
                 self._swaps.before_write(pairs[:, 0])
             self._num_writing += len(taken)
-            own = self._fingerprint
-            self._thread.submit(
-                lambda n=put.numbers, k=put.keys, f=own, j=job: self._put(n, k, f, j),
-                WRITE,
-                tag=put,
-            )
+            self._thread.submit(lambda p=put, j=job: self._put(p, j), WRITE, tag=put)
 
-    def _put(
-        self, numbers: list[int], keys: list[BlockKey], own: bytes, job: SwapJob | None
-    ) -> list[str]:
+    def _put(self, put: _Put, job: SwapJob | None) -> list[str]:
         """In the thread: "stored", "known" or "refused" for each block."""
+        own, keys, numbers = put.fingerprint, put.keys, put.numbers
         if job is not None:
             job.wait()
         texts = [key_text(own, key) for key in keys]
@@ -441,7 +449,7 @@ class StoreTier:
             setattr(self.stats, name, getattr(self.stats, name) + 1)
             if answer == "stored":
                 self.stats.stored_bytes += self._pages.page_bytes
-            if answer != "refused":
+            if answer != "refused" and put.fingerprint == self._fingerprint:
                 self._tell_stored(key, described)
 
     # Events ----------------------------------------------------------------------------------------
