@@ -128,9 +128,11 @@ def run(model, engines, options):
 
 def make_room():
     """For another engine in this process; the one before has been let go."""
+    from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.triton_utils import dispatcher
 
+    ensure_kv_transfer_shutdown()  # of one that failed at its start
     dispatcher.register_kernels = lambda kernels: None  # once a process; a second time it fails
     gc.collect()  # else the next one's groups of processes end with this one
     cleanup_dist_env_and_memory()
