@@ -55,7 +55,7 @@ MODELS = {
 OPTIONS = {
     "llama": {"num_gpu_blocks_override": 40},
     "qwen3": {"num_gpu_blocks_override": 40},
-    "gemma3": {"num_gpu_blocks_override": 160},
+    "gemma3": {"num_gpu_blocks_override": 140},
     "deepseek_v3": {
         **{"num_gpu_blocks_override": 80, "block_size": 16, "max_num_batched_tokens": 1024},
         "attention_config": {"backend": "CPU_MLA"},
@@ -128,9 +128,11 @@ def run(model, engines, options):
 
 def make_room():
     """For another engine in this process; the one before has been let go."""
+    from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.triton_utils import dispatcher
 
+    ensure_kv_transfer_shutdown()  # of one that failed at its start
     dispatcher.register_kernels = lambda kernels: None  # once a process; a second time it fails
     gc.collect()  # else the next one's groups of processes end with this one
     cleanup_dist_env_and_memory()
@@ -197,9 +199,9 @@ class Requests:
         return [[list(each.token_ids) for each in output.outputs] for output in outputs]
 
     def roomy(self, rng):
-        """Few short requests, twice: the second time as hits. Two differ in their first token alone."""
-        head, tail = tokens(rng, 1), tokens(rng, 99)
-        requests = [(head + tail, 20), ([head[0] ^ 1, *tail], 20), (tokens(rng, 150), 20)]
+        """Few short requests, twice: the second time as hits. Two differ in their first half alone."""
+        tail = tokens(rng, 50)
+        requests = [(tokens(rng, 50) + tail, 20) for _ in range(2)] + [(tokens(rng, 150), 20)]
         return self.told(lambda: [self.generate(requests), self.generate(requests)])
 
     def samples(self, rng):

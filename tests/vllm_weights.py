@@ -57,6 +57,8 @@ def _fill(loader, model, model_config):
             values = 1 + 0.1 * values
         elif "embed" not in name:
             values *= 0.2
+        elif model_config.hf_config.tie_word_embeddings:  # else each token is said again
+            values *= 0.05
         tensor.copy_(values)
 
 
