@@ -238,6 +238,24 @@ def test_a_producer_that_does_not_answer(is_connected, engines, victim):
     decode.wait_until_empty()
 
 
+def test_a_producer_that_does_not_answer_does_not_hold_up_loads_from_others(engines, victim):
+    prompts = some_prompts(17, 2, 100, 300)
+    decode = engines["tp1 ours"]
+    wanted = alone(decode, prompts)
+    offers = victim.prefill(prompts[:1]) + engines["tp1"].prefill(prompts[1:])
+    victim.signal(signal.SIGSTOP)
+    began = time.monotonic()
+    decode.send("run", prompts, 16, offers)
+    while decode.ask("held")[0] != 1:
+        assert time.monotonic() - began < TIMEOUT_S / 2
+        time.sleep(0.05)
+    assert [each[0] for each in decode.answer()] == wanted
+    assert time.monotonic() - began > TIMEOUT_S - 0.1
+    decode.wait_until_empty()
+    victim.signal(signal.SIGCONT)
+    victim.wait_until_empty()
+
+
 def test_a_producer_that_is_killed_while_it_is_read(engines, victim):
     prompts = some_prompts(13, 3, 100, 300)
     decode = engines["tp1 ours"]

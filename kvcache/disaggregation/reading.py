@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import math
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,22 +50,46 @@ class Reader:
         self.inbox = np.zeros((_NUM_CELLS, SLOT_WORDS), np.int64)
         self.free_cells = list(range(_NUM_CELLS))
         transport.register([(self.inbox.ctypes.data, self.inbox.nbytes)])
-        self._down: dict[str, tuple[float, str]] = {}
+        self._calls: dict[str, _Call] = {}
 
-    def connect(self, metadata: str, timeout_s: float) -> str:
-        """The name of a peer. ConnectionError or ValueError; one that was not reached is not tried again
-        within `timeout_s`, so that its requests do not hold up those of others."""
-        until, reason = self._down.get(metadata, (0.0, ""))
-        if time.monotonic() < until:
-            raise ConnectionError(reason)
-        self._down.pop(metadata, None)
+    def connect(self, metadata: str, timeout_s: float) -> str | None:
+        """The name of a peer; None while a thread connects to it, beside which other loads go on.
+
+        ConnectionError or ValueError; one that was not reached is not tried again for as long as that
+        took at most, so that its requests fail at once.
+        """
+        now = time.monotonic()
+        self._calls = {known: call for known, call in self._calls.items() if call.until > now}
+        call = self._calls.get(metadata)
+        if call is None:
+            call = self._calls[metadata] = _Call(self.transport, metadata, timeout_s)
+        if call.is_alive():
+            return None
+        if not isinstance(call.error, ConnectionError):
+            del self._calls[metadata]
+        if call.error is not None:
+            raise call.error
+        return call.peer
+
+
+class _Call(threading.Thread):
+    """Connects to a peer. until: a time of `time.monotonic` to which its error is remembered."""
+
+    def __init__(self, transport: Transport, metadata: str, timeout_s: float) -> None:
+        super().__init__(name="kvcache call", daemon=True)
+        self._transport, self._metadata, self._timeout_s = transport, metadata, timeout_s
+        self.peer: str | None = None
+        self.error: Exception | None = None
+        self.until = math.inf
+        self.start()
+
+    def run(self) -> None:
         try:
-            return self.transport.connect(
-                base64.b64decode(metadata, validate=True), timeout_s=timeout_s
-            )
-        except ConnectionError as error:
-            self._down[metadata] = time.monotonic() + timeout_s, str(error)
-            raise
+            metadata = base64.b64decode(self._metadata, validate=True)
+            self.peer = self._transport.connect(metadata, timeout_s=self._timeout_s)
+        except Exception as error:  # raised where the load is
+            self.error = error
+        self.until = time.monotonic() + self._timeout_s
 
 
 class Read(ABC):
@@ -131,7 +157,8 @@ class Read(ABC):
 
     def _connect(self) -> bool:
         offer = self._load.offer
-        self._readers = self._plan()
+        if not self._readers:
+            self._readers = self._plan()
         mine = self._reader.transport.name
         if any(mine != each.transport for each in offer.ranks):
             raise ValueError(
@@ -139,8 +166,12 @@ class Read(ABC):
                 f"engine {offer.engine_id!r}: set the same in both"
             )
         for source in self._readers:
-            metadata = offer.ranks[source].metadata
-            self._peers[source] = self._reader.connect(metadata, self.left_s)
+            if source not in self._peers:
+                peer = self._reader.connect(offer.ranks[source].metadata, self.left_s)
+                if peer is not None:
+                    self._peers[source] = peer
+        if len(self._peers) < len(self._readers):
+            return False
         if offer.order and self._load.end_token > self._load.first_token:
             return self._look()
         return self._read_on(None)

@@ -76,8 +76,8 @@ class Transfer(ABC):
 class Transport(ABC):
     """Moves bytes between registered memory of this process and of its peers.
 
-    One thread at a time may call it. Reads and writes of peers are answered by threads of its own, also
-    while the calling thread is busy, until `close`.
+    One thread at a time may call it, and any thread `connect`. Reads and writes of peers are answered by
+    threads of its own, also while the calling thread is busy, until `close`.
 
     name: "gloo" or "nixl". agent: this side's name, by which peers know it.
 
