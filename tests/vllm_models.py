@@ -206,8 +206,8 @@ class Requests:
 
     def samples(self, rng):
         """Several samples of each prompt, drawn. vLLM's build for CPUs cannot draw with a seed where a
-        prompt is cut: all of them fit into a step."""
-        requests = [(tokens(rng, rng.randrange(8, 20)), 60) for _ in range(4)]
+        prompt is cut: all of them fit into a step, and into the pool."""
+        requests = [(tokens(rng, rng.randrange(8, 20)), 60) for _ in range(2)]
         return self.told(lambda: self.generate(requests, n=3, temperature=1.0, seed=7))
 
     def aborts(self, requests):
