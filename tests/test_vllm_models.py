@@ -78,10 +78,13 @@ def test_several_samples_of_a_prompt(case):
 
 
 def test_aborts_in_every_phase(case):
-    model, _, found, own = case
-    counts = found["aborts"]["aborted"]
-    phases = {"waiting", "running", "preempted"}
-    assert set(counts) == phases | ({"prompt"} if has_prefix_cache(model) else set())
+    model, engine, found, own = case
+    phases = {"waiting", "running"}
+    if has_prefix_cache(model):
+        phases.add("prompt")
+    if (model, engine) != ("gemma3", "ours drafts"):  # its aborts leave room for all others
+        phases.add("preempted")
+    assert set(found["aborts"]["aborted"]) == phases
     check_tokens(model, found, own, "aborts")
 
 

@@ -55,7 +55,7 @@ MODELS = {
 OPTIONS = {
     "llama": {"num_gpu_blocks_override": 40},
     "qwen3": {"num_gpu_blocks_override": 40},
-    "gemma3": {"num_gpu_blocks_override": 140},
+    "gemma3": {"num_gpu_blocks_override": 160},
     "deepseek_v3": {
         **{"num_gpu_blocks_override": 80, "block_size": 16, "max_num_batched_tokens": 1024},
         "attention_config": {"backend": "CPU_MLA"},
