@@ -3,6 +3,7 @@
 `make test-vllm` runs this with vLLM; elsewhere it is skipped.
 """
 
+import copy
 import dataclasses
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import (
@@ -18,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     RSWASpec,
 )
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvcache.integrations.vllm import AsyncScheduler, Scheduler, VllmCacheManager, versions
@@ -113,6 +116,106 @@ def test_states_inside_of_chunks_reach_no_state_in_use(num_blocks, is_async, mod
     sides = SideBySide(3, config, ("mamba2 align", "mamba2 align", "full"), num_blocks, exact=False)
     assert sides.run(120)["requests"] > 40
     assert min(contents.checkpoints for contents in sides.contents) > 10
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("seed,num_blocks", [(0, 3_000), (1, 60)])
+def test_the_same_decisions_with_sessions(seed, num_blocks, is_async, models):
+    """A session drops the last token of each answer, and holds blocks while it waits for input."""
+    config = engine_config(models["llama"], is_async=is_async, events=True)
+    counts = SideBySide(seed, config, ("full",), num_blocks, sessions=True).run(120)
+    assert counts["hit tokens"] > 0 and counts["parts"] > 20
+    assert (counts["preemptions"] > 0) == (num_blocks == 60)
+
+
+class FakeConnector:
+    """Has 192 tokens of every request; `is_async`: they come while the request waits."""
+
+    requires_kv_delivery = supports_divergent_local_hybrid_hits = False
+
+    def __init__(self, is_async):
+        self.is_async, self.is_on, self.unhashed = is_async, True, []
+
+    def get_num_new_matched_tokens(self, request, num_computed):
+        count = max(192 - num_computed, 0) if self.is_on else 0
+        return count, self.is_async and count > 0
+
+    def update_state_after_alloc(self, request, blocks, count, *_):
+        if count:
+            ids = blocks.get_block_ids()[0]
+            self.unhashed.append([ids.index(each) for each in blocks.get_unhashed_block_ids()])
+
+    def get_loaded_kv_cache_group_ids(self, request):
+        return (0,)
+
+    def request_finished(self, request, ids):
+        return False, None
+
+    def build_connector_meta(self, scheduled):
+        return KVConnectorMetadata()
+
+    def get_external_cache_hit_sources(self, *_, **__):
+        return {}
+
+    def __getattr__(self, name):
+        if name.startswith(("has_", "get_", "take_", "on_", "update_", "register_")):
+            return lambda *_, **__: None
+        raise AttributeError(name)
+
+
+def with_connector(cls, is_async, models):
+    scheduler = make_scheduler(cls, engine_config(models["llama"]), ("full",), 300)
+    scheduler.connector = FakeConnector(is_async)
+    scheduler.connector.take_events = lambda: ()
+    return scheduler
+
+
+def test_a_connector_receives_into_blocks_that_are_no_hits(models):
+    found = []
+    for cls in PAIRS[False]:
+        scheduler = with_connector(cls, True, models)
+        scheduler.connector.is_on = False
+        hasher, tokens = block_hasher(ours=cls is Scheduler), [3 + i % 400 for i in range(200)]
+        scheduler.add_request(make_request(0, [*tokens[:128], 5, 6], hasher, 3))
+        while scheduler.requests:
+            scheduled = scheduler.schedule()
+            scheduler.update_from_output(scheduled, answer(scheduler, scheduled))
+        scheduler.connector.is_on = True
+        scheduler.add_request(make_request(1, tokens, hasher, 3))
+        scheduler.schedule()
+        found.append(scheduler.connector.unhashed)
+    assert found[0] == found[1] == [[8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize("invalid", [0, 1, 7])
+def test_a_load_in_the_step_that_fails_is_computed_again(invalid, models):
+    found = []
+    for cls in PAIRS[False]:
+        scheduler, log = with_connector(cls, False, models), []
+        scheduler.recompute_kv_load_failures = True
+        hasher = block_hasher(ours=cls is Scheduler)
+        scheduler.add_request(make_request(0, [3 + i % 400 for i in range(600)], hasher, 5))
+        request = scheduler.requests["r0"]
+        while scheduler.requests:
+            scheduled = scheduler.schedule()
+            output = answer(scheduler, scheduled)
+            if not log:
+                ids = scheduler.kv_cache_manager.get_block_ids("r0")[0]
+                output.kv_connector_output = KVConnectorOutput(invalid_block_ids={ids[invalid]})
+            scheduler.update_from_output(scheduled, output)
+            log.append((scheduled.num_scheduled_tokens, request.num_computed_tokens))
+        assert scheduler.kv_cache_manager.usage < 1e-9
+        found.append(log)
+    assert found[0] == found[1]
+
+
+def test_a_requests_hashes_are_a_list_elsewhere():
+    request = make_request(0, list(range(3, 103)), block_hasher(ours=True), 5)
+    hashes = [*request.block_hashes]
+    for copied in (pickle.loads(pickle.dumps(request.block_hashes)), copy.deepcopy(request)):
+        assert getattr(copied, "block_hashes", copied) == hashes
+    assert request.block_hashes == hashes and request.block_hashes + [b""] == [*hashes, b""]
+    assert request.block_hashes != hashes[1:]
 
 
 @pytest.mark.parametrize("num_blocks", [40, 3_000])
@@ -228,41 +331,3 @@ def test_the_eviction_policy_is_an_option(models):
     config = engine_config(models["llama"], additional_config={"kvcache": {"eviction": "learned"}})
     scheduler = make_scheduler(Scheduler, config, ("full",), 100)
     assert scheduler.kv_cache_manager.native.options.eviction == "learned"
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("num_prompt", [31, 41])
-def test_a_streaming_session_drops_its_last_token_as_with_vllm(num_prompt, is_async, models):
-    """The answer to a part ends behind a full block: the token dropped was the last one of it."""
-    found = []
-    for cls in PAIRS[is_async]:
-        config = engine_config(models["llama"], is_async=is_async)
-        scheduler = make_scheduler(cls, config, ("full",), 300)
-        hasher = block_hasher(ours=cls is PAIRS[is_async][1])
-        seen = []
-
-        def run(scheduler=scheduler, seen=seen):
-            for _ in range(40):
-                scheduled = scheduler.schedule()
-                seen += [each.num_computed_tokens for each in scheduled.scheduled_new_reqs]
-                scheduler.update_from_output(scheduled, answer(scheduler, scheduled))
-
-        tokens = [3 + i * i % 400 for i in range(num_prompt)]
-        session = make_request(0, tokens, hasher, 7, resumable=True)
-        scheduler.add_request(session)
-        run()
-        for part in range(3):
-            more = [5 + part + i for i in range(20 + part)]
-            scheduler.add_request(make_request(0, more, hasher, 12, resumable=True))
-            run()
-        held = list(session._all_token_ids)
-        hashes = list(session.block_hashes)
-        # What follows the session reads what it has computed, and nothing else.
-        for number, tail in enumerate(([9] * 40, [])):
-            scheduler.add_request(make_request(1 + number, held + tail, hasher, 2))
-            run()
-        scheduler.add_request(make_request(9, [*held[: num_prompt + 7], *[8] * 30], hasher, 2))
-        run()
-        found.append((held, hashes, seen))
-    assert found[0] == found[1]
-    assert max(found[1][2]) > 100

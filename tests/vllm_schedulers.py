@@ -214,9 +214,12 @@ class Contents:
 
     def digest(self, request, position, drafts=()):
         known = request.num_tokens
-        digests = self.digests.setdefault(request.request_id, [])
-        while len(digests) < known:
-            token = request._all_token_ids[len(digests)]
+        tokens, digests = self.digests.setdefault(request.request_id, ([], []))
+        now = request._all_token_ids
+        while tokens and (len(tokens) > len(now) or tokens[-1] != now[len(tokens) - 1]):
+            tokens.pop(), digests.pop()  # a session drops its last ones
+        for token in request._all_token_ids[len(tokens) :]:
+            tokens.append(token)
             digests.append(hash((digests[-1] if digests else 0, token)))
         if position < known:
             return digests[position]
@@ -306,12 +309,22 @@ class SideBySide:
     """Both schedulers under one random workload; every decision of each step is compared."""
 
     def __init__(
-        self, seed, config, groups, num_blocks, *, exact=True, drafts=False, context_parallel_size=1
+        self,
+        seed,
+        config,
+        groups,
+        num_blocks,
+        *,
+        exact=True,
+        drafts=False,
+        context_parallel_size=1,
+        sessions=False,
     ):
         self.rng = random.Random(seed)
         self.is_async = config.scheduler_config.async_scheduling
         self.exact = exact
         self.drafts = drafts
+        self.sessions = {} if sessions else None  # numbers of those that take more parts, by id
         size = BLOCK * context_parallel_size
         self.hashers = [block_hasher(size=size), block_hasher(size=size, ours=True)]
         self.pair = [
@@ -336,6 +349,7 @@ class SideBySide:
         for _ in range(num_steps):
             self._add()
             self._step()
+        self._add_parts(1)
         while any(scheduler.requests for scheduler in self.pair):
             self._step()
         for scheduler in self.pair:
@@ -398,15 +412,38 @@ class SideBySide:
             elif head is self.heads[1]:
                 options["lora_request"] = LoRARequest("adapter", 7, "/no/such")
             number = self.counts["requests"]
-            for scheduler, hasher in zip(self.pair, self.hashers):
-                request = make_request(number, tokens, hasher, max_tokens, **options)
-                scheduler.add_request(request)
+            if self.sessions is not None and rng.random() < 0.6:
+                options["resumable"] = True
+                self.sessions[f"r{number}"] = number
+            self._add_to_both(number, tokens, max_tokens, **options)
             self.counts["requests"] += 1
+        self._add_parts(0.1)
         if rng.random() < 0.05 and self.pair[0].requests:
             victim = rng.choice(sorted(self.pair[0].requests))
             for scheduler in self.pair:
                 scheduler.finish_requests(victim, RequestStatus.FINISHED_ABORTED)
             self.counts["aborts"] += 1
+
+    def _add_to_both(self, number, tokens, max_tokens, **options):
+        for scheduler, hasher in zip(self.pair, self.hashers):
+            scheduler.add_request(make_request(number, tokens, hasher, max_tokens, **options))
+
+    def _add_parts(self, share):
+        """More parts of sessions, or their end."""
+        rng = self.rng
+        for request_id, number in list((self.sessions or {}).items()):
+            request = self.pair[0].requests.get(request_id)
+            if request is None:
+                del self.sessions[request_id]
+            elif rng.random() < share:
+                is_last = share == 1 or rng.random() < 0.25 or request.num_tokens > LONGEST // 2
+                part = [
+                    rng.randrange(3, 500) for _ in range(1 if is_last else rng.randrange(1, 40))
+                ]
+                self._add_to_both(number, part, rng.randrange(1, 40), resumable=not is_last)
+                if is_last:
+                    del self.sessions[request_id]
+                self.counts["parts"] += 1
 
     def _step(self):
         theirs, ours = outputs = [scheduler.schedule() for scheduler in self.pair]

@@ -6,22 +6,36 @@ from collections.abc import Sequence
 
 import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+
+_IN_CACHE = BlockHashWithGroupId(b"in the cache")
 
 
 class BlockIds(KVCacheBlocks):
-    """Ids of each group: lists, or int32[k]. Block objects are made for those who ask for them."""
+    """Ids of each group: lists, or int32[k]. Block objects are made for those who ask for them.
 
-    def __init__(self, ids: Sequence[list[int] | np.ndarray]) -> None:
-        self.ids = ids
+    num_cached: of each group, how many of the first blocks are in the cache; None: of no group any.
+    Objects of these have a hash, which says no more than that.
+    """
+
+    num_cached: Sequence[int] | None = None
+
+    def __init__(
+        self, ids: Sequence[list[int] | np.ndarray], num_cached: Sequence[int] | None = None
+    ) -> None:
+        self.ids, self.num_cached = ids, num_cached
 
     @property
     def blocks(self) -> tuple[list[KVCacheBlock], ...]:
         """A block object for each id."""
-        return tuple(
-            [KVCacheBlock(block_id, is_null=block_id == 0) for block_id in _listed(ids)]
-            for ids in self.ids
-        )
+        found = []
+        for ids, num_cached in zip(self.ids, self.num_cached or [0] * len(self.ids)):
+            blocks = [KVCacheBlock(block_id, is_null=block_id == 0) for block_id in _listed(ids)]
+            for block in blocks[:num_cached]:
+                if not block.is_null:
+                    block._block_hash = _IN_CACHE
+            found.append(blocks)
+        return tuple(found)
 
     def get_block_ids(
         self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None

@@ -45,9 +45,9 @@ class BlockPoolView:
 class GroupView:
     """What is asked of vLLM's manager of one group."""
 
-    def __init__(self, spec: KVCacheSpec) -> None:
+    def __init__(self, spec: KVCacheSpec, block_size: int) -> None:
         self.kv_cache_spec = spec
-        self.block_size = spec.block_size
+        self.block_size = block_size  # of all ranks of a context together
 
 
 class Coordinator:
@@ -58,7 +58,7 @@ class Coordinator:
 
     def __init__(self, manager: VllmCacheManager, specs: list[KVCacheSpec]) -> None:
         self._manager = manager
-        self.single_type_managers = tuple(map(GroupView, specs))
+        self.single_type_managers = tuple(map(GroupView, specs, manager.block_sizes))
 
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, *_args: object, **_more: object

@@ -28,6 +28,18 @@ class RequestHashes(core.HashedTokens):
     def extend(self, hashes: Sequence[bytes]) -> None:
         """vLLM adds what its hasher returns: nothing, as that has added them here."""
 
+    def __eq__(self, other: object) -> bool:
+        return list(self) == (other if isinstance(other, list) else list(other))
+
+    __hash__ = None
+
+    def __add__(self, other: Sequence[bytes]) -> list[bytes]:
+        return [*self, *other]
+
+    def __reduce__(self) -> tuple:
+        """Elsewhere a list, as vLLM's own: for a worker, or as a copy."""
+        return list, (list(self),)
+
     def __delitem__(self, blocks: slice) -> None:
         super().__delitem__(blocks)
         self.num_hashed = len(self)

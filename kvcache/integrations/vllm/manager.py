@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, KVCacheConfig
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request, RequestStatus
 
@@ -104,13 +104,16 @@ class VllmCacheManager:
             **hashes,
             **(options or {}),
         )
-        self.coordinator = Coordinator(
-            self, [g.kv_cache_spec for g in kv_cache_config.kv_cache_groups]
-        )
+        self.block_sizes = [group.block_size for group in groups]
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self.coordinator = Coordinator(self, specs)
         self.block_pool = BlockPoolView(self)
+        self._hold_tokens = [
+            isinstance(each, AttentionSpec) and not isinstance(each, CrossAttentionSpec)
+            for each in specs
+        ]
         self._events = EventTranslator(kv_cache_config)
         self._hash_size = hash_block_size
-        self.block_sizes = [group.block_size for group in groups]
         # Sizes of blocks that a request fills as it runs.
         filled = sorted({g.block_size for g in groups if g.kind != "cross_attention"})
         self._first_size, self._other_sizes = filled[0], filled[1:]
@@ -276,6 +279,8 @@ class VllmCacheManager:
             held.due = 0  # it may be named twice
             request = held.engine_request
             busy[request.request_id] = held
+            if request.status is not RequestStatus.RUNNING:
+                continue  # a session that waits for input: its last token may be dropped
             start, num_pending = request.num_computed_tokens, request.num_output_placeholders
             stop = len(request._all_token_ids) + len(request.spec_token_ids) + num_pending
             if stop + lookahead <= held.quiet_until:  # it sat out a step
@@ -301,7 +306,7 @@ class VllmCacheManager:
         self._num_lookahead = num_lookahead_tokens
         lookahead = max(min(num_lookahead_tokens, self.max_model_len - stop), 0)
         start = self._start_of(held.engine_request, held)
-        if not self._advance([held], [start], [stop], lookahead):
+        if start < stop and not self._advance([held], [start], [stop], lookahead):
             return None
         return self._take_ready(held)
 
@@ -323,19 +328,19 @@ class VllmCacheManager:
     ) -> bool:
         """Asks for slots, in one native call; whether all of them fit.
 
-        `is_ahead`: the scheduler may come to another decision, so that no block becomes a hit whose last
-        token is not computed yet: that token is not told. `are_past`: of each, whether an earlier step
-        has computed the tokens; empty: of none.
+        Tokens that are not computed then are not told: a session may drop its last one. `is_ahead`: the
+        scheduler may come to another decision, so that no block becomes a hit whose last token is not
+        computed yet: that token is not told. `are_past`: of each, whether an earlier step has computed
+        the tokens; empty: of none.
         """
         if not rows:
             return True
         token_ids: list[int] = []
         counts = []
-        for held in rows:
+        for held, stop in zip(rows, stops):
             request, num_known = held.engine_request, held.num_known
-            told = request._all_token_ids[num_known:]
-            if is_ahead and request.num_computed_tokens < num_known + len(told):
-                told = told[: max(request.num_computed_tokens - num_known, 0)]
+            last = min(request.num_computed_tokens, stop) if is_ahead else stop
+            told = request._all_token_ids[num_known : max(last, num_known)]
             counts.append(len(told))
             token_ids += told
         answers = self.native.advance(
@@ -370,8 +375,11 @@ class VllmCacheManager:
 
     def _start_of(self, request: Request, held: HeldRequest) -> int:
         """Where a call begins: windows end there. Steps under way may lose their drafts, so that
-        windows stay where those begin; but not behind what is a hit."""
+        windows stay where those begin; but not behind what is a hit. Nor does a request whose load has
+        failed: what it computes again stays a hit."""
         start = request.num_computed_tokens
+        if start < held.num_computed and not self._states.are_copied:
+            start = max(start, held.num_published(self._hash_size) * self._hash_size)
         if (
             not self._has_windows
             or not request.num_in_flight_tokens
@@ -575,7 +583,10 @@ class VllmCacheManager:
         if held.copied_states and held.step == self._step:
             for group, column, block_id in held.copied_states:  # the worker copies from them
                 ids[group][column] = block_id
-        return BlockIds(ids)
+        num_cached = held.num_published(self._hash_size) * self._hash_size
+        if held.is_receiving:
+            num_cached = held.start - held.num_external
+        return BlockIds(ids, [num_cached // size for size in self.block_sizes])
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Their ids."""
@@ -584,10 +595,11 @@ class VllmCacheManager:
     def get_block_ids_for_computed_tokens(
         self, request_id: str, num_computed_tokens: int
     ) -> tuple[list[int], ...]:
-        """The ids of the blocks of the first tokens."""
+        """The ids of the blocks of the first tokens; of states and of an encoder, all."""
         ids = self.get_block_ids(request_id)
         return tuple(
-            own[: -(-num_computed_tokens // size)] for own, size in zip(ids, self.block_sizes)
+            own[: -(-num_computed_tokens // size)] if holds_tokens else own
+            for own, size, holds_tokens in zip(ids, self.block_sizes, self._hold_tokens)
         )
 
     def estimate_cached_tokens(self, request: Request) -> int:
@@ -687,6 +699,8 @@ class VllmCacheManager:
     def _native_request(self, request: Request, num_encoder_tokens: int = 0) -> allocator.Request:
         """kvcache's request of a request of vLLM, its tokens brought up to date."""
         ours = request.__dict__.get("_kvcache_request")
+        if request.streaming_queue is not None and request.request_id not in self._held:
+            ours = None  # a session that was preempted has other tokens now
         if ours is None:
             ours = request._kvcache_request = allocator.Request(
                 request.request_id,

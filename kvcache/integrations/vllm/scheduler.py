@@ -5,12 +5,35 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched import async_scheduler
 from vllm.v1.core.sched import scheduler as vllm_scheduler
 from vllm.v1.engine import core as engine_core
 
 from kvcache.integrations.vllm.hashing import get_request_block_hasher, hash_bytes_of
 from kvcache.integrations.vllm.manager import VllmCacheManager
+
+_OPTIONS = ("eviction", "eviction_options")
+
+
+def _each(connector: Any) -> list[Any]:
+    """A connector, or those inside of a MultiConnector."""
+    if connector is None:
+        return []
+    inner = getattr(connector, "_connectors", None)
+    return [connector] if inner is None else [each for one in inner for each in _each(one)]
+
+
+def _asked_of_vllms_pool(connector: Any) -> str:
+    """What a connector reads besides the manager's own interface; "" for nothing."""
+    base = KVConnectorBase_V1
+    for name in ("bind_gpu_block_pool", "bind_kv_cache_manager"):
+        own = getattr(type(connector), name, None)
+        if own is not getattr(base, name, None):
+            return f"reads vLLM's own block pool ({name})"
+    if getattr(connector, "_bounding_group_ids", ()):
+        return "looks up groups that it does not load, in vLLM's own coordinator"
+    return ""
 
 
 class _WithManager:
@@ -25,6 +48,12 @@ class _WithManager:
                 f"additional_config has {own!r} for kvcache: expected options, as "
                 '{"kvcache": {"eviction": "learned"}}'
             )
+        for name in own:
+            if name not in _OPTIONS:
+                raise ValueError(
+                    f"additional_config has the option {name!r} for kvcache: expected "
+                    f"{' or '.join(_OPTIONS)}; vLLM decides the others"
+                )
         theirs = vllm_scheduler.KVCacheManager
         vllm_scheduler.KVCacheManager = functools.partial(
             VllmCacheManager,
@@ -44,6 +73,12 @@ class _WithManager:
                 "(mamba_cache_mode 'align'): kvcache's scheduler for vLLM supports one of them; leave "
                 "out the connector, or serve with vLLM's own scheduler"
             )
+        for connector in _each(self.connector):
+            if what := _asked_of_vllms_pool(connector):
+                raise ValueError(
+                    f"kv_connector is {type(connector).__name__}, which {what}: kvcache's scheduler for "
+                    "vLLM has none; choose another connector, or serve with vLLM's own scheduler"
+                )
         self.kv_cache_manager.ask_who_waits(lambda: bool(self.waiting))
 
 
