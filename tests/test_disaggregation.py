@@ -1,5 +1,6 @@
 """Prefill and decode in two engines: right bytes, refusals, faults, and nothing that leaks."""
 
+import base64
 import importlib.util
 import json
 import random
@@ -13,11 +14,12 @@ import pytest
 
 from kvcache import GroupSpec, KVCacheManager, Request
 from kvcache.disaggregation import Connector, ConnectorOptions, GroupLayout, Offer
+from kvcache.disaggregation import rank as rank_module
 from kvcache.disaggregation.cache_rank import _Parts
 from kvcache.disaggregation.leases import Progress
 from kvcache.disaggregation.offer import RankAddress, digest_of
 from kvcache.disaggregation.steps import RankHandshake, Results, Step
-from kvcache.transfer import CacheDescription
+from kvcache.transfer import CacheDescription, make_transport
 from tests.disaggregation_engine import Engine, EngineProcess
 from tests.disaggregation_faults import Faults
 from tests.shared import sampled
@@ -726,3 +728,61 @@ def test_layers_from_another_process_that_ends_well_and_then_is_killed(engines):
                 assert receiver.wrong(request, 101) is None
             receiver.manager.free(request)
         assert receiver.drained(20)
+
+
+# What a peer or a rank does wrong ----------------------------------------------------------------------
+
+
+def test_a_message_of_a_peer_does_not_end_the_thread(engines):
+    sender, receiver = engines("p"), engines("d")
+    peer = make_transport("evil", "gloo")
+    name = peer.connect(base64.b64decode(sender.ranks[0].handshake.address.metadata))
+    for message in (b'{"done":"x","generation":Infinity,"readers":1}', b"[" * 100_000):
+        peer.send(name, message)
+    time.sleep(0.2)
+    check_load(receiver, Request("r", range(51)), send(sender, "r", range(50)), 50)
+    assert sender.drained()
+    peer.close()
+
+
+def test_a_pass_that_fails_is_not_the_last_one(engines, monkeypatch):
+    sender, receiver = engines("p"), engines("d")
+    with monkeypatch.context() as patch:
+        patch.setattr(sender.ranks[0]._reader.transport, "notifications", lambda: 1 / 0)
+        time.sleep(0.2)
+    check_load(receiver, Request("r", range(51)), send(sender, "r", range(50)), 50)
+    assert sender.drained()
+
+
+def test_a_thread_that_gives_up_ends_loads_and_leases(engines, monkeypatch):
+    monkeypatch.setattr(rank_module, "_MOST_WRONG", 2)
+    sender, receiver = engines("p"), engines("d")
+    offers = [send(sender, name, range(50)) for name in "rs"]
+    for engine in (receiver, sender):
+        monkeypatch.setattr(engine.ranks[0]._reader.transport, "notifications", lambda: 1 / 0)
+        until(lambda engine=engine: not engine.ranks[0]._thread.is_alive())
+    for name, offer in zip("rs", offers):
+        request = Request(name, range(51))
+        assert receiver.admit(request, offer)
+        loaded = receiver.loaded(request)
+        assert loaded.num_computed_tokens == 0 and "has failed" in loaded.error
+        receiver.manager.free(request)
+    assert send(sender, "t", range(50)) is not None  # its lease is over at once
+    assert sender.drained() and receiver.drained()
+
+
+def test_a_load_that_cannot_begin_fails_alone(engines, monkeypatch):
+    sender, receiver = engines("p"), engines("d")
+    with monkeypatch.context() as patch:
+        patch.setattr(receiver.ranks[0], "_begin_load", lambda load: 1 / 0)
+        request = Request("r", range(51))
+        assert receiver.admit(request, send(sender, "r", range(50)))
+        assert "not begun: ZeroDivisionError" in receiver.loaded(request).error
+        receiver.manager.free(request)
+    check_load(receiver, Request("s", range(51)), send(sender, "s", range(50)), 50)
+
+
+def test_a_name_that_begins_with_nul(engines):
+    sender, receiver = engines("p"), engines("d")
+    check_load(receiver, Request("\0r", range(51)), send(sender, "\0r", range(50)), 50)
+    assert sender.drained() and receiver.drained()
