@@ -10,6 +10,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from kvcache import GroupSpec, KVCacheManager, Request
@@ -213,7 +214,7 @@ def test_an_offer_is_plain_json_with_all_that_a_reader_needs():
 
 
 CHANGES = [
-    (("version",), 1, "version of the offer is 1: expected 2; install the same version of kvcache"),
+    (("version",), 1, "version of the offer is 1: expected 3; install the same version of kvcache"),
     (("num_tokens",), 0, "num_tokens is 0: expected 1"),
     (("num_tokens",), 97, "5 blocks of 16 tokens: expected enough for 97 tokens"),
     (("blocks", 0, 1), 50, "a block is 50: expected 0 to 49"),
@@ -253,7 +254,7 @@ def test_a_changed_offer_is_refused_in_one_line_and_nothing_moves(path, value, m
     assert manager.pool.num_free == 49 and rank.steps == []
 
 
-@pytest.mark.parametrize("value", [None, [], "offer", {}, {"version": 2}])
+@pytest.mark.parametrize("value", [None, [], "offer", {}, {"version": 3}])
 def test_what_is_no_offer_is_refused(value):
     with pytest.raises(ValueError, match=r"version of the offer|not an offer"):
         lone()[0].num_external_tokens(Request("r", range(71)), value)
@@ -291,6 +292,30 @@ def test_other_prompts_adapters_and_salts_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             lone()[0].num_external_tokens(request, offer)
+
+
+EMBEDS = np.ones((71, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    "ours,theirs",
+    [
+        ({"prompt_embeds": EMBEDS}, {"prompt_embeds": 2 * EMBEDS}),
+        ({"prompt_embeds": EMBEDS}, {"prompt_embeds": EMBEDS.astype(np.float64)}),
+        ({"prompt_embeds": EMBEDS}, {}),
+        ({"lora": ("a", "/v1")}, {"lora": ("a", "/v2")}),
+        ({"mm_items": [("salt tenant", 0, 4)]}, {"cache_salt": "tenant"}),
+        ({"mm_items": [("image", 0, 4)]}, {"mm_items": [("image", 0, 60)]}),
+    ],
+)
+def test_what_kv_depends_on_beside_tokens_is_of_the_digest(ours, theirs):
+    sender, manager, _ = lone("p")
+    request = Request("r", range(70), **ours)
+    manager.step(new=[request])
+    offer = json.loads(json.dumps(sender.publish(request)))
+    assert lone()[0].num_external_tokens(Request("r", range(71), **ours), offer) == 70
+    with pytest.raises(ValueError, match="the offer is of other tokens"):
+        lone()[0].num_external_tokens(Request("r", range(71), **theirs), offer)
 
 
 def test_states_need_the_token_behind_them(engines):

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kvcache.allocator.event_stream import digest_of_rows
 from kvcache.allocator.manager import KVCacheManager
 from kvcache.allocator.request import Request
 from kvcache.checks import instance, integer
@@ -442,8 +443,15 @@ class Connector:
 
 
 def _digest(request: Request, num_tokens: int) -> str:
-    items = [(name, first) for name, first, _ in request.mm_items if first < num_tokens]
-    extra = None if request.lora is None else request.lora[0]
-    if request.cache_salt is not None:
-        items.append((f"salt {request.cache_salt}", 0))
-    return digest_of(request.token_ids[:num_tokens], extra, items)
+    items, rows = [each for each in request.mm_items if each[1] < num_tokens], request.prompt_embeds
+    embeds = None
+    if rows is not None:
+        shape = f"{rows.dtype.str} {rows.shape[1:]} {min(num_tokens, len(rows))}"
+        embeds = f"{shape} {digest_of_rows(rows, 0, num_tokens).hex()}"
+    return digest_of(
+        request.token_ids[:num_tokens],
+        request.lora,
+        items,
+        salt=request.cache_salt,
+        embeds=embeds,
+    )
