@@ -3,12 +3,14 @@
 import base64
 import importlib.util
 import json
+import math
 import random
 import re
 import signal
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -345,6 +347,7 @@ def test_engines_that_do_not_fit_their_manager():
         ({"timeout_s": "1"}, "timeout_s is '1': expected a number"),
         ({"port": 70_000}, "port is 70000"),
         ({"host": ""}, "host is ''"),
+        ({"digest": 1}, "digest is 1: expected True or False"),
         ({"transport": 3}, "transport is 3: expected a name, or null"),
     ],
 )
@@ -396,6 +399,29 @@ def test_a_second_request_of_a_name_under_lease_is_freed_at_once():
         manager.step(new=[request])
         assert (sender.publish(request) is not None) == expected
     assert sender.num_leased_requests == 1
+
+
+@pytest.mark.parametrize("lease_s", ["5", math.nan, math.inf, -1, 0, True])
+def test_a_lease_of_no_seconds_is_refused_and_nothing_is_taken(lease_s):
+    sender, manager, (rank,) = lone("p")
+    request = Request("r", range(70))
+    manager.step(new=[request])
+    for publish in (sender.publish, partial(sender.publish_early, order=["a", "b"])):
+        with pytest.raises((TypeError, ValueError), match=r"lease_s is .*: expected"):
+            publish(request, lease_s=lease_s)
+    assert sender.num_leased_requests == 0 and rank.steps == []
+    assert sender.publish(request) is not None
+
+
+@pytest.mark.parametrize("order", [["nonsense"], [], ["a"], ["a", "a"], "ab", [1, 2], None])
+def test_an_order_of_other_layers_is_refused_and_nothing_is_taken(order):
+    sender, manager, (rank,) = lone("p")
+    request = Request("r", range(70))
+    manager.step(new=[request])
+    with pytest.raises((TypeError, ValueError), match=r"order is .*: expected"):
+        sender.publish_early(request, order)
+    assert sender.num_leased_requests == 0 and rank.steps == []
+    assert sender.publish_early(request, ["b", "a"]) is not None
 
 
 def admitted(receiver, manager, name="r"):
@@ -484,6 +510,43 @@ def test_a_request_is_begun_once_and_after_it_was_admitted():
             receiver.num_external_tokens(request, an_offer())
 
 
+def test_a_request_that_comes_back_is_matched_anew():
+    receiver, manager, (rank,) = lone()
+    offer = an_offer()
+    assert receiver.num_external_tokens(Request("r", range(71)), offer) == 70
+    other = Request("r", range(500, 571))
+    with pytest.raises(ValueError, match="the offer is of other tokens"):
+        receiver.num_external_tokens(other, offer)
+    assert [each.request_id for step in rank.steps for each in step.unread] == ["r"]
+    rank.steps.clear()
+    for _ in range(2):  # of the same offer: its sender is told nothing, as it is to be read
+        request = Request("r", range(71))
+        assert receiver.num_external_tokens(request, offer) == 70
+    assert rank.steps == []
+    assert receiver.num_external_tokens(Request("r", range(71)), an_offer()) == 70
+    assert [len(step.unread) for step in rank.steps] == [1]
+    manager.step(new=[request], num_external_computed_tokens=[70], delay_cache_blocks=[True])
+    with pytest.raises(ValueError, match="request 'r' is not to be loaded"):
+        receiver.begin(request)  # another one of its name was matched last
+
+
+def test_a_hit_that_grew_before_the_step_begins_no_load():
+    receiver, manager, (rank,) = lone()
+    request = Request("r", range(300))
+    count = receiver.num_external_tokens(request, an_offer())
+    manager.step(new=[Request("before", range(32))])
+    manager.step(new=[request], num_external_computed_tokens=[count], delay_cache_blocks=[True])
+    with pytest.raises(
+        ValueError, match=r"admitted with 102 tokens.*expected 70, as its hit was 0"
+    ):
+        receiver.begin(request)
+    assert receiver.num_loading_requests == 0 and rank.steps == []
+    receiver.cancel(request)
+    assert [len(step.unread) for step in rank.steps] == [1]
+    assert manager.pool.num_free == 47
+    assert receiver.num_external_tokens(request, an_offer()) == 38
+
+
 # Faults, with real transports --------------------------------------------------------------------------
 
 
@@ -543,6 +606,12 @@ def test_addresses_that_are_not_the_senders_read_nothing(change, message, engine
     assert receiver.wrong(request, 51) is None
     receiver.manager.free(request)
     assert receiver.drained()
+
+
+def test_the_transports_digest_is_an_option(engines):
+    sender, receiver = (engines(name, options={"digest": True}) for name in "pd")
+    assert all(each.ranks[0]._reader.transport.digest for each in (sender, receiver))
+    check_load(receiver, Request("r", range(51)), send(sender, "r", range(50)), 50)
 
 
 def test_a_peer_without_the_secret_is_turned_away(engines):
