@@ -643,6 +643,40 @@ def test_a_sender_that_is_stopped_costs_the_deadline_and_no_more(engines):
         assert receiver.drained()
 
 
+def test_a_stopped_sender_does_not_keep_its_name_from_the_one_started_anew(engines):
+    receiver = engines("decode", options={"timeout_s": 3.0})
+    with EngineProcess("prefill") as stopped, EngineProcess("prefill") as started:
+        old, unread = (
+            stopped.ask("prefill", id=name, tokens=[*range(60)])["offer"] for name in "rs"
+        )
+        check_load(receiver, Request("r", range(61)), old, 60)
+        receiver.manager.reset_prefix_cache()
+        stopped.signal(signal.SIGSTOP)
+        waiting = Request("s", range(61))
+        assert receiver.admit(waiting, unread)
+        time.sleep(0.1)
+        new = started.ask("prefill", id="t", tokens=[*range(100, 160)])["offer"]
+        request = Request("t", range(100, 161))
+        assert receiver.admit(request, new)
+        loaded = [receiver.connector.poll()]
+        until(lambda: loaded.append(receiver.connector.poll()) or sum(map(len, loaded)) == 2)
+        ended = {each.request.request_id: each for found in loaded for each in found}
+        assert (ended["t"].num_computed_tokens, ended["t"].error) == (60, None)
+        assert receiver.wrong(request, 60) is None and ended["s"].error is not None
+        receiver.recompute(waiting, ended["s"])
+        assert receiver.wrong(waiting, 61) is None
+        for each in (waiting, request):
+            receiver.manager.free(each)
+        # An old offer does not take the name from the new one.
+        again = Request("r", range(61))
+        receiver.manager.reset_prefix_cache()
+        assert receiver.admit(again, old)
+        assert "is connected" in receiver.loaded(again).error
+        receiver.manager.free(again)
+        stopped.signal(signal.SIGCONT)
+        assert receiver.drained()
+
+
 def check_load_again(receiver, name, tokens, offer):
     """A load after a fault: it may take the connection that was given up once more."""
     for attempt in range(5):
