@@ -899,6 +899,22 @@ def test_a_thread_that_gives_up_ends_loads_and_leases(engines, monkeypatch):
     assert sender.drained() and receiver.drained()
 
 
+def test_a_thread_that_gives_up_fails_the_loads_under_way(engines, monkeypatch):
+    monkeypatch.setattr(rank_module, "_MOST_WRONG", 2)
+    sender, receiver = engines("p"), engines("d")
+    request, again = Request("r", range(50)), Request("r", range(51))
+    sender.manager.step(new=[request])
+    assert receiver.admit(again, sender.connector.publish_early(request, sender.order))
+    time.sleep(0.1)  # it waits for the layers
+    monkeypatch.setattr(receiver.ranks[0]._reader.transport, "notifications", lambda: 1 / 0)
+    loaded = receiver.loaded(again, timeout_s=3)
+    assert "the thread that loads KV has failed" in loaded.error
+    receiver.recompute(again, loaded)
+    receiver.manager.free(again)
+    sender.connector.withdraw(request)
+    assert sender.drained() and receiver.drained()
+
+
 def test_a_load_that_cannot_begin_fails_alone(engines, monkeypatch):
     sender, receiver = engines("p"), engines("d")
     with monkeypatch.context() as patch:

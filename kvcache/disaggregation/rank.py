@@ -180,9 +180,11 @@ class RankThread:
             with suppress(Exception):
                 load.cancel(_FAILED)
         self._leases.end_all()
+        ended = {name for name, load in self._loads.items() if _has_ended(load)}
         with suppress(Exception):
             self._reader.transport.close()
-        self._report([name for name, load in self._loads.items() if _has_ended(load)], failed)
+        ended |= {n for n, load in self._loads.items() if n not in ended and _has_ended(load)}
+        self._report(list(ended), failed)
         with self._lock:
             self._has_failed = True
             while not self._steps.empty():

@@ -291,7 +291,7 @@ class Read(ABC):
             message = done_message(offer.request_id, offer.lease.generation, self._readers[source])
             try:
                 self._reader.transport.send(peer, message)
-            except _ERRORS:
+            except (*_ERRORS, RuntimeError):  # RuntimeError: the transport is closed
                 continue
 
     def _end(self) -> bool:
