@@ -138,6 +138,7 @@ def test_the_command_prints_a_table_and_json(capsys):
         (["9:leases=2"], "'leases=2': expected one of lease_s, bytes_per_token, gb_per_s"),
         (["9", "--verify"], "--verify is given with --disaggregate: expected one of them"),
         (["9", "--compare"], "--compare is given with --disaggregate: expected one of them"),
+        (["9", "--store-blocks", "9"], "--store-blocks is given with --disaggregate"),
         (["9", "--host-blocks", "9"], "--host-blocks is given with --disaggregate"),
     ],
 )

@@ -1,23 +1,28 @@
 """Prefill and decode in two engines: right bytes, refusals, faults, and nothing that leaks."""
 
+import base64
 import importlib.util
 import json
+import math
 import random
 import re
 import signal
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
+import numpy as np
 import pytest
 
 from kvcache import GroupSpec, KVCacheManager, Request
 from kvcache.disaggregation import Connector, ConnectorOptions, GroupLayout, Offer
+from kvcache.disaggregation import rank as rank_module
 from kvcache.disaggregation.cache_rank import _Parts
 from kvcache.disaggregation.leases import Progress
 from kvcache.disaggregation.offer import RankAddress, digest_of
 from kvcache.disaggregation.steps import RankHandshake, Results, Step
-from kvcache.transfer import CacheDescription
+from kvcache.transfer import CacheDescription, make_transport
 from tests.disaggregation_engine import Engine, EngineProcess
 from tests.disaggregation_faults import Faults
 from tests.shared import sampled
@@ -211,7 +216,7 @@ def test_an_offer_is_plain_json_with_all_that_a_reader_needs():
 
 
 CHANGES = [
-    (("version",), 1, "version of the offer is 1: expected 2; install the same version of kvcache"),
+    (("version",), 1, "version of the offer is 1: expected 3; install the same version of kvcache"),
     (("num_tokens",), 0, "num_tokens is 0: expected 1"),
     (("num_tokens",), 97, "5 blocks of 16 tokens: expected enough for 97 tokens"),
     (("blocks", 0, 1), 50, "a block is 50: expected 0 to 49"),
@@ -251,7 +256,7 @@ def test_a_changed_offer_is_refused_in_one_line_and_nothing_moves(path, value, m
     assert manager.pool.num_free == 49 and rank.steps == []
 
 
-@pytest.mark.parametrize("value", [None, [], "offer", {}, {"version": 2}])
+@pytest.mark.parametrize("value", [None, [], "offer", {}, {"version": 3}])
 def test_what_is_no_offer_is_refused(value):
     with pytest.raises(ValueError, match=r"version of the offer|not an offer"):
         lone()[0].num_external_tokens(Request("r", range(71)), value)
@@ -291,6 +296,30 @@ def test_other_prompts_adapters_and_salts_are_refused():
             lone()[0].num_external_tokens(request, offer)
 
 
+EMBEDS = np.ones((71, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    "ours,theirs",
+    [
+        ({"prompt_embeds": EMBEDS}, {"prompt_embeds": 2 * EMBEDS}),
+        ({"prompt_embeds": EMBEDS}, {"prompt_embeds": EMBEDS.astype(np.float64)}),
+        ({"prompt_embeds": EMBEDS}, {}),
+        ({"lora": ("a", "/v1")}, {"lora": ("a", "/v2")}),
+        ({"mm_items": [("salt tenant", 0, 4)]}, {"cache_salt": "tenant"}),
+        ({"mm_items": [("image", 0, 4)]}, {"mm_items": [("image", 0, 60)]}),
+    ],
+)
+def test_what_kv_depends_on_beside_tokens_is_of_the_digest(ours, theirs):
+    sender, manager, _ = lone("p")
+    request = Request("r", range(70), **ours)
+    manager.step(new=[request])
+    offer = json.loads(json.dumps(sender.publish(request)))
+    assert lone()[0].num_external_tokens(Request("r", range(71), **ours), offer) == 70
+    with pytest.raises(ValueError, match="the offer is of other tokens"):
+        lone()[0].num_external_tokens(Request("r", range(71), **theirs), offer)
+
+
 def test_states_need_the_token_behind_them(engines):
     sender, receiver = engines("p", kinds=STATES), engines("d", kinds=STATES)
     offer = send(sender, "r", range(40))
@@ -318,6 +347,7 @@ def test_engines_that_do_not_fit_their_manager():
         ({"timeout_s": "1"}, "timeout_s is '1': expected a number"),
         ({"port": 70_000}, "port is 70000"),
         ({"host": ""}, "host is ''"),
+        ({"digest": 1}, "digest is 1: expected True or False"),
         ({"transport": 3}, "transport is 3: expected a name, or null"),
     ],
 )
@@ -369,6 +399,29 @@ def test_a_second_request_of_a_name_under_lease_is_freed_at_once():
         manager.step(new=[request])
         assert (sender.publish(request) is not None) == expected
     assert sender.num_leased_requests == 1
+
+
+@pytest.mark.parametrize("lease_s", ["5", math.nan, math.inf, -1, 0, True])
+def test_a_lease_of_no_seconds_is_refused_and_nothing_is_taken(lease_s):
+    sender, manager, (rank,) = lone("p")
+    request = Request("r", range(70))
+    manager.step(new=[request])
+    for publish in (sender.publish, partial(sender.publish_early, order=["a", "b"])):
+        with pytest.raises((TypeError, ValueError), match=r"lease_s is .*: expected"):
+            publish(request, lease_s=lease_s)
+    assert sender.num_leased_requests == 0 and rank.steps == []
+    assert sender.publish(request) is not None
+
+
+@pytest.mark.parametrize("order", [["nonsense"], [], ["a"], ["a", "a"], "ab", [1, 2], None])
+def test_an_order_of_other_layers_is_refused_and_nothing_is_taken(order):
+    sender, manager, (rank,) = lone("p")
+    request = Request("r", range(70))
+    manager.step(new=[request])
+    with pytest.raises((TypeError, ValueError), match=r"order is .*: expected"):
+        sender.publish_early(request, order)
+    assert sender.num_leased_requests == 0 and rank.steps == []
+    assert sender.publish_early(request, ["b", "a"]) is not None
 
 
 def admitted(receiver, manager, name="r"):
@@ -457,6 +510,43 @@ def test_a_request_is_begun_once_and_after_it_was_admitted():
             receiver.num_external_tokens(request, an_offer())
 
 
+def test_a_request_that_comes_back_is_matched_anew():
+    receiver, manager, (rank,) = lone()
+    offer = an_offer()
+    assert receiver.num_external_tokens(Request("r", range(71)), offer) == 70
+    other = Request("r", range(500, 571))
+    with pytest.raises(ValueError, match="the offer is of other tokens"):
+        receiver.num_external_tokens(other, offer)
+    assert [each.request_id for step in rank.steps for each in step.unread] == ["r"]
+    rank.steps.clear()
+    for _ in range(2):  # of the same offer: its sender is told nothing, as it is to be read
+        request = Request("r", range(71))
+        assert receiver.num_external_tokens(request, offer) == 70
+    assert rank.steps == []
+    assert receiver.num_external_tokens(Request("r", range(71)), an_offer()) == 70
+    assert [len(step.unread) for step in rank.steps] == [1]
+    manager.step(new=[request], num_external_computed_tokens=[70], delay_cache_blocks=[True])
+    with pytest.raises(ValueError, match="request 'r' is not to be loaded"):
+        receiver.begin(request)  # another one of its name was matched last
+
+
+def test_a_hit_that_grew_before_the_step_begins_no_load():
+    receiver, manager, (rank,) = lone()
+    request = Request("r", range(300))
+    count = receiver.num_external_tokens(request, an_offer())
+    manager.step(new=[Request("before", range(32))])
+    manager.step(new=[request], num_external_computed_tokens=[count], delay_cache_blocks=[True])
+    with pytest.raises(
+        ValueError, match=r"admitted with 102 tokens.*expected 70, as its hit was 0"
+    ):
+        receiver.begin(request)
+    assert receiver.num_loading_requests == 0 and rank.steps == []
+    receiver.cancel(request)
+    assert [len(step.unread) for step in rank.steps] == [1]
+    assert manager.pool.num_free == 47
+    assert receiver.num_external_tokens(request, an_offer()) == 38
+
+
 # Faults, with real transports --------------------------------------------------------------------------
 
 
@@ -518,6 +608,12 @@ def test_addresses_that_are_not_the_senders_read_nothing(change, message, engine
     assert receiver.drained()
 
 
+def test_the_transports_digest_is_an_option(engines):
+    sender, receiver = (engines(name, options={"digest": True}) for name in "pd")
+    assert all(each.ranks[0]._reader.transport.digest for each in (sender, receiver))
+    check_load(receiver, Request("r", range(51)), send(sender, "r", range(50)), 50)
+
+
 def test_a_peer_without_the_secret_is_turned_away(engines):
     sender, receiver = engines("p", secret="a"), engines("d", secret="b")
     request = Request("r", range(51))
@@ -544,6 +640,40 @@ def test_a_sender_that_is_stopped_costs_the_deadline_and_no_more(engines):
         receiver.manager.free(request)
         sender.signal(signal.SIGCONT)
         check_load_again(receiver, "r2", range(2, 63), offers[2])
+        assert receiver.drained()
+
+
+def test_a_stopped_sender_does_not_keep_its_name_from_the_one_started_anew(engines):
+    receiver = engines("decode", options={"timeout_s": 3.0})
+    with EngineProcess("prefill") as stopped, EngineProcess("prefill") as started:
+        old, unread = (
+            stopped.ask("prefill", id=name, tokens=[*range(60)])["offer"] for name in "rs"
+        )
+        check_load(receiver, Request("r", range(61)), old, 60)
+        receiver.manager.reset_prefix_cache()
+        stopped.signal(signal.SIGSTOP)
+        waiting = Request("s", range(61))
+        assert receiver.admit(waiting, unread)
+        time.sleep(0.1)
+        new = started.ask("prefill", id="t", tokens=[*range(100, 160)])["offer"]
+        request = Request("t", range(100, 161))
+        assert receiver.admit(request, new)
+        loaded = [receiver.connector.poll()]
+        until(lambda: loaded.append(receiver.connector.poll()) or sum(map(len, loaded)) == 2)
+        ended = {each.request.request_id: each for found in loaded for each in found}
+        assert (ended["t"].num_computed_tokens, ended["t"].error) == (60, None)
+        assert receiver.wrong(request, 60) is None and ended["s"].error is not None
+        receiver.recompute(waiting, ended["s"])
+        assert receiver.wrong(waiting, 61) is None
+        for each in (waiting, request):
+            receiver.manager.free(each)
+        # An old offer does not take the name from the new one.
+        again = Request("r", range(61))
+        receiver.manager.reset_prefix_cache()
+        assert receiver.admit(again, old)
+        assert "is connected" in receiver.loaded(again).error
+        receiver.manager.free(again)
+        stopped.signal(signal.SIGCONT)
         assert receiver.drained()
 
 
@@ -726,3 +856,77 @@ def test_layers_from_another_process_that_ends_well_and_then_is_killed(engines):
                 assert receiver.wrong(request, 101) is None
             receiver.manager.free(request)
         assert receiver.drained(20)
+
+
+# What a peer or a rank does wrong ----------------------------------------------------------------------
+
+
+def test_a_message_of_a_peer_does_not_end_the_thread(engines):
+    sender, receiver = engines("p"), engines("d")
+    peer = make_transport("evil", "gloo")
+    name = peer.connect(base64.b64decode(sender.ranks[0].handshake.address.metadata))
+    for message in (b'{"done":"x","generation":Infinity,"readers":1}', b"[" * 100_000):
+        peer.send(name, message)
+    time.sleep(0.2)
+    check_load(receiver, Request("r", range(51)), send(sender, "r", range(50)), 50)
+    assert sender.drained()
+    peer.close()
+
+
+def test_a_pass_that_fails_is_not_the_last_one(engines, monkeypatch):
+    sender, receiver = engines("p"), engines("d")
+    with monkeypatch.context() as patch:
+        patch.setattr(sender.ranks[0]._reader.transport, "notifications", lambda: 1 / 0)
+        time.sleep(0.2)
+    check_load(receiver, Request("r", range(51)), send(sender, "r", range(50)), 50)
+    assert sender.drained()
+
+
+def test_a_thread_that_gives_up_ends_loads_and_leases(engines, monkeypatch):
+    monkeypatch.setattr(rank_module, "_MOST_WRONG", 2)
+    sender, receiver = engines("p"), engines("d")
+    offers = [send(sender, name, range(50)) for name in "rs"]
+    for engine in (receiver, sender):
+        monkeypatch.setattr(engine.ranks[0]._reader.transport, "notifications", lambda: 1 / 0)
+        until(lambda engine=engine: not engine.ranks[0]._thread.is_alive())
+    for name, offer in zip("rs", offers):
+        request = Request(name, range(51))
+        assert receiver.admit(request, offer)
+        loaded = receiver.loaded(request)
+        assert loaded.num_computed_tokens == 0 and "has failed" in loaded.error
+        receiver.manager.free(request)
+    assert send(sender, "t", range(50)) is not None  # its lease is over at once
+    assert sender.drained() and receiver.drained()
+
+
+def test_a_thread_that_gives_up_fails_the_loads_under_way(engines, monkeypatch):
+    monkeypatch.setattr(rank_module, "_MOST_WRONG", 2)
+    sender, receiver = engines("p"), engines("d")
+    request, again = Request("r", range(50)), Request("r", range(51))
+    sender.manager.step(new=[request])
+    assert receiver.admit(again, sender.connector.publish_early(request, sender.order))
+    time.sleep(0.1)  # it waits for the layers
+    monkeypatch.setattr(receiver.ranks[0]._reader.transport, "notifications", lambda: 1 / 0)
+    loaded = receiver.loaded(again, timeout_s=3)
+    assert "the thread that loads KV has failed" in loaded.error
+    receiver.recompute(again, loaded)
+    receiver.manager.free(again)
+    sender.connector.withdraw(request)
+    assert sender.drained() and receiver.drained()
+
+
+def test_a_load_that_cannot_begin_fails_alone(engines, monkeypatch):
+    sender, receiver = engines("p"), engines("d")
+    with monkeypatch.context() as patch:
+        patch.setattr(receiver.ranks[0], "_begin_load", lambda load: 1 / 0)
+        request = Request("r", range(51))
+        assert receiver.admit(request, send(sender, "r", range(50)))
+        assert "not begun: ZeroDivisionError" in receiver.loaded(request).error
+        receiver.manager.free(request)
+    check_load(receiver, Request("s", range(51)), send(sender, "s", range(50)), 50)
+
+
+def test_a_name_that_begins_with_nul(engines):
+    sender, receiver = engines("p"), engines("d")
+    check_load(receiver, Request("\0r", range(51)), send(sender, "\0r", range(50)), 50)
+    assert sender.drained() and receiver.drained()

@@ -32,7 +32,11 @@ def test_a_lease_ends_when_all_readers_are_done():
     for peer in ("a", "a"):  # one reader that says it twice is one reader
         leases.note(message, peer)
     leases.note(done_message("r", 99, 1), "b")
-    for garbage in (b"{", b"[]", b'{"done": [], "generation": 100, "readers": 1}', b"\xff"):
+    for garbage in (
+        *(b"{", b"[]", b'{"done": [], "generation": 100, "readers": 1}', b"\xff", b"[" * 100_000),
+        *(b'{"done": "r", "generation": 100, "readers": %s}' % each for each in (b"true", b"1.0")),
+        b'{"done": "r", "generation": Infinity, "readers": 1}',
+    ):
         leases.note(garbage, "b")
     assert leases.ended() == set() and len(leases) == 1
     leases.note(message, "b")

@@ -190,7 +190,7 @@ def _between(args: argparse.Namespace) -> Disaggregation | None:
     for option, value in (
         *(("--compare", args.compare is not None), ("--verify", args.verify)),
         *(("--events", args.events), ("--plot", args.plot), ("--host-blocks", args.host_blocks)),
-        ("--chunk-tokens", args.chunk_tokens),
+        *(("--chunk-tokens", args.chunk_tokens), ("--store-blocks", args.store_blocks)),
     ):
         if value:
             raise UsageError(f"{option} is given with --disaggregate: expected one of them")

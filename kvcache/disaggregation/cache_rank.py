@@ -113,6 +113,7 @@ class CacheRank(RankThread):
             port=options.port_of(rank),
             advertise=options.advertise,
             secret=secret,
+            digest=options.digest,
         )
         try:
             for pages in {each.pages.base: each.pages for each in storages}.values():

@@ -10,13 +10,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kvcache.allocator.event_stream import digest_of_rows
 from kvcache.allocator.manager import KVCacheManager
 from kvcache.allocator.request import Request
-from kvcache.checks import instance, integer
+from kvcache.checks import instance, integer, listed, shown
 from kvcache.disaggregation.layout import GroupLayout, check_like, is_complete
 from kvcache.disaggregation.leases import LeaseNumbers, Progress
 from kvcache.disaggregation.offer import Offer, digest_of
-from kvcache.disaggregation.options import ConnectorOptions
+from kvcache.disaggregation.options import ConnectorOptions, checked_seconds
 from kvcache.disaggregation.steps import Load, RankHandshake, Results, Step
 from kvcache.kinds import make_kind
 
@@ -131,14 +132,16 @@ class Connector:
 
         Returns the offer, for JSON. None where nothing can be offered (no token is computed, no slot of
         a lease is free, blocks of its name are kept already): then it is freed at once. free: what
-        `KVCacheManager.free` takes. An offer that `publish_early` made stays good.
+        `KVCacheManager.free` takes. An offer that `publish_early` made stays good. TypeError or
+        ValueError, with nothing changed, for a `lease_s` that is no number of seconds above 0, up to a
+        day.
         """
+        seconds = self._lease_seconds(lease_s)
         request_id = request.request_id
         if request_id in self._early:
             self.advance(request, self._manager.num_computed_tokens(request))
             self._keep(request, free)
             return None
-        seconds = self._options.lease_s if lease_s is None else lease_s
         num_tokens = min(self._manager.num_computed_tokens(request), request.num_tokens)
         offer = self._offer(request, num_tokens, (), seconds)
         if offer is None:
@@ -159,11 +162,12 @@ class Connector:
 
         order: all layers of the transferred groups, as the model computes them. Say with `advance` what
         is computed, then `publish` the request, or `withdraw` it. None, and nothing changes, where
-        nothing can be offered. Readers' `timeout_s` and the lease begin now.
+        nothing can be offered. Readers' `timeout_s` and the lease begin now. TypeError or ValueError, as
+        for `publish`, and for an order that does not name each layer once.
         """
-        seconds = self._options.lease_s if lease_s is None else lease_s
+        seconds, order = self._lease_seconds(lease_s), self._checked_order(order)
         num_tokens = min(self._manager.num_computed_tokens(request), request.num_tokens)
-        offer = self._offer(request, num_tokens, tuple(order), seconds)
+        offer = self._offer(request, num_tokens, order, seconds)
         if offer is None:
             return None
         self._early[request.request_id] = request
@@ -220,8 +224,8 @@ class Connector:
         `WAIT`.
         """
         load = self._matched.get(request.request_id)
-        if load is None:
-            load = self._match(request, Offer.from_dict(offer))
+        if load is None or load.request is not request:
+            load = self._match_anew(request, offer)
         load.hit = self._manager.cached_tokens(request).with_host
         if load.end <= load.hit:
             self._matched.pop(request.request_id, None)
@@ -231,12 +235,23 @@ class Connector:
         return load.end - load.hit
 
     def begin(self, request: Request) -> None:
-        """Begins to load a request that was admitted with `delay_cache_blocks`; its plan is applied."""
+        """Begins to load a request that was admitted with `delay_cache_blocks`; its plan is applied.
+
+        ValueError, and nothing changes, for any other request, and where its hit is no longer the one
+        that `num_external_tokens` found: `cancel` it then.
+        """
         load = self._matched.get(request.request_id)
-        if load is None or not self._is_receiving(request):
+        is_known = load is not None and load.request is request
+        if not is_known or not self._is_receiving(request):
             raise ValueError(
                 f"request {request.request_id!r} is not to be loaded: expected num_external_tokens, then "
                 "a step that admits it with delay_cache_blocks"
+            )
+        if (end := self._manager.num_computed_tokens(request)) != load.end:
+            raise ValueError(
+                f"request {request.request_id!r} was admitted with {end} tokens, its hit and those to be "
+                f"loaded: expected {load.end}, as its hit was {load.hit}; cancel it, and ask "
+                "num_external_tokens right before the step"
             )
         del self._matched[request.request_id]
         self._loads[request.request_id] = load
@@ -255,6 +270,10 @@ class Connector:
             self._begin(Step(unread=[load.offer]))
         load = self._loads.get(request.request_id)
         if load is None or load.is_quarantined:
+            if load is None and self._is_receiving(
+                request
+            ):  # not begun: no one writes to its blocks
+                self._manager.finish_receiving(request, 0)
             self._manager.free(request)
             return
         load.error = "it was given up"
@@ -319,6 +338,16 @@ class Connector:
     def _quarantine(self, load: _Load) -> None:
         self._manager.free(load.request, keep_blocks=True)
         load.is_quarantined = True
+
+    def _match_anew(self, request: Request, offer: Mapping[str, Any]) -> _Load:
+        """Matches a request; the sender of an earlier one of its name, which did not come, is told."""
+        earlier, load = self._matched.pop(request.request_id, None), None
+        try:
+            load = self._match(request, Offer.from_dict(offer))
+        finally:
+            if earlier is not None and (load is None or load.offer != earlier.offer):
+                self._begin(Step(unread=[earlier.offer]))
+        return load
 
     def _match(self, request: Request, offer: Offer) -> _Load:
         if request.request_id in self._loads or request.request_id in self._kept:
@@ -407,6 +436,21 @@ class Connector:
         table = self._manager.block_ids(request, group)[: -(-num_tokens // size)].tolist()
         return table[-1:] if layout.is_state else table
 
+    def _lease_seconds(self, lease_s: float | None) -> float:
+        return self._options.lease_s if lease_s is None else checked_seconds(lease_s, "lease_s")
+
+    def _checked_order(self, order: Sequence[str]) -> tuple[str, ...]:
+        names = sorted(name for layout in self._layouts for name in layout.layers)
+        found = listed(order, "order", "the names of layers")
+        if isinstance(order, str) or not all(isinstance(each, str) for each in found):
+            raise TypeError(f"order is {shown(order)}: expected the names of layers")
+        if sorted(found) != names:
+            raise ValueError(
+                f"order is {shown(order)}: expected each of {shown(names)} once, the layers of the "
+                "transferred groups"
+            )
+        return tuple(found)
+
     def _begin_lease(self, offer: Offer, seconds: float, progress: Progress) -> None:
         self._begin(Step(leases={offer.request_id: (offer.lease, seconds, progress)}))
 
@@ -442,8 +486,15 @@ class Connector:
 
 
 def _digest(request: Request, num_tokens: int) -> str:
-    items = [(name, first) for name, first, _ in request.mm_items if first < num_tokens]
-    extra = None if request.lora is None else request.lora[0]
-    if request.cache_salt is not None:
-        items.append((f"salt {request.cache_salt}", 0))
-    return digest_of(request.token_ids[:num_tokens], extra, items)
+    items, rows = [each for each in request.mm_items if each[1] < num_tokens], request.prompt_embeds
+    embeds = None
+    if rows is not None:
+        shape = f"{rows.dtype.str} {rows.shape[1:]} {min(num_tokens, len(rows))}"
+        embeds = f"{shape} {digest_of_rows(rows, 0, num_tokens).hex()}"
+    return digest_of(
+        request.token_ids[:num_tokens],
+        request.lora,
+        items,
+        salt=request.cache_salt,
+        embeds=embeds,
+    )

@@ -123,16 +123,24 @@ class Leases:
             if (held := self._held.get(request_id)) is not None:
                 held.deadline = 0.0
 
+    def end_all(self) -> None:
+        """Ends all leases before their time."""
+        with self._lock:
+            for held in self._held.values():
+                held.deadline = 0.0
+
     def note(self, message: bytes, peer: str) -> None:
         """A reader's message, as `done_message` makes them; others are ignored."""
         try:
             values = json.loads(message)
-            request_id, generation = values["done"], int(values["generation"])
-            num_readers = int(values["readers"])
-        except (ValueError, TypeError, KeyError):
+            request_id, generation = values["done"], values["generation"]
+            num_readers = values["readers"]
+        except Exception:  # whatever a peer sends, as lists in lists without an end
+            return
+        if [type(each) for each in (request_id, generation, num_readers)] != [str, int, int]:
             return
         with self._lock:
-            held = self._held.get(request_id) if isinstance(request_id, str) else None
+            held = self._held.get(request_id)
             if held is None or held.lease.generation != generation:
                 return
             held.done.add(peer)

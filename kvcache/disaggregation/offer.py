@@ -14,7 +14,7 @@ from kvcache.checks import MAX_INT64, integer, shown
 from kvcache.disaggregation.layout import GroupLayout
 from kvcache.disaggregation.leases import NUM_SLOTS, Lease
 
-VERSION = 2
+VERSION = 3
 _MOST_RANKS = 4096
 _CHANGES = {"algorithm": "hash_algorithm", "seed": "hash_seed"}
 
@@ -161,12 +161,21 @@ class Offer:
 
 
 def digest_of(
-    token_ids: Sequence[int], lora_name: str | None, items: Sequence[tuple[str, int]]
+    token_ids: Sequence[int],
+    lora: str | Sequence[str] | None,
+    items: Sequence[Sequence[str | int]],
+    *,
+    salt: str | None = None,
+    embeds: str | None = None,
 ) -> str:
-    """A digest of tokens and of what else their KV depends on: an adapter, and (identifier, position) of
-    images and other items among them."""
+    """A digest of tokens and of what else their KV depends on.
+
+    lora: the name of an adapter, or (name, path). items: (identifier, first token, number of tokens) of
+    images and others. salt: what keeps tenants apart. embeds: a digest of the rows that replace tokens.
+    """
     digest = hashlib.sha256(np.asarray(token_ids, np.int64).tobytes())
-    digest.update(json.dumps([len(token_ids), lora_name, list(items)]).encode())
+    beside = {"lora": lora, "items": list(items), "salt": salt, "embeds": embeds}
+    digest.update(json.dumps([len(token_ids), beside]).encode())
     return digest.hexdigest()
 
 

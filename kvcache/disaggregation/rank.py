@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from kvcache.disaggregation.layout import GroupLayout
 from kvcache.disaggregation.leases import Leases, Progress
@@ -16,6 +17,9 @@ from kvcache.disaggregation.reading import Read, Reader
 from kvcache.disaggregation.steps import Load, RankHandshake, Results, Step
 
 _BUSY_S, _IDLE_S = 0.0005, 0.05
+_MOST_WRONG = 20  # passes in a row that fail, then the thread gives up
+_FAILED = "the thread that loads KV has failed: see the log"
+_UNTOLD = "the sender of request %s is not told that no one reads its KV: %s"
 _log = logging.getLogger(__name__)
 
 
@@ -40,6 +44,8 @@ class RankThread:
         self._lock = threading.Lock()
         self._results = Results()
         self._loads: dict[str, Read] = {}
+        self._unread: list[tuple[str, Read]] = []  # whose senders are told so
+        self._has_failed = False
         address = RankAddress(
             transport.name,
             base64.b64encode(transport.metadata()).decode(),
@@ -56,8 +62,11 @@ class RankThread:
             self._leases.begin(request_id, *lease)
         for request_id in step.ends:
             self._leases.end(request_id)
-        if not step.is_empty:
-            self._steps.put((time.monotonic(), step))
+        with self._lock:
+            if self._has_failed:
+                self._refuse(step)
+            elif not step.is_empty:
+                self._steps.put((time.monotonic(), step))
 
     def advance(self, request_id: str, progress: Progress) -> None:
         """Tells readers what is computed of a request under lease. Its bytes are in memory by then."""
@@ -76,38 +85,73 @@ class RankThread:
             self._thread.join(timeout=10)
 
     def _run(self) -> None:
-        """New steps, loads under way, messages of readers, leases."""
-        transport = self._reader.transport
+        """Passes until `close`. One that fails is logged; where none is right any more, all ends."""
         failed: set[str] = set()  # of the loads under way
+        num_wrong = 0
         while True:
             try:
-                asked = self._steps.get(timeout=_BUSY_S if self._loads else _IDLE_S)
-            except queue.Empty:
-                asked = time.monotonic(), Step()
-            if asked is None:
-                break
-            self._take(*asked)
-            ended = [request_id for request_id, load in self._loads.items() if load.step()]
-            for peer, message in transport.notifications():
-                self._leases.note(message, peer)
-            self._report(ended, failed)
-        for load in self._loads.values():
+                if not self._pass(failed):
+                    break
+                num_wrong = 0
+            except Exception:
+                num_wrong += 1
+                _log.exception("a pass of the thread that serves and loads KV failed")
+                if num_wrong == _MOST_WRONG:
+                    self._give_up(failed)
+                    return
+                time.sleep(_IDLE_S)
+        for load in self._under_way():
             load.cancel("the engine ends")
-        transport.close()
+        self._reader.transport.close()
+
+    def _pass(self, failed: set[str]) -> bool:
+        """New steps, loads under way, messages of readers, leases. False where there is no other pass."""
+        try:
+            asked = self._steps.get(timeout=_BUSY_S if self._loads or self._unread else _IDLE_S)
+        except queue.Empty:
+            asked = time.monotonic(), Step()
+        if asked is None:
+            return False
+        self._take(*asked)
+        self._step_unread()
+        ended = [request_id for request_id, load in self._loads.items() if load.step()]
+        self._report(ended, failed)
+        for peer, message in self._reader.transport.notifications():
+            self._leases.note(message, peer)
+        return True
 
     def _take(self, asked: float, step: Step) -> None:
-        loads = dict(step.loads)
         for offer in step.unread:
             # An offer that is not read is a load of nothing: its sender hears of it all the same.
             nothing = Load(offer, 0, 0, tuple([] for _ in offer.blocks))
-            loads[f"\0{offer.request_id}"] = nothing
-        for request_id, load in loads.items():
-            read = self._loads[request_id] = self._begin_load(load)
+            try:
+                read = self._begin_load(nothing)
+            except Exception as error:
+                _log.warning(_UNTOLD, offer.request_id, error)
+                continue
             read.count_from(asked)
+            self._unread.append((offer.request_id, read))
+        for request_id, load in step.loads.items():
+            try:
+                read = self._begin_load(load)
+            except Exception as error:  # nothing writes to its blocks
+                self._fail_unbegun(request_id, f"it was not begun: {error!r}")
+                continue
+            read.count_from(asked)
+            self._loads[request_id] = read
         for request_id in step.cancels & set(self._loads):
             self._loads[request_id].cancel("it was given up")
 
-    def _report(self, ended: list[str], failed: set[str]) -> None:
+    def _step_unread(self) -> None:
+        left = []
+        for request_id, read in self._unread:
+            if not read.step():
+                left.append((request_id, read))
+            elif read.error is not None:
+                _log.warning(_UNTOLD, request_id, read.error)
+        self._unread = left
+
+    def _report(self, ended: Sequence[str], failed: set[str]) -> None:
         sent = self._leases.ended()
         with self._lock:
             self._results.sent |= sent
@@ -115,18 +159,55 @@ class RankThread:
                 if load.error is None or request_id in failed:
                     continue
                 failed.add(request_id)
-                _log.warning(
-                    "KV of request %s is not loaded: %s", request_id.strip("\0"), load.error
-                )
-                if not request_id.startswith("\0"):
-                    self._results.failed[request_id] = load.error
+                _log.warning("KV of request %s is not loaded: %s", request_id, load.error)
+                self._results.failed[request_id] = load.error
             for request_id in ended:
                 load = self._loads.pop(request_id)
-                if request_id.startswith("\0"):
-                    continue
                 self._results.num_bytes += load.num_bytes
                 if load.error is None:
                     self._results.received.add(request_id)
                 else:
                     self._results.released.add(request_id)
         failed -= set(ended)
+
+    def _under_way(self) -> list[Read]:
+        return [*self._loads.values(), *(read for _, read in self._unread)]
+
+    def _give_up(self, failed: set[str]) -> None:
+        """Ends all loads and leases, and refuses those that come: no one is to wait for this thread."""
+        _log.error("KV is neither served nor loaded any more: requests are computed")
+        for load in self._under_way():
+            with suppress(Exception):
+                load.cancel(_FAILED)
+        self._leases.end_all()
+        ended = {name for name, load in self._loads.items() if _has_ended(load)}
+        with suppress(Exception):
+            self._reader.transport.close()
+        ended |= {n for n, load in self._loads.items() if n not in ended and _has_ended(load)}
+        self._report(list(ended), failed)
+        with self._lock:
+            self._has_failed = True
+            while not self._steps.empty():
+                if (asked := self._steps.get()) is not None:
+                    self._refuse(asked[1])
+
+    def _refuse(self, step: Step) -> None:
+        """With the lock held, of a thread that has given up."""
+        for request_id in step.loads:
+            self._results.failed[request_id] = _FAILED
+            self._results.released.add(request_id)
+        self._leases.end_all()
+        self._results.sent |= self._leases.ended()
+
+    def _fail_unbegun(self, request_id: str, reason: str) -> None:
+        _log.warning("KV of request %s is not loaded: %s", request_id, reason)
+        with self._lock:
+            self._results.failed[request_id] = reason
+            self._results.released.add(request_id)
+
+
+def _has_ended(load: Read) -> bool:
+    try:
+        return load.step()
+    except Exception:  # its blocks stay in quarantine
+        return False

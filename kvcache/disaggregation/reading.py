@@ -8,6 +8,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +24,7 @@ from kvcache.disaggregation.leases import (
 from kvcache.disaggregation.steps import Load
 from kvcache.transfer.plan.readers import source_readers
 from kvcache.transfer.transport.base import TransferError, Transport
+from kvcache.transfer.transport.metadata import Metadata, parse_metadata
 
 _ERRORS = (TransferError, ConnectionError, OSError, ValueError, TypeError)
 _NUM_CELLS = 4096  # slots of leases that can be read at once
@@ -51,18 +53,23 @@ class Reader:
         self.free_cells = list(range(_NUM_CELLS))
         transport.register([(self.inbox.ctypes.data, self.inbox.nbytes)])
         self._calls: dict[str, _Call] = {}
+        # By agent: its incarnation, and the latest lease of which it has made an offer.
+        self._latest: dict[str, tuple[str, int]] = {}
+        self._lock = threading.Lock()
 
-    def connect(self, metadata: str, timeout_s: float) -> str | None:
+    def connect(self, metadata: str, timeout_s: float, generation: int = 0) -> str | None:
         """The name of a peer; None while a thread connects to it, beside which other loads go on.
 
         ConnectionError or ValueError; one that was not reached is not tried again for as long as that
-        took at most, so that its requests fail at once.
+        took at most, so that its requests fail at once. generation: of the offer's lease. An agent that
+        was started again makes later ones: then its earlier incarnation is disconnected, which may be
+        stopped and hold the name; its loads fail.
         """
         now = time.monotonic()
         self._calls = {known: call for known, call in self._calls.items() if call.until > now}
         call = self._calls.get(metadata)
         if call is None:
-            call = self._calls[metadata] = _Call(self.transport, metadata, timeout_s)
+            call = self._calls[metadata] = _Call(self, metadata, timeout_s, generation)
         if call.is_alive():
             return None
         if not isinstance(call.error, ConnectionError):
@@ -71,13 +78,44 @@ class Reader:
             raise call.error
         return call.peer
 
+    def call(self, metadata: bytes, timeout_s: float, generation: int) -> str:
+        """`connect`, for its thread; waits."""
+        theirs = parse_metadata(metadata, self.transport.name)
+        try:
+            peer = self.transport.connect(metadata, timeout_s=timeout_s)
+        except ValueError:
+            if not self._make_way(theirs, generation):
+                raise
+            peer = self.transport.connect(metadata, timeout_s=timeout_s)
+        with self._lock:
+            incarnation, latest = self._latest.get(peer, ("", 0))
+            if incarnation != theirs.incarnation or generation > latest:
+                self._latest[peer] = theirs.incarnation, generation
+        return peer
+
+    def _make_way(self, theirs: Metadata, generation: int) -> bool:
+        """Disconnects an earlier incarnation; False where none was in the way."""
+        with self._lock:
+            known = self._latest.get(theirs.agent)
+            if known is None:
+                return False
+            if known[0] == theirs.incarnation:  # another call has made way
+                return True
+            if generation <= known[1]:
+                return False
+            self._latest[theirs.agent] = theirs.incarnation, generation
+            with suppress(ValueError):  # it has ended meanwhile
+                self.transport.disconnect(theirs.agent)
+        return True
+
 
 class _Call(threading.Thread):
     """Connects to a peer. until: a time of `time.monotonic` to which its error is remembered."""
 
-    def __init__(self, transport: Transport, metadata: str, timeout_s: float) -> None:
+    def __init__(self, reader: Reader, metadata: str, timeout_s: float, generation: int) -> None:
         super().__init__(name="kvcache call", daemon=True)
-        self._transport, self._metadata, self._timeout_s = transport, metadata, timeout_s
+        self._reader, self._metadata, self._timeout_s = reader, metadata, timeout_s
+        self._generation = generation
         self.peer: str | None = None
         self.error: Exception | None = None
         self.until = math.inf
@@ -86,7 +124,7 @@ class _Call(threading.Thread):
     def run(self) -> None:
         try:
             metadata = base64.b64decode(self._metadata, validate=True)
-            self.peer = self._transport.connect(metadata, timeout_s=self._timeout_s)
+            self.peer = self._reader.call(metadata, self._timeout_s, self._generation)
         except Exception as error:  # raised where the load is
             self.error = error
         self.until = time.monotonic() + self._timeout_s
@@ -167,7 +205,8 @@ class Read(ABC):
             )
         for source in self._readers:
             if source not in self._peers:
-                peer = self._reader.connect(offer.ranks[source].metadata, self.left_s)
+                address, generation = offer.ranks[source], offer.lease.generation
+                peer = self._reader.connect(address.metadata, self.left_s, generation)
                 if peer is not None:
                     self._peers[source] = peer
         if len(self._peers) < len(self._readers):
@@ -252,7 +291,7 @@ class Read(ABC):
             message = done_message(offer.request_id, offer.lease.generation, self._readers[source])
             try:
                 self._reader.transport.send(peer, message)
-            except _ERRORS:
+            except (*_ERRORS, RuntimeError):  # RuntimeError: the transport is closed
                 continue
 
     def _end(self) -> bool:

@@ -107,6 +107,7 @@ class Scheduling:
             or not params.get("do_remote_decode")
             or request.status not in _DONE
             or request.prompt_token_ids is None
+            or request.prompt_embeds is not None
         ):
             return False, None
         num_tokens = min(request.num_prompt_tokens, request.num_computed_tokens)
@@ -154,6 +155,8 @@ class Scheduling:
         return offer
 
     def _check(self, request: Request, offer: Offer) -> None:
+        if request.prompt_embeds is not None:
+            raise ValueError("prompt_embeds are given: expected token ids, as an offer is of these")
         offer.check_answers(self._model, self._hashing(), _CHANGES)
         check_like(self._handshakes[0].groups, offer.groups)
         num_tokens = 0 if request.prompt_token_ids is None else request.num_tokens
@@ -188,9 +191,10 @@ def model_of(vllm_config: VllmConfig) -> dict[str, Any]:
 
 def _digest(request: Request, num_tokens: int) -> str:
     items = [
-        (feature.identifier, feature.mm_position.offset)
+        (feature.identifier, feature.mm_position.offset, feature.mm_position.length)
         for feature in request.mm_features
         if feature.mm_position.offset < num_tokens
     ]
     lora = request.lora_request.lora_name if request.lora_request else None
-    return digest_of(request._all_token_ids[:num_tokens], lora, items)
+    tokens = request._all_token_ids[:num_tokens]
+    return digest_of(tokens, lora, items, salt=request.cache_salt)

@@ -54,6 +54,7 @@ class Worker:
             port=self._options.port_of(rank),
             advertise=self._options.advertise,
             secret=os.environ.get(SECRET, "").encode(),
+            digest=self._options.digest,
         )
         storages = _storages(kv_caches.values())
         for storage in storages:
