@@ -52,6 +52,16 @@ def test_an_error_in_a_page_names_its_line(tmp_path):
     assert done.returncode == 1 and "line 10" in done.stderr and "AssertionError" in done.stderr
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_each_table_has_a_header(page):
+    """A blank line between rows ends a table: the rows behind it would be text."""
+    before, *lines = ["", *page.read_text().splitlines(), ""]
+    for line, behind in zip(lines, lines[1:]):
+        if line.startswith("|") and not before.startswith("|"):
+            assert re.fullmatch(r"\|(:?-+:?\|)+", behind.replace(" ", "")), line
+        before = line
+
+
 def referenced() -> set[str]:
     """Last parts of the names that the reference documents."""
     text = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
