@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import itertools
 import json
 import re
 import subprocess
@@ -56,7 +57,7 @@ def test_an_error_in_a_page_names_its_line(tmp_path):
 def test_each_table_has_a_header(page):
     """A blank line between rows ends a table: the rows behind it would be text."""
     before, *lines = ["", *page.read_text().splitlines(), ""]
-    for line, behind in zip(lines, lines[1:]):
+    for line, behind in itertools.pairwise(lines):
         if line.startswith("|") and not before.startswith("|"):
             assert re.fullmatch(r"\|(:?-+:?\|)+", behind.replace(" ", "")), line
         before = line
