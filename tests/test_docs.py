@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import itertools
 import json
 import re
 import subprocess
@@ -50,6 +51,16 @@ def test_an_error_in_a_page_names_its_line(tmp_path):
     page.write_text("# Page\n\n```python\nx = 1\n```\n\ntext\n\n```python\nassert x == 2\n```\n")
     done = run_page(page)
     assert done.returncode == 1 and "line 10" in done.stderr and "AssertionError" in done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_each_table_has_a_header(page):
+    """A blank line between rows ends a table: the rows behind it would be text."""
+    before, *lines = ["", *page.read_text().splitlines(), ""]
+    for line, behind in itertools.pairwise(lines):
+        if line.startswith("|") and not before.startswith("|"):
+            assert re.fullmatch(r"\|(:?-+:?\|)+", behind.replace(" ", "")), line
+        before = line
 
 
 def referenced() -> set[str]:

@@ -183,6 +183,104 @@ def test_what_is_invalid_leaves_the_store():
     assert len(told(user)) == 3
 
 
+class Gated(MemoryStore):
+    """Waits in `exists` while the gate is shut; `remove` fails so often."""
+
+    def __init__(self, num_failures=0):
+        super().__init__()
+        self.gate, self.num_failures = threading.Event(), num_failures
+        self.gate.set()
+
+    def exists(self, keys):
+        assert self.gate.wait(20)
+        return super().exists(keys)
+
+    def remove(self, keys):
+        if self.num_failures:
+            self.num_failures -= 1
+            raise OSError("remove failed")
+        super().remove(keys)
+
+
+def begin_a_put(user, item):
+    """A step of a request whose puts wait behind a call."""
+    user.add(item)
+    while user.tier.match(user.waiting[-1].request) is None:
+        time.sleep(0.001)
+    user.store.gate.clear()
+    user.tier.match(Request("probe", range(500, 540)))
+    user.step()
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 90])
+def test_what_is_invalid_is_not_put_by_a_put_under_way(num_host_blocks):
+    user = a_user(Gated(), num_host_blocks=num_host_blocks, host_write="through")
+    begin_a_put(user, prompts(LONG)[0])
+    while not user.tier._num_writing:  # the host has it a step later
+        user.step()
+    assert not user.store.values
+    (running,) = user.running.values()
+    blocks = user.manager.block_ids(running.request)[:1]
+    user.restart(user.tier.invalidate(blocks))
+    user.store.gate.set()
+    user.settle()
+    assert not user.store.values and not told(user)
+    assert user.tier.stats.dropped_blocks > 0
+    user.run()  # computes it anew
+    user.step()
+    user.settle()
+    assert len(user.store.values) == 7
+    user.end()
+
+
+@pytest.mark.parametrize("num_failures", [1, 5])
+def test_a_removal_that_failed_is_done_again(num_failures):
+    user = a_user(Gated(num_failures), circuit=patient())
+    user.run(*prompts(LONG))
+    user.settle()
+    blocks = user.manager.find_prefix(Request("probe", LONG)).block_ids
+    user.tier.invalidate(blocks[3:4])
+    deadline = time.monotonic() + 10
+    while len(user.store.values) > 3:
+        assert time.monotonic() < deadline
+        user.tier.poll()
+        time.sleep(0.001)
+    assert user.tier.stats.errors == num_failures
+    user.end()
+    assert len(told(user)) == 3
+
+
+def test_nothing_is_loaded_before_what_is_invalid_is_removed():
+    user = a_user(Gated(1000))
+    user.run(*prompts(LONG))
+    user.settle()
+    user.tier.invalidate(user.manager.find_prefix(Request("probe", LONG)).block_ids[:1])
+    user.manager.reset_prefix_cache()
+    user.run(*prompts(LONG, LONG)[1:])
+    assert user.num_loaded == 0 and user.num_finished == 2 and len(user.store.values) == 7
+    user.store.num_failures = 0
+    user.end()
+    assert not user.store.values
+
+
+def test_a_put_under_way_in_a_new_epoch_is_not_announced():
+    user = a_user(Gated())
+    user.run(*prompts(LONG))
+    user.settle()
+    user.events += user.tier.drain_events()
+    assert len(told(user)) == 7
+    user.manager.reset_prefix_cache()
+    begin_a_put(user, prompts(LONG, [*range(100, 130)])[1])
+    assert user.tier._num_writing and len(user.store.values) == 7
+    user.tier.start_epoch("newer")
+    user.store.gate.set()
+    for each in [*user.running.values()]:
+        user.finish(each)
+    user.settle()
+    user.end()
+    assert len(user.store.values) > 7 and not told(user)
+
+
 def test_the_host_tier_decides_what_goes_to_the_store():
     user = a_user(num_blocks=9, num_host_blocks=30, host_write="back")
     user.run(*prompts(LONG[:9]))
@@ -223,6 +321,62 @@ def test_a_wrong_answer_is_a_miss_and_a_counter(wrong, counter):
     assert other.num_loaded < 28 and other.num_finished == 1
     assert getattr(other.tier.stats, counter) > 0
     store.fault = lambda: None
+    other.end()
+
+
+@pytest.mark.parametrize(
+    "answer", [5, None, [], [True], [-1], ["x"] * 7, [None] * 7, [1 << 70] * 7, [9] * 8]
+)
+@pytest.mark.parametrize("method", ["exists", "get", "put", "take_evicted"])
+def test_an_answer_of_another_form_is_a_failure(method, answer):
+    store = MemoryStore()
+    one = a_user(store)
+    one.run(*prompts(LONG))
+    one.settle()
+    one.end()
+    if method == "put":
+        store.values.clear()
+    other = a_user(store)
+    setattr(store, method, lambda *_: answer)
+    other.run(*prompts(LONG))
+    other.settle()
+    is_right = method == "exists" and answer in (["x"] * 7, [1 << 70] * 7)  # seven that are true
+    is_right |= method == "take_evicted" and answer in ([], ["x"] * 7)
+    assert other.num_loaded == (28 if is_right else 0)
+    assert other.num_finished == 1 and not other.tier._puts
+    delattr(store, method)
+    other.end()
+
+
+def test_too_few_sizes_are_an_error():
+    store = MemoryStore()
+    one = a_user(store)
+    one.run(*prompts(LONG))
+    one.settle()
+    one.end()
+    other = a_user(store)
+    get = store.get
+    store.get = lambda keys, values: get(keys, values)[:1]
+    other.run(*prompts(LONG))
+    assert other.num_loaded == 0 and other.tier.stats.errors > 0
+    other.end()
+
+
+@pytest.mark.parametrize("keys", [None, 5, [5], ["0-zz"], ["0-"], ["0-00"], ["9-" + "00" * 32]])
+def test_keys_that_are_none_are_ignored(keys):
+    store = MemoryStore()
+    user = a_user(store)
+    prefix = key_text(user.tier._fingerprint, BlockKey(0, b""))[:-2]
+    user.end()
+    if isinstance(keys, list) and keys != [5]:
+        keys = [prefix + key for key in keys]
+    store.keys = lambda: keys
+    store.take_evicted = lambda: keys
+    other = a_user(store, circuit=patient())
+    other.run(*prompts(LONG))
+    assert other.num_finished == 1 and not told(other)
+    del store.keys, store.take_evicted
+    other.settle()
     other.end()
 
 
@@ -437,7 +591,21 @@ def test_a_value_says_what_it_is():
     for key in keys:
         assert key_of_text(bytes(16), key_text(bytes(16), key)) == key
         assert key_of_text(b"1" * 16, key_text(bytes(16), key)) is None
-    assert key_of_text(bytes(16), "kvcache-" + "0" * 32 + "-x-00") is None
+    for wrong in (
+        "x-00",
+        "0-zz",
+        "0-0",
+        "0-0 0",
+        "00-00",
+        "0",
+        "",
+        "-1-00",
+        "0-AA",
+        "9" * 5000 + "-00",
+    ):
+        assert key_of_text(bytes(16), "kvcache-" + "0" * 32 + "-" + wrong) is None
+    with pytest.raises(ValueError, match="zip"):
+        faults(values, [0, 2], [size], bytes(16), keys)
 
 
 def test_digests_are_those_of_xxh3():

@@ -193,6 +193,34 @@ def test_a_full_disk_takes_no_more(tmp_path, monkeypatch):
 
 
 @needs_nixl
+@pytest.mark.parametrize("header", [b"[" * 4096, b"\xff" * 4096, b"{}", b""])
+def test_a_header_that_says_nothing_is_replaced(tmp_path, header):
+    opened = Opened(DiskStore(tmp_path, "1MiB"))
+    opened.store.put(["a"], opened.values(0))
+    opened.store.close()
+    path = tmp_path / "blocks.kv"
+    path.write_bytes(header + path.read_bytes()[len(header) :] if header else b"")
+    again = Opened(DiskStore(tmp_path, "1MiB"))
+    assert again.store.put(["b"], again.values(0)) == [True]
+    again.store.close()
+    third = Opened(DiskStore(tmp_path, "1MiB"))
+    assert third.store.exists(["b"]) == [True]
+    third.store.close()
+
+
+@needs_nixl
+def test_a_key_twice_in_one_put_has_one_place_and_the_last_value(tmp_path):
+    opened = Opened(DiskStore(tmp_path, "1MiB"))
+    opened.fill(0, 1, 2)
+    capacity = opened.store.capacity
+    assert opened.store.put(["a", "b", "a"], opened.values(0, 1, 2)) == [True] * 3
+    assert opened.store.capacity == capacity and opened.store.keys() == ["a", "b"]
+    assert opened.store.get(["a"], opened.values(9)) == [VALUE_BYTES]
+    assert np.array_equal(opened.rows[9], opened.rows[2])
+    opened.store.close()
+
+
+@needs_nixl
 def test_one_store_at_a_time_uses_a_folder(tmp_path):
     opened = Opened(DiskStore(tmp_path, "1MiB"))
     with pytest.raises(StoreError, match="is in use by another store"):

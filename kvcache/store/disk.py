@@ -111,6 +111,8 @@ class DiskStore(BlockStore):
         return [key in self._places for key in keys]
 
     def _put(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> None:
+        last = dict(zip(keys, values))  # of a key that comes twice
+        keys, values = [*last], [*last.values()]
         entries = [self._entry(key) for key in keys]
         places: dict[str, int] = {}
         had = [key for key in keys if key in self._places]
@@ -266,7 +268,7 @@ class DiskStore(BlockStore):
 def _form_of(block: bytes) -> object:
     try:
         return json.loads(block.decode())
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from queue import PriorityQueue
 from typing import Any
 
+from kvcache.store import answers
 from kvcache.store.base import BlockStore
 
 READ, WRITE, _END = 0, 1, 2  # what comes first
@@ -52,9 +53,13 @@ class StoreThread:
         self._put(priority, call)
         return call
 
-    def take_over(self) -> list[Call]:
-        """Calls that are over, in the order in which they ended; each once."""
-        return [self._over.popleft() for _ in range(len(self._over))]
+    def take_over(self) -> Iterator[Call]:
+        """Calls that are over, in the order in which they ended; each once.
+
+        A call is taken when it is asked for: where one raises in its reader, the rest is there still.
+        """
+        for _ in range(len(self._over)):
+            yield self._over.popleft()
 
     def close(self, timeout_s: float) -> bool:
         """Ends the thread behind what waits, and closes the store; False where that takes longer."""
@@ -80,7 +85,8 @@ class StoreThread:
                     try:
                         call.result = call.work()
                     finally:
-                        call.evicted = self._store.take_evicted()
+                        evicted = self._store.take_evicted()
+                        call.evicted = answers.texts(evicted, "take_evicted")
             except BaseException as error:  # whatever an engine raises: it is a miss
                 call.error = error
             call.is_over = True

@@ -14,6 +14,7 @@ from kvcache.checks import MAX_INT64, flag, instance, integer
 from kvcache.checks import number as checked_number
 from kvcache.events import BlockRemoved, CacheEvent
 from kvcache.step import StepReport
+from kvcache.store import answers
 from kvcache.store.announcements import removed_event, stored_event
 from kvcache.store.base import BlockStore
 from kvcache.store.circuit import Circuit
@@ -65,6 +66,7 @@ class _Load:
     blocks: deque[tuple[NeededBlock, int]]  # to be asked for, with their pages
     deadline: float
     arrived_until: int  # the first token that does not arrive
+    keys: frozenset[BlockKey]  # of all blocks
     calls: list[Call] = field(default_factory=list)  # under way
 
     def fail_at(self, token: int) -> None:
@@ -91,6 +93,7 @@ class _Put:
     keys: list[BlockKey]
     described: list[Described | None]
     fingerprint: bytes
+    invalid: set[BlockKey] = field(default_factory=set)  # since it was begun
 
 
 class StoreTier:
@@ -161,6 +164,9 @@ class StoreTier:
         self._lookups: dict[str, _Lookup] = {}
         self._loads: dict[str, _Load] = {}
         self._num_writing = 0  # values
+        self._puts: set[_Put] = set()  # under way
+        self._invalid: deque[list[str]] = deque()  # to be removed; the thread takes what it removed
+        self._removal: Call | None = None  # of them, under way
         self._arriving: list[tuple[SwapJob, list[int]]] = []  # values that are read still
         self._events: list[CacheEvent] = []
         self._announced: set[BlockKey] = set()
@@ -250,7 +256,8 @@ class StoreTier:
             if (page := tables[block.key.group][block.column]) > 0
         )
         deadline = time.monotonic() + self._timeout_s
-        load = _Load(request, first, stop, blocks, deadline, stop)
+        keys = frozenset(block.key for block, _ in blocks)
+        load = _Load(request, first, stop, blocks, deadline, stop, keys)
         self._loads[request.request_id] = load
         self.stats.hit_tokens += num_tokens
         self._ask_for_blocks(load)
@@ -303,9 +310,7 @@ class StoreTier:
             return lookup
         self.stats.lookups += 1
         texts = self._texts(keys)
-        lookup.call = self._thread.submit(
-            lambda: self._store.exists(texts), READ, tag=(lookup, keys)
-        )
+        lookup.call = self._thread.submit(lambda: self._exists(texts), READ, tag=(lookup, keys))
         return lookup
 
     def _ask_for_blocks(self, load: _Load) -> None:
@@ -321,7 +326,9 @@ class StoreTier:
         """In the thread: what is wrong with each block."""
         own, numbers, keys = get.fingerprint, get.numbers, [block.key for block, _ in get.blocks]
         texts = [key_text(own, key) for key in keys]
+        self._remove_invalid()
         sizes = self._store.get(texts, self._staging.of(numbers))
+        sizes = answers.sizes(sizes, len(texts), "get")
         found = faults(self._staging.values, numbers, sizes, own, keys)
         wrong = [text for text, each in zip(texts, found) if each in ("corrupt", "misfit")]
         if wrong:
@@ -334,9 +341,9 @@ class StoreTier:
         load = get.load
         if call in load.calls:
             load.calls.remove(call)
-        answers = ["error"] * len(get.blocks) if call.result is None else call.result
+        each_found = ["error"] * len(get.blocks) if call.result is None else call.result
         right = []
-        for number, (block, page), found in zip(get.numbers, get.blocks, answers):
+        for number, (block, page), found in zip(get.numbers, get.blocks, each_found):
             if found is None:
                 right.append((number, page, block))
                 continue
@@ -419,27 +426,45 @@ class StoreTier:
                 job = self._swaps.swap_out(pairs)
                 self._swaps.before_write(pairs[:, 0])
             self._num_writing += len(taken)
+            self._puts.add(put)
             self._thread.submit(lambda p=put, j=job: self._put(p, j), WRITE, tag=put)
 
     def _put(self, put: _Put, job: SwapJob | None) -> list[str]:
-        """In the thread: "stored", "known" or "refused" for each block."""
+        """In the thread: "stored", "known", "refused" or "dropped" for each block."""
         own, keys, numbers = put.fingerprint, put.keys, put.numbers
         if job is not None:
             job.wait()
         texts = [key_text(own, key) for key in keys]
-        answers = ["known" if each else "refused" for each in self._store.exists(texts)]
-        new = [i for i, answer in enumerate(answers) if answer == "refused"]
+        found = ["known" if each else "refused" for each in self._exists(texts)]
+        # A block that becomes invalid behind this line is removed behind this call.
+        found = ["dropped" if key in put.invalid else each for key, each in zip(keys, found)]
+        new = [i for i, each in enumerate(found) if each == "refused"]
         if not new:
-            return answers
+            return found
         of_new = [numbers[i] for i in new]
         seal(self._staging.values, of_new, own, [keys[i] for i in new])
         taken = self._store.put([texts[i] for i in new], self._staging.of(of_new))
-        for i, is_taken in zip(new, taken):
-            answers[i] = "stored" if is_taken else "refused"
-        return answers
+        for i, is_taken in zip(new, answers.flags(taken, len(new), "put")):
+            found[i] = "stored" if is_taken else "refused"
+        return found
+
+    def _exists(self, texts: list[str]) -> list[bool]:
+        """In the thread."""
+        self._remove_invalid()
+        return answers.flags(self._store.exists(texts), len(texts), "exists")
+
+    def _remove_invalid(self) -> None:
+        """In the thread, before anything is asked: what is invalid is neither found nor kept.
+
+        Where the store fails it stays to be removed, and the call that asks is a failure.
+        """
+        while self._invalid:
+            self._store.remove(self._invalid[0])
+            self._invalid.popleft()
 
     def _has_put(self, call: Call) -> None:
         put: _Put = call.tag
+        self._puts.remove(put)
         self._num_writing -= len(put.numbers)
         self._staging.give_back(put.numbers)
         if call.error is not None:
@@ -449,7 +474,7 @@ class StoreTier:
             setattr(self.stats, name, getattr(self.stats, name) + 1)
             if answer == "stored":
                 self.stats.stored_bytes += self._pages.page_bytes
-            if answer != "refused" and put.fingerprint == self._fingerprint:
+            if answer in ("stored", "known") and put.fingerprint == self._fingerprint:
                 self._tell_stored(key, described)
 
     # Events ----------------------------------------------------------------------------------------
@@ -490,7 +515,9 @@ class StoreTier:
         """What the store had when it was opened."""
         for text in texts:
             key = key_of_text(self._fingerprint, text)
-            if key is not None and key.group < len(self._manager.groups):
+            if key is None or key.group >= len(self._manager.groups):
+                continue
+            if len(key.block_hash) == self._manager.hash_bytes:
                 self._tell_stored(key, None)
 
     # All -------------------------------------------------------------------------------------------
@@ -512,8 +539,9 @@ class StoreTier:
     def invalidate(self, ids: np.ndarray) -> dict[str, int]:
         """`KVCacheManager.invalidate`; what leaves the cache by it is removed from the store, too.
 
-        Blocks that were computed from it, and that the cache no longer had, stay in the store: where
-        that may be, change `model` (`start_epoch`).
+        Also where it is being put. Where the store fails, it is removed before the store is asked for
+        anything else. Blocks that were computed from it, and that the cache no longer had, stay in the
+        store: where that may be, change `model` (`start_epoch`).
         """
         self._drain()
         affected = self._manager.invalidate(ids)
@@ -523,8 +551,15 @@ class StoreTier:
             if isinstance(event, BlockRemoved)
             for each in event.block_hashes
         }
-        texts = self._texts([*keys])
-        self._thread.submit(lambda: self._store.remove(texts), READ)
+        if not keys:
+            return affected
+        for put in self._puts:  # before the removal, which may be begun at once
+            put.invalid.update(keys.intersection(put.keys))
+        for load in self._loads.values():
+            if not keys.isdisjoint(load.keys):
+                load.fail_at(load.first_token)
+        self._invalid.append(self._texts([*keys]))
+        self._removal = self._thread.submit(self._remove_invalid, READ)
         return affected
 
     @property
@@ -545,6 +580,8 @@ class StoreTier:
         for load in list(self._loads.values()):
             load.fail_at(load.first_token)
             self._end(load)
+        if self._invalid:  # the last try, where one has failed
+            self._thread.submit(self._remove_invalid, READ)
         is_over = self._thread.close(timeout_s)
         self._take_over()
         return is_over
@@ -552,7 +589,7 @@ class StoreTier:
     def _open(self) -> list[str]:
         """In the thread."""
         self._store.open(self._staging.memory, self._staging.value_bytes)
-        return self._store.keys()
+        return answers.texts(self._store.keys(), "keys")
 
     def _texts(self, keys: list[BlockKey]) -> list[str]:
         return [key_text(self._fingerprint, key) for key in keys]
@@ -596,6 +633,8 @@ class StoreTier:
                 if call.error is None and call.result is not None:
                     lookup.found = frozenset(k for k, has in zip(keys, call.result) if has)
             self._tell_evicted(call.evicted)
+        if self._invalid and self._removal.is_over and self._may_ask():  # it failed
+            self._removal = self._thread.submit(self._remove_invalid, READ)
 
     def _has_arrived(self, job: SwapJob, numbers: list[int]) -> bool:
         if not job.poll():

@@ -39,12 +39,16 @@ def key_text(fingerprint: bytes, key: BlockKey) -> str:
 
 
 def key_of_text(fingerprint: bytes, text: str) -> BlockKey | None:
-    """The inverse; None for a key of another fingerprint."""
+    """The inverse; None for a key of another fingerprint, and for what is no block's key."""
     prefix = _prefix(fingerprint)
-    group, _, block_hash = text[len(prefix) :].partition("-")
-    if not text.startswith(prefix) or not group.isdecimal():
+    if not text.startswith(prefix):
         return None
-    return BlockKey(int(group), bytes.fromhex(block_hash))
+    group, _, block_hash = text[len(prefix) :].partition("-")
+    try:
+        key = BlockKey(int(group), bytes.fromhex(block_hash))
+    except ValueError:
+        return None
+    return key if text == key_text(fingerprint, key) else None
 
 
 def seal(
@@ -65,12 +69,15 @@ def faults(
     fingerprint: bytes,
     keys: Sequence[BlockKey],
 ) -> list[str | None]:
-    """What is wrong with values of which so many bytes came: "missing", "misfit", "corrupt", or None."""
+    """What is wrong with values of which so many bytes came: "missing", "misfit", "corrupt", or None.
+
+    ValueError where `sizes` are not as many as the values.
+    """
     digests = (values[numbers, :_DIGEST_BYTES] == _digests(values, numbers)).all(axis=1)
     expected = _headers(values.shape[1], fingerprint, keys)
     fits = (values[numbers, _DIGEST_BYTES:HEADER_BYTES] == expected).all(axis=1)
     found: list[str | None] = []
-    for size, is_whole, is_own in zip(sizes, digests.tolist(), fits.tolist()):
+    for size, is_whole, is_own in zip(sizes, digests.tolist(), fits.tolist(), strict=True):
         if size < 0:
             found.append("missing")
         elif size != values.shape[1]:
