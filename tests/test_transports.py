@@ -1,5 +1,6 @@
 """Transports between two processes: right bytes, clear errors, deadlines."""
 
+import errno
 import importlib.util
 import itertools
 import json
@@ -21,6 +22,7 @@ import torch
 from kvcache import Pages
 from kvcache.transfer.transport import lane
 from kvcache.transfer.transport.base import TransferError, make_transport
+from kvcache.transfer.transport.channel import receive_frame, send_frame
 from tests.shared import sampled
 from tests.transport_peer import POOL_BYTES, Peer, pattern
 
@@ -67,6 +69,13 @@ class Side:
         return self.transport.write(
             "peer", self.address + local, peer.address + remote, length, **options
         )
+
+
+def wait_until(holds):
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.fixture(params=NAMES)
@@ -539,6 +548,40 @@ def test_many_that_say_nothing_do_not_keep_others_out_for_long(side, peer):
         each.close()
 
 
+def test_a_listener_survives_that_it_cannot_accept(side, name, monkeypatch):
+    class Poor:
+        """A listener, and a thread, in a process that has nothing left for a while."""
+
+        def __init__(self, listener):
+            self.listener, self.num_left = listener, 2
+
+        def __getattr__(self, attribute):
+            return getattr(self.listener, attribute)
+
+        def accept(self):
+            sock = self.listener.accept()
+            self.num_left -= 1
+            if self.num_left == 1:
+                sock[0].close()
+                raise OSError(errno.EMFILE, "Too many open files")
+            return sock
+
+    def no_thread(thread):
+        if thread.name == "kvcache greeting" and poor.num_left == 0:
+            poor.num_left -= 1
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    start, poor = threading.Thread.start, Poor(side.transport._listener)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    side.transport._listener = poor
+    for _ in range(3):  # the first one is met by the listener that waits already
+        socket.create_connection(("127.0.0.1", side.transport.port)).close()
+    wait_until(lambda: poor.num_left < 0)
+    with Side(name) as other:
+        other.transport.connect(side.transport.metadata(), timeout_s=5)
+
+
 @pytest.mark.parametrize("mine, theirs", sampled([(b"a", "b"), (b"", "b"), (b"a", "")]))
 def test_another_secret_is_refused_on_both_sides(name, mine, theirs):
     with Side(name, secret=mine) as side, Peer(name, secret=theirs) as peer:
@@ -547,6 +590,45 @@ def test_another_secret_is_refused_on_both_sides(name, mine, theirs):
         answer = peer.ask("connect", metadata=side.transport.metadata().decode())
         assert "has another secret" in answer["error"]
         assert side.transport.peers() == []
+
+
+def test_metadata_with_the_own_incarnation_are_refused(name):
+    with Side(name, secret=b"a") as side:
+        own = {**json.loads(side.transport.metadata()), "agent": "lure", "regions": []}
+        with pytest.raises(ValueError, match="incarnation of the metadata is this side's own"):
+            side.transport.connect(json.dumps(own).encode(), timeout_s=5)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_proof_that_is_relayed_from_another_address_is_refused(name, own):
+    """The relay has lured a side to its own address, and knows no secret."""
+    with Side(name, secret=b"a") as caller, Side(name, secret=b"a") as victim:
+        told = json.loads(victim.transport.metadata())
+        with socket.create_server(("127.0.0.1", 0)) as lure:
+            lured = json.dumps({**told, "port": lure.getsockname()[1]}).encode()
+            errors = []
+
+            def call():
+                try:
+                    caller.transport.connect(lured, timeout_s=5)
+                except ConnectionError as error:
+                    errors.append(str(error))
+
+            thread = threading.Thread(target=call)
+            thread.start()
+            back, _ = lure.accept()
+            with back, socket.create_connection(("127.0.0.1", told["port"])) as there:
+                there.settimeout(5)
+                hello, _ = receive_frame(back)
+                if own:  # it says what the victim expects
+                    hello["address"] = f"127.0.0.1:{told['port']}"
+                send_frame(there, hello)
+                answer, _ = receive_frame(there)
+                send_frame(back, answer)
+                thread.join(10)
+        assert answer["op"] == ("hello" if own else "refused")
+        assert re.search("another secret" if own else "address is '127", errors[0])
+        assert caller.transport.peers() == victim.transport.peers() == []
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])

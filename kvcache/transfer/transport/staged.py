@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 _MOST_GREETING = 64  # sides that connect at the same time
 _PIECE_BYTES = 16 << 20  # a first choice: measured on two busy cores only
 _CALL_S = 0.005  # between looks for a peer's call
+_RETRY_S = 0.05  # after a call that could not be accepted
 _LINGER_S = 1.0  # in which `close` sends what is queued
 
 
@@ -126,6 +127,8 @@ class StagedTransport(Transport):
         theirs = parse_metadata(metadata, self.name)
         if theirs.agent == self.agent:
             raise ValueError(f"agent of the metadata is {theirs.agent!r}: expected another agent's")
+        if theirs.incarnation == self.incarnation:  # whoever answers may reflect this side's proof
+            raise ValueError("incarnation of the metadata is this side's own: expected another's")
         with self._lock:
             known = connection = self._live(theirs.agent)
             if known is not None:
@@ -239,13 +242,21 @@ class StagedTransport(Transport):
             try:
                 sock, _ = self._listener.accept()
             except OSError:
-                return  # closed
+                if self._is_closed:
+                    return
+                time.sleep(_RETRY_S)  # as of a process that has no descriptor left
+                continue
             if not self._greeting.acquire(blocking=False):
                 sock.close()  # too many that say nothing
                 continue
-            threading.Thread(
-                target=self._welcome, args=(sock,), name="kvcache greeting", daemon=True
-            ).start()
+            try:
+                threading.Thread(
+                    target=self._welcome, args=(sock,), name="kvcache greeting", daemon=True
+                ).start()
+            except RuntimeError:  # the process has no thread left
+                self._greeting.release()
+                sock.close()
+                time.sleep(_RETRY_S)
 
     def _welcome(self, sock: socket.socket) -> None:
         """Answers a side that connects."""
