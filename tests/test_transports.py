@@ -20,9 +20,10 @@ import pytest
 import torch
 
 from kvcache import Pages
-from kvcache.transfer.transport import lane
+from kvcache.transfer.transport import connection, lane
 from kvcache.transfer.transport.base import TransferError, make_transport
 from kvcache.transfer.transport.channel import receive_frame, send_frame
+from kvcache.transfer.transport.spans import Spans
 from tests.shared import sampled
 from tests.transport_peer import POOL_BYTES, Peer, pattern
 
@@ -390,6 +391,107 @@ def test_a_transfer_that_is_given_up_leaves_the_others_alone(name, size):
 
 
 @pytest.mark.exhaustive
+def test_a_cancel_between_accept_and_start_leaves_the_connection(monkeypatch):
+    begun, goes_on, cancelled = threading.Event(), threading.Event(), threading.Event()
+    real = connection.Connection._start
+
+    def slow(self, number, job):
+        if self.peer.agent == other.transport.agent:
+            begun.set()
+            goes_on.wait(10)
+        real(self, number, job)
+
+    with Side("gloo") as side, Side("gloo") as other:
+        monkeypatch.setattr(connection.Connection, "_start", slow)
+        peer = side.transport.connect(other.transport.metadata())
+        at = (np.array([side.address]), np.array([other.address]), np.array([4096]))
+        write = side.transport.write(peer, *at)
+        assert begun.wait(10)
+        thread = threading.Thread(target=lambda: (write.cancel("enough"), cancelled.set()))
+        thread.start()
+        cancelled.wait(0.2)
+        goes_on.set()
+        thread.join(10)
+        side.transport.read(peer, *at).wait(5)
+        assert side.transport.peers() == [peer]
+
+
+def test_a_digest_of_a_read_that_was_given_up_leaves_the_connection(monkeypatch):
+    held = []
+    real = connection.Connection.on_frame
+
+    def late(self, header, payload):
+        """Digests of the first read come once it is over."""
+        if self.peer.agent == other.transport.agent and header["op"] == "digest" and not is_over:
+            held.append((self, header, payload))
+            read.cancel("enough")
+        else:
+            real(self, header, payload)
+
+    options = {"digest": True, "piece_bytes": 1 << 12}
+    with Side("gloo", **options) as side, Side("gloo", **options) as other:
+        is_over = []
+        monkeypatch.setattr(connection.Connection, "on_frame", late)
+        peer = side.transport.connect(other.transport.metadata())
+        known = side.transport._connections[peer]
+        at = (np.array([side.address]), np.array([other.address]), np.array([1 << 16]))
+        read = side.transport.read(peer, *at)
+        wait_until(lambda: held and read.is_released and not known._incoming)
+        is_over.append(True)
+        for each, header, payload in held:
+            real(each, header, payload)
+        side.transport.read(peer, *at).wait(5)
+        assert side.transport.peers() == [peer]
+
+
+def test_a_failed_transfer_is_not_released_before_its_job_is_stopped(monkeypatch):
+    seen = []
+    with Side("gloo") as side, Side("gloo") as other:
+        peer = side.transport.connect(other.transport.metadata())
+        known = side.transport._connections[peer]
+        transfer = connection.StagedTransfer(known, 8, 5.0)
+        transfer.job = lane.Job(Spans.of([side.address], [8], "local"), 0, 5.0, lambda: None)
+        real = transfer.job.stop
+        monkeypatch.setattr(
+            transfer.job, "stop", lambda: (seen.append(transfer.is_released), real())
+        )
+        transfer.fail("lost")
+        assert seen == [False] and transfer.is_released
+
+
+def test_a_request_of_more_bytes_than_memory_holds_is_refused():
+    with Side("gloo") as side, Side("gloo") as other:
+        peer = side.transport.connect(other.transport.metadata())
+        bases = np.full(5, other.address)
+        wide = Spans(bases, np.zeros(1, np.int64), np.array([POOL_BYTES]))
+        known = side.transport._connections[peer]
+        transfer = connection.StagedTransfer(known, 0, 5.0)
+        number = known.track(transfer, wide, "pull", b"")
+        known.put({"op": "pull", "id": number}, wide.to_bytes())
+        with pytest.raises(TransferError, match=f"expected at most {4 * POOL_BYTES}, 4 times"):
+            transfer.wait(5)
+        assert side.transport.peers() == [peer]
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_more_transfers_than_a_peer_takes_are_refused_alone(kind, monkeypatch):
+    monkeypatch.setattr(connection, "_MOST_WAITING", 4)
+    with Side("gloo", piece_bytes=1 << 12) as side, Side("gloo") as other:
+        peer = side.transport.connect(other.transport.metadata())
+        monkeypatch.setattr(other.transport._connections[side.transport.agent], "_on_done", waits)
+        monkeypatch.setattr(other.transport._connections[side.transport.agent], "_on_start", waits)
+        at = (np.array([side.address]), np.array([other.address]), np.array([8]))
+        transfers = [getattr(side.transport, kind)(peer, *at) for _ in range(6)]
+        for each in transfers[4:]:
+            with pytest.raises(TransferError, match="the peer refused: 4 requests of its kind wait"):
+                each.wait(5)
+        assert side.transport.peers() == [peer]
+
+
+def waits(number, header, payload):
+    """In place of a frame's handler: it does not come."""
+
+
 def test_a_transfer_that_nobody_waits_for_ends_too(side, name):
     with Peer(name) as peer:
         side.transport.connect(peer.metadata)

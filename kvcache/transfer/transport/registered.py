@@ -45,6 +45,11 @@ class RegisteredMemory:
         self._begins, self._ends = _bounds(self.regions)
         return new
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all regions."""
+        return int((self._ends - self._begins).sum())
+
     def check(self, spans: Spans, name: str) -> None:
         """ValueError for fragments that do not lie in one registered region each."""
         check_within(spans, self._begins, self._ends, name)
