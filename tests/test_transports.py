@@ -483,13 +483,90 @@ def test_more_transfers_than_a_peer_takes_are_refused_alone(kind, monkeypatch):
         at = (np.array([side.address]), np.array([other.address]), np.array([8]))
         transfers = [getattr(side.transport, kind)(peer, *at) for _ in range(6)]
         for each in transfers[4:]:
-            with pytest.raises(TransferError, match="the peer refused: 4 requests of its kind wait"):
+            with pytest.raises(
+                TransferError, match="the peer refused: 4 requests of its kind wait"
+            ):
                 each.wait(5)
         assert side.transport.peers() == [peer]
 
 
 def waits(number, header, payload):
     """In place of a frame's handler: it does not come."""
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0, -0.001])
+def test_a_timeout_is_finite_and_not_below_0(timeout_s):
+    with Side("gloo") as side, Side("gloo") as other:
+        metadata = other.transport.metadata()
+        peer = side.transport.connect(metadata)
+        at = (np.array([side.address]), np.array([other.address]), np.array([8]))
+        read = side.transport.read(peer, *at)
+        for call in (
+            lambda: side.transport.connect(metadata, timeout_s=timeout_s),
+            lambda: side.transport.read(peer, *at, timeout_s=timeout_s),
+            lambda: side.transport.write(peer, *at, timeout_s=timeout_s),
+            lambda: read.wait(timeout_s),
+            lambda: make_transport("x", "gloo", timeout_s=timeout_s),
+        ):
+            with pytest.raises(ValueError, match=f"timeout_s is {timeout_s}: expected finite sec"):
+                call()
+        read.wait(5)
+
+
+def test_fragments_are_not_joined_over_the_border_of_two_regions(name):
+    halves = [0, POOL_BYTES // 2]
+    with ExitStack() as stack:
+        side, other = make_transport("a", name), make_transport("b", name)
+        stack.callback(side.close)
+        stack.callback(other.close)
+        mine, theirs = np.zeros(POOL_BYTES, np.uint8), pattern(3)
+        for begin in halves:
+            side.register([(mine.ctypes.data + begin, POOL_BYTES // 2)])
+            other.register([(theirs.ctypes.data + begin, POOL_BYTES // 2)])
+        at = np.arange(0, POOL_BYTES, POOL_BYTES // 4)
+        peer = side.connect(other.metadata())
+        to, source = mine.ctypes.data + at, theirs.ctypes.data + at
+        side.read(peer, to, source, np.full(4, POOL_BYTES // 4)).wait(10)
+        assert (mine == theirs).all()
+
+
+@pytest.mark.parametrize(
+    "bases, offsets, length, is_right",
+    [
+        ([0, 0], [0], [64], False),
+        ([0, 63], [0], [64], False),
+        ([64, 0], [0], [64], True),
+        ([0, 64], [0, 128], [64, 64], True),  # interleaved
+        ([0, 64], [0, 128], [64, 65], False),
+        ([0, 64], [128, 0], [64, 64], True),
+        ([0, 100], [0, 10], [10, 11], True),
+        ([0, 100], [0, 9], [10, 11], False),
+        ([0, 64, 192], [0, 64], [32, 64], False),
+        ([0, 32], [0, 128, 64], [32, 8, 16], True),
+    ],
+)
+def test_factored_local_bytes_are_written_once(bases, offsets, length, is_right):
+    with Side("gloo") as side, Side("gloo") as other:
+        local = Spans(side.address + np.array(bases), np.array(offsets), np.array(length))
+        remote = Spans(np.full(len(bases), other.address), local.offsets, local.length)
+        peer = side.transport.connect(other.transport.metadata())
+        if is_right:
+            side.transport.read_spans(peer, local, remote).wait(5)
+        else:
+            with pytest.raises(ValueError, match=r"local has byte 0x[0-9a-f]+ twice"):
+                side.transport.read_spans(peer, local, remote)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_a_side_that_accepts_no_writes_refuses_them_and_is_read(name, size):
+    with Side(name) as side, Side(name, accepts_writes=False) as other:
+        other.pool[:] = pattern(5)
+        peer = side.transport.connect(other.transport.metadata())
+        at = (np.array([side.address]), np.array([other.address]), np.array([size]))
+        with pytest.raises(TransferError, match=r"the peer refused: accepts_writes .* is False"):
+            side.transport.write(peer, *at).wait(5)
+        side.transport.read(peer, *at).wait(5)
+        assert (other.pool == pattern(5)).all() and (side.pool[:size] == other.pool[:size]).all()
 
 
 def test_a_transfer_that_nobody_waits_for_ends_too(side, name):

@@ -350,6 +350,10 @@ class Connection:
         size = header.get("message")
         if type(size) is not int or not 0 <= size <= min(len(payload), MOST_MESSAGE):
             raise ValueError(f"message of a push is {shown(size)}: expected its bytes")
+        if not self._owner.accepts_writes:
+            reason = "accepts_writes of this agent is False: expected reads alone"
+            self.put({"op": "refused", "id": number, "reason": reason})
+            return
         end = len(payload) - size
         spans = self._checked(number, payload[:end])
         if spans is None:
