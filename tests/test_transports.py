@@ -898,14 +898,19 @@ def test_metadata_must_be_bytes(side):
 def test_an_address_where_nobody_listens_is_an_error(side):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    told = {**json.loads(side.transport.metadata()), "agent": "peer", "port": port}
+    told = {
+        **json.loads(side.transport.metadata()),
+        "agent": "peer",
+        "incarnation": "0" * 32,
+        "port": port,
+    }
     with pytest.raises(ConnectionError, match=f"'peer' at 127.0.0.1:{port} was not connected"):
         side.transport.connect(json.dumps(told).encode(), timeout_s=2)
 
 
 def test_an_address_that_does_not_answer_is_an_error_within_the_deadline(side):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        told = {**json.loads(side.transport.metadata()), "agent": "peer"}
+        told = {**json.loads(side.transport.metadata()), "agent": "peer", "incarnation": "0" * 32}
         told["port"] = server.getsockname()[1]
         begin = time.monotonic()
         with pytest.raises(ConnectionError, match="was not connected"):
