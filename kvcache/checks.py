@@ -45,6 +45,14 @@ def number(value: float, name: str, expected: str = "a number") -> float:
         ) from None
 
 
+def seconds(value: float, name: str) -> float:
+    """A duration: finite, 0 or more. TypeError or ValueError."""
+    found = number(value, name, "seconds")
+    if not 0 <= found < math.inf:
+        raise ValueError(f"{name} is {value}: expected finite seconds, 0 or more")
+    return found
+
+
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 

@@ -3,6 +3,7 @@
 import random
 import socket
 import struct
+import threading
 import time
 
 import numpy as np
@@ -521,8 +522,45 @@ def test_other_topics_and_malformed_messages_are_ignored(context):
         ):
             stranger.send_multipart(frames)
         follow(reader, lambda: reader.next_seq == 1)
-        assert reader.counts == (1, 0, 0, 3)
+        assert reader.counts == (1, 0, 0, 3) and reader.is_exact
+        stranger.send_multipart([b"kv@a", encode_sequence(1), b"\xff\xff"])
+        follow(reader, lambda: reader.counts.malformed == 4)
+        assert not reader.is_exact
     stranger.close()
+
+
+def test_a_replay_that_drips_does_not_hold_a_poll(context):
+    publisher, router = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+    publisher.bind("inproc://dripping")
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    is_over = threading.Event()
+
+    def drip():
+        caller, first = None, 0
+        while not is_over.wait(0.05):
+            if router.poll(0):
+                caller, _, number = router.recv_multipart()
+                first = decode_sequence(number)
+            if caller is not None:
+                good = b"\x93\xcb\0\0\0\0\0\0\0\0\x90\0"
+                router.send_multipart([caller, b"", b"", encode_sequence(first), good])
+                first += 1
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    replay_endpoint = f"tcp://127.0.0.1:{port}"
+    with EventSubscriber(
+        "inproc://dripping", replay_endpoint, replay_timeout_s=0.5, context=context
+    ) as reader:
+        for _ in range(2):
+            before, start = reader.next_seq, time.monotonic()
+            reader.poll()
+            assert time.monotonic() - start < 3
+            assert reader.next_seq > before  # it goes on where it was
+    is_over.set()
+    thread.join()
+    publisher.close()
+    router.close()
 
 
 def test_a_publisher_that_does_not_answer_is_asked_again(context):

@@ -1,5 +1,6 @@
 """Transports between two processes: right bytes, clear errors, deadlines."""
 
+import errno
 import importlib.util
 import itertools
 import json
@@ -19,8 +20,10 @@ import pytest
 import torch
 
 from kvcache import Pages
-from kvcache.transfer.transport import lane
+from kvcache.transfer.transport import connection, lane
 from kvcache.transfer.transport.base import TransferError, make_transport
+from kvcache.transfer.transport.channel import receive_frame, send_frame
+from kvcache.transfer.transport.spans import Spans
 from tests.shared import sampled
 from tests.transport_peer import POOL_BYTES, Peer, pattern
 
@@ -67,6 +70,13 @@ class Side:
         return self.transport.write(
             "peer", self.address + local, peer.address + remote, length, **options
         )
+
+
+def wait_until(holds):
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.fixture(params=NAMES)
@@ -381,6 +391,184 @@ def test_a_transfer_that_is_given_up_leaves_the_others_alone(name, size):
 
 
 @pytest.mark.exhaustive
+def test_a_cancel_between_accept_and_start_leaves_the_connection(monkeypatch):
+    begun, goes_on, cancelled = threading.Event(), threading.Event(), threading.Event()
+    real = connection.Connection._start
+
+    def slow(self, number, job):
+        if self.peer.agent == other.transport.agent:
+            begun.set()
+            goes_on.wait(10)
+        real(self, number, job)
+
+    with Side("gloo") as side, Side("gloo") as other:
+        monkeypatch.setattr(connection.Connection, "_start", slow)
+        peer = side.transport.connect(other.transport.metadata())
+        at = (np.array([side.address]), np.array([other.address]), np.array([4096]))
+        write = side.transport.write(peer, *at)
+        assert begun.wait(10)
+        thread = threading.Thread(target=lambda: (write.cancel("enough"), cancelled.set()))
+        thread.start()
+        cancelled.wait(0.2)
+        goes_on.set()
+        thread.join(10)
+        side.transport.read(peer, *at).wait(5)
+        assert side.transport.peers() == [peer]
+
+
+def test_a_digest_of_a_read_that_was_given_up_leaves_the_connection(monkeypatch):
+    held = []
+    real = connection.Connection.on_frame
+
+    def late(self, header, payload):
+        """Digests of the first read come once it is over."""
+        if self.peer.agent == other.transport.agent and header["op"] == "digest" and not is_over:
+            held.append((self, header, payload))
+            read.cancel("enough")
+        else:
+            real(self, header, payload)
+
+    options = {"digest": True, "piece_bytes": 1 << 12}
+    with Side("gloo", **options) as side, Side("gloo", **options) as other:
+        is_over = []
+        monkeypatch.setattr(connection.Connection, "on_frame", late)
+        peer = side.transport.connect(other.transport.metadata())
+        known = side.transport._connections[peer]
+        at = (np.array([side.address]), np.array([other.address]), np.array([1 << 16]))
+        read = side.transport.read(peer, *at)
+        wait_until(lambda: held and read.is_released and not known._incoming)
+        is_over.append(True)
+        for each, header, payload in held:
+            real(each, header, payload)
+        side.transport.read(peer, *at).wait(5)
+        assert side.transport.peers() == [peer]
+
+
+def test_a_failed_transfer_is_not_released_before_its_job_is_stopped(monkeypatch):
+    seen = []
+    with Side("gloo") as side, Side("gloo") as other:
+        peer = side.transport.connect(other.transport.metadata())
+        known = side.transport._connections[peer]
+        transfer = connection.StagedTransfer(known, 8, 5.0)
+        transfer.job = lane.Job(Spans.of([side.address], [8], "local"), 0, 5.0, lambda: None)
+        real = transfer.job.stop
+        monkeypatch.setattr(
+            transfer.job, "stop", lambda: (seen.append(transfer.is_released), real())
+        )
+        transfer.fail("lost")
+        assert seen == [False] and transfer.is_released
+
+
+def test_a_request_of_more_bytes_than_memory_holds_is_refused():
+    with Side("gloo") as side, Side("gloo") as other:
+        peer = side.transport.connect(other.transport.metadata())
+        bases = np.full(5, other.address)
+        wide = Spans(bases, np.zeros(1, np.int64), np.array([POOL_BYTES]))
+        known = side.transport._connections[peer]
+        transfer = connection.StagedTransfer(known, 0, 5.0)
+        number = known.track(transfer, wide, "pull", b"")
+        known.put({"op": "pull", "id": number}, wide.to_bytes())
+        with pytest.raises(TransferError, match=f"expected at most {4 * POOL_BYTES}, 4 times"):
+            transfer.wait(5)
+        assert side.transport.peers() == [peer]
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_more_transfers_than_a_peer_takes_are_refused_alone(kind, monkeypatch):
+    monkeypatch.setattr(connection, "_MOST_WAITING", 4)
+    with Side("gloo", piece_bytes=1 << 12) as side, Side("gloo") as other:
+        peer = side.transport.connect(other.transport.metadata())
+        monkeypatch.setattr(other.transport._connections[side.transport.agent], "_on_done", waits)
+        monkeypatch.setattr(other.transport._connections[side.transport.agent], "_on_start", waits)
+        at = (np.array([side.address]), np.array([other.address]), np.array([8]))
+        transfers = [getattr(side.transport, kind)(peer, *at) for _ in range(6)]
+        for each in transfers[4:]:
+            with pytest.raises(
+                TransferError, match="the peer refused: 4 requests of its kind wait"
+            ):
+                each.wait(5)
+        assert side.transport.peers() == [peer]
+
+
+def waits(number, header, payload):
+    """In place of a frame's handler: it does not come."""
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0, -0.001])
+def test_a_timeout_is_finite_and_not_below_0(timeout_s):
+    with Side("gloo") as side, Side("gloo") as other:
+        metadata = other.transport.metadata()
+        peer = side.transport.connect(metadata)
+        at = (np.array([side.address]), np.array([other.address]), np.array([8]))
+        read = side.transport.read(peer, *at)
+        for call in (
+            lambda: side.transport.connect(metadata, timeout_s=timeout_s),
+            lambda: side.transport.read(peer, *at, timeout_s=timeout_s),
+            lambda: side.transport.write(peer, *at, timeout_s=timeout_s),
+            lambda: read.wait(timeout_s),
+            lambda: make_transport("x", "gloo", timeout_s=timeout_s),
+        ):
+            with pytest.raises(ValueError, match=f"timeout_s is {timeout_s}: expected finite sec"):
+                call()
+        read.wait(5)
+
+
+def test_fragments_are_not_joined_over_the_border_of_two_regions(name):
+    halves = [0, POOL_BYTES // 2]
+    with ExitStack() as stack:
+        side, other = make_transport("a", name), make_transport("b", name)
+        stack.callback(side.close)
+        stack.callback(other.close)
+        mine, theirs = np.zeros(POOL_BYTES, np.uint8), pattern(3)
+        for begin in halves:
+            side.register([(mine.ctypes.data + begin, POOL_BYTES // 2)])
+            other.register([(theirs.ctypes.data + begin, POOL_BYTES // 2)])
+        at = np.arange(0, POOL_BYTES, POOL_BYTES // 4)
+        peer = side.connect(other.metadata())
+        to, source = mine.ctypes.data + at, theirs.ctypes.data + at
+        side.read(peer, to, source, np.full(4, POOL_BYTES // 4)).wait(10)
+        assert (mine == theirs).all()
+
+
+@pytest.mark.parametrize(
+    "bases, offsets, length, is_right",
+    [
+        ([0, 0], [0], [64], False),
+        ([0, 63], [0], [64], False),
+        ([64, 0], [0], [64], True),
+        ([0, 64], [0, 128], [64, 64], True),  # interleaved
+        ([0, 64], [0, 128], [64, 65], False),
+        ([0, 64], [128, 0], [64, 64], True),
+        ([0, 100], [0, 10], [10, 11], True),
+        ([0, 100], [0, 9], [10, 11], False),
+        ([0, 64, 192], [0, 64], [32, 64], False),
+        ([0, 32], [0, 128, 64], [32, 8, 16], True),
+    ],
+)
+def test_factored_local_bytes_are_written_once(bases, offsets, length, is_right):
+    with Side("gloo") as side, Side("gloo") as other:
+        local = Spans(side.address + np.array(bases), np.array(offsets), np.array(length))
+        remote = Spans(np.full(len(bases), other.address), local.offsets, local.length)
+        peer = side.transport.connect(other.transport.metadata())
+        if is_right:
+            side.transport.read_spans(peer, local, remote).wait(5)
+        else:
+            with pytest.raises(ValueError, match=r"local has byte 0x[0-9a-f]+ twice"):
+                side.transport.read_spans(peer, local, remote)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_a_side_that_accepts_no_writes_refuses_them_and_is_read(name, size):
+    with Side(name) as side, Side(name, accepts_writes=False) as other:
+        other.pool[:] = pattern(5)
+        peer = side.transport.connect(other.transport.metadata())
+        at = (np.array([side.address]), np.array([other.address]), np.array([size]))
+        with pytest.raises(TransferError, match=r"the peer refused: accepts_writes .* is False"):
+            side.transport.write(peer, *at).wait(5)
+        side.transport.read(peer, *at).wait(5)
+        assert (other.pool == pattern(5)).all() and (side.pool[:size] == other.pool[:size]).all()
+
+
 def test_a_transfer_that_nobody_waits_for_ends_too(side, name):
     with Peer(name) as peer:
         side.transport.connect(peer.metadata)
@@ -539,6 +727,40 @@ def test_many_that_say_nothing_do_not_keep_others_out_for_long(side, peer):
         each.close()
 
 
+def test_a_listener_survives_that_it_cannot_accept(side, name, monkeypatch):
+    class Poor:
+        """A listener, and a thread, in a process that has nothing left for a while."""
+
+        def __init__(self, listener):
+            self.listener, self.num_left = listener, 2
+
+        def __getattr__(self, attribute):
+            return getattr(self.listener, attribute)
+
+        def accept(self):
+            sock = self.listener.accept()
+            self.num_left -= 1
+            if self.num_left == 1:
+                sock[0].close()
+                raise OSError(errno.EMFILE, "Too many open files")
+            return sock
+
+    def no_thread(thread):
+        if thread.name == "kvcache greeting" and poor.num_left == 0:
+            poor.num_left -= 1
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    start, poor = threading.Thread.start, Poor(side.transport._listener)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    side.transport._listener = poor
+    for _ in range(3):  # the first one is met by the listener that waits already
+        socket.create_connection(("127.0.0.1", side.transport.port)).close()
+    wait_until(lambda: poor.num_left < 0)
+    with Side(name) as other:
+        other.transport.connect(side.transport.metadata(), timeout_s=5)
+
+
 @pytest.mark.parametrize("mine, theirs", sampled([(b"a", "b"), (b"", "b"), (b"a", "")]))
 def test_another_secret_is_refused_on_both_sides(name, mine, theirs):
     with Side(name, secret=mine) as side, Peer(name, secret=theirs) as peer:
@@ -547,6 +769,45 @@ def test_another_secret_is_refused_on_both_sides(name, mine, theirs):
         answer = peer.ask("connect", metadata=side.transport.metadata().decode())
         assert "has another secret" in answer["error"]
         assert side.transport.peers() == []
+
+
+def test_metadata_with_the_own_incarnation_are_refused(name):
+    with Side(name, secret=b"a") as side:
+        own = {**json.loads(side.transport.metadata()), "agent": "lure", "regions": []}
+        with pytest.raises(ValueError, match="incarnation of the metadata is this side's own"):
+            side.transport.connect(json.dumps(own).encode(), timeout_s=5)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_proof_that_is_relayed_from_another_address_is_refused(name, own):
+    """The relay has lured a side to its own address, and knows no secret."""
+    with Side(name, secret=b"a") as caller, Side(name, secret=b"a") as victim:
+        told = json.loads(victim.transport.metadata())
+        with socket.create_server(("127.0.0.1", 0)) as lure:
+            lured = json.dumps({**told, "port": lure.getsockname()[1]}).encode()
+            errors = []
+
+            def call():
+                try:
+                    caller.transport.connect(lured, timeout_s=5)
+                except ConnectionError as error:
+                    errors.append(str(error))
+
+            thread = threading.Thread(target=call)
+            thread.start()
+            back, _ = lure.accept()
+            with back, socket.create_connection(("127.0.0.1", told["port"])) as there:
+                there.settimeout(5)
+                hello, _ = receive_frame(back)
+                if own:  # it says what the victim expects
+                    hello["address"] = f"127.0.0.1:{told['port']}"
+                send_frame(there, hello)
+                answer, _ = receive_frame(there)
+                send_frame(back, answer)
+                thread.join(10)
+        assert answer["op"] == ("hello" if own else "refused")
+        assert re.search("another secret" if own else "address is '127", errors[0])
+        assert caller.transport.peers() == victim.transport.peers() == []
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
@@ -637,14 +898,19 @@ def test_metadata_must_be_bytes(side):
 def test_an_address_where_nobody_listens_is_an_error(side):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    told = {**json.loads(side.transport.metadata()), "agent": "peer", "port": port}
+    told = {
+        **json.loads(side.transport.metadata()),
+        "agent": "peer",
+        "incarnation": "0" * 32,
+        "port": port,
+    }
     with pytest.raises(ConnectionError, match=f"'peer' at 127.0.0.1:{port} was not connected"):
         side.transport.connect(json.dumps(told).encode(), timeout_s=2)
 
 
 def test_an_address_that_does_not_answer_is_an_error_within_the_deadline(side):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        told = {**json.loads(side.transport.metadata()), "agent": "peer"}
+        told = {**json.loads(side.transport.metadata()), "agent": "peer", "incarnation": "0" * 32}
         told["port"] = server.getsockname()[1]
         begin = time.monotonic()
         with pytest.raises(ConnectionError, match="was not connected"):

@@ -20,7 +20,8 @@ def replay(
     """(sequence number, payload) of the batches from `first` on, as far as the publisher has them.
 
     Each call is a connection of its own, so that no answer to an earlier one comes in between.
-    ReplayTimeout where no answer comes for `timeout_s` seconds. WireError for an answer of another form.
+    ReplayTimeout where it has not ended within `timeout_s` seconds; what came before counts. WireError
+    for an answer of another form.
     """
     socket = context.socket(zmq.DEALER)
     socket.linger = 0
@@ -31,14 +32,14 @@ def replay(
         socket.send_multipart([b"", encode_sequence(first)])
         deadline = time.monotonic() + timeout_s
         while True:
-            if not socket.poll(max(int((deadline - time.monotonic()) * 1000), 0)):
-                raise ReplayTimeout(f"no answer from {endpoint} for {timeout_s} s")
+            left = deadline - time.monotonic()
+            if left <= 0 or not socket.poll(int(left * 1000)):
+                raise ReplayTimeout(f"{endpoint} has not sent all within {timeout_s:g} s")
             frames = socket.recv_multipart()
             if len(frames) != 4:
                 raise WireError(f"answer has {len(frames)} frames: expected 4")
             if frames[2] == END_OF_REPLAY:
                 return
             yield decode_sequence(frames[2]), frames[3]
-            deadline = time.monotonic() + timeout_s
     finally:
         socket.close()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import zmq
 
-from kvcache.checks import number, text
+from kvcache.checks import seconds, text
 from kvcache.router_events.replay_client import ReplayTimeout, replay
 from kvcache.router_events.view import CacheView
 from kvcache.router_events.wire import (
@@ -37,8 +37,8 @@ class EventSubscriber:
 
     `endpoint`, `replay_endpoint`: where the publisher is. Without the second, what is missed stays
     missing. `topic`: batches of exactly this one; "" for all. `replay_timeout_s`: how long a replay may
-    be silent; after a failed one the next is tried no sooner. `context`: of ZMQ; None for the process's
-    own.
+    take; a longer one goes on with the next `poll`, and after one without any answer the next is tried
+    no sooner. `context`: of ZMQ; None for the process's own.
 
     `view` is exact, as of `next_seq`, while `is_exact`: every batch before was applied, or one that
     names everything. A batch that was lost is noticed when a later one comes, and replayed then, or
@@ -65,7 +65,7 @@ class EventSubscriber:
         if replay_endpoint is not None:
             text(replay_endpoint, "replay_endpoint")
         self._topic = text(topic, "topic").encode()
-        self._replay_timeout_s = number(replay_timeout_s, "replay_timeout_s")
+        self._replay_timeout_s = seconds(replay_timeout_s, "replay_timeout_s")
         self._replay_endpoint = replay_endpoint
         self._context = context or zmq.Context.instance()
         self.view = CacheView()
@@ -97,7 +97,7 @@ class EventSubscriber:
         Waits for something at most `timeout_s`, and for a replay at most `replay_timeout_s` more.
         """
         before = self._num_batches
-        wait_ms = int(number(timeout_s, "timeout_s") * 1000)
+        wait_ms = int(seconds(timeout_s, "timeout_s") * 1000)
         self._note_connections()
         self._try_to_catch_up()
         while self._socket.poll(wait_ms if self._num_batches == before else 0):
@@ -146,9 +146,15 @@ class EventSubscriber:
             topic, sequence, payload = frames
             if self._topic and topic != self._topic:
                 return  # it only begins in the same way
-            seq, batch = decode_sequence(sequence), decode_batch(payload)
+            seq = decode_sequence(sequence)
         except WireError as error:
             self._note_malformed(error)
+            return
+        try:
+            batch = decode_batch(payload)
+        except WireError as error:
+            self._note_malformed(error)
+            self.is_exact = False
             return
         if seq <= self._last_live:
             self._begin_anew()
@@ -219,25 +225,28 @@ class EventSubscriber:
             return
         if time.monotonic() < self._retry_at:
             return
+        deadline, before = time.monotonic() + self._replay_timeout_s, self._num_batches
         try:
-            is_done = self._replay(self._replay_endpoint)
+            is_done = self._replay(self._replay_endpoint, deadline)
             if not is_done:
                 self._begin_anew()
                 self._drop_queued()
-                is_done = self._replay(self._replay_endpoint)  # False: it has begun anew once more
+                # False: it has begun anew once more.
+                is_done = self._replay(self._replay_endpoint, deadline)
             self._must_catch_up = not is_done
         except ReplayTimeout as error:
             _log.warning("cache events were not replayed: %s", error)
-            self._retry_at = time.monotonic() + self._replay_timeout_s
+            if self._num_batches == before:
+                self._retry_at = time.monotonic() + self._replay_timeout_s
         except WireError as error:
             self._note_malformed(error)
             self._retry_at = time.monotonic() + self._replay_timeout_s
 
-    def _replay(self, endpoint: str) -> bool:
+    def _replay(self, endpoint: str, deadline: float) -> bool:
         """Applies what came behind the last batch; False where the publisher has another one there."""
         last = None if self._last_payload is None else self.next_seq - 1
         is_first = True
-        answers = replay(self._context, endpoint, last or 0, self._replay_timeout_s)
+        answers = replay(self._context, endpoint, last or 0, deadline - time.monotonic())
         with closing(answers):
             for seq, payload in answers:
                 if is_first and seq == last:

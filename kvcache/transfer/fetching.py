@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcache.checks import as_array, instance, number
+from kvcache.checks import as_array, instance, seconds
 from kvcache.transfer.plan.fragments import Runs
 from kvcache.transfer.plan.token_range import RangeRuns, plan_range
 from kvcache.transfer.plan.transfer_plan import TransferPlan
@@ -105,7 +105,7 @@ class Fetch:
 
     def wait(self, timeout_s: float) -> None:
         """Waits until all pages are here. TransferError where it fails or is not done in time."""
-        timeout_s = number(timeout_s, "timeout_s")
+        timeout_s = seconds(timeout_s, "timeout_s")
         deadline = time.monotonic() + timeout_s
         for transfer in self.transfers:
             try:
@@ -145,10 +145,13 @@ def fetch(
     side are skipped; see `plan_range`. Fragments go factored to the transport, which packs small ones.
     notify: what all peers that were read get once the pages are here (with `poll` or `wait`).
 
-    TypeError or ValueError, and nothing moves, for ids and tokens that do not fit the plans, unknown
-    ranks, and memory that either side has not registered; TransferError for a peer that is not connected.
+    TypeError or ValueError, and nothing moves, for ids and tokens that do not fit the plans and unknown
+    ranks. Reads begin one after the other: where the first one is refused, as for memory that either
+    side has not registered or a peer that is not connected, its ValueError or TransferError is raised.
+    Where a later one is, those before are given up, and `poll` and `wait` raise TransferError: pages
+    must not be used again before `is_released`.
     """
-    timeout_s = number(timeout_s, "timeout_s")
+    timeout_s = seconds(timeout_s, "timeout_s")
     found = [_runs(group, first_token, end_token) for group in groups]
     for number_, (group, each) in enumerate(zip(groups, found)):
         for rank in group.plan.remote_ranks:

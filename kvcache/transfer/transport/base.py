@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcache.checks import number
+from kvcache.checks import seconds
 from kvcache.transfer.transport.spans import Spans, joined
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Transfer(ABC):
         TransferError where the transfer fails, or is not done within `timeout_s` seconds: then it is
         given up.
         """
-        timeout_s = number(timeout_s, "timeout_s")
+        timeout_s = seconds(timeout_s, "timeout_s")
         deadline = time.monotonic() + timeout_s
         while not self.poll():
             left = deadline - time.monotonic()
@@ -101,8 +101,9 @@ class Transport(ABC):
         """Adds memory that reads and writes of both sides may touch.
 
         memory: the pages of a pool, or (address, bytes) of host memory. The caller keeps it alive until
-        `close`. Peers learn of it with `metadata`, so register before that. ValueError for no bytes, and
-        for memory that overlaps what is registered.
+        `close`. Peers learn of it with `metadata`, so register before that. Memory that is registered
+        already may come again; a fragment lies in one region, so that it does not go over the border of
+        two calls. ValueError for no bytes.
         """
 
     @abstractmethod
@@ -137,7 +138,7 @@ class Transport(ABC):
         memory that is not registered, or local bytes that are written twice; TransferError for a peer
         that is no longer connected.
         """
-        spans = joined(Spans.of(local, length, "local"), Spans.of(remote, length, "remote"))
+        spans = self._joined(peer, local, remote, length)
         return self.read_spans(peer, *spans, notify=notify, timeout_s=timeout_s)
 
     def write(
@@ -151,8 +152,18 @@ class Transport(ABC):
         timeout_s: float | None = None,
     ) -> Transfer:
         """Copies bytes of local memory into the peer's; as `read`, with `notify` once all have landed."""
-        spans = joined(Spans.of(local, length, "local"), Spans.of(remote, length, "remote"))
+        spans = self._joined(peer, local, remote, length)
         return self.write_spans(peer, *spans, notify=notify, timeout_s=timeout_s)
+
+    def _joined(
+        self, peer: str, local: np.ndarray, remote: np.ndarray, length: np.ndarray
+    ) -> tuple[Spans, Spans]:
+        sides = Spans.of(local, length, "local"), Spans.of(remote, length, "remote")
+        return joined(*sides, self._borders(peer))
+
+    def _borders(self, peer: str) -> tuple[np.ndarray, np.ndarray]:
+        """Where registered regions begin, local and remote ones: fragments are not joined over that."""
+        return np.empty(0, np.int64), np.empty(0, np.int64)
 
     @abstractmethod
     def read_spans(
@@ -213,7 +224,9 @@ def make_transport(
     else gloo. options: `secret` (bytes that both sides must have), `timeout_s` of a transfer (30),
     `piece_bytes` of staging memory (16 MiB; a connection has four pieces), `digest` (False; True: what
     arrives is compared with a digest of what was sent, and a transfer fails where it differs),
-    `advertise` (the address that peers are told; None: host. Needed where host is every address).
+    `advertise` (the address that peers are told; None: host. Needed where host is every address),
+    `accepts_writes` (True; False: writes of peers are refused. Over NIXL all bytes go through staging
+    memory then, as with `direct_bytes=None`: a peer could write to registered pages unasked).
     ValueError or TypeError for other options, ImportError where NIXL is named and not installed, OSError
     where the address is taken.
     """

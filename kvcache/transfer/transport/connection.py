@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 MOST_MESSAGE = 1 << 20  # bytes
 MOST_NOTIFICATIONS = 1 << 16  # that `notifications` has not returned yet
-_MOST_PUSHES = 1 << 12  # that a peer announces and does not begin
+_MOST_WAITING = 1 << 12  # reads of a peer, and writes that it announces and does not begin
+_MOST_TIMES = 4  # that one request may name each registered byte, on average
+_MOST_STOPPED = 1 << 14  # more than a peer may have begun
 _MOST_ID = 1 << 28
 
 
@@ -94,9 +96,9 @@ class StagedTransfer(Transfer):
         with self._lock:
             if self._is_done or self._error is not None:
                 return False
-            self._error = reason
             if self._job is not None:
-                self._job.stop()
+                self._job.stop()  # first: `is_released` is read without the lock
+            self._error = reason
         self._has_ended.set()
         return True
 
@@ -126,6 +128,7 @@ class Connection:
         self._peer_is_open = not is_caller
         self._owner, self.is_caller = owner, is_caller
         self._lock = threading.Lock()
+        self._ordering = threading.Lock()  # of a write's `start` and `cancel`
         self._ids = itertools.count()
         self._transfers: dict[int, tuple[StagedTransfer, Spans, str, bytes]] = {}
         self._given_up: dict[
@@ -135,6 +138,7 @@ class Connection:
         self._pushes: dict[int, tuple[Spans, bytes]] = {}
         self._pulls: dict[int, Job] = {}
         self._incoming: dict[int, Job] = {}  # by tag
+        self._stopped: dict[int, None] = {}  # tags of jobs that ended without all of their digests
         self._messages: deque[bytes] = deque()
         self.lane: Lane | None = None
         self.channel: Channel | None = None
@@ -232,12 +236,13 @@ class Connection:
 
     def give_up(self, transfer: StagedTransfer) -> None:
         """Tells the peer that a transfer has failed. Others go on, if the peer lets go of it in time."""
-        with self._lock:
-            if transfer.number not in self._transfers:
-                return
-            self._given_up[transfer.number] = time.monotonic()
-        with suppress(TransferError):  # the connection has ended
-            self.put({"op": "cancel", "id": transfer.number})
+        with self._ordering:
+            with self._lock:
+                if transfer.number not in self._transfers:
+                    return
+                self._given_up[transfer.number] = time.monotonic()
+            with suppress(TransferError):  # the connection has ended
+                self.put({"op": "cancel", "id": transfer.number})
 
     def check_alive(self) -> None:
         """Ends the connection to a peer that has not let go of a transfer in time."""
@@ -333,8 +338,10 @@ class Connection:
         spans = self._checked(number, payload)
         if spans is None:
             return
-        if number in self._pulls or len(self._pulls) >= _MOST_PUSHES:
+        if number in self._pulls:
             raise ValueError(f"id of a pull is {number}: expected one that is not under way")
+        if self._are_too_many(self._pulls, number):
+            return
         job = Job(spans, self._tag(number, mine=False), self._owner.timeout_s, lambda: None)
         self._pulls[number] = job
         self._start(number, job)
@@ -343,14 +350,28 @@ class Connection:
         size = header.get("message")
         if type(size) is not int or not 0 <= size <= min(len(payload), MOST_MESSAGE):
             raise ValueError(f"message of a push is {shown(size)}: expected its bytes")
+        if not self._owner.accepts_writes:
+            reason = "accepts_writes of this agent is False: expected reads alone"
+            self.put({"op": "refused", "id": number, "reason": reason})
+            return
         end = len(payload) - size
         spans = self._checked(number, payload[:end])
         if spans is None:
             return
-        if number in self._pushes or len(self._pushes) >= _MOST_PUSHES:
+        if number in self._pushes:
             raise ValueError(f"id of a push is {number}: expected one that is not under way")
+        if self._are_too_many(self._pushes, number):
+            return
         self._pushes[number] = (spans, payload[end:])
         self.put({"op": "accept", "id": number})
+
+    def _are_too_many(self, waiting: dict, number: int) -> bool:
+        """Whether a request is refused because others of its kind wait."""
+        if len(waiting) < _MOST_WAITING:
+            return False
+        reason = f"{len(waiting)} requests of its kind wait: expected fewer than {_MOST_WAITING}"
+        self.put({"op": "refused", "id": number, "reason": reason})
+        return True
 
     def _checked(self, number: int, payload: bytes) -> Spans | None:
         """The spans of a request, or None where they are refused."""
@@ -358,6 +379,12 @@ class Connection:
             spans = Spans.from_bytes(payload)
             if spans.num_fragments == 0:
                 raise ValueError("spans have no fragments: expected one or more")
+            most = _MOST_TIMES * self._owner.memory.num_bytes
+            if spans.num_bytes > most:
+                raise ValueError(
+                    f"the request has {spans.num_bytes} bytes: expected at most {most}, "
+                    f"{_MOST_TIMES} times those that are registered"
+                )
             self._owner.memory.check(spans, "the request")
         except ValueError as error:
             self.put({"op": "refused", "id": number, "reason": str(error)})
@@ -366,11 +393,13 @@ class Connection:
 
     def _on_accept(self, number: int, header: dict, payload: bytes) -> None:
         transfer, local = self._transfer(number, "push")
-        if number in self._given_up:
-            return  # the peer learns of it
         tag = self._tag(number, mine=True)
-        transfer.job = Job(local, tag, self._owner.timeout_s, lambda: None)
-        self._start(number, transfer.job)
+        job = Job(local, tag, self._owner.timeout_s, lambda: None)
+        with self._ordering:  # a `cancel` that comes before `start` ends the write at the peer
+            if number in self._given_up:
+                return  # the peer learns of it
+            transfer.job = job
+            self._start(number, job)
 
     def _start(self, number: int, job: Job) -> None:
         """Sends bytes. Jobs are queued in the order in which the peer learns of them: only the thread
@@ -401,6 +430,8 @@ class Connection:
         tag = header.get("tag")
         job = self._incoming.get(tag) if type(tag) is int else None
         if job is None:
+            if op == "digest" and type(tag) is int and tag in self._stopped:
+                return  # the job did not wait for it
             raise ValueError(f"tag is {shown(tag)}: expected that of bytes under way")
         if op == "more":
             job.promise()
@@ -415,9 +446,18 @@ class Connection:
             raise ValueError(f"the bytes of pull {tag // 2} have ended: expected all of them")
         job.end()
 
+    def _ended_job(self, tag: int) -> Job:
+        """An incoming job, of which nothing but late digests may come."""
+        job = self._incoming[tag]
+        if self.has_digest and job.is_stopped:
+            self._stopped[tag] = None
+            if len(self._stopped) > _MOST_STOPPED:
+                del self._stopped[next(iter(self._stopped))]
+        return self._incoming.pop(tag)
+
     def _have_read(self, number: int) -> None:
         transfer, _, _, notify = self._transfers[number]
-        if self._incoming.pop(self._tag(number, mine=True)).is_spoiled:
+        if self._ended_job(self._tag(number, mine=True)).is_spoiled:
             transfer.fail("other bytes arrived than the peer has sent: their digests differ")
         transfer.finish(
             lambda is_done: self.put({"op": "done", "id": number}, notify if is_done else b"")
@@ -425,7 +465,7 @@ class Connection:
         self.untrack(number)
 
     def _have_landed(self, number: int, message: bytes) -> None:
-        job = self._incoming.pop(self._tag(number, mine=False))
+        job = self._ended_job(self._tag(number, mine=False))
         op = "spoiled" if job.is_spoiled else "cancelled" if job.is_stopped else "landed"
         self.put({"op": op, "id": number})
         if message and op == "landed":

@@ -2,6 +2,9 @@
 
 The side that connects says hello, the other one answers with proof that it has the same secret, then the
 first one proves it. Only then is the metadata of the first side read, and is it told that it is ready.
+
+The proofs name the address that was dialled and the one that the listener advertises, so that a side
+that was lured to another address refuses what is relayed from there.
 """
 
 from __future__ import annotations
@@ -42,12 +45,13 @@ def greet(
         "from": mine.incarnation,
         "to": theirs.incarnation,
         "nonce": nonce,
+        "address": address_of(theirs),
     }
     sock.settimeout(max(deadline - time.monotonic(), 0.001))
     send_frame(sock, hello)
     answer = _expect(sock, "hello", deadline)
     nonces = (nonce, _text(answer, "nonce"))
-    between = (mine.incarnation, theirs.incarnation)
+    between = (mine.incarnation, theirs.incarnation, address_of(theirs))
     if not hmac.compare_digest(_text(answer, "proof"), _proof(secret, "to", nonces, between)):
         raise RefusedError(f"agent {theirs.agent!r} has another secret: expected the same")
     send_frame(sock, {"op": "proof", "proof": _proof(secret, "from", nonces, between)})
@@ -75,11 +79,15 @@ def welcome(
         reason = f"transport is {shown(hello.get('transport'))}: expected {mine.transport!r}"
     elif hello.get("to") != mine.incarnation:
         reason = f"agent {mine.agent!r} was started again: expected its new metadata"
+    elif hello.get("from") == mine.incarnation:
+        reason = "the incarnation is the listener's own: expected another side's"
+    elif hello.get("address") != address_of(mine):
+        reason = f"address is {shown(hello.get('address'))}: expected {address_of(mine)!r}"
     if reason is not None:
         send_frame(sock, {"op": "refused", "reason": reason})
         return None
     nonces = (_text(hello, "nonce"), secrets.token_hex(_NONCE_BYTES))
-    between = (_text(hello, "from"), mine.incarnation)
+    between = (_text(hello, "from"), mine.incarnation, address_of(mine))
     answer = {"op": "hello", "nonce": nonces[1], "proof": _proof(secret, "to", nonces, between)}
     send_frame(sock, answer)
     proof = _expect(sock, "proof", deadline)
@@ -104,7 +112,13 @@ def welcome(
     return theirs
 
 
-def _proof(secret: bytes, role: str, nonces: tuple[str, str], between: tuple[str, str]) -> str:
+def address_of(side: Metadata) -> str:
+    """Where a side is dialled, as its metadata say."""
+    return f"{side.host}:{side.port}"
+
+
+def _proof(secret: bytes, role: str, nonces: tuple[str, str], between: tuple[str, str, str]) -> str:
+    """between: the incarnations of the caller and the listener, and the listener's address."""
     said = "\n".join(("kvcache transport", role, *nonces, *between))
     return hmac.new(secret, said.encode(), "sha256").hexdigest()
 

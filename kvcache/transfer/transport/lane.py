@@ -6,7 +6,7 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -200,15 +200,15 @@ class Flow:
 
     def _send(self, job: Job) -> None:
         works: list[PieceWork | None] = [None] * PIECES_AHEAD
-        tiles = list(job.spans.tiles(self._piece_bytes))
-        for number, tile in enumerate(tiles):
+        tiles = _with_more(job.spans.tiles(self._piece_bytes))
+        for number, (tile, has_more) in enumerate(tiles):
             slot = number % PIECES_AHEAD
             if (work := works[slot]) is not None:
                 work.wait(job.timeout_s)
                 works[slot] = None
             piece = self._staging[slot][: tile.num_bytes]
             if job.copy(lambda tile=tile, piece=piece: self._memory.gather(tile, piece)):
-                if number + PIECES_AHEAD < len(tiles):
+                if has_more:
                     job.promise()
                     self._say("more", job)
                 if self._has_digest:
@@ -225,25 +225,35 @@ class Flow:
 
     def _receive(self, job: Job) -> None:
         under_way: deque[tuple[Spans, torch.Tensor, PieceWork]] = deque()
-        tiles = list(job.spans.tiles(self._piece_bytes))
-        following = 0
+        tiles = job.spans.tiles(self._piece_bytes)
+        tile, following = next(tiles, None), 0  # the next one, and its number
 
         def begin() -> None:
-            nonlocal following
-            if following < len(tiles) and job.is_promised(following) and not self._is_closed:
-                tile = tiles[following]
+            nonlocal tile, following
+            if tile is not None and job.is_promised(following) and not self._is_closed:
                 piece = self._staging[following % PIECES_AHEAD][: tile.num_bytes]
                 under_way.append((tile, piece, self._lane.receive(piece, job.tag)))
-                following += 1
+                tile, following = next(tiles, None), following + 1
 
         for _ in range(PIECES_AHEAD):
             begin()
         while under_way:
-            tile, piece, work = under_way.popleft()
+            to, piece, work = under_way.popleft()
             work.wait(job.timeout_s)
             if self._has_digest:
                 job.check(piece)
-            job.copy(lambda tile=tile, piece=piece: self._memory.scatter(piece, tile))
+            job.copy(lambda to=to, piece=piece: self._memory.scatter(piece, to))
             begin()
-        if following < len(tiles):
+        if tile is not None:
             job.stop()  # the sender has given it up
+
+
+def _with_more(tiles: Iterator[Spans]) -> Iterator[tuple[Spans, bool]]:
+    """The tiles; to each whether there is one that comes `PIECES_AHEAD` behind it."""
+    window: deque[Spans] = deque()
+    for tile in tiles:
+        window.append(tile)
+        if len(window) > PIECES_AHEAD:
+            yield window.popleft(), True
+    for tile in window:
+        yield tile, False

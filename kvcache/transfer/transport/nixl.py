@@ -44,6 +44,8 @@ class NixlTransport(StagedTransport):
         self._direct_bytes = direct_bytes
         self._kept: list[torch.Tensor] = []
         super().__init__(agent, host=host, port=port, **options)
+        if not self.accepts_writes:
+            self._direct_bytes = None
         try:
             self.nixl = Agent(self.incarnation, host)
         except BaseException:

@@ -45,6 +45,16 @@ class RegisteredMemory:
         self._begins, self._ends = _bounds(self.regions)
         return new
 
+    @property
+    def begins(self) -> np.ndarray:
+        """int64[r], sorted: where the regions begin."""
+        return self._begins
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all regions."""
+        return int((self._ends - self._begins).sum())
+
     def check(self, spans: Spans, name: str) -> None:
         """ValueError for fragments that do not lie in one registered region each."""
         check_within(spans, self._begins, self._ends, name)
@@ -97,8 +107,30 @@ def check_within(spans: Spans, begins: np.ndarray, ends: np.ndarray, name: str) 
         )
 
 
-def check_apart(addresses: np.ndarray, length: np.ndarray, name: str) -> None:
+def check_apart(spans: Spans, name: str) -> None:
     """ValueError for fragments that overlap."""
+    if spans.num_fragments == 0:
+        return
+    if len(spans.bases) == 1:
+        _check_apart(spans.bases[0] + spans.offsets, spans.length, name)
+        return
+    bases, offsets, longest = np.sort(spans.bases), spans.offsets, int(spans.length.max())
+    first = int(offsets.min())
+    extent = int((offsets + spans.length).max()) - first
+    if int(np.diff(bases).min()) >= extent:  # each base's runs lie before those of the next one
+        _check_apart(offsets, spans.length, name)
+        return
+    by_run = np.diff(np.sort(offsets))
+    reach = int(bases[-1] - bases[0]) + longest
+    is_by_run = not len(by_run) or int(by_run.min()) >= reach
+    if (
+        is_by_run and int(np.diff(bases).min()) >= longest
+    ):  # or each run's bases, before the next run
+        return
+    _check_apart(spans.addresses(), np.tile(spans.length, len(spans.bases)), name)
+
+
+def _check_apart(addresses: np.ndarray, length: np.ndarray, name: str) -> None:
     order = np.argsort(addresses, kind="stable")
     begin, end = addresses[order], (addresses + length)[order]
     meets = np.flatnonzero(begin[1:] < end[:-1])

@@ -123,8 +123,16 @@ def _cut(offsets: np.ndarray, length: np.ndarray, most: int) -> tuple[np.ndarray
     return np.repeat(offsets, parts) + before * most, np.minimum(cut, most)
 
 
-def joined(local: Spans, remote: Spans) -> tuple[Spans, Spans]:
+_NO_BORDERS = (np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+def joined(
+    local: Spans, remote: Spans, borders: tuple[np.ndarray, np.ndarray] = _NO_BORDERS
+) -> tuple[Spans, Spans]:
     """Both sides, with runs joined that are contiguous on both, one behind the other.
+
+    borders: local and remote addresses at which nothing is joined to what comes before. Both sides have
+    one base, 0.
 
     >>> length = np.array([8, 8, 8])
     >>> local, remote = Spans.of([0, 8, 16], length, "local"), Spans.of([32, 40, 64], length, "remote")
@@ -138,6 +146,9 @@ def joined(local: Spans, remote: Spans) -> tuple[Spans, Spans]:
     begins[1:] = (local.offsets[1:] != local.offsets[:-1] + length[:-1]) | (
         remote.offsets[1:] != remote.offsets[:-1] + length[:-1]
     )
+    for side, addresses in zip((local, remote), borders):
+        if len(addresses):
+            begins |= np.isin(side.offsets, addresses)
     first = np.flatnonzero(begins)
     lengths = np.add.reduceat(length, first)
     return tuple(Spans(side.bases, side.offsets[first], lengths) for side in (local, remote))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcache.checks import byte_count, flag, integer, number, shown
+from kvcache.checks import byte_count, flag, integer, seconds, shown
 from kvcache.transfer.transport.base import Transfer, TransferError, Transport
 from kvcache.transfer.transport.channel import MOST_PAYLOAD, Channel
 from kvcache.transfer.transport.connection import MOST_MESSAGE, Connection
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 _MOST_GREETING = 64  # sides that connect at the same time
 _PIECE_BYTES = 16 << 20  # a first choice: measured on two busy cores only
 _CALL_S = 0.005  # between looks for a peer's call
+_RETRY_S = 0.05  # after a call that could not be accepted
 _LINGER_S = 1.0  # in which `close` sends what is queued
 
 
@@ -70,17 +71,19 @@ class StagedTransport(Transport):
         piece_bytes: int = _PIECE_BYTES,
         digest: bool = False,
         advertise: str | None = None,
+        accepts_writes: bool = True,
     ) -> None:
         self.agent = check_agent(agent)
         if not isinstance(secret, bytes):
             raise TypeError(f"secret is a {type(secret).__name__}: expected bytes")
-        self.timeout_s = number(timeout_s, "timeout_s")
+        self.timeout_s = seconds(timeout_s, "timeout_s")
         if not 0 < self.timeout_s < 1e6:
             raise ValueError(f"timeout_s is {timeout_s}: expected seconds, more than 0")
         self.piece_bytes = byte_count(piece_bytes, "piece_bytes", LEAST_PIECE)
         if self.piece_bytes > MOST_PIECE:
             raise ValueError(f"piece_bytes is {piece_bytes}: expected at most {MOST_PIECE}")
         self.digest = flag(digest, "digest")
+        self.accepts_writes = flag(accepts_writes, "accepts_writes")
         self.address = _address(host, advertise)
         self._secret = secret
         self.incarnation = secrets.token_hex(16)
@@ -122,10 +125,12 @@ class StagedTransport(Transport):
 
     def connect(self, metadata: bytes, *, timeout_s: float = 10.0) -> str:
         self._check_open()
-        deadline = time.monotonic() + number(timeout_s, "timeout_s")
+        deadline = time.monotonic() + seconds(timeout_s, "timeout_s")
         theirs = parse_metadata(metadata, self.name)
         if theirs.agent == self.agent:
             raise ValueError(f"agent of the metadata is {theirs.agent!r}: expected another agent's")
+        if theirs.incarnation == self.incarnation:  # whoever answers may reflect this side's proof
+            raise ValueError("incarnation of the metadata is this side's own: expected another's")
         with self._lock:
             known = connection = self._live(theirs.agent)
             if known is not None:
@@ -239,13 +244,21 @@ class StagedTransport(Transport):
             try:
                 sock, _ = self._listener.accept()
             except OSError:
-                return  # closed
+                if self._is_closed:
+                    return
+                time.sleep(_RETRY_S)  # as of a process that has no descriptor left
+                continue
             if not self._greeting.acquire(blocking=False):
                 sock.close()  # too many that say nothing
                 continue
-            threading.Thread(
-                target=self._welcome, args=(sock,), name="kvcache greeting", daemon=True
-            ).start()
+            try:
+                threading.Thread(
+                    target=self._welcome, args=(sock,), name="kvcache greeting", daemon=True
+                ).start()
+            except RuntimeError:  # the process has no thread left
+                self._greeting.release()
+                sock.close()
+                time.sleep(_RETRY_S)
 
     def _welcome(self, sock: socket.socket) -> None:
         """Answers a side that connects."""
@@ -341,6 +354,9 @@ class StagedTransport(Transport):
 
     # Transfers.
 
+    def _borders(self, peer: str) -> tuple[np.ndarray, np.ndarray]:
+        return self.memory.begins, self._of_peer(peer).bounds[0]
+
     def _begin(
         self,
         kind: str,
@@ -352,7 +368,7 @@ class StagedTransport(Transport):
     ) -> Transfer:
         connection = self._of_peer(peer)
         notify = _checked_message(notify, "notify")
-        timeout_s = self.timeout_s if timeout_s is None else number(timeout_s, "timeout_s")
+        timeout_s = self.timeout_s if timeout_s is None else seconds(timeout_s, "timeout_s")
         local.checked("local")
         remote.checked("remote")
         if len(local.bases) != len(remote.bases) or not np.array_equal(local.length, remote.length):
@@ -362,8 +378,8 @@ class StagedTransport(Transport):
             )
         self.memory.check(local, "local")
         check_within(remote, *connection.bounds, "remote")
-        if kind == "pull" and len(local.bases) == 1:
-            check_apart(local.offsets, local.length, "local")
+        if kind == "pull":
+            check_apart(local, "local")
         size = 8 * (2 + len(remote.bases) + 2 * len(remote.length)) + len(notify)
         if size > MOST_PAYLOAD:
             raise ValueError(
