@@ -318,9 +318,10 @@ class TestRefusals:
             make_scheduler(Scheduler, engine_config(models["llama"]), ("other", "full"), 100)
 
     def test_options(self, models):
-        config = engine_config(models["llama"], additional_config={"kvcache": {"evict": "lru"}})
-        with pytest.raises(TypeError, match="option 'evict' is unknown: expected one of"):
-            make_scheduler(Scheduler, config, ("full",), 100)
+        for name in ("evict", "num_host_blocks", "hash_bytes"):
+            config = engine_config(models["llama"], additional_config={"kvcache": {name: 1}})
+            with pytest.raises(ValueError, match=f"the option '{name}' for kvcache: expected"):
+                make_scheduler(Scheduler, config, ("full",), 100)
         config = engine_config(models["llama"], additional_config={"kvcache": "learned"})
         with pytest.raises(
             ValueError, match="additional_config has 'learned' for kvcache: expected"
