@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -128,11 +129,17 @@ def layer_shapes(
     return shapes
 
 
+def cache_argument(model: PreTrainedModel) -> str:
+    """The name under which a model takes its cache: `cache` since transformers 5.24."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
+
+
 def _filled_cache(model: PreTrainedModel) -> DynamicCache:
     cache = DynamicCache(config=model.config)
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     with torch.inference_mode():
-        model(input_ids=token, past_key_values=cache, use_cache=True)
+        model(input_ids=token, use_cache=True, **{cache_argument(model): cache})
     return cache
 
 

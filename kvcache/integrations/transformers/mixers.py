@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvcache.integrations.transformers.attention import CURRENT
 from kvcache.integrations.transformers.layer_states import LayerStates
@@ -22,12 +22,17 @@ Forward = Callable[..., torch.Tensor]
 
 
 def mixers_of(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
-    """The modules that keep a recurrent state, by layer: those that take `cache_params`."""
+    """The modules that may keep a recurrent state, by layer.
+
+    They take `cache_params`; since transformers 5.24 `cache`, as attention does, which takes
+    `position_embeddings` besides.
+    """
     found = {}
     for module in model.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
             parameters = inspect.signature(type(module).forward).parameters
-            if "cache_params" in parameters:
+            is_new = "cache" in parameters and "position_embeddings" not in parameters
+            if "cache_params" in parameters or is_new:
                 found[module.layer_idx] = module
     return found
 
@@ -48,13 +53,15 @@ def _forward(
     module: torch.nn.Module,
     forward: Forward,
     hidden_states: torch.Tensor,
-    cache_params: Cache | None = None,
     **options: object,
 ) -> torch.Tensor:
-    reader = CURRENT.get()
-    if reader is None or cache_params is not reader:
-        return forward(hidden_states, cache_params=cache_params, **options)
-    return _by_request(forward, hidden_states, reader.states[module.layer_idx], reader.batch)
+    reader, name = CURRENT.get(), "cache" if "cache" in options else "cache_params"
+    if reader is None or options.get(name) is not reader:
+        return forward(hidden_states, **options)
+    states = reader.states[module.layer_idx]
+    return _by_request(
+        lambda hidden, cache: forward(hidden, **{name: cache}), hidden_states, states, reader.batch
+    )
 
 
 def _by_request(
@@ -66,7 +73,7 @@ def _by_request(
     def compute(tokens: torch.Tensor, before: np.ndarray | None, after: np.ndarray) -> None:
         """Of tokens [b, t], places in the line; from the states in pages `before` to those in `after`."""
         cache = states.load(before, len(tokens))
-        out[0, tokens] = forward(hidden_states[0, tokens], cache_params=cache)
+        out[0, tokens] = forward(hidden_states[0, tokens], cache)
         states.store(cache, after)
 
     is_single = (batch.query_lens == 1) & (batch.starts > 0)

@@ -13,7 +13,12 @@ from kvcache.allocator import PolicyArguments
 from kvcache.assembly import KVCache, build
 from kvcache.checks import byte_count, instance, integer, shown
 from kvcache.integrations.transformers.attention import CURRENT, NAME, register
-from kvcache.integrations.transformers.layer_shapes import LayerShape, layer_shapes, specs_of
+from kvcache.integrations.transformers.layer_shapes import (
+    LayerShape,
+    cache_argument,
+    layer_shapes,
+    specs_of,
+)
 from kvcache.integrations.transformers.mixers import mixers_of, unwrap, wrap
 from kvcache.integrations.transformers.paged_cache import PagedCache
 from kvcache.memory_plan import plan_cache
@@ -41,6 +46,7 @@ class PagedModel:
             self._paged.use_flashinfer(_layers_with_sinks(model))
         # Four dimensions: masks are ready, and the attention function reads none.
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
+        self._cache_argument = cache_argument(model)
         self._is_attached = True
 
     @torch.inference_mode()
@@ -58,9 +64,9 @@ class PagedModel:
                 input_ids=batch.token_ids[None],
                 position_ids=batch.positions[None],
                 attention_mask=self._mask,
-                past_key_values=self._paged,
                 use_cache=False,
                 logits_to_keep=batch.logits_indices,
+                **{self._cache_argument: self._paged},
             )
         finally:
             CURRENT.reset(token)
@@ -136,8 +142,8 @@ def attach(
     for shape in shapes:
         if shape.state is not None and shape.index not in mixers:
             raise ValueError(
-                f"layer {shape.index} of the model keeps a state, and no module of it takes "
-                "cache_params: such layers are not supported"
+                f"layer {shape.index} of the model keeps a state, and no module of it takes the "
+                "cache: such layers are not supported"
             )
     plan = plan_cache(
         specs_of(shapes),
