@@ -196,7 +196,7 @@ TEST(hashed_tokens_give_a_chain_its_hashes) {
   tokens->append(others.data(), 5);
   CHECK_EQ(chain.known_hashes().size(), 3);
   CHECK(chain.known_hashes()[1] == plain.chain.hashes()[1]);
-  CHECK(chain.known_hashes()[2] != plain.chain.hashes()[2]);
+  CHECK(!(chain.known_hashes()[2] == plain.chain.hashes()[2]));
 }
 
 }  // namespace
