@@ -220,7 +220,10 @@ class TestRefusalsAtTheStart:
     @pytest.mark.parametrize(
         "extra,message",
         [
-            ({"leases": 5}, "has leases: expected some of host, port, advertise, transport, lease_s"),
+            (
+                {"leases": 5},
+                "has leases: expected some of host, port, advertise, transport, lease_s",
+            ),
             ({"lease_s": 0}, "lease_s is 0.0: expected seconds above 0"),
             ({"timeout_s": "1"}, "timeout_s is '1': expected a number"),
             ({"port": 70_000}, "port is 70000"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -24,12 +25,14 @@ from vllm.v1.kv_offload.base import (
     get_offload_block_hash,
     get_offload_group_idx,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvcache.allocator import BlockPool
 from kvcache.integrations.vllm.offloading import metrics
 from kvcache.integrations.vllm.offloading.options import SELECTIVE, HostTierOptions
 from kvcache.integrations.vllm.offloading.request_keys import RequestKeys
+
+if TYPE_CHECKING:  # since 0.32
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 _MOST_COUNTED = 65_536  # keys of which "selective" counts the requests
 
@@ -86,7 +89,9 @@ class HostManager(OffloadingManager):
         return LookupResult.HIT_PENDING if key in self._storing else LookupResult.HIT
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        """Host memory."""
+        """Host memory. vLLM 0.31 does not ask."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
         return CacheHitSource.HOST
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> HostChunks:
