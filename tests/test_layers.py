@@ -12,7 +12,7 @@ from tests.shared import REPO
 PACKAGE = REPO / "kvcache"
 GROUND = {
     f"kvcache.{name}"
-    for name in ("native", "checks", "kinds", "step", "specs", "layouts", "events")
+    for name in ("native", "checks", "kinds", "step", "specs", "layouts", "events", "lazy")
 }
 
 
@@ -20,6 +20,7 @@ GROUND = {
 MAY_IMPORT = {
     "kvcache": set(),
     "kvcache.checks": set(),
+    "kvcache.lazy": set(),
     "kvcache.kinds": set(),
     "kvcache.step": set(),
     "kvcache.specs": set(),
@@ -58,6 +59,7 @@ MAY_IMPORT = {
 }
 TORCH_FREE = {
     "kvcache",
+    "kvcache.lazy",
     "kvcache.checks",
     "kvcache.kinds",
     "kvcache.step",

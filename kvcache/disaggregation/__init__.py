@@ -5,7 +5,7 @@ Names are imported when first used: ranks need torch.
 
 from __future__ import annotations
 
-import importlib
+from kvcache.lazy import lazy_names
 
 _HOME = {
     "CacheRank": "kvcache.disaggregation.cache_rank",
@@ -19,14 +19,4 @@ _HOME = {
 
 __all__ = [*_HOME]  # noqa: PLE0604
 
-
-def __getattr__(name: str) -> object:
-    if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'kvcache.disaggregation' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

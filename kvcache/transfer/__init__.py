@@ -6,7 +6,7 @@ import it.
 
 from __future__ import annotations
 
-import importlib
+from kvcache.lazy import lazy_names
 
 _HOME = {
     "CacheDescription": "kvcache.transfer.description",
@@ -52,14 +52,4 @@ _HOME = {
 
 __all__ = [*_HOME]  # noqa: PLE0604
 
-
-def __getattr__(name: str) -> object:
-    if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'kvcache.transfer' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -42,11 +42,11 @@ class HashedTokens : public GivenHashes {
   void read(int64_t first, int64_t stop, Hash* out) const override;
 
  private:
+  void drop_full_blocks();
+
   HashAlgorithm algorithm_;
   int64_t block_size_;
   Hash parent_;
-  void drop_full_blocks();
-
   std::vector<int32_t> kept_;  // tokens, from this one on:
   int64_t first_kept_ = 0;
   std::vector<Hash> hashes_;
