@@ -4,8 +4,11 @@
     python -m benchmarks.transports --only nixl --json benchmarks/results/transports.json
     UCX_TLS=tcp python -m benchmarks.transports --only nixl       # NIXL without shared memory
 
-All three move the same number of bytes from one process into another one's memory. They are measured in
-turn, round by round, so that what else the machine does disturbs all of them. The bytes are compared.
+Each moves the same bytes from one process into another one's memory. The library as it comes and kvcache
+have two processes each, of which one pair runs at a time, and the other is stopped: the thread of a NIXL
+agent with default settings never sleeps, and would take a core from whatever is measured. All ways are
+measured in turn, round by round, so that what else the machine does disturbs all of them. "own agent":
+scattered blocks as the library moves them, between agents that kvcache has set up. Bytes are compared.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import importlib.util
 import json
 import os
 import platform
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -28,12 +32,20 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.machine import commit, processor
-from kvcache.transfer.transport.base import Transport, make_transport
+from kvcache.transfer.transport.base import make_transport
 
 SIZES = ((256, 64 << 10), (4096, 16 << 10))  # blocks, bytes
 POOL_BYTES = 128 << 20
 ROUNDS = 15
-WAYS = ("contiguous", "scattered", "kvcache")
+SETTLE_S = 0.01  # after processes were continued
+WAYS = {
+    "gloo": ("contiguous", "scattered", "kvcache"),
+    "nixl": ("contiguous", "scattered", "own agent", "kvcache"),
+}
+Move = Callable[
+    [np.ndarray, np.ndarray, int], None
+]  # local and remote offsets, bytes of each block
+Moves = tuple[object, dict[str, Move]]  # what must live on, and a function for each way
 
 
 class GlooPeer:
@@ -57,12 +69,10 @@ class GlooPeer:
 
 
 class NixlPeer:
-    """NIXL as it comes: one descriptor per fragment, with the transport's agent: each agent has a thread
-    that keeps a core busy."""
+    """NIXL as it comes: one descriptor per fragment."""
 
-    def __init__(self, transport: Transport, local: int, peer: str, remote: int) -> None:
-        self.agent = transport.nixl._agent
-        self.local, self.peer, self.remote = local, peer, remote
+    def __init__(self, agent: object, local: int, peer: str, remote: int) -> None:
+        self.agent, self.local, self.peer, self.remote = agent, local, peer, remote
 
     def read(self, local: np.ndarray, remote: np.ndarray, size: int) -> None:
         lists = [
@@ -88,81 +98,147 @@ class NixlPeer:
         return np.stack([addresses, np.full_like(addresses, size), 0 * addresses], 1).astype("u8")
 
 
-def exchanger(pipe: Connection) -> Callable[[object], object]:
-    def exchange(value: object) -> object:
-        pipe.send(value)
-        return pipe.recv()
+def plain_agent(pool: torch.Tensor) -> object:
+    """NIXL's agent with default settings, on the loopback as kvcache's is."""
+    from nixl._api import nixl_agent, nixl_agent_config
 
-    return exchange
-
-
-def serve(name: str, pipe: Connection) -> None:
-    """The process that has the bytes."""
-    torch.set_num_threads(1)
-    pool = torch.from_numpy(np.random.default_rng(1).integers(0, 256, POOL_BYTES, np.uint8))
-    transport = make_transport("server", name)
-    transport.register([(pool.data_ptr(), pool.nbytes)])
-    exchange = exchanger(pipe)
-    exchange((transport.metadata(), pool.data_ptr()))
-    raw = GlooPeer(pool, 0, exchange) if name == "gloo" else None
-    while (command := pipe.recv()) is not None:
-        raw.move(*command)
-    transport.close()
+    os.environ.setdefault("UCX_NET_DEVICES", "lo")
+    agent = nixl_agent(f"plain{os.getpid()}", nixl_agent_config(backends=["UCX"]))
+    agent.register_memory([(pool.data_ptr(), pool.nbytes, 0, "")], "DRAM")
+    return agent
 
 
-def measure(name: str) -> list[dict]:
-    """The process that gets them."""
-    context = get_context("spawn")
-    pipe, theirs = context.Pipe()
-    server = context.Process(target=serve, args=(name, theirs), daemon=True)
-    server.start()
-    pool = torch.zeros(POOL_BYTES, dtype=torch.uint8)
-    transport = make_transport("client", name)
-    transport.register([(pool.data_ptr(), pool.nbytes)])
-    exchange = exchanger(pipe)
-    metadata, remote = exchange(None)
-    peer = transport.connect(metadata)
+def plain_moves(name: str, pool: torch.Tensor, is_server: bool, exchange: Callable) -> Moves:
+    """The library as it comes."""
     if name == "gloo":
-        raw = GlooPeer(pool, 1, exchange)
-    else:
-        agent = json.loads(metadata)["incarnation"]
-        raw = NixlPeer(transport, pool.data_ptr(), agent, remote)
-    expected = np.random.default_rng(1).integers(0, 256, POOL_BYTES, np.uint8)
+        peer = GlooPeer(pool, 0 if is_server else 1, exchange)
 
-    def move_raw(mine: np.ndarray, their: np.ndarray, size: int) -> None:
-        if name == "gloo":
-            pipe.send((their, size))
-            raw.move(mine, size)
-        else:
-            raw.read(mine, their, size)
+        def move(mine: np.ndarray, their: np.ndarray, size: int) -> None:
+            peer.move(their if is_server else mine, size)
 
-    def move_ours(mine: np.ndarray, their: np.ndarray, size: int) -> None:
+        return peer, dict.fromkeys(("contiguous", "scattered"), move)
+    agent = plain_agent(pool)
+    metadata, remote = exchange((agent.get_agent_metadata(), pool.data_ptr()))
+    if is_server:
+        return agent, {}
+    reader = NixlPeer(agent, pool.data_ptr(), agent.add_remote_agent(metadata).decode(), remote)
+    return agent, dict.fromkeys(("contiguous", "scattered"), reader.read)
+
+
+def kvcache_moves(name: str, pool: torch.Tensor, is_server: bool, exchange: Callable) -> Moves:
+    """kvcache, and the library with its agent."""
+    transport = make_transport("server" if is_server else "client", name)
+    transport.register([(pool.data_ptr(), pool.nbytes)])
+    metadata, remote = exchange((transport.metadata(), pool.data_ptr()))
+    if is_server:
+        return transport, {}
+    peer = transport.connect(metadata)
+
+    def move(mine: np.ndarray, their: np.ndarray, size: int) -> None:
         here, there = pool.data_ptr() + mine, remote + their
         transport.read(peer, here, there, np.full(len(mine), size)).wait(60)
 
+    moves = {"kvcache": move}
+    if name == "nixl":
+        agent, theirs = transport.nixl._agent, json.loads(metadata)["incarnation"]
+        moves["own agent"] = NixlPeer(agent, pool.data_ptr(), theirs, remote).read
+    return transport, moves
+
+
+def work(name: str, is_plain: bool, is_server: bool, pipe: Connection, other: Connection) -> None:
+    """One process of a pair: does what comes through `pipe`, until that is None."""
+    torch.set_num_threads(1)
+    expected = np.random.default_rng(1).integers(0, 256, POOL_BYTES, np.uint8)
+    pool = torch.zeros(POOL_BYTES, dtype=torch.uint8)
+    if is_server:
+        pool.numpy()[:] = expected
+
+    def exchange(value: object) -> object:
+        other.send(value)
+        return other.recv()
+
+    make = plain_moves if is_plain else kvcache_moves
+    _kept, moves = make(name, pool, is_server, exchange)
+    pipe.send("ready")
+    while (command := pipe.recv()) is not None:
+        way, mine, their, size = command
+        if is_server:
+            if way in moves:
+                moves[way](mine, their, size)
+            continue
+        pool.zero_()
+        begin = time.perf_counter()
+        moves[way](mine, their, size)
+        took = time.perf_counter() - begin
+        blocks = zip(mine.tolist(), their.tolist())
+        same = all(
+            np.array_equal(pool.numpy()[m : m + size], expected[t : t + size]) for m, t in blocks
+        )
+        pipe.send((took, same))
+    pipe.send("over")
+    os._exit(0)  # NIXL 1.5.1 may crash as a process ends: docs/transports.md
+
+
+class Pair:
+    """Two processes; they are stopped but for the time of a move."""
+
+    def __init__(self, name: str, *, is_plain: bool) -> None:
+        context = get_context("spawn")
+        between = context.Pipe()
+        self.pipes, self.processes = [], []
+        for is_server in (True, False):
+            pipe, theirs = context.Pipe()
+            args = (name, is_plain, is_server, theirs, between[is_server])
+            self.processes.append(context.Process(target=work, args=args, daemon=True))
+            self.processes[-1].start()
+            self.pipes.append(pipe)
+        for pipe in self.pipes:
+            if not pipe.poll(60) or pipe.recv() != "ready":
+                raise RuntimeError(f"{name}: a process did not become ready within 60 s")
+        self._signal(signal.SIGSTOP)
+
+    def move(self, way: str, mine: np.ndarray, their: np.ndarray, size: int) -> float:
+        """Seconds that a move took."""
+        self._signal(signal.SIGCONT)
+        time.sleep(SETTLE_S)
+        for pipe in self.pipes:
+            pipe.send((way, mine, their, size))
+        took, same = self.pipes[1].recv()
+        self._signal(signal.SIGSTOP)
+        if not same:
+            raise AssertionError(f"{way}: other bytes arrived")
+        return took
+
+    def close(self) -> None:
+        self._signal(signal.SIGCONT)
+        for pipe, process in zip(self.pipes, self.processes):
+            pipe.send(None)
+            process.join(10)
+
+    def _signal(self, number: int) -> None:
+        for process in self.processes:
+            os.kill(process.pid, number)
+
+
+def measure(name: str) -> list[dict]:
+    """Every size and way, in turn."""
+    plain, ours = Pair(name, is_plain=True), Pair(name, is_plain=False)
     results = []
     for count, size in SIZES:
         total, rng = count * size, np.random.default_rng(2)
-        seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+        seconds: dict[str, list[float]] = {way: [] for way in WAYS[name]}
         for number in range(ROUNDS + 2):
-            for way in WAYS:
+            for way in WAYS[name]:
                 mine, their = (rng.permutation(POOL_BYTES // size)[:count] * size for _ in "12")
                 fragment = size
                 if way == "contiguous":
                     mine, their, fragment = np.zeros(1, int), np.zeros(1, int), total
-                pool.zero_()
-                begin = time.perf_counter()
-                (move_ours if way == "kvcache" else move_raw)(mine, their, fragment)
-                took = time.perf_counter() - begin
-                for m, t in zip(mine.tolist(), their.tolist()):
-                    if not np.array_equal(
-                        pool.numpy()[m : m + fragment], expected[t : t + fragment]
-                    ):
-                        raise AssertionError(f"{name} {way}: other bytes arrived")
+                pair = plain if way in ("contiguous", "scattered") else ours
+                took = pair.move(way, mine, their, fragment)
                 if number >= 2:  # the first ones connect, and touch memory
                     seconds[way].append(took)
-        speed = {way: total / np.median(seconds[way]) / 1e9 for way in WAYS}
-        best = {way: total / min(seconds[way]) / 1e9 for way in WAYS}
+        speed = {way: total / np.median(took) / 1e9 for way, took in seconds.items()}
+        best = {way: total / min(took) / 1e9 for way, took in seconds.items()}
         results.append(
             {
                 "transport": name,
@@ -174,9 +250,8 @@ def measure(name: str) -> list[dict]:
                 "to_contiguous": speed["kvcache"] / speed["contiguous"],
             }
         )
-    pipe.send(None)
-    transport.close()
-    server.join(10)
+    plain.close()
+    ours.close()
     return results
 
 
@@ -187,12 +262,12 @@ def main() -> int:
     args = parser.parse_args()
     installed = ["gloo"] + (["nixl"] if importlib.util.find_spec("nixl") else [])
     results = []
-    print(f"{'GB/s, median (best)':28}" + "".join(f"{way:>16}" for way in WAYS))
     for name in [args.only] if args.only else installed:
+        print(f"{'GB/s, median (best)':28}" + "".join(f"{way:>16}" for way in WAYS[name]))
         for r in measure(name):
             results.append(r)
             cells = "".join(
-                f"{r['GB_per_s'][way]:>8.2f} ({r['best_GB_per_s'][way]:5.2f})" for way in WAYS
+                f"{r['GB_per_s'][way]:>8.2f} ({r['best_GB_per_s'][way]:5.2f})" for way in WAYS[name]
             )
             print(
                 f"{name:5}{r['blocks']:>6} x {r['block_bytes'] >> 10:>2} KiB       {cells}  "

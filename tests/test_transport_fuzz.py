@@ -131,8 +131,8 @@ def shake_hands(sock, told, mine, rng, wrong):
     """As a side that connects, but for one frame."""
     nonce = secrets.token_hex(32)
     between = (mine["incarnation"], told["incarnation"], f"{told['host']}:{told['port']}")
-    hello = {"op": "hello", "version": 1, "transport": mine["transport"], "nonce": nonce}
-    hello["address"] = between[2]
+    hello = {"op": "hello", "version": mine["version"], "nonce": nonce}
+    hello |= {"transport": mine["transport"], "address": between[2]}
     hello |= {"from": between[0], "to": between[1]}
 
     def send(number, header, payload=b""):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvcache.checks import seconds
-from kvcache.transfer.transport.spans import Spans, joined
+from kvcache.transfer.transport.spans import Spans, check_match, joined
 
 if TYPE_CHECKING:
     from kvcache.worker.pages.pages import Pages
@@ -139,7 +139,7 @@ class Transport(ABC):
         that is no longer connected.
         """
         spans = self._joined(peer, local, remote, length)
-        return self.read_spans(peer, *spans, notify=notify, timeout_s=timeout_s)
+        return self._begin("pull", peer, *spans, notify, timeout_s)
 
     def write(
         self,
@@ -153,19 +153,30 @@ class Transport(ABC):
     ) -> Transfer:
         """Copies bytes of local memory into the peer's; as `read`, with `notify` once all have landed."""
         spans = self._joined(peer, local, remote, length)
-        return self.write_spans(peer, *spans, notify=notify, timeout_s=timeout_s)
+        return self._begin("push", peer, *spans, notify, timeout_s)
 
     def _joined(
         self, peer: str, local: np.ndarray, remote: np.ndarray, length: np.ndarray
     ) -> tuple[Spans, Spans]:
-        sides = Spans.of(local, length, "local"), Spans.of(remote, length, "remote")
-        return joined(*sides, self._borders(peer))
+        mine = Spans.of(local, length, "local")
+        return joined(mine, mine.beside(remote, "remote"), self._borders(peer))
 
     def _borders(self, peer: str) -> tuple[np.ndarray, np.ndarray]:
         """Where registered regions begin, local and remote ones: fragments are not joined over that."""
         return np.empty(0, np.int64), np.empty(0, np.int64)
 
     @abstractmethod
+    def _begin(
+        self,
+        kind: str,
+        peer: str,
+        local: Spans,
+        remote: Spans,
+        notify: bytes,
+        timeout_s: float | None,
+    ) -> Transfer:
+        """Begins a transfer, "pull" or "push", of spans that are `checked` and match."""
+
     def read_spans(
         self,
         peer: str,
@@ -176,8 +187,9 @@ class Transport(ABC):
         timeout_s: float | None = None,
     ) -> Transfer:
         """`read` of factored fragments: both sides have as many bases, and runs of the same lengths."""
+        check_match(local, remote)
+        return self._begin("pull", peer, local, remote, notify, timeout_s)
 
-    @abstractmethod
     def write_spans(
         self,
         peer: str,
@@ -188,6 +200,8 @@ class Transport(ABC):
         timeout_s: float | None = None,
     ) -> Transfer:
         """`write` of factored fragments."""
+        check_match(local, remote)
+        return self._begin("push", peer, local, remote, notify, timeout_s)
 
     @abstractmethod
     def send(self, peer: str, message: bytes) -> None:

@@ -15,7 +15,7 @@ from kvcache.transfer.transport.digest import digest_of
 from kvcache.transfer.transport.registered import RegisteredMemory
 from kvcache.transfer.transport.spans import Spans
 
-PIECES_AHEAD = 2  # in staging memory, and promised to the other side, at a time
+PIECES_AHEAD = 4  # in staging memory, and promised to the other side, at a time
 
 
 class PieceWork(Protocol):

@@ -1,10 +1,13 @@
 """The transport over NIXL, the library of production systems: RDMA, shared memory or TCP, through UCX.
 
-Large fragments move directly between registered memory. Small ones are packed by the side that has them,
-written into staging memory of the other one, and scattered there.
+Fragments move directly between registered memory, where NIXL reaches that without the peer's help. Small
+ones, and those over TCP, are packed by the side that has them, written into staging memory of the other
+one, and scattered there.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 
@@ -20,12 +23,16 @@ from kvcache.transfer.transport.registered import Region
 from kvcache.transfer.transport.spans import Spans
 from kvcache.transfer.transport.staged import StagedTransport
 
-_DIRECT_BYTES = 48 << 10  # a first choice: measured on two busy cores only
+_DIRECT_BYTES = (
+    8 << 10
+)  # where NIXL reaches memory of the peer: below, packing is as fast or faster
 
 
 class NixlTransport(StagedTransport):
-    """direct_bytes: fragments that have as many on average move directly, unless contents are digested;
-    None: none does, and pages are not registered with NIXL, so that peers reach staging memory alone.
+    """direct_bytes: fragments that have as many on average move directly, unless contents are digested.
+    "auto": those of 8 KiB where NIXL reaches the peer's memory without its help (on the same machine, or
+    by RDMA devices on both), and none over TCP, where packing is faster. None: none does, and pages are
+    not registered with NIXL, so that peers reach staging memory alone.
     """
 
     name = "nixl"
@@ -36,13 +43,14 @@ class NixlTransport(StagedTransport):
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        direct_bytes: int | None = _DIRECT_BYTES,
+        direct_bytes: int | Literal["auto"] | None = "auto",
         **options: object,
     ) -> None:
-        if direct_bytes is not None:
+        if direct_bytes is not None and direct_bytes != "auto":
             direct_bytes = byte_count(direct_bytes, "direct_bytes", 0)
         self._direct_bytes = direct_bytes
         self._kept: list[torch.Tensor] = []
+        self._pages_kind: tuple[str, int] | None = None
         super().__init__(agent, host=host, port=port, **options)
         if not self.accepts_writes:
             self._direct_bytes = None
@@ -55,8 +63,7 @@ class NixlTransport(StagedTransport):
     @property
     def pages_kind(self) -> tuple[str, int] | None:
         """The kind of memory in which all registered pages lie; None where peers do not reach it."""
-        kinds = {kind_of(region) for region in self.memory.regions}
-        return kinds.pop() if self._direct_bytes is not None and len(kinds) == 1 else None
+        return self._pages_kind
 
     def close(self) -> None:
         super().close()
@@ -70,6 +77,8 @@ class NixlTransport(StagedTransport):
     def _on_registered(self, memory: list[Region]) -> None:
         if self._direct_bytes is not None and memory:
             self.nixl.register(memory)
+            kinds = {kind_of(region) for region in self.memory.regions}
+            self._pages_kind = kinds.pop() if len(kinds) == 1 else None
 
     def _open_lane(self, connection: Connection, channel: Channel, *, timeout_s: float) -> Lane:
         lane = NixlLane(self, connection, channel)
@@ -94,7 +103,10 @@ class NixlTransport(StagedTransport):
         lane, kinds = connection.lane, (self.pages_kind, connection.lane.peer_kind)
         count = local.num_fragments
         is_direct = None not in kinds and count > 0 and not connection.has_digest
-        if not is_direct or local.num_bytes < self._direct_bytes * count:
+        least = self._direct_bytes
+        if least == "auto":
+            least, is_direct = _DIRECT_BYTES, is_direct and lane.is_reached
+        if not is_direct or local.num_bytes < least * count:
             return super()._start(connection, kind, local, remote, notify, timeout_s)
         transfer = DirectTransfer(connection, kind, local, remote, kinds, notify, timeout_s)
         lane.direct.put(transfer)

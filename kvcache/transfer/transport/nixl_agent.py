@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +20,9 @@ from kvcache.transfer.transport.registered import Region
 
 # In turns, 300 reads of 256 x 64 KiB on two overloaded cores: 2 ms 0.72 GB/s, 10 ms 0.71, 0.2 ms 0.58.
 _SPIN_S, _POLL_S = 2e-3, 50e-6
+_NUM_THREADS = 3  # that share a list of 1,024 descriptors and more; they sleep when idle
+_PROGRESS_US = 1000  # the agent's thread sleeps for as long, unless an event of UCX wakes it
+_making = threading.Lock()  # an agent, which sets what all of the process see
 
 
 class Agent:
@@ -31,9 +40,11 @@ class Agent:
                 "the transport 'nixl' needs NIXL: pip install 'kvcache[nixl]'"
             ) from error
         config = nixl_agent_config(
-            backends=["UCX"], sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+            backends=["UCX"],
+            num_threads=_NUM_THREADS,
+            sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
-        with _network_devices(host):
+        with _making, _network_devices(host), _sleeping_thread(sys.modules[nixl_agent.__module__]):
             self._agent = nixl_agent(name, config)
 
     def close(self) -> None:
@@ -134,6 +145,35 @@ class Handle:
         return True
 
 
+class Reach(NamedTuple):
+    """By what a process reaches memory of others without their help.
+
+    machine: the same for processes that reach each other's within one machine. has_rdma: whether this
+    machine has RDMA devices.
+    """
+
+    machine: str | None
+    has_rdma: bool
+
+    @classmethod
+    def of_this(cls) -> Reach:
+        """That of this process; none where UCX_TLS allows TCP alone."""
+        allowed = set(os.environ.get("UCX_TLS", "all").split(","))
+        if allowed <= {"tcp", "self"}:
+            return cls(None, False)
+        with suppress(OSError):  # no Linux
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+            names = "".join(os.readlink(f"/proc/self/ns/{each}") for each in ("pid", "user"))
+            machine = hashlib.sha256((boot + names).encode()).hexdigest()
+            return cls(machine, any(Path("/sys/class/infiniband").glob("*")))
+        return cls(None, False)
+
+    def reaches(self, other: Reach) -> bool:
+        """Whether each of two processes reaches the other's memory."""
+        is_same = self.machine is not None and self.machine == other.machine
+        return is_same or (self.has_rdma and other.has_rdma)
+
+
 def kind_of(region: Region) -> tuple[str, int]:
     """NIXL's kind of memory, and the device's number."""
     device = region.memory.device
@@ -155,3 +195,21 @@ def _network_devices(host: str) -> Iterator[None]:
         yield
     finally:
         del os.environ["UCX_NET_DEVICES"]
+
+
+@contextmanager
+def _sleeping_thread(api: ModuleType) -> Iterator[None]:
+    """Agents made meanwhile have a thread that sleeps between events. NIXL's Python API has no option for
+    it, and says 0: that thread never sleeps, and keeps a core from the engine and from the transfer."""
+    bindings = api.nixlBind
+    make = bindings.nixlAgent
+
+    def make_sleeping(name: str, config: object) -> object:
+        config.pthrDelay = _PROGRESS_US
+        return make(name, config)
+
+    bindings.nixlAgent = make_sleeping
+    try:
+        yield
+    finally:
+        bindings.nixlAgent = make

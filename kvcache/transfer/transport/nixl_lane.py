@@ -14,7 +14,7 @@ from kvcache.checks import shown
 from kvcache.transfer.transport.channel import Channel
 from kvcache.transfer.transport.connection import Connection
 from kvcache.transfer.transport.lane import PIECES_AHEAD, Lane
-from kvcache.transfer.transport.nixl_agent import Handle
+from kvcache.transfer.transport.nixl_agent import Handle, Reach
 from kvcache.transfer.transport.nixl_direct import DirectFlow
 from kvcache.transfer.transport.registered import Region
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _SLOTS = PIECES_AHEAD  # pieces of staging memory in each direction
 _MOST_TAGS = 1 << 12  # for which a peer has room at a time
+_MOST_NAME = 128
 _HOST = ("DRAM", 0)
 
 
@@ -45,7 +46,9 @@ class NixlLane(Lane):
         self._is_closed = False
         self._peer_slots: list[int] = []
         self.unsent: deque[_Sending] = deque()  # of the thread that sends
+        self._under_way: deque[_Sending] = deque()  # of it too: the peer was not told of them yet
         self.peer_kind: tuple[str, int] | None = None
+        self.is_reached = False  # the peer's memory, without its help
         self.direct: DirectFlow | None = None
 
     def open(self, timeout_s: float) -> None:
@@ -53,7 +56,9 @@ class NixlLane(Lane):
         metadata."""
         nixl = self._owner.nixl
         slots = [self._memory[1, slot].data_ptr() for slot in range(_SLOTS)]
+        reach = Reach.of_this()
         header = {"op": "lane", "kind": "hello", "slots": slots, "pages": self._owner.pages_kind}
+        header["reach"] = list(reach)
         self._channel.put(header, nixl.metadata())
         with self._changed:
             if not self._changed.wait_for(lambda: self._hello or self._is_closed, timeout_s):
@@ -70,6 +75,7 @@ class NixlLane(Lane):
             raise RuntimeError(f"NIXL's metadata are of {shown(name)}: expected the peer's own")
         self._peer_slots = told["slots"]
         self.peer_kind = tuple(told["pages"]) if told["pages"] is not None else None
+        self.is_reached = reach.reaches(Reach(*told["reach"]))
         self.direct = DirectFlow(nixl, self._connection)
         self.threads = [self.direct.thread]
 
@@ -134,9 +140,11 @@ class NixlLane(Lane):
             return slot
 
     def begin_unsent(self) -> None:
-        """Begins to write pieces for which there is room, in their order."""
+        """Begins to write pieces for which there is room, in their order, and tells of those written."""
         while self.unsent and self.unsent[0].begin():
             self.unsent.popleft()
+            self._tell_written_ones()
+        self._tell_written_ones()
 
     def take_arrived(self, tag: int, timeout_s: float) -> None:
         """Waits for the next piece of a tag."""
@@ -149,23 +157,32 @@ class NixlLane(Lane):
             if not self._arrived[tag]:
                 del self._arrived[tag]
 
-    def write(self, piece: torch.Tensor, slot: int) -> Handle:
+    def write(self, sending: _Sending, slot: int) -> None:
         """Begins to write a piece into a slot of the peer."""
         sides = [
-            (np.array([piece.data_ptr()]), *_HOST),
+            (np.array([sending.piece.data_ptr()]), *_HOST),
             (np.array([self._peer_slots[slot]]), *_HOST),
         ]
-        peer = self._connection.peer.incarnation
-        return self._owner.nixl.begin("WRITE", peer, sides, np.array([piece.nbytes]))
+        peer, length = self._connection.peer.incarnation, np.array([sending.piece.nbytes])
+        sending.handle = self._owner.nixl.begin("WRITE", peer, sides, length)
+        self._under_way.append(sending)
 
-    def tell_arrived(self, tag: int) -> None:
-        """Tells the peer that a piece of a tag was written."""
-        self._channel.put({"op": "lane", "kind": "arrived", "tag": tag})
+    def wait_until_written(self, sending: _Sending, deadline: float) -> None:
+        """Waits for a piece that is under way, and for those before it."""
+        while not sending.is_told:
+            self._under_way[0].handle.wait(deadline, lambda: self._is_closed)
+            self._tell_written_ones()
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the connection has ended."""
-        return self._is_closed
+    def _tell_written_ones(self) -> None:
+        """Tells the peer of pieces that were written, in their order."""
+        while self._under_way and self._under_way[0].handle.is_done():
+            self._tell_first()
+
+    def _tell_first(self) -> None:
+        first = self._under_way.popleft()
+        first.handle.release()
+        first.is_told = True
+        self._channel.put({"op": "lane", "kind": "arrived", "tag": first.tag})
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -176,30 +193,27 @@ class _Sending:
     """A piece that is written as soon as the peer has room and those before it were begun."""
 
     def __init__(self, lane: NixlLane, piece: torch.Tensor, tag: int) -> None:
-        self._lane, self._piece, self._tag = lane, piece, tag
-        self._handle: Handle | None = None
+        self._lane, self.piece, self.tag = lane, piece, tag
+        self.handle: Handle | None = None
+        self.is_told = False  # the peer was, that it was written
         lane.unsent.append(self)
         lane.begin_unsent()
 
     def begin(self, timeout_s: float = 0.0) -> bool:
         """Whether there is room within `timeout_s`, and the piece is on its way."""
-        slot = self._lane.take_room(self._tag, timeout_s)
+        slot = self._lane.take_room(self.tag, timeout_s)
         if slot is not None:
-            self._handle = self._lane.write(self._piece, slot)
+            self._lane.write(self, slot)
         return slot is not None
 
     def wait(self, timeout_s: float) -> None:
         lane, deadline = self._lane, time.monotonic() + timeout_s
-        if self._handle is None:  # then it is the first of those that were not begun
+        if self.handle is None:  # then it is the first of those that were not begun
             if not self.begin(timeout_s):
                 raise TimeoutError("the peer did not make room in time")
             lane.unsent.popleft()
             lane.begin_unsent()
-        try:
-            self._handle.wait(deadline, lambda: lane.is_closed)
-        finally:
-            self._handle.release()
-        lane.tell_arrived(self._tag)
+        lane.wait_until_written(self, deadline)
 
 
 class _Receiving:
@@ -213,7 +227,7 @@ class _Receiving:
 
 
 def _check_hello(header: dict) -> None:
-    slots, pages = header.get("slots"), header.get("pages")
+    slots, pages, reach = (header.get(name) for name in ("slots", "pages", "reach"))
     if (
         not isinstance(slots, list)
         or len(slots) != _SLOTS
@@ -228,4 +242,12 @@ def _check_hello(header: dict) -> None:
     ):
         raise ValueError(
             f"pages are {shown(pages)}: expected a kind of memory and a device, or none"
+        )
+    if (
+        not isinstance(reach, list)
+        or [type(each) for each in reach] not in ([str, bool], [type(None), bool])
+        or len(reach[0] or "") > _MOST_NAME
+    ):
+        raise ValueError(
+            f"reach is {shown(reach)}: expected a name of a machine, and true or false"
         )

@@ -32,27 +32,29 @@ class Spans:
     @classmethod
     def of(cls, addresses: np.ndarray, length: np.ndarray, name: str) -> Spans:
         """One fragment per address. TypeError or ValueError unless both are int64[n], lengths above 0."""
-        columns = []
-        for values, what in ((addresses, name), (length, "length")):
-            array = as_array(values, what)
-            if array.size and array.dtype.kind not in "iu":
-                raise TypeError(f"{what} has dtype {array.dtype}: expected integers")
-            if array.ndim != 1:
-                raise ValueError(f"{what} has shape {list(array.shape)}: expected [n]")
-            columns.append(array.astype(np.int64))
-        if len(columns[0]) != len(columns[1]):
+        offsets, length = _column(addresses, name), _column(length, "length")
+        if len(offsets) != len(length):
             raise ValueError(
-                f"{name} has {len(columns[0])} entries, length {len(columns[1])}: expected as many"
+                f"{name} has {len(offsets)} entries, length {len(length)}: expected as many"
             )
-        return cls(np.zeros(1, np.int64), *columns).checked(name)
+        return cls(np.zeros(1, np.int64), offsets, length).checked(name)
+
+    def beside(self, addresses: np.ndarray, name: str) -> Spans:
+        """Fragments of the same lengths at other addresses, for spans that `of` has made."""
+        offsets = _column(addresses, name)
+        if len(offsets) != len(self.length):
+            raise ValueError(
+                f"{name} has {len(offsets)} entries, length {len(self.length)}: expected as many"
+            )
+        _check_addresses(offsets, name, "offsets")
+        return Spans(self.bases, offsets, self.length)
 
     def checked(self, name: str) -> Spans:
         """These spans. ValueError for a length below 1, or numbers whose sums an int64 does not hold."""
         if len(self.length) and (least := int(self.length.min())) < 1:
             raise ValueError(f"length of {name} holds {least}: expected 1 or more")
-        for values, what in ((self.bases, "bases"), (self.offsets, "offsets")):
-            if len(values) and max(-int(values.min()), int(values.max())) > _MOST:
-                raise ValueError(f"{what} of {name} holds a number above 2^62: expected an address")
+        _check_addresses(self.bases, name, "bases")
+        _check_addresses(self.offsets, name, "offsets")
         total = float(self.length.sum(dtype=np.float64)) * len(self.bases)
         if total > _MOST or max(len(self.bases), len(self.length)) > MAX_INT32:
             raise ValueError(f"{name} has {total:g} bytes: expected fewer than 2^62")
@@ -113,6 +115,21 @@ class Spans:
         return cls(*columns).checked("spans")
 
 
+def _column(values: np.ndarray, name: str) -> np.ndarray:
+    """A copy as int64[n]. TypeError or ValueError for what is none."""
+    array = as_array(values, name)
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
+    if array.ndim != 1:
+        raise ValueError(f"{name} has shape {list(array.shape)}: expected [n]")
+    return array.astype(np.int64)
+
+
+def _check_addresses(values: np.ndarray, name: str, what: str) -> None:
+    if len(values) and max(-int(values.min()), int(values.max())) > _MOST:
+        raise ValueError(f"{what} of {name} holds a number above 2^62: expected an address")
+
+
 def _cut(offsets: np.ndarray, length: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
     """The runs, those longer than `most` bytes cut."""
     parts = -(-length // most)
@@ -121,6 +138,17 @@ def _cut(offsets: np.ndarray, length: np.ndarray, most: int) -> tuple[np.ndarray
     before = np.arange(int(parts.sum())) - np.repeat(np.cumsum(parts) - parts, parts)
     cut = np.repeat(length, parts) - before * most
     return np.repeat(offsets, parts) + before * most, np.minimum(cut, most)
+
+
+def check_match(local: Spans, remote: Spans) -> None:
+    """ValueError unless both sides are `checked`, and have as many bases and runs of the same lengths."""
+    local.checked("local")
+    remote.checked("remote")
+    if len(local.bases) != len(remote.bases) or not np.array_equal(local.length, remote.length):
+        raise ValueError(
+            f"local has {len(local.bases)} bases and {len(local.length)} runs, remote "
+            f"{len(remote.bases)} and {len(remote.length)}: expected runs of the same lengths"
+        )
 
 
 _NO_BORDERS = (np.empty(0, np.int64), np.empty(0, np.int64))
@@ -142,10 +170,11 @@ def joined(
     length = local.length
     if len(length) < 2:
         return local, remote
-    begins = np.ones(len(length), bool)
-    begins[1:] = (local.offsets[1:] != local.offsets[:-1] + length[:-1]) | (
-        remote.offsets[1:] != remote.offsets[:-1] + length[:-1]
-    )
+    follows = local.offsets[1:] == local.offsets[:-1] + length[:-1]
+    if not follows.any():
+        return local, remote
+    follows &= remote.offsets[1:] == remote.offsets[:-1] + length[:-1]
+    begins = np.concatenate([[True], ~follows])
     for side, addresses in zip((local, remote), borders):
         if len(addresses):
             begins |= np.isin(side.offsets, addresses)
