@@ -15,6 +15,7 @@ from kvcache.transfer.transport.digest import digest_of
 from kvcache.transfer.transport.registered import RegisteredMemory
 from kvcache.transfer.transport.spans import Spans
 
+_LEAST_PART = 1 << 20  # bytes: moving a piece costs as much as copying some 1 MiB
 PIECES_AHEAD = 4  # in staging memory, and promised to the other side, at a time
 
 
@@ -35,7 +36,7 @@ class Lane(ABC):
 
     @abstractmethod
     def staging(self, *, is_outgoing: bool) -> list[torch.Tensor]:
-        """Host memory of two pieces that are sent, or received: uint8[piece_bytes] each, zeros at first:
+        """Host memory of the pieces that are sent, or received: uint8[piece_bytes] each, zeros at first:
         the peer gets to see it where a transfer is given up."""
 
     @abstractmethod
@@ -142,9 +143,9 @@ class Job:
 
 
 class Flow:
-    """One direction of a lane: a thread that moves jobs one after the other, two pieces at a time.
+    """One direction of a lane: a thread that moves jobs one after the other, a few pieces at a time.
 
-    While one piece is under way, the other one is gathered or scattered. say: tells the other side of a
+    While pieces are under way, another one is gathered or scattered. say: tells the other side of a
     job that one more piece comes ("more") or none ("end"), and with has_digest each piece's ("digest").
     """
 
@@ -198,9 +199,15 @@ class Flow:
         except Exception as error:  # of the lane: the peer is gone, or does not answer
             self._on_failure(f"{type(error).__name__}: {error}")
 
+    def _tiles(self, job: Job) -> Iterator[Spans]:
+        """The pieces of a job, the same on both sides: a short one is parted too, so that one piece is
+        gathered or scattered while another one is under way."""
+        part = -(-job.spans.num_bytes // PIECES_AHEAD)
+        return job.spans.tiles(min(self._piece_bytes, max(part, _LEAST_PART)))
+
     def _send(self, job: Job) -> None:
         works: list[PieceWork | None] = [None] * PIECES_AHEAD
-        tiles = _with_more(job.spans.tiles(self._piece_bytes))
+        tiles = _with_more(self._tiles(job))
         for number, (tile, has_more) in enumerate(tiles):
             slot = number % PIECES_AHEAD
             if (work := works[slot]) is not None:
@@ -225,7 +232,7 @@ class Flow:
 
     def _receive(self, job: Job) -> None:
         under_way: deque[tuple[Spans, torch.Tensor, PieceWork]] = deque()
-        tiles = job.spans.tiles(self._piece_bytes)
+        tiles = self._tiles(job)
         tile, following = next(tiles, None), 0  # the next one, and its number
 
         def begin() -> None:

@@ -1,0 +1,207 @@
+"""Which path NIXL's bytes take, and the checks of fragments that every transfer begins with."""
+
+import importlib.util
+import random
+import time
+
+import numpy as np
+import pytest
+
+from kvcache.transfer.transport import nixl_lane
+from kvcache.transfer.transport.base import make_transport
+from kvcache.transfer.transport.connection import StagedTransfer
+from kvcache.transfer.transport.nixl_agent import Reach
+from kvcache.transfer.transport.nixl_direct import DirectTransfer
+from kvcache.transfer.transport.registered import check_apart, check_within
+from kvcache.transfer.transport.spans import Spans, joined
+
+needs_nixl = pytest.mark.skipif(
+    importlib.util.find_spec("nixl") is None, reason="NIXL is not installed"
+)
+HERE, THERE = Reach("here", False), Reach("there", False)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_reached"),
+    [
+        (HERE, HERE, True),
+        (HERE, THERE, False),
+        (HERE, Reach("there", True), False),
+        (Reach("here", True), Reach("there", True), True),
+        (Reach(None, False), Reach(None, False), False),
+    ],
+)
+def test_memory_is_reached_within_a_machine_or_by_rdma_on_both_sides(one, other, is_reached):
+    assert one.reaches(other) is other.reaches(one) is is_reached
+
+
+@pytest.mark.parametrize("allowed", ["tcp", "tcp,self", "self"])
+def test_no_memory_is_reached_where_ucx_may_use_tcp_alone(monkeypatch, allowed):
+    monkeypatch.setenv("UCX_TLS", allowed)
+    assert Reach.of_this() == (None, False)
+
+
+def test_processes_of_one_machine_say_the_same_machine(monkeypatch):
+    for allowed in ("all", "tcp,cma", "rc,cuda_ipc"):
+        monkeypatch.setenv("UCX_TLS", allowed)
+        assert Reach.of_this() == Reach.of_this() != (None, False)
+
+
+@pytest.mark.parametrize(
+    "reach",
+    [None, [], ["x"], ["x", 1], [1, True], ["x", None], ["x" * 129, True], {"machine": "x"}],
+)
+def test_a_reach_that_is_none_is_refused(reach):
+    hello = {"slots": [8] * 4, "pages": None, "reach": reach}
+    with pytest.raises(ValueError, match="expected a name of a machine, and true or false"):
+        nixl_lane._check_hello(hello)
+
+
+class Pair:
+    """Two transports of this process, and a pool of each."""
+
+    def __init__(self, num_bytes, **options):
+        self.mine = np.zeros(num_bytes, np.uint8)
+        self.theirs = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
+        self.sides = [make_transport(each, "nixl", timeout_s=10, **options) for each in "ab"]
+        for side, pool in zip(self.sides, (self.mine, self.theirs)):
+            side.register([(pool.ctypes.data, num_bytes)])
+        self.peer = self.sides[0].connect(self.sides[1].metadata())
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for side in self.sides:
+            side.close()
+
+    def read(self, local, remote, size):
+        begins = self.mine.ctypes.data + local, self.theirs.ctypes.data + remote
+        return self.sides[0].read(self.peer, *begins, np.full(len(local), size))
+
+
+@needs_nixl
+@pytest.mark.parametrize(
+    ("other", "options", "size", "path"),
+    [
+        (HERE, {}, 8 << 10, DirectTransfer),
+        (HERE, {}, (8 << 10) - 8, StagedTransfer),
+        (THERE, {}, 64 << 10, StagedTransfer),
+        (THERE, {"direct_bytes": 1024}, 1024, DirectTransfer),
+        (THERE, {"direct_bytes": "64 KiB"}, 1024, StagedTransfer),
+        (HERE, {"direct_bytes": None}, 64 << 10, StagedTransfer),
+        (HERE, {"digest": True}, 64 << 10, StagedTransfer),
+        (HERE, {"accepts_writes": False}, 64 << 10, StagedTransfer),
+    ],
+)
+def test_bytes_move_directly_where_that_is_faster(monkeypatch, other, options, size, path):
+    told = iter([HERE, other, HERE, other])
+    monkeypatch.setattr(Reach, "of_this", lambda: next(told))
+    with Pair(1 << 20, **options) as pair:
+        at = np.arange(0, 1 << 20, 128 << 10)
+        move = pair.read(at, at[::-1].copy(), size)
+        move.wait(10)
+        assert type(move) is path
+        for mine, theirs in zip(at, at[::-1]):
+            assert (pair.mine[mine:][:size] == pair.theirs[theirs:][:size]).all()
+
+
+@needs_nixl
+def test_long_lists_of_blocks_are_shared_by_threads_and_arrive_whole():
+    """NIXL shares a list of 1,024 descriptors and more out; their number and order are odd here."""
+    with Pair(24 << 20) as pair:
+        for seed, count in enumerate((1023, 1024, 1025, 2901)):
+            rng = np.random.default_rng(seed)
+            local, remote = ((rng.permutation(3000)[:count] << 13) for _ in "12")
+            pair.mine[:] = 0
+            move = pair.read(local, remote, 8 << 10)
+            move.wait(20)
+            assert type(move) is DirectTransfer
+            expected = np.zeros_like(pair.mine)
+            for mine, theirs in zip(local.tolist(), remote.tolist()):
+                expected[mine:][: 8 << 10] = pair.theirs[theirs:][: 8 << 10]
+            assert (pair.mine == expected).all()
+
+
+@needs_nixl
+def test_an_agent_that_has_nothing_to_do_leaves_the_core_to_others():
+    """With NIXL's default the thread of each of both agents would take a core all the time."""
+    with Pair(1 << 20) as pair:
+        pair.read(np.array([0]), np.array([0]), 1 << 20).wait(10)
+        begin = time.process_time()
+        time.sleep(1)
+        assert time.process_time() - begin < 0.2
+
+
+@pytest.mark.parametrize("num_regions", [0, 1, 3])
+def test_fragments_are_within_registered_regions(num_regions):
+    """Against Python's own numbers, which do not overflow."""
+    rng = random.Random(num_regions)
+    begins = np.array(sorted(rng.sample(range(1, 9), num_regions)), np.int64) * 1000
+    ends = begins + 700
+    seen = set()
+    for _ in range(400):
+        base, count = rng.choice([0, 0, 500, 2**62 - 500]), rng.randint(1, 3)
+        offsets = [rng.choice([rng.randint(0, 9900), 2**62, 1000, 1699]) for _ in range(count)]
+        length = [rng.choice([1, 8, 700, 701, 2**60]) for _ in range(count)]
+        spans = Spans(*(np.array(each, np.int64) for each in ([base], offsets, length)))
+        is_within = all(
+            any(b <= base + o and base + o + n <= e for b, e in zip(begins.tolist(), ends.tolist()))
+            for o, n in zip(offsets, length)
+        )
+        seen.add(is_within)
+        if is_within:
+            check_within(spans, begins, ends, "local")
+        else:
+            with pytest.raises(ValueError, match="expected bytes of one registered region"):
+                check_within(spans, begins, ends, "local")
+    assert seen == ({True, False} if num_regions else {False})
+
+
+def test_fragments_that_meet_are_apart_and_those_that_overlap_are_not():
+    rng = random.Random(0)
+    seen = set()
+    for _ in range(400):
+        count = rng.randint(1, 4)
+        offsets = [rng.randint(0, 40) for _ in range(count)]
+        length = [rng.randint(1, 12) for _ in range(count)]
+        touched = [o + i for o, n in zip(offsets, length) for i in range(n)]
+        is_apart = len(touched) == len(set(touched))
+        seen.add(is_apart)
+        spans = Spans(*(np.array(each, np.int64) for each in ([0], offsets, length)))
+        if is_apart:
+            check_apart(spans, "local")
+        else:
+            with pytest.raises(ValueError, match="twice: expected each once"):
+                check_apart(spans, "local")
+    assert seen == {True, False}
+
+
+def test_runs_are_joined_where_both_sides_go_on_and_no_region_begins():
+    rng = random.Random(0)
+    for _ in range(400):
+        count = rng.randint(0, 6)
+        length = np.array([rng.randint(1, 3) for _ in range(count)], np.int64)
+        sides = []
+        for _ in "12":
+            gaps = np.array([rng.choice([0, 0, 0, 2]) for _ in range(count)], np.int64)
+            sides.append(np.cumsum(gaps + np.concatenate([[0], length])[:count]))
+        local = Spans.of(sides[0], length, "local")
+        remote = local.beside(sides[1], "remote")
+        borders = tuple(np.array(sorted(rng.sample(range(20), 2)), np.int64) for _ in "12")
+        expected = []
+        for mine, theirs, n in zip(*(each.tolist() for each in (*sides, length))):
+            last = expected[-1] if expected else None
+            if (
+                last
+                and (last[0] + last[2], last[1] + last[2]) == (mine, theirs)
+                and mine not in borders[0]
+                and theirs not in borders[1]
+            ):
+                last[2] += n
+            else:
+                expected.append([mine, theirs, n])
+        got = joined(local, remote, borders)
+        columns = [got[0].offsets, got[1].offsets, got[0].length]
+        assert np.stack(columns, 1).tolist() == expected
+        assert (got[1].length == got[0].length).all()
