@@ -7,7 +7,7 @@ Public names are imported when first used: the control plane (`BlockPool`, `Bloc
 
 from __future__ import annotations
 
-import importlib
+from kvcache.lazy import lazy_names
 
 __version__ = "0.1.0"
 
@@ -52,16 +52,4 @@ _MODULES = (
 
 __all__ = [*_HOME, *_MODULES]  # noqa: PLE0604
 
-
-def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        return importlib.import_module(f"kvcache.{name}")
-    if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'kvcache' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__ = lazy_names(__name__, _HOME, _MODULES)
