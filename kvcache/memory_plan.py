@@ -45,6 +45,12 @@ class CachePlan:
     context_parallel: ContextParallel
     max_encoder_tokens: int = 0  # of a request; 0: no layer's kind has an encoder
 
+    def __post_init__(self) -> None:
+        for name in ("page_bytes", "num_pages", "layer_page_bytes", "max_model_len"):
+            integer(getattr(self, name), f"{name} of the plan", 1, MAX_INT64)
+        integer(self.max_num_batched_tokens, "max_num_batched_tokens of the plan", 1, MAX_INT64)
+        integer(self.max_encoder_tokens, "max_encoder_tokens of the plan", 0, MAX_INT64)
+
     def pages_per_request(self, num_tokens: int) -> int:
         """Pages, over all groups, that one request of `num_tokens` holds at most at one time.
 

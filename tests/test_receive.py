@@ -358,3 +358,10 @@ def test_another_default_device_changes_nothing():
 def test_what_is_no_tensor_is_named():
     with pytest.raises(TypeError, match="layer 0 is a str: expected a tensor"):
         permute_received_blocks({"layers.0": torch.zeros(2, 4, 2, 2)}, [1])
+
+
+@pytest.mark.parametrize("size", [97, 2**40, 2**62])
+def test_a_remote_block_that_is_larger_than_the_cache_is_refused_by_name(size):
+    cache = torch.zeros(6, 16, 2, 8)
+    with pytest.raises(ValueError, match=rf"remote_block_size is {size}: expected at most 96"):
+        permute_received_blocks(cache, [1, 2], remote_block_size=size)

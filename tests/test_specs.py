@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import FrozenInstanceError, replace
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -1090,3 +1091,21 @@ def test_padding_is_given_by_the_caller():
     assert plan.padding_bytes == (64 * KIB, 64 * KIB)
     assert plan.num_pages == GIB // (192 * KIB)
     assert plan_cache(layers, GIB, max_model_len=1024, layer_page_bytes=64 * KIB) == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("page_bytes", Decimal(4096), TypeError),
+        ("num_pages", 0, ValueError),
+        ("layer_page_bytes", 1.5, TypeError),
+        ("max_model_len", -1, ValueError),
+        ("max_num_batched_tokens", None, TypeError),
+        ("max_encoder_tokens", True, TypeError),
+    ],
+)
+def test_a_plan_with_a_wrong_number_is_refused_by_name(name, value, error):
+    layers = [LayerSpec(f"layers.{i}", "full_attention", 16, 2, 64) for i in range(2)]
+    plan = plan_cache(layers, 2**23, max_model_len=256)
+    with pytest.raises(error, match=f"{name} of the plan is"):
+        replace(plan, **{name: value})

@@ -198,6 +198,11 @@ def _permute(
     first = layers[0]
     start = first.data_ptr()
     offsets = torch.tensor([layer.data_ptr() - start for layer in layers], device="cpu")
+    most = first.shape[0] * first.shape[1]
+    if remote_block_size > max(most, 1):
+        raise ValueError(
+            f"remote_block_size is {remote_block_size}: expected at most {most}, the cache's tokens"
+        )
     ids = _ids(indices, max(1, remote_block_size // max(1, first.shape[1])))
     try:
         ops.permute_blocks_(first, offsets, ids, remote_block_size, remote_layout == "HND")
