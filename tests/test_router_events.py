@@ -16,7 +16,7 @@ import zmq
 
 from kvcache import KVCacheManager, Request
 from kvcache.events import AllBlocksCleared, BlockStored
-from kvcache.router_events import EventPublisher, EventSubscriber
+from kvcache.router_events import EventPublisher, EventSubscriber, subscriber
 from kvcache.router_events.replay_buffer import ReplayBuffer
 from kvcache.router_events.translator import EventTranslator
 from kvcache.router_events.wire import (
@@ -526,6 +526,23 @@ def test_other_topics_and_malformed_messages_are_ignored(context):
         stranger.send_multipart([b"kv@a", encode_sequence(1), b"\xff\xff"])
         follow(reader, lambda: reader.counts.malformed == 4)
         assert not reader.is_exact
+    stranger.close()
+
+
+def test_a_publisher_that_never_stops_does_not_hold_a_poll(context, monkeypatch):
+    """One poll takes a bounded number of messages, and the next one goes on."""
+    monkeypatch.setattr(subscriber, "_MOST_MESSAGES", 4)
+    stranger = context.socket(zmq.PUB)
+    stranger.bind("inproc://stranger")
+    with EventSubscriber("inproc://stranger", topic="kv@a", context=context) as reader:
+        time.sleep(0.1)
+        for i in range(10):
+            payload = b"\x93\xcb\0\0\0\0\0\0\0\0\x90\0"
+            stranger.send_multipart([b"kv@a", encode_sequence(i), payload])
+        wait_for(lambda: reader.poll(0.01) > 0)
+        assert reader.next_seq <= 4
+        polls = [reader.poll(0) for _ in range(4)]
+        assert max(polls) <= 4 and reader.next_seq == 10
     stranger.close()
 
 

@@ -21,6 +21,7 @@ from kvcache.router_events.wire import (
 )
 
 _log = logging.getLogger(__name__)
+_MOST_MESSAGES = 1024  # of one `poll`
 
 
 class SubscriberCounts(NamedTuple):
@@ -92,7 +93,7 @@ class EventSubscriber:
             raise ValueError(f"endpoint is {endpoint!r}: {error.strerror}") from None
 
     def poll(self, timeout_s: float = 0.0) -> int:
-        """Applies what has come; returns the number of batches.
+        """Applies what has come, at most 1,024 messages; returns the number of batches.
 
         Waits for something at most `timeout_s`, and for a replay at most `replay_timeout_s` more.
         """
@@ -100,7 +101,9 @@ class EventSubscriber:
         wait_ms = int(seconds(timeout_s, "timeout_s") * 1000)
         self._note_connections()
         self._try_to_catch_up()
-        while self._socket.poll(wait_ms if self._num_batches == before else 0):
+        for _ in range(_MOST_MESSAGES):  # a publisher may be faster than this side
+            if not self._socket.poll(wait_ms if self._num_batches == before else 0):
+                break
             self._take(self._socket.recv_multipart())
             wait_ms = 0
         return self._num_batches - before
