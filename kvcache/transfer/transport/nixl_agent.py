@@ -133,16 +133,13 @@ class Handle:
         except Exception:
             return True
 
-    def release(self) -> bool:
-        """Whether NIXL has let go of the memory; where not, call it again later."""
-        try:
+    def release(self) -> None:
+        """Gives back what NIXL holds for a transfer that has ended."""
+        with suppress(Exception):  # of a peer that is gone
             self._agent.release_xfer_handle(self._request)
-        except Exception:  # it is under way, and cannot be stopped
-            return False
         for each in self._lists:
             self._agent.release_dlist_handle(each)
         self._lists = []
-        return True
 
 
 class Reach(NamedTuple):

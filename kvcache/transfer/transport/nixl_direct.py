@@ -118,9 +118,13 @@ class DirectFlow:
         )
 
     def _let_go(self, handle: Handle, transfer: DirectTransfer) -> bool:
-        """Whether NIXL has: the pages are not used again before, however long that takes."""
-        if not handle.release() and not handle.has_ended():
+        """Whether NIXL has: the pages are not used again before, however long that takes.
+
+        A handle is not released earlier: NIXL forgets it then, and goes on to write.
+        """
+        if not handle.has_ended():
             return False
+        handle.release()
         transfer.is_touching = False
         return True
 
