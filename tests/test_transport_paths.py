@@ -141,14 +141,21 @@ def test_fragments_are_within_registered_regions(num_regions):
     ends = begins + 700
     seen = set()
     for _ in range(400):
-        base, count = rng.choice([0, 0, 500, 2**62 - 500]), rng.randint(1, 3)
-        offsets = [rng.choice([rng.randint(0, 9900), 2**62, 1000, 1699]) for _ in range(count)]
+        base, count = rng.choice([0, 0, 500, 2**62]), rng.randint(1, 3)
+        bases = [base] * rng.randint(1, 2)
+        near = [rng.randint(0, 9900) - base, 1000 - base, 1699 - base]
+        offsets = [rng.choice([*near, 2**62]) for _ in range(count)]
         length = [rng.choice([1, 8, 700, 701, 2**60]) for _ in range(count)]
-        spans = Spans(*(np.array(each, np.int64) for each in ([base], offsets, length)))
-        is_within = all(
-            any(b <= base + o and base + o + n <= e for b, e in zip(begins.tolist(), ends.tolist()))
-            for o, n in zip(offsets, length)
-        )
+        spans = Spans(*(np.array(each, np.int64) for each in (bases, offsets, length)))
+
+        def lie_within(regions, first, last):
+            return any(b <= first and last <= e for b, e in regions)
+
+        regions = list(zip(begins.tolist(), ends.tolist()))
+        ranges = [(base + o, base + o + n) for o, n in zip(offsets, length)]
+        if len(bases) > 1:  # all runs of a base lie in one region
+            ranges = [(min(first for first, _ in ranges), max(last for _, last in ranges))]
+        is_within = all(lie_within(regions, *each) for each in ranges)
         seen.add(is_within)
         if is_within:
             check_within(spans, begins, ends, "local")
@@ -156,6 +163,15 @@ def test_fragments_are_within_registered_regions(num_regions):
             with pytest.raises(ValueError, match="expected bytes of one registered region"):
                 check_within(spans, begins, ends, "local")
     assert seen == ({True, False} if num_regions else {False})
+
+
+def test_a_peer_that_names_numbers_whose_sums_overflow_reaches_nothing():
+    """Found by a reviewer: the last run's end wraps, and all others lie outside of the region."""
+    begin, base = 2**46, 2**62
+    offsets = np.array([begin - base] + [begin + 2**21 - base] * 64 + [2**62])
+    spans = Spans(np.array([base, base]), offsets, np.full(66, 4096))
+    with pytest.raises(ValueError, match="expected bytes of one registered region"):
+        check_within(spans, np.array([begin]), np.array([begin + 2**20]), "the request")
 
 
 def test_fragments_that_meet_are_apart_and_those_that_overlap_are_not():
