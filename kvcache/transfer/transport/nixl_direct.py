@@ -47,7 +47,11 @@ class DirectTransfer(StagedTransfer):
 
 
 class DirectFlow:
-    """A thread that begins transfers one after the other, and tells the peer when they are done."""
+    """A thread that begins transfers one after the other, and tells the peer when they are done.
+
+    It forgets the peer once it is closed and NIXL has let go of all: of a peer that is forgotten earlier,
+    NIXL says that transfers have ended, and goes on with them.
+    """
 
     def __init__(self, agent: Agent, connection: Connection) -> None:
         self._agent, self._connection = agent, connection
@@ -85,6 +89,7 @@ class DirectFlow:
             except Exception as error:  # NIXL's: the peer is gone
                 self._connection.fail(f"{type(error).__name__}: {error}")
             self._connection.untrack(transfer.number)
+        self._agent.remove(self._connection.peer.incarnation)
 
     def _move(self, transfer: DirectTransfer) -> None:
         for tiles in zip(*(_lists(spans) for spans in transfer.spans)):

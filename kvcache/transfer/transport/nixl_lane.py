@@ -76,8 +76,13 @@ class NixlLane(Lane):
         self._peer_slots = told["slots"]
         self.peer_kind = tuple(told["pages"]) if told["pages"] is not None else None
         self.is_reached = reach.reaches(Reach(*told["reach"]))
-        self.direct = DirectFlow(nixl, self._connection)
-        self.threads = [self.direct.thread]
+        with self._changed:
+            if not self._is_closed:
+                self.direct = DirectFlow(nixl, self._connection)
+                self.threads = [self.direct.thread]
+                return
+        nixl.remove(name)
+        raise RuntimeError("the connection has ended")
 
     def on_frame(self, header: dict, payload: bytes) -> None:
         """A frame of the peer; ValueError for one that breaks the protocol."""
@@ -121,7 +126,6 @@ class NixlLane(Lane):
             self._changed.notify_all()
         if self.direct is not None:
             self.direct.close()
-        self._owner.nixl.remove(self._connection.peer.incarnation)
         self._owner.keep(self._memory)
 
     # For the pieces.
