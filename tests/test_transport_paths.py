@@ -221,3 +221,28 @@ def test_runs_are_joined_where_both_sides_go_on_and_no_region_begins():
         columns = [got[0].offsets, got[1].offsets, got[0].length]
         assert np.stack(columns, 1).tolist() == expected
         assert (got[1].length == got[0].length).all()
+
+
+@needs_nixl
+@pytest.mark.parametrize("how", ["disconnect", "cancel", "close"])
+@pytest.mark.parametrize("delay_ms", [1, 4, 12])
+def test_nothing_is_written_to_pages_that_were_released(how, delay_ms):
+    """NIXL said that transfers of a forgotten peer had ended, and went on with them."""
+    count, size = 2048, 8 << 10
+    with Pair(count * size) as pair:
+        pair.theirs[:] = 7
+        at = np.random.default_rng(delay_ms).permutation(count) * size
+        move = pair.read(at, np.arange(count) * size, size)
+        time.sleep(delay_ms / 1000)
+        if how == "disconnect":
+            pair.sides[0].disconnect(pair.peer)
+        elif how == "cancel":
+            move.cancel("for a test")
+        else:
+            pair.sides[0].close()
+        deadline = time.monotonic() + 10
+        while not move.is_released:
+            assert time.monotonic() < deadline
+        pair.mine[:] = 3
+        time.sleep(0.2)
+        assert (pair.mine == 3).all()
