@@ -225,11 +225,12 @@ def test_runs_are_joined_where_both_sides_go_on_and_no_region_begins():
 
 @needs_nixl
 @pytest.mark.parametrize("how", ["disconnect", "cancel", "close"])
-@pytest.mark.parametrize("delay_ms", [1, 4, 12])
-def test_nothing_is_written_to_pages_that_were_released(how, delay_ms):
+@pytest.mark.parametrize("delay_ms", [4, 20])
+def test_nothing_is_written_to_pages_that_were_released(monkeypatch, how, delay_ms):
     """NIXL said that transfers of a forgotten peer had ended, and went on with them."""
-    count, size = 2048, 8 << 10
-    with Pair(count * size) as pair:
+    monkeypatch.setenv("UCX_TLS", "tcp")  # 64 MiB take some 0.1 s
+    count, size = 4096, 16 << 10
+    with Pair(count * size, direct_bytes=1024) as pair:
         pair.theirs[:] = 7
         at = np.random.default_rng(delay_ms).permutation(count) * size
         move = pair.read(at, np.arange(count) * size, size)
