@@ -112,7 +112,9 @@ def test_mutated_handshakes_are_refused(name, rng, monkeypatch):
             # What is cut off is waited for; the honest side below has all the time again.
             patch.setattr(handshake, "_HANDSHAKE_S", 1.0)
             for number in range(40):
-                mine = dict(side.told, agent=f"stranger {number}", incarnation=secrets.token_hex(16))
+                mine = dict(
+                    side.told, agent=f"stranger {number}", incarnation=secrets.token_hex(16)
+                )
                 at = rng.randrange(3)  # which of its frames is wrong
                 with socket.create_connection(("127.0.0.1", side.told["port"])) as sock:
                     sock.settimeout(20)
