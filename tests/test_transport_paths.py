@@ -60,10 +60,10 @@ def test_a_reach_that_is_none_is_refused(reach):
 class Pair:
     """Two transports of this process, and a pool of each."""
 
-    def __init__(self, num_bytes, **options):
+    def __init__(self, num_bytes, name="nixl", **options):
         self.mine = np.zeros(num_bytes, np.uint8)
         self.theirs = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
-        self.sides = [make_transport(each, "nixl", timeout_s=10, **options) for each in "ab"]
+        self.sides = [make_transport(each, name, timeout_s=10, **options) for each in "ab"]
         for side, pool in zip(self.sides, (self.mine, self.theirs)):
             side.register([(pool.ctypes.data, num_bytes)])
         self.peer = self.sides[0].connect(self.sides[1].metadata())
@@ -221,6 +221,26 @@ def test_runs_are_joined_where_both_sides_go_on_and_no_region_begins():
         columns = [got[0].offsets, got[1].offsets, got[0].length]
         assert np.stack(columns, 1).tolist() == expected
         assert (got[1].length == got[0].length).all()
+
+
+@pytest.mark.parametrize("name", ["gloo", pytest.param("nixl", marks=needs_nixl)])
+@pytest.mark.parametrize("num_pieces", [1, 3, 4, 5, 6, 7, 9, 14])
+def test_pieces_arrive_in_order_at_a_side_that_is_slow(name, num_pieces):
+    """Pieces that wait for room were once sent in the order of their staging memory."""
+    piece = 1 << 20
+    options = {"direct_bytes": None} if name == "nixl" else {}
+    with Pair(num_pieces * piece, name, piece_bytes=piece, **options) as pair:
+        pair.theirs[:] = np.repeat(np.arange(1, num_pieces + 1, dtype=np.uint8), piece)
+        memory = pair.sides[0].memory
+        scatter = memory.scatter
+
+        def slow_scatter(staging, tile):
+            time.sleep(0.02)
+            scatter(staging, tile)
+
+        memory.scatter = slow_scatter
+        pair.read(np.array([0]), np.array([0]), num_pieces * piece).wait(10)
+        assert (pair.mine == pair.theirs).all()
 
 
 @needs_nixl

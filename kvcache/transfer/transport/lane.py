@@ -206,14 +206,14 @@ class Flow:
         return job.spans.tiles(min(self._piece_bytes, max(part, _LEAST_PART)))
 
     def _send(self, job: Job) -> None:
-        works: list[PieceWork | None] = [None] * PIECES_AHEAD
+        under_way: deque[PieceWork] = (
+            deque()
+        )  # in the order of the pieces, in which they are waited for
         tiles = _with_more(self._tiles(job))
         for number, (tile, has_more) in enumerate(tiles):
-            slot = number % PIECES_AHEAD
-            if (work := works[slot]) is not None:
-                work.wait(job.timeout_s)
-                works[slot] = None
-            piece = self._staging[slot][: tile.num_bytes]
+            if len(under_way) == PIECES_AHEAD:
+                under_way.popleft().wait(job.timeout_s)
+            piece = self._staging[number % PIECES_AHEAD][: tile.num_bytes]
             if job.copy(lambda tile=tile, piece=piece: self._memory.gather(tile, piece)):
                 if has_more:
                     job.promise()
@@ -225,10 +225,9 @@ class Flow:
             elif number == job.num_promised:
                 self._say("end", job)
                 break
-            works[slot] = self._lane.send(piece, job.tag)
-        for work in works:
-            if work is not None:
-                work.wait(job.timeout_s)
+            under_way.append(self._lane.send(piece, job.tag))
+        while under_way:
+            under_way.popleft().wait(job.timeout_s)
 
     def _receive(self, job: Job) -> None:
         under_way: deque[tuple[Spans, torch.Tensor, PieceWork]] = deque()

@@ -212,8 +212,10 @@ class _Sending:
 
     def wait(self, timeout_s: float) -> None:
         lane, deadline = self._lane, time.monotonic() + timeout_s
-        if self.handle is None:  # then it is the first of those that were not begun
-            if not self.begin(timeout_s):
+        while (
+            self.handle is None
+        ):  # those before it come first: rooms are given in the order of pieces
+            if not lane.unsent[0].begin(max(deadline - time.monotonic(), 0.0)):
                 raise TimeoutError("the peer did not make room in time")
             lane.unsent.popleft()
             lane.begin_unsent()
