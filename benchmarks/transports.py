@@ -22,6 +22,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -146,7 +147,7 @@ def kvcache_moves(name: str, pool: torch.Tensor, is_server: bool, exchange: Call
 
 
 def work(name: str, is_plain: bool, is_server: bool, pipe: Connection, other: Connection) -> None:
-    """One process of a pair: does what comes through `pipe`, until that is None."""
+    """One process of a pair: does what comes through `pipe`, until it is killed."""
     torch.set_num_threads(1)
     expected = np.random.default_rng(1).integers(0, 256, POOL_BYTES, np.uint8)
     pool = torch.zeros(POOL_BYTES, dtype=torch.uint8)
@@ -160,8 +161,8 @@ def work(name: str, is_plain: bool, is_server: bool, pipe: Connection, other: Co
     make = plain_moves if is_plain else kvcache_moves
     _kept, moves = make(name, pool, is_server, exchange)
     pipe.send("ready")
-    while (command := pipe.recv()) is not None:
-        way, mine, their, size = command
+    while True:
+        way, mine, their, size = pipe.recv()
         if is_server:
             if way in moves:
                 moves[way](mine, their, size)
@@ -175,8 +176,6 @@ def work(name: str, is_plain: bool, is_server: bool, pipe: Connection, other: Co
             np.array_equal(pool.numpy()[m : m + size], expected[t : t + size]) for m, t in blocks
         )
         pipe.send((took, same))
-    pipe.send("over")
-    os._exit(0)  # NIXL 1.5.1 may crash as a process ends: docs/transports.md
 
 
 class Pair:
@@ -194,6 +193,7 @@ class Pair:
             self.pipes.append(pipe)
         for pipe in self.pipes:
             if not pipe.poll(60) or pipe.recv() != "ready":
+                self.close()
                 raise RuntimeError(f"{name}: a process did not become ready within 60 s")
         self._signal(signal.SIGSTOP)
 
@@ -210,9 +210,9 @@ class Pair:
         return took
 
     def close(self) -> None:
-        self._signal(signal.SIGCONT)
-        for pipe, process in zip(self.pipes, self.processes):
-            pipe.send(None)
+        """Ends both, which are stopped."""
+        for process in self.processes:
+            process.kill()
             process.join(10)
 
     def _signal(self, number: int) -> None:
@@ -222,7 +222,15 @@ class Pair:
 
 def measure(name: str) -> list[dict]:
     """Every size and way, in turn."""
-    plain, ours = Pair(name, is_plain=True), Pair(name, is_plain=False)
+    with ExitStack() as stack:
+        pairs = [
+            stack.enter_context(closing(Pair(name, is_plain=plain))) for plain in (True, False)
+        ]
+        return measure_pairs(name, *pairs)
+
+
+def measure_pairs(name: str, plain: Pair, ours: Pair) -> list[dict]:
+    """That of the library's processes, and of kvcache's."""
     results = []
     for count, size in SIZES:
         total, rng = count * size, np.random.default_rng(2)
@@ -250,8 +258,6 @@ def measure(name: str) -> list[dict]:
                 "to_contiguous": speed["kvcache"] / speed["contiguous"],
             }
         )
-    plain.close()
-    ours.close()
     return results
 
 
