@@ -236,11 +236,12 @@ def make_transport(
 
     agent: its name among its peers, unique. name: "nixl" or "gloo"; None: NIXL where it is installed,
     else gloo. options: `secret` (bytes that both sides must have), `timeout_s` of a transfer (30),
-    `piece_bytes` of staging memory (16 MiB; a connection has four pieces), `digest` (False; True: what
+    `piece_bytes` of staging memory (8 MiB; a connection has eight pieces), `digest` (False; True: what
     arrives is compared with a digest of what was sent, and a transfer fails where it differs),
     `advertise` (the address that peers are told; None: host. Needed where host is every address),
     `accepts_writes` (True; False: writes of peers are refused. Over NIXL all bytes go through staging
-    memory then, as with `direct_bytes=None`: a peer could write to registered pages unasked).
+    memory then, as with `direct_bytes=None`: a peer could write to registered pages unasked), and over
+    NIXL `direct_bytes` ("auto": fragments of as many bytes are not packed; see docs/transports.md).
     ValueError or TypeError for other options, ImportError where NIXL is named and not installed, OSError
     where the address is taken.
     """
