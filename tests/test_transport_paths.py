@@ -1,14 +1,18 @@
 """Which path NIXL's bytes take, and the checks of fragments that every transfer begins with."""
 
+import gc
 import importlib.util
+import os
 import random
+import subprocess
+import sys
 import time
 
 import numpy as np
 import pytest
 
 from kvcache.transfer.transport import nixl_lane
-from kvcache.transfer.transport.base import make_transport
+from kvcache.transfer.transport.base import TransferError, make_transport
 from kvcache.transfer.transport.connection import StagedTransfer
 from kvcache.transfer.transport.nixl_agent import Reach
 from kvcache.transfer.transport.nixl_direct import DirectTransfer
@@ -35,16 +39,21 @@ def test_memory_is_reached_within_a_machine_or_by_rdma_on_both_sides(one, other,
     assert one.reaches(other) is other.reaches(one) is is_reached
 
 
-@pytest.mark.parametrize("allowed", ["tcp", "tcp,self", "self"])
+@pytest.mark.parametrize(
+    "allowed",
+    ["tcp", "tcp,self", "self", "tcp, self", "tcp,cuda_copy", "tcp,sockcm", "^cma,sm,rc", "^all"],
+)
 def test_no_memory_is_reached_where_ucx_may_use_tcp_alone(monkeypatch, allowed):
     monkeypatch.setenv("UCX_TLS", allowed)
-    assert Reach.of_this() == (None, False)
+    assert Reach.of_this().machine is None
 
 
-def test_processes_of_one_machine_say_the_same_machine(monkeypatch):
-    for allowed in ("all", "tcp,cma", "rc,cuda_ipc"):
-        monkeypatch.setenv("UCX_TLS", allowed)
-        assert Reach.of_this() == Reach.of_this() != (None, False)
+@pytest.mark.parametrize("allowed", ["all", "tcp,cma", " sm", "^tcp", "rc,cuda_ipc"])
+def test_processes_of_one_machine_say_the_same_machine(monkeypatch, allowed):
+    monkeypatch.setenv("UCX_TLS", allowed)
+    said = "from kvcache.transfer.transport.nixl_agent import Reach; print(Reach.of_this().machine)"
+    other = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    assert Reach.of_this().machine == other.stdout.strip() != "None"
 
 
 @pytest.mark.parametrize(
@@ -241,6 +250,31 @@ def test_pieces_arrive_in_order_at_a_side_that_is_slow(name, num_pieces):
         memory.scatter = slow_scatter
         pair.read(np.array([0]), np.array([0]), num_pieces * piece).wait(10)
         assert (pair.mine == pair.theirs).all()
+
+
+@needs_nixl
+def test_a_transport_whose_write_failed_ends_its_threads_with_close(monkeypatch):
+    """Pieces under way kept NIXL's agent, and its threads."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    before = len(os.listdir("/proc/self/task"))
+    with Pair(64 << 20) as pair:
+        lane = next(iter(pair.sides[1]._connections.values())).lane
+        lane.on_frame = lambda header, payload: None  # it makes no room any more
+        lane._connection.on_lane_frame(lane.on_frame)
+        begins = pair.mine.ctypes.data, pair.theirs.ctypes.data
+        at = np.arange(0, 64 << 20, 4096)
+        move = pair.sides[0].write(
+            pair.peer, begins[0] + at, begins[1] + at[::-1], np.full(len(at), 4096)
+        )
+        time.sleep(0.05)
+        pair.sides[0].disconnect(pair.peer)
+        with pytest.raises(TransferError):
+            move.wait(5)
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while len(os.listdir("/proc/self/task")) > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @needs_nixl

@@ -23,9 +23,8 @@ from kvcache.transfer.transport.registered import Region
 from kvcache.transfer.transport.spans import Spans
 from kvcache.transfer.transport.staged import StagedTransport
 
-_DIRECT_BYTES = (
-    8 << 10
-)  # where NIXL reaches memory of the peer: below, packing is as fast or faster
+# Where NIXL reaches the peer's memory: smaller fragments are packed as fast or faster.
+_DIRECT_BYTES = 8 << 10
 
 
 class NixlTransport(StagedTransport):

@@ -142,6 +142,11 @@ class Handle:
         self._lists = []
 
 
+# Transports of UCX that reach memory of another process without its help.
+_WITHIN_A_MACHINE = {"all", "sm", "shm", "cma", "knem", "xpmem", "cuda_ipc"}
+_RDMA = {"all", "ib", "rc", "dc", "ud"}
+
+
 class Reach(NamedTuple):
     """By what a process reaches memory of others without their help.
 
@@ -154,16 +159,23 @@ class Reach(NamedTuple):
 
     @classmethod
     def of_this(cls) -> Reach:
-        """That of this process; none where UCX_TLS allows TCP alone."""
-        allowed = set(os.environ.get("UCX_TLS", "all").split(","))
-        if allowed <= {"tcp", "self"}:
-            return cls(None, False)
-        with suppress(OSError):  # no Linux
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-            names = "".join(os.readlink(f"/proc/self/ns/{each}") for each in ("pid", "user"))
-            machine = hashlib.sha256((boot + names).encode()).hexdigest()
-            return cls(machine, any(Path("/sys/class/infiniband").glob("*")))
-        return cls(None, False)
+        """That of this process, as far as UCX_TLS allows: a list of transports, or "^" and those that
+        are not allowed. Names that it does not know are taken for TCP."""
+        text = os.environ.get("UCX_TLS", "all").strip()
+        listed = {each.strip() for each in text.removeprefix("^").split(",")}
+        kinds = {each.split("_")[0] for each in listed}  # as "rc" of "rc_mlx5"
+
+        def allows(names: set[str], family: set[str]) -> bool:
+            return not names & family if text.startswith("^") else bool(names & family)
+
+        machine = None
+        if allows(listed, _WITHIN_A_MACHINE):
+            with suppress(OSError):  # no Linux
+                boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+                names = "".join(os.readlink(f"/proc/self/ns/{each}") for each in ("pid", "user"))
+                machine = hashlib.sha256((boot + names).encode()).hexdigest()
+        has_device = any(Path("/sys/class/infiniband").glob("*"))
+        return cls(machine, has_device and allows(kinds, _RDMA))
 
     def reaches(self, other: Reach) -> bool:
         """Whether each of two processes reaches the other's memory."""

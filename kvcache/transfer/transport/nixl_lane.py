@@ -124,6 +124,8 @@ class NixlLane(Lane):
                 return
             self._is_closed = True
             self._changed.notify_all()
+        self.unsent.clear()  # a thread that still sends finds out, and ends
+        self._under_way.clear()
         if self.direct is not None:
             self.direct.close()
         self._owner.keep(self._memory)
@@ -147,8 +149,8 @@ class NixlLane(Lane):
         """Begins to write pieces for which there is room, in their order, and tells of those written."""
         while self.unsent and self.unsent[0].begin():
             self.unsent.popleft()
-            self._tell_written_ones()
-        self._tell_written_ones()
+            self._announce_written()
+        self._announce_written()
 
     def take_arrived(self, tag: int, timeout_s: float) -> None:
         """Waits for the next piece of a tag."""
@@ -173,20 +175,17 @@ class NixlLane(Lane):
 
     def wait_until_written(self, sending: _Sending, deadline: float) -> None:
         """Waits for a piece that is under way, and for those before it."""
-        while not sending.is_told:
+        while not sending.is_announced:
             self._under_way[0].handle.wait(deadline, lambda: self._is_closed)
-            self._tell_written_ones()
+            self._announce_written()
 
-    def _tell_written_ones(self) -> None:
+    def _announce_written(self) -> None:
         """Tells the peer of pieces that were written, in their order."""
         while self._under_way and self._under_way[0].handle.is_done():
-            self._tell_first()
-
-    def _tell_first(self) -> None:
-        first = self._under_way.popleft()
-        first.handle.release()
-        first.is_told = True
-        self._channel.put({"op": "lane", "kind": "arrived", "tag": first.tag})
+            first = self._under_way.popleft()
+            first.handle.release()
+            first.is_announced = True
+            self._channel.put({"op": "lane", "kind": "arrived", "tag": first.tag})
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -199,7 +198,7 @@ class _Sending:
     def __init__(self, lane: NixlLane, piece: torch.Tensor, tag: int) -> None:
         self._lane, self.piece, self.tag = lane, piece, tag
         self.handle: Handle | None = None
-        self.is_told = False  # the peer was, that it was written
+        self.is_announced = False  # the peer knows that it was written
         lane.unsent.append(self)
         lane.begin_unsent()
 

@@ -14,7 +14,6 @@ from kvcache.checks import MAX_INT64, integer, listed
 from kvcache.transfer.transport.spans import Spans
 from kvcache.worker.pages.pages import Pages
 
-_MOST = 2**62  # bytes
 _ONE_PAIR = torch.zeros((1, 2), dtype=torch.int32, device="cpu")
 
 
@@ -135,7 +134,7 @@ def check_apart(spans: Spans, name: str) -> None:
 
 
 def _check_apart(addresses: np.ndarray, length: np.ndarray, name: str) -> None:
-    if np.diff(np.sort(addresses)).min(initial=_MOST) >= length.max():
+    if len(addresses) == 1 or np.diff(np.sort(addresses)).min() >= length.max():
         return
     order = np.argsort(addresses, kind="stable")
     begin, end = addresses[order], (addresses + length)[order]
