@@ -206,9 +206,8 @@ class Flow:
         return job.spans.tiles(min(self._piece_bytes, max(part, _LEAST_PART)))
 
     def _send(self, job: Job) -> None:
-        under_way: deque[PieceWork] = (
-            deque()
-        )  # in the order of the pieces, in which they are waited for
+        # In the order of the pieces, in which they are waited for.
+        under_way: deque[PieceWork] = deque()
         tiles = _with_more(self._tiles(job))
         for number, (tile, has_more) in enumerate(tiles):
             if len(under_way) == PIECES_AHEAD:

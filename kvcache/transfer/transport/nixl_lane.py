@@ -211,9 +211,8 @@ class _Sending:
 
     def wait(self, timeout_s: float) -> None:
         lane, deadline = self._lane, time.monotonic() + timeout_s
-        while (
-            self.handle is None
-        ):  # those before it come first: rooms are given in the order of pieces
+        # Those before it come first: rooms are given in the order of the pieces.
+        while self.handle is None:
             if not lane.unsent[0].begin(max(deadline - time.monotonic(), 0.0)):
                 raise TimeoutError("the peer did not make room in time")
             lane.unsent.popleft()

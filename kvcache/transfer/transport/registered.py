@@ -96,13 +96,13 @@ def check_within(spans: Spans, begins: np.ndarray, ends: np.ndarray, name: str) 
     else:  # a base and all its runs lie in one region
         first = spans.bases + int(spans.offsets.min())
         last = spans.bases + int((spans.offsets + spans.length).max())
-    grows = (last > first).all()  # not so where a sum was too large for an int64
-    if len(begins) == 1 and grows and begins[0] <= first.min() and last.max() <= ends[0]:
+    grows = last > first  # not so where a sum was too large for an int64
+    if len(begins) == 1 and grows.all() and begins[0] <= first.min() and last.max() <= ends[0]:
         return
     at = np.searchsorted(begins, first, "right") - 1
     inside = np.zeros(len(at), bool)
     if len(begins):
-        inside = (at >= 0) & (last <= ends[at]) & (last > first)
+        inside = (at >= 0) & (last <= ends[at]) & grows
     if not inside.all():
         i = int(np.argmin(inside))
         raise ValueError(

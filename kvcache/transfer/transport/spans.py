@@ -33,19 +33,13 @@ class Spans:
     def of(cls, addresses: np.ndarray, length: np.ndarray, name: str) -> Spans:
         """One fragment per address. TypeError or ValueError unless both are int64[n], lengths above 0."""
         offsets, length = _column(addresses, name), _column(length, "length")
-        if len(offsets) != len(length):
-            raise ValueError(
-                f"{name} has {len(offsets)} entries, length {len(length)}: expected as many"
-            )
+        _check_as_many(offsets, length, name)
         return cls(np.zeros(1, np.int64), offsets, length).checked(name)
 
     def beside(self, addresses: np.ndarray, name: str) -> Spans:
         """Fragments of the same lengths at other addresses, for spans that `of` has made."""
         offsets = _column(addresses, name)
-        if len(offsets) != len(self.length):
-            raise ValueError(
-                f"{name} has {len(offsets)} entries, length {len(self.length)}: expected as many"
-            )
+        _check_as_many(offsets, self.length, name)
         _check_addresses(offsets, name, "offsets")
         return Spans(self.bases, offsets, self.length)
 
@@ -123,6 +117,13 @@ def _column(values: np.ndarray, name: str) -> np.ndarray:
     if array.ndim != 1:
         raise ValueError(f"{name} has shape {list(array.shape)}: expected [n]")
     return array.astype(np.int64)
+
+
+def _check_as_many(offsets: np.ndarray, length: np.ndarray, name: str) -> None:
+    if len(offsets) != len(length):
+        raise ValueError(
+            f"{name} has {len(offsets)} entries, length {len(length)}: expected as many"
+        )
 
 
 def _check_addresses(values: np.ndarray, name: str, what: str) -> None:
