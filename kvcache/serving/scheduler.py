@@ -80,7 +80,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # by rank
         self.admitted: list[Sequence] = []  # those with a row, by rank
         self.num_swapped_out = self.num_recomputed = 0
-        self._max_num_rows = manager.options.max_num_reqs or MAX_INT32
+        self.max_num_rows = manager.options.max_num_reqs or MAX_INT32
         kinds = [make_kind(group.kind, group.options) for group in manager.groups]
         of_states = [kind.num_speculative_blocks for kind in kinds if kind.pages == "state"]
         self._has_states = bool(of_states)
@@ -101,10 +101,10 @@ class Scheduler:
             raise ValueError(
                 f"sequence {sequence.request.request_id!r} is {sequence.state.value}: expected a new one"
             )
-        if sequence.num_rows > self._max_num_rows:
+        if sequence.num_rows > self.max_num_rows:
             raise ValueError(
                 f"sequence {sequence.request.request_id!r} needs {sequence.num_rows} rows: expected at "
-                f"most {self._max_num_rows}, max_num_reqs of the manager"
+                f"most {self.max_num_rows}, max_num_reqs of the manager"
             )
         self._insert(self.waiting, sequence)
 
@@ -260,7 +260,7 @@ class Scheduler:
         return asked, budget
 
     def _new(self, budget: int) -> list[tuple[Sequence, int]]:
-        rows = self._max_num_rows - sum(each.num_rows for each in self.admitted)
+        rows = self.max_num_rows - sum(each.num_rows for each in self.admitted)
         new = []
         for sequence in sorted(self.waiting, key=lambda each: not each.has_begun):
             rows -= sequence.num_rows
