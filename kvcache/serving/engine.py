@@ -55,10 +55,9 @@ class Engine:
     - One request fails: it has logits that are NaN or inf, or its drafter or sampler raises. It ends with
       the finish_reason "error" and the `error` in its last `Delta` and its `Sample`; others are not
       affected. Logits of -inf are no error, as long as one of the row is finite.
-    - A signal handler raises (Ctrl-C): while the model runs the step is undone, as if the model had
-      failed. At any other moment the handler runs as `step` ends: the step was taken, and the next
-      `step` returns its tokens. No token is lost or doubled; `num_unfinished` counts requests whose last
-      tokens were not returned yet.
+    - A signal comes (Ctrl-C): its handler runs when the step is over, the model included. If it raises, the
+      next `step` returns the tokens: none is lost or doubled. `num_unfinished` counts requests whose last
+      tokens were not returned yet. So do handlers wait for `add`, `abort` and `stop`.
 
     >>> from kvcache.integrations.transformers import attach
     >>> from kvcache.integrations.transformers.tiny_models import tiny_model
@@ -209,23 +208,25 @@ class Engine:
         sent: list[int | None] = []  # tokens of each sample, None when its end was
         try:
             while True:
+                is_finished = generation.is_finished  # others' steps may finish it at a yield, too
                 yield from self._unsent(generation, sent)
-                if generation.is_finished:
+                if is_finished:
                     return
-                self.step()
+                if not generation.is_finished:
+                    self.step()
         finally:
             self.abort(generation.request_id)
 
     def step(self) -> list[Delta]:
         """Computes one step; what samples have got by it. Empty where nothing is left to do."""
-        with SignalHold() as hold:
-            self._run_step(hold)
+        with SignalHold():
+            self._run_step()
         # No call stands between the next line and the caller's: here no handler can run.
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    def _run_step(self, hold: SignalHold) -> None:
-        """Adds to `_deltas`. Signal handlers run while the model does, and at no other moment."""
+    def _run_step(self) -> None:
+        """Adds to `_deltas`."""
         with self._timed("schedule_seconds"):
             if self.drafter is not None:
                 self._draft()
@@ -244,7 +245,7 @@ class Engine:
                 self.metrics.failed_steps += 1
                 return
         try:
-            logits = self._forward(step, hold)
+            logits = self._forward(step)
             best, are_finite = self._best(step, logits)
         except BaseException:
             self._undo(step)
@@ -258,7 +259,7 @@ class Engine:
         self.metrics.failed_steps += 1
 
     @torch.inference_mode()
-    def _forward(self, step: ScheduledStep, hold: SignalHold) -> torch.Tensor | None:
+    def _forward(self, step: ScheduledStep) -> torch.Tensor | None:
         if not step.sequences:
             return None
         with self._timed("schedule_seconds"):
@@ -271,14 +272,7 @@ class Engine:
                 num_logits=step.num_logits,
             )
         with self._timed("model_seconds"):
-            try:
-                hold.are_held = False
-                hold.run_noted()
-                logits = self.model.forward(batch)
-                hold.replace_handlers()  # the model may have set some
-                return logits
-            finally:
-                hold.are_held = True
+            return self.model.forward(batch)
 
     def _best(
         self, step: ScheduledStep, logits: torch.Tensor | None

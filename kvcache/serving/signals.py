@@ -6,7 +6,7 @@ import _signal  # `signal.getsignal` makes an enum of each answer, which takes l
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 
 _SIGNALS = sorted(map(int, signal.valid_signals()))
 Handler = Callable[[int, FrameType | None], object]
@@ -18,16 +18,13 @@ class SignalHold:
     CPython runs handlers in the main thread between two bytecodes. A handler that raises (Ctrl-C raises
     KeyboardInterrupt) may therefore end any statement, and leave half a change behind. In the main thread
     each handler written in Python is replaced for the duration of the block by a stand-in that notes the
-    signal. When the block ends, the handlers are put back and the noted signals are raised again. In other
-    threads, which run no handlers, nothing happens.
-
-    `are_held` may be set to False within the block, where handlers may run: noted signals are raised by
-    `run_noted`, later ones are handled at once. Set it back by a plain assignment, which no handler can
-    come before. Exceptions that are not raised by handlers (`PyThreadState_SetAsyncExc`) are not held back.
+    signal. When the block ends, the handlers are put back and the noted signals are raised again. Other
+    threads run no handlers, and there nothing is replaced. Exceptions that no handler raises
+    (`PyThreadState_SetAsyncExc`) are not held back.
 
     >>> with SignalHold() as hold:
     ...     signal.raise_signal(signal.SIGINT)
-    ...     hold.noted == [signal.SIGINT]
+    ...     assert hold.noted == [signal.SIGINT]
     Traceback (most recent call last):
     KeyboardInterrupt
     """
@@ -41,7 +38,7 @@ class SignalHold:
 
     def __enter__(self) -> SignalHold:
         try:
-            self.replace_handlers()
+            self._replace()
             self.are_held = True
         except BaseException:
             self.is_over = True
@@ -49,47 +46,40 @@ class SignalHold:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self._put_back()
         finally:
-            # A handler that was back already may have raised: the stand-ins that are left only pass on.
+            # A handler that was back already may have raised: stand-ins that are left only pass on.
             self.are_held = False
             self.is_over = True
-            self.run_noted()
+            self._run_noted()
 
-    def replace_handlers(self) -> None:
-        """Puts stand-ins before the handlers of now: also of those set since the block began."""
+    def _replace(self) -> None:
         if threading.get_ident() != threading.main_thread().ident:
             return
         for number in _SIGNALS:
             handler = _signal.getsignal(number)
-            if not callable(handler) or (isinstance(handler, _StandIn) and handler.hold is self):
-                continue
-            while isinstance(handler, _StandIn) and handler.hold.is_over:
-                handler = handler.handler
-            stand_in = _StandIn(handler, self)
-            self._stand_ins.append((number, stand_in))
-            _signal.signal(number, stand_in)
+            if callable(handler):
+                while isinstance(handler, _StandIn) and handler.hold.is_over:
+                    handler = handler.handler
+                stand_in = _StandIn(handler, self)
+                self._stand_ins.append((number, stand_in))
+                _signal.signal(number, stand_in)
 
-    def run_noted(self) -> None:
+    def _put_back(self) -> None:
+        for number, stand_in in self._stand_ins:
+            if _signal.getsignal(number) is stand_in:
+                _signal.signal(number, stand_in.handler)
+
+    def _run_noted(self) -> None:
         """Runs the handlers of all noted signals; what they raise comes out when all have run."""
         if self.noted:
             number = self.noted.pop(0)
             try:
                 signal.raise_signal(number)
             finally:
-                self.run_noted()
-
-    def _put_back(self) -> None:
-        for number, stand_in in self._stand_ins:
-            if _signal.getsignal(number) is stand_in:
-                _signal.signal(number, stand_in.handler)
+                self._run_noted()
 
 
 class _StandIn:
