@@ -1,7 +1,6 @@
 """A request that fails in a step fails alone: every other one keeps its tokens."""
 
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 

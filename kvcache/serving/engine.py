@@ -51,13 +51,14 @@ class Engine:
 
     One thread calls an engine. What can go wrong in `step`:
 
-    - The model fails: what it raised comes out, the step is undone, and the next `step` computes it again.
+    - The model fails: what it raised comes out, the step is undone, and the next `step` computes it
+      again.
     - One request fails: it has logits that are NaN or inf, or its drafter or sampler raises. It ends with
       the finish_reason "error" and the `error` in its last `Delta` and its `Sample`; others are not
       affected. Logits of -inf are no error, as long as one of the row is finite.
-    - A signal comes (Ctrl-C): its handler runs when the step is over, the model included. If it raises, the
-      next `step` returns the tokens: none is lost or doubled. `num_unfinished` counts requests whose last
-      tokens were not returned yet. So do handlers wait for `add`, `abort` and `stop`.
+    - A signal comes (Ctrl-C): its handler runs when the step is over, the model included. If it raises,
+      the next `step` returns the tokens: none is lost or doubled. `num_unfinished` counts requests whose
+      last tokens were not returned yet. Handlers wait for `add`, `abort` and `stop` in the same way.
 
     >>> from kvcache.integrations.transformers import attach
     >>> from kvcache.integrations.transformers.tiny_models import tiny_model
@@ -123,8 +124,7 @@ class Engine:
         handler raises, `generations` says whether the request was taken in.
         """
         params = SamplingParams() if params is None else params
-        instance(params, SamplingParams, "params")
-        tokens = self._checked_prompt(prompt, params)
+        tokens = self.check(prompt, params)
         request_id = self._checked_id(request_id)
         priority = integer(priority, "priority", -_MAX_PRIORITY, _MAX_PRIORITY - 1)
         rank = (priority, self._num_added)
@@ -486,7 +486,9 @@ class Engine:
             )
         return request_id
 
-    def _checked_prompt(self, prompt: object, params: SamplingParams) -> np.ndarray:
+    def check(self, prompt: SequenceOf[int] | np.ndarray, params: SamplingParams) -> np.ndarray:
+        """The tokens of a prompt that `add` would take, as int32; raises what it would. Any thread."""
+        instance(params, SamplingParams, "params")
         tokens = integers(prompt, "prompt", ())
         if len(tokens) == 0:
             raise ValueError("prompt is empty: expected one token or more")
