@@ -98,7 +98,9 @@ def serving(texts=None, publisher=None, limits=None, trust_clients=True, **optio
     thread.start()
     while not server.started:
         time.sleep(0.01)
-    served = Served(server.servers[0].sockets[0].getsockname()[1], loop)
+    listener = server.servers[0].sockets[0]
+    served = Served(listener.getsockname()[1], loop)
+    served.listener = listener
     served.stop = lambda: (setattr(server, "should_exit", True), thread.join())
     try:
         yield served
