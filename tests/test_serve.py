@@ -20,14 +20,13 @@ pytest.importorskip("httpx")
 
 import httpx
 import openai
-import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvcache import hash_blocks
 from kvcache.cli import main
 from kvcache.cli import serve as command
 from kvcache.integrations.transformers import attach
-from kvcache.serve import ByteTexts, EngineLoop, make_app
+from kvcache.serve import ByteTexts, EngineLoop, Limits, Server, make_app
 from kvcache.serve.texts import AnswerText
 from kvcache.serving import Engine
 from tests.dense_models import dense, greedy
@@ -87,19 +86,21 @@ class Served:
 
 
 @contextmanager
-def serving(texts=None, publisher=None, **options):
+def serving(texts=None, publisher=None, limits=None, trust_clients=True, **options):
     options = {"max_model_len": 256, "max_num_batched_tokens": 64, "host_budget": "2MiB"} | options
     engine = Engine(attach(dense("llama"), "1MiB", **options))
     loop = EngineLoop(engine, publisher)
-    config = uvicorn.Config(
-        make_app(loop, texts or ByteTexts(), "llama"), port=0, log_level="error"
-    )
-    server = uvicorn.Server(config)
+    limits = limits or Limits(grace_seconds=0.5)
+    texts = texts or ByteTexts()
+    app = make_app(loop, texts, "llama", limits=limits, trust_clients=trust_clients)
+    server = Server(app, port=0, log_level="error")
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
         time.sleep(0.01)
-    served = Served(server.servers[0].sockets[0].getsockname()[1], loop)
+    listener = server.servers[0].sockets[0]
+    served = Served(listener.getsockname()[1], loop)
+    served.listener = listener
     served.stop = lambda: (setattr(server, "should_exit", True), thread.join())
     try:
         yield served

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import sys
 from typing import TYPE_CHECKING
 
 from kvcache.cli.errors import UsageError
@@ -12,7 +13,7 @@ from kvcache.cli.events import add_events_options, open_publisher
 from kvcache.cli.models import load_model
 from kvcache.cli.modules import check_cuda, require_module
 from kvcache.cli.output import say
-from kvcache.cli.parsing import MAX_INT32, add_policy_options, device_name, number
+from kvcache.cli.parsing import MAX_INT32, MAX_INT64, add_policy_options, device_name, number
 from kvcache.cli.policies import policy_options
 
 if TYPE_CHECKING:
@@ -22,7 +23,13 @@ if TYPE_CHECKING:
     from kvcache.router_events import EventPublisher
     from kvcache.serve import Texts
 
-_SECONDS_TO_END = 3  # of answers that are under way when the server stops
+_SWITCH_SECONDS = 0.0005  # after which the engine's thread and the event loop's let each other run
+
+
+_OF_MODEL = {  # defaults
+    "--max-model-len": "the model's, or as many as fit",
+    "--max-body-bytes": "64 KiB and 32 bytes for each token of --max-model-len",
+}
 
 
 def add_serve_options(sub: argparse.ArgumentParser) -> None:
@@ -44,12 +51,13 @@ def add_serve_options(sub: argparse.ArgumentParser) -> None:
     add_events_options(sub)
     for option, least, most, default, text in (
         ("--port", 0, 65_535, 8_000, "0: any that is free"),
+        ("--max-body-bytes", 1, MAX_INT64, None, "of a request's body"),
         ("--max-model-len", 1, MAX_INT32, None, "tokens of a prompt and its answer"),
         ("--max-num-seqs", 1, 65_536, 32, "sequences at a time"),
         ("--max-num-batched-tokens", 1, MAX_INT32, 512, "of a step"),
         ("--block-size", 1, MAX_INT32, 16, "tokens"),
     ):
-        shown = "the model's, or as many as fit" if default is None else default
+        shown = _OF_MODEL.get(option) if default is None else default
         check = number(option, least, most)
         sub.add_argument(
             option, metavar="N", type=check, default=default, help=f"{text}; default {shown}"
@@ -60,6 +68,22 @@ def add_serve_options(sub: argparse.ArgumentParser) -> None:
         ("--drafts", ("none", "ngram"), "guesses of tokens to come, by the text so far"),
     ):
         sub.add_argument(option, choices=choices, default=choices[0], help=text)
+    for option, default, text in (
+        ("--request-timeout", 30, "in which a whole request has to arrive"),
+        ("--grace", 10, "for answers that are under way when the server stops"),
+    ):
+        sub.add_argument(
+            option,
+            metavar="SECONDS",
+            type=number(option, 0, 86_400),
+            default=default,
+            help=f"{text}; default {default}",
+        )
+    sub.add_argument(
+        "--trust-clients",
+        action="store_true",
+        help="take cache_salt and priority from requests, behind a proxy that sets them",
+    )
     sub.add_argument("--device", default="cpu", type=device_name, help="of the model; default cpu")
 
 
@@ -71,8 +95,6 @@ def run_serve(args: argparse.Namespace) -> int:
     if args.device != "cpu":
         check_cuda(args.device)
     options = policy_options(args, "--host-budget")
-    import uvicorn
-
     with _listening(args.host, args.port) as listener:
         publisher = open_publisher(args)
         app = _app(args, options | {"enable_events": publisher is not None}, publisher)
@@ -81,8 +103,10 @@ def run_serve(args: argparse.Namespace) -> int:
         say(
             f"serving {_name(args.model)} at http://{shown}:{port}/v1, the cache at http://{shown}:{port}/"
         )
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_SECONDS_TO_END)
-        uvicorn.Server(config).run(sockets=[listener])
+        from kvcache.serve import Server
+
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        Server(app, log_level="error").run(sockets=[listener])
     return 0
 
 
@@ -105,7 +129,7 @@ def _listening(host: str, port: int) -> socket.socket:
 def _app(args: argparse.Namespace, options: dict, publisher: EventPublisher | None) -> FastAPI:
     model = load_model(args.model, "MODEL", args.dtype, args.device)
     from kvcache.integrations.transformers import attach
-    from kvcache.serve import EngineLoop, make_app
+    from kvcache.serve import EngineLoop, Limits, make_app
     from kvcache.serving import Engine, NgramDrafter
 
     drafter = NgramDrafter() if args.drafts == "ngram" else None
@@ -124,7 +148,17 @@ def _app(args: argparse.Namespace, options: dict, publisher: EventPublisher | No
     except ValueError as error:
         raise UsageError(str(error)) from None
     engine = Engine(paged, preemption=args.preemption, drafter=drafter)
-    return make_app(EngineLoop(engine, publisher), _texts(args.model, model), _name(args.model))
+    return make_app(
+        EngineLoop(engine, publisher),
+        _texts(args.model, model),
+        _name(args.model),
+        limits=Limits(
+            max_body_bytes=args.max_body_bytes,
+            request_seconds=args.request_timeout,
+            grace_seconds=args.grace,
+        ),
+        trust_clients=args.trust_clients,
+    )
 
 
 def _byte_count(text: str) -> int | str:

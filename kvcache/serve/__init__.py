@@ -6,6 +6,8 @@ Needs the packages of the extra `serve`.
 
 from kvcache.serve.app import make_app
 from kvcache.serve.engine_loop import EngineLoop
+from kvcache.serve.limits import Limits
+from kvcache.serve.server import Server
 from kvcache.serve.texts import ByteTexts, Texts, TokenizerTexts
 
-__all__ = ["ByteTexts", "EngineLoop", "Texts", "TokenizerTexts", "make_app"]
+__all__ = ["ByteTexts", "EngineLoop", "Limits", "Server", "Texts", "TokenizerTexts", "make_app"]

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager
 from importlib.resources import files
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
+from kvcache.checks import check_name, flag, instance, shown
+from kvcache.serve.admission import Admission, Busy
+from kvcache.serve.bodies import AskError, apart, parsed, read_body
 from kvcache.serve.engine_loop import Answer, EngineError, EngineLoop
+from kvcache.serve.limits import Limits
 from kvcache.serve.metrics import metrics_text
+from kvcache.serve.stops import StopTexts
 from kvcache.serve.texts import AnswerText, Texts
-from kvcache.serving import SamplingParams
+from kvcache.serving import Delta, SamplingParams
 
 _CLOSED = 499  # the client went away; no one reads it
-
+_SECONDS_TO_RETRY = 1  # told to a client where too many wait
+_NUMBERS = itertools.count()  # of answers
+# Fields that reach into what other clients get, refused unless clients are trusted.
+_OF_TRUSTED = ("cache_salt", "priority")
 
 # Fields of OpenAI's that may be given where they ask for nothing.
 _OF_NO_EFFECT: dict[str, object] = {
@@ -56,10 +65,10 @@ class _Asked(BaseModel):
         }
 
     model: str
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=1)] | None = None  # not of OpenAI
+    top_k: Annotated[int, Field(ge=1, lt=2**31)] | None = None  # not of OpenAI
     n: Annotated[int, Field(ge=1, le=128)] = 1
     seed: Annotated[int, Field(ge=-(2**63) + 1, lt=2**63)] | None = None
     stop: str | list[str] | None = None
@@ -69,11 +78,20 @@ class _Asked(BaseModel):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0  # not of OpenAI: smaller goes first
     cache_salt: Annotated[str, Field(min_length=1)] | None = None  # not of OpenAI
 
+    @property
+    def stops(self) -> list[str]:
+        """The stop texts, without empty ones."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [stop for stop in stops if stop]
+
+
+_AskedKind = TypeVar("_AskedKind", bound=_Asked)
+
 
 class AskedCompletion(_Asked):
     """The body of /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Any  # `_prompts` checks it, up to the first entry that is wrong
 
 
 class TextPart(BaseModel):
@@ -99,22 +117,29 @@ class AskedChat(_Asked):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
 
 
-class AskError(Exception):
-    """A request that cannot be served, and why."""
+def make_app(
+    loop: EngineLoop,
+    texts: Texts,
+    model_name: str,
+    *,
+    limits: Limits | None = None,
+    trust_clients: bool = False,
+) -> FastAPI:
+    """The application, for `Server` or another of ASGI; it starts `loop` with itself, and stops it.
 
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-def make_app(loop: EngineLoop, texts: Texts, model_name: str) -> FastAPI:
-    """The application, for any server of ASGI; it starts `loop` with itself, and stops it.
-
-    `texts`: tokens of prompts, texts of answers. `model_name`: what requests must ask for.
+    `texts`: tokens of prompts, texts of answers. `model_name`: what requests must ask for. `limits`: of
+    requests; those of connections are `Server`'s to keep. `trust_clients`: whether requests may have a
+    `cache_salt` and a `priority`, which otherwise are refused by name: with another's salt a client
+    shares that one's cache, and by its priority it goes before others.
     """
+    limits = Limits() if limits is None else limits
+    instance(loop, EngineLoop, "loop")
+    check_name(model_name, "model_name")
+    instance(limits, Limits, "limits")
+    flag(trust_clients, "trust_clients")
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -124,8 +149,11 @@ def make_app(loop: EngineLoop, texts: Texts, model_name: str) -> FastAPI:
         finally:
             await asyncio.to_thread(loop.stop)
 
-    app = FastAPI(title="kvcache", lifespan=lifespan)
-    endpoints = _Endpoints(loop, texts, model_name)
+    app = FastAPI(title="kvcache", lifespan=lifespan, openapi_url=None)
+    num_rows = loop.engine.scheduler.max_num_rows
+    admission = Admission(num_rows, limits.max_waiting)
+    app.state.loop, app.state.admission, app.state.limits = loop, admission, limits
+    endpoints = _Endpoints(loop, texts, model_name, admission, limits, trust_clients)
 
     @app.exception_handler(AskError)
     async def refuse(_: Request, error: AskError) -> Response:
@@ -133,25 +161,27 @@ def make_app(loop: EngineLoop, texts: Texts, model_name: str) -> FastAPI:
 
     @app.exception_handler(EngineError)
     async def tell(_: Request, error: EngineError) -> Response:
-        return _refusal(str(error), 500)
+        return _refusal(str(error), error.status)
 
-    @app.exception_handler(RequestValidationError)
-    async def refuse_body(_: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        field = ".".join(str(each) for each in first["loc"][1:])
-        return _refusal(f"{field}: {first['msg']}" if field else first["msg"], 400)
+    @app.exception_handler(Busy)
+    async def send_away(_: Request, error: Busy) -> Response:
+        return _refusal(str(error), 429, {"retry-after": str(_SECONDS_TO_RETRY)})
+
+    @app.exception_handler(ClientDisconnect)
+    async def forget(_: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=_CLOSED)
 
     @app.exception_handler(HTTPException)
     async def refuse_http(_: Request, error: HTTPException) -> Response:
         return _refusal(str(error.detail), error.status_code)
 
     @app.post("/v1/completions")
-    async def completions(asked: AskedCompletion, request: Request) -> Response:
-        return await endpoints.complete(asked, request)
+    async def completions(request: Request) -> Response:
+        return await endpoints.complete(request)
 
     @app.post("/v1/chat/completions")
-    async def chat_completions(asked: AskedChat, request: Request) -> Response:
-        return await endpoints.chat(asked, request)
+    async def chat_completions(request: Request) -> Response:
+        return await endpoints.chat(request)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -175,29 +205,109 @@ def make_app(loop: EngineLoop, texts: Texts, model_name: str) -> FastAPI:
 
 
 class _Endpoints:
-    def __init__(self, loop: EngineLoop, texts: Texts, model_name: str) -> None:
+    def __init__(
+        self,
+        loop: EngineLoop,
+        texts: Texts,
+        model_name: str,
+        admission: Admission,
+        limits: Limits,
+        trust_clients: bool,
+    ) -> None:
         self._loop, self._texts, self._model = loop, texts, model_name
+        self._admission, self._limits, self._trust_clients = admission, limits, trust_clients
+        self._max_model_len = loop.engine.cache.plan.max_model_len
+        self._max_body_bytes = limits.body_bytes(self._max_model_len)
 
-    async def complete(self, asked: AskedCompletion, request: Request) -> Response:
-        prompts = self._prompts(asked.prompt)
+    async def complete(self, request: Request) -> Response:
+        asked = await self._asked(request, AskedCompletion)
+        prompts = [await self._tokens_of(*each) for each in self._prompts(asked)]
         form = _Form(self._model, "cmpl", "text_completion", is_chat=False)
         return await self._serve(asked, asked.max_tokens or 16, prompts, form, request)
 
-    async def chat(self, asked: AskedChat, request: Request) -> Response:
-        prompt = self._texts.encode_chat([message.as_dict() for message in asked.messages])
+    async def chat(self, request: Request) -> Response:
+        asked = await self._asked(request, AskedChat)
+        messages = [message.as_dict() for message in asked.messages]
+        size = sum(len(message["content"]) for message in messages)
+        self._check_length("messages", size)
+        try:
+            prompt = await apart(size, self._texts.encode_chat, messages)
+        except (
+            Exception
+        ) as error:  # templates are programs, and refuse orders of roles, for example
+            raise AskError(f"messages are refused by the model's template: {error}") from None
         form = _Form(self._model, "chatcmpl", "chat.completion", is_chat=True)
-        most = self._loop.engine.cache.plan.max_model_len - len(prompt)
+        most = self._max_model_len - len(prompt)
         max_tokens = asked.max_completion_tokens or asked.max_tokens or max(most, 1)
         return await self._serve(asked, max_tokens, [prompt], form, request)
 
-    def _prompts(self, prompt: str | list) -> list[list[int]]:
-        if isinstance(prompt, str):
-            return [self._texts.encode(prompt)]
-        if prompt and isinstance(prompt[0], int):
-            return [prompt]
-        if not prompt:
+    async def _asked(self, request: Request, kind: type[_AskedKind]) -> _AskedKind:
+        """The body, checked as far as it can be before a prompt is looked at."""
+        self._admission.check()
+        body = await read_body(request, self._max_body_bytes)
+        asked = await apart(len(body), parsed, body, kind)
+        if asked.model != self._model:
+            raise AskError(f"model is {shown(asked.model)}: expected {self._model!r}", 404)
+        for name in _OF_TRUSTED:
+            if getattr(asked, name) and not self._trust_clients:
+                raise AskError(
+                    f"{name} is given: expected none, as this server does not trust its clients "
+                    "(`kvcache serve --trust-clients`)"
+                )
+        stops = asked.stops
+        if len(stops) > self._limits.max_stops:
+            raise AskError(
+                f"stop has {len(stops)} texts: expected at most {self._limits.max_stops}"
+            )
+        longest = max(map(len, stops), default=0)
+        if longest > self._limits.max_stop_length:
+            raise AskError(
+                f"stop has a text of {longest} characters: expected at most "
+                f"{self._limits.max_stop_length}"
+            )
+        return asked
+
+    def _prompts(self, asked: AskedCompletion) -> list[tuple[str, Any]]:
+        """The name and value of each prompt, a text or a list of tokens."""
+        prompt = asked.prompt
+        if prompt in ("", []):
             raise AskError("prompt is empty: expected one token or more")
-        return [self._texts.encode(each) if isinstance(each, str) else each for each in prompt]
+        are_several = isinstance(prompt, list) and set(map(type, prompt)) in ({str}, {list})
+        if are_several and len(prompt) * asked.n > self._limits.max_choices:
+            raise AskError(
+                f"prompt has {len(prompt)} entries, and n is {asked.n}: expected at most "
+                f"{self._limits.max_choices} choices together"
+            )
+        prompts = [("prompt", prompt)]
+        if are_several:
+            prompts = [(f"prompt[{i}]", each) for i, each in enumerate(prompt)]
+        for name, each in prompts:
+            if isinstance(each, str):
+                self._check_length(name, len(each))
+            elif not isinstance(each, list) or set(map(type, each)) - {int}:
+                raise AskError(
+                    f"{name} is {shown(each)}: expected a text or a list of tokens, or a list of either"
+                )
+            elif len(each) > self._max_model_len:
+                raise AskError(
+                    f"{name} has {len(each)} tokens: expected at most {self._max_model_len} with the "
+                    "answer, max_model_len"
+                )
+        return prompts
+
+    def _check_length(self, name: str, size: int) -> None:
+        """Before a text is tokenized: refused where it cannot have few enough tokens."""
+        most = self._max_model_len * self._texts.longest_token
+        if size > most:
+            raise AskError(
+                f"{name} has {size} characters: expected at most {most}, or {self._max_model_len} tokens "
+                "with the answer, max_model_len"
+            )
+
+    async def _tokens_of(self, name: str, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, list):
+            return prompt
+        return await apart(len(prompt), self._texts.encode, prompt)
 
     async def _serve(
         self,
@@ -207,30 +317,22 @@ class _Endpoints:
         form: _Form,
         request: Request,
     ) -> Response:
-        if asked.model != self._model:
-            raise AskError(f"model is {asked.model!r}: expected {self._model!r}", 404)
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=asked.top_k,
-            n=asked.n,
-            seed=asked.seed,
-            stop_token_ids=self._texts.end_token_ids,
-        )
-        stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-        answers: list[Answer] = []
         try:
+            params = SamplingParams(
+                max_tokens=max_tokens,
+                temperature=asked.temperature,
+                top_p=asked.top_p,
+                top_k=asked.top_k,
+                n=asked.n,
+                seed=asked.seed,
+                stop_token_ids=self._texts.end_token_ids,
+            )
             for prompt in prompts:
-                options = {"priority": asked.priority, "cache_salt": asked.cache_salt}
-                answers.append(await self._loop.add(prompt, params, **options))
+                self._loop.engine.check(prompt, params)
         except (TypeError, ValueError) as error:
-            _close(answers)
             raise AskError(str(error)) from None
-        except BaseException:
-            _close(answers)
-            raise
-        choices = _Choices(self._texts, stops, answers)
+        source = _Source(self._loop, self._admission, prompts, params, asked)
+        choices = _Choices(self._texts, StopTexts(asked.stops), source)
         if asked.stream:
             options = asked.stream_options or StreamOptions()
             body = _stream(choices, form, options.include_usage)
@@ -238,18 +340,58 @@ class _Endpoints:
         return await _whole(choices, form, request)
 
 
+class _Source:
+    """The prompts of a request, which are served in lanes: each takes the next prompt when it has rows.
+
+    The first lane has its turn among all requests; the others use what is left (see `Admission`).
+    """
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        admission: Admission,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        asked: _Asked,
+    ) -> None:
+        self.prompts, self.params = prompts, params
+        self.num_cached_tokens = 0  # of the prompts that were served
+        self._loop, self._admission = loop, admission
+        self._options = {"priority": asked.priority, "cache_salt": asked.cache_salt}
+        self._numbers = iter(range(len(prompts)))
+
+    async def deltas(self, lane: int) -> AsyncIterator[tuple[int, Answer, Delta]]:
+        """(number of the prompt, its answer, delta) as they come, until no prompt is left."""
+        while True:
+            priority = self._options["priority"]
+            async with self._admission.rows(self.params.n, is_first=lane == 0, priority=priority):
+                number = next(self._numbers, None)
+                if number is None:
+                    return
+                async with self._loop.serving(
+                    self.prompts[number], self.params, **self._options
+                ) as answer:
+                    is_first = True
+                    async for delta in answer:
+                        if is_first:
+                            self.num_cached_tokens += answer.generation.num_cached_tokens
+                        is_first = False
+                        yield number, answer, delta
+
+
 class _Form:
     """How an answer is written: ids, names of objects, a text or a message."""
 
     def __init__(self, model: str, prefix: str, kind: str, is_chat: bool) -> None:
-        self._model, self._prefix, self._kind, self.is_chat = model, prefix, kind, is_chat
+        self._model, self._kind, self.is_chat = model, kind, is_chat
+        self._id = f"{prefix}-{next(_NUMBERS)}"
         self._created = int(time.time())
 
-    def body(self, choices: list[dict[str, Any]], name: str, is_chunk: bool) -> dict[str, Any]:
+    def body(self, choices: list[dict[str, Any]], is_chunk: bool) -> dict[str, Any]:
         """Everything but usage."""
         kind = f"{self._kind}.chunk" if is_chunk and self.is_chat else self._kind
         return {
-            "id": f"{self._prefix}-{name}",
+            "id": self._id,
             "object": kind,
             "created": self._created,
             "model": self._model,
@@ -268,74 +410,67 @@ class _Form:
 class _Choices:
     """The samples of all prompts of a request: choice i is sample i % n of prompt i // n."""
 
-    def __init__(self, texts: Texts, stops: list[str], answers: list[Answer]) -> None:
-        self.answers = answers
-        self._num_samples = answers[0].generation.params.n
-        count = self._num_samples * len(answers)
+    def __init__(self, texts: Texts, stops: StopTexts, source: _Source) -> None:
+        self._source = source
+        self._num_samples = source.params.n
+        count = self._num_samples * len(source.prompts)
         self.texts = [AnswerText(texts, stops) for _ in range(count)]
         self.reasons: list[str | None] = [None] * count
         self._num_tokens = 0
 
-    @property
-    def name(self) -> str:
-        """What the request is called."""
-        return self.answers[0].generation.request_id
-
     async def pieces(self) -> AsyncIterator[tuple[int, str, str | None]]:
         """(choice, text, reason to end) as they come, of all prompts at once."""
-        pieces: asyncio.Queue[tuple[int, str, str | None] | Exception | None] = asyncio.Queue()
+        pieces: asyncio.Queue[tuple[int, str, str | None] | Exception] = asyncio.Queue()
 
-        async def listen(number: int, answer: Answer) -> None:
+        async def listen(lane: int) -> None:
             try:
-                async for delta in answer:
-                    for piece in self._pieces_of(number, answer, delta):
-                        pieces.put_nowait(piece)
+                async with aclosing(self._source.deltas(lane)) as deltas:
+                    async for number, answer, delta in deltas:
+                        for piece in self._pieces_of(number, answer, delta):
+                            pieces.put_nowait(piece)
             except Exception as error:
                 pieces.put_nowait(error)
-            else:
-                pieces.put_nowait(None)
 
-        tasks = [asyncio.create_task(listen(*each)) for each in enumerate(self.answers)]
+        tasks = [asyncio.create_task(listen(lane)) for lane in range(len(self._source.prompts))]
         try:
-            num_running = len(tasks)
+            num_running = len(self.reasons)
             while num_running:
                 piece = await pieces.get()
                 if isinstance(piece, Exception):
                     raise piece
-                if piece is None:
-                    num_running -= 1
-                else:
-                    yield piece
+                num_running -= piece[2] is not None
+                yield piece
         finally:
             for task in tasks:
                 task.cancel()
-            _close(self.answers)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _pieces_of(self, number: int, answer: Answer, delta: Any) -> list[tuple]:
+    def _pieces_of(self, number: int, answer: Answer, delta: Delta) -> Iterator[tuple]:
         choice = number * self._num_samples + delta.index
         if self.reasons[choice] is not None:
-            return []  # it went on until the engine heard of the stop text
+            return  # it went on until the engine heard of the stop text
         text, token_ids = self.texts[choice], delta.token_ids
-        ends = answer.generation.params.stop_token_ids
+        ends = self._source.params.stop_token_ids
         self._num_tokens += len(token_ids)
         shown = text.add([token for token in token_ids if token not in ends])
         if text.is_stopped:
             self.reasons[choice] = "stop"
             answer.stop(delta.index)
         elif delta.finish_reason is not None:
-            shown += text.end()
-            self.reasons[choice] = "stop" if delta.finish_reason == "stop" else "length"
+            if delta.finish_reason == "error":
+                raise EngineError(f"{type(delta.error).__name__}: {delta.error}")
             if delta.finish_reason in ("abort", "refused"):
                 raise EngineError(f"the request was ended: {delta.finish_reason}")
-        if not shown and self.reasons[choice] is None:
-            return []
-        return [(choice, shown, self.reasons[choice])]
+            shown += text.end()
+            is_stop = text.is_stopped or delta.finish_reason == "stop"
+            self.reasons[choice] = "stop" if is_stop else "length"
+        if shown or self.reasons[choice] is not None:
+            yield choice, shown, self.reasons[choice]
 
     def usage(self) -> dict[str, Any]:
         """Tokens of prompts and answers, and those found in the cache."""
-        generations = [answer.generation for answer in self.answers]
-        prompt_tokens = sum(len(generation.prompt) for generation in generations)
-        cached = sum(generation.num_cached_tokens for generation in generations)
+        prompt_tokens = sum(map(len, self._source.prompts))
+        cached = self._source.num_cached_tokens
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": self._num_tokens,
@@ -346,8 +481,9 @@ class _Choices:
 
 async def _whole(choices: _Choices, form: _Form, request: Request) -> Response:
     async def listen() -> None:
-        async for _ in choices.pieces():
-            pass
+        async with aclosing(choices.pieces()) as pieces:
+            async for _ in pieces:
+                pass
 
     listening = asyncio.create_task(listen())
     try:
@@ -356,42 +492,35 @@ async def _whole(choices: _Choices, form: _Form, request: Request) -> Response:
             if await request.is_disconnected():
                 return Response(status_code=_CLOSED)
         listening.result()
-    except EngineError as error:
-        return _refusal(str(error), 500)
     finally:
         listening.cancel()
-        _close(choices.answers)
+        await asyncio.gather(listening, return_exceptions=True)
     written = [
         form.choice(i, text.text, reason, is_chunk=False)
         for i, (text, reason) in enumerate(zip(choices.texts, choices.reasons))
     ]
-    return JSONResponse(form.body(written, choices.name, False) | {"usage": choices.usage()})
+    return JSONResponse(form.body(written, False) | {"usage": choices.usage()})
 
 
 async def _stream(choices: _Choices, form: _Form, include_usage: bool) -> AsyncIterator[str]:
     def event(chosen: list[dict[str, Any]], **more: Any) -> str:
-        return f"data: {json.dumps(form.body(chosen, choices.name, True) | more)}\n\n"
+        return f"data: {json.dumps(form.body(chosen, True) | more)}\n\n"
 
     try:
-        async for index, text, reason in choices.pieces():
-            yield event([form.choice(index, text, reason, is_chunk=True)])
+        async with aclosing(choices.pieces()) as pieces:
+            async for index, text, reason in pieces:
+                yield event([form.choice(index, text, reason, is_chunk=True)])
     except EngineError as error:
-        yield f"data: {json.dumps(_error(str(error), 500))}\n\n"
+        # Nothing follows: [DONE] says that an answer is whole.
+        yield f"data: {json.dumps(_error(str(error), error.status))}\n\n"
         return
-    finally:
-        _close(choices.answers)
     if include_usage:
         yield event([], usage=choices.usage())
     yield "data: [DONE]\n\n"
 
 
-def _close(answers: list[Answer]) -> None:
-    for answer in answers:
-        answer.close()
-
-
-def _refusal(message: str, status: int) -> Response:
-    return JSONResponse(_error(message, status), status_code=status)
+def _refusal(message: str, status: int, headers: dict[str, str] | None = None) -> Response:
+    return JSONResponse(_error(message, status), status_code=status, headers=headers)
 
 
 def _error(message: str, status: int) -> dict[str, Any]:

@@ -8,8 +8,10 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from kvcache.checks import instance
 from kvcache.metrics import CacheMetrics
 from kvcache.serve.snapshot import snapshot
 from kvcache.serving import Delta, Engine, Generation, SamplingParams
@@ -23,7 +25,11 @@ _SNAPSHOT_SECONDS = 0.2
 
 
 class EngineError(Exception):
-    """The model failed again and again; the request was given up."""
+    """A request that was given up: the model failed, or the server stops. `status`: of HTTP."""
+
+    def __init__(self, message: str, status: int = 500) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Answer:
@@ -67,6 +73,7 @@ class EngineLoop:
     """
 
     def __init__(self, engine: Engine, publisher: EventPublisher | None = None) -> None:
+        instance(engine, Engine, "engine")
         if publisher is not None and not engine.cache.manager.options.enable_events:
             raise ValueError("publisher is given: expected a manager with enable_events")
         self.engine = engine
@@ -77,7 +84,7 @@ class EngineLoop:
         self._answers: dict[str, Answer] = {}  # of the requests that are being served
         self._thread = threading.Thread(target=self._run, name="kvcache engine", daemon=True)
         self._is_stopping = False
-        self._failure: EngineError | None = None  # of the thread itself: nothing is served any more
+        self._refusal: EngineError | None = None  # of all that comes: nothing is served any more
         self._last_snapshot = 0.0
         self._num_failures = 0
 
@@ -92,18 +99,39 @@ class EngineLoop:
         if self._publisher is not None:
             self._publisher.close()
 
+    def end_all(self, error: EngineError) -> None:
+        """Ends what is being served, with this error, and refuses what comes; the thread goes on."""
+
+        def end(engine: Engine) -> None:
+            self._refusal = error
+            self._give_up(error)
+
+        self.call(end)
+
     def call(self, work: Callable[[Engine], object]) -> None:
         """Runs `work` in the engine's thread, some time later."""
         self._inbox.put(work)
 
-    async def add(self, prompt: list[int], params: SamplingParams, **options: Any) -> Answer:
-        """Takes a request in; what `Engine.add` raises comes out."""
+    @asynccontextmanager
+    async def serving(
+        self, prompt: list[int], params: SamplingParams, **options: Any
+    ) -> AsyncIterator[Answer]:
+        """A request that is served while the block goes on; what `Engine.add` raises comes out."""
         answer = Answer(self, params.beam_width if params.beam_width > 1 else params.n)
+        try:
+            await self._add(answer, prompt, params, options)
+            yield answer
+        finally:
+            answer.close()
+
+    async def _add(
+        self, answer: Answer, prompt: list[int], params: SamplingParams, options: dict[str, Any]
+    ) -> None:
         events = asyncio.get_running_loop()
         added: asyncio.Future[None] = events.create_future()
 
         def add(engine: Engine) -> None:
-            error = self._failure
+            error = self._refusal
             try:
                 if error is not None:
                     raise error
@@ -114,12 +142,7 @@ class EngineLoop:
             events.call_soon_threadsafe(_resolve, added, error)
 
         self.call(add)
-        try:
-            await added
-        except asyncio.CancelledError:  # the client went away before the engine heard of it
-            answer.close()
-            raise
-        return answer
+        await added
 
     def drop(self, answer: Answer) -> None:
         """Ends a request that no one listens to any more; called in the engine's thread."""
@@ -136,13 +159,13 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             self._serve()
-            self._give_up(EngineError("the server is stopping"))
+            self._give_up(EngineError("the server is stopping", 503))
             self._look()
         except Exception as error:
             _log.exception("the engine's thread failed")
-            self._failure = EngineError(f"{type(error).__name__}: {error}")
+            self._refusal = EngineError(f"{type(error).__name__}: {error}")
             for answer in self._answers.values():
-                answer.put(self._failure)
+                answer.put(self._refusal)
             while not self._is_stopping:
                 self._hear(may_wait=True)
 

@@ -45,7 +45,7 @@ def _sequence(engine: Engine, sequence: Any) -> dict[str, Any]:
             int((manager.block_ids(sequence.request, group) > 0).sum()) for group in groups
         )
     return {
-        "id": sequence.request.request_id,
+        "id": f"{sequence.generation.request_id}.{sequence.index}",
         "state": sequence.state.value,
         "tokens": sequence.request.num_tokens,
         "computed": manager.num_computed_tokens(sequence.request) if has_row else 0,

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvcache.serve.stops import StopTexts
+
 
 class Texts(Protocol):
     """What the endpoints need of a tokenizer."""
 
     end_token_ids: tuple[int, ...]  # answers end with one of these
+    longest_token: int  # characters that one token stands for, at most: bounds the tokens of a text
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt."""
@@ -30,6 +33,7 @@ class ByteTexts:
     """
 
     end_token_ids: tuple[int, ...] = ()
+    longest_token = 1
 
     def encode(self, text: str) -> list[int]:
         """The bytes of a text."""
@@ -55,6 +59,7 @@ class TokenizerTexts:
         self._tokenizer = tokenizer
         end = tokenizer.eos_token_id
         self.end_token_ids = () if end is None else (end,)
+        self.longest_token = max(map(len, tokenizer.get_vocab()))
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt."""
@@ -77,7 +82,7 @@ class TokenizerTexts:
 
 
 class AnswerText:
-    """The text of one answer as its tokens come, which ends before a stop text.
+    """The text of one answer as its tokens come, which ends before the stop text that is whole first.
 
     `text` is what may be shown so far. What may still become a stop text, or a character of which only
     some bytes are there, is held back until `end`.
@@ -87,32 +92,40 @@ class AnswerText:
     ('Hi ', 'EN!')
     """
 
-    def __init__(self, texts: Texts, stops: Sequence[str]) -> None:
-        self._texts, self._stops = texts, [stop for stop in stops if stop]
+    def __init__(self, texts: Texts, stops: Sequence[str] | StopTexts) -> None:
+        self._texts = texts
+        self._stops = stops if isinstance(stops, StopTexts) else StopTexts(stops)
         self._token_ids: list[int] = []
-        self._shown = 0
+        self._state = self._num_read = self._shown = 0
         self.text = ""
         self.is_stopped = False
 
     def add(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens add to what may be shown; sets `is_stopped` at a stop text."""
+        if self.is_stopped:
+            return ""
         self._token_ids += token_ids
-        whole = self._texts.decode(self._token_ids)
-        found = [at for stop in self._stops if (at := whole.find(stop)) >= 0]
-        if found:
-            self.is_stopped = True
-            return self._show(whole[: min(found)])
-        safe = whole.rstrip("\ufffd")
-        for stop in self._stops:
-            for size in range(min(len(stop) - 1, len(safe)), 0, -1):
-                if safe.endswith(stop[:size]):
-                    safe = safe[:-size]
-                    break
-        return self._show(safe)
+        return self._show(self._read(self._texts.decode(self._token_ids).rstrip("\ufffd")))
 
     def end(self) -> str:
         """What was held back, when no more tokens come."""
-        return "" if self.is_stopped else self._show(self._texts.decode(self._token_ids))
+        if self.is_stopped:
+            return ""
+        whole = self._texts.decode(self._token_ids)
+        before = self._read(whole)
+        return self._show(before if self.is_stopped else whole)
+
+    def _read(self, text: str) -> str:
+        """What may be shown of a text: that before a stop text, or what may become one."""
+        if not self._stops:
+            return text
+        for character in text[self._num_read :]:
+            self._state = self._stops.step(self._state, character)
+            self._num_read += 1
+            if length := self._stops.num_stopped[self._state]:
+                self.is_stopped = True
+                return text[: self._num_read - length]
+        return text[: self._num_read - self._stops.num_held[self._state]]
 
     def _show(self, text: str) -> str:
         new = text[self._shown :]

@@ -48,12 +48,14 @@ class Beams:
     def add_logits(self, beam: Beam, logits: torch.Tensor) -> bool:
         """Takes the logits [vocab_size] behind a beam; whether all that go on have theirs now."""
         gains = logits.double().log_softmax(-1)
-        ends = {token: float(gains[token]) for token in self.stop_token_ids}
+        ends = {token: float(gains[token]) for token in self.stop_token_ids if token < len(gains)}
         # With so many, enough go on where some end.
         best = gains.topk(min(self.width + len(ends), len(logits)))
         tokens = dict(zip(best.indices.tolist(), best.values.tolist())) | ends
         self._candidates[beam] = [
-            Choice(beam, token, self.scores[beam] + gain) for token, gain in tokens.items()
+            Choice(beam, token, self.scores[beam] + gain)
+            for token, gain in tokens.items()
+            if gain > -torch.inf  # masked tokens never go on
         ]
         return len(self._candidates) == len(self.scores)
 

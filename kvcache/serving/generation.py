@@ -11,7 +11,7 @@ from kvcache.serving.beams import Beams
 from kvcache.serving.sampling import Sampler, SamplingParams
 from kvcache.serving.sequence import Sequence
 
-FinishReason = Literal["stop", "length", "abort", "refused"]
+FinishReason = Literal["stop", "length", "abort", "refused", "error"]
 
 
 class Delta(NamedTuple):
@@ -21,6 +21,7 @@ class Delta(NamedTuple):
     index: int  # of the sample
     token_ids: list[int]
     finish_reason: FinishReason | None = None
+    error: Exception | None = None  # why it ended, where finish_reason is "error"
 
 
 @dataclass(eq=False, slots=True)
@@ -32,6 +33,7 @@ class Sample(Sequence):
     sampler: Sampler | None = None
     finish_reason: FinishReason | None = None
     score: float | None = None  # of a beam: the sum of its tokens' log probabilities
+    error: Exception | None = None  # why it ended, where finish_reason is "error"
 
     @property
     def token_ids(self) -> list[int]:

@@ -12,6 +12,7 @@ class Metrics:
     requests: int = 0  # added
     finished_requests: int = 0
     aborted_requests: int = 0
+    failed_sequences: int = 0  # ended with an error of their own
     steps: int = 0
     failed_steps: int = (
         0  # of which the model or a transfer failed; their tokens were computed again

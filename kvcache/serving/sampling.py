@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,9 @@ class SamplingParams:
     """How an answer is generated. TypeError or ValueError for values out of range.
 
     - `max_tokens`: of the answer, 1 or more.
-    - `temperature`: 0 takes the most likely token; above, logits are divided by it and tokens drawn.
+    - `temperature`: 0 takes the most likely token; above, tokens are drawn from logits divided by it. Any
+      number above 0 is served, however small: the differences to the largest logit are divided, so that
+      the most likely token is drawn where they are too large for a float.
     - `top_k`: only so many most likely tokens are drawn from; None: all. `top_p`: only the most likely
       ones that together have this probability.
     - `seed`: the draws of a sample depend on it, on the sample's number and on nothing else in the batch;
@@ -35,16 +38,20 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        # What is checked is what is kept: plain numbers, whatever kind of number came.
+        keep = functools.partial(object.__setattr__, self)
         for name in ("max_tokens", "n", "beam_width"):
-            integer(getattr(self, name), name, least=1)
-        if not 0 <= number(self.temperature, "temperature") < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}: expected 0 or more")
-        if not 0 < number(self.top_p, "top_p") <= 1:
+            keep(name, integer(getattr(self, name), name, least=1))
+        keep("temperature", number(self.temperature, "temperature"))
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}: expected 0 or more, finite")
+        keep("top_p", number(self.top_p, "top_p"))
+        if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}: expected above 0, at most 1")
         if self.top_k is not None:
-            integer(self.top_k, "top_k", least=1)
+            keep("top_k", integer(self.top_k, "top_k", least=1))
         if self.seed is not None:
-            integer(self.seed, "seed", -MAX_INT64, MAX_INT64)
+            keep("seed", integer(self.seed, "seed", -MAX_INT64, MAX_INT64))
         if self.beam_width > 1 and (self.n > 1 or self.temperature):
             raise ValueError(
                 f"beam_width is {self.beam_width} with n {self.n} and temperature {self.temperature}: "
@@ -54,7 +61,7 @@ class SamplingParams:
             integer(token, f"stop_token_ids[{i}]", most=MAX_INT32)
             for i, token in enumerate(listed(self.stop_token_ids, "stop_token_ids"))
         )
-        object.__setattr__(self, "stop_token_ids", stops)
+        keep("stop_token_ids", stops)
 
 
 class Sampler:
@@ -75,7 +82,9 @@ class Sampler:
         """The next token, of logits [vocab_size]."""
         if self._generator is None:
             return int(logits.argmax())
-        weights = self._weights(logits.double().cpu() / self._params.temperature)
+        logits = logits.double().cpu()
+        # At most 0, and 0 for the largest: a temperature too small to divide by makes -inf, never NaN.
+        weights = self._weights((logits - logits.max()) / self._params.temperature)
         return int(torch.multinomial(weights, 1, generator=self._generator))
 
     def _weights(self, logits: torch.Tensor) -> torch.Tensor:

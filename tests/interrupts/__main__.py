@@ -3,6 +3,7 @@ import random
 import sys
 import time
 
+from tests.interrupts.engines import EngineRun
 from tests.interrupts.instants import Alarm
 from tests.interrupts.managers import Serving
 
@@ -11,6 +12,7 @@ PER_SEED = 100
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.interrupts")
+    parser.add_argument("--of", choices=["manager", "engine"], default="manager")
     parser.add_argument("--count", type=int, default=10_000, help="interrupts")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
     args = parser.parse_args()
@@ -19,7 +21,8 @@ def main() -> int:
     with Alarm() as alarm:
         while done < args.count:
             count = min(PER_SEED, args.count - done)
-            num_calls += Serving(args.seed + done).run(alarm, count)
+            make = Serving if args.of == "manager" else EngineRun
+            num_calls += make(args.seed + done).run(alarm, count)
             done += count
     seconds = time.monotonic() - started
     print(f"{done} interrupts in {num_calls} calls: invariants held after each ({seconds:.0f} s)")

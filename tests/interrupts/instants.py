@@ -12,10 +12,18 @@ class Interrupt(KeyboardInterrupt):
     """What the handler raises."""
 
 
-def interrupted_at(n: int, call: Callable[[], object]) -> bool:
+def raise_interrupt() -> None:
+    """As any code may."""
+    raise Interrupt
+
+
+def interrupted_at(
+    n: int, call: Callable[[], object], strike: Callable[[], object] = raise_interrupt
+) -> bool:
     """Runs `call` and raises at its n-th line, entry of a function or return from native code.
 
     False where it has fewer. These are the instants at which CPython runs signal handlers, and more.
+    `strike`: what raises, or has a signal handler raise.
     """
     left, is_active = n, False
 
@@ -23,7 +31,7 @@ def interrupted_at(n: int, call: Callable[[], object]) -> bool:
         nonlocal left
         left -= is_active
         if left == 0 and is_active:
-            raise Interrupt
+            strike()
 
     def trace(frame: FrameType, event: str, argument: object) -> object:
         if event in ("call", "line"):

@@ -1,0 +1,62 @@
+"""Stop texts that are looked for as an answer grows, in constant time for each character."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+
+class StopTexts:
+    """An automaton that finds several texts at once (Aho and Corasick, 1975).
+
+    `step(state, character)` is the next state, 0 the first. In it, `num_held[state]` characters at the
+    end may be the beginning of a stop text, and `num_stopped[state]` are one, or 0. What a step costs
+    does not depend on how many stop texts there are.
+
+    >>> stops = StopTexts(["END", "NO"])
+    >>> state = 0
+    >>> for character in "xEN":
+    ...     state = stops.step(state, character)
+    >>> stops.num_held[state], stops.num_stopped[stops.step(state, "D")], stops.num_stopped[state]
+    (2, 3, 0)
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        self._fallback = [0]  # the state of the longest proper suffix
+        self.num_held, self.num_stopped = [0], [0]
+        for stop in stops:
+            self._insert(stop)
+        self._link()
+
+    def __bool__(self) -> bool:
+        return len(self._next) > 1
+
+    def step(self, state: int, character: str) -> int:
+        """The state after one character more."""
+        while state and character not in self._next[state]:
+            state = self._fallback[state]
+        return self._next[state].get(character, 0)
+
+    def _insert(self, stop: str) -> None:
+        state = 0
+        for depth, character in enumerate(stop, 1):
+            if character not in self._next[state]:
+                self._next[state][character] = len(self._next)
+                self._next.append({})
+                self._fallback.append(0)
+                self.num_held.append(depth)
+                self.num_stopped.append(0)
+            state = self._next[state][character]
+        self.num_stopped[state] = len(stop)
+
+    def _link(self) -> None:
+        """Sets fallbacks in order of depth; a state stops where its longest suffix does."""
+        states = deque(self._next[0].values())
+        while states:
+            state = states.popleft()
+            for character, after in self._next[state].items():
+                states.append(after)
+                self._fallback[after] = self.step(self._fallback[state], character)
+                stopped = self.num_stopped[self._fallback[after]]
+                self.num_stopped[after] = self.num_stopped[after] or stopped
