@@ -47,7 +47,7 @@ def measure(store: BlockStore, num_blocks: int, block_bytes: int) -> dict:
         BLOCK_SIZE, num_blocks + 2, 2**20, num_preallocate_tokens=0, enable_events=True
     )
     tier = StoreTier(
-        manager, pages, store, model="benchmark", timeout_s=60.0,
+        manager, pages, store, model="benchmark", contents="random bytes", timeout_s=60.0,
         staging_bytes=2 * num_blocks * (block_bytes + 192), announce=False,
     )  # fmt: skip
     rng = np.random.default_rng(1)

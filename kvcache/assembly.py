@@ -15,6 +15,7 @@ from kvcache.checks import integer, integers
 from kvcache.layouts import AttentionBackend, EngineBackend
 from kvcache.memory_plan import CachePlan
 from kvcache.worker import BlockTable, KVStorage, MultiGroupBlockTable, Pages, SwapEngine, Worker
+from kvcache.worker.pages.contents import PageContents
 from kvcache.worker.pages.pages import Tensors
 
 # Arguments of the parts that follow from a plan.
@@ -236,6 +237,7 @@ def build(
         for group, storage in enumerate(by_page)
     )
     pages = by_page[0].pages
+    pages.contents = PageContents.of(pages, storages, cp_kv_cache_interleave_size)
     host_pages = pages.on_host(num_host_blocks) if num_host_blocks else None
     worker = Worker(by_page, tables, host_pages, **swap_options)
     return KVCache(plan, manager, tables, storages, pages, host_pages, worker)

@@ -108,7 +108,8 @@ class StoreUser:
         )  # fmt: skip
         pages = self.verifier.storage.pages
         self.tier = StoreTier(
-            self.manager, pages, store, model=model, host_pages=self.verifier._host,
+            self.manager, pages, store, model=model, contents=self.verifier.storages,
+            host_pages=self.verifier._host,
             staging_bytes=staging_blocks * (pages.page_bytes + 192), timeout_s=timeout_s,
             announce=announce, circuit=circuit, write_from=write_from,
         )  # fmt: skip

@@ -20,7 +20,7 @@ from kvcache.disaggregation import Connector, ConnectorOptions, GroupLayout, Off
 from kvcache.disaggregation import rank as rank_module
 from kvcache.disaggregation.cache_rank import _Parts
 from kvcache.disaggregation.leases import Progress
-from kvcache.disaggregation.offer import RankAddress, digest_of
+from kvcache.disaggregation.offer import RankAddress, digest_of, sealed
 from kvcache.disaggregation.steps import RankHandshake, Results, Step
 from kvcache.transfer import CacheDescription, make_transport
 from tests.disaggregation_engine import Engine, EngineProcess
@@ -207,7 +207,7 @@ def test_an_offer_is_plain_json_with_all_that_a_reader_needs():
     offer = an_offer()
     assert sorted(offer) == [
         *("blocks", "digest", "engine_id", "groups", "hashing", "lease", "model", "num_tokens"),
-        *("order", "ranks", "request_id", "version"),
+        *("order", "ranks", "request_id", "seal", "version"),
     ]
     assert Offer.from_dict(offer).to_dict() == offer
     assert offer["blocks"] == [[1, 2, 3, 4, 5]] and offer["digest"] == digest_of(
@@ -216,7 +216,7 @@ def test_an_offer_is_plain_json_with_all_that_a_reader_needs():
 
 
 CHANGES = [
-    (("version",), 1, "version of the offer is 1: expected 3; install the same version of kvcache"),
+    (("version",), 1, "version of the offer is 1: expected 4; install the same version of kvcache"),
     (("num_tokens",), 0, "num_tokens is 0: expected 1"),
     (("num_tokens",), 97, "5 blocks of 16 tokens: expected enough for 97 tokens"),
     (("blocks", 0, 1), 50, "a block is 50: expected 0 to 49"),
@@ -251,12 +251,37 @@ def test_a_changed_offer_is_refused_in_one_line_and_nothing_moves(path, value, m
         at = at[key]
     at[path[-1]] = value
     with pytest.raises(ValueError, match=message) as raised:
-        receiver.num_external_tokens(Request("r", range(71)), offer)
+        receiver.num_external_tokens(Request("r", range(71)), sealed(offer))
     assert "\n" not in str(raised.value)
     assert manager.pool.num_free == 49 and rank.steps == []
 
 
-@pytest.mark.parametrize("value", [None, [], "offer", {}, {"version": 3}])
+def leaves(values, path=()):
+    """The paths of all values that hold no others."""
+    if isinstance(values, dict | list) and values:
+        for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+            yield from leaves(value, (*path, key))
+    else:
+        yield path
+
+
+def test_a_value_that_changed_on_the_way_is_found():
+    """Any value: also a block, an address or a slot that another request may have."""
+    for path in [*leaves(an_offer())]:
+        offer = at = an_offer()
+        for key in path[:-1]:
+            at = at[key]
+        was = at[path[-1]]
+        at[path[-1]] = (
+            was + 1 if type(was) in (int, float) else "another" if was != "another" else ""
+        )
+        if type(was) is bool:
+            at[path[-1]] = not was
+        with pytest.raises(ValueError, match=r"offer"):
+            lone()[0].num_external_tokens(Request("r", range(71)), offer)
+
+
+@pytest.mark.parametrize("value", [None, [], "offer", {}, {"version": 4}])
 def test_what_is_no_offer_is_refused(value):
     with pytest.raises(ValueError, match=r"version of the offer|not an offer"):
         lone()[0].num_external_tokens(Request("r", range(71)), value)
@@ -599,7 +624,7 @@ def test_addresses_that_are_not_the_senders_read_nothing(change, message, engine
     offer = send(sender, "r", range(50))
     change(offer["ranks"][0])
     request = Request("r", range(51))
-    assert receiver.admit(request, offer)
+    assert receiver.admit(request, sealed(offer))
     loaded = receiver.loaded(request)
     assert re.search(message, loaded.error), loaded.error
     receiver.recompute(request, loaded)

@@ -142,6 +142,26 @@ def test_a_request_that_waits_is_asked_for_again():
     other.end()
 
 
+@pytest.mark.parametrize("tokens", [[*range(20)], [*range(50, 80)]])
+def test_a_name_that_is_used_again_has_its_own_lookup(tokens):
+    store = MemoryStore()
+    one = a_user(store)
+    one.run(*prompts(LONG))
+    one.settle()
+    one.end()
+    other = a_user(store)
+
+    def match(request):
+        while (found := other.tier.match(request)) is None:
+            time.sleep(0.001)
+        return found
+
+    assert match(Request("x", LONG)) == 28
+    assert match(Request("x", tokens)) == (16 if tokens[0] == 0 else 0)
+    assert match(Request("x", LONG)) == 28
+    other.end()
+
+
 def test_a_new_epoch_finds_nothing_of_the_one_before():
     user = a_user()
     user.run(*prompts(LONG))
@@ -641,7 +661,8 @@ def test_a_circuit_lets_one_question_through_and_waits_longer_each_time():
 def test_the_fingerprint_is_of_all_that_must_be_equal():
     def of(model="m", rank="", sizes=((512, 512),), groups=(FULL,), **options):
         manager = KVCacheManager.for_groups([*groups], 9, 64, **options)
-        return fingerprint(manager, Pages.allocate(9, sizes), model=model, rank=rank)
+        pages = Pages.allocate(9, sizes)
+        return fingerprint(manager, pages, model=model, rank=rank, contents="k, v")
 
     assert of() == of(num_host_blocks=5, eviction="s3_fifo")
     different = [
@@ -691,7 +712,8 @@ def test_groups_that_a_store_cannot_fill_are_refused_by_name(groups, message):
 )  # fmt: skip
 def test_wrong_arguments_are_named(manager, options, error, message):
     manager = KVCacheManager(4, 9, 64, **{"enable_events": True, **manager})
-    given = {"pages": Pages.allocate(9, [[64]]), "store": MemoryStore(), "model": "m", **options}
+    given = {"pages": Pages.allocate(9, [[64]]), "store": MemoryStore(), "model": "m"}
+    given |= {"contents": "bytes", **options}
     before = threading.active_count()
     with pytest.raises(error, match=message):
         StoreTier(manager, **given)
@@ -734,7 +756,8 @@ def test_copies_are_ordered_where_streams_run_late(seed):
     choose, streams = random.Random(seed), SimulatedStreams(seed)
     manager = KVCacheManager(4, 16, 64, num_preallocate_tokens=0, enable_events=True)
     pages, store = Pages.allocate(16, [[64, 64]] * 2), MemoryStore()
-    tier = StoreTier(manager, pages, store, model="m", staging_bytes=6 * 512, timeout_s=20)
+    given = {"model": "m", "contents": "bytes", "staging_bytes": 6 * 512, "timeout_s": 20}
+    tier = StoreTier(manager, pages, store, **given)
     tier._swaps = SwapEngine(pages, tier._staging.pages, method="kernel", streams=streams)
     wrong, num_checked = [], 0
 

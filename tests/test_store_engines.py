@@ -220,6 +220,72 @@ def test_a_key_twice_in_one_put_has_one_place_and_the_last_value(tmp_path):
     opened.store.close()
 
 
+def refused_folder(tmp_path, how):
+    """A folder that is not this user's alone, or whose file is not."""
+    folder = tmp_path / "store"
+    folder.mkdir(mode=0o700)
+    file = folder / "blocks.kv"
+    if how == "a link to a folder":
+        link = tmp_path / "link"
+        link.symlink_to(folder)
+        return link
+    if how == "a file":
+        file.touch()
+        return file
+    if how in ("a folder of another user", "a folder that others write to"):
+        os.chown(folder, 12345, -1) if "user" in how else folder.chmod(0o1777)
+        return folder
+    if how == "a link to a file":
+        file.symlink_to(tmp_path / "secret")
+    elif how == "a pipe":
+        os.mkfifo(file, 0o600)
+    else:
+        file.touch(mode=0o600)
+        if how == "a file of another user":
+            os.chown(file, 12345, -1)
+        elif how == "a file that others write to":
+            file.chmod(0o660)
+        else:
+            os.link(file, tmp_path / "other")
+    return folder
+
+
+@needs_nixl
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("a link to a folder", "is a link or no folder: expected a folder"),
+        ("a file", "is a link or no folder: expected a folder"),
+        ("a folder of another user", "belongs to user 12345: expected"),
+        ("a folder that others write to", "has mode 1777: expected one that only its owner"),
+        ("a link to a file", "blocks.kv is a link: expected a file"),
+        ("a file of another user", "blocks.kv' belongs to user 12345: expected"),
+        ("a file that others write to", "blocks.kv' has mode 660: expected one"),
+        ("a file of two names", "or has 2 names: expected a file with one name"),
+        ("a pipe", "is no regular file, or has 1 names"),
+    ],
+)
+def test_a_folder_that_is_not_this_users_alone_is_refused(tmp_path, how, message):
+    if "another user" in how and os.geteuid() != 0:
+        pytest.skip("only root gives files to another user")
+    folder = refused_folder(tmp_path, how)
+    with pytest.raises(StoreError, match=message):
+        Opened(DiskStore(folder, "1MiB"))
+    assert not (tmp_path / "secret").exists()
+
+
+@needs_nixl
+def test_a_new_folder_and_those_above_it_are_this_users_alone(tmp_path):
+    before = os.umask(0)
+    try:
+        Opened(DiskStore(tmp_path / "a" / "b", "1MiB")).store.close()
+    finally:
+        os.umask(before)
+    assert [oct((tmp_path / each).stat().st_mode)[-3:] for each in ("a", "a/b", "a/b/blocks.kv")] == [
+        "700", "700", "600"
+    ]  # fmt: skip
+
+
 @needs_nixl
 def test_one_store_at_a_time_uses_a_folder(tmp_path):
     opened = Opened(DiskStore(tmp_path, "1MiB"))

@@ -14,6 +14,7 @@ import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ import torch
 from kvcache import Pages
 from kvcache.transfer.transport import connection, lane
 from kvcache.transfer.transport.base import TransferError, make_transport
-from kvcache.transfer.transport.channel import receive_frame, send_frame
+from kvcache.transfer.transport.channel import ChannelError, receive_frame, send_frame
 from kvcache.transfer.transport.metadata import TRANSPORT_VERSION
 from kvcache.transfer.transport.spans import Spans
 from tests.shared import sampled
@@ -248,6 +249,100 @@ def test_bytes_that_change_on_the_way_are_an_error(name, size, monkeypatch):
         side.read(peer, 0, 0, size, notify=b"read").wait(20)  # the connection is as it was
         found = peer.ask("notifications", least=1)["found"]
         assert found == [[side.transport.agent, "read"]]
+
+
+class Flips:
+    """Two sides with digests in this process; bit `bit` of the payload of a request changes."""
+
+    def __init__(self, name, kind, monkeypatch):
+        self.kind, self.bit, self.num_bits = kind, None, 0
+        self.sides = [make_transport(each, name, digest=True, timeout_s=3) for each in "ab"]
+        self.mine, self.theirs = np.zeros(4096, np.uint8), np.zeros(4096, np.uint8)
+        for side, memory in zip(self.sides, (self.mine, self.theirs)):
+            side.register([(memory.ctypes.data, memory.nbytes)])
+        self.peer = self.sides[0].connect(self.sides[1].metadata())
+        self.local = self.mine.ctypes.data + np.arange(4) * 64
+        self.remote = self.theirs.ctypes.data + np.array([0, 3, 7, 20]) * 64
+        put = connection.Connection.put
+
+        def flipped(own, header, payload=b""):
+            if header["op"] == kind:
+                self.num_bits = len(payload) * 8
+                if self.bit is not None:
+                    changed = bytearray(payload)
+                    changed[self.bit // 8] ^= 1 << self.bit % 8
+                    payload = bytes(changed)
+            put(own, header, payload)
+
+        monkeypatch.setattr(connection.Connection, "put", flipped)
+
+    def run(self):
+        """What both sides hold after a transfer whose source alone has something in it."""
+        source, target = (
+            (self.theirs, self.mine) if self.kind == "pull" else (self.mine, self.theirs)
+        )
+        source[:], target[:] = np.arange(4096) // 64, 0
+        begin = self.sides[0].read if self.kind == "pull" else self.sides[0].write
+        begin(self.peer, self.local, self.remote, np.full(4, 64), notify=b"hello").wait(3)
+        return target.copy()
+
+
+@pytest.mark.parametrize("kind", ["pull", "push"])
+def test_no_flipped_bit_of_a_request_gives_wrong_bytes(name, kind, monkeypatch):
+    """In the request itself, before the frame has its own digest."""
+    flips = Flips(name, kind, monkeypatch)
+    right = flips.run()
+    assert len(np.unique(right)) == 4
+    for bit in range(flips.num_bits):
+        flips.bit = bit
+        with pytest.raises(TransferError, match="the request is another one than was sent"):
+            flips.run()
+        target = flips.mine if kind == "pull" else flips.theirs
+        assert not target.any(), bit
+    flips.bit = None
+    assert (flips.run() == right).all()
+    for side in flips.sides:
+        side.close()
+
+
+def test_a_piece_of_another_request_or_number_is_spoiled(monkeypatch):
+    with Side("gloo", digest=True) as side, Peer("gloo") as peer:
+        side.transport.connect(peer.metadata)
+        real = lane.digest_of_answer
+        for wrong in (lambda r, n, p: real("another", n, p), lambda r, n, p: real(r, n + 1, p)):
+            monkeypatch.setattr(lane, "digest_of_answer", wrong)
+            with pytest.raises(TransferError, match="other bytes arrived than the peer has sent"):
+                side.read(peer, 0, 0, SMALL).wait(20)
+            with pytest.raises(
+                TransferError, match="other bytes arrived at the peer than were sent"
+            ):
+                side.write(peer, 0, 0, SMALL).wait(20)
+        assert not side.pool.any()
+
+
+def test_no_flipped_bit_of_a_frame_is_taken():
+    """Of any frame with a number, its lengths and its digest too; and no frame in place of another."""
+    frame = ({"op": "landed", "id": 3, "tag": 7}, b"payload")
+    sent = bytearray()
+    sink = SimpleNamespace(sendall=sent.extend)
+    send_frame(sink, *frame, number=5)
+
+    def taken(data, number=5):
+        one, other = socket.socketpair()
+        with one, other:
+            one.sendall(data)
+            one.shutdown(socket.SHUT_WR)
+            return receive_frame(other, number=number)
+
+    assert taken(sent) == frame
+    for bit in range(8 * len(sent)):
+        changed = bytearray(sent)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ChannelError):
+            taken(changed)
+    for number in (4, 6):  # one that was lost, or came twice
+        with pytest.raises(ChannelError, match=f"frame {number} is another one than was sent"):
+            taken(sent, number)
 
 
 def test_no_fragments_are_done_at_once_and_still_notify(side, peer):

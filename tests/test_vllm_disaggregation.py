@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvcache.disaggregation.offer import sealed
 from tests.vllm_engine import MODULE, Engine
 from tests.vllm_models import MODELS
 from tests.vllm_weights import write_llama
@@ -118,6 +119,7 @@ def test_what_is_cached_here_is_not_read(engines):
     offers = prefill.prefill([prompt])
     stolen = copy.deepcopy(offers)
     stolen[0]["kvcache"]["blocks"][0][:3] = [0, 0, 0]
+    stolen[0]["kvcache"] = sealed(stolen[0]["kvcache"])
     tokens, num_computed = decode.decode([prompt], stolen)
     assert (tokens, num_computed) == (wanted, 16)
     prefill.wait_until_empty()

@@ -195,7 +195,7 @@ class KVCacheManager:
         options: CacheOptions,
     ) -> None:
         self.groups = checked_groups(groups)
-        cp = checked_context_parallel(context_parallel)
+        self.context_parallel = cp = checked_context_parallel(context_parallel)
         num_gpu_blocks = integer(num_gpu_blocks, "num_gpu_blocks", -MAX_INT64, MAX_INT64)
         self.max_model_len = integer(max_model_len, "max_model_len", -MAX_INT64, MAX_INT64)
         if max_encoder_tokens is None:

@@ -14,7 +14,7 @@ from kvcache.checks import MAX_INT64, integer, shown
 from kvcache.disaggregation.layout import GroupLayout
 from kvcache.disaggregation.leases import NUM_SLOTS, Lease
 
-VERSION = 3
+VERSION = 4
 _MOST_RANKS = 4096
 _CHANGES = {"algorithm": "hash_algorithm", "seed": "hash_seed"}
 
@@ -53,13 +53,16 @@ class Offer:
     order: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Values for JSON."""
+        """Values for JSON, with a seal of all others."""
         groups = [each.to_dict() for each in self.groups]
-        return _plain(asdict(self) | {"version": VERSION, "groups": groups})
+        return sealed(_plain(asdict(self) | {"version": VERSION, "groups": groups}))
 
     @classmethod
     def from_dict(cls, values: Any) -> Offer:
-        """The inverse of `to_dict`. ValueError for another version, and values that no sender makes."""
+        """The inverse of `to_dict`.
+
+        ValueError for another version, values that no sender makes, and a seal of other values.
+        """
         if not isinstance(values, Mapping) or values.get("version") != VERSION:
             version = values.get("version") if isinstance(values, Mapping) else None
             raise ValueError(
@@ -98,7 +101,7 @@ class Offer:
             )
         if hashing is not None and not isinstance(hashing, Mapping):
             raise TypeError(f"hashing is {shown(hashing)}: expected algorithm and seed")
-        return cls(
+        found = cls(
             _text(own["engine_id"], "engine_id"),
             _text(own["request_id"], "request_id"),
             num_tokens,
@@ -115,6 +118,12 @@ class Offer:
             ),
             order,
         )
+        if own["seal"] != sealed(own)["seal"]:
+            raise ValueError(
+                f"seal is {shown(own['seal'])}: expected that of the other fields; pass offers on as "
+                "they are"
+            )
+        return found
 
     def check_answers(
         self,
@@ -158,6 +167,19 @@ class Offer:
                 "the offer is of other tokens, images or another adapter: send both engines the same "
                 "prompt"
             )
+
+
+def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of an offer with their seal: a digest that finds what changed on the way.
+
+    Who changes an offer on purpose can seal it anew. TypeError or ValueError for what JSON has not.
+    """
+    own = {name: value for name, value in values.items() if name != "seal"}
+    try:
+        text = json.dumps(own, sort_keys=True)
+    except (ValueError, RecursionError):
+        raise ValueError("it holds what JSON has no form for: expected numbers and texts") from None
+    return own | {"seal": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def digest_of(

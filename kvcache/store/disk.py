@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
 import os
+import stat
 import struct
 import time
 import uuid
 import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from kvcache.checks import byte_count
+from kvcache.checks import byte_count, shown
 from kvcache.store.base import BlockStore, StoreError
 
 _log = logging.getLogger("kvcache")
@@ -35,12 +38,17 @@ _BLOCKS_PER_CALL = 256
 class DiskStore(BlockStore):
     """A folder of a local disk, with at most `capacity_bytes`; the least recently used goes first.
 
-    The folder is made where it is missing, with mode 700. What is in it from before is found again,
-    unless it is of another version, or its values are of another size: then it is replaced. One store
-    at a time uses a folder. A value that was being written when the process or the machine ended is not
+    The folder is made where it is missing, with mode 700, and so is every one above it that is missing.
+    A folder that is there must belong to this process' user, be no link, and be writable by nobody else;
+    so must the file in it, which has one name. What is in it from before is found again, unless it is of
+    another version, or its values are of another size: then it is replaced. One store at a time uses a
+    folder. A value that was being written when the process or the machine ended is not
     found, or has a wrong digest. A full disk takes no more.
 
-    ModuleNotFoundError where NIXL is not installed (extra `nixl`).
+    Raises:
+        ModuleNotFoundError: Where NIXL is not installed (extra `nixl`).
+        StoreError: For a folder, or a file in it, that is somebody else's or that others may change.
+        TypeError: For a folder that is no path.
     """
 
     knows_keys = True
@@ -53,7 +61,11 @@ class DiskStore(BlockStore):
                 f"DiskStore needs NIXL ({error}): pip install 'kvcache[nixl]'", name="nixl"
             ) from error
         self._new_agent = lambda: nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=[]))
+        if not isinstance(folder, str | os.PathLike):
+            raise TypeError(f"folder is {shown(folder)}: expected a path")
         self.folder = Path(folder)
+        if os.path.lexists(self.folder):
+            os.close(self._open_folder())  # refuses it before a thread of a tier does
         self._capacity_bytes = byte_count(capacity_bytes, "capacity_bytes")
         self._agent = self._fd = None
         self._registered: list = []
@@ -79,9 +91,21 @@ class DiskStore(BlockStore):
                 f"capacity_bytes is {self._capacity_bytes}: expected {self._stride + _ALIGNMENT} or "
                 "more, room for a block"
             )
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
-        self._fd = os.open(self.folder / _FILE, flags, 0o600)
+        for each in reversed([self.folder, *self.folder.parents]):
+            with suppress(FileExistsError):
+                each.mkdir(mode=0o700)
+        within = self._open_folder()
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            try:
+                self._fd = os.open(_FILE, flags, 0o600, dir_fd=within)
+            except OSError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+                raise StoreError(f"{self.folder / _FILE} is a link: expected a file") from error
+        finally:
+            os.close(within)
+        _check_own(self._fd, self.folder / _FILE, is_folder=False)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -98,6 +122,25 @@ class DiskStore(BlockStore):
                 ((0, end, self._fd, ""), "FILE"),
             )
         ]
+
+    def _open_folder(self) -> int:
+        """A descriptor of the folder. StoreError where it is none, or not this user's alone."""
+        try:
+            found = os.open(
+                self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            )
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+                raise
+            raise StoreError(
+                f"folder {str(self.folder)!r} is a link or no folder: expected a folder"
+            ) from error
+        try:
+            _check_own(found, self.folder, is_folder=True)
+        except BaseException:
+            os.close(found)
+            raise
+        return found
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Which keys it has."""
@@ -263,6 +306,27 @@ class DiskStore(BlockStore):
             agent.release_xfer_handle(handle)
         if state != "DONE":
             raise StoreError(f"{operation} of {count} blocks ended as {state}")
+
+
+def _check_own(fd: int, path: Path, *, is_folder: bool) -> None:
+    """StoreError unless a folder or file is this user's, and nobody else may change it."""
+    found = os.fstat(fd)
+    what = "folder" if is_folder else "file"
+    if found.st_uid != os.geteuid():
+        raise StoreError(
+            f"{what} {str(path)!r} belongs to user {found.st_uid}: expected {os.geteuid()}, that of this "
+            "process"
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise StoreError(
+            f"{what} {str(path)!r} has mode {stat.S_IMODE(found.st_mode):o}: expected one that only its "
+            "owner may write to (chmod go-w)"
+        )
+    if not is_folder and (not stat.S_ISREG(found.st_mode) or found.st_nlink != 1):
+        raise StoreError(
+            f"file {str(path)!r} is no regular file, or has {found.st_nlink} names: expected a file "
+            "with one name"
+        )
 
 
 def _form_of(block: bytes) -> object:

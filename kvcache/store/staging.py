@@ -34,6 +34,7 @@ class Staging:
             keep=keep,
             pages_per_chunk=per_chunk,
             formats=like.formats,
+            contents=like.contents,
         )
         self.memory = memory.numpy()
         self.values = self.memory.reshape(-1, stride)[:, : self.value_bytes]  # a view

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -25,7 +26,7 @@ from kvcache.store.stats import StoreStats
 from kvcache.store.thread import READ, WRITE, Call, StoreThread
 from kvcache.store.values import BlockKey, faults, key_of_text, key_text, seal
 from kvcache.store.writes import Described, WaitingBlocks
-from kvcache.worker import Pages, SwapEngine, SwapJob
+from kvcache.worker import KVStorage, Pages, SwapEngine, SwapJob
 from kvcache.worker.swap.page_copy import PageCopy
 
 _MOST_LOOKUPS = 4096  # that are remembered; the oldest is asked again
@@ -47,13 +48,13 @@ class Received(NamedTuple):
 class _Lookup:
     """What the store said of a request's blocks."""
 
+    request: Request  # names are used again, by requests with other tokens
     first_token: int  # the end of the hit when it was asked
     call: Call | None
     deadline: float  # of the call; then, until when its answer holds
     found: frozenset[BlockKey] = frozenset()
-    reach: tuple[int, int] | None = (
-        None  # the end of a hit, and up to which token the found reach then
-    )
+    # The end of a hit and the request's tokens, and up to which token the found reach then.
+    reach: tuple[tuple[int, int], int] | None = None
 
 
 @dataclass(eq=False)
@@ -101,7 +102,8 @@ class StoreTier:
 
     `manager`: with `enable_events`; the tier drains its events, and gives them out by `drain_events`.
     `pages`: those of the device, and `host_pages` those of the manager's host tier. `model` and `rank`:
-    see `fingerprint`; only engines that are equal in all of that see each other's blocks.
+    see `fingerprint`; only engines that are equal in all of that see each other's blocks. `contents` and
+    `cp_kv_cache_interleave_size`: what it needs to know of pages that do not know what their bytes mean.
 
     `write_from`: "device" puts blocks as they fill; "host" puts those that the manager writes to its host
     tier (`host_write` says which); None puts none. "auto": "host" where there is a host tier.
@@ -126,6 +128,8 @@ class StoreTier:
         *,
         model: str,
         rank: str = "",
+        contents: str | Sequence[KVStorage] | None = None,
+        cp_kv_cache_interleave_size: int | None = None,
         host_pages: Pages | None = None,
         write_from: Literal["auto", "device", "host"] | None = "auto",
         staging_bytes: int = 64 << 20,
@@ -141,8 +145,12 @@ class StoreTier:
         self._check(manager, pages, host_pages, write_from)
         self._manager, self._pages, self._host = manager, pages, host_pages
         self._prefixes = StoredPrefixes(manager)
-        self._model, self._rank = model, rank
-        self._fingerprint = fingerprint(manager, pages, model=model, rank=rank)
+        self._identity = {
+            "rank": rank,
+            "contents": contents,
+            "cp_kv_cache_interleave_size": cp_kv_cache_interleave_size,
+        }
+        self._fingerprint = fingerprint(manager, pages, model=model, **self._identity)
         self._timeout_s = checked_number(timeout_s, "timeout_s", "seconds")
         if not 0 < self._timeout_s < float("inf"):
             raise ValueError(f"timeout_s is {timeout_s}: expected seconds, more than 0")
@@ -220,8 +228,9 @@ class StoreTier:
         first = self._prefixes.hit_tokens(request)
         lookup = self._lookups.get(request.request_id)
         now = time.monotonic()
-        is_old = lookup is not None and lookup.call is None and now >= lookup.deadline
-        if lookup is None or is_old or first < lookup.first_token:
+        is_of_another = lookup is None or lookup.request is not request
+        is_old = not is_of_another and lookup.call is None and now >= lookup.deadline
+        if is_of_another or is_old or first < lookup.first_token:
             lookup = self._ask(request, first)
         if lookup.call is not None:
             if now < lookup.deadline:
@@ -230,8 +239,9 @@ class StoreTier:
             lookup.call, lookup.deadline = None, now + self._timeout_s
         if not lookup.found:
             return 0
-        if lookup.reach is None or lookup.reach[0] != first:
-            lookup.reach = first, self._prefixes.reach(request, first, lookup.found)
+        of = first, request.num_tokens
+        if lookup.reach is None or lookup.reach[0] != of:
+            lookup.reach = of, self._prefixes.reach(request, first, lookup.found)
         return lookup.reach[1] - first
 
     def load(self, request: Request, num_tokens: int) -> None:
@@ -299,7 +309,7 @@ class StoreTier:
     def _ask(self, request: Request, first: int) -> _Lookup:
         self._lookups.pop(request.request_id, None)
         keys = self._prefixes.candidates(request, first) if request.read_cache else []
-        lookup = _Lookup(first, None, time.monotonic() + self._timeout_s)
+        lookup = _Lookup(request, first, None, time.monotonic() + self._timeout_s)
         self._lookups[request.request_id] = lookup
         if len(self._lookups) > _MOST_LOOKUPS:
             del self._lookups[next(iter(self._lookups))]
@@ -527,14 +537,14 @@ class StoreTier:
 
         Loads that are under way end with nothing, by the next `poll`.
         """
+        new = fingerprint(self._manager, self._pages, model=model, **self._identity)
         self._manager.start_epoch()
-        self._model = model
+        self._fingerprint = new
         self._events += map(removed_event, self._announced)
         self._announced.clear()
         self._lookups.clear()
         for load in self._loads.values():
             load.fail_at(load.first_token)
-        self._fingerprint = fingerprint(self._manager, self._pages, model=model, rank=self._rank)
 
     def invalidate(self, ids: np.ndarray) -> dict[str, int]:
         """`KVCacheManager.invalidate`; what leaves the cache by it is removed from the store, too.

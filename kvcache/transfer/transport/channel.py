@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import queue
 import socket
@@ -12,11 +13,13 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from kvcache.checks import shown
+from kvcache.native.load import core
 
 MOST_HEADER = 1 << 16  # bytes
 MOST_PAYLOAD = 64 << 20
 MOST_QUEUED = 1 << 16  # frames that a peer has not taken yet
 _LENGTHS = struct.Struct("<II")
+_DIGEST_BYTES = 16
 
 Frame = tuple[dict, bytes]
 
@@ -25,35 +28,55 @@ class ChannelError(ConnectionError):
     """The connection ended, or what came over it is no frame."""
 
 
-def send_frame(sock: socket.socket, header: dict, payload: bytes = b"") -> None:
-    """Sends a frame. OSError."""
+def send_frame(
+    sock: socket.socket, header: dict, payload: bytes = b"", *, number: int | None = None
+) -> None:
+    """Sends a frame, with a digest where it has a number. OSError."""
     text = json.dumps(header).encode()
-    sock.sendall(_LENGTHS.pack(len(text), len(payload)) + text)
+    head = _LENGTHS.pack(len(text), len(payload)) + text
+    sock.sendall(head)
     if payload:
         sock.sendall(payload)
+    if number is not None:
+        sock.sendall(_digest(number, head, payload))
 
 
 def receive_frame(
-    sock: socket.socket, *, most_payload: int = MOST_PAYLOAD, deadline: float | None = None
+    sock: socket.socket,
+    *,
+    most_payload: int = MOST_PAYLOAD,
+    deadline: float | None = None,
+    number: int | None = None,
 ) -> Frame:
-    """The next frame. ChannelError where the peer ended the connection, or sent no frame of allowed
-    size; TimeoutError after `deadline`, a time of `time.monotonic`."""
-    text_bytes, payload_bytes = _LENGTHS.unpack(_receive(sock, _LENGTHS.size, deadline))
+    """The next frame, which has a digest where it has a number.
+
+    ChannelError where the peer ended the connection, sent no frame of allowed size, or a frame whose
+    digest differs; TimeoutError after `deadline`, a time of `time.monotonic`.
+    """
+    lengths = bytes(_receive(sock, _LENGTHS.size, deadline))
+    text_bytes, payload_bytes = _LENGTHS.unpack(lengths)
     if text_bytes > MOST_HEADER or payload_bytes > most_payload:
         raise ChannelError(
             f"a frame says {text_bytes} + {payload_bytes} bytes: "
             f"expected at most {MOST_HEADER} + {most_payload}"
         )
-    text = _receive(sock, text_bytes, deadline)
+    text = bytes(_receive(sock, text_bytes, deadline))
+    payload = bytes(_receive(sock, payload_bytes, deadline))
+    if number is not None:
+        told = bytes(_receive(sock, _DIGEST_BYTES, deadline))
+        if told != _digest(number, lengths + text, payload):
+            raise ChannelError(f"frame {number} is another one than was sent: their digests differ")
     try:
         header = json.loads(text)
     except (ValueError, RecursionError):
         header = None
     if not isinstance(header, dict) or not isinstance(header.get("op"), str):
-        raise ChannelError(
-            f"a frame begins with {shown(bytes(text))}: expected a JSON object with op"
-        )
-    return header, bytes(_receive(sock, payload_bytes, deadline))
+        raise ChannelError(f"a frame begins with {shown(text)}: expected a JSON object with op")
+    return header, payload
+
+
+def _digest(number: int, head: bytes, payload: bytes) -> bytes:
+    return core.xxh3_128(number.to_bytes(8, "little") + head + payload)
 
 
 def _receive(sock: socket.socket, size: int, deadline: float | None) -> bytearray:
@@ -75,7 +98,8 @@ class Channel:
     """Frames to and from a connected peer, each direction with a thread of its own.
 
     on_frame(header, payload) is called by one thread, in order; on_end(reason) once. `put` never waits
-    for the peer. A frame that the peer does not take within `timeout_s` ends the channel.
+    for the peer. A frame that the peer does not take within `timeout_s` ends the channel. has_digest:
+    each frame has one, of its number and content, and one that differs ends the channel.
     """
 
     def __init__(
@@ -85,7 +109,12 @@ class Channel:
         on_frame: Callable[[dict, bytes], None],
         on_end: Callable[[str], None],
         timeout_s: float,
+        *,
+        has_digest: bool = False,
     ) -> None:
+        self._sent, self._received = (  # numbers of frames, where they have digests
+            itertools.count() if has_digest else itertools.repeat(None) for _ in range(2)
+        )
         self._sock, self._on_frame, self._on_end = sock, on_frame, on_end
         sock.settimeout(None)
         seconds, fraction = divmod(timeout_s, 1)
@@ -128,7 +157,7 @@ class Channel:
     def _read(self) -> None:
         try:
             while True:
-                self._on_frame(*receive_frame(self._sock))
+                self._on_frame(*receive_frame(self._sock, number=next(self._received)))
         except OSError as error:
             self._on_end(str(error))
         except Exception as error:  # a frame of this library's peers causes none
@@ -139,7 +168,7 @@ class Channel:
     def _write(self) -> None:
         try:
             while (frame := self._queue.get()) is not None:
-                send_frame(self._sock, *frame)
+                send_frame(self._sock, *frame, number=next(self._sent))
         except BlockingIOError:
             self._on_end("the peer takes no frames")
         except OSError as error:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from kvcache.checks import shown
 from kvcache.transfer.transport.base import Transfer, TransferError
 from kvcache.transfer.transport.channel import Channel, ChannelError
+from kvcache.transfer.transport.digest import digest_of_request
 from kvcache.transfer.transport.lane import Flow, Job, Lane
 from kvcache.transfer.transport.metadata import Metadata
 from kvcache.transfer.transport.spans import Spans
@@ -40,6 +41,7 @@ class StagedTransfer(Transfer):
         self._is_done, self._error = False, None
         self._has_ended = threading.Event()
         self.number = -1  # on its connection
+        self.request = ""  # its digest, with digests
         self._job: Job | None = None
 
     def poll(self) -> bool:
@@ -110,7 +112,8 @@ class Connection:
     `push` (id, spans): the peer writes; answered with `accept` (id), then `start`, bytes, and `landed`.
     `refused` (id, reason) in place of an answer. `more` and `end` (tag): of the bytes that follow a
     `start` one more piece will come, or none. `digest` (tag, digest): of the next piece; `spoiled` (id)
-    in place of `landed` where it differs. `cancel` (id): the peer has given a transfer of its own
+    in place of `landed` where it differs. With digests `pull` and `push` have one too, and so does each
+    frame (`Channel`). `cancel` (id): the peer has given a transfer of its own
     up; answered with `cancelled` where it has pushed. `message`: a notification. `lane` is for the lane.
     `ready`, once: the lane of the side that was connected to is open. Only then is the call over, so
     that both sides may begin transfers from then on.
@@ -135,7 +138,7 @@ class Connection:
             int, float
         ] = {}  # transfers of which the peer has not let go, since when
         # Of the peer: what it writes, by id and, once that is under way, by tag; what it reads.
-        self._pushes: dict[int, tuple[Spans, bytes]] = {}
+        self._pushes: dict[int, tuple[Spans, bytes, str]] = {}
         self._pulls: dict[int, Job] = {}
         self._incoming: dict[int, Job] = {}  # by tag
         self._stopped: dict[int, None] = {}  # tags of jobs that ended without all of their digests
@@ -213,10 +216,14 @@ class Connection:
         payload = remote.to_bytes()
         number = self.track(transfer, local, kind, notify)
         header = {"op": kind, "id": number}
+        message = notify if kind == "push" else b""
         if kind == "push":
-            header["message"] = len(notify)
-            payload += notify
-        self.put(header, payload)
+            header["message"] = len(message)
+        if self.has_digest:
+            tag = self._tag(number, mine=True)
+            transfer.request = digest_of_request(kind, tag, payload, message)
+            header["digest"] = transfer.request
+        self.put(header, payload + message)
         return transfer
 
     def track(self, transfer: StagedTransfer, local: Spans, kind: str, notify: bytes) -> int:
@@ -335,14 +342,16 @@ class Connection:
                 self.is_ready.set()
 
     def _on_pull(self, number: int, header: dict, payload: bytes) -> None:
-        spans = self._checked(number, payload)
+        request = self._digest("pull", number, header, payload, b"")
+        spans = None if request is None else self._checked(number, payload)
         if spans is None:
             return
         if number in self._pulls:
             raise ValueError(f"id of a pull is {number}: expected one that is not under way")
         if self._are_too_many(self._pulls, number):
             return
-        job = Job(spans, self._tag(number, mine=False), self._owner.timeout_s, lambda: None)
+        tag = self._tag(number, mine=False)
+        job = Job(spans, tag, self._owner.timeout_s, lambda: None, request)
         self._pulls[number] = job
         self._start(number, job)
 
@@ -355,14 +364,15 @@ class Connection:
             self.put({"op": "refused", "id": number, "reason": reason})
             return
         end = len(payload) - size
-        spans = self._checked(number, payload[:end])
+        request = self._digest("push", number, header, payload[:end], payload[end:])
+        spans = None if request is None else self._checked(number, payload[:end])
         if spans is None:
             return
         if number in self._pushes:
             raise ValueError(f"id of a push is {number}: expected one that is not under way")
         if self._are_too_many(self._pushes, number):
             return
-        self._pushes[number] = (spans, payload[end:])
+        self._pushes[number] = (spans, payload[end:], request)
         self.put({"op": "accept", "id": number})
 
     def _are_too_many(self, waiting: dict, number: int) -> bool:
@@ -372,6 +382,19 @@ class Connection:
         reason = f"{len(waiting)} requests of its kind wait: expected fewer than {_MOST_WAITING}"
         self.put({"op": "refused", "id": number, "reason": reason})
         return True
+
+    def _digest(
+        self, kind: str, number: int, header: dict, payload: bytes, message: bytes
+    ) -> str | None:
+        """That of a request as it came ("" without digests), or None where it is refused."""
+        if not self.has_digest:
+            return ""
+        found = digest_of_request(kind, self._tag(number, mine=False), payload, message)
+        if header.get("digest") == found:
+            return found
+        reason = "the request is another one than was sent: their digests differ"
+        self.put({"op": "refused", "id": number, "reason": reason})
+        return None
 
     def _checked(self, number: int, payload: bytes) -> Spans | None:
         """The spans of a request, or None where they are refused."""
@@ -394,7 +417,7 @@ class Connection:
     def _on_accept(self, number: int, header: dict, payload: bytes) -> None:
         transfer, local = self._transfer(number, "push")
         tag = self._tag(number, mine=True)
-        job = Job(local, tag, self._owner.timeout_s, lambda: None)
+        job = Job(local, tag, self._owner.timeout_s, lambda: None, transfer.request)
         with self._ordering:  # a `cancel` that comes before `start` ends the write at the peer
             if number in self._given_up:
                 return  # the peer learns of it
@@ -412,10 +435,12 @@ class Connection:
         timeout_s = self._owner.timeout_s
         if tag == self._tag(number, mine=True):  # of a read of this side
             transfer, local = self._transfer(number, "pull")
-            job = transfer.job = Job(local, tag, timeout_s, lambda: self._have_read(number))
+            job = transfer.job = Job(
+                local, tag, timeout_s, lambda: self._have_read(number), transfer.request
+            )
         elif tag == self._tag(number, mine=False) and number in self._pushes:
-            spans, message = self._pushes.pop(number)
-            job = Job(spans, tag, timeout_s, lambda: self._have_landed(number, message))
+            spans, message, request = self._pushes.pop(number)
+            job = Job(spans, tag, timeout_s, lambda: self._have_landed(number, message), request)
         else:
             raise ValueError(f"start has id {number} and tag {shown(tag)}: expected a transfer")
         if size != job.spans.num_bytes:

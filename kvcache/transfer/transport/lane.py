@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from kvcache.transfer.transport.digest import digest_of
+from kvcache.transfer.transport.digest import digest_of, digest_of_answer
 from kvcache.transfer.transport.registered import RegisteredMemory
 from kvcache.transfer.transport.spans import Spans
 
@@ -56,13 +56,20 @@ class Job:
     """Fragments of local memory that are sent or received, piece by piece.
 
     tag: that of its pieces. on_done is called once all pieces have moved, by the thread that moved them.
-    timeout_s: of each piece. Once `stop` was called, memory is touched no more when `is_idle`; pieces
-    that the other side counts on still go through staging memory.
+    timeout_s: of each piece. request: the digest of what was asked for, with digests. Once
+    `stop` was called, memory is touched no more when `is_idle`; pieces that the other side counts on
+    still go through staging memory.
     """
 
     def __init__(
-        self, spans: Spans, tag: int, timeout_s: float, on_done: Callable[[], None]
+        self,
+        spans: Spans,
+        tag: int,
+        timeout_s: float,
+        on_done: Callable[[], None],
+        request: str = "",
     ) -> None:
+        self.request = request
         self.spans, self.tag, self.timeout_s, self.on_done = spans, tag, timeout_s, on_done
         self._copying = threading.Lock()
         self._changed = threading.Condition()
@@ -122,6 +129,10 @@ class Job:
                 raise TimeoutError("the peer did not say in time that it goes on")
             return number < self.num_promised
 
+    def digest_of(self, number: int, piece: torch.Tensor) -> str:
+        """What the other side has to have sent as, or to find for, the piece of this number."""
+        return digest_of_answer(self.request, number, digest_of(piece))
+
     def put_digest(self, digest: str) -> None:
         """That of the next piece. ValueError where there are more than promised pieces."""
         with self._changed:
@@ -131,13 +142,13 @@ class Job:
             self._digests.append(digest)
             self._changed.notify_all()
 
-    def check(self, piece: torch.Tensor) -> None:
-        """Compares a piece with its digest; stops where they differ."""
+    def check(self, number: int, piece: torch.Tensor) -> None:
+        """Compares the piece of this number with its digest; stops where they differ."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._digests or self._stopped, self.timeout_s):
                 raise TimeoutError("the peer did not send a digest in time")
             told = self._digests.popleft() if self._digests else None
-        if not self._stopped and told != digest_of(piece):
+        if not self._stopped and told != self.digest_of(number, piece):
             self.is_spoiled = True
             self.stop()
 
@@ -218,7 +229,7 @@ class Flow:
                     job.promise()
                     self._say("more", job)
                 if self._has_digest:
-                    self._say("digest", job, digest=digest_of(piece))
+                    self._say("digest", job, digest=job.digest_of(number, piece))
             elif self._is_closed:
                 return
             elif number == job.num_promised:
@@ -229,7 +240,7 @@ class Flow:
             under_way.popleft().wait(job.timeout_s)
 
     def _receive(self, job: Job) -> None:
-        under_way: deque[tuple[Spans, torch.Tensor, PieceWork]] = deque()
+        under_way: deque[tuple[int, Spans, torch.Tensor, PieceWork]] = deque()
         tiles = self._tiles(job)
         tile, following = next(tiles, None), 0  # the next one, and its number
 
@@ -237,16 +248,16 @@ class Flow:
             nonlocal tile, following
             if tile is not None and job.is_promised(following) and not self._is_closed:
                 piece = self._staging[following % PIECES_AHEAD][: tile.num_bytes]
-                under_way.append((tile, piece, self._lane.receive(piece, job.tag)))
+                under_way.append((following, tile, piece, self._lane.receive(piece, job.tag)))
                 tile, following = next(tiles, None), following + 1
 
         for _ in range(PIECES_AHEAD):
             begin()
         while under_way:
-            to, piece, work = under_way.popleft()
+            number, to, piece, work = under_way.popleft()
             work.wait(job.timeout_s)
             if self._has_digest:
-                job.check(piece)
+                job.check(number, piece)
             job.copy(lambda to=to, piece=piece: self._memory.scatter(piece, to))
             begin()
         if tile is not None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvcache.checks import shown
 
-TRANSPORT_VERSION = 2
+TRANSPORT_VERSION = 3
 MOST_METADATA = 16 << 20  # bytes
 MOST_NAME = 256  # characters
 LEAST_PIECE, MOST_PIECE = 1 << 12, 1 << 28  # bytes

@@ -298,7 +298,12 @@ class StagedTransport(Transport):
     def _establish(self, connection: Connection, sock: socket.socket, deadline: float) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         channel = Channel(
-            sock, connection.peer.agent, connection.on_frame, connection.fail, self.timeout_s
+            sock,
+            connection.peer.agent,
+            connection.on_frame,
+            connection.fail,
+            self.timeout_s,
+            has_digest=connection.has_digest,
         )
         try:
             left = max(deadline - time.monotonic(), 1e-3)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from kvcache.checks import MAX_INT32, MAX_INT64, flag, instance, integer, listed
+from kvcache.worker.pages.contents import PageContents
 from kvcache.worker.pages.pinning import allocate_host
 from kvcache.worker.pages.regions import Region, check_apart, format_of, regions_of
 
@@ -49,6 +50,7 @@ class Pages:
         keep: object = None,
         pages_per_chunk: int = 0,
         formats: object = None,
+        contents: PageContents | None = None,
     ) -> None:
         self.memory = memory
         self.num_blocks = num_blocks
@@ -58,6 +60,7 @@ class Pages:
         self.layers = np.asarray(layers, np.int32)
         self.pages_per_chunk = pages_per_chunk  # pages that were pinned with one call; 0: all
         self.formats = formats  # the formats of blocks where known; `PageCopy` compares them
+        self.contents = contents  # what the bytes mean where storages have said it; for stores
         self.base = memory.data_ptr()
         self._owners = list(owners) or [memory] * len(self.sizes)
         self._keep = keep
@@ -210,6 +213,7 @@ class Pages:
             self.sizes,
             self.layers,
             formats=self.formats,
+            contents=self.contents,
             **options,
         )
 

@@ -18,6 +18,7 @@ from kvcache.layouts import (
 )
 from kvcache.memory_plan import CachePlan
 from kvcache.specs import ELEMENT_BYTES, LayerSpec
+from kvcache.worker.pages.contents import PageContents
 from kvcache.worker.pages.pages import Pages, Tensors
 from kvcache.worker.pages.placed import placed_pages, region_starts
 from kvcache.worker.pages.regions import format_of
@@ -95,6 +96,7 @@ class KVStorage:
         self.pages = placed_pages(placed, num_blocks, starts, device)
         for layer in range(num_layers):
             self._add_layer(self.pages.memory, 0, starts, placed.region_bytes, placed, layer)
+        self.pages.contents = PageContents.of(self.pages, [self])
 
     @classmethod
     def over(
@@ -207,6 +209,7 @@ class KVStorage:
             seen = "MLA" if has_one_part else "FLASHINFER" if backend is None else backend
             options = {"backend": seen, "layout": layout, "layers": range(len(layers))}
             storages.append(cls.over(pages, **shape, **options))
+        pages.contents = PageContents.of(pages, storages)
         return storages
 
     @classmethod
@@ -266,6 +269,7 @@ class KVStorage:
         self.backend = described
         self.memory_order = None  # not known; the strides are the engine's
         self.pages = Pages.over(kv_caches, dims)
+        self.pages.contents = PageContents.of(self.pages, [self])
         return self
 
     def _start(self) -> None:
@@ -343,6 +347,16 @@ class KVStorage:
         return len(self._keys)
 
     @property
+    def blocks_per_page(self) -> int:
+        """Blocks that the first page has, the null page: more than one over parts of pages."""
+        return self._num_null_blocks
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether `scale_cache` has views."""
+        return bool(self._scale_caches)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of K and V of all layers."""
         caches = [*self._keys, *self._values]
@@ -358,7 +372,7 @@ class KVStorage:
 
     def scale_cache(self, layer: int) -> torch.Tensor:
         """uint8[num_blocks, block_size, scale_bytes_per_token], a view."""
-        if not self._scale_caches:
+        if not self.has_scales:
             raise ValueError("the storage has no scales: expected scale_bytes_per_token > 0")
         return self._scale_caches[self._checked(layer)]
 
