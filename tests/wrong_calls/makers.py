@@ -290,7 +290,11 @@ def tier(w: World) -> object:
     plan = manager.step(new=[request])
     tier = StoreTier(manager, w.get("Pages"), MemoryStore(), model="m", staging_bytes=8192)
     w.on_close.append(tier.close)
-    w._made |= {"store manager": manager, "stored request": request, "stored report": StepReport(plan.step_id, True)}
+    w._made |= {
+        "store manager": manager,
+        "stored request": request,
+        "stored report": StepReport(plan.step_id, True),
+    }
     return tier
 
 

@@ -69,6 +69,17 @@ _WORDS = {
 }
 
 
+def is_clear(error: BaseException, text: str, wrong: list[str]) -> bool:
+    """Whether an error tells a caller which argument was wrong."""
+    if isinstance(error, OSError):  # of files and sockets: it names the path, or the argument
+        return error.filename is not None or names_one_of(text, wrong)
+    if isinstance(error, AttributeError | KeyError | RecursionError | OverflowError | MemoryError):
+        return False
+    of_package = type(error).__module__.startswith("kvcache")
+    is_right = isinstance(error, TypeError | ValueError | RuntimeError | IndexError) or of_package
+    return is_right and names_one_of(text, wrong)
+
+
 def names_one_of(text: str, wrong: list[str]) -> bool:
     """Whether a message names one of these arguments."""
     plain = text.lower()

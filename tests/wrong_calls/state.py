@@ -28,8 +28,8 @@ PROBES: dict[str, Callable] = {
     "EventPublisher": lambda each: (each.endpoint, each._is_closing, each._failure),
     "EventSubscriber": lambda each: (sorted(each.view.places), each.next_seq),
     "Request": lambda each: (each.request_id, np.asarray(each.token_ids).tobytes()),
-    "StagedTransport": lambda each: sorted(map(str, each.peers)),
-    "GlooTransport": lambda each: sorted(map(str, each.peers)),
+    "StagedTransport": lambda each: sorted(map(str, each.peers())),
+    "GlooTransport": lambda each: sorted(map(str, each.peers())),
     "Connector": lambda each: each._manager,
     "CacheRank": lambda each: None,  # of a thread
     "StoreTier": lambda each: (each.num_waiting_blocks, each._manager),
@@ -64,13 +64,13 @@ def state_of(value: object) -> object:
     return _plain(value, 0, {})
 
 
-def _plain(value: object, depth: int, seen: dict[int, int]) -> object:
+def _plain(value: object, depth: int, seen: dict[int, tuple]) -> object:
     kind = type(value)
     if value is None or kind in (bool, int, float, str, bytes, complex):
         return (kind.__name__, repr(value))
     if id(value) in seen:
-        return ("again", seen[id(value)])
-    seen[id(value)] = len(seen)
+        return ("again", seen[id(value)][0])
+    seen[id(value)] = (len(seen), value)  # which stays, so that no other gets its id
     if isinstance(value, np.ndarray):
         return _array(value)
     if isinstance(value, torch.Tensor):

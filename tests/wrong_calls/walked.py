@@ -1,4 +1,4 @@
-"""Scenes for every public call that the walk finds: one per class, one per module for its functions."""
+"""Scenes for every public call that the walk finds, one per call."""
 
 from __future__ import annotations
 
@@ -15,35 +15,19 @@ from tests.wrong_calls.world import Unmade, World
 
 
 class Walked:
-    """The calls of a class on a live instance, or the functions and constructors of a module.
+    """A public call, its right arguments, and the objects that were made for it."""
 
-    A call gets a world of its own where the one at hand has been changed: `calls` and `state` are those
-    of the instance and of all that was made for it.
-    """
+    def __init__(self, target: surface.Target) -> None:
+        self.target, self.world = target, World()
+        self.name = target.full_name.removeprefix("kvcache.")
+        self.function, self.right = self._call()
+        self._watched = self.world.others
+        self._optional = {
+            each.name: each for each in target.parameters if each.name not in self.right
+        }
 
-    def __init__(self, targets: list[surface.Target]) -> None:
-        self.targets, self.world = targets, World()
-
-    def pick(self, rng: random.Random) -> tuple[str, Callable, dict[str, object], dict]:
-        """A call: its name, the function, right arguments, and of optional ones a right value."""
-        target = rng.choice(self.targets)
-        function, arguments = self.call_of(target)
-        optional = {}
-        for each in target.parameters:
-            if each.name not in arguments and each.name != "device":
-                optional[each.name] = functools.partial(self._optional, target, each, rng)
-        return target.full_name.removeprefix("kvcache."), function, arguments, optional
-
-    def _optional(
-        self, target: surface.Target, parameter: surface.Parameter, rng: random.Random
-    ) -> object:
-        try:
-            return self.world.value(target, parameter)
-        except Unmade:
-            return draw(rng)
-
-    def call_of(self, target: surface.Target) -> tuple[Callable, dict[str, object]]:
-        """The function, and right arguments."""
+    def _call(self) -> tuple[Callable, dict[str, object]]:
+        target = self.target
         if target.owner is None:
             module = importlib.import_module(target.module)
             return getattr(module, target.attribute), self.world.arguments(target)
@@ -53,11 +37,22 @@ class Walked:
             return functools.partial(_set, instance, target.attribute), arguments
         return getattr(instance, target.attribute), self.world.arguments(target)
 
+    def draw(self, rng: random.Random) -> tuple[str, Callable, dict[str, object], list[str]]:
+        """The call, its right arguments, and the names of what may be wrong besides."""
+        return self.name, self.function, self.right, [*self._optional]
+
+    def right_value(self, name: str, rng: random.Random) -> object:
+        """Of an optional argument; any value where none is known."""
+        try:
+            return self.world.value(self.target, self._optional[name])
+        except Unmade:
+            return draw(rng)
+
     def others(self) -> list[object]:
         return self.world.others
 
     def state(self) -> object:
-        return state_of(self.world.made)
+        return state_of([self._watched, self.right])
 
     def close(self) -> None:
         self.world.close()
@@ -68,21 +63,16 @@ def _set(instance: object, attribute: str, value: object) -> None:
 
 
 @functools.cache
-def scenes() -> dict[str, Callable[[], Walked]]:
-    """By name: a class, or a module for its functions and constructors."""
-    groups: dict[str, list[surface.Target]] = {}
-    for target in surface.targets():
-        name = target.full_name.rpartition(".")[0] if target.owner is not None else target.module
-        groups.setdefault(f"walk {name}", []).append(target)
-    return {name: functools.partial(Walked, targets) for name, targets in groups.items()}
+def walked() -> dict[str, Callable[[], Walked]]:
+    """A scene for each public call, by its full name."""
+    return {each.full_name: functools.partial(Walked, each) for each in surface.targets()}
 
 
-def right_call(target: surface.Target) -> None:
+def right_call(name: str) -> None:
     """Makes one call with right arguments alone, and ends what it began."""
-    scene = Walked([target])
+    scene = walked()[name]()
     try:
-        function, arguments = scene.call_of(target)
-        finish(function(**arguments))
+        finish(scene.function(**scene.right))
     finally:
         scene.close()
 
