@@ -47,6 +47,8 @@ BAD = {
 _REPO = Path(__file__).parents[2]
 _JOURNAL = 900  # the file to which a child writes what it finds; no argument is this number
 _ERRORS = ".stderr"  # of a child, in its folder
+_OWN_FAULT = 99  # exit code of a worker for an error of the fuzzer itself
+_MOST_DEATHS = 2  # of a scene in a child, then its batches are skipped
 
 
 @dataclass
@@ -314,19 +316,25 @@ def child(seed: int, first: int, count: int, names: list[str] | None) -> None:
     _limit_memory()
     os.dup2(1, _JOURNAL)
     note, at, end = _Note(), first, first + count
+    deaths: collections.Counter = collections.Counter()  # by scene
     while at < end:
         note.write(at, "", "", "")
         worker = os.fork()
         if worker == 0:
-            _work(_Child(seed, note), at, end, scenes, wanted)
+            left_out = {name for name, times in deaths.items() if times >= _MOST_DEATHS}
+            _work(_Child(seed, note), at, end, scenes, wanted, left_out)
         _, status = os.waitpid(worker, 0)
         if status == 0:
             return
-        at = _report_death(note, seed, os.waitstatus_to_exitcode(status)) + 1
+        at, name = _report_death(note, seed, os.waitstatus_to_exitcode(status))
+        at += 1
+        deaths[name] += 1
 
 
-def _work(maker: _Child, first: int, end: int, scenes: dict, wanted: dict) -> NoReturn:
-    """In a worker: makes the calls, and ends."""
+def _work(
+    maker: _Child, first: int, end: int, scenes: dict, wanted: dict, left_out: set[str]
+) -> NoReturn:
+    """In a worker: makes the calls but those of some scenes, and ends."""
     faulthandler.enable()
     faulthandler.register(signal.SIGVTALRM, chain=True)
     try:
@@ -334,22 +342,23 @@ def _work(maker: _Child, first: int, end: int, scenes: dict, wanted: dict) -> No
         while at < end:
             batch = list(range(at, min(end, (at // BATCH + 1) * BATCH)))
             name = _scene_of(random.Random(f"{maker.seed}:{at // BATCH}"), scenes, [*wanted])
-            maker.batch(batch, name, scenes[name], wanted.get(name))
+            if name not in left_out:
+                maker.batch(batch, name, scenes[name], wanted.get(name))
             at = batch[-1] + 1
         maker.tell({"kind": "seconds", "of": maker.seconds.most_common(30)})
     except BaseException:
         traceback.print_exc()
-        os._exit(1)
+        os._exit(_OWN_FAULT)
     os._exit(0)
 
 
-def _report_death(note: _Note, seed: int, code: int) -> int:
-    """A worker has crashed, or hung; the number of its last call."""
+def _report_death(note: _Note, seed: int, code: int) -> tuple[int, str]:
+    """A worker has crashed, or hung; the number and the scene of its last call."""
     at, scene, name, wrong = note.read()
     path = Path(_ERRORS)
     lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
     os.truncate(path, 0)
-    if not scene or any(line.startswith("Traceback (") for line in lines[-60:]):
+    if not scene or code == _OWN_FAULT:
         raise RuntimeError("\n".join(lines[-40:]))
     is_hang = code == -signal.SIGVTALRM or any("Timeout (" in line for line in lines)
     kind = "hang" if is_hang else "crash"
@@ -359,7 +368,7 @@ def _report_death(note: _Note, seed: int, code: int) -> int:
     events.append({"kind": "count", "calls": 1, "counts": [(name, kind, 1)]})
     for event in events:
         os.write(_JOURNAL, f"{json.dumps(event)}\n".encode())
-    return int(at)
+    return int(at), scene
 
 
 def _scene_of(rng: random.Random, scenes: dict[str, Callable], deep: list[str]) -> str:

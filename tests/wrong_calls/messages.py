@@ -55,7 +55,8 @@ _WORDS = {
     "v_scale": ("scale", "fp8"),
     "caches": ("cache", "layer"),
     "cache": ("cache", "layer"),
-    "name": ("backend",),
+    "name": ("backend", "kind"),
+    "options": ("option", "window", "chunk_size"),
     "parent": ("parent", "request", "row"),
     "child": ("child", "request"),
     "append_rows": ("append",),
@@ -87,6 +88,7 @@ def names_one_of(text: str, wrong: list[str]) -> bool:
         return False
     for name in wrong:
         words = {name, name.removesuffix("s"), *_WORDS.get(name, ())}
-        if any(re.search(rf"(?<![a-z]){re.escape(word)}", plain) for word in words):
+        patterns = (re.escape(word).replace("_", "[_ ]") for word in words)
+        if any(re.search(rf"(?<![a-z]){pattern}", plain) for pattern in patterns):
             return True
     return False

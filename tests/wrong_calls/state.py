@@ -65,9 +65,18 @@ def state_of(value: object) -> object:
 
 
 def _plain(value: object, depth: int, seen: dict[int, tuple]) -> object:
+    try:
+        return _looked_at(value, depth, seen)
+    except Exception as error:  # of a hostile object that was taken in
+        return (type(value).__name__, type(error).__name__)
+
+
+def _looked_at(value: object, depth: int, seen: dict[int, tuple]) -> object:
     kind = type(value)
-    if value is None or kind in (bool, int, float, str, bytes, complex):
-        return (kind.__name__, repr(value))
+    if value is None or kind in (bool, int, str, bytes):
+        return (kind.__name__, value)
+    if kind in (float, complex):
+        return (kind.__name__, repr(value))  # equal for NaN
     if id(value) in seen:
         return ("again", seen[id(value)][0])
     seen[id(value)] = (len(seen), value)  # which stays, so that no other gets its id
