@@ -1,6 +1,7 @@
 """Events over sockets: what a publisher sends and replays, whom it hears, what a reader makes of it."""
 
 import random
+import resource
 import socket
 import struct
 import threading
@@ -16,7 +17,7 @@ import zmq
 
 from kvcache import KVCacheManager, Request
 from kvcache.events import AllBlocksCleared, BlockStored
-from kvcache.router_events import EventPublisher, EventSubscriber, subscriber
+from kvcache.router_events import EventPublisher, EventSubscriber, replay_server, subscriber
 from kvcache.router_events.replay_buffer import ReplayBuffer
 from kvcache.router_events.translator import EventTranslator
 from kvcache.router_events.wire import (
@@ -144,6 +145,29 @@ def test_a_closed_publisher_says_so(context):
     publisher.close()
     with pytest.raises(RuntimeError, match="the publisher is closed"):
         publisher.publish([AllBlocksCleared()])
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "error"),
+    [
+        *((each, ValueError) for each in (float("nan"), float("inf"), -float("inf"), -5.0)),
+        *((each, TypeError) for each in (True, "1", None, b"1", [1])),
+    ],
+)
+def test_closing_with_a_wrong_timeout_leaves_it_open(context, timeout_s, error):
+    with EventPublisher(LOCAL, LOCAL, context=context) as publisher:
+        with pytest.raises(error, match="timeout_s is "):
+            publisher.close(timeout_s)
+        publish(publisher, 1)
+        assert publisher.counts.batches == 1
+
+
+@pytest.mark.parametrize("timeout_s", [0, 1e300, 2**40, np.float32(1)])
+def test_closing_takes_any_finite_timeout(context, timeout_s):
+    publisher = EventPublisher(LOCAL, LOCAL, context=context)
+    publisher.close(timeout_s)
+    assert not publisher._thread.is_alive()
+    assert publisher._wake.fileno() == publisher._woken.fileno() == -1
 
 
 def test_a_thread_that_failed_is_told(context, monkeypatch):
@@ -367,6 +391,78 @@ def test_a_reader_that_goes_away_is_given_up(context):
         wait_for(lambda: publisher.counts.replays == 1)
         gone.socket.close()
         wait_for(lambda: publisher.counts.given_up_replays == 1)
+
+
+def large_batches(publisher, count):
+    """Publishes batches of about 200 KB each."""
+    for i in range(count):
+        publisher.publish([tokens_event(5000 * i, num_blocks=5000)])
+    wait_for(lambda: publisher.counts.batches == count)
+
+
+def idle_readers(context, publisher, count):
+    """Readers that ask for everything and take nothing."""
+    readers = [Asker(context, publisher) for _ in range(count)]
+    for each in readers:
+        each.socket.rcvhwm, each.socket.rcvbuf = 1, 4096
+        each.socket.disconnect(publisher.replay_endpoint)
+        each.socket.connect(publisher.replay_endpoint)  # with these options
+        each.ask(b"", encode_sequence(0))
+    wait_for(lambda: publisher.counts.replays == count)
+    return readers
+
+
+def resident_mib():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() >> 20
+
+
+def test_bytes_that_wait_for_readers_are_bounded(context):
+    with EventPublisher(LOCAL, LOCAL, context=context) as publisher:
+        large_batches(publisher, 60)
+        size = publisher.counts.payload_bytes // 60
+        before = resident_mib()
+        readers = idle_readers(context, publisher, 30)
+        time.sleep(1.0)  # the most that comes to wait has come
+        assert resident_mib() - before < 64 < 30 * 60 * size >> 20
+        bound = replay_server.MOST_BYTES_OF_A_READER + size
+        held = publisher._server.held_bytes
+        assert len(held) == 30 and all(size <= each <= bound for each in held.values())
+        assert len(readers) == 30
+
+
+def test_all_readers_together_wait_for_a_bounded_sum(context, monkeypatch):
+    monkeypatch.setattr(replay_server, "MOST_BYTES", 2**21)
+    with EventPublisher(LOCAL, LOCAL, context=context) as publisher:
+        large_batches(publisher, 30)
+        readers = idle_readers(context, publisher, 20)
+        time.sleep(0.5)
+        assert 2**20 < sum(publisher._server.held_bytes.values()) <= 2**21
+        assert len(readers) == 20
+
+
+def test_a_batch_larger_than_the_bounds_is_replayed(context, monkeypatch):
+    monkeypatch.setattr(replay_server, "MOST_BYTES", 1000)
+    monkeypatch.setattr(replay_server, "MOST_BYTES_OF_A_READER", 100)
+    with EventPublisher(LOCAL, LOCAL, context=context) as publisher:
+        large_batches(publisher, 5)
+        asker = Asker(context, publisher)
+        asker.ask(b"", encode_sequence(0))
+        assert [number for _, number, _ in asker.answers()] == [*range(5)]
+
+
+def test_a_reader_that_takes_nothing_for_long_is_dropped(context, monkeypatch):
+    monkeypatch.setattr(replay_server, "SLOW_SECONDS", 1.0)
+    with EventPublisher(LOCAL, LOCAL, context=context) as publisher:
+        large_batches(publisher, 60)
+        readers = idle_readers(context, publisher, 3)
+        wait_for(lambda: publisher.counts.given_up_replays == 3)
+        assert not publisher._server.is_busy
+        asker = Asker(context, publisher)
+        asker.ask(b"", encode_sequence(0))
+        assert len(asker.answers()) == 60
+        wait_for(lambda: not any(publisher._server.held_bytes.values()))  # connections ended too
+        assert len(readers) == 3
 
 
 def test_the_buffer_is_bounded_in_batches_and_bytes():

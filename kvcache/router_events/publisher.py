@@ -14,7 +14,7 @@ from typing import NamedTuple
 import zmq
 
 from kvcache.allocator.hashing import DEFAULT_SEED
-from kvcache.checks import MAX_INT64, flag, integer, number, shown, text
+from kvcache.checks import MAX_INT64, flag, integer, seconds, shown, text
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 from kvcache.router_events.endpoints import bound, checked_endpoint
 from kvcache.router_events.replay_buffer import ReplayBuffer
@@ -26,6 +26,9 @@ _log = logging.getLogger(__name__)
 _EVENT_TYPES = (BlockStored, BlockRemoved, AllBlocksCleared)
 _BUSY_POLL_MS = 5  # while a reader that replays takes nothing
 _QUEUE_CHECK_SECONDS = 0.1
+_LONGEST_SECONDS = (
+    86_400.0  # of waiting while it closes; ZMQ and threads count no more than some days
+)
 _MOST_BYTES_OF_A_SUBSCRIPTION = 4096
 
 
@@ -159,9 +162,10 @@ class EventPublisher:
     def close(self, timeout_s: float = 1.0) -> None:
         """Publishes what waits, for at most about so many seconds, and stops; may be called again.
 
-        Replays that are under way end.
+        Replays that are under way end. TypeError or ValueError for a timeout that is no finite number
+        of seconds, 0 or more; the publisher goes on then.
         """
-        timeout_s = number(timeout_s, "timeout_s")
+        timeout_s = min(seconds(timeout_s, "timeout_s"), _LONGEST_SECONDS)
         if self._is_closing:
             return
         self._close_by = time.monotonic() + timeout_s

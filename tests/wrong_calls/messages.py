@@ -55,7 +55,8 @@ _WORDS = {
     "v_scale": ("scale", "fp8"),
     "caches": ("cache", "layer"),
     "cache": ("cache", "layer"),
-    "name": ("backend",),
+    "name": ("backend", "kind"),
+    "options": ("option", "window", "chunk_size"),
     "parent": ("parent", "request", "row"),
     "child": ("child", "request"),
     "append_rows": ("append",),
@@ -69,6 +70,17 @@ _WORDS = {
 }
 
 
+def is_clear(error: BaseException, text: str, wrong: list[str]) -> bool:
+    """Whether an error tells a caller which argument was wrong."""
+    if isinstance(error, OSError):  # of files and sockets: it names the path, or the argument
+        return error.filename is not None or names_one_of(text, wrong)
+    if isinstance(error, AttributeError | KeyError | RecursionError | OverflowError | MemoryError):
+        return False
+    of_package = type(error).__module__.startswith("kvcache")
+    is_right = isinstance(error, TypeError | ValueError | RuntimeError | IndexError) or of_package
+    return is_right and names_one_of(text, wrong)
+
+
 def names_one_of(text: str, wrong: list[str]) -> bool:
     """Whether a message names one of these arguments."""
     plain = text.lower()
@@ -76,6 +88,7 @@ def names_one_of(text: str, wrong: list[str]) -> bool:
         return False
     for name in wrong:
         words = {name, name.removesuffix("s"), *_WORDS.get(name, ())}
-        if any(re.search(rf"(?<![a-z]){re.escape(word)}", plain) for word in words):
+        patterns = (re.escape(word).replace("_", "[_ ]") for word in words)
+        if any(re.search(rf"(?<![a-z]){pattern}", plain) for pattern in patterns):
             return True
     return False

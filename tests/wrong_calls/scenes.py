@@ -6,7 +6,9 @@ A scene has `calls()`: (name, function, right arguments by name), made anew for 
 
 from __future__ import annotations
 
+import functools
 import inspect
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass, replace
 
@@ -68,9 +70,44 @@ class Scene:
     def follow(self) -> object:
         return None
 
+    def draw(self, rng: random.Random) -> tuple[str, Callable, dict[str, object], list[str]]:
+        """A call: name, function, right arguments, and the names of what may be wrong besides."""
+        name, function, arguments = rng.choice([*self.calls()])
+        further = [each for each in parameter_names(function) if each not in arguments]
+        return name, function, arguments, further
+
+    def right_value(self, name: str, rng: random.Random) -> object:
+        """Of an optional argument; None: not known."""
+        return None
+
     def others(self) -> list[object]:
         """Valid objects, to be passed in wrong places."""
         return []
+
+    def close(self) -> None:
+        """Ends what the scene holds."""
+
+
+_SKIPPED = {"device"}  # of optional arguments
+
+
+def parameter_names(function: Callable) -> tuple[str, ...]:
+    """The names of what a function takes by name."""
+    if hasattr(function, "__signature__"):  # made for one call
+        return tuple(function.__signature__.parameters)
+    if inspect.ismethod(function):
+        return _names_of(function.__func__)[1:]
+    return _names_of(function)
+
+
+@functools.lru_cache(maxsize=500)
+def _names_of(function: Callable) -> tuple[str, ...]:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a native function
+        return ()
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(n for n, each in parameters.items() if each.kind in kinds and n not in _SKIPPED)
 
 
 class ManagerScene(Scene):

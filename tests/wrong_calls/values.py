@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import random
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import fields, is_dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -77,6 +79,33 @@ class WrongIndex:
         return "1"  # noqa: PLE0305
 
 
+class NegativeLength(list):
+    """Whose length is below zero, which Python refuses."""
+
+    def __len__(self) -> int:
+        return -1  # noqa: PLE0303
+
+
+class NoTruth:
+    """Which is neither true nor false, and hashes to whatever."""
+
+    def __bool__(self) -> bool:
+        raise OwnError("__bool__")
+
+    def __hash__(self) -> int:
+        raise OwnError("__hash__")
+
+
+class EqualsAll:
+    """Which equals all."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+
 class Unprintable:
     """Whose repr raises."""
 
@@ -92,6 +121,13 @@ def _endless() -> Iterator[int]:
 def _itself() -> list:
     out: list = []
     out.append(out)
+    return out
+
+
+def _deep() -> list:
+    out: list = [1]
+    for _ in range(100_000):
+        out = [out]
     return out
 
 
@@ -119,6 +155,9 @@ SCALARS = [
         *(np.str_("a"), np.datetime64(1, "s"), np.array(1), np.array(1.5), torch.tensor(1)),
         *(torch.tensor(1.5), torch.float32, torch.complex64, torch.int64, torch.device("cpu")),
         *(torch.device("meta"), "meta", "cuda", "nonsense:7"),
+        *(10**5000, -(10**5000), 5e-324, np.float16(1), np.float64("nan"), np.longdouble(1)),
+        *(bytearray(b"ab"), memoryview(b"ab"), Path("a"), Path("."), b"/dev/null", "/dev/null"),
+        *("a\r\nb", "\udcff", "\x1b[2J", "{}", "%s%n", "a" * 300 + "=1", "lru:a=nan", "1e400"),
     )
 ]
 LISTS = [
@@ -158,6 +197,20 @@ LISTS = [
     ClaimsMany,
     ManyMembers,
     lambda: WrongLength([1]),
+    lambda: NegativeLength([1]),
+    NoTruth,
+    EqualsAll,
+    _deep,
+    lambda: collections.deque([1, 2]),
+    lambda: {"a": float("nan")},
+    lambda: {1: [2], "b": None},
+    lambda: [("a", 1, 2), ("b",)],
+    lambda: ["a", "a"],
+    lambda: [b"a"],
+    lambda: ["\ud800"],
+    lambda: [float("nan")],
+    lambda: [10**5000],
+    lambda: bytes(2**20),
     Raises,
     WrongIndex,
     Unprintable,
