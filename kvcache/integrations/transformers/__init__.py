@@ -16,5 +16,6 @@ except ModuleNotFoundError as error:
 
 from kvcache.integrations.transformers.layer_shapes import layer_specs
 from kvcache.integrations.transformers.paged_model import PagedModel, attach
+from kvcache.integrations.transformers.unsupported import UnsupportedModel
 
-__all__ = ["PagedModel", "attach", "layer_specs"]
+__all__ = ["PagedModel", "UnsupportedModel", "attach", "layer_specs"]

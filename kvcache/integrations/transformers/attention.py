@@ -29,6 +29,10 @@ class Reader(Protocol):
     """The cache of the forward pass under way."""
 
     batch: Batch
+    resumes: bool
+
+    def attend(self, layer: int) -> None:
+        """The attention of a layer begins."""
 
     def group_of(self, layer: int) -> int:
         """The cache group of a layer's K and V."""
@@ -116,6 +120,9 @@ def paged_attention(
     attend = _attention_of(module, options)
     if reader is None:
         return attend(module, query, key, value, attention_mask, **options)
+    if attention_mask is not None and attention_mask.numel() != 1:
+        raise RuntimeError(f"{type(module).__name__} attends with a mask of its own")
+    reader.attend(module.layer_idx)
     kernels = reader.kernels_of(module.layer_idx)
     if kernels is not None:
         scale, softcap = options.get("scaling"), options.get("softcap")

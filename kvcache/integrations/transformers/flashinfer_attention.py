@@ -7,21 +7,14 @@ from typing import NamedTuple
 import torch
 
 from kvcache.assembly import KVCache
+from kvcache.integrations.transformers.layer_places import Place
 from kvcache.serving.batch import Batch
-from kvcache.worker import AttentionMetadata, AttentionMetadataBuilder, KVStorage
+from kvcache.worker import AttentionMetadata, AttentionMetadataBuilder
 
 _KINDS = ("full_attention", "sliding_window")
 _DTYPES = (torch.float16, torch.bfloat16)
 _HEAD_SIZES = (64, 128, 256)
 _WORKSPACE_BYTES = 128 * 2**20  # what FlashInfer recommends
-
-
-class Place(NamedTuple):
-    """Where a layer's K and V lie: layer number `layer` of a group's storage."""
-
-    storage: KVStorage
-    layer: int
-    group: int
 
 
 class _Shape(NamedTuple):

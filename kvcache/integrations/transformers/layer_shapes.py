@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers import DynamicCache, PreTrainedModel, cache_utils
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from kvcache.checks import integer
+from kvcache.integrations.transformers.calls import call_arguments
+from kvcache.integrations.transformers.unsupported import UnsupportedModel
 from kvcache.specs import ELEMENT_BYTES, LayerSpec
 
 _ALIGNMENT = 16  # bytes: where each part of a state begins
+# What transformers' cache layers of these exact classes hold is known; a subclass may hold more.
+_KNOWN_LAYERS = [
+    getattr(cache_utils, name)
+    for name in (
+        "DynamicLayer",
+        "DynamicSlidingWindowLayer",
+        "LinearAttentionLayer",
+        "LinearAttentionAndFullAttentionLayer",
+        "LinearAttentionAndSlidingWindowAttentionLayer",
+        "DummyLayer",
+    )
+    if hasattr(cache_utils, name)
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +47,30 @@ class StatePart:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What a layer caches: K and V of each token (`attention`), a state (`state_parts`), or both."""
+    """What a layer caches: K and V of each token (`attention`), a state (`state_parts`), or both.
+
+    `mixer`: the name of the module that keeps the state, and nothing else; None where there is none.
+    """
 
     index: int
     attention: LayerSpec | None
     state: LayerSpec | None
     state_parts: tuple[StatePart, ...] = ()
+    mixer: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What a model caches, layer after layer, and how many logits it computes for a token."""
+
+    layers: list[LayerShape]
+    vocab_size: int
+
+    @property
+    def specs(self) -> list[LayerSpec]:
+        """The specs of all layers, as `plan_cache` takes them."""
+        both = ((layer.attention, layer.state) for layer in self.layers)
+        return [spec for pair in both for spec in pair if spec is not None]
 
 
 def attention_name(layer: int) -> str:
@@ -69,48 +101,42 @@ def layer_specs(
     >>> [spec.kind for spec in layer_specs(tiny_model("bamba"))]
     ['recurrent', 'full_attention', 'recurrent', 'full_attention']
     """
-    shapes = layer_shapes(
-        model,
-        block_size=block_size,
-        kv_cache_dtype=kv_cache_dtype,
-        num_speculative_tokens=num_speculative_tokens,
-    )
-    return specs_of(shapes)
-
-
-def specs_of(shapes: list[LayerShape]) -> list[LayerSpec]:
-    """All specs, layer after layer."""
-    return [spec for shape in shapes for spec in (shape.attention, shape.state) if spec is not None]
-
-
-def layer_shapes(
-    model: PreTrainedModel,
-    *,
-    block_size: int,
-    kv_cache_dtype: torch.dtype | str | None,
-    num_speculative_tokens: int,
-) -> list[LayerShape]:
-    """As `layer_specs`, with the tensors of each state."""
     block_size = integer(block_size, "block_size", least=1)
     num_drafts = integer(num_speculative_tokens, "num_speculative_tokens")
+    return model_shape(model, FilledCache(model), block_size, kv_cache_dtype, num_drafts).specs
+
+
+def model_shape(
+    model: PreTrainedModel,
+    cache: FilledCache,
+    block_size: int,
+    kv_cache_dtype: torch.dtype | str | None,
+    num_drafts: int,
+) -> ModelShape:
+    """As `layer_specs`, with the tensors of each state, of the cache that the model has filled."""
     config = model.config.get_text_config(decoder=True)
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise ValueError(
-            f"model has num_kv_shared_layers {config.num_kv_shared_layers}: expected 0, layers that read "
-            "another layer's K and V are not supported"
-        )
-    cache = _filled_cache(model)
-    types = getattr(config, "layer_types", None) or ["full_attention"] * len(cache.layers)
+    types = getattr(config, "layer_types", None) or []
     shapes = []
     for index, layer in enumerate(cache.layers):
         attention = state = None
         parts: tuple[StatePart, ...] = ()
+        if type(layer) not in _KNOWN_LAYERS:
+            raise UnsupportedModel(
+                model,
+                f"layer {index} keeps a {type(layer).__name__}, which holds more than K, V and states",
+            )
         if getattr(layer, "keys", None) is not None:
             attention = _attention_spec(
-                index, layer, types[index], config, block_size, kv_cache_dtype
+                model,
+                index,
+                layer,
+                types[index] if index < len(types) else "full_attention",
+                block_size,
+                kv_cache_dtype,
             )
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             parts = _parts_of(layer)
+        if parts:
             end = parts[-1].offset + parts[-1].num_bytes
             state = LayerSpec(
                 state_name(index),
@@ -121,46 +147,95 @@ def layer_shapes(
                 options={"num_speculative_blocks": num_drafts} if num_drafts else {},
             )
         if attention or state:  # others cache nothing: experts, say
-            shapes.append(LayerShape(index, attention, state, parts))
+            mixer = cache.mixers.get(index)
+            shapes.append(LayerShape(index, attention, state, parts, mixer))
     if not shapes:
-        raise ValueError(
-            f"model is a {type(model).__name__}: expected one whose layers cache something"
-        )
-    return shapes
+        raise UnsupportedModel(model, "none of its layers fills the cache that it is given")
+    return ModelShape(shapes, cache.vocab_size)
 
 
-def cache_argument(model: PreTrainedModel) -> str:
-    """The name under which a model takes its cache: `cache` since transformers 5.24."""
-    parameters = inspect.signature(type(model).forward).parameters
-    return "cache" if "cache" in parameters else "past_key_values"
+class FilledCache(DynamicCache):
+    """A cache that a model has filled with one token, and which of its modules updated the states.
 
+    `mixers`: by layer, the name of the module; only where it updates no K and V besides. `vocab_size`:
+    logits of a token. `UnsupportedModel` where the model does not compute a token into it.
+    """
 
-def _filled_cache(model: PreTrainedModel) -> DynamicCache:
-    cache = DynamicCache(config=model.config)
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    with torch.inference_mode():
-        model(input_ids=token, use_cache=True, **{cache_argument(model): cache})
-    return cache
+    def __init__(self, model: PreTrainedModel) -> None:
+        if model.config.is_encoder_decoder:
+            raise UnsupportedModel(
+                model,
+                "it reads an encoder's output in each layer, which an engine of token ids has not",
+            )
+        self.mixers: dict[int, str] = {}
+        self._calls: list[str] = []  # the modules under way that belong to a layer, outermost first
+        self._attention: set[str] = set()
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        try:
+            super().__init__(config=model.config)
+            for name, module in model.named_modules():
+                if isinstance(getattr(module, "layer_idx", None), int):
+                    self._watch(name, module)
+            with torch.inference_mode():
+                output = model(**call_arguments(model, token, 0, cache=self))
+            self.vocab_size = output.logits.shape[-1]
+        # A model's code may raise anything where it wants other inputs, or another cache.
+        except Exception as error:
+            raise UnsupportedModel(
+                model, f"it does not compute a token into a cache ({type(error).__name__}: {error})"
+            ) from error
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+        self.mixers = {
+            layer: name for layer, name in self.mixers.items() if name not in self._attention
+        }
+
+    def _watch(self, name: str, module: torch.nn.Module) -> None:
+        def begin(*_: object) -> None:
+            self._calls.append(name)
+
+        def end(*_: object) -> None:  # what a hook returns would be the module's output
+            self._calls.pop()
+
+        self._hooks.append(module.register_forward_pre_hook(begin))
+        self._hooks.append(module.register_forward_hook(end, always_call=True))
+
+    def update(self, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `DynamicCache`."""
+        self._attention.update(self._calls[-1:])
+        return super().update(*args, **kwargs)
+
+    def update_conv_state(self, states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        """As `DynamicCache`."""
+        self._note(layer_idx)
+        return super().update_conv_state(states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(self, states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        """As `DynamicCache`."""
+        self._note(layer_idx)
+        return super().update_recurrent_state(states, layer_idx, *args, **kwargs)
+
+    def _note(self, layer: int) -> None:
+        if self._calls:
+            self.mixers[layer] = self._calls[-1]
 
 
 def _attention_spec(
+    model: PreTrainedModel,
     index: int,
-    layer: object,
+    layer: DynamicLayer,
     kind: str,
-    config: object,
     block_size: int,
     kv_cache_dtype: torch.dtype | str | None,
 ) -> LayerSpec:
-    if hasattr(layer, "update_indexer"):
-        raise ValueError(
-            f"layer {index} of the model has an indexer of its own keys: such layers are not supported"
-        )
+    config = model.config.get_text_config(decoder=True)
     _, num_heads, _, head_size = layer.keys.shape
     _, num_v_heads, _, v_head_size = layer.values.shape
     if num_heads != num_v_heads:
-        raise ValueError(
-            f"layer {index} of the model has {num_heads} heads of K and {num_v_heads} of V: expected "
-            "as many"
+        raise UnsupportedModel(
+            model, f"layer {index} has {num_heads} heads of K and {num_v_heads} of V, not as many"
         )
     is_mla = num_heads == 1 and getattr(config, "kv_lora_rank", None) == head_size
     options = {}

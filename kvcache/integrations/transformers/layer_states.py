@@ -19,10 +19,18 @@ class LayerStates:
         self._index = shape.index
         self._pages = cache.kv_cache(state_name(shape.index))[:, 0]
         self._parts = shape.state_parts
+        self.number_of_states = 1 + max(part.number for part in shape.state_parts)
 
     def load(self, pages: np.ndarray | None, num_requests: int) -> Cache:
         """A transformers cache with the states in these pages; None: of requests without a token yet."""
-        layer = LinearAttentionLayer(number_of_states=1 + max(part.number for part in self._parts))
+        layer = LinearAttentionLayer(number_of_states=self.number_of_states)
+        self.fill(layer, pages, num_requests)
+        return Cache(layers=[LinearAttentionLayer()] * self._index + [layer])
+
+    def fill(
+        self, layer: LinearAttentionLayer, pages: np.ndarray | None, num_requests: int
+    ) -> None:
+        """Gives a transformers layer the states in these pages; None: of requests without a token yet."""
         index = None if pages is None else self._on_device(pages)
         for part in self._parts:
             states, is_there = (
@@ -42,11 +50,10 @@ class LayerStates:
             if part.is_conv:
                 layer.conv_kernel_size[part.number] = part.shape[-1]
             layer.dtype, layer.device = part.dtype, self._pages.device
-        return Cache(layers=[LinearAttentionLayer()] * self._index + [layer])
 
-    def store(self, states: Cache, pages: np.ndarray) -> None:
-        """Leaves the states in these pages."""
-        layer, index = states.layers[self._index], self._on_device(pages)
+    def store(self, layer: LinearAttentionLayer, pages: np.ndarray) -> None:
+        """Leaves the states of a transformers layer in these pages."""
+        index = self._on_device(pages)
         for part in self._parts:
             state = (layer.conv_states if part.is_conv else layer.recurrent_states)[part.number]
             flat = state.to(part.dtype).reshape(len(pages), -1).view(torch.uint8)

@@ -7,34 +7,17 @@ each request of the batch, and once for all that compute a single token.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from kvcache.integrations.transformers.attention import CURRENT
 from kvcache.integrations.transformers.layer_states import LayerStates
+from kvcache.integrations.transformers.segments import segments_of
 from kvcache.serving.batch import Batch
 
 Forward = Callable[..., torch.Tensor]
-
-
-def mixers_of(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
-    """The modules that may keep a recurrent state, by layer.
-
-    They take `cache_params`; since transformers 5.24 `cache`, as attention does, which takes
-    `position_embeddings` besides.
-    """
-    found = {}
-    for module in model.modules():
-        if isinstance(getattr(module, "layer_idx", None), int):
-            parameters = inspect.signature(type(module).forward).parameters
-            is_new = "cache" in parameters and "position_embeddings" not in parameters
-            if "cache_params" in parameters or is_new:
-                found[module.layer_idx] = module
-    return found
 
 
 def wrap(module: torch.nn.Module) -> None:
@@ -60,12 +43,21 @@ def _forward(
         return forward(hidden_states, **options)
     states = reader.states[module.layer_idx]
     return _by_request(
-        lambda hidden, cache: forward(hidden, **{name: cache}), hidden_states, states, reader.batch
+        lambda hidden, cache: forward(hidden, **{name: cache}),
+        hidden_states,
+        states,
+        reader.batch,
+        resumes=reader.resumes,
     )
 
 
 def _by_request(
-    forward: Forward, hidden_states: torch.Tensor, states: LayerStates, batch: Batch
+    forward: Forward,
+    hidden_states: torch.Tensor,
+    states: LayerStates,
+    batch: Batch,
+    *,
+    resumes: bool,
 ) -> torch.Tensor:
     pages = batch.state_pages(states.group)
     out = torch.empty_like(hidden_states)
@@ -74,7 +66,7 @@ def _by_request(
         """Of tokens [b, t], places in the line; from the states in pages `before` to those in `after`."""
         cache = states.load(before, len(tokens))
         out[0, tokens] = forward(hidden_states[0, tokens], cache)
-        states.store(cache, after)
+        states.store(cache.layers[-1], after)
 
     is_single = (batch.query_lens == 1) & (batch.starts > 0)
     single = np.flatnonzero(is_single)
@@ -82,14 +74,8 @@ def _by_request(
         tokens = torch.from_numpy(batch.query_start_loc[single][:, None]).to(out.device)
         compute(tokens, pages[single, 0], pages[single, 0])
     for i in np.flatnonzero(~is_single):
-        first, stop = batch.query_start_loc[i : i + 2]
-        line = torch.arange(first, stop, device=out.device)[None]
-        known = int(batch.query_lens[i] - batch.num_drafts[i])
-        begins = batch.starts[i] == 0
-        compute(line[:, :known], None if begins else pages[i, :1], pages[i, :1])
-        # The state after each draft is kept, in a page of its own.
-        for j in range(batch.num_drafts[i]):
-            compute(
-                line[:, known + j : known + j + 1], pages[i, j : j + 1], pages[i, j + 1 : j + 2]
-            )
+        for part in segments_of(batch, i, has_states=True, resumes=resumes):
+            line = torch.arange(part.first, part.stop, device=out.device)[None]
+            before = None if part.before is None else pages[i, part.before : part.before + 1]
+            compute(line, before, pages[i, part.after : part.after + 1])
     return out

@@ -7,32 +7,31 @@ from transformers import Cache
 
 from kvcache.assembly import KVCache
 from kvcache.integrations.transformers.attention import Part, parts_of
-from kvcache.integrations.transformers.flashinfer_attention import FlashInferAttention, Place
-from kvcache.integrations.transformers.layer_shapes import LayerShape, attention_name
+from kvcache.integrations.transformers.flashinfer_attention import FlashInferAttention
+from kvcache.integrations.transformers.layer_places import places_of
+from kvcache.integrations.transformers.layer_shapes import LayerShape
 from kvcache.integrations.transformers.layer_states import LayerStates
+from kvcache.integrations.transformers.request_cache import RequestCache
+from kvcache.integrations.transformers.segments import Segment
 from kvcache.serving.batch import Batch
-
-_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class PagedCache(Cache):
     """K and V of a batch in a `KVCache`, one batch at a time (`begin`)."""
 
-    def __init__(self, cache: KVCache, shapes: list[LayerShape]) -> None:
+    def __init__(self, cache: KVCache, layers: list[LayerShape], resumes: bool) -> None:
         super().__init__(layers=[])
         self.cache = cache
+        self.resumes = resumes
         self.batch: Batch | None = None
         self.kernels: FlashInferAttention | None = None
-        self._places: dict[int, Place] = {}
-        for shape in shapes:
-            if shape.attention is not None:
-                group = cache.group(attention_name(shape.index))
-                layers = cache.plan.groups[group].layers
-                place = layers.index(attention_name(shape.index))
-                self._places[shape.index] = Place(cache.storages[group], place, group)
+        self._layers = layers
+        self._places = places_of(cache, layers)
         self._parts: dict[int, list[Part]] = {}
+        self._written: set[int] = set()  # the layers that have updated K and V in this pass
+        self._unread: set[int] = set()  # those of them that no attention has read yet
         self.states = {
-            shape.index: LayerStates(cache, shape) for shape in shapes if shape.state is not None
+            shape.index: LayerStates(cache, shape) for shape in layers if shape.state is not None
         }
 
     def use_flashinfer(self, layers_with_sinks: set[int]) -> None:
@@ -43,6 +42,8 @@ class PagedCache(Cache):
         """The batch of the forward pass to come; None: there is none."""
         self.batch = batch
         self._parts = {}
+        self._written.clear()
+        self._unread.clear()
         if self.kernels is not None:
             self.kernels.begin(batch)
 
@@ -71,19 +72,33 @@ class PagedCache(Cache):
         """Writes key, value [1, heads, t, size] of the batch's tokens; those of all contexts, [1, heads,
         c, size], request after request. What was given, where kernels read pages themselves.
         """
-        storage, layer, group = self._places[layer_idx]
-        # Scales are single-precision numbers, so fp8 is made of no wider ones.
-        narrow = torch.float32 if key_states.dtype == torch.float64 else key_states.dtype
-        dtype = narrow if storage.dtype in _FLOAT8 else storage.dtype
-        key, value = (x[0].transpose(0, 1).to(dtype) for x in (key_states, value_states))
-        storage.write(layer, key, value, self.batch.slots(group))
+        if layer_idx in self._written:
+            raise RuntimeError(f"layer {layer_idx} updates its K and V twice")
+        self._written.add(layer_idx)
+        self._unread.add(layer_idx)
+        place = self._places[layer_idx]
+        place.write(key_states, value_states, self.batch.slots(place.group))
         if self.kernels_of(layer_idx) is not None:
             return key_states, value_states
-        context = self.batch.context(group)
-        return tuple(
-            x.to(key_states.dtype).transpose(0, 1)[None]
-            for x in storage.gather(layer, context.slots, dtype)
-        )
+        return place.read(self.batch.context(place.group).slots, key_states)
+
+    def attend(self, layer: int) -> None:
+        """The paged attention reads a layer. RuntimeError where it has written no K and V of its own."""
+        if layer not in self._written:
+            raise RuntimeError(f"layer {layer} attends to K and V that it has not updated")
+        self._unread.discard(layer)
+
+    def end(self) -> None:
+        """The forward pass is over. RuntimeError where another attention than the paged one read it."""
+        if self._unread:
+            raise RuntimeError(
+                f"layers {sorted(self._unread)} update K and V, and attend by other ways than "
+                "transformers' attention interface"
+            )
+
+    def of_request(self, request: int, segment: Segment) -> RequestCache:
+        """The cache of one request of the batch alone, for some of its tokens."""
+        return RequestCache(self._layers, self._places, self.states, self.batch, request, segment)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: the caller gives positions."""

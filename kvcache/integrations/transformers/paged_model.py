@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.util import find_spec
-from typing import Literal, Unpack
+from typing import Literal, NamedTuple, Unpack
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,73 +12,142 @@ from transformers import PreTrainedModel
 
 from kvcache.allocator import PolicyArguments
 from kvcache.assembly import KVCache, build
-from kvcache.checks import byte_count, instance, integer, shown
+from kvcache.checks import byte_count, flag, instance, integer, shown
 from kvcache.integrations.transformers.attention import CURRENT, NAME, register
-from kvcache.integrations.transformers.layer_shapes import (
-    LayerShape,
-    cache_argument,
-    layer_shapes,
-    specs_of,
-)
-from kvcache.integrations.transformers.mixers import mixers_of, unwrap, wrap
+from kvcache.integrations.transformers.calls import cache_argument, call_arguments, parameters_of
+from kvcache.integrations.transformers.layer_shapes import FilledCache, ModelShape, model_shape
+from kvcache.integrations.transformers.mixers import unwrap, wrap
 from kvcache.integrations.transformers.paged_cache import PagedCache
+from kvcache.integrations.transformers.segments import segments_of
+from kvcache.integrations.transformers.self_check import SelfCheck, undisturbed
+from kvcache.integrations.transformers.unsupported import UnsupportedModel
 from kvcache.memory_plan import plan_cache
 from kvcache.serving.batch import Batch
 
-# How often each model is attached, and the attention that it had before.
-_ATTACHED: WeakKeyDictionary[PreTrainedModel, tuple[int, str]] = WeakKeyDictionary()
+_LOG = logging.getLogger(__name__)
+# What configurations call the most tokens of a request; the first that one has counts.
+_LENGTHS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
+
+
+class _Taken(NamedTuple):
+    """A model whose attention is the paged one: how often it is attached, and what it had before."""
+
+    count: int
+    attention: str
+    mixers: tuple[str, ...]
+
+
+_TAKEN: WeakKeyDictionary[PreTrainedModel, _Taken] = WeakKeyDictionary()
+
+
+class Way(NamedTuple):
+    """How a model computes a batch.
+
+    `by_request`: each request alone, by the model's own attention; else all in one line of tokens, by
+    the paged attention. `resumes`: recurrent layers compute several tokens at once behind a state; if
+    not, tokens behind a state are computed one by one.
+    """
+
+    by_request: bool
+    resumes: bool
+
+    def __str__(self) -> str:
+        rest = "" if self.resumes else ", token by token behind a state"
+        return ("request by request" if self.by_request else "batched") + rest
 
 
 class PagedModel:
     """A model and the cache that it reads and writes; made by `attach`.
 
     `cache`: manager, tables, storages and worker. `forward` computes a batch. `detach` gives the model
-    back as it was.
+    back as it was. `by_request`: whether requests are computed one by one, as the model's attention
+    takes no batch of unequal requests; `why_by_request` says what was found.
     """
 
     def __init__(
-        self, model: PreTrainedModel, cache: KVCache, shapes: list[LayerShape], attention: str
+        self,
+        model: PreTrainedModel,
+        cache: KVCache,
+        shape: ModelShape,
+        attention: str,
+        way: Way,
+        why_by_request: str = "",
     ) -> None:
         self.model = model
         self.cache = cache
-        self.vocab_size = model.get_output_embeddings().weight.shape[0]
-        self._paged = PagedCache(cache, shapes)
-        if attention == "flashinfer":
+        self.vocab_size = shape.vocab_size
+        self.by_request, self.why_by_request = way.by_request, why_by_request
+        self._way = way
+        self._paged = PagedCache(cache, shape.layers, way.resumes)
+        self._has_states = bool(self._paged.states)
+        if attention == "flashinfer" and not way.by_request:
             self._paged.use_flashinfer(_layers_with_sinks(model))
         # Four dimensions: masks are ready, and the attention function reads none.
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
         self._cache_argument = cache_argument(model)
+        self._takes_positions = "position_ids" in parameters_of(model)
+        self._keeps_logits = "logits_to_keep" in parameters_of(model)
+        if not way.by_request:
+            _take(model, shape)
         self._is_attached = True
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
         """Computes the tokens of a batch; logits [len(batch.logits_indices), vocab_size].
 
-        RuntimeError after `detach`.
+        RuntimeError after `detach`, and where attention does not go through the paged one.
         """
         if not self._is_attached:
             raise RuntimeError("the model is detached: attach it again")
         self._paged.begin(batch)
+        try:
+            return self._by_request(batch) if self.by_request else self._batched(batch)
+        finally:
+            self._paged.begin(None)
+
+    def _batched(self, batch: Batch) -> torch.Tensor:
         token = CURRENT.set(self._paged)
+        wanted = batch.logits_indices
         try:
             output = self.model(
                 input_ids=batch.token_ids[None],
-                position_ids=batch.positions[None],
                 attention_mask=self._mask,
                 use_cache=False,
-                logits_to_keep=batch.logits_indices,
+                **({"position_ids": batch.positions[None]} if self._takes_positions else {}),
+                **({"logits_to_keep": wanted} if self._keeps_logits else {}),
                 **{self._cache_argument: self._paged},
             )
         finally:
             CURRENT.reset(token)
-            self._paged.begin(None)
-        return output.logits[0]
+        self._paged.end()
+        return output.logits[0] if self._keeps_logits else output.logits[0, wanted]
+
+    def _by_request(self, batch: Batch) -> torch.Tensor:
+        logits = []
+        for request in range(len(batch)):
+            first_wanted = int(batch.query_start_loc[request + 1] - batch.num_logits[request])
+            for segment in segments_of(
+                batch, request, has_states=self._has_states, resumes=self._way.resumes
+            ):
+                cache = self._paged.of_request(request, segment)
+                tokens = batch.token_ids[None, segment.first : segment.stop]
+                num_wanted = segment.stop - max(segment.first, first_wanted)
+                options = {"logits_to_keep": max(num_wanted, 1)} if self._keeps_logits else {}
+                arguments = call_arguments(self.model, tokens, segment.start, cache=cache)
+                output = self.model(**arguments, **options)
+                cache.store()
+                if num_wanted > 0:
+                    logits.append(output.logits[0, -num_wanted:])
+        if not logits:
+            return torch.empty(0, self.vocab_size, dtype=self.model.dtype, device=self.model.device)
+        return torch.cat(logits)
 
     def detach(self) -> None:
         """Gives the model back as it was; the cache stays."""
         if self._is_attached:
             self._is_attached = False
-            _release(self.model)
+            if not self.by_request:
+                _release(self.model)
 
 
 def attach(
@@ -93,27 +163,55 @@ def attach(
     num_speculative_tokens: int = 0,
     state_interval: int | None = None,
     attention: Literal["sdpa", "flashinfer"] = "sdpa",
+    check: bool = True,
     **options: Unpack[PolicyArguments],
 ) -> PagedModel:
-    """Puts a causal language model on a paged cache of `budget` bytes ("2GiB").
+    """Put a causal language model on a paged cache of `budget` bytes ("2GiB").
 
-    Its layers say what they cache (`layer_specs`), the memory is planned, tables, storages and manager
-    are made, and the model's attention becomes one that reads them. Weights are not touched, and outside
-    of `PagedModel.forward` the model runs as before.
+    The model fills a cache of its own with one token, which shows what each layer caches (`layer_specs`).
+    From that the memory is planned, and tables, storages and manager are built. Weights are not touched,
+    and outside of `PagedModel.forward` the model runs as before.
 
-    - `max_model_len`: tokens of a request with its answer; None: the model's, or as many as fit.
-    - `max_num_seqs`: sequences at a time. `max_num_batched_tokens`: tokens of a step.
-    - `kv_cache_dtype`: of K and V; None: the model's. fp8 has scale 1 at first, see
-      `KVStorage.set_scales`.
-    - `host_budget`: bytes of a tier in host memory, to which sequences are swapped out.
-    - `num_speculative_tokens`: drafts of a step at most, for models with recurrent layers; the others
-      take any.
-    - `state_interval`: of recurrent layers, as `plan_cache` takes it.
-    - `attention`: "sdpa": contexts are gathered, and attention is PyTorch's. "flashinfer": FlashInfer's
-      kernels read the pages, in layers that they serve (`FlashInferAttention`), on a GPU.
-    - `options`: fields of `CacheOptions`, the eviction policy for example.
+    Most models compute a batch in one line of tokens, with an attention function registered through
+    transformers' attention interface. Models whose attention does not use that interface, or whose
+    positions and masks follow from the length of their cache, run request by request with their own
+    attention over gathered K and V (`PagedModel.by_request`): correct, but slower, as weights are read
+    once per request.
 
-    TypeError or ValueError for wrong arguments and for models that nothing here can serve.
+    Before anything is allocated, `attach` runs a self-check: three short prompts, cut into chunks and
+    batched together, go through a small paged cache, and their logits are compared with those of the
+    model's own forward pass without a cache. The fastest way of computing that agrees is used. The check
+    computes about 130 tokens, and leaves random generators, training flags and hooks as they were.
+
+    Args:
+        model: Any causal language model of transformers.
+        budget: Bytes of K, V and states on the model's device.
+        max_model_len: Most tokens of a request, answer included. None: the model's limit, or as many as
+            fit. Models with longrope are limited to `original_max_position_embeddings`: longer requests
+            use other rotary factors, for all of their keys.
+        max_num_seqs: Most sequences at a time.
+        max_num_batched_tokens: Most tokens of a step.
+        block_size: Tokens of a block.
+        kv_cache_dtype: Of K and V. None: the model's. fp8 starts with scale 1, see
+            `KVStorage.set_scales`.
+        host_budget: Bytes of a host tier, to which sequences are swapped out.
+        num_speculative_tokens: Most draft tokens of a step, for models with recurrent layers; others take
+            any number.
+        state_interval: Of recurrent layers, as in `plan_cache`.
+        attention: "sdpa": PyTorch's attention over gathered contexts. "flashinfer": FlashInfer's kernels
+            read the pages, in layers that they support (`FlashInferAttention`), on a GPU.
+        check: Whether the self-check compares logits. If False, the fastest way that runs without an
+            error is used, and wrong answers go unnoticed.
+        options: Fields of `CacheOptions`, such as the eviction policy.
+
+    Returns:
+        The model with its cache; `detach` undoes it.
+
+    Raises:
+        UnsupportedModel: A ValueError. No way of computing agrees with the model's own answers. The
+            message names the model, the reason, and for a difference the request, position, size and
+            tolerance.
+        TypeError, ValueError: Wrong arguments.
 
     >>> from kvcache.integrations.transformers.tiny_models import tiny_model
     >>> from kvcache.serving import Engine, SamplingParams
@@ -126,33 +224,28 @@ def attach(
     budget = byte_count(budget, "budget")
     host_budget = byte_count(host_budget, "host_budget", least=0)
     _check_attention(attention, model.device)
-    config = model.config.get_text_config(decoder=True)
-    longest = getattr(config, "max_position_embeddings", None) or 2**20
+    check = flag(check, "check")
+    longest, reason = _longest(model)
     if max_model_len is not None and integer(max_model_len, "max_model_len", least=1) > longest:
-        raise ValueError(
-            f"max_model_len is {max_model_len}: expected at most {longest}, what the model is made for"
-        )
-    shapes = layer_shapes(
-        model,
-        block_size=block_size,
-        kv_cache_dtype=kv_cache_dtype,
-        num_speculative_tokens=num_speculative_tokens,
-    )
-    mixers = mixers_of(model)
-    for shape in shapes:
-        if shape.state is not None and shape.index not in mixers:
-            raise ValueError(
-                f"layer {shape.index} of the model keeps a state, and no module of it takes the "
-                "cache: such layers are not supported"
-            )
+        raise ValueError(f"max_model_len is {max_model_len}: expected at most {longest}, {reason}")
+    block_size = integer(block_size, "block_size", least=1)
+    num_drafts = integer(num_speculative_tokens, "num_speculative_tokens")
+    with undisturbed(model):
+        filled = FilledCache(model)
+    shape = model_shape(model, filled, block_size, kv_cache_dtype, num_drafts)
     plan = plan_cache(
-        specs_of(shapes),
+        shape.specs,
         budget,
         max_model_len=longest if max_model_len is None else max_model_len,
         fit_max_model_len=max_model_len is None,
         max_num_batched_tokens=max_num_batched_tokens,
         state_interval=state_interval,
     )
+    # Without drafts and rounding, so that any difference is a defect; in blocks that few tokens fill.
+    plain = model_shape(model, filled, min(block_size, 16), None, 0)
+    way, why = _proven_way(model, plain, attention, plan.max_model_len, check)
+    if way.by_request:
+        _LOG.warning("%s is served request by request, not batched: %s", type(model).__name__, why)
     num_host_blocks = host_budget // plan.page_bytes
     cache = build(
         plan,
@@ -166,9 +259,28 @@ def attach(
         if storage.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
             ones = torch.ones(storage.num_layers, 1)
             storage.set_scales(ones, ones)
-    paged = PagedModel(model, cache, shapes, attention)
-    _take(model)
-    return paged
+    return PagedModel(model, cache, shape, attention, way, why if way.by_request else "")
+
+
+def _longest(model: PreTrainedModel) -> tuple[int, str]:
+    """Tokens of the longest request that the model can serve, and why no longer one."""
+    config = model.config.get_text_config(decoder=True)
+    limits = (getattr(config, name, None) for name in _LENGTHS)
+    longest = next(filter(None, limits), 2**20)
+    reason = "what the model is made for"
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):
+        if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
+            short = parameters.get("original_max_position_embeddings") or longest
+            if short < longest:
+                longest, reason = (
+                    short,
+                    (
+                        "as its longrope has other factors for longer requests, which all of a request's "
+                        "keys must have from its first chunk on"
+                    ),
+                )
+    return longest, reason
 
 
 def _check_attention(attention: str, device: torch.device) -> None:
@@ -194,21 +306,101 @@ def _layers_with_sinks(model: PreTrainedModel) -> set[int]:
     }
 
 
-def _take(model: PreTrainedModel) -> None:
-    count, before = _ATTACHED.get(model, (0, model.config._attn_implementation))
-    if count == 0:
-        register()
-        model.set_attn_implementation(NAME)
-        for module in mixers_of(model).values():
-            wrap(module)
-    _ATTACHED[model] = (count + 1, before)
+def _take(model: PreTrainedModel, shape: ModelShape) -> None:
+    before = _TAKEN.get(model)
+    if before is not None:
+        _TAKEN[model] = before._replace(count=before.count + 1)
+        return
+    register()
+    mixers = tuple(layer.mixer for layer in shape.layers if layer.mixer is not None)
+    _TAKEN[model] = _Taken(1, model.config._attn_implementation, mixers)
+    model.set_attn_implementation(NAME)
+    for name in mixers:
+        wrap(model.get_submodule(name))
 
 
 def _release(model: PreTrainedModel) -> None:
-    count, before = _ATTACHED.pop(model)
-    if count > 1:
-        _ATTACHED[model] = (count - 1, before)
+    taken = _TAKEN.pop(model)
+    if taken.count > 1:
+        _TAKEN[model] = taken._replace(count=taken.count - 1)
         return
-    model.set_attn_implementation(before)
-    for module in mixers_of(model).values():
-        unwrap(module)
+    model.set_attn_implementation(taken.attention)
+    for name in taken.mixers:
+        unwrap(model.get_submodule(name))
+
+
+def _proven_way(
+    model: PreTrainedModel,
+    shape: ModelShape,
+    attention: str,
+    max_model_len: int,
+    compares: bool,
+) -> tuple[Way, str]:
+    """The fastest way of those that compute what the model computes by itself, and why none faster.
+
+    UnsupportedModel where there is none. `compares` False: the fastest that does not fail.
+    """
+    check = SelfCheck(model, shape, max_model_len)
+    found = []
+    try:
+        if compares:
+            with undisturbed(model):
+                check.dense  # noqa: B018
+    # A model's code may raise anything.
+    except Exception as error:
+        raise UnsupportedModel(
+            model, f"it does not compute a prompt without a cache ({type(error).__name__}: {error})"
+        ) from error
+    for way in _ways(model, shape):
+        reason = _reason_against(way, model, shape, attention, check, compares)
+        if reason is None:
+            return way, "; ".join(found)
+        found.append(f"{way}: {reason}")
+    raise UnsupportedModel(
+        model,
+        f"{'; '.join(found)}. With check=False it is attached without this comparison",
+    )
+
+
+def _ways(model: PreTrainedModel, shape: ModelShape) -> list[Way]:
+    """All that may do, the fastest first."""
+    has_states = any(layer.state is not None for layer in shape.layers)
+    return [
+        Way(by_request, resumes)
+        for by_request in (False, True)
+        for resumes in ((True, False) if has_states else (True,))
+    ]
+
+
+def _reason_against(
+    way: Way,
+    model: PreTrainedModel,
+    shape: ModelShape,
+    attention: str,
+    check: SelfCheck,
+    compares: bool,
+) -> str | None:
+    if not way.by_request:
+        attends = any(layer.attention is not None for layer in shape.layers)
+        if attends and "position_ids" not in parameters_of(model):
+            return "its forward does not name position_ids"
+        for layer in shape.layers:
+            if layer.state is not None and layer.mixer is None:
+                return f"no module keeps the state of layer {layer.index} and nothing else"
+    paged = None
+    try:
+        with undisturbed(model):
+            cache = check.cache()
+            paged = PagedModel(model, cache, shape, attention, way)
+            if not compares:
+                for _ in check.run(paged, cache):
+                    pass
+                return None
+            difference = check.difference(paged, cache)
+            return None if difference is None else str(difference)
+    # A model's code may raise anything where it is not called as it is used to.
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        if paged is not None:
+            paged.detach()

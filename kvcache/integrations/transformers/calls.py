@@ -1,0 +1,35 @@
+"""How a model is called: with those of the arguments that its forward names."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from transformers import Cache, PreTrainedModel
+
+
+def parameters_of(model: PreTrainedModel) -> frozenset[str]:
+    """The names of the arguments of a model's forward; what `**kwargs` swallows is not among them."""
+    return frozenset(inspect.signature(type(model).forward).parameters)
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """The name under which a model takes its cache: `cache` since transformers 5.24."""
+    return "cache" if "cache" in parameters_of(model) else "past_key_values"
+
+
+def call_arguments(
+    model: PreTrainedModel, token_ids: torch.Tensor, start: int, *, cache: Cache | None
+) -> dict[str, object]:
+    """The arguments with which `generate` has a model compute tokens [1, t] behind `start` others.
+
+    Positions only where the forward names them, and no mask, as nothing is padded. `cache` None: the
+    model computes all of them anew.
+    """
+    arguments: dict[str, object] = {"input_ids": token_ids, "use_cache": cache is not None}
+    if cache is not None:
+        arguments[cache_argument(model)] = cache
+    if "position_ids" in parameters_of(model):
+        stop = start + token_ids.shape[1]
+        arguments["position_ids"] = torch.arange(start, stop, device=token_ids.device)[None]
+    return arguments

@@ -1,0 +1,212 @@
+"""A few tokens through the paged cache, compared with the model's own dense forward pass.
+
+The prompts are cut in chunks and batched together, in a small cache of their own: the one that `attach`
+returns is never touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from kvcache.allocator import Request
+from kvcache.assembly import KVCache, build
+from kvcache.integrations.transformers.calls import call_arguments
+from kvcache.integrations.transformers.layer_shapes import ModelShape
+from kvcache.memory_plan import plan_cache
+from kvcache.serving.batch import Batch
+from kvcache.serving.scheduler import Scheduler
+from kvcache.serving.sequence import Sequence
+
+_TOKENS_PER_STEP = 11  # so that prompts are cut, and not at the ends of blocks
+_NUM_DECODED = 4
+_LARGEST_WINDOW = 64  # larger ones are not crossed: that would take too many tokens
+# How far logits may lie apart, in standard deviations of a token's logits. In half precision it is
+# the median over a request's tokens: rounding may send single tokens to other experts.
+# Parts of many models compute in float32 whatever their dtype.
+_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-2}
+_HALF_TOLERANCE = 0.5
+
+
+class Paged(Protocol):
+    """What computes a batch over a paged cache."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """The logits of `batch.logits_indices`."""
+
+
+class Difference(NamedTuple):
+    """The first token whose logits are not the dense ones. `largest`: over all its logits."""
+
+    request: int
+    position: int
+    largest: float
+    tolerance: float
+    chunk: tuple[int, int]  # the positions that were computed in one step with it
+
+    def __str__(self) -> str:
+        first, stop = self.chunk
+        return (
+            f"at position {self.position} of request {self.request} (positions {first} to {stop - 1} in "
+            f"one step) logits differ by {self.largest:.2g} from the dense ones, tolerance "
+            f"{self.tolerance:.2g}: {self.cause}"
+        )
+
+    @property
+    def cause(self) -> str:
+        """What most often makes models differ there."""
+        if self.position == 0:
+            return "the first token sees later tokens or other requests, or gets another position"
+        if self.position < self.chunk[1] and self.chunk[0] == 0:
+            return "attention is not causal, or reads other requests"
+        return "what was computed in earlier steps is not read as the dense pass reads it"
+
+
+class SelfCheck:
+    """The prompts and the model's own logits, computed once; `difference` compares a paged model."""
+
+    def __init__(self, model: PreTrainedModel, shape: ModelShape, max_model_len: int) -> None:
+        self._model, self._shape = model, shape
+        windows = [
+            next(iter(spec.options.values()))
+            for spec in shape.specs
+            if spec.kind in ("sliding_window", "chunked_local")
+        ]
+        block = min(spec.block_size for spec in shape.specs)
+        longest = max(
+            [block + block // 2 + 3, *(w + block // 2 for w in windows if w <= _LARGEST_WINDOW)]
+        )
+        lengths = [longest, 5, block + 2]
+        most = max(1, max_model_len - _NUM_DECODED)
+        self._prompt_lengths = [min(length, most) for length in lengths]
+        self._num_decoded = min(_NUM_DECODED, max_model_len - 1)
+        self.tokens = _tokens(model, [n + self._num_decoded for n in self._prompt_lengths])
+        self._dense: list[torch.Tensor] | None = None
+
+    @property
+    def dense(self) -> list[torch.Tensor]:
+        """Per request, the logits [tokens, vocab_size] of the model without any cache."""
+        if self._dense is None:
+            self._dense = []
+            for tokens in self.tokens:
+                line = torch.from_numpy(tokens)[None].to(self._model.device)
+                output = self._model(**call_arguments(self._model, line, 0, cache=None))
+                self._dense.append(output.logits[0])
+        return self._dense
+
+    def cache(self) -> KVCache:
+        """A cache for the check alone, with as many pages as it needs."""
+        most = max(map(len, self.tokens))
+        plan = plan_cache(
+            self._shape.specs, 2**60, max_model_len=most, max_num_batched_tokens=_TOKENS_PER_STEP
+        )
+        num_pages = len(self.tokens) * plan.pages_per_request(most) + 1
+        return build(
+            dataclasses.replace(plan, num_pages=num_pages),
+            max_num_reqs=len(self.tokens),
+            device=self._model.device,
+            enable_caching=False,
+            num_preallocate_tokens=0,
+        )
+
+    def run(self, paged: Paged, cache: KVCache) -> Iterator[tuple[Batch, list[int], torch.Tensor]]:
+        """The batches and all their logits, prompts first, then token by token."""
+        scheduler = Scheduler(cache.manager, max_num_batched_tokens=_TOKENS_PER_STEP)
+        known = {}
+        for number, tokens in enumerate(self.tokens):
+            prompt = tokens[: self._prompt_lengths[number]]
+            sequence = Sequence(Request(str(number), prompt), rank=(0, number))
+            known[sequence] = list(tokens[len(prompt) :])
+            scheduler.add(sequence)
+        while (step := scheduler.schedule()) is not None:
+            report = cache.worker.apply(step.plan)
+            counts = [len(tokens) for tokens in step.token_ids]
+            batch = Batch(cache, step.rows, step.starts, step.token_ids, num_logits=counts)
+            yield (
+                batch,
+                [int(each.request.request_id) for each in step.sequences],
+                paged.forward(batch),
+            )
+            scheduler.complete(step, report)
+            for sequence, is_ready in zip(step.sequences, step.num_logits):
+                if not is_ready:
+                    continue
+                if known[sequence]:
+                    scheduler.accept(sequence, [int(known[sequence].pop(0))])
+                else:
+                    scheduler.finish(sequence)
+
+    def difference(self, paged: Paged, cache: KVCache) -> Difference | None:
+        """The first token, request by request, whose logits are not the dense ones; None: all are."""
+        errors = [np.zeros(len(tokens)) for tokens in self.tokens]
+        chunks: list[list[tuple[int, int]]] = [[(0, 0)] * len(tokens) for tokens in self.tokens]
+        for batch, requests, logits in self.run(paged, cache):
+            for i, request in enumerate(requests):
+                first, stop = int(batch.starts[i]), int(batch.seq_lens[i])
+                at = slice(*batch.query_start_loc[i : i + 2])
+                dense = self.dense[request][first:stop].double()
+                found = (logits[at].double() - dense).abs().amax(-1)
+                spread = dense.std(-1, correction=0).clamp_min(torch.finfo(torch.float32).tiny)
+                errors[request][first:stop] = (found / spread).cpu().numpy()
+                chunks[request][first:stop] = [(first, stop)] * (stop - first)
+        tolerance = self._tolerance()
+        for request, found in enumerate(errors):
+            # NaN is not within any tolerance.
+            wrong = ~(found <= tolerance)
+            if self._is_half and wrong.mean() <= 0.5:
+                continue
+            if wrong.any():
+                at = int(wrong.argmax())
+                spread = float(self.dense[request][at].double().std(correction=0))
+                return Difference(
+                    request, at, found[at] * spread, tolerance * spread, chunks[request][at]
+                )
+        return None
+
+    @property
+    def _is_half(self) -> bool:
+        return self._model.dtype not in _TOLERANCES
+
+    def _tolerance(self) -> float:
+        if self._is_half:
+            return _HALF_TOLERANCE
+        kept = {part.dtype for layer in self._shape.layers for part in layer.state_parts}
+        # Recurrent layers compute in float32 whatever the model's dtype.
+        dtype = torch.float32 if kept else self._model.dtype
+        return _TOLERANCES[dtype]
+
+
+def _tokens(model: PreTrainedModel, lengths: list[int]) -> list[np.ndarray]:
+    """Requests of these lengths, of tokens without a meaning of their own."""
+    num_tokens = model.get_input_embeddings().weight.shape[0]
+    config = model.config.get_text_config(decoder=True)
+    num_tokens = min(num_tokens, getattr(config, "vocab_size", num_tokens))
+    special = {
+        value
+        for each in (model.config, config)
+        for name, value in each.to_dict().items()
+        if name.endswith(("token_id", "token_index")) and isinstance(value, int)
+    }
+    plain = np.array([token for token in range(num_tokens) if token not in special] or [0])
+    rng = np.random.default_rng(0)
+    return [plain[rng.integers(0, len(plain), length)].astype(np.int64) for length in lengths]
+
+
+@contextmanager
+def undisturbed(model: PreTrainedModel) -> Iterator[None]:
+    """Runs a model for a check: without dropout, and with generators and flags as they were after it."""
+    training = [module for module in model.modules() if module.training]
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.inference_mode():
+        try:
+            model.eval()
+            yield
+        finally:
+            for module in training:
+                module.training = True
