@@ -391,6 +391,36 @@ def test_a_workspace_takes_no_built_library_along(tmp_path):
     assert not list(tmp_path.rglob("*.so")) and not (tmp_path / "build").exists()
 
 
+def in_bare_tree(folder, program):
+    """Runs a program in a copy of the checkout without built libraries, in which none can be built."""
+    workspace.make(folder)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(folder),
+        "KVCACHE_JIT_DIR": str(folder / "jit"),
+        "CXX": "no-such-compiler",
+    }
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        cwd=folder, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def test_the_facts_of_a_machine_need_no_built_libraries(tmp_path):
+    done = in_bare_tree(
+        tmp_path,
+        """
+        import sys
+        from benchmarks.gpu import facts, sizes
+        for name, fact in {**facts.of_host(), **facts.of_tools()}.items():
+            fact()
+        print(sizes.available_host_bytes() > 0, "kvcache.native.load" in sys.modules)
+        """,
+    )
+    assert (done.stdout, done.stderr) == ("True False\n", "")
+    assert not (tmp_path / "jit").exists()
+
+
 def gpu(*arguments, **environment):
     return subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", *arguments],
