@@ -643,6 +643,21 @@ def test_a_file_that_skips_all_its_tests_is_a_fault(
     assert found["status"] == status and say._num_failed == num_failed
 
 
+def test_swaps_are_tested_by_a_number_of_steps_instead_of_seconds(tmp_path):
+    """14 cases of 3 s each would take most of the limit of a file."""
+    body = "import os; assert os.environ['KVCACHE_TEST_SWAP_STEPS'] == '60'"
+    assert kernel_tests.tested(pytest_file(tmp_path, body), 60)["passed"] == 1
+
+
+def test_a_file_that_runs_out_of_time_keeps_its_counts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(say, "_num_failed", 0)
+    slow = "import time; time.sleep(600)"
+    file = pytest_file(tmp_path, "pass", "pass", "assert False", SKIP, "pass", slow)
+    found = kernel_tests.tested(file, 8)
+    assert (found["passed"], found["broken"], found["skipped"]) == (3, 1, 1)
+    assert found["status"].startswith("ran longer than") and say._num_failed == 1
+
+
 def test_a_run_in_which_no_test_passed_is_a_fault(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(say, "_num_failed", 0)
     monkeypatch.setattr(kernel_tests, "gpu_test_files", lambda folder: [pytest_file(tmp_path)])
