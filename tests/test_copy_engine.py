@@ -138,7 +138,9 @@ def test_a_copy_over_two_pinned_pieces_arrives_or_is_named(driver, record_proper
     assert done.returncode == 0, done.stderr
     *message, outcome = done.stdout.splitlines()
     record_property("a copy over two pinned pieces", outcome)
-    named = r"copy 1 \(32768 bytes from 0x\w+ to 0x\w+\) failed: invalid argument; expected each side"
+    named = (
+        r"copy 1 \(32768 bytes from 0x\w+ to 0x\w+\) failed: invalid argument; expected each side"
+    )
     assert outcome == "arrived" or re.match(named, message[0])
     if "KVCACHE_GPULESS_RUNTIME" in os.environ:
         assert outcome == ("arrived" if driver == "joined" else "refused")

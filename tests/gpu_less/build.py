@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.gpu_less import limits
+
 REPO = Path(__file__).resolve().parent.parent.parent
 BUILD = REPO / "build" / "gpu-less"
 TREE = BUILD / "tree"
@@ -50,6 +52,7 @@ class Built:
     runtime: Path  # libcudart.so.13
     driver: Path  # libcuda.so.1
     kernels: Path
+    limits: Path | None  # of the kernels' launches; None without a cuobjdump
 
     def environment(self) -> dict[str, str]:
         """The environment of a process, and of all that it starts."""
@@ -59,6 +62,7 @@ class Built:
             "KVCACHE_GPULESS_RUNTIME": str(self.runtime),
             "KVCACHE_GPULESS_DRIVER": str(self.driver),
             "KVCACHE_GPULESS_KERNELS": str(self.kernels),
+            "KVCACHE_GPULESS_LIMITS": str(self.limits or ""),
             "PYTHONPATH": os.pathsep.join(
                 [str(site), str(TREE), *filter(None, [os.environ.get("PYTHONPATH")])]
             ),
@@ -82,14 +86,10 @@ def build() -> Built:
     with (BUILD / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _copy_tree()
-        built = Built(
-            python,
-            _runtime(rules, cuda),
-            _driver(rules),
-            _kernels(rules, python),
-        )
+        runtime, driver = _runtime(rules, cuda), _driver(rules)
+        kernels = _kernels(rules, python)
         _package(python)
-    return built
+        return Built(python, runtime, driver, kernels, _limits(cuda))
 
 
 def _build_rules():
@@ -270,3 +270,16 @@ def _package(python: Path) -> None:
     command = [str(python), "setup.py", "-q", "build_ext", "--inplace"]
     _run(command, cwd=TREE, env={**os.environ, "KVCACHE_CUDA": "1", "KVCACHE_CUDA_ARCHS": "90"})
     stamp.write_text(key)
+
+
+def _limits(cuda: Path) -> Path | None:
+    """What the package's machine code allows of launches, in a file for the runtime."""
+    library, out = TREE / "kvcache" / "libkvcache_cuda.so", BUILD / "limits"
+    if out.exists() and out.stat().st_mtime > library.stat().st_mtime:
+        return out
+    tool = limits.find_cuobjdump(cuda, environment_folder())
+    if tool is None:
+        print("gpu-less: no cuobjdump, so launches are not checked against the machine code")
+        return None
+    limits.write(limits.limits_of(tool, library, "sm_90"), out)
+    return out

@@ -43,6 +43,7 @@ Settings read() {
   s.batches_fail = holds("KVCACHE_GPULESS_BATCHES", "fail", "crash");
   s.batches_crash = holds("KVCACHE_GPULESS_BATCHES", "crash", "fail");
   s.no_loading_in_captures = holds("KVCACHE_GPULESS_LOADING", "lazy");
+  s.limits = text("KVCACHE_GPULESS_LIMITS");
   s.kernels = text("KVCACHE_GPULESS_KERNELS");
   return s;
 }
