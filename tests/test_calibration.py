@@ -275,10 +275,11 @@ def test_a_calibration_tells_numbers_of_fragments_apart(monkeypatch):
                     for count in sorted({min(n, num_bytes // fragment) for n in counts}):
                         few = count < 256 or fragment >= 64 * KIB
                         fast = method == ("copy_engine" if few else "kernel")
-                        yield bandwidth.Rate(
-                            direction, fragment, "scattered", method, 50.0 if fast else 5.0, 55.0,
-                            None, count,
-                        )  # fmt: skip
+                        for blocks in options.get("thread_blocks") or (None,):
+                            yield bandwidth.Rate(
+                                direction, fragment, "scattered", method, 50.0 if fast else 5.0,
+                                55.0, blocks, count,
+                            )  # fmt: skip
 
     monkeypatch.setattr(bandwidth, "device_rates", rates)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
@@ -289,6 +290,32 @@ def test_a_calibration_tells_numbers_of_fragments_apart(monkeypatch):
         assert found.method(direction, 4 * KIB, 256) == "kernel"
         assert found.method(direction, 4 * KIB, 100_000) == "kernel"
         assert found.method(direction, 1024 * KIB, 100_000) == "copy_engine"
+
+
+def test_numbers_of_thread_blocks_are_tried_over_one_pool(monkeypatch):
+    """Pinning gigabytes for each of them took longer than measuring."""
+    contiguous, pools, tried = [], [], []
+    monkeypatch.setattr(
+        bandwidth, "_contiguous_gb_per_s",
+        lambda *args: contiguous.append(args) or dict.fromkeys(("out", "in", "both"), 50.0),
+    )  # fmt: skip
+
+    def timing(engine, pairs, direction, rounds):
+        blocks = engine.calibration.num_thread_blocks
+        tried.append(blocks)
+        return bandwidth.Timing(1.0 / min(blocks, 8), 0.1, True)
+
+    made = Pages.allocate
+    monkeypatch.setattr(
+        Pages, "allocate", lambda *args, **options: pools.append(1) or made(*args, **options)
+    )
+    monkeypatch.setattr(bandwidth, "_swap_timing", timing)
+    monkeypatch.setattr(bandwidth, "FRAGMENTS", ())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(bandwidth, "steps_of", lambda steps: ((0, ((0, "kernel"),)),))
+    found = bandwidth.calibrate(torch.device("cpu"), 1 << 20, pool_bytes=2 << 20)
+    assert tried == list(bandwidth._THREAD_BLOCKS) and found.num_thread_blocks == 8
+    assert (len(pools), len(contiguous)) == (1, 2)  # the second is that of the methods
 
 
 @pytest.mark.gpu

@@ -573,6 +573,16 @@ def test_a_calibration_ends_where_no_time_is_left_and_swaps_are_told(
     assert "calibration: TimeoutError: no time left" in capsys.readouterr().out
 
 
+def test_a_pool_on_the_device_alone_is_not_bound_by_the_hosts_memory(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 << 30, 80 << 30))
+    monkeypatch.setattr(sizes, "available_host_bytes", lambda: 10 << 30)
+    assert sizes.pool_bytes(16 << 30, on_host=False) == 16 << 30
+    assert capsys.readouterr().out == ""
+    assert sizes.pool_bytes(16 << 30) == 4 << 30  # with one as large on the host
+    assert "memory is short" in capsys.readouterr().out
+    assert sizes.pool_bytes(64 << 30, on_host=False) == 28 << 30
+
+
 def test_memory_is_no_more_than_a_container_may_have(monkeypatch, tmp_path):
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(sizes.pinning(), "_CONTAINER_LIMIT", limit)

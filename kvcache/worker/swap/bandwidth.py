@@ -7,7 +7,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from kvcache.worker.swap.calibration import (
     METHODS,
     OUT,
     Calibration,
+    calibration_of,
     steps_of,
 )
 from kvcache.worker.swap.engine import SwapEngine
@@ -138,12 +140,16 @@ def device_rates(
     rounds: int = 7,
     pool_bytes: int = POOL_BYTES,
     counts: tuple[int, ...] = (),
+    thread_blocks: tuple[int, ...] = (),
 ) -> Iterator[Rate]:
     """Swaps between a device and pinned host memory. Method None: the one that the calibration chooses.
 
     A swap moves `num_bytes`, in pages that are scattered over `pool_bytes` on both sides. `counts`: swaps
-    of these numbers of fragments instead, as far as `num_bytes` suffices.
+    of these numbers of fragments instead, as far as `num_bytes` suffices. `thread_blocks`: the kernel
+    with each of these numbers in turn, instead of the calibration's, over the same pool.
     """
+    base = calibration or calibration_of(device)
+    trials = [replace(base, num_thread_blocks=n) for n in thread_blocks] or [base]
     limits = _contiguous_gb_per_s(device, num_bytes, directions)
 
     def of_one_pool(fragment: int, pattern: str) -> Iterator[Rate]:
@@ -153,9 +159,9 @@ def device_rates(
         pages.memory.random_(0, 256)
         per_page = len(pages.sizes)
         numbers = {min(max(count // per_page, 1), len(pairs)) for count in counts}
-        for method in methods:
+        for method, trial in product(methods, trials):
             engine = SwapEngine(
-                pages, host, method=method, calibration=calibration, staging_bytes=_STAGING_BYTES
+                pages, host, method=method, calibration=trial, staging_bytes=_STAGING_BYTES
             )
             for direction in directions:
                 for number in sorted(numbers or {len(pairs)}):
@@ -192,13 +198,21 @@ def calibrate(
 ) -> Calibration:
     """Measures the fastest method by number and size of fragments, and the fewest thread blocks that
     suffice."""
-    one = {"directions": (IN,), "patterns": ("scattered",), "rounds": 5, "pool_bytes": pool_bytes}
-    by_blocks = {}
-    for blocks in _THREAD_BLOCKS:
-        trial = Calibration("trial", DEFAULT.out, DEFAULT.in_, blocks)
-        (rate,) = device_rates(device, num_bytes, (16 * 1024,), (KERNEL,), trial, **one)
+    by_blocks: dict[int | None, float] = {}
+    for rate in device_rates(
+        device,
+        num_bytes,
+        (16 * 1024,),
+        (KERNEL,),
+        DEFAULT,
+        directions=(IN,),
+        patterns=("scattered",),
+        rounds=5,
+        pool_bytes=pool_bytes,
+        thread_blocks=_THREAD_BLOCKS,
+    ):
         progress(rate)
-        by_blocks[blocks] = rate.gb_per_s
+        by_blocks[rate.num_thread_blocks] = rate.gb_per_s
     enough = 0.97 * max(by_blocks.values())
     blocks = min(n for n, rate in by_blocks.items() if rate >= enough)
     trial = Calibration("trial", DEFAULT.out, DEFAULT.in_, blocks)
