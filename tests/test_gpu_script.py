@@ -12,6 +12,8 @@ import time
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks import gpu_kernels
 from benchmarks.gpu import __main__ as command
@@ -20,6 +22,7 @@ from benchmarks.gpu import (
     counters,
     kernel_tests,
     machine,
+    op_cases,
     process,
     rehearsal,
     say,
@@ -718,6 +721,45 @@ def test_the_table_of_ncu_is_read():
         {"kernel": "copy_blocks_kernel", "time": 12345.0, "registers": 48.0}
     ]
     assert counters.counters(["no table"]) == []
+
+
+def written_bytes(case, size):
+    """How many bytes a case's ops changed in their tensors."""
+    found = 0
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal found
+            if not func._schema.name.startswith("kvcache::"):
+                return func(*args, **(kwargs or {}))
+            tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            before = [x.clone() for x in tensors]
+            func(*args, **(kwargs or {}))
+            for x, was in zip(tensors, before, strict=True):
+                found += int((x != was).sum()) * x.element_size()
+
+    with Watched():
+        case("cpu", size)
+    return found
+
+
+@pytest.mark.parametrize("name", counters.KERNELS)
+def test_counters_are_of_more_bytes_than_the_l2_holds_by_far(name):
+    """25 to 64 MB would stay in an L2 of 50 MB, and the figures of DRAM would mean nothing."""
+    per_size = op_cases.TOUCHED[name]
+    assert op_cases.size_for(name, counters.NUM_BYTES) * per_size >= 512 << 20
+    # Half of what is touched is written; a quarter where bf16 becomes fp8 and a slot in seven is none.
+    assert written_bytes(op_cases.CASES[name], 8) / (8 * per_size) > 0.25
+
+
+def test_large_cases_are_drawn_where_they_run(monkeypatch):
+    """On the CPU that would take longer than the stage has."""
+    drawn = []
+    monkeypatch.setattr(op_cases, "_seeded", lambda device: drawn.append(device))
+    for size, device in ((1, "cpu"), (op_cases.MOST_COMPARED + 1, "meta")):
+        drawn.clear()
+        op_cases.draw(torch.randn, (2, 3), device="meta", size=size)
+        assert drawn == [device]
 
 
 def test_a_process_reports_lines_as_they_come(tmp_path):
