@@ -16,7 +16,8 @@ _LIMIT_S = 60.0  # of one file
 # Random tests: few examples, and races by a number of steps, where they would last for seconds each.
 _SHORT = {"HYPOTHESIS_PROFILE": "few", "KVCACHE_TEST_SWAP_STEPS": "60"}
 _REHEARSED = ("test_block_copy_op.py", "test_transfer_blocks.py")
-_LEFT_OUT = ("test_gpu_less.py",)  # about the runtime without a GPU, and skipped as a whole on one
+# About the runtime without a GPU, and skipped as a whole on one.
+_LEFT_OUT = ("test_gpu_less.py", "test_call_counts.py")
 _PROGRESS = re.compile(r"([.FEsxX]+) *(?:\[ *\d+%\])?")
 _MARKS = re.compile(r"mark\.gpu\b|tests\.backends import")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -53,6 +54,21 @@ def graph_us(calls: Sequence[Callable[[], None]], rounds: int = 20) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end) * 1000 / len(calls))
     return max(statistics.median(times), 1e-6)
+
+
+@contextmanager
+def captured_beside(graph: torch.cuda.CUDAGraph, mode: str = "global") -> Iterator[None]:
+    """Captures what is launched within, on a stream of its own, while earlier work is under way.
+
+    `torch.cuda.graph` synchronises the device first, so that nothing is.
+    """
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode=mode)
+        try:
+            yield
+        finally:
+            graph.capture_end()
 
 
 def num_rotated(num_bytes: int, most: int = 256) -> int:
