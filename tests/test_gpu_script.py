@@ -25,6 +25,7 @@ from benchmarks.gpu import (
     op_cases,
     process,
     rehearsal,
+    sanitizer,
     say,
     sizes,
     swaps,
@@ -469,6 +470,30 @@ def test_results_go_where_one_says(monkeypatch, tmp_path):
     assert command.results_of(command.parse(["--results", "/x"])).as_posix() == "/x"
 
 
+def limit_of(name):
+    return next(each.limit_s for each in STAGES if each.name == name)
+
+
+def test_memcheck_has_time_for_torch_to_be_imported_under_it(monkeypatch):
+    """Under the tool that takes some 20 s; 31 s in all were too few."""
+    given = {}
+    monkeypatch.setattr(
+        sanitizer, "checked", lambda tool, check, limit_s, arguments: given.update({check: limit_s})
+    )
+    monkeypatch.setattr(say, "_num_failed", 0)
+    monkeypatch.setattr(say, "seconds_left", lambda: limit_of("sanitizer") - 2)
+    assert sanitizer.main() == 0
+    assert given["memcheck"] >= 38
+
+
+def test_the_last_stage_has_time_where_all_others_take_all_of_theirs():
+    """With carried libraries, which load in some 20 s."""
+    *others, last = (each.name for each in STAGES)
+    assert last == "jit-and-replay"
+    worst = sum(limit_of(name) for name in others if name != "build") + 20
+    assert command.TOTAL_S - worst >= 50
+
+
 def test_every_stage_program_exists():
     for each in STAGES:
         module = each.command[2]
@@ -706,7 +731,9 @@ def test_files_with_gpu_tests_are_found():
     names = [path.name for path in kernel_tests.gpu_test_files(REPO / "tests")]
     assert {"test_token_io_op.py", *kernel_tests._REHEARSED} <= set(names)
     assert "test_hashing.py" not in names
-    assert not {"test_gpu_less.py", "test_call_counts.py"} & set(names)  # skipped as a whole on a GPU
+    assert not {"test_gpu_less.py", "test_call_counts.py"} & set(
+        names
+    )  # skipped as a whole on a GPU
 
 
 def test_the_table_of_ncu_is_read():
