@@ -50,7 +50,7 @@ def compile_command(source: Path, obj: Path, name: str) -> list[str]:
     return [*build.cxx_command(), *build.CXX_FLAGS, *include]
 
 
-def link_command(objects: list[Path], out: Path, name: str) -> list[str]:
+def link_command(objects: list[Path], out: Path, name: str, scratch: Path) -> list[str]:
     command = [*build.cxx_command(), "-shared", "-o", str(out), *map(str, objects)]
     command += build.link_flags()
     if name == "_core":
@@ -58,7 +58,7 @@ def link_command(objects: list[Path], out: Path, name: str) -> list[str]:
     command.append(f"-L{build.torch_dir() / 'lib'}")
     if name == "libkvcache_cuda":
         command += ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed"]
-        command += [f"-L{build.cuda_home() / 'lib64'}", "-lcudart"]
+        command += [f"-L{build.cudart_folder(build.cuda_home(), scratch)}", "-lcudart"]
     return [*command, "-ltorch_cpu"]
 
 
@@ -79,7 +79,7 @@ class BuildNative(build_ext):
         commands = [compile_command(s, o, name) for s, o in zip(sources, objects, strict=True)]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(self.spawn, commands))
-        self.spawn(link_command(objects, out, name))
+        self.spawn(link_command(objects, out, name, folder))
 
 
 class BuildPackage(build_py):

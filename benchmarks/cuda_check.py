@@ -11,9 +11,7 @@ Exit code 0 when all is as expected, 1 when it is not, 3 when there is no nvcc.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -26,10 +24,10 @@ from benchmarks import sass
 from benchmarks.sass_expectations import failures
 from kvcache.native import build
 from tests.gpu_less.build import environment_folder
+from tests.gpu_less.limits import find_cuobjdump
 
 NO_NVCC = 3
 ARCH = "sm_90"
-TRITON_CUOBJDUMP = "backends/nvidia/bin/cuobjdump"  # in the folder of the package
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -75,7 +73,7 @@ def compile_one(
 
 
 def check_machine_code(home: Path, objects: list[Path], json_file: Path | None) -> int:
-    tool = find_cuobjdump(home)
+    tool = find_cuobjdump(home, environment_folder())
     missing = None
     if f"code={ARCH}" not in " ".join(build.gencode_flags()):
         missing = f"the architectures are without {ARCH}"
@@ -99,16 +97,6 @@ def check_machine_code(home: Path, objects: list[Path], json_file: Path | None) 
     if not found:
         print(f"machine code of {ARCH}: as expected")
     return int(bool(found))
-
-
-def find_cuobjdump(home: Path) -> str | None:
-    places = [os.environ.get("CUOBJDUMP"), home / "bin" / "cuobjdump", shutil.which("cuobjdump")]
-    triton = importlib.util.find_spec("triton")
-    if triton is not None and triton.origin is not None:
-        places.append(Path(triton.origin).parent / TRITON_CUOBJDUMP)
-    # A CUDA build of torch brings triton: that of `make gpu-less`, where it has run.
-    places += environment_folder().glob(f"lib/python*/site-packages/triton/{TRITON_CUOBJDUMP}")
-    return next((str(place) for place in places if place and Path(place).is_file()), None)
 
 
 def disassembled(tool: str, file: Path) -> list[sass.Figures]:

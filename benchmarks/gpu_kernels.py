@@ -151,7 +151,7 @@ def cache(
 
 def block_copy(limit: float | None, fragment: int) -> Iterator[dict]:
     """Pages within the device, over 32 regions; ids on the device, as a captured graph has them."""
-    num_blocks = max(sizes.pool_bytes(16 << 30) // (32 * fragment), 4)
+    num_blocks = max(sizes.pool_bytes(16 << 30, on_host=False) // (32 * fragment), 4)
     pages = Pages.allocate(num_blocks, [[fragment, fragment]] * 16, device="cuda")
     pages.memory.random_(0, 256)
     # As many as are 2 GiB, read and written.

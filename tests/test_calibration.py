@@ -238,7 +238,7 @@ def test_bench_has_no_more_memory_at_a_time_than_its_checks_say(monkeypatch):
     monkeypatch.setattr(
         bandwidth, "_contiguous_gb_per_s", lambda *args: dict.fromkeys(("out", "in", "both"), 1.0)
     )
-    monkeypatch.setattr(bandwidth, "_swap_seconds", lambda *args: 1.0)
+    monkeypatch.setattr(bandwidth, "_swap_timing", lambda *args: bandwidth.Timing(1.0, 0.1, True))
     monkeypatch.setattr(bandwidth, "median_times", lambda *functions: [0.5 for f in functions])
     monkeypatch.setattr(bandwidth, "_memcpy", lambda *args: lambda: None)
     monkeypatch.setattr(bandwidth, "FRAGMENTS", tuple(16 * KIB << n for n in range(4)))
@@ -275,10 +275,11 @@ def test_a_calibration_tells_numbers_of_fragments_apart(monkeypatch):
                     for count in sorted({min(n, num_bytes // fragment) for n in counts}):
                         few = count < 256 or fragment >= 64 * KIB
                         fast = method == ("copy_engine" if few else "kernel")
-                        yield bandwidth.Rate(
-                            direction, fragment, "scattered", method, 50.0 if fast else 5.0, 55.0,
-                            None, count,
-                        )  # fmt: skip
+                        for blocks in options.get("thread_blocks") or (None,):
+                            yield bandwidth.Rate(
+                                direction, fragment, "scattered", method, 50.0 if fast else 5.0,
+                                55.0, blocks, count,
+                            )  # fmt: skip
 
     monkeypatch.setattr(bandwidth, "device_rates", rates)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
@@ -291,6 +292,32 @@ def test_a_calibration_tells_numbers_of_fragments_apart(monkeypatch):
         assert found.method(direction, 1024 * KIB, 100_000) == "copy_engine"
 
 
+def test_numbers_of_thread_blocks_are_tried_over_one_pool(monkeypatch):
+    """Pinning gigabytes for each of them took longer than measuring."""
+    contiguous, pools, tried = [], [], []
+    monkeypatch.setattr(
+        bandwidth, "_contiguous_gb_per_s",
+        lambda *args: contiguous.append(args) or dict.fromkeys(("out", "in", "both"), 50.0),
+    )  # fmt: skip
+
+    def timing(engine, pairs, direction, rounds):
+        blocks = engine.calibration.num_thread_blocks
+        tried.append(blocks)
+        return bandwidth.Timing(1.0 / min(blocks, 8), 0.1, True)
+
+    made = Pages.allocate
+    monkeypatch.setattr(
+        Pages, "allocate", lambda *args, **options: pools.append(1) or made(*args, **options)
+    )
+    monkeypatch.setattr(bandwidth, "_swap_timing", timing)
+    monkeypatch.setattr(bandwidth, "FRAGMENTS", ())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(bandwidth, "steps_of", lambda steps: ((0, ((0, "kernel"),)),))
+    found = bandwidth.calibrate(torch.device("cpu"), 1 << 20, pool_bytes=2 << 20)
+    assert tried == list(bandwidth._THREAD_BLOCKS) and found.num_thread_blocks == 8
+    assert (len(pools), len(contiguous)) == (1, 2)  # the second is that of the methods
+
+
 @pytest.mark.gpu
 @pytest.mark.exhaustive  # minutes on the runtime without a GPU, where `make gpu-rehearsal` does it too
 def test_a_machine_is_calibrated_and_swaps_follow_it(tmp_path, monkeypatch, capsys):
@@ -301,3 +328,67 @@ def test_a_machine_is_calibrated_and_swaps_follow_it(tmp_path, monkeypatch, caps
     found = load(tmp_path / "here.json")
     assert report["calibration"]["machine"] == found.machine == torch.cuda.get_device_name()
     assert calibration_of(torch.device("cuda")) == found
+
+
+class FakeDevice:
+    """A device with a clock of its own beside the host's, in place of torch's streams and events."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.host_s = self.device_s = 0.0  # when the host is, and when the device has done its work
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing=False) -> None:
+                self.at = None
+
+            def record(self, stream=None) -> None:
+                device.device_s = self.at = max(device.device_s, device.host_s)
+
+            def query(self) -> bool:
+                return self.at <= device.host_s
+
+            def synchronize(self) -> None:
+                device.host_s = max(device.host_s, self.at)
+
+            def elapsed_time(self, end) -> float:
+                return (end.at - self.at) * 1e3
+
+        cuda = {
+            "Event": Event,
+            "current_stream": lambda *_: None,
+            "synchronize": lambda *_: self._wait(),
+            "_sleep": lambda cycles: self.work(cycles / 2e9),
+        }
+        for name, function in cuda.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+        monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: self.host_s)
+
+    def work(self, seconds: float) -> None:
+        """Work that the host submits now and does not wait for."""
+        self.device_s = max(self.device_s, self.host_s) + seconds
+
+    def _wait(self) -> None:
+        self.host_s = max(self.host_s, self.device_s)
+
+
+@pytest.mark.parametrize("submit_s", [20e-6, 300e-6, 8e-3])
+def test_the_time_of_a_swap_is_without_its_submission(monkeypatch, submit_s):
+    device = FakeDevice(monkeypatch)
+
+    def launch():
+        device.host_s += submit_s  # Python, ids, checks of regions
+        device.work(5e-3)
+
+    timing = bandwidth.device_seconds(launch, rounds=3)
+    assert timing.device_s == pytest.approx(5e-3)
+    assert timing.submit_s == pytest.approx(submit_s) and timing.is_hidden
+
+
+def test_a_submission_that_waits_for_the_device_is_not_called_hidden(monkeypatch):
+    device = FakeDevice(monkeypatch)
+
+    def launch():
+        torch.cuda.synchronize()
+        device.work(5e-3)
+
+    assert not bandwidth.device_seconds(launch, rounds=3).is_hidden

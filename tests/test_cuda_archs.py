@@ -1,7 +1,9 @@
 """For which architectures the CUDA library is compiled: what the toolkit has."""
 
+import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -101,3 +103,39 @@ def test_asynchronous_copies_compile_for_what_has_none(tmp_path, arch, is_asynch
         command = [*nvcc, f"-arch=sm_{arch}", kind, "-o", str(out), str(source)]
         subprocess.run(command, check=True)
     assert ("cp.async" in ptx.read_text()) == is_asynchronous
+
+
+RUNTIMES = {
+    "an installer": ("lib64/libcudart.so", "lib64/libcudart.so.12"),
+    "a distribution": (f"targets/{platform.machine()}-linux/lib/libcudart.so",),
+    "conda": ("lib/libcudart.so", "lib64/libcupti.so"),
+    "wheels of pip": ("lib/libcudart.so.13",),
+    "wheels of two releases": ("lib/libcudart.so.13", "lib/libcudart.so.9"),
+    "a static library beside wheels": ("lib/libcudart.so.13", "lib64/libcudart_static.a"),
+}
+
+
+@pytest.mark.parametrize("name", RUNTIMES)
+def test_the_runtime_is_linked_from_where_the_toolkit_has_it(tmp_path, name):
+    """By the linker itself: `main` calls a function that only that library has."""
+    home, scratch = tmp_path / "cuda", tmp_path / "scratch"
+    code, expected = tmp_path / "runtime.c", home / RUNTIMES[name][0]
+    code.write_text("int cudaFake(void) { return 7; }\n")
+    for file in RUNTIMES[name]:
+        (home / file).parent.mkdir(parents=True, exist_ok=True)
+        shared = ["g++", "-xc", "-shared", str(code), f"-Wl,-soname,{Path(file).name}"]
+        subprocess.run([*shared, "-o", str(home / file)], check=True)
+    main = tmp_path / "main.c"
+    main.write_text("int cudaFake(void); int main(void) { return cudaFake(); }\n")
+    flags = [f"-L{build.cudart_folder(home, scratch)}", "-lcudart"]
+    program = tmp_path / "main"
+    subprocess.run(["g++", "-xc", str(main), "-o", str(program), *flags], check=True)
+    done = subprocess.run([program], env={"LD_LIBRARY_PATH": str(expected.parent)})
+    assert done.returncode == 7
+
+
+def test_a_toolkit_without_the_runtime_is_named(tmp_path):
+    with pytest.raises(
+        RuntimeError, match=rf"no libcudart\.so in {tmp_path}: .*lib64, .*CUDA_HOME"
+    ):
+        build.cudart_folder(tmp_path, tmp_path / "scratch")

@@ -12,6 +12,8 @@ import time
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks import gpu_kernels
 from benchmarks.gpu import __main__ as command
@@ -20,8 +22,10 @@ from benchmarks.gpu import (
     counters,
     kernel_tests,
     machine,
+    op_cases,
     process,
     rehearsal,
+    sanitizer,
     say,
     sizes,
     swaps,
@@ -391,6 +395,36 @@ def test_a_workspace_takes_no_built_library_along(tmp_path):
     assert not list(tmp_path.rglob("*.so")) and not (tmp_path / "build").exists()
 
 
+def in_bare_tree(folder, program):
+    """Runs a program in a copy of the checkout without built libraries, in which none can be built."""
+    workspace.make(folder)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(folder),
+        "KVCACHE_JIT_DIR": str(folder / "jit"),
+        "CXX": "no-such-compiler",
+    }
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        cwd=folder, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def test_the_facts_of_a_machine_need_no_built_libraries(tmp_path):
+    done = in_bare_tree(
+        tmp_path,
+        """
+        import sys
+        from benchmarks.gpu import facts, sizes
+        for name, fact in {**facts.of_host(), **facts.of_tools()}.items():
+            fact()
+        print(sizes.available_host_bytes() > 0, "kvcache.native.load" in sys.modules)
+        """,
+    )
+    assert (done.stdout, done.stderr) == ("True False\n", "")
+    assert not (tmp_path / "jit").exists()
+
+
 def gpu(*arguments, **environment):
     return subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", *arguments],
@@ -434,6 +468,30 @@ def test_results_go_where_one_says(monkeypatch, tmp_path):
     monkeypatch.setenv("GPU_RESULTS", str(tmp_path))
     assert command.results_of(command.parse([])) == tmp_path
     assert command.results_of(command.parse(["--results", "/x"])).as_posix() == "/x"
+
+
+def limit_of(name):
+    return next(each.limit_s for each in STAGES if each.name == name)
+
+
+def test_memcheck_has_time_for_torch_to_be_imported_under_it(monkeypatch):
+    """Under the tool that takes some 20 s; 31 s in all were too few."""
+    given = {}
+    monkeypatch.setattr(
+        sanitizer, "checked", lambda tool, check, limit_s, arguments: given.update({check: limit_s})
+    )
+    monkeypatch.setattr(say, "_num_failed", 0)
+    monkeypatch.setattr(say, "seconds_left", lambda: limit_of("sanitizer") - 2)
+    assert sanitizer.main() == 0
+    assert given["memcheck"] >= 38
+
+
+def test_the_last_stage_has_time_where_all_others_take_all_of_theirs():
+    """With carried libraries, which load in some 20 s."""
+    *others, last = (each.name for each in STAGES)
+    assert last == "jit-and-replay"
+    worst = sum(limit_of(name) for name in others if name != "build") + 20
+    assert command.TOTAL_S - worst >= 50
 
 
 def test_every_stage_program_exists():
@@ -543,6 +601,16 @@ def test_a_calibration_ends_where_no_time_is_left_and_swaps_are_told(
     assert "calibration: TimeoutError: no time left" in capsys.readouterr().out
 
 
+def test_a_pool_on_the_device_alone_is_not_bound_by_the_hosts_memory(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 << 30, 80 << 30))
+    monkeypatch.setattr(sizes, "available_host_bytes", lambda: 10 << 30)
+    assert sizes.pool_bytes(16 << 30, on_host=False) == 16 << 30
+    assert capsys.readouterr().out == ""
+    assert sizes.pool_bytes(16 << 30) == 4 << 30  # with one as large on the host
+    assert "memory is short" in capsys.readouterr().out
+    assert sizes.pool_bytes(64 << 30, on_host=False) == 28 << 30
+
+
 def test_memory_is_no_more_than_a_container_may_have(monkeypatch, tmp_path):
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(sizes.pinning(), "_CONTAINER_LIMIT", limit)
@@ -613,6 +681,21 @@ def test_a_file_that_skips_all_its_tests_is_a_fault(
     assert found["status"] == status and say._num_failed == num_failed
 
 
+def test_swaps_are_tested_by_a_number_of_steps_instead_of_seconds(tmp_path):
+    """14 cases of 3 s each would take most of the limit of a file."""
+    body = "import os; assert os.environ['KVCACHE_TEST_SWAP_STEPS'] == '60'"
+    assert kernel_tests.tested(pytest_file(tmp_path, body), 60)["passed"] == 1
+
+
+def test_a_file_that_runs_out_of_time_keeps_its_counts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(say, "_num_failed", 0)
+    slow = "import time; time.sleep(600)"
+    file = pytest_file(tmp_path, "pass", "pass", "assert False", SKIP, "pass", slow)
+    found = kernel_tests.tested(file, 8)
+    assert (found["passed"], found["broken"], found["skipped"]) == (3, 1, 1)
+    assert found["status"].startswith("ran longer than") and say._num_failed == 1
+
+
 def test_a_run_in_which_no_test_passed_is_a_fault(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(say, "_num_failed", 0)
     monkeypatch.setattr(kernel_tests, "gpu_test_files", lambda folder: [pytest_file(tmp_path)])
@@ -648,7 +731,9 @@ def test_files_with_gpu_tests_are_found():
     names = [path.name for path in kernel_tests.gpu_test_files(REPO / "tests")]
     assert {"test_token_io_op.py", *kernel_tests._REHEARSED} <= set(names)
     assert "test_hashing.py" not in names
-    assert "test_gpu_less.py" not in names  # skipped as a whole on a GPU
+    assert not {"test_gpu_less.py", "test_call_counts.py"} & set(
+        names
+    )  # skipped as a whole on a GPU
 
 
 def test_the_table_of_ncu_is_read():
@@ -663,6 +748,45 @@ def test_the_table_of_ncu_is_read():
         {"kernel": "copy_blocks_kernel", "time": 12345.0, "registers": 48.0}
     ]
     assert counters.counters(["no table"]) == []
+
+
+def written_bytes(case, size):
+    """How many bytes a case's ops changed in their tensors."""
+    found = 0
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal found
+            if not func._schema.name.startswith("kvcache::"):
+                return func(*args, **(kwargs or {}))
+            tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            before = [x.clone() for x in tensors]
+            func(*args, **(kwargs or {}))
+            for x, was in zip(tensors, before, strict=True):
+                found += int((x != was).sum()) * x.element_size()
+
+    with Watched():
+        case("cpu", size)
+    return found
+
+
+@pytest.mark.parametrize("name", counters.KERNELS)
+def test_counters_are_of_more_bytes_than_the_l2_holds_by_far(name):
+    """25 to 64 MB would stay in an L2 of 50 MB, and the figures of DRAM would mean nothing."""
+    per_size = op_cases.TOUCHED[name]
+    assert op_cases.size_for(name, counters.NUM_BYTES) * per_size >= 512 << 20
+    # Half of what is touched is written; a quarter where bf16 becomes fp8 and a slot in seven is none.
+    assert written_bytes(op_cases.CASES[name], 8) / (8 * per_size) > 0.25
+
+
+def test_large_cases_are_drawn_where_they_run(monkeypatch):
+    """On the CPU that would take longer than the stage has."""
+    drawn = []
+    monkeypatch.setattr(op_cases, "_seeded", lambda device: drawn.append(device))
+    for size, device in ((1, "cpu"), (op_cases.MOST_COMPARED + 1, "meta")):
+        drawn.clear()
+        op_cases.draw(torch.randn, (2, 3), device="meta", size=size)
+        assert drawn == [device]
 
 
 def test_a_process_reports_lines_as_they_come(tmp_path):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -324,19 +325,32 @@ def test_a_cxx_that_is_not_there_is_named(monkeypatch, tools):
         build.cxx_command()
 
 
+@pytest.mark.parametrize(
+    ("runtime", "in_toolkit"), [("lib64/libcudart.so", True), ("lib/libcudart.so.13", False)]
+)
 def test_the_cuda_library_is_linked_from_the_toolkit_and_not_from_beside_a_link_to_nvcc(
-    monkeypatch, tmp_path
+    monkeypatch, tmp_path, runtime, in_toolkit
 ):
     from torch.utils import cpp_extension
 
-    homes = []
+    homes, flags, toolkit = [], [], tmp_path / "toolkit"
+    (toolkit / runtime).parent.mkdir(parents=True)
+    (toolkit / runtime).touch()
+
+    def load(extra_ldflags, **_):
+        homes.append(cpp_extension.CUDA_HOME)
+        flags.extend(extra_ldflags)
+
     monkeypatch.setenv("KVCACHE_JIT_DIR", str(tmp_path))
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", "/usr/local")
-    monkeypatch.setattr(cpp_extension, "load", lambda **_: homes.append(cpp_extension.CUDA_HOME))
+    monkeypatch.setattr(cpp_extension, "load", load)
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-    monkeypatch.setattr(build, "cuda_home", lambda: tmp_path / "toolkit")
+    monkeypatch.setattr(build, "cuda_home", lambda: toolkit)
     monkeypatch.setattr(build, "gencode_flags", lambda present: [])
     monkeypatch.setattr(jit, "_require_cuda", lambda: None)
     monkeypatch.setattr(jit, "_require_ninja", lambda: None)
     jit.build_ops("libkvcache_cuda")
-    assert homes == [str(tmp_path / "toolkit")]
+    assert homes == [str(toolkit)]
+    folder = Path(flags[-1].removeprefix("-L"))
+    assert (folder / "libcudart.so").exists()  # torch adds -lcudart
+    assert (folder == toolkit / "lib64") if in_toolkit else folder.parent == tmp_path

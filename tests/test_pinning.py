@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kvcache import Pages, SwapEngine
+from kvcache.native import load
 from kvcache.worker.pages import pinning
 from kvcache.worker.swap.page_copy import PageCopy
 
@@ -188,7 +189,7 @@ def registering_gives(monkeypatch, error):
             return {1: "invalid argument", 2: "out of memory"}[error]
 
     monkeypatch.setattr(torch.cuda, "cudart", Cudart)
-    monkeypatch.setattr(pinning.load, "why_no_cuda", lambda: None)
+    monkeypatch.setattr(load, "why_no_cuda", lambda: None)
     monkeypatch.setattr(torch.ops.kvcache, "_host_register", lambda *_: error, raising=False)
 
 

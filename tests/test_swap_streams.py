@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.gpu.timing import captured_beside
 from kvcache import Pages, SwapEngine, ops
+from kvcache.worker.swap.bandwidth import hold
 from kvcache.worker.swap.page_copy import PageCopy
 from tests.shared import REPO
 from tests.simulated_device import SimulatedStreams
@@ -70,20 +72,26 @@ def test_polling_does_not_break_a_capture(method, elsewhere):
     """Captures of another thread, and of the thread that polls."""
     swap = engine(method=method)
     swap.device.memory.random_(0, 256)
-    job = swap.swap_out(np.array([[3, 4], [7, 8]]))
     other = Pages.over(
         [torch.arange(9, dtype=torch.uint8).repeat_interleave(64).view(9, 64).cuda()]
     )
     within, graph, errors = PageCopy(other, other), torch.cuda.CUDAGraph(), []
+    num_under_way = 0
+    torch.cuda.synchronize()
+    held = torch.cuda.Stream()
+    with torch.cuda.stream(held):
+        hold(0.2)  # else the swap may be over before the capture begins
+        job = swap.swap_out(np.array([[3, 4], [7, 8]]))
 
     def poll():
+        nonlocal num_under_way
         try:
             while not job.poll():
-                pass
+                num_under_way += 1
         except BaseException as error:
             errors.append(error)
 
-    with torch.cuda.graph(graph):
+    with captured_beside(graph):
         within.copy(np.array([[1, 2]]))
         if elsewhere:
             thread = threading.Thread(target=poll)
@@ -94,7 +102,7 @@ def test_polling_does_not_break_a_capture(method, elsewhere):
         within.copy(np.array([[3, 4]]))
     graph.replay()
     torch.cuda.synchronize()
-    assert not errors and job.error is None
+    assert not errors and job.error is None and num_under_way > 0
     assert other.fragment(0)[:, 0].cpu().tolist() == [0, 1, 1, 3, 3, 5, 6, 7, 8]
     for r in range(len(swap.device.sizes)):
         assert torch.equal(swap.host.fragment(r)[[4, 8]], swap.device.fragment(r)[[3, 7]].cpu())

@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import gc
 import re
-import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu import say, sizes
-from benchmarks.gpu.timing import stream_seconds
+from benchmarks.gpu.timing import stream_seconds, stream_timing
 from kvcache import ops
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.pages.pinning import allocate_host
@@ -182,23 +181,18 @@ def batches(device: torch.device, stream: torch.cuda.Stream) -> None:
         for size in _BATCHES:
             # Even pages only: neighbours would be merged.
             pairs = np.stack([chance.permutation(num_blocks // 2)[:size] * 2 for _ in range(2)], 1)
-            submitting: list[float] = []
-
-            def copy(pairs: np.ndarray = pairs, page_copy: PageCopy = page_copy) -> None:
-                start = time.perf_counter()
-                page_copy.copy(pairs, engine=ops.COPY_ENGINE)
-                submitting.append(time.perf_counter() - start)  # noqa: B023
-
-            taken = stream_seconds(copy, stream, 7)
-            submit_us = statistics.median(submitting[1:]) * 1e6
+            copy = partial(page_copy.copy, pairs, engine=ops.COPY_ENGINE)
+            timing = stream_timing(copy, stream, 7)
+            submit_us = timing.submit_s * 1e6
+            gb_per_s = size * fragment / timing.device_s / 1e9
             say.row(
                 kind="batch", direction=direction, pieces=size, submit_us=submit_us,
-                submit_us_per_piece=submit_us / size, gb_per_s=size * fragment / taken / 1e9,
+                submit_us_per_piece=submit_us / size, gb_per_s=gb_per_s, hidden=timing.is_hidden,
             )  # fmt: skip
             if size == max(_BATCHES):
                 say.learned(
                     f"copy engine {direction}, {size:,} pieces of 16 KiB: submitted in "
-                    f"{submit_us:.0f} us, {size * fragment / taken / 1e9:.1f} GB/s"
+                    f"{submit_us:.0f} us, {gb_per_s:.1f} GB/s"
                 )
 
 

@@ -14,10 +14,15 @@ import numpy as np
 import torch
 
 from benchmarks.gpu import say, sizes
+from benchmarks.gpu.timing import captured_beside
 from kvcache import ops
 from kvcache.worker.pages.pages import Pages
+from kvcache.worker.swap.bandwidth import hold
 from kvcache.worker.swap.engine import SwapEngine
+from kvcache.worker.swap.job import SwapJob
 from kvcache.worker.swap.page_copy import PageCopy
+
+_HELD_S = 0.05  # a swap is under way for longer than a capture of 20 copies takes to begin
 
 
 def main() -> int:
@@ -128,60 +133,77 @@ def capture_and_replay() -> str:
     return f"{replays} replays of a captured graph were right"
 
 
+class Poller(threading.Thread):
+    """Polls the last of some jobs until it is stopped; counts what it met while `capturing`."""
+
+    def __init__(self, jobs: list[SwapJob]) -> None:
+        super().__init__(daemon=True)
+        self._jobs, self._stopped = jobs, threading.Event()
+        self.capturing = False
+        self.num_polls = self.num_under_way = 0
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                job, before = self._jobs[-1], self.capturing
+                is_under_way = not job.poll()
+                assert job.error is None, job.error
+                self.num_polls += 1
+                self.num_under_way += before and is_under_way and self.capturing
+        except BaseException as error:
+            self.error = error
+
+    def stop(self) -> None:
+        """Ends the thread; raises what it met."""
+        self._stopped.set()
+        self.join(10)
+        if self.error is not None:
+            raise self.error
+
+
 def poll_during_capture() -> str:
     """A thread polls a swap that is under way while this one captures, in the strictest mode."""
-    num_blocks = sizes.pool_bytes(512 << 20, 4 << 20) // (16 << 10)
+    num_blocks = sizes.pool_bytes(64 << 20, 4 << 20) // (16 << 10)
     pages, host = memories(16 << 10, num_blocks)
     engine = SwapEngine(pages, host)
     ids = np.arange(1, num_blocks)
     pairs = np.stack([ids, ids], 1)
-    jobs, errors, stop = [engine.swap_out(pairs)], [], threading.Event()
-    num_polls, num_pending = [0], [0]
-
-    def poll() -> None:
-        try:
-            while not stop.is_set():
-                job = jobs[-1]
-                num_pending[0] += not job.poll()
-                num_polls[0] += 1
-                assert job.error is None, job.error
-        except BaseException as error:
-            errors.append(error)
-
     # A chain of copies: what lies in page 1 arrives in page 21.
     chain, _ = memories(4096, 22)
     within = PageCopy(chain, chain)
     links = [np.array([[page, page + 1]], np.int32) for page in range(1, 21)]
     within.copy(links[0])
     torch.cuda.synchronize()
-    thread = threading.Thread(target=poll)
-    thread.start()
-    captures = sizes.repeats(20)
+    held, jobs = torch.cuda.Stream(), [engine.swap_out(pairs)]
+    poller, captures = Poller(jobs), sizes.repeats(20)
+    poller.start()
     try:
-        for _ in range(captures):
-            graph = torch.cuda.CUDAGraph()
-            jobs.append(engine.swap_out(pairs))
-            with torch.cuda.graph(graph, capture_error_mode="global"):
+        for number in range(captures):
+            graph, met = torch.cuda.CUDAGraph(), poller.num_under_way
+            with torch.cuda.stream(held):
+                hold(_HELD_S)
+                jobs.append(engine.swap_out(pairs))
+            with captured_beside(graph):
+                poller.capturing = True
                 for link in links:
                     within.copy(link)
                     time.sleep(0.0005)
+                poller.capturing = False
+            assert poller.num_under_way > met, (
+                f"capture {number}: no poll met a swap under way: this shows nothing"
+            )
             chain.memory.random_(0, 256)
             graph.replay()
             torch.cuda.synchronize()
             fragments = chain.fragment(0)
             assert torch.equal(fragments[21], fragments[1]), "a captured chain of copies went wrong"
     finally:
-        stop.set()
-        thread.join(10)
-    if errors:
-        raise errors[0]
+        poller.stop()
     engine.wait(20)
-    # The runtime of a rehearsal may carry a swap out when it is asked whether it is over.
-    met = num_polls if sizes.REHEARSAL else num_pending
-    assert met[0], "no poll met a swap under way: this shows nothing"
     return (
-        f"{captures} captures held beside {num_polls[0]:,} polls, {num_pending[0]:,} of them of a swap "
-        "under way"
+        f"{captures} captures held beside {poller.num_polls:,} polls, {poller.num_under_way:,} of them "
+        "of a swap under way"
     )
 
 

@@ -11,14 +11,16 @@ import sys
 import torch
 
 from benchmarks.gpu import say
-from benchmarks.gpu.op_cases import CASES, Case
+from benchmarks.gpu.op_cases import CASES, Case, size_for
 from kvcache.worker.pages.pages import Pages
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name has one in it")
-    parser.add_argument("--size", type=int, default=1, help="how many times larger; default 1")
+    parser.add_argument(
+        "--bytes", type=int, default=0, help="what a case is to read and write; default: its least"
+    )
     parser.add_argument("--no-compare", action="store_true", help="only run them on the GPU")
     args = parser.parse_args()
     chosen = {n: case for n, case in CASES.items() if any(part in n for part in args.only)}
@@ -26,10 +28,10 @@ def main() -> int:
     for name, case in chosen.items():
         with say.attempt(name):
             if args.no_compare:
-                case("cuda", args.size)
+                case("cuda", size_for(name, args.bytes))
                 torch.cuda.synchronize()
             else:
-                compare(case, args.size)
+                compare(case)
             say.row(op=name, same=True)
             num_good += 1
     if args.only == [""]:
@@ -41,11 +43,9 @@ def main() -> int:
     return say.exit_code()
 
 
-def compare(case: Case, size: int) -> None:
+def compare(case: Case) -> None:
     """AssertionError, with the first byte that differs, unless both devices leave the same."""
-    for number, (found, wanted) in enumerate(
-        zip(case("cuda", size), case("cpu", size), strict=True)
-    ):
+    for number, (found, wanted) in enumerate(zip(case("cuda", 1), case("cpu", 1), strict=True)):
         if not torch.equal(found, wanted):
             differing = (found != wanted).flatten().nonzero().flatten()
             at = int(differing[0])

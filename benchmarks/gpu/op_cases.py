@@ -20,8 +20,20 @@ Case = Callable[[str, int], list[torch.Tensor]]
 _HEADS, _HEAD_SIZE, _BLOCK_SIZE = 8, 128, 16
 
 
-def _seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
+# Cases of up to this size have the same inputs on every device, drawn on the CPU.
+MOST_COMPARED = 16
+
+
+def _seeded(device: str = "cpu") -> torch.Generator:
+    return torch.Generator(device).manual_seed(0)
+
+
+def draw(
+    function: Callable[..., torch.Tensor], *args: object, device: str, size: int
+) -> torch.Tensor:
+    """Random numbers for a case. Large cases draw them where they run: on the CPU, that takes seconds."""
+    where = device if size > MOST_COMPARED else "cpu"
+    return function(*args, generator=_seeded(where), device=where)
 
 
 def _int32(values: object) -> torch.Tensor:
@@ -55,15 +67,15 @@ def slot_mapping(device: str, size: int) -> list[torch.Tensor]:
 def update_block_tables(device: str, size: int) -> list[torch.Tensor]:
     """Segments of 1 to 5 entries, a few entries apart."""
     count = 64 * size
-    lengths = torch.randint(1, 6, (count,), generator=_seeded())
-    starts = torch.arange(count) * 8
-    at = 1 + 3 * count + torch.cumsum(lengths, 0) - lengths
-    places = torch.stack([starts, lengths, at], 1).flatten()
-    values = torch.arange(int(lengths.sum())) + 10_000
-    tables = _int32(torch.arange(8 * count)).to(device)
-    ops.update_block_tables(
-        tables, _int32(torch.cat([torch.tensor([count]), places, values])).to(device)
-    )
+    lengths = draw(torch.randint, 1, 6, (count,), device=device, size=size)
+    with torch.device(lengths.device):
+        starts = torch.arange(count) * 8
+        at = 1 + 3 * count + torch.cumsum(lengths, 0) - lengths
+        places = torch.stack([starts, lengths, at], 1).flatten()
+        values = torch.arange(int(lengths.sum())) + 10_000
+        packed = _int32(torch.cat([torch.tensor([count]), places, values])).to(device)
+        tables = _int32(torch.arange(8 * count)).to(device)
+    ops.update_block_tables(tables, packed)
     return [tables.cpu()]
 
 
@@ -106,17 +118,18 @@ def token_io(
     num_tokens = 24 * size
     num_blocks = 2 * num_tokens // _BLOCK_SIZE + 1
     order = (_BLOCK_SIZE, _HEADS) if layout == "NHD" else (_HEADS, _BLOCK_SIZE)
-    generator = _seeded()
     caches = []
-    for _ in "kv":
-        drawn = torch.randn(num_blocks, *order, _HEAD_SIZE, generator=generator).bfloat16()
+    for sign in (1, -1):  # K and V differ
+        shape = (num_blocks, *order, _HEAD_SIZE)
+        drawn = draw(torch.randn, shape, device=device, size=size).mul(sign).bfloat16()
         cache = drawn.to(dtype).to(device)
         caches.append(cache if layout == "NHD" else cache.transpose(1, 2))
+    shape = (num_tokens, _HEADS, _HEAD_SIZE)
     tokens = [
-        torch.randn(num_tokens, _HEADS, _HEAD_SIZE, generator=generator).bfloat16().to(device)
-        for _ in "kv"
+        draw(torch.randn, shape, device=device, size=size).mul(sign).bfloat16().to(device)
+        for sign in (1, -1)
     ]
-    slots = torch.randperm(num_blocks * _BLOCK_SIZE, generator=generator)[:num_tokens]
+    slots = torch.randperm(num_blocks * _BLOCK_SIZE, generator=_seeded())[:num_tokens]
     slots[::7] = -1
     scale = torch.linspace(0.2, 0.9, _HEADS).to(device)
     scales = () if dtype == torch.bfloat16 else (scale, scale)
@@ -127,10 +140,11 @@ def token_io(
     return [token.cpu().view(torch.uint8) for token in tokens]
 
 
-def _filled(device: str, num_blocks: int, fragment: int) -> Pages:
-    pages = Pages.allocate(num_blocks, [[fragment, fragment]] * 2, device=device)
-    drawn = torch.randint(0, 256, (pages.memory.numel(),), generator=_seeded(), dtype=torch.uint8)
-    pages.memory.copy_(drawn)
+def _filled(device: str, size: int, fragment: int) -> Pages:
+    pages = Pages.allocate(16 * size + 1, [[fragment, fragment]] * 2, device=device)
+    shape = (pages.memory.numel() // 8,)
+    drawn = draw(torch.randint, -(2**63), 2**63 - 1, shape, device=device, size=size)
+    pages.memory.copy_(drawn.view(torch.uint8))
     return pages
 
 
@@ -142,7 +156,7 @@ def _pairs(num_blocks: int) -> np.ndarray:
 
 def copy_within(fragment: int, ids_there: bool, device: str, size: int) -> list[torch.Tensor]:
     """Pages within one memory, and two that are cleared; page ids on the device, or on the CPU."""
-    pages = _filled(device, 16 * size + 1, fragment)
+    pages = _filled(device, size, fragment)
     pairs = _pairs(pages.num_blocks)
     pairs[:2, 0] = -1
     PageCopy(pages, pages).copy(torch.from_numpy(pairs).to(device) if ids_there else pairs)
@@ -151,8 +165,8 @@ def copy_within(fragment: int, ids_there: bool, device: str, size: int) -> list[
 
 def copy_host(direction: str, engine: int, device: str, size: int) -> list[torch.Tensor]:
     """Pages to pinned host memory, or from there."""
-    num_blocks = 16 * size + 1
-    pages = _filled(device, num_blocks, 4096)
+    pages = _filled(device, size, 4096)
+    num_blocks = pages.num_blocks
     host = pages.on_host(num_blocks)
     host.memory.copy_(
         torch.randint(0, 256, host.memory.shape, generator=_seeded(), dtype=torch.uint8)
@@ -172,7 +186,8 @@ def permute_blocks(layout: str, ratio: int, device: str, size: int) -> list[torc
     """Received blocks of 32 tokens, of remote blocks of as many tokens or fewer, and of larger ones."""
     num_blocks, block_size = 8 * size, 32
     order = (_HEADS, block_size) if layout == "HND" else (block_size, _HEADS)
-    drawn = torch.randn(num_blocks, *order, _HEAD_SIZE, generator=_seeded()).bfloat16().to(device)
+    shape = (num_blocks, *order, _HEAD_SIZE)
+    drawn = draw(torch.randn, shape, device=device, size=size).bfloat16().to(device)
     cache = drawn.transpose(1, 2) if layout == "HND" else drawn
     remote = block_size // ratio if ratio > 0 else block_size * -ratio
     ids = torch.randperm(num_blocks, generator=_seeded())[: num_blocks // 2].int()
@@ -205,3 +220,19 @@ CASES: dict[str, Case] = {
     "permute_blocks_ NHD of 32": partial(permute_blocks, "NHD", 1),
     "permute_blocks_ NHD of 64": partial(permute_blocks, "NHD", -2),
 }
+
+_TOKEN_BYTES = 24 * 2 * _HEADS * _HEAD_SIZE  # of a case of size 1, times the bytes of an element
+# Bytes that a case of size 1 reads and writes, for those that are measured by their memory traffic.
+TOUCHED = {
+    "copy_blocks 4 KiB, ids on the device": 8 * 4 * 2 * 4096,
+    "permute_blocks_ HND of 16": 4 * 2 * 32 * _HEADS * _HEAD_SIZE * 2,
+    "write_kv bf16 NHD": _TOKEN_BYTES * (2 + 2),
+    "write_kv e4m3 NHD": _TOKEN_BYTES * (2 + 1),
+    "gather_kv e4m3 NHD": _TOKEN_BYTES * (1 + 2),
+    "update_block_tables": 64 * 3 * 2 * 4,
+}
+
+
+def size_for(name: str, num_bytes: int) -> int:
+    """The size at which a case reads and writes so many bytes; 1 for those that are not in `TOUCHED`."""
+    return max(-(-num_bytes // TOUCHED[name]), 1) if name in TOUCHED else 1

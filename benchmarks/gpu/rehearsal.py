@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 
-from benchmarks.gpu import workspace
+from benchmarks.gpu import machine, workspace
 
 UNAVAILABLE = 3  # the exit code where this machine cannot rehearse
 
@@ -18,7 +19,8 @@ def is_inside() -> bool:
 
 
 def again_inside(args: argparse.Namespace, results: Path) -> int:
-    """Runs the command on the runtime, with the libraries that it has built; the exit code."""
+    """Runs the command on the runtime, in a copy of the checkout without built libraries, and carries
+    those that the runtime's tests use; the exit code."""
     from tests.gpu_less import build
 
     try:
@@ -33,4 +35,10 @@ def again_inside(args: argparse.Namespace, results: Path) -> int:
     command = [str(built.python), "-m", "benchmarks.gpu", "--rehearse", "--results", str(results)]
     command += ["--libraries", str(libraries.resolve())]
     command += ["--only", *args.only] if args.only else []
-    return subprocess.run(command, cwd=build.TREE, env=built.environment()).returncode
+    # As on a fresh machine: a checkout without built libraries, and no cache of any.
+    with tempfile.TemporaryDirectory(prefix="kvcache-bare-") as folder:
+        bare = Path(folder, "tree")
+        workspace.make(bare, build.TREE)
+        environment = built.environment(bare) | {"KVCACHE_JIT_DIR": str(Path(folder, "jit"))}
+        environment["KVCACHE_COMMIT"] = machine.commit()
+        return subprocess.run(command, cwd=bare, env=environment).returncode

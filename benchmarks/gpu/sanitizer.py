@@ -11,7 +11,7 @@ from benchmarks.gpu.stages import module
 
 _SMOKE = module("benchmarks.gpu.first_contact", "--no-compare")
 # Tool, its share of the stage's time, the arguments of the smoke script.
-_CHECKS = (("memcheck", 0.65, ()), ("racecheck", 0.95, ("--only", "permute_blocks_")))
+_CHECKS = (("memcheck", 0.7, ()), ("racecheck", 0.95, ("--only", "permute_blocks_")))
 # Its messages where it cannot work on this machine, which is not a fault of the kernels.
 _CANNOT = ("Device not supported", "Unable to find injection library", "No attachable process")
 

@@ -25,12 +25,14 @@ def repeats(count: int) -> int:
     return 1 if REHEARSAL else count
 
 
-def pool_bytes(wanted: int, least: int = 1 << 20) -> int:
-    """Bytes of a pool on the device with one as large on the host; fewer where memory is short."""
+def pool_bytes(wanted: int, least: int = 1 << 20, *, on_host: bool = True) -> int:
+    """Bytes of a pool on the device, `on_host` with one as large on the host; fewer where memory is
+    short."""
     import torch
 
     size = scaled(wanted, least)
-    room = int(_SHARE_OF_FREE * min(torch.cuda.mem_get_info()[0], available_host_bytes()))
+    free = [torch.cuda.mem_get_info()[0], *([available_host_bytes()] if on_host else [])]
+    room = int(_SHARE_OF_FREE * min(free))
     if room < size:
         size = max(room >> 20 << 20, least)
         say.learned(f"memory is short: a pool of {wanted >> 20:,} MiB is {size >> 20:,} MiB here")

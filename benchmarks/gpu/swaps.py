@@ -58,7 +58,8 @@ def report_swaps(
             say.learned(
                 f"swap {rate.direction}, {rate.fragment >> 10:,} KiB by {rate.method}"
                 f"{'' if is_built_in else ', calibrated'}: "
-                f"{rate.gb_per_s:.1f} of {rate.contiguous_gb_per_s:.1f} GB/s, {rate.share:.0%}"
+                f"{rate.gb_per_s:.1f} of {rate.contiguous_gb_per_s:.1f} GB/s, {rate.share:.0%}; "
+                f"submitted in {rate.submit_us or 0:.0f} us"
             )
         if say.seconds_left() < _LEAST_S:
             say.skipped(f"swaps after {rate.pattern}, {rate.fragment >> 10:,} KiB: no time left")

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 from benchmarks.gpu.sizes import REHEARSAL, repeats
+from kvcache.worker.swap.bandwidth import Timing, device_seconds
 
 
 def stream_seconds(
     function: Callable[[], object], stream: torch.cuda.Stream, rounds: int = 5
 ) -> float:
-    """Median seconds between events around one call on a stream, after a call to warm up."""
-    times = []
-    for _ in range(1 + repeats(rounds)):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(stream):
-            start.record(stream)
-            function()
-            end.record(stream)
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return max(statistics.median(times[1:]), 1e-9)
+    """Median seconds of the device's work of one call on a stream."""
+    return stream_timing(function, stream, rounds).device_s
+
+
+def stream_timing(
+    function: Callable[[], object], stream: torch.cuda.Stream, rounds: int = 5
+) -> Timing:
+    """The same, with what the submission took; in a rehearsal no time is zero."""
+    with torch.cuda.stream(stream):
+        timing = device_seconds(function, repeats(rounds))
+    return replace(timing, device_s=max(timing.device_s, 1e-9))
 
 
 def graph_us(calls: Sequence[Callable[[], None]], rounds: int = 20) -> float:
@@ -51,6 +54,21 @@ def graph_us(calls: Sequence[Callable[[], None]], rounds: int = 20) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end) * 1000 / len(calls))
     return max(statistics.median(times), 1e-6)
+
+
+@contextmanager
+def captured_beside(graph: torch.cuda.CUDAGraph, mode: str = "global") -> Iterator[None]:
+    """Captures what is launched within, on a stream of its own, while earlier work is under way.
+
+    `torch.cuda.graph` synchronises the device first, so that nothing is.
+    """
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode=mode)
+        try:
+            yield
+        finally:
+            graph.capture_end()
 
 
 def num_rotated(num_bytes: int, most: int = 256) -> int:

@@ -7,7 +7,18 @@
 
 #include "tests/check.h"
 
+extern "C" const char* kvcache_gpuless_counter(size_t i);
+extern "C" long kvcache_gpuless_count(size_t i);
+
 namespace kvcache::test {
+
+// What the runtime counted under a name.
+inline long count(const std::string& name) {
+  for (size_t i = 0; kvcache_gpuless_counter(i) != nullptr; ++i) {
+    if (name == kvcache_gpuless_counter(i)) return kvcache_gpuless_count(i);
+  }
+  throw Failure("no counter is called " + name);
+}
 
 inline std::string ran;  // a letter per host function that ran
 

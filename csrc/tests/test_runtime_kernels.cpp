@@ -1,8 +1,10 @@
 // The CUDA runtime without a GPU: kernels are found by name, launched late, and checked.
-// RUNTIME_KERNELS is the path of runtime_kernels.cpp, compiled.
+// RUNTIME_KERNELS is the path of runtime_kernels.cpp, compiled; RUNTIME_LIMITS of
+// runtime_limits.txt.
 #include <cuda_runtime_api.h>
 
 #include <array>
+#include <chrono>
 #include <string>
 
 #include "tests/check.h"
@@ -108,6 +110,81 @@ TEST(a_kernel_that_cannot_run_is_an_error_at_its_launch) {
     CHECK_EQ(launch("not registered", dim3(1), dim3(1), 0), cudaErrorInvalidDeviceFunction);
     CHECK_EQ(std::string(kvcache_gpuless_unbound_kernel(0)), "kvcache::missing_kernel()");
     CHECK(kvcache_gpuless_unbound_kernel(1) == nullptr);
+  });
+}
+
+// Each kernel's line as cuobjdump gives it: registers, static shared memory, threads per block.
+TEST(launches_are_held_against_the_machine_codes_limits) {
+  const kvcache::test::Variables variables = {{"KVCACHE_GPULESS_KERNELS", RUNTIME_KERNELS},
+                                              {"KVCACHE_GPULESS_LIMITS", RUNTIME_LIMITS}};
+  kvcache::test::in_child(variables, [] {
+    add_all();
+    int* out = device_ints(1024);
+    const Numbers n{out, 7};
+    // write_kernel: 40 registers, 128 threads.
+    CHECK_EQ(launch(&write_stub, dim3(1), dim3(128), 0, n), cudaSuccess);
+    CHECK_EQ(launch(&write_stub, dim3(1), dim3(160), 0, n), cudaErrorInvalidValue);
+    CHECK_EQ(launch(&write_stub, dim3(1), dim3(43, 3), 0, n), cudaErrorInvalidValue);
+    // shared_kernel: 80 registers, 40 KiB, 1024 threads. 25 warps of 2,560 registers fit.
+    CHECK_EQ(launch(&shared_stub, dim3(1), dim3(800), 4096, out), cudaSuccess);
+    CHECK_EQ(launch(&shared_stub, dim3(1), dim3(832), 4096, out), cudaErrorLaunchOutOfResources);
+    CHECK_EQ(launch(&shared_stub, dim3(1), dim3(4), 8 * 1024, out), cudaSuccess);
+    CHECK_EQ(launch(&shared_stub, dim3(1), dim3(4), 8 * 1024 + 1, out), cudaErrorInvalidValue);
+    const auto attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    CHECK_EQ(cudaFuncSetAttribute(&shared_stub, attribute, 188 * 1024), cudaErrorInvalidValue);
+    CHECK_EQ(cudaFuncSetAttribute(&shared_stub, attribute, 187 * 1024), cudaSuccess);
+    CHECK_EQ(launch(&shared_stub, dim3(1), dim3(4), 187 * 1024, out), cudaSuccess);
+    // trap_kernel is not in the file: its library is another.
+    CHECK_EQ(launch(&trap_stub, dim3(1), dim3(1), 0), cudaErrorInvalidDeviceFunction);
+    CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  });
+}
+
+TEST(attributes_and_occupancy_are_those_of_the_machine_code) {
+  const kvcache::test::Variables variables = {{"KVCACHE_GPULESS_KERNELS", RUNTIME_KERNELS},
+                                              {"KVCACHE_GPULESS_LIMITS", RUNTIME_LIMITS}};
+  kvcache::test::in_child(variables, [] {
+    add_all();
+    cudaFuncAttributes found{};
+    CHECK_EQ(cudaFuncGetAttributes(&found, &shared_stub), cudaSuccess);
+    CHECK_EQ(found.numRegs, 80);
+    CHECK_EQ(found.sharedSizeBytes, size_t(40 * 1024));
+    CHECK_EQ(found.maxDynamicSharedSizeBytes, 8 * 1024);
+    CHECK_EQ(found.maxThreadsPerBlock, 1024);
+    const auto blocks = [](const char* stub, int threads, size_t shared_bytes) {
+      int n = -1;
+      CHECK_EQ(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n, stub, threads, shared_bytes),
+               cudaSuccess);
+      return n;
+    };
+    CHECK_EQ(blocks(&write_stub, 128, 0), 12);         // registers: 4 warps of 1,280 each
+    CHECK_EQ(blocks(&write_stub, 32, 0), 32);          // the most thread blocks
+    CHECK_EQ(blocks(&write_stub, 128, 48 * 1024), 4);  // shared memory
+    CHECK_EQ(blocks(&shared_stub, 32, 0), 5);          // static shared memory
+    CHECK_EQ(blocks(&shared_stub, 1024, 0), 0);        // registers: not even one
+    CHECK_EQ(blocks(&write_stub, 256, 0), 0);          // beyond __launch_bounds__
+  });
+}
+
+TEST(a_spin_kernel_holds_its_stream_and_neither_other_streams_nor_the_host) {
+  with_kernels([] {
+    const char spin_stub = 0;
+    add(&spin_stub, "_ZN2at4cuda12_GLOBAL__N_111spin_kernelEl");
+    cudaStream_t held = nullptr, other = nullptr;
+    CHECK_EQ(cudaStreamCreateWithFlags(&held, cudaStreamNonBlocking), cudaSuccess);
+    CHECK_EQ(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking), cudaSuccess);
+    int64_t cycles = 400'000'000;  // 200 ms
+    void* arguments[] = {&cycles};
+    const auto begin = std::chrono::steady_clock::now();
+    const auto passed = [&] { return std::chrono::steady_clock::now() - begin; };
+    CHECK_EQ(cudaLaunchKernel(&spin_stub, dim3(1), dim3(1), arguments, 0, held), cudaSuccess);
+    int* out = device_ints(1);
+    CHECK_EQ(cudaMemsetAsync(out, 0, sizeof(int), other), cudaSuccess);
+    CHECK_EQ(cudaStreamSynchronize(other), cudaSuccess);
+    CHECK_EQ(cudaStreamQuery(held), cudaErrorNotReady);
+    CHECK(passed() < std::chrono::milliseconds(200));
+    CHECK_EQ(cudaStreamSynchronize(held), cudaSuccess);
+    CHECK(passed() >= std::chrono::milliseconds(200));
   });
 }
 

@@ -11,6 +11,7 @@
 
 namespace {
 
+using kvcache::test::count;
 using kvcache::test::dies_saying;
 using kvcache::test::in_child;
 using kvcache::test::new_stream;
@@ -245,6 +246,66 @@ TEST(a_batch_copies_and_refuses_the_null_stream_missing_orders_and_wrong_operand
     CHECK_EQ(back[0], 3);
     CHECK_EQ(back[3], 2);
   });
+}
+
+TEST(copies_are_counted_by_kind_and_by_the_memory_that_they_touch) {
+  in_child([] {
+    char* device = device_bytes(8);
+    char pageable[8] = {};
+    void* pinned = nullptr;
+    CHECK_EQ(cudaMallocHost(&pinned, 8), cudaSuccess);
+    CHECK_EQ(count("allocations"), 2);
+    cudaStream_t stream = new_stream();
+    CHECK_EQ(cudaMemcpyAsync(pinned, device, 8, cudaMemcpyDefault, stream), cudaSuccess);
+    CHECK_EQ(count("copies"), 1);
+    CHECK_EQ(count("pageable_copies") + count("legacy_work") + count("waits"), 0);
+    CHECK_EQ(cudaMemcpyAsync(pageable, device, 8, cudaMemcpyDefault, nullptr), cudaSuccess);
+    CHECK_EQ(count("copies"), 2);
+    CHECK_EQ(count("pageable_copies"), 1);
+    CHECK_EQ(count("legacy_work"), 1);
+    CHECK_EQ(count("waits"), 1);
+    auto* const host = static_cast<char*>(pinned);
+    CHECK_EQ(batch(stream, {device, device + 4}, {host, pageable}, {4, 4}), cudaSuccess);
+    CHECK_EQ(count("batches"), 1);
+    CHECK_EQ(count("batched_copies"), 2);
+    CHECK_EQ(count("pageable_copies"), 2);
+    CHECK_EQ(count("copies"), 2);
+    CHECK_EQ(cudaMemsetAsync(device, 0, 8, stream), cudaSuccess);
+    CHECK_EQ(count("fills"), 1);
+  });
+}
+
+TEST(queries_of_pointers_and_of_the_device_are_counted) {
+  in_child([] {
+    char* device = device_bytes(8);
+    (void)attributes_of(device);
+    unsigned flags = 0;
+    CHECK_EQ(cudaHostGetFlags(&flags, device), cudaErrorInvalidValue);
+    void* mapped = nullptr;
+    CHECK_EQ(cudaHostGetDevicePointer(&mapped, device, 0), cudaErrorInvalidValue);
+    CHECK_EQ(count("pointer_queries"), 3);
+    int value = 0;
+    CHECK_EQ(cudaDeviceGetAttribute(&value, cudaDevAttrWarpSize, 0), cudaSuccess);
+    size_t free_bytes = 0, total = 0;
+    CHECK_EQ(cudaMemGetInfo(&free_bytes, &total), cudaSuccess);
+    CHECK_EQ(count("device_queries"), 2);
+  });
+}
+
+TEST(a_copy_crosses_registered_neighbours_where_it_is_told_to) {
+  for (const bool joined : {false, true}) {
+    in_child({{"KVCACHE_GPULESS_NEIGHBOURS", joined ? "joined" : "apart"}}, [&] {
+      char* device = device_bytes(2 * kPage);
+      const Pages host(3);
+      CHECK_EQ(cudaHostRegister(host.memory, kPage, 0), cudaSuccess);
+      CHECK_EQ(cudaHostRegister(host.memory + kPage, kPage, 0), cudaSuccess);
+      const auto across = joined ? cudaSuccess : cudaErrorInvalidValue;
+      CHECK_EQ(cudaMemcpy(device, host.memory, 2 * kPage, cudaMemcpyDefault), across);
+      // Never into memory that is not registered.
+      CHECK_EQ(cudaMemcpy(device, host.memory + kPage, kPage + 1, cudaMemcpyDefault),
+               cudaErrorInvalidValue);
+    });
+  }
 }
 
 TEST(batches_can_be_made_to_fail) {

@@ -12,6 +12,7 @@
 
 namespace {
 
+using kvcache::test::count;
 using kvcache::test::in_child;
 using kvcache::test::new_stream;
 using kvcache::test::note;
@@ -166,6 +167,40 @@ TEST(priorities_are_kept_within_the_range_and_destroyed_streams_are_refused) {
     CHECK_EQ(cudaStreamDestroy(stream), cudaSuccess);
     CHECK_EQ(ran, "a");
     CHECK_EQ(cudaStreamSynchronize(stream), cudaErrorInvalidResourceHandle);
+  });
+}
+
+TEST(a_graph_launched_on_the_legacy_stream_is_work_there) {
+  in_child([] {
+    const cudaStream_t stream = new_stream();
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t executable = nullptr;
+    CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), cudaSuccess);
+    note(stream, "a");
+    CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+    CHECK_EQ(cudaGraphInstantiateWithFlags(&executable, graph, 0), cudaSuccess);
+    CHECK_EQ(cudaGraphLaunch(executable, stream), cudaSuccess);
+    CHECK_EQ(count("legacy_work"), 0);
+    CHECK_EQ(cudaGraphLaunch(executable, nullptr), cudaSuccess);
+    CHECK_EQ(count("legacy_work"), 1);
+  });
+}
+
+TEST(waits_and_queries_of_the_host_are_counted) {
+  in_child([] {
+    const cudaStream_t stream = new_stream();
+    const cudaEvent_t event = recorded(stream);
+    (void)cudaEventQuery(event);
+    (void)cudaStreamQuery(stream);
+    CHECK_EQ(count("event_queries"), 2);
+    cudaStreamCaptureStatus status{};
+    CHECK_EQ(cudaStreamIsCapturing(stream, &status), cudaSuccess);
+    CHECK_EQ(count("capture_queries"), 1);
+    CHECK_EQ(count("waits"), 0);
+    CHECK_EQ(cudaEventSynchronize(event), cudaSuccess);
+    CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+    CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    CHECK_EQ(count("waits"), 3);
   });
 }
 

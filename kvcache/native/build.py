@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -134,6 +135,43 @@ def cuda_home() -> Path | None:
         if folder and (Path(folder) / "bin" / "nvcc").exists():
             return Path(folder)
     return None
+
+
+def cudart_folder(home: Path, scratch: Path) -> Path:
+    """A folder in which the linker finds CUDA's runtime as ``-lcudart``.
+
+    Installers have it in ``lib64``, distributions in ``targets``, conda in ``lib``. pip's wheels have
+    ``lib/libcudart.so.13`` and no name without the version, which a link in ``scratch`` provides.
+
+    Args:
+        home: The toolkit.
+        scratch: Where the link is made; the folder is created if needed.
+
+    Raises:
+        RuntimeError: the toolkit has no shared library of the runtime.
+    """
+    target = f"targets/{platform.machine()}-linux/lib"
+    folders = [home / name for name in ("lib64", target, "lib")]
+    for folder in folders:
+        if (folder / "libcudart.so").exists():
+            return folder
+    versions = {
+        int(path.name.rpartition(".")[2]): path
+        for folder in reversed(folders)
+        for path in folder.glob("libcudart.so.*")
+        if path.name.count(".") == 2 and path.name.rpartition(".")[2].isdigit()
+    }
+    if not versions:
+        places = ", ".join(str(folder) for folder in folders)
+        raise RuntimeError(
+            f"no libcudart.so in {home}: expected CUDA's runtime in one of {places}; install it, or "
+            "set CUDA_HOME to a toolkit that has it"
+        )
+    scratch.mkdir(parents=True, exist_ok=True)
+    link = scratch / "libcudart.so"
+    link.unlink(missing_ok=True)
+    link.symlink_to(versions[max(versions)].resolve())
+    return scratch
 
 
 @functools.cache

@@ -93,6 +93,9 @@ def build_ops(name: str) -> Path:
             cpp_extension.CUDA_HOME = str(build.cuda_home())
         _require_ninja()
         arguments = build.cxx_arguments()
+        libraries = []
+        if cuda:  # torch looks for it in lib64 or lib alone, by its name without a version
+            libraries.append(f"-L{build.cudart_folder(build.cuda_home(), folder)}")
         cuda_flags = ["-O3", "-DUSE_CUDA", f"-D{build.TORCH_TARGET}"] if cuda else []
         cuda_flags += build.gencode_flags(present) if cuda else []  # torch's own only without any
         with _cxx_for_torch():
@@ -102,7 +105,7 @@ def build_ops(name: str) -> Path:
                 sources=[str(source) for source in sources],
                 extra_cflags=[*arguments, *build.CXX_FLAGS, f"-D{build.TORCH_TARGET}"],
                 extra_cuda_cflags=cuda_flags,
-                extra_ldflags=arguments,
+                extra_ldflags=[*arguments, *libraries],
                 extra_include_paths=[str(root)],
                 build_directory=str(folder),
                 with_cuda=cuda,

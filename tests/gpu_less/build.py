@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.gpu_less import limits
+
 REPO = Path(__file__).resolve().parent.parent.parent
 BUILD = REPO / "build" / "gpu-less"
 TREE = BUILD / "tree"
@@ -50,20 +52,24 @@ class Built:
     runtime: Path  # libcudart.so.13
     driver: Path  # libcuda.so.1
     kernels: Path
+    limits: Path | None  # of the kernels' launches; None without a cuobjdump
+    toolkit: Path
 
-    def environment(self) -> dict[str, str]:
-        """The environment of a process, and of all that it starts."""
-        site = TREE / "tests" / "gpu_less" / "site"
+    def environment(self, tree: Path = TREE) -> dict[str, str]:
+        """The environment of a process that uses the package in `tree`, and of all that it starts."""
+        site = tree / "tests" / "gpu_less" / "site"
         environment = {
             **os.environ,
             "KVCACHE_GPULESS_RUNTIME": str(self.runtime),
             "KVCACHE_GPULESS_DRIVER": str(self.driver),
             "KVCACHE_GPULESS_KERNELS": str(self.kernels),
+            "KVCACHE_GPULESS_LIMITS": str(self.limits or ""),
             "PYTHONPATH": os.pathsep.join(
-                [str(site), str(TREE), *filter(None, [os.environ.get("PYTHONPATH")])]
+                [str(site), str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
             ),
             "PATH": os.pathsep.join([str(self.python.parent), os.environ.get("PATH", "")]),
             "KVCACHE_CUDA_ARCHS": "90",
+            "CUDA_HOME": str(self.toolkit),
         }
         seed = environment.get("KVCACHE_GPULESS_SEED")
         if seed is not None:
@@ -82,14 +88,11 @@ def build() -> Built:
     with (BUILD / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _copy_tree()
-        built = Built(
-            python,
-            _runtime(rules, cuda),
-            _driver(rules),
-            _kernels(rules, python),
-        )
-        _package(python)
-    return built
+        runtime, driver = _runtime(rules, cuda), _driver(rules)
+        kernels = _kernels(rules, python)
+        toolkit = _toolkit(cuda)
+        _package(python, toolkit)
+        return Built(python, runtime, driver, kernels, _limits(cuda), toolkit)
 
 
 def _build_rules():
@@ -259,7 +262,25 @@ def _kernels(rules, python: Path) -> Path:
     return out
 
 
-def _package(python: Path) -> None:
+def _toolkit(cuda: Path) -> Path:
+    """The toolkit as pip's wheels lay it out: `lib` instead of `lib64`, and the runtime under its version
+    alone. What is built here shows that such a toolkit will do."""
+    folder = BUILD / "toolkit"
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "lib").mkdir(parents=True)
+    for name in ("bin", "include", "nvvm"):
+        (folder / name).symlink_to((cuda / name).resolve())
+    runtimes = [
+        path for name in ("lib64", "lib") for path in (cuda / name).glob("libcudart.so.[0-9]*")
+    ]
+    for path in runtimes:
+        link = folder / "lib" / ".".join(path.name.split(".")[:3])  # of 13.0.88, the 13
+        if not link.exists():
+            link.symlink_to(path.resolve())
+    return folder
+
+
+def _package(python: Path, toolkit: Path) -> None:
     """The native libraries of the package within TREE, for this Python and sm_90."""
     stamp = BUILD / "package"
     native = _sources("core", "worker", "python", "ops")
@@ -268,5 +289,19 @@ def _package(python: Path) -> None:
         return
     print("gpu-less: building the package for CUDA, sm_90", flush=True)
     command = [str(python), "setup.py", "-q", "build_ext", "--inplace"]
-    _run(command, cwd=TREE, env={**os.environ, "KVCACHE_CUDA": "1", "KVCACHE_CUDA_ARCHS": "90"})
+    asked = {"KVCACHE_CUDA": "1", "KVCACHE_CUDA_ARCHS": "90", "CUDA_HOME": str(toolkit)}
+    _run(command, cwd=TREE, env={**os.environ, **asked})
     stamp.write_text(key)
+
+
+def _limits(cuda: Path) -> Path | None:
+    """What the package's machine code allows of launches, in a file for the runtime."""
+    library, out = TREE / "kvcache" / "libkvcache_cuda.so", BUILD / "limits"
+    if out.exists() and out.stat().st_mtime > library.stat().st_mtime:
+        return out
+    tool = limits.find_cuobjdump(cuda, environment_folder())
+    if tool is None:
+        print("gpu-less: no cuobjdump, so launches are not checked against the machine code")
+        return None
+    limits.write(limits.limits_of(tool, library, "sm_90"), out)
+    return out

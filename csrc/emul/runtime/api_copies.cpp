@@ -2,6 +2,7 @@
 #include "emul/runtime/api.h"
 #include "emul/runtime/capture.h"
 #include "emul/runtime/copies.h"
+#include "emul/runtime/counters.h"
 
 using namespace kvcache::gpuless;
 
@@ -22,6 +23,7 @@ cudaError_t and_wait(Body&& body) {
   return on_stream(nullptr, [&](Stream& stream) {
     if (const cudaError_t error = refuse_while_capturing()) return error;
     const cudaError_t error = body(stream);
+    count(Counter::kWaits);
     drain(stream);
     return error;
   });

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "emul/runtime/api.h"
+#include "emul/runtime/counters.h"
 #include "emul/runtime/settings.h"
 
 using namespace kvcache::gpuless;
@@ -55,6 +56,7 @@ KV_GPULESS_API cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) {
 }
 
 KV_GPULESS_API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  count(Counter::kDeviceQueries);
   switch (attribute) {
     case cudaDevAttrMaxThreadsPerBlock:
       *value = 1024;
@@ -102,6 +104,7 @@ KV_GPULESS_API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr att
 }
 
 KV_GPULESS_API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
+  count(Counter::kDeviceQueries);
   std::memset(p, 0, sizeof *p);
   std::strcpy(p->name, "CUDA runtime without a GPU");
   p->major = 9;

@@ -1,6 +1,7 @@
 // The runtime's C interface: capture and graphs.
 #include "emul/runtime/api.h"
 #include "emul/runtime/capture.h"
+#include "emul/runtime/counters.h"
 
 using namespace kvcache::gpuless;
 
@@ -29,6 +30,7 @@ KV_GPULESS_API cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t
 KV_GPULESS_API cudaError_t cudaStreamIsCapturing(cudaStream_t handle,
                                                  cudaStreamCaptureStatus* status) {
   return call([&] {
+    count(Counter::kCaptureQueries);
     const Stream* stream = stream_of(handle);
     if (stream == nullptr) return cudaErrorInvalidResourceHandle;
     if (const cudaError_t error = refuse_implicit_dependency(*stream)) return error;
@@ -81,6 +83,7 @@ KV_GPULESS_API cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStrea
     if (stream == nullptr || executable == nullptr) return cudaErrorInvalidResourceHandle;
     if (stream->capture != nullptr) return cudaErrorNotSupported;  // a graph within a graph
     if (const cudaError_t error = refuse_implicit_dependency(*stream)) return error;
+    if (stream->is_null()) count(Counter::kLegacyWork);
     launch_graph(*graph_of(executable), *stream);
     return cudaSuccess;
   });

@@ -1,7 +1,6 @@
 // The runtime's C interface: what nvcc's generated code calls, launches, attributes of kernels.
 #include <cuda_runtime_api.h>
 
-#include <cstring>
 #include <vector>
 
 #include "emul/runtime/api.h"
@@ -105,24 +104,12 @@ KV_GPULESS_API cudaError_t cudaFuncSetAttribute(const void* stub, cudaFuncAttrib
 }
 
 KV_GPULESS_API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* stub) {
-  return call([&] {
-    if (!load_kernel(stub)) return cudaErrorInvalidDeviceFunction;
-    std::memset(attributes, 0, sizeof *attributes);
-    attributes->maxThreadsPerBlock = 1024;
-    attributes->maxDynamicSharedSizeBytes = 48 * 1024;
-    attributes->numRegs = 32;  // code is not simulated; callers want a number above zero
-    attributes->ptxVersion = attributes->binaryVersion = 90;
-    return cudaSuccess;
-  });
+  return call([&] { return describe(stub, attributes); });
 }
 
 KV_GPULESS_API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
-    int* blocks, const void*, int threads, size_t, unsigned) {
-  return call([&] {
-    if (threads <= 0 || threads > 1024) return cudaErrorInvalidValue;
-    *blocks = 2048 / threads;  // by threads alone
-    return cudaSuccess;
-  });
+    int* blocks, const void* stub, int threads, size_t shared_bytes, unsigned) {
+  return call([&] { return occupancy(stub, threads, shared_bytes, blocks); });
 }
 
 KV_GPULESS_API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks,

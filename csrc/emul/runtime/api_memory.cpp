@@ -1,6 +1,7 @@
 // The runtime's C interface: allocation, pinned and registered memory, pointers.
 #include "emul/runtime/api.h"
 #include "emul/runtime/capture.h"
+#include "emul/runtime/counters.h"
 #include "emul/runtime/device_memory.h"
 #include "emul/runtime/ranges.h"
 #include "emul/runtime/settings.h"
@@ -24,6 +25,7 @@ cudaError_t remove(void* memory, RangeKind kind) {
 KV_GPULESS_API cudaError_t cudaMalloc(void** memory, size_t bytes) {
   return call([&] {
     if (const cudaError_t error = refuse_while_capturing()) return error;
+    count(Counter::kAllocations);
     return add_device(memory, bytes);
   });
 }
@@ -33,6 +35,7 @@ KV_GPULESS_API cudaError_t cudaFree(void* memory) { return remove(memory, RangeK
 KV_GPULESS_API cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned flags) {
   return call([&] {
     if (const cudaError_t error = refuse_while_capturing()) return error;
+    count(Counter::kAllocations);
     return add_pinned(memory, bytes, flags);
   });
 }
@@ -46,6 +49,7 @@ KV_GPULESS_API cudaError_t cudaFreeHost(void* memory) { return remove(memory, Ra
 KV_GPULESS_API cudaError_t cudaHostRegister(void* memory, size_t bytes, unsigned flags) {
   return call([&] {
     if (const cudaError_t error = refuse_while_capturing()) return error;
+    count(Counter::kAllocations);
     return add_registered(memory, bytes, flags);
   });
 }
@@ -56,6 +60,7 @@ KV_GPULESS_API cudaError_t cudaHostUnregister(void* memory) {
 
 KV_GPULESS_API cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned flags) {
   return call([&] {
+    count(Counter::kPointerQueries);
     *device = nullptr;
     const Range* r = range_of(host);
     if (flags != 0 || r == nullptr || r->kind == RangeKind::kDevice) return cudaErrorInvalidValue;
@@ -66,6 +71,7 @@ KV_GPULESS_API cudaError_t cudaHostGetDevicePointer(void** device, void* host, u
 
 KV_GPULESS_API cudaError_t cudaHostGetFlags(unsigned* flags, void* host) {
   return call([&] {
+    count(Counter::kPointerQueries);
     const Range* r = range_of(host);
     if (r == nullptr || r->kind == RangeKind::kDevice) return cudaErrorInvalidValue;
     *flags = r->flags;
@@ -76,6 +82,7 @@ KV_GPULESS_API cudaError_t cudaHostGetFlags(unsigned* flags, void* host) {
 KV_GPULESS_API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes,
                                                     const void* p) {
   return call([&] {
+    count(Counter::kPointerQueries);
     *attributes = {};
     const Range* r = range_of(p);
     attributes->type = cudaMemoryTypeUnregistered;
@@ -92,6 +99,7 @@ KV_GPULESS_API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attri
 
 KV_GPULESS_API cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
   return call([&] {
+    count(Counter::kDeviceQueries);
     *total_bytes = settings().device_bytes;
     *free_bytes = *total_bytes - device_bytes_in_use();
     return cudaSuccess;

@@ -3,6 +3,7 @@
 
 #include "emul/runtime/api.h"
 #include "emul/runtime/capture.h"
+#include "emul/runtime/counters.h"
 #include "emul/runtime/streams.h"
 
 using namespace kvcache::gpuless;
@@ -110,6 +111,7 @@ KV_GPULESS_API cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* gre
 KV_GPULESS_API cudaError_t cudaStreamQuery(cudaStream_t handle) {
   return call([&] {
     Stream* stream = stream_of(handle);
+    count(Counter::kEventQueries);
     if (const cudaError_t error = refuse_waiting(stream)) return error;
     let_time_pass();
     return !stream->last || stream->last->reached ? cudaSuccess : cudaErrorNotReady;
@@ -120,6 +122,7 @@ KV_GPULESS_API cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   return call([&] {
     Stream* stream = stream_of(handle);
     if (const cudaError_t error = refuse_waiting(stream)) return error;
+    count(Counter::kWaits);
     drain(*stream);
     return cudaSuccess;
   });
@@ -128,6 +131,7 @@ KV_GPULESS_API cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
 KV_GPULESS_API cudaError_t cudaDeviceSynchronize() {
   return call([&] {
     if (const cudaError_t error = refuse_while_capturing()) return error;
+    count(Counter::kWaits);
     drain_all();
     return cudaSuccess;
   });
@@ -219,6 +223,7 @@ KV_GPULESS_API cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaE
 KV_GPULESS_API cudaError_t cudaEventQuery(cudaEvent_t handle) {
   return call([&] {
     Event* event = event_of(handle);
+    count(Counter::kEventQueries);
     if (const cudaError_t error = refuse_waiting(event)) return error;
     let_time_pass();
     return is_reached(*event) ? cudaSuccess : cudaErrorNotReady;
@@ -229,6 +234,7 @@ KV_GPULESS_API cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   return call([&] {
     Event* event = event_of(handle);
     if (const cudaError_t error = refuse_waiting(event)) return error;
+    count(Counter::kWaits);
     if (event->recorded) run_until(event->recorded);
     return cudaSuccess;
   });

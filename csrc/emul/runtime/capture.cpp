@@ -1,8 +1,11 @@
 #include "emul/runtime/capture.h"
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 #include "emul/runtime/api.h"
+#include "emul/runtime/counters.h"
 
 namespace kvcache::gpuless {
 namespace {
@@ -119,6 +122,7 @@ cudaError_t exchange_thread_mode(cudaStreamCaptureMode* mode) {
 
 cudaError_t submit_or_capture(Stream& stream, Work work) {
   if (const cudaError_t error = refuse_implicit_dependency(stream)) return error;
+  if (stream.is_null()) count(Counter::kLegacyWork);
   if (stream.capture == nullptr) {
     submit(stream, std::move(work));
     return cudaSuccess;
@@ -127,6 +131,17 @@ cudaError_t submit_or_capture(Stream& stream, Work work) {
   std::vector<Node>& nodes = stream.capture->graph->nodes;
   nodes.push_back({std::move(work), stream.capture_leaves});
   stream.capture_leaves = {int(nodes.size()) - 1};
+  return cudaSuccess;
+}
+
+cudaError_t pause_or_capture(Stream& stream, double milliseconds) {
+  if (stream.capture != nullptr) {
+    return submit_or_capture(stream, [milliseconds] {
+      std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(milliseconds));
+    });
+  }
+  if (const cudaError_t error = refuse_implicit_dependency(stream)) return error;
+  submit_pause(stream, milliseconds);
   return cudaSuccess;
 }
 

@@ -51,6 +51,8 @@ cudaError_t exchange_thread_mode(cudaStreamCaptureMode* mode);
 
 // Runs or records `work`. Every operation on a stream ends here.
 cudaError_t submit_or_capture(Stream& stream, Work work);
+// The same for a pause.
+cudaError_t pause_or_capture(Stream& stream, double milliseconds);
 // As tasks of the stream, in an order that the dependencies allow.
 void launch_graph(const Graph& graph, Stream& stream);
 

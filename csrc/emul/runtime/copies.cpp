@@ -7,6 +7,7 @@
 
 #include "emul/runtime/api.h"
 #include "emul/runtime/capture.h"
+#include "emul/runtime/counters.h"
 #include "emul/runtime/ranges.h"
 #include "emul/runtime/settings.h"
 
@@ -65,6 +66,11 @@ bool overlaps(const CopyShape& c) {
   return true;
 }
 
+void wait_for(Stream& stream) {
+  count(Counter::kWaits);
+  drain(stream);
+}
+
 bool has_bad_operand(void* to, const void* from, size_t bytes) {
   return bytes == 0 || !is_operand(to, bytes) || !is_operand(from, bytes) ||
          overlaps({to, from, bytes});
@@ -84,11 +90,13 @@ cudaError_t copy(const CopyShape& c, cudaMemcpyKind kind, Stream& stream) {
     return cudaErrorInvalidValue;
   }
   if (!fits_kind(c, kind) || overlaps(c)) return cudaErrorInvalidValue;
+  count(Counter::kCopies);
+  if (is_pageable(c.from) || is_pageable(c.to)) count(Counter::kPageableCopies);
   if (stream.capture != nullptr) return submit_or_capture(stream, direct(c));
   const bool staged = is_pageable(c.from);
   if (const cudaError_t e = submit_or_capture(stream, staged ? from_staging(c) : direct(c)))
     return e;
-  if (is_pageable(c.to)) drain(stream);
+  if (is_pageable(c.to)) wait_for(stream);
   return cudaSuccess;
 }
 
@@ -99,43 +107,48 @@ cudaError_t fill(void* to, int value, size_t bytes, Stream& stream) {
     say("fill of %zu bytes at %p: it is pageable host memory", bytes, to);
     return cudaErrorInvalidValue;
   }
+  count(Counter::kFills);
   return submit_or_capture(stream, [=] { std::memset(reachable(to), value, bytes); });
 }
 
-cudaError_t copy_batch(void* const* to, const void* const* from, const size_t* bytes, size_t count,
-                       const cudaMemcpyAttributes* attributes, const size_t* first_of_attributes,
-                       size_t num_attributes, Stream& stream) {
+cudaError_t copy_batch(void* const* to, const void* const* from, const size_t* bytes,
+                       size_t num_copies, const cudaMemcpyAttributes* attributes,
+                       const size_t* first_of_attributes, size_t num_attributes, Stream& stream) {
   if (stream.is_null()) return cudaErrorInvalidValue;
   if (const cudaError_t error = refuse_if_capturing(stream)) return error;
-  if (count == 0 || num_attributes == 0 || num_attributes > count) return cudaErrorInvalidValue;
+  if (num_copies == 0 || num_attributes == 0 || num_attributes > num_copies)
+    return cudaErrorInvalidValue;
   for (size_t i = 0; i < num_attributes; ++i) {
     const bool in_order =
         i == 0 ? first_of_attributes[0] == 0 : first_of_attributes[i] > first_of_attributes[i - 1];
     const int access = attributes[i].srcAccessOrder;
     const bool known =
         access >= cudaMemcpySrcAccessOrderStream && access <= cudaMemcpySrcAccessOrderAny;
-    if (!in_order || first_of_attributes[i] >= count || !known) return cudaErrorInvalidValue;
+    if (!in_order || first_of_attributes[i] >= num_copies || !known) return cudaErrorInvalidValue;
   }
   if (settings().batches_fail) return cudaErrorInvalidValue;
   if (settings().batches_crash) return cudaErrorUnknown;
-  for (size_t i = 0; i < count; ++i) {
+  for (size_t i = 0; i < num_copies; ++i) {
     if (has_bad_operand(to[i], from[i], bytes[i])) return cudaErrorInvalidValue;
   }
+  count(Counter::kBatches);
+  count(Counter::kBatchedCopies, long(num_copies));
   std::vector<Work> copies;
   bool to_pageable = false;
-  for (size_t i = 0, a = 0; i < count; ++i) {
+  for (size_t i = 0, a = 0; i < num_copies; ++i) {
     while (a + 1 < num_attributes && first_of_attributes[a + 1] <= i) ++a;
     const CopyShape c{to[i], from[i], bytes[i]};
     const bool at_once = attributes[a].srcAccessOrder == cudaMemcpySrcAccessOrderDuringApiCall;
     copies.push_back(at_once && is_pageable(from[i]) ? from_staging(c) : direct(c));
     to_pageable = to_pageable || is_pageable(to[i]);
+    if (is_pageable(from[i]) || is_pageable(to[i])) count(Counter::kPageableCopies);
   }
   // The copies of a batch are in no order among each other.
-  for (size_t i = count - 1; i > 0; --i) std::swap(copies[i], copies[random_below(i + 1)]);
+  for (size_t i = num_copies - 1; i > 0; --i) std::swap(copies[i], copies[random_below(i + 1)]);
   submit(stream, [copies = std::move(copies)] {
     for (const Work& one : copies) one();
   });
-  if (to_pageable) drain(stream);
+  if (to_pageable) wait_for(stream);
   return cudaSuccess;
 }
 

@@ -13,18 +13,17 @@
 #include "emul/runtime/api.h"
 #include "emul/runtime/bound.h"
 #include "emul/runtime/capture.h"
+#include "emul/runtime/counters.h"
 #include "emul/runtime/device_memory.h"
+#include "emul/runtime/limits.h"
 #include "emul/runtime/settings.h"
 
 namespace kvcache::gpuless {
 namespace {
 
-constexpr size_t kSharedBytes = 48 * 1024;   // without asking
-constexpr int kMaxSharedBytes = 227 * 1024;  // per thread block, compute capability 9.0
-
 struct Kernel {
   const char* mangled;
-  size_t allowed_shared_bytes = kSharedBytes;
+  size_t asked_shared_bytes = 0;  // dynamic shared memory, by cudaFuncSetAttribute
   long num_launches = 0;
   bool is_loaded = false;  // by a launch, or because its attributes were asked for
 };
@@ -42,6 +41,10 @@ struct LeftOut {
 constexpr LeftOut kLeftOut[] = {
     {"FillFunctor<long>", "torch writes its random state of a graph; no graph here draws numbers"},
 };
+
+// torch.cuda._sleep: a thread that spins for so many cycles of this clock.
+constexpr const char* kSpinKernel = "at::cuda::(anonymous namespace)::spin_kernel";
+constexpr double kCyclesPerMillisecond = 2e6;
 
 std::string demangled(const char* mangled) {
   int status = 0;
@@ -113,6 +116,49 @@ const BoundByName& bound() {
   return *all;
 }
 
+// Kernel names as a launch has them.
+std::string name_of(const char* mangled) { return without_result(demangled(mangled)); }
+
+const LimitsByName& all_limits() {
+  static const auto* const all = new LimitsByName(read_limits(settings().limits, &name_of));
+  return *all;
+}
+
+Limits limits_of(const std::string& name) {
+  const auto found = all_limits().find(name);
+  return found == all_limits().end() ? Limits{} : found->second;
+}
+
+// CUDA's documents say that such launches fail, and not always with which error.
+cudaError_t refuse_beyond_limits(const Kernel& kernel, const std::string& name, dim3 block,
+                                 size_t shared_bytes) {
+  if (is_own(name) && !all_limits().empty() && all_limits().count(name) == 0) {
+    say("the limits of %s are not known: its library is another than KVCACHE_GPULESS_LIMITS is of",
+        name.c_str());
+    return cudaErrorInvalidDeviceFunction;
+  }
+  const Limits limits = limits_of(name);
+  const size_t static_bytes = std::min(limits.static_shared_bytes, kSharedBytes);
+  const size_t allowed = std::max(kernel.asked_shared_bytes, kSharedBytes - static_bytes);
+  if (shared_bytes > allowed) {
+    say("%s wants %zu bytes of shared memory, allowed are %zu", name.c_str(), shared_bytes,
+        allowed);
+    return cudaErrorInvalidValue;
+  }
+  const int threads = int(block.x * block.y * block.z);
+  if (threads > limits.max_threads) {
+    say("%s is launched with %d threads per block, compiled for at most %d", name.c_str(), threads,
+        limits.max_threads);
+    return cudaErrorInvalidValue;
+  }
+  if (registers_of_block(limits, threads) > kRegisters) {
+    say("%s is launched with %d threads of %d registers, more than a multiprocessor has",
+        name.c_str(), threads, limits.registers);
+    return cudaErrorLaunchOutOfResources;
+  }
+  return cudaSuccess;
+}
+
 bool fits(dim3 grid, dim3 block) {
   const uint64_t threads = uint64_t{block.x} * block.y * block.z;
   return grid.x > 0 && grid.x <= 0x7fffffffu && grid.y > 0 && grid.y <= 65535 && grid.z > 0 &&
@@ -172,8 +218,9 @@ bool load_kernel(const void* stub) {
 cudaError_t allow_shared_bytes(const void* stub, int bytes) {
   const auto found = kernels().find(stub);
   if (found == kernels().end()) return cudaErrorInvalidDeviceFunction;
-  if (bytes < 0 || bytes > kMaxSharedBytes) return cudaErrorInvalidValue;
-  found->second.allowed_shared_bytes = std::max(kSharedBytes, size_t(bytes));
+  const size_t static_bytes = limits_of(name_of(found->second.mangled)).static_shared_bytes;
+  if (bytes < 0 || size_t(bytes) + static_bytes > kMaxSharedBytes) return cudaErrorInvalidValue;
+  found->second.asked_shared_bytes = size_t(bytes);
   return cudaSuccess;
 }
 
@@ -182,12 +229,10 @@ cudaError_t launch(const void* stub, dim3 grid, dim3 block, void** arguments, si
   const auto found = kernels().find(stub);
   if (found == kernels().end()) return cudaErrorInvalidDeviceFunction;
   Kernel& kernel = found->second;
-  const std::string name = without_result(demangled(kernel.mangled));
+  const std::string name = name_of(kernel.mangled);
   if (!fits(grid, block)) return cudaErrorInvalidConfiguration;
-  if (shared_bytes > kernel.allowed_shared_bytes) {
-    say("%s wants %zu bytes of shared memory, allowed are %zu", name.c_str(), shared_bytes,
-        kernel.allowed_shared_bytes);
-    return cudaErrorInvalidValue;
+  if (const cudaError_t error = refuse_beyond_limits(kernel, name, block, shared_bytes)) {
+    return error;
   }
   // Loading allocates, as drivers before 12.3 do at a kernel's first launch.
   if (!kernel.is_loaded && settings().no_loading_in_captures) {
@@ -195,17 +240,49 @@ cudaError_t launch(const void* stub, dim3 grid, dim3 block, void** arguments, si
   }
   kernel.is_loaded = true;
   ++kernel.num_launches;
+  if (is_own(name)) count(Counter::kLaunches);
+  if (without_parameters(name) == kSpinKernel) {
+    const double cycles = double(*static_cast<int64_t*>(arguments[0]));
+    return pause_or_capture(stream, cycles / kCyclesPerMillisecond);
+  }
   const Bound* emulated = find_bound(name);
   if (emulated == nullptr) return refuse_foreign(name);
   const LaunchShape shape{{grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, shared_bytes};
   return submit_or_capture(stream, run_kernel(name, emulated->bind(arguments, shape)));
 }
 
+cudaError_t describe(const void* stub, cudaFuncAttributes* attributes) {
+  count(Counter::kDeviceQueries);
+  if (!load_kernel(stub)) return cudaErrorInvalidDeviceFunction;
+  const Kernel& kernel = kernels().at(stub);
+  const Limits limits = limits_of(name_of(kernel.mangled));
+  std::memset(attributes, 0, sizeof *attributes);
+  attributes->sharedSizeBytes = limits.static_shared_bytes;
+  attributes->maxThreadsPerBlock = limits.max_threads;
+  attributes->maxDynamicSharedSizeBytes =
+      int(std::max(kernel.asked_shared_bytes, kSharedBytes - limits.static_shared_bytes));
+  // Of kernels whose code is not known callers want a number above zero.
+  attributes->numRegs = limits.registers > 0 ? limits.registers : 32;
+  attributes->ptxVersion = attributes->binaryVersion = 90;
+  return cudaSuccess;
+}
+
+cudaError_t occupancy(const void* stub, int threads, size_t shared_bytes, int* blocks) {
+  count(Counter::kDeviceQueries);
+  const auto found = kernels().find(stub);
+  if (found == kernels().end()) return cudaErrorInvalidDeviceFunction;
+  if (threads <= 0 || threads > kMaxThreads) return cudaErrorInvalidValue;
+  const Limits limits = limits_of(name_of(found->second.mangled));
+  *blocks =
+      threads > limits.max_threads ? 0 : blocks_per_multiprocessor(limits, threads, shared_bytes);
+  return cudaSuccess;
+}
+
 std::vector<std::string> unbound_kernels() {
   std::vector<std::string> names;
   for (const auto& [stub, kernel] : kernels()) {
     if (std::strstr(kernel.mangled, "kvcache") == nullptr) continue;
-    const std::string name = without_result(demangled(kernel.mangled));
+    const std::string name = name_of(kernel.mangled);
     if (is_own(name) && find_bound(name) == nullptr) names.push_back(name);
   }
   return names;

@@ -21,6 +21,10 @@ bool is_kernel(const void* stub);
 bool load_kernel(const void* stub);
 // The shared memory beyond 48 KiB that cudaFuncSetAttribute allows the kernel.
 cudaError_t allow_shared_bytes(const void* stub, int bytes);
+// As cudaFuncGetAttributes; the kernel is loaded from now on.
+cudaError_t describe(const void* stub, cudaFuncAttributes* attributes);
+// As cudaOccupancyMaxActiveBlocksPerMultiprocessor.
+cudaError_t occupancy(const void* stub, int threads, size_t shared_bytes, int* blocks);
 cudaError_t launch(const void* stub, dim3 grid, dim3 block, void** arguments, size_t shared_bytes,
                    Stream& stream);
 // Demangled names of this project's kernels that a loaded library has and the emulator does not.

@@ -4,6 +4,7 @@
 
 #include "emul/runtime/api.h"
 #include "emul/runtime/capture.h"
+#include "emul/runtime/counters.h"
 #include "emul/runtime/kernels.h"
 #include "emul/runtime/ranges.h"
 
@@ -65,6 +66,10 @@ KV_GPULESS_API int kvcache_gpuless_is_capturing(cudaStream_t stream) {
   });
   return capturing;
 }
+
+// The counter's name, or nullptr past the last one.
+KV_GPULESS_API const char* kvcache_gpuless_counter(size_t i) { return name_of_counter(i); }
+KV_GPULESS_API long kvcache_gpuless_count(size_t i) { return count_of(Counter(i)); }
 
 KV_GPULESS_API long kvcache_gpuless_num_tasks_run() { return num_tasks_run(); }
 

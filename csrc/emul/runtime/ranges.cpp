@@ -133,7 +133,15 @@ cudaError_t remove_range(void* memory, RangeKind kind) {
 
 bool is_operand(const void* p, size_t bytes) {
   const char *begin = static_cast<const char*>(p), *end = begin + bytes;
-  if (const Range* r = range_of(p)) return end <= r->begin + r->bytes;
+  if (const Range* r = range_of(p)) {
+    while (settings().joined_neighbours && r->kind == RangeKind::kRegistered &&
+           end > r->begin + r->bytes) {
+      const Range* next = range_of(r->begin + r->bytes);
+      if (next == nullptr || next->kind != RangeKind::kRegistered) break;
+      r = next;
+    }
+    return end <= r->begin + r->bytes;
+  }
   if (in_device_arena(p)) return false;  // freed, or never allocated
   const auto next = ranges().lower_bound(const_cast<char*>(begin));
   return next == ranges().end() || next->first >= end;

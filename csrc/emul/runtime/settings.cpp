@@ -39,9 +39,11 @@ Settings read() {
   s.device_bytes = number("KVCACHE_GPULESS_DEVICE_BYTES", uint64_t{16} << 30);
   s.locked_bytes = number("KVCACHE_GPULESS_LOCKED_BYTES", UINT64_MAX);
   s.other_pointers = holds("KVCACHE_GPULESS_DEVICE_POINTERS", "different");
+  s.joined_neighbours = holds("KVCACHE_GPULESS_NEIGHBOURS", "joined", "apart");
   s.batches_fail = holds("KVCACHE_GPULESS_BATCHES", "fail", "crash");
   s.batches_crash = holds("KVCACHE_GPULESS_BATCHES", "crash", "fail");
   s.no_loading_in_captures = holds("KVCACHE_GPULESS_LOADING", "lazy");
+  s.limits = text("KVCACHE_GPULESS_LIMITS");
   s.kernels = text("KVCACHE_GPULESS_KERNELS");
   return s;
 }

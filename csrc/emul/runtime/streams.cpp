@@ -45,20 +45,32 @@ void run_first(Stream& stream) {
   ++num_run;
 }
 
-std::vector<Stream*> ready_streams() {
-  std::vector<Stream*> ready;
-  for (Stream* s : streams()) {
-    if (!s->tasks.empty() && unreached(s->tasks.front()) == nullptr) ready.push_back(s);
-  }
-  return ready;
+// Whether a task that waits for nothing else is a pause that lasts; begins it.
+bool pauses(Task& task) {
+  if (task.pause_ms == 0) return false;
+  if (task.until_ms == 0) task.until_ms = now_ms() + task.pause_ms;
+  return now_ms() < task.until_ms;
 }
 
-bool run_any() {
-  const std::vector<Stream*> ready = ready_streams();
-  if (ready.empty()) return false;
+enum class Ran { kOne, kNothing, kNothingYet };  // kNothingYet: streams pause
+
+Ran run_any() {
+  std::vector<Stream*> ready;
+  bool pausing = false;
+  for (Stream* s : streams()) {
+    if (s->tasks.empty() || unreached(s->tasks.front()) != nullptr) continue;
+    if (pauses(s->tasks.front())) {
+      pausing = true;
+    } else {
+      ready.push_back(s);
+    }
+  }
+  if (ready.empty()) return pausing ? Ran::kNothingYet : Ran::kNothing;
   run_first(*ready[random_below(ready.size())]);
-  return true;
+  return Ran::kOne;
 }
+
+void nap() { std::this_thread::sleep_for(std::chrono::microseconds(200)); }
 
 // The task that `done` needs next: the first of its stream, or what that one waits for.
 void run_toward(const CompletionPtr& done) {
@@ -66,7 +78,11 @@ void run_toward(const CompletionPtr& done) {
   while (const CompletionPtr* earlier = unreached(needed->stream->tasks.front())) {
     needed = earlier->get();
   }
-  run_first(*needed->stream);
+  if (pauses(needed->stream->tasks.front())) {
+    nap();
+  } else {
+    run_first(*needed->stream);
+  }
 }
 
 void run_when_quiet() {
@@ -112,19 +128,22 @@ void destroy_stream(Stream* stream) {
 
 const std::vector<Stream*>& all_streams() { return streams(); }
 
-CompletionPtr submit(Stream& stream, Work work, std::vector<CompletionPtr> after) {
+namespace {
+
+CompletionPtr append(Stream& stream, Task task) {
   static const bool device_thread = (std::thread(run_when_quiet).detach(), true);
   (void)device_thread;
   if (stream.is_null()) {
     for (const Stream* s : streams()) {
-      if (s->is_blocking() && s->last) after.push_back(s->last);
+      if (s->is_blocking() && s->last) task.after.push_back(s->last);
     }
   } else if (stream.is_blocking() && null_stream().last) {
-    after.push_back(null_stream().last);
+    task.after.push_back(null_stream().last);
   }
   auto done = std::make_shared<Completion>();
   done->stream = &stream;
-  stream.tasks.push_back({std::move(work), std::move(after), done});
+  task.done = done;
+  stream.tasks.push_back(std::move(task));
   stream.last = done;
   ++num_submitted;
   if (settings().late) {
@@ -133,6 +152,21 @@ CompletionPtr submit(Stream& stream, Work work, std::vector<CompletionPtr> after
     run_until(done);
   }
   return done;
+}
+
+}  // namespace
+
+CompletionPtr submit(Stream& stream, Work work, std::vector<CompletionPtr> after) {
+  Task task;
+  task.work = std::move(work);
+  task.after = std::move(after);
+  return append(stream, std::move(task));
+}
+
+CompletionPtr submit_pause(Stream& stream, double milliseconds) {
+  Task task;
+  task.pause_ms = milliseconds;
+  return append(stream, std::move(task));
 }
 
 void run_until(const CompletionPtr& done) {
@@ -150,13 +184,14 @@ void drain(Stream& stream) {
 }
 
 void drain_all() {
-  while (run_any()) {
+  for (Ran ran = run_any(); ran != Ran::kNothing; ran = run_any()) {
+    if (ran == Ran::kNothingYet) nap();
   }
 }
 
 void let_time_pass() {
   if (random_below(4) != 0) return;
-  for (uint64_t n = random_below(4); n > 0 && run_any(); --n) {
+  for (uint64_t n = random_below(4); n > 0 && run_any() == Ran::kOne; --n) {
   }
 }
 

@@ -30,9 +30,11 @@ using CompletionPtr = std::shared_ptr<Completion>;
 using Work = std::function<void()>;
 
 struct Task {
-  Work work;  // none: a mark
+  Work work;            // none: a mark, or a pause
+  double pause_ms = 0;  // the stream stands still so long, by the host's clock
   std::vector<CompletionPtr> after;
   CompletionPtr done;
+  double until_ms = 0;  // the end of a pause that has begun
 };
 
 struct Stream {
@@ -55,6 +57,9 @@ const std::vector<Stream*>& all_streams();
 
 // Appends to the stream; the work runs at some later time, at the latest when something waits.
 CompletionPtr submit(Stream& stream, Work work, std::vector<CompletionPtr> after = {});
+
+// Appends a pause. Other streams go on, and so does the host unless it waits.
+CompletionPtr submit_pause(Stream& stream, double milliseconds);
 
 void run_until(const CompletionPtr& done);
 void drain(Stream& stream);

@@ -16,8 +16,6 @@ from pathlib import Path
 
 import torch
 
-from kvcache.native import load
-
 _log = logging.getLogger("kvcache")
 _CHUNK_BYTES = 256 << 20
 _HUGE_PAGE_BYTES = 2 << 20
@@ -133,6 +131,9 @@ class _PinningError(Exception):
 
 
 def _register(address: int, num_bytes: int, device: torch.device) -> None:
+    # Here, as this import builds libraries that are missing: the size of the host's memory needs none.
+    from kvcache.native import load
+
     # The op, unlike torch's cudart, does not invalidate captures of other threads.
     problem = load.why_no_cuda()
     if problem is None and device.type != "cuda":

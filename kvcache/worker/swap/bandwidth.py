@@ -7,7 +7,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from kvcache.worker.swap.calibration import (
     METHODS,
     OUT,
     Calibration,
+    calibration_of,
     steps_of,
 )
 from kvcache.worker.swap.engine import SwapEngine
@@ -33,6 +35,9 @@ _COUNTS = (32, 256, 2048)  # numbers of fragments per swap that a calibration me
 _THREAD_BLOCKS = (1, 2, 4, 8, 12, 16, 24, 32)
 _RUN = 16  # neighbouring pages
 _PATTERNS = ("scattered", "runs")
+# Of the clock that `hold` counts: no device's is faster, so a hold is at least as long as asked for.
+_MOST_CYCLES_PER_S = 2e9
+_LEAST_HOLD_S, _MOST_HOLD_S = 200e-6, 0.1
 _STAGING_BYTES = 64 << 20  # per direction: SwapEngine's default
 
 
@@ -42,7 +47,8 @@ class Rate:
 
     `direction`: out, in, both or host. `fragment`: bytes of a fragment. `num_fragments`: fragments per
     swap. Both count before fragments of consecutive pages are merged. `pattern`: pages "scattered", or in
-    "runs" of 16.
+    "runs" of 16. `submit_us`: what submitting took the host, which is not in the rate, unless
+    `submission_is_hidden` is false: then the device waited for it.
     """
 
     direction: str
@@ -53,11 +59,25 @@ class Rate:
     contiguous_gb_per_s: float
     num_thread_blocks: int | None = None  # None: no kernel accesses the host's memory
     num_fragments: int | None = None
+    submit_us: float | None = None
+    submission_is_hidden: bool | None = None
 
     @property
     def share(self) -> float:
         """Share of the contiguous copy's bandwidth."""
         return self.gb_per_s / self.contiguous_gb_per_s
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median seconds of the device's work, and of the host that submits it.
+
+    `is_hidden`: whether all was submitted before the device began, so that `device_s` is its work alone.
+    """
+
+    device_s: float
+    submit_s: float
+    is_hidden: bool
 
 
 def median_times(*functions: Callable[[], object], rounds: int = 7) -> list[float]:
@@ -120,12 +140,16 @@ def device_rates(
     rounds: int = 7,
     pool_bytes: int = POOL_BYTES,
     counts: tuple[int, ...] = (),
+    thread_blocks: tuple[int, ...] = (),
 ) -> Iterator[Rate]:
     """Swaps between a device and pinned host memory. Method None: the one that the calibration chooses.
 
     A swap moves `num_bytes`, in pages that are scattered over `pool_bytes` on both sides. `counts`: swaps
-    of these numbers of fragments instead, as far as `num_bytes` suffices.
+    of these numbers of fragments instead, as far as `num_bytes` suffices. `thread_blocks`: the kernel
+    with each of these numbers in turn, instead of the calibration's, over the same pool.
     """
+    base = calibration or calibration_of(device)
+    trials = [replace(base, num_thread_blocks=n) for n in thread_blocks] or [base]
     limits = _contiguous_gb_per_s(device, num_bytes, directions)
 
     def of_one_pool(fragment: int, pattern: str) -> Iterator[Rate]:
@@ -135,16 +159,16 @@ def device_rates(
         pages.memory.random_(0, 256)
         per_page = len(pages.sizes)
         numbers = {min(max(count // per_page, 1), len(pairs)) for count in counts}
-        for method in methods:
+        for method, trial in product(methods, trials):
             engine = SwapEngine(
-                pages, host, method=method, calibration=calibration, staging_bytes=_STAGING_BYTES
+                pages, host, method=method, calibration=trial, staging_bytes=_STAGING_BYTES
             )
             for direction in directions:
                 for number in sorted(numbers or {len(pairs)}):
                     some = pairs[:number]
-                    seconds = _swap_seconds(engine, some, direction, rounds)
+                    timing = _swap_timing(engine, some, direction, rounds)
                     # With both directions, each moves one half.
-                    rate = number * pages.page_bytes / seconds / 1e9
+                    rate = number * pages.page_bytes / timing.device_s / 1e9
                     used = method or engine.method_for(IN if direction == BOTH else direction, some)
                     blocks = engine.calibration.num_thread_blocks if used == KERNEL else None
                     yield Rate(
@@ -156,6 +180,8 @@ def device_rates(
                         limits[direction],
                         blocks,
                         number * per_page,
+                        timing.submit_s * 1e6,
+                        timing.is_hidden,
                     )
             del engine  # frees its staging memory before the next engine is made
 
@@ -172,13 +198,21 @@ def calibrate(
 ) -> Calibration:
     """Measures the fastest method by number and size of fragments, and the fewest thread blocks that
     suffice."""
-    one = {"directions": (IN,), "patterns": ("scattered",), "rounds": 5, "pool_bytes": pool_bytes}
-    by_blocks = {}
-    for blocks in _THREAD_BLOCKS:
-        trial = Calibration("trial", DEFAULT.out, DEFAULT.in_, blocks)
-        (rate,) = device_rates(device, num_bytes, (16 * 1024,), (KERNEL,), trial, **one)
+    by_blocks: dict[int | None, float] = {}
+    for rate in device_rates(
+        device,
+        num_bytes,
+        (16 * 1024,),
+        (KERNEL,),
+        DEFAULT,
+        directions=(IN,),
+        patterns=("scattered",),
+        rounds=5,
+        pool_bytes=pool_bytes,
+        thread_blocks=_THREAD_BLOCKS,
+    ):
         progress(rate)
-        by_blocks[blocks] = rate.gb_per_s
+        by_blocks[rate.num_thread_blocks] = rate.gb_per_s
     enough = 0.97 * max(by_blocks.values())
     blocks = min(n for n, rate in by_blocks.items() if rate >= enough)
     trial = Calibration("trial", DEFAULT.out, DEFAULT.in_, blocks)
@@ -259,7 +293,7 @@ def _largest_pool(num_bytes: int, pool_bytes: int, patterns: tuple[str, ...]) ->
     return pool, page
 
 
-def _swap_seconds(engine: SwapEngine, pairs: np.ndarray, direction: str, rounds: int) -> float:
+def _swap_timing(engine: SwapEngine, pairs: np.ndarray, direction: str, rounds: int) -> Timing:
     half = len(pairs) // 2
 
     def swap() -> None:
@@ -272,27 +306,47 @@ def _swap_seconds(engine: SwapEngine, pairs: np.ndarray, direction: str, rounds:
         for job in jobs:
             engine.before_read(job)
 
-    seconds = _device_seconds(engine.device.device, swap, rounds)
+    with torch.cuda.device(engine.device.device):
+        timing = device_seconds(swap, rounds)
     engine.wait()
-    return seconds
+    return timing
 
 
-def _device_seconds(device: torch.device, launch: Callable[[], None], rounds: int) -> float:
-    """Median seconds of the work that `launch` launches and the current stream waits for.
+def hold(seconds: float) -> None:
+    """Keeps the current stream from going on for at least so long; the host does not wait."""
+    torch.cuda._sleep(int(seconds * _MOST_CYCLES_PER_S))
 
-    Measured by the device's clock, so polling by the host does not count.
+
+def device_seconds(launch: Callable[[], object], rounds: int = 7) -> Timing:
+    """Measures the work that `launch` launches and the current stream of the current device waits for.
+
+    By the device's clock. The stream is held until all is submitted, so that the submission does not
+    count; a round in which the device came first is repeated, with a longer hold.
     """
-    stream = torch.cuda.current_stream(device)
-    taken = []
-    for _ in range(1 + rounds):
-        torch.cuda.synchronize(device)
+    stream = torch.cuda.current_stream()
+    rounds_left, repeats_left = 1 + rounds, rounds  # the first warms caches and allocator
+    hold_s, taken, submitting, is_hidden = _LEAST_HOLD_S, [], [], True
+    while rounds_left:
+        torch.cuda.synchronize()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        hold(hold_s)
         start.record(stream)
+        begin = time.perf_counter()
         launch()
+        submit_s = time.perf_counter() - begin
         end.record(stream)
+        came_first = start.query()
         end.synchronize()
-        taken.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(taken[1:])  # the first warms caches and allocator
+        hold_s = min(2 * submit_s + _LEAST_HOLD_S, _MOST_HOLD_S)
+        if came_first and repeats_left and rounds_left <= rounds:
+            repeats_left -= 1
+            continue
+        if rounds_left <= rounds:
+            taken.append(start.elapsed_time(end) / 1e3)
+            submitting.append(submit_s)
+            is_hidden = is_hidden and not came_first
+        rounds_left -= 1
+    return Timing(statistics.median(taken), statistics.median(submitting), is_hidden)
 
 
 def _contiguous_gb_per_s(
@@ -321,10 +375,11 @@ def _contiguous_gb_per_s(
         for stream in streams:
             current.wait_stream(stream)
 
-    return {
-        direction: num_bytes / _device_seconds(device, lambda d=direction: copy(d), 7) / 1e9
-        for direction in directions
-    }
+    with torch.cuda.device(device):
+        return {
+            direction: num_bytes / device_seconds(lambda d=direction: copy(d)).device_s / 1e9
+            for direction in directions
+        }
 
 
 def _memcpy(num_bytes: int, num_threads: int) -> Callable[[], None]:
