@@ -83,7 +83,10 @@ inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, c
 }
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
-enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin = 97 };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
+};
 
 // Remembered for the kernel's launches.
 template <class Kernel>
@@ -92,8 +95,18 @@ cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
   return ok ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int /*device*/) {
-  *value = int(emul::kMaxSharedBytes);
+// A device of 132 multiprocessors.
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int /*device*/) {
+  *value = attribute == cudaDevAttrMultiProcessorCount ? 132 : int(emul::kMaxSharedBytes);
+  return cudaSuccess;
+}
+
+// By threads alone.
+template <class Kernel>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, int threads,
+                                                          size_t /*shared_bytes*/) {
+  if (threads < 1 || threads > 1024) return cudaErrorInvalidValue;
+  *blocks = 2048 / threads;
   return cudaSuccess;
 }
 

@@ -1,19 +1,21 @@
 #include "ops/block_copy.h"
 
+#include <type_traits>
+
 #include "ops/copy_engine.h"
 #include "ops/copy_launch.h"
 #include "ops/device.h"
 #include "ops/launch_ids.h"
 #include "ops/mapped_host.h"
+#include "ops/occupancy.h"
 
 namespace kvcache {
 namespace {
 
 constexpr int kWarps = 16;  // per thread block
 // Thread blocks of a copy to or from the host: few fill the bus, and attention runs at the same
-// time. A copy within the device uses as many as the device holds.
+// time. A copy within the device uses as many as the device runs at once.
 constexpr int64_t kHostThreadBlocks = 8;
-constexpr int64_t kDeviceThreadBlocks = 4 * 132;
 
 // Copies one chunk: kCopyUnroll vectors per lane, or fewer where the region ends earlier. All are
 // read before the first is written.
@@ -88,6 +90,7 @@ __global__ void __launch_bounds__(kWarps * 32, kWide ? 1 : 2)
   }
 }
 
+// `most`: thread blocks; 0: as many as the device runs at once.
 template <size_t kBytes>
 void launch_shares(const BlockCopy& c, const std::vector<VectorRegion>& regions, int64_t most,
                    const OnDevice& device) {
@@ -96,14 +99,13 @@ void launch_shares(const BlockCopy& c, const std::vector<VectorRegion>& regions,
   for_each_share<kBytes>(c, regions, [&](const CopyShare& share) {
     fill(launch, c, share);
     const int64_t needed = (launch.head.num_tasks + int64_t{kWarps} - 1) / kWarps;
-    const dim3 grid(static_cast<unsigned>(std::min(needed, most)));
-    if (share.is_wide()) {
-      KV_LAUNCH((copy_blocks_kernel<kBytes, true>), grid, dim3(kWarps * 32), 0, device.stream,
-                launch);
-    } else {
-      KV_LAUNCH((copy_blocks_kernel<kBytes, false>), grid, dim3(kWarps * 32), 0, device.stream,
-                launch);
-    }
+    const auto launch_as = [&](auto wide) {
+      constexpr auto kKernel = copy_blocks_kernel<kBytes, wide>;
+      const int64_t blocks = most > 0 ? most : resident_blocks<kKernel, kWarps * 32>(device);
+      const dim3 grid(static_cast<unsigned>(std::min(needed, blocks)));
+      KV_LAUNCH(kKernel, grid, dim3(kWarps * 32), 0, device.stream, launch);
+    };
+    share.is_wide() ? launch_as(std::true_type{}) : launch_as(std::false_type{});
   });
 }
 
@@ -111,7 +113,7 @@ void launch_shares(const BlockCopy& c, const std::vector<VectorRegion>& regions,
 // copies all of its parameters.
 void copy_by_kernel(const BlockCopy& c, bool with_host, const OnDevice& device) {
   const std::vector<VectorRegion> regions = vector_regions(c);
-  const int64_t usual = with_host ? kHostThreadBlocks : kDeviceThreadBlocks;
+  const int64_t usual = with_host ? kHostThreadBlocks : 0;
   const int64_t most = c.num_thread_blocks > 0 ? c.num_thread_blocks : usual;
   const bool fits = CopyLaunch<kSmallParameterBytes>::holds(static_cast<int64_t>(regions.size()),
                                                             c.pairs_on_cpu ? c.num_pairs : 0);

@@ -54,17 +54,19 @@ namespace kvcache {
 // Makes the device of a tensor current, and holds torch's current stream on it.
 #ifdef __CUDACC__
 struct OnDevice {
-  explicit OnDevice(const Tensor& t) : guard(t.get_device_index()) {
+  explicit OnDevice(const Tensor& t) : index(t.get_device_index()), guard(index) {
     void* handle = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &handle));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &handle));
     stream = static_cast<cudaStream_t>(handle);
   }
+  int32_t index;
   torch::stable::accelerator::DeviceGuard guard;
   cudaStream_t stream;
 };
 #else
 struct OnDevice {
   explicit OnDevice(const Tensor&) {}
+  int32_t index = 0;
   cudaStream_t stream = nullptr;
 };
 #endif
