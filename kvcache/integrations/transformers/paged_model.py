@@ -43,7 +43,7 @@ class PagedModel:
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
         self._paged = PagedCache(cache, shapes)
         if attention == "flashinfer":
-            self._paged.use_flashinfer(_layers_with_sinks(model))
+            self._paged.use_flashinfer(_layers_with_sinks(model), model.dtype)
         # Four dimensions: masks are ready, and the attention function reads none.
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
         self._cache_argument = cache_argument(model)
