@@ -297,7 +297,7 @@ BAD = {
     r"regions\[0\] has -8 bytes: expected 0 or more": {
         "regions": torch.tensor([[0, 16, 0, 16, -8]])
     },
-    r"engine is 3: expected 0 \(kernel\), 1 \(copy engine\) or 2": {"engine": 3},
+    r"engine is 4: expected 0 \(kernel\), 1 \(copy engine\), 2 .* or 3": {"engine": 4},
     "num_src_blocks is -1: expected 0 or more": {"num_src_blocks": -1},
     "num_dst_blocks is -1: expected 0 or more": {"num_dst_blocks": -1},
     "pages_per_run is -1: expected 0 or more": {"pages_per_run": -1},

@@ -130,9 +130,9 @@ void copy_by_kernel(const BlockCopy& c, bool from_host, bool to_host, const OnDe
     const auto launch_part = [&](const BlockCopy& p) {
       copy_by_kernel(p, from_host || to_host, device);
     };
-    to_host ? with_mapped_host(part, false, launch_part) : launch_part(part);
+    to_host ? with_mapped_host(part, false, device.index, launch_part) : launch_part(part);
   };
-  from_host ? with_mapped_host(c, true, to_mapped) : to_mapped(c);
+  from_host ? with_mapped_host(c, true, device.index, to_mapped) : to_mapped(c);
 }
 
 struct BadPair {
