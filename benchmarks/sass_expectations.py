@@ -29,9 +29,12 @@ EXPECTED = [
     Expectation(r"copy_blocks_kernel<\d+ul, true>", 48, 16, 8, 16, 20),
     # Where widths differ the loop has the code of all of them. 64 registers: two thread blocks.
     Expectation(r"copy_blocks_kernel<\d+ul, false>", 64, 16, 8, 16, 66),
-    Expectation("permute_kernel<uint4, true>", 32, 16, 8, 16, 39),
+    Expectation("permute_kernel<uint4, true, false>", 32, 16, 8, 16, 39),
     # The first copy begins before the last id has come.
-    Expectation("permute_kernel<uint4, false>", 48, 16, 7, 16, 96),
+    Expectation("permute_kernel<uint4, false, false>", 48, 16, 7, 16, 96),
+    # In clusters: a rank and an address in the shared memory of the cluster for each vector.
+    Expectation("permute_kernel<uint4, true, true>", 32, 16, 8, 16, 49),
+    Expectation("permute_kernel<uint4, false, true>", 48, 16, 6, 16, 110),
     Expectation("rotate_kernel<uint4>", 40, 16, 1, 16, 90),
     # The entry of the table and the length of its row are read together: two registers more. By
     # request, each thread reads four entries of query_start_loc at once, and searches shared memory.

@@ -85,7 +85,9 @@ inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, c
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81,
   cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
+  cudaDevAttrClusterLaunch = 120,
 };
 
 // Remembered for the kernel's launches.
@@ -95,9 +97,22 @@ cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
   return ok ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// A device of 132 multiprocessors.
+// An H100's.
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int /*device*/) {
-  *value = attribute == cudaDevAttrMultiProcessorCount ? 132 : int(emul::kMaxSharedBytes);
+  switch (attribute) {
+    case cudaDevAttrMultiProcessorCount:
+      *value = 132;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+      *value = 228 * 1024;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = int(emul::kMaxSharedBytes);
+      break;
+    case cudaDevAttrClusterLaunch:
+      *value = 1;
+      break;
+  }
   return cudaSuccess;
 }
 

@@ -38,6 +38,7 @@ enum class Wait {
   kNone,
   kSyncThreads,
   kSyncThreadsVote,
+  kSyncCluster,
   kSyncWarp,
   kShuffle,
   kVote,
@@ -47,6 +48,8 @@ enum class Wait {
 inline bool is_block_wait(Wait wait) {
   return wait == Wait::kSyncThreads || wait == Wait::kSyncThreadsVote;
 }
+
+inline bool is_cluster_wait(Wait wait) { return wait == Wait::kSyncCluster; }
 
 inline bool is_warp_wait(Wait wait) {
   return wait == Wait::kSyncWarp || wait == Wait::kShuffle || wait == Wait::kVote;
@@ -58,6 +61,8 @@ inline const char* wait_name(Wait wait) {
       return "__syncthreads";
     case Wait::kSyncThreadsVote:
       return "__syncthreads_count/or/and";
+    case Wait::kSyncCluster:
+      return "cluster_sync";
     case Wait::kSyncWarp:
       return "__syncwarp";
     case Wait::kShuffle:
@@ -89,7 +94,9 @@ struct AsyncCopies {
 
 struct Thread {
   uint3 index;
-  unsigned linear;        // x + y * blockDim.x + z * blockDim.x * blockDim.y
+  unsigned block;         // its block's rank in the cluster; 0 without clusters
+  unsigned linear;        // x + y * blockDim.x + z * blockDim.x * blockDim.y, after those of the
+                          // cluster's blocks before
   Wait wait;              // kNone: may run
   unsigned mask;          // lanes named by the warp operation it waits in
   Site site;              // where it waits

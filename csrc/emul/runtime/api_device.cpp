@@ -13,6 +13,7 @@ namespace {
 constexpr int kVersion = 13000;
 constexpr int kMultiprocessors = 132;
 constexpr int kSharedOptIn = 227 * 1024;
+constexpr int kSharedPerMultiprocessor = 228 * 1024;
 
 }  // namespace
 
@@ -65,6 +66,12 @@ KV_GPULESS_API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr att
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
       *value = kSharedOptIn;
       break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+      *value = kSharedPerMultiprocessor;
+      break;
+    case cudaDevAttrClusterLaunch:
+      *value = 1;
+      break;
     case cudaDevAttrWarpSize:
       *value = 32;
       break;
@@ -108,7 +115,7 @@ KV_GPULESS_API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
   p->totalGlobalMem = settings().device_bytes;
   p->sharedMemPerBlock = 48 * 1024;
   p->sharedMemPerBlockOptin = kSharedOptIn;
-  p->sharedMemPerMultiprocessor = 228 * 1024;
+  p->sharedMemPerMultiprocessor = kSharedPerMultiprocessor;
   p->reservedSharedMemPerBlock = 1024;
   p->regsPerBlock = p->regsPerMultiprocessor = 65536;
   p->warpSize = 32;

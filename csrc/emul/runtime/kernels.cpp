@@ -21,6 +21,7 @@ namespace {
 
 constexpr size_t kSharedBytes = 48 * 1024;   // without asking
 constexpr int kMaxSharedBytes = 227 * 1024;  // per thread block, compute capability 9.0
+constexpr unsigned kMostClusterBlocks = 8;   // that every device with clusters launches
 
 struct Kernel {
   const char* mangled;
@@ -178,12 +179,15 @@ cudaError_t allow_shared_bytes(const void* stub, int bytes) {
 }
 
 cudaError_t launch(const void* stub, dim3 grid, dim3 block, void** arguments, size_t shared_bytes,
-                   Stream& stream) {
+                   unsigned cluster, Stream& stream) {
   const auto found = kernels().find(stub);
   if (found == kernels().end()) return cudaErrorInvalidDeviceFunction;
   Kernel& kernel = found->second;
   const std::string name = without_result(demangled(kernel.mangled));
   if (!fits(grid, block)) return cudaErrorInvalidConfiguration;
+  if (cluster < 1 || cluster > kMostClusterBlocks || grid.x % cluster != 0) {
+    return cudaErrorInvalidClusterSize;
+  }
   if (shared_bytes > kernel.allowed_shared_bytes) {
     say("%s wants %zu bytes of shared memory, allowed are %zu", name.c_str(), shared_bytes,
         kernel.allowed_shared_bytes);
@@ -197,7 +201,8 @@ cudaError_t launch(const void* stub, dim3 grid, dim3 block, void** arguments, si
   ++kernel.num_launches;
   const Bound* emulated = find_bound(name);
   if (emulated == nullptr) return refuse_foreign(name);
-  const LaunchShape shape{{grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, shared_bytes};
+  const LaunchShape shape{
+      {grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, shared_bytes, cluster};
   return submit_or_capture(stream, run_kernel(name, emulated->bind(arguments, shape)));
 }
 

@@ -21,8 +21,9 @@ bool is_kernel(const void* stub);
 bool load_kernel(const void* stub);
 // The shared memory beyond 48 KiB that cudaFuncSetAttribute allows the kernel.
 cudaError_t allow_shared_bytes(const void* stub, int bytes);
+// `cluster`: thread blocks of a cluster, along x.
 cudaError_t launch(const void* stub, dim3 grid, dim3 block, void** arguments, size_t shared_bytes,
-                   Stream& stream);
+                   unsigned cluster, Stream& stream);
 // Demangled names of this project's kernels that a loaded library has and the emulator does not.
 std::vector<std::string> unbound_kernels();
 size_t num_bound_kernels();
