@@ -260,9 +260,9 @@ def copy_blocks(
     `engine`, between a device and the host: KERNEL accesses pinned host memory from the device, with
     `num_thread_blocks` thread blocks (0: a few). COPY_ENGINE merges consecutive pages into fragments and
     copies many per call; COPY_ENGINE_SINGLY copies one per call (KVCACHE_BATCH_COPIES=0 does that for all
-    calls). COPY_ENGINE_SETTLED is COPY_ENGINE of host pages that nothing under way writes to: they may be
-    read from the call on, before the stream's earlier work has run. pages_per_run: host pages that were pinned with one call (0: all). On the CPU several threads
-    copy, whatever the engine.
+    calls). COPY_ENGINE_SETTLED is COPY_ENGINE for host pages that nothing under way writes to: they may
+    be read from the call on, before the stream's earlier work has run. pages_per_run: host pages that
+    were pinned with one call (0: all). On the CPU several threads copy, whatever the engine.
     """
     _ops.copy_blocks(
         src,

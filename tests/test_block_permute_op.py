@@ -144,8 +144,8 @@ def test_every_pair_of_layouts_in_every_view(backend, view, local, remote, remot
 
 
 # (block size, heads, head size, remote block size), local and remote layout, in bf16: each for what
-# its name says of the kernel, which takes rows in slices of 128 bytes where 64 KiB of shared memory do, or
-# those of a cluster of thread blocks; without clusters in slices of 64 bytes where 96 KiB do.
+# its name says of the kernel, which takes rows in slices of 128 bytes where 64 KiB of shared memory do,
+# or those of a cluster of thread blocks; without clusters in slices of 64 bytes where 96 KiB do.
 SHAPES = {
     "one slice of shared memory": ((16, 8, 128, 16), "NHD", "HND"),
     "several slices": ((32, 8, 136, 32), "HND", "NHD"),

@@ -25,7 +25,9 @@ _HUGE_PAGE_BYTES = 2 << 20
 _PAGES_PER_STEP = 64  # 64 pages of whole cache lines end where a page of the system does
 _SECONDS_BETWEEN_LOGS = 5.0
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: too little host memory, or too little may be locked
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it, and keeps its lock in madvise
+_MADV_POPULATE_WRITE = (
+    23  # Linux 5.14; Python's mmap has no name for it, and keeps its lock in madvise
+)
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 

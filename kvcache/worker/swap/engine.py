@@ -406,9 +406,7 @@ class SwapEngine:
         blocks = self.calibration.num_thread_blocks if on_bus else 0
         self._streams.launch(
             stream,
-            lambda: page_copy.copy(
-                pairs, engine=engine, num_thread_blocks=blocks, layers=layers
-            ),
+            lambda: page_copy.copy(pairs, engine=engine, num_thread_blocks=blocks, layers=layers),
         )
 
 
