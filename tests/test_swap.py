@@ -704,6 +704,22 @@ def test_compute_swap_out_reuse_swap_in_on_a_device(form, backend):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("method", ["kernel", "copy_engine", "staging"])
+def test_a_swap_in_right_after_its_swap_out_brings_the_new_bytes(method):
+    """Nothing waits between the two: the host's pages may not be read before they are filled."""
+    pages = Pages.allocate(9, [[4096, 4096]] * 2, device="cuda")
+    swap = SwapEngine(pages, pages.on_host(9), method=method)
+    for number in range(1, 21):
+        for region in range(4):
+            pages.fragment(region)[1:3] = number
+        torch.cuda.synchronize()
+        swap.swap_out(pairs((1, 3), (2, 6)))
+        swap.swap_in(pairs((3, 5), (6, 6))).wait(timeout_s=30)
+        for region in range(4):
+            assert (pages.fragment(region)[5:7] == number).all()
+
+
+@pytest.mark.gpu
 def test_the_kernel_is_refused_where_host_memory_is_not_pinned():
     pages = Pages.allocate(4, [[64]], device="cuda")
     with pytest.raises(ValueError, match="method is 'kernel' and the host's pages are not pinned"):
