@@ -3,7 +3,7 @@
 //
 // Clusters have blocks along x, whole warps in a block and only dynamic shared memory.
 //
-// Not supported: bulk asynchronous copies, tensor maps, cooperative groups, textures, launches from
+// Not supported: tensor maps, cooperative groups, textures, launches from
 // kernels, __constant__ memory, __noinline__ (libstdc++ uses that word),
 // ThreadSanitizer, and spinning on a value that another thread or block writes later (it never gets
 // to run). A kernel must not wait inside a catch block.
@@ -12,6 +12,7 @@
 #include "emul/alignment.h"
 #include "emul/async_copy.h"
 #include "emul/atomics.h"
+#include "emul/bulk_copy.h"
 #include "emul/cluster.h"
 #include "emul/intrinsics.h"
 #include "emul/launch.h"

@@ -85,6 +85,7 @@ inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, c
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrComputeCapabilityMajor = 75,
   cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81,
   cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
   cudaDevAttrClusterLaunch = 120,
@@ -102,6 +103,9 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
   switch (attribute) {
     case cudaDevAttrMultiProcessorCount:
       *value = 132;
+      break;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = 9;
       break;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
       *value = 228 * 1024;

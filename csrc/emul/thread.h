@@ -92,6 +92,30 @@ struct AsyncCopies {
   }
 };
 
+// See bulk_copy.h.
+struct BulkLoad {
+  void* shared;
+  uint64_t* barrier;
+  std::vector<char> bytes;
+};
+
+struct BulkStore {
+  void* global;
+  const void* shared;
+  size_t num_bytes;
+};
+
+struct BulkCopies {
+  std::vector<BulkLoad> loads;
+  std::vector<BulkStore> stores;
+
+  bool empty() const { return loads.empty() && stores.empty(); }
+  void clear() {
+    loads.clear();
+    stores.clear();
+  }
+};
+
 struct Thread {
   uint3 index;
   unsigned block;         // its block's rank in the cluster; 0 without clusters
@@ -105,6 +129,7 @@ struct Thread {
   uint64_t published;     // the same once the operation completed: the others read this
   unsigned participants;  // lanes that took part in the last completed warp operation
   AsyncCopies async_copies;
+  BulkCopies bulk_copies;
 
   unsigned lane() const { return linear % kWarpLanes; }
 };
