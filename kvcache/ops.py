@@ -20,8 +20,8 @@ from kvcache.native import load
 load.load_ops()
 _ops = torch.ops.kvcache
 
-# Engines of `copy_blocks` between a device and the host; the last one without batches.
-KERNEL, COPY_ENGINE, COPY_ENGINE_SINGLY = 0, 1, 2
+# Engines of `copy_blocks` between a device and the host.
+KERNEL, COPY_ENGINE, COPY_ENGINE_SINGLY, COPY_ENGINE_SETTLED = range(4)
 
 
 def warm_up(device: torch.device | str | int | None = None) -> None:
@@ -260,8 +260,9 @@ def copy_blocks(
     `engine`, between a device and the host: KERNEL accesses pinned host memory from the device, with
     `num_thread_blocks` thread blocks (0: a few). COPY_ENGINE merges consecutive pages into fragments and
     copies many per call; COPY_ENGINE_SINGLY copies one per call (KVCACHE_BATCH_COPIES=0 does that for all
-    calls). pages_per_run: host pages that were pinned with one call (0: all). On the CPU several threads
-    copy, whatever the engine.
+    calls). COPY_ENGINE_SETTLED is COPY_ENGINE for host pages that nothing under way writes to: they may
+    be read from the call on, before the stream's earlier work has run. pages_per_run: host pages that
+    were pinned with one call (0: all). On the CPU several threads copy, whatever the engine.
     """
     _ops.copy_blocks(
         src,

@@ -38,14 +38,20 @@ class BatchPrefillWithPagedKVCacheWrapper:
         q_data_type=torch.float16,
         kv_data_type=None,
     ):
-        for lengths in (qo_indptr, paged_kv_indptr, paged_kv_last_page_len):
-            assert lengths.device.type == "cpu" and lengths.dtype == torch.int32
-        assert paged_kv_indices.dtype == torch.int32
-        assert len(qo_indptr) == len(paged_kv_indptr) == len(paged_kv_last_page_len) + 1
-        assert len(paged_kv_indices) >= paged_kv_indptr[-1]
-        assert (paged_kv_last_page_len >= 1).all() and (paged_kv_last_page_len <= page_size).all()
+        self._check_pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
+        assert qo_indptr.device.type == "cpu" and qo_indptr.dtype == torch.int32
+        assert len(qo_indptr) == len(paged_kv_indptr)
         assert causal
+        assert (qo_indptr.diff() > 1).any()  # else its tiles of 128 queries would be empty
         self._plan = dict(locals())
+
+    def _check_pages(self, indptr, indices, last_page_len, page_size):
+        for lengths in (indptr, last_page_len):
+            assert lengths.device.type == "cpu" and lengths.dtype == torch.int32
+        assert indices.dtype == torch.int32
+        assert len(indptr) == len(last_page_len) + 1
+        assert len(indices) >= indptr[-1]
+        assert (last_page_len >= 1).all() and (last_page_len <= page_size).all()
 
     def run(self, q, paged_kv_cache):
         type(self).num_runs += 1
@@ -83,11 +89,50 @@ class BatchPrefillWithPagedKVCacheWrapper:
         return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
 
 
+class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
+    """The same of requests with one query each."""
+
+    num_runs = 0
+
+    def __init__(self, float_workspace_buffer, kv_layout="NHD", *, use_tensor_cores=False):
+        super().__init__(float_workspace_buffer, kv_layout)
+        assert use_tensor_cores  # without, a warp has one query head: no grouped queries
+        assert not float_workspace_buffer.any()
+
+    def plan(
+        self,
+        indptr,
+        indices,
+        last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim,
+        page_size,
+        *,
+        window_left=-1,
+        logits_soft_cap=None,
+        q_data_type=torch.float16,
+        kv_data_type=None,
+        sm_scale=None,
+    ):
+        self._check_pages(indptr, indices, last_page_len, page_size)
+        self._plan = {
+            **locals(),
+            "qo_indptr": torch.arange(len(indptr), dtype=torch.int32),
+            "paged_kv_indptr": indptr,
+            "paged_kv_indices": indices,
+            "paged_kv_last_page_len": last_page_len,
+            "head_dim_qk": head_dim,
+        }
+
+
 def install(monkeypatch):
-    """`import flashinfer` finds the stand-in, until the test ends."""
+    """`import flashinfer` finds the stand-in, until the test ends: its wrappers of prefill and decode."""
     module = ModuleType("flashinfer")
     module.__spec__ = ModuleSpec("flashinfer", None)
-    module.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper
+    wrappers = BatchPrefillWithPagedKVCacheWrapper, BatchDecodeWithPagedKVCacheWrapper
+    for wrapper in wrappers:
+        setattr(module, wrapper.__name__, wrapper)
+        monkeypatch.setattr(wrapper, "num_runs", 0)
     monkeypatch.setitem(sys.modules, "flashinfer", module)
-    monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "num_runs", 0)
-    return BatchPrefillWithPagedKVCacheWrapper
+    return wrappers

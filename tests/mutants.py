@@ -637,6 +637,8 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ("        self._planned.clear()\n", ""),
             ("if layer not in layers_with_sinks and", "if"),
             ("sm_scale=shape.scale", "sm_scale=None"),
+            ("(self._batch.query_lens == 1).all()", "(self._batch.query_lens == 1).any()"),
+            ("        and keys.dtype == model_dtype\n", ""),
         ],
     ),
     (

@@ -21,6 +21,11 @@ def ids_from(where: str):
     return switched("KVCACHE_EMUL_DEVICE_IDS", where == "device")
 
 
+def bulk_copies():
+    """The kernel between a device and the host copies by bulk copies, where it can."""
+    return switched("KVCACHE_BULK_COPIES", True)
+
+
 def parameters(small: bool):
     """Launches with parameters of 4 KiB, as older drivers take them, or with all there are."""
     return switched("KVCACHE_SMALL_PARAMETERS", small)

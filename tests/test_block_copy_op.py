@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.backends import each_backend, each_device_backend, each_real_backend
 from tests.emulation import ASAN
-from tests.switches import ids_from, parameters
+from tests.switches import bulk_copies, ids_from, parameters
 
 
 @dataclass
@@ -189,6 +189,33 @@ def test_the_copy_engine_moves_the_same_bytes(backend, case, pages_per_run):
     assert torch.equal(found, reference(*case))
 
 
+# Bytes per page of the regions, all of whole vectors of 16 bytes.
+WIDE = {
+    "one vector": [16],
+    "a chunk and a part of one": [4096 + 2048],
+    "more chunks than a thread block holds": [4096 * 11 + 16, 64],
+    "many regions": [48 * (i + 1) for i in range(30)],
+}
+
+
+@each_device_backend
+@pytest.mark.parametrize("num_thread_blocks", [0, 1, 3])
+@pytest.mark.parametrize("name", WIDE)
+def test_bulk_copies_move_the_same_bytes(backend, name, num_thread_blocks):
+    """Emulated, as all memory is the host's; on a device tests/test_swap.py has them."""
+    sizes, num_blocks = WIDE[name], 23
+    generator = torch.Generator().manual_seed(len(sizes))
+    offsets = [sum(sizes[:i]) * num_blocks for i in range(len(sizes))]
+    memory = torch.randint(1, 256, (sum(sizes) * num_blocks,), generator=generator).to(torch.uint8)
+    src, dst = (Side(each, offsets, sizes, num_blocks) for each in (memory, memory.flip(0)))
+    chosen = torch.stack([torch.randperm(num_blocks, generator=generator)[:20] for _ in range(2)])
+    for pairs in (chosen.T.to(torch.int32).contiguous(), ids([4, 0], [-1, 2], [1, 4])):
+        case = (sizes, src, dst, False, pairs)
+        with bulk_copies():
+            found, _ = run(backend, case, num_thread_blocks=num_thread_blocks)
+        assert torch.equal(found, reference(*case))
+
+
 # Pages, pairs and regions: of parameters of 32 KiB and of 4 KiB, less and more than a launch takes.
 MANY = {
     "more pairs than the small parameters hold": (700, 600, 3),
@@ -297,7 +324,7 @@ BAD = {
     r"regions\[0\] has -8 bytes: expected 0 or more": {
         "regions": torch.tensor([[0, 16, 0, 16, -8]])
     },
-    r"engine is 3: expected 0 \(kernel\), 1 \(copy engine\) or 2": {"engine": 3},
+    r"engine is 4: expected 0 \(kernel\), 1 \(copy engine\), 2 .* or 3": {"engine": 4},
     "num_src_blocks is -1: expected 0 or more": {"num_src_blocks": -1},
     "num_dst_blocks is -1: expected 0 or more": {"num_dst_blocks": -1},
     "pages_per_run is -1: expected 0 or more": {"pages_per_run": -1},

@@ -144,10 +144,19 @@ def test_every_pair_of_layouts_in_every_view(backend, view, local, remote, remot
 
 
 # (block size, heads, head size, remote block size), local and remote layout, in bf16: each for what
-# its name says of the kernel, which takes rows in slices of 64 bytes where 96 KiB of shared memory do.
+# its name says of the kernel, which takes rows in slices of 128 bytes where 64 KiB of shared memory do,
+# or those of a cluster of thread blocks; without clusters in slices of 64 bytes where 96 KiB do.
 SHAPES = {
     "one slice of shared memory": ((16, 8, 128, 16), "NHD", "HND"),
     "several slices": ((32, 8, 136, 32), "HND", "NHD"),
+    "slices of a line": ((64, 8, 128, 64), "NHD", "HND"),
+    "a cluster of two": ((128, 8, 128, 128), "NHD", "HND"),
+    "a cluster of two, each with half a block": ((128, 8, 128, 128), "HND", "NHD"),
+    "a cluster of two, rows of several blocks": ((16, 8, 128, 128), "NHD", "HND"),
+    "a cluster of two, the second with fewer rows": ((131, 7, 72, 131), "NHD", "HND"),
+    "a cluster of four, the last with fewer rows": ((223, 9, 64, 223), "HND", "NHD"),
+    "a cluster of eight": ((256, 16, 64, 256), "NHD", "HND"),
+    "rows below a line in a cluster": ((256, 8, 48, 256), "NHD", "HND"),
     "the last slice is narrow": ((64, 4, 100, 64), "NHD", "HND"),
     "shared memory that must be asked for": ((128, 8, 32, 128), "NHD", "HND"),
     "slices below a cache line": ((256, 8, 32, 256), "HND", "NHD"),
@@ -165,6 +174,18 @@ SHAPES = {
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_blocks_of_every_size(backend, name, where):
+    check_shape(backend, name, where)
+
+
+@each_device_backend
+@pytest.mark.parametrize("name", SHAPES)
+def test_blocks_of_every_size_without_clusters(backend, name, monkeypatch):
+    """As on devices before sm_90."""
+    monkeypatch.setenv("KVCACHE_CLUSTERS", "0")
+    check_shape(backend, name, "host")
+
+
+def check_shape(backend, name, where):
     (block_size, heads, head_size, remote_size), local, remote = SHAPES[name]
     num_blocks = 2 * max(1, remote_size // block_size) + 1
     check(

@@ -309,10 +309,10 @@ class TestFlashInfer:
 
     @pytest.fixture
     def served(self, monkeypatch):
-        wrapper = flashinfer_stand_in.install(monkeypatch)
+        wrappers = flashinfer_stand_in.install(monkeypatch)
         monkeypatch.setattr(flashinfer_attention, "_DTYPES", (torch.float64,))
         monkeypatch.setattr(flashinfer_attention, "_HEAD_SIZES", (16, 32))
-        return wrapper
+        return wrappers
 
     @pytest.mark.parametrize("name,layers_served", [("llama", 4), ("gemma3", 4), ("bamba", 2)])
     def test_answers(self, name, layers_served, served, paged, monkeypatch):
@@ -337,7 +337,7 @@ class TestFlashInfer:
         for _ in range(2):
             found = engine.generate(prompts, SamplingParams(max_tokens=24))
             assert [each.samples[0].token_ids for each in found] == answers
-        assert served.num_runs == layers_served * engine.metrics.steps
+        assert sum(each.num_runs for each in served) == layers_served * engine.metrics.steps
         assert engine.metrics.accepted_drafts > 0 < engine.metrics.cached_prompt_tokens
 
     def test_layers_that_it_does_not_serve_are_pytorchs(self, served, paged, monkeypatch):
@@ -347,7 +347,32 @@ class TestFlashInfer:
             engine = Engine(paged(name, attention="flashinfer"))
             (found,) = engine.generate([prompt], SamplingParams(max_tokens=8))
             assert found.samples[0].token_ids == greedy(dense(name), prompt, 8)
-        assert served.num_runs == 0
+        assert not any(each.num_runs for each in served)
+
+    def test_steps_of_single_queries_take_the_decode_kernels(self, served, paged, monkeypatch):
+        monkeypatch.setattr(paged_model, "_check_attention", lambda *_: None)
+        prefill, decode = served
+        engine = Engine(paged("llama", attention="flashinfer"))
+        prompts = prompts_of(2, 2)
+        engine.generate(prompts, SamplingParams(max_tokens=1))
+        num_prefills = prefill.num_runs
+        assert num_prefills > 0 == decode.num_runs
+        engine.generate([prompts[0]], SamplingParams(max_tokens=9))
+        assert decode.num_runs == 4 * 8 and prefill.num_runs == num_prefills + 4
+
+    def test_a_cache_in_another_half_precision_than_the_model_is_not_served(
+        self, served, paged, monkeypatch
+    ):
+        monkeypatch.setattr(paged_model, "_check_attention", lambda *_: None)
+        monkeypatch.setattr(flashinfer_attention, "_DTYPES", (torch.float16, torch.bfloat16))
+        for kv_cache_dtype, is_served in (("bfloat16", False), ("float16", True)):
+            attached = paged(
+                "llama",
+                model=tiny_model("llama", dtype=torch.float16),
+                attention="flashinfer",
+                kv_cache_dtype=kv_cache_dtype,
+            )
+            assert attached._paged.kernels.serves(0) == is_served
 
     def test_what_cannot_be_is_told(self):
         with pytest.raises(

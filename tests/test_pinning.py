@@ -68,6 +68,44 @@ def test_chunks_end_where_pages_do_and_their_sum_is_reported(monkeypatch):
     assert reported[-1] == (2000 * 256, 2000 * 256)
 
 
+def is_resident(address, num_bytes):
+    """Of each page of the system."""
+    pages = (ctypes.c_ubyte * -(-num_bytes // mmap.PAGESIZE))()
+    done = ctypes.CDLL(None, use_errno=True).mincore(
+        ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), pages
+    )
+    assert done == 0, os.strerror(ctypes.get_errno())
+    return [page & 1 == 1 for page in pages]
+
+
+def can_populate():
+    with mmap.mmap(-1, mmap.PAGESIZE) as one:
+        try:
+            one.madvise(pinning._MADV_POPULATE_WRITE)
+        except OSError:
+            return False
+    return True
+
+
+@pytest.mark.skipif(not can_populate(), reason="MADV_POPULATE_WRITE came with Linux 5.14")
+def test_memory_is_touched_by_several_threads_before_it_is_registered(monkeypatch):
+    """The last chunk ends within a page of the system."""
+    registered = []
+
+    def host_register(device, address, num_bytes):
+        registered.append((num_bytes, all(is_resident(address, num_bytes))))
+        return 0
+
+    monkeypatch.setattr(pinning, "_CHUNK_BYTES", 4 << 20)
+    monkeypatch.setattr("kvcache.native.load.why_no_cuda", lambda: None)
+    monkeypatch.setattr(torch.ops.kvcache, "_host_register", host_register, raising=False)
+    monkeypatch.setattr(pinning, "_unpin", lambda *_: None)
+    memory, per_chunk, _ = pinning.allocate_host(50_001, 320, torch.device("cuda", 0))
+    assert sum(num_bytes for num_bytes, _ in registered) == 50_001 * 320
+    assert len(registered) == -(-50_001 // per_chunk) > 3
+    assert all(resident for _, resident in registered) and not memory.any()
+
+
 def test_an_error_of_the_callers_progress_is_the_callers(monkeypatch):
     monkeypatch.setattr(pinning, "_register", lambda *_: None)
     monkeypatch.setattr(pinning, "_unpin", lambda *_: None)

@@ -85,6 +85,28 @@ def test_slots_of_random_groups_by_request_and_by_token(backend, dtype, case):
 
 
 @each_backend
+@pytest.mark.parametrize("num_requests", [1, 1023, 1024, 1025, 5000])
+def test_tokens_find_their_request_among_many(backend, num_requests):
+    """Empty requests among them; a thread block holds 1,024 entries of query_start_loc."""
+    generator = torch.Generator().manual_seed(num_requests)
+    lengths = torch.randint(0, 3, (num_requests,), generator=generator)
+    lengths[0], lengths[-1] = 2, 2
+    positions = torch.randint(0, 40, (int(lengths.sum()),), generator=generator)
+    rows = torch.randint(-1, num_requests, (num_requests,), generator=generator).to(INT32)
+    tables = torch.randint(0, 2**20, (num_requests * 10,), generator=generator).to(INT32)
+    groups = torch.tensor([[0, 10, 4, 1, 0, 1, 0, 0]])
+    want = torch.full((1, len(positions) + 300), -1)
+    token_rows = rows.repeat_interleave(lengths)
+    blocks = tables.view(-1, 10)[token_rows.long().clamp(min=0), positions // 4].long()
+    want[0, : len(positions)] = torch.where(token_rows < 0, -1, blocks * 4 + positions % 4)
+    start = torch.tensor([0, *lengths.cumsum(0)], dtype=INT32)
+    out = torch.zeros_like(want).to(backend.device)
+    on = [x.to(backend.device) for x in (rows, start, positions)]
+    backend.ops.slot_mapping(tables.to(backend.device), groups, num_requests, *on, None, out)
+    assert torch.equal(out.cpu(), want)
+
+
+@each_backend
 def test_tokens_behind_the_last_request_get_no_slot(backend):
     """A captured graph: as many positions as the buffer has, and fewer tokens in the requests."""
     call = arguments(backend, positions=backend.tensor([0, 5, 3, 7]))

@@ -459,24 +459,55 @@ def test_two_threads_may_look_at_once_whether_jobs_are_over():
     assert worker.engine.is_idle
 
 
-@pytest.mark.parametrize("batch_copies", [True, False])
-def test_without_batches_the_copy_engine_is_asked_for_single_copies(monkeypatch, batch_copies):
-    asked = []
+@pytest.fixture
+def asked(monkeypatch):
+    """The engines of the copies that run."""
+    found = []
     copy_blocks = ops.copy_blocks
 
     def spy(source, destination, regions, pages, *args):
-        asked.append(args[2])
+        found.append(args[2])
         copy_blocks(source, destination, regions, pages, *args)
 
     monkeypatch.setattr(ops, "copy_blocks", spy)
+    return found
+
+
+@pytest.mark.parametrize("batch_copies", [True, False])
+def test_without_batches_the_copy_engine_is_asked_for_single_copies(asked, batch_copies):
     swap = engine(method="copy_engine", batch_copies=batch_copies)
     swap.device.memory.random_(0, 256)
     before = swap.device.layer(1).clone()
     del asked[:]
     swap.swap_out(pairs((2, 3), (4, 1)))
     swap.swap_in(pairs((3, 5)))
-    assert asked == [ops.COPY_ENGINE if batch_copies else ops.COPY_ENGINE_SINGLY] * 2
+    batched = [ops.COPY_ENGINE, ops.COPY_ENGINE_SETTLED]
+    assert asked == (batched if batch_copies else [ops.COPY_ENGINE_SINGLY] * 2)
     assert torch.equal(swap.device.layer(1)[5], before[2])
+
+
+@pytest.mark.parametrize("method", ["copy_engine", "staging"])
+def test_host_pages_that_a_swap_out_still_fills_are_read_in_order(asked, method):
+    worker, streams = simulated_worker(method=method)
+    del asked[:]
+
+    def engines_of_bus(*launched):
+        """Staging has a copy by the kernel beside each on the bus."""
+        for launch, pages in launched:
+            launch(pairs(*pages))
+        streams.advance()
+        bus = [each for each in asked if each != ops.KERNEL]
+        del asked[:]
+        return sorted(bus)
+
+    swap_out, swap_in = worker.engine.swap_out, worker.engine.swap_in
+    in_order, any_order = ops.COPY_ENGINE, ops.COPY_ENGINE_SETTLED
+    assert engines_of_bus((swap_out, [(3, 1)]), (swap_in, [(1, 4)])) == [in_order, in_order]
+    assert engines_of_bus((swap_in, [(1, 5)])) == [any_order]  # it is over now
+    another = (swap_out, [(3, 2)]), (swap_in, [(1, 6)])
+    assert engines_of_bus(*another) == [in_order, any_order]
+    one_of_two = (swap_out, [(5, 2)]), (swap_in, [(1, 6), (2, 7)])
+    assert engines_of_bus(*one_of_two) == [in_order, in_order]
 
 
 def test_staging_without_memory_goes_another_way_with_a_warning(monkeypatch):
@@ -670,6 +701,25 @@ def test_compute_swap_out_reuse_swap_in_on_a_device(form, backend):
     swap.wait(timeout_s=30)
     torch.cuda.synchronize()
     assert int(wrong) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["kernel", "bulk copies", "copy_engine", "staging"])
+def test_a_swap_in_right_after_its_swap_out_brings_the_new_bytes(method, monkeypatch):
+    """Nothing waits between the two: the host's pages may not be read before they are filled."""
+    if method == "bulk copies":
+        monkeypatch.setenv("KVCACHE_BULK_COPIES", "1")
+        method = "kernel"
+    pages = Pages.allocate(9, [[4096, 4096]] * 2, device="cuda")
+    swap = SwapEngine(pages, pages.on_host(9), method=method)
+    for number in range(1, 21):
+        for region in range(4):
+            pages.fragment(region)[1:3] = number
+        torch.cuda.synchronize()
+        swap.swap_out(pairs((1, 3), (2, 6)))
+        swap.swap_in(pairs((3, 5), (6, 6))).wait(timeout_s=30)
+        for region in range(4):
+            assert (pages.fragment(region)[5:7] == number).all()
 
 
 @pytest.mark.gpu

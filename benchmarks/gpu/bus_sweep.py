@@ -13,12 +13,13 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks.gpu import say, sizes
+from benchmarks.gpu import say, sizes, switches
 from benchmarks.gpu.timing import stream_seconds, stream_timing
 from kvcache import ops
 from kvcache.worker.pages.pages import Pages
@@ -54,14 +55,15 @@ def main() -> int:
                     limit = limits.get(row["direction"])
                     row["of_contiguous"] = row["gb_per_s"] / limit if limit else None
                     say.row(kind="sweep", **row)
-                    key = (row["direction"], row["pool"], row["huge_pages"])
+                    key = (row["direction"], row["pool"], row["huge_pages"], row["bulk"])
                     if key not in best or row["gb_per_s"] > best[key]["gb_per_s"]:
                         best[key] = row
             gc.collect()
             torch.cuda.empty_cache()
-    for (direction, pool, huge), row in best.items():
+    for (direction, pool, huge, bulk), row in best.items():
         say.learned(
-            f"kernel {direction}, pool {pool >> 20:,} MiB, {'huge' if huge else 'small'} pages: at most "
+            f"{'bulk copies' if bulk else 'kernel'} {direction}, pool {pool >> 20:,} MiB, "
+            f"{'huge' if huge else 'small'} pages: at most "
             f"{row['gb_per_s']:.1f} GB/s ({row['fragment'] >> 10} KiB, {row['thread_blocks']} blocks)"
         )
     return say.exit_code()
@@ -109,15 +111,17 @@ def sweep(
         count = max(min(sizes.scaled(_MOVED) // page, num_blocks), 1)
         pairs = np.stack([chance.permutation(num_blocks)[:count] for _ in range(2)], 1)
         page_copies = {"out": PageCopy(there, here), "in": PageCopy(here, there)}
-        for direction in _DIRECTIONS:
-            for blocks in _THREAD_BLOCKS:
-                # Pages of both sides are drawn at random, so one list serves both directions.
-                copy = partial(page_copies[direction].copy, pairs, num_thread_blocks=blocks)
+        # The trial of bulk copies is compared in one pool.
+        trials = (False, True) if huge and wanted == min(_POOLS) else (False,)
+        for direction, bulk, blocks in product(_DIRECTIONS, trials, _THREAD_BLOCKS):
+            # Pages of both sides are drawn at random, so one list serves both directions.
+            copy = partial(page_copies[direction].copy, pairs, num_thread_blocks=blocks)
+            with switches.bulk_copies(bulk):
                 taken = stream_seconds(copy, stream, 3)
-                yield {
-                    "direction": direction, "pool": pool, "huge_pages": huge, "fragment": fragment,
-                    "thread_blocks": blocks, "gb_per_s": count * page / taken / 1e9,
-                }  # fmt: skip
+            yield {
+                "direction": direction, "pool": pool, "huge_pages": huge, "fragment": fragment,
+                "bulk": bulk, "thread_blocks": blocks, "gb_per_s": count * page / taken / 1e9,
+            }  # fmt: skip
         del there, here, page_copies, copy
 
 

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from benchmarks.gpu import switches
 from kvcache import ops
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.swap.page_copy import PageCopy
@@ -163,8 +164,10 @@ def copy_within(fragment: int, ids_there: bool, device: str, size: int) -> list[
     return [pages.memory.cpu()]
 
 
-def copy_host(direction: str, engine: int, device: str, size: int) -> list[torch.Tensor]:
-    """Pages to pinned host memory, or from there."""
+def copy_host(
+    direction: str, engine: int, device: str, size: int, *, bulk: bool = False
+) -> list[torch.Tensor]:
+    """Pages to pinned host memory, or from there; `bulk`: the kernel by bulk copies."""
     pages = _filled(device, size, 4096)
     num_blocks = pages.num_blocks
     host = pages.on_host(num_blocks)
@@ -175,7 +178,7 @@ def copy_host(direction: str, engine: int, device: str, size: int) -> list[torch
     stream = torch.cuda.Stream() if device == "cuda" else None  # batches refuse the default one
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream), switches.bulk_copies(bulk):
         PageCopy(source, target).copy(_pairs(num_blocks), engine=engine)
     if stream is not None:
         stream.synchronize()
@@ -214,11 +217,14 @@ CASES: dict[str, Case] = {
     "copy_blocks 24 bytes": partial(copy_within, 24, False),
     "copy_blocks to the host, kernel": partial(copy_host, "out", ops.KERNEL),
     "copy_blocks from the host, kernel": partial(copy_host, "in", ops.KERNEL),
+    "copy_blocks to the host, bulk copies": partial(copy_host, "out", ops.KERNEL, bulk=True),
+    "copy_blocks from the host, bulk copies": partial(copy_host, "in", ops.KERNEL, bulk=True),
     "copy_blocks to the host, copy engine": partial(copy_host, "out", ops.COPY_ENGINE),
     "copy_blocks from the host, copy engine": partial(copy_host, "in", ops.COPY_ENGINE),
     "permute_blocks_ HND of 16": partial(permute_blocks, "HND", 2),
     "permute_blocks_ NHD of 32": partial(permute_blocks, "NHD", 1),
     "permute_blocks_ NHD of 64": partial(permute_blocks, "NHD", -2),
+    "permute_blocks_ NHD of 128": partial(permute_blocks, "NHD", -4),
 }
 
 _TOKEN_BYTES = 24 * 2 * _HEADS * _HEAD_SIZE  # of a case of size 1, times the bytes of an element

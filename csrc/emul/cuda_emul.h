@@ -1,8 +1,10 @@
 // Compiles the project's .cu sources as C++17 and runs their kernels on the CPU, so that CI without
 // a GPU executes the code that ships. See scheduler.h for how, and for what it costs.
 //
-// Not supported: bulk asynchronous copies, tensor maps, clusters, cooperative groups, textures,
-// launches from kernels, __constant__ memory, __noinline__ (libstdc++ uses that word),
+// Clusters have blocks along x, whole warps in a block and only dynamic shared memory.
+//
+// Not supported: tensor maps, cooperative groups, textures, launches from
+// kernels, __constant__ memory, __noinline__ (libstdc++ uses that word),
 // ThreadSanitizer, and spinning on a value that another thread or block writes later (it never gets
 // to run). A kernel must not wait inside a catch block.
 #pragma once
@@ -10,6 +12,8 @@
 #include "emul/alignment.h"
 #include "emul/async_copy.h"
 #include "emul/atomics.h"
+#include "emul/bulk_copy.h"
+#include "emul/cluster.h"
 #include "emul/intrinsics.h"
 #include "emul/launch.h"
 #include "emul/runtime.h"

@@ -32,24 +32,49 @@ inline void check_launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes) {
           std::to_string(dynamic_shared_bytes) + " bytes");
 }
 
+// The limits of clusters of `cluster` blocks along x: CUDA's, and one of this emulator.
+inline void check_clusters(dim3 grid, dim3 block, unsigned cluster) {
+  if (cluster < 1 || cluster > 8 || grid.x % cluster != 0) {
+    throw std::invalid_argument("emul::launch: clusters of " + std::to_string(cluster) +
+                                " blocks: expected 1 to 8, and whole ones in grid.x, " +
+                                std::to_string(grid.x));
+  }
+  if (cluster > 1 && block.x * block.y * block.z % kWarpLanes != 0) {
+    throw std::invalid_argument("emul::launch: clusters of blocks that have a partial warp");
+  }
+}
+
 // Runs kernel_call once per thread of the grid and returns when all are done. Throws
 // std::invalid_argument for dimensions CUDA would refuse, std::logic_error for a barrier that can
 // not complete (with how many threads wait at which line), and what a thread threw; the emulator is
 // ready for the next launch in each case. OS threads may launch at the same time.
 template <class F>
-void launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes, F&& kernel_call) {
+void launch_clusters(dim3 grid, dim3 block, size_t dynamic_shared_bytes, unsigned cluster,
+                     F&& kernel_call) {
   check_launch(grid, block, dynamic_shared_bytes);
+  check_clusters(grid, block, cluster);
   auto once = [&kernel_call] { kernel_call(); };  // an object, also where F is a function
   const auto call = [](void* argument) { (*static_cast<decltype(once)*>(argument))(); };
-  emulator().run_grid(grid, block, dynamic_shared_bytes, call, &once);
+  emulator().run_grid(grid, block, dynamic_shared_bytes, cluster, call, &once);
+}
+
+template <class F>
+void launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes, F&& kernel_call) {
+  launch_clusters(grid, block, dynamic_shared_bytes, 1, kernel_call);
 }
 
 // The same for a call of `kernel`, which may have as much shared memory as SharedLimits says.
 template <class Kernel, class F>
+void launch_kernel_clusters(Kernel* kernel, dim3 grid, dim3 block, size_t dynamic_shared_bytes,
+                            unsigned cluster, F&& kernel_call) {
+  SharedLimits::instance().check(reinterpret_cast<const void*>(kernel), dynamic_shared_bytes);
+  launch_clusters(grid, block, dynamic_shared_bytes, cluster, kernel_call);
+}
+
+template <class Kernel, class F>
 void launch_kernel(Kernel* kernel, dim3 grid, dim3 block, size_t dynamic_shared_bytes,
                    F&& kernel_call) {
-  SharedLimits::instance().check(reinterpret_cast<const void*>(kernel), dynamic_shared_bytes);
-  launch(grid, block, dynamic_shared_bytes, kernel_call);
+  launch_kernel_clusters(kernel, grid, block, dynamic_shared_bytes, 1, kernel_call);
 }
 
 template <class T>

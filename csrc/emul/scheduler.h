@@ -33,33 +33,40 @@ class Emulator {
  public:
   using Call = void (*)(void*);
 
-  // Calls call(argument) once per thread of the grid. Dimensions were checked.
-  void run_grid(dim3 grid, dim3 block, size_t dynamic_shared_bytes, Call call, void* argument) {
+  // Calls call(argument) once per thread of the grid, whose blocks run in clusters of `cluster`.
+  // Dimensions were checked.
+  void run_grid(dim3 grid, dim3 block, size_t dynamic_shared_bytes, unsigned cluster, Call call,
+                void* argument) {
     if (running_) throw std::logic_error("emul::launch: a kernel can not launch a kernel");
     const RunningScope scope(*this);
     call_ = call;
     argument_ = argument;
     gridDim = grid;
     blockDim = block;
-    allocate_dynamic_shared(dynamic_shared_bytes);
-    block_.number_threads(block);
+    allocate_dynamic_shared(dynamic_shared_bytes, cluster);
+    block_.number_threads(block, cluster);
     order_.draw(grid, block);
-    const uint64_t plane = uint64_t{grid.x} * grid.y;
+    const uint64_t row = grid.x / cluster, plane = row * grid.y;
     for (uint64_t n : order_.of(plane * grid.z)) {
-      run_block({unsigned(n % grid.x), unsigned(n % plane / grid.x), unsigned(n / plane)});
+      run_cluster({unsigned(n % row) * cluster, unsigned(n % plane / row), unsigned(n / plane)});
     }
   }
 
   // The following are for the running thread.
 
   Thread& current() { return *current_; }
-  char* dynamic_shared() { return dynamic_shared_.get(); }
+  char* dynamic_shared() { return dynamic_shared(current_->block); }
+  char* dynamic_shared(unsigned block) { return dynamic_shared_[block].get(); }
+  size_t dynamic_shared_bytes() const { return dynamic_shared_bytes_; }
+  size_t cluster_blocks() const { return dynamic_shared_.size(); }
+  bool is_block_live(unsigned block) const { return block_.is_live(block); }
 
-  // Waits for the block; returns how many threads had a true predicate.
+  // Waits for the block, or the cluster; returns how many threads of the block had a true
+  // predicate.
   int sync_block(Wait wait, bool predicate, Site site) {
     current_->offered = predicate;
     suspend(wait, kFullMask, site);
-    return block_.num_true();
+    return block_.num_true(current_->block);
   }
 
   // Waits for the lanes in mask that have not exited; they may read() `offered` afterwards.
@@ -92,7 +99,7 @@ class Emulator {
     explicit RunningScope(Emulator& owner) : emulator(owner) { emulator.running_ = true; }
     ~RunningScope() {
       emulator.running_ = false;
-      emulator.dynamic_shared_.reset();
+      emulator.dynamic_shared_.clear();
       if (emulator.num_live_ > 0) emulator.abandon_block();
     }
     Emulator& emulator;
@@ -102,17 +109,23 @@ class Emulator {
     void operator()(char* memory) const { std::free(memory); }
   };
 
-  // An allocation of exactly this size, so that AddressSanitizer sees an access past its end.
-  void allocate_dynamic_shared(size_t bytes) {
-    void* memory = nullptr;
-    if (posix_memalign(&memory, 16, bytes) != 0) throw std::bad_alloc();
-    dynamic_shared_.reset(static_cast<char*>(memory));
+  // Allocations of exactly this size, so that AddressSanitizer sees an access past the end of one.
+  void allocate_dynamic_shared(size_t bytes, unsigned num_blocks) {
+    dynamic_shared_.clear();
+    for (unsigned b = 0; b < num_blocks; ++b) {
+      void* memory = nullptr;
+      if (posix_memalign(&memory, 16, bytes) != 0) throw std::bad_alloc();
+      dynamic_shared_.emplace_back(static_cast<char*>(memory));
+    }
     dynamic_shared_bytes_ = bytes;
   }
 
-  void run_block(uint3 index) {
-    blockIdx = index;
-    std::memset(dynamic_shared_.get(), 0xCD, dynamic_shared_bytes_);
+  // Runs the blocks from `first` on.
+  void run_cluster(uint3 first) {
+    first_block_ = blockIdx = first;
+    for (const auto& memory : dynamic_shared_) {
+      std::memset(memory.get(), 0xCD, dynamic_shared_bytes_);
+    }
     num_live_ = unsigned(block_.threads.size());
     for (Thread& thread : block_.threads) thread.wait = Wait::kNotBegun;
     bool progress = true;
@@ -172,7 +185,11 @@ class Emulator {
         set_current(*runnable_[next_runnable_++]);
         current_->wait = Wait::kNone;
         current_->async_copies.clear();
+        current_->bulk_copies.clear();
         call_(argument_);
+        if (!current_->bulk_copies.empty()) {
+          throw std::logic_error("a thread has ended with bulk copies under way");
+        }
         current_->wait = Wait::kExited;
         --num_live_;
       }
@@ -213,6 +230,7 @@ class Emulator {
   void set_current(Thread& thread) {
     current_ = &thread;
     threadIdx = thread.index;
+    blockIdx = {first_block_.x + thread.block, first_block_.y, first_block_.z};
   }
 
   // After an error: the threads that still wait never continue, their destructors do not run.
@@ -229,10 +247,11 @@ class Emulator {
   bool running_ = false;
   Call call_ = nullptr;
   void* argument_ = nullptr;
-  std::unique_ptr<char, FreeDeleter> dynamic_shared_;
+  std::vector<std::unique_ptr<char, FreeDeleter>> dynamic_shared_;  // by block of a cluster
   size_t dynamic_shared_bytes_ = 0;
 
-  // The block.
+  // The block, or the blocks of a cluster.
+  uint3 first_block_{0, 0, 0};
   Order order_;
   ThreadBlock block_;
   std::vector<bool> going_on_;     // by warp

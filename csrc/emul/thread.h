@@ -38,6 +38,7 @@ enum class Wait {
   kNone,
   kSyncThreads,
   kSyncThreadsVote,
+  kSyncCluster,
   kSyncWarp,
   kShuffle,
   kVote,
@@ -47,6 +48,8 @@ enum class Wait {
 inline bool is_block_wait(Wait wait) {
   return wait == Wait::kSyncThreads || wait == Wait::kSyncThreadsVote;
 }
+
+inline bool is_cluster_wait(Wait wait) { return wait == Wait::kSyncCluster; }
 
 inline bool is_warp_wait(Wait wait) {
   return wait == Wait::kSyncWarp || wait == Wait::kShuffle || wait == Wait::kVote;
@@ -58,6 +61,8 @@ inline const char* wait_name(Wait wait) {
       return "__syncthreads";
     case Wait::kSyncThreadsVote:
       return "__syncthreads_count/or/and";
+    case Wait::kSyncCluster:
+      return "cluster_sync";
     case Wait::kSyncWarp:
       return "__syncwarp";
     case Wait::kShuffle:
@@ -87,9 +92,35 @@ struct AsyncCopies {
   }
 };
 
+// See bulk_copy.h.
+struct BulkLoad {
+  void* shared;
+  uint64_t* barrier;
+  std::vector<char> bytes;
+};
+
+struct BulkStore {
+  void* global;
+  const void* shared;
+  size_t num_bytes;
+};
+
+struct BulkCopies {
+  std::vector<BulkLoad> loads;
+  std::vector<BulkStore> stores;
+
+  bool empty() const { return loads.empty() && stores.empty(); }
+  void clear() {
+    loads.clear();
+    stores.clear();
+  }
+};
+
 struct Thread {
   uint3 index;
-  unsigned linear;        // x + y * blockDim.x + z * blockDim.x * blockDim.y
+  unsigned block;         // its block's rank in the cluster; 0 without clusters
+  unsigned linear;        // x + y * blockDim.x + z * blockDim.x * blockDim.y, after those of the
+                          // cluster's blocks before
   Wait wait;              // kNone: may run
   unsigned mask;          // lanes named by the warp operation it waits in
   Site site;              // where it waits
@@ -98,6 +129,7 @@ struct Thread {
   uint64_t published;     // the same once the operation completed: the others read this
   unsigned participants;  // lanes that took part in the last completed warp operation
   AsyncCopies async_copies;
+  BulkCopies bulk_copies;
 
   unsigned lane() const { return linear % kWarpLanes; }
 };

@@ -1,4 +1,5 @@
-// The threads of the running block, and when their barriers and warp operations complete.
+// The threads of the running block, or of the blocks of the running cluster, and when their
+// barriers and warp operations complete.
 #pragma once
 
 #include <algorithm>
@@ -17,32 +18,46 @@ class ThreadBlock {
  public:
   std::vector<Thread> threads;
 
-  void number_threads(dim3 block) {
-    threads.assign(size_t(block.x) * block.y * block.z, Thread{});
+  void number_threads(dim3 block, unsigned num_blocks) {
+    block_threads_ = block.x * block.y * block.z;
+    num_true_.assign(num_blocks, 0);
+    threads.assign(size_t(block_threads_) * num_blocks, Thread{});
     unsigned linear = 0;
-    for (unsigned z = 0; z < block.z; ++z) {
-      for (unsigned y = 0; y < block.y; ++y) {
-        for (unsigned x = 0; x < block.x; ++x, ++linear) {
-          threads[linear].index = {x, y, z};
-          threads[linear].linear = linear;
+    for (unsigned b = 0; b < num_blocks; ++b) {
+      for (unsigned z = 0; z < block.z; ++z) {
+        for (unsigned y = 0; y < block.y; ++y) {
+          for (unsigned x = 0; x < block.x; ++x, ++linear) {
+            threads[linear].index = {x, y, z};
+            threads[linear].block = b;
+            threads[linear].linear = linear;
+          }
         }
       }
     }
   }
 
   // Called for warps of which no thread can run, so every published operand has been read.
-  // Completes all their operations that it can, else the block's barrier. Returns whether it
-  // completed any.
+  // Completes all their operations that it can, else barriers of blocks, else the cluster's.
+  // Returns whether it completed any.
   bool release(const std::vector<bool>& warps) {
     bool released = false;
     for (unsigned first = 0; first < threads.size(); first += kWarpLanes) {
       if (warps[first / kWarpLanes]) released |= release_warp(first);
     }
-    return released || release_barrier();
+    for (unsigned b = 0; b < num_true_.size() && !released; ++b) {
+      released = release_barrier(b * block_threads_, block_threads_, is_block_wait);
+    }
+    return released || release_barrier(0, unsigned(threads.size()), is_cluster_wait);
   }
 
-  // How many threads voted for it at the barrier that just completed.
-  int num_true() const { return num_true_; }
+  // How many threads of the block voted for it at the barrier that just completed.
+  int num_true(unsigned block) const { return num_true_[block]; }
+
+  bool is_live(unsigned block) const {
+    const auto first = threads.begin() + std::ptrdiff_t(block * block_threads_);
+    return std::any_of(first, first + std::ptrdiff_t(block_threads_),
+                       [](const Thread& thread) { return thread.wait != Wait::kExited; });
+  }
 
   // The value that another lane offered in the warp operation that the reader just completed.
   uint64_t read(const Thread& reader, unsigned lane) const {
@@ -111,26 +126,30 @@ class ThreadBlock {
     return std::min(first + kWarpLanes, unsigned(threads.size()));
   }
 
-  // Completes the block's barrier when all live threads wait at the same one. Two __syncthreads on
-  // different lines are different: hardware may let that pass, CUDA's rules do not.
-  bool release_barrier() {
+  // Completes the barrier of `count` threads when all of them that live wait at the same one. Two
+  // __syncthreads on different lines are different: hardware may let that pass, CUDA's rules do
+  // not.
+  bool release_barrier(unsigned begin, unsigned count, bool (*is_wait)(Wait)) {
     const Thread* first = nullptr;
     int num_true = 0;
-    for (const Thread& thread : threads) {
+    for (unsigned i = begin; i < begin + count; ++i) {
+      const Thread& thread = threads[i];
       if (thread.wait == Wait::kExited) continue;
-      if (!is_block_wait(thread.wait)) return false;
+      if (!is_wait(thread.wait)) return false;
       if (first == nullptr) first = &thread;
       if (thread.wait != first->wait || !(thread.site == first->site)) return false;
       num_true += int(thread.offered);
     }
-    for (Thread& thread : threads) {
-      if (thread.wait != Wait::kExited) thread.wait = Wait::kNone;
+    if (first == nullptr) return false;
+    num_true_[first->block] = num_true;
+    for (unsigned i = begin; i < begin + count; ++i) {
+      if (threads[i].wait != Wait::kExited) threads[i].wait = Wait::kNone;
     }
-    num_true_ = num_true;
     return true;
   }
 
-  int num_true_ = 0;
+  unsigned block_threads_ = 0;
+  std::vector<int> num_true_;  // by block
 };
 
 }  // namespace emul

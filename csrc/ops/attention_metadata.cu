@@ -5,6 +5,7 @@
 
 #include "ops/device.h"
 #include "ops/launch_ids.h"
+#include "ops/occupancy.h"
 
 namespace kvcache {
 namespace {
@@ -18,7 +19,6 @@ constexpr int kMaxTile = static_cast<int>(kThreads);      // requests per thread
 // Every tile computes prefix sums over all requests. With more tiles than this, the sums would cost
 // more than the copying, so tiles grow instead.
 constexpr int kMostTiles = 128;
-constexpr int64_t kMostBlocks = 2048;
 
 // Totals that a thread block needs: over the requests before its own, and over all.
 struct Sums {
@@ -180,7 +180,8 @@ void attention_metadata_cuda(Tensor tables, Tensor groups, int64_t num_rows, Ten
   const int32_t widest = *std::max_element(m.num_written, m.num_written + m.groups.num_groups);
   const bool copies = m.block_tables != nullptr || m.page_indices != nullptr;
   const int64_t passes = copies ? (int64_t{tile} * widest + kPass - 1) / kPass : 1;
-  const int64_t most = std::max<int64_t>(1, kMostBlocks / (num_tiles * m.groups.num_groups));
+  const int64_t at_once = resident_blocks<attention_metadata_kernel, int{kThreads}>(device);
+  const int64_t most = std::max<int64_t>(1, at_once / (num_tiles * m.groups.num_groups));
   const dim3 grid(static_cast<unsigned>(num_tiles), static_cast<unsigned>(m.groups.num_groups),
                   static_cast<unsigned>(std::clamp<int64_t>(passes, 1, most)));
   KV_LAUNCH(attention_metadata_kernel, grid, dim3(kThreads), 0, device.stream, m, tile);

@@ -1,19 +1,22 @@
 #include "ops/block_copy.h"
 
+#include <type_traits>
+
+#include "ops/bulk_block_copy.h"
 #include "ops/copy_engine.h"
 #include "ops/copy_launch.h"
 #include "ops/device.h"
 #include "ops/launch_ids.h"
 #include "ops/mapped_host.h"
+#include "ops/occupancy.h"
 
 namespace kvcache {
 namespace {
 
 constexpr int kWarps = 16;  // per thread block
 // Thread blocks of a copy to or from the host: few fill the bus, and attention runs at the same
-// time. A copy within the device uses as many as the device holds.
+// time. A copy within the device uses as many as the device runs at once.
 constexpr int64_t kHostThreadBlocks = 8;
-constexpr int64_t kDeviceThreadBlocks = 4 * 132;
 
 // Copies one chunk: kCopyUnroll vectors per lane, or fewer where the region ends earlier. All are
 // read before the first is written.
@@ -88,22 +91,29 @@ __global__ void __launch_bounds__(kWarps * 32, kWide ? 1 : 2)
   }
 }
 
+// `most`: thread blocks; 0: as many as the device runs at once. `bulk`: by bulk copies where all
+// regions have vectors of 16 bytes.
 template <size_t kBytes>
 void launch_shares(const BlockCopy& c, const std::vector<VectorRegion>& regions, int64_t most,
-                   const OnDevice& device) {
+                   bool bulk, const OnDevice& device) {
   static_assert(sizeof(CopyLaunch<kBytes>) <= kBytes, "a launch's parameters");
   CopyLaunch<kBytes> launch;
   for_each_share<kBytes>(c, regions, [&](const CopyShare& share) {
     fill(launch, c, share);
-    const int64_t needed = (launch.head.num_tasks + int64_t{kWarps} - 1) / kWarps;
-    const dim3 grid(static_cast<unsigned>(std::min(needed, most)));
-    if (share.is_wide()) {
-      KV_LAUNCH((copy_blocks_kernel<kBytes, true>), grid, dim3(kWarps * 32), 0, device.stream,
-                launch);
-    } else {
-      KV_LAUNCH((copy_blocks_kernel<kBytes, false>), grid, dim3(kWarps * 32), 0, device.stream,
-                launch);
+    if (bulk && share.is_wide()) {
+      const auto blocks = static_cast<unsigned>(std::min<int64_t>(launch.head.num_tasks, most));
+      KV_LAUNCH(copy_blocks_bulk_kernel<kBytes>, dim3(blocks), dim3(kBulkThreads),
+                size_t{kBulkStages * kBulkBytes}, device.stream, launch);
+      return;
     }
+    const int64_t needed = (launch.head.num_tasks + int64_t{kWarps} - 1) / kWarps;
+    const auto launch_as = [&](auto wide) {
+      constexpr auto kKernel = copy_blocks_kernel<kBytes, wide>;
+      const int64_t blocks = most > 0 ? most : resident_blocks<kKernel, kWarps * 32>(device);
+      const dim3 grid(static_cast<unsigned>(std::min(needed, blocks)));
+      KV_LAUNCH(kKernel, grid, dim3(kWarps * 32), 0, device.stream, launch);
+    };
+    share.is_wide() ? launch_as(std::true_type{}) : launch_as(std::false_type{});
   });
 }
 
@@ -111,14 +121,15 @@ void launch_shares(const BlockCopy& c, const std::vector<VectorRegion>& regions,
 // copies all of its parameters.
 void copy_by_kernel(const BlockCopy& c, bool with_host, const OnDevice& device) {
   const std::vector<VectorRegion> regions = vector_regions(c);
-  const int64_t usual = with_host ? kHostThreadBlocks : kDeviceThreadBlocks;
+  const int64_t usual = with_host ? kHostThreadBlocks : 0;
   const int64_t most = c.num_thread_blocks > 0 ? c.num_thread_blocks : usual;
+  const bool bulk = is_bulk(c, with_host, device);
   const bool fits = CopyLaunch<kSmallParameterBytes>::holds(static_cast<int64_t>(regions.size()),
                                                             c.pairs_on_cpu ? c.num_pairs : 0);
   if (fits || !takes_large_parameters()) {
-    launch_shares<kSmallParameterBytes>(c, regions, most, device);
+    launch_shares<kSmallParameterBytes>(c, regions, most, bulk, device);
   } else {
-    launch_shares<kLargeParameterBytes>(c, regions, most, device);
+    launch_shares<kLargeParameterBytes>(c, regions, most, bulk, device);
   }
 }
 
@@ -128,9 +139,9 @@ void copy_by_kernel(const BlockCopy& c, bool from_host, bool to_host, const OnDe
     const auto launch_part = [&](const BlockCopy& p) {
       copy_by_kernel(p, from_host || to_host, device);
     };
-    to_host ? with_mapped_host(part, false, launch_part) : launch_part(part);
+    to_host ? with_mapped_host(part, false, device.index, launch_part) : launch_part(part);
   };
-  from_host ? with_mapped_host(c, true, to_mapped) : to_mapped(c);
+  from_host ? with_mapped_host(c, true, device.index, to_mapped) : to_mapped(c);
 }
 
 struct BadPair {

@@ -143,9 +143,10 @@ inline BlockCopy checked_block_copy(const std::optional<Tensor>& source, const T
   check_size(pairs, "pairs", 1, 2, "source and destination");
   check_dtype(pairs, "pairs", {ScalarType::Int});
   check_contiguous(pairs, "pairs");
-  if (engine < 0 || engine > 2) {
+  if (engine < 0 || engine > 3) {
     fail("engine is " + std::to_string(engine) +
-         ": expected 0 (kernel), 1 (copy engine) or 2 (copy engine, one copy per call)");
+         ": expected 0 (kernel), 1 (copy engine), 2 (copy engine, one copy per call) or 3 (copy "
+         "engine, of a source that nothing writes to)");
   }
   const auto check_count = [](int64_t value, const char* name) {
     if (value < 0 || value > INT32_MAX)

@@ -1,6 +1,9 @@
 #include "ops/block_permute.h"
 
+#include <type_traits>
+
 #include "ops/async_copy.h"
+#include "ops/cluster.h"
 #include "ops/device.h"
 #include "ops/launch_ids.h"
 #include "ops/vector.h"
@@ -10,10 +13,14 @@ namespace {
 
 constexpr unsigned kThreads = 256;
 constexpr int kUnroll = 8;                       // loads in flight per thread
+constexpr int kClusterUnroll = 4;                // the same, of a cluster's shared memory
 constexpr int64_t kSharedBytes = 32 << 10;       // per thread block, where the slice is wide enough
 constexpr int64_t kMoreSharedBytes = 96 << 10;   // where slices would be below kLeastSliceBytes
 constexpr int64_t kLeastSliceBytes = 64;         // one memory transaction
+constexpr int64_t kLineBytes = 128;              // of the L2; narrower slices read half lines
+constexpr int64_t kWideSharedBytes = 64 << 10;   // for slices of a line: three blocks on an H100
 constexpr int64_t kPlainSharedBytes = 48 << 10;  // a kernel must ask for more
+constexpr int64_t kReservedSharedBytes = 1 << 10;  // of each thread block, by CUDA
 
 constexpr int64_t kMaxGrid = INT32_MAX;
 constexpr int kLayersPerLaunch = 64;
@@ -23,9 +30,11 @@ constexpr int kIdsPerLaunch = 812;
 struct PermuteLaunch {
   BlockPermute p;
   FastDivisor units_per_group;
-  FastDivisor unit_blocks;  // thread blocks of a unit
+  FastDivisor unit_blocks;  // thread blocks of a unit; those of a cluster are neighbours
   FastDivisor slice;        // vectors of a slice; the last one of a row may have fewer
   FastDivisor row;          // vectors of a row
+  FastDivisor cluster;      // thread blocks that share a slice
+  FastDivisor share;        // rows of the slice that each of them holds; the last may have fewer
   uint32_t rows_at_once;    // rows that the threads of a block move together
   int64_t layers[kLayersPerLaunch];
   LaunchIds<kIdsPerLaunch> ids;
@@ -55,9 +64,12 @@ static_assert(sizeof(PermuteLaunch) <= kSmallParameterBytes, "too many ids in a 
 // into shared memory and writes it back permuted. A thread keeps its column, so neighbouring
 // threads read and write neighbouring bytes of a row. kDense: all rows are evenly spaced.
 //
+// kClustered: a cluster of thread blocks shares a slice. Each holds some of the rows, and reads the
+// others out of the shared memory of the cluster, so that slices stay as wide as a line of the L2.
+//
 // All reads of a thread are in flight together where the hardware copies asynchronously, else
 // kUnroll at a time.
-template <class Vector, bool kDense>
+template <class Vector, bool kDense, bool kClustered>
 __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteLaunch launch) {
   KV_DYN_SHARED(uint4, shared);
   const BlockPermute& p = launch.p;
@@ -65,11 +77,20 @@ __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteL
   uint32_t of_unit;
   const PermuteUnit unit = launch.unit(blockIdx.x, of_unit);
   if (launch.skips(unit)) return;
-  const uint32_t first_row = launch.slice.divide(threadIdx.x);
-  const uint32_t column = threadIdx.x - first_row * slice;
+  uint32_t begin = 0, end = p.unit_rows;  // the rows of this thread block
+  if constexpr (kClustered) {
+    const uint32_t of_slice = launch.cluster.divide(of_unit);
+    begin = (of_unit - of_slice * launch.cluster.divisor) * launch.share.divisor;
+    end = min(begin + launch.share.divisor, end);
+    of_unit = of_slice;
+  }
+  const uint32_t of_step =
+      launch.slice.divide(threadIdx.x);  // the thread's row among those of a step
+  const uint32_t column = threadIdx.x - of_step * slice;
   const uint32_t in_row = of_unit * slice + column;
   const uint32_t step = launch.rows_at_once;
-  const bool takes_part = first_row < step && in_row < launch.row.divisor;
+  const bool takes_part = of_step < step && in_row < launch.row.divisor;
+  const uint32_t first_row = begin + of_step;
   char* const base = p.cache + launch.layers[blockIdx.y] +
                      int64_t{in_row} * static_cast<int64_t>(sizeof(Vector)) +
                      (kDense ? p.place(unit, launch.ids, 0) : 0);
@@ -82,45 +103,69 @@ __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteL
     if constexpr (has_async_copy<Vector>) {
       if constexpr (kDense) {
 #pragma unroll kUnroll
-        for (uint32_t row = first_row; row < p.unit_rows; row += step) {
-          async_copy(held + row * slice, vector_at(row));
+        for (uint32_t row = first_row; row < end; row += step) {
+          async_copy(held + (row - begin) * slice, vector_at(row));
         }
       } else {  // the ids of several rows are read together
-        for (uint32_t begin = first_row; begin < p.unit_rows; begin += step * kUnroll) {
+        for (uint32_t at = first_row; at < end; at += step * kUnroll) {
           const Vector* from[kUnroll];
 #pragma unroll
-          for (int i = 0; i < kUnroll; ++i)
-            from[i] = vector_at(min(begin + i * step, p.unit_rows - 1));
+          for (int i = 0; i < kUnroll; ++i) from[i] = vector_at(min(at + i * step, end - 1));
 #pragma unroll
           for (int i = 0; i < kUnroll; ++i) {
-            const uint32_t row = begin + i * step;
-            if (row < p.unit_rows) async_copy(held + row * slice, from[i]);
+            const uint32_t row = at + i * step;
+            if (row < end) async_copy(held + (row - begin) * slice, from[i]);
           }
         }
       }
       async_copy_commit();
       async_copy_wait<0>();
     } else {
-      for (uint32_t begin = first_row; begin < p.unit_rows; begin += step * kUnroll) {
-        Vector moved[kUnroll];
+      // Places that are not evenly spaced take registers of their own; with more loads, sm_100
+      // would spill.
+      constexpr int kLoads = kDense ? kUnroll : kUnroll / 2;
+      for (uint32_t at = first_row; at < end; at += step * kLoads) {
+        Vector moved[kLoads];
 #pragma unroll
-        for (int i = 0; i < kUnroll; ++i) {
-          const uint32_t row = begin + i * step;
-          if (row < p.unit_rows) moved[i] = __ldcs(vector_at(row));
+        for (int i = 0; i < kLoads; ++i) {
+          const uint32_t row = at + i * step;
+          if (row < end) moved[i] = __ldcs(vector_at(row));
         }
 #pragma unroll
-        for (int i = 0; i < kUnroll; ++i) {
-          const uint32_t row = begin + i * step;
-          if (row < p.unit_rows) held[row * slice] = moved[i];
+        for (int i = 0; i < kLoads; ++i) {
+          const uint32_t row = at + i * step;
+          if (row < end) held[row * slice] = moved[i];
         }
       }
     }
   }
-  __syncthreads();
-  if (!takes_part) return;
+  if constexpr (kClustered) {
+    cluster_sync();
+    if (takes_part) {
+      // A load from another block takes long, so several are in flight before the first store.
+      for (uint32_t at = first_row; at < end; at += step * kClusterUnroll) {
+        Vector moved[kClusterUnroll];
+#pragma unroll
+        for (int i = 0; i < kClusterUnroll; ++i) {
+          const uint32_t source = p.source(min(at + i * step, end - 1));
+          const uint32_t rank = launch.share.divide(source);
+          moved[i] = load_of_cluster(held + (source - rank * launch.share.divisor) * slice, rank);
+        }
+#pragma unroll
+        for (int i = 0; i < kClusterUnroll; ++i) {
+          const uint32_t row = at + i * step;
+          if (row < end) __stcs(vector_at(row), moved[i]);
+        }
+      }
+    }
+    cluster_sync_before_end();
+  } else {
+    __syncthreads();
+    if (!takes_part) return;
 #pragma unroll 4
-  for (uint32_t row = first_row; row < p.unit_rows; row += step) {
-    __stcs(vector_at(row), held[p.source(row) * slice]);
+    for (uint32_t row = first_row; row < end; row += step) {
+      __stcs(vector_at(row), held[p.source(row) * slice]);
+    }
   }
 }
 
@@ -157,47 +202,88 @@ int64_t vector_bytes(const BlockPermute& p, const int64_t* layers, int64_t num_l
   return common_vector_bytes(all);
 }
 
-int64_t most_shared_bytes(const Tensor& t) {
-  int bytes = 0;
-  KV_CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin,
-                                       t.is_cpu() ? 0 : t.get_device_index()));
-  return bytes;
+int64_t device_attribute(const Tensor& t, cudaDeviceAttr attribute) {
+  int value = 0;
+  KV_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, t.is_cpu() ? 0 : t.get_device_index()));
+  return value;
 }
 
-// Bytes of a slice, a power of two or a whole row; 0 where no vector of every row fits.
-int64_t slice_bytes(const BlockPermute& p, int64_t vector, const Tensor& cache) {
+int64_t most_shared_bytes(const Tensor& t) {
+  return device_attribute(t, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+}
+
+// KVCACHE_CLUSTERS=0 switches clusters off.
+bool has_clusters(const Tensor& t) {
+  return switched_on("KVCACHE_CLUSTERS", true) &&
+         device_attribute(t, cudaDevAttrClusterLaunch) != 0;
+}
+
+// How units are cut.
+struct Slicing {
+  int64_t bytes;  // of a slice: a power of two or a whole row; 0 where no vector of every row fits
+  int64_t cluster;  // thread blocks that share a slice
+  int64_t rows;     // that each of them holds, at most
+};
+
+Slicing slicing_of(const BlockPermute& p, int64_t vector, const Tensor& cache) {
+  const int64_t rows = p.unit_rows;
   int64_t slice = kLeastSliceBytes;
-  const int64_t most = std::min<int64_t>(kSharedBytes / p.unit_rows, vector * kThreads);
+  const int64_t most = std::min<int64_t>(kSharedBytes / rows, vector * kThreads);
   while (slice < p.row_bytes && 2 * slice <= most) slice *= 2;
-  while (slice > vector && slice * p.unit_rows > kMoreSharedBytes) slice /= 2;
+  while (slice > vector && slice * rows > kMoreSharedBytes) slice /= 2;
   slice = std::min(slice, p.row_bytes);
-  const int64_t needed = slice * p.unit_rows;
-  return needed <= kPlainSharedBytes || needed <= most_shared_bytes(cache) ? slice : 0;
+  const int64_t wide = std::min(kLineBytes, p.row_bytes);
+  if (slice < wide) {
+    int64_t cluster = 1;
+    const auto share = [&] { return (rows + cluster - 1) / cluster; };
+    while (share() * wide > kWideSharedBytes) cluster *= 2;
+    const bool fits =
+        cluster == 1
+            ? 2 * (rows * wide + kReservedSharedBytes) <=
+                  device_attribute(cache, cudaDevAttrMaxSharedMemoryPerMultiprocessor)
+            : cluster <= kMostClusterBlocks && vector == sizeof(uint4) && has_clusters(cache);
+    if (fits) return {wide, cluster, share()};
+  }
+  const int64_t needed = slice * rows;
+  const bool fits = needed <= kPlainSharedBytes || needed <= most_shared_bytes(cache);
+  return {fits ? slice : 0, 1, rows};
+}
+
+template <auto kKernel>
+void allow_shared_bytes(int64_t shared, const Tensor& cache) {
+  if (shared <= kPlainSharedBytes) return;
+  // Always the maximum: another thread may be between this call and its own launch.
+  KV_CUDA_CHECK(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     static_cast<int>(most_shared_bytes(cache))));
 }
 
 template <class Vector, bool kDense>
-void launch_sliced(const PermuteLaunch& launch, dim3 grid, int64_t slice, const Tensor& cache,
-                   cudaStream_t stream) {
-  const int64_t shared = launch.p.unit_rows * slice;
-  if (shared > kPlainSharedBytes) {
-    // Always the maximum: another thread may be between this call and its own launch.
-    KV_CUDA_CHECK(cudaFuncSetAttribute(permute_kernel<Vector, kDense>,
-                                       cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       static_cast<int>(most_shared_bytes(cache))));
+void launch_sliced(const PermuteLaunch& launch, dim3 grid, const Slicing& slicing,
+                   const Tensor& cache, cudaStream_t stream) {
+  const int64_t shared = slicing.rows * slicing.bytes;
+  if constexpr (std::is_same_v<Vector, uint4>) {
+    if (slicing.cluster > 1) {
+      constexpr auto kKernel = permute_kernel<Vector, kDense, true>;
+      allow_shared_bytes<kKernel>(shared, cache);
+      KV_LAUNCH_CLUSTERS(kKernel, grid, dim3(kThreads), static_cast<size_t>(shared), stream,
+                         static_cast<unsigned>(slicing.cluster), launch);
+      return;
+    }
   }
-  KV_LAUNCH((permute_kernel<Vector, kDense>), grid, dim3(kThreads), static_cast<size_t>(shared),
-            stream, launch);
+  constexpr auto kKernel = permute_kernel<Vector, kDense, false>;
+  allow_shared_bytes<kKernel>(shared, cache);
+  KV_LAUNCH(kKernel, grid, dim3(kThreads), static_cast<size_t>(shared), stream, launch);
 }
 
 template <class Vector>
-void launch_on(const PermuteLaunch& launch, dim3 grid, int64_t slice, const Tensor& cache,
+void launch_on(const PermuteLaunch& launch, dim3 grid, const Slicing& slicing, const Tensor& cache,
                cudaStream_t stream) {
-  if (slice == 0) {
+  if (slicing.bytes == 0) {
     KV_LAUNCH(rotate_kernel<Vector>, grid, dim3(kThreads), 0, stream, launch);
   } else if (launch.p.is_dense() && launch.p.unit_rows <= launch.p.block_rows.divisor) {
-    launch_sliced<Vector, true>(launch, grid, slice, cache, stream);
+    launch_sliced<Vector, true>(launch, grid, slicing, cache, stream);
   } else {
-    launch_sliced<Vector, false>(launch, grid, slice, cache, stream);
+    launch_sliced<Vector, false>(launch, grid, slicing, cache, stream);
   }
 }
 
@@ -239,14 +325,17 @@ void permute_blocks_cuda_(Tensor cache, Tensor offsets, Tensor indices, int64_t 
   const int64_t* layers = offsets.const_data_ptr<int64_t>();
   const int64_t num_layers = offsets.numel();
   const int64_t vector = vector_bytes(p, layers, num_layers);
-  const int64_t slice = slice_bytes(p, vector, cache);
-  const int64_t unit_blocks = slice > 0 ? (p.row_bytes + slice - 1) / slice
+  const Slicing slicing = slicing_of(p, vector, cache);
+  const int64_t slice = slicing.bytes;
+  const int64_t unit_blocks = slice > 0 ? (p.row_bytes + slice - 1) / slice * slicing.cluster
                                         : (p.unit_bytes() / vector + kThreads - 1) / kThreads;
   PermuteLaunch launch{};
   launch.p = p;
   launch.units_per_group = fast_divisor(p.units_per_group);
   launch.unit_blocks = fast_divisor(unit_blocks);
   launch.slice = fast_divisor(std::max<int64_t>(slice / vector, 1));
+  launch.cluster = fast_divisor(slicing.cluster);
+  launch.share = fast_divisor(slicing.rows);
   launch.rows_at_once = kThreads / launch.slice.divisor;
   launch.row = fast_divisor(p.row_bytes / vector);
   const int64_t most_groups = std::min(kMaxGrid / (p.units_per_group * unit_blocks),
@@ -261,7 +350,7 @@ void permute_blocks_cuda_(Tensor cache, Tensor offsets, Tensor indices, int64_t 
       const dim3 grid(static_cast<unsigned>(groups_now * p.units_per_group * unit_blocks),
                       static_cast<unsigned>(layers_now));
       with_vector(vector, [&](auto v) {
-        launch_on<decltype(v)>(launch, grid, slice, cache, device.stream);
+        launch_on<decltype(v)>(launch, grid, slicing, cache, device.stream);
       });
     }
   }

@@ -32,32 +32,56 @@ inline std::atomic<bool>& driver_has_no_batches() {
 
 class CopyBatch {
  public:
-  // `batched`: whether the caller wants batches. `with_host`: one side is host memory.
-  CopyBatch(cudaStream_t stream, bool batched, bool with_host)
+  // `batched`: whether the caller wants batches. `with_host`: one side is host memory. `settled`:
+  // nothing under way writes to the sources, which are host memory.
+  CopyBatch(cudaStream_t stream, bool batched, bool with_host, bool settled = false)
       : stream_(stream),
         with_host_(with_host),
-        batched_(batched && batches_switched_on() && batches_possible()) {}
+        settled_(settled),
+        batched_(batched && batches_switched_on() && batches_possible()),
+        copies_(pooled()) {
+    copies_.clear();  // what an earlier failure has left
+  }
+  CopyBatch(const CopyBatch&) = delete;
+  CopyBatch& operator=(const CopyBatch&) = delete;
 
   void add(void* to, const void* from, int64_t num_bytes) {
-    destinations_.push_back(to);
-    sources_.push_back(from);
-    sizes_.push_back(static_cast<size_t>(num_bytes));
-    if (sizes_.size() == kMaxDescriptors) flush();
+    copies_.destinations.push_back(to);
+    copies_.sources.push_back(from);
+    copies_.sizes.push_back(static_cast<size_t>(num_bytes));
+    if (copies_.sizes.size() == kMaxDescriptors) flush();
   }
 
   // Throws std::runtime_error that names the copy which the runtime refuses. Copies before it are
   // launched.
   void flush() {
     if (!flush_batched()) {
-      for (size_t i = 0; i < sizes_.size(); ++i) copy_one(i);
+      for (size_t i = 0; i < copies_.sizes.size(); ++i) copy_one(i);
     }
-    num_flushed_ += sizes_.size();
-    destinations_.clear();
-    sources_.clear();
-    sizes_.clear();
+    num_flushed_ += copies_.sizes.size();
+    copies_.clear();
   }
 
  private:
+  // The descriptors of copies, as CUDA takes them: it has read them when its call returns.
+  struct Descriptors {
+    std::vector<void*> destinations;
+    std::vector<const void*> sources;
+    std::vector<size_t> sizes;
+
+    void clear() {
+      destinations.clear();
+      sources.clear();
+      sizes.clear();
+    }
+  };
+
+  // Kept by each thread, so that their memory grows once. A thread has one batch at a time.
+  static Descriptors& pooled() {
+    static thread_local Descriptors descriptors;
+    return descriptors;
+  }
+
   bool batches_possible() const {
 #if CUDART_VERSION >= 12080
     if (driver_has_no_batches()) return false;
@@ -89,22 +113,24 @@ class CopyBatch {
   // calls may accept.
   bool flush_batched() {
 #if CUDART_VERSION >= 12080
-    if (!batched_ || sizes_.size() < 2) return false;
+    auto& [destinations, sources, sizes] = copies_;
+    if (!batched_ || sizes.size() < 2) return false;
     cudaMemcpyAttributes attributes{};
-    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+    attributes.srcAccessOrder =
+        settled_ ? cudaMemcpySrcAccessOrderAny : cudaMemcpySrcAccessOrderStream;
     // A hint that CUDA has since 12.8. Without it, drivers of CUDA 13.1 and later may copy with
     // kernels, which take multiprocessors away from attention.
     if (with_host_) attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
     size_t from_first = 0;
 #if CUDART_VERSION >= 13000
     const cudaError_t error =
-        cudaMemcpyBatchAsync(destinations_.data(), sources_.data(), sizes_.data(), sizes_.size(),
+        cudaMemcpyBatchAsync(destinations.data(), sources.data(), sizes.data(), sizes.size(),
                              &attributes, &from_first, 1, stream_);
 #else
     size_t failed = 0;
-    const cudaError_t error = cudaMemcpyBatchAsync(
-        destinations_.data(), const_cast<void**>(sources_.data()), sizes_.data(), sizes_.size(),
-        &attributes, &from_first, 1, &failed, stream_);
+    const cudaError_t error =
+        cudaMemcpyBatchAsync(destinations.data(), const_cast<void**>(sources.data()), sizes.data(),
+                             sizes.size(), &attributes, &from_first, 1, &failed, stream_);
 #endif
     if (error == cudaSuccess) return true;
     (void)cudaGetLastError();  // cleared, so that a later launch does not report it
@@ -114,7 +140,7 @@ class CopyBatch {
     // These errors may concern the batch alone. For InvalidValue, single copies find the copy that
     // is refused. Repeating copies of the batch does no harm.
     if (!has_none && error != cudaErrorStreamCaptureUnsupported && error != cudaErrorInvalidValue) {
-      throw std::runtime_error("a batch of " + std::to_string(sizes_.size()) +
+      throw std::runtime_error("a batch of " + std::to_string(sizes.size()) +
                                " copies failed: " + cudaGetErrorString(error));
     }
     batched_ = false;
@@ -123,24 +149,23 @@ class CopyBatch {
   }
 
   void copy_one(size_t i) const {
+    const auto& [destinations, sources, sizes] = copies_;
     const cudaError_t error =
-        cudaMemcpyAsync(destinations_[i], sources_[i], sizes_[i], cudaMemcpyDefault, stream_);
+        cudaMemcpyAsync(destinations[i], sources[i], sizes[i], cudaMemcpyDefault, stream_);
     if (error == cudaSuccess) return;
     (void)cudaGetLastError();
     char text[160];
     std::snprintf(text, sizeof(text),
-                  "copy %zu (%zu bytes from %p to %p) failed: ", num_flushed_ + i, sizes_[i],
-                  sources_[i], destinations_[i]);
+                  "copy %zu (%zu bytes from %p to %p) failed: ", num_flushed_ + i, sizes[i],
+                  sources[i], destinations[i]);
     throw std::runtime_error(std::string(text) + cudaGetErrorString(error) +
                              "; expected each side within one allocation or one pinned piece");
   }
 
   cudaStream_t stream_;
-  bool with_host_, batched_;
+  bool with_host_, settled_, batched_;
   size_t num_flushed_ = 0;
-  std::vector<void*> destinations_;
-  std::vector<const void*> sources_;
-  std::vector<size_t> sizes_;
+  Descriptors& copies_;
 };
 
 }  // namespace kvcache

@@ -13,7 +13,8 @@ namespace kvcache {
 
 inline void copy_by_engine(const BlockCopy& c, bool from_host, bool to_host,
                            const OnDevice& device) {
-  CopyBatch batch(device.stream, c.engine == CopyEngine::kBatch, from_host || to_host);
+  CopyBatch batch(device.stream, c.engine != CopyEngine::kSingle, from_host || to_host,
+                  from_host && c.engine == CopyEngine::kBatchOfSettled);
   for (const CopyRun& run : runs_of(c, INT32_MAX, from_host, to_host)) {
     for (int64_t i = 0; i < c.num_regions; ++i) {
       const CopyRegion& r = c.regions[i];

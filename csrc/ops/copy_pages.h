@@ -22,8 +22,9 @@ constexpr int64_t kRegionFields = 5;
 static_assert(sizeof(CopyRegion) == kRegionFields * sizeof(int64_t), "a row of the op's table");
 
 // The engine that copies between a device and the host. kSingle is the copy engine with one call
-// per fragment.
-enum class CopyEngine : int64_t { kKernel = 0, kBatch = 1, kSingle = 2 };
+// per fragment. kBatchOfSettled is kBatch of a source that nothing under way writes to: it may be
+// read from the call on, before the stream's earlier work has run.
+enum class CopyEngine : int64_t { kKernel = 0, kBatch = 1, kSingle = 2, kBatchOfSettled = 3 };
 
 struct BlockCopy {
   const char* source;  // nullptr where only zeros are written

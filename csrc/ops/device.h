@@ -28,6 +28,12 @@
     (kernel)<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__); \
     STD_CUDA_KERNEL_LAUNCH_CHECK();                               \
   } while (0)
+// The same in clusters of `cluster` thread blocks along x.
+#define KV_LAUNCH_CLUSTERS(kernel, grid, block, shared_bytes, stream, cluster, ...)                \
+  do {                                                                                             \
+    ::kvcache::list_kernel<(kernel)>();                                                            \
+    ::kvcache::launch_clusters((kernel), grid, block, shared_bytes, stream, cluster, __VA_ARGS__); \
+  } while (0)
 #define KV_CUDA_CHECK(call) STD_CUDA_CHECK(call)
 // Registers `function` as the CUDA implementation of the op, or as the emulated one.
 #define KV_REGISTER_CUDA(op, function) \
@@ -38,12 +44,17 @@
 #include "emul/runtime/bind.h"
 #define KV_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   (void)::kvcache::gpuless::Registered<(kernel)>::done
+#define KV_LAUNCH_CLUSTERS(kernel, grid, block, shared_bytes, stream, cluster, ...) \
+  (void)::kvcache::gpuless::Registered<(kernel)>::done
 #define KV_CUDA_CHECK(call) (void)(call)
 #define KV_REGISTER_CUDA(op, function) \
   [[maybe_unused]] static const auto kv_compiled_##function = &function;
 #else
 #define KV_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   emul::launch_kernel((kernel), grid, block, shared_bytes, [&] { (kernel)(__VA_ARGS__); })
+#define KV_LAUNCH_CLUSTERS(kernel, grid, block, shared_bytes, stream, cluster, ...) \
+  emul::launch_kernel_clusters((kernel), grid, block, shared_bytes, cluster,        \
+                               [&] { (kernel)(__VA_ARGS__); })
 #define KV_CUDA_CHECK(call) emul::check(call)
 #define KV_REGISTER_CUDA(op, function) \
   STABLE_TORCH_LIBRARY_IMPL(kvcache_emul, CPU, m) { m.impl(op, TORCH_BOX(&function)); }
@@ -54,19 +65,40 @@ namespace kvcache {
 // Makes the device of a tensor current, and holds torch's current stream on it.
 #ifdef __CUDACC__
 struct OnDevice {
-  explicit OnDevice(const Tensor& t) : guard(t.get_device_index()) {
+  explicit OnDevice(const Tensor& t) : index(t.get_device_index()), guard(index) {
     void* handle = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &handle));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &handle));
     stream = static_cast<cudaStream_t>(handle);
   }
+  int32_t index;
   torch::stable::accelerator::DeviceGuard guard;
   cudaStream_t stream;
 };
 #else
 struct OnDevice {
   explicit OnDevice(const Tensor&) {}
+  int32_t index = 0;
   cudaStream_t stream = nullptr;
 };
+#endif
+
+#ifdef __CUDACC__
+template <class Kernel, class... Arguments>
+void launch_clusters(Kernel* kernel, dim3 grid, dim3 block, size_t shared_bytes,
+                     cudaStream_t stream, unsigned cluster, const Arguments&... arguments) {
+  cudaLaunchAttribute size{};
+  size.id = cudaLaunchAttributeClusterDimension;
+  size.val.clusterDim.x = cluster;
+  size.val.clusterDim.y = size.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &size;
+  config.numAttrs = 1;
+  KV_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
+}
 #endif
 
 // KVCACHE_CHECKED=1: values that live on the device are checked before a kernel uses them, at the

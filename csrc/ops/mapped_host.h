@@ -10,12 +10,12 @@
 
 #include "ops/block_copy.h"
 #include "ops/device.h"
+#include "ops/pinned_ranges.h"
 
 namespace kvcache {
 
-// The difference between the device's and the host's address of pinned memory; nullopt for memory
-// that is not pinned.
-inline std::optional<int64_t> shift_to_device(const char* host) {
+// The driver's answer to the question below.
+inline std::optional<int64_t> ask_shift_to_device(const char* host) {
   cudaPointerAttributes attributes{};
   const cudaError_t error = cudaPointerGetAttributes(&attributes, host);
   if (error != cudaSuccess || attributes.type != cudaMemoryTypeHost ||
@@ -24,6 +24,12 @@ inline std::optional<int64_t> shift_to_device(const char* host) {
     return std::nullopt;
   }
   return static_cast<const char*>(attributes.devicePointer) - host;
+}
+
+// The difference between the device's and the host's address of pinned memory; nullopt for memory
+// that is not pinned. `device` is current.
+inline std::optional<int64_t> shift_to_device(int32_t device, const char* host) {
+  return PinnedRanges::instance().shift(device, host, ask_shift_to_device);
 }
 
 // A kernel cannot reach memory that is not pinned.
@@ -36,7 +42,7 @@ inline std::optional<int64_t> shift_to_device(const char* host) {
 // Calls copy(part) for parts of `c` whose host side, source or destination, is given by the
 // device's addresses.
 template <class Copy>
-void with_mapped_host(const BlockCopy& c, bool is_source, Copy&& copy) {
+void with_mapped_host(const BlockCopy& c, bool is_source, int32_t device, Copy&& copy) {
   const std::string name = is_source ? "src" : "dst";
   const char* base = is_source ? c.source : c.destination;
   const auto shifted = [&](int64_t shift) {
@@ -48,7 +54,7 @@ void with_mapped_host(const BlockCopy& c, bool is_source, Copy&& copy) {
     }
     return part;
   };
-  const std::optional<int64_t> of_base = shift_to_device(base);
+  const std::optional<int64_t> of_base = shift_to_device(device, base);
   if (!of_base) fail_pageable(name);
   const int64_t shift = *of_base;
   const auto offset = [&](const CopyRegion& r, int64_t page) {
@@ -59,7 +65,8 @@ void with_mapped_host(const BlockCopy& c, bool is_source, Copy&& copy) {
   // kernel that reads it would break the process's CUDA context.
   bool is_one_range = true;
   for (int64_t i = 0; i < c.num_regions; ++i) {
-    const std::optional<int64_t> of_region = shift_to_device(base + offset(c.regions[i], 0));
+    const std::optional<int64_t> of_region =
+        shift_to_device(device, base + offset(c.regions[i], 0));
     if (of_region == shift) continue;
     const std::string region = "regions[" + std::to_string(i) + "]";
     if (!of_region) fail_pageable(name + "'s " + region);
@@ -83,7 +90,7 @@ void with_mapped_host(const BlockCopy& c, bool is_source, Copy&& copy) {
   }
   for (const auto& [range, pairs] : pairs_of_range) {
     const char* first = base + offset(c.regions[0], range * c.pages_per_run);
-    const std::optional<int64_t> of_range = shift_to_device(first);
+    const std::optional<int64_t> of_range = shift_to_device(device, first);
     if (!of_range) fail_pageable(name);
     BlockCopy part = shifted(*of_range);
     part.pairs = pairs.data();

@@ -1,25 +1,74 @@
 #include "ops/slot_mapping.h"
 
+#include <type_traits>
+
 #include "ops/device.h"
 
 namespace kvcache {
 namespace {
 
 constexpr unsigned kThreads = 256;
+constexpr unsigned kStarts = 4 * kThreads;  // entries of query_start_loc that a thread block holds
+
+// Finds requests as SlotMapping::request_of does, by every `step`-th entry of query_start_loc in
+// shared memory. All of these are read at once; a search in device memory would wait for one entry
+// after the other.
+class RequestFinder {
+ public:
+  // All threads of the block call this.
+  __device__ RequestFinder(const SlotMapping& m, int32_t* starts) : m_(m), starts_(starts) {
+    step_ = static_cast<uint32_t>((m.num_requests + kStarts - 1) / kStarts);
+    if (step_ > 0) end_ = m.query_start[m.num_requests];
+#pragma unroll
+    for (unsigned u = 0; u < kStarts / kThreads; ++u) {
+      const unsigned n = threadIdx.x + u * kThreads;
+      const int64_t r = int64_t{n} * step_;
+      if (r < m.num_requests) starts[n] = m.query_start[r];
+    }
+    __syncthreads();
+  }
+
+  __device__ int64_t request_of(int64_t i) const {
+    if (step_ == 0 || i < starts_[0] || i >= end_) return -1;
+    const int64_t num_starts = (m_.num_requests + step_ - 1) / step_;
+    const int64_t first = last_up_to(starts_, 0, num_starts, i) * step_;
+    return last_up_to(m_.query_start, first, min(first + step_, m_.num_requests), i);
+  }
+
+ private:
+  const SlotMapping& m_;
+  const int32_t* starts_;
+  uint32_t step_;  // 0: there are no requests
+  int32_t end_ = 0;
+};
 
 // One thread per output entry of a group (y): first the tokens, then the entries after the last
 // token. Parallel over tokens, so that long and short requests are equal.
-template <class Slot>
-__global__ void slot_mapping_kernel(const SlotMapping m) {
+template <class Slot, bool kByRequest>
+__global__ void __launch_bounds__(kThreads) slot_mapping_kernel(const SlotMapping m) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const bool is_token = i < m.num_tokens;
+  const int64_t position = is_token ? m.positions[i] : -1;
+  int32_t row = -1;
+  if constexpr (kByRequest) {
+    __shared__ int32_t starts[kStarts];
+    const RequestFinder finder(m, starts);
+    const int64_t request = is_token ? finder.request_of(i) : -1;
+    if (request >= 0) row = m.rows[request];
+  } else {
+    if (is_token) row = m.rows[i];
+  }
   if (i >= m.num_out) return;
   const int g = static_cast<int>(blockIdx.y);
-  const int32_t row = m.row_of(i);
-  // Only this group's length of the row counts: other groups may hold a block for the position.
-  const bool none = row < 0 || m.bad_row(row) || m.outside(i) ||
-                    (m.counts != nullptr && m.positions[i] >= m.num_held(g, row));
-  static_cast<Slot*>(m.out)[g * m.num_out + i] =
-      static_cast<Slot>(none ? kNoSlot : m.slot(g, row, i));
+  int64_t slot = kNoSlot;
+  if (row >= 0 && !m.bad_row(row) && !m.outside(position)) {
+    // Only this group's length of the row counts: other groups may hold a block for the position.
+    // The entry is read before the length is compared, so that both arrive together.
+    const int64_t num_held = m.counts == nullptr ? INT64_MAX : m.num_held(g, row);
+    slot = m.slot(g, row, position);
+    if (position >= num_held) slot = kNoSlot;
+  }
+  static_cast<Slot*>(m.out)[g * m.num_out + i] = static_cast<Slot>(slot);
 }
 
 void check_values(const SlotMapping& m, cudaStream_t stream) {
@@ -48,11 +97,14 @@ void slot_mapping_cuda(Tensor tables, Tensor groups, int64_t num_rows, Tensor ro
   if (checked_mode()) check_values(m, device.stream);
   const dim3 grid(static_cast<unsigned>((m.num_out + kThreads - 1) / kThreads),
                   static_cast<unsigned>(m.groups.num_groups));
-  if (m.wide) {
-    KV_LAUNCH(slot_mapping_kernel<int64_t>, grid, dim3(kThreads), 0, device.stream, m);
-  } else {
-    KV_LAUNCH(slot_mapping_kernel<int32_t>, grid, dim3(kThreads), 0, device.stream, m);
-  }
+  const auto launch = [&](auto slot, auto by_request) {
+    KV_LAUNCH((slot_mapping_kernel<decltype(slot), by_request>), grid, dim3(kThreads), 0,
+              device.stream, m);
+  };
+  const auto launch_wide = [&](auto by_request) {
+    m.wide ? launch(int64_t{}, by_request) : launch(int32_t{}, by_request);
+  };
+  m.query_start == nullptr ? launch_wide(std::false_type{}) : launch_wide(std::true_type{});
 }
 
 }  // namespace

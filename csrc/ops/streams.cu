@@ -4,6 +4,7 @@
 // These ops take no tensors, so they have no device's dispatch key. Only the CUDA library has them.
 // Handles of events and streams are their addresses.
 #include "ops/device.h"
+#include "ops/pinned_ranges.h"
 
 #ifdef __CUDACC__
 
@@ -41,7 +42,11 @@ int64_t host_register(int64_t device, int64_t address, int64_t num_bytes) {
   const cudaError_t error =
       cudaHostRegister(reinterpret_cast<void*>(address), static_cast<size_t>(num_bytes),
                        cudaHostRegisterPortable | cudaHostRegisterMapped);
-  if (error != cudaSuccess) (void)cudaGetLastError();
+  if (error != cudaSuccess) {
+    (void)cudaGetLastError();
+  } else {
+    PinnedRanges::instance().add(reinterpret_cast<const char*>(address), num_bytes);
+  }
   return error;
 }
 
@@ -49,6 +54,7 @@ int64_t host_register(int64_t device, int64_t address, int64_t num_bytes) {
 int64_t host_unregister(int64_t device, int64_t address) {
   const auto guard = guard_for(device);
   const OutsideCapture outside;
+  PinnedRanges::instance().remove(reinterpret_cast<const char*>(address));
   const cudaError_t error = cudaHostUnregister(reinterpret_cast<void*>(address));
   if (error != cudaSuccess) (void)cudaGetLastError();
   return error;

@@ -14,15 +14,15 @@ namespace {
 constexpr int64_t kVectorBytes = 16;
 constexpr unsigned kThreads = 128;  // most threads of a thread block
 constexpr uint32_t kMaxShares =
-    32767;                         // thread blocks that share a token; grid.y holds K's and V's
-constexpr unsigned kInFlight = 4;  // tokens whose vectors a thread loads before it stores the first
+    32767;  // thread blocks that share a token; grid.y holds K's and V's
 
 // A mover converts vectors between tokens and pages. `Token` and `Page` are the vector types. A
-// mover has one scale.
+// thread loads the vectors of `kInFlight` tokens before it stores the first. A mover has one scale.
 template <class Vector>
 struct MoveBytes {
   using Token = Vector;
   using Page = Vector;
+  static constexpr unsigned kInFlight = 4;
   static constexpr bool kScaled = false;
 
   KV_HOST_DEVICE explicit MoveBytes(float) {}
@@ -52,6 +52,8 @@ struct ToFp8 : Fp8Vectors<Element, n> {
   using typename Fp8Vectors<Element, n>::Token;
   using typename Fp8Vectors<Element, n>::Page;
   using Format = Format_;
+  // Converting a wide vector takes many registers; with two of them there is room for more warps.
+  static constexpr unsigned kInFlight = n == 1 ? 4 : 2;
 
   KV_HOST_DEVICE explicit ToFp8(float scale) : divisor(scale) {}
   KV_HOST_DEVICE bool is_exact() const { return divisor.is_exact(); }
@@ -77,6 +79,7 @@ template <class Element, class Format, int n>
 struct FromFp8 : Fp8Vectors<Element, n> {
   using typename Fp8Vectors<Element, n>::Token;
   using typename Fp8Vectors<Element, n>::Page;
+  static constexpr unsigned kInFlight = 4;
 
   KV_HOST_DEVICE explicit FromFp8(float scale) : scale(scale) {}
   KV_HOST_DEVICE bool is_exact() const { return true; }
@@ -124,26 +127,39 @@ Vectors vectors_of(const TokenPages& p) {
 
 constexpr int64_t kNoSlot = -1, kSkipped = -2;
 
-// The offset of token i within the pages of a layer, or one of the constants above.
-__device__ __forceinline__ int64_t place_of(const TokenIo& io, const TokenPages& p, int64_t i) {
-  if (i >= io.num_tokens) return kSkipped;
-  const int64_t slot = io.slots[i];
-  if (slot < -1 || slot >= io.num_slots) return kSkipped;  // see checked_mode
-  if (slot < io.first_slot()) return kNoSlot;
-  return p.page_place(slot);
+// The offset of token i, in this slot, within the pages of a layer, or one of the constants above.
+__device__ __forceinline__ int64_t place_of(const TokenIo& io, const TokenPages& p, uint32_t i,
+                                            int64_t slot) {
+  if (i >= io.num_tokens || slot < -1 || slot >= io.num_slots) {
+    return kSkipped;  // see checked_mode
+  }
+  return slot < io.first_slot() ? kNoSlot : p.page_place(slot);
 }
 
-// Divides the elements of kInFlight vectors by the scale, for the rare scales that need a true
-// division.
+// The places of tokens first, first + blockDim.y, ... All their slots are read before the first one
+// is checked, so that they arrive together.
+template <unsigned n>
+__device__ __forceinline__ void find_places(const TokenIo& io, const TokenPages& p, uint32_t first,
+                                            int64_t (&place)[n]) {
+  const auto last = static_cast<uint32_t>(io.num_tokens - 1);
+  int64_t slots[n];
+#pragma unroll
+  for (unsigned u = 0; u < n; ++u) slots[u] = io.slots[min(first + u * blockDim.y, last)];
+#pragma unroll
+  for (unsigned u = 0; u < n; ++u) place[u] = place_of(io, p, first + u * blockDim.y, slots[u]);
+}
+
+// Divides the elements of Mover::kInFlight vectors by the scale, for the rare scales that need a
+// true division.
 template <class Mover>
 __device__ void write_by_division(const TokenIo& io, const TokenPages& p, float scale,
-                                  int64_t first, const char* tokens, char* pages) {
+                                  uint32_t first, const char* tokens, char* pages) {
   using Element = typename Mover::Element;
 #pragma unroll 1
-  for (unsigned n = 0; n < kInFlight * Mover::kElements; ++n) {
+  for (unsigned n = 0; n < Mover::kInFlight * Mover::kElements; ++n) {
     const unsigned u = n / Mover::kElements, e = n % Mover::kElements;
-    const int64_t i = first + u * blockDim.y;
-    const int64_t place = place_of(io, p, i);
+    const uint32_t i = first + u * blockDim.y;
+    const int64_t place = i < io.num_tokens ? place_of(io, p, i, io.slots[i]) : kSkipped;
     if (place < 0) continue;
     const auto* token = reinterpret_cast<const Element*>(tokens + i * p.token_stride);
     quantize<typename Mover::Format>(token[e], scale, reinterpret_cast<uint8_t*>(pages + place)[e]);
@@ -151,21 +167,21 @@ __device__ void write_by_division(const TokenIo& io, const TokenPages& p, float 
 }
 
 // Grid: groups of tokens (x), shares of the vectors of K and V (y), layers (z). Thread block:
-// vectors of a token (x), tokens (y). A thread moves the same vector of kInFlight tokens, so one
-// scale, and the values derived from it, serve them all.
+// vectors of a token (x), tokens (y). A thread moves the same vector of Mover::kInFlight tokens, so
+// one scale, and the values derived from it, serve them all.
 template <class Mover, Direction direction>
 __global__ void __launch_bounds__(kThreads) token_io_kernel(KV_PARAMETER TokenLaunch launch) {
   using Token = typename Mover::Token;
   using Page = typename Mover::Page;
+  constexpr unsigned kInFlight = Mover::kInFlight;
   const TokenIo& io = launch.io;
   const bool is_v = blockIdx.y >= launch.k_blocks;
   const TokenPages& p = io.sides[is_v];
   const Vectors& vectors = launch.vectors[is_v];
   const int64_t layer = blockIdx.z;
-  const int64_t first = int64_t{blockIdx.x} * (kInFlight * blockDim.y) + threadIdx.y;
+  const uint32_t first = blockIdx.x * (kInFlight * blockDim.y) + threadIdx.y;
   int64_t place[kInFlight];
-#pragma unroll
-  for (unsigned u = 0; u < kInFlight; ++u) place[u] = place_of(io, p, first + u * blockDim.y);
+  find_places(io, p, first, place);
 
   const uint32_t share = is_v ? blockIdx.y - launch.k_blocks : blockIdx.y;
   const uint32_t shares = is_v ? gridDim.y - launch.k_blocks : launch.k_blocks;
@@ -188,7 +204,8 @@ __global__ void __launch_bounds__(kThreads) token_io_kernel(KV_PARAMETER TokenLa
 #pragma unroll
       for (unsigned u = 0; u < kInFlight; ++u) {
         if (place[u] < 0) continue;
-        in[u] = *reinterpret_cast<const Token*>(tokens + (first + u * blockDim.y) * p.token_stride);
+        in[u] = *reinterpret_cast<const Token*>(tokens +
+                                                int64_t{first + u * blockDim.y} * p.token_stride);
       }
 #pragma unroll
       for (unsigned u = 0; u < kInFlight; ++u) {
@@ -205,7 +222,7 @@ __global__ void __launch_bounds__(kThreads) token_io_kernel(KV_PARAMETER TokenLa
       for (unsigned u = 0; u < kInFlight; ++u) {
         if (place[u] == kSkipped) continue;
         auto* const token =
-            reinterpret_cast<Token*>(tokens + (first + u * blockDim.y) * p.token_stride);
+            reinterpret_cast<Token*>(tokens + int64_t{first + u * blockDim.y} * p.token_stride);
         *token = place[u] >= 0 ? mover.to_token(in[u]) : Token{};
       }
     }
@@ -225,7 +242,7 @@ void launch(const TokenIo& io, const OnDevice& device) {
   const unsigned x = (most + shares - 1) / shares;
   const dim3 block(x, kThreads / x);
   launch.k_blocks = shares_of(k_total);
-  const unsigned tokens = block.y * kInFlight;
+  const unsigned tokens = block.y * Mover::kInFlight;
   const dim3 grid(unsigned((io.num_tokens + tokens - 1) / tokens),
                   launch.k_blocks + shares_of(v_total), unsigned(io.num_layers));
   KV_LAUNCH((token_io_kernel<Mover, direction>), grid, block, 0, device.stream, launch);

@@ -19,7 +19,10 @@ enum cudaError_t {
   cudaErrorStreamCaptureUnsupported = 900,
 };
 enum cudaMemcpyKind { cudaMemcpyDefault = 4 };
-enum cudaMemcpySrcAccessOrder { cudaMemcpySrcAccessOrderStream = 1 };
+enum cudaMemcpySrcAccessOrder {
+  cudaMemcpySrcAccessOrderStream = 1,
+  cudaMemcpySrcAccessOrderAny = 3
+};
 enum cudaMemcpyFlags { cudaMemcpyFlagDefault = 0, cudaMemcpyFlagPreferOverlapWithCompute = 1 };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
 enum cudaDeviceAttr { cudaDevAttrCanUseHostPointerForRegisteredMem = 91 };
@@ -36,6 +39,7 @@ struct Script {
   int same_address = 1;
   int num_batches = 0, num_singles = 0;
   unsigned flags = 0;
+  int order = 0;  // srcAccessOrder of the last batch
   cudaError_t last_error = cudaSuccess;
 };
 inline Script script;
@@ -77,6 +81,7 @@ inline cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from
                                         cudaStream_t) {
   ++script.num_batches;
   script.flags = attributes->flags;
+  script.order = attributes->srcAccessOrder;
   if (script.batch_answer != cudaSuccess) return answer(script.batch_answer);
   for (size_t i = 0; i < count; ++i) std::memcpy(to[i], from[i], sizes[i]);
   return cudaSuccess;

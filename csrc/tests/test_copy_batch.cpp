@@ -47,6 +47,29 @@ TEST(one_call_carries_all_beside_the_computing) {
   CHECK_EQ(script.flags, unsigned{cudaMemcpyFlagDefault});
 }
 
+TEST(settled_sources_may_be_read_in_any_order) {
+  script = {};
+  Memory memory;
+  carry(memory);
+  CHECK_EQ(script.order, int{cudaMemcpySrcAccessOrderStream});
+  CopyBatch batch(kStream, true, true, /*settled=*/true);
+  for (int i = 0; i < kCopies; ++i) batch.add(memory.to + i, memory.from + i, sizeof(int));
+  batch.flush();
+  CHECK_EQ(script.order, int{cudaMemcpySrcAccessOrderAny});
+}
+
+TEST(copies_that_a_failed_batch_has_left_are_not_made) {
+  script = {};
+  Memory memory, other;
+  {
+    CopyBatch left(kStream, true, true);
+    left.add(memory.to, memory.from, sizeof(int));
+  }
+  carry(other);
+  CHECK(other.has_arrived());
+  CHECK_EQ(memory.to[0], 0);
+}
+
 TEST(batches_can_be_switched_off) {
   script = {};
   Memory memory;

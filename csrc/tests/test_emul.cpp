@@ -350,6 +350,119 @@ TEST(invalid_launches_are_rejected) {
   launch(dim3(1), dim3(1), 227 * 1024);
 }
 
+// Doubles ints in chunks of 16 bytes, through one place of shared memory.
+__global__ void double_by_bulk_copies(const int* from, int* to, int count, bool waits_for_reads) {
+  KV_DYN_SHARED(int, buffer);
+  uint64_t barrier = 0;
+  for (int i = 0; i < count; i += 4) {
+    emul::bulk_load(buffer, from + i, 16, &barrier);
+    emul::bulk_wait(&barrier, uint32_t(i / 4));
+    for (int k = 0; k < 4; ++k) buffer[k] *= 2;
+    emul::bulk_store(to + i, buffer, 16);
+    if (waits_for_reads) emul::wait_bulk_stores(0);
+  }
+  emul::wait_bulk_stores(0);
+}
+
+TEST(bulk_copies_arrive_at_the_waits_for_them) {
+  alignas(16) int from[16], to[16] = {};
+  std::iota(from, from + 16, 1);
+  const auto run = [&](bool waits_for_reads) {
+    emul::launch(dim3(1), dim3(1), 16,
+                 [&] { double_by_bulk_copies(from, to, 16, waits_for_reads); });
+  };
+  run(true);
+  for (int i = 0; i < 16; ++i) CHECK_EQ(to[i], 2 * from[i]);
+  run(false);  // the place is written over before it was read
+  CHECK_EQ(to[0], 2 * from[12]);
+}
+
+TEST(wrong_uses_of_bulk_copies_are_reported) {
+  alignas(16) int memory[8] = {};
+  const auto run = [&](auto&& kernel) {
+    emul::launch(dim3(1), dim3(1), 32, [&] {
+      KV_DYN_SHARED(int, buffer);
+      uint64_t barrier = 0;
+      kernel(buffer, &barrier);
+    });
+  };
+  CHECK_THROWS(run([&](int* b, uint64_t* p) { emul::bulk_load(b, memory, 8, p); }), "misaligned");
+  CHECK_THROWS(run([&](int* b, uint64_t*) { emul::bulk_store(memory + 1, b, 16); }), "misaligned");
+  CHECK_THROWS(run([&](int*, uint64_t* p) { emul::bulk_wait(p, 0); }), "that was not begun");
+  CHECK_THROWS(run([&](int* b, uint64_t*) { emul::bulk_store(memory, b, 16); }),
+               "ended with bulk copies under way");
+  CHECK_THROWS(run([&](int* b, uint64_t* p) {
+                 emul::bulk_load(b, memory, 16, p);
+                 emul::bulk_load(b + 4, memory, 16, p);
+               }),
+               "another one has this barrier");
+}
+
+// Each block of the cluster holds one number per thread and reads those of the next block.
+__global__ void next_in_cluster(int* out, unsigned cluster) {
+  KV_DYN_SHARED(int, buffer);
+  const unsigned rank = blockIdx.x % cluster;
+  buffer[threadIdx.x] = int(blockIdx.x * blockDim.x + threadIdx.x);
+  emul::cluster_sync();
+  out[blockIdx.x * blockDim.x + threadIdx.x] =
+      *emul::shared_of_block(buffer + threadIdx.x, (rank + 1) % cluster);
+  emul::cluster_sync();
+}
+
+TEST(blocks_of_a_cluster_read_each_others_shared_memory) {
+  for (unsigned cluster : {1u, 2u, 4u}) {
+    std::vector<int> out(8 * 64);
+    emul::launch_clusters(dim3(8), dim3(64), 64 * sizeof(int), cluster,
+                          [&] { next_in_cluster(out.data(), cluster); });
+    for (unsigned b = 0; b < 8; ++b) {
+      const unsigned next = b / cluster * cluster + (b + 1) % cluster;
+      for (int t = 0; t < 64; ++t) CHECK_EQ(out[b * 64 + t], int(next) * 64 + t);
+    }
+  }
+}
+
+TEST(each_block_of_a_cluster_has_barriers_of_its_own) {
+  std::vector<int> votes(4);
+  emul::launch_clusters(dim3(4), dim3(32), 0, 2, [&] {
+    const int rounds = blockIdx.x % 2 == 0 ? 1 : 3;  // more in one block than in the other
+    for (int i = 0; i < rounds; ++i) {
+      votes[blockIdx.x] = __syncthreads_count(threadIdx.x < blockIdx.x);
+    }
+    emul::cluster_sync();
+  });
+  for (int b = 0; b < 4; ++b) CHECK_EQ(votes[b], b);
+}
+
+TEST(shared_memory_of_a_block_that_has_exited_is_not_read) {
+  const auto kernel = [] {
+    KV_DYN_SHARED(int, buffer);
+    buffer[threadIdx.x] = 1;
+    if (blockIdx.x == 1) return;  // without a barrier after the others' reads
+    for (int i = 0; i < 50; ++i) __syncthreads();
+    buffer[threadIdx.x] = *emul::shared_of_block(buffer + threadIdx.x, 1);
+  };
+  CHECK_THROWS(emul::launch_clusters(dim3(2), dim3(32), 128, 2, kernel), "block 1 has exited");
+}
+
+TEST(a_block_that_does_not_come_to_the_clusters_barrier_is_reported) {
+  const auto kernel = [] {
+    if (blockIdx.x == 0) emul::cluster_sync();
+    __syncthreads();
+    emul::cluster_sync();
+  };
+  CHECK_THROWS(emul::launch_clusters(dim3(2), dim3(32), 0, 2, kernel), "waiting at cluster_sync");
+}
+
+TEST(clusters_that_a_device_does_not_launch_are_rejected) {
+  const auto launch = [](dim3 grid, dim3 block, unsigned cluster) {
+    emul::launch_clusters(grid, block, 0, cluster, [] {});
+  };
+  CHECK_THROWS(launch(dim3(3), dim3(32), 2), "clusters of 2 blocks: expected 1 to 8, and whole");
+  CHECK_THROWS(launch(dim3(16), dim3(32), 16), "clusters of 16 blocks");
+  CHECK_THROWS(launch(dim3(2), dim3(33), 2), "a partial warp");
+  launch(dim3(8), dim3(32), 8);
+}
+
 TEST(shared_memory_above_48_kib_needs_an_opt_in_of_the_kernel) {
   const auto launch = [](void (*kernel)(int*), size_t bytes) {
     std::vector<int> data = iota(32);

@@ -205,7 +205,7 @@ void map_scattered(const SlotMapping& m, int g, const int32_t* rows, const Place
 template <class Slot>
 void map_sharded(const SlotMapping& m, int g, const int32_t* rows, Slot* out) {
   for (int64_t i = 0; i < m.num_tokens; ++i) {
-    out[i] = static_cast<Slot>(rows[i] < 0 ? kNoSlot : m.slot(g, rows[i], i));
+    out[i] = static_cast<Slot>(rows[i] < 0 ? kNoSlot : m.slot(g, rows[i], m.positions[i]));
   }
 }
 

@@ -108,6 +108,16 @@ inline TableGroupView table_view(const int64_t* fields) {
   return view;
 }
 
+// The last of the ascending numbers [low, high) that is at most i; numbers[low] is. Whatever the
+// numbers are, nothing beyond them is read, and the result is among them.
+KV_HOST_DEVICE int64_t last_up_to(const int32_t* numbers, int64_t low, int64_t high, int64_t i) {
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (numbers[middle] <= i ? low : high) = middle;
+  }
+  return low;
+}
+
 // The checked arguments of one call, as plain data that is passed to a kernel.
 struct SlotMapping {
   TableGroups groups;
@@ -126,12 +136,7 @@ struct SlotMapping {
   // request.
   KV_HOST_DEVICE int64_t request_of(int64_t i) const {
     if (num_requests == 0 || i < query_start[0] || i >= query_start[num_requests]) return -1;
-    int64_t low = 0, high = num_requests;
-    while (high - low > 1) {
-      const int64_t middle = (low + high) / 2;
-      (query_start[middle] <= i ? low : high) = middle;
-    }
-    return low;
+    return last_up_to(query_start, 0, num_requests, i);
   }
   KV_HOST_DEVICE int32_t row_of(int64_t i) const {
     if (i >= num_tokens) return -1;
@@ -140,12 +145,13 @@ struct SlotMapping {
     return request < 0 ? -1 : rows[request];
   }
   KV_HOST_DEVICE bool bad_row(int32_t row) const { return row < -1 || row >= groups.num_rows; }
-  // Whether no row has a column for position i.
-  KV_HOST_DEVICE bool outside(int64_t i) const {
-    return positions[i] < 0 || positions[i] >= groups.num_positions;
+  // Whether no row has a column for this position.
+  KV_HOST_DEVICE bool outside(int64_t position) const {
+    return position < 0 || position >= groups.num_positions;
   }
   KV_HOST_DEVICE bool bad_position(int32_t row, int64_t i) const {
-    return row >= 0 && (outside(i) || (counts != nullptr && group_without(row, positions[i]) >= 0));
+    return row >= 0 &&
+           (outside(positions[i]) || (counts != nullptr && group_without(row, positions[i]) >= 0));
   }
   // The first group in which the row holds no entry for this position, or -1.
   KV_HOST_DEVICE int group_without(int32_t row, int64_t position) const {
@@ -165,11 +171,11 @@ struct SlotMapping {
     const int32_t row = row_of(i);
     return bad_row(row) || bad_position(row, i);
   }
-  // The slot of token i in group g. Its row and position are valid.
-  KV_HOST_DEVICE int64_t slot(int g, int32_t row, int64_t i) const {
+  // The slot in group g of the token at a position of a row. Both are valid.
+  KV_HOST_DEVICE int64_t slot(int g, int32_t row, int64_t position) const {
     const TableGroupView& group = groups.group[g];
     const int32_t* ids = tables + group.offset + int64_t{row} * group.num_columns;
-    return group.slot(ids, static_cast<uint32_t>(positions[i]));
+    return group.slot(ids, static_cast<uint32_t>(position));
   }
 };
 

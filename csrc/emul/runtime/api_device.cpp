@@ -14,6 +14,7 @@ namespace {
 constexpr int kVersion = 13000;
 constexpr int kMultiprocessors = 132;
 constexpr int kSharedOptIn = 227 * 1024;
+constexpr int kSharedPerMultiprocessor = 228 * 1024;
 
 }  // namespace
 
@@ -67,6 +68,12 @@ KV_GPULESS_API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr att
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
       *value = kSharedOptIn;
       break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+      *value = kSharedPerMultiprocessor;
+      break;
+    case cudaDevAttrClusterLaunch:
+      *value = 1;
+      break;
     case cudaDevAttrWarpSize:
       *value = 32;
       break;
@@ -111,7 +118,7 @@ KV_GPULESS_API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
   p->totalGlobalMem = settings().device_bytes;
   p->sharedMemPerBlock = 48 * 1024;
   p->sharedMemPerBlockOptin = kSharedOptIn;
-  p->sharedMemPerMultiprocessor = 228 * 1024;
+  p->sharedMemPerMultiprocessor = kSharedPerMultiprocessor;
   p->reservedSharedMemPerBlock = 1024;
   p->regsPerBlock = p->regsPerMultiprocessor = 65536;
   p->warpSize = 32;

@@ -18,11 +18,11 @@ struct LaunchConfiguration {
 thread_local std::vector<LaunchConfiguration> configurations;  // between <<< and >>>
 
 cudaError_t launch_on(const void* stub, dim3 grid, dim3 block, void** arguments,
-                      size_t shared_bytes, cudaStream_t handle) {
+                      size_t shared_bytes, cudaStream_t handle, unsigned cluster = 1) {
   return call([&] {
     Stream* stream = stream_of(handle);
     if (stream == nullptr) return cudaErrorInvalidResourceHandle;
-    return launch(stub, grid, block, arguments, shared_bytes, *stream);
+    return launch(stub, grid, block, arguments, shared_bytes, cluster, *stream);
   });
 }
 
@@ -86,11 +86,19 @@ KV_GPULESS_API cudaError_t cudaLaunchCooperativeKernel(const void* stub, dim3 gr
   return launch_on(stub, grid, block, arguments, shared_bytes, stream);
 }
 
-// Attributes of a launch (clusters, dependent launches) are not simulated.
+// Of the attributes of a launch, clusters along x are simulated.
 KV_GPULESS_API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* stub,
                                                void** arguments) {
-  if (c->numAttrs != 0) return call([] { return cudaErrorNotSupported; });
-  return launch_on(stub, c->gridDim, c->blockDim, arguments, c->dynamicSmemBytes, c->stream);
+  unsigned cluster = 1;
+  for (unsigned i = 0; i < c->numAttrs; ++i) {
+    const auto& size = c->attrs[i].val.clusterDim;
+    if (c->attrs[i].id != cudaLaunchAttributeClusterDimension || size.y != 1 || size.z != 1) {
+      return call([] { return cudaErrorNotSupported; });
+    }
+    cluster = size.x;
+  }
+  return launch_on(stub, c->gridDim, c->blockDim, arguments, c->dynamicSmemBytes, c->stream,
+                   cluster);
 }
 
 KV_GPULESS_API cudaError_t cudaFuncSetAttribute(const void* stub, cudaFuncAttribute attribute,

@@ -35,8 +35,9 @@ struct Binder {
     using Parameters = std::tuple<std::remove_cv_t<P>...>;
     auto copied = std::make_shared<Parameters>(*static_cast<std::remove_cv_t<P>*>(arguments[I])...);
     return [copied, s] {
-      emul::launch(dim3(s.grid[0], s.grid[1], s.grid[2]), dim3(s.block[0], s.block[1], s.block[2]),
-                   s.shared_bytes, [&] { kKernel(std::get<I>(*copied)...); });
+      emul::launch_clusters(dim3(s.grid[0], s.grid[1], s.grid[2]),
+                            dim3(s.block[0], s.block[1], s.block[2]), s.shared_bytes, s.cluster,
+                            [&] { kKernel(std::get<I>(*copied)...); });
     };
   }
   template <void (*kKernel)(P...)>

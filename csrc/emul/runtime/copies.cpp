@@ -138,8 +138,12 @@ cudaError_t copy_batch(void* const* to, const void* const* from, const size_t* b
   for (size_t i = 0, a = 0; i < num_copies; ++i) {
     while (a + 1 < num_attributes && first_of_attributes[a + 1] <= i) ++a;
     const CopyShape c{to[i], from[i], bytes[i]};
-    const bool at_once = attributes[a].srcAccessOrder == cudaMemcpySrcAccessOrderDuringApiCall;
-    copies.push_back(at_once && is_pageable(from[i]) ? from_staging(c) : direct(c));
+    const int access = attributes[a].srcAccessOrder;
+    const bool at_once = access == cudaMemcpySrcAccessOrderDuringApiCall && is_pageable(from[i]);
+    // Read at the call, before the stream's earlier work, or late.
+    const bool early =
+        access == cudaMemcpySrcAccessOrderAny && !is_device(from[i]) && random_below(2) == 0;
+    copies.push_back(at_once || early ? from_staging(c) : direct(c));
     to_pageable = to_pageable || is_pageable(to[i]);
     if (is_pageable(from[i]) || is_pageable(to[i])) count(Counter::kPageableCopies);
   }

@@ -21,6 +21,8 @@
 namespace kvcache::gpuless {
 namespace {
 
+constexpr unsigned kMostClusterBlocks = 8;  // that every device with clusters launches
+
 struct Kernel {
   const char* mangled;
   size_t asked_shared_bytes = 0;  // dynamic shared memory, by cudaFuncSetAttribute
@@ -225,12 +227,15 @@ cudaError_t allow_shared_bytes(const void* stub, int bytes) {
 }
 
 cudaError_t launch(const void* stub, dim3 grid, dim3 block, void** arguments, size_t shared_bytes,
-                   Stream& stream) {
+                   unsigned cluster, Stream& stream) {
   const auto found = kernels().find(stub);
   if (found == kernels().end()) return cudaErrorInvalidDeviceFunction;
   Kernel& kernel = found->second;
   const std::string name = name_of(kernel.mangled);
   if (!fits(grid, block)) return cudaErrorInvalidConfiguration;
+  if (cluster < 1 || cluster > kMostClusterBlocks || grid.x % cluster != 0) {
+    return cudaErrorInvalidClusterSize;
+  }
   if (const cudaError_t error = refuse_beyond_limits(kernel, name, block, shared_bytes)) {
     return error;
   }
@@ -247,7 +252,8 @@ cudaError_t launch(const void* stub, dim3 grid, dim3 block, void** arguments, si
   }
   const Bound* emulated = find_bound(name);
   if (emulated == nullptr) return refuse_foreign(name);
-  const LaunchShape shape{{grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, shared_bytes};
+  const LaunchShape shape{
+      {grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, shared_bytes, cluster};
   return submit_or_capture(stream, run_kernel(name, emulated->bind(arguments, shape)));
 }
 

@@ -25,8 +25,9 @@ cudaError_t allow_shared_bytes(const void* stub, int bytes);
 cudaError_t describe(const void* stub, cudaFuncAttributes* attributes);
 // As cudaOccupancyMaxActiveBlocksPerMultiprocessor.
 cudaError_t occupancy(const void* stub, int threads, size_t shared_bytes, int* blocks);
+// `cluster`: thread blocks of a cluster, along x.
 cudaError_t launch(const void* stub, dim3 grid, dim3 block, void** arguments, size_t shared_bytes,
-                   Stream& stream);
+                   unsigned cluster, Stream& stream);
 // Demangled names of this project's kernels that a loaded library has and the emulator does not.
 std::vector<std::string> unbound_kernels();
 size_t num_bound_kernels();

@@ -32,29 +32,35 @@ class _Shape(NamedTuple):
 class FlashInferAttention:
     """Attention over pages for the layers that FlashInfer serves.
 
-    Those are layers of full attention and of sliding windows, in half precision, with K and V of one of
-    the usual head sizes and without sinks. `serves` says of a layer whether it is one.
+    Those are layers of full attention and of sliding windows, with K and V in the model's dtype, which is
+    of half precision, of one of the usual head sizes and without sinks. `serves` says of a layer whether
+    it is one.
     """
 
     def __init__(
-        self, cache: KVCache, places: dict[int, Place], layers_with_sinks: set[int]
+        self,
+        cache: KVCache,
+        places: dict[int, Place],
+        layers_with_sinks: set[int],
+        model_dtype: torch.dtype,
     ) -> None:
-        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+        import flashinfer
 
-        self._make_wrapper = BatchPrefillWithPagedKVCacheWrapper
+        self._flashinfer = flashinfer
         self._places = {
             layer: place
             for layer, place in places.items()
-            if layer not in layers_with_sinks and _is_served(cache, place)
+            if layer not in layers_with_sinks and _is_served(cache, place, model_dtype)
         }
-        self._workspace = torch.empty(
+        # FlashInfer expects zeros there at first.
+        self._workspace = torch.zeros(
             _WORKSPACE_BYTES, dtype=torch.uint8, device=cache.pages.device
         )
         groups = sorted({place.group for place in self._places.values()})
         self._builder = None
         if groups:
             self._builder = AttentionMetadataBuilder(cache.tables, groups=groups, flash_attn=False)
-        self._wrappers: dict[_Shape, object] = {}
+        self._wrappers: dict[tuple[_Shape, bool], object] = {}  # and whether it decodes
         self._planned: set[_Shape] = set()  # for the batch
         self._metadata: AttentionMetadata | None = None
         self._batch: Batch | None = None
@@ -84,16 +90,19 @@ class FlashInferAttention:
 
     def _planned_wrapper(self, shape: _Shape, kv_dtype: torch.dtype) -> object:
         """Planned once per batch, for all layers of a shape."""
-        if shape not in self._wrappers:
-            self._wrappers[shape] = self._make_wrapper(self._workspace, "NHD")
-        wrapper = self._wrappers[shape]
+        # The prefill kernels have tiles of 128 queries: several times slower where each request has one.
+        decodes = bool((self._batch.query_lens == 1).all())
+        key = shape, decodes
+        if key not in self._wrappers:
+            self._wrappers[key] = self._make_wrapper(decodes)
+        wrapper = self._wrappers[key]
         if shape in self._planned:
             return wrapper
         if self._metadata is None:
             self._metadata = self._batch.metadata(self._builder)
         batch, pages = self._metadata, self._metadata[shape.group]
         wrapper.plan(
-            batch.query_start_loc_cpu,
+            *(() if decodes else (batch.query_start_loc_cpu,)),
             pages.paged_kv_indptr_cpu,
             pages.paged_kv_indices,
             pages.paged_kv_last_page_len_cpu,
@@ -101,7 +110,7 @@ class FlashInferAttention:
             shape.num_kv_heads,
             shape.head_size,
             pages.block_size,
-            causal=True,
+            **({} if decodes else {"causal": True}),
             sm_scale=shape.scale,
             window_left=-1 if pages.window is None else pages.window - 1,
             logits_soft_cap=shape.softcap,
@@ -111,12 +120,20 @@ class FlashInferAttention:
         self._planned.add(shape)
         return wrapper
 
+    def _make_wrapper(self, decodes: bool) -> object:
+        if decodes:
+            return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                self._workspace, "NHD", use_tensor_cores=True
+            )
+        return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")
 
-def _is_served(cache: KVCache, place: Place) -> bool:
+
+def _is_served(cache: KVCache, place: Place, model_dtype: torch.dtype) -> bool:
     spec = cache.plan.groups[place.group]
     keys, values = place.storage.key_cache(place.layer), place.storage.value_cache(place.layer)
     return (
         spec.kind in _KINDS
+        and keys.dtype == model_dtype
         and keys.dtype in _DTYPES
         and keys.shape == values.shape
         and keys.shape[-1] in _HEAD_SIZES

@@ -34,9 +34,9 @@ class PagedCache(Cache):
             shape.index: LayerStates(cache, shape) for shape in layers if shape.state is not None
         }
 
-    def use_flashinfer(self, layers_with_sinks: set[int]) -> None:
+    def use_flashinfer(self, layers_with_sinks: set[int], model_dtype: torch.dtype) -> None:
         """Attention of the layers that FlashInfer serves is its own from now on."""
-        self.kernels = FlashInferAttention(self.cache, self._places, layers_with_sinks)
+        self.kernels = FlashInferAttention(self.cache, self._places, layers_with_sinks, model_dtype)
 
     def begin(self, batch: Batch | None) -> None:
         """The batch of the forward pass to come; None: there is none."""

@@ -81,7 +81,7 @@ class PagedModel:
         self._paged = PagedCache(cache, shape.layers, way.resumes)
         self._has_states = bool(self._paged.states)
         if attention == "flashinfer" and not way.by_request:
-            self._paged.use_flashinfer(_layers_with_sinks(model))
+            self._paged.use_flashinfer(_layers_with_sinks(model), model.dtype)
         # Four dimensions: masks are ready, and the attention function reads none.
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
         self._cache_argument = cache_argument(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import mmap
 import os
@@ -22,6 +23,9 @@ _HUGE_PAGE_BYTES = 2 << 20
 _PAGES_PER_STEP = 64  # 64 pages of whole cache lines end where a page of the system does
 _SECONDS_BETWEEN_LOGS = 5.0
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: too little host memory, or too little may be locked
+_MADV_POPULATE_WRITE = (
+    23  # Linux 5.14; Python's mmap has no name for it, and keeps its lock in madvise
+)
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -35,9 +39,9 @@ def allocate_host(
 
     The number of blocks is 0 where there is one chunk. The owner must be kept: the memory is unpinned
     when it is freed. Pinning is slow (the system touches and locks every page) and one call uses one
-    thread, so chunks are pinned by several threads. `block_bytes` is a multiple of 64. `pin_for`: the
-    device that accesses the memory; None: nothing is pinned. MemoryError where the host has less memory.
-    Where it cannot be pinned, a warning says so and the memory stays pageable.
+    thread, so chunks are touched, and then pinned, by several threads. `block_bytes` is a multiple of 64.
+    `pin_for`: the device that accesses the memory; None: nothing is pinned. MemoryError where the host
+    has less memory. Where it cannot be pinned, a warning says so and the memory stays pageable.
     """
     total = num_blocks * block_bytes
     check_host_memory(total)
@@ -130,6 +134,16 @@ class _PinningError(Exception):
     """The system or the device refused to pin memory."""
 
 
+def _populate(address: int, num_bytes: int) -> None:
+    """Touches all pages. Threads do so side by side, while the driver, which would touch the others, pins
+    under a lock. Where the system cannot, or has too little memory, registering does it, or fails."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "madvise"):
+        libc.madvise(
+            ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_int(_MADV_POPULATE_WRITE)
+        )
+
+
 def _register(address: int, num_bytes: int, device: torch.device) -> None:
     # Here, as this import builds libraries that are missing: the size of the host's memory needs none.
     from kvcache.native import load
@@ -140,6 +154,7 @@ def _register(address: int, num_bytes: int, device: torch.device) -> None:
         problem = f"device is {device}: expected a CUDA device"
     if problem:
         raise _PinningError(problem)
+    _populate(address, num_bytes)
     try:
         error = torch.ops.kvcache._host_register(device.index, address, num_bytes)
     except RuntimeError as why:  # there is no device

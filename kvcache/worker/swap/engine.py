@@ -312,9 +312,12 @@ class SwapEngine:
             streams.wait(begin, streams.record(streams.current()))
             self._after_the_job_before(swap_stream, begin, end)
             # Jobs of the other direction that write what this one reads, or read what this one writes.
-            self._after(begin, other.last_writing(pairs[:, 0]), "done")
+            filler = other.last_writing(pairs[:, 0])
+            self._after(begin, filler, "done")
             self._after(begin, other.last_reading(pairs[:, 1]), "released")
-            self._carry(direction, swap_stream, job, method)
+            # Host pages that no swap-out still fills may be read at once, whatever is in the stream.
+            settled = direction == IN and (filler is None or filler.poll())
+            self._carry(direction, swap_stream, job, method, settled)
         except (RuntimeError, MemoryError) as error:
             job.fail(error)
         # The event comes after everything that was launched, also of a job that failed half-way.
@@ -363,39 +366,47 @@ class SwapEngine:
             self._after(begin, swap_stream.in_flight.get(swap_stream.last), "done")
         swap_stream.begin, swap_stream.end = begin, end
 
-    def _carry(self, direction: str, swap_stream: SwapStream, job: SwapJob, method: str) -> None:
+    def _carry(
+        self, direction: str, swap_stream: SwapStream, job: SwapJob, method: str, settled: bool
+    ) -> None:
         if len(job.pairs) == 0:
             return
         if method == STAGING:
             bus = swap_stream.stream
 
             def copy(stream: object, page_copy: PageCopy, pairs: np.ndarray) -> None:
-                self._copy(stream, page_copy, pairs, COPY_ENGINE if stream is bus else KERNEL)
+                engine = self._engine(COPY_ENGINE, settled) if stream is bus else ops.KERNEL
+                self._copy(stream, page_copy, pairs, engine)
 
             job.released = swap_stream.staging.carry(job.pairs, copy)
         elif direction == IN and self.layers_per_event:
+            engine = self._engine(method, settled)
             for first in range(0, self.device.num_layers, self.layers_per_event):
                 layers = slice(first, first + self.layers_per_event)
-                self._copy(swap_stream.stream, swap_stream.page_copy, job.pairs, method, layers)
+                self._copy(swap_stream.stream, swap_stream.page_copy, job.pairs, engine, layers)
                 job.layers.append((layers.stop, self._streams.record(swap_stream.stream)))
         else:
-            self._copy(swap_stream.stream, swap_stream.page_copy, job.pairs, method)
+            engine = self._engine(method, settled)
+            self._copy(swap_stream.stream, swap_stream.page_copy, job.pairs, engine)
+
+    def _engine(self, method: str, settled: bool) -> int:
+        """The op's engine for a method; `settled`: nothing under way writes the source's host pages."""
+        engine = self._engines[method]
+        return ops.COPY_ENGINE_SETTLED if settled and engine == ops.COPY_ENGINE else engine
 
     def _copy(
         self,
         stream: object,
         page_copy: PageCopy,
         pairs: np.ndarray,
-        method: str,
+        engine: int,
         layers: slice | None = None,
     ) -> None:
         on_bus = "cpu" in (page_copy.source.device.type, page_copy.destination.device.type)
         blocks = self.calibration.num_thread_blocks if on_bus else 0
         self._streams.launch(
             stream,
-            lambda: page_copy.copy(
-                pairs, engine=self._engines[method], num_thread_blocks=blocks, layers=layers
-            ),
+            lambda: page_copy.copy(pairs, engine=engine, num_thread_blocks=blocks, layers=layers),
         )
 
 

@@ -1,0 +1,113 @@
+// Bulk copies between global and shared memory: one instruction of one thread copies many bytes,
+// through no registers. The hardware has them from sm_90 on; nothing here is launched on an older
+// device. Addresses and sizes are multiples of 16 bytes.
+//
+// One thread uses these. A copy into shared memory has arrived when a barrier's phase ends; copies
+// out of it are waited for in their order.
+#pragma once
+
+#include <cstdint>
+
+#ifndef __CUDACC__
+#include "emul/cuda_emul.h"
+#elif !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define KV_HAS_BULK_COPY
+#endif
+
+namespace kvcache {
+
+// In shared memory. Each copy that it is given to ends one of its phases, which are numbered from
+// 0.
+struct alignas(8) BulkBarrier {
+  uint64_t state;
+};
+
+#ifdef __CUDACC__
+__device__ __forceinline__ uint32_t shared_address(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+#endif
+
+// Makes barriers ready, before their first copy.
+__device__ __forceinline__ void bulk_barriers_init(BulkBarrier* barriers, int count) {
+  for (int i = 0; i < count; ++i) {
+#ifdef KV_HAS_BULK_COPY
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barriers + i))
+                 : "memory");
+#elif !defined(__CUDACC__)
+    barriers[i].state = 0;
+#endif
+  }
+#ifdef KV_HAS_BULK_COPY
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+// Begins to copy into shared memory; the barrier's phase ends when all bytes are there.
+__device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t num_bytes,
+                                          BulkBarrier* barrier) {
+#ifdef KV_HAS_BULK_COPY
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(num_bytes)
+      : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(shared)),
+      "l"(__cvta_generic_to_global(global)), "r"(num_bytes), "r"(shared_address(barrier))
+      : "memory");
+#elif !defined(__CUDACC__)
+  emul::bulk_load(shared, global, num_bytes, &barrier->state);
+#endif
+}
+
+// Waits for the end of the phase with this number, of which the lowest bit counts.
+__device__ __forceinline__ void bulk_wait(BulkBarrier* barrier, uint32_t phase) {
+#ifdef KV_HAS_BULK_COPY
+  asm volatile(
+      "{\n\t"
+      ".reg .pred done;\n\t"
+      "again:\n\t"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+      "@!done bra again;\n\t"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(phase & 1)
+      : "memory");
+#elif !defined(__CUDACC__)
+  emul::bulk_wait(&barrier->state, phase);
+#endif
+}
+
+// Begins to copy out of shared memory.
+__device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t num_bytes) {
+#ifdef KV_HAS_BULK_COPY
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(
+                   __cvta_generic_to_global(global)),
+               "r"(shared_address(shared)), "r"(num_bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#elif !defined(__CUDACC__)
+  emul::bulk_store(global, shared, num_bytes);
+#endif
+}
+
+// Waits until all copies out of shared memory but the last kCopies have read it.
+template <int kCopies>
+__device__ __forceinline__ void bulk_stores_have_read() {
+#ifdef KV_HAS_BULK_COPY
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kCopies) : "memory");
+#elif !defined(__CUDACC__)
+  emul::wait_bulk_stores(kCopies);
+#endif
+}
+
+// Waits until all copies out of shared memory are done.
+__device__ __forceinline__ void bulk_stores_are_done() {
+#ifdef KV_HAS_BULK_COPY
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+#elif !defined(__CUDACC__)
+  emul::wait_bulk_stores(0);
+#endif
+}
+
+}  // namespace kvcache

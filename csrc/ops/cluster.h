@@ -1,0 +1,65 @@
+// Clusters: thread blocks that run at the same time and read each other's shared memory. The
+// hardware has them from sm_90 on; nothing here is launched on an older device.
+#pragma once
+
+#include <cstdint>
+
+#ifndef __CUDACC__
+#include "emul/cuda_emul.h"
+#elif !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define KV_HAS_CLUSTERS
+#endif
+
+namespace kvcache {
+
+// Every device with clusters launches clusters up to this size.
+constexpr int kMostClusterBlocks = 8;
+
+// Waits for all threads of the cluster; what they wrote to shared memory before is visible after
+// it.
+__device__ __forceinline__ void cluster_sync() {
+#ifdef KV_HAS_CLUSTERS
+  __syncwarp();
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n\t"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+#elif !defined(__CUDACC__)
+  emul::cluster_sync();
+#endif
+}
+
+// As above, but orders no writes. A thread block must not end while others read its shared memory.
+__device__ __forceinline__ void cluster_sync_before_end() {
+#ifdef KV_HAS_CLUSTERS
+  __syncwarp();
+  asm volatile(
+      "barrier.cluster.arrive.relaxed.aligned;\n\t"
+      "barrier.cluster.wait.aligned;" ::
+          : "memory");
+#elif !defined(__CUDACC__)
+  emul::cluster_sync();
+#endif
+}
+
+// Reads what lies at the place of `shared`, in this thread block's memory, in that of block `rank`
+// of the cluster.
+__device__ __forceinline__ uint4 load_of_cluster(const uint4* shared, uint32_t rank) {
+#ifdef KV_HAS_CLUSTERS
+  const auto own = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  uint32_t of_rank;
+  uint4 v;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(of_rank) : "r"(own), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(of_rank)
+               : "memory");
+  return v;
+#elif !defined(__CUDACC__)
+  return *emul::shared_of_block(shared, rank);
+#else
+  return *shared;
+#endif
+}
+
+}  // namespace kvcache

@@ -1,0 +1,33 @@
+// How many thread blocks of a kernel a device runs at once. A grid of so many, whose blocks take
+// their tasks in turns, has no second, half-empty round.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+
+#include "ops/device.h"
+
+namespace kvcache {
+
+// The thread blocks of `kKernel`, of kThreads threads and without dynamic shared memory, that the
+// device runs at once; at least 1. Asked once per kernel and device.
+template <auto kKernel, int kThreads>
+int64_t resident_blocks(const OnDevice& device) {
+  static std::array<std::atomic<int32_t>, 64> known{};  // by device; 0: not asked yet
+  const auto index = static_cast<size_t>(device.index);
+  if (index < known.size()) {
+    if (const int32_t blocks = known[index].load(std::memory_order_relaxed)) return blocks;
+  }
+  int per_multiprocessor = 0, multiprocessors = 0;
+  KV_CUDA_CHECK(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kKernel, kThreads, 0));
+  KV_CUDA_CHECK(
+      cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device.index));
+  const int32_t blocks = per_multiprocessor * multiprocessors;
+  if (blocks < 1) return 1;
+  if (index < known.size()) known[index].store(blocks, std::memory_order_relaxed);
+  return blocks;
+}
+
+}  // namespace kvcache

@@ -1,0 +1,78 @@
+// PinnedRanges: the driver is asked once per range and device, and anew once the range has ended.
+#include "check.h"
+#include "ops/pinned_ranges.h"
+
+namespace {
+
+using kvcache::PinnedRanges;
+
+// A driver that counts the questions.
+struct Driver {
+  int num_asked = 0;
+  std::optional<int64_t> answer = 64;
+
+  std::optional<int64_t> operator()(const char*) {
+    ++num_asked;
+    return answer;
+  }
+};
+
+char memory[100];
+
+TEST(a_range_is_asked_about_once) {
+  PinnedRanges ranges;
+  Driver driver;
+  ranges.add(memory, 50);
+  for (int at : {0, 17, 49}) CHECK_EQ(*ranges.shift(0, memory + at, driver), 64);
+  CHECK_EQ(driver.num_asked, 1);
+}
+
+TEST(what_lies_outside_is_asked_about_each_time) {
+  PinnedRanges ranges;
+  Driver driver;
+  ranges.add(memory + 10, 50);
+  for (int at : {9, 60, 9, 99}) CHECK_EQ(*ranges.shift(0, memory + at, driver), 64);
+  CHECK_EQ(driver.num_asked, 4);
+}
+
+TEST(each_range_and_each_device_has_an_answer_of_its_own) {
+  PinnedRanges ranges;
+  Driver driver;
+  ranges.add(memory, 50);
+  ranges.add(memory + 50, 50);
+  CHECK_EQ(*ranges.shift(0, memory + 49, driver), 64);
+  driver.answer = -8;
+  CHECK_EQ(*ranges.shift(0, memory + 50, driver), -8);
+  CHECK_EQ(*ranges.shift(1, memory, driver), -8);
+  CHECK_EQ(*ranges.shift(0, memory, driver), 64);
+  CHECK_EQ(driver.num_asked, 3);
+}
+
+TEST(a_range_that_ended_is_forgotten) {
+  PinnedRanges ranges;
+  Driver driver;
+  ranges.add(memory, 50);
+  CHECK_EQ(*ranges.shift(0, memory, driver), 64);
+  ranges.remove(memory);
+  driver.answer = std::nullopt;  // it is no longer pinned
+  CHECK(!ranges.shift(0, memory, driver));
+  ranges.add(memory, 20);  // smaller, and elsewhere for the device
+  driver.answer = 128;
+  CHECK_EQ(*ranges.shift(0, memory, driver), 128);
+  CHECK_EQ(*ranges.shift(0, memory + 20, driver), 128);
+  CHECK_EQ(driver.num_asked, 4);
+}
+
+TEST(no_address_is_not_remembered) {
+  PinnedRanges ranges;
+  Driver driver;
+  driver.answer = std::nullopt;
+  ranges.add(memory, 50);
+  CHECK(!ranges.shift(0, memory, driver));
+  driver.answer = 0;
+  CHECK_EQ(*ranges.shift(0, memory, driver), 0);
+}
+
+}  // namespace
+
+TEST_MAIN()
