@@ -30,7 +30,7 @@ class Request:
 
     The KV also depends on `lora` (name, path); `mm_items`, (identifier, first token, number of tokens)
     per image or other item, whose tokens may be known later; `cache_salt`; and `prompt_embeds`, a numpy
-    array whose row i replaces token i and must not change (it is not copied). All are digested when a
+    array whose row i replaces token i and must not change (it is not copied). All rows are digested when a
     manager first meets the request; at most 2**20 rows may stand for tokens that are not known by then,
     else that call raises ValueError.
 
