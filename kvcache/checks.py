@@ -29,19 +29,19 @@ def integer(value: int, name: str, least: int = 0, most: int = MAX_INT32) -> int
     if number is None or isinstance(value, bool):
         raise TypeError(f"{name} is {shown(value)}: expected an integer")
     if not least <= number <= most:
-        raise ValueError(f"{name} is {shown(number)}: expected {least} to {most}")
+        raise ValueError(f"{name} is {number}: expected {least} to {most}")
     return number
 
 
 def number(value: float, name: str, expected: str = "a number") -> float:
     """A real number as a float, also one of numpy's; not True or False. TypeError or ValueError."""
     if isinstance(value, bool) or not isinstance(value, float | int | Real):
-        raise TypeError(f"{name} is {shown(value)}: expected {expected}")
+        raise TypeError(f"{name} is {value!r}: expected {expected}")
     try:
         return float(value)
     except OverflowError:
         raise ValueError(
-            f"{name} is {shown(value)}: expected {expected} that a float can hold"
+            f"{name} is {value!r}: expected {expected} that a float can hold"
         ) from None
 
 
@@ -75,15 +75,8 @@ def byte_count(value: int | str, name: str, least: int = 1) -> int:
 
 
 def shown(value: object) -> str:
-    """What came, for an error; cut off where it is long.
-
-    An object whose `repr` fails (an integer of more than 4,300 digits, also inside a list) is named by
-    its type, so that the error is still about the argument.
-    """
-    try:
-        text = repr(value)
-    except Exception:
-        return f"of type {type(value).__name__} without a printable value"
+    """What came, for an error; cut off where it is long."""
+    text = repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
@@ -162,7 +155,7 @@ def dtype_name(dtype: object, known: Iterable[str]) -> str:
     if type(dtype).__module__ == "torch":  # which is not imported here
         name = str(dtype).removeprefix("torch.")
     if not isinstance(name, str):
-        raise TypeError(f"dtype is {shown(dtype)}: expected a torch.dtype or its name")
+        raise TypeError(f"dtype is {dtype!r}: expected a torch.dtype or its name")
     if name not in known:
         raise ValueError(f"dtype is {name!r}: expected one of {', '.join(known)}")
     return name
@@ -171,7 +164,7 @@ def dtype_name(dtype: object, known: Iterable[str]) -> str:
 def text(value: str, name: str) -> str:
     """A string that UTF-8 can hold: no lone surrogate. TypeError or ValueError."""
     if not isinstance(value, str):
-        raise TypeError(f"{name} is {shown(value)}: expected a string")
+        raise TypeError(f"{name} is {value!r}: expected a string")
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -182,7 +175,7 @@ def text(value: str, name: str) -> str:
 def check_name(value: str, name: str) -> None:
     """A string that is not empty. TypeError or ValueError."""
     if not isinstance(value, str):
-        raise TypeError(f"{name} is {shown(value)}: expected a string")
+        raise TypeError(f"{name} is {value!r}: expected a string")
     if not value:
         raise ValueError(f"{name} is {value!r}: expected a name that is not empty")
 

@@ -837,15 +837,6 @@ def test_a_wrong_request_is_named(options, error, message):
         Request("a", [1], **options)
 
 
-def test_absurdly_many_embeddings_are_refused_at_once():
-    rows = np.broadcast_to(np.float32(1), (2**33, 1))
-    manager, request = make(), Request("a", [1, 2, 3], prompt_embeds=rows)
-    for call in (lambda: manager.step(new=[request]), lambda: manager.block_hashes(request)):
-        with pytest.raises(ValueError, match="has 8589934592 rows: expected at most 1048579"):
-            call()
-    assert manager.stats.num_requests == 0
-
-
 def test_a_request_without_tokens_yet():
     """It can be asked about and given slots; what is published waits for the tokens."""
     manager = make()

@@ -72,19 +72,10 @@ inline void clear_refusal() {
   PyErr_Clear();
 }
 
-// What came, for an error; cut off where it is long. An object whose repr fails (an integer of more
-// than 4,300 digits, also in a list) is named by its type, so that the error is still about the
-// argument.
+// What came, for an error; cut off where it is long.
 inline std::string short_repr(const py::handle& value) {
   constexpr size_t kMost = 100;
-  std::string text;
-  try {
-    text = py::cast<std::string>(py::repr(value));
-  } catch (py::error_already_set& error) {
-    error.restore();
-    clear_refusal();
-    return "of type " + std::string(Py_TYPE(value.ptr())->tp_name) + " without a printable value";
-  }
+  const auto text = py::cast<std::string>(py::repr(value));
   if (text.size() <= kMost) return text;
   size_t end = kMost;
   while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;  // of UTF-8
@@ -102,13 +93,14 @@ inline int64_t int_argument(const py::handle& value, const char* name) {
       throw py::error_already_set();
     }
     PyErr_Clear();
-    throw py::type_error(std::string(name) + " is " + short_repr(value) + ": expected an integer");
+    throw py::type_error(std::string(name) + " is " + py::cast<std::string>(py::repr(value)) +
+                         ": expected an integer");
   }
   int overflow = 0;
   const int64_t out = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
   if (overflow == 0) return out;
   throw py::value_error(
-      std::string(name) + " is " + short_repr(number) +
+      std::string(name) + " is " + py::cast<std::string>(py::str(number)) +
       (overflow > 0 ? ": expected at most " + std::to_string(kMaxInt32) : ": expected 0 or more"));
 }
 
@@ -211,7 +203,7 @@ class Int32Input {
 
   [[noreturn]] void fail_range(py::ssize_t i, const py::handle& value) const {
     throw py::value_error(std::string(name_) + "[" + std::to_string(i) + "] is " +
-                          short_repr(value) + ": expected " +
+                          py::cast<std::string>(py::str(value)) + ": expected " +
                           (least_ == kMinInt32 ? std::string("a 32-bit integer")
                                                : std::to_string(least_) + " to 2147483647"));
   }

@@ -285,7 +285,8 @@ std::unique_ptr<BlockPool> make_pool(const py::object& num_blocks, const std::st
   std::map<std::string, double> options;
   for (const auto& [name, value] : eviction_options) {
     if (!py::isinstance<py::str>(name) || !PyNumber_Check(value.ptr())) {
-      throw py::type_error("eviction_options[" + short_repr(name) + "] is " + short_repr(value) +
+      throw py::type_error("eviction_options[" + py::cast<std::string>(py::repr(name)) + "] is " +
+                           py::cast<std::string>(py::repr(value)) +
                            ": expected a number under the option's name");
     }
     options[py::cast<std::string>(name)] = py::cast<double>(py::float_(value.cast<py::object>()));

@@ -213,7 +213,7 @@ PyObject* SequenceCalls::append_slots(py::handle seq, py::handle num_lookahead_s
   read_ids(known, seq, num_new, &tokens);
   const Slots slots = native_->append_known({known.row, tokens.data(), tokens.size}, lookahead);
   if (take(&known, num_new, slots, &pairs)) return pairs.release().ptr();
-  throw py::value_error("seq " + short_repr(seq_id_of(seq)) + " does not get " +
+  throw py::value_error("seq " + repr_of(seq_id_of(seq)) + " does not get " +
                         std::to_string(num_new) + " slots and " + std::to_string(lookahead) +
                         " more, " + std::to_string(native_->pool().num_free()) +
                         " blocks are free: expected can_append_slots to be asked first");
@@ -266,7 +266,7 @@ PyObject* SequenceCalls::append_group_slots(py::handle groups,
       AllocatedSequence& known = value_of(growing.owner);
       check_on_device(known, seq);
       if (std::exchange(known.last_call, num_calls_) == num_calls_) {
-        throw py::value_error("seq_groups has seq " + short_repr(seq_id_of(seq)) +
+        throw py::value_error("seq_groups has seq " + repr_of(seq_id_of(seq)) +
                               " twice: expected it once");
       }
       read_ids(known, seq, num_new(seq, known), &growing.tokens);
@@ -377,8 +377,7 @@ int64_t SequenceCalls::marks_with(const AllocatedSequence& known, int64_t count,
                                   py::handle seq) const {
   const int64_t num_marked = std::min(known.num_marked + count, known.num_tokens);
   if (!known.skips_blocks || num_marked >= known.num_prompt) return num_marked;
-  throw py::value_error(std::to_string(num_marked) + " tokens of seq " +
-                        short_repr(seq_id_of(seq)) +
+  throw py::value_error(std::to_string(num_marked) + " tokens of seq " + repr_of(seq_id_of(seq)) +
                         " are marked as computed, a prompt longer than the window is computed at "
                         "once: expected a token_chunk_size of " +
                         std::to_string(known.num_prompt));

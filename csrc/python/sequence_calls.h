@@ -161,9 +161,9 @@ class SequenceCalls {
   int64_t num_new(py::handle seq, const AllocatedSequence& known) const {
     const int64_t num_tokens = length_of(seq);
     if (num_tokens >= known.num_tokens) return num_tokens - known.num_tokens;
-    throw py::value_error("seq " + short_repr(seq_id_of(seq)) + " has " +
-                          std::to_string(num_tokens) + " tokens: expected " +
-                          std::to_string(known.num_tokens) + " or more, which have slots");
+    throw py::value_error("seq " + repr_of(seq_id_of(seq)) + " has " + std::to_string(num_tokens) +
+                          " tokens: expected " + std::to_string(known.num_tokens) +
+                          " or more, which have slots");
   }
   void check_on_device(const AllocatedSequence& known, py::handle seq) const {
     native_->check_reader();

@@ -13,6 +13,9 @@
 #include "python/arrays.h"
 
 namespace kvcache::sequences {
+
+inline std::string repr_of(py::handle value) { return py::cast<std::string>(py::repr(value)); }
+
 // Attributes of sequences and groups.
 struct Names {
   static const Names& get() {
@@ -81,7 +84,7 @@ int64_t whole_number(py::handle value, Name name, int64_t least, int64_t most) {
   if (PyLong_CheckExact(value.ptr())) {
     number = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
   } else if (PyBool_Check(value.ptr()) || !PyIndex_Check(value.ptr())) {
-    throw py::type_error(name() + " is " + short_repr(value) + ": expected an integer");
+    throw py::type_error(name() + " is " + repr_of(value) + ": expected an integer");
   } else {
     const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
     if (!index) {
@@ -92,7 +95,7 @@ int64_t whole_number(py::handle value, Name name, int64_t least, int64_t most) {
     number = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
   }
   if (overflow == 0 && number >= least && number <= most) return number;
-  throw py::value_error(name() + " is " + short_repr(value) + ": expected " +
+  throw py::value_error(name() + " is " + py::cast<std::string>(py::str(value)) + ": expected " +
                         std::to_string(least) + " to " + std::to_string(most));
 }
 
@@ -103,24 +106,24 @@ inline int64_t size_argument(py::handle value, const char* name) {
 inline int64_t length_of(py::handle seq) {
   const py::object length = call_method(seq, Names::get().get_len);
   return whole_number(
-      length, [&] { return "get_len() of seq " + short_repr(seq_id_of(seq)); }, 1, kMaxInt32);
+      length, [&] { return "get_len() of seq " + repr_of(seq_id_of(seq)); }, 1, kMaxInt32);
 }
 
 [[noreturn]] inline void fail_ids(py::handle seq, int64_t num_ids, int64_t num_tokens) {
-  throw py::value_error("get_token_ids() of seq " + short_repr(seq_id_of(seq)) + " has " +
+  throw py::value_error("get_token_ids() of seq " + repr_of(seq_id_of(seq)) + " has " +
                         std::to_string(num_ids) + " tokens: expected " +
                         std::to_string(num_tokens) + ", as get_len() says");
 }
 
 [[noreturn]] inline void fail_unknown(py::handle seq) {
-  throw py::value_error("seq " + short_repr(seq_id_of(seq)) +
+  throw py::value_error("seq " + repr_of(seq_id_of(seq)) +
                         " has no blocks: expected one that was allocated");
 }
 
 inline void check_tier(const Manager& native, int32_t row, const char* what, py::handle name,
                        bool on_host) {
   if (native.is_on_host(row) == on_host) return;
-  throw py::value_error(std::string(what) + " " + short_repr(name) +
+  throw py::value_error(std::string(what) + " " + repr_of(name) +
                         (on_host ? " is on the device: expected one that is swapped out"
                                  : " is swapped out: expected one on the device"));
 }
@@ -155,8 +158,8 @@ inline Status status_of(py::handle seq) {
     name = status;
   }
   if (!PyUnicode_Check(name.ptr())) {
-    throw py::type_error("status of seq " + short_repr(seq_id_of(seq)) + " is " +
-                         short_repr(status) + ": expected an enum member or text");
+    throw py::type_error("status of seq " + repr_of(seq_id_of(seq)) + " is " + repr_of(status) +
+                         ": expected an enum member or text");
   }
   const Status value = status_named(name.ptr());
   static auto* enum_type = new py::object(py::module_::import("enum").attr("Enum"));
@@ -196,7 +199,7 @@ class Sequences {
 };
 
 [[noreturn]] inline void fail_none(py::handle group, const char* status) {
-  throw py::value_error("seq_group " + short_repr(attribute(group, Names::get().request_id)) +
+  throw py::value_error("seq_group " + repr_of(attribute(group, Names::get().request_id)) +
                         " has no " + status + " sequence: expected 1 or more");
 }
 
@@ -219,7 +222,7 @@ inline int64_t encoder_length(py::handle group, int64_t max_model_len) {
       whole_number(length, [] { return std::string("get_encoder_seq().get_len()"); }, 0, kMaxInt32);
   if (count > 0 && count <= max_model_len) return count;
   throw py::value_error("the encoder of seq_group " +
-                        short_repr(attribute(group, Names::get().request_id)) + " has " +
+                        repr_of(attribute(group, Names::get().request_id)) + " has " +
                         std::to_string(count) + " tokens: expected 1 to max_model_len, which is " +
                         std::to_string(max_model_len));
 }

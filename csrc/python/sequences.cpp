@@ -76,8 +76,8 @@ std::array<PyObject*, 2> bound(const Spec& spec, PyObject* const* args, Py_ssize
            PyUnicode_CompareWithASCIIString(keyword, spec.arguments[found]) != 0) {
       ++found;
     }
-    if (found == spec.num_arguments) fail("has no argument " + short_repr(keyword));
-    if (out[found] != nullptr) fail("got argument " + short_repr(keyword) + " twice");
+    if (found == spec.num_arguments) fail("has no argument " + repr_of(keyword));
+    if (out[found] != nullptr) fail("got argument " + repr_of(keyword) + " twice");
     out[found] = args[num_positional + i];
   }
   for (int i = 0; i < spec.num_required; ++i) {

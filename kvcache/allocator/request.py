@@ -9,15 +9,12 @@ import numpy as np
 
 from kvcache.allocator.event_stream import RequestLabels, digest_of_rows
 from kvcache.allocator.hashing import HashKey, token_sequence
-from kvcache.checks import MAX_INT32, flag, integer, listed, shown, text
+from kvcache.checks import MAX_INT32, flag, integer, listed, text
 from kvcache.native.load import core
 
 
 def _read_only(name: str, doc: str) -> property:
     return property(attrgetter(f"_{name}"), doc=doc)
-
-
-_MOST_ROWS_AHEAD = 2**20  # more tokens than models take; bounds the time until a refusal
 
 
 class Request:
@@ -30,9 +27,7 @@ class Request:
 
     The KV also depends on `lora` (name, path); `mm_items`, (identifier, first token, number of tokens)
     per image or other item, whose tokens may be known later; `cache_salt`; and `prompt_embeds`, a numpy
-    array whose row i replaces token i and must not change (it is not copied). All rows are digested when a
-    manager first meets the request; at most 2**20 rows may stand for tokens that are not known by then,
-    else that call raises ValueError.
+    array whose row i replaces token i and must not change (it is not copied).
 
     With `read_cache=False` (for prompt log-probabilities) the request takes no hits, with
     `write_cache=False` its blocks are not cached. `num_encoder_tokens`: tokens that cross-attention
@@ -206,12 +201,6 @@ class Request:
         rows = self._prompt_embeds
         if rows is None:
             return b""
-        most = self.num_tokens + _MOST_ROWS_AHEAD
-        if len(rows) > most:  # before any is digested
-            raise ValueError(
-                f"prompt_embeds of request {shown(self.request_id)} has {len(rows)} rows: "
-                f"expected at most {most}, {_MOST_ROWS_AHEAD} beyond its {self.num_tokens} tokens"
-            )
         starts = range(0, len(rows), block_size)
         return b"".join(digest_of_rows(rows, i, i + block_size) for i in starts)
 
@@ -228,9 +217,9 @@ def _unpickled(request_id: str, token_ids: np.ndarray, options: dict[str, object
 
 def _checked_lora(lora: tuple[str, str]) -> tuple[str, str]:
     if not isinstance(lora, list | tuple):
-        raise TypeError(f"lora is {shown(lora)}: expected (name, path)")
+        raise TypeError(f"lora is {lora!r}: expected (name, path)")
     if len(lora) != 2:
-        raise ValueError(f"lora is {shown(lora)}: expected (name, path)")
+        raise ValueError(f"lora is {lora!r}: expected (name, path)")
     return text(lora[0], "lora[0]"), text(lora[1], "lora[1]")
 
 
@@ -245,17 +234,17 @@ def _checked_items(items: Iterable[tuple[str, int, int]]) -> tuple[tuple[str, in
 def _checked_item(i: int, item: tuple[str, int, int]) -> tuple[str, int, int]:
     name, expected = f"mm_items[{i}]", f"expected {_ITEM}"
     if not isinstance(item, list | tuple):
-        raise TypeError(f"{name} is {shown(item)}: {expected}")
+        raise TypeError(f"{name} is {item!r}: {expected}")
     if len(item) != 3:
-        raise ValueError(f"{name} is {shown(item)}: {expected}")
+        raise ValueError(f"{name} is {item!r}: {expected}")
     identifier = text(item[0], f"{name}[0]")
     try:
         first, length = index(item[1]), index(item[2])
     except TypeError:
-        raise TypeError(f"{name} is {shown(item)}: {expected}") from None
+        raise TypeError(f"{name} is {item!r}: {expected}") from None
     if first < 0 or length < 1 or first + length > MAX_INT32:
         raise ValueError(
-            f"{name}: {identifier!r} starts at {shown(first)} and has {shown(length)} tokens: "
+            f"{name}: {identifier!r} starts at {first} and has {length} tokens: "
             f"expected a start of 0 or more, 1 token or more, and an end of at most {MAX_INT32}"
         )
     return identifier, first, length
