@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kvcache.allocator import CacheOptions, KVCacheManager, PolicyArguments
-from kvcache.checks import integer, integers
+from kvcache.checks import integer, integers, shown
 from kvcache.layouts import AttentionBackend, EngineBackend
 from kvcache.memory_plan import CachePlan
 from kvcache.worker import BlockTable, KVStorage, MultiGroupBlockTable, Pages, SwapEngine, Worker
@@ -154,7 +154,7 @@ class KVCache:
             if layer_name in spec.layers:
                 return group, spec.layers.index(layer_name)
         names = [layer.name for layer in self.plan.layers]
-        raise ValueError(f"layer_name is {layer_name!r}: expected one of {', '.join(names)}")
+        raise ValueError(f"layer_name is {shown(layer_name)}: expected one of {', '.join(names)}")
 
 
 def build(
@@ -200,10 +200,12 @@ def build(
     torch.Size([256, 2, 16, 2, 64])
     """
     if not isinstance(plan, CachePlan):
-        raise TypeError(f"plan is {plan!r}: expected a CachePlan, as plan_cache makes it")
+        raise TypeError(f"plan is {shown(plan)}: expected a CachePlan, as plan_cache makes it")
     for name in _GIVEN_BY_PLAN:
         if name in options:
-            raise TypeError(f"{name} is {options[name]!r}: expected no {name}, the plan gives it")
+            raise TypeError(
+                f"{name} is {shown(options[name])}: expected no {name}, the plan gives it"
+            )
     CacheOptions.check_names("kvcache.build", options)
     swap_options = _checked_swap_options(swap_options)
     manager = KVCacheManager.for_groups(
@@ -253,12 +255,14 @@ def _checked_swap_options(swap_options: Mapping[str, object] | None) -> dict[str
     if swap_options is None:
         return {}
     if not isinstance(swap_options, Mapping):
-        raise TypeError(f"swap_options is {swap_options!r}: expected a mapping of names to values")
+        raise TypeError(
+            f"swap_options is {shown(swap_options)}: expected a mapping of names to values"
+        )
     parameters = inspect.signature(SwapEngine).parameters.values()
     names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
     for name in swap_options:
         if name not in names:
-            raise TypeError(f"swap_options has {name!r}: expected some of {', '.join(names)}")
+            raise TypeError(f"swap_options has {shown(name)}: expected some of {', '.join(names)}")
     return dict(swap_options)
 
 

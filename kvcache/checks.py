@@ -29,19 +29,19 @@ def integer(value: int, name: str, least: int = 0, most: int = MAX_INT32) -> int
     if number is None or isinstance(value, bool):
         raise TypeError(f"{name} is {shown(value)}: expected an integer")
     if not least <= number <= most:
-        raise ValueError(f"{name} is {number}: expected {least} to {most}")
+        raise ValueError(f"{name} is {shown(number)}: expected {least} to {most}")
     return number
 
 
 def number(value: float, name: str, expected: str = "a number") -> float:
     """A real number as a float, also one of numpy's; not True or False. TypeError or ValueError."""
     if isinstance(value, bool) or not isinstance(value, float | int | Real):
-        raise TypeError(f"{name} is {value!r}: expected {expected}")
+        raise TypeError(f"{name} is {shown(value)}: expected {expected}")
     try:
         return float(value)
     except OverflowError:
         raise ValueError(
-            f"{name} is {value!r}: expected {expected} that a float can hold"
+            f"{name} is {shown(value)}: expected {expected} that a float can hold"
         ) from None
 
 
@@ -75,8 +75,16 @@ def byte_count(value: int | str, name: str, least: int = 1) -> int:
 
 
 def shown(value: object) -> str:
-    """What came, for an error; cut off where it is long."""
-    text = repr(value)
+    """What came, for an error; cut off where it is long. Never raises: every error shows its value so.
+
+    >>> shown(10**5000)  # Python writes no more than 4,300 digits
+    'an integer of 16610 bits'
+    """
+    try:
+        text = repr(value)
+    except Exception:  # of the value's own, or of an integer in it
+        kind = type(value).__name__
+        text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {kind}"
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
@@ -94,7 +102,7 @@ def num_entries(values: Sized, name: str, expected: str = "a sequence") -> int:
     if not isinstance(count, int):  # of nested tensors
         raise TypeError(f"{name} has no fixed number of entries: expected {expected}")
     if count > MAX_INT32:
-        raise ValueError(f"{name} has {count} entries: expected at most {MAX_INT32}")
+        raise ValueError(f"{name} has {shown(count)} entries: expected at most {MAX_INT32}")
     return count
 
 
@@ -155,29 +163,29 @@ def dtype_name(dtype: object, known: Iterable[str]) -> str:
     if type(dtype).__module__ == "torch":  # which is not imported here
         name = str(dtype).removeprefix("torch.")
     if not isinstance(name, str):
-        raise TypeError(f"dtype is {dtype!r}: expected a torch.dtype or its name")
+        raise TypeError(f"dtype is {shown(dtype)}: expected a torch.dtype or its name")
     if name not in known:
-        raise ValueError(f"dtype is {name!r}: expected one of {', '.join(known)}")
+        raise ValueError(f"dtype is {shown(name)}: expected one of {', '.join(known)}")
     return name
 
 
 def text(value: str, name: str) -> str:
     """A string that UTF-8 can hold: no lone surrogate. TypeError or ValueError."""
     if not isinstance(value, str):
-        raise TypeError(f"{name} is {value!r}: expected a string")
+        raise TypeError(f"{name} is {shown(value)}: expected a string")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{name} is {value!r}: expected text that UTF-8 can hold") from None
+        raise ValueError(f"{name} is {shown(value)}: expected text that UTF-8 can hold") from None
     return value
 
 
 def check_name(value: str, name: str) -> None:
     """A string that is not empty. TypeError or ValueError."""
     if not isinstance(value, str):
-        raise TypeError(f"{name} is {value!r}: expected a string")
+        raise TypeError(f"{name} is {shown(value)}: expected a string")
     if not value:
-        raise ValueError(f"{name} is {value!r}: expected a name that is not empty")
+        raise ValueError(f"{name} is {shown(value)}: expected a name that is not empty")
 
 
 def check_range(name: str, what: str, ids: np.ndarray, least: int, size: int) -> None:

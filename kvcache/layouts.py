@@ -77,7 +77,7 @@ class AttentionBackend:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"name is {self.name!r}: expected a name that is not empty")
+            raise ValueError(f"name is {shown(self.name)}: expected a name that is not empty")
         dims = tuple(self.dims)
         if len(set(dims)) != len(dims) or not _NEEDED <= set(dims) <= set(ROLES):
             raise ValueError(
@@ -513,11 +513,11 @@ def register_backend(described: AttentionBackend) -> AttentionBackend:
     (10, 16, 8, 64)
     """
     if not isinstance(described, AttentionBackend):
-        raise TypeError(f"backend is {described!r}: expected an AttentionBackend")
+        raise TypeError(f"backend is {shown(described)}: expected an AttentionBackend")
     known = _BACKENDS.setdefault(described.name, described)
     if known != described:
         raise ValueError(
-            f"name is {described.name!r}, registered as {known}: expected the same, or another name"
+            f"name is {shown(described.name)}, registered as {known}: expected the same, or another name"
         )
     return described
 
@@ -529,7 +529,7 @@ def backend(name: str) -> AttentionBackend:
     ((2, 100, 16, 8, 128), (100, 16, 576))
     """
     if not isinstance(name, str) or name not in _BACKENDS:
-        raise ValueError(f"backend is {name!r}: expected one of {', '.join(backend_names())}")
+        raise ValueError(f"backend is {shown(name)}: expected one of {', '.join(backend_names())}")
     return _BACKENDS[name]
 
 
@@ -556,7 +556,7 @@ def engine_dims(
     ask = getattr(given, "get_kv_cache_shape", None) or getattr(given, "shape", None)
     if not callable(ask) or isinstance(given, str):
         raise TypeError(
-            f"backend is {given!r}: expected a name, an AttentionBackend or an object with "
+            f"backend is {shown(given)}: expected a name, an AttentionBackend or an object with "
             "get_kv_cache_shape"
         )
     sizes = {**_PROBE, "element": head_size}

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvcache.checks import MAX_INT32, MAX_INT64, flag, integer
+from kvcache.checks import MAX_INT32, MAX_INT64, flag, integer, shown
 from kvcache.kinds import KindProperties, check_planned_pages, checked_max_pages, make_kind
 from kvcache.specs import (
     ELEMENT_BYTES,
@@ -277,8 +277,8 @@ def _checked_encoder_tokens(max_encoder_tokens: int | None, has_encoder: bool) -
         return None
     if not has_encoder:
         raise ValueError(
-            f"max_encoder_tokens is {max_encoder_tokens!r}: expected None, as no layer's kind has an "
-            "encoder"
+            f"max_encoder_tokens is {shown(max_encoder_tokens)}: expected None, as no layer's kind "
+            "has an encoder"
         )
     return integer(max_encoder_tokens, "max_encoder_tokens", 1)
 
@@ -304,7 +304,7 @@ def _checked_interval(state_interval: int | None, layers: Iterable[LayerSpec]) -
     steps = [layer.block_size for layer in layers if layer.state_bytes]
     if not steps:
         raise ValueError(
-            f"state_interval is {state_interval!r}: expected None, as no layer keeps a state"
+            f"state_interval is {shown(state_interval)}: expected None, as no layer keeps a state"
         )
     interval, common = integer(state_interval, "state_interval", 1), math.lcm(*steps)
     if interval % common:
@@ -397,13 +397,15 @@ def _data_bytes(group: GroupSpec, by_name: Mapping[str, LayerSpec]) -> int:
 
 def _by_name(layers: Iterable[LayerSpec]) -> dict[str, LayerSpec]:
     if not isinstance(layers, Iterable):
-        raise TypeError(f"layers is {layers!r}: expected an iterable of LayerSpec")
+        raise TypeError(f"layers is {shown(layers)}: expected an iterable of LayerSpec")
     by_name: dict[str, LayerSpec] = {}
     for layer in layers:
         if not isinstance(layer, LayerSpec):
-            raise TypeError(f"a layer is {layer!r}: expected a LayerSpec")
+            raise TypeError(f"a layer is {shown(layer)}: expected a LayerSpec")
         if layer.name in by_name:
-            raise ValueError(f"the name of two layers is {layer.name!r}: expected different names")
+            raise ValueError(
+                f"the name of two layers is {shown(layer.name)}: expected different names"
+            )
         by_name[layer.name] = layer
     if not by_name:
         raise ValueError("layers is empty: expected at least one LayerSpec")

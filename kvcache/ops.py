@@ -11,6 +11,7 @@ a fake implementation, so `torch.compile` sees what it mutates.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -246,16 +247,18 @@ def copy_blocks(
     engine: int = KERNEL,
     pages_per_run: int = 0,
     num_thread_blocks: int = 0,
+    owners: Sequence[torch.Tensor] = (),
 ) -> None:
     """Copies whole pages over all layers, between or within devices and the host; clears pages.
 
     src, dst: the memories that regions count from; src None: both sides lie in dst. regions:
     int64[r, 5] on the CPU, in bytes: offset of page 0 and distance of pages in src, the same in dst,
-    bytes of a fragment. Usually made by `PageCopy`; it is trusted like pointers. For
-    tensors of an engine's own, offsets may lead outside src and dst (other layers): such calls stay
-    outside `torch.compile`. pairs: int32[n, 2], source and destination page, source -1 clears the
-    destination; on the CPU (checked: pages out of range, one written twice, one both read and
-    written), or on the device. num_src_blocks, num_dst_blocks: pages on either side.
+    bytes of a fragment. Usually made by `PageCopy`. All pages of a region lie in the memory (storage) of
+    src, dst or one of `owners`: the other tensors of an engine whose layers are separate. Calls with
+    owners stay outside `torch.compile`, which does not see that those are written. pairs: int32[n, 2],
+    source and destination page, source -1 clears the destination; on the CPU (checked: pages out of
+    range, one written twice, one both read and written), or on the device. num_src_blocks,
+    num_dst_blocks: pages on either side.
 
     `engine`, between a device and the host: KERNEL accesses pinned host memory from the device, with
     `num_thread_blocks` thread blocks (0: a few). COPY_ENGINE merges consecutive pages into fragments and
@@ -274,6 +277,7 @@ def copy_blocks(
         engine,
         pages_per_run,
         num_thread_blocks,
+        owners,
     )
 
 
@@ -283,13 +287,16 @@ def permute_blocks_(
     indices: torch.Tensor,
     remote_block_size: int,
     remote_is_hnd: bool,
+    owners: Sequence[torch.Tensor] = (),
 ) -> None:
     """Permutes blocks that hold another engine's bytes into the local layout, in place.
 
     cache: [num_blocks, block_size, num_kv_heads, head_size], any dtype, any strides, except that the last
     dimension is dense. The strides determine NHD or HND. offsets: int64[num_layers] on the CPU, bytes
-    from cache's first element to that of each layer (`[0]`: cache itself). The caller ensures that all
-    layers have cache's layout and share no memory. indices: int32[n, k] on the CPU or on cache's device,
+    from cache's first element to that of each layer (`[0]`: cache itself). Each layer lies in the memory
+    (storage) of cache or of one of `owners`, the other layers where those are tensors of their own; calls
+    with owners stay outside `torch.compile`. The caller ensures that all layers have cache's layout and
+    share no memory. indices: int32[n, k] on the CPU or on cache's device,
     each block once. With k = max(1, remote_block_size / block_size), the k blocks of a row hold, in
     memory order, the bytes of one or several remote blocks
     [num_kv_heads, remote_block_size, head_size] (HND) or [remote_block_size, num_kv_heads, head_size].
@@ -300,7 +307,7 @@ def permute_blocks_(
     are checked as the module says (a row with one out of range is skipped whole), and the caller ensures
     that no block is named twice.
     """
-    _ops.permute_blocks_(cache, offsets, indices, remote_block_size, remote_is_hnd)
+    _ops.permute_blocks_(cache, offsets, indices, remote_block_size, remote_is_hnd, owners)
 
 
 # Ops and the positions of the arguments that may be on the CPU wherever the others are.

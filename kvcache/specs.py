@@ -6,7 +6,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvcache.checks import MAX_INT32, MAX_INT64, check_name, dtype_name, flag, integer, listed
+from kvcache.checks import (
+    MAX_INT32,
+    MAX_INT64,
+    check_name,
+    dtype_name,
+    flag,
+    integer,
+    listed,
+    shown,
+)
 
 if TYPE_CHECKING:
     from kvcache.kinds import KindProperties
@@ -64,7 +73,7 @@ class _Options(Mapping[str, int]):
 
     def __init__(self, values: Mapping[str, int]) -> None:
         if not isinstance(values, Mapping):
-            raise TypeError(f"options is {values!r}: expected a mapping of names to integers")
+            raise TypeError(f"options is {shown(values)}: expected a mapping of names to integers")
         for name in values:
             if not isinstance(name, str):
                 raise TypeError(f"options is {dict(values)!r}: expected names as keys")
@@ -119,7 +128,7 @@ class GroupSpec:
         for name in ("replicated", "cached", "transferred", "drafts"):
             _set_flag(self, name)
         if isinstance(self.layers, str) or not isinstance(self.layers, Iterable):
-            raise TypeError(f"layers is {self.layers!r}: expected a sequence of names")
+            raise TypeError(f"layers is {shown(self.layers)}: expected a sequence of names")
         object.__setattr__(self, "layers", tuple(listed(self.layers, "layers")))
         for name in self.layers:
             check_name(name, "a name in layers")
@@ -238,10 +247,10 @@ class LayerSpec:
 def checked_groups(groups: Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:
     """1 to `MAX_GROUPS` groups. TypeError or ValueError."""
     if isinstance(groups, str) or not isinstance(groups, Sequence):
-        raise TypeError(f"groups is {groups!r}: expected a sequence of GroupSpec")
+        raise TypeError(f"groups is {shown(groups)}: expected a sequence of GroupSpec")
     for g, group in enumerate(groups):
         if not isinstance(group, GroupSpec):
-            raise TypeError(f"groups[{g}] is {group!r}: expected a GroupSpec")
+            raise TypeError(f"groups[{g}] is {shown(group)}: expected a GroupSpec")
     if not 1 <= len(groups) <= MAX_GROUPS:
         raise ValueError(f"groups has {len(groups)} entries: expected 1 to {MAX_GROUPS}")
     return tuple(groups)
@@ -252,7 +261,9 @@ def checked_context_parallel(context_parallel: ContextParallel | None) -> Contex
     if context_parallel is None:
         return ContextParallel()
     if not isinstance(context_parallel, ContextParallel):
-        raise TypeError(f"context_parallel is {context_parallel!r}: expected a ContextParallel")
+        raise TypeError(
+            f"context_parallel is {shown(context_parallel)}: expected a ContextParallel"
+        )
     return context_parallel
 
 

@@ -324,6 +324,21 @@ BAD = {
     r"regions\[0\] has -8 bytes: expected 0 or more": {
         "regions": torch.tensor([[0, 16, 0, 16, -8]])
     },
+    r"regions\[1\] has pages at offset 57 of src that lie outside: expected memory of src, dst": {
+        "regions": torch.tensor([[0, 16, 0, 16, 8], [57, 0, 0, 16, 8]])
+    },
+    r"regions\[0\] has pages at offset -1 of src that lie outside": {
+        "regions": torch.tensor([[-1, 16, 0, 16, 8]])
+    },
+    r"regions\[0\] has pages at offset 0 of dst that lie outside": {
+        "regions": torch.tensor([[0, 16, 0, 18, 8]])
+    },
+    r"regions\[0\] has pages at offset 80 of dst that lie outside": {
+        "regions": torch.tensor([[0, 16, 80, -17, 8]])
+    },
+    r"regions\[0\] has pages at offset 17179869184 of dst": {
+        "regions": torch.tensor([[0, 16, 2**34, 16, 8]])
+    },
     r"engine is 4: expected 0 \(kernel\), 1 \(copy engine\), 2 .* or 3": {"engine": 4},
     "num_src_blocks is -1: expected 0 or more": {"num_src_blocks": -1},
     "num_dst_blocks is -1: expected 0 or more": {"num_dst_blocks": -1},
@@ -339,6 +354,19 @@ def test_a_wrong_argument_is_named_and_nothing_is_written(backend, message):
     with pytest.raises(RuntimeError, match=message):
         backend.ops.copy_blocks(**call)
     assert (call["dst"] == 200).all()
+
+
+@each_backend
+def test_pages_in_a_tensor_of_their_own_need_an_owner(backend):
+    call = arguments(backend)
+    other = torch.full((96,), 100, dtype=torch.uint8, device=backend.device)
+    apart = other.data_ptr() - call["dst"].data_ptr()
+    call["regions"] = torch.tensor([[0, 16, apart, 16, 8]])
+    with pytest.raises(RuntimeError, match=r"regions\[0\] has pages at offset"):
+        backend.ops.copy_blocks(**call)
+    assert (other == 100).all()
+    backend.ops.copy_blocks(**call, owners=[other])
+    assert other[32:40].tolist() == list(range(16, 24)) and (call["dst"] == 200).all()
 
 
 @each_device_backend

@@ -89,8 +89,9 @@ def permute(backend, layers, indices, case, where="host"):
         indices = indices.to(backend.device)
     with ids_from(where):
         backend.ops.permute_blocks_(
-            layers[0], offsets_of(layers), indices, case.remote_block_size, case.remote == "HND"
-        )
+            layers[0], offsets_of(layers), indices, case.remote_block_size, case.remote == "HND",
+            layers[1:],
+        )  # fmt: skip
 
 
 def check(backend, case, where):
@@ -273,6 +274,11 @@ BAD = {
         "offsets": lambda t: torch.tensor([0, 0])
     },
     "offsets has layers at 64 and 80": {"offsets": lambda t: torch.tensor([80, 0, 64])},
+    "offsets has 17179869184: expected a layer in the memory of cache or of one of owners": {
+        "offsets": lambda t: torch.tensor([2**34])
+    },
+    "offsets has -4: expected a layer in the memory": {"offsets": lambda t: t - 4},
+    "offsets has 4: expected a layer in the memory": {"offsets": lambda t: t + 4},
     "indices has dtype Long: expected Int": {"indices": lambda t: t.long()},
     r"indices has shape \[2\]: expected \[n, local blocks": {"indices": lambda t: t[:, 0]},
     r"indices has shape \[1, 2\]: expected size 1 in dimension 1": {
@@ -307,6 +313,18 @@ def refused(backend, call, message):
 @pytest.mark.parametrize("message", BAD)
 def test_a_wrong_argument_is_named_and_nothing_is_written(backend, message):
     refused(backend, arguments(backend, **BAD[message]), message)
+
+
+@each_backend
+def test_a_layer_outside_of_its_owner_is_refused(backend):
+    call = arguments(backend)
+    other = torch.zeros_like(call["cache"])
+    call["offsets"] = torch.tensor([other.data_ptr() - call["cache"].data_ptr()])
+    refused(backend, call, "offsets has -?[0-9]+: expected a layer in the memory of cache")
+    call["owners"] = [other[1:]]  # whose whole memory counts
+    backend.ops.permute_blocks_(**call)
+    call["offsets"] += 4
+    refused(backend, call, "offsets has -?[0-9]+: expected a layer in the memory of cache")
 
 
 @each_backend

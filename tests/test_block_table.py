@@ -661,6 +661,32 @@ def test_what_lies_behind_the_committed_tokens_has_no_slot():
     assert table.slot_mapping.gpu.tolist() == [12, 13] + [-1] * 14
 
 
+def test_a_tail_that_the_caller_wrote_is_cleared_by_the_commit():
+    """A6: whoever wrote there last. Padding for PCP, or a dummy run, writes into the buffer itself."""
+    for dtype in (torch.int64, torch.int32):
+        table = make(slot_mapping_dtype=dtype)
+        table.add_row([3, 4], 0)
+        table.slot_mapping.gpu[2:9] = 200
+        table.compute_slot_mapping(np.zeros(3, np.int32), np.arange(3))
+        table.slot_mapping.cpu[14] = 7
+        table.commit_slot_mapping(3)
+        assert table.slot_mapping.gpu.tolist() == [12, 13, 14] + [-1] * 13
+        table.slot_mapping.gpu[3] = 9  # a padded token
+        table.commit_slot_mapping(4)
+        assert table.slot_mapping.gpu.tolist() == [12, 13, 14, 9] + [-1] * 12
+        table.commit_slot_mapping(16)
+
+
+def test_the_tail_of_every_group_is_cleared_by_the_commit():
+    tables = MultiGroupBlockTable(4, 64, 32, False, "cpu", [16, 32])
+    tables.append_row([[3], [4]], 0)
+    for g in range(2):
+        tables[g].slot_mapping.gpu[:] = 5
+    tables.compute_slot_mapping(np.zeros(1, np.int32), np.arange(1))
+    tables.commit_slot_mapping(1)
+    assert [(tables[g].slot_mapping.gpu[1:] == -1).all().item() for g in range(2)] == [True, True]
+
+
 class FakeEvent:
     def __init__(self, log):
         self.log = log

@@ -93,6 +93,14 @@ GOOD = {
         ),
         (json.dumps({**GOOD, "reached": [[1e300] * 26] * 101}), "numbers that are no counts"),
         (json.dumps(GOOD)[:-40], "delimiter"),
+        (
+            json.dumps({**GOOD, "reached": [[10**400, *[1.0] * 25], *GOOD["reached"][1:]]}),
+            r"reached is no array of numbers \(",
+        ),
+        ('{"kvcache": "learned reuse", "version": 2, "reached": [[1' + "0" * 5000, "is ignored"),
+        (json.dumps({**GOOD, "used": [[float("inf")] * 26] * 101}), "numbers that are no counts"),
+        (json.dumps({**GOOD, "used": [[1.0], [1.0, 2.0]]}), "used is no array of numbers"),
+        (json.dumps(GOOD) + " " * (1 << 22), "it has more than 4194304 bytes"),
     ],
 )
 def test_a_file_that_is_none_is_ignored_with_a_warning(tmp_path, text, says):
@@ -101,6 +109,17 @@ def test_a_file_that_is_none_is_ignored_with_a_warning(tmp_path, text, says):
         path.write_text(text)
     with pytest.warns(UserWarning, match=f"reuse.json is ignored: .*{says}"):
         assert LearnedReuse.load(path) is None
+
+
+def test_a_file_without_an_end_is_ignored_at_once():
+    with pytest.warns(UserWarning, match="/dev/zero is ignored: it has more than"):
+        assert LearnedReuse.load("/dev/zero") is None
+
+
+def test_numbers_that_no_float_holds_are_named():
+    for value in (10**400, 10**5000):
+        with pytest.raises(ValueError, match=r"^reached is no array of numbers \("):
+            LearnedReuse([[value]], [[1]])
 
 
 def test_bytes_that_are_no_text_are_ignored(tmp_path):

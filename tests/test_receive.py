@@ -68,6 +68,51 @@ def test_listed_blocks_become_local_ones_and_others_keep_every_byte(
 
 @each_device
 @each_function
+def test_shapes_may_name_heads_before_tokens(function, layout, takes_ratio, device):
+    """As engines pass it whose tensors are [block, head, token, element], however they are stored."""
+    ids, ratio = [7, 0, 10, 3], 3 if takes_ratio else 1
+    for layers in (
+        [cache_of(layout, device)],
+        [cache_of(layout, device, seed) for seed in range(3)],
+    ):
+        want = [expected(layer, layout, ids, ratio) for layer in layers]
+        shaped = [layer.transpose(1, 2) for layer in layers]
+        function(shaped, ids, *[ratio] * takes_ratio, dims="HND")
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(layers, want, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(NB, BS, 1, D), (NB, 1, H, D)])
+def test_the_order_of_dimensions_is_never_guessed(shape):
+    """With one head or one token the strides do not tell which dimension is which."""
+    bs = shape[1]
+    for layout in ("NHD", "HND"):
+        cache = cache_of(layout, shape=shape)
+        want = cache.clone()
+        k = 2
+        permute_received_blocks(want, [0, 1, 4, 3], remote_block_size=k * bs)
+        shaped = cache.transpose(1, 2)
+        permute_received_blocks(shaped, [0, 1, 4, 3], remote_block_size=k * bs, dims="HND")
+        assert torch.equal(cache, want)
+        if layout == "NHD" and bs > 1:  # read as 12 heads of one token it is other bytes
+            other = cache_of(layout, shape=shape)
+            permute_received_blocks(other.transpose(1, 2), [0, 1, 4, 3], remote_block_size=k)
+            assert not torch.equal(other, want)
+
+
+@each_function
+def test_an_unknown_order_of_dimensions_is_named(function, layout, takes_ratio):
+    cache = cache_of(layout)
+    before = cache.clone()
+    for dims in ("NDH", "hnd", None, 3):
+        with pytest.raises(ValueError, match=r"^dims is .*: expected 'NHD' or 'HND'"):
+            function(cache, [1], *[2] * takes_ratio, dims=dims)
+    with pytest.raises(ValueError, match=r"cache is stored as .*dims='HND'"):
+        function(cache, [1], *[2] * takes_ratio, dims="HND")
+    assert torch.equal(cache, before)
+
+
+@each_device
+@each_function
 def test_all_layers_in_one_call(function, layout, takes_ratio, device):
     ids, ratio = [7, 0, 10, 3], 3 if takes_ratio else 1
     layers = [cache_of(layout, device, seed) for seed in range(5)]

@@ -829,6 +829,46 @@ def test_a_swap_out_that_does_not_fit_changes_nothing():
     assert manager.get_block_table(group.seqs[0]) == [1, 2, 3]
 
 
+def test_a_watermark_that_is_set_counts_in_every_call():
+    manager = make(num_gpu_blocks=9, num_cpu_blocks=9, watermark=0.25)  # 8, 2 kept
+    group = Group("g", [seq("a", 28)])
+    assert (manager.watermark_blocks, manager.can_allocate(group)) == (2, NEVER)
+    manager.watermark_blocks = 0
+    assert (manager.watermark_blocks, manager.can_allocate(group)) == (0, OK)
+    manager.allocate(group)
+    group.set_status(Status.RUNNING)
+    manager.swap_out(group)
+    group.set_status(Status.SWAPPED)
+    assert manager.can_swap_in(group, 0) is OK
+    manager.watermark_blocks = np.int64(3)
+    assert manager.can_swap_in(group, 0) is LATER
+    assert manager.can_allocate(Group("h", [seq("b", 24)])) is NEVER
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [(-1, ValueError), (2**31, ValueError), (10**5000, ValueError), (True, TypeError)],
+)
+def test_a_wrong_watermark_is_named_and_not_set(value, error):
+    manager = make(watermark=0.2)
+    with pytest.raises(error, match=r"^watermark_blocks is "):
+        manager.watermark_blocks = value
+    assert manager.watermark_blocks == 2
+
+
+@pytest.mark.parametrize(
+    "manager",
+    [make(), KVCacheManager(4, 9, 64)],
+    ids=["BlockSpaceManager", "KVCacheManager"],
+)
+def test_sizes_that_a_manager_was_made_with_are_read_only(manager):
+    names = ("block_size", "max_model_len", "sliding_window", "enable_caching", "groups", "options")
+    for name in (*names, "block_sizes"):
+        if hasattr(manager, name):
+            with pytest.raises(AttributeError):
+                setattr(manager, name, getattr(manager, name))
+
+
 def test_can_swap_in_counts_new_tokens_and_lookahead_and_keeps_the_watermark():
     manager = make(num_gpu_blocks=7, watermark=0.3)  # 6, 2 kept
     group = admitted(manager, 6)

@@ -33,9 +33,10 @@ void copy_run(const BlockCopy& c, const CopyRegion& r, const CopyRun& run) {
 
 void copy_blocks(std::optional<Tensor> src, Tensor dst, Tensor regions, Tensor pairs,
                  int64_t num_src_blocks, int64_t num_dst_blocks, int64_t engine,
-                 int64_t pages_per_run, int64_t num_thread_blocks) {
-  const BlockCopy c = checked_block_copy(src, dst, regions, pairs, num_src_blocks, num_dst_blocks,
-                                         engine, pages_per_run, num_thread_blocks, pairs.is_cpu());
+                 int64_t pages_per_run, int64_t num_thread_blocks, Owners owners) {
+  const BlockCopy c =
+      checked_block_copy(src, dst, regions, pairs, num_src_blocks, num_dst_blocks, engine,
+                         pages_per_run, num_thread_blocks, pairs.is_cpu(), owners);
   const int64_t page_bytes = c.page_bytes();
   if (c.num_pairs == 0 || page_bytes == 0) return;
   int64_t largest = 1;

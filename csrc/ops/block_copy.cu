@@ -154,10 +154,10 @@ struct BadPair {
 
 void copy_blocks_cuda(std::optional<Tensor> src, Tensor dst, Tensor regions, Tensor pairs,
                       int64_t num_src_blocks, int64_t num_dst_blocks, int64_t engine,
-                      int64_t pages_per_run, int64_t num_thread_blocks) {
+                      int64_t pages_per_run, int64_t num_thread_blocks, Owners owners) {
   const BlockCopy c =
       checked_block_copy(src, dst, regions, pairs, num_src_blocks, num_dst_blocks, engine,
-                         pages_per_run, num_thread_blocks, ids_on_host(pairs));
+                         pages_per_run, num_thread_blocks, ids_on_host(pairs), owners);
   const bool from_host = src.has_value() && src->is_cpu(), to_host = dst.is_cpu();
   const Tensor& on_device = to_host && src.has_value() ? *src : dst;
 #ifdef __CUDACC__

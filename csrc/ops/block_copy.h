@@ -104,9 +104,15 @@ inline std::optional<ByteSpan> pages_span(const char* memory, int64_t offset, in
                   base + static_cast<uintptr_t>(std::max(offset, *last) + num_bytes)};
 }
 
-// Checks the sizes of regions, and that what is written shares no memory with `regions` and
-// `pairs`.
-inline void check_regions(const BlockCopy& c, const Tensor& regions, const Tensor& pairs) {
+[[noreturn]] inline void fail_reach(const std::string& name, int64_t offset, const char* side) {
+  fail(name + " has pages at offset " + std::to_string(offset) + " of " + side +
+       " that lie outside: expected memory of src, dst or one of owners");
+}
+
+// Checks the sizes of regions, that they lie in memory that was handed over, and that what is
+// written shares no memory with `regions` and `pairs`.
+inline void check_regions(const BlockCopy& c, const Tensor& regions, const Tensor& pairs,
+                          const Reach& reach) {
   const ByteSpan own = span_of(regions), ids = span_of(pairs);
   int64_t copied_bytes = 0;
   for (int64_t i = 0; i < c.num_regions; ++i) {
@@ -124,6 +130,8 @@ inline void check_regions(const BlockCopy& c, const Tensor& regions, const Tenso
       fail(name + " leads beyond 2^61 bytes: expected offsets and distances of pages in memory");
     }
     copied_bytes = *sum;
+    if (!reach.holds(*from)) fail_reach(name, r.source, "src");
+    if (!reach.holds(*to)) fail_reach(name, r.destination, "dst");
     if (to->meets(own)) fail_shared("dst in " + name, "regions");
     if (to->meets(ids)) fail_shared("dst in " + name, "pairs");
   }
@@ -132,7 +140,8 @@ inline void check_regions(const BlockCopy& c, const Tensor& regions, const Tenso
 inline BlockCopy checked_block_copy(const std::optional<Tensor>& source, const Tensor& destination,
                                     const Tensor& regions, const Tensor& pairs, int64_t num_sources,
                                     int64_t num_destinations, int64_t engine, int64_t pages_per_run,
-                                    int64_t num_thread_blocks, bool pairs_on_cpu) {
+                                    int64_t num_thread_blocks, bool pairs_on_cpu,
+                                    const Owners& owners) {
   check_defined(destination, "dst");
   check_dim(regions, "regions", 2, "[num_regions, 5]");
   check_size(regions, "regions", 1, kRegionFields, "the fields of a region");
@@ -171,7 +180,7 @@ inline BlockCopy checked_block_copy(const std::optional<Tensor>& source, const T
   c.engine = static_cast<CopyEngine>(engine);
   c.pages_per_run = pages_per_run;
   c.num_thread_blocks = num_thread_blocks;
-  check_regions(c, regions, pairs);
+  check_regions(c, regions, pairs, Reach({{"src", source}, {"dst", destination}}, owners));
   if (c.pairs_on_cpu) check_pairs(c);
   return c;
 }

@@ -103,9 +103,9 @@ Permute permute_for(int64_t row_bytes, int64_t slice) {
 }
 
 void permute_blocks_(Tensor cache, Tensor offsets, Tensor indices, int64_t remote_block_size,
-                     bool remote_is_hnd) {
+                     bool remote_is_hnd, Owners owners) {
   const BlockPermute p =
-      checked_block_permute(cache, offsets, indices, remote_block_size, remote_is_hnd);
+      checked_block_permute(cache, offsets, indices, remote_block_size, remote_is_hnd, owners);
   const int32_t* ids = indices.const_data_ptr<int32_t>();
   check_block_ids(ids, indices.numel(), p.num_blocks);
   const int64_t num_units = p.num_groups * p.units_per_group;

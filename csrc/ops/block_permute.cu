@@ -300,9 +300,9 @@ struct BadBlockId {
 };
 
 void permute_blocks_cuda_(Tensor cache, Tensor offsets, Tensor indices, int64_t remote_block_size,
-                          bool remote_is_hnd) {
+                          bool remote_is_hnd, Owners owners) {
   const BlockPermute p =
-      checked_block_permute(cache, offsets, indices, remote_block_size, remote_is_hnd);
+      checked_block_permute(cache, offsets, indices, remote_block_size, remote_is_hnd, owners);
   const int32_t* ids = indices.const_data_ptr<int32_t>();
   const bool host_ids = ids_on_host(indices);
   if (host_ids) {

@@ -77,10 +77,10 @@ struct BlockPermute {
   int64_t unit_bytes() const { return int64_t{unit_rows} * row_bytes; }
 };
 
-// Checks the argument `offsets`. Each layer has the cache's strides, so it shares no memory with
-// the arguments that are read, at its own place.
+// Checks the argument `offsets`. Each layer has the cache's strides, so it lies in memory that was
+// handed over, and shares none with the arguments that are read, at its own place.
 inline void check_layer_offsets(const Tensor& offsets, const Tensor& indices, const Tensor& cache,
-                                int64_t row_bytes) {
+                                const Owners& owners, int64_t row_bytes) {
   check_dim(offsets, "offsets", 1, "[num_layers]");
   check_dtype(offsets, "offsets", {ScalarType::Long});
   check_contiguous(offsets, "offsets");
@@ -98,8 +98,13 @@ inline void check_layer_offsets(const Tensor& offsets, const Tensor& indices, co
     fail("offsets has layers at " + std::to_string(sorted[i - 1]) + " and " +
          std::to_string(sorted[i]) + ": expected layers that share no memory");
   }
+  const Reach reach({{"cache", cache}}, owners);
   const ByteSpan span = span_of(cache), from = span_of(offsets), ids = span_of(indices);
   for (const int64_t offset : sorted) {
+    if (row_bytes > 0 && !reach.holds(span.moved(offset))) {
+      fail("offsets has " + std::to_string(offset) +
+           ": expected a layer in the memory of cache or of one of owners");
+    }
     const std::string layer =
         std::string("cache") + (offset == 0 ? "" : " at offset " + std::to_string(offset));
     if (span.moved(offset).meets(from)) fail_shared(layer, "offsets");
@@ -126,7 +131,7 @@ inline void check_block_ids(const int32_t* ids, int64_t n, int64_t num_blocks) {
 
 inline BlockPermute checked_block_permute(const Tensor& cache, const Tensor& offsets,
                                           const Tensor& indices, int64_t remote_block_size,
-                                          bool remote_is_hnd) {
+                                          bool remote_is_hnd, const Owners& owners) {
   check_dim(cache, "cache", 4, "[num_blocks, block_size, num_kv_heads, head_size]");
   const int64_t num_blocks = cache.size(0), block_size = cache.size(1), heads = cache.size(2);
   const auto element = static_cast<int64_t>(cache.element_size());
@@ -156,7 +161,8 @@ inline BlockPermute checked_block_permute(const Tensor& cache, const Tensor& off
   check_contiguous(indices, "indices");
   if (!indices.is_cpu()) check_same_device(indices, "indices", cache, "cache");
   check_size(indices, "indices", 1, group_size, "the local blocks per remote block");
-  check_layer_offsets(offsets, indices, cache, cache.numel() > 0 ? cache.size(3) * element : 0);
+  check_layer_offsets(offsets, indices, cache, owners,
+                      cache.numel() > 0 ? cache.size(3) * element : 0);
 
   // The stride of a dimension of one element has no meaning: NHD and HND are then the same.
   const bool local_is_hnd = block_size > 1 && heads > 1 && cache.stride(2) > cache.stride(1);

@@ -2,6 +2,7 @@
 // came and what was expected, and comes before anything is written.
 #pragma once
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
@@ -32,6 +33,11 @@ inline std::string shape_of(const Tensor& t) {
 inline std::string device_of(const Tensor& t) {
   if (t.is_cpu()) return "cpu";
   return (t.is_cuda() ? "cuda:" : "device ") + std::to_string(t.get_device_index());
+}
+
+inline bool is_same_device(const Tensor& a, const Tensor& b) {
+  return a.is_cpu() == b.is_cpu() && a.is_cuda() == b.is_cuda() &&
+         (a.is_cpu() || a.get_device_index() == b.get_device_index());
 }
 
 inline void check_dtype(const Tensor& t, const char* name,
@@ -83,6 +89,7 @@ struct ByteSpan {
   uintptr_t begin = 0, end = 0;
 
   bool meets(const ByteSpan& other) const { return begin < other.end && other.begin < end; }
+  bool holds(const ByteSpan& other) const { return begin <= other.begin && other.end <= end; }
   ByteSpan moved(int64_t bytes) const {
     return {begin + static_cast<uintptr_t>(bytes), end + static_cast<uintptr_t>(bytes)};
   }
@@ -125,6 +132,68 @@ inline void check_disjoint(std::initializer_list<NamedTensor> written,
   }
 }
 
+// All bytes of the memory that a tensor is a view of.
+inline ByteSpan storage_of(const Tensor& t) {
+  int64_t offset = 0, bytes = 0;
+  if (aoti_torch_get_storage_offset(t.get(), &offset) != AOTI_TORCH_SUCCESS ||
+      aoti_torch_get_storage_size(t.get(), &bytes) != AOTI_TORCH_SUCCESS) {
+    fail("a tensor has no storage: expected dense tensors");
+  }
+  const auto begin =
+      reinterpret_cast<uintptr_t>(t.data_ptr()) - static_cast<uintptr_t>(offset) * t.element_size();
+  return {begin, begin + static_cast<uintptr_t>(bytes)};
+}
+
+using Owners = std::optional<std::vector<Tensor>>;
+
+// The memory that an op may touch by offsets: the storages of an argument, and of `owners`, which
+// are on a device of an argument. Storages that touch count as one.
+class Reach {
+ public:
+  Reach(std::initializer_list<NamedTensor> arguments, const Owners& owners) {
+    for (const NamedTensor& each : arguments) {
+      if (each.tensor != nullptr) spans_.push_back(storage_of(*each.tensor));
+    }
+    for (size_t i = 0; owners && i < owners->size(); ++i) {
+      check_owner((*owners)[i], i, arguments);
+      spans_.push_back(storage_of((*owners)[i]));
+    }
+    if (spans_.size() == 1) return;
+    std::sort(spans_.begin(), spans_.end(),
+              [](const ByteSpan& a, const ByteSpan& b) { return a.begin < b.begin; });
+    size_t last = 0;
+    for (size_t i = 1; i < spans_.size(); ++i) {
+      if (spans_[i].begin <= spans_[last].end) {
+        spans_[last].end = std::max(spans_[last].end, spans_[i].end);
+      } else {
+        spans_[++last] = spans_[i];
+      }
+    }
+    spans_.resize(last + 1);
+  }
+
+  // No bytes lie anywhere.
+  bool holds(const ByteSpan& span) const {
+    if (span.begin == span.end) return true;
+    const auto after = std::upper_bound(
+        spans_.begin(), spans_.end(), span.begin,
+        [](uintptr_t address, const ByteSpan& each) { return address < each.begin; });
+    return after != spans_.begin() && (after - 1)->holds(span);
+  }
+
+ private:
+  static void check_owner(const Tensor& owner, size_t i,
+                          std::initializer_list<NamedTensor> arguments) {
+    for (const NamedTensor& each : arguments) {
+      if (each.tensor != nullptr && is_same_device(owner, *each.tensor)) return;
+    }
+    fail("owners[" + std::to_string(i) + "] is on " + device_of(owner) +
+         ": expected the device of " + arguments.begin()[arguments.size() - 1].name);
+  }
+
+  std::vector<ByteSpan> spans_;
+};
+
 // a * b + c, or nothing where int64 cannot hold it.
 inline std::optional<int64_t> multiply_add(int64_t a, int64_t b, int64_t c) {
   int64_t product = 0, sum = 0;
@@ -141,10 +210,7 @@ inline void check_size(const Tensor& t, const char* name, int64_t dim, int64_t e
 
 inline void check_same_device(const Tensor& t, const char* name, const Tensor& other,
                               const char* other_name) {
-  if (t.is_cpu() == other.is_cpu() && t.is_cuda() == other.is_cuda() &&
-      (t.is_cpu() || t.get_device_index() == other.get_device_index())) {
-    return;
-  }
+  if (is_same_device(t, other)) return;
   fail(std::string(name) + " is on " + device_of(t) + ": expected " + device_of(other) +
        ", where " + other_name + " is");
 }

@@ -28,10 +28,11 @@ void define_schemas(Library& m) {
       "Tensor(b!) value, Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
   m.def(
       "copy_blocks(Tensor? src, Tensor(a!) dst, Tensor regions, Tensor pairs, int num_src_blocks, "
-      "int num_dst_blocks, int engine=0, int pages_per_run=0, int num_thread_blocks=0) -> ()");
+      "int num_dst_blocks, int engine=0, int pages_per_run=0, int num_thread_blocks=0, "
+      "Tensor[]? owners=None) -> ()");
   m.def(
       "permute_blocks_(Tensor(a!) cache, Tensor offsets, Tensor indices, int remote_block_size, "
-      "bool remote_is_hnd) -> ()");
+      "bool remote_is_hnd, Tensor[]? owners=None) -> ()");
 }
 
 }  // namespace kvcache

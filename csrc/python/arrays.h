@@ -72,10 +72,26 @@ inline void clear_refusal() {
   PyErr_Clear();
 }
 
-// What came, for an error; cut off where it is long.
+// What came, for an error, as `kvcache.checks.shown` says it: an integer of more digits than Python
+// writes, and what has no repr, are described.
+inline std::string repr_of(const py::handle& value) {
+  try {
+    return py::cast<std::string>(py::repr(value));
+  } catch (py::error_already_set& error) {
+    error.restore();
+    clear_refusal();
+  }
+  if (!PyLong_Check(value.ptr())) {
+    return std::string("a ") + Py_TYPE(value.ptr())->tp_name;
+  }
+  const auto num_bits = py::reinterpret_borrow<py::object>(value).attr("bit_length")();
+  return "an integer of " + py::cast<std::string>(py::str(num_bits)) + " bits";
+}
+
+// The same, cut off where it is long.
 inline std::string short_repr(const py::handle& value) {
   constexpr size_t kMost = 100;
-  const auto text = py::cast<std::string>(py::repr(value));
+  const std::string text = repr_of(value);
   if (text.size() <= kMost) return text;
   size_t end = kMost;
   while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;  // of UTF-8
@@ -93,14 +109,13 @@ inline int64_t int_argument(const py::handle& value, const char* name) {
       throw py::error_already_set();
     }
     PyErr_Clear();
-    throw py::type_error(std::string(name) + " is " + py::cast<std::string>(py::repr(value)) +
-                         ": expected an integer");
+    throw py::type_error(std::string(name) + " is " + short_repr(value) + ": expected an integer");
   }
   int overflow = 0;
   const int64_t out = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
   if (overflow == 0) return out;
   throw py::value_error(
-      std::string(name) + " is " + py::cast<std::string>(py::str(number)) +
+      std::string(name) + " is " + repr_of(number) +
       (overflow > 0 ? ": expected at most " + std::to_string(kMaxInt32) : ": expected 0 or more"));
 }
 
@@ -202,8 +217,8 @@ class Int32Input {
   static bool fits(int64_t v) { return v >= kMinInt32 && v <= kMaxInt32; }
 
   [[noreturn]] void fail_range(py::ssize_t i, const py::handle& value) const {
-    throw py::value_error(std::string(name_) + "[" + std::to_string(i) + "] is " +
-                          py::cast<std::string>(py::str(value)) + ": expected " +
+    throw py::value_error(std::string(name_) + "[" + std::to_string(i) + "] is " + repr_of(value) +
+                          ": expected " +
                           (least_ == kMinInt32 ? std::string("a 32-bit integer")
                                                : std::to_string(least_) + " to 2147483647"));
   }
@@ -214,8 +229,8 @@ class Int32Input {
     for (py::ssize_t i = 0; i < size_; ++i) {
       const py::handle item = PySequence_Fast_GET_ITEM(value.ptr(), i);
       if (!PyBool_Check(item.ptr()) && !py::isinstance(item, *numpy_bool)) continue;
-      throw py::type_error(std::string(name_) + "[" + std::to_string(i) + "] is " +
-                           py::cast<std::string>(py::str(item)) + ": expected an integer");
+      throw py::type_error(std::string(name_) + "[" + std::to_string(i) + "] is " + repr_of(item) +
+                           ": expected an integer");
     }
   }
 

@@ -80,23 +80,44 @@ HashArray hash_blocks_of(const py::object& token_ids, const py::object& block_si
   return copy_hashes(hashes.data(), hashes.size(), digest_bytes(algorithm));
 }
 
+// Rows of a numpy array, which stay as they are. Reading them runs no Python code.
+class ArrayRows : public RowDigests {
+ public:
+  ArrayRows(py::array rows, int64_t block_size) : rows_(std::move(rows)), block_size_(block_size) {}
+
+  int64_t num_blocks() const override { return (rows_.shape(0) + block_size_ - 1) / block_size_; }
+  Hash of_block(int64_t block) const override {
+    const py::gil_scoped_acquire locked;
+    const py::slice some(block * block_size_, (block + 1) * block_size_, 1);
+    const auto bytes = py::cast<py::bytes>(py::object(rows_[some]).attr("tobytes")());
+    const std::string_view view(bytes);
+    Hash digest;
+    sha256(reinterpret_cast<const uint8_t*>(view.data()), view.size(), digest.bytes);
+    return digest;
+  }
+
+ private:
+  py::array rows_;
+  int64_t block_size_;
+};
+
 // Arguments that `Request` has checked: (name, path) or None, (identifier, first, length) tuples, a
-// string or None, 32 bytes per block.
+// string or None, an array of rows or None.
 ExtraKeys extra_keys(const py::object& lora, const py::tuple& mm_items,
-                     const py::object& cache_salt, const std::string& embed_digests) {
+                     const py::object& cache_salt, const py::object& embeds, int64_t block_size) {
   std::vector<MmItem> items;
   items.reserve(mm_items.size());
   for (const py::handle& item : mm_items) {
     auto [identifier, first, length] = py::cast<std::tuple<std::string, int64_t, int64_t>>(item);
     items.push_back({std::move(identifier), first, length});
   }
-  std::vector<Hash> digests(embed_digests.size() / sizeof(Hash));
-  if (!digests.empty()) {
-    std::memcpy(digests.data(), embed_digests.data(), digests.size() * sizeof(Hash));
+  std::shared_ptr<const RowDigests> rows;
+  if (!embeds.is_none()) {
+    rows = std::make_shared<ArrayRows>(py::cast<py::array>(embeds), block_size);
   }
   return ExtraKeys(py::cast<std::optional<std::pair<std::string, std::string>>>(lora),
                    std::move(items), py::cast<std::optional<std::string>>(cache_salt),
-                   std::move(digests));
+                   std::move(rows));
 }
 
 // The engine's list of bytes, which grows as the engine appends. Reading it runs no Python code.
@@ -263,18 +284,18 @@ void bind_hashing(py::module_& m) {
           m, "TokenChain", "The block hashes of one request for one block size and parent."),
       [](std::shared_ptr<TokenIds> tokens, int64_t block_size, const std::string& parent,
          bool read_cache, bool write_cache, const py::object& lora, const py::tuple& mm_items,
-         const py::object& cache_salt, const std::string& embed_digests, int64_t num_encoder_tokens,
+         const py::object& cache_salt, const py::object& prompt_embeds, int64_t num_encoder_tokens,
          const std::string& algorithm, const py::object& given, const py::object& labels) {
         const auto num_bytes = static_cast<int64_t>(parent.size());
         return std::make_shared<TokenChain>(
             std::move(tokens), block_size, hash_of(parent, "parent", num_bytes),
-            extra_keys(lora, mm_items, cache_salt, embed_digests), read_cache, write_cache,
-            num_encoder_tokens, hash_scheme(algorithm, given, block_size, num_bytes),
+            extra_keys(lora, mm_items, cache_salt, prompt_embeds, block_size), read_cache,
+            write_cache, num_encoder_tokens, hash_scheme(algorithm, given, block_size, num_bytes),
             labels_of(labels));
       },
       py::arg("tokens"), py::arg("block_size"), py::arg("parent"), py::arg("read_cache"),
       py::arg("write_cache"), py::arg("lora") = py::none(), py::arg("mm_items") = py::tuple(),
-      py::arg("cache_salt") = py::none(), py::arg("embed_digests") = "",
+      py::arg("cache_salt") = py::none(), py::arg("prompt_embeds") = py::none(),
       py::arg("num_encoder_tokens") = 0, py::arg("algorithm") = "sha256_cbor",
       py::arg("given") = py::none(), py::arg("labels") = py::none());
 }
@@ -285,8 +306,7 @@ std::unique_ptr<BlockPool> make_pool(const py::object& num_blocks, const std::st
   std::map<std::string, double> options;
   for (const auto& [name, value] : eviction_options) {
     if (!py::isinstance<py::str>(name) || !PyNumber_Check(value.ptr())) {
-      throw py::type_error("eviction_options[" + py::cast<std::string>(py::repr(name)) + "] is " +
-                           py::cast<std::string>(py::repr(value)) +
+      throw py::type_error("eviction_options[" + short_repr(name) + "] is " + short_repr(value) +
                            ": expected a number under the option's name");
     }
     options[py::cast<std::string>(name)] = py::cast<double>(py::float_(value.cast<py::object>()));

@@ -470,17 +470,24 @@ void bind_manager(py::module_& m) {
            })
       .def(
           "lookup",
-          [](Manager& self, TokenChain& chain, const std::optional<bool>& read_cache) {
-            const PrefixHit& hit = self.lookup(chain, /*with_host=*/false, read_cache);
-            return py::make_tuple(per_group(hit.blocks), hit.num_tokens, hit.num_shared_tokens);
+          [](Manager& self, TokenChain& chain, const std::optional<bool>& read_cache,
+             bool with_partial) {
+            const PrefixHit& hit =
+                self.lookup(chain, /*with_host=*/false, with_partial, read_cache);
+            std::vector<std::vector<BlockId>> blocks;
+            for (const CacheGroup& group : self.groups()) blocks.push_back(hit.ids(group));
+            return py::make_tuple(per_group(blocks), hit.num_tokens, hit.num_shared_tokens);
           },
-          py::arg("chain"), py::arg("read_cache") = py::none())
+          py::arg("chain"), py::arg("read_cache") = py::none(), py::arg("with_partial") = false)
+      .def("take_copies", [](Manager& self) { return list_of_pairs(self.take_copies()); })
       .def(
           "lookup_tiers",  // (tokens on the device alone, tokens with the host, blocks from there)
           [](Manager& self, TokenChain& chain, const std::optional<bool>& read_cache) {
             const int64_t on_device =
-                self.lookup(chain, /*with_host=*/false, read_cache).num_tokens;
-            const PrefixHit& hit = self.lookup(chain, /*with_host=*/true, read_cache);
+                self.lookup(chain, /*with_host=*/false, /*with_partial=*/false, read_cache)
+                    .num_tokens;
+            const PrefixHit& hit =
+                self.lookup(chain, /*with_host=*/true, /*with_partial=*/false, read_cache);
             return py::make_tuple(on_device, hit.num_tokens, hit.num_host_blocks);
           },
           py::arg("chain"), py::arg("read_cache") = py::none())

@@ -97,6 +97,12 @@ class SequenceCalls {
         statuses_{statuses[0], statuses[1], statuses[2]} {}
 
   const py::dict& allocated() const { return allocated_; }
+  int64_t block_size() const { return block_size_; }
+  std::optional<int64_t> sliding_window() const { return window_; }
+  bool enable_caching() const { return enable_caching_; }
+  int64_t max_model_len() const { return max_model_len_; }
+  int64_t watermark_blocks() const { return watermark_blocks_; }
+  void set_watermark_blocks(int64_t num_blocks) { watermark_blocks_ = num_blocks; }
 
   // The AllocatedSequence of a sequence; null where it has no blocks.
   py::object find(py::handle seq) const {

@@ -14,8 +14,6 @@
 
 namespace kvcache::sequences {
 
-inline std::string repr_of(py::handle value) { return py::cast<std::string>(py::repr(value)); }
-
 // Attributes of sequences and groups.
 struct Names {
   static const Names& get() {
@@ -95,8 +93,8 @@ int64_t whole_number(py::handle value, Name name, int64_t least, int64_t most) {
     number = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
   }
   if (overflow == 0 && number >= least && number <= most) return number;
-  throw py::value_error(name() + " is " + py::cast<std::string>(py::str(value)) + ": expected " +
-                        std::to_string(least) + " to " + std::to_string(most));
+  throw py::value_error(name() + " is " + repr_of(value) + ": expected " + std::to_string(least) +
+                        " to " + std::to_string(most));
 }
 
 inline int64_t size_argument(py::handle value, const char* name) {

@@ -195,6 +195,15 @@ void bind_sequences(py::module_& m) {
            py::arg("request_id"))
       .def("_swap_out_rows", &SequenceCalls::swap_out_rows, py::arg("rows"), py::arg("sequences"))
       .def_property_readonly("_allocated", &SequenceCalls::allocated)
+      .def_property_readonly("block_size", &SequenceCalls::block_size)
+      .def_property_readonly("sliding_window", &SequenceCalls::sliding_window)
+      .def_property_readonly("enable_caching", &SequenceCalls::enable_caching)
+      .def_property_readonly("max_model_len", &SequenceCalls::max_model_len)
+      .def_property("watermark_blocks", &SequenceCalls::watermark_blocks,
+                    [](SequenceCalls& self, const py::object& value) {
+                      constexpr const char* name = "watermark_blocks";
+                      self.set_watermark_blocks(int_argument(value, name, 0, kMaxInt32));
+                    })
       .def("_known", &SequenceCalls::known)
       .def("_num_new",
            [](const SequenceCalls& self, const py::object& seq) { return self.num_new(seq); })

@@ -1,6 +1,7 @@
 #include "worker/host_slots.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "worker/map_slots.h"
@@ -85,10 +86,9 @@ void HostSlots::commit(int64_t place, int64_t num_tokens) {
   const Places places = places_of(place);
   for (int64_t i = places.first; i < places.last; ++i) {
     const auto at = static_cast<size_t>(i);
-    if (filled_[at] > num_tokens) {
-      fill(i, num_tokens, filled_[at]);
-      filled_[at] = num_tokens;
-    }
+    // To the end, whoever wrote there: a captured graph replays with all of it.
+    fill(i, std::min(num_tokens, num_slots_), num_slots_);
+    filled_[at] = std::min(filled_[at], num_tokens);
     on_host_[at] = on_device_[at] = std::min(on_host_[at], num_tokens);
   }
 }
@@ -104,10 +104,9 @@ void HostSlots::begin_step() {
 }
 
 void HostSlots::fill(int64_t place, int64_t begin, int64_t end) {
-  const auto set = [&](auto* slots) {
-    std::fill(slots + place * num_slots_ + begin, slots + place * num_slots_ + end, -1);
-  };
-  wide_ ? set(reinterpret_cast<int64_t*>(slots_)) : set(reinterpret_cast<int32_t*>(slots_));
+  const int64_t item = wide_ ? 8 : 4;  // all bits of a -1 are set
+  std::memset(slots_ + (place * num_slots_ + begin) * item, 0xFF,
+              static_cast<size_t>((end - begin) * item));
 }
 
 }  // namespace kvcache

@@ -2,7 +2,7 @@
 // one. Plain C++; the caller owns the memory.
 //
 // Invariant: behind the first filled_[place] entries of a group all are -1, unless the caller has
-// written there.
+// written there since the last commit.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +42,8 @@ class HostSlots {
                                           int64_t num_rows_given, const int32_t* query_start,
                                           const int64_t* positions, int64_t num_tokens,
                                           int64_t* out) const;
-  // The device has the slots of the first num_tokens tokens at most; what lies behind is -1.
+  // The device has the slots of the first num_tokens tokens at most. What lies behind becomes -1,
+  // also where the caller wrote.
   void commit(int64_t place, int64_t num_tokens);
   // The device has computed slots of its own.
   void note_on_device(int64_t place, int64_t num_tokens);

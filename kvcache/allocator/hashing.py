@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.checks import integer, listed, text
+from kvcache.checks import integer, listed, shown, text
 from kvcache.native.load import core
 
 DEFAULT_SEED = "vllm-none-hash"
@@ -94,14 +94,14 @@ def hash_bytes_of(
     """
     known = core.hash_algorithm_names()
     if not isinstance(algorithm, str):
-        raise TypeError(f"{name} is {algorithm!r}: expected a string")
+        raise TypeError(f"{name} is {shown(algorithm)}: expected a string")
     if engines and algorithm.startswith(_ENGINE) and algorithm != _ENGINE:
         return integer(
             _MOST_BYTES if hash_bytes is None else hash_bytes, "hash_bytes", 1, _MOST_BYTES
         )
     if algorithm not in known:
         given = ", or engine:NAME for hashes that the engine gives" if engines else ""
-        raise ValueError(f"{name} is {algorithm!r}: expected one of {', '.join(known)}{given}")
+        raise ValueError(f"{name} is {shown(algorithm)}: expected one of {', '.join(known)}{given}")
     size = core.digest_bytes(algorithm)
     if hash_bytes is not None and integer(hash_bytes, "hash_bytes") != size:
         raise ValueError(f"hash_bytes is {hash_bytes}: expected {size} with {algorithm}")
@@ -120,10 +120,12 @@ def encode_extra_keys(keys: Sequence[tuple] | None, name: str = "keys") -> bytes
     if keys is None:
         return b""
     if not isinstance(keys, list | tuple):
-        raise TypeError(f"{name} is {keys!r}: expected None or a list of tuples")
+        raise TypeError(f"{name} is {shown(keys)}: expected None or a list of tuples")
     for key in keys:
         if not isinstance(key, list | tuple):
-            raise TypeError(f"{name} holds {key!r}: expected a tuple of str, int, bytes or None")
+            raise TypeError(
+                f"{name} holds {shown(key)}: expected a tuple of str, int, bytes or None"
+            )
     return _encode(keys) if keys else b""
 
 
@@ -132,7 +134,9 @@ def encoded_blocks(extra_keys: Sequence | None) -> list[bytes] | None:
     if extra_keys is None:
         return None
     if not isinstance(extra_keys, list | tuple):
-        raise TypeError(f"extra_keys is {extra_keys!r}: expected a list, one entry per full block")
+        raise TypeError(
+            f"extra_keys is {shown(extra_keys)}: expected a list, one entry per full block"
+        )
     return [encode_extra_keys(keys, f"extra_keys[{i}]") for i, keys in enumerate(extra_keys)]
 
 

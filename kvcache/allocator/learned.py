@@ -10,9 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
+from kvcache.checks import shown
+
 VERSION = 2  # of the file; another one for other classes or ages
 NUM_CLASSES, NUM_AGES = 101, 26  # of csrc/core/eviction/learned/
 _MOST = 1e15
+_MOST_BYTES = 1 << 22  # of a file; those that are written have fewer than 2**18
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +41,11 @@ class LearnedReuse:
         for name in ("reached", "used"):
             try:
                 counts = np.array(getattr(self, name), np.float64)
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"{name} is no array of numbers ({error})") from None
+            except (TypeError, ValueError, OverflowError):
+                raise ValueError(
+                    f"{name} is no array of numbers ({shown(getattr(self, name))}): expected "
+                    f"[{NUM_CLASSES}, {NUM_AGES}] that floats can hold"
+                ) from None
             if counts.shape != (NUM_CLASSES, NUM_AGES):
                 raise ValueError(
                     f"{name} has shape {list(counts.shape)}: expected [{NUM_CLASSES}, {NUM_AGES}]"
@@ -60,14 +66,21 @@ class LearnedReuse:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> LearnedReuse | None:
-        """What a file holds. None, with a warning, for one that is missing, damaged or of another kind
-        or version: a policy that knows nothing is better than a process that does not begin."""
+        """What a file holds. None, with a warning, for one that is missing, damaged, larger than 4 MiB or
+        of another kind or version: a policy that knows nothing is better than a process that does not
+        begin."""
         try:
-            content = json.loads(Path(path).read_text())
+            with Path(path).open("rb") as file:
+                data = file.read(_MOST_BYTES + 1)
+            if len(data) > _MOST_BYTES:
+                raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+            content = json.loads(data)
             if not isinstance(content, dict) or content.get("kvcache") != "learned reuse":
                 raise ValueError("it is no file of learned reuse")
             if content.get("version") != VERSION:
-                raise ValueError(f"its version is {content.get('version')!r}: expected {VERSION}")
+                raise ValueError(
+                    f"its version is {shown(content.get('version'))}: expected {VERSION}"
+                )
             return cls(content.get("reached"), content.get("used"))
         except (OSError, ValueError, RecursionError) as error:
             warnings.warn(f"{os.fspath(path)} is ignored: {error}", stacklevel=2)

@@ -194,15 +194,15 @@ class KVCacheManager:
         max_encoder_tokens: int | None,
         options: CacheOptions,
     ) -> None:
-        self.groups = checked_groups(groups)
-        self.context_parallel = cp = checked_context_parallel(context_parallel)
+        self._groups = checked_groups(groups)
+        self._context_parallel = cp = checked_context_parallel(context_parallel)
         num_gpu_blocks = integer(num_gpu_blocks, "num_gpu_blocks", -MAX_INT64, MAX_INT64)
-        self.max_model_len = integer(max_model_len, "max_model_len", -MAX_INT64, MAX_INT64)
+        self._max_model_len = integer(max_model_len, "max_model_len", -MAX_INT64, MAX_INT64)
         if max_encoder_tokens is None:
             max_encoder_tokens = MAX_INT32
         max_encoder_tokens = integer(max_encoder_tokens, "max_encoder_tokens")
-        self.options = options
-        self.block_sizes = tuple(group.tokens_per_block(cp) for group in self.groups)
+        self._options = options
+        self._block_sizes = tuple(group.tokens_per_block(cp) for group in self.groups)
         self._kinds = [make_kind(group.kind, group.options) for group in self.groups]
         native_options = options.native_of(
             [
@@ -236,6 +236,31 @@ class KVCacheManager:
 
     def __reduce__(self) -> NoReturn:
         refuse_pickle(self, "its plans and reports, which pass between processes")
+
+    @property
+    def groups(self) -> tuple[GroupSpec, ...]:
+        """The cache groups, in the order of their numbers."""
+        return self._groups
+
+    @property
+    def context_parallel(self) -> ContextParallel:
+        """The parallel sizes and ranks over which blocks are distributed."""
+        return self._context_parallel
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens of a block of each group, over all context-parallel ranks."""
+        return self._block_sizes
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that a request may have."""
+        return self._max_model_len
+
+    @property
+    def options(self) -> CacheOptions:
+        """The options that the manager was made with."""
+        return self._options
 
     @property
     def block_size(self) -> int:
@@ -363,15 +388,15 @@ class KVCacheManager:
         medium, and pages without a host tier.
         """
         if not isinstance(medium, str) or medium not in ("gpu", "cpu"):
-            raise ValueError(f"medium is {medium!r}: expected gpu or cpu")
+            raise ValueError(f"medium is {shown(medium)}: expected gpu or cpu")
         return BlockHashes(*self._native.hashes_of_blocks(ids, medium == "cpu"))
 
     def _stacked(self, hashes: Sequence[bytes]) -> np.ndarray:
         if not isinstance(hashes, list | tuple):
-            raise TypeError(f"hashes is {hashes!r}: expected an array or a list of bytes")
+            raise TypeError(f"hashes is {shown(hashes)}: expected an array or a list of bytes")
         for i, each in enumerate(hashes):
             if not isinstance(each, bytes):
-                raise TypeError(f"hashes[{i}] is {each!r}: expected bytes")
+                raise TypeError(f"hashes[{i}] is {shown(each)}: expected bytes")
             if len(each) != self.hash_bytes:
                 raise ValueError(
                     f"hashes[{i}] has {len(each)} bytes: expected {self.hash_bytes}, the hash_bytes "
@@ -584,7 +609,7 @@ class KVCacheManager:
     def cached_tokens(self, request: Request, *, read_cache: bool | None = None) -> CachedTokens:
         """The cached tokens of a request on each tier, in whole blocks; changes nothing.
 
-        `read_cache`: as for `get_computed_blocks`.
+        External tokens of `step` are counted from their end. `read_cache`: as for `get_computed_blocks`.
         """
         reads = _choice(read_cache, "read_cache")
         on_device, with_host, num_blocks = self._native.lookup_tiers(self._chain(request), reads)
@@ -606,24 +631,61 @@ class KVCacheManager:
         """Ends the pins of a session; returns how many of its pinned blocks were evicted."""
         return self._native.unpin(checked_session(session))
 
-    def find_prefix(self, request: Request, *, read_cache: bool | None = None) -> CachedPrefix:
-        """The longest cached prefix; changes nothing.
+    def find_prefix(
+        self, request: Request, *, read_cache: bool | None = None, whole_blocks: bool = False
+    ) -> CachedPrefix:
+        """The longest cached prefix on the device; changes nothing.
 
         At most `num_tokens - 1` tokens, because the last one must be computed. Nothing with
         `read_cache=False`, be it this call's or, where that is None, the request's. For several groups
         the ids are a list with one array per group; in window groups, blocks that are not read any more
         are null.
+
+        With a `hash_block_size` finer than a group's blocks, the prefix may end inside a block, as it may
+        in `step`. The last id is then the block that holds the tokens of that part: never the request's
+        own, but the source of a copy (`take_copies`). `whole_blocks=True` finds whole blocks only, and so
+        does a manager with recurrent groups or with groups of `cached=False`: their hits inside blocks
+        exist in `step` alone.
+
+        >>> manager = KVCacheManager(16, 9, 128, hash_block_size=4, num_preallocate_tokens=0)
+        >>> plan = manager.step(new=[Request("r1", range(30))])
+        >>> manager.find_prefix(Request("r2", range(30)))[:2]
+        (array([1, 2], dtype=int32), 28)
+        >>> manager.find_prefix(Request("r2", range(30)), whole_blocks=True)[:2]
+        (array([1], dtype=int32), 16)
         """
-        reads = _choice(read_cache, "read_cache")
-        ids, num_tokens, num_shared_tokens = self._native.lookup(self._chain(request), reads)
+        ids, num_tokens, num_shared_tokens = self._native.lookup(
+            self._chain(request),
+            _choice(read_cache, "read_cache"),
+            not flag(whole_blocks, "whole_blocks"),
+        )
         return CachedPrefix(self._by_group(ids), num_tokens, num_shared_tokens)
 
     def get_computed_blocks(
-        self, request: Request, *, read_cache: bool | None = None
+        self, request: Request, *, read_cache: bool | None = None, whole_blocks: bool = False
     ) -> tuple[np.ndarray | list[np.ndarray], int]:
-        """The block ids and the number of tokens of `find_prefix`."""
-        found = self.find_prefix(request, read_cache=read_cache)
+        """The block ids and the number of tokens of `find_prefix`, for `allocate_slots`."""
+        found = self.find_prefix(request, read_cache=read_cache, whole_blocks=whole_blocks)
         return found.block_ids, found.num_tokens
+
+    def take_copies(self) -> np.ndarray:
+        """The copies that hits inside blocks need, since the last call: int32[n, 2].
+
+        `allocate_slots` with a prefix that ends inside a block gives the request a block of its own
+        there, and the hit's tokens are in the source. Copy these pages (source, destination) over all
+        layers (`Pages.copy`) before the next forward pass, then go on: until this is called, sources and
+        destinations are held, and `append_slots` and `advance` raise ValueError.
+
+        >>> manager = KVCacheManager(16, 9, 128, hash_block_size=4, num_preallocate_tokens=0)
+        >>> plan = manager.step(new=[Request("r1", range(30))])
+        >>> request = Request("r2", range(30))
+        >>> blocks, num_computed = manager.get_computed_blocks(request)
+        >>> manager.allocate_slots(request, 30 - num_computed, blocks)
+        array([3], dtype=int32)
+        >>> manager.take_copies()
+        array([[2, 3]], dtype=int32)
+        """
+        return np.array(self._native.take_copies(), np.int32).reshape(-1, 2)
 
     def allocate_slots(
         self,
@@ -639,8 +701,10 @@ class KVCacheManager:
         """Admits a request with these computed blocks and slots for `num_tokens` more tokens.
 
         Returns its new blocks (int32[k], without the computed ones; for several groups a list), or None
-        where they do not fit, with nothing changed. Computed blocks without references do not count as
-        free. A cross-attention group gets the blocks of the request's `num_encoder_tokens`.
+        where they do not fit, with nothing changed. `computed_blocks`: of `get_computed_blocks`, or fewer
+        whole blocks from the first on. Where the prefix ends inside a block, the first new block is the
+        request's own for it: take the copy by `take_copies`. Computed blocks without references do not
+        count as free. A cross-attention group gets the blocks of the request's `num_encoder_tokens`.
 
         `num_external_computed_tokens`: the KV of so many tokens behind the computed blocks comes from
         elsewhere; they get slots besides. With `delay_cache_blocks` it comes later: `num_tokens` is 0,
@@ -648,8 +712,9 @@ class KVCacheManager:
         does not read is null, computed blocks included: `block_ids` has the whole table.
 
         `read_cache`: as `get_computed_blocks` was called. ValueError for computed blocks with
-        `read_cache=False` or without caching, for external tokens that leave none of the request to be
-        computed, and for a manager with a recurrent group without `engine_copies_states`.
+        `read_cache=False` or without caching, for external tokens behind a prefix that ends inside a
+        block, for those that leave none of the request to be computed, and for a manager with a recurrent
+        group without `engine_copies_states`.
         """
         if len(self.groups) == 1:
             computed = [computed_blocks]
@@ -674,9 +739,9 @@ class KVCacheManager:
         load that failed is one of 0 or a few tokens. It is over: no one writes to the blocks any more.
         Blocks that the arrived tokens fill become hits. Returns the number of the request's computed
         tokens, behind which it goes on: what has arrived; less, where an abort or an invalidation took
-        away what came before it; where its blocks do not hold what the next token reads (a window, a
-        state), what the cache has. ValueError for a request that is not receiving, and for more tokens
-        than it was to receive.
+        away what came before it. Where its own blocks do not hold what the next token reads (nothing has
+        arrived, a window, a state), it takes what the cache has by now, which may be more. ValueError
+        for a request that is not receiving, and for more tokens than it was to receive.
         """
         return self._native.finish_receiving(self.row(request), num_tokens)
 
@@ -795,9 +860,11 @@ class KVCacheManager:
         incomplete report of a step that was reported as completed before.
         """
         if not isinstance(report, StepReport):
-            raise TypeError(f"report is {report!r}: expected a StepReport")
+            raise TypeError(f"report is {shown(report)}: expected a StepReport")
         if not isinstance(report.completed, bool | np.bool_):
-            raise TypeError(f"report.completed is {report.completed!r}: expected True or False")
+            raise TypeError(
+                f"report.completed is {shown(report.completed)}: expected True or False"
+            )
         return self._native.report(
             self._requests,
             report.step_id,

@@ -8,7 +8,7 @@ from typing import TypedDict
 
 from kvcache.allocator.hashing import DEFAULT_ALGORITHM, DEFAULT_SEED, hash_bytes_of
 from kvcache.allocator.hashing import hash_seed as first_parent
-from kvcache.checks import MAX_INT64, flag, integer, number, text
+from kvcache.checks import MAX_INT64, flag, integer, number, shown, text
 from kvcache.native.load import core
 
 _MOST_BYTES = 2**62
@@ -244,7 +244,7 @@ def checked_watermark(watermark: float) -> float:
     """A share of 0 to 1. TypeError or ValueError."""
     share = number(watermark, "watermark", "a share of 0 to 1")
     if not 0 <= share <= 1:
-        raise ValueError(f"watermark is {watermark!r}: expected a share of 0 to 1")
+        raise ValueError(f"watermark is {shown(watermark)}: expected a share of 0 to 1")
     return share
 
 
@@ -255,20 +255,24 @@ def _eviction(
     make: Callable[[str, dict[str, float]], core.Eviction] = core.Eviction,
 ) -> core.Eviction:
     if not isinstance(policy, str):
-        raise TypeError(f"{name} is {policy!r}: expected the name of a policy")
+        raise TypeError(f"{name} is {shown(policy)}: expected the name of a policy")
     if options is not None and not isinstance(options, Mapping):
-        raise TypeError(f"{name}_options is {options!r}: expected a dict of numbers")
+        raise TypeError(f"{name}_options is {shown(options)}: expected a dict of numbers")
     numbers = {}
     for option, value in (options or {}).items():
         if not isinstance(option, str):
-            raise TypeError(f"{name}_options has {option!r}: {value!r}: expected a number by name")
+            raise TypeError(
+                f"{name}_options has {option!r}: {shown(value)}: expected a number by name"
+            )
         numbers[option] = number(value, f"{name}_options[{option!r}]")
     return make(policy, numbers)
 
 
 def _host_write(host_write: str) -> core.HostWrite:
     if not isinstance(host_write, str) or host_write not in HOST_WRITES:
-        raise ValueError(f"host_write is {host_write!r}: expected one of {', '.join(HOST_WRITES)}")
+        raise ValueError(
+            f"host_write is {shown(host_write)}: expected one of {', '.join(HOST_WRITES)}"
+        )
     return HOST_WRITES[host_write]
 
 
@@ -281,7 +285,7 @@ def checked_seconds(value: float, name: str, most: float = 2.0**50) -> float:
     """Seconds of a clock, 0 or more and finite."""
     seconds = number(value, name)
     if not 0 <= seconds < most:
-        raise ValueError(f"{name} is {value!r}: expected 0 or more, and a finite number")
+        raise ValueError(f"{name} is {shown(value)}: expected 0 or more, and a finite number")
     return seconds
 
 
@@ -290,14 +294,14 @@ def checked_retention(
 ) -> list[tuple[int, int, int, int]]:
     """(first token, stop, priority, milliseconds or -1 for ever) each."""
     if not isinstance(retention, list | tuple):
-        raise TypeError(f"retention is {retention!r}: expected a list of tuples")
+        raise TypeError(f"retention is {shown(retention)}: expected a list of tuples")
     return [_checked_range(f"retention[{i}]", each) for i, each in enumerate(retention)]
 
 
 def _checked_range(name: str, value: object) -> tuple[int, int, int, int]:
     if not isinstance(value, list | tuple) or len(value) != 4:
         raise TypeError(
-            f"{name} is {value!r}: expected (first token, stop, priority, seconds or None)"
+            f"{name} is {shown(value)}: expected (first token, stop, priority, seconds or None)"
         )
     first = integer(value[0], f"{name}: first token")
     stop = integer(value[1], f"{name}: stop", least=first)

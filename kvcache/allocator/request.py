@@ -7,9 +7,9 @@ from operator import attrgetter, index
 
 import numpy as np
 
-from kvcache.allocator.event_stream import RequestLabels, digest_of_rows
+from kvcache.allocator.event_stream import RequestLabels
 from kvcache.allocator.hashing import HashKey, token_sequence
-from kvcache.checks import MAX_INT32, flag, integer, listed, text
+from kvcache.checks import MAX_INT32, flag, integer, listed, shown, text
 from kvcache.native.load import core
 
 
@@ -27,7 +27,8 @@ class Request:
 
     The KV also depends on `lora` (name, path); `mm_items`, (identifier, first token, number of tokens)
     per image or other item, whose tokens may be known later; `cache_salt`; and `prompt_embeds`, a numpy
-    array whose row i replaces token i and must not change (it is not copied).
+    array whose row i replaces token i and must not change (it is not copied). It may have rows for
+    tokens yet to come, which count when those come, and none for the last ones.
 
     With `read_cache=False` (for prompt log-probabilities) the request takes no hits, with
     `write_cache=False` its blocks are not cached. `num_encoder_tokens`: tokens that cross-attention
@@ -159,7 +160,7 @@ class Request:
         if key.is_given:
             raise ValueError(
                 f"block_hashes of request {self.request_id!r} is None: expected its hashes, as the "
-                f"manager's hash_algorithm is {key.algorithm!r}"
+                f"manager's hash_algorithm is {shown(key.algorithm)}"
             )
         if not self._has_extra_keys:
             return core.TokenChain(*plain, algorithm=key.algorithm, **options)
@@ -168,7 +169,7 @@ class Request:
             self._lora,
             self._mm_items,
             self._cache_salt,
-            self._embed_digests(key.block_size),
+            self._prompt_embeds,
             algorithm=key.algorithm,
             **options,
         )
@@ -197,13 +198,6 @@ class Request:
             return self._block_hashes
         return self._block_hashes, repr(self.request_id)
 
-    def _embed_digests(self, block_size: int) -> bytes:
-        rows = self._prompt_embeds
-        if rows is None:
-            return b""
-        starts = range(0, len(rows), block_size)
-        return b"".join(digest_of_rows(rows, i, i + block_size) for i in starts)
-
 
 _OPTIONS = (
     *("lora", "mm_items", "cache_salt", "prompt_embeds", "read_cache", "write_cache"),
@@ -217,9 +211,9 @@ def _unpickled(request_id: str, token_ids: np.ndarray, options: dict[str, object
 
 def _checked_lora(lora: tuple[str, str]) -> tuple[str, str]:
     if not isinstance(lora, list | tuple):
-        raise TypeError(f"lora is {lora!r}: expected (name, path)")
+        raise TypeError(f"lora is {shown(lora)}: expected (name, path)")
     if len(lora) != 2:
-        raise ValueError(f"lora is {lora!r}: expected (name, path)")
+        raise ValueError(f"lora is {shown(lora)}: expected (name, path)")
     return text(lora[0], "lora[0]"), text(lora[1], "lora[1]")
 
 
@@ -234,14 +228,14 @@ def _checked_items(items: Iterable[tuple[str, int, int]]) -> tuple[tuple[str, in
 def _checked_item(i: int, item: tuple[str, int, int]) -> tuple[str, int, int]:
     name, expected = f"mm_items[{i}]", f"expected {_ITEM}"
     if not isinstance(item, list | tuple):
-        raise TypeError(f"{name} is {item!r}: {expected}")
+        raise TypeError(f"{name} is {shown(item)}: {expected}")
     if len(item) != 3:
-        raise ValueError(f"{name} is {item!r}: {expected}")
+        raise ValueError(f"{name} is {shown(item)}: {expected}")
     identifier = text(item[0], f"{name}[0]")
     try:
         first, length = index(item[1]), index(item[2])
     except TypeError:
-        raise TypeError(f"{name} is {item!r}: {expected}") from None
+        raise TypeError(f"{name} is {shown(item)}: {expected}") from None
     if first < 0 or length < 1 or first + length > MAX_INT32:
         raise ValueError(
             f"{name}: {identifier!r} starts at {first} and has {length} tokens: "
@@ -255,6 +249,10 @@ def _checked_embeds(rows: np.ndarray) -> np.ndarray:
         raise TypeError(f"prompt_embeds has type {type(rows).__name__}: expected a numeric array")
     if rows.ndim == 0:
         raise ValueError("prompt_embeds has 0 dimensions: expected one row per token")
+    if len(rows) > MAX_INT32:
+        raise ValueError(
+            f"prompt_embeds has {len(rows)} rows: expected at most {MAX_INT32}, one per token"
+        )
     rows = rows.view()
     rows.setflags(write=False)
     return rows

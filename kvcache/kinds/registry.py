@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 
-from kvcache.checks import check_name
+from kvcache.checks import check_name, shown
 from kvcache.kinds.base import AttentionKind, KindProperties
 from kvcache.native.load import core
 
@@ -23,7 +23,7 @@ def register(name: str) -> Callable[[type[KindProperties]], type[KindProperties]
 
     def add(kind: type[KindProperties]) -> type[KindProperties]:
         if name in _KINDS:
-            raise ValueError(f"name is {name!r}: expected one that is not registered yet")
+            raise ValueError(f"name is {shown(name)}: expected one that is not registered yet")
         _check_class(kind, name)
         _KINDS[name] = kind
         return kind
@@ -39,7 +39,7 @@ def kind_names() -> list[str]:
 def kind_class(name: str) -> type[KindProperties]:
     """The class registered as `name`; ValueError for an unknown name."""
     if name not in _KINDS:
-        raise ValueError(f"kind is {name!r}: expected one of {', '.join(kind_names())}")
+        raise ValueError(f"kind is {shown(name)}: expected one of {', '.join(kind_names())}")
     return _KINDS[name]
 
 
@@ -75,7 +75,7 @@ def _check_class(kind: type[KindProperties], name: str) -> None:
     base = _base_of(kind)
     if base is None:
         raise TypeError(
-            f"kind {name!r} is {kind!r}: expected a class derived from AttentionKind, "
+            f"kind {name!r} is {shown(kind)}: expected a class derived from AttentionKind, "
             "or from one kind of this package"
         )
     for parameter in _parameters(kind):
@@ -85,7 +85,7 @@ def _check_class(kind: type[KindProperties], name: str) -> None:
             )
     if base is AttentionKind:
         if kind.pages != "tokens":  # the native manager takes it for one of tokens
-            raise ValueError(f"pages of kind {name!r} is {kind.pages!r}: expected 'tokens'")
+            raise ValueError(f"pages of kind {name!r} is {shown(kind.pages)}: expected 'tokens'")
         if kind.first_needed_token is AttentionKind.first_needed_token:
             raise TypeError(f"kind {name!r} has no first_needed_token: expected one of its own")
         return

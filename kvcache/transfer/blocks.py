@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kvcache import ops
-from kvcache.checks import check_once, check_range, instance, integers
+from kvcache.checks import check_once, check_range, instance, integers, shown
 from kvcache.layouts import AttentionBackend, EngineBackend, backend_of_shape, described_backend
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.pages.regions import Region, format_of, matched_regions
@@ -53,7 +53,7 @@ def copy_kv_blocks(
         for layer, tensor in caches.items():
             instance(tensor, torch.Tensor, f"{name}[{layer!r}]")
     if not isinstance(direction, str) or direction not in ("h2d", "d2h"):
-        raise ValueError(f"direction is {direction!r}: expected 'h2d' or 'd2h'")
+        raise ValueError(f"direction is {shown(direction)}: expected 'h2d' or 'd2h'")
     src_ids, dst_ids = _ids(src_block_ids, "src_block_ids"), _ids(dst_block_ids, "dst_block_ids")
     if len(src_ids) != len(dst_ids):
         raise ValueError(
@@ -157,7 +157,9 @@ def _check_layers(src: Mapping[str, torch.Tensor], dst: Mapping[str, torch.Tenso
     ):
         unknown = [layer for layer in mine if layer not in others]
         if unknown:
-            raise ValueError(f"{name} has layer {unknown[0]!r}: expected one that {other} has too")
+            raise ValueError(
+                f"{name} has layer {shown(unknown[0])}: expected one that {other} has too"
+            )
 
 
 def _block_dim(
@@ -188,4 +190,4 @@ def _check_alike(name: str, src: torch.Tensor, dst: torch.Tensor, block_dim: int
 def _check_direction(direction: str, src: torch.device, dst: torch.device) -> None:
     name, host = ("src_kv_caches", src) if direction == "h2d" else ("dst_kv_caches", dst)
     if host.type != "cpu":
-        raise ValueError(f"direction is {direction!r} and {name} is on {host}: expected cpu")
+        raise ValueError(f"direction is {shown(direction)} and {name} is on {host}: expected cpu")

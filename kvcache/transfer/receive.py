@@ -25,44 +25,45 @@ _ARGUMENT = re.compile(r"(cache|offsets|indices|remote_block_size)\b")
 
 
 def kv_postprocess_blksize_on_receive(
-    cache: Caches, indices: Indices, block_size_ratio: int
+    cache: Caches, indices: Indices, block_size_ratio: int, *, dims: str = "NHD"
 ) -> None:
     """Permutes remote HND blocks of another size into local HND blocks.
 
-    cache: as for `permute_received_blocks`, stored as HND. block_size_ratio r > 0: a local block holds
-    r remote ones, `[r, num_kv_heads, block_size / r, head_size]`. r = -k: k local blocks, consecutive
-    in indices, hold the bytes of one remote block. ValueError as there, for NHD storage, and where r
-    does not divide the block size.
+    cache, dims: as for `permute_received_blocks`, stored as HND. block_size_ratio r > 0: a local block
+    holds r remote ones, `[r, num_kv_heads, block_size / r, head_size]`. r = -k: k local blocks,
+    consecutive in indices, hold the bytes of one remote block. ValueError as there, for NHD storage, and
+    where r does not divide the block size.
 
     >>> cache = torch.arange(8.0).view(1, 2, 4, 1).transpose(1, 2)  # one block, 4 tokens, 2 heads: HND
     >>> kv_postprocess_blksize_on_receive(cache, [0], 2)
     >>> cache[0, :, 0, 0].tolist()  # the tokens of head 0
     [0.0, 1.0, 4.0, 5.0]
     """
-    layers = _layers(cache)
-    _require_storage(layers[0], "HND")
+    layers = _layers(cache, dims)
+    _require_storage(layers[0], "HND", dims)
     _permute(layers, indices, _remote_block_size(layers[0], block_size_ratio), "HND")
 
 
-def kv_postprocess_layout_on_receive(cache: Caches, indices: Indices) -> None:
+def kv_postprocess_layout_on_receive(cache: Caches, indices: Indices, *, dims: str = "NHD") -> None:
     """Permutes remote HND blocks of the local size into local NHD blocks.
 
-    cache: as for `permute_received_blocks`, stored as NHD. ValueError as there, and for HND storage.
+    cache, dims: as for `permute_received_blocks`, stored as NHD. ValueError as there, and for HND
+    storage.
     """
-    layers = _layers(cache)
-    _require_storage(layers[0], "NHD")
+    layers = _layers(cache, dims)
+    _require_storage(layers[0], "NHD", dims)
     _permute(layers, indices, layers[0].shape[1], "HND")
 
 
 def kv_postprocess_blksize_and_layout_on_receive(
-    cache: Caches, indices: Indices, block_size_ratio: int
+    cache: Caches, indices: Indices, block_size_ratio: int, *, dims: str = "NHD"
 ) -> None:
     """Permutes remote HND blocks of another size into local NHD blocks.
 
     As `kv_postprocess_blksize_on_receive`, for a cache stored as NHD.
     """
-    layers = _layers(cache)
-    _require_storage(layers[0], "NHD")
+    layers = _layers(cache, dims)
+    _require_storage(layers[0], "NHD", dims)
     _permute(layers, indices, _remote_block_size(layers[0], block_size_ratio), "HND")
 
 
@@ -72,13 +73,17 @@ def permute_received_blocks(
     *,
     remote_block_size: int | None = None,
     remote_layout: str = "HND",
+    dims: str = "NHD",
 ) -> None:
     """Permutes the listed blocks into the local layout, in place; other blocks keep every byte.
 
     caches: `[num_blocks, block_size, num_kv_heads, head_size]`, any dtype, any strides, except that the
-    last dimension is dense. The strides determine the local layout, NHD or HND.
-    `[num_blocks, block_size, head_size]` is a cache of one head. A sequence of caches, one per layer (K
-    and V count as two), is permuted in one call; all have the same shape, strides, dtype and device.
+    last dimension is dense. The strides determine the local layout, NHD or HND. dims: the order in which
+    the shape names tokens and heads, whatever the strides are; "HND" is
+    `[num_blocks, num_kv_heads, block_size, head_size]`. It is never guessed: with one token or one head
+    the strides do not tell. `[num_blocks, block_size, head_size]` is a cache of one head. A sequence of
+    caches, one per layer (K and V count as two), is permuted in one call; all have the same shape,
+    strides, dtype and device.
     indices: the blocks; integers in a list, an array or a tensor. remote_block_size: tokens of a remote
     block (None: block_size), a divisor or a multiple of block_size. Where it is k * block_size, k
     consecutive indices, `[n, k]` or flat, are the blocks that hold the bytes of one remote block.
@@ -91,17 +96,19 @@ def permute_received_blocks(
     divides the other, a number of indices that is not a multiple of k, layers that differ or share
     memory, and strides other than the above.
     """
-    layers = _layers(caches)
+    layers = _layers(caches, dims)
     if not isinstance(remote_layout, str) or remote_layout not in ("HND", "NHD"):
         raise ValueError(f"remote_layout is {shown(remote_layout)}: expected 'HND' or 'NHD'")
     size = layers[0].shape[1] if remote_block_size is None else remote_block_size
     if isinstance(size, bool) or not isinstance(size, int | np.integer):
-        raise ValueError(f"remote_block_size is {size!r}: expected a number of tokens")
+        raise ValueError(f"remote_block_size is {shown(size)}: expected a number of tokens")
     _permute(layers, indices, int(size), remote_layout)
 
 
-def _layers(caches: Caches) -> list[torch.Tensor]:
+def _layers(caches: Caches, dims: str) -> list[torch.Tensor]:
     """The layers as [num_blocks, block_size, num_kv_heads, head_size] each; checks that all are alike."""
+    if not isinstance(dims, str) or dims not in _SHAPES:
+        raise ValueError(f"dims is {shown(dims)}: expected 'NHD' or 'HND'")
     layers = [caches] if isinstance(caches, torch.Tensor) else listed(caches, "caches")
     if not layers:
         raise ValueError("cache is an empty sequence: expected a layer or more")
@@ -111,8 +118,8 @@ def _layers(caches: Caches) -> list[torch.Tensor]:
     first = layers[0]
     if first.dim() not in (3, 4):
         raise ValueError(
-            f"cache has shape {list(first.shape)}: expected "
-            "[num_blocks, block_size, num_kv_heads, head_size] or [num_blocks, block_size, head_size]"
+            f"cache has shape {list(first.shape)}: expected {_SHAPES[dims]} or "
+            "[num_blocks, block_size, head_size]"
         )
     expected = _kind(first)
     for i, layer in enumerate(layers):
@@ -122,7 +129,9 @@ def _layers(caches: Caches) -> list[torch.Tensor]:
             )
             raise ValueError(f"layer {i} has {what} {came}: expected {like} as layer 0 has")
     _check_apart(layers)
-    return layers if first.dim() == 4 else [layer.unsqueeze(2) for layer in layers]
+    if first.dim() == 3:
+        return [layer.unsqueeze(2) for layer in layers]
+    return layers if dims == "NHD" else [layer.transpose(1, 2) for layer in layers]
 
 
 def _check_apart(layers: list[torch.Tensor]) -> None:
@@ -139,6 +148,10 @@ def _check_apart(layers: list[torch.Tensor]) -> None:
     check_apart(np.array([r for r, _ in found]), [i for _, i in found], first.shape[0])
 
 
+_SHAPES = {
+    "NHD": "[num_blocks, block_size, num_kv_heads, head_size]",
+    "HND": "[num_blocks, num_kv_heads, block_size, head_size]",
+}
 _KIND = ("shape", "strides", "dtype", "device")
 
 
@@ -146,21 +159,22 @@ def _kind(layer: torch.Tensor) -> tuple:
     return tuple(layer.shape), layer.stride(), layer.dtype, layer.device
 
 
-def _require_storage(layer: torch.Tensor, layout: str) -> None:
+def _require_storage(layer: torch.Tensor, layout: str, dims: str) -> None:
     """ValueError for the other layout. With one token or one head, NHD and HND are the same."""
     _, block_size, heads, _ = layer.shape
     _, token, head, _ = layer.stride()
     found = "HND" if head > token else "NHD"
     if block_size > 1 and heads > 1 and found != layout:
         raise ValueError(
-            f"cache is stored as {found} (strides {list(layer.stride())}): expected {layout}"
+            f"cache is stored as {found} (strides {list(layer.stride())} of its shape as "
+            f"{_SHAPES['NHD']}, with dims={dims!r}): expected {layout}"
         )
 
 
 def _remote_block_size(layer: torch.Tensor, ratio: int) -> int:
     if isinstance(ratio, bool) or not isinstance(ratio, int | np.integer) or ratio == 0:
         raise ValueError(
-            f"block_size_ratio is {ratio!r}: expected how many remote blocks one block holds, "
+            f"block_size_ratio is {shown(ratio)}: expected how many remote blocks one block holds, "
             "or -k where a remote block fills k"
         )
     block_size = layer.shape[1]
@@ -205,7 +219,9 @@ def _permute(
         )
     ids = _ids(indices, max(1, remote_block_size // max(1, first.shape[1])))
     try:
-        ops.permute_blocks_(first, offsets, ids, remote_block_size, remote_layout == "HND")
+        ops.permute_blocks_(
+            first, offsets, ids, remote_block_size, remote_layout == "HND", layers[1:]
+        )
     except RuntimeError as error:
         if _ARGUMENT.match(str(error)):
             raise ValueError(str(error)) from None

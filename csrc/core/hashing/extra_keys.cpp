@@ -6,6 +6,7 @@
 
 #include "core/hashing/cbor.h"
 #include "core/hashing/xxh3.h"
+#include "core/secret_key.h"
 
 namespace kvcache {
 
@@ -21,8 +22,8 @@ void append_key(std::string* out, uint32_t size, std::string_view name) {
 
 ExtraKeys::ExtraKeys(const std::optional<std::pair<std::string, std::string>>& lora,
                      std::vector<MmItem> items, const std::optional<std::string>& cache_salt,
-                     std::vector<Hash> embed_digests)
-    : items_(std::move(items)), embed_digests_(std::move(embed_digests)), by_first_(items_.size()) {
+                     std::shared_ptr<const RowDigests> embeds)
+    : items_(std::move(items)), embeds_(std::move(embeds)), by_first_(items_.size()) {
   if (lora) {
     append_key(&lora_, 3, "lora");
     append_string(&lora_, kText, lora->first);
@@ -41,6 +42,25 @@ ExtraKeys::ExtraKeys(const std::optional<std::pair<std::string, std::string>>& l
                    [this](size_t a, size_t b) { return items_[a].first < items_[b].first; });
 }
 
+bool ExtraKeys::begins_like(const ExtraKeys& other, int64_t num_blocks) const {
+  if (lora_ != other.lora_ || cache_salt_ != other.cache_salt_ || items_ != other.items_) {
+    return false;
+  }
+  const int64_t n = std::min(num_blocks_with_rows(), num_blocks);
+  if (n != std::min(other.num_blocks_with_rows(), num_blocks)) return false;
+  for (int64_t block = 0; block < n; ++block) {
+    if (!(embed_digest(block) == other.embed_digest(block))) return false;
+  }
+  return true;
+}
+
+const Hash& ExtraKeys::embed_digest(int64_t block) const {
+  while (static_cast<int64_t>(embed_digests_.size()) <= block) {
+    embed_digests_.push_back(embeds_->of_block(static_cast<int64_t>(embed_digests_.size())));
+  }
+  return embed_digests_[static_cast<size_t>(block)];
+}
+
 void ExtraKeys::find_items(int64_t start, int64_t stop) {
   while (next_ < by_first_.size() && items_[by_first_[next_]].first < stop) {
     const size_t item = by_first_[next_++];
@@ -54,7 +74,7 @@ std::string_view ExtraKeys::of_block(int64_t block, int64_t block_size) {
   const int64_t start = block * block_size;
   if (!items_.empty()) find_items(start, start + block_size);
   const bool has_salt = block == 0 && !cache_salt_.empty();
-  const bool has_embeds = block < static_cast<int64_t>(embed_digests_.size());
+  const bool has_embeds = block < num_blocks_with_rows();
   const size_t num_keys = !lora_.empty() + touching_.size() + has_salt + has_embeds;
   if (num_keys == 0) return {};
 
@@ -69,10 +89,21 @@ std::string_view ExtraKeys::of_block(int64_t block, int64_t block_size) {
   if (has_salt) buffer_ += cache_salt_;
   if (has_embeds) {
     append_key(&buffer_, 2, "prompt_embeds");
-    const Hash& digest = embed_digests_[static_cast<size_t>(block)];
+    const Hash& digest = embed_digest(block);
     append_string(&buffer_, kBytes, {reinterpret_cast<const char*>(digest.bytes), sizeof(Hash)});
   }
   return buffer_;
+}
+
+uint64_t ExtraKeys::variant_behind(uint64_t parent) const {
+  uint64_t variant = parent;
+  for (const size_t i : touching_) {
+    Hash words{};
+    std::memcpy(words.bytes, &variant, sizeof(variant));
+    std::memcpy(words.bytes + sizeof(variant), &items_[i].length, sizeof(items_[i].length));
+    variant = tag_of(words) | 1;  // never that of content without items
+  }
+  return variant;
 }
 
 }  // namespace kvcache

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -25,6 +26,15 @@ struct MmItem {
   }
 };
 
+// What stands for the rows that replace a request's tokens: a digest of each block's.
+class RowDigests {
+ public:
+  virtual ~RowDigests() = default;
+  virtual int64_t num_blocks() const = 0;  // the first ones, that have rows
+  // Throws where it cannot be computed.
+  virtual Hash of_block(int64_t block) const = 0;
+};
+
 class ExtraKeys {
  public:
   ExtraKeys() = default;
@@ -32,12 +42,10 @@ class ExtraKeys {
   // not be known yet: a block's keys do not depend on when they are asked for.
   ExtraKeys(const std::optional<std::pair<std::string, std::string>>& lora,
             std::vector<MmItem> items, const std::optional<std::string>& cache_salt,
-            std::vector<Hash> embed_digests);  // of block i's rows
+            std::shared_ptr<const RowDigests> embeds);  // null: there are none
 
-  bool operator==(const ExtraKeys& other) const {
-    return lora_ == other.lora_ && cache_salt_ == other.cache_salt_ && items_ == other.items_ &&
-           embed_digests_ == other.embed_digests_;
-  }
+  // Whether the first blocks have the same keys. Throws whatever a digest of rows does.
+  bool begins_like(const ExtraKeys& other, int64_t num_blocks) const;
 
   // A number that stands for the salt, the same in each process; 0: there is none.
   uint32_t tenant() const { return tenant_; }
@@ -45,15 +53,22 @@ class ExtraKeys {
   // CBOR of the block's keys, empty for none; valid until the next call. Ask for blocks in
   // ascending order (one may be asked again): items are walked once.
   std::string_view of_block(int64_t block, int64_t block_size);
+  // The variant (core/pool/variants.h) of the block last asked for, behind a block of variant
+  // `parent`: by the lengths of the items that it touches, which its keys do not name.
+  uint64_t variant_behind(uint64_t parent) const;
+  bool has_items() const { return !items_.empty(); }
 
  private:
   void find_items(int64_t start, int64_t stop);  // those that touch tokens start to stop - 1
+  int64_t num_blocks_with_rows() const { return embeds_ == nullptr ? 0 : embeds_->num_blocks(); }
+  const Hash& embed_digest(int64_t block) const;
 
   std::string lora_, cache_salt_;  // their CBOR, empty for none
   uint32_t tenant_ = 0;
   std::vector<MmItem> items_;
-  std::vector<Hash> embed_digests_;
-  std::vector<size_t> by_first_;  // items by first token
+  std::shared_ptr<const RowDigests> embeds_;
+  mutable std::vector<Hash> embed_digests_;  // of the first blocks: computed when asked for
+  std::vector<size_t> by_first_;             // items by first token
   size_t next_ = 0;               // of by_first_: the first that no block has reached yet
   std::vector<size_t> touching_;  // items that the block last asked for touches, ascending
   std::string buffer_;

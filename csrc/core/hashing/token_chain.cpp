@@ -74,7 +74,7 @@ bool TokenChain::begins_like(const TokenChain& other, int64_t num_tokens) const 
       static_cast<int64_t>(std::min({num_blocks, hashes_.size(), other.hashes_.size()}));
   return std::min(this->num_tokens(), other.num_tokens()) >= num_tokens &&
          num_encoder_tokens_ == other.num_encoder_tokens_ && parent_ == other.parent_ &&
-         extra_keys_ == other.extra_keys_ &&
+         extra_keys_.begins_like(other.extra_keys_, (num_tokens + block_size_ - 1) / block_size_) &&
          std::equal(tokens(), tokens() + num_tokens, other.tokens()) &&
          std::equal(hashes_.begin(), hashes_.begin() + num_both, other.hashes_.begin());
 }
@@ -82,12 +82,16 @@ bool TokenChain::begins_like(const TokenChain& other, int64_t num_tokens) const 
 void TokenChain::adopt_hashes(const TokenChain& other, int64_t num_tokens) {
   const auto n = std::min(static_cast<size_t>(num_tokens / block_size_), other.hashes_.size());
   if (is_hashing_ || hashes_.size() >= n) return;
+  if (!other.variants_.empty()) {
+    variants_.assign(other.variants_.begin(), other.variants_.begin() + static_cast<int64_t>(n));
+  }
   hashes_.assign(other.hashes_.begin(), other.hashes_.begin() + static_cast<int64_t>(n));
 }
 
 void TokenChain::forget_removed() {
   const auto num_full = static_cast<size_t>(num_tokens() / block_size_);
   if (hashes_.size() > num_full) hashes_.resize(num_full);
+  if (variants_.size() > num_full) variants_.resize(num_full);
 }
 
 const std::vector<Hash>& TokenChain::hashes() {
@@ -120,8 +124,15 @@ const std::vector<Hash>& TokenChain::hashes() {
   while (hashes_.size() < num_full) {
     const auto i = static_cast<int64_t>(hashes_.size());
     const Hash& parent = hashes_.empty() ? parent_ : hashes_.back();
-    hashes_.push_back(hasher.hash(scheme_.algorithm, parent, tokens + i * block_size_, block_size_,
-                                  extra_keys_.of_block(i, block_size_)));
+    const std::string_view keys = extra_keys_.of_block(i, block_size_);
+    const Hash hash =
+        hasher.hash(scheme_.algorithm, parent, tokens + i * block_size_, block_size_, keys);
+    if (extra_keys_.has_items()) {
+      // An earlier attempt that threw may have left one more.
+      variants_.resize(hashes_.size());
+      variants_.push_back(extra_keys_.variant_behind(variants_.empty() ? 0 : variants_.back()));
+    }
+    hashes_.push_back(hash);
     pieces.pass(block_size_);
   }
   return hashes_;

@@ -107,6 +107,11 @@ class TokenChain {
 
   // Hashes computed so far; computes none.
   const std::vector<Hash>& known_hashes() const { return hashes_; }
+  // Beside the known hashes: variants (core/pool/variants.h). Null: all are 0.
+  const uint64_t* variants() const { return variants_.empty() ? nullptr : variants_.data(); }
+  uint64_t variant(int64_t i) const {
+    return variants_.empty() ? 0 : variants_[static_cast<size_t>(i)];
+  }
 
   void append(const int32_t* tokens, int64_t n) { tokens_->append(tokens, n); }
   // Whether both have the same KV for their first num_tokens tokens. Hashes that both know must
@@ -137,6 +142,7 @@ class TokenChain {
   EventLabels labels_;
   bool is_hashing_ = false;
   std::vector<Hash> hashes_;
+  std::vector<uint64_t> variants_;  // as many as hashes, where the request has items; else none
 };
 
 }  // namespace kvcache

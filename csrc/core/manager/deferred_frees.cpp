@@ -60,6 +60,19 @@ void DeferredFrees::release_kept(const std::string& name) {
   release_or_defer(ids.data(), static_cast<int64_t>(ids.size()));
 }
 
+void DeferredFrees::await_copies(const std::vector<BlockId>& pairs) {
+  copies_.insert(copies_.end(), pairs.begin(), pairs.end());
+  for (BlockId id : pairs) ++kept_of_[id];
+}
+
+std::vector<BlockId> DeferredFrees::take_copies() {
+  std::vector<BlockId> pairs = std::exchange(copies_, {});
+  for (BlockId id : pairs) --kept_of_[id];
+  // Nothing that is issued from now on writes to them before the copies are made.
+  release_or_defer(pairs.data(), static_cast<int64_t>(pairs.size()));
+  return pairs;
+}
+
 void DeferredFrees::release_completed() {
   while (!fences_.empty() && fences_.front().step_id < steps_->num_completed) {
     const std::vector<BlockId>& ids = fences_.front().ids;
@@ -93,6 +106,10 @@ void DeferredFrees::check_invariants(PerBlock<int32_t>* references) const {
       ++kept_of[id];
       ++(*references)[id];
     }
+  }
+  for (BlockId id : copies_) {
+    ++kept_of[id];
+    ++(*references)[id];
   }
   if (num_waiting != num_waiting_) throw std::logic_error("num_waiting is not what fences hold");
   if (num_kept != num_kept_) throw std::logic_error("num_kept is not what names hold");

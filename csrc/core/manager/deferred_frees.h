@@ -1,7 +1,9 @@
 // Released blocks that may still be read: a step in flight, until the report on it; a
-// connector that sends them, until it is done.
+// connector that sends them, until it is done. And blocks that are to be copied, until the caller
+// has taken the copies.
 //
-// Invariant: per block, the references counted here are those of fences and of kept blocks.
+// Invariant: per block, the references counted here are those of fences, of kept blocks and of
+// copies.
 #pragma once
 
 #include <cstdint>
@@ -39,6 +41,12 @@ class DeferredFrees {
   bool keeps(const std::string& name) const { return kept_.count(name) != 0; }
   void release_kept(const std::string& name);
 
+  // Takes over one reference each of source and destination of these copies, until they are taken.
+  void await_copies(const std::vector<BlockId>& pairs);
+  // (source, destination) each, in the order in which they came; none waits from now on.
+  std::vector<BlockId> take_copies();
+  bool awaits_copies() const { return !copies_.empty(); }
+
   // Releases what waits for steps that are done.
   void release_completed();
   // Nothing reads any more for the steps behind the last issued one: what waits for them waits for
@@ -67,8 +75,9 @@ class DeferredFrees {
   bool is_enabled_;
   std::deque<Fence> fences_;  // by step
   std::unordered_map<std::string, std::vector<BlockId>> kept_;
-  PerBlock<int32_t> waiting_;  // references that fences hold
-  PerBlock<int32_t> kept_of_;  // references that names hold
+  std::vector<BlockId> copies_;  // (source, destination) each
+  PerBlock<int32_t> waiting_;    // references that fences hold
+  PerBlock<int32_t> kept_of_;    // references that names and copies hold
   int64_t num_waiting_ = 0, num_kept_ = 0;
 };
 

@@ -16,6 +16,12 @@ RowContext row_context(const ManagerSetup& setup, CacheTiers* tiers, RowTable* r
           &steps->plan(), &steps->journal(), &tiers->frees()};
 }
 
+bool copies_hits(const std::vector<CacheGroup>& groups) {
+  return std::none_of(groups.begin(), groups.end(), [](const CacheGroup& group) {
+    return group.holds_state() || (group.holds_tokens() && !group.is_cached);
+  });
+}
+
 }  // namespace
 
 Manager::Manager(const ManagerOptions& options)
@@ -26,6 +32,7 @@ Manager::Manager(const ManagerOptions& options)
       stats_(cached_block_sizes(setup_.groups), setup_.options.stats_window),
       finder_({&tiers_.pool(), tiers_.host_pages(), &setup_.groups, setup_.hash_block_size},
               setup_.options),
+      copies_hits_(copies_hits(setup_.groups)),
       checkpoints_(setup_.groups, finder_.unit(), setup_.hash_block_size),
       publisher_({&setup_.groups, setup_.hash_block_size, &rows_, &tiers_.pool(), tiers_.host(),
                   &steps_.journal(), &stats_},
@@ -112,12 +119,38 @@ const Hash* Manager::hash_of(BlockId id, bool on_host, int32_t* group) const {
   return hash;
 }
 
-const PrefixHit& Manager::lookup(TokenChain& chain, bool with_host,
+const PrefixHit& Manager::lookup(TokenChain& chain, bool with_host, bool with_partial,
                                  std::optional<bool> read_cache) {
   const Call call(this);
   const bool reads = chain.reads(read_cache);
   if (reads) intake_.hash_ahead(chain, /*reads=*/true);
-  return finder_.find(chain, /*with_partial=*/false, with_host, reads);
+  return finder_.find(chain, with_partial && copies_hits_, with_host, reads);
+}
+
+std::vector<BlockId> Manager::take_copies() {
+  const Call call(this);
+  const Soundness::Change change = this->change("take_copies");
+  return tiers_.frees().take_copies();
+}
+
+// The hit that `lookup` has answered with these blocks, if it ends inside a block: the last block
+// of a group is then the one to copy from.
+std::optional<PrefixHit> Manager::partial_hit(const NewRow& asked,
+                                              const std::vector<std::vector<BlockId>>& computed) {
+  if (!copies_hits_ || !asked.reads()) return std::nullopt;
+  const PrefixHit& hit = finder_.find(*asked.chain, /*with_partial=*/true, /*with_host=*/false);
+  if (!hit.copies_partial()) return std::nullopt;
+  for (const CacheGroup& group : setup_.groups) {
+    if (hit.ids(group) != computed[group.id]) return std::nullopt;
+  }
+  if (asked.num_external > 0) {
+    throw std::invalid_argument(
+        "num_external_computed_tokens is " + std::to_string(asked.num_external) +
+        " behind a hit of " + std::to_string(hit.num_tokens) +
+        " tokens that ends inside a block: expected computed_blocks of whole blocks "
+        "(whole_blocks=True)");
+  }
+  return hit;
 }
 
 Status Manager::would_fit(const StepRequest& request, bool whole) {
@@ -236,14 +269,26 @@ Slots Manager::allocate(const NewRow& asked, const std::vector<std::vector<Block
                   [](const std::vector<BlockId>& ids) { return !ids.empty(); });
   intake_.hash_ahead(*chain, any_computed);
   checks_.check_new(*chain, /*least_tokens=*/0);  // a digest may call back
-  const int64_t num_computed = checks_.check_computed(*chain, computed, asked.reads());
+  const std::optional<PrefixHit> partial =
+      any_computed ? partial_hit(asked, computed) : std::nullopt;
+  const int64_t num_computed =
+      partial ? partial->num_tokens : checks_.check_computed(*chain, computed, asked.reads());
   checks_.check_external(asked, num_computed);
   checks_.check_length(num_computed + asked.num_external + asked.num_tokens, "a new request");
   const int64_t start = asked.num_external == 0 ? 0 : num_computed + asked.num_external;
   checks_.check_places(start, asked.num_tokens + num_lookahead_tokens, "a new request");
-  const PrefixHit hit = PrefixHit::of_device(num_computed, computed);
+  const PrefixHit hit = partial ? *partial : PrefixHit::of_device(num_computed, computed);
   const Soundness::Change change = this->change("allocate_slots");
   return server_.allocate(asked, hit, num_lookahead_tokens);
+}
+
+// Rows that go on must hold what their hits said.
+void Manager::check_copies_taken() const {
+  if (!tiers_.frees().awaits_copies()) return;
+  throw std::invalid_argument(
+      "hits of allocate_slots end inside blocks, and their copies were not taken: expected a call "
+      "of "
+      "take_copies before requests go on");
 }
 
 int64_t Manager::finish_receiving(int32_t row, int64_t num_tokens) {
@@ -257,6 +302,7 @@ int64_t Manager::finish_receiving(int32_t row, int64_t num_tokens) {
 
 Slots Manager::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) {
   const Call call(this);
+  check_copies_taken();
   checks_.check_append(row, num_tokens, /*least=*/1, num_lookahead_tokens);
   intake_.hash_ahead(*rows_[row].chain, /*reads=*/false);
   const Soundness::Change change = this->change("append_slots");
@@ -265,6 +311,7 @@ Slots Manager::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tok
 
 void Manager::take_ids(const RowAdvance* all, size_t size, int64_t num_lookahead_tokens) {
   const Call call(this);
+  check_copies_taken();
   rows_.begin_call();
   for (size_t i = 0; i < size; ++i) checks_.check_advance(all[i], num_lookahead_tokens);
   const auto tokens_of = [all](size_t i) {

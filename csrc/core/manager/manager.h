@@ -90,11 +90,14 @@ class Manager {
   // The hash that a block is found under, and its group in `*group`; null where there is none.
   const Hash* hash_of(BlockId id, bool on_host, int32_t* group) const;
 
-  // Longest prefix of whole cached blocks, at most num_tokens - 1 tokens: the last token must run.
-  // None where the request opted out of reading. Changes nothing; valid until the next call.
-  // `read_cache`: of this call, else the chain's.
-  const PrefixHit& lookup(TokenChain& chain, bool with_host = false,
+  // Longest cached prefix, of whole blocks unless `with_partial`, at most num_tokens - 1 tokens:
+  // the last token must run. None where the request opted out of reading. Changes nothing; valid
+  // until the next call. `read_cache`: of this call, else the chain's.
+  const PrefixHit& lookup(TokenChain& chain, bool with_host = false, bool with_partial = false,
                           std::optional<bool> read_cache = std::nullopt);
+
+  // The copies that hits of `allocate` need, (source, destination) each, since the last call.
+  std::vector<BlockId> take_copies();
 
   // The answer that a step would give its only new request now. `whole`: that of all its known
   // tokens, in chunks of as many tokens as it asks for.
@@ -241,6 +244,9 @@ class Manager {
   void check_invariants() const;
 
  private:
+  std::optional<PrefixHit> partial_hit(const NewRow& asked,
+                                       const std::vector<std::vector<BlockId>>& computed);
+  void check_copies_taken() const;
   const Row& row_at(int32_t row) const {
     check_sound();
     return rows_.at(row);
@@ -265,6 +271,9 @@ class Manager {
   CacheTiers tiers_;
   CacheStats stats_;
   PrefixFinder finder_;
+  // Whether hits of `allocate` may end inside blocks: not where a state would be copied, or a group
+  // that is not cached would need zeros.
+  bool copies_hits_;
   Checkpoints checkpoints_;
   Publisher publisher_;
   RequestChecks checks_;

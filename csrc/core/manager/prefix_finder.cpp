@@ -51,13 +51,19 @@ const Hash& PrefixFinder::hash_at(int64_t num_tokens) const {
   return (*hashes_)[static_cast<size_t>(num_tokens / hash_block_size_ - 1)];
 }
 
+uint64_t PrefixFinder::variant_at(int64_t num_tokens) const {
+  return variants_ == nullptr ? 0 : variants_[num_tokens / hash_block_size_ - 1];
+}
+
 BlockId PrefixFinder::device_block(const CacheGroup& group, int64_t block) const {
-  return pool_->find(hash_at((block + 1) * group.block_size), group.id);
+  const int64_t end = (block + 1) * group.block_size;
+  return pool_->find(hash_at(end), group.id, variant_at(end));
 }
 
 BlockId PrefixFinder::host_page(const CacheGroup& group, int64_t block) const {
   if (!with_host_) return kNullBlock;
-  return host_->find(hash_at((block + 1) * group.block_size), group.id);
+  const int64_t end = (block + 1) * group.block_size;
+  return host_->find(hash_at(end), group.id, variant_at(end));
 }
 
 // How many of the first num_blocks blocks of a group are found before one is not.
@@ -69,8 +75,17 @@ int64_t PrefixFinder::find_leading(const CacheGroup& group, int64_t num_blocks) 
   int64_t n = 0;
   const auto search = [&](const BlockPool& pool) {
     if (n == num_blocks) return int64_t{0};
-    return pool.lookup(&hash_at((n + 1) * group.block_size), num_blocks - n, group.id,
-                       /*prefix=*/true, found.data() + n, group.num_hashes);
+    const int64_t num_found =
+        pool.lookup(&hash_at((n + 1) * group.block_size), num_blocks - n, group.id,
+                    /*prefix=*/true, found.data() + n, group.num_hashes);
+    if (variants_ == nullptr) return num_found;
+    int64_t num_alike = 0;
+    while (
+        num_alike < num_found &&
+        pool.is_variant(found[n + num_alike], variant_at((n + num_alike + 1) * group.block_size))) {
+      ++num_alike;
+    }
+    return num_alike;
   };
   while (any) {
     n += search(*pool_);
@@ -89,7 +104,7 @@ int64_t PrefixFinder::find_leading(const CacheGroup& group, int64_t num_blocks) 
 }
 
 BlockId PrefixFinder::partial_block_of(const CacheGroup& group, int64_t num_tokens) const {
-  return pool_->find_partial(hash_at(num_tokens), group.id);
+  return pool_->find_partial(hash_at(num_tokens), group.id, variant_at(num_tokens));
 }
 
 // Whether the group finds the block in which the last of so many tokens is, filled as far.
@@ -105,6 +120,7 @@ const PrefixHit& PrefixFinder::find(const TokenChain& chain, bool with_partial, 
   const std::vector<Hash>& hashes = reads ? chain.known_hashes() : kNone;
   const int64_t max_tokens = std::max<int64_t>(chain.num_tokens() - 1, 0);
   hashes_ = &hashes;
+  variants_ = reads ? chain.variants() : nullptr;
   num_hashed_ = static_cast<int64_t>(hashes.size()) * hash_block_size_;
   with_partial_ = with_partial;
   with_host_ = with_host && host_ != nullptr;

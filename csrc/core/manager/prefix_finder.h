@@ -33,6 +33,17 @@ struct PrefixHit {
   // From here on, the hit rests on pages of the host; num_tokens where it has none.
   int64_t first_host_token(const std::vector<CacheGroup>& groups) const;
 
+  // The group's blocks; with the one that is to be copied, last.
+  std::vector<BlockId> ids(const CacheGroup& group) const {
+    std::vector<BlockId> out = blocks[group.id];
+    if (has_part_of(group)) out.push_back(sources[group.id]);
+    return out;
+  }
+  // Whether the hit ends inside a block of the group; where that is not read, its source is null.
+  bool has_part_of(const CacheGroup& group) const {
+    return num_tokens % group.block_size != 0 && !group.holds_encoder() && !group.is_circular();
+  }
+
   bool copies_partial() const {
     for (BlockId source : sources) {
       if (source != kNullBlock) return true;
@@ -72,7 +83,9 @@ class PrefixFinder {
   int64_t accepted(const CacheGroup& group, int64_t num_tokens);
   int64_t accepted_by_prefix(const CacheGroup& group, int64_t num_tokens);
   int64_t accepted_by_window(const CacheGroup& group, int64_t num_tokens);
-  const Hash& hash_at(int64_t num_tokens) const;  // of the prefix of so many tokens
+  // Of the prefix of so many tokens.
+  const Hash& hash_at(int64_t num_tokens) const;
+  uint64_t variant_at(int64_t num_tokens) const;
   bool is_end_found(const CacheGroup& group, int64_t num_tokens) const;
   BlockId device_block(const CacheGroup& group, int64_t block) const;
   BlockId host_page(const CacheGroup& group, int64_t block) const;
@@ -92,6 +105,7 @@ class PrefixFinder {
   bool is_enabled_, has_tokens_ = false, has_states_ = false;
   // The search at hand:
   const std::vector<Hash>* hashes_ = nullptr;
+  const uint64_t* variants_ = nullptr;
   bool with_partial_ = false;
   int64_t step_ = 1;        // unit_ or whole_unit_
   int64_t num_hashed_ = 0;  // tokens

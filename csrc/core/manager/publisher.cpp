@@ -85,7 +85,7 @@ void Publisher::publish_partial(int32_t row, const CacheGroup& group, int64_t nu
     const bool is_whole = (int64_t{each.num_partial} + 1) % group.num_hashes == 0;
     if (is_whole || block < each.num_dropped) continue;
     c_.pool->publish_partial(each[block], hashes[static_cast<size_t>(each.num_partial)], hashes[0],
-                             group.id);
+                             group.id, (*c_.rows)[row].chain->variant(each.num_partial));
     note(row, group, block, each[block]);
   }
 }
@@ -137,7 +137,7 @@ void Publisher::keep_state(int32_t row, const CacheGroup& group) {
   const Hash& hash = hashes[static_cast<size_t>(num_hashed - 1)];
   if (c_.pool->find_partial(hash, group.id) != kNullBlock) return;
   const BlockId page = each[each.num_dropped];
-  c_.pool->publish_partial(page, hash, hashes[0], group.id);
+  c_.pool->publish_partial(page, hash, hashes[0], group.id, r.chain->variant(num_hashed - 1));
   note(row, group, each.num_dropped, page);
   each.keeps_state = true;
 }
@@ -181,6 +181,9 @@ Content Publisher::content_of(const TokenChain& chain, const CacheGroup& group,
   content.hashes = hashes + first_hash + group.num_hashes - 1;
   content.parent = first_hash == 0 ? &chain.parent() : hashes + first_hash - 1;
   content.stride = group.num_hashes;
+  if (const uint64_t* variants = chain.variants(); variants != nullptr) {
+    content.variants = variants + first_hash + group.num_hashes - 1;
+  }
   content.root = hashes;
   content.is_chain = group.keeps_all;
   content.begins_chain = first_block == 0;

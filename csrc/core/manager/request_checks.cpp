@@ -218,7 +218,8 @@ int64_t RequestChecks::check_computed(const TokenChain& chain,
       const BlockId id = ids[static_cast<size_t>(b)];
       if (b < first ? id == kNullBlock
                     : last_hash < static_cast<int64_t>(hashes.size()) &&
-                          c_.pool->holds(id, hashes[static_cast<size_t>(last_hash)], group.id)) {
+                          c_.pool->holds(id, hashes[static_cast<size_t>(last_hash)], group.id,
+                                         chain.variant(last_hash))) {
         continue;
       }
       throw std::invalid_argument("computed_blocks[" + std::to_string(b) + "] is block " +

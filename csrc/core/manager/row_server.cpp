@@ -328,6 +328,7 @@ Slots RowServer::allocate(const NewRow& asked, const PrefixHit& hit, int64_t num
   const Status status = admit(&served, asked, hit, /*num_reserved=*/0, /*by_step=*/false);
   Slots slots{status, served.row, {}, {}};
   if (status != Status::kServed) return slots;
+  if (hit.copies_partial()) await_copies();
   std::array<int64_t, kMaxGroups> num_computed{};
   for (const CacheGroup& group : *c_.groups) {
     num_computed[group.id] = static_cast<int64_t>(hit.blocks[group.id].size());
@@ -336,6 +337,15 @@ Slots RowServer::allocate(const NewRow& asked, const PrefixHit& hit, int64_t num
   c_.rows->info(served.row).num_marked = hit.num_tokens;
   publish_direct(served.row);
   return slots;
+}
+
+// The copies of a hit that ends inside blocks wait for the caller, who has no plan.
+void RowServer::await_copies() {
+  const std::vector<int32_t>& pairs = c_.plan->direct_pairs();
+  c_.pool->retain(pairs.data(), static_cast<int64_t>(pairs.size()));
+  c_.frees->await_copies(pairs);
+  const std::vector<BlockId> held = c_.plan->take_held();
+  c_.frees->release_or_defer(held.data(), static_cast<int64_t>(held.size()));
 }
 
 Slots RowServer::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens,

@@ -38,7 +38,8 @@ RowSwap::Twins RowSwap::cached_twins(const std::vector<int32_t>& rows) const {
       const int64_t num_full = std::min(num_known / group.block_size, each.size());
       for (int64_t b = each.num_dropped; b < num_full; ++b) {
         const auto last = static_cast<size_t>((b + 1) * group.num_hashes - 1);
-        const BlockId id = c_.pool->find(hashes[last], group.id);
+        const uint64_t variant = r.chain->variant(static_cast<int64_t>(last));
+        const BlockId id = c_.pool->find(hashes[last], group.id, variant);
         if (id == kNullBlock) break;
         twins.emplace(each[b], id);
       }
@@ -160,7 +161,9 @@ std::optional<RowSwap::Departure> RowSwap::departure_of(int32_t row) const {
   for (BlockId id : c_.rows->written_blocks(row)) {
     if (moved_.count(id) != 0) continue;
     const Hash* hash = c_.pool->hash_of(id);
-    const BlockId page = hash == nullptr ? kNullBlock : pages.find(*hash, c_.pool->group_of(id));
+    const BlockId page = hash == nullptr
+                             ? kNullBlock
+                             : pages.find(*hash, c_.pool->group_of(id), c_.pool->variant_of(id));
     if (page == kNullBlock) {
       ++departure.num_new;
     } else {

@@ -76,6 +76,7 @@ void BlockPool::forget_hashes(BlockId id, uint32_t tag) {
     events_->removed(block.hash, block.group, tier_);
   }
   if (!partial_.empty()) partial_.forget(id);
+  variants_.forget(id);
   block.epoch = 0;
   --num_cached_;
 }
@@ -225,6 +226,7 @@ void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, u
     }
     lineage_[ids[i]].set_parent(parent);  // partial hashes were published without
     block.hash = hash;
+    variants_.note(ids[i], content.variant(i));
     const bool is_first = index_.insert(tag, ids[i]);
     if (candidates_) {
       const bool has_parent = content.is_chain && (i > 0 || !content.begins_chain);
@@ -251,7 +253,8 @@ void BlockPool::announce(const Content& content, int64_t n, uint8_t group) {
 
 Copied BlockPool::copied(BlockId id, bool is_chain) const {
   const Block& block = blocks_[id];
-  Copied copied{block.hash, block.group, lineage_[id].parent(), lineage_[id].root, is_chain, {}};
+  Copied copied{block.hash, block.group, lineage_[id].parent(), lineage_[id].root,
+                is_chain,   {},          variants_.of(id)};
   if (candidates_) copied.released_as = candidates_->policy().released_as(id);
   return copied;
 }
@@ -261,6 +264,7 @@ void BlockPool::publish_copy(BlockId id, const Copied& copied) {
   const Soundness::Change change = this->change("publish_copy");
   set_cached(id, copied.group, copied.parent, copied.root);
   blocks_[id].hash = copied.hash;
+  variants_.note(id, copied.variant);
   if (candidates_ && !candidates_->tree().finds_by_tag()) {
     candidates_->tree().find_by_tag(published());
   }
@@ -272,7 +276,8 @@ void BlockPool::publish_copy(BlockId id, const Copied& copied) {
   if (is_first && events_ != nullptr) events_->stored_on_host(copied.hash, copied.group);
 }
 
-void BlockPool::publish_partial(BlockId id, const Hash& hash, const Hash& root, uint8_t group) {
+void BlockPool::publish_partial(BlockId id, const Hash& hash, const Hash& root, uint8_t group,
+                                uint64_t variant) {
   const Block& block = at(id, "id");
   if (block.ref_count == 0) {
     throw std::invalid_argument(named("id", id) + ", which is free: expected a held one");
@@ -285,7 +290,7 @@ void BlockPool::publish_partial(BlockId id, const Hash& hash, const Hash& root, 
     set_cached(id, group, /*parent=*/0, short_tag_of(root));
     if (candidates_) candidates_->policy().on_publish(id, nullptr, group);
   }
-  partial_.add(id, hash, group);
+  partial_.add(id, hash, group, variant);
 }
 
 int64_t BlockPool::lookup(const Hash* hashes, int64_t n, uint8_t group, bool prefix, BlockId* out,
@@ -340,6 +345,7 @@ void BlockPool::clear() {
   const Soundness::Change change = this->change("reset");
   if (num_cached_ > 0) index_.clear();
   partial_.clear();
+  variants_.clear();
   if (!is_plain_) clear_places();
   uncached_free_.take_over(links_.data(), &cached_free_);
   num_cached_ = 0;

@@ -27,6 +27,7 @@
 #include "core/pool/hash_index.h"
 #include "core/pool/partial_index.h"
 #include "core/pool/residency.h"
+#include "core/pool/variants.h"
 #include "core/secret_key.h"
 #include "core/soundness.h"
 #include "core/zeroed_array.h"
@@ -56,10 +57,15 @@ class BlockPool {
   bool is_cached(BlockId id) const { return is_cached(at(id, "id")); }
   int32_t ref_count(BlockId id) const { return at(id, "id").ref_count; }
   // Whether a lookup of this hash may answer this block. Any id may be asked.
-  bool holds(BlockId id, const Hash& hash, uint8_t group) const {
+  bool holds(BlockId id, const Hash& hash, uint8_t group, uint64_t variant = 0) const {
     return id > kNullBlock && id < num_blocks_ && is_indexed(blocks_[id]) &&
-           blocks_[id].group == group && blocks_[id].hash == hash;
+           blocks_[id].group == group && blocks_[id].hash == hash && is_variant(id, variant);
   }
+  // Whether a cached block's content is of this variant; 0: of any.
+  bool is_variant(BlockId id, uint64_t variant) const {
+    return variant == 0 || variants_.of(id) == variant;
+  }
+  uint64_t variant_of(BlockId id) const { return variants_.of(id); }
 
   // The hash that the block is published under; null where it is not. Any id of the pool may be
   // asked.
@@ -111,16 +117,23 @@ class BlockPool {
   double gain_of_copy(const Copied& copied);
 
   // Makes what a held block holds so far findable by `find_partial`, under one hash more.
-  void publish_partial(BlockId id, const Hash& hash, const Hash& root, uint8_t group);
+  void publish_partial(BlockId id, const Hash& hash, const Hash& root, uint8_t group,
+                       uint64_t variant = 0);
 
   // out[i]: the oldest block published under hashes[i * stride], or -1. With `prefix`, everything
   // from the first miss on is -1 and is not looked at. Returns the number of leading hits.
   int64_t lookup(const Hash* hashes, int64_t n, uint8_t group, bool prefix, BlockId* out,
                  int64_t stride = 1) const;
 
-  // The oldest block published under this hash, whole or partially filled; or the null block.
-  BlockId find(const Hash& hash, uint8_t group) const { return index_.find(hash, group); }
-  BlockId find_partial(const Hash& hash, uint8_t group) const { return partial_.find(hash, group); }
+  // The oldest block published under this hash, whole or partially filled; or the null block, also
+  // where its content is of another variant (0: any will do).
+  BlockId find(const Hash& hash, uint8_t group, uint64_t variant = 0) const {
+    const BlockId id = index_.find(hash, group);
+    return is_variant(id, variant) ? id : kNullBlock;
+  }
+  BlockId find_partial(const Hash& hash, uint8_t group, uint64_t variant = 0) const {
+    return partial_.find(hash, group, variant);
+  }
 
   // Forgets the hash of each block, held or free; free ones are then taken first. Uncached ids are
   // left as they are.
@@ -283,6 +296,7 @@ class BlockPool {
   int64_t peak_used_ = 0;
   uint16_t epoch_ = 1;
   PartialIndex partial_;
+  Variants variants_;  // of blocks that are in the index
   EventLog* events_ = nullptr;
   Tier tier_ = Tier::kDevice;
   EvictionListener* eviction_listener_ = nullptr;

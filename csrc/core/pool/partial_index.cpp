@@ -2,7 +2,7 @@
 
 namespace kvcache {
 
-void PartialIndex::add(BlockId id, const Hash& hash, uint8_t group) {
+void PartialIndex::add(BlockId id, const Hash& hash, uint8_t group, uint64_t variant) {
   int32_t at = unused_;
   if (at == kNone) {
     at = static_cast<int32_t>(parts_.size());
@@ -11,7 +11,7 @@ void PartialIndex::add(BlockId id, const Hash& hash, uint8_t group) {
     unused_ = parts_[at].next_of_block;
   }
   const auto [block, is_first_part] = of_block_.emplace(id, kNone);
-  parts_[at] = {{hash, group}, id, kNone, kNone, block->second};
+  parts_[at] = {{hash, group}, id, kNone, kNone, block->second, variant};
   block->second = at;
   const auto [ends, is_first_block] = by_hash_.emplace(parts_[at].key, Ends{at, at});
   if (is_first_block) return;

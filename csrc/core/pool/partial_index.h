@@ -10,19 +10,23 @@
 #include <vector>
 
 #include "core/hash.h"
+#include "core/pool/variants.h"
 #include "core/secret_key.h"
 
 namespace kvcache {
 
 class PartialIndex {
  public:
-  // The oldest block that holds what this hash stands for, or the null block.
-  BlockId find(const Hash& hash, uint8_t group) const {
+  // The oldest block that holds what this hash stands for, or the null block, also where it is of
+  // another variant.
+  BlockId find(const Hash& hash, uint8_t group, uint64_t variant = 0) const {
     if (by_hash_.empty()) return kNullBlock;
     const auto found = by_hash_.find({hash, group});
-    return found == by_hash_.end() ? kNullBlock : parts_[found->second.first].block;
+    if (found == by_hash_.end()) return kNullBlock;
+    const Part& part = parts_[found->second.first];
+    return is_variant(part.variant, variant) ? part.block : kNullBlock;
   }
-  void add(BlockId id, const Hash& hash, uint8_t group);
+  void add(BlockId id, const Hash& hash, uint8_t group, uint64_t variant = 0);
   void forget(BlockId id);  // all its entries
   void clear();
   bool empty() const { return of_block_.empty(); }
@@ -46,6 +50,7 @@ class PartialIndex {
     BlockId block;
     int32_t older, younger;  // under the same hash
     int32_t next_of_block;   // the part before it, or the next unused entry
+    uint64_t variant;
   };
   struct Ends {
     int32_t first, last;  // oldest, youngest

@@ -41,8 +41,9 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
     A device pool of `num_gpu_blocks` and a host pool of `num_cpu_blocks`, the null block 0 of each
     counted; ids of the two never mix. With 0 or 1 host blocks there is no host pool: nothing can be
     swapped. `watermark`: share of the device's blocks, 0 to 1, that admissions and swaps in leave
-    free. `sliding_window`: tokens; at most `sliding_window // block_size + 2` blocks are held,
-    earlier entries of a table are the null block. A prompt is computed at once, from its own K and V,
+    free; `watermark_blocks` is that number of blocks, which may be set. Other attributes are read-only.
+    `sliding_window`: tokens; at most `sliding_window // block_size + 2` blocks are held, earlier entries
+    of a table are the null block. A prompt is computed at once, from its own K and V,
     so that what lies before the window of its end is never held: no chunked prefill with a window.
     Behind a cached prefix all of it is held; where that is more, the hit is not taken. `enable_caching`:
     full blocks that were marked as computed are hits for later sequences. Further options:

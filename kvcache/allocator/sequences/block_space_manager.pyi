@@ -11,11 +11,15 @@ from kvcache.events import CacheEvent
 _Pairs = list[tuple[int, int]]
 
 class BlockSpaceManager:
-    block_size: int
-    sliding_window: int | None
-    enable_caching: bool
     watermark_blocks: int
-    max_model_len: int
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def sliding_window(self) -> int | None: ...
+    @property
+    def enable_caching(self) -> bool: ...
+    @property
+    def max_model_len(self) -> int: ...
     def __init__(
         self,
         block_size: int,

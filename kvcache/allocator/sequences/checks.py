@@ -6,7 +6,7 @@ from enum import Enum
 from typing import NoReturn
 
 from kvcache.allocator.sequences.protocol import SequenceGroupLike, SequenceLike, extra_hash
-from kvcache.checks import integer
+from kvcache.checks import integer, shown
 from kvcache.native.load import core
 
 
@@ -45,7 +45,7 @@ def check_one_prompt(
         if not same:
             raise ValueError(
                 f"seq {seq.seq_id!r} of seq_group {seq_group.request_id!r} has other tokens, or "
-                f"another extra_hash, than seq {first.seq_id!r}: expected one prompt"
+                f"another extra_hash, than seq {shown(first.seq_id)}: expected one prompt"
             )
 
 
@@ -53,9 +53,11 @@ def device_name(device: Enum | str) -> str:
     """Either "gpu" or "cpu"."""
     name = device if isinstance(device, str) else getattr(device, "name", None)
     if not isinstance(name, str):
-        raise TypeError(f"device is {device!r}: expected 'gpu', 'cpu' or an enum member so named")
+        raise TypeError(
+            f"device is {shown(device)}: expected 'gpu', 'cpu' or an enum member so named"
+        )
     if name.lower() not in ("gpu", "cpu"):
-        raise ValueError(f"device is {device!r}: expected 'gpu' or 'cpu'")
+        raise ValueError(f"device is {shown(device)}: expected 'gpu' or 'cpu'")
     return name.lower()
 
 

@@ -6,6 +6,8 @@ from collections.abc import Collection, Hashable, Sequence
 from enum import Enum
 from typing import Protocol
 
+from kvcache.checks import shown
+
 WAITING, RUNNING, SWAPPED = "WAITING", "RUNNING", "SWAPPED"
 
 
@@ -57,4 +59,6 @@ def extra_hash(seq: SequenceLike) -> str | None:
         return extra
     if isinstance(extra, int) and not isinstance(extra, bool):
         return str(extra)
-    raise TypeError(f"extra_hash() of seq {seq.seq_id!r} is {extra!r}: expected a str, int or None")
+    raise TypeError(
+        f"extra_hash() of seq {seq.seq_id!r} is {shown(extra)}: expected a str, int or None"
+    )

@@ -41,11 +41,6 @@ class SequenceTables(core.SequenceCalls):
             max_model_len=max_model_len,
             statuses=(AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER),
         )
-        self.block_size = block_size
-        self.sliding_window = sliding_window
-        self.enable_caching = enable_caching
-        self.watermark_blocks = watermark_blocks
-        self.max_model_len = max_model_len
         self._native = native
         self._pool = native.pool
         self._host = native.host

@@ -162,7 +162,8 @@ class VllmCacheManager:
         if self._step_of_lookup != self._step:  # those that run are asked for first
             self._step_of_lookup = self._step
             self._publish_filled(self._step)
-        found = self.native.find_prefix(self._native_request(request))
+        # A step of this engine copies no blocks for a hit that ends inside one.
+        found = self.native.find_prefix(self._native_request(request), whole_blocks=True)
         ids, num_tokens = found.block_ids, found.num_tokens
         junction = found.num_shared_tokens if self._states.any else 0
         if junction <= num_tokens:

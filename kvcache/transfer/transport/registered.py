@@ -30,6 +30,7 @@ class RegisteredMemory:
 
     def __init__(self) -> None:
         self.regions: list[Region] = []
+        self._owners: list[torch.Tensor] = []  # in whose memory the regions lie
         self._begins = np.empty(0, np.int64)
         self._ends = np.empty(0, np.int64)
 
@@ -38,9 +39,14 @@ class RegisteredMemory:
 
         TypeError or ValueError, and nothing is added, for other values and for bytes below 1.
         """
-        found = _merged(_of_pages(memory) if isinstance(memory, Pages) else _of_host(memory))
+        parts = _of_pages(memory) if isinstance(memory, Pages) else _of_host(memory)
+        found = _merged(parts)
         known = {(each.begin, each.end) for each in self.regions}
         new = [each for each in found if (each.begin, each.end) not in known]
+        if new:
+            owners = {id(each.memory): each.memory for each in parts}
+            self._owners += owners.values()
+            self._owners += memory.others if isinstance(memory, Pages) else ()
         self.regions = sorted(self.regions + new, key=lambda each: (each.begin, each.end))
         self._begins, self._ends = _bounds(self.regions)
         return new
@@ -80,8 +86,9 @@ class RegisteredMemory:
         staged = (np.cumsum(sizes) - sizes, sizes)
         source, destination = (there, staged) if to_staging else (staged, there)
         table = torch.from_numpy(np.stack([*source, *destination, sizes], axis=1))
+        owners = [each for each in self._owners if each.device == memory.device]
         ends = (memory, staging) if to_staging else (staging, memory)
-        ops.copy_blocks(*ends, table, _ONE_PAIR, 1, 1, ops.COPY_ENGINE, 0, 0)
+        ops.copy_blocks(*ends, table, _ONE_PAIR, 1, 1, ops.COPY_ENGINE, 0, 0, owners)
         if memory.device.type == "cuda":
             torch.cuda.current_stream(memory.device).synchronize()
 

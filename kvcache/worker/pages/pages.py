@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from kvcache.checks import MAX_INT32, MAX_INT64, flag, instance, integer, listed
+from kvcache.checks import (
+    MAX_INT32,
+    MAX_INT64,
+    check_range,
+    flag,
+    instance,
+    integer,
+    integers,
+    listed,
+)
 from kvcache.worker.pages.contents import PageContents
 from kvcache.worker.pages.pinning import allocate_host
 from kvcache.worker.pages.regions import Region, check_apart, format_of, regions_of
+
+if TYPE_CHECKING:
+    from kvcache.worker.swap.page_copy import PageCopy
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 ALIGNMENT = 256  # bytes: the alignment of each layer's memory
@@ -265,6 +280,13 @@ class Pages:
             )
         return self._view(int(regions[0]), (self.num_blocks, int(self.sizes[regions].sum())))
 
+    @cached_property
+    def others(self) -> list[torch.Tensor]:
+        """A tensor of each further memory, beyond that of `memory`, in which regions lie."""
+        found = {owner.untyped_storage().data_ptr(): owner for owner in self._owners}
+        found.pop(self.memory.untyped_storage().data_ptr(), None)
+        return list(found.values())
+
     def _view(self, region: int, shape: tuple[int, int]) -> torch.Tensor:
         """A uint8 view of the region's memory. Beyond its end torch would enlarge the storage, so that is
         refused."""
@@ -278,11 +300,56 @@ class Pages:
             storage, start, shape, strides
         )
 
+    def copy(self, pairs: np.ndarray | torch.Tensor) -> None:
+        """Copies pages within this memory, over all layers: copy-on-write pairs, in one launch.
+
+        pairs: int32[n, 2] (source, destination), as `BlockSpaceManager.append_slots`,
+        `KVCacheManager.take_copies` and the `copy` of a plan give them. They are copied in their order: a
+        page that an earlier pair writes may be a later one's source, or its destination (that takes a
+        launch more). On a GPU this is enqueued on the current stream.
+
+        ValueError or TypeError, with nothing copied, for pages out of range and pairs of another shape or
+        dtype. Pairs that lie on a GPU are not checked, and none may read or write what another writes.
+
+        >>> layers = [torch.arange(12.0).view(2, 3, 2) for _ in range(2)]  # K and V of 3 blocks each
+        >>> pages = Pages.over(layers, block_dim=1)  # an engine's own tensors; make it once
+        >>> pages.copy([(1, 2)])
+        >>> layers[1][:, 2].tolist()
+        [[2.0, 3.0], [8.0, 9.0]]
+        """
+        if isinstance(pairs, torch.Tensor) and pairs.device.type != "cpu":
+            self._within.copy(pairs)
+            return
+        pairs = integers(pairs, "pairs", (2,))
+        check_range("pairs", "reads page", pairs[:, 0], 0, self.num_blocks)
+        check_range("pairs", "writes to page", pairs[:, 1], 0, self.num_blocks)
+        for some in _independent(pairs[pairs[:, 0] != pairs[:, 1]]):
+            self._within.copy(some)
+
     def zero(self, ids: np.ndarray) -> None:
         """Clears whole pages; ids: int32[n]."""
+        self._within.zero(ids)
+
+    @cached_property
+    def _within(self) -> PageCopy:
         from kvcache.worker.swap.page_copy import PageCopy  # imports this module
 
-        PageCopy(self, self).zero(ids)
+        twin = copy(self)  # no cycle of references keeps the memory
+        return PageCopy(twin, twin)
+
+
+def _independent(pairs: np.ndarray) -> Iterator[np.ndarray]:
+    """Runs of pairs of which none reads or writes what another one of its run writes."""
+    first = 0
+    read, written = set(), set()
+    for i, (source, destination) in enumerate(pairs.tolist()):
+        if source in written or destination in written or destination in read:
+            yield pairs[first:i]
+            first, read, written = i, set(), set()
+        read.add(source)
+        written.add(destination)
+    if len(pairs) > first:
+        yield pairs[first:]
 
 
 def _checked_sizes(sizes: Sequence[Sequence[int]], num_blocks: int) -> list[list[int]]:

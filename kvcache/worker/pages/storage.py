@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kvcache import ops
-from kvcache.checks import MAX_LAYERS, dtype_name, instance, integer, listed
+from kvcache.checks import MAX_LAYERS, dtype_name, instance, integer, listed, shown
 from kvcache.layouts import (
     AttentionBackend,
     EngineBackend,
@@ -387,7 +387,7 @@ class KVStorage:
             )
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             if not isinstance(scale, torch.Tensor):
-                raise TypeError(f"{name} is {scale!r}: expected a tensor")
+                raise TypeError(f"{name} is {shown(scale)}: expected a tensor")
             wanted = ([self.num_layers, 1], [self.num_layers, self.num_kv_heads])
             if list(scale.shape) not in wanted or scale.dtype != torch.float32:
                 raise ValueError(

@@ -14,6 +14,8 @@ from typing import TypeVar
 
 import torch
 
+from kvcache.checks import shown
+
 # kernel: a kernel that accesses pinned host memory. copy_engine: the copy engine, fragment by fragment.
 # staging: a kernel that gathers pages into the host's layout on the device, and the copy engine.
 KERNEL, COPY_ENGINE, STAGING = METHODS = ("kernel", "copy_engine", "staging")
@@ -79,7 +81,7 @@ def _checked(name: str, steps: Iterable[tuple[int, str]]) -> Steps:
     _check_ascending(f"{name} has steps that begin at", [size for size, _ in steps], "sizes")
     for _, method in steps:
         if method not in METHODS:
-            raise ValueError(f"{name} has {method!r}: expected one of {', '.join(METHODS)}")
+            raise ValueError(f"{name} has {shown(method)}: expected one of {', '.join(METHODS)}")
     return steps
 
 

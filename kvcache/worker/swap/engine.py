@@ -87,9 +87,11 @@ class SwapEngine:
         if host.device.type != "cpu":
             raise ValueError(f"the host's pages are on {host.device}: expected cpu")
         if method is not None and (not isinstance(method, str) or method not in METHODS):
-            raise ValueError(f"method is {method!r}: expected None or one of {', '.join(METHODS)}")
+            raise ValueError(
+                f"method is {shown(method)}: expected None or one of {', '.join(METHODS)}"
+            )
         if not isinstance(calibration, Calibration | None):
-            raise TypeError(f"calibration is {calibration!r}: expected a Calibration or None")
+            raise TypeError(f"calibration is {shown(calibration)}: expected a Calibration or None")
         if streams is not None and not hasattr(streams, "new_stream"):
             raise TypeError(
                 f"streams is {shown(streams)}: expected CudaStreams, CpuStreams or None"

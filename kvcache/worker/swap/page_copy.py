@@ -44,6 +44,7 @@ class PageCopy:
         on_host = source if source.device.type == "cpu" else destination
         self._pages_per_run = on_host.pages_per_chunk
         self._by_layer = by_layer
+        self._others = [*source.others, *destination.others]
 
     def copy(
         self,
@@ -71,6 +72,7 @@ class PageCopy:
             engine,
             self._pages_per_run,
             num_thread_blocks,
+            self._others,
         )
 
     def zero(self, ids: np.ndarray) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvcache.checks import MAX_INT64, flag, integer, listed
+from kvcache.checks import MAX_INT64, flag, integer, listed, shown
 from kvcache.worker.tables.block_table import BlockTable
 from kvcache.worker.tables.buffer import HostDeviceBuffer
 from kvcache.worker.tables.multi_group import MultiGroupBlockTable
@@ -425,7 +425,7 @@ class _Views:
 def _checked_groups(groups: Sequence[int], num_groups: int) -> list[int]:
     expected = f"expected one or more of 0 to {num_groups - 1}, each once"
     if isinstance(groups, str) or not isinstance(groups, Iterable):
-        raise TypeError(f"groups is {groups!r}: {expected}")
+        raise TypeError(f"groups is {shown(groups)}: {expected}")
     groups = listed(groups, "groups")
     if not all(isinstance(g, int | np.integer) for g in groups):
         raise TypeError(f"groups is {groups}: {expected}")

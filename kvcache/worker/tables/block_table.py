@@ -194,8 +194,8 @@ class BlockTable:
         numpy arrays (and CPU tensors) fill the host side, to be uploaded by `commit_slot_mapping`;
         tensors on the device fill the device side at once, by one launch, from the tables there. A
         row or position out of range is a ValueError with nothing written (on a GPU: a RuntimeError with
-        KVCACHE_CHECKED=1, else such tokens get -1). Entries behind the last token are -1 from the
-        beginning, and only those that an earlier call has filled are written again.
+        KVCACHE_CHECKED=1, else such tokens get -1). Entries behind the last token that an earlier call
+        has filled become -1; those that the caller itself wrote stay until `commit_slot_mapping`.
         """
         self._tables.compute_slots(req_indices, positions, query_start_loc, self._group)
 

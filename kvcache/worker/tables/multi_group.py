@@ -76,15 +76,17 @@ class MultiGroupBlockTable:
     ) -> None:
         check_by_keyword(others, 9, BY_KEYWORD)
         if not _is_list(block_sizes):
-            raise TypeError(f"block_sizes is {block_sizes!r}: expected a list, one size per group")
+            raise TypeError(
+                f"block_sizes is {shown(block_sizes)}: expected a list, one size per group"
+            )
         if kernel_block_sizes is not None and not _is_list(kernel_block_sizes):
             raise TypeError(
-                f"kernel_block_sizes is {kernel_block_sizes!r}: expected a list, one size per group; "
-                f"pass {BY_KEYWORD} by keyword"
+                f"kernel_block_sizes is {shown(kernel_block_sizes)}: expected a list, one size per "
+                f"group; pass {BY_KEYWORD} by keyword"
             )
         if _is_list(num_speculative_tokens):
             raise TypeError(
-                f"num_speculative_tokens is {num_speculative_tokens!r}: expected an integer; "
+                f"num_speculative_tokens is {shown(num_speculative_tokens)}: expected an integer; "
                 f"pass {BY_KEYWORD} by keyword"
             )
         num_speculative_tokens = integer(num_speculative_tokens, "num_speculative_tokens")
@@ -98,7 +100,7 @@ class MultiGroupBlockTable:
             if values is None:
                 return [default] * num_groups
             if not _is_list(values):
-                raise TypeError(f"{name} is {values!r}: expected a list, one entry per group")
+                raise TypeError(f"{name} is {shown(values)}: expected a list, one entry per group")
             if len(values) != num_groups:
                 raise ValueError(
                     f"{name} has {len(values)} entries, block_sizes has {num_groups}: "

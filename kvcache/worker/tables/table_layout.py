@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvcache.checks import MAX_INT32, flag, integer, listed
+from kvcache.checks import MAX_INT32, flag, integer, listed, shown
 from kvcache.specs import ContextParallel
 
 
@@ -61,8 +61,8 @@ def kernel_size_of(
     if kernel_block_size is not None:
         if isinstance(kernel_block_size, Iterable):
             raise TypeError(
-                f"kernel_block_size is {kernel_block_size!r}: expected an integer; pass candidates by "
-                f"keyword: kernel_sizes={kernel_block_size!r}"
+                f"kernel_block_size is {shown(kernel_block_size)}: expected an integer; pass "
+                f"candidates by keyword: kernel_sizes={shown(kernel_block_size)}"
             )
         kernel_block_size = integer(kernel_block_size, "kernel_block_size", least=1)
         if block_size % kernel_block_size:
@@ -85,7 +85,7 @@ def checked_candidates(kernel_sizes: Sequence[int], name: str) -> list[int]:
     """Candidates for the kernel's block, in tokens. TypeError or ValueError."""
     if not isinstance(kernel_sizes, Iterable) or isinstance(kernel_sizes, str):
         raise TypeError(
-            f"{name} is {kernel_sizes!r}: expected a list of candidates, such as [{kernel_sizes}]"
+            f"{name} is {shown(kernel_sizes)}: expected a list of candidates, such as [{kernel_sizes}]"
         )
     sizes = listed(kernel_sizes, name, "a list of candidates")
     return [integer(size, f"{name}[{i}]", -MAX_INT32) for i, size in enumerate(sizes)]

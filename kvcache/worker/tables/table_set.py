@@ -601,8 +601,8 @@ def make_table_set(
     num_speculative_tokens = integer(num_speculative_tokens, "num_speculative_tokens")
     if not isinstance(pin_memory, bool):
         raise TypeError(
-            f"pin_memory is {pin_memory!r}: expected True or False (by position, pin_memory and device "
-            "follow max_num_batched_tokens)"
+            f"pin_memory is {shown(pin_memory)}: expected True or False (by position, pin_memory and "
+            "device follow max_num_batched_tokens)"
         )
     device = checked_device(device)
     if not any(slot_mapping_dtype is dtype for dtype in (torch.int64, torch.int32)):
@@ -627,9 +627,9 @@ def checked_device(device: torch.device | str) -> torch.device:
     expected = "expected a torch.device or its name"
     if not isinstance(device, str | torch.device):
         raise TypeError(
-            f"device is {device!r}: {expected} (by position, device follows pin_memory)"
+            f"device is {shown(device)}: {expected} (by position, device follows pin_memory)"
         )
     try:
         return torch.device(device)
     except RuntimeError:
-        raise ValueError(f"device is {device!r}: {expected}") from None
+        raise ValueError(f"device is {shown(device)}: {expected}") from None
