@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from kvcache import ops_by_copies
 from kvcache.native import load
 
 load.load_ops()
@@ -331,3 +332,4 @@ def _fake(on_host: set[int], *args: object) -> None:
 
 for _name, _on_host in _ON_HOST.items():
     torch.library.register_fake(f"kvcache::{_name}", partial(_fake, _on_host))
+ops_by_copies.register(_ON_HOST)
