@@ -1,12 +1,12 @@
 """The ops on devices that are neither CPU nor CUDA: the CPU's op on host memory, and torch's copies.
 
-Nothing is assumed of such a device but that torch makes views of its tensors and copies them to and from the
-host. Its addresses are never followed: a backend with a boxed CPU fallback would give the CPU's op a copy of
-one tensor, from which raw offsets lead anywhere.
+Nothing is assumed of such a device but that torch makes views of its tensors and copies them to and from
+the host. Its addresses are never followed: a backend with a boxed CPU fallback would give the CPU's op a
+copy of one tensor, from which raw offsets lead anywhere.
 
-The storages of a call's tensors are mirrored in host memory, at the same offsets and strides, of which the
-system commits only what is touched. So the CPU's op checks what it would check of CPU tensors, before a byte
-of the device changes. This is slow, as the bytes cross the bus while the host waits.
+The storages of a call's tensors are mirrored in host memory, at the same offsets and strides; the system
+commits only what is touched of it. So the CPU's op checks what it would check of CPU tensors, before a
+byte of the device changes. This is slow, as the bytes cross the bus while the host waits.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class _Call:
     def storage_at(
         self, name: str, begin: int, end: int
     ) -> tuple[torch.UntypedStorage, int] | None:
-        """The storage that holds bytes [begin, end), counted from a tensor's first element, and the first of
-        these bytes in it. It is of a tensor whose memory the op may change or read by offsets."""
+        """The storage that holds bytes [begin, end), counted from a tensor's first element, and where they
+        begin there. None where no tensor to which the op's offsets may lead has these bytes."""
         tensor = self.given[name]
         start = tensor.data_ptr()
         for other, each in self.tensors().items():
@@ -188,18 +188,30 @@ def _gather_kv(call: _Call) -> None:
 
 
 def _tokens(cache: torch.Tensor, slot_mapping: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views of the tokens at these slots, runs within a block together. None of the null block's, nor of
-    arguments that the op refuses."""
-    if cache.ndim not in (4, 5) or cache.numel() == 0 or slot_mapping.dtype != torch.int64:
+    """Views of the tokens at these slots, consecutive ones of a block together.
+
+    None of the null block's, and none for arguments that the op refuses.
+    """
+    if cache.ndim not in (4, 5) or cache.numel() == 0 or not _holds_ids(slot_mapping, torch.int64):
         return
     num_blocks, block_size = cache.shape[-4], cache.shape[-3]
-    slots = slot_mapping.numpy()
-    slots = np.unique(slots[(slots >= block_size) & (slots < num_blocks * block_size)])
-    begins = np.diff(slots, prepend=-1) != 1
-    for run in np.split(slots, np.flatnonzero(begins | (slots % block_size == 0))[1:]):
-        if len(run):
-            block, first = divmod(int(run[0]), block_size)
-            yield cache.select(-4, block).narrow(-3, first, len(run))
+    for slot, count in _runs(slot_mapping, block_size, num_blocks * block_size, block_size):
+        block, first = divmod(slot, block_size)
+        yield cache.select(-4, block).narrow(-3, first, count)
+
+
+def _holds_ids(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    return tensor.dtype == dtype and tensor.is_contiguous()
+
+
+def _runs(ids: torch.Tensor, least: int, end: int, cut: int) -> list[tuple[int, int]]:
+    """(first, count) of consecutive ids in [least, end), whatever their order; none crosses a multiple of
+    `cut`."""
+    array = np.unique(ids.numpy())
+    array = array[(array >= least) & (array < end)]
+    begins = np.flatnonzero((np.diff(array, prepend=-2) != 1) | (array % cut == 0))
+    counts = np.diff(begins, append=len(array))
+    return [(int(array[at]), int(count)) for at, count in zip(begins, counts)]
 
 
 def _copy_blocks(call: _Call) -> None:
@@ -275,8 +287,10 @@ class _Fragments:
 
 
 def _runs_of_pairs(pairs: np.ndarray) -> list[tuple[int, int, int]]:
-    """(first source page, first destination page, pages) of consecutive pairs whose ids both go up by one,
-    or whose destinations do while they are cleared."""
+    """(first source page, first destination page, pages) of consecutive pairs.
+
+    Both ids go up by one, or the destination's does while pages are cleared.
+    """
     if len(pairs) == 0:
         return []
     steps = np.diff(pairs, axis=0)
@@ -291,14 +305,16 @@ def _runs_of_pairs(pairs: np.ndarray) -> list[tuple[int, int, int]]:
 def _permute_blocks(call: _Call) -> None:
     cache, offsets, indices = (call.given[name] for name in ("cache", "offsets", "indices"))
     call.fill(indices)
-    layers = []
-    if cache.numel() and offsets.dtype == torch.int64 and offsets.ndim == 1:
+    indices, blocks = call.mirror(indices), []
+    are_right = _holds_ids(offsets, torch.int64) and _holds_ids(indices, torch.int32)
+    if cache.ndim == 4 and cache.numel() and offsets.ndim == 1 and are_right:
         layers = [_layer(call, cache, offset) for offset in offsets.tolist()]
-        places = [call.mirror(layer).data_ptr() - call.mirror(cache).data_ptr() for layer in layers]
+        here = call.mirror(cache).data_ptr()
+        places = [call.mirror(layer).data_ptr() - here for layer in layers]
         offsets = torch.tensor(places, dtype=torch.int64, device="cpu")
-    ids = np.unique(call.mirror(indices).numpy())
-    ids = ids[(ids >= 0) & (ids < (cache.shape[0] if cache.ndim else 0))]
-    blocks = [layer.select(0, int(block)) for layer in layers for block in ids]
+        num_blocks = cache.shape[0]
+        for first, count in _runs(indices, 0, num_blocks, num_blocks):
+            blocks += [layer.narrow(0, first, count) for layer in layers]
     for block in blocks:
         call.fill(block)
     call.run(offsets=offsets)
@@ -307,7 +323,7 @@ def _permute_blocks(call: _Call) -> None:
 
 
 def _layer(call: _Call, cache: torch.Tensor, offset: int) -> torch.Tensor:
-    """The layer that begins `offset` bytes after the cache. RuntimeError where the call has no memory there."""
+    """The layer `offset` bytes after the cache. RuntimeError where the call has no memory there."""
     item = cache.element_size()
     span = 1 + sum((n - 1) * step for n, step in zip(cache.shape, cache.stride()))
     found = call.storage_at("cache", offset, offset + span * item)

@@ -204,8 +204,12 @@ def _permute(
             f"remote_block_size is {remote_block_size}: expected at most {most}, the cache's tokens"
         )
     ids = _ids(indices, max(1, remote_block_size // max(1, first.shape[1])))
+    calls = [(first, offsets)]
+    if not ops.follows_addresses(first.device):
+        calls = [(layer, offsets[:1]) for layer in layers]
     try:
-        ops.permute_blocks_(first, offsets, ids, remote_block_size, remote_layout == "HND")
+        for cache, places in calls:  # the first refuses what all would
+            ops.permute_blocks_(cache, places, ids, remote_block_size, remote_layout == "HND")
     except RuntimeError as error:
         if _ARGUMENT.match(str(error)):
             raise ValueError(str(error)) from None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
-import os
 from pathlib import Path
 from types import ModuleType
 
 import torch
+
+from tests.shared import REPO
 
 NAME = "sealed"
 _SOURCE = Path(__file__).with_name("device.cpp")
@@ -15,13 +17,22 @@ _SOURCE = Path(__file__).with_name("device.cpp")
 
 @functools.cache
 def native() -> ModuleType:
-    """The extension; `torch.device("sealed")` is known from then on. Takes a minute where it is not built yet.
-
-    The build is torch's, in its folder of extensions (TORCH_EXTENSIONS_DIR), compiled once per version of the source.
-    """
+    """The extension; `torch.device("sealed")` is known from then on. The first build takes a minute."""
     from torch.utils import cpp_extension
 
-    extension = cpp_extension.load("kvcache_sealed_device", [str(_SOURCE)], extra_cflags=["-O1"])
+    folder = REPO / "build" / "other_device"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "held").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        (folder / "lock").unlink(
+            missing_ok=True
+        )  # torch's, which a build that was killed leaves behind
+        extension = cpp_extension.load(
+            "kvcache_sealed_device",
+            [str(_SOURCE)],
+            extra_cflags=["-O1"],
+            build_directory=str(folder),
+        )
     torch.utils.rename_privateuse1_backend(NAME)
     module = ModuleType(f"torch.{NAME}")
     module.is_available = lambda: True
@@ -31,5 +42,4 @@ def native() -> ModuleType:
     module.manual_seed_all = lambda seed: None
     module.get_amp_supported_dtype = lambda: []
     torch._register_device_module(NAME, module)
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     return extension

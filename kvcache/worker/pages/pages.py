@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from kvcache import ops
 from kvcache.checks import MAX_INT32, MAX_INT64, flag, instance, integer, listed
 from kvcache.worker.pages.pinning import allocate_host
 from kvcache.worker.pages.regions import Region, check_apart, format_of, regions_of
@@ -238,6 +239,15 @@ class Pages:
         """Whether kernels can access the pages in host memory: all of it is pinned."""
         tensors = {id(tensor): tensor for tensor in (self.memory, *self._owners)}
         return self.device.type == "cpu" and all(t.is_pinned() for t in tensors.values())
+
+    @property
+    def is_addressed(self) -> bool:
+        """Whether the ops reach all regions by address, in whichever tensors they lie."""
+        return ops.follows_addresses(self.device)
+
+    def owner(self, region: int) -> torch.Tensor:
+        """The tensor in whose memory a region lies."""
+        return self._owners[region]
 
     def fragment(self, region: int) -> torch.Tensor:
         """uint8[num_blocks, bytes]: one region's fragments, a view. TypeError or ValueError."""

@@ -37,7 +37,10 @@ class PageCopy:
         _check_formats(source, destination)
         self.source, self.destination = source, destination
         self._within = source is destination or _share_memory(source, destination)
-        table, self._layers = _merged(source, destination, by_layer)
+        self._parts = [
+            _Part(source, destination, rows, by_layer) for rows in _reached(source, destination)
+        ]
+        table = np.concatenate([part.table for part in self._parts])
         self.regions = torch.from_numpy(table)
         # Whether consecutive pages are contiguous on both sides.
         self.is_dense = bool(((table[:, 1] == table[:, 4]) & (table[:, 3] == table[:, 4])).all())
@@ -54,24 +57,27 @@ class PageCopy:
         layers: slice | None = None,
     ) -> None:
         """Copies pages: all layers, or (with `by_layer`) the given ones. See `ops.copy_blocks`."""
-        regions = self.regions
         if layers is not None and not self._by_layer:
             raise ValueError("layers is given: expected it only of a PageCopy made with by_layer")
-        if layers is not None:
-            first, last = np.searchsorted(self._layers, [layers.start, layers.stop])
-            regions = regions[first:last]
-        source, destination = self.source, self.destination
-        ops.copy_blocks(
-            None if self._within else source.memory,
-            destination.memory,
-            regions,
-            pairs_tensor(pairs),
-            source.num_blocks,
-            destination.num_blocks,
-            engine,
-            self._pages_per_run,
-            num_thread_blocks,
-        )
+        pairs = pairs_tensor(pairs)
+        for (
+            part
+        ) in self._parts:  # whose pairs are the same, so that the first refuses what all would
+            regions = part.regions
+            if layers is not None:
+                first, last = np.searchsorted(part.layers, [layers.start, layers.stop])
+                regions = regions[first:last]
+            ops.copy_blocks(
+                None if self._within else part.source,
+                part.destination,
+                regions,
+                pairs,
+                self.source.num_blocks,
+                self.destination.num_blocks,
+                engine,
+                self._pages_per_run,
+                num_thread_blocks,
+            )
 
     def zero(self, ids: np.ndarray) -> None:
         """Clears whole pages of the destination; ids: int32[n]."""
@@ -103,11 +109,51 @@ def pairs_tensor(pairs: np.ndarray | torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _merged(source: Pages, destination: Pages, by_layer: bool) -> tuple[np.ndarray, np.ndarray]:
-    """int64[r, 5], the op's table of regions, contiguous ones merged; and the first layer of each."""
-    table = np.stack(
-        [source.offsets, source.strides, destination.offsets, destination.strides, source.sizes], 1
-    )
+def _reached(source: Pages, destination: Pages) -> list[np.ndarray]:
+    """The regions that one call of the op reaches, in their order.
+
+    On the CPU and on CUDA devices all of them, by their addresses; elsewhere those in one tensor's memory
+    on either side.
+    """
+    num_regions = len(source.sizes)
+    if num_regions == 0 or _follows_addresses(source, destination):
+        return [np.arange(num_regions)]
+    together: dict[tuple[int, int], list[int]] = {}
+    for region in range(num_regions):
+        owners = (pages.owner(region).untyped_storage() for pages in (source, destination))
+        together.setdefault(tuple(owner.data_ptr() for owner in owners), []).append(region)
+    return [np.array(rows) for rows in together.values()]
+
+
+class _Part:
+    """What one call of the op copies: int64[r, 5], its regions, contiguous ones merged, and their layers.
+
+    source, destination: the tensors from which these regions count.
+    """
+
+    def __init__(self, source: Pages, destination: Pages, rows: np.ndarray, by_layer: bool) -> None:
+        by_address = len(rows) == 0 or _follows_addresses(source, destination)
+        region = None if by_address else int(rows[0])
+        self.source, from_source = _counted(source, rows, region)
+        self.destination, from_destination = _counted(destination, rows, region)
+        columns = [from_source, source.strides[rows]]
+        columns += [from_destination, destination.strides[rows], source.sizes[rows]]
+        self.table, self.layers = _merged(np.stack(columns, 1), source.layers[rows], by_layer)
+        self.regions = torch.from_numpy(self.table)
+
+
+def _follows_addresses(source: Pages, destination: Pages) -> bool:
+    return source.is_addressed and destination.is_addressed
+
+
+def _counted(pages: Pages, rows: np.ndarray, region: int | None) -> tuple[torch.Tensor, np.ndarray]:
+    """The tensor that holds a region (None: the memory of all pages), and offsets from its first byte."""
+    owner = pages.memory if region is None else pages.owner(region)
+    return owner, pages.offsets[rows] + pages.base - owner.data_ptr()
+
+
+def _merged(table: np.ndarray, layers: np.ndarray, by_layer: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The op's table of regions, contiguous ones merged; and the first layer of each."""
     joined = (
         (table[:-1, 0] + table[:-1, 4] == table[1:, 0])
         & (table[:-1, 2] + table[:-1, 4] == table[1:, 2])
@@ -115,12 +161,12 @@ def _merged(source: Pages, destination: Pages, by_layer: bool) -> tuple[np.ndarr
         & (table[:-1, 3] == table[1:, 3])
     )
     if by_layer:
-        joined &= source.layers[:-1] == source.layers[1:]
+        joined &= layers[:-1] == layers[1:]
     first = np.flatnonzero(np.concatenate([np.ones(min(len(table), 1), bool), ~joined]))
     merged = table[first]
     if len(first):
         merged[:, 4] = np.add.reduceat(table[:, 4], first)
-    return merged, source.layers[first]
+    return merged, layers[first]
 
 
 def _check_formats(source: Pages, destination: Pages) -> None:
