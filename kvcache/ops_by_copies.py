@@ -135,8 +135,8 @@ class _Call:
     def storage_at(
         self, name: str, begin: int, end: int
     ) -> tuple[torch.UntypedStorage, int] | None:
-        """The storage that holds bytes [begin, end), counted from a tensor's first element, and where they
-        begin there. None where no tensor to which the op's offsets may lead has these bytes."""
+        """The storage that holds bytes [begin, end), counted from a tensor's first element, and where
+        they begin there. None where no tensor to which the op's offsets may lead has these bytes."""
         tensor = self.given[name]
         start = tensor.data_ptr()
         for other, each in self.tensors().items():

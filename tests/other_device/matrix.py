@@ -1,4 +1,4 @@
-"""Runs the cases on the device "sealed" and on the CPU, in a process of their own: a wrong one may kill it."""
+"""Runs the cases on the device "sealed" and on the CPU, in a process that a wrong one may kill."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Row:
 
 
 def table(names: Sequence[str] = ()) -> list[Row]:
-    """Runs the cases of these names, or all. Where one kills the process, the others go on in a new one."""
+    """Runs the cases of these names, or all. Where one kills the process, others go on in a new one."""
     rows: list[Row] = []
     command = [sys.executable, "-X", "faulthandler", "-m", "tests.other_device", "--child"]
     environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
