@@ -1,10 +1,10 @@
 """The torch ops of kvcache: `torch.ops.kvcache.*` under names with documentation.
 
-Importing this module registers them, for CPU, CUDA and, by copies through the host, every other device
-of torch (`ops_by_copies`). Every argument is checked before anything is
-written, and a wrong one is a RuntimeError that names it. Values that live on a GPU are checked only
-with `KVCACHE_CHECKED=1` in the environment (which synchronises); without, tokens with a value out of
-range are skipped, and nothing is read or written outside the tensors.
+Importing this module registers them for CPU and CUDA, and for every other device of torch by copies
+through the host (`docs/other_devices.md`). Every argument is checked before anything is written, and a
+wrong one is a RuntimeError that names it. Values that live on a GPU are checked only with
+`KVCACHE_CHECKED=1` in the environment (which synchronises); without, tokens with a value out of range are
+skipped, and nothing is read or written outside the tensors.
 
 Capturable in a CUDA graph: no allocation, no synchronisation (outside the checked mode). Each op has
 a fake implementation, so `torch.compile` sees what it mutates.
@@ -59,14 +59,6 @@ def warm_up(device: torch.device | str | int | None = None) -> None:
             f"the CUDA library has no code that cuda:{index} (compute capability {major}.{minor}) and "
             f"its driver take: build it with KVCACHE_CUDA_ARCHS={major}{minor}, or update the driver"
         ) from error
-
-
-def follows_addresses(device: torch.device) -> bool:
-    """Whether the ops reach memory of a device by its address: on the CPU and on CUDA devices.
-
-    Elsewhere an op reaches the memory of its tensors, and refuses offsets that lead out of it.
-    """
-    return device.type in ("cpu", "cuda")
 
 
 def slot_mapping(

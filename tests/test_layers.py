@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "kvcache.ops_by_copies": set(),
     "kvcache.allocator": set(),
     "kvcache.router_events": {"kvcache.allocator"},
-    "kvcache.worker": {"kvcache.memory_plan", "kvcache.ops"},
+    "kvcache.worker": {"kvcache.memory_plan", "kvcache.ops", "kvcache.ops_by_copies"},
     "kvcache.assembly": {"kvcache.allocator", "kvcache.memory_plan", "kvcache.worker"},
     "kvcache.serving": {"kvcache.allocator", "kvcache.assembly", "kvcache.worker"},
     "kvcache.integrations": {
@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "kvcache.disaggregation": {
         *("kvcache.allocator", "kvcache.memory_plan", "kvcache.transfer", "kvcache.worker"),
     },
-    "kvcache.transfer": {"kvcache.ops", "kvcache.worker"},
+    "kvcache.transfer": {"kvcache.ops", "kvcache.ops_by_copies", "kvcache.worker"},
     "kvcache.replay": {
         *("kvcache.allocator", "kvcache.disaggregation", "kvcache.store", "kvcache.transfer"),
         "kvcache.worker",

@@ -15,6 +15,7 @@ import torch
 
 from kvcache import ops
 from kvcache.checks import as_array, listed, num_entries, shown
+from kvcache.ops_by_copies import follows_addresses
 from kvcache.worker.pages.regions import check_apart, regions_of
 
 Indices = Sequence[int] | np.ndarray | torch.Tensor
@@ -84,7 +85,8 @@ def permute_received_blocks(
     consecutive indices, `[n, k]` or flat, are the blocks that hold the bytes of one remote block.
     remote_layout: "HND" or "NHD".
 
-    On a GPU this is enqueued on the current stream. Indices on the device are first copied to the host
+    On a GPU this is enqueued on the current stream; devices that are neither CPU nor CUDA send the blocks
+    through the host. Indices on the device are first copied to the host
     to be checked, which synchronizes; `ops.permute_blocks_` takes them without that.
 
     ValueError, with nothing changed, for blocks named twice or out of range, sizes of which neither
@@ -205,7 +207,7 @@ def _permute(
         )
     ids = _ids(indices, max(1, remote_block_size // max(1, first.shape[1])))
     calls = [(first, offsets)]
-    if not ops.follows_addresses(first.device):
+    if not follows_addresses(first.device):
         calls = [(layer, offsets[:1]) for layer in layers]
     try:
         for cache, places in calls:  # the first refuses what all would

@@ -190,11 +190,6 @@ def _(device: str) -> None:
     ops.warm_up(torch.device(device, 0))
 
 
-@case("ops.follows_addresses")
-def _(device: str) -> object:
-    return ops.follows_addresses(torch.device(device)) == (device == "cpu")
-
-
 # Tables ------------------------------------------------------------------------------------------------
 
 

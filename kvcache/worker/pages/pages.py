@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from kvcache import ops
 from kvcache.checks import MAX_INT32, MAX_INT64, flag, instance, integer, listed
+from kvcache.ops_by_copies import follows_addresses
 from kvcache.worker.pages.pinning import allocate_host
 from kvcache.worker.pages.regions import Region, check_apart, format_of, regions_of
 
@@ -28,6 +28,8 @@ class Pages:
     where the region's page 0 begins, from page to page, and of a fragment. layers: int32[r], ascending:
     the layer of each region. owners: per region the tensor in which it lies (default: memory). keep: an
     object that is kept alive.
+
+    On any device of torch; on those that are neither CPU nor CUDA by torch's copies.
 
     >>> pages = Pages.allocate(num_blocks=9, sizes=[[512, 512]] * 4)
     >>> pages.num_layers, pages.page_bytes, len(pages.sizes)
@@ -243,7 +245,7 @@ class Pages:
     @property
     def is_addressed(self) -> bool:
         """Whether the ops reach all regions by address, in whichever tensors they lie."""
-        return ops.follows_addresses(self.device)
+        return follows_addresses(self.device)
 
     def owner(self, region: int) -> torch.Tensor:
         """The tensor in whose memory a region lies."""
