@@ -143,7 +143,7 @@ def _like_blocks(tensor: torch.Tensor, dim: int, count: int) -> torch.Tensor:
     """Host memory for blocks of a tensor: dense, a block's dimensions in the same order in memory."""
     order = sorted(range(tensor.ndim), key=lambda d: (d != dim, -tensor.stride(d)))
     sizes = [count if d == dim else tensor.shape[d] for d in order]
-    dense = torch.empty(sizes, dtype=tensor.dtype)
+    dense = torch.empty(sizes, dtype=tensor.dtype, device="cpu")
     return dense.permute([order.index(d) for d in range(tensor.ndim)])
 
 

@@ -450,9 +450,10 @@ def _(device: str) -> object:
             name: placed(each.zero_() if not is_hnd else _hnd(each).zero_(), device)
             for name, each in {name: each.clone() for name, each in host.items()}.items()
         }
-        copy_kv_blocks(host, there, [1, 0, 5], [0, 1, 6], "h2d")
         back = {name: torch.zeros_like(each) for name, each in host.items()}
-        copy_kv_blocks(there, back, [0, 1, 6], [2, 3, 4], "d2h")
+        with torch.device("meta"):  # a default device changes nothing
+            copy_kv_blocks(host, there, [1, 0, 5], [0, 1, 6], "h2d")
+            copy_kv_blocks(there, back, [0, 1, 6], [2, 3, 4], "d2h")
         found += [*there.values(), *back.values()]
     return found
 

@@ -97,8 +97,8 @@ class TableSet:
             )
             for g, (at, each) in enumerate(zip(offsets, layouts))
         ]
-        self._fields = torch.tensor(fields, dtype=torch.int64)
-        self._identity = torch.arange(num_rows, dtype=torch.int32)
+        self._fields = torch.tensor(fields, dtype=torch.int64, device="cpu")
+        self._identity = torch.arange(num_rows, dtype=torch.int32, device="cpu")
         self._device_identity = self._identity.to(device) if self._on_cuda else self._identity
         self._make_slots(slot_dtype, pin_memory)
         # A quarter of the tables: with more changed than that, whole tables travel as fast. Two
