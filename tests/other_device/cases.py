@@ -347,9 +347,11 @@ def _(device: str) -> object:
     return found + [*parts.gather(0, ints([17, 9], device, torch.int64))]
 
 
-def engines_caches(device: str, num_blocks: int = 9) -> list[torch.Tensor]:
-    """Three layers in memory of their own."""
-    return [randn(2, num_blocks, 16, 8, seed=i).to(device) for i in range(3)]
+def engines_caches(device: str, num_blocks: int = 9, kv_dim: int = 0) -> list[torch.Tensor]:
+    """Three layers in memory of their own; `kv_dim` 1: K and V of a block are together."""
+    shape = [num_blocks, 16, 8]
+    shape.insert(kv_dim, 2)
+    return [randn(*shape, seed=i).to(device) for i in range(3)]
 
 
 @case("Pages")
@@ -369,24 +371,32 @@ def _(device: str) -> object:
 @case("SwapEngine", "SwapJob", "SwapError")
 def _(device: str) -> object:
     found = []
-    for options in (
-        {},
-        {"layers_per_event": 2},
-        {"method": "staging", "staging_bytes": 4096},
-        {"method": "copy_engine", "batch_copies": False},
-        {"method": "kernel"},
-    ):
-        caches = engines_caches(device)
-        engine = SwapEngine(
-            Pages.over(caches, 1), Pages.over(engines_caches("cpu", 20), 1), **options
+    for number, options in enumerate(
+        (
+            {},
+            {"layers_per_event": 2},
+            {"method": "staging", "staging_bytes": 4096},
+            {"method": "copy_engine", "batch_copies": False},
+            {"method": "kernel"},
         )
+    ):
+        # The host's tensors; or packed pages, and fragments of the device's that lie apart.
+        apart = number % 2
+        caches = engines_caches(device, kv_dim=apart)
+        pages = Pages.over(
+            [[cache[:, 0], cache[:, 1]] for cache in caches] if apart else caches, 1 - apart
+        )
+        host = pages.on_host(20) if apart else Pages.over(engines_caches("cpu", 20), 1)
+        host.zero(np.arange(20))
+        engine = SwapEngine(pages, host, **options)
         engine.swap_out(np.array([[1, 5], [2, 6], [8, 7]])).wait(5)
         engine.before_write(np.array([1, 2]))
         job = engine.swap_in(np.array([[5, 3], [7, 4], [9, 8]]))
         engine.before_read(job, 1)
         engine.order_after_swap_ins()
         job.wait(5)
-        found += [*caches, engine.host.fragment(2).clone(), engine.invalid_pages(job)]
+        found += [*caches, *(host.fragment(i).clone() for i in range(len(host.sizes)))]
+        found.append(engine.invalid_pages(job))
         engine.wait(5)
     return found
 
