@@ -1,9 +1,10 @@
 """The torch ops of kvcache: `torch.ops.kvcache.*` under names with documentation.
 
-Importing this module registers them. CPU and CUDA; every argument is checked before anything is
-written, and a wrong one is a RuntimeError that names it. Values that live on a GPU are checked only
-with `KVCACHE_CHECKED=1` in the environment (which synchronises); without, tokens with a value out of
-range are skipped, and nothing is read or written outside the tensors.
+Importing this module registers them for CPU and CUDA, and for every other device of torch by copies
+through the host (`docs/other_devices.md`). Every argument is checked before anything is written, and a
+wrong one is a RuntimeError that names it. Values that live on a GPU are checked only with
+`KVCACHE_CHECKED=1` in the environment (which synchronises); without, tokens with a value out of range are
+skipped, and nothing is read or written outside the tensors.
 
 Capturable in a CUDA graph: no allocation, no synchronisation (outside the checked mode). Each op has
 a fake implementation, so `torch.compile` sees what it mutates.
@@ -16,6 +17,7 @@ from functools import partial
 
 import torch
 
+from kvcache import ops_by_copies
 from kvcache.native import load
 
 load.load_ops()
@@ -339,3 +341,4 @@ def _fake(on_host: set[int], *args: object) -> None:
 
 for _name, _on_host in _ON_HOST.items():
     torch.library.register_fake(f"kvcache::{_name}", partial(_fake, _on_host))
+ops_by_copies.register(_ON_HOST)

@@ -244,6 +244,13 @@ DEFECTS = [
         "(begin + cache.block_size >= first)",  # the page before the first wanted token
         "transfer_plan transfer_fragments",
     ),
+    Defect(
+        "other devices",
+        "kvcache/ops_by_copies.py",
+        "start = self._shift + first * self._stride",
+        "start = self._shift + first * self._size",  # right where pages are dense
+        "other_device",
+    ),
 ]
 
 

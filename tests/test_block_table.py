@@ -1003,3 +1003,14 @@ def test_rows_of_all_groups_may_be_one_array():
     assert [table.get_numpy_array()[1, :2].tolist() for table in tables] == [[1, 2], [3, 4]]
     with pytest.raises(ValueError, match="block_ids has 3 groups: expected 2, one per table"):
         tables.add_row(np.zeros((3, 2), np.int32), 1)
+
+
+def test_a_default_device_leaves_tables_where_they_are_asked_for():
+    groups = [GroupSpec("full_attention", 16)]
+    sizes = {"max_num_reqs": 4, "max_model_len": 64, "max_num_batched_tokens": 32}
+    with torch.device("meta"):
+        tables = MultiGroupBlockTable.for_groups(groups, **sizes)
+        tables.add_row([[3, 5]], 1)
+        tables.compute_slot_mapping(np.array([1, 1]), np.array([2, 17]))
+    assert tables[0].slot_mapping.gpu[:3].tolist() == [50, 81, -1]
+    assert tables[0].block_table.gpu[1].tolist() == [3, 5, 0, 0]

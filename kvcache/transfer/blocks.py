@@ -41,7 +41,8 @@ def copy_kv_blocks(
     dimensions with a first one of 2 are [2, num_blocks, ...], K and V; for other shapes the first
     dimension counts blocks. direction: "h2d" (src in host memory) or "d2h" (dst in host memory, filled
     when the call returns). "h2d" from pinned memory is enqueued on the current stream: do not change
-    the source before the copy is done. Without ids nothing happens.
+    the source before the copy is done. Without ids nothing happens. Devices that are neither CPU nor CUDA
+    copy by torch, and the call returns when the bytes are there.
 
     ValueError or TypeError, and no byte moves, for another direction or one that the tensors' devices
     do not have, lists of different length, layers that only one side has, tensors of different shape,
@@ -142,7 +143,7 @@ def _like_blocks(tensor: torch.Tensor, dim: int, count: int) -> torch.Tensor:
     """Host memory for blocks of a tensor: dense, a block's dimensions in the same order in memory."""
     order = sorted(range(tensor.ndim), key=lambda d: (d != dim, -tensor.stride(d)))
     sizes = [count if d == dim else tensor.shape[d] for d in order]
-    dense = torch.empty(sizes, dtype=tensor.dtype)
+    dense = torch.empty(sizes, dtype=tensor.dtype, device="cpu")
     return dense.permute([order.index(d) for d in range(tensor.ndim)])
 
 

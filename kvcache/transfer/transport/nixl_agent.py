@@ -55,7 +55,9 @@ class Agent:
         """Registers memory; what `deregister` takes."""
         by_kind: dict[str, list[tuple[int, int, int, str]]] = {}
         for region in regions:
-            kind, device = kind_of(region)
+            if (found := kind_of(region)) is None:
+                continue
+            kind, device = found
             row = (region.begin, region.end - region.begin, device, "")
             by_kind.setdefault(kind, []).append(row)
         return [self._agent.register_memory(rows, kind) for kind, rows in by_kind.items()]
@@ -183,10 +185,13 @@ class Reach(NamedTuple):
         return is_same or (self.has_rdma and other.has_rdma)
 
 
-def kind_of(region: Region) -> tuple[str, int]:
-    """NIXL's kind of memory, and the device's number."""
+def kind_of(region: Region) -> tuple[str, int] | None:
+    """NIXL's kind of memory, and the device's number. None for a device whose memory no other process
+    reaches: it goes through host memory."""
     device = region.memory.device
-    return ("VRAM", device.index or 0) if device.type == "cuda" else ("DRAM", 0)
+    if device.type == "cuda":
+        return "VRAM", device.index or 0
+    return ("DRAM", 0) if device.type == "cpu" else None
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from kvcache.checks import (
     integers,
     listed,
 )
+from kvcache.ops_by_copies import follows_addresses
 from kvcache.worker.pages.contents import PageContents
 from kvcache.worker.pages.pinning import allocate_host
 from kvcache.worker.pages.regions import Region, check_apart, format_of, regions_of
@@ -43,6 +44,8 @@ class Pages:
     where the region's page 0 begins, from page to page, and of a fragment. layers: int32[r], ascending:
     the layer of each region. owners: per region the tensor in which it lies (default: memory). keep: an
     object that is kept alive.
+
+    On any device of torch; on those that are neither CPU nor CUDA by torch's copies.
 
     >>> pages = Pages.allocate(num_blocks=9, sizes=[[512, 512]] * 4)
     >>> pages.num_layers, pages.page_bytes, len(pages.sizes)
@@ -257,6 +260,15 @@ class Pages:
         """Whether kernels can access the pages in host memory: all of it is pinned."""
         tensors = {id(tensor): tensor for tensor in (self.memory, *self._owners)}
         return self.device.type == "cpu" and all(t.is_pinned() for t in tensors.values())
+
+    @property
+    def is_addressed(self) -> bool:
+        """Whether the ops reach all regions by address, in whichever tensors they lie."""
+        return follows_addresses(self.device)
+
+    def owner(self, region: int) -> torch.Tensor:
+        """The tensor in whose memory a region lies."""
+        return self._owners[region]
 
     def fragment(self, region: int) -> torch.Tensor:
         """uint8[num_blocks, bytes]: one region's fragments, a view. TypeError or ValueError."""

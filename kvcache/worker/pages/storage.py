@@ -394,7 +394,8 @@ class KVStorage:
                     f"{name} is {scale.dtype}{list(scale.shape)}: "
                     f"expected torch.float32{wanted[0]} or {wanted[1]}"
                 )
-            if not (torch.isfinite(scale) & (scale > 0)).all():
+            on_host = scale.cpu()
+            if not (torch.isfinite(on_host) & (on_host > 0)).all():
                 raise ValueError(f"{name} is {scale.tolist()}: expected finite numbers above 0")
         self.k_scale = k_scale.to(self.device).contiguous()
         self.v_scale = v_scale.to(self.device).contiguous()
@@ -490,8 +491,10 @@ class KVStorage:
         """The slots, those in null blocks as -1; the ops know the first block."""
         if self._num_null_blocks == 1:
             return slots
-        is_null = (slots >= 0) & (slots < self._num_null_blocks * self.block_size)
-        return torch.where(is_null, -1, slots)
+        # Other devices may lack these operations.
+        computed = slots if slots.is_cuda else slots.cpu()
+        is_null = (computed >= 0) & (computed < self._num_null_blocks * self.block_size)
+        return torch.where(is_null, -1, computed).to(slots.device)
 
     def _stacks(self) -> list[tuple[slice | int, torch.Tensor, torch.Tensor]]:
         """K and V of all layers as one [num_layers, num_blocks, ...] each, or layer by layer."""

@@ -55,13 +55,13 @@ class SwapEngine:
     `layers_per_event` > 0 lets swapped-in layers be used while later ones still arrive (not with
     `method` "staging", which brings whole pages).
 
-    On the CPU a job is done when the call returns. Swaps are not captured in CUDA graphs: `swap_out`,
-    `swap_in`, `before_read`, `before_write` and `order_after_swap_ins` raise RuntimeError on a stream
-    that is being captured, and launch nothing. Jobs may be polled while any thread captures a graph. One
-    thread at a time may call an engine's methods; any thread may call `poll` of a job. The engine's
-    streams have high priority. They are destroyed, after their work is done, when the engine is
-    garbage-collected. ValueError where the pages of the two sides do not match, or `method` is "kernel"
-    and the host's pages are not pinned.
+    On the CPU, and on devices that are neither CPU nor CUDA, a job is done when the call returns. Swaps
+    are not captured in CUDA graphs: `swap_out`, `swap_in`, `before_read`, `before_write` and
+    `order_after_swap_ins` raise RuntimeError on a stream that is being captured, and launch nothing. Jobs
+    may be polled while any thread captures a graph. One thread at a time may call an engine's methods;
+    any thread may call `poll` of a job. The engine's streams have high priority. They are destroyed,
+    after their work is done, when the engine is garbage-collected. ValueError where the pages of the
+    two sides do not match, or `method` is "kernel" and the host's pages are not pinned.
 
     >>> device = Pages.allocate(9, [[512, 512]] * 4)
     >>> engine = SwapEngine(device, device.on_host(100))

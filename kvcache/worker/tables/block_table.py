@@ -12,7 +12,7 @@ from kvcache.specs import ContextParallel, checked_context_parallel
 from kvcache.step import StepPlan
 from kvcache.worker.tables.buffer import BufferView
 from kvcache.worker.tables.table_layout import check_by_keyword, kernel_size_of, layout_of
-from kvcache.worker.tables.table_set import Ids, TableSet, make_table_set
+from kvcache.worker.tables.table_set import Ids, TableSet, cpu_tensor, make_table_set
 
 BY_KEYWORD = "kernel_sizes, num_speculative_tokens"  # where other engines pass them by position
 
@@ -243,6 +243,13 @@ class BlockTable:
         if self.layout.has_slots:
             raise ValueError("the group has a slot mapping: expected one of recurrent states")
         on_device = isinstance(num_tokens, torch.Tensor) and num_tokens.device.type != "cpu"
+        if on_device and not num_tokens.is_cuda:  # computed on the host, as slots are
+            names = ("req_indices", "num_tokens", "num_drafts")
+            given = [
+                cpu_tensor(each, name) if isinstance(each, torch.Tensor) else each
+                for each, name in zip((req_indices, num_tokens, num_drafts), names)
+            ]
+            return self.state_pages(*given).to(num_tokens.device)
         table = self.block_table.gpu if on_device else self.block_table.cpu
         rows, num_tokens, num_drafts = (
             torch.as_tensor(each, device=table.device).long()

@@ -28,7 +28,9 @@ class HostDeviceBuffer:
         # Where nothing is uploaded, nothing needs pinning.
         pinned = pin_memory and not on_cpu
         self.cpu = (
-            torch.zeros(shape, dtype=dtype, pin_memory=True) if pinned else _zeros(shape, dtype)
+            torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=True)
+            if pinned
+            else _zeros(shape, dtype)
         )
         self.np: np.ndarray = self.cpu.numpy()
         self.gpu = self.cpu if on_cpu else device_zeros(shape, dtype, device)
@@ -81,7 +83,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     Not where so much memory would hardly be touched."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if not _HUGE_PAGE <= num_bytes <= _MOST_IN_HUGE_PAGES:
-        return torch.zeros(shape, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype, device="cpu")
     # Whole huge pages: those that an array covers in part are small ones.
     size = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
     memory = np.zeros(size + _HUGE_PAGE, np.uint8)

@@ -97,8 +97,8 @@ class TableSet:
             )
             for g, (at, each) in enumerate(zip(offsets, layouts))
         ]
-        self._fields = torch.tensor(fields, dtype=torch.int64)
-        self._identity = torch.arange(num_rows, dtype=torch.int32)
+        self._fields = torch.tensor(fields, dtype=torch.int64, device="cpu")
+        self._identity = torch.arange(num_rows, dtype=torch.int32, device="cpu")
         self._device_identity = self._identity.to(device) if self._on_cuda else self._identity
         self._make_slots(slot_dtype, pin_memory)
         # A quarter of the tables: with more changed than that, whole tables travel as fast. Two
@@ -366,11 +366,17 @@ class TableSet:
         """The positions of tokens in a circular group's columns; those of other groups as they are."""
         if group == ALL_GROUPS or not self.layouts[group].is_circular:
             return positions
-        of = torch if isinstance(positions, torch.Tensor) else np
-        if of is np:
-            positions = _one_dimensional(positions, torch.int64, "positions")
+        if isinstance(positions, torch.Tensor):
+            # Devices other than a GPU may lack these operations.
+            of, given = (
+                torch,
+                positions if positions.is_cuda else cpu_tensor(positions, "positions"),
+            )
+        else:
+            of, given = np, _one_dimensional(positions, torch.int64, "positions")
         # A position below 0 stays, and is refused.
-        return of.where(positions < 0, positions, positions % self.layouts[group].num_places)
+        places = of.where(given < 0, given, given % self.layouts[group].num_places)
+        return places.to(positions.device) if of is torch else places
 
     def _on_host(
         self, rows: object, positions: object, query_start_loc: object

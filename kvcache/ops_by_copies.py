@@ -1,0 +1,362 @@
+"""The ops on devices that are neither CPU nor CUDA: the CPU's op on host memory, and torch's copies.
+
+Nothing is assumed of such a device but that torch makes views of its tensors and copies them to and from
+the host. Its addresses are never followed: a backend with a boxed CPU fallback would give the CPU's op a
+copy of one tensor, from which raw offsets lead anywhere.
+
+The storages of a call's tensors are mirrored in host memory, at the same offsets and strides; the system
+commits only what is touched of it. So the CPU's op checks what it would check of CPU tensors, before a
+byte of the device changes. This is slow, as the bytes cross the bus while the host waits.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+# Arguments that every op reads on the host.
+_ONLY_ON_HOST = {"groups", "regions", "offsets"}
+_KEY = "CompositeExplicitAutograd"  # of all backends without a kernel of their own
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named from Python 3.13 on
+_libraries: list[torch.library.Library] = []  # registrations end with these objects
+
+
+def follows_addresses(device: torch.device) -> bool:
+    """Whether the ops reach memory of a device by its address: on the CPU and on CUDA devices.
+
+    Elsewhere an op reaches the memory of its tensors, and refuses offsets that lead out of it.
+    """
+    return device.type in ("cpu", "cuda")
+
+
+def register(on_host: dict[str, set[int]]) -> None:
+    """Registers the ops for other devices, once per process.
+
+    on_host: per op the positions of the arguments that may be on the CPU wherever the others are.
+    """
+    library = torch.library.Library("kvcache", "IMPL")
+    _libraries.append(library)
+    for name, positions in on_host.items():
+        # Another copy of kvcache may have been here.
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"kvcache::{name}", _KEY):
+            library.impl(name, _implementation(name, positions), _KEY)
+
+
+def _implementation(name: str, on_host: set[int]) -> Callable[..., None]:
+    op = getattr(torch.ops.kvcache, name).default
+    arguments = op._schema.arguments
+    run = _RUNS.get(name, _run_whole)
+
+    def implementation(*args: object) -> None:
+        given = {each.name: each.default_value for each in arguments}
+        given.update(zip(given, args))
+        # As the CPU's op, this writes to tensors that need gradients or were made in inference mode.
+        with torch.inference_mode():
+            call = _Call(op, given)
+            call.check_places({arguments[i].name for i in on_host})
+            run(call)
+
+    return implementation
+
+
+class _Call:
+    """A call of an op, with host memory that mirrors the storages of its tensors."""
+
+    def __init__(self, op: torch._ops.OpOverload, given: dict[str, object]) -> None:
+        self.given = given
+        self.home = next(
+            (each.device for each in self.tensors().values() if each.device.type != "cpu"),
+            torch.device("cpu"),
+        )
+        self._op = op
+        self._storages: dict[int, torch.UntypedStorage] = {}  # by the address of what they mirror
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors by name, those of lists too."""
+        found = {}
+        for name, value in self.given.items():
+            if isinstance(value, torch.Tensor):
+                found[name] = value
+            elif isinstance(value, list | tuple):
+                found |= {f"{name}[{i}]": each for i, each in enumerate(value)}
+        return found
+
+    def check_places(self, on_host: set[str]) -> None:
+        """RuntimeError unless all tensors are dense, and on one device, or the host where they may be."""
+        for each in self._op._schema.arguments:
+            if str(each.type) == "Tensor" and self.given[each.name] is None:
+                raise RuntimeError(f"{each.name} is None: expected a tensor")
+        first = None
+        for name, tensor in self.tensors().items():
+            at = tensor.device
+            if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+                raise RuntimeError(f"{name} is {tensor.layout} on {at}: expected a dense tensor")
+            if at.type == "cpu" and name.partition("[")[0] in {*on_host, "owners"}:
+                continue
+            if name in _ONLY_ON_HOST:
+                raise RuntimeError(f"{name} is on {at}: expected cpu")
+            first = first or (name, at)
+            if at != first[1]:
+                raise RuntimeError(f"{name} is on {at}: expected {first[1]}, where {first[0]} is")
+        for tensor in self.tensors().values():
+            if tensor.device.type != "cpu":
+                memory = tensor.untyped_storage()
+                known = self._storages.get(memory.data_ptr())
+                if known is None or known.nbytes() < memory.nbytes():
+                    self._storages[memory.data_ptr()] = _lazy_memory(memory.nbytes())
+
+    def mirror(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor's place in host memory; what it holds is not copied. CPU tensors are their own."""
+        if tensor.device.type == "cpu":
+            return tensor
+        memory = self._storages[tensor.untyped_storage().data_ptr()]
+        place = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        return place.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Copies what the tensor holds to its place in host memory."""
+        for d in range(tensor.ndim):  # torch copies to no expanded dimension
+            if tensor.stride(d) == 0 and tensor.shape[d] > 1:
+                tensor = tensor.narrow(d, 0, 1)
+        if tensor.device.type != "cpu":
+            self.mirror(tensor).copy_(tensor)
+
+    def write_back(self, tensor: torch.Tensor) -> None:
+        """The inverse of `fill`."""
+        if tensor.device.type != "cpu":
+            tensor.copy_(self.mirror(tensor))
+
+    def run(self, **changed: object) -> None:
+        """Runs the CPU's op on the mirrors; `changed` takes the place of arguments."""
+
+        def on_host(value: object) -> object:
+            if isinstance(value, list | tuple):
+                return [on_host(each) for each in value]
+            return self.mirror(value) if isinstance(value, torch.Tensor) else value
+
+        given = {**self.given, **changed}
+        self._op(**{name: on_host(value) for name, value in given.items()})
+
+    def storage_at(
+        self, name: str, begin: int, end: int
+    ) -> tuple[torch.UntypedStorage, int] | None:
+        """The storage that holds bytes [begin, end), counted from a tensor's first element, and where
+        they begin there. None where no tensor to which the op's offsets may lead has these bytes."""
+        tensor = self.given[name]
+        start = tensor.data_ptr()
+        for other, each in self.tensors().items():
+            if other.partition("[")[0] not in ("src", "dst", "cache", "owners"):
+                continue
+            memory = each.untyped_storage()
+            shift = start + begin - memory.data_ptr()
+            if each.device == tensor.device and 0 <= shift <= memory.nbytes() - (end - begin):
+                return memory, shift
+        return None
+
+    def written(self) -> list[torch.Tensor]:
+        """The tensors that the op changes."""
+        infos = {each.name: each.alias_info for each in self._op._schema.arguments}
+        names = [name for name, info in infos.items() if info is not None and info.is_write]
+        return [self.given[name] for name in names if self.given[name] is not None]
+
+
+def _run_whole(call: _Call) -> None:
+    """Tables and metadata, which are small, are copied whole."""
+    for tensor in call.tensors().values():
+        call.fill(tensor)
+    call.run()
+    for tensor in call.written():
+        call.write_back(tensor)
+
+
+def _write_kv(call: _Call) -> None:
+    caches = call.written()
+    for name, tensor in call.tensors().items():
+        if name not in ("key_cache", "value_cache"):
+            call.fill(tensor)
+    call.run()
+    for cache in caches:
+        for tokens in _tokens(cache, call.mirror(call.given["slot_mapping"])):
+            call.write_back(tokens)
+
+
+def _gather_kv(call: _Call) -> None:
+    for name, tensor in call.tensors().items():
+        if name not in ("key_cache", "value_cache", "key", "value"):
+            call.fill(tensor)
+    for cache in (call.given["key_cache"], call.given["value_cache"]):
+        for tokens in _tokens(cache, call.mirror(call.given["slot_mapping"])):
+            call.fill(tokens)
+    call.run()
+    for tensor in call.written():
+        call.write_back(tensor)
+
+
+def _tokens(cache: torch.Tensor, slot_mapping: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views of the tokens at these slots, consecutive ones of a block together.
+
+    None of the null block's, and none for arguments that the op refuses.
+    """
+    if cache.ndim not in (4, 5) or cache.numel() == 0 or not _holds_ids(slot_mapping, torch.int64):
+        return
+    num_blocks, block_size = cache.shape[-4], cache.shape[-3]
+    for slot, count in _runs(slot_mapping, block_size, num_blocks * block_size, block_size):
+        block, first = divmod(slot, block_size)
+        yield cache.select(-4, block).narrow(-3, first, count)
+
+
+def _holds_ids(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    return tensor.dtype == dtype and tensor.is_contiguous()
+
+
+def _runs(ids: torch.Tensor, least: int, end: int, cut: int) -> list[tuple[int, int]]:
+    """(first, count) of consecutive ids in [least, end), whatever their order; none crosses a multiple of
+    `cut`."""
+    array = np.unique(ids.numpy())
+    array = array[(array >= least) & (array < end)]
+    begins = np.flatnonzero((np.diff(array, prepend=-2) != 1) | (array % cut == 0))
+    counts = np.diff(begins, append=len(array))
+    return [(int(array[at]), int(count)) for at, count in zip(begins, counts)]
+
+
+def _copy_blocks(call: _Call) -> None:
+    given = call.given
+    regions, pairs, sides = given["regions"], given["pairs"], ["src", "dst"]
+    call.fill(pairs)
+    nowhere = torch.empty(0, dtype=torch.uint8, device="cpu")
+    # The op checks the pairs, and moves nothing where there are no regions.
+    changed = {"dst": nowhere, "regions": regions[:0] if regions.ndim else regions}
+    if given["src"] is None:
+        sides = ["dst", "dst"]
+    else:
+        changed["src"] = nowhere
+    call.run(**changed, **({"owners": []} if "owners" in given else {}))
+    counts = given["num_src_blocks"], given["num_dst_blocks"]
+    runs = _runs_of_pairs(call.mirror(pairs).numpy())
+    work = [
+        [
+            _Fragments(call, i, side, *row[2 * s : 2 * s + 2], row[4], counts[s])
+            for s, side in enumerate(sides)
+        ]
+        for i, row in enumerate(regions.tolist())
+        if row[4] != 0
+    ]
+    for i, (_, destination) in enumerate(work):
+        for name in ("regions", "pairs"):
+            destination.check_apart(name, given[name], i)
+    for source, destination in work:
+        for first, to, count in runs:
+            pages = destination.pages(to, count)
+            if first < 0:
+                pages.zero_()
+            else:
+                pages.copy_(source.pages(first, count))
+
+
+class _Fragments:
+    """A region of one side of a copy. RuntimeError unless all its pages lie in memory of the call."""
+
+    def __init__(
+        self, call: _Call, i: int, side: str, offset: int, stride: int, size: int, count: int
+    ) -> None:
+        last = offset + max(count - 1, 0) * stride
+        found = call.storage_at(side, offset, last + size)
+        if found is None or size < 0 or stride < 0:
+            raise RuntimeError(
+                f"regions[{i}] has pages of {size} bytes from {offset} of {side} on, {stride} apart, and "
+                f"not all lie in the memory of the call's tensors: expected that on {call.home}, whose "
+                "addresses the op does not follow"
+            )
+        self._storage, self._shift = found
+        self._stride, self._size = stride, size
+        self._device = call.given[side].device
+        self._end = self._shift + last - offset + size
+
+    def check_apart(self, name: str, tensor: torch.Tensor, region: int) -> None:
+        """RuntimeError where the pages share memory with an argument that is read."""
+        if tensor.device != self._device or tensor.numel() == 0:
+            return
+        if tensor.untyped_storage().data_ptr() != self._storage.data_ptr():
+            return
+        begin = tensor.storage_offset() * tensor.element_size()
+        if begin < self._end and self._shift < begin + tensor.nbytes:
+            raise RuntimeError(
+                f"dst in regions[{region}] shares memory with {name}: expected memory of its own"
+            )
+
+    def pages(self, first: int, count: int) -> torch.Tensor:
+        """uint8[count, size], a view."""
+        place = torch.empty(0, dtype=torch.uint8, device=self._device)
+        start = self._shift + first * self._stride
+        return place.set_(self._storage, start, (count, self._size), (self._stride, 1))
+
+
+def _runs_of_pairs(pairs: np.ndarray) -> list[tuple[int, int, int]]:
+    """(first source page, first destination page, pages) of consecutive pairs.
+
+    Both ids go up by one, or the destination's does while pages are cleared.
+    """
+    if len(pairs) == 0:
+        return []
+    steps = np.diff(pairs, axis=0)
+    cleared = pairs[:, 0] < 0
+    goes_on = (steps[:, 1] == 1) & (cleared[1:] == cleared[:-1])
+    goes_on &= cleared[1:] | (steps[:, 0] == 1)
+    begins = np.flatnonzero(np.concatenate([[True], ~goes_on]))
+    counts = np.diff(begins, append=len(pairs))
+    return [(*map(int, pairs[at]), int(n)) for at, n in zip(begins, counts)]
+
+
+def _permute_blocks(call: _Call) -> None:
+    cache, offsets, indices = (call.given[name] for name in ("cache", "offsets", "indices"))
+    call.fill(indices)
+    indices, blocks = call.mirror(indices), []
+    are_right = _holds_ids(offsets, torch.int64) and _holds_ids(indices, torch.int32)
+    if cache.ndim == 4 and cache.numel() and offsets.ndim == 1 and are_right:
+        layers = [_layer(call, cache, offset) for offset in offsets.tolist()]
+        here = call.mirror(cache).data_ptr()
+        places = [call.mirror(layer).data_ptr() - here for layer in layers]
+        offsets = torch.tensor(places, dtype=torch.int64, device="cpu")
+        num_blocks = cache.shape[0]
+        for first, count in _runs(indices, 0, num_blocks, num_blocks):
+            blocks += [layer.narrow(0, first, count) for layer in layers]
+    for block in blocks:
+        call.fill(block)
+    call.run(offsets=offsets)
+    for block in blocks:
+        call.write_back(block)
+
+
+def _layer(call: _Call, cache: torch.Tensor, offset: int) -> torch.Tensor:
+    """The layer `offset` bytes after the cache. RuntimeError where the call has no memory there."""
+    item = cache.element_size()
+    span = 1 + sum((n - 1) * step for n, step in zip(cache.shape, cache.stride()))
+    found = call.storage_at("cache", offset, offset + span * item)
+    if found is None or found[1] % item:
+        raise RuntimeError(
+            f"offsets has {offset}: expected a layer in the memory of the call's tensors on {call.home}, "
+            "whose addresses the op does not follow"
+        )
+    place = torch.empty(0, dtype=cache.dtype, device=cache.device)
+    return place.set_(found[0], found[1] // item, cache.shape, cache.stride())
+
+
+def _lazy_memory(num_bytes: int) -> torch.UntypedStorage:
+    """Host memory that the system commits where it is touched, however large. MemoryError."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    try:
+        mapping = mmap.mmap(-1, max(num_bytes, 1), flags=flags)
+    except OSError as error:
+        raise MemoryError(f"{num_bytes:,} bytes of addresses: {error.strerror}") from error
+    return torch.from_numpy(np.frombuffer(mapping, np.uint8)).untyped_storage()
+
+
+_RUNS = {
+    "write_kv": _write_kv,
+    "gather_kv": _gather_kv,
+    "copy_blocks": _copy_blocks,
+    "permute_blocks_": _permute_blocks,
+}
