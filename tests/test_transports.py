@@ -26,6 +26,7 @@ from kvcache.transfer.transport.base import TransferError, make_transport
 from kvcache.transfer.transport.channel import ChannelError, receive_frame, send_frame
 from kvcache.transfer.transport.metadata import TRANSPORT_VERSION
 from kvcache.transfer.transport.spans import Spans
+from tests.reconnects import curve
 from tests.shared import sampled
 from tests.transport_peer import POOL_BYTES, Peer, pattern
 
@@ -1171,3 +1172,15 @@ def test_the_default_group_of_torch_is_left_alone(name, peer):
         side.transport.connect(peer.metadata)
         side.read(peer, 0, 0, SMALL).wait(20)
         assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_connections_that_end_leave_no_descriptors_behind(name, kill):
+    """UCX keeps sockets of NIXL's peers that are gone: as many as 16 connections have, and no more."""
+    count = 20 if kill else 36
+    first, *marks = curve(name, count, kill=kill, every=2)
+    most = {"gloo": 4, "nixl": 16 * 7 + 8}[name]
+    assert max(each.descriptors for each in marks) <= first.descriptors + most, marks
+    if name == "nixl":  # an agent has given way, and its sockets are gone
+        counts = [each.descriptors for each in marks]
+        assert any(later < earlier for earlier, later in itertools.pairwise(counts)), marks

@@ -7,9 +7,8 @@ one, and scattered there.
 
 from __future__ import annotations
 
+import threading
 from typing import Literal
-
-import torch
 
 from kvcache.checks import byte_count
 from kvcache.transfer.transport.base import Transfer
@@ -25,6 +24,9 @@ from kvcache.transfer.transport.staged import StagedTransport
 
 # Where NIXL reaches the peer's memory: smaller fragments are packed as fast or faster.
 _DIRECT_BYTES = 8 << 10
+# UCX keeps up to seven sockets of a peer that NIXL has forgotten until the agent ends (NIXL 1.5.1, three
+# threads), so an agent serves as many connections and then gives way. A new one takes 0.2 to 0.4 s.
+_MOST_CONNECTIONS = 16
 
 
 class NixlTransport(StagedTransport):
@@ -48,13 +50,17 @@ class NixlTransport(StagedTransport):
         if direct_bytes is not None and direct_bytes != "auto":
             direct_bytes = byte_count(direct_bytes, "direct_bytes", 0)
         self._direct_bytes = direct_bytes
-        self._kept: list[torch.Tensor] = []
+        self._kept: list[object] = []
+        self._regions: list[Region] = []  # that agents know
+        self._agent_lock = threading.Lock()
+        self._agent: Agent | None = None  # of the next connection
+        self._host = host
         self._pages_kind: tuple[str, int] | None = None
         super().__init__(agent, host=host, port=port, **options)
         if not self.accepts_writes:
             self._direct_bytes = None
         try:
-            self.nixl = Agent(self.incarnation, host)
+            self._agent = Agent(self.incarnation, host)
         except BaseException:
             self.close()
             raise
@@ -66,21 +72,37 @@ class NixlTransport(StagedTransport):
 
     def close(self) -> None:
         super().close()
-        if (nixl := getattr(self, "nixl", None)) is not None:
-            nixl.close()
+        with self._agent_lock:
+            agent, self._agent = self._agent, None
+        if agent is not None:
+            agent.release()
 
-    def keep(self, memory: torch.Tensor) -> None:
-        """Keeps staging memory that a lost peer may still write to, until the transport is deleted."""
+    def agent_for_connection(self) -> Agent:
+        """An agent that knows all registered memory, to be released. RuntimeError once it is closed."""
+        with self._agent_lock:
+            if self._agent is None:
+                raise RuntimeError(f"the transport of agent {self.agent!r} is closed")
+            if self._agent.num_shared >= _MOST_CONNECTIONS:
+                following = Agent(self.incarnation, self._host)
+                following.register(self._regions)
+                self._agent.release()  # it ends with its last connection
+                self._agent = following
+            return self._agent.share()
+
+    def keep(self, memory: object) -> None:
+        """Keeps memory that a lost peer may still write to, until the transport is deleted."""
         self._kept.append(memory)
 
     def _on_registered(self, memory: list[Region]) -> None:
         if self._direct_bytes is not None and memory:
-            self.nixl.register(memory)
+            with self._agent_lock:
+                self._agent.register(memory)
+                self._regions += memory
             kinds = {kind_of(region) for region in self.memory.regions}
             self._pages_kind = kinds.pop() if len(kinds) == 1 else None
 
     def _open_lane(self, connection: Connection, channel: Channel, *, timeout_s: float) -> Lane:
-        lane = NixlLane(self, connection, channel)
+        lane = NixlLane(self, self.agent_for_connection(), connection, channel)
         connection.on_lane_frame(lane.on_frame)
         connection.attach(channel)
         try:

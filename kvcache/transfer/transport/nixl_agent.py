@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvcache.checks import shown
 from kvcache.transfer.transport.registered import Region
 
 # In turns, 300 reads of 256 x 64 KiB on two overloaded cores: 2 ms 0.72 GB/s, 10 ms 0.71, 0.2 ms 0.58.
@@ -28,8 +29,9 @@ _making = threading.Lock()  # an agent, which sets what all of the process see
 class Agent:
     """One agent with the UCX backend. Every method may be called by any thread.
 
-    host: where it may listen; on the loopback UCX is restricted to it, unless UCX_NET_DEVICES is set.
-    ImportError where NIXL is not installed.
+    It lives as long as somebody has it: who makes it, and whoever calls `share`, until each has called
+    `release`. host: where it may listen; on the loopback UCX is restricted to it, unless UCX_NET_DEVICES
+    is set. ImportError where NIXL is not installed.
     """
 
     def __init__(self, name: str, host: str) -> None:
@@ -46,10 +48,30 @@ class Agent:
         )
         with _making, _network_devices(host), _sleeping_thread(sys.modules[nixl_agent.__module__]):
             self._agent = nixl_agent(name, config)
+        self._changed = threading.Condition()
+        self._num_users = 1
+        self._peers: set[str] = set()
+        self._kept: list[object] = []
+        self.num_shared = 0  # calls of `share`
 
-    def close(self) -> None:
-        """Ends the agent's thread, once the transfers under way have let go of it."""
-        self._agent = None
+    def share(self) -> Agent:
+        """This agent, for one more user."""
+        with self._changed:
+            self._num_users += 1
+            self.num_shared += 1
+        return self
+
+    def release(self) -> None:
+        """A user less. The last one ends the agent, once the transfers under way have let go of it."""
+        with self._changed:
+            self._num_users -= 1
+            if self._num_users == 0:
+                self._agent = None
+                self._kept.clear()
+
+    def keep(self, memory: object) -> None:
+        """Keeps memory as long as the agent lives."""
+        self._kept.append(memory)
 
     def register(self, regions: list[Region]) -> list:
         """Registers memory; what `deregister` takes."""
@@ -65,21 +87,48 @@ class Agent:
     def deregister(self, registered: list) -> None:
         """The inverse of `register`."""
         for each in registered:
-            self._agent.deregister_memory(each)
+            with suppress(Exception):  # NIXL has let go of it
+                self._agent.deregister_memory(each)
 
     def metadata(self) -> bytes:
         """What a peer's agent needs to reach the memory that is registered so far."""
         return self._agent.get_agent_metadata()
 
-    def add(self, metadata: bytes) -> str:
-        """Adds a peer, and returns its name. Any exception for what is no metadata."""
-        name = self._agent.add_remote_agent(metadata)
-        return name.decode() if isinstance(name, bytes) else name
+    def add(self, metadata: bytes, name: str, timeout_s: float) -> None:
+        """Adds the peer of this name, once it is forgotten from before.
+
+        RuntimeError where that takes longer, and for metadata of another name; any exception for what is
+        no metadata.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: name not in self._peers, timeout_s):
+                raise RuntimeError("transfers with the peer from before have not ended in time")
+            self._peers.add(name)
+        try:
+            found = self._agent.add_remote_agent(metadata)
+            found = found.decode() if isinstance(found, bytes) else found
+            if found != name:
+                self._forget(found)
+                raise RuntimeError(
+                    f"NIXL's metadata are of {shown(found)}: expected the peer's own"
+                )
+        except BaseException:
+            self._free_name(name)
+            raise
 
     def remove(self, name: str) -> None:
-        """Forgets a peer."""
+        """Forgets a peer that was added."""
+        self._forget(name)
+        self._free_name(name)
+
+    def _forget(self, name: str) -> None:
         with suppress(Exception):  # it is gone, which is why it is removed
             self._agent.remove_remote_agent(name)
+
+    def _free_name(self, name: str) -> None:
+        with self._changed:
+            self._peers.discard(name)
+            self._changed.notify_all()
 
     def begin(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -49,12 +50,12 @@ class DirectTransfer(StagedTransfer):
 class DirectFlow:
     """A thread that begins transfers one after the other, and tells the peer when they are done.
 
-    It forgets the peer once it is closed and NIXL has let go of all: of a peer that is forgotten earlier,
-    NIXL says that transfers have ended, and goes on with them.
+    It forgets the peer, and calls `on_end`, once it is closed and NIXL has let go of all: of a peer that
+    is forgotten earlier, NIXL says that transfers have ended, and goes on with them.
     """
 
-    def __init__(self, agent: Agent, connection: Connection) -> None:
-        self._agent, self._connection = agent, connection
+    def __init__(self, agent: Agent, connection: Connection, on_end: Callable[[], None]) -> None:
+        self._agent, self._connection, self._on_end = agent, connection, on_end
         self._transfers: queue.SimpleQueue[DirectTransfer | None] = queue.SimpleQueue()
         self._held: list[tuple[Handle, DirectTransfer]] = []  # of which NIXL has not let go yet
         self.thread = threading.Thread(
@@ -90,6 +91,7 @@ class DirectFlow:
                 self._connection.fail(f"{type(error).__name__}: {error}")
             self._connection.untrack(transfer.number)
         self._agent.remove(self._connection.peer.incarnation)
+        self._on_end()
 
     def _move(self, transfer: DirectTransfer) -> None:
         for tiles in zip(*(_lists(spans) for spans in transfer.spans)):

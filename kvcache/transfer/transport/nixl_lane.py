@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections import deque
@@ -14,7 +15,7 @@ from kvcache.checks import shown
 from kvcache.transfer.transport.channel import Channel
 from kvcache.transfer.transport.connection import Connection
 from kvcache.transfer.transport.lane import PIECES_AHEAD, Lane
-from kvcache.transfer.transport.nixl_agent import Handle, Reach
+from kvcache.transfer.transport.nixl_agent import Agent, Handle, Reach
 from kvcache.transfer.transport.nixl_direct import DirectFlow
 from kvcache.transfer.transport.registered import Region
 
@@ -32,13 +33,22 @@ class NixlLane(Lane):
     free for the next piece of a tag) and `arrived` (the piece was written).
     """
 
-    def __init__(self, owner: NixlTransport, connection: Connection, channel: Channel) -> None:
-        self._owner, self._connection, self._channel = owner, connection, channel
+    def __init__(
+        self, owner: NixlTransport, agent: Agent, connection: Connection, channel: Channel
+    ) -> None:
+        self._owner, self._agent = owner, agent
+        self._connection, self._channel = connection, channel
         self._piece_bytes = connection.piece_bytes
-        self._memory = torch.zeros(2, _SLOTS, self._piece_bytes, dtype=torch.uint8, device="cpu")
+        self._mapped = mmap.mmap(-1, 2 * _SLOTS * self._piece_bytes)  # zeros
+        memory = torch.frombuffer(self._mapped, dtype=torch.uint8)
+        self._memory = memory.view(2, _SLOTS, self._piece_bytes)
         begin = self._memory.data_ptr()
         region = Region(begin, begin + self._memory.nbytes, self._memory)
-        self._registered = owner.nixl.register([region])
+        try:
+            self._registered = agent.register([region])
+        except BaseException:
+            agent.release()
+            raise
         self._changed = threading.Condition()
         self._hello: tuple[dict, bytes] | None = None
         self._rooms: dict[int, deque[int]] = {}
@@ -54,7 +64,7 @@ class NixlLane(Lane):
     def open(self, timeout_s: float) -> None:
         """Exchanges what NIXL needs. RuntimeError where the peer does not answer, or what it says is no
         metadata."""
-        nixl = self._owner.nixl
+        nixl, deadline = self._agent, time.monotonic() + timeout_s
         slots = [self._memory[1, slot].data_ptr() for slot in range(_SLOTS)]
         reach = Reach.of_this()
         header = {"op": "lane", "kind": "hello", "slots": slots, "pages": self._owner.pages_kind}
@@ -66,19 +76,17 @@ class NixlLane(Lane):
             if self._hello is None:
                 raise RuntimeError("the connection has ended")
         told, metadata = self._hello
+        name = self._connection.peer.incarnation
         try:
-            name = nixl.add(metadata)
+            nixl.add(metadata, name, max(deadline - time.monotonic(), 0.0))
         except Exception as error:
             raise RuntimeError(f"NIXL refuses the peer's metadata: {error}") from error
-        if name != self._connection.peer.incarnation:
-            nixl.remove(name)
-            raise RuntimeError(f"NIXL's metadata are of {shown(name)}: expected the peer's own")
         self._peer_slots = told["slots"]
         self.peer_kind = tuple(told["pages"]) if told["pages"] is not None else None
         self.is_reached = reach.reaches(Reach(*told["reach"]))
         with self._changed:
             if not self._is_closed:
-                self.direct = DirectFlow(nixl, self._connection)
+                self.direct = DirectFlow(nixl, self._connection, self._let_go)
                 self.threads = [self.direct.thread]
                 return
         nixl.remove(name)
@@ -128,7 +136,19 @@ class NixlLane(Lane):
         self._under_way.clear()
         if self.direct is not None:
             self.direct.close()
-        self._owner.keep(self._memory)
+        else:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Gives back what the ended lane has.
+
+        A lost peer that reaches memory without this side's help may still write to it: its addresses stay
+        this lane's, without memory behind them.
+        """
+        self._agent.deregister(self._registered)
+        self._mapped.madvise(mmap.MADV_DONTNEED)
+        (self._owner if self.is_reached else self._agent).keep(self._mapped)
+        self._agent.release()
 
     # For the pieces.
 
@@ -170,7 +190,7 @@ class NixlLane(Lane):
             (np.array([self._peer_slots[slot]]), *_HOST),
         ]
         peer, length = self._connection.peer.incarnation, np.array([sending.piece.nbytes])
-        sending.handle = self._owner.nixl.begin("WRITE", peer, sides, length)
+        sending.handle = self._agent.begin("WRITE", peer, sides, length)
         self._under_way.append(sending)
 
     def wait_until_written(self, sending: _Sending, deadline: float) -> None:
