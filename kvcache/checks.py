@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Sequence, Sized
 from itertools import islice
 from numbers import Real
@@ -178,6 +179,16 @@ def text(value: str, name: str) -> str:
     except UnicodeEncodeError:
         raise ValueError(f"{name} is {shown(value)}: expected text that UTF-8 can hold") from None
     return value
+
+
+def path(value: str | os.PathLike[str], name: str) -> str:
+    """The name of a file; no file descriptor and no bytes. TypeError or ValueError."""
+    found = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(found, str):
+        raise TypeError(f"{name} is {shown(value)}: expected a string or an os.PathLike")
+    if not found or "\0" in found:
+        raise ValueError(f"{name} is {shown(found)}: expected the name of a file")
+    return found
 
 
 def check_name(value: str, name: str) -> None:

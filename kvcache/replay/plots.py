@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvcache.checks import path as checked_path
 from kvcache.replay.comparison import Comparison
 from kvcache.replay.replayer import Series
 from kvcache.replay.report import ReplayReport
@@ -47,7 +48,7 @@ def draw(series: Series, report: ReplayReport, path: str | os.PathLike) -> None:
         _title(report), x=0.02, ha="left", fontsize=11, linespacing=1.5, parse_math=False
     )
     try:
-        figure.savefig(path, dpi=130)
+        figure.savefig(checked_path(path, "path"), dpi=130)
     finally:
         plt.close(figure)
 
@@ -84,7 +85,7 @@ def draw_comparison(comparison: Comparison, path: str | os.PathLike) -> None:
         parse_math=False,
     )
     try:
-        figure.savefig(path, dpi=130)
+        figure.savefig(checked_path(path, "path"), dpi=130)
     finally:
         plt.close(figure)
 

@@ -10,7 +10,7 @@ import time
 
 from tests.wrong_calls import driver
 
-CHUNK = 10_000  # calls between two looks at the clock
+CHUNK = 4_000  # calls between two looks at the clock
 
 
 def main() -> int:

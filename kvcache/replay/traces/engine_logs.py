@@ -18,22 +18,37 @@ import numpy as np
 
 from kvcache.checks import MAX_INT32
 from kvcache.replay.content import prefix_keys
-from kvcache.replay.traces.fields import Line, TraceError
+from kvcache.replay.traces.fields import Line, TraceError, quoted
 from kvcache.replay.traces.registry import register
 from kvcache.replay.traces.text import tokens_of_text
 from kvcache.replay.workload import WorkloadRequest
 
 _IDS = r"\[([0-9, ]*)\]"
-_VLLM = re.compile(rf"(?:Received request|Request) \S+.*: .*\bprompt_token_ids: {_IDS}")
+_VLLM_REQUEST = re.compile(r"Received request \S|Request \S")
+_VLLM_IDS = re.compile(rf"\bprompt_token_ids: {_IDS}")
 _SGLANG = re.compile(r"Receive: obj=GenerateReqInput\(")
 _SGLANG_IDS = re.compile(rf"\binput_ids={_IDS}")
 _SGLANG_TEXT = re.compile(r"\btext=('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")")
+_MOST_DIGITS = 20
 _TIME = re.compile(r"(?:\d\d(\d\d)-)?(\d\d-\d\d \d\d:\d\d:\d\d)")
 
 
-@register("vllm_log", lambda line, record: _VLLM.search(_decoded(line)) is not None)
+def _vllm_ids(line: Line) -> re.Match[str] | None:
+    """The ids of a line that logs a request: the last ones, as a prompt may hold such text itself.
+
+    In steps, as one expression for the whole line would try every pair of its colons.
+    """
+    text = _decoded(line)
+    request = _VLLM_REQUEST.search(text)
+    colon = -1 if request is None else text.find(": ", request.end())
+    if colon < 0:
+        return None
+    return max(_VLLM_IDS.finditer(text, colon + 2), key=re.Match.start, default=None)
+
+
+@register("vllm_log", lambda line, record: _vllm_ids(line) is not None)
 def _read_vllm(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
-    found = ((line, _VLLM.search(_decoded(line))) for line in lines)
+    found = ((line, _vllm_ids(line)) for line in lines)
     yield from _requests((line, _ids(line, each[1])) for line, each in found if each is not None)
 
 
@@ -48,7 +63,7 @@ def _read_sglang(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
             if ids is not None:
                 yield line, _ids(line, ids[1])
             elif words is not None:
-                yield line, tokens_of_text(ast.literal_eval(words[1]))
+                yield line, tokens_of_text(_literal(line, words[1]))
             else:
                 raise TraceError(
                     f"{line.where}: has neither input_ids nor text: expected a log with prompts "
@@ -63,10 +78,26 @@ def _decoded(line: Line) -> str:
 
 
 def _ids(line: Line, text: str) -> np.ndarray:
-    ids = [int(each) for each in text.split(",") if each.strip()]
-    if ids and max(ids) > MAX_INT32:
-        raise TraceError(f"{line.where}: has token {max(ids)}: expected at most {MAX_INT32}")
-    return np.array(ids, np.int32)
+    return np.array([_token(line, each) for each in text.split(",") if each.strip()], np.int32)
+
+
+def _token(line: Line, text: str) -> int:
+    digits = text.strip()
+    if not digits.isdecimal():
+        raise TraceError(f"{line.where}: has token {quoted(digits)}: expected a whole number")
+    if len(digits) > _MOST_DIGITS or int(digits) > MAX_INT32:
+        raise TraceError(f"{line.where}: has token {digits[:40]}: expected at most {MAX_INT32}")
+    return int(digits)
+
+
+def _literal(line: Line, text: str) -> str:
+    """The text that a literal of Python stands for."""
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        raise TraceError(
+            f"{line.where}: text is {quoted(text)}: expected a string as Python writes it"
+        ) from None
 
 
 def _requests(prompts: Iterator[tuple[Line, np.ndarray]]) -> Iterator[WorkloadRequest]:

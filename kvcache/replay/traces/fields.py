@@ -9,6 +9,8 @@ import numpy as np
 
 from kvcache.checks import MAX_INT32
 
+_MOST_TIME = 2**53 - 1  # seconds or milliseconds, which a float still counts
+
 
 class TraceError(ValueError):
     """A trace line that is malformed; names file, line, field and value."""
@@ -38,18 +40,30 @@ def field(record: dict, name: str, line: Line) -> object:
 
 
 def count(record: dict, name: str, least: int, line: Line) -> int:
+    """A number of tokens."""
+    return _whole(record, name, least, MAX_INT32, line)
+
+
+def milliseconds(record: dict, name: str, line: Line) -> int:
+    """A time in milliseconds."""
+    return _whole(record, name, 0, _MOST_TIME, line)
+
+
+def _whole(record: dict, name: str, least: int, most: int, line: Line) -> int:
     value = field(record, name, line)
     if type(value) is not int or value < least:  # a bool is an int, and no count
         raise TraceError(
             f"{line.where}: {name} is {quoted(value)}: expected a whole number of {least} or more"
         )
+    if value > most:
+        raise TraceError(f"{line.where}: {name} is {quoted(value)}: expected at most {most}")
     return value
 
 
 def seconds(record: dict, name: str, line: Line) -> int:
     """A time in seconds, as milliseconds."""
     value = field(record, name, line)
-    if type(value) not in (int, float) or not 0 <= value < 2**53:
+    if type(value) not in (int, float) or not 0 <= value < _MOST_TIME:
         raise TraceError(
             f"{line.where}: {name} is {quoted(value)}: expected a number of seconds, 0 or more"
         )
@@ -81,5 +95,9 @@ def token_ids(record: dict, name: str, line: Line) -> np.ndarray:
 
 
 def quoted(value: object) -> str:
-    text = json.dumps(value)
+    """As JSON has it, cut off where it is long."""
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        text = "nested too deeply"
     return text if len(text) <= 40 else text[:37] + "..."

@@ -12,7 +12,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvcache.replay.traces.block_ids import MAX_BLOCK_ID, block_content, block_tokens
-from kvcache.replay.traces.fields import Line, TraceError, count, quoted, record_of, whole_numbers
+from kvcache.replay.traces.fields import (
+    Line,
+    TraceError,
+    count,
+    milliseconds,
+    quoted,
+    record_of,
+    whole_numbers,
+)
 from kvcache.replay.traces.registry import read_trace, register
 from kvcache.replay.workload import WorkloadRequest
 
@@ -28,7 +36,7 @@ def read_mooncake(path: str | os.PathLike) -> Iterator[WorkloadRequest]:
 def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
     for index, line in enumerate(lines):
         record = record_of(line)
-        arrival = count(record, "timestamp", 0, line)
+        arrival = milliseconds(record, "timestamp", line)
         length = count(record, "input_length", 1, line)
         output_length = count(record, "output_length", 0, line)
         ids = whole_numbers(record, "hash_ids", MAX_BLOCK_ID, line)

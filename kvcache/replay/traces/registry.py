@@ -6,13 +6,16 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
+from kvcache.checks import path as checked_path
+from kvcache.checks import shown
 from kvcache.replay.traces.fields import Line, TraceError
 from kvcache.replay.workload import WorkloadRequest
 
 Reader = Callable[[Iterator[Line]], Iterator[WorkloadRequest]]
 _MOST_LOOKED_AT = 10_000  # lines of a log, before the first request
+MOST_LINE_BYTES = 2**26  # a prompt of some million tokens has fewer
 
 
 class _Form(NamedTuple):
@@ -49,22 +52,22 @@ def read_trace(path: str | os.PathLike, form: str | None = None) -> Iterator[Wor
 
     `form`: one of `trace_forms()`; None: the one that its first lines show, Mooncake's where none does.
 
-    Raises TraceError when a malformed line is reached, ValueError for a form that there is not, OSError
-    when the file cannot be read.
+    TypeError or ValueError, at once, for what is no path (a file descriptor is none) and for an unknown
+    form. TraceError when a malformed line is reached, or one of more than 64 MiB; OSError when the file
+    cannot be read.
 
     >>> next(read_trace("mooncake_conversation.jsonl")).num_tokens  # doctest: +SKIP
     6758
     """
-    if form is not None and form not in _FORMS:
-        raise ValueError(f"form is {form!r}: expected one of {', '.join(trace_forms())}")
-    return _requests(path, form)
+    name = checked_path(path, "path")
+    if form is not None and not (isinstance(form, str) and form in _FORMS):
+        raise ValueError(f"form is {shown(form)}: expected one of {', '.join(trace_forms())}")
+    return _requests(name, form)
 
 
-def _requests(path: str | os.PathLike, form: str | None) -> Iterator[WorkloadRequest]:
-    with open(path, "rb") as file:
-        name = os.fspath(path)
-        numbered = enumerate(file, 1)
-        lines = (Line(text, f"{name}, line {n}") for n, text in numbered if not text.isspace())
+def _requests(name: str, form: str | None) -> Iterator[WorkloadRequest]:
+    with open(name, "rb") as file:
+        lines = _lines(file, name)
         if form is None:
             form, lines = _shown(lines)
         found = False
@@ -73,6 +76,20 @@ def _requests(path: str | os.PathLike, form: str | None) -> Iterator[WorkloadReq
             yield request
         if not found and form.endswith("_log"):
             raise TraceError(f"{name}: has no request: expected a log of form {form!r} with some")
+
+
+def _lines(file: BinaryIO, name: str) -> Iterator[Line]:
+    """Those that are not blank."""
+    for number in itertools.count(1):
+        text = file.readline(MOST_LINE_BYTES + 1)
+        if not text:
+            return
+        if len(text) > MOST_LINE_BYTES:
+            raise TraceError(
+                f"{name}, line {number}: has more than {MOST_LINE_BYTES} bytes: expected one request"
+            )
+        if not text.isspace():
+            yield Line(text, f"{name}, line {number}")
 
 
 def _shown(lines: Iterator[Line]) -> tuple[str, Iterator[Line]]:

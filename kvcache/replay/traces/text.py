@@ -14,7 +14,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvcache.replay.content import VOCABULARY, prefix_keys
-from kvcache.replay.traces.fields import Line, TraceError, count, field, quoted, record_of
+from kvcache.replay.traces.fields import (
+    Line,
+    TraceError,
+    count,
+    field,
+    milliseconds,
+    quoted,
+    record_of,
+)
 from kvcache.replay.traces.registry import register
 from kvcache.replay.workload import WorkloadRequest
 
@@ -24,7 +32,8 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 def tokens_of_text(text: str) -> np.ndarray:
     """int32[n]: one token per word or sign, below `VOCABULARY`."""
     words = _WORD.findall(text)
-    return np.array([zlib.crc32(word.encode()) % VOCABULARY for word in words], np.int32)
+    keys = (zlib.crc32(word.encode(errors="surrogatepass")) for word in words)
+    return np.array([key % VOCABULARY for key in keys], np.int32)
 
 
 def _is_text(_: Line, record: dict | None) -> bool:
@@ -42,7 +51,7 @@ def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
             raise TraceError(
                 f"{line.where}: {name} is {quoted(record[name])}: expected a word at least"
             )
-        arrival = count(record, "timestamp", 0, line) if "timestamp" in record else 0
+        arrival = milliseconds(record, "timestamp", line) if "timestamp" in record else 0
         answer = count(record, "output_length", 0, line) if "output_length" in record else 0
         yield WorkloadRequest(index, arrival, tokens, answer, prefix_keys(tokens))
 

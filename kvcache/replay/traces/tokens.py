@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvcache.replay.content import prefix_keys
-from kvcache.replay.traces.fields import Line, TraceError, count, record_of, token_ids
+from kvcache.replay.traces.fields import (
+    Line,
+    TraceError,
+    count,
+    milliseconds,
+    record_of,
+    token_ids,
+)
 from kvcache.replay.traces.registry import register
 from kvcache.replay.workload import WorkloadRequest
 
@@ -25,6 +32,6 @@ def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
                 f"{line.where}: token_ids is missing: expected one of {', '.join(_NAMES)}"
             )
         tokens = token_ids(record, name, line)
-        arrival = count(record, "timestamp", 0, line) if "timestamp" in record else 0
+        arrival = milliseconds(record, "timestamp", line) if "timestamp" in record else 0
         answer = count(record, "output_length", 0, line) if "output_length" in record else 0
         yield WorkloadRequest(index, arrival, tokens, answer, prefix_keys(tokens))
