@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -270,7 +271,7 @@ class Placement:
     A page is one stretch of bytes in each of several regions. All arrays are int64, read-only, in
     bytes; p counts K and, if there is any, V. Element e of a head of a token begins
     `kv_offsets[layer, p] + token * token_strides[p] + head * head_strides[p] + e * element_bytes`
-    bytes behind where the page begins in region `regions[layer, p]`.
+    bytes behind where the page begins in region `regions[layer, p] + head * head_regions`.
     """
 
     regions: np.ndarray  # [num_layers, p]
@@ -284,10 +285,13 @@ class Placement:
     token_count: int  # of a page
     head_count: int
     scale_bytes_per_token: int
+    head_regions: int = 0  # from the region of a head to that of the next; 0: they share one
 
     @functools.cached_property
     def is_contiguous(self) -> bool:
         """Whether K of a page in a layer is one stretch of bytes, and V too."""
+        if self.head_regions:
+            return False
         counts = ((self.token_strides, self.token_count), (self.head_strides, self.head_count))
         volume = self.head_bytes * (self.token_count * self.head_count)
         extent = self.head_bytes + sum(stride * (count - 1) for stride, count in counts)
@@ -328,10 +332,20 @@ class Placement:
         token, head = np.indices((self.token_count, self.head_count)).reshape(2, -1)
         begins = token * self.token_strides[p] + head * self.head_strides[p]
         table = np.empty((len(begins), 3), np.int64)
-        table[:, 0] = self.regions[layer, p]
-        table[:, 1] = np.sort(begins) + self.kv_offsets[layer, p]
+        table[:, 0] = self.regions[layer, p] + head * self.head_regions
+        table[:, 1] = begins + self.kv_offsets[layer, p]
         table[:, 2] = self.head_bytes[p]
-        return merged_runs(table)
+        return merged_runs(table[np.lexsort((table[:, 1], table[:, 0]))])
+
+    def of_head(self, head: int) -> Placement:
+        """The placement of one head, as if there were no other."""
+        return replace(
+            self,
+            regions=_read_only(self.regions + head * self.head_regions),
+            kv_offsets=_read_only(self.kv_offsets + head * self.head_strides),
+            head_count=1,
+            head_regions=0,
+        )
 
     def layer_runs(self, layer: int, num_parts: int | None = None) -> np.ndarray:
         """int64[n, 3]: as `runs`, K and V of a layer together, or the first `num_parts` of its parts."""
@@ -355,7 +369,7 @@ def merged_runs(table: np.ndarray) -> np.ndarray:
 def check_memory_order(order: Sequence[str], name: str = "memory_order") -> tuple[str, ...]:
     """The order as a tuple. ValueError unless a page can be read by its blocks.
 
-    Block, token and element are needed; element is the last; before block come layer and kv alone.
+    Block, token and element are needed; element is the last; before block come layer, kv and head alone.
     Without "layer" each layer lies by itself; without "kv" V of a head follows its K; without "head"
     there is one.
     """
@@ -369,9 +383,9 @@ def check_memory_order(order: Sequence[str], name: str = "memory_order") -> tupl
             f"{name} is {order}: expected each at most once of layer, {', '.join(ROLES)}, "
             f"with {', '.join(sorted(_NEEDED))} among them"
         )
-    if order[-1] != "element" or not set(order[: order.index("block")]) <= {"layer", "kv"}:
+    if order[-1] != "element" or not set(order[: order.index("block")]) <= {"layer", "kv", "head"}:
         raise ValueError(
-            f"{name} is {order}: expected element last, and no role but layer and kv before block"
+            f"{name} is {order}: expected element last, and no role but layer, kv and head before block"
         )
     return order
 
@@ -442,6 +456,11 @@ def place_elements(
     scale_bytes = scale_bytes_per_token * block_size
     volume = head_bytes.copy()  # of what lies further inside, for K and for V
     kv_inside = "kv" in inner
+    if scale_bytes and "head" in outer:
+        raise ValueError(
+            f"scale_bytes_per_token is {scale_bytes_per_token}: expected 0 with the memory order "
+            f"{order}, in which the heads of a token do not lie together"
+        )
     for n, role in reversed(list(enumerate(inner))):
         if role == "kv":
             kv_starts = np.cumsum(volume) - volume
@@ -460,17 +479,15 @@ def place_elements(
     if scale_bytes and kv_inside and "layer" in outer:
         scale_start, volume = int(volume[0]), volume + scale_bytes
     layer, p = np.indices((num_layers, len(sizes)))
-    per_layer = [*volume] if not kv_inside else [volume[0]]
-    num_regions_of_layer = len(per_layer)
-    if "layer" not in outer:
-        regions = p if not kv_inside else np.zeros_like(p)
-        region_bytes = per_layer
-    elif outer.index("layer") == 0 or kv_inside:
-        regions = layer * num_regions_of_layer + (p if not kv_inside else 0)
-        region_bytes = per_layer * num_layers
-    else:
-        regions = p * num_layers + layer
-        region_bytes = [size for size in per_layer for _ in range(num_layers)]
+    # A region for each choice of what comes before the blocks, the last role's the fastest.
+    outer_counts = [{**counts, "kv": len(sizes)}[role] for role in outer]
+    region_of = np.arange(math.prod(outer_counts)).reshape(outer_counts)
+    step = {role: region_of.strides[n] // region_of.itemsize for n, role in enumerate(outer)}
+    regions = layer * step.get("layer", 0) + p * step.get("kv", 0)
+    which_kv = np.zeros(len(region_of.ravel()), np.int64)
+    if not kv_inside:
+        which_kv = region_of.ravel() // step["kv"] % len(sizes)
+    region_bytes = volume[which_kv].tolist()
     offsets = layer * strides["layer"] + kv_starts
     if scales_apart:
         scale_regions = len(region_bytes) + np.arange(num_layers)
@@ -490,7 +507,11 @@ def place_elements(
         scale_offsets,
     )
     return Placement(
-        *(_read_only(array) for array in arrays), block_size, num_kv_heads, scale_bytes_per_token
+        *(_read_only(array) for array in arrays),
+        block_size,
+        num_kv_heads,
+        scale_bytes_per_token,
+        step.get("head", 0) if num_kv_heads > 1 else 0,
     )
 
 

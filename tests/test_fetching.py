@@ -183,6 +183,126 @@ def test_any_range_of_tokens_with_null_pages_on_both_sides(trials):
     assert trials < 100 or (permuted and missing)
 
 
+NUM_TOKENS = 21
+
+
+def named(layer, kv):
+    """[tokens, heads, SIZE]: of each element its token, layer, K or V, head and place."""
+    token, head, place = torch.meshgrid(
+        torch.arange(NUM_TOKENS), torch.arange(HEADS), torch.arange(SIZE), indexing="ij"
+    )
+    return ((((token * 8 + layer) * 2 + kv) * HEADS + head) * SIZE + place).float()
+
+
+def cells(ids, block_size):
+    """(block, token in it) of each token of a request with these blocks."""
+    token = torch.arange(NUM_TOKENS)
+    return torch.tensor(ids)[token // block_size], token % block_size
+
+
+def lhbnc(num_layers, num_blocks, block_size):
+    """An engine's tensors [heads, blocks, tokens, K and V], and K and V as [blocks, tokens, heads]."""
+    tensors = [
+        torch.full((HEADS, num_blocks, block_size, 2 * SIZE), EMPTY) for _ in range(num_layers)
+    ]
+    halves = [[each[..., :SIZE], each[..., SIZE:]] for each in tensors]
+    return tensors, [[half.permute(1, 2, 0, 3) for half in pair] for pair in halves]
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+@pytest.mark.parametrize("block_size", [4, 8])
+def test_heads_outside_of_blocks_come_from_and_go_to_any_order(transports, is_local, block_size):
+    tensors, theirs = lhbnc(2, 9, block_size)
+    outside = CacheDescription(
+        engine_id="LHBNC", num_layers=2, total_num_kv_heads=HEADS, head_size=SIZE, dtype="float32",
+        block_size=block_size, memory_order=("layer", "head", "block", "token", "element"),
+    )  # fmt: skip
+    storage = KVStorage(9, 4, HEADS, SIZE, num_layers=2, dtype=torch.float32, backend="FLASHINFER")
+    inside = replace(outside, engine_id="NHD", block_size=4, memory_order=storage.memory_order)
+    mine = [[storage.key_cache(layer), storage.value_cache(layer)] for layer in range(2)]
+    for each in (part for layer in mine for part in layer):
+        each.fill_(EMPTY)
+    sides = [
+        (outside, Pages.over(tensors, block_dim=1), theirs, [5, 2, 7, 1, 3, 8]),
+        (inside, storage.pages, mine, [3, 8, 1, 6, 4, 2]),
+    ]
+    (local, pages, target, ids), (remote, from_pages, source, from_ids) = (
+        sides if is_local else sides[::-1]
+    )
+    ids, from_ids = (
+        i[: -(-NUM_TOKENS // d.block_size)] for i, d in ((ids, local), (from_ids, remote))
+    )
+    for layer in range(2):
+        for kv in range(2):
+            source[layer][kv][cells(from_ids, remote.block_size)] = named(layer, kv)
+    for transport, each in zip(transports, (pages, from_pages)):
+        transport.register(each)
+    peer = transports[0].connect(transports[1].metadata())
+    group = GroupFetch(
+        plan_transfer(local, remote, 0, allow_permutation=False), np.array(ids), np.array(from_ids),
+        region_addresses(local, pages), {0: region_addresses(remote, from_pages)},
+    )  # fmt: skip
+    fetch(transports[0], {0: peer}, [group], 0, NUM_TOKENS).wait(10)
+    for layer in range(2):
+        for kv in range(2):
+            got = target[layer][kv]
+            assert torch.equal(got[cells(ids, local.block_size)], named(layer, kv))
+            others = [block for block in range(9) if block not in ids]
+            assert (got[others] == EMPTY).all()
+
+
+def test_stages_of_unlike_block_sizes_are_fetched_part_by_part(transports):
+    """Each stage is described as an engine of its own, and so are the local layers that it has."""
+    storage = KVStorage(9, 4, HEADS, SIZE, num_layers=3, dtype=torch.float32, backend="FLASHINFER")
+    ids = [3, 8, 1, 6, 4, 2]
+    for layer in range(3):
+        storage.kv_caches[layer].fill_(EMPTY)
+    stages = [(range(2), 8, [5, 2, 7]), (range(2, 3), 16, [4, 1])]
+    groups = []
+    for number, (layers, block_size, their_ids) in enumerate(stages):
+        theirs = KVStorage(9, block_size, HEADS, SIZE, num_layers=len(layers), dtype=torch.float32)
+        for at, layer in enumerate(layers):
+            for kv, part in enumerate((theirs.key_cache(at), theirs.value_cache(at))):
+                part.fill_(EMPTY)
+                part[cells(their_ids, block_size)] = named(layer, kv)
+        remote = CacheDescription(
+            engine_id=f"stage {number}", num_layers=len(layers), total_num_kv_heads=HEADS,
+            head_size=SIZE, dtype="float32", block_size=block_size, memory_order=theirs.memory_order,
+        )  # fmt: skip
+        local = replace(remote, engine_id="d", block_size=4, memory_order=storage.memory_order)
+        own = KVStorage.from_tensors([storage.kv_caches[i] for i in layers], backend="FLASHINFER")
+        transports[0].register(own.pages)
+        transports[1].register(theirs.pages)
+        groups.append(
+            GroupFetch(
+                plan_transfer(local, remote, 0),
+                np.array(ids),
+                np.array(their_ids),
+                region_addresses(local, own.pages),
+                {0: region_addresses(remote, theirs.pages)},
+                own,
+            )
+        )
+    peer = transports[0].connect(transports[1].metadata())
+    fetch(transports[0], {0: peer}, groups, 0, NUM_TOKENS).wait(10)
+    for layer in range(3):
+        for kv, part in enumerate((storage.key_cache(layer), storage.value_cache(layer))):
+            assert torch.equal(part[cells(ids, 4)], named(layer, kv))
+            assert (part[[0, 5, 7]] == EMPTY).all()
+
+
+def test_unlike_block_sizes_in_one_description_are_refused_by_name():
+    one = CacheDescription(
+        engine_id="a", num_layers=2, total_num_kv_heads=1, head_size=8, block_size=4
+    )
+    with pytest.raises(TypeError, match=r"block_size is \(4, 8\): expected an integer"):
+        replace(one, block_size=(4, 8))
+    with pytest.raises(
+        TypeError, match=r"stages\[0\] is \(1, 1, 4\): expected \(num_layers, tp_size\)"
+    ):
+        replace(one, stages=[(1, 1, 4), (1, 1, 8)])
+
+
 def test_an_empty_range_moves_nothing():
     rng = random.Random(0)
     mine, theirs, plan, num_tokens = engines(rng)

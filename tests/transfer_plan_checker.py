@@ -5,6 +5,8 @@ instead of offsets. Every element is a number that names its token, layer, K, V 
 in the row; elements are four bytes, so a wrong byte is a wrong number.
 """
 
+import itertools
+
 import numpy as np
 
 from kvcache.transfer.description import CacheDescription
@@ -26,6 +28,9 @@ ORDERS = {
     "kv, heads, layers": ("block", "kv", "head", "layer", "token", "element"),
     "all K, all V": ("kv", "block", "layer", "token", "head", "element"),
     "layers within kv": ("kv", "layer", "block", "token", "head", "element"),
+    "heads outside": ("layer", "head", "block", "token", "element"),  # LHBNC
+    "heads outside, layers inside": ("kv", "head", "block", "layer", "token", "element"),
+    "heads before layers": ("head", "layer", "kv", "block", "token", "element"),
 }
 PACKINGS = ("apart", "blocks_first", "block_major")
 
@@ -33,7 +38,15 @@ PACKINGS = ("apart", "blocks_first", "block_major")
 def order_of(layout="NHD", packing="apart"):
     """A memory order by what it is called here."""
     other = {"token": "head", "head": "token"} if layout == "HND" else {}
+    if has_heads_outside(packing):
+        other = {}
     return tuple(other.get(role, role) for role in ORDERS[packing])
+
+
+def has_heads_outside(packing):
+    """Whether the heads of a block do not lie together, so that there is one order of tokens."""
+    order = ORDERS[packing]
+    return order.index("head") < order.index("block")
 
 
 def of(**values):
@@ -175,14 +188,13 @@ class Memory:
         rows = [part.reshape(*part.shape[: 1 + before], -1) for part in ordered]
         outer = order[: order.index("block")]
         lengths = [part[0].size for part in parts]
-        if outer == ["layer", "kv"]:
-            lengths = [length // self.layers for length in lengths] * self.layers
-        elif outer == ["kv", "layer"]:
-            lengths = [length // self.layers for length in lengths for _ in range(self.layers)]
-        elif outer == ["layer"]:
-            lengths = [sum(lengths) // self.layers] * self.layers
-        elif not outer:
-            lengths = [sum(lengths)]
+        counts = {"layer": self.layers, "head": self.heads, "kv": len(parts)}
+        apart = [range(counts[role]) for role in outer]
+        num_others = np.prod([counts[role] for role in outer if role != "kv"], dtype=int)
+        lengths = [
+            (lengths[at[outer.index("kv")]] if "kv" in outer else sum(lengths)) // num_others
+            for at in itertools.product(*apart)
+        ]
         memory = np.concatenate(rows, axis=-1).reshape(len(parts[0]), -1)
         if scales is None:
             return memory, lengths

@@ -737,11 +737,27 @@ class KVCacheManager:
 
         `num_tokens`: how many of its external tokens have arrived, from the first on; None for all. A
         load that failed is one of 0 or a few tokens. It is over: no one writes to the blocks any more.
-        Blocks that the arrived tokens fill become hits. Returns the number of the request's computed
-        tokens, behind which it goes on: what has arrived; less, where an abort or an invalidation took
-        away what came before it. Where its own blocks do not hold what the next token reads (nothing has
-        arrived, a window, a state), it takes what the cache has by now, which may be more. ValueError
-        for a request that is not receiving, and for more tokens than it was to receive.
+        Blocks that the arrived tokens fill become hits.
+
+        Returns:
+            The number of the request's computed tokens, after which it continues. These are its hit and
+            the tokens that arrived, with three exceptions:
+
+            - More: where a longer prefix of the request was cached by another request meanwhile, the
+              request takes it. So 0 arrived tokens of a request without a hit may return 8.
+            - Less: where an abort or an invalidation took away what came before the arrived tokens.
+            - What the cache has: where the request's blocks do not hold what its next token reads (a
+              window, a state).
+
+        Raises:
+            ValueError: For a request that is not receiving, and for more tokens than it was to receive.
+
+        >>> manager = KVCacheManager(4, 33, 256, num_preallocate_tokens=0)
+        >>> late = Request("late", range(20))
+        >>> _ = manager.allocate_slots(late, 0, (), 0, 8, True)  # 8 tokens are to come
+        >>> _ = manager.allocate_slots(Request("other", range(20)), 8)
+        >>> manager.finish_receiving(late, 0)  # none came, and two blocks were cached meanwhile
+        8
         """
         return self._native.finish_receiving(self.row(request), num_tokens)
 

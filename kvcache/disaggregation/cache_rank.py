@@ -296,10 +296,11 @@ class _Parts:
         layout = self._groups[group]
         if layout.is_state:
             return np.arange(layout.num_regions(rank))
-        regions = layout.description.stage_of(rank).placement.regions
+        placed = layout.description.stage_of(rank).placement
+        of_heads = np.arange(placed.head_count) * placed.head_regions
         found = np.full(layout.num_regions(rank), -1)
-        for layer, own in enumerate(regions):
-            for region in set(own.tolist()):
+        for layer, own in enumerate(placed.regions):
+            for region in set(np.add.outer(own, of_heads).ravel().tolist()):
                 if found[region] >= 0:
                     return None
                 found[region] = layer

@@ -85,8 +85,9 @@ class CacheDescription:
     `memory_order`: the dimensions in memory, outermost first, as `AttentionBackend.memory_order` gives
     them (`kvcache.layouts`): "layer" (without it, each layer has its own memory), "kv" (without it, V of
     a head follows its K), "block", "token", "head" (without it, there is one head) and "element".
-    Dimensions before "block" count regions. `page_stride` is for padded pages (shared with other cache
-    groups), where K and V of a page lie in one region; one for all stages, or one each. `is_mla`: one
+    Dimensions before "block" count regions; "head" may be one of them. `page_stride` is for padded pages
+    (shared with other cache groups), where K and V of a page lie in one region; one for all stages, or
+    one each. `is_mla`: one
     latent vector of `head_size` elements per token, on every tensor-parallel rank; then
     `total_num_kv_heads` is 1. A rotary part that is given as `v_head_size` is counted in `head_size`,
     and `v_head_size` becomes 0.
@@ -483,7 +484,8 @@ class CacheDescription:
         within = np.asarray(token) * placed.token_strides[kv]
         within = within + np.asarray(head) * placed.head_strides[kv]
         offset = placed.kv_offsets[layer, kv] + within
-        return np.broadcast_arrays(placed.regions[layer, kv], offset)
+        region = placed.regions[layer, kv] + np.asarray(head) * placed.head_regions
+        return np.broadcast_arrays(region, offset)
 
 
 _SIZES = (

@@ -9,6 +9,7 @@ repeated for every layer. Where heads or tokens lie outside of layers, layers ar
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import gcd, lcm
 from typing import NamedTuple
 
@@ -74,14 +75,39 @@ class Sides(NamedTuple):
     remote: CacheDescription
     at: Coordinates
     remote_pp_rank: int
+    heads: tuple[int, ...]  # of the local rank, that are matched; numbered in the model
+    sources: tuple[int, ...]  # the remote tensor-parallel rank of each
+    mine: StageCache
+    theirs: StageCache
 
-    @property
-    def mine(self) -> StageCache:
-        return self.local.stage_caches[self.at.pp_rank]
+    @classmethod
+    def of(
+        cls, local: CacheDescription, remote: CacheDescription, at: Coordinates, remote_pp_rank: int
+    ) -> Sides:
+        """All heads of the local rank."""
+        mine, theirs = local.stage_caches[at.pp_rank], remote.stage_caches[remote_pp_rank]
+        heads = tuple(heads_of_rank(local.total_num_kv_heads, mine.tp_size, at.tp_rank))
+        sources = tuple(sources_of_heads(local, remote, at, remote_pp_rank))
+        return cls(local, remote, at, remote_pp_rank, heads, sources, mine, theirs)
 
-    @property
-    def theirs(self) -> StageCache:
-        return self.remote.stage_caches[self.remote_pp_rank]
+    def remote_heads(self) -> np.ndarray:
+        """int64[heads]: which of its source's heads each is."""
+        first = np.array(self.sources) * self.remote.total_num_kv_heads // self.theirs.tp_size
+        return np.array(self.heads) - first
+
+    def by_head(self) -> list[Sides]:
+        """One for each head, as if its ranks had no other, where a side keeps heads outside of blocks."""
+        if not (self.mine.placement.head_regions or self.theirs.placement.head_regions):
+            return [self]
+        found = []
+        for n, remote_head in enumerate(self.remote_heads().tolist()):
+            mine, theirs = (
+                replace(stage, heads_per_rank=1, placement=stage.placement.of_head(head))
+                for stage, head in ((self.mine, n), (self.theirs, remote_head))
+            )
+            one = self._replace(heads=self.heads[n : n + 1], sources=self.sources[n : n + 1])
+            found.append(one._replace(mine=mine, theirs=theirs))
+        return found
 
 
 def find_patterns(
@@ -96,22 +122,23 @@ def find_patterns(
     patterns: list[Pattern] = []
     matched: dict[tuple, list[tuple[int, int, list[UnitPattern]]]] = {}
     for pp_rank in shared_stages(remote, local.stage_caches[at.pp_rank].layers):
-        sides = Sides(local, remote, at, pp_rank)
-        if not received and _holds_equal_pages(sides):
-            patterns += _whole_pages(sides)
+        together = Sides.of(local, remote, at, pp_rank)
+        if not received and _holds_equal_pages(together):
+            patterns += _whole_pages(together)
             continue
-        sources = sources_of_heads(local, remote, at, pp_rank)
-        for group in _unit_groups(sides):
-            exact = not received or group.is_scales
-            # Stages of the same sizes have the same runs.
-            key = (group.strides.tobytes(), tuple(sources), sides.theirs.tp_size, exact)
-            if key not in matched:
-                runs = _matching_runs(sides, sources, group.strides, not exact)
-                matched[key] = list(_by_source(runs, sides.theirs.tp_size))
-            for cp_rank, tp_rank, unit_patterns in matched[key]:
-                source = remote.rank_of(Coordinates(cp_rank, pp_rank, tp_rank))
-                for unit_pattern in unit_patterns:
-                    patterns += _in_bytes(sides, source, unit_pattern, group)
+        for sides in together.by_head():
+            remote_heads = sides.remote_heads() if sides is together else np.zeros(1, np.int64)
+            for group in _unit_groups(sides):
+                exact = not received or group.is_scales
+                # Stages of the same sizes, and heads of the same source, have the same runs.
+                key = (group.strides.tobytes(), sides.sources, sides.theirs.tp_size, exact)
+                if key not in matched:
+                    runs = _matching_runs(sides, remote_heads, group.strides, not exact)
+                    matched[key] = list(_by_source(runs, sides.theirs.tp_size))
+                for cp_rank, tp_rank, unit_patterns in matched[key]:
+                    source = remote.rank_of(Coordinates(cp_rank, pp_rank, tp_rank))
+                    for unit_pattern in unit_patterns:
+                        patterns += _in_bytes(sides, source, unit_pattern, group)
     return tuple(patterns)
 
 
@@ -178,7 +205,7 @@ def _have_equal_layers(sides: Sides) -> bool:
 def _whole_pages(sides: Sides) -> list[Pattern]:
     """Patterns that copy each region of a page whole, from the remote rank with the same coordinates."""
     patterns = []
-    (tp_rank,) = set(sources_of_heads(sides.local, sides.remote, sides.at, sides.remote_pp_rank))
+    (tp_rank,) = set(sides.sources)
     source = Coordinates(sides.at.cp_rank, sides.remote_pp_rank, tp_rank)
     sizes = sides.mine.placement.region_bytes
     regions = np.arange(len(sizes))
@@ -253,18 +280,12 @@ def _layer_rows(sides: Sides) -> tuple[slice, slice]:
 
 
 def _matching_runs(
-    sides: Sides, sources: list[int], strides: np.ndarray, received: bool
+    sides: Sides, remote_head: np.ndarray, strides: np.ndarray, received: bool
 ) -> UnitRuns:
     local, remote, at = sides[:3]
     tokens = tokens_of_group(local, remote, at.cp_rank)
-    mine, theirs = sides.mine, sides.theirs
-    heads = heads_of_rank(local.total_num_kv_heads, mine.tp_size, at.tp_rank)
-    tp_rank = np.array(sources)
-    first_head = tp_rank * remote.total_num_kv_heads // theirs.tp_size
-    remote_head = np.array(heads) - first_head
-
-    head = np.arange(len(heads))
-    source = tokens.remote_cp_rank[:, None] * theirs.tp_size + tp_rank
+    head = np.arange(len(sides.heads))
+    source = tokens.remote_cp_rank[:, None] * sides.theirs.tp_size + np.array(sides.sources)
     remote_unit = _units_of(strides[:, :3], tokens.remote_token, remote_head)
     if received:
         of_rank = np.arange(len(tokens.local_page))[:, None]

@@ -14,6 +14,7 @@ from kvcache.layouts import (
     EngineBackend,
     Placement,
     described_backend,
+    full_memory_order,
     place_elements,
 )
 from kvcache.memory_plan import CachePlan
@@ -325,6 +326,12 @@ class KVStorage:
         self.k_scale = self.v_scale = None
 
     def _place(self, num_layers: int, scale_bytes_per_token: int) -> Placement:
+        order = full_memory_order(self.memory_order)
+        if order.index("head") < order.index("block"):
+            raise ValueError(
+                f"backend is {self.backend.name!r}, with the memory order {self.memory_order}: expected "
+                "one that keeps the heads of a block together"
+            )
         return place_elements(
             self.memory_order,
             num_layers=num_layers,
