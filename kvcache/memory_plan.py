@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 
-from kvcache.checks import MAX_INT32, MAX_INT64, flag, integer
+from kvcache.checks import MAX_INT32, MAX_INT64, flag, integer, num_entries, shown
 from kvcache.kinds import KindProperties, check_planned_pages, checked_max_pages, make_kind
 from kvcache.specs import (
     ELEMENT_BYTES,
@@ -397,11 +397,13 @@ def _data_bytes(group: GroupSpec, by_name: Mapping[str, LayerSpec]) -> int:
 
 def _by_name(layers: Iterable[LayerSpec]) -> dict[str, LayerSpec]:
     if not isinstance(layers, Iterable):
-        raise TypeError(f"layers is {layers!r}: expected an iterable of LayerSpec")
+        raise TypeError(f"layers is {shown(layers)}: expected an iterable of LayerSpec")
+    if isinstance(layers, Sized):
+        num_entries(layers, "layers")
     by_name: dict[str, LayerSpec] = {}
     for layer in layers:
         if not isinstance(layer, LayerSpec):
-            raise TypeError(f"a layer is {layer!r}: expected a LayerSpec")
+            raise TypeError(f"a layer is {shown(layer)}: expected a LayerSpec")
         if layer.name in by_name:
             raise ValueError(f"the name of two layers is {layer.name!r}: expected different names")
         by_name[layer.name] = layer
