@@ -19,7 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvcache.checks import flag, integer, listed, shown
+from kvcache.checks import check_name, flag, integer, listed, shown
 from kvcache.specs import LAYOUTS
 
 ROLES = ("kv", "block", "token", "head", "element")
@@ -77,9 +77,9 @@ class AttentionBackend:
     unequal_head_sizes: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"name is {shown(self.name)}: expected a name that is not empty")
-        dims = tuple(self.dims)
+        check_name(self.name, "name")
+        flag(self.unequal_head_sizes, "unequal_head_sizes")
+        dims = _roles(self.dims, "dims")
         if len(set(dims)) != len(dims) or not _NEEDED <= set(dims) <= set(ROLES):
             raise ValueError(
                 f"dims is {dims}: expected each at most once of {', '.join(ROLES)}, "
@@ -87,13 +87,15 @@ class AttentionBackend:
             )
         if self.unequal_head_sizes and "kv" in dims:
             raise ValueError(f"dims is {dims}: expected no 'kv' with unequal_head_sizes")
-        nhd = dims if self.nhd is None else tuple(self.nhd)
+        nhd = dims if self.nhd is None else _roles(self.nhd, "nhd")
         exchanged = {"token": "head", "head": "token"} if "head" in dims else {}
-        hnd = tuple(exchanged.get(d, d) for d in nhd) if self.hnd is None else tuple(self.hnd)
+        hnd = (
+            tuple(exchanged.get(d, d) for d in nhd) if self.hnd is None else _roles(self.hnd, "hnd")
+        )
         orders = {"dims": dims, "nhd": nhd, "hnd": hnd}
         for name in ("nhd_cross_layers", "hnd_cross_layers"):
             order = getattr(self, name)
-            orders[name] = None if order is None else tuple(order)
+            orders[name] = None if order is None else _roles(order, name)
         for name, order in orders.items():
             expected = ("layer", *dims) if name.endswith("cross_layers") else dims
             if order is not None and sorted(order) != sorted(expected):
@@ -217,7 +219,7 @@ class AttentionBackend:
         >>> backend("FLASH_ATTN").stride_order("NHD", cross_layers=True)  # blocks, layers, K and V, ...
         (2, 0, 1, 3, 4, 5)
         """
-        dims = ("layer", *self.dims) if cross_layers else self.dims
+        dims = ("layer", *self.dims) if flag(cross_layers, "cross_layers") else self.dims
         return tuple(dims.index(role) for role in self.memory_order(layout, cross_layers))
 
     def memory_order(self, layout: str = "NHD", cross_layers: bool = False) -> tuple[str, ...]:
@@ -257,6 +259,14 @@ class AttentionBackend:
         if num_layers is not None:
             shape = (integer(num_layers, "num_layers", 1), *shape)
         return tuple(shape[i] for i in self.stride_order(layout, num_layers is not None))
+
+
+def _roles(order: Sequence[str], name: str) -> tuple[str, ...]:
+    """The roles of dimensions in some order. TypeError or ValueError."""
+    roles = tuple(listed(order, name, f"an order of {', '.join(ROLES)}"))
+    if isinstance(order, str) or not all(isinstance(role, str) for role in roles):
+        raise TypeError(f"{name} is {shown(order)}: expected an order of {', '.join(ROLES)}")
+    return roles
 
 
 def blocks_first(dims: Sequence[str | None], is_mla: bool) -> bool:

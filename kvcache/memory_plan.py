@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 
-from kvcache.checks import MAX_INT32, MAX_INT64, flag, integer, shown
+from kvcache.checks import MAX_INT32, MAX_INT64, flag, integer, num_entries, shown
 from kvcache.kinds import KindProperties, check_planned_pages, checked_max_pages, make_kind
 from kvcache.specs import (
     ELEMENT_BYTES,
@@ -398,6 +398,8 @@ def _data_bytes(group: GroupSpec, by_name: Mapping[str, LayerSpec]) -> int:
 def _by_name(layers: Iterable[LayerSpec]) -> dict[str, LayerSpec]:
     if not isinstance(layers, Iterable):
         raise TypeError(f"layers is {shown(layers)}: expected an iterable of LayerSpec")
+    if isinstance(layers, Sized):
+        num_entries(layers, "layers")
     by_name: dict[str, LayerSpec] = {}
     for layer in layers:
         if not isinstance(layer, LayerSpec):

@@ -27,6 +27,8 @@ except ModuleNotFoundError as error:
 
 from kvcache.allocator import KVCacheManager
 from kvcache.allocator.stats import DurationStats
+from kvcache.checks import check_name, instance, num_entries, shown
+from kvcache.checks import text as checked_text
 
 # Field of the statistics -> (name without prefix and suffix, help).
 _HITS = {
@@ -86,6 +88,18 @@ _PREFIX = "kvcache_"
 Values = Mapping[Any, object]  # values of labels -> what has the fields of a table above
 
 
+def checked_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
+    """Names and values of labels. TypeError or ValueError."""
+    if labels is None:
+        return {}
+    instance(labels, Mapping, "labels")
+    num_entries(labels, "labels")
+    for name, value in labels.items():
+        check_name(name, "a name in labels")
+        checked_text(value, f"labels[{shown(name)}]")
+    return dict(labels)
+
+
 class CacheMetrics(Collector):
     """A collector of `prometheus_client` over one manager.
 
@@ -106,7 +120,7 @@ class CacheMetrics(Collector):
     """
 
     def __init__(self, labels: Mapping[str, str] | None = None) -> None:
-        labels = dict(labels or {})
+        labels = checked_labels(labels)
         self._label_names, self._label_values = [*labels], tuple(labels.values())
         self._before: dict[tuple[str, ...], float] = {}  # of counters that began anew
         self._last: dict[tuple[str, ...], float] = {}
@@ -114,10 +128,14 @@ class CacheMetrics(Collector):
         self._families: list[Metric] = []
 
     def observe(self, manager: KVCacheManager, store: object = None) -> None:
-        """Reads the counts. RuntimeError in another thread than the manager's.
+        """Reads the counts. TypeError for what has none, RuntimeError in another thread than the
+        manager's.
 
         `store`: the `stats` of the manager's `StoreTier`, where it has one.
         """
+        instance(manager, KVCacheManager, "manager")
+        if store is not None and not all(isinstance(getattr(store, n, None), int) for n in _STORE):
+            raise TypeError(f"store is {shown(store)}: expected the stats of a StoreTier")
         stats = manager.stats
         if self._manager is None or self._manager() is not manager:
             self._manager = weakref.ref(manager)

@@ -135,7 +135,8 @@ class GroupSpec:
         object.__setattr__(self, "options", _Options(self.options))
 
     def tokens_per_block(self, context_parallel: ContextParallel) -> int:
-        """Tokens, over all context-parallel ranks, that an allocation block stands for."""
+        """Tokens, over all context-parallel ranks, that an allocation block stands for. TypeError."""
+        context_parallel = checked_context_parallel(context_parallel)
         return self.block_size * (1 if self.replicated else context_parallel.world_size)
 
 
@@ -241,6 +242,7 @@ class LayerSpec:
 
     def page_bytes(self, block_size: int) -> int:
         """Bytes of a block of `block_size` tokens; of a state, whatever the block size."""
+        block_size = integer(block_size, "block_size", 1)
         return self.state_bytes or self.bytes_per_token * block_size
 
 

@@ -6,11 +6,13 @@ import re
 import subprocess
 import sys
 from decimal import Decimal
+from operator import attrgetter
 
 import numpy as np
 import pytest
 import torch
 
+import kvcache
 from kvcache import (
     BlockSpaceManager,
     GroupSpec,
@@ -34,14 +36,102 @@ from tests.shared import REPO
 from tests.test_kernels_under_asan import run_with_asan
 from tests.wrong_calls import driver
 from tests.wrong_calls.scenes import SCENES, Group, Seq
+from tests.wrong_calls.surface import EXCLUDED, MADE_BY, modules, public_objects, targets
 from tests.wrong_calls.values import HUGE, ClaimsMany, ManyMembers
+from tests.wrong_calls.walked import right_call, walked
+from tests.wrong_calls.world import World
 
 SEED = int(os.environ.get("KVCACHE_FUZZ_SEED", "1"))
 
 
+# Modules whose every public call holds, by the walk; `make fuzz` runs all of them.
+MENDED = ["kvcache.events", "kvcache.metrics", "kvcache.router_events"]
+
+
+@pytest.mark.parametrize("name", walked())
+def test_each_public_call_takes_the_right_arguments(name):
+    """The fuzzer makes wrong ones of these: what it cannot make right it does not test."""
+    right_call(name)
+
+
+def test_what_the_fuzzer_leaves_out_exists():
+    for name in [*EXCLUDED, *MADE_BY]:
+        module, _, attribute = name.rpartition(".")
+        while module not in sys.modules:
+            module, _, of = module.rpartition(".")
+            attribute = f"{of}.{attribute}"
+        attrgetter(attribute)(sys.modules[module])
+
+
+def test_a_new_module_is_walked(tmp_path, monkeypatch):
+    code = "__all__ = ['grow']\ndef grow(num_blocks: int, name: str = 'a'): ...\n"
+    (tmp_path / "just_new.py").write_text(code)
+    monkeypatch.setattr(kvcache, "__path__", [*kvcache.__path__, str(tmp_path)])
+    public = [modules, public_objects, targets]
+    for each in public:
+        each.cache_clear()
+    try:
+        (found,) = (each for each in targets() if each.module == "kvcache.just_new")
+        assert [each.name for each in found.parameters] == ["num_blocks", "name"]
+        assert World().arguments(found) == {"num_blocks": 8}
+    finally:
+        del sys.modules["kvcache.just_new"], kvcache.just_new
+        for each in public:
+            each.cache_clear()
+
+
+@pytest.mark.parametrize("name", MENDED)
+def test_walked_calls_are_refused_by_name_and_change_nothing(name):
+    counts = driver.run(SEED, 0, 400, [name])
+    print(f"seed {SEED}", *driver.summary(counts), sep="\n")
+    assert counts.findings == []
+    assert driver.share_unclear(counts) <= driver.MOST_UNCLEAR
+
+
+BROKEN = """
+import ctypes, os, sys, threading, time
+class Broken:
+    def __init__(self): self.count, self.kept = 0, []
+    def dies(self, a: int): ctypes.string_at(0) if a != 1 else None
+    def hangs(self, a: int):
+        while a != 1: pass
+    def changes(self, a: int):
+        self.count += a != 1
+        if a != 1: raise ValueError("a is wrong")
+    def leaks(self, a: int):
+        if a != 1:
+            _KEPT.append(os.open("/dev/null", os.O_RDONLY))
+            raise ValueError("a is wrong")
+    def closes(self, a: int):
+        if a != 1: os.close(1)
+    def mumbles(self, a: int):
+        if a != 1: raise ValueError("no")
+_KEPT = []
+__all__ = ["Broken"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        *(("dies", "crash"), ("hangs", "hang"), ("changes", "changed"), ("leaks", "leak")),
+        *(("closes", "closed"), ("mumbles", None)),
+    ],
+)
+def test_the_fuzzer_finds_what_is_broken(method, kind, tmp_path, monkeypatch):
+    (tmp_path / "broken_module.py").write_text(BROKEN)
+    monkeypatch.setenv("KVCACHE_FUZZ_PATH", str(tmp_path))
+    counts = driver.run(SEED, 0, 40, [f"kvcache.broken_module.Broken.{method}"])
+    if kind is None:
+        assert counts.findings == [] and driver.share_unclear(counts) > 0.9
+    else:
+        assert [each["kind"] for each in counts.findings] == [kind]
+        assert counts.findings[0]["name"] == f"broken_module.Broken.{method}"
+
+
 @pytest.mark.parametrize("share", range(4))
 def test_calls_with_wrong_arguments_are_refused_by_name_and_change_nothing(share):
-    counts = driver.run(SEED, 1000 * share, 240)
+    counts = driver.run(SEED, 1000 * share, 240, [*SCENES])
     print(f"seed {SEED}", *driver.summary(counts), sep="\n")
     assert counts.findings == []
     assert driver.share_unclear(counts) <= driver.MOST_UNCLEAR

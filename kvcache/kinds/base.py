@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import ClassVar, Literal
 
-from kvcache.checks import MAX_INT64, integer
+from kvcache.checks import MAX_INT64, instance, integer
 from kvcache.native.load import core
 
 # The content of a kind's pages: KV of block_size tokens; the state of a request at the end of a
@@ -56,6 +56,7 @@ class KindProperties:
         `step_tokens`: the most tokens of a step. `tokens_per_page`: over all context-parallel ranks.
         1 or more.
         """
+        _check_asked(self, num_tokens, step_tokens, tokens_per_page)
         live_tokens = _max_live_tokens(self, num_tokens, step_tokens)
         # One page more: the live tokens may begin inside a block.
         return min(
@@ -130,7 +131,9 @@ def checked_first_live_token(kind: KindProperties, start: int, stop: int) -> int
     Of no tokens: that the next token reads. KindError where the kind's rule is wrong before `stop`, or
     more is read than the kind's `max_live_tokens` says.
     """
-    stop = max(stop, start + 1)
+    instance(kind, KindProperties, "kind")
+    start = integer(start, "start", 0, MAX_INT64 - 1)
+    stop = max(integer(stop, "stop", 0, MAX_INT64), start + 1)
     kind.check_rule(stop)
     first = _first_needed_token(kind, start)
     bound = _max_live_tokens(kind, stop, stop - start)
@@ -146,8 +149,18 @@ def checked_first_live_token(kind: KindProperties, start: int, stop: int) -> int
 def checked_max_pages(
     kind: KindProperties, num_tokens: int, step_tokens: int, tokens_per_page: int
 ) -> int:
-    """`kind.max_pages(...)`; KindError for a wrong answer."""
+    """`kind.max_pages(...)`; KindError for a wrong answer, TypeError or ValueError for what is asked."""
+    _check_asked(kind, num_tokens, step_tokens, tokens_per_page)
     return _answer(kind, "max_pages", (num_tokens, step_tokens, tokens_per_page), 1)
+
+
+def _check_asked(
+    kind: KindProperties, num_tokens: int, step_tokens: int, tokens_per_page: int
+) -> None:
+    instance(kind, KindProperties, "kind")
+    integer(num_tokens, "num_tokens", 1, MAX_INT64)
+    integer(step_tokens, "step_tokens", 1, MAX_INT64)
+    integer(tokens_per_page, "tokens_per_page", 1, MAX_INT64)
 
 
 def check_planned_pages(
@@ -158,6 +171,7 @@ def check_planned_pages(
     Asks only kinds that bring a formula of their own, as the others follow from the rule, and those
     whose blocks are written round: their buffer must hold what a step reads and writes.
     """
+    _check_asked(kind, num_tokens, step_tokens, tokens_per_page)
     if kind.pages == "circular":
         needed = min(kind.max_live_tokens(num_tokens, min(step_tokens, num_tokens)), num_tokens)
         places = -(-kind.buffer // tokens_per_page) * tokens_per_page

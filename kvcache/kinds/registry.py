@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 
-from kvcache.checks import check_name, shown
+from kvcache.checks import check_name, instance, num_entries, shown
 from kvcache.kinds.base import AttentionKind, KindProperties
 from kvcache.native.load import core
 
@@ -38,7 +38,7 @@ def kind_names() -> list[str]:
 
 def kind_class(name: str) -> type[KindProperties]:
     """The class registered as `name`; ValueError for an unknown name."""
-    if name not in _KINDS:
+    if not isinstance(name, str) or name not in _KINDS:
         raise ValueError(f"kind is {shown(name)}: expected one of {', '.join(kind_names())}")
     return _KINDS[name]
 
@@ -46,15 +46,18 @@ def kind_class(name: str) -> type[KindProperties]:
 def make_kind(name: str, options: Mapping[str, int]) -> KindProperties:
     """An instance of the kind; ValueError for an unknown name, or options that it does not take.
 
-    TypeError for a kind whose constructor does not call that of its base.
+    TypeError for options that are no mapping, and for a kind whose constructor does not call that of its
+    base.
     """
     kind = kind_class(name)
+    instance(options, Mapping, "options")
+    num_entries(options, "options")
     parameters = _parameters(kind)
     required = {p.name for p in parameters if p.default is p.empty}
     if not required <= set(options) <= {p.name for p in parameters}:
         written = [f"{p.name}=N" if p.name in required else f"[{p.name}=N]" for p in parameters]
         raise ValueError(
-            f"options of kind {name!r} are {dict(options)}: expected {' '.join(written) or 'none'}"
+            f"options of kind {name!r} are {shown(dict(options))}: expected {' '.join(written) or 'none'}"
         )
     try:
         return kind(**options)

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvcache.checks import MAX_INT64, instance, integer, listed, number, shown
 from kvcache.replay.content import VOCABULARY, prefix_keys
 from kvcache.replay.workload import WorkloadRequest
 
 _MS_PER_ANSWER_TOKEN = 20
+_MOST_PAUSE_MS = 1e12
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,21 @@ class ChatShape:
 
     def __post_init__(self) -> None:
         for name in ("num_conversations", "num_system_prompts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: expected 1 or more")
+            object.__setattr__(self, name, integer(getattr(self, name), name, 1))
         for name in ("system_tokens", "user_tokens", "answer_tokens", "turns"):
-            least, most = getattr(self, name)
+            limits = listed(getattr(self, name), name, "(least, most)")
+            if len(limits) != 2:
+                raise ValueError(f"{name} is {shown(limits)}: expected (least, most)")
+            least, most = (integer(each, name) for each in limits)
             if not 1 <= least <= most:
                 raise ValueError(
                     f"{name} is ({least}, {most}): expected 1 or more, and least before most"
                 )
-        if not self.mean_pause_ms >= 0:
-            raise ValueError(f"mean_pause_ms is {self.mean_pause_ms}: expected 0 or more")
+            object.__setattr__(self, name, (least, most))
+        if not 0 <= number(self.mean_pause_ms, "mean_pause_ms") < _MOST_PAUSE_MS:
+            raise ValueError(
+                f"mean_pause_ms is {shown(self.mean_pause_ms)}: expected 0 to {_MOST_PAUSE_MS:g}"
+            )
 
 
 def chat_workload(
@@ -53,8 +60,10 @@ def chat_workload(
     >>> [request.index for request in chat_workload(3, seed=1)]
     [0, 1, 2]
     """
-    if num_requests < 0:
-        raise ValueError(f"num_requests is {num_requests}: expected 0 or more")
+    num_requests = integer(num_requests, "num_requests", 0, MAX_INT64)
+    seed = integer(seed, "seed", 0, MAX_INT64)
+    if shape is not None:
+        instance(shape, ChatShape, "shape")
     return _Generator(np.random.default_rng(seed), shape or ChatShape()).run(num_requests)
 
 

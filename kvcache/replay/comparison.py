@@ -8,9 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from kvcache.allocator import hash_blocks
+from kvcache.checks import instance, integer, listed
+from kvcache.checks import text as checked_text
 from kvcache.replay.policies import parse_eviction
 from kvcache.replay.replayer import Replayer
-from kvcache.replay.workload import WorkloadRequest
+from kvcache.replay.workload import WorkloadRequest, checked_requests
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -83,6 +85,11 @@ def compare(
     each. `options`: of `Replayer`. `on_request` is called after each request of each replay.
     `with_optimum`: for one group of full attention, of `block_size`. ValueError for an unknown policy.
     """
+    requests = checked_requests(requests, "requests")
+    sizes = [integer(each, f"sizes[{i}]", 1) for i, each in enumerate(listed(sizes, "sizes"))]
+    policies = [
+        checked_text(each, f"policies[{i}]") for i, each in enumerate(listed(policies, "policies"))
+    ]
     chosen = {text: parse_eviction(text) for text in policies}
     rates: dict[str, list[float]] = {text: [] for text in chosen}
     reports = []
@@ -103,6 +110,9 @@ def optimum(requests: Sequence[WorkloadRequest], block_size: int, num_blocks: in
 
     One request at a time. Only full blocks take space; of those of one request the deepest goes first.
     """
+    requests = checked_requests(requests, "requests")
+    block_size = integer(block_size, "block_size", 1)
+    num_blocks = integer(num_blocks, "num_blocks", 1)
     chains = [[bytes(each) for each in hash_blocks(r.token_ids, block_size)] for r in requests]
     uses: dict[bytes, list[int]] = {}  # the requests that use a block, last one first
     for number in reversed(range(len(chains))):
@@ -129,6 +139,7 @@ def comparison_table(comparison: Comparison) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
+    instance(comparison, Comparison, "comparison")
     table = Table(title=f"Token hit rate by number of blocks: {escape(comparison.trace)}")
     table.add_column("eviction", style="cyan", no_wrap=True)
     for size in comparison.sizes:

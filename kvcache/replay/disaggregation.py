@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Unpack
 
 from kvcache.allocator import CacheArguments, KVCacheManager, Request
-from kvcache.checks import integer, number
+from kvcache.checks import integer, number, shown
+from kvcache.checks import text as checked_text
 from kvcache.disaggregation.connector import Connector, Loaded
 from kvcache.disaggregation.layout import GroupLayout
 from kvcache.disaggregation.leases import Leases, Progress, done_message, read_slot
@@ -24,7 +25,7 @@ from kvcache.disaggregation.steps import RankHandshake, Results, Step
 from kvcache.kinds import kind_class
 from kvcache.replay.groups import checked_groups
 from kvcache.replay.service import Service
-from kvcache.replay.workload import WorkloadRequest
+from kvcache.replay.workload import WorkloadRequest, checked_workload
 from kvcache.specs import GroupSpec
 from kvcache.step import Status
 from kvcache.transfer.description import CacheDescription
@@ -61,7 +62,8 @@ class Disaggregation:
 
     @classmethod
     def parse(cls, text: str) -> Disaggregation:
-        """From `blocks[:option=value]...`; ValueError for anything else."""
+        """From `blocks[:option=value]...`; TypeError or ValueError for anything else."""
+        checked_text(text, "text")
         blocks, *options = text.split(":")
         known = [each.name for each in fields(cls)][1:]
         values: dict[str, float] = {}
@@ -78,7 +80,7 @@ class Disaggregation:
         except ValueError as error:
             if "expected" in str(error):
                 raise
-            raise ValueError(f"{blocks!r}: expected a number of blocks") from None
+            raise ValueError(f"{shown(blocks)}: expected a number of blocks") from None
 
 
 @dataclass
@@ -255,7 +257,7 @@ class DisaggregatedReplayer:
         on_request: Callable[[], None] | None = None,
     ) -> DisaggregationReport:
         """Replays all requests to their end; `on_request` is called as each comes, for progress."""
-        for item in workload:
+        for item in checked_workload(workload, on_request):
             self._at(item.arrival_ms / 1000, lambda item=item: self._arrive(item))
             # Events up to this one's time; later ones may come in between the next arrivals.
             self._play(item.arrival_ms / 1000)

@@ -17,7 +17,7 @@ from kvcache.replay.report import ReplayReport
 from kvcache.replay.running import Running
 from kvcache.replay.service import Service, ServiceClock
 from kvcache.replay.stored import SimulatedStore
-from kvcache.replay.workload import WorkloadRequest
+from kvcache.replay.workload import WorkloadRequest, checked_workload
 from kvcache.specs import GroupSpec
 from kvcache.step import Status, StepPlan, StepReport
 
@@ -127,7 +127,7 @@ class Replayer:
         on_request: Callable[[], None] | None = None,
     ) -> ReplayReport:
         """Replays all requests and frees them; `on_request` is called after each, for progress."""
-        for item in workload:
+        for item in checked_workload(workload, on_request):
             self._replay(item)
             if on_request is not None:
                 on_request()

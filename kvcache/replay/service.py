@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcache.checks import number
+from kvcache.checks import number, shown
+from kvcache.checks import text as checked_text
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,14 @@ class Service:
 
     @classmethod
     def parse(cls, text: str) -> Service:
-        """From `prefill,decode`, in tokens per second; ValueError for anything else."""
+        """From `prefill,decode`, in tokens per second; TypeError or ValueError for anything else."""
+        checked_text(text, "text")
         try:
             prefill, decode = map(float, text.split(","))
         except ValueError:
-            raise ValueError(f"{text!r}: expected two speeds in tokens per second, P,D") from None
+            raise ValueError(
+                f"{shown(text)}: expected two speeds in tokens per second, P,D"
+            ) from None
         return cls(prefill, decode)
 
     def __str__(self) -> str:

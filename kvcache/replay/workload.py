@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from kvcache.checks import instance, listed, shown
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,3 +30,30 @@ class WorkloadRequest:
     def num_tokens(self) -> int:
         """Tokens of the prompt."""
         return len(self.token_ids)
+
+
+def checked_workload(
+    workload: Iterable[WorkloadRequest], on_request: Callable[[], None] | None
+) -> Iterator[WorkloadRequest]:
+    """Its requests; those of a list are checked before the first is yielded. TypeError."""
+    if on_request is not None and not callable(on_request):
+        raise TypeError(f"on_request is {shown(on_request)}: expected a function or None")
+    if isinstance(workload, str | bytes) or not isinstance(workload, Iterable):
+        raise TypeError(f"workload is {shown(workload)}: expected requests")
+    if isinstance(workload, list | tuple):
+        checked_requests(workload, "workload")
+    return _checked_each(workload)
+
+
+def checked_requests(requests: Sequence[WorkloadRequest], name: str) -> list[WorkloadRequest]:
+    """A list of requests. TypeError or ValueError."""
+    out = listed(requests, name, "requests")
+    for i, each in enumerate(out):
+        instance(each, WorkloadRequest, f"{name}[{i}]")
+    return out
+
+
+def _checked_each(workload: Iterable[WorkloadRequest]) -> Iterator[WorkloadRequest]:
+    for i, each in enumerate(workload):
+        instance(each, WorkloadRequest, f"workload[{i}]")
+        yield each

@@ -6,7 +6,7 @@ import ipaddress
 
 import zmq
 
-from kvcache.checks import shown, text
+from kvcache.checks import instance, shown, text
 
 _TRANSPORTS = ("tcp", "ipc", "inproc")
 
@@ -28,6 +28,16 @@ def checked_endpoint(endpoint: str, name: str, allow_remote: bool) -> str:
             "machines need allow_remote=True"
         )
     return endpoint
+
+
+def checked_context(
+    context: zmq.Context[zmq.Socket[bytes]] | None,
+) -> zmq.Context[zmq.Socket[bytes]]:
+    """None: the process's own. TypeError."""
+    if context is None:
+        return zmq.Context.instance()
+    instance(context, zmq.Context, "context")
+    return context
 
 
 def _is_loopback(place: str) -> bool:

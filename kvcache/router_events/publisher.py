@@ -14,16 +14,15 @@ from typing import NamedTuple
 import zmq
 
 from kvcache.allocator.hashing import DEFAULT_SEED
-from kvcache.checks import MAX_INT64, flag, integer, seconds, shown, text
-from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
-from kvcache.router_events.endpoints import bound, checked_endpoint
+from kvcache.checks import MAX_INT64, flag, integer, listed, seconds, text
+from kvcache.events import CacheEvent, check_event
+from kvcache.router_events.endpoints import bound, checked_context, checked_endpoint
 from kvcache.router_events.replay_buffer import ReplayBuffer
 from kvcache.router_events.replay_server import ReplayServer
 from kvcache.router_events.translator import EventTranslator
 from kvcache.router_events.wire import WireBatch, encode_batch, encode_sequence
 
 _log = logging.getLogger(__name__)
-_EVENT_TYPES = (BlockStored, BlockRemoved, AllBlocksCleared)
 _BUSY_POLL_MS = 5  # while a reader that replays takes nothing
 _QUEUE_CHECK_SECONDS = 0.1
 _LONGEST_SECONDS = (
@@ -102,7 +101,7 @@ class EventPublisher:
         self._is_closing = False
         self._close_by = 0.0  # of the monotonic clock
 
-        context = context or zmq.Context.instance()
+        context = checked_context(context)
         self._socket = context.socket(zmq.PUB)
         self._socket.sndhwm = hwm
         self._socket.maxmsgsize = _MOST_BYTES_OF_A_SUBSCRIPTION
@@ -128,14 +127,12 @@ class EventPublisher:
     def publish(self, events: Sequence[CacheEvent]) -> None:
         """Queues the events of one `drain_events()`, whole, as one batch; no event, no batch.
 
-        TypeError for what is no event. RuntimeError when the publisher is closed, or its thread failed.
+        TypeError or ValueError for what is no event of a manager. RuntimeError when the publisher is
+        closed, or its thread failed.
         """
-        events = list(events)
+        events = listed(events, "events", "a list of events")
         for i, event in enumerate(events):
-            if not isinstance(event, _EVENT_TYPES):
-                raise TypeError(
-                    f"events[{i}] is {shown(event)}: expected an event of kvcache.events"
-                )
+            check_event(event, f"events[{i}]")
         item = (time.time(), events)
         while True:
             self._check_open()

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import zmq
 
 from kvcache.checks import seconds, text
+from kvcache.router_events.endpoints import checked_context
 from kvcache.router_events.replay_client import ReplayTimeout, replay
 from kvcache.router_events.view import CacheView
 from kvcache.router_events.wire import (
@@ -68,7 +69,7 @@ class EventSubscriber:
         self._topic = text(topic, "topic").encode()
         self._replay_timeout_s = seconds(replay_timeout_s, "replay_timeout_s")
         self._replay_endpoint = replay_endpoint
-        self._context = context or zmq.Context.instance()
+        self._context = checked_context(context)
         self.view = CacheView()
         self.is_exact = False
         self.next_seq = 0

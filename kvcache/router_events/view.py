@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from kvcache.checks import check_name, instance, integer, listed, shown
 from kvcache.router_events.wire import (
     WireCleared,
     WireEvent,
@@ -40,7 +41,10 @@ class CacheView:
         self._blocks: dict[tuple[str, int], dict[WireHash, CachedBlock]] = {}
 
     def apply(self, events: Iterable[WireEvent]) -> None:
-        """The events of a batch that was decoded, in their order."""
+        """The events of a batch that was decoded, in their order. TypeError for what is no event."""
+        events = listed(events, "events", "events of a batch")
+        for i, event in enumerate(events):
+            instance(event, WireEvent, f"events[{i}]")
         for event in events:
             if isinstance(event, WireCleared):
                 self._blocks.clear()
@@ -63,13 +67,13 @@ class CacheView:
 
     def hashes(self, medium: str = "GPU", group: int = 0) -> set[WireHash]:
         """Those that are found on a medium for a group."""
-        return set(self._blocks.get((medium, group), ()))
+        return set(self._at(medium, group))
 
     def block(
         self, block_hash: WireHash, medium: str = "GPU", group: int = 0
     ) -> CachedBlock | None:
         """What is known of a block; None where it is not cached there."""
-        return self._blocks.get((medium, group), {}).get(block_hash)
+        return self._at(medium, group).get(_checked_hash(block_hash, "block_hash"))
 
     def num_leading(
         self,
@@ -78,15 +82,29 @@ class CacheView:
         mediums: Sequence[str] = ("GPU", "CPU", "STORAGE"),
     ) -> int:
         """How many of a prompt's blocks, from its first on, are on any of these mediums."""
-        tiers = [self._blocks.get((medium, group), {}) for medium in mediums]
-        for i, block_hash in enumerate(block_hashes):
+        mediums = listed(mediums, "mediums", "a sequence of mediums")
+        tiers = [self._at(medium, group, f"mediums[{i}]") for i, medium in enumerate(mediums)]
+        hashes = listed(block_hashes, "block_hashes", "a sequence of hashes")
+        for i, block_hash in enumerate(hashes):
+            _checked_hash(block_hash, f"block_hashes[{i}]")
             if not any(block_hash in tier for tier in tiers):
                 return i
-        return len(block_hashes)
+        return len(hashes)
+
+    def _at(self, medium: str, group: int, name: str = "medium") -> dict[WireHash, CachedBlock]:
+        """The blocks on a medium for a group. TypeError or ValueError."""
+        check_name(medium, name)
+        return self._blocks.get((medium, integer(group, "group")), {})
 
     def __len__(self) -> int:
         """Blocks, those on two mediums counted twice."""
         return sum(map(len, self._blocks.values()))
+
+
+def _checked_hash(value: WireHash, name: str) -> WireHash:
+    if type(value) is not int and not isinstance(value, bytes):
+        raise TypeError(f"{name} is {shown(value)}: expected an integer or bytes")
+    return value
 
 
 def _store(blocks: dict[WireHash, CachedBlock], event: WireStored) -> None:

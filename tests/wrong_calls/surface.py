@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 import pkgutil
 import re
 import typing
@@ -109,6 +110,11 @@ class Target:
 def modules() -> list[ModuleType]:
     """All modules of the package but the excluded ones."""
     found = [kvcache]
+    extra = os.environ.get(
+        "KVCACHE_FUZZ_PATH"
+    )  # a folder of further modules, to test the fuzzer by
+    if extra is not None and extra not in kvcache.__path__:
+        kvcache.__path__.append(extra)
     for each in pkgutil.walk_packages(kvcache.__path__, "kvcache.", onerror=lambda name: None):
         if not _is_excluded(each.name):
             found.append(importlib.import_module(each.name))
