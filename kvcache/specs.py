@@ -76,7 +76,7 @@ class _Options(Mapping[str, int]):
             raise TypeError(f"options is {shown(values)}: expected a mapping of names to integers")
         for name in values:
             if not isinstance(name, str):
-                raise TypeError(f"options is {dict(values)!r}: expected names as keys")
+                raise TypeError(f"options is {shown(dict(values))}: expected names as keys")
         self._values = {
             name: integer(value, f"options[{name!r}]", -MAX_INT64, MAX_INT64)
             for name, value in values.items()
@@ -202,8 +202,8 @@ class LayerSpec:
         if self.is_mla:
             if has_state or self.num_kv_heads != 1:
                 raise ValueError(
-                    f"is_mla is True, num_kv_heads {self.num_kv_heads} and kind {self.kind!r}: expected "
-                    "one head and no state"
+                    f"is_mla is True, num_kv_heads {self.num_kv_heads} and kind {shown(self.kind)}: "
+                    "expected one head and no state"
                 )
             if self.v_head_size is None:
                 object.__setattr__(self, "v_head_size", 0)

@@ -664,7 +664,7 @@ def test_what_lies_behind_the_committed_tokens_has_no_slot():
 def test_a_tail_that_the_caller_wrote_is_cleared_by_the_commit():
     """A6: whoever wrote there last. Padding for PCP, or a dummy run, writes into the buffer itself."""
     for dtype in (torch.int64, torch.int32):
-        table = make(slot_mapping_dtype=dtype)
+        table = BlockTable(4, 4, 5, 16, slot_mapping_dtype=dtype)
         table.add_row([3, 4], 0)
         table.slot_mapping.gpu[2:9] = 200
         table.compute_slot_mapping(np.zeros(3, np.int32), np.arange(3))

@@ -1,5 +1,7 @@
 """What events say of the blocks that they name, and what is asked of hashes and blocks."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -303,3 +305,143 @@ def test_events_that_nobody_drains_are_bounded_and_what_was_dropped_is_said():
     assert not any(isinstance(event, AllBlocksCleared) for event in later)
     manager.reset_prefix_cache()
     assert manager.drain_events() == [AllBlocksCleared()]
+
+
+class View:
+    """What a subscriber believes: the hashes of each group and medium that it was told of."""
+
+    def __init__(self):
+        self.known = {"gpu": set(), "cpu": set()}
+
+    def take(self, manager):
+        for event in manager.drain_events():
+            if isinstance(event, AllBlocksCleared):
+                self.known[event.medium].clear()
+                continue
+            keys = {(event.group, bytes(each)) for each in event.block_hashes}
+            if isinstance(event, BlockStored):
+                self.known[event.medium] |= keys
+            else:
+                self.known[event.medium] -= keys
+        return self
+
+    def matches(self, manager, requests):
+        """Every hash of these requests is believed to be where the manager finds it, and only there."""
+        for request in requests:
+            hashes = manager.block_hashes(request)
+            for group, size in enumerate(manager.block_sizes):
+                per_block = size // manager.hash_block_size
+                own = hashes[per_block - 1 :: per_block]
+                found = manager.find_hashes(own, group)
+                for medium, ids in zip(("gpu", "cpu"), found, strict=True):
+                    for each, page in zip(own, ids, strict=True):
+                        believed = (group, bytes(each)) in self.known[medium]
+                        assert believed == (page > 0), (medium, group)
+
+
+def test_events_of_an_aborted_step_are_withdrawn():
+    manager, view = make(), View()
+    first, second = Request("a", range(12)), Request("b", [*range(8), *range(50, 62)])
+    row = manager.step(new=[first]).rows[0]
+    view.take(manager)
+    plan = manager.step(new=[second])
+    events = manager.drain_events()
+    assert [type(event) for event in events] == [BlockStored]  # of b's own blocks, as planned
+    manager.abort(plan.step_id)
+    (removed,) = manager.drain_events()
+    assert isinstance(removed, BlockRemoved)
+    assert np.array_equal(removed.block_hashes, events[0].block_hashes)
+    assert row == manager.row(first)
+    view.take(manager)
+    view.matches(manager, [first])
+
+
+def test_a_step_that_raises_emits_no_events():
+    manager = make()
+    request = Request("a", range(12))
+    manager.step(new=[request])
+    manager.drain_events()
+    for wrong in (
+        lambda: manager.step([0], [1], new=[Request("b", range(20)), Request("a", [1])]),
+        lambda: manager.step([7], [1], new=[Request("b", range(20))]),
+        lambda: manager.step(new=[Request("b", range(20))], new_num_tokens=[-1]),
+        lambda: manager.step([0], [1], token_ids=[-5], new=[Request("b", range(20))]),
+    ):
+        with pytest.raises(ValueError, match=r"^(new|rows|new_num_tokens|token_ids|row|request)"):
+            wrong()
+        assert manager.drain_events() == []
+
+
+def test_blocks_that_a_step_reports_as_failed_are_withdrawn():
+    manager, view = make(), View()
+    request = Request("a", range(20))
+    plan = manager.step(new=[request])
+    view.take(manager).matches(manager, [request])
+    failed = plan.append_ids[0][2:3]
+    manager.report(StepReport(plan.step_id, completed=True, failed_pages=failed))
+    view.take(manager).matches(manager, [request])
+    assert len(view.known["gpu"]) == 2
+
+
+def test_what_an_aborted_step_evicted_stays_removed():
+    """Its page was to be written over; the worker may have done so."""
+    manager, view = KVCacheManager(4, 5, 64, enable_events=True, num_preallocate_tokens=0), View()
+    old, new = Request("old", range(16)), Request("new", range(100, 112))
+    manager.step(new=[old])
+    manager.free(old)
+    plan = manager.step(new=[new])
+    view.take(manager)
+    manager.abort(plan.step_id)
+    view.take(manager).matches(manager, [old, new])
+    assert len(view.known["gpu"]) == 1  # of old's first block alone
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("num_host_blocks", [0, 12])
+def test_a_subscriber_never_believes_in_what_failed_steps_left(seed, num_host_blocks):
+    """Steps that complete, fail, are aborted or raise, over three groups and both tiers."""
+    rng = np.random.default_rng(seed)
+    manager = KVCacheManager.for_groups(
+        GROUPS,
+        40,
+        200,
+        enable_events=True,
+        num_preallocate_tokens=0,
+        fence_frees=True,
+        num_host_blocks=num_host_blocks,
+    )
+    view, requests, running, plans = View(), [], [], []
+    for i in range(60):
+        match rng.choice(["new", "new", "more", "free", "report", "abort", "raise"]):
+            case "new":
+                start = int(rng.integers(3)) * 8
+                tokens = [*range(start), *rng.integers(0, 3, int(rng.integers(4, 24)))]
+                request = Request(f"r{i}", [int(each) for each in tokens])
+                plan = manager.step(new=[request])
+                plans.append(plan)
+                requests.append(request)
+                if plan.rows[0] >= 0:
+                    running.append(request)
+            case "more" if running:
+                rows = [manager.row(each) for each in running]
+                tokens = [int(each) for each in rng.integers(0, 3, len(rows))]
+                ones = [1] * len(rows)
+                with contextlib.suppress(ValueError):  # of a row that must compute again first
+                    plans.append(manager.step(rows, ones, token_ids=tokens, num_token_ids=ones))
+            case "free" if running:
+                manager.free(running.pop(int(rng.integers(len(running)))))
+            case "report" if plans:
+                plan = plans.pop(0)
+                pages = plan.append_ids[0][:1] if rng.random() < 0.3 else np.zeros(0, np.int32)
+                completed = bool(rng.random() < 0.6)
+                manager.report(StepReport(plan.step_id, completed, failed_pages=pages))
+                if not completed:
+                    plans.clear()
+            case "abort" if plans:
+                manager.abort(plans[int(rng.integers(len(plans)))].step_id)
+                plans = [each for each in plans if each.step_id <= manager.last_step_id]
+            case "raise":
+                with pytest.raises(ValueError, match=r"^row 10000 is not in use"):
+                    manager.step([10_000], [1], new=[Request("never", range(30))])
+        view.take(manager).matches(manager, requests)
+        manager.check_invariants()

@@ -767,7 +767,9 @@ def test_a_hit_inside_a_block_is_copied_into_the_requests_own():
     manager = make(GroupSpec("full_attention", 16), hash_block_size=4)
     a, b = Request("a", range(14)), Request("b", [*range(9), 77, 78])
     run(manager, a, 14)
-    assert manager.get_computed_blocks(b)[1] == 0  # whole blocks only: there is no plan to copy
+    assert manager.get_computed_blocks(b, whole_blocks=True)[1] == 0
+    found, num_tokens = manager.get_computed_blocks(b)
+    assert (found.tolist(), num_tokens) == ([1], 8)  # the block to copy from
     plan = manager.step(new=[b])
     assert plan.num_computed_tokens.tolist() == [8]
     assert plan.copy.tolist() == [[1, 2]] and plan.append_ids[0].tolist() == [2]
@@ -776,6 +778,129 @@ def test_a_hit_inside_a_block_is_copied_into_the_requests_own():
     # The oldest of those that hold it.
     assert manager.step(new=[Request("c", range(9))]).copy.tolist() == [[1, 3]]
     manager.check_invariants()
+
+
+def partial(num_blocks=40, **options):
+    return make(
+        GroupSpec("full_attention", 16), hash_block_size=4, num_blocks=num_blocks, **options
+    )
+
+
+def test_per_request_calls_find_and_copy_hits_inside_blocks():
+    manager = partial()
+    run(manager, Request("a", range(30)), 30)
+    b = Request("b", range(30))
+    found, num_tokens = manager.get_computed_blocks(b)
+    assert (found.tolist(), num_tokens) == ([1, 2], 28)
+    assert manager.find_prefix(b, whole_blocks=True)[1] == 16
+    assert manager.cached_tokens(b).on_device == 16  # says so
+    assert manager.allocate_slots(b, 2, found).tolist() == [3]
+    assert manager.take_copies().tolist() == [[2, 3]]
+    assert manager.take_copies().shape == (0, 2)
+    assert manager.block_ids(b).tolist() == [1, 3] and manager.num_computed_tokens(b) == 30
+    manager.append_slots(b, 1)
+    manager.check_invariants()
+
+
+def test_sources_and_destinations_are_held_until_their_copies_are_taken():
+    manager = partial(num_blocks=5)
+    a, b = Request("a", range(30)), Request("b", range(30))
+    run(manager, a, 30)
+    manager.free(a)
+    found, _ = manager.get_computed_blocks(b)
+    manager.allocate_slots(b, 2, found)
+    manager.free(b)
+    manager.check_invariants()
+    assert manager.pool.num_free == 2  # of 4: block 2 and b's own wait for the copy
+    assert manager.allocate_slots(Request("c", range(100, 148)), 48) is None
+    assert not manager.reset_prefix_cache()
+    assert manager.take_copies().tolist() == [[2, 3]]
+    assert manager.pool.num_free == 4
+    assert len(manager.allocate_slots(Request("c", range(100, 148)), 48)) == 3
+    manager.check_invariants()
+
+
+def test_requests_go_on_only_once_copies_are_taken():
+    """An engine that does not know of copies must not read what was never written."""
+    manager = partial()
+    run(manager, Request("a", range(30)), 30)
+    b = Request("b", range(30))
+    manager.allocate_slots(b, 2, manager.get_computed_blocks(b)[0])
+    for go_on in (
+        lambda: manager.append_slots(b, 1),
+        lambda: manager.advance([manager.row(b)], [30], [31]),
+    ):
+        with pytest.raises(ValueError, match="expected a call of take_copies before"):
+            go_on()
+    c = Request("c", range(30))  # several may be admitted before
+    manager.allocate_slots(c, 2, manager.get_computed_blocks(c)[0])
+    assert manager.take_copies().tolist() == [[2, 3], [2, 4]]
+    assert manager.append_slots(b, 1) is not None
+    manager.check_invariants()
+
+
+def test_a_hit_inside_a_block_that_does_not_fit_changes_nothing():
+    manager = partial(num_blocks=4)
+    run(manager, Request("a", range(30)), 30)
+    run(manager, Request("x", range(90, 95)), 5)
+    b = Request("b", range(30))
+    found, _ = manager.get_computed_blocks(b)
+    before = manager.pool.num_free
+    assert manager.allocate_slots(b, 2, found) is None
+    assert (manager.take_copies().shape, manager.pool.num_free) == ((0, 2), before)
+    manager.check_invariants()
+
+
+def test_external_tokens_behind_a_hit_inside_a_block_are_refused():
+    manager = partial()
+    run(manager, Request("a", range(30)), 30)
+    b = Request("b", range(60))
+    found, _ = manager.get_computed_blocks(b)
+    with pytest.raises(ValueError, match=r"^num_external_computed_tokens is 8 behind a hit of 28"):
+        manager.allocate_slots(b, 2, found, num_external_computed_tokens=8)
+    whole, _ = manager.get_computed_blocks(b, whole_blocks=True)
+    assert len(manager.allocate_slots(b, 2, whole, num_external_computed_tokens=8)) == 1
+
+
+def test_a_hit_inside_a_block_that_has_gone_is_looked_up_again():
+    manager = partial()
+    run(manager, Request("a", range(30)), 30)
+    b = Request("b", range(30))
+    found, _ = manager.get_computed_blocks(b)
+    manager.evict([2])
+    with pytest.raises(ValueError, match=r"look up again|since the last token must run"):
+        manager.allocate_slots(b, 2, found)
+    assert manager.take_copies().shape == (0, 2)
+    assert len(manager.allocate_slots(b, 14, found[:1])) == 1
+
+
+def test_groups_of_unequal_blocks_name_the_block_to_copy_from_each():
+    manager = make(
+        GroupSpec("full_attention", 16),
+        GroupSpec("sliding_window", 8, {"window": 6}),
+        hash_block_size=4,
+    )
+    run(manager, Request("a", range(30)), 30)
+    b = Request("b", range(30))
+    found, num_tokens = manager.get_computed_blocks(b)
+    assert num_tokens == 28 and [len(ids) for ids in found] == [2, 4]
+    new = manager.allocate_slots(b, 2, found)
+    pairs = manager.take_copies().tolist()
+    assert pairs == [[int(found[0][1]), int(new[0][0])], [int(found[1][3]), int(new[1][0])]]
+    manager.check_invariants()
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        (GroupSpec("full_attention", 16), GroupSpec("recurrent", 16)),
+        (GroupSpec("full_attention", 16), GroupSpec("full_attention", 16, cached=False)),
+    ],
+)
+def test_states_and_uncached_groups_are_hit_inside_blocks_by_steps_alone(groups):
+    manager = make(*groups, hash_block_size=4)
+    run(manager, Request("a", range(28)), 28)
+    assert manager.find_prefix(Request("b", range(30))).num_tokens % 16 == 0
 
 
 def test_behind_a_missing_block_a_hit_may_still_end_inside_it():

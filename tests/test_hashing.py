@@ -387,6 +387,38 @@ def test_extra_keys_of_any_request(num_tokens, later, block_size, lora, items, s
         )
 
 
+def test_rows_without_tokens_cost_nothing():
+    """2**31 rows for 3 tokens: digests of all of them would take hours, and gigabytes."""
+    rows = np.broadcast_to(np.float32(1), (2**31 - 1, 4))
+    request = Request("r", range(3), prompt_embeds=rows)
+    few = Request("r", range(3), prompt_embeds=np.ones((4, 4), np.float32))
+    manager = KVCacheManager(2, 9, 64)
+    assert np.array_equal(manager.block_hashes(request), manager.block_hashes(few))
+    manager.step(new=[request])
+    request.append_tokens([3])
+    few.append_tokens([3])
+    assert np.array_equal(manager.block_hashes(request), manager.block_hashes(few))
+
+
+def test_more_rows_than_any_request_has_tokens_are_refused():
+    rows = np.broadcast_to(np.float32(1), (2**33, 1))
+    with pytest.raises(ValueError, match=r"^prompt_embeds has 8589934592 rows: expected at most"):
+        Request("r", [1, 2, 3], prompt_embeds=rows)
+
+
+def test_forks_compare_rows_up_to_the_last_computed_token():
+    manager = KVCacheManager(4, 20, 64, num_preallocate_tokens=0)
+    rows = np.arange(24, dtype=np.float32).reshape(8, 3)
+    parent = Request("p", range(6), prompt_embeds=rows)
+    manager.step(new=[parent])
+    assert manager.fork(parent, Request("c", range(6), prompt_embeds=rows.copy())) >= 0
+    for changed in (0, 5):
+        other = rows.copy()
+        other[changed] += 1
+        with pytest.raises(ValueError, match="the child has other tokens, or other extra keys"):
+            manager.fork(parent, Request("d", range(6), prompt_embeds=other))
+
+
 @pytest.mark.parametrize(
     "options",
     [

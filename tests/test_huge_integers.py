@@ -8,7 +8,6 @@ import torch
 
 import kvcache
 from kvcache import (
-    AttentionBackend,
     BlockPool,
     BlockSpaceManager,
     BlockTable,
@@ -27,6 +26,7 @@ from kvcache import (
     plan_cache,
 )
 from kvcache.checks import byte_count, integer, number, seconds, shown
+from kvcache.layouts import AttentionBackend
 from kvcache.transfer import copy_kv_blocks, permute_received_blocks
 from tests.shared import REPO
 
@@ -130,7 +130,7 @@ CALLS = {
         "window": lambda: GroupSpec("sliding_window", 4, {"window": HUGE}),
         "dcp_world_size": lambda: ContextParallel(dcp_world_size=HUGE),
         "max_model_len": lambda: plan_cache([LAYER], 2**20, max_model_len=HUGE),
-        "available_bytes": lambda: plan_cache([LAYER], HUGE, max_model_len=64),
+        "budget_bytes": lambda: plan_cache([LAYER], HUGE, max_model_len=64),
     },
     "worker": {
         "block_size": lambda: BlockTable(HUGE, 4, 8, 64),
@@ -156,7 +156,7 @@ CALLS = {
             torch.zeros(2, 2, 2, 2), [0], remote_block_size=HUGE
         ),
         "indices": lambda: permute_received_blocks(torch.zeros(2, 2, 2, 2), [HUGE]),
-        "dims": lambda: AttentionBackend(HUGE, HUGE, HUGE),
+        "name": lambda: AttentionBackend(HUGE, HUGE, HUGE),
     },
 }
 
@@ -185,6 +185,7 @@ def test_an_integer_of_5000_digits_is_refused_by_name(name, call):
         (range(3), "range(0, 3)"),
         ("x" * 300, "'" + "x" * 199 + "..."),
     ],
+    ids=["positive", "negative", "list", "dict", "range", "string"],
 )
 def test_every_value_can_be_shown(value, text):
     assert shown(value) == text

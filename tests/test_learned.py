@@ -97,7 +97,10 @@ GOOD = {
             json.dumps({**GOOD, "reached": [[10**400, *[1.0] * 25], *GOOD["reached"][1:]]}),
             r"reached is no array of numbers \(",
         ),
-        ('{"kvcache": "learned reuse", "version": 2, "reached": [[1' + "0" * 5000, "is ignored"),
+        (
+            '{"kvcache": "learned reuse", "version": 2, "reached": [[1' + "0" * 5000,
+            "Exceeds the limit",
+        ),
         (json.dumps({**GOOD, "used": [[float("inf")] * 26] * 101}), "numbers that are no counts"),
         (json.dumps({**GOOD, "used": [[1.0], [1.0, 2.0]]}), "used is no array of numbers"),
         (json.dumps(GOOD) + " " * (1 << 22), "it has more than 4194304 bytes"),

@@ -719,3 +719,68 @@ def test_tokens_and_slots_that_are_no_tensors_are_named():
             with pytest.raises(ValueError, match=f"^{name} has 0 dimensions"):
                 call(torch.tensor(17))
     assert not kv.key_cache(0)[1, 1].any()
+
+
+def separate_layers(num_layers=3, num_blocks=6, block_dim=1):
+    """K and V of each layer, as tensors of an engine's own; each block differs from all others."""
+    shape = (2, num_blocks, 4, 3) if block_dim else (num_blocks, 2, 4, 3)
+    return [
+        torch.arange(float(np.prod(shape))).view(shape) + 10_000 * layer
+        for layer in range(num_layers)
+    ]
+
+
+@pytest.mark.parametrize("block_dim", [0, 1])
+def test_copy_on_write_pairs_are_copied_over_all_layers(block_dim):
+    layers = separate_layers(block_dim=block_dim)
+    want = [layer.clone() for layer in layers]
+    for layer in want:
+        layer.select(block_dim, 4).copy_(layer.select(block_dim, 1))
+        layer.select(block_dim, 2).copy_(layer.select(block_dim, 3))
+    Pages.over(layers, block_dim).copy(np.array([(1, 4), (3, 2)]))
+    assert all(torch.equal(a, b) for a, b in zip(layers, want, strict=True))
+
+
+@given(
+    pairs=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12),
+    as_tensor=st.booleans(),
+)
+def test_pairs_are_copied_one_after_the_other(pairs, as_tensor):
+    layers = separate_layers()
+    want = [layer.clone() for layer in layers]
+    for source, destination in pairs:
+        for layer in want:
+            layer[:, destination] = layer[:, source].clone()
+    given_pairs = torch.tensor(pairs, dtype=torch.int32).view(-1, 2) if as_tensor else pairs
+    Pages.over(layers, 1).copy(given_pairs)
+    assert all(torch.equal(a, b) for a, b in zip(layers, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "error", "message"),
+    [
+        ([(1, 2), (6, 3)], ValueError, r"^pairs\[1\] reads page 6: expected 0 to 5"),
+        ([(-1, 3)], ValueError, r"^pairs\[0\] reads page -1: expected 0 to 5"),
+        ([(1, 2), (2, -1)], ValueError, r"^pairs\[1\] writes to page -1: expected 0 to 5"),
+        ([1, 2], ValueError, r"^pairs has shape \[2\]: expected \[n, 2\]"),
+        ([(1.5, 2)], TypeError, r"^pairs has dtype float64: expected integers"),
+        ([(0, 2**40)], ValueError, r"^pairs\[0\] writes to page 1099511627776"),
+        (None, ValueError, r"^pairs has shape \[\]"),
+    ],
+)
+def test_wrong_pairs_are_named_and_nothing_is_copied(pairs, error, message):
+    layers = separate_layers()
+    with pytest.raises(error, match=message):
+        Pages.over(layers, 1).copy(pairs)
+    assert all(torch.equal(a, b) for a, b in zip(layers, separate_layers(), strict=True))
+
+
+def test_copies_of_an_engines_tensors_keep_nothing_alive():
+    import weakref
+
+    layers = separate_layers()
+    pages = Pages.over(layers, 1)
+    pages.copy([(1, 2)])
+    seen = weakref.ref(pages)
+    del pages
+    assert seen() is None  # at once: no cycle of references waits for the collector

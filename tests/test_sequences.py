@@ -848,6 +848,7 @@ def test_a_watermark_that_is_set_counts_in_every_call():
 @pytest.mark.parametrize(
     ("value", "error"),
     [(-1, ValueError), (2**31, ValueError), (10**5000, ValueError), (True, TypeError)],
+    ids=["negative", "above int32", "huge", "bool"],
 )
 def test_a_wrong_watermark_is_named_and_not_set(value, error):
     manager = make(watermark=0.2)

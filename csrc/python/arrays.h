@@ -229,8 +229,8 @@ class Int32Input {
     for (py::ssize_t i = 0; i < size_; ++i) {
       const py::handle item = PySequence_Fast_GET_ITEM(value.ptr(), i);
       if (!PyBool_Check(item.ptr()) && !py::isinstance(item, *numpy_bool)) continue;
-      throw py::type_error(std::string(name_) + "[" + std::to_string(i) + "] is " + repr_of(item) +
-                           ": expected an integer");
+      throw py::type_error(std::string(name_) + "[" + std::to_string(i) + "] is " +
+                           py::cast<std::string>(py::str(item)) + ": expected an integer");
     }
   }
 

@@ -93,7 +93,9 @@ int64_t whole_number(py::handle value, Name name, int64_t least, int64_t most) {
     number = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
   }
   if (overflow == 0 && number >= least && number <= most) return number;
-  throw py::value_error(name() + " is " + repr_of(value) + ": expected " + std::to_string(least) +
+  const auto given = py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
+  if (!given) throw py::error_already_set();
+  throw py::value_error(name() + " is " + repr_of(given) + ": expected " + std::to_string(least) +
                         " to " + std::to_string(most));
 }
 

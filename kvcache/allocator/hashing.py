@@ -150,7 +150,7 @@ def _head(major: int, value: int) -> bytes:
     for code, size in ((24, 1), (25, 2), (26, 4), (27, 8)):
         if value < 1 << (8 * size):
             return bytes([major | code]) + value.to_bytes(size, "big")
-    raise ValueError(f"extra key {value} does not fit in 64 bits")
+    raise ValueError(f"extra key {shown(value)} does not fit in 64 bits")
 
 
 def _encode(value: object) -> bytes:
@@ -170,6 +170,6 @@ def _encode(value: object) -> bytes:
         case list() | tuple():
             return _head(_ARRAY, len(value)) + b"".join(map(_encode, value))
     raise TypeError(
-        f"extra key {value!r} has type {type(value).__name__}: "
+        f"extra key {shown(value)} has type {type(value).__name__}: "
         "expected str, int, bool, bytes, None or a list of them"
     )

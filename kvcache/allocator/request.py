@@ -238,7 +238,7 @@ def _checked_item(i: int, item: tuple[str, int, int]) -> tuple[str, int, int]:
         raise TypeError(f"{name} is {shown(item)}: {expected}") from None
     if first < 0 or length < 1 or first + length > MAX_INT32:
         raise ValueError(
-            f"{name}: {identifier!r} starts at {first} and has {length} tokens: "
+            f"{name}: {identifier!r} starts at {shown(first)} and has {shown(length)} tokens: "
             f"expected a start of 0 or more, 1 token or more, and an end of at most {MAX_INT32}"
         )
     return identifier, first, length

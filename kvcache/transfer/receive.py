@@ -179,7 +179,9 @@ def _remote_block_size(layer: torch.Tensor, ratio: int) -> int:
         )
     block_size = layer.shape[1]
     if ratio > 0 and block_size % ratio:
-        raise ValueError(f"block_size_ratio {ratio} does not divide the block size {block_size}")
+        raise ValueError(
+            f"block_size_ratio {shown(ratio)} does not divide the block size {block_size}"
+        )
     return block_size // int(ratio) if ratio > 0 else block_size * -int(ratio)
 
 
@@ -215,7 +217,8 @@ def _permute(
     most = first.shape[0] * first.shape[1]
     if remote_block_size > max(most, 1):
         raise ValueError(
-            f"remote_block_size is {remote_block_size}: expected at most {most}, the cache's tokens"
+            f"remote_block_size is {shown(remote_block_size)}: expected at most {most}, the cache's "
+            "tokens"
         )
     ids = _ids(indices, max(1, remote_block_size // max(1, first.shape[1])))
     try:

@@ -9,6 +9,7 @@ import numpy as np
 from kvcache.allocator.event_stream import RequestLabels
 from kvcache.allocator.hashing import HashKey, token_sequence
 from kvcache.allocator.sequences.protocol import SequenceLike, extra_hash
+from kvcache.checks import shown
 from kvcache.native.load import core
 
 
@@ -66,8 +67,8 @@ class TokenSource:
         extra, child_ids = extra_hash(child_seq), child_seq.get_token_ids()
         if extra != tokens.extra:
             raise ValueError(
-                f"extra_hash() of child_seq {child_seq.seq_id!r} is {extra!r}: expected that of its "
-                f"parent, {tokens.extra!r}"
+                f"extra_hash() of child_seq {child_seq.seq_id!r} is {shown(extra)}: expected that of "
+                f"its parent, {shown(tokens.extra)}"
             )
         if len(child_ids) != length:
             fail_ids(child_seq, len(child_ids))

@@ -149,7 +149,8 @@ class KVStorage:
         placed = self._place(1, scale_bytes_per_token)
         if not placed.has_kv_together:
             raise ValueError(
-                f"backend is {self.backend.name!r}: expected one that keeps K and V of a block together"
+                f"backend is {shown(self.backend.name)}: expected one that keeps K and V of a block "
+                "together"
             )
         self.pages = pages
         num_bytes, item = int(placed.region_bytes[0]), self.dtype.itemsize
@@ -591,7 +592,7 @@ def _shape_of_layer(layer: LayerSpec, block_size: int) -> dict[str, object]:
     if layer.state_bytes:
         if layer.state_bytes % dtype.itemsize:
             raise ValueError(
-                f"state_bytes is {layer.state_bytes}, of layer {layer.name!r}: "
+                f"state_bytes is {layer.state_bytes}, of layer {shown(layer.name)}: "
                 f"expected whole elements of its dtype, {layer.dtype}"
             )
         num_elements = layer.state_bytes // dtype.itemsize

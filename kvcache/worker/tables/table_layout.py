@@ -132,6 +132,6 @@ def check_by_keyword(others: tuple[object, ...], most: int, names: str) -> None:
     """TypeError for positional arguments beyond those that a table takes by position."""
     if others:
         raise TypeError(
-            f"{most + len(others)} positional arguments, the last {others[-1]!r}: expected at most "
+            f"{most + len(others)} positional arguments, the last {shown(others[-1])}: expected at most "
             f"{most}; pass {names} and what follows by keyword"
         )

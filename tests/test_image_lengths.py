@@ -1,0 +1,165 @@
+"""One identifier with two lengths: hashes are equal, as engines know them, and no hit is wrong."""
+
+import numpy as np
+import pytest
+
+from kvcache import GroupSpec, KVCacheManager, Request, StepReport
+
+BLOCK = 4
+
+
+def make(**options):
+    options = {"num_preallocate_tokens": 0} | options
+    return KVCacheManager(BLOCK, 40, 200, **options)
+
+
+def image(name, length, num_tokens=20, start=4, identifier="img"):
+    return Request(name, range(num_tokens), mm_items=[(identifier, start, length)])
+
+
+def cached(manager, request):
+    plan = manager.step(new=[request])
+    manager.report(StepReport(plan.step_id, completed=True))
+    manager.free(request)
+    return plan
+
+
+def hit(manager, request):
+    return manager.cached_tokens(request).on_device
+
+
+def test_hashes_are_the_interoperable_ones_whatever_the_length():
+    manager = make()
+    hashes = [manager.block_hashes(image("r", length)).tolist() for length in (4, 3)]
+    assert hashes[0][1] == hashes[1][1]
+
+
+@pytest.mark.parametrize(("cached_length", "length"), [(5, 4), (4, 5), (12, 9), (3, 4)])
+def test_an_image_of_another_length_ends_the_hit_before_it(cached_length, length):
+    manager = make()
+    cached(manager, image("a", cached_length))
+    assert hit(manager, image("b", length)) == 4
+    assert hit(manager, image("c", cached_length)) == 16
+    ids, num_tokens = manager.get_computed_blocks(image("d", length))
+    assert (ids.tolist(), num_tokens) == ([1], 4)
+    assert manager.step(new=[image("e", length)]).num_computed_tokens.tolist() == [4]
+    manager.check_invariants()
+
+
+def test_text_behind_an_image_of_another_length_is_no_hit():
+    """Blocks without an image have equal hashes too, and other KV: they read the image."""
+    manager = make()
+    cached(manager, image("a", 5, num_tokens=40))
+    other = image("b", 4, num_tokens=40)
+    manager.step(new=[other])
+    assert hit(manager, image("c", 4, num_tokens=40)) == 4  # the one that was cached first is found
+    assert hit(manager, image("d", 5, num_tokens=40)) == 36
+
+
+def test_a_request_cannot_be_given_blocks_of_another_length():
+    manager = make()
+    cached(manager, image("a", 5))
+    ids, _ = manager.get_computed_blocks(image("b", 5))
+    with pytest.raises(ValueError, match=r"computed_blocks\[1\] is block 2, which does not"):
+        manager.allocate_slots(image("c", 4), 4, ids)
+    assert len(manager.allocate_slots(image("d", 5), 4, ids)) == 1
+
+
+def test_several_images_and_overlaps_count_each():
+    manager = make()
+    items = [("x", 2, 5), ("y", 6, 3), ("y", 12, 2)]
+    cached(manager, Request("a", range(24), mm_items=items))
+    assert hit(manager, Request("b", range(24), mm_items=items)) == 20
+    for i, num_tokens in ((0, 0), (1, 4), (2, 12)):
+        other = list(items)
+        other[i] = (*items[i][:2], items[i][2] + 1)
+        assert hit(manager, Request("c", range(24), mm_items=other)) == num_tokens
+
+
+def test_hits_inside_blocks_are_of_the_same_length():
+    manager = KVCacheManager(16, 20, 200, hash_block_size=4, num_preallocate_tokens=0)
+    manager.step(new=[image("a", 5, num_tokens=14)])
+    for length, num_tokens in ((5, 12), (4, 4)):
+        request = image("b", length, num_tokens=14)
+        assert manager.find_prefix(request).num_tokens == num_tokens
+    plan = manager.step(new=[image("c", 4, num_tokens=14)])
+    assert plan.num_computed_tokens.tolist() == [4] and plan.copy.tolist() == [[1, 2]]
+
+
+def test_pages_of_the_host_are_of_the_same_length():
+    manager = KVCacheManager(
+        BLOCK, 9, 64, num_host_blocks=20, host_write="through", num_preallocate_tokens=0
+    )
+    cached(manager, image("a", 5))
+    cached(manager, Request("fill", range(100, 132)))
+    assert hit(manager, image("b", 5)) == 0
+    assert manager.cached_tokens(image("b", 5)).with_host == 16
+    assert manager.cached_tokens(image("c", 4)).with_host == 4
+    cached(manager, image("d", 5))  # loaded from the host
+    assert hit(manager, image("e", 5)) == 16 and hit(manager, image("f", 4)) == 4
+    manager.check_invariants()
+
+
+def test_a_swapped_request_comes_back_with_its_own_image():
+    manager = make(num_host_blocks=40)
+    short, long = image("short", 4), image("long", 5)
+    rows = manager.step(new=[short]).rows.tolist()
+    rows += manager.step(new=[long]).rows.tolist()
+    first = manager.step(swap_out=rows[:1]).swap_out
+    second = manager.step(swap_out=rows[1:]).swap_out
+    # Block 0 is shared, and moves once; the others have equal hashes, and pages of their own.
+    assert len(first) == 5 and len(second) == 4
+    assert not set(first[:, 1].tolist()) & set(second[:, 1].tolist())
+    back = manager.step(rows[1:], [0]).swap_in
+    assert set(second[:, 1].tolist()) <= set(back[:, 0].tolist())
+    manager.check_invariants()
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("hash_block_size", [None, 2])
+@pytest.mark.parametrize("num_host_blocks", [0, 12])
+def test_no_hit_ever_holds_the_kv_of_another_image(seed, hash_block_size, num_host_blocks):
+    """Pages by what was computed into them, carried out plan by plan, against each request's own KV."""
+    rng = np.random.default_rng(seed)
+    groups = [GroupSpec("full_attention", 4), GroupSpec("sliding_window", 4, {"window": 6})]
+    manager = KVCacheManager.for_groups(
+        groups,
+        30,
+        64,
+        num_preallocate_tokens=0,
+        hash_block_size=hash_block_size,
+        num_host_blocks=num_host_blocks,
+    )
+    device = {}  # page: KV by offset; a token's KV is all that it depends on
+    host = {}
+    num_hits = 0
+    for i in range(120):
+        items = [("img", 2, int(rng.integers(1, 5))), ("dog", 8, int(rng.integers(1, 4)))]
+        num_tokens = int(rng.integers(6, 22))
+        request = Request(f"r{i}", range(num_tokens), mm_items=items)
+        kv = [
+            tuple(item for item in items if item[1] <= token) for token in range(num_tokens)
+        ]  # and the tokens, which are the same in all
+        plan = manager.step(new=[request])
+        for page, target in plan.swap_out.tolist():
+            host[target] = dict(device[page])
+        for source, target in plan.copy.tolist():
+            device[target] = dict(device[source])
+        for page, target in plan.swap_in.tolist():
+            device[target] = dict(host[page])
+        start = int(plan.num_computed_tokens[0])
+        num_hits += start > 0
+        for g in range(2):
+            table = manager.block_ids(request, g)
+            window = 0 if g == 0 else max(start - 5, 0)
+            for token in range(window, start):
+                page = int(table[token // 4])
+                assert device[page][token % 4] == (token, kv[token]), (i, g, token)
+            for token in range(start, num_tokens):
+                page = int(table[token // 4])
+                if page:
+                    device.setdefault(page, {})[token % 4] = (token, kv[token])
+        manager.report(StepReport(plan.step_id, completed=True))
+        manager.free(request)
+        manager.check_invariants()
+    assert num_hits > 10
