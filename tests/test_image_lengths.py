@@ -110,7 +110,7 @@ def test_a_swapped_request_comes_back_with_its_own_image():
     # Block 0 is shared, and moves once; the others have equal hashes, and pages of their own.
     assert len(first) == 5 and len(second) == 4
     assert not set(first[:, 1].tolist()) & set(second[:, 1].tolist())
-    back = manager.step(rows[1:], [0]).swap_in
+    back = manager.step(rows[1:], [1], token_ids=[7], num_token_ids=[1]).swap_in
     assert set(second[:, 1].tolist()) <= set(back[:, 0].tolist())
     manager.check_invariants()
 

@@ -44,7 +44,7 @@ class PageCopy:
         on_host = source if source.device.type == "cpu" else destination
         self._pages_per_run = on_host.pages_per_chunk
         self._by_layer = by_layer
-        self._others = [*source.others, *destination.others]
+        self._others = destination.others if self._within else source.others + destination.others
 
     def copy(
         self,
