@@ -205,7 +205,7 @@ class TestAnswers:
             time.sleep(0.1)
             started = time.monotonic()
             assert post(served, max_tokens=3).status_code == 200
-            assert time.monotonic() - started < 1.5  # the other takes 40 * 30 / 2 steps
+            assert time.monotonic() - started < 1.5  # the other takes 40 * 30 steps
             assert many.is_alive()
         finally:
             served.slow_seconds = 0.0
@@ -360,8 +360,9 @@ class TestAdmission:
                 log.append(name)
             await release.wait()
 
-    def test_further_prompts_take_half_of_the_rows(self):
-        async def course(admission):
+    def test_further_prompts_take_a_quarter_of_the_rows(self):
+        async def course(_):
+            admission = Admission(8, 3)
             release, log = asyncio.Event(), []
             hold = lambda name, **options: asyncio.create_task(  # noqa: E731
                 self.holding(admission, 1, release, log=log, name=name, **options)
@@ -412,7 +413,7 @@ class TestAdmission:
 
         self.run(course)
 
-    def test_more_samples_than_half_the_rows_are_served(self):
+    def test_more_samples_than_a_quarter_of_the_rows_are_served(self):
         async def course(admission):
             for count in (3, 4, 9):
                 async with admission.rows(count, is_first=False, priority=0):

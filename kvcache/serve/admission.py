@@ -18,8 +18,8 @@ class Admission:
     """Gives out the rows of an engine to the prompts of requests. One event loop calls it.
 
     One prompt of each request takes any row that is free, by priority and then in order. Others of the
-    same request take rows only while less than half of them are given out: however many prompts a
-    request has, the next request finds rows.
+    same request take rows only while less than a quarter of them are given out: however many prompts a
+    request has, the next request finds rows, and steps that are not much longer.
     """
 
     def __init__(self, num_rows: int, max_waiting: int) -> None:
@@ -85,7 +85,7 @@ class Admission:
             self._give_to(count, turn)
         while self._further:
             count, turn = self._further[0]
-            if not turn.done() and self._num_given + count > max(self._num_rows // 2, count):
+            if not turn.done() and self._num_given + count > max(self._num_rows // 4, count):
                 return
             self._further.popleft()
             self._give_to(count, turn)
