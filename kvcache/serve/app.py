@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from kvcache.checks import flag, instance, shown
+from kvcache.checks import check_name, flag, instance, shown
 from kvcache.serve.admission import Admission, Busy
 from kvcache.serve.bodies import AskError, apart, parsed, read_body
 from kvcache.serve.engine_loop import Answer, EngineError, EngineLoop
@@ -136,6 +136,8 @@ def make_app(
     shares that one's cache, and by its priority it goes before others.
     """
     limits = Limits() if limits is None else limits
+    instance(loop, EngineLoop, "loop")
+    check_name(model_name, "model_name")
     instance(limits, Limits, "limits")
     flag(trust_clients, "trust_clients")
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from kvcache.checks import instance
 from kvcache.metrics import CacheMetrics
 from kvcache.serve.snapshot import snapshot
 from kvcache.serving import Delta, Engine, Generation, SamplingParams
@@ -72,6 +73,7 @@ class EngineLoop:
     """
 
     def __init__(self, engine: Engine, publisher: EventPublisher | None = None) -> None:
+        instance(engine, Engine, "engine")
         if publisher is not None and not engine.cache.manager.options.enable_events:
             raise ValueError("publisher is given: expected a manager with enable_events")
         self.engine = engine

@@ -11,6 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvcache.checks import instance
 from kvcache.serve.engine_loop import EngineError
 from kvcache.serve.limits import Limits
 
@@ -27,6 +28,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, **options: object) -> None:
+        instance(app, FastAPI, "app")
         self._limits: Limits = app.state.limits
         self._state = app.state
         limits = self._limits

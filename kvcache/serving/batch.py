@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from kvcache.assembly import KVCache
+from kvcache.checks import MAX_INT32, check_range, instance, integer, integers, listed
 from kvcache.kinds import KindProperties, make_kind
 from kvcache.worker import AttentionMetadata, AttentionMetadataBuilder
 
@@ -43,8 +44,8 @@ class Batch:
     `slots(group)` and `context(group)` say where K and V lie, `metadata()` is what paged attention
     kernels take, `state_pages(group)` where recurrent states lie.
 
-    ValueError for lists of unequal lengths, and where a request has no token or more drafts than
-    tokens.
+    TypeError or ValueError for lists of unequal lengths or of anything but integers, and where a
+    request has no token or more drafts than tokens.
 
     >>> from kvcache import LayerSpec, Request, build, plan_cache
     >>> plan = plan_cache([LayerSpec("a", "full_attention", 16, 2, 64)], 2**20, max_model_len=64)
@@ -68,18 +69,25 @@ class Batch:
         num_drafts: Sequence[int] | np.ndarray | None = None,
         num_logits: Sequence[int] | np.ndarray | None = None,
     ) -> None:
+        instance(cache, KVCache, "cache")
+        rows = integers(rows, "rows", ())
         n = len(rows)
         self.cache = cache
-        self.rows = np.asarray(rows, np.int32)
-        self.starts = np.asarray(starts, np.int64)
-        self.query_lens = np.fromiter(map(len, token_ids), np.int64, len(token_ids))
-        self.num_drafts = np.asarray([0] * n if num_drafts is None else num_drafts, np.int64)
-        self.num_logits = np.asarray([1] * n if num_logits is None else num_logits, np.int64)
+        self.starts = integers(starts, "starts", ())
+        self.num_drafts = integers([0] * n if num_drafts is None else num_drafts, "num_drafts", ())
+        self.num_logits = integers([1] * n if num_logits is None else num_logits, "num_logits", ())
         for name in ("starts", "num_drafts", "num_logits"):
-            if len(getattr(self, name)) != n:
-                raise ValueError(f"{name} has {len(getattr(self, name))} entries: expected {n}")
+            counts = getattr(self, name)
+            if len(counts) != n:
+                raise ValueError(f"{name} has {len(counts)} entries: expected {n}")
+            check_range(name, "is", counts, 0, MAX_INT32)
+        token_ids = listed(token_ids, "token_ids", "a list of the tokens of each request")
         if len(token_ids) != n or n == 0:
             raise ValueError(f"token_ids has {len(token_ids)} entries: expected {n}, 1 or more")
+        check_range("rows", "is", rows, 0, cache.manager.options.max_num_reqs or MAX_INT32)
+        self.rows = rows.astype(np.int32)
+        tokens = _joined(token_ids)
+        self.query_lens = np.fromiter(map(len, token_ids), np.int64, n)
         wrong = (self.query_lens < 1) | (self.num_drafts >= self.query_lens)
         wrong |= self.num_logits > self.query_lens
         if wrong.any():
@@ -99,9 +107,7 @@ class Batch:
         )
         device = cache.pages.device
         self.positions = torch.from_numpy(positions).to(device)
-        self.token_ids = torch.from_numpy(
-            np.concatenate([np.asarray(each, np.int64) for each in token_ids])
-        ).to(device)
+        self.token_ids = torch.from_numpy(tokens).to(device)
         self.logits_indices = torch.from_numpy(np.arange(len(wanted)) + wanted).to(device)
         cache.tables.compute_slot_mapping(np.repeat(self.rows, self.query_lens), positions)
         cache.tables.commit_slot_mapping(len(positions))
@@ -119,6 +125,7 @@ class Batch:
 
     def kind(self, group: int) -> KindProperties:
         """The attention kind of a group."""
+        group = integer(group, "group", most=len(self.cache.plan.groups) - 1)
         if group not in self._kinds:
             spec = self.cache.plan.groups[group]
             self._kinds[group] = make_kind(spec.kind, spec.options)
@@ -126,10 +133,12 @@ class Batch:
 
     def slots(self, group: int) -> torch.Tensor:
         """int64[t] on the device: where each token's K and V are written in this group."""
+        self.kind(group)  # refuses what is no group
         return self.cache.tables[group].slot_mapping.gpu[: self.num_tokens]
 
     def context(self, group: int) -> Context:
         """The tokens that the step's queries see in this group, their own included."""
+        self.kind(group)  # refuses what is no group
         if group not in self._contexts:
             first_needed = self.kind(group).first_needed_token
             firsts = np.array([first_needed(int(start)) for start in self.starts], np.int64)
@@ -145,16 +154,31 @@ class Batch:
 
     def state_pages(self, group: int) -> np.ndarray:
         """int32[n, 1 + drafts at most]: pages of recurrent states; see `BlockTable.state_pages`."""
+        self.kind(group)  # refuses what is no group
         table = self.cache.tables[group]
         return table.state_pages(self.rows, self.seq_lens, self.num_drafts).cpu().numpy()
 
     def metadata(self, builder: AttentionMetadataBuilder) -> AttentionMetadata:
         """What FlashAttention and FlashInfer take of this batch."""
+        instance(builder, AttentionMetadataBuilder, "builder")
         return builder.build(
             self.rows,
             self.query_lens.astype(np.int32),
             self.seq_lens.astype(np.int32),
         )
+
+
+def _joined(token_ids: list) -> np.ndarray:
+    """int64[t]: the tokens of all requests, one after the other. TypeError or ValueError."""
+    try:
+        joined = np.concatenate(token_ids)
+    except (TypeError, ValueError, OverflowError):  # integers, or lists of several dimensions
+        joined = None
+    if joined is None or joined.ndim != 1 or joined.dtype.kind not in "iu":
+        # Which of them is it? An empty list is none: it has no tokens, and a dtype of its own.
+        each = [integers(tokens, f"token_ids[{i}]", ()) for i, tokens in enumerate(token_ids)]
+        joined = np.concatenate(each)
+    return joined.astype(np.int64)
 
 
 def _starts_of(lengths: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvcache.allocator import Request
-from kvcache.checks import integer
+from kvcache.checks import instance, integer
 
 # Of a request: tokens that may follow its known ones; as many or as few as it likes.
 Drafter = Callable[[Request], list[int]]
@@ -26,6 +26,7 @@ class NgramDrafter:
         self.longest = integer(longest, "longest", least=self.shortest)
 
     def __call__(self, request: Request) -> list[int]:
+        instance(request, Request, "request")
         tokens = request.token_ids
         for size in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
             tail = tokens[-size:].tobytes()

@@ -79,16 +79,15 @@ class Engine:
     ) -> None:
         instance(getattr(model, "cache", None), KVCache, "model.cache")
         self.model, self.cache, self.drafter = model, model.cache, drafter
+        integer(model.vocab_size, "model.vocab_size", least=1)
+        if drafter is not None and not callable(drafter):
+            raise TypeError(f"drafter is {shown(drafter)}: expected a function of a request")
         planned = self.cache.plan.max_num_batched_tokens
-        if max_num_batched_tokens is not None and max_num_batched_tokens > planned:
-            raise ValueError(
-                f"max_num_batched_tokens is {max_num_batched_tokens}: expected at most {planned}, for "
-                "which the cache was planned"
-            )
+        most = planned if max_num_batched_tokens is None else max_num_batched_tokens
+        # The cache was planned for so many.
+        most = integer(most, "max_num_batched_tokens", least=1, most=planned)
         self.scheduler = Scheduler(
-            self.cache.manager,
-            max_num_batched_tokens=max_num_batched_tokens or planned,
-            preemption=preemption,
+            self.cache.manager, max_num_batched_tokens=most, preemption=preemption
         )
         self.metrics = Metrics()
         self._generations: dict[str, Generation] = {}  # unfinished

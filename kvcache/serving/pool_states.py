@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from kvcache.allocator import KVCacheManager
+from kvcache.checks import instance, shown
 
 
 class PoolStates(NamedTuple):
@@ -27,7 +28,13 @@ def pool_states(manager: KVCacheManager, medium: Literal["gpu", "cpu"] = "gpu") 
     >>> pool_states(manager)
     PoolStates(held=1, held_cached=2, cached=0, empty=5)
     """
-    pool = manager.pool if medium == "gpu" else manager.host_pool
+    instance(manager, KVCacheManager, "manager")
+    pools = {"gpu": manager.pool}
+    if manager.host_pool is not None:
+        pools["cpu"] = manager.host_pool
+    if not isinstance(medium, str) or medium not in pools:
+        raise ValueError(f"medium is {shown(medium)}: expected {' or '.join(map(repr, pools))}")
+    pool = pools[medium]
     ids = np.arange(1, pool.num_blocks)
     is_held = pool.ref_counts(ids) > 0
     is_cached = manager.hashes_of_blocks(ids, medium).groups >= 0

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from kvcache.allocator import KVCacheManager
-from kvcache.checks import MAX_INT32, instance, integer
+from kvcache.checks import MAX_INT32, instance, integer, integers, shown
 from kvcache.kinds import make_kind
 from kvcache.serving.sequence import Sequence, State
 from kvcache.step import Status, StepPlan, StepReport
@@ -71,7 +71,7 @@ class Scheduler:
     ) -> None:
         instance(manager, KVCacheManager, "manager")
         if preemption not in ("swap", "recompute"):
-            raise ValueError(f"preemption is {preemption!r}: expected 'swap' or 'recompute'")
+            raise ValueError(f"preemption is {shown(preemption)}: expected 'swap' or 'recompute'")
         self.manager = manager
         self.max_num_batched_tokens = integer(
             max_num_batched_tokens, "max_num_batched_tokens", least=1
@@ -110,6 +110,7 @@ class Scheduler:
 
     def num_pending(self, sequence: Sequence) -> int:
         """Known tokens that are not computed."""
+        instance(sequence, Sequence, "sequence")
         if sequence.state is State.WAITING:
             return sequence.request.num_tokens
         return sequence.request.num_tokens - self.manager.num_computed_tokens(sequence.request)
@@ -156,22 +157,39 @@ class Scheduler:
         With failed pages in it, call this before the model runs, and do not run it: what the pages held
         is computed again.
         """
-        self._end(step)
+        self._check_in_flight(step)
         report = StepReport(step.plan.step_id, True) if report is None else report
+        instance(report, StepReport, "report")
         if report.failed_pages or report.failed_host_pages:
             # What the step was to compute is not computed.
             report = StepReport(
                 report.step_id, False, report.failed_pages, report.failed_host_pages
             )
         self.manager.report(report)
+        self._in_flight = None
 
     def fail(self, step: ScheduledStep) -> None:
         """The step's plan was not carried out, or the model failed: it is as if it had not been."""
-        self._end(step)
+        self._check_in_flight(step)
         self.manager.abort(step.plan.step_id)
+        self._in_flight = None
 
     def accept(self, sequence: Sequence, token_ids: list[int], num_rejected: int = 0) -> None:
-        """Appends what was sampled: accepted drafts and one token more; the other drafts go."""
+        """Appends what was sampled: accepted drafts and one token more; the other drafts go.
+
+        TypeError or ValueError for wrong tokens, more rejected ones than were computed, and a sequence
+        that has no row.
+        """
+        instance(sequence, Sequence, "sequence")
+        if sequence.state not in (State.RUNNING, State.SWAPPED, State.WAITING):
+            raise ValueError(
+                f"sequence is {sequence.state.value}: expected one that is being served"
+            )
+        if type(token_ids) is not list or set(map(type, token_ids)) - {int}:
+            token_ids = integers(token_ids, "token_ids", ()).tolist()
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= MAX_INT32:
+            raise ValueError(f"token_ids is {shown(token_ids)}: expected 0 to {MAX_INT32} each")
+        num_rejected = integer(num_rejected, "num_rejected")
         if num_rejected:
             self.manager.reject_tokens(sequence.request, num_rejected)
         sequence.drafts = []
@@ -183,6 +201,12 @@ class Scheduler:
         That is so where no row is free and where the parent has no blocks on the device; what is cached
         of the child's tokens will be its hit.
         """
+        for name, each in (("parent", parent), ("child", child)):
+            instance(each, Sequence, name)
+        if not self._knows(parent):
+            raise ValueError(f"parent is {parent.state.value}: expected a sequence that was added")
+        if child.state is not State.WAITING or child.has_begun or self._knows(child):
+            raise ValueError(f"child is {child.state.value}: expected a new sequence")
         parent.num_rows = max(1, parent.num_rows - child.num_rows)
         child.has_begun = True
         is_there = parent.state is State.RUNNING
@@ -199,18 +223,26 @@ class Scheduler:
 
         `release`: what `KVCacheManager.free` takes besides, for eviction policies.
         """
+        instance(sequence, Sequence, "sequence")
         if sequence.state is State.FINISHED:
             return
+        if not self._knows(sequence):
+            raise ValueError(f"sequence is {sequence.state.value}: expected one that was added")
         self.manager.free(sequence.request, **release)
         (self.waiting if sequence.state is State.WAITING else self.admitted).remove(sequence)
         sequence.state = State.FINISHED
         if self._victim is sequence:
             self._victim = None
 
-    def _end(self, step: ScheduledStep) -> None:
+    def _check_in_flight(self, step: ScheduledStep) -> None:
+        instance(step, ScheduledStep, "step")
         if step is not self._in_flight:
             raise ValueError("step is not under way: expected the one that schedule returned last")
-        self._in_flight = None
+
+    def _knows(self, sequence: Sequence) -> bool:
+        """Whether it is in the queue that its state says."""
+        queue = self.waiting if sequence.state is State.WAITING else self.admitted
+        return sequence in queue
 
     def _leaving(self) -> list[Sequence]:
         """The sequence that is to leave for the host; one that is to be computed again has left."""

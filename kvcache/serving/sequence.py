@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvcache.allocator import Request
+from kvcache.checks import MAX_INT64, instance, integer, listed, shown
 
 
 class State(Enum):
@@ -30,6 +31,7 @@ class Sequence:
     `rank`: sequences with a smaller one go first and are preempted last. `max_tokens`: known tokens at
     which it ends; no drafts go beyond. `num_rows`: the rows that it will need, forks to come included.
     `drafts`: tokens to be computed behind the known ones in the next step, to be accepted or not.
+    TypeError or ValueError for values of another kind.
     """
 
     request: Request
@@ -41,3 +43,15 @@ class Sequence:
     has_begun: bool = False  # it was admitted once, or forked; goes before those that have not
     num_preemptions: int = 0
     num_cached_tokens: int | None = None  # hit when it was first admitted; None before
+
+    def __post_init__(self) -> None:
+        instance(self.request, Request, "request")
+        rank = self.rank
+        if not isinstance(rank, tuple) or len(rank) != 2:
+            raise TypeError(f"rank is {shown(rank)}: expected a pair of integers")
+        for i, part in enumerate(rank):
+            integer(part, f"rank[{i}]", -MAX_INT64, MAX_INT64)
+        if self.max_tokens is not None:
+            integer(self.max_tokens, "max_tokens", least=1)
+        integer(self.num_rows, "num_rows", least=1)
+        listed(self.drafts, "drafts", "a list of tokens")
