@@ -50,7 +50,7 @@ class BlockStored:
     is_reused: bool = False
 
     def __post_init__(self) -> None:
-        if self.hash_block_size == 0:
+        if isinstance(self.hash_block_size, int) and self.hash_block_size == 0:
             object.__setattr__(self, "hash_block_size", self.block_size)
 
 

@@ -304,6 +304,14 @@ def test_an_event_that_no_manager_makes_leaves_the_thread_alive(publisher, field
     assert publisher.counts.batches == 1
 
 
+def test_a_poll_of_any_finite_time_ends_with_what_comes(context, publisher):
+    """From the fuzzer: ZMQ counts milliseconds in 32 bits."""
+    with reader_of(publisher, context) as reader:
+        for timeout_s in (2**40, 1e300):
+            publish(publisher, 1)
+            wait_for(lambda timeout_s=timeout_s: reader.poll(timeout_s) > 0)
+
+
 def test_a_view_that_is_asked_wrongly_names_what_was_wrong():
     """From the fuzzer: some of these never ended."""
     view = CacheView()
