@@ -186,7 +186,11 @@ def path(value: str | os.PathLike[str], name: str) -> str:
     found = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(found, str):
         raise TypeError(f"{name} is {shown(value)}: expected a string or an os.PathLike")
-    if not found or "\0" in found:
+    try:
+        encoded = os.fsencode(found)
+    except UnicodeEncodeError:
+        encoded = b""
+    if not encoded or b"\0" in encoded:
         raise ValueError(f"{name} is {shown(found)}: expected the name of a file")
     return found
 

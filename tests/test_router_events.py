@@ -1,11 +1,13 @@
 """Events over sockets: what a publisher sends and replays, whom it hears, what a reader makes of it."""
 
+import itertools
 import random
 import resource
 import socket
 import struct
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +19,13 @@ import zmq
 
 from kvcache import KVCacheManager, Request
 from kvcache.events import AllBlocksCleared, BlockStored
-from kvcache.router_events import EventPublisher, EventSubscriber, replay_server, subscriber
+from kvcache.router_events import (
+    CacheView,
+    EventPublisher,
+    EventSubscriber,
+    replay_server,
+    subscriber,
+)
 from kvcache.router_events.replay_buffer import ReplayBuffer
 from kvcache.router_events.translator import EventTranslator
 from kvcache.router_events.wire import (
@@ -277,6 +285,47 @@ def test_a_place_that_is_taken_leaves_nothing_behind(context):
 def test_wrong_arguments_are_named(context, options, error, message):
     with pytest.raises(error, match=message):
         EventPublisher(LOCAL, context=context, **options)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("medium", each) for each in (np.zeros(2), "disk", None, ["gpu"])),
+        *(("block_hashes", each) for each in (None, np.zeros(3, np.uint8), np.zeros((1, 32)))),
+        *(("token_ids", each) for each in ([1, 2], np.zeros(3, np.int32), np.zeros(4))),
+        *(("block_size", 0), ("group", -1), ("parent_hash", "a"), ("lora", "a"), ("session", 1)),
+    ],
+)
+def test_an_event_that_no_manager_makes_leaves_the_thread_alive(publisher, field, value):
+    """From the fuzzer: the publisher's thread failed of it, and so did all that came behind it."""
+    with pytest.raises((TypeError, ValueError), match=rf"events\[1\]\.{field} "):
+        publisher.publish([tokens_event(0), replace(tokens_event(1), **{field: value})])
+    publish(publisher, 1)
+    assert publisher.counts.batches == 1
+
+
+def test_a_poll_of_any_finite_time_ends_with_what_comes(context, publisher):
+    """From the fuzzer: ZMQ counts milliseconds in 32 bits."""
+    with reader_of(publisher, context) as reader:
+        for timeout_s in (2**40, 1e300):
+            publish(publisher, 1)
+            wait_for(lambda timeout_s=timeout_s: reader.poll(timeout_s) > 0)
+
+
+def test_a_view_that_is_asked_wrongly_names_what_was_wrong():
+    """From the fuzzer: some of these never ended."""
+    view = CacheView()
+    for ask, name in (
+        (lambda: view.num_leading([1], mediums=itertools.repeat("GPU")), "mediums"),
+        (lambda: view.num_leading(itertools.count()), "block_hashes"),
+        (lambda: view.num_leading([[1]]), r"block_hashes\[0\]"),
+        (lambda: view.num_leading([1], group=[]), "group"),
+        (lambda: view.block(1.5), "block_hash"),
+        (lambda: view.hashes(medium=[]), "medium"),
+        (lambda: view.apply([None]), r"events\[0\]"),
+    ):
+        with pytest.raises(TypeError, match=f"^{name} is "):
+            ask()
 
 
 def test_what_is_no_event_is_refused(publisher):

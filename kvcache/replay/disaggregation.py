@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Unpack
 
 from kvcache.allocator import CacheArguments, KVCacheManager, Request
-from kvcache.checks import integer, number, shown
+from kvcache.checks import instance, integer, number, shown
 from kvcache.checks import text as checked_text
 from kvcache.disaggregation.connector import Connector, Loaded
 from kvcache.disaggregation.layout import GroupLayout
@@ -224,6 +224,10 @@ class DisaggregatedReplayer:
         service: Service | None = None,
         **options: Unpack[CacheArguments],
     ) -> None:
+        instance(between, Disaggregation, "between")
+        integer(num_blocks, "num_blocks", 2)
+        if service is not None:
+            instance(service, Service, "service")
         self._now, self._between, self._service = 0.0, between, service or Service()
         specs = checked_groups(block_size, groups)
         self._concurrency = integer(concurrency, "concurrency", 1)

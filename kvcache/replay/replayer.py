@@ -8,6 +8,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Unpack
 
 from kvcache.allocator import CacheArguments, KVCacheManager, Request
+from kvcache.checks import MAX_INT32, instance, integer
 from kvcache.events import CacheEvent
 from kvcache.kinds import kind_class
 from kvcache.replay.audit import Audit
@@ -80,8 +81,13 @@ class Replayer:
         **options: Unpack[CacheArguments],
     ) -> None:
         for name, value in (("concurrency", concurrency), ("chunk_tokens", chunk_tokens)):
-            if value is not None and value < 1:
+            if value is not None and integer(value, name, -MAX_INT32) < 1:
                 raise ValueError(f"{name} is {value}: expected 1 or more")
+        integer(num_blocks, "num_blocks", 2)
+        integer(num_store_blocks, "num_store_blocks")
+        for name, value, kind in (("service", service, Service), ("series", series, Series)):
+            if value is not None:
+                instance(value, kind, name)
         if num_store_blocks and verifier is not None:
             raise ValueError(
                 f"num_store_blocks is {num_store_blocks} with a verifier: expected 0, as the store is "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.checks import instance, listed, shown
+from kvcache.checks import MAX_INT64, instance, integer, listed, shown
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,6 +18,7 @@ class WorkloadRequest:
     `token_ids`: int32[n], the prompt. `output_length`: tokens of the answer. `content`: int64[n], a
     key per token that stands for the token's whole prefix: equal keys mean equal prompts up to and
     including that token, unequal keys unequal ones. The KV of a token is a function of its key.
+    TypeError or ValueError for anything else.
     """
 
     index: int
@@ -25,6 +26,20 @@ class WorkloadRequest:
     token_ids: np.ndarray
     output_length: int
     content: np.ndarray
+
+    def __post_init__(self) -> None:
+        integer(self.index, "index", 0, MAX_INT64)
+        integer(self.arrival_ms, "arrival_ms", 0, MAX_INT64)
+        integer(self.output_length, "output_length", 0, MAX_INT64)
+        for name in ("token_ids", "content"):
+            array = getattr(self, name)
+            if not (isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype.kind in "iu"):
+                raise TypeError(f"{name} is {shown(array)}: expected integers of one dimension")
+        if len(self.content) not in (0, len(self.token_ids)):
+            raise ValueError(
+                f"content has {len(self.content)} entries: expected {len(self.token_ids)}, one per "
+                "token, or none"
+            )
 
     @property
     def num_tokens(self) -> int:

@@ -15,11 +15,11 @@ import zmq
 
 from kvcache.allocator.hashing import DEFAULT_SEED
 from kvcache.checks import MAX_INT64, flag, integer, listed, seconds, text
-from kvcache.events import CacheEvent, check_event
+from kvcache.events import CacheEvent
 from kvcache.router_events.endpoints import bound, checked_context, checked_endpoint
 from kvcache.router_events.replay_buffer import ReplayBuffer
 from kvcache.router_events.replay_server import ReplayServer
-from kvcache.router_events.translator import EventTranslator
+from kvcache.router_events.translator import EventTranslator, check_event
 from kvcache.router_events.wire import WireBatch, encode_batch, encode_sequence
 
 _log = logging.getLogger(__name__)

@@ -23,6 +23,7 @@ from kvcache.router_events.wire import (
 
 _log = logging.getLogger(__name__)
 _MOST_MESSAGES = 1024  # of one `poll`
+_LONGEST_SECONDS = 86_400.0  # of one `poll`; ZMQ counts milliseconds in 32 bits
 
 
 class SubscriberCounts(NamedTuple):
@@ -99,7 +100,7 @@ class EventSubscriber:
         Waits for something at most `timeout_s`, and for a replay at most `replay_timeout_s` more.
         """
         before = self._num_batches
-        wait_ms = int(seconds(timeout_s, "timeout_s") * 1000)
+        wait_ms = int(min(seconds(timeout_s, "timeout_s"), _LONGEST_SECONDS) * 1000)
         self._note_connections()
         self._try_to_catch_up()
         for _ in range(_MOST_MESSAGES):  # a publisher may be faster than this side

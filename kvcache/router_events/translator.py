@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvcache.allocator.hashing import hash_seed
+from kvcache.checks import instance, integer, shown, text
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 from kvcache.router_events.known_blocks import GroupBlocks
 from kvcache.router_events.wire import (
@@ -148,3 +149,46 @@ def _keys_of_block(
         for kind, value, *more in keys or ():
             found[(value, more[0] + i * hash_block_size) if kind == "mm" else value] = None
     return tuple(found) or None
+
+
+def check_event(event: CacheEvent, name: str) -> None:
+    """Whether it is an event as a manager makes them; costs the same however many blocks it has.
+
+    TypeError or ValueError that names what of it is wrong.
+    """
+    if not isinstance(event, CacheEvent):
+        raise TypeError(f"{name} is {shown(event)}: expected an event of kvcache.events")
+    if not isinstance(event.medium, str) or event.medium not in _MEDIUMS:
+        raise ValueError(
+            f"{name}.medium is {shown(event.medium)}: expected one of {', '.join(_MEDIUMS)}"
+        )
+    if isinstance(event, AllBlocksCleared):
+        return
+    hashes = event.block_hashes
+    if not (isinstance(hashes, np.ndarray) and hashes.dtype == np.uint8 and hashes.ndim == 2):
+        raise TypeError(f"{name}.block_hashes is {shown(hashes)}: expected uint8[n, hash_bytes]")
+    integer(event.group, f"{name}.group")
+    if isinstance(event, BlockStored):
+        _check_stored(event, name)
+
+
+def _check_stored(event: BlockStored, name: str) -> None:
+    if event.parent_hash is not None:
+        instance(event.parent_hash, bytes, f"{name}.parent_hash")
+    tokens, size = event.token_ids, integer(event.block_size, f"{name}.block_size", 1)
+    if not (isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iu" and tokens.ndim == 1):
+        raise TypeError(f"{name}.token_ids is {shown(tokens)}: expected int32[n * block_size]")
+    if len(tokens) not in (0, len(event.block_hashes) * size):
+        raise ValueError(
+            f"{name}.token_ids has {len(tokens)} entries: expected {len(event.block_hashes)} blocks of "
+            f"{size}, or none"
+        )
+    integer(event.hash_block_size, f"{name}.hash_block_size", 1)
+    for field in ("hash_algorithm", "group_kind"):
+        text(getattr(event, field), f"{name}.{field}")
+    if event.lora is not None and not (
+        isinstance(event.lora, tuple) and all(isinstance(each, str) for each in event.lora)
+    ):
+        raise TypeError(f"{name}.lora is {shown(event.lora)}: expected (name, path) or None")
+    if event.session is not None:
+        text(event.session, f"{name}.session")

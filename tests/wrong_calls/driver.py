@@ -48,6 +48,7 @@ _REPO = Path(__file__).parents[2]
 _JOURNAL = 900  # the file to which a child writes what it finds; no argument is this number
 _ERRORS = ".stderr"  # of a child, in its folder
 _OWN_FAULT = 99  # exit code of a worker for an error of the fuzzer itself
+_ROUNDS = 3  # of a batch that left something open
 _MOST_DEATHS = 2  # of a scene in a child, then its batches are skipped
 
 
@@ -214,27 +215,30 @@ class _Child:
             scene.close()
 
     def _check_leaks(self, call: _Call, numbers: list[int], make: Callable) -> None:
-        """Whether files or threads are left, again and again."""
-        if _held() <= self._held:
-            return
-        for _ in range(50):
-            gc.collect()
-            if _held() <= self._held:
+        """Whether files or threads are left, again and again: what is made once stays."""
+        first = self._held
+        for _ in range(_ROUNDS):
+            if not self._has_grown():
                 return
-            time.sleep(0.02)
-        before = self._held = _held()
-        for at in numbers:  # what is made once stays, what leaks comes again
-            scene = make()
-            _Call(self.seed, at, call.scene, scene).make()
-            scene.close()
+            for at in numbers:
+                scene = make()
+                _Call(self.seed, at, call.scene, scene).make()
+                scene.close()
+        if self._has_grown():
+            text = f"{first} THEN {self._held} (files, threads)"
+            text = f"{text}, in calls {numbers[0]} to {numbers[-1]}"
+            self.tell({**call.event("leak"), "text": text})
+
+    def _has_grown(self) -> bool:
+        """Whether more is held than the last time; what is closed elsewhere gets a second."""
         for _ in range(50):
+            now = _held()
+            if all(is_now <= before for is_now, before in zip(now, self._held)):
+                return False
             gc.collect()
-            if _held() <= before:
-                return
             time.sleep(0.02)
-        after = self._held = _held()
-        text = f"{before} THEN {after} (files, threads), in calls {numbers[0]} to {numbers[-1]}"
-        self.tell({**call.event("leak"), "text": text})
+        self._held = now
+        return True
 
     def _made(self, call: _Call, make: Callable) -> str:
         """Makes a call; the kind of what came of it."""

@@ -56,6 +56,8 @@ _WORDS = {
     "caches": ("cache", "layer"),
     "cache": ("cache", "layer"),
     "name": ("backend", "kind"),
+    "described": ("backend",),
+    "text": ("number of blocks", "two speeds", "option"),
     "options": ("option", "window", "chunk_size"),
     "parent": ("parent", "request", "row"),
     "child": ("child", "request"),
@@ -70,14 +72,17 @@ _WORDS = {
 }
 
 
+_RIGHT = (TypeError, ValueError, RuntimeError, IndexError, MemoryError)
+
+
 def is_clear(error: BaseException, text: str, wrong: list[str]) -> bool:
     """Whether an error tells a caller which argument was wrong."""
     if isinstance(error, OSError):  # of files and sockets: it names the path, or the argument
         return error.filename is not None or names_one_of(text, wrong)
-    if isinstance(error, AttributeError | KeyError | RecursionError | OverflowError | MemoryError):
+    if isinstance(error, AttributeError | KeyError | RecursionError | OverflowError):
         return False
     of_package = type(error).__module__.startswith("kvcache")
-    is_right = isinstance(error, TypeError | ValueError | RuntimeError | IndexError) or of_package
+    is_right = isinstance(error, _RIGHT) or of_package
     return is_right and names_one_of(text, wrong)
 
 

@@ -48,6 +48,7 @@ _MULTI = "MultiGroupBlockTable"
 
 # Optional arguments that right calls need, where one of several must be given.
 WITH = {
+    "EventPublisher": ("endpoint",),
     "Replayer": ("block_size",),
     "DisaggregatedReplayer": ("block_size",),
     "compare": ("block_size",),
@@ -470,6 +471,7 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "between": lambda w: __import__("kvcache.replay").replay.Disaggregation(200),
     "events": lambda w: [kvcache.events.AllBlocksCleared()],
     "CacheView.apply.events": lambda w: [],
+    "EventPublisher.endpoint": lambda w: "tcp://127.0.0.1:0",
     "EventSubscriber.endpoint": lambda w: w.get("EventPublisher").endpoint,
     "block_hash": lambda w: 5,
     "CacheView.num_leading.block_hashes": lambda w: [5],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 import random
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import fields, is_dataclass, replace
@@ -293,10 +294,12 @@ def variant(rng: random.Random, value: object, others: list) -> object:
         return draw(rng)
     if isinstance(value, int):
         return rng.choice([value - 1, value + 1, -value, value * 1.0, str(value), Decimal(value)])
+    if isinstance(value, np.ndarray | torch.Tensor) and math.prod(value.shape) > 2**20:
+        return draw(rng)  # of one that was drawn
     if isinstance(value, np.ndarray):
         return _array_variant(rng, value)
     if isinstance(value, torch.Tensor):
-        return _tensor_variant(rng, value)
+        return _variant_of_tensor(rng, value)
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return _list_variant(rng, list(value), others)
     if is_dataclass(value) and not isinstance(value, type):
@@ -336,6 +339,13 @@ def _array_variant(rng: random.Random, array: np.ndarray) -> object:
     if change == 6:
         return array[::-1]
     return torch.from_numpy(array.copy()) if array.dtype.kind in "if" else array.tolist()
+
+
+def _variant_of_tensor(rng: random.Random, tensor: torch.Tensor) -> object:
+    try:
+        return _tensor_variant(rng, tensor)
+    except (RuntimeError, NotImplementedError):  # of a sparse or a nested one
+        return draw(rng)
 
 
 def _tensor_variant(rng: random.Random, tensor: torch.Tensor) -> object:

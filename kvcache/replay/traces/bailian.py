@@ -6,6 +6,7 @@ the prompt. Where a last, partial block has none, its tokens are taken for such 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -35,7 +36,7 @@ def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
     for index, line in enumerate(lines):
         record = record_of(line)
         arrival = seconds(record, "timestamp", line)
-        length = count(record, "input_length", 1, line)
+        length = count(record, "input_length", 1, line, most=math.inf)  # checked by hash_ids
         output_length = count(record, "output_length", 0, line)
         ids = whole_numbers(record, "hash_ids", MAX_BLOCK_ID, line)
         num_full, has_rest = length // _NUM_TOKENS, length % _NUM_TOKENS > 0

@@ -39,9 +39,9 @@ def field(record: dict, name: str, line: Line) -> object:
     return record[name]
 
 
-def count(record: dict, name: str, least: int, line: Line) -> int:
+def count(record: dict, name: str, least: int, line: Line, *, most: float = MAX_INT32) -> int:
     """A number of tokens."""
-    return _whole(record, name, least, MAX_INT32, line)
+    return _whole(record, name, least, most, line)
 
 
 def milliseconds(record: dict, name: str, line: Line) -> int:
@@ -49,7 +49,7 @@ def milliseconds(record: dict, name: str, line: Line) -> int:
     return _whole(record, name, 0, _MOST_TIME, line)
 
 
-def _whole(record: dict, name: str, least: int, most: int, line: Line) -> int:
+def _whole(record: dict, name: str, least: int, most: float, line: Line) -> int:
     value = field(record, name, line)
     if type(value) is not int or value < least:  # a bool is an int, and no count
         raise TraceError(
