@@ -548,7 +548,7 @@ TEST(derived_blocks_are_evicted_whatever_the_policy) {
   const Hash other = hash_of(5);
   BlockId more;
   CHECK(pool.allocate(1, &more));
-  pool.publish(&more, Content{&other, &chain[0], 1, &chain[0]}, 1, 0);
+  pool.publish(&more, Content{&other, &chain[0], 1, nullptr, &chain[0]}, 1, 0);
   pool.release(&more, 1);
   evict_derived(&pool, more, /*is_uniform=*/false);
   pool.check_invariants();
