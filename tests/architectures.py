@@ -26,6 +26,7 @@ from tests.tiny_architectures import VOCAB_SIZE, architectures, tiny_architectur
 _MAX_MODEL_LEN, _MAX_TOKENS, _TOKENS_PER_STEP = 96, 12, 24
 _REFUSED, _RIGHT, _WRONG, _RAISED = "refused", "right", "wrong", "raised"
 _NOT_BUILT = "not built"  # tiny, or not run by transformers itself
+BATCHED: frozenset[str] = frozenset()
 
 
 class Verdict(NamedTuple):

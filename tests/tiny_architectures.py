@@ -66,8 +66,9 @@ _OWN: dict[str, dict[str, object]] = {
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     "dots3_note_text": {"num_key_value_heads": 4},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32},
     "gemma3n_text": {
         "layer_types": [_LOCAL, _FULL, _LOCAL, _FULL],
         "num_kv_shared_layers": 2,
@@ -85,9 +86,9 @@ _OWN: dict[str, dict[str, object]] = {
     "mamba2": {"num_heads": 4, "head_dim": 32},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
-    "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 32]},
+    "reformer": {"attn_layers": ["local"] * 4, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 32]},
     "zamba": {"attention_hidden_size": 128},
-    "zamba2": {"attention_hidden_size": 128, "layer_types": [_LINEAR, "hybrid", _LINEAR, "hybrid"]},
+    "zamba2": {"layers_block_type": [_LINEAR, "hybrid", _LINEAR, "hybrid"]},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -99,9 +100,9 @@ def architectures() -> tuple[str, ...]:
     return tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def tiny_config(model_type: str) -> PreTrainedConfig:
+def tiny_config(model_type: str, **fields: object) -> PreTrainedConfig:
     """The configuration of a model type, shrunk field by field, sub-configurations too."""
-    return CONFIG_MAPPING[model_type](**_shrunk(CONFIG_MAPPING[model_type]))
+    return CONFIG_MAPPING[model_type](**(_shrunk(CONFIG_MAPPING[model_type]) | fields))
 
 
 def _shrunk(config_class: type[PreTrainedConfig]) -> dict[str, object]:
@@ -114,7 +115,8 @@ def _shrunk(config_class: type[PreTrainedConfig]) -> dict[str, object]:
     fields: dict[str, object] = {}
     for name, value in config.to_dict().items():
         if name in config.sub_configs:
-            fields[name] = _shrunk(type(getattr(config, name)))
+            sub = getattr(config, name)
+            fields[name] = None if sub is None else _shrunk(type(sub))
             continue
         for pattern, small in _SIZES:
             if pattern.fullmatch(name):
@@ -126,13 +128,13 @@ def _shrunk(config_class: type[PreTrainedConfig]) -> dict[str, object]:
     return fields | own
 
 
-def tiny_architecture(model_type: str, *, seed: int = 0) -> PreTrainedModel:
+def tiny_architecture(model_type: str, *, seed: int = 0, **fields: object) -> PreTrainedModel:
     """A tiny model in float64, so that no rounding flips two tokens; in float32 where it knows no other.
 
-    Weights depend on `seed` alone.
+    Weights depend on `seed` alone. `fields` replaces those of the configuration.
     """
     dtype = torch.float32 if model_type in _FLOAT32 else torch.float64
-    config = tiny_config(model_type)
+    config = tiny_config(model_type, **fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:

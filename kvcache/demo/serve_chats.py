@@ -168,22 +168,31 @@ def _params(chat: Chat, turn: int, max_tokens: int, seed: int) -> SamplingParams
 def _dense_answer(
     model: PreTrainedModel, prompt: list[int], params: SamplingParams, index: int
 ) -> list[int]:
-    """The answer by the model's own cache, token after token."""
+    """The answer that `generate` gives over the model's own cache."""
     import torch
-    from transformers import DynamicCache
+    from transformers import LogitsProcessorList
 
     from kvcache.serving.sampling import Sampler
 
     sampler = Sampler(params, index)
-    cache = DynamicCache(config=model.config)
-    answer: list[int] = []
+
+    def drawn(_: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        token = sampler.token(logits[0])
+        return torch.full_like(logits, -torch.inf).index_fill_(
+            1, torch.tensor([token], device=logits.device), 0.0
+        )
+
     tokens = torch.tensor([prompt], device=model.device)
-    with torch.inference_mode():
-        while len(answer) < params.max_tokens:
-            output = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            answer.append(sampler.token(output.logits[0, -1]))
-            tokens = torch.tensor([[answer[-1]]], device=model.device)
-    return answer
+    answer = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=params.max_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        logits_processor=LogitsProcessorList([drawn]),
+    )
+    return answer[0, len(prompt) :].tolist()
 
 
 def _note(course: Course, engine: Engine) -> None:

@@ -115,7 +115,7 @@ def model_shape(
 ) -> ModelShape:
     """As `layer_specs`, with the tensors of each state, of the cache that the model has filled."""
     config = model.config.get_text_config(decoder=True)
-    types = getattr(config, "layer_types", None) or ["full_attention"] * len(cache.layers)
+    types = getattr(config, "layer_types", None) or []
     shapes = []
     for index, layer in enumerate(cache.layers):
         attention = state = None
@@ -127,7 +127,12 @@ def model_shape(
             )
         if getattr(layer, "keys", None) is not None:
             attention = _attention_spec(
-                model, index, layer, types[index], block_size, kv_cache_dtype
+                model,
+                index,
+                layer,
+                types[index] if index < len(types) else "full_attention",
+                block_size,
+                kv_cache_dtype,
             )
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             parts = _parts_of(layer)

@@ -83,6 +83,7 @@ class PagedModel:
         # Four dimensions: masks are ready, and the attention function reads none.
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
         self._cache_argument = cache_argument(model)
+        self._takes_positions = "position_ids" in parameters_of(model)
         self._keeps_logits = "logits_to_keep" in parameters_of(model)
         if not way.by_request:
             _take(model, shape)
@@ -108,9 +109,9 @@ class PagedModel:
         try:
             output = self.model(
                 input_ids=batch.token_ids[None],
-                position_ids=batch.positions[None],
                 attention_mask=self._mask,
                 use_cache=False,
+                **({"position_ids": batch.positions[None]} if self._takes_positions else {}),
                 **({"logits_to_keep": wanted} if self._keeps_logits else {}),
                 **{self._cache_argument: self._paged},
             )
@@ -351,7 +352,8 @@ def _reason_against(
     compares: bool,
 ) -> str | None:
     if not way.by_request:
-        if "position_ids" not in parameters_of(model):
+        attends = any(layer.attention is not None for layer in shape.layers)
+        if attends and "position_ids" not in parameters_of(model):
             return "its forward does not name position_ids"
         for layer in shape.layers:
             if layer.state is not None and layer.mixer is None:

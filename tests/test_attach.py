@@ -1,0 +1,248 @@
+"""`attach` proves that a model answers over a paged cache as it does by itself, or refuses it."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")  # before what needs it is imported
+
+from transformers import T5Config, T5ForConditionalGeneration
+
+from kvcache.integrations.transformers import UnsupportedModel, attach, layer_places
+from kvcache.integrations.transformers import attention as paged_attention
+from kvcache.integrations.transformers.self_check import SelfCheck
+from kvcache.integrations.transformers.tiny_models import tiny_model, tiny_model_names
+from kvcache.serving import Engine, SamplingParams
+from tests.architectures import BATCHED, judge, judge_model, prompts
+from tests.dense_models import greedy
+from tests.tiny_architectures import VOCAB_SIZE, architectures, tiny_architecture
+
+logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+def answers_of(model, lines, max_tokens=12):
+    """What the model generates by itself, prompt by prompt."""
+    return [greedy(model, line, max_tokens) for line in lines]
+
+
+def served(paged, lines, max_tokens=12, **options):
+    """What an engine answers to all prompts together."""
+    found = Engine(paged, **options).generate(lines, SamplingParams(max_tokens=max_tokens))
+    return [each.samples[0].token_ids for each in found]
+
+
+# One of each mechanism: learned positions, positions counted by the cache, biases, local layers in
+# float32, K and V attended twice, states with and without K and V, and both in one module.
+@pytest.mark.parametrize(
+    "model_type,is_batched",
+    [
+        *(("gpt2", True), ("opt", True), ("bert", True), ("jamba", True), ("nemotron_h", True)),
+        *(("mamba", True), ("diffllama", True), ("bart", False), ("gpt_neo", False)),
+        *(("mpt", False), ("bloom", False), ("falcon", False), ("zaya", False)),
+    ],
+)
+def test_architectures_answer_as_generate_does(model_type, is_batched):
+    verdict = judge(model_type)
+    assert (verdict.answer, verdict.is_batched) == ("right", is_batched), verdict.reason
+    assert bool(verdict.reason) != is_batched
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model_type", architectures())
+def test_every_architecture_is_right_or_refused_by_name(model_type):
+    verdict = judge(model_type)
+    assert verdict.answer in ("right", "refused", "not built"), verdict.reason
+    assert verdict.is_batched or model_type not in BATCHED
+
+
+def test_falcon_with_biases_instead_of_rope_is_served():
+    model = tiny_architecture("falcon", alibi=True)
+    assert judge_model(model, answers_of(model, prompts())).answer == "right"
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neo", "zaya"])
+def test_drafts_are_right_request_by_request(model_type):
+    model = tiny_architecture(model_type)
+    lines = prompts()
+    answers = answers_of(model, lines)
+    whole = [line + answer for line, answer in zip(lines, answers)]
+    rng = np.random.default_rng(0)
+
+    def draft(request):
+        tokens = request.token_ids.tolist()
+        for line in whole:
+            if line[: len(tokens)] == tokens:
+                return [t if rng.random() < 0.8 else 7 for t in line[len(tokens) :][:3]]
+        return []
+
+    paged = attach(model, "16MiB", max_model_len=96, num_speculative_tokens=3)
+    engine = Engine(paged, drafter=draft)
+    found = engine.generate(lines, SamplingParams(max_tokens=12))
+    assert paged.by_request and engine.metrics.accepted_drafts > 0
+    assert [each.samples[0].token_ids for each in found] == answers
+    paged.detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", tiny_model_names())
+def test_rounding_is_no_difference(name, dtype):
+    paged = attach(tiny_model(name, dtype=dtype), "4MiB", max_model_len=96)
+    assert not paged.by_request
+    paged.detach()
+
+
+@pytest.mark.parametrize(
+    "model_type,fields,says",
+    [
+        ("bert", {"is_decoder": False}, "at position 0 of request 0 .* later tokens"),
+        ("recurrent_gemma", {}, r"at position 11 of request 0 \(positions 11 to 21 in one step\)"),
+        ("deepseek_v32", {}, "layer 0 keeps a DynamicIndexedLayer, which holds more than K, V"),
+        ("rwkv", {}, "none of its layers fills the cache that it is given"),
+        ("prophetnet", {}, "request by request: AssertionError: At the moment"),
+    ],
+)
+def test_a_model_that_would_answer_otherwise_is_refused(model_type, fields, says):
+    model = tiny_architecture(model_type, **fields)
+    before = model.config._attn_implementation
+    with pytest.raises(UnsupportedModel, match=says) as caught:
+        attach(model, "8MiB", max_model_len=96)
+    assert f"model is a {type(model).__name__}, which cannot be served: " in str(caught.value)
+    assert model.config._attn_implementation == before
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_refusal_states_difference_and_tolerance():
+    model = tiny_architecture("bert", is_decoder=False)
+    with pytest.raises(
+        UnsupportedModel, match=r"logits differ by \S+ from the dense ones, tolerance \S+: .*check=False"
+    ):
+        attach(model, "8MiB", max_model_len=96)
+    attach(model, "8MiB", max_model_len=96, check=False).detach()
+
+
+def test_an_encoder_decoder_is_refused():
+    config = T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=VOCAB_SIZE)
+    with pytest.raises(UnsupportedModel, match="reads an encoder's output in each layer"):
+        attach(T5ForConditionalGeneration(config), "8MiB", max_model_len=96)
+
+
+class TestRopeThatDependsOnTheLength:
+    """Requests are as long as one set of factors goes; longer ones are refused."""
+
+    @pytest.fixture
+    def model(self):
+        factors = [1.0, 1.5]
+        rope = {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": factors,
+            "long_factor": [16 * factor for factor in factors],
+            "original_max_position_embeddings": 80,
+        }
+        return tiny_architecture(
+            "phi3",
+            rope_parameters=rope,
+            original_max_position_embeddings=80,
+            hidden_size=16,
+            partial_rotary_factor=1.0,
+        )
+
+    def test_requests_within_the_short_factors_are_right(self, model):
+        paged = attach(model, "4MiB")
+        assert paged.cache.plan.max_model_len == 80
+        assert served(paged, prompts()) == answers_of(model, prompts())
+        paged.detach()
+
+    def test_longer_requests_are_refused(self, model):
+        with pytest.raises(ValueError, match="max_model_len is 96: expected at most 80, .* longrope"):
+            attach(model, "4MiB", max_model_len=96)
+
+
+class TestTheCheckLeavesNoTrace:
+    @pytest.mark.parametrize("model_type", ["llama", "jamba", "gpt_neo"])
+    def test_generators_flags_and_modules(self, model_type):
+        model = tiny_architecture(model_type)
+        model.train()
+        next(model.children()).eval()
+        training = [module.training for module in model.modules()]
+        generator = torch.random.get_rng_state()
+        attention = model.config._attn_implementation
+        attach(model, "8MiB", max_model_len=96).detach()
+        assert [module.training for module in model.modules()] == training
+        assert torch.equal(torch.random.get_rng_state(), generator)
+        assert model.config._attn_implementation == attention
+        assert not any("forward" in vars(module) for module in model.modules())
+
+    def test_the_cache_is_as_new(self):
+        paged = attach(tiny_model("llama"), "4MiB", max_model_len=96)
+        manager = paged.cache.manager
+        assert manager.pool.num_free == manager.pool.num_total
+        assert manager.stats.query_tokens == manager.pool.num_evicted == 0
+        ids = np.arange(1, manager.pool.num_blocks)
+        assert (manager.hashes_of_blocks(ids).groups < 0).all()
+        assert not paged.cache.tables[0].get_numpy_array().any()
+        paged.detach()
+
+    def test_a_model_that_is_attached_stays_so(self):
+        model = tiny_architecture("jamba")
+        first = attach(model, "8MiB", max_model_len=96)
+        attach(model, "8MiB", max_model_len=96).detach()
+        assert served(first, prompts()[:2]) == answers_of(model, prompts()[:2])
+        first.detach()
+
+
+class TestDefectsAreNoticed:
+    """A defect is planted in what computes the batch; the check must find it."""
+
+    def test_a_mask_that_hides_nothing(self, monkeypatch):
+        parts_of = paged_attention.parts_of
+
+        def without(batch, group):
+            return [part._replace(mask=None) for part in parts_of(batch, group)]
+
+        monkeypatch.setattr("kvcache.integrations.transformers.paged_cache.parts_of", without)
+        paged = attach(tiny_model("llama"), "4MiB", max_model_len=96)
+        assert paged.by_request and "logits differ by" in paged.why_by_request
+        paged.detach()
+
+    @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3", "bamba"])
+    def test_slots_of_others(self, monkeypatch, name):
+        read = layer_places.Place.read
+        monkeypatch.setattr(
+            layer_places.Place, "read", lambda self, slots, key: read(self, slots.roll(1), key)
+        )
+        with pytest.raises(UnsupportedModel, match="logits differ by"):
+            attach(tiny_model(name), "4MiB", max_model_len=96)
+
+    def test_a_state_that_is_not_kept(self, monkeypatch):
+        from kvcache.integrations.transformers.layer_states import LayerStates
+
+        monkeypatch.setattr(LayerStates, "store", lambda *_: None)
+        with pytest.raises(UnsupportedModel, match="earlier steps"):
+            attach(tiny_model("bamba"), "4MiB", max_model_len=96)
+
+    def test_the_check_cuts_prompts_crosses_windows_and_batches_unlike_requests(self):
+        from kvcache.integrations.transformers.layer_shapes import FilledCache, model_shape
+
+        model = tiny_model("gemma3")
+        check = SelfCheck(model, model_shape(model, FilledCache(model), 16, None, 0), 96)
+        cache = check.cache()
+
+        class Nothing:
+            def forward(self, batch):
+                return torch.zeros(batch.num_tokens, 512)
+
+        steps = [(batch.starts, batch.query_lens) for batch, _, _ in check.run(Nothing(), cache)]
+        assert any((starts > 0)[lengths > 1].any() for starts, lengths in steps)
+        assert any(len(set(lengths.tolist())) > 1 for _, lengths in steps)
+        assert any((starts + lengths > 24).any() and len(starts) > 1 for starts, lengths in steps)
+        assert cache.manager.pool.num_free == cache.manager.pool.num_total
+
+
+def test_a_pass_that_reads_by_other_ways_raises_without_the_check():
+    """The structure is tried even so: by request is what such a model gets."""
+    paged = attach(tiny_architecture("gpt_neo"), "8MiB", max_model_len=96, check=False)
+    assert paged.by_request and "attend by other ways than" in paged.why_by_request
+    paged.detach()
