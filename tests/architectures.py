@@ -124,7 +124,9 @@ def main() -> None:
         counts[" ".join(filter(None, (verdict.answer, how)))] += 1
         seconds = time.perf_counter() - start
         figures = f"{verdict.num_preempted:3} {verdict.num_cached_tokens:4} {seconds:5.1f} s"
-        print(f"{model_type:26} {verdict.answer:9} {how:10} {figures}  {verdict.reason}", flush=True)
+        print(
+            f"{model_type:26} {verdict.answer:9} {how:10} {figures}  {verdict.reason}", flush=True
+        )
     print(", ".join(f"{name} {count}" for name, count in sorted(counts.items())))
 
 

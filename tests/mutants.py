@@ -587,11 +587,46 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         MODELS + "mixers.py",
-        "engine",
+        "engine attach",
         [
-            ("compute(line[:, :known], None if begins", "compute(line[:, :known], None if True"),
+            ("None if part.before is None else", "None if True else"),
             ("(batch.query_lens == 1) & (batch.starts > 0)", "batch.query_lens == 1"),
-            ("pages[i, j + 1 : j + 2]", "pages[i, j : j + 1]"),
+            ("pages[i, part.after : part.after + 1]", "pages[i, :1]"),
+        ],
+    ),
+    (
+        MODELS + "segments.py",
+        "attach engine",
+        [
+            ("if resumes or start == 0 else 1", "if True else 1"),
+            ("before = None if start == 0 else 0", "before = None"),
+            ("start + at - first, draft, draft + 1)", "start + at - first, draft, 0)"),
+        ],
+    ),
+    (
+        MODELS + "request_cache.py",
+        "attach",
+        [
+            ("self._first, self._first\n", "self._first, 0\n"),
+            ("context.slots[at + self._first :", "context.slots[at :"),
+            ("return self._start\n", "return 0\n"),
+        ],
+    ),
+    (
+        MODELS + "self_check.py",
+        "attach",
+        [
+            ("wrong = ~(found <= tolerance)", "wrong = found > np.inf"),
+            ("if self._is_half and wrong.mean()", "if wrong.mean()"),
+            ("_TOKENS_PER_STEP = 11 ", "_TOKENS_PER_STEP = 999 "),
+            ("module.training = True", "pass"),
+        ],
+    ),
+    (
+        MODELS + "paged_cache.py",
+        "attach",
+        [
+            ("        if self._unread:\n            raise", "        if False:\n            raise"),
         ],
     ),
     (

@@ -116,7 +116,8 @@ def test_a_model_that_would_answer_otherwise_is_refused(model_type, fields, says
 def test_a_refusal_states_difference_and_tolerance():
     model = tiny_architecture("bert", is_decoder=False)
     with pytest.raises(
-        UnsupportedModel, match=r"logits differ by \S+ from the dense ones, tolerance \S+: .*check=False"
+        UnsupportedModel,
+        match=r"logits differ by \S+ from the dense ones, tolerance \S+: .*check=False",
     ):
         attach(model, "8MiB", max_model_len=96)
     attach(model, "8MiB", max_model_len=96, check=False).detach()
@@ -156,7 +157,9 @@ class TestRopeThatDependsOnTheLength:
         paged.detach()
 
     def test_longer_requests_are_refused(self, model):
-        with pytest.raises(ValueError, match="max_model_len is 96: expected at most 80, .* longrope"):
+        with pytest.raises(
+            ValueError, match=r"max_model_len is 96: expected at most 80, .* longrope"
+        ):
             attach(model, "4MiB", max_model_len=96)
 
 

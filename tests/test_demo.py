@@ -10,6 +10,7 @@ pytest.importorskip("transformers")  # before what needs it is imported
 from kvcache.cli import main
 from kvcache.demo import Course, make_chats, serve_chats
 from kvcache.demo.chats import answer_length
+from kvcache.integrations.transformers.tiny_models import tiny_model_names
 from kvcache.serving.engine import Engine
 from tests.dense_models import dense
 
@@ -65,6 +66,14 @@ def test_the_command_prints_json(capsys):
     figures = json.loads(capsys.readouterr().out)
     assert figures["identical_sequences"] == figures["sequences"] == 6
     assert figures["model"] == "gemma3" and figures["hit_rate"] >= 0
+
+
+@pytest.mark.parametrize("name", tiny_model_names())
+def test_every_model_of_the_list_answers_as_generate_does(name, capsys):
+    arguments = ("--users", "2", "--turns", "1", "--json")
+    assert main(["demo", "--model", name, *arguments]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["identical_sequences"] == figures["sequences"] == 2
 
 
 def test_a_checkpoint_is_served_by_its_folder(capsys, tmp_path):

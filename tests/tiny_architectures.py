@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -68,7 +69,12 @@ _OWN: dict[str, dict[str, object]] = {
     "dots3_note_text": {"num_key_value_heads": 4},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32},
+    "dots1": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+    },
     "gemma3n_text": {
         "layer_types": [_LOCAL, _FULL, _LOCAL, _FULL],
         "num_kv_shared_layers": 2,
@@ -86,7 +92,11 @@ _OWN: dict[str, dict[str, object]] = {
     "mamba2": {"num_heads": 4, "head_dim": 32},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
-    "reformer": {"attn_layers": ["local"] * 4, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 32]},
+    "reformer": {
+        "attn_layers": ["local"] * 4,
+        "axial_pos_embds_dim": [32, 32],
+        "axial_pos_shape": [16, 32],
+    },
     "zamba": {"attention_hidden_size": 128},
     "zamba2": {"layers_block_type": [_LINEAR, "hybrid", _LINEAR, "hybrid"]},
     "xmod": {"default_language": "en_XX"},

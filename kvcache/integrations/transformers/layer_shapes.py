@@ -164,7 +164,8 @@ class FilledCache(DynamicCache):
     def __init__(self, model: PreTrainedModel) -> None:
         if model.config.is_encoder_decoder:
             raise UnsupportedModel(
-                model, "it reads an encoder's output in each layer, which an engine of token ids has not"
+                model,
+                "it reads an encoder's output in each layer, which an engine of token ids has not",
             )
         self.mixers: dict[int, str] = {}
         self._calls: list[str] = []  # the modules under way that belong to a layer, outermost first

@@ -98,9 +98,7 @@ class PagedCache(Cache):
 
     def of_request(self, request: int, segment: Segment) -> RequestCache:
         """The cache of one request of the batch alone, for some of its tokens."""
-        return RequestCache(
-            self._layers, self._places, self.states, self.batch, request, segment
-        )
+        return RequestCache(self._layers, self._places, self.states, self.batch, request, segment)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: the caller gives positions."""

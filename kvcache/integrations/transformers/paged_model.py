@@ -25,6 +25,8 @@ from kvcache.memory_plan import plan_cache
 from kvcache.serving.batch import Batch
 
 _LOG = logging.getLogger(__name__)
+# What configurations call the most tokens of a request; the first that one has counts.
+_LENGTHS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
 
 
 class _Taken(NamedTuple):
@@ -164,25 +166,52 @@ def attach(
     check: bool = True,
     **options: Unpack[PolicyArguments],
 ) -> PagedModel:
-    """Puts a causal language model on a paged cache of `budget` bytes ("2GiB").
+    """Put a causal language model on a paged cache of `budget` bytes ("2GiB").
 
-    Its layers say what they cache (`layer_specs`), the memory is planned, tables, storages and manager
-    are made, and the model's attention becomes one that reads them. Weights are not touched, and outside
-    of `PagedModel.forward` the model runs as before.
+    The model fills a cache of its own with one token, which shows what each layer caches (`layer_specs`).
+    From that the memory is planned, and tables, storages and manager are built. Weights are not touched,
+    and outside of `PagedModel.forward` the model runs as before.
 
-    - `max_model_len`: tokens of a request with its answer; None: the model's, or as many as fit.
-    - `max_num_seqs`: sequences at a time. `max_num_batched_tokens`: tokens of a step.
-    - `kv_cache_dtype`: of K and V; None: the model's. fp8 has scale 1 at first, see
-      `KVStorage.set_scales`.
-    - `host_budget`: bytes of a tier in host memory, to which sequences are swapped out.
-    - `num_speculative_tokens`: drafts of a step at most, for models with recurrent layers; the others
-      take any.
-    - `state_interval`: of recurrent layers, as `plan_cache` takes it.
-    - `attention`: "sdpa": contexts are gathered, and attention is PyTorch's. "flashinfer": FlashInfer's
-      kernels read the pages, in layers that they serve (`FlashInferAttention`), on a GPU.
-    - `options`: fields of `CacheOptions`, the eviction policy for example.
+    Most models compute a batch in one line of tokens, with an attention function registered through
+    transformers' attention interface. Models whose attention does not use that interface, or whose
+    positions and masks follow from the length of their cache, run request by request with their own
+    attention over gathered K and V (`PagedModel.by_request`): correct, but slower, as weights are read
+    once per request.
 
-    TypeError or ValueError for wrong arguments and for models that nothing here can serve.
+    Before anything is allocated, `attach` runs a self-check: three short prompts, cut into chunks and
+    batched together, go through a small paged cache, and their logits are compared with those of the
+    model's own forward pass without a cache. The fastest way of computing that agrees is used. The check
+    computes about 130 tokens, and leaves random generators, training flags and hooks as they were.
+
+    Args:
+        model: Any causal language model of transformers.
+        budget: Bytes of K, V and states on the model's device.
+        max_model_len: Most tokens of a request, answer included. None: the model's limit, or as many as
+            fit. Models with longrope are limited to `original_max_position_embeddings`: longer requests
+            use other rotary factors, for all of their keys.
+        max_num_seqs: Most sequences at a time.
+        max_num_batched_tokens: Most tokens of a step.
+        block_size: Tokens of a block.
+        kv_cache_dtype: Of K and V. None: the model's. fp8 starts with scale 1, see
+            `KVStorage.set_scales`.
+        host_budget: Bytes of a host tier, to which sequences are swapped out.
+        num_speculative_tokens: Most draft tokens of a step, for models with recurrent layers; others take
+            any number.
+        state_interval: Of recurrent layers, as in `plan_cache`.
+        attention: "sdpa": PyTorch's attention over gathered contexts. "flashinfer": FlashInfer's kernels
+            read the pages, in layers that they support (`FlashInferAttention`), on a GPU.
+        check: Whether the self-check compares logits. If False, the fastest way that runs without an
+            error is used, and wrong answers go unnoticed.
+        options: Fields of `CacheOptions`, such as the eviction policy.
+
+    Returns:
+        The model with its cache; `detach` undoes it.
+
+    Raises:
+        UnsupportedModel: A ValueError. No way of computing agrees with the model's own answers. The
+            message names the model, the reason, and for a difference the request, position, size and
+            tolerance.
+        TypeError, ValueError: Wrong arguments.
 
     >>> from kvcache.integrations.transformers.tiny_models import tiny_model
     >>> from kvcache.serving import Engine, SamplingParams
@@ -198,9 +227,7 @@ def attach(
     check = flag(check, "check")
     longest, reason = _longest(model)
     if max_model_len is not None and integer(max_model_len, "max_model_len", least=1) > longest:
-        raise ValueError(
-            f"max_model_len is {max_model_len}: expected at most {longest}, {reason}"
-        )
+        raise ValueError(f"max_model_len is {max_model_len}: expected at most {longest}, {reason}")
     block_size = integer(block_size, "block_size", least=1)
     num_drafts = integer(num_speculative_tokens, "num_speculative_tokens")
     with undisturbed(model):
@@ -218,9 +245,7 @@ def attach(
     plain = model_shape(model, filled, min(block_size, 16), None, 0)
     way, why = _proven_way(model, plain, attention, plan.max_model_len, check)
     if way.by_request:
-        _LOG.warning(
-            "%s is served request by request, not batched: %s", type(model).__name__, why
-        )
+        _LOG.warning("%s is served request by request, not batched: %s", type(model).__name__, why)
     num_host_blocks = host_budget // plan.page_bytes
     cache = build(
         plan,
@@ -240,16 +265,20 @@ def attach(
 def _longest(model: PreTrainedModel) -> tuple[int, str]:
     """Tokens of the longest request that the model can serve, and why no longer one."""
     config = model.config.get_text_config(decoder=True)
-    longest = getattr(config, "max_position_embeddings", None) or 2**20
+    limits = (getattr(config, name, None) for name in _LENGTHS)
+    longest = next(filter(None, limits), 2**20)
     reason = "what the model is made for"
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (rope, *rope.values()):
         if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
             short = parameters.get("original_max_position_embeddings") or longest
             if short < longest:
-                longest, reason = short, (
-                    "as its longrope has other factors for longer requests, which all of a request's "
-                    "keys must have from its first chunk on"
+                longest, reason = (
+                    short,
+                    (
+                        "as its longrope has other factors for longer requests, which all of a request's "
+                        "keys must have from its first chunk on"
+                    ),
                 )
     return longest, reason
 

@@ -128,7 +128,11 @@ class SelfCheck:
             report = cache.worker.apply(step.plan)
             counts = [len(tokens) for tokens in step.token_ids]
             batch = Batch(cache, step.rows, step.starts, step.token_ids, num_logits=counts)
-            yield batch, [int(each.request.request_id) for each in step.sequences], paged.forward(batch)
+            yield (
+                batch,
+                [int(each.request.request_id) for each in step.sequences],
+                paged.forward(batch),
+            )
             scheduler.complete(step, report)
             for sequence, is_ready in zip(step.sequences, step.num_logits):
                 if not is_ready:
