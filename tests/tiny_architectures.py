@@ -67,6 +67,12 @@ _OWN: dict[str, dict[str, object]] = {
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     "dots3_note_text": {"num_key_value_heads": 4},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            _FULL: {"rope_type": "default", "rope_theta": 1e4},
+            _LOCAL: {"rope_type": "default", "rope_theta": 1e4},
+        }
+    },
     "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {
@@ -92,13 +98,26 @@ _OWN: dict[str, dict[str, object]] = {
     "mamba2": {"num_heads": 4, "head_dim": 32},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
+    "qwen4_exp_text": {
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+    },
     "reformer": {
         "attn_layers": ["local"] * 4,
         "axial_pos_embds_dim": [32, 32],
         "axial_pos_shape": [16, 32],
     },
     "zamba": {"attention_hidden_size": 128},
-    "zamba2": {"layers_block_type": [_LINEAR, "hybrid", _LINEAR, "hybrid"]},
+    "zamba2": {
+        "layers_block_type": [_LINEAR, "hybrid", _LINEAR, "hybrid"],
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "kv_channels": 32,
+        "num_query_groups": 4,
+    },
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }

@@ -1,8 +1,10 @@
-"""How a model is called: with those of the arguments that its forward names."""
+"""How a model is called: with those of the arguments that its forward names, and without a trace."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from transformers import Cache, PreTrainedModel
@@ -33,3 +35,17 @@ def call_arguments(
         stop = start + token_ids.shape[1]
         arguments["position_ids"] = torch.arange(start, stop, device=token_ids.device)[None]
     return arguments
+
+
+@contextmanager
+def undisturbed(model: PreTrainedModel) -> Iterator[None]:
+    """Runs a model for a check: without dropout, and with generators and flags as they were after it."""
+    training = [module for module in model.modules() if module.training]
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.inference_mode():
+        try:
+            model.eval()
+            yield
+        finally:
+            for module in training:
+                module.training = True

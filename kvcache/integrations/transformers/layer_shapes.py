@@ -9,7 +9,7 @@ from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from kvcache.checks import integer
-from kvcache.integrations.transformers.calls import call_arguments
+from kvcache.integrations.transformers.calls import call_arguments, undisturbed
 from kvcache.integrations.transformers.unsupported import UnsupportedModel
 from kvcache.specs import ELEMENT_BYTES, LayerSpec
 
@@ -177,9 +177,11 @@ class FilledCache(DynamicCache):
             for name, module in model.named_modules():
                 if isinstance(getattr(module, "layer_idx", None), int):
                     self._watch(name, module)
-            with torch.inference_mode():
+            with undisturbed(model):
                 output = model(**call_arguments(model, token, 0, cache=self))
             self.vocab_size = output.logits.shape[-1]
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         # A model's code may raise anything where it wants other inputs, or another cache.
         except Exception as error:
             raise UnsupportedModel(

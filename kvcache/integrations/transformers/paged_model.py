@@ -14,12 +14,17 @@ from kvcache.allocator import PolicyArguments
 from kvcache.assembly import KVCache, build
 from kvcache.checks import byte_count, flag, instance, integer, shown
 from kvcache.integrations.transformers.attention import CURRENT, NAME, register
-from kvcache.integrations.transformers.calls import cache_argument, call_arguments, parameters_of
+from kvcache.integrations.transformers.calls import (
+    cache_argument,
+    call_arguments,
+    parameters_of,
+    undisturbed,
+)
 from kvcache.integrations.transformers.layer_shapes import FilledCache, ModelShape, model_shape
 from kvcache.integrations.transformers.mixers import unwrap, wrap
 from kvcache.integrations.transformers.paged_cache import PagedCache
 from kvcache.integrations.transformers.segments import segments_of
-from kvcache.integrations.transformers.self_check import SelfCheck, undisturbed
+from kvcache.integrations.transformers.self_check import Difference, SelfCheck
 from kvcache.integrations.transformers.unsupported import UnsupportedModel
 from kvcache.memory_plan import plan_cache
 from kvcache.serving.batch import Batch
@@ -181,7 +186,7 @@ def attach(
     Before anything is allocated, `attach` runs a self-check: three short prompts, cut into chunks and
     batched together, go through a small paged cache, and their logits are compared with those of the
     model's own forward pass without a cache. The fastest way of computing that agrees is used. The check
-    computes about 130 tokens, and leaves random generators, training flags and hooks as they were.
+    computes about a hundred tokens per way, and leaves generators, training flags and hooks alone.
 
     Args:
         model: Any causal language model of transformers.
@@ -230,8 +235,7 @@ def attach(
         raise ValueError(f"max_model_len is {max_model_len}: expected at most {longest}, {reason}")
     block_size = integer(block_size, "block_size", least=1)
     num_drafts = integer(num_speculative_tokens, "num_speculative_tokens")
-    with undisturbed(model):
-        filled = FilledCache(model)
+    filled = FilledCache(model)
     shape = model_shape(model, filled, block_size, kv_cache_dtype, num_drafts)
     plan = plan_cache(
         shape.specs,
@@ -313,8 +317,13 @@ def _take(model: PreTrainedModel, shape: ModelShape) -> None:
         return
     register()
     mixers = tuple(layer.mixer for layer in shape.layers if layer.mixer is not None)
-    _TAKEN[model] = _Taken(1, model.config._attn_implementation, mixers)
-    model.set_attn_implementation(NAME)
+    attention = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(NAME)
+    except BaseException:
+        model.set_attn_implementation(attention)
+        raise
+    _TAKEN[model] = _Taken(1, attention, mixers)
     for name in mixers:
         wrap(model.get_submodule(name))
 
@@ -341,11 +350,13 @@ def _proven_way(
     UnsupportedModel where there is none. `compares` False: the fastest that does not fail.
     """
     check = SelfCheck(model, shape, max_model_len)
-    found = []
+    found: list[tuple[Way, Difference | str]] = []
     try:
         if compares:
             with undisturbed(model):
-                check.dense  # noqa: B018
+                check.compute_dense()
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     # A model's code may raise anything.
     except Exception as error:
         raise UnsupportedModel(
@@ -354,12 +365,15 @@ def _proven_way(
     for way in _ways(model, shape):
         reason = _reason_against(way, model, shape, attention, check, compares)
         if reason is None:
-            return way, "; ".join(found)
-        found.append(f"{way}: {reason}")
-    raise UnsupportedModel(
-        model,
-        f"{'; '.join(found)}. With check=False it is attached without this comparison",
-    )
+            return way, _listed(found)
+        found.append((way, reason))
+    differs = any(isinstance(reason, Difference) for _, reason in found)
+    hint = ". With check=False it is attached all the same" if differs else ""
+    raise UnsupportedModel(model, _listed(found) + hint)
+
+
+def _listed(found: list[tuple[Way, Difference | str]]) -> str:
+    return "; ".join(f"{way}: {reason}" for way, reason in found)
 
 
 def _ways(model: PreTrainedModel, shape: ModelShape) -> list[Way]:
@@ -379,7 +393,7 @@ def _reason_against(
     attention: str,
     check: SelfCheck,
     compares: bool,
-) -> str | None:
+) -> Difference | str | None:
     if not way.by_request:
         attends = any(layer.attention is not None for layer in shape.layers)
         if attends and "position_ids" not in parameters_of(model):
@@ -396,8 +410,9 @@ def _reason_against(
                 for _ in check.run(paged, cache):
                     pass
                 return None
-            difference = check.difference(paged, cache)
-            return None if difference is None else str(difference)
+            return check.difference(paged, cache)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     # A model's code may raise anything where it is not called as it is used to.
     except Exception as error:
         return f"{type(error).__name__}: {error}"

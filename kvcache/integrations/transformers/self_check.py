@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -69,7 +68,7 @@ class Difference(NamedTuple):
 
 
 class SelfCheck:
-    """The prompts and the model's own logits, computed once; `difference` compares a paged model."""
+    """Prompts and the model's own logits for them; `difference` compares those of a paged model."""
 
     def __init__(self, model: PreTrainedModel, shape: ModelShape, max_model_len: int) -> None:
         self._model, self._shape = model, shape
@@ -87,18 +86,15 @@ class SelfCheck:
         self._prompt_lengths = [min(length, most) for length in lengths]
         self._num_decoded = min(_NUM_DECODED, max_model_len - 1)
         self.tokens = _tokens(model, [n + self._num_decoded for n in self._prompt_lengths])
-        self._dense: list[torch.Tensor] | None = None
+        # Per request, the logits [tokens, vocab_size] of the model without any cache.
+        self.dense: list[torch.Tensor] = []
 
-    @property
-    def dense(self) -> list[torch.Tensor]:
-        """Per request, the logits [tokens, vocab_size] of the model without any cache."""
-        if self._dense is None:
-            self._dense = []
-            for tokens in self.tokens:
-                line = torch.from_numpy(tokens)[None].to(self._model.device)
-                output = self._model(**call_arguments(self._model, line, 0, cache=None))
-                self._dense.append(output.logits[0])
-        return self._dense
+    def compute_dense(self) -> None:
+        """The model's own logits, which `difference` compares with."""
+        for tokens in self.tokens:
+            line = torch.from_numpy(tokens)[None].to(self._model.device)
+            output = self._model(**call_arguments(self._model, line, 0, cache=None))
+            self.dense.append(output.logits[0])
 
     def cache(self) -> KVCache:
         """A cache for the check alone, with as many pages as it needs."""
@@ -196,17 +192,3 @@ def _tokens(model: PreTrainedModel, lengths: list[int]) -> list[np.ndarray]:
     plain = np.array([token for token in range(num_tokens) if token not in special] or [0])
     rng = np.random.default_rng(0)
     return [plain[rng.integers(0, len(plain), length)].astype(np.int64) for length in lengths]
-
-
-@contextmanager
-def undisturbed(model: PreTrainedModel) -> Iterator[None]:
-    """Runs a model for a check: without dropout, and with generators and flags as they were after it."""
-    training = [module for module in model.modules() if module.training]
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.inference_mode():
-        try:
-            model.eval()
-            yield
-        finally:
-            for module in training:
-                module.training = True
