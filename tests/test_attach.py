@@ -96,8 +96,16 @@ def test_rounding_is_no_difference(name, dtype):
 @pytest.mark.parametrize(
     "model_type,fields,says",
     [
-        ("bert", {"is_decoder": False}, "at position 0 of request 0 .* later tokens"),
-        ("recurrent_gemma", {}, r"at position 11 of request 0 \(positions 11 to 21 in one step\)"),
+        (
+            "bert",
+            {"is_decoder": False},
+            r"at position 0 of request 0 .*, first in bert.encoder.layer.0: .* later tokens",
+        ),
+        (
+            "recurrent_gemma",
+            {},
+            r"at position 11 of request 0 \(positions 11 to 21 in one step\) .* first in model.layers.0",
+        ),
         ("deepseek_v32", {}, "layer 0 keeps a DynamicIndexedLayer, which holds more than K, V"),
         ("rwkv", {}, "none of its layers fills the cache that it is given"),
         ("prophetnet", {}, "request by request: AssertionError: At the moment"),

@@ -410,7 +410,10 @@ def _reason_against(
                 for _ in check.run(paged, cache):
                     pass
                 return None
-            return check.difference(paged, cache)
+            difference = check.difference(paged, cache)
+            if difference is not None and way == _ways(model, shape)[-1]:
+                return check.located(paged, cache, difference)
+            return difference
     except (MemoryError, torch.OutOfMemoryError):
         raise
     # A model's code may raise anything where it is not called as it is used to.

@@ -41,20 +41,25 @@ class Paged(Protocol):
 
 
 class Difference(NamedTuple):
-    """The first token whose logits are not the dense ones. `largest`: over all its logits."""
+    """The first token whose logits are not the dense ones. `largest`: over all its logits.
+
+    `layer`: the module whose output is the first that differs there; None where that was not looked for.
+    """
 
     request: int
     position: int
     largest: float
     tolerance: float
     chunk: tuple[int, int]  # the positions that were computed in one step with it
+    layer: str | None = None
 
     def __str__(self) -> str:
         first, stop = self.chunk
+        layer = "" if self.layer is None else f", first in {self.layer}"
         return (
             f"at position {self.position} of request {self.request} (positions {first} to {stop - 1} in "
             f"one step) logits differ by {self.largest:.2g} from the dense ones, tolerance "
-            f"{self.tolerance:.2g}: {self.cause}"
+            f"{self.tolerance:.2g}{layer}: {self.cause}"
         )
 
     @property
@@ -165,6 +170,39 @@ class SelfCheck:
                 )
         return None
 
+    def located(self, paged: Paged, cache: KVCache, difference: Difference) -> Difference:
+        """The same difference with the first layer that has it, by computing all of it once more."""
+        blocks = self._blocks()
+        request, position = difference.request, difference.position
+        with _Outputs(blocks) as outputs:
+            line = torch.from_numpy(self.tokens[request])[None].to(self._model.device)
+            self._model(**call_arguments(self._model, line, 0, cache=None))
+            dense = {name: states[position] for name, states in outputs.take().items()}
+            for batch, requests, _ in self.run(paged, cache):
+                states = outputs.take()
+                if request not in requests:
+                    continue
+                i = requests.index(request)
+                at = position - int(batch.starts[i])
+                if not 0 <= at < batch.query_lens[i]:
+                    continue
+                for name in dense:
+                    wanted = dense[name].double()
+                    found = states[name][int(batch.query_start_loc[i]) + at].double()
+                    within = (found - wanted).abs().max() <= self._tolerance() * wanted.std()
+                    if not within and difference.layer is None:
+                        difference = difference._replace(layer=name)
+        return difference
+
+    def _blocks(self) -> dict[str, torch.nn.Module]:
+        """The model's layers, by name: the first list of modules that is as long as the model."""
+        config = self._model.config.get_text_config(decoder=True)
+        count = getattr(config, "num_hidden_layers", None)
+        for name, module in self._model.named_modules():
+            if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+                return {f"{name}.{i}": block for i, block in enumerate(module)}
+        return {}
+
     @property
     def _is_half(self) -> bool:
         return self._model.dtype not in _TOLERANCES
@@ -176,6 +214,36 @@ class SelfCheck:
         # Recurrent layers compute in float32 whatever the model's dtype.
         dtype = torch.float32 if kept else self._model.dtype
         return _TOLERANCES[dtype]
+
+
+class _Outputs:
+    """Watches what modules return, until it is left; `take` gives it, [tokens, size] of each."""
+
+    def __init__(self, modules: dict[str, torch.nn.Module]) -> None:
+        self._modules = modules
+        self._found: dict[str, list[torch.Tensor]] = {name: [] for name in modules}
+
+    def __enter__(self) -> _Outputs:
+        self._hooks = [self._watch(name, module) for name, module in self._modules.items()]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """What each module has returned since the last call, one call after the other."""
+        taken = {name: torch.cat(calls) for name, calls in self._found.items() if calls}
+        for calls in self._found.values():
+            calls.clear()
+        return taken
+
+    def _watch(self, name: str, module: torch.nn.Module) -> torch.utils.hooks.RemovableHandle:
+        def note(_: torch.nn.Module, __: object, output: object) -> None:
+            first = output[0] if isinstance(output, tuple) else output
+            self._found[name].append(first[0] if first.ndim == 3 else first)
+
+        return module.register_forward_hook(note)
 
 
 def _tokens(model: PreTrainedModel, lengths: list[int]) -> list[np.ndarray]:
