@@ -12,6 +12,8 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from kvcache.integrations.transformers import UnsupportedModel, attach, layer_places
 from kvcache.integrations.transformers import attention as paged_attention
+from kvcache.integrations.transformers.layer_shapes import FilledCache, model_shape
+from kvcache.integrations.transformers.layer_states import LayerStates
 from kvcache.integrations.transformers.self_check import SelfCheck
 from kvcache.integrations.transformers.tiny_models import tiny_model, tiny_model_names
 from kvcache.serving import Engine, SamplingParams
@@ -228,15 +230,35 @@ class TestDefectsAreNoticed:
             attach(tiny_model(name), "4MiB", max_model_len=96)
 
     def test_a_state_that_is_not_kept(self, monkeypatch):
-        from kvcache.integrations.transformers.layer_states import LayerStates
-
         monkeypatch.setattr(LayerStates, "store", lambda *_: None)
         with pytest.raises(UnsupportedModel, match="earlier steps"):
             attach(tiny_model("bamba"), "4MiB", max_model_len=96)
 
-    def test_the_check_cuts_prompts_crosses_windows_and_batches_unlike_requests(self):
-        from kvcache.integrations.transformers.layer_shapes import FilledCache, model_shape
+    def test_a_single_wrong_token_is_named(self):
+        model = tiny_model("llama", dtype=torch.float64)
+        shape = model_shape(model, FilledCache(model), 16, None, 0)
+        check = SelfCheck(model, shape, 96)
+        with torch.inference_mode():
+            check.compute_dense()
 
+        class Wrong:
+            """Answers as the model does, but for token 13 of request 0, which is far off."""
+
+            def forward(self, batch):
+                dense = [
+                    check.dense[row][start : start + count]
+                    for row, start, count in zip(batch.rows, batch.starts, batch.query_lens)
+                ]
+                logits = torch.cat(dense).clone()
+                if batch.rows[0] == 0 and batch.starts[0] == 11:
+                    logits[2, 5] += 3
+                return logits
+
+        found = check.difference(Wrong(), check.cache())
+        assert (found.request, found.position, found.chunk) == (0, 13, (11, 22))
+        assert found.largest == pytest.approx(3)
+
+    def test_the_check_cuts_prompts_crosses_windows_and_batches_unlike_requests(self):
         model = tiny_model("gemma3")
         check = SelfCheck(model, model_shape(model, FilledCache(model), 16, None, 0), 96)
         cache = check.cache()

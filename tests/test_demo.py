@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("transformers")  # before what needs it is imported
 
 from kvcache.cli import main
+from kvcache.cli.models import load_model
 from kvcache.demo import Course, make_chats, serve_chats
 from kvcache.demo.chats import answer_length
 from kvcache.integrations.transformers.tiny_models import tiny_model_names
@@ -69,11 +70,10 @@ def test_the_command_prints_json(capsys):
 
 
 @pytest.mark.parametrize("name", tiny_model_names())
-def test_every_model_of_the_list_answers_as_generate_does(name, capsys):
-    arguments = ("--users", "2", "--turns", "1", "--json")
-    assert main(["demo", "--model", name, *arguments]) == 0
-    figures = json.loads(capsys.readouterr().out)
-    assert figures["identical_sequences"] == figures["sequences"] == 2
+def test_every_model_of_the_list_answers_as_generate_does(name):
+    model = load_model(name, "--model")
+    report = serve_chats(model, name, num_users=2, num_turns=1, max_chat_tokens=90)
+    assert report.identical_sequences == report.sequences == 2
 
 
 def test_a_checkpoint_is_served_by_its_folder(capsys, tmp_path):
