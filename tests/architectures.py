@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
+import io
 import logging
 import time
 from typing import NamedTuple
@@ -26,7 +28,6 @@ from tests.tiny_architectures import VOCAB_SIZE, architectures, tiny_architectur
 _MAX_MODEL_LEN, _MAX_TOKENS, _TOKENS_PER_STEP = 96, 12, 24
 _REFUSED, _RIGHT, _WRONG, _RAISED = "refused", "right", "wrong", "raised"
 _NOT_BUILT = "not built"  # tiny, or not run by transformers itself
-BATCHED: frozenset[str] = frozenset()
 
 
 class Verdict(NamedTuple):
@@ -50,8 +51,9 @@ def prompts() -> list[list[int]]:
 def judge(model_type: str) -> Verdict:
     """Builds the model, lets it generate by itself, and compares what an engine serves."""
     try:
-        model = tiny_architecture(model_type)
-        answers = [greedy(model, prompt, _MAX_TOKENS) for prompt in prompts()]
+        with contextlib.redirect_stdout(io.StringIO()):  # some print
+            model = tiny_architecture(model_type)
+            answers = [greedy(model, prompt, _MAX_TOKENS) for prompt in prompts()]
     # The code of two hundred models may raise anything.
     except Exception as error:
         return Verdict(_NOT_BUILT, _line(error))

@@ -31,8 +31,8 @@ class Reader(Protocol):
     batch: Batch
     resumes: bool
 
-    def attend(self, layer: int) -> None:
-        """The attention of a layer begins."""
+    def attend(self, layer: int | None) -> int:
+        """The attention of a module of this number begins; the layer that it reads."""
 
     def group_of(self, layer: int) -> int:
         """The cache group of a layer's K and V."""
@@ -122,14 +122,14 @@ def paged_attention(
         return attend(module, query, key, value, attention_mask, **options)
     if attention_mask is not None and attention_mask.numel() != 1:
         raise RuntimeError(f"{type(module).__name__} attends with a mask of its own")
-    reader.attend(module.layer_idx)
-    kernels = reader.kernels_of(module.layer_idx)
+    layer = reader.attend(module.layer_idx)
+    kernels = reader.kernels_of(layer)
     if kernels is not None:
         scale, softcap = options.get("scaling"), options.get("softcap")
-        return kernels.attend(module.layer_idx, query, scale, softcap), None
+        return kernels.attend(layer, query, scale, softcap), None
     num_tokens = query.shape[2]
     out = query.new_empty(num_tokens, query.shape[1], value.shape[-1])
-    for queries, keys, mask in reader.parts_of(reader.group_of(module.layer_idx)):
+    for queries, keys, mask in reader.parts_of(reader.group_of(layer)):
         q, k, v = (
             each[0][:, places].transpose(0, 1)
             for each, places in ((query, queries), (key, keys), (value, keys))

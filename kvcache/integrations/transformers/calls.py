@@ -15,6 +15,12 @@ def parameters_of(model: PreTrainedModel) -> frozenset[str]:
     return frozenset(inspect.signature(type(model).forward).parameters)
 
 
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether a model's forward takes `position_ids`, be it to hand them on with other arguments."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    return any(each.name == "position_ids" or each.kind is each.VAR_KEYWORD for each in parameters)
+
+
 def cache_argument(model: PreTrainedModel) -> str:
     """The name under which a model takes its cache: `cache` since transformers 5.24."""
     return "cache" if "cache" in parameters_of(model) else "past_key_values"

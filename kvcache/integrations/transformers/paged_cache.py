@@ -82,11 +82,18 @@ class PagedCache(Cache):
             return key_states, value_states
         return place.read(self.batch.context(place.group).slots, key_states)
 
-    def attend(self, layer: int) -> None:
-        """The paged attention reads a layer. RuntimeError where it has written no K and V of its own."""
+    def attend(self, layer: int | None) -> int:
+        """The layer that a module of this number attends to: that of the K and V just updated.
+
+        RuntimeError where the module has updated none.
+        """
+        # Modules that are run again for other layers keep the number of the first.
+        if layer not in self._unread and len(self._unread) == 1:
+            layer = next(iter(self._unread))
         if layer not in self._written:
             raise RuntimeError(f"layer {layer} attends to K and V that it has not updated")
         self._unread.discard(layer)
+        return layer
 
     def end(self) -> None:
         """The forward pass is over. RuntimeError where another attention than the paged one read it."""

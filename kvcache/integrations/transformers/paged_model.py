@@ -18,6 +18,7 @@ from kvcache.integrations.transformers.calls import (
     cache_argument,
     call_arguments,
     parameters_of,
+    takes_positions,
     undisturbed,
 )
 from kvcache.integrations.transformers.layer_shapes import FilledCache, ModelShape, model_shape
@@ -90,7 +91,7 @@ class PagedModel:
         # Four dimensions: masks are ready, and the attention function reads none.
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
         self._cache_argument = cache_argument(model)
-        self._takes_positions = "position_ids" in parameters_of(model)
+        self._takes_positions = takes_positions(model)
         self._keeps_logits = "logits_to_keep" in parameters_of(model)
         if not way.by_request:
             _take(model, shape)
@@ -396,7 +397,9 @@ def _reason_against(
 ) -> Difference | str | None:
     if not way.by_request:
         attends = any(layer.attention is not None for layer in shape.layers)
-        if attends and "position_ids" not in parameters_of(model):
+        names_positions = "position_ids" in parameters_of(model)
+        # One that hands them on is right, one that drops them wrong: only the comparison can tell.
+        if attends and not (names_positions or (compares and takes_positions(model))):
             return "its forward does not name position_ids"
         for layer in shape.layers:
             if layer.state is not None and layer.mixer is None:

@@ -68,8 +68,8 @@ class Difference(NamedTuple):
         if self.position == 0:
             return "the first token sees later tokens or other requests, or gets another position"
         if self.position < self.chunk[1] and self.chunk[0] == 0:
-            return "attention is not causal, or reads other requests"
-        return "what was computed in earlier steps is not read as the dense pass reads it"
+            return "attention is not causal or reads other requests, or tokens get other positions"
+        return "tokens of earlier steps are not read as the dense pass reads them, or positions are lost"
 
 
 class SelfCheck:
