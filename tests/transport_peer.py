@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from kvcache.transfer.transport import base, connection, handshake, lane
 from tests.shared import REPO
 
 POOL_BYTES = 1 << 20
+_FRAGMENT = 4096
 
 
 def pattern(seed: int) -> np.ndarray:
@@ -30,11 +32,19 @@ def pattern(seed: int) -> np.ndarray:
 class Peer:
     """The process, as a test sees it. Leaving the block kills it."""
 
-    def __init__(self, name: str, agent: str = "peer", **options: object) -> None:
-        command = [sys.executable, "-m", "tests.transport_peer", name, agent]
+    def __init__(
+        self,
+        name: str,
+        agent: str = "peer",
+        *,
+        within: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        **options: object,
+    ) -> None:
+        command = [*within, sys.executable, "-m", "tests.transport_peer", name, agent]
         for option, value in options.items():
             command += [f"--{option.replace('_', '-')}", str(value)]
-        environment = {**os.environ, "PYTHONPATH": str(REPO)}
+        environment = {**os.environ, "PYTHONPATH": str(REPO), **(environment or {})}
         self.process = subprocess.Popen(
             command, cwd=REPO, env=environment, stdin=-1, stdout=-1, text=True
         )
@@ -123,6 +133,31 @@ def delay(what: str) -> None:
         connection.Connection.open = slow
 
 
+def attempt(
+    transport: base.Transport,
+    pool: np.ndarray,
+    timeout_s: float,
+    *,
+    kind: str,
+    metadata: str,
+    address: int,
+    size: int,
+    source: int,
+) -> dict:
+    """Connects where it is not connected, and moves the first bytes of `pattern(source)`."""
+    begin, error, is_right = time.monotonic(), None, None
+    at = np.random.default_rng(0).permutation(size // _FRAGMENT) * _FRAGMENT
+    pool[:size] = pattern(source)[:size] if kind == "write" else 0
+    try:
+        peer = transport.connect(metadata.encode(), timeout_s=timeout_s)
+        move = getattr(transport, kind)
+        move(peer, pool.ctypes.data + at, address + at, np.full(len(at), _FRAGMENT)).wait(timeout_s)
+        is_right = bool((pool[:size] == pattern(source)[:size]).all())
+    except (ConnectionError, base.TransferError, ValueError) as raised:
+        error = str(raised)
+    return {"error": error, "is_right": is_right, "seconds": time.monotonic() - begin}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
@@ -132,6 +167,8 @@ def main() -> None:
     parser.add_argument("--lie", default="")
     parser.add_argument("--delay", default="")
     parser.add_argument("--digest", default="")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--timeout-s", type=float, default=5.0)
     args = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # NIXL logs to stdout
@@ -142,7 +179,8 @@ def main() -> None:
         args.agent,
         args.name,
         secret=args.secret.encode(),
-        timeout_s=5,
+        host=args.host,
+        timeout_s=args.timeout_s,
         digest=bool(args.digest),
     )
     transport.register([(pool.ctypes.data, pool.nbytes)])
@@ -181,6 +219,11 @@ def main() -> None:
                     command["peer"], here, np.array(command["remote"]), np.array(command["length"])
                 )
                 read.wait(5)
+                answer(done=True)
+            case "attempt":
+                answer(**attempt(transport, pool, args.timeout_s, **command))
+            case "fill":
+                pool[:] = command["value"]
                 answer(done=True)
     transport.close()
 

@@ -1,0 +1,128 @@
+"""Transports over a wire that loses, delays, reorders, repeats, flips and cuts: right bytes or an error.
+
+The wire is a thread of this process between two network namespaces (`tests/wire.py`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import time
+
+import pytest
+
+from tests.transport_peer import Peer, pattern
+from tests.wire import Faults, Wire, why_not
+
+WHY_NOT = why_not()
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+TIMEOUT_S, GRACE_S = 3.0, 3.0
+SIZE = 256 << 10
+NAMES = [
+    "gloo",
+    pytest.param(
+        "nixl",
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec("nixl") is None, reason="NIXL is not installed"
+        ),
+    ),
+]
+FAULTS = {
+    "none": Faults(),
+    "loss": Faults(loss=0.02),
+    "delay and reordering": Faults(delay_s=(0.001, 0.02)),
+    "repetition": Faults(repeat=0.2, delay_s=(0.0, 0.002)),
+    "flipped bits": Faults(flip=0.02),
+    "all": Faults(loss=0.02, repeat=0.05, flip=0.01, delay_s=(0.0, 0.01)),
+}
+
+
+class Two:
+    """A side in each namespace; the first one reads from the other one, and writes to it."""
+
+    def __init__(self, wire, name, digest=""):
+        self.wire = wire
+        self.sides = []
+        for end, agent in enumerate(("reader", "server")):
+            environment = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": wire.devices[end]}
+            options = {"host": wire.addresses[end], "timeout_s": TIMEOUT_S, "seed": 1 + end}
+            options |= {"digest": digest} if digest else {}
+            self.sides.append(
+                Peer(name, agent, within=wire.within(end), environment=environment, **options)
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for each in self.sides:
+            each.__exit__()
+
+    def attempt(self, kind):
+        """Whether the bytes came. They are right then; else there is an error, and either is in time."""
+        reader, server = self.sides
+        said = reader.ask(
+            "attempt", kind=kind, metadata=server.metadata.decode(), address=server.address,
+            size=SIZE, source=2, timeout_s=30,
+        )  # fmt: skip
+        assert said["seconds"] < 2 * TIMEOUT_S + GRACE_S, said
+        if said["error"] is not None:
+            assert said["is_right"] is None
+            return False
+        assert said["is_right"], said
+        if kind == "write":
+            got = bytes.fromhex(server.ask("pool", first=0, last=SIZE)["hex"])
+            assert got == pattern(2)[:SIZE].tobytes()
+        return True
+
+
+def come(two, kind, within_s=30.0):
+    """Until bytes have come once."""
+    deadline = time.monotonic() + within_s
+    while not two.attempt(kind):
+        assert time.monotonic() < deadline, f"no {kind} succeeds any more"
+
+
+@pytest.mark.parametrize("faults", FAULTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_are_right_or_an_error_whatever_the_wire_does(name, faults):
+    with Wire() as wire, Two(wire, name) as two:
+        come(two, "read")
+        before = wire.num_packets
+        wire.faults = FAULTS[faults]
+        found = [two.attempt(kind) for kind in ("read", "write", "read")]
+        assert wire.num_packets - before > SIZE // 9000  # the bytes did go over this wire
+        if faults in ("none", "delay and reordering", "repetition"):
+            assert all(found)
+        wire.faults = Faults()
+        come(two, "read")
+        come(two, "write")
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_partition_is_an_error_in_time_and_ends(name, kind):
+    with Wire() as wire, Two(wire, name) as two:
+        come(two, kind)
+        wire.faults = Faults(is_cut=True)
+        assert not two.attempt(kind)
+        wire.faults = Faults()
+        come(two, kind)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_partition_in_the_midst_of_bytes_is_no_wrong_byte(name):
+    with Wire() as wire, Two(wire, name) as two:
+        come(two, "read")
+        for seconds in (0.01, 0.05, 0.2):
+            wire.faults = Faults(delay_s=(0.01, 0.03))
+            cut = threading.Timer(seconds, lambda: setattr(wire, "faults", Faults(is_cut=True)))
+            heal = threading.Timer(1.0, lambda: setattr(wire, "faults", Faults()))
+            cut.start()
+            heal.start()
+            two.attempt("read")
+            two.attempt("write")
+            cut.join()
+            heal.join()
+        come(two, "read")
