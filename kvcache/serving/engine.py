@@ -325,19 +325,19 @@ class Engine:
                 continue
             for each in samples:
                 try:
-                    delta = self._extend(each, logits[rows], best[rows])
+                    delta = self._extend(each, logits, rows.start, best[rows])
                 except Exception as error:
                     delta = self._end(each, "error", error)
                 self._deltas.append(delta)
 
-    def _extend(self, sample: Sample, logits: torch.Tensor, best: list[int]) -> Delta:
+    def _extend(self, sample: Sample, logits: torch.Tensor, at: int, best: list[int]) -> Delta:
         """Takes drafts as long as they are what the sample would have drawn, and one token more."""
         params, drafts = sample.generation.params, sample.drafts
         picks: list[int] = []
         room = params.max_tokens - (sample.request.num_tokens - len(sample.generation.prompt))
         reason: FinishReason | None = None
         for i in range(len(best)):
-            token = best[i] if sample.sampler is None else sample.sampler.token(logits[i])
+            token = best[i] if sample.sampler is None else sample.sampler.token(logits[at + i])
             picks.append(token)
             if token in params.stop_token_ids:
                 reason = "stop"

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from kvcache.allocator import KVCacheManager
-from kvcache.checks import MAX_INT32, instance, integer, integers, shown
+from kvcache.checks import MAX_INT32, check_range, instance, integer, integers, shown
 from kvcache.kinds import make_kind
 from kvcache.serving.sequence import Sequence, State
 from kvcache.step import Status, StepPlan, StepReport
@@ -111,6 +111,9 @@ class Scheduler:
     def num_pending(self, sequence: Sequence) -> int:
         """Known tokens that are not computed."""
         instance(sequence, Sequence, "sequence")
+        return self._num_pending(sequence)
+
+    def _num_pending(self, sequence: Sequence) -> int:
         if sequence.state is State.WAITING:
             return sequence.request.num_tokens
         return sequence.request.num_tokens - self.manager.num_computed_tokens(sequence.request)
@@ -181,16 +184,17 @@ class Scheduler:
         that has no row.
         """
         instance(sequence, Sequence, "sequence")
-        if sequence.state not in (State.RUNNING, State.SWAPPED, State.WAITING):
-            raise ValueError(
-                f"sequence is {sequence.state.value}: expected one that is being served"
-            )
-        if type(token_ids) is not list or set(map(type, token_ids)) - {int}:
+        if sequence.state is State.FINISHED:
+            raise ValueError("sequence is finished: expected one that is being served")
+        if type(token_ids) is not list:
             token_ids = integers(token_ids, "token_ids", ()).tolist()
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= MAX_INT32:
-            raise ValueError(f"token_ids is {shown(token_ids)}: expected 0 to {MAX_INT32} each")
-        num_rejected = integer(num_rejected, "num_rejected")
-        if num_rejected:
+        for token in token_ids:
+            if type(token) is not int or not 0 <= token <= MAX_INT32:
+                token_ids = integers(token_ids, "token_ids", ())
+                check_range("token_ids", "is", token_ids, 0, MAX_INT32 + 1)
+                break
+        if num_rejected != 0:
+            num_rejected = integer(num_rejected, "num_rejected")
             self.manager.reject_tokens(sequence.request, num_rejected)
         sequence.drafts = []
         sequence.request.append_tokens(token_ids)
@@ -267,7 +271,7 @@ class Scheduler:
         budget, pending = self.max_num_batched_tokens, []
         for sequence in self.admitted:
             if sequence.state is State.RUNNING and sequence not in leaving:
-                count = self.num_pending(sequence)
+                count = self._num_pending(sequence)
                 if count:
                     pending.append((count > 1, sequence, count))
         asked = []
@@ -285,7 +289,7 @@ class Scheduler:
         for sequence in self.admitted:
             if sequence.state is State.SWAPPED and budget:
                 sequence.drafts = []
-                taken = self._chunk(sequence, min(self.num_pending(sequence), budget))
+                taken = self._chunk(sequence, min(self._num_pending(sequence), budget))
                 if taken:
                     asked.append((sequence, taken))
                     budget -= taken
