@@ -357,6 +357,7 @@ class TestFlashInfer:
         monkeypatch.setattr(paged_model, "_check_attention", lambda *_: None)
         prefill, decode = served
         engine = Engine(paged("llama", attention="flashinfer"))
+        prefill.num_runs = decode.num_runs = 0  # those of the self-check
         prompts = prompts_of(2, 2)
         engine.generate(prompts, SamplingParams(max_tokens=1))
         num_prefills = prefill.num_runs
