@@ -63,6 +63,7 @@ class EventPublisher:
 
     TypeError or ValueError for wrong arguments; OSError where an endpoint cannot be bound.
 
+    >>> from kvcache.events import AllBlocksCleared
     >>> with EventPublisher("tcp://127.0.0.1:0", topic="kv@pod-1@llama") as publisher:
     ...     publisher.publish([AllBlocksCleared()])
     """

@@ -74,6 +74,7 @@ PACKAGES = (
 )
 NO_TENSORS = {
     *(
+        "UnsupportedModel",
         "source_readers",
         "Delta",
         "Generation",

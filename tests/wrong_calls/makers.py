@@ -64,6 +64,9 @@ class Tokenizer:
 
     eos_token_id = 1
 
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(token): token for token in range(128)}
+
     def encode(self, text: str, **options: object) -> list[int]:
         return [*text.encode()]
 
@@ -569,6 +572,12 @@ MAKERS: dict[str, Callable[[World], object]] = {
     "ended sequence": ended_step,
     "Batch": batch,
     "Context": lambda w: w.get("Batch").context(0),
+    "EngineError": lambda w: __import__(
+        "kvcache.serve.engine_loop"
+    ).serve.engine_loop.EngineError("stopped"),
+    "FastAPI": lambda w: __import__("kvcache.serve").serve.make_app(
+        w.get("EngineLoop"), w.get("Texts"), "m"
+    ),
     "EngineLoop": lambda w: __import__("kvcache.serve").serve.EngineLoop(w.get("Engine")),
     "Answer": answer,
     "Texts": lambda w: __import__("kvcache.serve").serve.ByteTexts(),

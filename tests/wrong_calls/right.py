@@ -459,6 +459,8 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "requests_of_trace": lambda w: [w.get("WorkloadRequest")],
     "compare.requests": lambda w: [w.get("WorkloadRequest")],
     "optimum.requests": lambda w: [w.get("WorkloadRequest")],
+    "WorkloadRequest.token_ids": lambda w: np.arange(3, dtype=np.int32),
+    "WorkloadRequest.content": lambda w: np.arange(3),
     "compare.sizes": lambda w: [100],
     "policies": lambda w: ["lru"],
     "workload": lambda w: [w.get("WorkloadRequest")],

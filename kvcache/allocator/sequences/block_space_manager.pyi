@@ -11,7 +11,10 @@ from kvcache.events import CacheEvent
 _Pairs = list[tuple[int, int]]
 
 class BlockSpaceManager:
-    watermark_blocks: int
+    @property
+    def watermark_blocks(self) -> int: ...
+    @watermark_blocks.setter
+    def watermark_blocks(self, value: int) -> None: ...
     @property
     def block_size(self) -> int: ...
     @property
