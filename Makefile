@@ -99,9 +99,10 @@ test-vllm: setup
 bench-vllm: setup
 	$(BIN)/python -m tests.vllm_environment $(VLLM:%=--vllm %) -m benchmarks.vllm_schedule
 
-# Public calls with wrong and hostile arguments, for SECONDS; prints its seed, and what it finds.
+# Public calls with wrong and hostile arguments, for SECONDS; prints its seed, and what it finds. SCENES: some
+# modules alone.
 fuzz: setup
-	$(BIN)/python -m tests.wrong_calls --seconds $(SECONDS)
+	$(BIN)/python -m tests.wrong_calls --seconds $(SECONDS) $(SCENES:%=--scene=%)
 
 # Compiles every kernel and checks the machine code; needs nvcc (and cuobjdump), not a GPU.
 cuda-check: setup
