@@ -1,7 +1,8 @@
-"""Compiles every CUDA source with nvcc, and checks the machine code of sm_90; needs no GPU.
+"""Compiles every CUDA source with nvcc, and checks the machine code of ARCHS; needs no GPU.
 
 Prints a table of each kernel entry's machine code, and fails where it is not as
-`sass_expectations.py` says. `--json FILE` writes the table down. The machine code needs cuobjdump
+`sass_expectations.py` says; spilled registers are errors of the assembler on every architecture.
+`--json FOLDER` writes the tables to FOLDER/sass_ARCH.json. The machine code needs cuobjdump
 ($CUOBJDUMP, the toolkit's, the PATH's, or the one that triton carries, here or in the environment of
 `make gpu-less`) and c++filt; without one of them it is skipped, with a line that says so.
 
@@ -27,13 +28,13 @@ from tests.gpu_less.build import environment_folder
 from tests.gpu_less.limits import find_cuobjdump
 
 NO_NVCC = 3
-ARCH = "sm_90"
+ARCHS = ("sm_90", "sm_100")
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where the table is written")
-    json_file = parser.parse_args(arguments).json
+    parser.add_argument("--json", type=Path, metavar="FOLDER", help="where the tables are written")
+    json_folder = parser.parse_args(arguments).json
     home = build.cuda_home()
     if home is None:
         print("cuda-check: no nvcc found, nothing compiled", file=sys.stderr)
@@ -49,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
             sys.stderr.write(result.stderr)
         if any(result.returncode for result in results):
             return 1
-        return check_machine_code(home, objects, json_file)
+        return max(check_machine_code(home, objects, arch, json_folder) for arch in ARCHS)
 
 
 def compile_one(
@@ -60,6 +61,7 @@ def compile_one(
         *build.NVCC_FLAGS,
         *build.gencode_flags(),
         "-Werror=all-warnings",
+        "-Xptxas=--warn-on-spills,--warning-as-error",
         f"-D{build.TORCH_TARGET}",
         "-isystem",
         str(build.torch_dir() / "include"),
@@ -72,37 +74,41 @@ def compile_one(
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def check_machine_code(home: Path, objects: list[Path], json_file: Path | None) -> int:
+def check_machine_code(home: Path, objects: list[Path], arch: str, json_folder: Path | None) -> int:
     tool = find_cuobjdump(home, environment_folder())
     missing = None
-    if f"code={ARCH}" not in " ".join(build.gencode_flags()):
-        missing = f"the architectures are without {ARCH}"
+    if f"code={arch}" not in " ".join(build.gencode_flags()):
+        missing = f"the architectures are without {arch}"
     elif tool is None:
         missing = "no cuobjdump found"
     elif shutil.which("c++filt") is None:
         missing = "no c++filt found"
     if missing is not None:
-        print(f"machine code: SKIPPED, {missing}")
+        print(f"machine code of {arch}: SKIPPED, {missing}")
         return 0
-    files = {o.stem: disassembled(tool, o) for o in objects}
+    files = {o.stem: disassembled(tool, o, arch) for o in objects}
+    print(f"\nmachine code of {arch}:")
     for name, figures in files.items():
         if figures:
             print_table(name, figures)
-    if json_file is not None:
-        kernels = {name: [asdict(f) for f in figures] for name, figures in files.items()}
-        json_file.write_text(json.dumps({**made_with(home), "files": kernels}, indent=1) + "\n")
-    found = failures(f for figures in files.values() for f in figures)
+    if json_folder is not None:
+        rows = [{"file": file, **asdict(f)} for file, figures in files.items() for f in figures]
+        lines = ",\n  ".join(json.dumps(row) for row in rows)
+        head = json.dumps({"arch": arch, **made_with(home)})[:-1]
+        text = f'{head}, "kernels": [\n  {lines}\n]}}\n'
+        (json_folder / f"sass_{arch}.json").write_text(text)
+    found = failures((f for figures in files.values() for f in figures), arch=arch)
     for line in found:
-        print(f"machine code: FAILED, {line}", file=sys.stderr)
+        print(f"machine code of {arch}: FAILED, {line}", file=sys.stderr)
     if not found:
-        print(f"machine code of {ARCH}: as expected")
+        print(f"machine code of {arch}: as expected")
     return int(bool(found))
 
 
-def disassembled(tool: str, file: Path) -> list[sass.Figures]:
+def disassembled(tool: str, file: Path, arch: str) -> list[sass.Figures]:
     def output(option: str) -> str:
         return subprocess.run(
-            [tool, option, "-arch", ARCH, str(file)], capture_output=True, text=True, check=True
+            [tool, option, "-arch", arch, str(file)], capture_output=True, text=True, check=True
         ).stdout
 
     kernels = sass.parse(output("-sass"), output("-res-usage"))
@@ -157,7 +163,7 @@ def made_with(home: Path) -> dict[str, str]:
         cwd=Path(__file__).parent,
     ).stdout.strip()
     line = next((line for line in version.splitlines() if "release" in line), "")
-    return {"arch": ARCH, "nvcc": line.rpartition(" ")[2], "commit": commit}
+    return {"nvcc": line.rpartition(" ")[2], "commit": commit}
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """The parser of machine code, and the expectations, on snippets that were written for them."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks import sass
@@ -222,6 +224,13 @@ def test_local_memory_fails_without_an_expectation():
     assert failures([figures("LDL R4, [R1]", "EXIT")], []) == [
         "copy<uint4>: loads and stores of local memory is 1: expected 0"
     ]
+
+
+def test_an_expectation_may_differ_on_sm_100():
+    f, expected = figures(*TWO_LOADS_THEN_STORES, registers=17), [WIDE]
+    assert failures([f], expected, "sm_100") == failures([f], expected) != []
+    expected = [replace(WIDE, sm_100={"max_registers": 17})]
+    assert failures([f], expected, "sm_100") == [] != failures([f], expected)
 
 
 def test_an_expectation_that_no_kernel_answers_to_fails():
