@@ -739,15 +739,16 @@ class KVCacheManager:
         load that failed is one of 0 or a few tokens. It is over: no one writes to the blocks any more.
         Blocks that the arrived tokens fill become hits.
 
-        Returns:
-            The number of the request's computed tokens, after which it continues. These are its hit and
-            the tokens that arrived, with three exceptions:
+        The request continues after its hit and the tokens that arrived, with three exceptions:
 
-            - More: where a longer prefix of the request was cached by another request meanwhile, the
-              request takes it. So 0 arrived tokens of a request without a hit may return 8.
-            - Less: where an abort or an invalidation took away what came before the arrived tokens.
-            - What the cache has: where the request's blocks do not hold what its next token reads (a
-              window, a state).
+        - More: where a longer prefix of the request was cached by another request meanwhile, the
+          request takes it. So 0 arrived tokens of a request without a hit may return 8.
+        - Less: where an abort or an invalidation took away what came before the arrived tokens.
+        - What the cache has: where the request's blocks do not hold what its next token reads (a
+          window, a state).
+
+        Returns:
+            The number of the request's computed tokens, after which it continues.
 
         Raises:
             ValueError: For a request that is not receiving, and for more tokens than it was to receive.

@@ -13,7 +13,7 @@ import os
 import pkgutil
 import re
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -31,7 +31,9 @@ EXCLUDED_MODULES = {
     "kvcache.native": "builds the libraries: starts compilers",
     "kvcache.__main__": "runs the command line",
     "kvcache.libkvcache_cpu": "ops of torch, not a module; tests.wrong_calls.ops calls them directly",
+    "kvcache.libkvcache_cuda": "the same",
 }
+LACKS: dict[str, str] = {}  # modules that could not be imported here, each with the reason
 EXCLUDED = {
     "kvcache.demo.serve_chats": "generates with a model for seconds",
     "kvcache.store.MooncakeStore": "connects to a master over the network",
@@ -116,13 +118,19 @@ def modules() -> list[ModuleType]:
     if extra is not None and extra not in kvcache.__path__:
         kvcache.__path__.append(extra)
     for each in pkgutil.walk_packages(kvcache.__path__, "kvcache.", onerror=lambda name: None):
-        if not _is_excluded(each.name):
+        if _is_excluded(each.name) or _is_excluded(each.name, LACKS):
+            continue
+        try:
             found.append(importlib.import_module(each.name))
+        except ModuleNotFoundError as missing:
+            if missing.name.partition(".")[0] == "kvcache":
+                raise
+            LACKS[each.name] = f"needs {missing.name}, which is not installed"
     return found
 
 
-def _is_excluded(name: str) -> bool:
-    return any(name == each or name.startswith(f"{each}.") for each in EXCLUDED_MODULES)
+def _is_excluded(name: str, excluded: Mapping[str, str] = EXCLUDED_MODULES) -> bool:
+    return any(name == each or name.startswith(f"{each}.") for each in excluded)
 
 
 @functools.cache
@@ -136,7 +144,7 @@ def public_objects() -> dict[str, object]:
                 names.setdefault(f"{module.__name__}.{name}", value)
     for path in _documented():
         module, _, name = path.rpartition(".")
-        if _is_excluded(module):
+        if _is_excluded(module) or _is_excluded(path, LACKS):
             continue
         try:
             whole = importlib.import_module(path)
