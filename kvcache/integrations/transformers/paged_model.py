@@ -112,8 +112,8 @@ class PagedModel:
             self._paged.begin(None)
 
     def _batched(self, batch: Batch) -> torch.Tensor:
-        token = CURRENT.set(self._paged)
         wanted = batch.logits_indices
+        token = CURRENT.set(self._paged)
         try:
             output = self.model(
                 input_ids=batch.token_ids[None],
