@@ -2,6 +2,10 @@ import gc
 import os
 import signal
 
+# Before torch is imported, here and in processes that tests start: pytest-xdist fills the cores, and the
+# threads of OpenMP spin while they wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 from hypothesis import settings
 

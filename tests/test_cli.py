@@ -664,7 +664,7 @@ CLOSED = "kvcache: standard output is closed: expected it open, /dev/null at lea
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", sampled(["", "1"]))
 @pytest.mark.parametrize("argv", [["replay", "--requests", "5", "--json"], ["doctor"]])
 def test_a_full_disk_is_one_line(argv, unbuffered):
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}

@@ -14,6 +14,7 @@ from kvcache.demo.chats import answer_length
 from kvcache.integrations.transformers.tiny_models import tiny_model_names
 from kvcache.serving.engine import Engine
 from tests.dense_models import dense
+from tests.shared import sampled
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 SMALL = {"num_users": 4, "num_turns": 2, "max_chat_tokens": 200}
@@ -69,7 +70,7 @@ def test_the_command_prints_json(capsys):
     assert figures["model"] == "gemma3" and figures["hit_rate"] >= 0
 
 
-@pytest.mark.parametrize("name", tiny_model_names())
+@pytest.mark.parametrize("name", sampled(sorted(tiny_model_names()), 2))
 def test_every_model_of_the_list_answers_as_generate_does(name):
     model = load_model(name, "--model")
     report = serve_chats(model, name, num_users=2, num_turns=1, max_chat_tokens=90)
