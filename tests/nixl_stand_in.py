@@ -20,21 +20,23 @@ from dataclasses import dataclass, field
 import numpy as np
 
 _agents: dict[str, nixl_agent] = {}
-_moved: list[tuple[str, str, str, int]] = []  # operation, kinds of both sides, bytes of a descriptor
+_moved: list[
+    tuple[str, str, str, int]
+] = []  # operation, kinds of both sides, bytes of a descriptor
 
 
-class nixl_thread_sync_t(enum.Enum):  # noqa: N801 (NIXL's name)
+class nixl_thread_sync_t(enum.Enum):
     NIXL_THREAD_SYNC_STRICT = 0
 
 
 @dataclass
-class nixl_agent_config:  # noqa: N801
+class nixl_agent_config:
     backends: list[str] = field(default_factory=list)
     num_threads: int = 0
     sync_mode: object = None
 
 
-class nixl_agent:  # noqa: N801
+class nixl_agent:
     """Refuses, as NIXL does, descriptors outside of memory that was registered as of their kind."""
 
     refuses: str | None = None  # a kind of memory that it does not register

@@ -1,7 +1,7 @@
-"""Transports, fetching, disaggregation and stores with device tensors, beside compute on a stream of its own.
+"""Transports, fetching, disaggregation and stores with device tensors, beside compute on another stream.
 
-On the CUDA runtime without a GPU streams run late, and `torch.cuda._sleep` holds one back for longer. NIXL is
-a stand-in there, which moves bytes at once, as RDMA does.
+On the CUDA runtime without a GPU streams run late, and `torch.cuda._sleep` holds one back for longer.
+NIXL is a stand-in there, which moves bytes at once, as RDMA does.
 """
 
 import threading
@@ -27,7 +27,7 @@ from kvcache.transfer.transport.nixl_agent import Reach
 from kvcache.transfer.transport.nixl_direct import DirectTransfer
 from tests.disaggregation_engine import Engine
 from tests.gpu_less import counts
-from tests.nixl_stand_in import nixl_agent, stand_in
+from tests.nixl_stand_in import stand_in
 from tests.stores import MemoryStore, StoreUser
 from tests.test_replay import as_workload
 
@@ -88,10 +88,7 @@ class Sides:
         """A read or a write of these pages' first bytes in both layers."""
         at = [
             np.concatenate(
-                [
-                    pages.base + pages.offsets[r] + np.array(ids) * pages.strides[r]
-                    for r in range(2)
-                ]
+                [pages.base + pages.offsets[r] + np.array(ids) * pages.strides[r] for r in range(2)]
             )
             for (_, pages, _), ids in zip(self.sides, (local_ids, remote_ids))
         ]
@@ -106,7 +103,9 @@ HERE, THERE = [3, 9, 4, 60, 11, 1], [7, 2, 64, 5, 33, 8]
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
-@pytest.mark.parametrize("devices", [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")], ids="-".join)
+@pytest.mark.parametrize(
+    "devices", [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")], ids="-".join
+)
 @pytest.mark.parametrize("page_bytes", [96, 4096, 300 << 10])
 @pytest.mark.parametrize("name", NAMES)
 def test_pages_move_between_devices(name, page_bytes, devices, kind):
@@ -145,7 +144,9 @@ def test_device_memory_of_another_machine_moves_directly_from_8_kib(monkeypatch,
         assert type(move) is (DirectTransfer if size >= 8 << 10 else StagedTransfer)
 
 
-needs_counts = pytest.mark.skipif(not counts.is_available(), reason="only the runtime without a GPU counts")
+needs_counts = pytest.mark.skipif(
+    not counts.is_available(), reason="only the runtime without a GPU counts"
+)
 COUNTED = (
     "copies", "batches", "pageable_copies", "legacy_work", "launches", "waits", "allocations",
     "pointer_queries",
@@ -202,7 +203,7 @@ def test_threads_that_touch_device_memory_have_its_device(name, monkeypatch):
             assert ("kvcache direct b", device) in entered
 
 
-# Fetching ------------------------------------------------------------------------------------------------
+# Fetching -----------------------------------------------------------------------------------------------
 
 
 def caches():
@@ -281,7 +282,7 @@ def closing(transport):
         transport.close()
 
 
-# Disaggregation ------------------------------------------------------------------------------------------
+# Disaggregation -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -292,7 +293,9 @@ def test_a_load_waits_for_what_still_writes_to_its_blocks(name, kinds):
     with ExitStack() as stack, side_stream():
         stack.enter_context(stand_in())
         sender, receiver = (
-            stack.enter_context(Engine(each, kinds=kinds, block=block, device="cuda", options=options))
+            stack.enter_context(
+                Engine(each, kinds=kinds, block=block, device="cuda", options=options)
+            )
             for each, block in (("p", 16), ("d", 32))
         )
         tokens = list(range(100))
@@ -313,7 +316,7 @@ def test_a_load_waits_for_what_still_writes_to_its_blocks(name, kinds):
         assert sender.drained() and receiver.drained()
 
 
-# Stores --------------------------------------------------------------------------------------------------
+# Stores -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 90])

@@ -61,7 +61,7 @@ def test_processes_of_one_machine_say_the_same_machine(monkeypatch, allowed):
     [None, [], ["x"], ["x", 1], [1, True], ["x", None], ["x" * 129, True], {"machine": "x"}],
 )
 def test_a_reach_that_is_none_is_refused(reach):
-    hello = {"slots": [8] * 4, "pages": None, "reach": reach}
+    hello = {"slots": [8] * 4, "direct": False, "reach": reach}
     with pytest.raises(ValueError, match="expected a name of a machine, and true or false"):
         nixl_lane._check_hello(hello)
 
@@ -243,9 +243,9 @@ def test_pieces_arrive_in_order_at_a_side_that_is_slow(name, num_pieces):
         memory = pair.sides[0].memory
         scatter = memory.scatter
 
-        def slow_scatter(staging, tile):
+        def slow_scatter(*args):
             time.sleep(0.02)
-            scatter(staging, tile)
+            scatter(*args)
 
         memory.scatter = slow_scatter
         pair.read(np.array([0]), np.array([0]), num_pieces * piece).wait(10)
