@@ -110,8 +110,17 @@ class Fetch(Read):
             known = self._load.first_token // plan.local.block_size
             local[:known] = [0] * min(known, len(local))
             remote_addresses = {rank: offer.ranks[rank].addresses[group] for rank in remote_ranks}
+            borders = {
+                rank: self._reader.remote_begins(offer.ranks[rank].metadata)
+                for rank in plan.remote_ranks
+            }
             for moves in plan.moves(
-                self._reader.addresses[group], remote_addresses, local, offer.blocks[group]
+                self._reader.addresses[group],
+                remote_addresses,
+                local,
+                offer.blocks[group],
+                self._reader.begins,
+                borders,
             ):
                 yield from self._apart(moves)
 
