@@ -27,7 +27,7 @@ from kvcache.transfer.transport.nixl_agent import Reach
 from kvcache.transfer.transport.nixl_direct import DirectTransfer
 from tests.disaggregation_engine import Engine
 from tests.gpu_less import counts
-from tests.nixl_stand_in import stand_in
+from tests.nixl_stand_in import nixl_agent, stand_in
 from tests.stores import MemoryStore, StoreUser
 from tests.test_replay import as_workload
 
@@ -142,6 +142,44 @@ def test_device_memory_of_another_machine_moves_directly_from_8_kib(monkeypatch,
         move = both.move("read", HERE, THERE)
         move.wait(20)
         assert type(move) is (DirectTransfer if size >= 8 << 10 else StagedTransfer)
+
+
+def test_host_and_device_memory_in_one_transfer():
+    with Sides("nixl", ("cuda", "cuda"), 300 << 10) as both:
+        (side, mine, _), (_, theirs, _) = both.sides
+        ends = [
+            np.array([pages.base, words.ctypes.data])
+            for pages, words in zip((mine, theirs), both.beside)
+        ]
+        move = side.read(both.peer, *ends, np.array([300 << 10, 512]))
+        move.wait(20)
+        assert type(move) is StagedTransfer
+        assert torch.equal(both.contents(0)[0, 0], both.contents(1)[0, 0])
+        assert (both.beside[0] == both.beside[1]).all()
+
+
+def test_device_memory_is_not_registered_as_host_memory():
+    with Sides("gloo", ("cuda", "cuda"), 4096) as both:
+        side, pages, _ = both.sides[0]
+        before = side.memory.regions
+        said = r"of cpu, which are registered as of cuda:0: expected the same again"
+        with pytest.raises(ValueError, match=said):
+            side.register([(both.beside[0].ctypes.data, 8), (pages.base + 64, 64)])
+        assert side.memory.regions == before
+
+
+def test_device_memory_that_nixl_does_not_share_is_not_registered(monkeypatch):
+    monkeypatch.setattr(nixl_agent, "refuses", "VRAM")
+    pages, _ = pages_on("cuda", 4096)
+    with stand_in():
+        side = make_transport("a", "nixl")
+        with pytest.raises(RuntimeError, match=r"VRAM for other processes .*, or direct_bytes=None"):
+            side.register(pages)
+        assert side.memory.regions == []
+        side.close()
+        packs = make_transport("a", "nixl", direct_bytes=None)
+        packs.register(pages)
+        packs.close()
 
 
 needs_counts = pytest.mark.skipif(

@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import mmap
 import os
 import random
 import subprocess
@@ -10,13 +11,15 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
+from kvcache import Pages
 from kvcache.transfer.transport import nixl_lane
 from kvcache.transfer.transport.base import TransferError, make_transport
 from kvcache.transfer.transport.connection import StagedTransfer
 from kvcache.transfer.transport.nixl_agent import Reach
 from kvcache.transfer.transport.nixl_direct import DirectTransfer
-from kvcache.transfer.transport.registered import check_apart, check_within
+from kvcache.transfer.transport.registered import RegisteredMemory, check_apart, check_within
 from kvcache.transfer.transport.spans import Spans, joined
 
 needs_nixl = pytest.mark.skipif(
@@ -140,6 +143,20 @@ def test_an_agent_that_has_nothing_to_do_leaves_the_core_to_others():
         begin = time.process_time()
         time.sleep(1)
         assert time.process_time() - begin < 0.2
+
+
+@pytest.mark.parametrize("are_apart", [True, False])
+def test_regions_end_where_an_allocation_does(are_apart):
+    """RDMA registers one allocation at a time, also where two lie side by side."""
+    mapped = mmap.mmap(-1, 2 << 12)
+    whole = torch.frombuffer(mapped, dtype=torch.uint8)
+    apart = [
+        torch.frombuffer(mapped, dtype=torch.uint8, count=1 << 12, offset=at) for at in (0, 1 << 12)
+    ]
+    halves = apart if are_apart else [whole[: 1 << 12], whole[1 << 12 :]]
+    found = RegisteredMemory().add(Pages.over([each.view(4, 1 << 10) for each in halves]))
+    begins = [each.begin - whole.data_ptr() for each in found]
+    assert begins == ([0, 1 << 12] if are_apart else [0])
 
 
 @pytest.mark.parametrize("num_regions", [0, 1, 3])
