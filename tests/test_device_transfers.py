@@ -25,6 +25,7 @@ from kvcache.transfer.transport.base import make_transport
 from kvcache.transfer.transport.connection import StagedTransfer
 from kvcache.transfer.transport.nixl_agent import Reach
 from kvcache.transfer.transport.nixl_direct import DirectTransfer
+from kvcache.worker.pages import pinning
 from tests.disaggregation_engine import Engine
 from tests.gpu_less import counts
 from tests.nixl_stand_in import nixl_agent, stand_in
@@ -173,7 +174,9 @@ def test_device_memory_that_nixl_does_not_share_is_not_registered(monkeypatch):
     pages, _ = pages_on("cuda", 4096)
     with stand_in():
         side = make_transport("a", "nixl")
-        with pytest.raises(RuntimeError, match=r"VRAM for other processes .*, or direct_bytes=None"):
+        with pytest.raises(
+            RuntimeError, match=r"VRAM for other processes .*, or direct_bytes=None"
+        ):
             side.register(pages)
         assert side.memory.regions == []
         side.close()
@@ -192,17 +195,53 @@ COUNTED = (
 
 
 @needs_counts
+@pytest.mark.parametrize("num_fragments", [32, 1000])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_staging_costs(name):
-    """32 fragments of two allocations go out of one pool and into another, by the second of two reads."""
+def test_what_staging_costs(name, num_fragments):
+    """Of the second of two reads: 32 pages in two allocations, or 1,000 small fragments in one."""
     with Sides(name, ("cuda", "cuda"), 4096) as both:
         ids = np.arange(1, 33, 2)
-        both.move("read", ids, ids[::-1]).wait(20)
+        at = np.arange(num_fragments) * 64
+
+        def read():
+            if num_fragments == 32:
+                return both.move("read", ids, ids[::-1])
+            ends = [pages.base + each for (_, pages, _), each in zip(both.sides, (at, at[::-1]))]
+            return both.sides[0][0].read(both.peer, *ends, np.full(num_fragments, 16))
+
+        read().wait(20)
         torch.cuda.synchronize()
         with counts.counted() as found:
-            both.move("read", ids, ids[::-1]).wait(20)
+            read().wait(20)
         costs = {each: found[each] for each in COUNTED if found[each]}
         assert costs == {"launches": 2}
+
+
+@pytest.mark.parametrize("why", ["registered later", "too little may be locked"])
+def test_bytes_are_right_where_staging_is_not_pinned(why, monkeypatch):
+    def refuse(*_):
+        raise pinning._PinningError("cudaHostRegister: out of memory")
+
+    if why != "registered later":
+        monkeypatch.setattr(pinning, "_register", refuse)
+    with ExitStack() as stack:
+        sides = [stack.enter_context(closing(make_transport(each, "gloo"))) for each in "ab"]
+        pages = [pages_on("cuda", 4096, seed)[0] for seed in range(2)]
+        words = [np.arange(8) * (seed + 1) for seed in range(2)]
+        for side, own, beside in zip(sides, pages, words):
+            side.register([(beside.ctypes.data, beside.nbytes)])
+            if why != "registered later" or side is sides[1]:
+                side.register(own)
+        peer = sides[0].connect(sides[1].metadata())
+        if why != "registered later":
+            stack.enter_context(pytest.warns(RuntimeWarning, match="could not be pinned"))
+        ends = [np.array([each.ctypes.data]) for each in words]
+        sides[0].read(peer, *ends, np.array([64])).wait(20)
+        sides[0].register(pages[0])
+        at = [own.base + np.array(ids) * 4096 for own, ids in zip(pages, (HERE, THERE))]
+        sides[0].read(peer, *at, np.full(len(HERE), 4096)).wait(20)
+        mine, theirs = (own.layer(0).cpu() for own in pages)
+        assert torch.equal(mine[HERE], theirs[THERE])
 
 
 def test_staging_disturbs_no_capture():
@@ -352,6 +391,33 @@ def test_a_load_waits_for_what_still_writes_to_its_blocks(name, kinds):
         receiver.recompute(again, loaded)
         receiver.manager.free(again)
         assert sender.drained() and receiver.drained()
+
+
+def test_no_load_begins_in_a_graph():
+    with ExitStack() as stack, side_stream():
+        sender, receiver = (
+            stack.enter_context(Engine(each, device="cuda", options={"transport": "gloo"}))
+            for each in "pd"
+        )
+        request, again = Request("r", range(40)), Request("r", [*range(40), 7])
+        sender.prefill(request)
+        torch.cuda.synchronize()
+        offer = sender.connector.publish(request)
+        count = receiver.connector.num_external_tokens(again, offer)
+        plan = receiver.manager.step(
+            new=[again], num_external_computed_tokens=[count], delay_cache_blocks=[True]
+        )
+        receiver.apply(plan)
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="global")
+        with pytest.raises(
+            RuntimeError, match="begin was called while the current stream is captured"
+        ):
+            receiver.connector.begin(again)
+        graph.capture_end()
+        receiver.connector.begin(again)
+        assert receiver.loaded(again).error is None
+        assert receiver.wrong(again, 40) is None
 
 
 # Stores -------------------------------------------------------------------------------------------------
