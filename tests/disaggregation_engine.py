@@ -46,6 +46,7 @@ class Engine:
         options=None,
         secret="",
         manager=None,
+        device="cpu",
     ):
         shape = {"num_kv_heads": HEADS // tp, "head_size": SIZE, "dtype": dtype}
         layers = []
@@ -69,7 +70,7 @@ class Engine:
         self.kinds = [group.layers[0].split(".")[0] for group in self.plan.groups]
         options = ConnectorOptions(**{"transport": "gloo", **(options or {})})
         self.storages = [
-            KVStorage.for_plan(self.plan, backend=backend, layout=layout)
+            KVStorage.for_plan(self.plan, backend=backend, layout=layout, device=device)
             for _ in range(self.num_ranks)
         ]
         self.manager = KVCacheManager.for_groups(
@@ -181,7 +182,7 @@ class Engine:
                 if kind == "state":
                     row = self.state(rank, layer, tokens[:end])
                     page = self.state_page(request, group, end)
-                    if not torch.equal(storage.key_cache(at)[page].view(-1)[: len(row)], row):
+                    if not torch.equal(storage.key_cache(at)[page].view(-1)[: len(row)].cpu(), row):
                         return f"state of layer {layer}, rank {rank}"
                     continue
                 seen = 0
@@ -189,7 +190,7 @@ class Engine:
                     seen += high - low
                     for part, cache in enumerate((storage.key_cache(at), storage.value_cache(at))):
                         right = self.values(rank, layer, part, tokens[low:high], low)
-                        if not torch.equal(cache[block, slots], right.to(cache.dtype)):
+                        if not torch.equal(cache[block, slots].cpu(), right.to(cache.dtype)):
                             return f"{kind} layer {layer}, rank {rank}, tokens {low} to {high}"
                 if seen != end - first:
                     return f"{kind}: {seen} tokens of {end - first}"

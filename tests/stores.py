@@ -96,7 +96,8 @@ class StoreUser:
 
     def __init__(
         self, store, groups, *, num_blocks=41, num_host_blocks=0, concurrency=4, timeout_s=10.0,
-        staging_blocks=8, announce=True, circuit=None, write_from="auto", model="tiny", **options,
+        staging_blocks=8, announce=True, circuit=None, write_from="auto", model="tiny", device="cpu",
+        **options,
     ):  # fmt: skip
         self.manager = KVCacheManager.for_groups(
             groups, num_blocks, 256, num_preallocate_tokens=0, enable_events=True,
@@ -104,7 +105,7 @@ class StoreUser:
         )  # fmt: skip
         self.verifier = KVVerifier(
             groups=groups, num_blocks=num_blocks, num_host_blocks=num_host_blocks,
-            max_num_reqs=concurrency, num_layers=2, num_kv_heads=1,
+            max_num_reqs=concurrency, num_layers=2, num_kv_heads=1, device=device,
         )  # fmt: skip
         pages = self.verifier.storage.pages
         self.tier = StoreTier(

@@ -130,15 +130,23 @@ def test_answers_are_those_of_the_dense_cache(name, paged):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "name,preemption",
-    [("llama", "recompute"), ("gemma3", "swap"), ("deepseek_v3", "swap"), ("bamba", "swap")],
+    "name,preemption,is_own_stream",
+    [
+        ("llama", "recompute", False),
+        ("gemma3", "swap", True),
+        ("deepseek_v3", "swap", False),
+        ("bamba", "swap", True),
+    ],
 )
-def test_answers_on_a_gpu_are_those_of_the_dense_cache(name, preemption, paged):
+def test_answers_on_a_gpu_are_those_of_the_dense_cache(name, preemption, is_own_stream, paged):
+    """On the default stream, and on one that neither waits for it nor is waited for."""
     prompts = prompts_of(MODELS.index(name), 5)
     answers = [greedy(dense(name), prompt, 16) for prompt in prompts]
     model = tiny_model(name, dtype=torch.float64).to("cuda")
     engine = Engine(paged(name, model=model, requests=1.3, num_drafts=0), preemption=preemption)
-    with Float64():
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream() if is_own_stream else torch.cuda.default_stream()
+    with Float64(), torch.cuda.stream(stream):
         for _ in range(2):
             found = engine.generate(prompts, SamplingParams(max_tokens=16))
             assert [each.samples[0].token_ids for each in found] == answers

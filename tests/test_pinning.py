@@ -39,7 +39,7 @@ def test_memory_that_cannot_be_pinned_stays_pageable_with_a_warning(monkeypatch)
     monkeypatch.setattr(pinning, "_register", register)
     monkeypatch.setattr(pinning, "_unpin", lambda addresses, *_: released.extend(addresses))
     with pytest.warns(
-        RuntimeWarning, match="0.0 GiB of host memory could not be pinned, swaps will"
+        RuntimeWarning, match="0.0 GiB of host memory could not be pinned, copies will"
     ):
         host = pages.on_host(2000, pin_memory=True)
     assert (

@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import mmap
 import os
 import random
 import subprocess
@@ -10,13 +11,15 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
+from kvcache import Pages
 from kvcache.transfer.transport import nixl_lane
 from kvcache.transfer.transport.base import TransferError, make_transport
 from kvcache.transfer.transport.connection import StagedTransfer
 from kvcache.transfer.transport.nixl_agent import Reach
 from kvcache.transfer.transport.nixl_direct import DirectTransfer
-from kvcache.transfer.transport.registered import check_apart, check_within
+from kvcache.transfer.transport.registered import RegisteredMemory, check_apart, check_within
 from kvcache.transfer.transport.spans import Spans, joined
 from tests.shared import sampled
 
@@ -62,7 +65,7 @@ def test_processes_of_one_machine_say_the_same_machine(monkeypatch, allowed):
     [None, [], ["x"], ["x", 1], [1, True], ["x", None], ["x" * 129, True], {"machine": "x"}],
 )
 def test_a_reach_that_is_none_is_refused(reach):
-    hello = {"slots": [8] * 4, "pages": None, "reach": reach}
+    hello = {"slots": [8] * 4, "direct": False, "reach": reach}
     with pytest.raises(ValueError, match="expected a name of a machine, and true or false"):
         nixl_lane._check_hello(hello)
 
@@ -141,6 +144,20 @@ def test_an_agent_that_has_nothing_to_do_leaves_the_core_to_others():
         begin = time.process_time()
         time.sleep(1)
         assert time.process_time() - begin < 0.2
+
+
+@pytest.mark.parametrize("are_apart", [True, False])
+def test_regions_end_where_an_allocation_does(are_apart):
+    """RDMA registers one allocation at a time, also where two lie side by side."""
+    mapped = mmap.mmap(-1, 2 << 12)
+    whole = torch.frombuffer(mapped, dtype=torch.uint8)
+    apart = [
+        torch.frombuffer(mapped, dtype=torch.uint8, count=1 << 12, offset=at) for at in (0, 1 << 12)
+    ]
+    halves = apart if are_apart else [whole[: 1 << 12], whole[1 << 12 :]]
+    found = RegisteredMemory().add(Pages.over([each.view(4, 1 << 10) for each in halves]))
+    begins = [each.begin - whole.data_ptr() for each in found]
+    assert begins == ([0, 1 << 12] if are_apart else [0])
 
 
 @pytest.mark.parametrize("num_regions", [0, 1, 3])
@@ -244,9 +261,9 @@ def test_pieces_arrive_in_order_at_a_side_that_is_slow(name, num_pieces):
         memory = pair.sides[0].memory
         scatter = memory.scatter
 
-        def slow_scatter(staging, tile):
+        def slow_scatter(*args):
             time.sleep(0.02)
-            scatter(staging, tile)
+            scatter(*args)
 
         memory.scatter = slow_scatter
         pair.read(np.array([0]), np.array([0]), num_pieces * piece).wait(10)

@@ -759,7 +759,7 @@ def test_a_peer_of_another_version_is_refused(side, name):
 def test_memory_that_the_peer_has_not_registered_is_refused_by_the_peer(side, peer):
     """The check of metadata on this side is left out: here it lies about the peer's memory."""
     told = json.loads(peer.metadata)
-    told["regions"] = [[peer.address - 4096, POOL_BYTES + 8192]]
+    told["regions"] = [[peer.address - 4096, POOL_BYTES + 8192, "cpu"]]
     side.transport.connect(json.dumps(told).encode())
     for move in side.read, side.write:
         transfer = move(peer, 0, np.array([0, POOL_BYTES - 100])[1:], SMALL)
@@ -964,8 +964,12 @@ def test_only_the_loopback_listens(side, name):
         ({"incarnation": "1"}, "incarnation of the metadata is '1'"),
         ({"port": 0}, "port of the metadata is 0"),
         ({"port": 2**16}, "port of the metadata is 65536"),
-        ({"regions": [[1]]}, "regions of the metadata holds"),
-        ({"regions": [[1, 0]]}, "regions of the metadata holds"),
+        ({"regions": [[1, 8]]}, "regions of the metadata holds"),
+        ({"regions": [[1, 0, "cpu"]]}, "regions of the metadata holds"),
+        (
+            {"regions": [[1, 8, "hbm:0"]]},
+            "expected [address, bytes, kind], of memory of kind cpu, cuda:",
+        ),
         ({"regions": [[1, 2**63]]}, "regions of the metadata holds"),
         ({"piece_bytes": 1}, "piece_bytes of the metadata is 1"),
         ({"digest": 1}, "digest of the metadata is 1: expected bool"),

@@ -138,7 +138,7 @@ class _PlanReader(Reader):
         addresses: Sequence[np.ndarray],
         rank: int,
     ) -> None:
-        super().__init__(transport)
+        super().__init__(transport, storages[0].pages.device)
         self.storages, self.addresses = storages, addresses
         self._layouts, self._rank = tuple(layouts), rank
         self._plans: dict[tuple, tuple[tuple[Plan, ...], Mapping[int, int]]] = {}

@@ -130,6 +130,7 @@ class Connector:
     ) -> dict[str, Any] | None:
         """Frees a request whose blocks others may read, and keeps these until they have, or time is up.
 
+        Its bytes must be in memory: on a GPU, once its last step has run, as when a token was sampled.
         Returns the offer, for JSON. None where nothing can be offered (no token is computed, no slot of
         a lease is free, blocks of its name are kept already): then it is freed at once. free: what
         `KVCacheManager.free` takes. An offer that `publish_early` made stays good. TypeError or
@@ -238,7 +239,9 @@ class Connector:
         """Begins to load a request that was admitted with `delay_cache_blocks`; its plan is applied.
 
         ValueError, and nothing changes, for any other request, and where its hit is no longer the one
-        that `num_external_tokens` found: `cancel` it then.
+        that `num_external_tokens` found: `cancel` it then. On a GPU blocks are read once all has run that
+        was launched on the current stream so far; RuntimeError, and nothing changes, while that stream is
+        captured in a graph.
         """
         load = self._matched.get(request.request_id)
         is_known = load is not None and load.request is request
@@ -253,14 +256,14 @@ class Connector:
                 f"loaded: expected {load.end}, as its hit was {load.hit}; cancel it, and ask "
                 "num_external_tokens right before the step"
             )
-        del self._matched[request.request_id]
-        self._loads[request.request_id] = load
-        load.deadline = self._clock() + self._options.timeout_s + _PATIENCE_S
         blocks = []
         for group, layout in zip(self._groups, self._layouts):
             blocks.append(self._table(request, group, layout, load.end))
         step = Load(load.offer, load.hit, load.end, tuple(blocks))
+        load.deadline = self._clock() + self._options.timeout_s + _PATIENCE_S
         self._begin(Step(loads={request.request_id: step}))
+        del self._matched[request.request_id]
+        self._loads[request.request_id] = load
 
     def cancel(self, request: Request) -> None:
         """Frees a request that is loading, or is to be; its blocks are used again once nothing is written

@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from kvcache.disaggregation.layout import GroupLayout
 from kvcache.disaggregation.leases import Leases, Progress
 from kvcache.disaggregation.offer import RankAddress
 from kvcache.disaggregation.reading import Read, Reader
 from kvcache.disaggregation.steps import Load, RankHandshake, Results, Step
+from kvcache.worker.swap.streams import Event
 
 _BUSY_S, _IDLE_S = 0.0005, 0.05
 _MOST_WRONG = 20  # passes in a row that fail, then the thread gives up
@@ -23,11 +25,20 @@ _UNTOLD = "the sender of request %s is not told that no one reads its KV: %s"
 _log = logging.getLogger(__name__)
 
 
+class _Asked(NamedTuple):
+    """A step, when it was asked for, and what its loads begin after."""
+
+    at: float
+    step: Step
+    after: Event | None = None
+
+
 class RankThread:
     """Serves readers and carries out loads, until `close`. The transport is used by its thread alone.
 
     begin_load(load): the read of a load, by this reader. The caller has registered the pages with the
-    reader's transport, and no longer touches it.
+    reader's transport, and no longer touches it. On a CUDA device blocks are read once all has run that
+    was launched on the stream in which `begin` is called.
     """
 
     def __init__(
@@ -40,7 +51,7 @@ class RankThread:
         self._leases, self._reader, self._begin_load = Leases(), reader, begin_load
         transport, slots = reader.transport, self._leases.slots
         transport.register([(slots.ctypes.data, slots.nbytes)])
-        self._steps: queue.SimpleQueue[tuple[float, Step] | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._results = Results()
         self._loads: dict[str, Read] = {}
@@ -57,7 +68,20 @@ class RankThread:
         self._thread.start()
 
     def begin(self, step: Step) -> None:
-        """Begins what the scheduler's side has decided; leases begin at once."""
+        """Begins what the scheduler's side has decided; leases begin at once.
+
+        RuntimeError, and nothing begins, where blocks are to be loaded and the current stream is captured
+        in a CUDA graph.
+        """
+        after: Event | None = None
+        if step.loads:
+            streams = self._reader.streams
+            if streams.is_capturing():
+                raise RuntimeError(
+                    "begin was called while the current stream is captured in a CUDA graph: expected "
+                    "loads to begin outside graphs"
+                )
+            after = streams.record(streams.current())
         for request_id, lease in step.leases.items():
             self._leases.begin(request_id, *lease)
         for request_id in step.ends:
@@ -66,7 +90,7 @@ class RankThread:
             if self._has_failed:
                 self._refuse(step)
             elif not step.is_empty:
-                self._steps.put((time.monotonic(), step))
+                self._steps.put(_Asked(time.monotonic(), step, after))
 
     def advance(self, request_id: str, progress: Progress) -> None:
         """Tells readers what is computed of a request under lease. Its bytes are in memory by then."""
@@ -86,6 +110,7 @@ class RankThread:
 
     def _run(self) -> None:
         """Passes until `close`. One that fails is logged; where none is right any more, all ends."""
+        self._reader.streams.enter()
         failed: set[str] = set()  # of the loads under way
         num_wrong = 0
         while True:
@@ -109,10 +134,10 @@ class RankThread:
         try:
             asked = self._steps.get(timeout=_BUSY_S if self._loads or self._unread else _IDLE_S)
         except queue.Empty:
-            asked = time.monotonic(), Step()
+            asked = _Asked(time.monotonic(), Step())
         if asked is None:
             return False
-        self._take(*asked)
+        self._take(asked)
         self._step_unread()
         ended = [request_id for request_id, load in self._loads.items() if load.step()]
         self._report(ended, failed)
@@ -120,7 +145,8 @@ class RankThread:
             self._leases.note(message, peer)
         return True
 
-    def _take(self, asked: float, step: Step) -> None:
+    def _take(self, asked: _Asked) -> None:
+        step = asked.step
         for offer in step.unread:
             # An offer that is not read is a load of nothing: its sender hears of it all the same.
             nothing = Load(offer, 0, 0, tuple([] for _ in offer.blocks))
@@ -129,7 +155,7 @@ class RankThread:
             except Exception as error:
                 _log.warning(_UNTOLD, offer.request_id, error)
                 continue
-            read.count_from(asked)
+            read.count_from(asked.at)
             self._unread.append((offer.request_id, read))
         for request_id, load in step.loads.items():
             try:
@@ -137,7 +163,7 @@ class RankThread:
             except Exception as error:  # nothing writes to its blocks
                 self._fail_unbegun(request_id, f"it was not begun: {error!r}")
                 continue
-            read.count_from(asked)
+            read.count_from(asked.at, asked.after)
             self._loads[request_id] = read
         for request_id in step.cancels & set(self._loads):
             self._loads[request_id].cancel("it was given up")
@@ -189,7 +215,7 @@ class RankThread:
             self._has_failed = True
             while not self._steps.empty():
                 if (asked := self._steps.get()) is not None:
-                    self._refuse(asked[1])
+                    self._refuse(asked.step)
 
     def _refuse(self, step: Step) -> None:
         """With the lock held, of a thread that has given up."""

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from kvcache.disaggregation.layout import GroupLayout
 from kvcache.disaggregation.leases import (
@@ -25,6 +26,7 @@ from kvcache.disaggregation.steps import Load
 from kvcache.transfer.plan.readers import source_readers
 from kvcache.transfer.transport.base import TransferError, Transport
 from kvcache.transfer.transport.metadata import Metadata, parse_metadata
+from kvcache.worker.swap.streams import Event, streams_of
 
 _ERRORS = (TransferError, ConnectionError, OSError, ValueError, TypeError)
 _NUM_CELLS = 4096  # slots of leases that can be read at once
@@ -45,10 +47,11 @@ class Pending(Protocol):
 
 
 class Reader:
-    """What the loads of a rank share: a transport, and cells into which slots of leases are read."""
+    """What the loads of a rank share: a transport, the streams of its pages' device, and cells into which
+    slots of leases are read."""
 
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
+    def __init__(self, transport: Transport, device: torch.device) -> None:
+        self.transport, self.streams = transport, streams_of(device)
         self.inbox = np.zeros((_NUM_CELLS, SLOT_WORDS), np.int64)
         self.free_cells = list(range(_NUM_CELLS))
         transport.register([(self.inbox.ctypes.data, self.inbox.nbytes)])
@@ -80,6 +83,7 @@ class Reader:
 
     def call(self, metadata: bytes, timeout_s: float, generation: int) -> str:
         """`connect`, for its thread; waits."""
+        self.streams.enter()
         theirs = parse_metadata(metadata, self.transport.name)
         try:
             peer = self.transport.connect(metadata, timeout_s=timeout_s)
@@ -143,6 +147,7 @@ class Read(ABC):
         self.num_bytes = 0
         self._reader, self._load = reader, load
         self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
+        self._after: Event | None = None
         self._peers: dict[int, str] = {}
         self._cells: dict[int, int] = {}
         self._reads: list[Pending] = []
@@ -168,9 +173,10 @@ class Read(ABC):
         """Seconds to the deadline, not below a millisecond."""
         return max(self._deadline - time.monotonic(), 0.001)
 
-    def count_from(self, seconds: float) -> None:
-        """The time began earlier, by time.monotonic: when the load was asked for."""
-        self._deadline = seconds + self._timeout_s
+    def count_from(self, seconds: float, after: Event | None = None) -> None:
+        """The time began earlier, by time.monotonic: when the load was asked for. after: blocks are read
+        once that has happened, as work that was launched before may write to them still."""
+        self._deadline, self._after = seconds + self._timeout_s, after
 
     def cancel(self, reason: str) -> None:
         """Gives it up; it ends as one that failed."""
@@ -210,6 +216,8 @@ class Read(ABC):
                 if peer is not None:
                     self._peers[source] = peer
         if len(self._peers) < len(self._readers):
+            return False
+        if self._after is not None and not self._after.query():
             return False
         if offer.order and self._load.end_token > self._load.first_token:
             return self._look()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +20,9 @@ from kvcache.transfer.transport.spans import Spans
 
 if TYPE_CHECKING:
     from kvcache.worker.pages.storage import KVStorage
+    from kvcache.worker.swap.streams import Event
+
+_POLL_S = 50e-6
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +70,7 @@ class Fetch:
             if len(each.permuted)
         ]
         self._is_done, self._error = False, None
+        self._permuting: list[Event] | None = None  # begun; what has not ended yet
         self.transfers: list[Transfer] = []
         try:
             for group, each in zip(groups, found):
@@ -81,7 +86,11 @@ class Fetch:
                 raise  # else `poll` raises: what has begun may still write to pages
 
     def poll(self) -> bool:
-        """Whether all pages are here, in local order, and the peers know. TransferError if it failed."""
+        """Whether all pages are here, in local order, and the peers know. TransferError if it failed.
+
+        On a CUDA device pages are permuted on a stream of their own, and it is true once that is done:
+        work that is launched then, on any stream, finds them.
+        """
         if self._is_done:
             return True
         if self._error is not None:
@@ -89,11 +98,12 @@ class Fetch:
         try:
             if not all(transfer.poll() for transfer in self.transfers):
                 return False
-            if self._permuted:
-                from kvcache.transfer.memory import permute_pages
-
-                for storage, pages, permutation in self._permuted:
-                    permute_pages(storage, pages, permutation)
+            if self._permuting is None:
+                self._permuting = []
+                self._permute()
+            self._permuting = [each for each in self._permuting if not each.query()]
+            if self._permuting:
+                return False
             for name in self._names:
                 if self._notify:
                     self._transport.send(name, self._notify)
@@ -102,6 +112,15 @@ class Fetch:
             raise
         self._is_done = True
         return True
+
+    def _permute(self) -> None:
+        from kvcache.transfer.memory import permute_pages
+        from kvcache.worker.swap.streams import own_stream
+
+        for storage, pages, permutation in self._permuted:
+            streams, stream = own_stream(storage.pages.device)
+            streams.launch(stream, partial(permute_pages, storage, pages, permutation))
+            self._permuting.append(streams.record(stream))
 
     def wait(self, timeout_s: float) -> None:
         """Waits until all pages are here. TransferError where it fails or is not done in time."""
@@ -113,7 +132,11 @@ class Fetch:
             except TransferError as error:
                 self.cancel(str(error))
                 raise
-        self.poll()
+        while not self.poll():
+            if time.monotonic() >= deadline:
+                self.cancel(f"not done within {timeout_s:g} s")
+                continue  # `poll` raises
+            time.sleep(_POLL_S)
 
     def cancel(self, reason: str) -> None:
         """Gives it up; see `Transfer.cancel`."""
@@ -124,9 +147,13 @@ class Fetch:
 
     @property
     def is_released(self) -> bool:
-        """Whether the transport no longer writes to its pages; until then they must not be used again."""
+        """Whether nothing writes to its pages any longer; until then they must not be used again."""
         ended = self._is_done or self._error is not None
-        return ended and all(transfer.is_released for transfer in self.transfers)
+        return (
+            ended
+            and all(transfer.is_released for transfer in self.transfers)
+            and all(each.query() for each in self._permuting or ())
+        )
 
 
 def fetch(

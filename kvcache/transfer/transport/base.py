@@ -79,6 +79,10 @@ class Transport(ABC):
     One thread at a time may call it, and any thread `connect`. Reads and writes of peers are answered by
     threads of its own, also while the calling thread is busy, until `close`.
 
+    Memory of a CUDA device is touched in the order of none of the caller's streams: on either side,
+    nothing that was launched before may still touch it when a transfer begins. Whatever is launched once
+    it is done, on any stream, finds its bytes.
+
     name: "gloo" or "nixl". agent: this side's name, by which peers know it.
 
     >>> from kvcache.transfer.transport.base import make_transport
@@ -103,8 +107,9 @@ class Transport(ABC):
         memory: the pages of a pool, or (address, bytes) of host memory. The caller keeps it alive until
         `close`. Peers learn of it with `metadata`, so register before that. Memory that is registered
         already may come again; a fragment lies in one region, so that it does not go over the border of
-        two calls. ValueError for no bytes, and for pages in several allocations on a device that is
-        neither CPU nor CUDA.
+        two calls, nor over the end of an allocation of pages. ValueError, and nothing is added, for no
+        bytes, for memory that is registered as of another device, and for pages in several allocations on
+        a device that is neither CPU nor CUDA. RuntimeError where NIXL cannot share it.
         """
 
     @abstractmethod

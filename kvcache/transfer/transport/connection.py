@@ -122,7 +122,7 @@ class Connection:
 
     def __init__(self, owner: StagedTransport, peer: Metadata, *, is_caller: bool) -> None:
         self.peer = peer
-        self.bounds = peer.bounds()
+        self.bounds, self.kinds = peer.bounds(), peer.kinds()
         self.piece_bytes = min(peer.piece_bytes, owner.piece_bytes)
         self.has_digest = peer.digest or owner.digest
         self.reason: str | None = None  # why it ended

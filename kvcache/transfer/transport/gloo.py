@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -10,7 +11,8 @@ import torch.distributed as dist
 
 from kvcache.transfer.transport.channel import Channel
 from kvcache.transfer.transport.connection import Connection
-from kvcache.transfer.transport.lane import PIECES_AHEAD, Lane
+from kvcache.transfer.transport.lane import PIECES_AHEAD, Lane, Staging
+from kvcache.transfer.transport.registered import RegisteredMemory
 from kvcache.transfer.transport.staged import StagedTransport, is_everywhere
 
 _MOST_KEYS = 16  # that a peer may set; gloo sets one
@@ -45,7 +47,7 @@ class GlooTransport(StagedTransport):
         options._threads = 1
         rank = 0 if connection.is_caller else 1
         group = dist.ProcessGroupGloo(store, rank, 2, options)
-        return _GlooLane(group, 1 - rank, connection.piece_bytes)
+        return _GlooLane(group, 1 - rank, connection.piece_bytes, self.memory)
 
 
 class _PairStore(dist.Store):
@@ -99,12 +101,15 @@ class _GlooWork:
 
 
 class _GlooLane(Lane):
-    def __init__(self, group: dist.ProcessGroupGloo, other: int, piece_bytes: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroupGloo, other: int, piece_bytes: int, memory: RegisteredMemory
+    ) -> None:
         self._group: dist.ProcessGroupGloo | None = group
-        self._other, self._piece_bytes = other, piece_bytes
+        self._other, self._piece_bytes, self._memory = other, piece_bytes, memory
 
-    def staging(self, *, is_outgoing: bool) -> list[torch.Tensor]:
-        return list(torch.zeros(PIECES_AHEAD, self._piece_bytes, dtype=torch.uint8, device="cpu"))
+    def staging(self, *, is_outgoing: bool) -> tuple[Sequence[torch.Tensor], Staging]:
+        staging = Staging(PIECES_AHEAD, self._piece_bytes, self._memory.cuda_device)
+        return list(staging.pieces), staging
 
     def send(self, piece: torch.Tensor, tag: int) -> _GlooWork:
         return _GlooWork(self._alive().send([piece], self._other, tag))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import queue
 import threading
 from abc import ABC, abstractmethod
@@ -12,11 +13,28 @@ from typing import Protocol
 import torch
 
 from kvcache.transfer.transport.digest import digest_of, digest_of_answer
-from kvcache.transfer.transport.registered import RegisteredMemory
+from kvcache.transfer.transport.registered import CopyStreams, RegisteredMemory
 from kvcache.transfer.transport.spans import Spans
+from kvcache.worker.pages.pinning import pin
 
 _LEAST_PART = 1 << 20  # bytes: moving a piece costs as much as copying some 1 MiB
 PIECES_AHEAD = 4  # in staging memory, and promised to the other side, at a time
+
+
+class Staging:
+    """Memory for pieces, uint8[num_pieces, piece_bytes], zeros at first; pinned for the device, where one
+    is given, until it is freed."""
+
+    def __init__(self, num_pieces: int, piece_bytes: int, device: torch.device | None) -> None:
+        self.mapped = mmap.mmap(-1, num_pieces * piece_bytes)
+        memory = torch.frombuffer(self.mapped, dtype=torch.uint8)
+        self.pieces = memory.view(num_pieces, piece_bytes)
+        self._pin = None if device is None else pin(memory, self.mapped, device, memory.numel())
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether kernels reach it."""
+        return self._pin is not None
 
 
 class PieceWork(Protocol):
@@ -35,9 +53,9 @@ class Lane(ABC):
     threads: Sequence[threading.Thread] = ()
 
     @abstractmethod
-    def staging(self, *, is_outgoing: bool) -> list[torch.Tensor]:
-        """Host memory of the pieces that are sent, or received: uint8[piece_bytes] each, zeros at first:
-        the peer gets to see it where a transfer is given up."""
+    def staging(self, *, is_outgoing: bool) -> tuple[Sequence[torch.Tensor], Staging]:
+        """The pieces that are sent, or received, and the memory that they are of. The peer gets to see
+        them where a transfer is given up."""
 
     @abstractmethod
     def send(self, piece: torch.Tensor, tag: int) -> PieceWork:
@@ -176,7 +194,9 @@ class Flow:
         self._on_failure, self._say = on_failure, say
         self._is_outgoing, self._has_digest = is_outgoing, has_digest
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._staging: list[torch.Tensor] = []
+        self._staging: Sequence[torch.Tensor] = ()
+        self._kept: Staging | None = None  # pinned as long as copies may be under way
+        self._streams = CopyStreams()
         self._current: Job | None = None
         self._is_closed = False
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -200,8 +220,10 @@ class Flow:
                 self._current = job
                 if self._is_closed:
                     return
-                if not self._staging:
-                    self._staging = self._lane.staging(is_outgoing=self._is_outgoing)
+                self._memory.enter_device()
+                if self._kept is None:
+                    self._staging, self._kept = self._lane.staging(is_outgoing=self._is_outgoing)
+                    self._streams.staging_is_pinned = self._kept.is_pinned
                 (self._send if self._is_outgoing else self._receive)(job)
                 if self._is_closed:
                     return
@@ -209,12 +231,21 @@ class Flow:
                 self._current = None
         except Exception as error:  # of the lane: the peer is gone, or does not answer
             self._on_failure(f"{type(error).__name__}: {error}")
+        finally:
+            self._streams.close()
+            self._staging, self._kept = (), None
 
     def _tiles(self, job: Job) -> Iterator[Spans]:
         """The pieces of a job, the same on both sides: a short one is parted too, so that one piece is
         gathered or scattered while another one is under way."""
         part = -(-job.spans.num_bytes // PIECES_AHEAD)
         return job.spans.tiles(min(self._piece_bytes, max(part, _LEAST_PART)))
+
+    def _gather(self, tile: Spans, piece: torch.Tensor) -> None:
+        self._memory.gather(tile, piece, self._streams)
+
+    def _scatter(self, piece: torch.Tensor, tile: Spans) -> None:
+        self._memory.scatter(piece, tile, self._streams)
 
     def _send(self, job: Job) -> None:
         # In the order of the pieces, in which they are waited for.
@@ -224,7 +255,7 @@ class Flow:
             if len(under_way) == PIECES_AHEAD:
                 under_way.popleft().wait(job.timeout_s)
             piece = self._staging[number % PIECES_AHEAD][: tile.num_bytes]
-            if job.copy(lambda tile=tile, piece=piece: self._memory.gather(tile, piece)):
+            if job.copy(lambda tile=tile, piece=piece: self._gather(tile, piece)):
                 if has_more:
                     job.promise()
                     self._say("more", job)
@@ -258,7 +289,7 @@ class Flow:
             work.wait(job.timeout_s)
             if self._has_digest:
                 job.check(number, piece)
-            job.copy(lambda to=to, piece=piece: self._memory.scatter(piece, to))
+            job.copy(lambda to=to, piece=piece: self._scatter(piece, to))
             begin()
         if tile is not None:
             job.stop()  # the sender has given it up

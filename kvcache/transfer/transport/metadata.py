@@ -10,7 +10,7 @@ import numpy as np
 
 from kvcache.checks import shown
 
-TRANSPORT_VERSION = 3
+TRANSPORT_VERSION = 4
 MOST_METADATA = 16 << 20  # bytes
 MOST_NAME = 256  # characters
 LEAST_PIECE, MOST_PIECE = 1 << 12, 1 << 28  # bytes
@@ -21,8 +21,9 @@ class Metadata:
     """A side's version, transport, name, address and memory.
 
     incarnation: drawn at each start, so that a side that was started again is another one. regions:
-    (address, bytes). piece_bytes: of its staging memory; the smaller one of both sides is used. digest:
-    whether it has contents compared on arrival; they are if one side wants it.
+    (address, bytes, kind of memory: "cpu", "cuda:<number>", or "other"). piece_bytes: of its staging
+    memory; the smaller one of both sides is used. digest: whether it has contents compared on arrival;
+    they are if one side wants it.
     """
 
     transport: str
@@ -30,7 +31,7 @@ class Metadata:
     incarnation: str
     host: str
     port: int
-    regions: list[list[int]]
+    regions: list[list[int | str]]
     piece_bytes: int
     digest: bool
     version: int = TRANSPORT_VERSION
@@ -41,8 +42,13 @@ class Metadata:
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
         """int64[r] each: where the regions begin, sorted, and end."""
-        table = np.array(sorted(self.regions), np.int64).reshape(-1, 2)
+        rows = [each[:2] for each in sorted(self.regions)]
+        table = np.array(rows, np.int64).reshape(-1, 2)
         return table[:, 0], np.maximum.accumulate(table[:, 0] + table[:, 1])
+
+    def kinds(self) -> np.ndarray:
+        """str[r]: the regions' kinds of memory, in the same order."""
+        return np.array([kind for *_, kind in sorted(self.regions)], str)
 
 
 def parse_metadata(data: bytes, transport: str) -> Metadata:
@@ -100,12 +106,14 @@ def parse_metadata(data: bytes, transport: str) -> Metadata:
     for region in values["regions"]:
         if (
             not isinstance(region, list)
-            or [type(each) for each in region] != [int, int]
+            or [type(each) for each in region] != [int, int, str]
             or not 0 < region[0] <= region[0] + region[1] < 2**62
             or region[1] < 1
+            or not re.fullmatch("cpu|cuda:[0-9]{1,3}|other", region[2])
         ):
             raise ValueError(
-                f"regions of the metadata holds {shown(region)}: expected [address, bytes]"
+                f"regions of the metadata holds {shown(region)}: expected [address, bytes, kind], of "
+                "memory of kind cpu, cuda:<number> or other"
             )
     return Metadata(**values)
 

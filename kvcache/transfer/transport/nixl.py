@@ -15,15 +15,16 @@ from kvcache.transfer.transport.base import Transfer
 from kvcache.transfer.transport.channel import Channel
 from kvcache.transfer.transport.connection import Connection
 from kvcache.transfer.transport.lane import Lane
-from kvcache.transfer.transport.nixl_agent import Agent, kind_of
+from kvcache.transfer.transport.nixl_agent import Agent, nixl_kind
 from kvcache.transfer.transport.nixl_direct import DirectTransfer
 from kvcache.transfer.transport.nixl_lane import NixlLane
-from kvcache.transfer.transport.registered import Region
+from kvcache.transfer.transport.registered import Region, kind_within
 from kvcache.transfer.transport.spans import Spans
 from kvcache.transfer.transport.staged import StagedTransport
 
-# Where NIXL reaches the peer's memory: smaller fragments are packed as fast or faster.
-_DIRECT_BYTES = 8 << 10
+# Where NIXL reaches the peer's memory: smaller fragments are packed as fast or faster. Measured in host
+# memory; on one machine cuda_ipc takes some 20 times as long for a descriptor (vllm-project/vllm#55434).
+_DIRECT_BYTES, _DIRECT_BYTES_BESIDE = 8 << 10, 256 << 10
 # UCX keeps up to seven sockets of a peer that NIXL has forgotten until the agent ends (NIXL 1.5.1, three
 # threads), so an agent serves as many connections and then gives way. A new one takes 0.2 to 0.4 s.
 _MOST_CONNECTIONS = 16
@@ -32,8 +33,9 @@ _MOST_CONNECTIONS = 16
 class NixlTransport(StagedTransport):
     """direct_bytes: fragments that have as many on average move directly, unless contents are digested.
     "auto": those of 8 KiB where NIXL reaches the peer's memory without its help (on the same machine, or
-    by RDMA devices on both), and none over TCP, where packing is faster. None: none does, and pages are
-    not registered with NIXL, so that peers reach staging memory alone.
+    by RDMA devices on both; of 256 KiB on the same machine from or to a CUDA device), and none over TCP,
+    where packing is faster. None: none does, and pages are not registered with NIXL, so that peers reach
+    staging memory alone. Each transfer's path is that of the regions that it touches.
     """
 
     name = "nixl"
@@ -55,7 +57,6 @@ class NixlTransport(StagedTransport):
         self._agent_lock = threading.Lock()
         self._agent: Agent | None = None  # of the next connection
         self._host = host
-        self._pages_kind: tuple[str, int] | None = None
         super().__init__(agent, host=host, port=port, **options)
         if not self.accepts_writes:
             self._direct_bytes = None
@@ -66,9 +67,9 @@ class NixlTransport(StagedTransport):
             raise
 
     @property
-    def pages_kind(self) -> tuple[str, int] | None:
-        """The kind of memory in which all registered pages lie; None where peers do not reach it."""
-        return self._pages_kind
+    def is_direct(self) -> bool:
+        """Whether pages are registered with NIXL, so that peers reach them."""
+        return self._direct_bytes is not None
 
     def close(self) -> None:
         super().close()
@@ -94,12 +95,10 @@ class NixlTransport(StagedTransport):
         self._kept.append(memory)
 
     def _on_registered(self, memory: list[Region]) -> None:
-        if self._direct_bytes is not None and memory:
+        if self.is_direct and memory:
             with self._agent_lock:
                 self._agent.register(memory)
                 self._regions += memory
-            kinds = {kind_of(region) for region in self.memory.regions}
-            self._pages_kind = kinds.pop() if len(kinds) == 1 else None
 
     def _open_lane(self, connection: Connection, channel: Channel, *, timeout_s: float) -> Lane:
         lane = NixlLane(self, self.agent_for_connection(), connection, channel)
@@ -121,14 +120,30 @@ class NixlTransport(StagedTransport):
         notify: bytes,
         timeout_s: float,
     ) -> Transfer:
-        lane, kinds = connection.lane, (self.pages_kind, connection.lane.peer_kind)
-        count = local.num_fragments
-        is_direct = None not in kinds and count > 0 and not connection.has_digest
-        least = self._direct_bytes
-        if least == "auto":
-            least, is_direct = _DIRECT_BYTES, is_direct and lane.is_reached
-        if not is_direct or local.num_bytes < least * count:
+        kinds = self._direct_kinds(connection, local, remote)
+        if kinds is None:
             return super()._start(connection, kind, local, remote, notify, timeout_s)
         transfer = DirectTransfer(connection, kind, local, remote, kinds, notify, timeout_s)
-        lane.direct.put(transfer)
+        connection.lane.direct.put(transfer)
         return transfer
+
+    def _direct_kinds(
+        self, connection: Connection, local: Spans, remote: Spans
+    ) -> tuple[tuple[str, int], tuple[str, int]] | None:
+        """NIXL's kinds of the memory of fragments, local and remote; None where they are packed."""
+        lane, count, least = connection.lane, local.num_fragments, self._direct_bytes
+        if not lane.is_direct or count == 0 or connection.has_digest:
+            return None
+        found = (
+            self.memory.kind_of(local),
+            kind_within(remote, connection.bounds[0], connection.kinds),
+        )
+        mine, theirs = map(nixl_kind, found)
+        if mine is None or theirs is None:
+            return None
+        if least == "auto":
+            if not lane.is_reached:
+                return None
+            on_device = "VRAM" in (mine[0], theirs[0])
+            least = _DIRECT_BYTES_BESIDE if on_device and lane.is_beside else _DIRECT_BYTES
+        return (mine, theirs) if local.num_bytes >= least * count else None

@@ -74,15 +74,26 @@ class Agent:
         self._kept.append(memory)
 
     def register(self, regions: list[Region]) -> list:
-        """Registers memory; what `deregister` takes."""
+        """Registers memory; what `deregister` takes. RuntimeError, and nothing is, where NIXL refuses."""
         by_kind: dict[str, list[tuple[int, int, int, str]]] = {}
         for region in regions:
-            if (found := kind_of(region)) is None:
+            if (found := nixl_kind(region.kind)) is None:
                 continue
             kind, device = found
             row = (region.begin, region.end - region.begin, device, "")
             by_kind.setdefault(kind, []).append(row)
-        return [self._agent.register_memory(rows, kind) for kind, rows in by_kind.items()]
+        registered = []
+        for kind, rows in by_kind.items():
+            try:
+                registered.append(self._agent.register_memory(rows, kind))
+            except Exception as error:  # NIXL's
+                self.deregister(registered)
+                raise RuntimeError(
+                    f"NIXL does not register memory of kind {kind} for other processes ({error}): "
+                    "expected memory that it can share, or direct_bytes=None, with which all goes "
+                    "through host memory"
+                ) from error
+        return registered
 
     def deregister(self, registered: list) -> None:
         """The inverse of `register`."""
@@ -228,19 +239,23 @@ class Reach(NamedTuple):
         has_device = any(Path("/sys/class/infiniband").glob("*"))
         return cls(machine, has_device and allows(kinds, _RDMA))
 
+    def is_beside(self, other: Reach) -> bool:
+        """Whether they are on one machine, and reach each other's memory there."""
+        return self.machine is not None and self.machine == other.machine
+
     def reaches(self, other: Reach) -> bool:
         """Whether each of two processes reaches the other's memory."""
-        is_same = self.machine is not None and self.machine == other.machine
-        return is_same or (self.has_rdma and other.has_rdma)
+        return self.is_beside(other) or (self.has_rdma and other.has_rdma)
 
 
-def kind_of(region: Region) -> tuple[str, int] | None:
-    """NIXL's kind of memory, and the device's number. None for a device whose memory no other process
-    reaches: it goes through host memory."""
-    device = region.memory.device
-    if device.type == "cuda":
-        return "VRAM", device.index or 0
-    return ("DRAM", 0) if device.type == "cpu" else None
+def nixl_kind(kind: str | None) -> tuple[str, int] | None:
+    """NIXL's kind of memory, and the device's number, of a `Region.kind`. None for one that no other
+    process reaches: it goes through host memory."""
+    if kind == "cpu":
+        return "DRAM", 0
+    if kind is not None and kind.startswith("cuda:"):
+        return "VRAM", int(kind.removeprefix("cuda:"))
+    return None
 
 
 @contextmanager

@@ -54,8 +54,15 @@ class DirectFlow:
     is forgotten earlier, NIXL says that transfers have ended, and goes on with them.
     """
 
-    def __init__(self, agent: Agent, connection: Connection, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        connection: Connection,
+        enter_device: Callable[[], None],
+        on_end: Callable[[], None],
+    ) -> None:
         self._agent, self._connection, self._on_end = agent, connection, on_end
+        self._enter_device = enter_device
         self._transfers: queue.SimpleQueue[DirectTransfer | None] = queue.SimpleQueue()
         self._held: list[tuple[Handle, DirectTransfer]] = []  # of which NIXL has not let go yet
         self.thread = threading.Thread(
@@ -86,6 +93,7 @@ class DirectFlow:
                 is_open = False
                 continue
             try:
+                self._enter_device()
                 self._move(transfer)
             except Exception as error:  # NIXL's: the peer is gone
                 self._connection.fail(f"{type(error).__name__}: {error}")

@@ -6,6 +6,7 @@ import mmap
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from kvcache.checks import shown
 from kvcache.transfer.transport.channel import Channel
 from kvcache.transfer.transport.connection import Connection
-from kvcache.transfer.transport.lane import PIECES_AHEAD, Lane
+from kvcache.transfer.transport.lane import PIECES_AHEAD, Lane, Staging
 from kvcache.transfer.transport.nixl_agent import Agent, Handle, Reach
 from kvcache.transfer.transport.nixl_direct import DirectFlow
 from kvcache.transfer.transport.registered import Region
@@ -39,9 +40,10 @@ class NixlLane(Lane):
         self._owner, self._agent = owner, agent
         self._connection, self._channel = connection, channel
         self._piece_bytes = connection.piece_bytes
-        self._mapped = mmap.mmap(-1, 2 * _SLOTS * self._piece_bytes)  # zeros
-        memory = torch.frombuffer(self._mapped, dtype=torch.uint8)
-        self._memory = memory.view(2, _SLOTS, self._piece_bytes)
+        device = owner.memory.cuda_device
+        self._staging: Staging | None = Staging(2 * _SLOTS, self._piece_bytes, device)
+        self._mapped = self._staging.mapped
+        self._memory = self._staging.pieces.view(2, _SLOTS, self._piece_bytes)
         begin = self._memory.data_ptr()
         region = Region(begin, begin + self._memory.nbytes, self._memory)
         try:
@@ -57,8 +59,9 @@ class NixlLane(Lane):
         self._peer_slots: list[int] = []
         self.unsent: deque[_Sending] = deque()  # of the thread that sends
         self._under_way: deque[_Sending] = deque()  # of it too: the peer was not told of them yet
-        self.peer_kind: tuple[str, int] | None = None
+        self.is_direct = False  # pages of both sides are registered with NIXL
         self.is_reached = False  # the peer's memory, without its help
+        self.is_beside = False  # the peer, on this machine
         self.direct: DirectFlow | None = None
 
     def open(self, timeout_s: float) -> None:
@@ -67,7 +70,8 @@ class NixlLane(Lane):
         nixl, deadline = self._agent, time.monotonic() + timeout_s
         slots = [self._memory[1, slot].data_ptr() for slot in range(_SLOTS)]
         reach = Reach.of_this()
-        header = {"op": "lane", "kind": "hello", "slots": slots, "pages": self._owner.pages_kind}
+        is_direct = self._owner.is_direct
+        header = {"op": "lane", "kind": "hello", "slots": slots, "direct": is_direct}
         header["reach"] = list(reach)
         self._channel.put(header, nixl.metadata())
         with self._changed:
@@ -82,11 +86,14 @@ class NixlLane(Lane):
         except Exception as error:
             raise RuntimeError(f"NIXL refuses the peer's metadata: {error}") from error
         self._peer_slots = told["slots"]
-        self.peer_kind = tuple(told["pages"]) if told["pages"] is not None else None
-        self.is_reached = reach.reaches(Reach(*told["reach"]))
+        self.is_direct = is_direct and told["direct"]
+        peer_reach = Reach(*told["reach"])
+        self.is_reached, self.is_beside = reach.reaches(peer_reach), reach.is_beside(peer_reach)
         with self._changed:
             if not self._is_closed:
-                self.direct = DirectFlow(nixl, self._connection, self._let_go)
+                self.direct = DirectFlow(
+                    nixl, self._connection, self._owner.memory.enter_device, self._let_go
+                )
                 self.threads = [self.direct.thread]
                 return
         nixl.remove(name)
@@ -115,8 +122,10 @@ class NixlLane(Lane):
                 raise ValueError(f"kind is {shown(kind)}: expected room or arrived")
             self._changed.notify_all()
 
-    def staging(self, *, is_outgoing: bool) -> list[torch.Tensor]:
-        return list(self._memory[0 if is_outgoing else 1])
+    def staging(self, *, is_outgoing: bool) -> tuple[Sequence[torch.Tensor], Staging]:
+        if (staging := self._staging) is None:
+            raise ConnectionError("the connection has ended")
+        return list(self._memory[0 if is_outgoing else 1]), staging
 
     def send(self, piece: torch.Tensor, tag: int) -> _Sending:
         return _Sending(self, piece, tag)
@@ -146,6 +155,7 @@ class NixlLane(Lane):
         this lane's, without memory behind them.
         """
         self._agent.deregister(self._registered)
+        self._staging = None  # unpinned, once no copy is under way
         self._mapped.madvise(mmap.MADV_DONTNEED)
         (self._owner if self.is_reached else self._agent).keep(self._mapped)
         self._agent.release()
@@ -251,22 +261,15 @@ class _Receiving:
 
 
 def _check_hello(header: dict) -> None:
-    slots, pages, reach = (header.get(name) for name in ("slots", "pages", "reach"))
+    slots, direct, reach = (header.get(name) for name in ("slots", "direct", "reach"))
     if (
         not isinstance(slots, list)
         or len(slots) != _SLOTS
         or not all(type(each) is int and 0 < each < 2**62 for each in slots)
     ):
         raise ValueError(f"slots are {shown(slots)}: expected {_SLOTS} addresses")
-    if pages is not None and (
-        not isinstance(pages, list)
-        or len(pages) != 2
-        or pages[0] not in ("DRAM", "VRAM")
-        or type(pages[1]) is not int
-    ):
-        raise ValueError(
-            f"pages are {shown(pages)}: expected a kind of memory and a device, or none"
-        )
+    if type(direct) is not bool:
+        raise ValueError(f"direct is {shown(direct)}: expected true or false")
     if (
         not isinstance(reach, list)
         or [type(each) for each in reach] not in ([str, bool], [type(None), bool])

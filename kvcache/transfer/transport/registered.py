@@ -3,94 +3,238 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from kvcache import ops
-from kvcache.checks import MAX_INT64, integer, listed
+from kvcache.checks import MAX_INT32, MAX_INT64, integer, listed
 from kvcache.transfer.transport.spans import Spans
 from kvcache.worker.pages.pages import Pages
+from kvcache.worker.swap.job import until
+from kvcache.worker.swap.streams import CudaStreams
 
-_ONE_PAIR = torch.zeros((1, 2), dtype=torch.int32, device="cpu")
+_ONE_PAIR = np.zeros((1, 2), np.int32)
+
+
+KINDS = (
+    "cpu",
+    "other",
+)  # of memory, and "cuda:<number>". Other: no other process reaches the device's
 
 
 class Region(NamedTuple):
-    """Registered memory, [begin, end), and the tensor that says on which device it lies."""
+    """Registered memory, [begin, end), and a tensor in whose storage it lies."""
 
     begin: int
     end: int
     memory: torch.Tensor
+
+    @property
+    def kind(self) -> str:
+        """Of memory: "cpu", "cuda:<number>", or "other", which no other process reaches."""
+        device = self.memory.device
+        if device.type == "cuda":
+            return f"cuda:{device.index or 0}"
+        return "cpu" if device.type == "cpu" else "other"
+
+
+class _Known(NamedTuple):
+    """Regions, sorted, as columns; threads read one while another is made.
+
+    kinds: str[r]. places: int64[r, 2], numbers of the device and of the storage. owners: a tensor of each
+    storage.
+    """
+
+    regions: list[Region]
+    begins: np.ndarray
+    ends: np.ndarray
+    kinds: np.ndarray
+    places: np.ndarray
+    owners: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, regions: list[Region]) -> _Known:
+        regions = sorted(regions, key=lambda each: (each.begin, each.end))
+        kinds = np.array([each.kind for each in regions], str)
+        owners = {(each.kind, _storage(each)): each.memory for each in regions}
+        devices, storages = sorted({*kinds.tolist()}), [*owners]
+        places = [
+            (devices.index(each.kind), storages.index((each.kind, _storage(each))))
+            for each in regions
+        ]
+        table = np.array(places, np.int64).reshape(-1, 2)
+        return cls(regions, *_bounds(regions), kinds, table, [*owners.values()])
 
 
 class RegisteredMemory:
     """The memory that reads and writes of both sides may touch."""
 
     def __init__(self) -> None:
-        self.regions: list[Region] = []
-        self._owners: list[torch.Tensor] = []  # in whose memory the regions lie
-        self._begins = np.empty(0, np.int64)
-        self._ends = np.empty(0, np.int64)
+        self._known = _Known.of([])
+
+    @property
+    def regions(self) -> list[Region]:
+        """All regions, sorted."""
+        return self._known.regions
 
     def add(self, memory: Pages | Sequence[tuple[int, int]]) -> list[Region]:
-        """Adds pages, or (address, bytes) of host memory; returns what is new, merged where it meets.
+        """Adds pages, or (address, bytes) of host memory; returns what is new, merged where it meets
+        within one allocation.
 
-        TypeError or ValueError, and nothing is added, for other values and for bytes below 1.
+        TypeError or ValueError, and nothing is added, for other values, for bytes below 1, and for
+        memory that is registered as of another device.
         """
-        parts = _of_pages(memory) if isinstance(memory, Pages) else _of_host(memory)
-        found = _merged(parts)
+        found = _of_pages(memory) if isinstance(memory, Pages) else _of_host(memory)
+        for each in found:
+            self._check_kind(each)
         known = {(each.begin, each.end) for each in self.regions}
         new = [each for each in found if (each.begin, each.end) not in known]
-        if new:
-            owners = {id(each.memory): each.memory for each in parts}
-            self._owners += owners.values()
-            self._owners += memory.others if isinstance(memory, Pages) else ()
-        self.regions = sorted(self.regions + new, key=lambda each: (each.begin, each.end))
-        self._begins, self._ends = _bounds(self.regions)
+        self._known = _Known.of(self.regions + new)
         return new
+
+    def remove(self, regions: list[Region]) -> None:
+        """Undoes an `add`, of what it returned."""
+        gone = {(each.begin, each.end) for each in regions}
+        self._known = _Known.of(
+            [each for each in self.regions if (each.begin, each.end) not in gone]
+        )
+
+    def _check_kind(self, new: Region) -> None:
+        for each in self.regions:
+            if each.begin < new.end and new.begin < each.end and each.kind != new.kind:
+                raise ValueError(
+                    f"memory has bytes [{new.begin:#x}, {new.end:#x}) of {new.kind}, which are "
+                    f"registered as of {each.kind}: expected the same again"
+                )
 
     @property
     def begins(self) -> np.ndarray:
         """int64[r], sorted: where the regions begin."""
-        return self._begins
+        return self._known.begins
+
+    def kind_of(self, spans: Spans) -> str | None:
+        """The kind of the regions in which fragments lie, that are checked; None for several."""
+        return kind_within(spans, self._known.begins, self._known.kinds)
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all regions."""
-        return int((self._ends - self._begins).sum())
+        return int((self._known.ends - self._known.begins).sum())
+
+    @property
+    def cuda_device(self) -> torch.device | None:
+        """The first CUDA device in whose memory regions lie."""
+        kinds = self._known.kinds.tolist()
+        kind = next((each for each in kinds if each.startswith("cuda")), None)
+        return None if kind is None else torch.device(kind)
+
+    def enter_device(self) -> None:
+        """Makes that device the calling thread's current one: of a thread of the transport's own."""
+        if (device := self.cuda_device) is not None:
+            CudaStreams(device).enter()
 
     def check(self, spans: Spans, name: str) -> None:
         """ValueError for fragments that do not lie in one registered region each."""
-        check_within(spans, self._begins, self._ends, name)
+        check_within(spans, self._known.begins, self._known.ends, name)
 
-    def memory_at(self, address: int) -> torch.Tensor:
-        """The tensor of the region that holds an address."""
-        return self.regions[int(np.searchsorted(self._begins, address, "right")) - 1].memory
-
-    def gather(self, tile: Spans, staging: torch.Tensor) -> None:
+    def gather(self, tile: Spans, staging: torch.Tensor, streams: CopyStreams) -> None:
         """Copies the fragments of a tile to the beginning of staging memory, one behind the other."""
-        self._copy(tile, staging, to_staging=True)
+        self._copy(tile, staging, streams, to_staging=True)
 
-    def scatter(self, staging: torch.Tensor, tile: Spans) -> None:
+    def scatter(self, staging: torch.Tensor, tile: Spans, streams: CopyStreams) -> None:
         """The inverse of `gather`."""
-        self._copy(tile, staging, to_staging=False)
+        self._copy(tile, staging, streams, to_staging=False)
 
-    def _copy(self, tile: Spans, staging: torch.Tensor, *, to_staging: bool) -> None:
-        """One call of the op for all fragments: each is a region of one page."""
-        addresses = tile.addresses()
-        sizes = np.tile(tile.length, len(tile.bases))
-        memory = self.memory_at(int(addresses[0]))
-        there = (addresses - memory.data_ptr(), sizes)
-        staged = (np.cumsum(sizes) - sizes, sizes)
-        source, destination = (there, staged) if to_staging else (staged, there)
-        table = torch.from_numpy(np.stack([*source, *destination, sizes], axis=1))
-        owners = [each for each in self._owners if each.device == memory.device]
-        ends = (memory, staging) if to_staging else (staging, memory)
-        ops.copy_blocks(*ends, table, _ONE_PAIR, 1, 1, ops.COPY_ENGINE, 0, 0, owners)
-        if memory.device.type == "cuda":
-            torch.cuda.current_stream(memory.device).synchronize()
+    def _copy(
+        self, tile: Spans, staging: torch.Tensor, streams: CopyStreams, *, to_staging: bool
+    ) -> None:
+        """One call of the op for all fragments of a device."""
+        known, sizes = self._known, np.tile(tile.length, len(tile.bases))
+        addresses, staged = tile.addresses(), np.cumsum(sizes) - sizes
+        numbers = np.searchsorted(known.begins, addresses, "right") - 1
+        devices, storages = known.places[numbers].T
+        for device in np.unique(devices):
+            own = devices == device
+            memory = known.regions[int(numbers[np.argmax(own)])].memory
+            owners = [each for each in known.owners if each.device == memory.device]
+            table = None
+            if memory.device.type == "cuda" and (storages == storages[0]).all():
+                table = _factored(tile, memory)
+            if table is None:
+                columns = (addresses[own] - memory.data_ptr(), sizes[own], staged[own], sizes[own])
+                table = np.stack([*columns, sizes[own]], axis=1), _ONE_PAIR
+            rows, pairs = table
+            if not to_staging:
+                rows, pairs = rows[:, [2, 3, 0, 1, 4]], pairs[:, ::-1]
+            counts = (pairs.max(axis=0) + 1).tolist()
+            rows, pairs = (torch.from_numpy(np.ascontiguousarray(each)) for each in (rows, pairs))
+            ends = (memory, staging) if to_staging else (staging, memory)
+            streams.run(
+                memory.device,
+                lambda engine, e=ends, r=rows, p=pairs, c=counts, o=owners: ops.copy_blocks(
+                    *e, r, p, *c, engine, 0, 0, o
+                ),
+            )
+
+
+def _factored(tile: Spans, memory: torch.Tensor) -> tuple[np.ndarray, np.ndarray] | None:
+    """The fragments of one storage as the op's table and pairs: a row for each run, a pair for each base.
+    Few parameters, and so few launches, hold many fragments. None where they do not fit that."""
+    bases, runs, length = tile.bases, tile.offsets, tile.length
+    if len(bases) == 1 and (length == length[0]).all():  # as many bases of one run
+        bases, runs, length = bases[0] + runs, np.zeros(1, np.int64), length[:1]
+    first = int(bases.min())
+    step = int(np.gcd.reduce(bases - first))
+    ids = (bases - first) // max(step, 1)
+    if ids.max() >= MAX_INT32 or len(np.unique(ids)) < len(ids):
+        return None
+    rows = np.empty((len(runs), 5), np.int64)
+    rows[:, 0], rows[:, 1] = first - memory.data_ptr() + runs, step
+    rows[:, 2], rows[:, 3] = np.cumsum(length) - length, length.sum()
+    rows[:, 4] = length
+    return rows, np.stack([ids, np.arange(len(ids))], axis=1).astype(np.int32)
+
+
+class CopyStreams:
+    """The streams of one thread that copies: one for each CUDA device, beside what the engine computes.
+
+    Each copy is waited for by polling its event: no graph's capture is disturbed. staging_is_pinned:
+    whether kernels reach staging memory; else the copy engine is asked, and pageable memory is slow.
+    """
+
+    def __init__(self) -> None:
+        self.staging_is_pinned = False
+        self._by_device: dict[torch.device, tuple[CudaStreams, torch.cuda.Stream]] = {}
+
+    def run(self, device: torch.device, copy: Callable[[int], None]) -> None:
+        """Calls copy(engine), and returns once it is done. RuntimeError where the device has failed."""
+        if device.type != "cuda":
+            copy(ops.COPY_ENGINE)
+            return
+        if device not in self._by_device:
+            ops.warm_up(device)
+            streams = CudaStreams(device)
+            self._by_device[device] = streams, streams.new_stream()
+        streams, stream = self._by_device[device]
+        engine = ops.KERNEL if self.staging_is_pinned else ops.COPY_ENGINE
+        streams.launch(stream, lambda: copy(engine))
+        until(streams.record(stream).query, None, "a copy")
+
+    def close(self) -> None:
+        """Ends the streams, behind their work."""
+        while self._by_device:
+            _, (streams, stream) = self._by_device.popitem()
+            streams.close([stream])
+
+
+def kind_within(spans: Spans, begins: np.ndarray, kinds: np.ndarray) -> str | None:
+    """The kind of the regions in which fragments lie, that are `check_within`; None for several."""
+    first = spans.bases + (spans.offsets if len(spans.bases) == 1 else int(spans.offsets.min()))
+    found = set(kinds[np.searchsorted(begins, first, "right") - 1].tolist())
+    return found.pop() if len(found) == 1 else None
 
 
 def check_within(spans: Spans, begins: np.ndarray, ends: np.ndarray, name: str) -> None:
@@ -160,7 +304,8 @@ def _of_pages(pages: Pages) -> list[Region]:
             )
     begins = pages.base + pages.offsets
     ends = begins + (pages.num_blocks - 1) * pages.strides + pages.sizes
-    return [Region(int(b), int(e), pages.memory) for b, e in zip(begins, ends) if e > b]
+    rows = zip(begins.tolist(), ends.tolist())
+    return _merged([Region(b, e, pages.owner(i)) for i, (b, e) in enumerate(rows) if e > b])
 
 
 def _of_host(memory: Sequence[tuple[int, int]]) -> list[Region]:
@@ -171,19 +316,33 @@ def _of_host(memory: Sequence[tuple[int, int]]) -> list[Region]:
             raise ValueError(f"memory[{i}] has {len(row)} entries: expected (address, bytes)")
         address = integer(row[0], f"memory[{i}][0]", 1, MAX_INT64)
         size = integer(row[1], f"memory[{i}][1]", 1, MAX_INT64 - address)
-        view = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
-        found.append(Region(address, address + size, view))
-    return found
+        found.append((address, address + size))
+    merged: list[tuple[int, int]] = []
+    for begin, end in sorted(found):
+        if merged and begin <= merged[-1][1]:
+            begin, end = merged[-1][0], max(merged.pop()[1], end)
+        merged.append((begin, end))
+    return [Region(*each, _host_view(*each)) for each in merged]
+
+
+def _host_view(begin: int, end: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_char * (end - begin)).from_address(begin), dtype=torch.uint8)
 
 
 def _merged(regions: list[Region]) -> list[Region]:
+    """Regions that meet are one, but not over the end of a storage: RDMA registers one allocation."""
     merged: list[Region] = []
     for each in sorted(regions, key=lambda each: (each.begin, each.end)):
-        if merged and each.begin <= merged[-1].end:
+        meets = merged and each.begin <= merged[-1].end
+        if meets and _storage(each) == _storage(merged[-1]):
             last = merged.pop()
             each = Region(last.begin, max(last.end, each.end), last.memory)
         merged.append(each)
     return merged
+
+
+def _storage(region: Region) -> int:
+    return region.memory.untyped_storage().data_ptr()
 
 
 def _bounds(regions: list[Region]) -> tuple[np.ndarray, np.ndarray]:

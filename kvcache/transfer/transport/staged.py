@@ -117,7 +117,12 @@ class StagedTransport(Transport):
 
     def register(self, memory: Pages | Sequence[tuple[int, int]]) -> None:
         self._check_open()
-        self._on_registered(self.memory.add(memory))
+        new = self.memory.add(memory)
+        try:
+            self._on_registered(new)
+        except BaseException:
+            self.memory.remove(new)
+            raise
 
     def metadata(self) -> bytes:
         self._check_open()
@@ -205,7 +210,7 @@ class StagedTransport(Transport):
     # Connections.
 
     def _metadata(self) -> Metadata:
-        regions = [[each.begin, each.end - each.begin] for each in self.memory.regions]
+        regions = [[each.begin, each.end - each.begin, each.kind] for each in self.memory.regions]
         return Metadata(
             self.name,
             self.agent,
@@ -239,7 +244,8 @@ class StagedTransport(Transport):
                 time.sleep(_RETRY_S)
 
     def _welcome(self, sock: socket.socket) -> None:
-        """Answers a side that connects."""
+        """Answers a side that connects, in a thread of its own."""
+        self.memory.enter_device()
         admitted: list[Connection] = []
 
         def admit(theirs: Metadata) -> str | None:

@@ -50,19 +50,34 @@ def allocate_host(
         return memory, 0, None
     steps = max(_CHUNK_BYTES // (block_bytes * _PAGES_PER_STEP), 1)
     per_chunk = steps * _PAGES_PER_STEP
+    keep = pin(memory, mapping, pin_for, per_chunk * block_bytes, progress)
+    return memory, per_chunk if keep else 0, keep
+
+
+def pin(
+    memory: torch.Tensor,
+    mapping: mmap.mmap,
+    device: torch.device,
+    chunk_bytes: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> object | None:
+    """Pins uint8[n] within a mapping, in chunks; it is unpinned when the owner that is returned is freed.
+
+    None, and a warning, where it cannot be pinned.
+    """
     # Pinned pages must not move, so a fork would copy them all at once.
     _advise(mapping, "MADV_DONTFORK")
     try:
-        keep = _Pinned(memory, per_chunk * block_bytes, progress or _Logged(), pin_for)
+        return _Pinned(memory, chunk_bytes, progress or _Logged(), device)
     except _PinningError as error:
         _advise(mapping, "MADV_DOFORK")
         warnings.warn(
-            f"{total / 2**30:.1f} GiB of host memory could not be pinned, swaps will be slower: {error}",
+            f"{memory.numel() / 2**30:.1f} GiB of host memory could not be pinned, copies will be "
+            f"slower: {error}",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
-        return memory, 0, None
-    return memory, per_chunk, keep
+        return None
 
 
 def _mapped(num_bytes: int) -> tuple[torch.Tensor, mmap.mmap | None]:

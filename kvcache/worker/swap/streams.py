@@ -6,6 +6,7 @@ order that the calls allow.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -32,6 +33,10 @@ class CudaStreams:
         for step in (torch.ops.kvcache._stream_synchronize, torch.ops.kvcache._stream_destroy):
             for stream in streams:
                 step(self._device.index, stream.cuda_stream)
+
+    def enter(self) -> None:
+        """Makes the device the calling thread's current one: of a thread that is nobody else's."""
+        torch.cuda.set_device(self._device)
 
     def current(self) -> torch.cuda.Stream:
         """The caller's stream, on which the engine computes."""
@@ -89,6 +94,9 @@ class CpuStreams:
     def close(self, streams: Iterable[None]) -> None:
         """No stream was made."""
 
+    def enter(self) -> None:
+        """Nothing is to be entered."""
+
     def current(self) -> None:
         """No stream is needed."""
 
@@ -106,6 +114,16 @@ class CpuStreams:
 
     def wait(self, stream: None, event: _Past) -> None:
         """Nothing is left to wait for."""
+
+
+Event = PolledEvent | _Past
+
+
+@functools.cache
+def own_stream(device: torch.device) -> tuple[CudaStreams | CpuStreams, torch.cuda.Stream | None]:
+    """A stream of this device for work beside the engine's, the same for the life of the process."""
+    streams = streams_of(device)
+    return streams, streams.new_stream()
 
 
 def streams_of(device: torch.device) -> CudaStreams | CpuStreams:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from kvcache.disaggregation.layout import GroupLayout, check_like
 from kvcache.disaggregation.leases import Progress
@@ -41,7 +42,7 @@ class Plans:
 
 class Rank(Reader):
     """What the loads of a rank share. begins: int64[m], where the allocations of the caches begin,
-    ascending."""
+    ascending. device: on which they lie."""
 
     def __init__(
         self,
@@ -50,8 +51,9 @@ class Rank(Reader):
         addresses: Sequence[Sequence[int]],
         rank: int,
         begins: np.ndarray,
+        device: torch.device,
     ) -> None:
-        super().__init__(transport)
+        super().__init__(transport, device)
         self.layouts, self.addresses = tuple(layouts), addresses
         self.rank, self.begins = rank, begins
         self._plans: dict[tuple[GroupLayout, ...], Plans] = {}
@@ -108,8 +110,17 @@ class Fetch(Read):
             known = self._load.first_token // plan.local.block_size
             local[:known] = [0] * min(known, len(local))
             remote_addresses = {rank: offer.ranks[rank].addresses[group] for rank in remote_ranks}
+            borders = {
+                rank: self._reader.remote_begins(offer.ranks[rank].metadata)
+                for rank in plan.remote_ranks
+            }
             for moves in plan.moves(
-                self._reader.addresses[group], remote_addresses, local, offer.blocks[group]
+                self._reader.addresses[group],
+                remote_addresses,
+                local,
+                offer.blocks[group],
+                self._reader.begins,
+                borders,
             ):
                 yield from self._apart(moves)
 

@@ -14,6 +14,7 @@ from kvcache.transfer.plan.patterns import sources_of_heads
 from kvcache.transfer.plan.transfer_plan import plan_transfer
 
 _MOST_ROWS = 1 << 19  # of a piece; bounds what is held in memory at once
+_NO_BORDERS = np.empty(0, np.int64)
 
 
 class Moves(NamedTuple):
@@ -48,8 +49,11 @@ class GroupPlan:
         remote_addresses: Mapping[int, Sequence[int]],
         local_blocks: Sequence[int],
         remote_blocks: Sequence[int],
+        local_borders: np.ndarray = _NO_BORDERS,
+        remote_borders: Mapping[int, np.ndarray] | None = None,
     ) -> Iterator[Moves]:
-        """The reads that fill the local blocks, in pieces; neighbours are merged.
+        """The reads that fill the local blocks, in pieces; neighbours are merged, but not over borders:
+        int64[m] addresses where allocations begin, remote ones by rank.
 
         Block i holds a request's tokens from i times the block size on, on each side. Addresses are those
         where each layer's page 0 begins, remote ones by rank. Blocks with id 0 on either side, and those
@@ -75,6 +79,7 @@ class GroupPlan:
                 if is_there.any():
                     yield _merged(
                         rank,
+                        (local_borders, (remote_borders or {}).get(rank, _NO_BORDERS)),
                         (local_base + own * local_stride.page_stride)[is_there],
                         (remote_base + other * remote_stride.page_stride)[is_there],
                         np.broadcast_to(rows.length, own.shape)[is_there],
@@ -144,11 +149,18 @@ def _in_groups(pages: np.ndarray, num_groups: int, per_group: int) -> np.ndarray
     return padded.reshape(num_groups, per_group)
 
 
-def _merged(rank: int, local: np.ndarray, remote: np.ndarray, length: np.ndarray) -> Moves:
-    """Sorted by local address; what follows on both sides is one read."""
+def _merged(
+    rank: int,
+    borders: tuple[np.ndarray, np.ndarray],
+    local: np.ndarray,
+    remote: np.ndarray,
+    length: np.ndarray,
+) -> Moves:
+    """Sorted by local address; what follows on both sides is one read, unless it begins at a border."""
     order = np.argsort(local, kind="stable")
     local, remote, length = local[order], remote[order], length[order]
     begins = np.ones(len(local), bool)
     begins[1:] = (np.diff(local) != length[:-1]) | (np.diff(remote) != length[:-1])
+    begins |= np.isin(local, borders[0]) | np.isin(remote, borders[1])
     first = np.flatnonzero(begins)
     return Moves(rank, local[first], remote[first], np.add.reduceat(length, first))

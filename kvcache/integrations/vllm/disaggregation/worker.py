@@ -61,7 +61,7 @@ class Worker:
             transport.register(Pages.over([storage.view(1, -1)]))
         addresses = tuple(tuple(each.data_ptr() for each in tensors) for tensors in chosen)
         begins = np.array(sorted(storage.data_ptr() for storage in storages))
-        reader = Rank(transport, layouts, addresses, rank, begins)
+        reader = Rank(transport, layouts, addresses, rank, begins, storages[0].device)
         self._thread = RankThread(
             reader,
             layouts,

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
@@ -39,8 +40,9 @@ class _Transfer:
 class HostWorker(OffloadingWorker):
     """Moves blocks by a `SwapEngine`. A chunk is `blocks_per_chunk` pages of host memory.
 
-    `kv_caches`: vLLM's tensors, on a CUDA device or the CPU. Host memory for `num_chunks` chunks is
-    pinned, in pieces, where the tensors are on a CUDA device. MemoryError where the host has too little.
+    `kv_caches`: vLLM's tensors, on a CUDA device or the CPU; what no layer uses of a page does not move.
+    Host memory for `num_chunks` chunks is pinned, in pieces, where the tensors are on a CUDA
+    device. MemoryError where the host has too little.
 
     No call raises for a transfer that fails. vLLM takes every job for a success, so a failed one is
     reported as one without bytes. Host pages that a store did not fill are remembered: a load that reads
@@ -50,7 +52,7 @@ class HostWorker(OffloadingWorker):
     def __init__(
         self, kv_caches: CanonicalKVCaches, num_chunks: int, blocks_per_chunk: int
     ) -> None:
-        device = Pages.over([each.tensor for each in kv_caches.tensors])
+        device = Pages.over(_without_padding(kv_caches))
         num_pages = (num_chunks + 1) * blocks_per_chunk  # chunk 0 is none
         progress = _Progress(num_pages * device.page_bytes)
         self.host = device.on_host(num_pages, progress=progress)
@@ -70,8 +72,14 @@ class HostWorker(OffloadingWorker):
         self._start(job_id, transfer, pairs)
         return True
 
-    def submit_load(self, job_id: int, src_spec: HostChunks, dst_spec: GPULoadStoreSpec) -> bool:
-        """Starts copying chunks to blocks."""
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: HostChunks,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,
+    ) -> bool:
+        """Starts copying chunks to blocks. expedited: from vLLM 0.33 on; loads wait for no store here."""
         pairs = self._pairs(dst_spec, src_spec, must_fill=False)
         transfer = _Transfer(True, pairs[:, 1], time.perf_counter())
         if len(pairs) < len(dst_spec.block_ids) or not self._is_filled[pairs[:, 1]].all():
@@ -159,6 +167,17 @@ class HostWorker(OffloadingWorker):
         else:
             _log.warning("a store to host memory failed, its blocks are no hits: %s", error)
         return TransferResult(job_id, True)  # vLLM asserts that it was one
+
+
+def _without_padding(kv_caches: CanonicalKVCaches) -> list[torch.Tensor]:
+    """The tensors [blocks, bytes], without what no layer uses of a page."""
+    used: dict[int, int] = {}
+    for ref in (ref for group in kv_caches.group_data_refs for ref in group):
+        used[ref.tensor_idx] = max(used.get(ref.tensor_idx, 0), ref.page_size_bytes)
+    return [
+        each.tensor[:, : used.get(number, each.page_size_bytes)]
+        for number, each in enumerate(kv_caches.tensors)
+    ]
 
 
 class _Progress:
