@@ -96,10 +96,10 @@ def num_entries(values: Sized, name: str, expected: str = "a sequence") -> int:
     """
     try:
         count = math.prod(values.shape) if hasattr(values, "shape") else len(values)
-    except TypeError:
-        raise TypeError(f"{name} is {shown(values)}: expected {expected}") from None
     except OverflowError:
         count = MAX_INT64
+    except (TypeError, ValueError):  # ValueError: of a length below 0
+        raise TypeError(f"{name} is {shown(values)}: expected {expected}") from None
     if not isinstance(count, int):  # of nested tensors
         raise TypeError(f"{name} has no fixed number of entries: expected {expected}")
     if count > MAX_INT32:
