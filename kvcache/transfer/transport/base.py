@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcache.checks import seconds
+from kvcache.checks import seconds, shown
 from kvcache.transfer.transport.spans import Spans, check_match, joined
 
 if TYPE_CHECKING:
@@ -253,5 +253,5 @@ def make_transport(
     elif name == "gloo":
         from kvcache.transfer.transport.gloo import GlooTransport as Chosen
     else:
-        raise ValueError(f"name is {name!r}: expected one of {', '.join(TRANSPORTS)}, or None")
+        raise ValueError(f"name is {shown(name)}: expected one of {', '.join(TRANSPORTS)}, or None")
     return Chosen(agent, host=host, port=port, **options)
