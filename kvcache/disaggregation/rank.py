@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from kvcache.checks import instance
 from kvcache.disaggregation.layout import GroupLayout
 from kvcache.disaggregation.leases import Leases, Progress
 from kvcache.disaggregation.offer import RankAddress
@@ -18,6 +19,7 @@ from kvcache.disaggregation.steps import Load, RankHandshake, Results, Step
 
 _BUSY_S, _IDLE_S = 0.0005, 0.05
 _MOST_WRONG = 20  # passes in a row that fail, then the thread gives up
+_OF_STEP = {"loads": dict, "leases": dict, "ends": set, "cancels": set, "unread": list}
 _FAILED = "the thread that loads KV has failed: see the log"
 _UNTOLD = "the sender of request %s is not told that no one reads its KV: %s"
 _log = logging.getLogger(__name__)
@@ -58,6 +60,9 @@ class RankThread:
 
     def begin(self, step: Step) -> None:
         """Begins what the scheduler's side has decided; leases begin at once."""
+        instance(step, Step, "step")
+        for name, kind in _OF_STEP.items():
+            instance(getattr(step, name), kind, f"step.{name}")
         for request_id, lease in step.leases.items():
             self._leases.begin(request_id, *lease)
         for request_id in step.ends:
@@ -70,6 +75,8 @@ class RankThread:
 
     def advance(self, request_id: str, progress: Progress) -> None:
         """Tells readers what is computed of a request under lease. Its bytes are in memory by then."""
+        instance(request_id, str, "request_id")
+        instance(progress, Progress, "progress")
         self._leases.advance(request_id, progress)
 
     def take_results(self) -> Results:
