@@ -31,6 +31,8 @@ PROBES: dict[str, Callable] = {
     "Request": lambda each: (each.request_id, np.asarray(each.token_ids).tobytes()),
     "StagedTransport": lambda each: sorted(map(str, each.peers())),
     "GlooTransport": lambda each: sorted(map(str, each.peers())),
+    "Transfer": lambda each: (each.peer, each.num_bytes),
+    "Fetch": lambda each: each.num_bytes,
     "Connector": lambda each: each._manager,
     "CacheRank": lambda each: None,  # of a thread
     "StoreTier": lambda each: (each.num_waiting_blocks, each._manager),
