@@ -103,8 +103,7 @@ class Transport(ABC):
         memory: the pages of a pool, or (address, bytes) of host memory. The caller keeps it alive until
         `close`. Peers learn of it with `metadata`, so register before that. Memory that is registered
         already may come again; a fragment lies in one region, so that it does not go over the border of
-        two calls. ValueError for no bytes, and for pages in several allocations on a device that is
-        neither CPU nor CUDA.
+        two calls. ValueError for no bytes.
         """
 
     @abstractmethod

@@ -20,7 +20,6 @@ from kvcache.checks import (
     integers,
     listed,
 )
-from kvcache.ops_by_copies import follows_addresses
 from kvcache.worker.pages.contents import PageContents
 from kvcache.worker.pages.pinning import allocate_host
 from kvcache.worker.pages.regions import Region, check_apart, format_of, regions_of
@@ -278,14 +277,9 @@ class Pages:
         tensors = {id(tensor): tensor for tensor in (self.memory, *self._owners)}
         return self.device.type == "cpu" and all(t.is_pinned() for t in tensors.values())
 
-    @property
-    def is_addressed(self) -> bool:
-        """Whether the ops reach all regions by address, in whichever tensors they lie."""
-        return follows_addresses(self.device)
-
     def owner(self, region: int) -> torch.Tensor:
-        """The tensor in whose memory a region lies."""
-        return self._owners[region]
+        """The tensor in whose memory a region lies. TypeError or ValueError."""
+        return self._owners[integer(region, "region", most=len(self.sizes) - 1)]
 
     def fragment(self, region: int) -> torch.Tensor:
         """uint8[num_blocks, bytes]: one region's fragments, a view. TypeError or ValueError."""
