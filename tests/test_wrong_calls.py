@@ -277,6 +277,16 @@ def test_regions_beyond_int64_are_refused(region):
         ops.copy_blocks(None, memory, torch.tensor([region]), pairs, 8, 8)
 
 
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_offsets_from_a_tensor_without_elements_are_refused(side):
+    """From the fuzzer: torch has no address for it, and bytes were written from address 0 on."""
+    memory = torch.zeros(256, dtype=torch.uint8)
+    sides = {"src": memory, "dst": memory.clone(), side: memory.view(1, 256)[:0]}
+    regions, pairs = torch.tensor([[0, 32, 0, 32, 32]]), torch.tensor([[0, 1]], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=f"pages at offset 0 of {side} that lie outside"):
+        ops.copy_blocks(*sides.values(), regions, pairs, 8, 8)
+
+
 def test_regions_and_pairs_in_the_pages_that_are_written_are_refused():
     memory = torch.zeros(256, dtype=torch.uint8)
     regions, pairs = torch.tensor([[0, 32, 0, 32, 32]]), torch.tensor([[0, 1]], dtype=torch.int32)
