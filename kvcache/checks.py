@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence, Sized
 from itertools import islice
 from numbers import Real
 from operator import index
+from threading import TIMEOUT_MAX
 from types import UnionType
 from typing import NoReturn
 
@@ -47,11 +48,11 @@ def number(value: float, name: str, expected: str = "a number") -> float:
 
 
 def seconds(value: float, name: str) -> float:
-    """A duration: finite, 0 or more. TypeError or ValueError."""
+    """A duration: finite, 0 or more; at most what the system can wait. TypeError or ValueError."""
     found = number(value, name, "seconds")
     if not 0 <= found < math.inf:
         raise ValueError(f"{name} is {value}: expected finite seconds, 0 or more")
-    return found
+    return min(found, TIMEOUT_MAX)
 
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

@@ -64,7 +64,7 @@ class StoreThread:
     def close(self, timeout_s: float) -> bool:
         """Ends the thread behind what waits, and closes the store; False where that takes longer."""
         self._put(_END, None)
-        self._thread.join(min(timeout_s, threading.TIMEOUT_MAX))
+        self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _put(self, priority: int, call: Call | None) -> None:

@@ -33,6 +33,11 @@ PROBES: dict[str, Callable] = {
     "GlooTransport": lambda each: sorted(map(str, each.peers())),
     "Transfer": lambda each: (each.peer, each.num_bytes),
     "Fetch": lambda each: each.num_bytes,
+    "AttentionMetadataBuilder": lambda each: {
+        name: value
+        for name, value in vars(each).items()
+        if name != "_views"  # made when wanted
+    },
     "Connector": lambda each: each._manager,
     "CacheRank": lambda each: None,  # of a thread
     "StoreTier": lambda each: (each.num_waiting_blocks, each._manager),

@@ -85,7 +85,7 @@ class Pages:
         ):
             if len(each) != len(self.offsets):
                 raise ValueError(
-                    f"{name} has {len(each)} entries: expected {len(self.offsets)}, one per region"
+                    f"{name} has {len(each)} entries: expected {len(self.offsets)}, as offsets has"
                 )
         for i, owner in enumerate(owners):
             instance(owner, torch.Tensor, f"owners[{i}]")
