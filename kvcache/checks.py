@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence, Sized
 from itertools import islice
 from numbers import Real
 from operator import index
+from threading import TIMEOUT_MAX
 from types import UnionType
 from typing import NoReturn
 
@@ -47,11 +48,11 @@ def number(value: float, name: str, expected: str = "a number") -> float:
 
 
 def seconds(value: float, name: str) -> float:
-    """A duration: finite, 0 or more. TypeError or ValueError."""
+    """A duration: finite, 0 or more; at most what the system can wait. TypeError or ValueError."""
     found = number(value, name, "seconds")
     if not 0 <= found < math.inf:
         raise ValueError(f"{name} is {value}: expected finite seconds, 0 or more")
-    return found
+    return min(found, TIMEOUT_MAX)
 
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -96,10 +97,10 @@ def num_entries(values: Sized, name: str, expected: str = "a sequence") -> int:
     """
     try:
         count = math.prod(values.shape) if hasattr(values, "shape") else len(values)
-    except TypeError:
-        raise TypeError(f"{name} is {shown(values)}: expected {expected}") from None
     except OverflowError:
         count = MAX_INT64
+    except (TypeError, ValueError):  # ValueError: of a length below 0
+        raise TypeError(f"{name} is {shown(values)}: expected {expected}") from None
     if not isinstance(count, int):  # of nested tensors
         raise TypeError(f"{name} has no fixed number of entries: expected {expected}")
     if count > MAX_INT32:

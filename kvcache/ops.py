@@ -12,12 +12,14 @@ a fake implementation, so `torch.compile` sees what it mutates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from inspect import signature
 
 import torch
 
 from kvcache import ops_by_copies
+from kvcache.checks import MAX_INT64, integer, shown
 from kvcache.native import load
 
 load.load_ops()
@@ -25,6 +27,31 @@ _ops = torch.ops.kvcache
 
 # Engines of `copy_blocks` between a device and the host.
 KERNEL, COPY_ENGINE, COPY_ENGINE_SINGLY, COPY_ENGINE_SETTLED = range(4)
+
+
+def _named(op: Callable[..., None]) -> Callable[..., None]:
+    """The op; what torch refuses in words of its own, as a tensor without memory, is refused by name."""
+    parameters = signature(op).parameters
+
+    @wraps(op)
+    def call(*args: object, **options: object) -> None:
+        try:
+            op(*args, **options)
+        except (ValueError, NotImplementedError, RecursionError, MemoryError) as error:
+            given = signature(op).bind(*args, **options).arguments
+            for name, value in given.items():
+                kind = parameters[name].annotation.partition(" ")[0]
+                if kind == "torch.Tensor" and not _is_dense(value) and value is not None:
+                    raise TypeError(f"{name} is {shown(value)}: expected a dense tensor") from error
+                if kind == "int":
+                    integer(value, name, -MAX_INT64, MAX_INT64)
+            raise
+
+    return call
+
+
+def _is_dense(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
 
 
 def warm_up(device: torch.device | str | int | None = None) -> None:
@@ -62,6 +89,7 @@ def warm_up(device: torch.device | str | int | None = None) -> None:
         ) from error
 
 
+@_named
 def slot_mapping(
     tables: torch.Tensor,
     groups: torch.Tensor,
@@ -93,6 +121,7 @@ def slot_mapping(
     )
 
 
+@_named
 def update_block_tables(tables: torch.Tensor, updates: torch.Tensor) -> None:
     """Puts a step's changes, for all groups, in place in the device's tables, in one launch.
 
@@ -102,6 +131,7 @@ def update_block_tables(tables: torch.Tensor, updates: torch.Tensor) -> None:
     _ops.update_block_tables(tables, updates)
 
 
+@_named
 def gather_block_tables(
     tables: torch.Tensor,
     groups: torch.Tensor,
@@ -123,6 +153,7 @@ def gather_block_tables(
     )
 
 
+@_named
 def attention_metadata(
     tables: torch.Tensor,
     groups: torch.Tensor,
@@ -178,6 +209,7 @@ def attention_metadata(
     )
 
 
+@_named
 def write_kv(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -208,6 +240,7 @@ def write_kv(
     _ops.write_kv(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
 
 
+@_named
 def gather_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -239,6 +272,7 @@ def gather_kv(
     _ops.gather_kv(key_cache, value_cache, slot_mapping, key, value, k_scale, v_scale)
 
 
+@_named
 def copy_blocks(
     src: torch.Tensor | None,
     dst: torch.Tensor,
@@ -283,6 +317,7 @@ def copy_blocks(
     )
 
 
+@_named
 def permute_blocks_(
     cache: torch.Tensor,
     offsets: torch.Tensor,
@@ -325,20 +360,21 @@ _ON_HOST = {
 }
 
 
-def _fake(on_host: set[int], *args: object) -> None:
+def _fake(op: Callable[..., None], on_host: set[int], *args: object) -> None:
     """The ops return nothing and only mutate, so a fake op only checks that tensors share a device."""
-    tensors = [
-        x
-        for i, x in enumerate(args)
+    tensors = {
+        name: x
+        for i, (name, x) in enumerate(zip(signature(op).parameters, args))
         if isinstance(x, torch.Tensor) and not (i in on_host and x.device.type == "cpu")
-    ]
-    for tensor in tensors[1:]:
-        if tensor.device != tensors[0].device:
+    }
+    first = next(iter(tensors), None)
+    for name, tensor in tensors.items():
+        if tensor.device != tensors[first].device:
             raise RuntimeError(
-                f"tensors are on {tensors[0].device} and {tensor.device}: expected one device"
+                f"{first} is on {tensors[first].device}, {name} on {tensor.device}: expected one device"
             )
 
 
 for _name, _on_host in _ON_HOST.items():
-    torch.library.register_fake(f"kvcache::{_name}", partial(_fake, _on_host))
+    torch.library.register_fake(f"kvcache::{_name}", partial(_fake, globals()[_name], _on_host))
 ops_by_copies.register(_ON_HOST)

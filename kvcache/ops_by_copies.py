@@ -24,14 +24,6 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named from Python 3.13 o
 _libraries: list[torch.library.Library] = []  # registrations end with these objects
 
 
-def follows_addresses(device: torch.device) -> bool:
-    """Whether the ops reach memory of a device by its address: on the CPU and on CUDA devices.
-
-    Elsewhere an op reaches the memory of its tensors, and refuses offsets that lead out of it.
-    """
-    return device.type in ("cpu", "cuda")
-
-
 def register(on_host: dict[str, set[int]]) -> None:
     """Registers the ops for other devices, once per process.
 

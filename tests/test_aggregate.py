@@ -299,7 +299,7 @@ def test_an_event_counts_as_common_as_often_as_every_worker_reported_it():
     events.clear_events()
     assert events.get_all_events() == [] and events.get_number_of_workers() == 3
     assert repr(events) == "<KVCacheEvents workers=3, events=0>"
-    with pytest.raises(ValueError, match="count is 0: expected 1 or more"):
+    with pytest.raises(ValueError, match="count is 0: expected 1 to 4096"):
         events.increment_workers(0)
 
 

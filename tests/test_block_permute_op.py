@@ -389,7 +389,7 @@ def test_a_meta_tensor_among_real_ones_is_named(backend, name):
     call = arguments(backend)
     call[name] = call[name].to("meta")
     real = torch.device(backend.device, 0 if backend.device == "cuda" else None)
-    with pytest.raises(RuntimeError, match=rf"tensors are on {real} and meta: expected one device"):
+    with pytest.raises(RuntimeError, match=rf"cache is on {real}, {name} on meta: expected"):
         torch.ops.kvcache.permute_blocks_(**call)
 
 

@@ -326,7 +326,7 @@ def two(shape, *others):
     [
         (lambda: Pages.over([]), "there are no tensors: expected one or more per layer"),
         (lambda: Pages.over(two((4, 2), (5, 2))), "layer 1 has 5 blocks on cpu, layer 0 4 on cpu"),
-        (lambda: Pages.over(two((4, 2)), 2), r"layer 0 has shape \[4, 2\]: expected a dimension 2"),
+        (lambda: Pages.over(two((4, 2)), 2), r"block_dim is 2, and layer 0 has shape \[4, 2\]"),
         (lambda: Pages.over(two((4, 2)), [0, 0]), "block_dim has 2 entries: expected 1, one per"),
         (
             lambda: Pages.over([torch.zeros(1, 2).expand(4, 2)]),

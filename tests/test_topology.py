@@ -281,7 +281,7 @@ def test_engines_are_added_without_changing_the_topology():
         third.with_remote("a", RemoteEngine(8))
     with pytest.raises(ValueError, match="engine 'local' is this one's id"):
         third.with_remote("local", RemoteEngine(8))
-    with pytest.raises(TypeError, match="engine 'c' is 8: expected a RemoteEngine"):
+    with pytest.raises(TypeError, match="remote is 8: expected a RemoteEngine"):
         third.with_remote("c", 8)
 
 

@@ -127,11 +127,11 @@ def test_readers_of_states():
     ):
         source_readers(wide, narrow, 3)
     with pytest.raises(
-        TypeError, match="remote is a CacheDescription: expected a StateDescription"
+        TypeError, match=r"source is CacheDescription.*: expected a StateDescription"
     ):
         source_readers(wide, cache())
     with pytest.raises(
-        TypeError, match="remote is a StateDescription: expected a CacheDescription"
+        TypeError, match=r"source is StateDescription.*: expected a CacheDescription"
     ):
         source_readers(cache(), wide)
 
@@ -147,5 +147,5 @@ def test_readers_of_states():
 def test_tokens_out_of_range_are_named(values, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         source_readers(cache(), cache(), **values)
-    with pytest.raises(ValueError, match="local num_layers is 2"):
+    with pytest.raises(ValueError, match="readers num_layers is 2"):
         source_readers(cache(), cache(num_layers=4))

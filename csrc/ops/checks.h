@@ -132,8 +132,10 @@ inline void check_disjoint(std::initializer_list<NamedTensor> written,
   }
 }
 
-// All bytes of the memory that a tensor is a view of.
+// All bytes of the memory that a tensor is a view of. None for a tensor without elements: torch
+// gives no address for it, from which offsets would count.
 inline ByteSpan storage_of(const Tensor& t) {
+  if (t.numel() == 0) return {};
   int64_t offset = 0, bytes = 0;
   if (aoti_torch_get_storage_offset(t.get(), &offset) != AOTI_TORCH_SUCCESS ||
       aoti_torch_get_storage_size(t.get(), &bytes) != AOTI_TORCH_SUCCESS) {

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvcache.checks import instance, shown
+from kvcache.checks import instance, listed, shown
 from kvcache.disaggregation.layout import GroupLayout, check_like
 from kvcache.disaggregation.leases import Progress
 from kvcache.disaggregation.offer import Offer
@@ -46,6 +46,17 @@ def layouts_of_plan(
     `tp_size`, `pp_size`, `total_num_kv_heads` and `cp_interleave`, as for `CacheDescription`. ValueError
     for groups whose blocks cannot be read by another engine.
     """
+    instance(plan, CachePlan, "plan")
+    storages = listed(storages, "storages")
+    for i, each in enumerate(storages):
+        instance(each, KVStorage, f"storages[{i}]")
+    if len(storages) != len(plan.groups):
+        raise ValueError(
+            f"storages has {len(storages)} entries: expected {len(plan.groups)}, one per group"
+        )
+    for name, value in (("states", states), ("layers", layers)):
+        if value is not None:
+            instance(value, Mapping, name)
     cp_size = 1 if plan.context_parallel is None else plan.context_parallel.world_size
     found = []
     for number in plan.transferred_groups:
@@ -99,7 +110,15 @@ class CacheRank(RankThread):
         options: ConnectorOptions | None = None,
         secret: bytes = b"",
     ) -> None:
-        options = options or ConnectorOptions()
+        options = ConnectorOptions() if options is None else options
+        instance(options, ConnectorOptions, "options")
+        layouts, storages = listed(layouts, "layouts"), listed(storages, "storages")
+        for name, given, kind in (
+            ("layouts", layouts, GroupLayout),
+            ("storages", storages, KVStorage),
+        ):
+            for i, each in enumerate(given):
+                instance(each, kind, f"{name}[{i}]")
         if len(layouts) != len(storages) or not layouts:
             raise ValueError(
                 f"there are {len(layouts)} layouts and {len(storages)} storages: expected one storage "

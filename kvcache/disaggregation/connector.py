@@ -13,7 +13,7 @@ import numpy as np
 from kvcache.allocator.event_stream import digest_of_rows
 from kvcache.allocator.manager import KVCacheManager
 from kvcache.allocator.request import Request
-from kvcache.checks import instance, integer, listed, shown
+from kvcache.checks import check_name, instance, integer, listed, shown
 from kvcache.disaggregation.layout import GroupLayout, check_like, is_complete
 from kvcache.disaggregation.leases import LeaseNumbers, Progress
 from kvcache.disaggregation.offer import Offer, digest_of
@@ -90,7 +90,21 @@ class Connector:
         clock: Callable[[], float] | None = None,
     ) -> None:
         instance(manager, KVCacheManager, "manager")
-        self._manager, self._ranks, self._engine_id = manager, list(ranks), engine_id
+        self._manager, self._ranks, self._engine_id = manager, listed(ranks, "ranks"), engine_id
+        check_name(engine_id, "engine_id")
+        for i, rank in enumerate(self._ranks):
+            if not hasattr(rank, "handshake"):
+                raise TypeError(f"ranks[{i}] is {shown(rank)}: expected a rank")
+        if not self._ranks:
+            raise ValueError("ranks is empty: expected all ranks of this engine")
+        for name, value, kind in (
+            ("model", model, Mapping),
+            ("options", options, ConnectorOptions),
+        ):
+            if value is not None:
+                instance(value, kind, name)
+        if clock is not None and not callable(clock):
+            raise TypeError(f"clock is {shown(clock)}: expected a function that returns seconds")
         self._options, self._clock = options or ConnectorOptions(), clock or time.monotonic
         self._groups = [g for g, group in enumerate(manager.groups) if group.transferred]
         specs = [manager.groups[g] for g in self._groups]
@@ -137,6 +151,7 @@ class Connector:
         ValueError, with nothing changed, for a `lease_s` that is no number of seconds above 0, up to a
         day.
         """
+        instance(request, Request, "request")
         seconds = self._lease_seconds(lease_s)
         request_id = request.request_id
         if request_id in self._early:
@@ -166,6 +181,7 @@ class Connector:
         nothing can be offered. Readers' `timeout_s` and the lease begin now. TypeError or ValueError, as
         for `publish`, and for an order that does not name each layer once.
         """
+        instance(request, Request, "request")
         seconds, order = self._lease_seconds(lease_s), self._checked_order(order)
         num_tokens = min(self._manager.num_computed_tokens(request), request.num_tokens)
         offer = self._offer(request, num_tokens, order, seconds)
@@ -189,6 +205,9 @@ class Connector:
         `num_layers`, in the offer's order. Their bytes must be in memory: on a GPU, after the layer's
         stream was waited for. Facts only grow. Nothing for a lease that is over.
         """
+        instance(request, Request, "request")
+        if rank is not None:
+            rank = integer(rank, "rank", most=len(self._ranks) - 1)
         progress = Progress(
             integer(num_tokens, "num_tokens"),
             integer(end_token, "end_token"),
@@ -203,6 +222,7 @@ class Connector:
         Readers compute the request themselves. One that is still computing is freed: its blocks are used
         again once no reader can take them for its own. Nothing for a request without a lease.
         """
+        instance(request, Request, "request")
         if request.request_id not in self._numbers:
             return
         if request.request_id in self._early:
@@ -224,6 +244,7 @@ class Connector:
         has what is needed: then compute the request. It may be asked again, as long as a step answers
         `WAIT`.
         """
+        instance(request, Request, "request")
         load = self._matched.get(request.request_id)
         if load is None or load.request is not request:
             load = self._match_anew(request, offer)
@@ -243,6 +264,7 @@ class Connector:
         was launched on the current stream so far; RuntimeError, and nothing changes, while that stream is
         captured in a graph.
         """
+        instance(request, Request, "request")
         load = self._matched.get(request.request_id)
         is_known = load is not None and load.request is request
         if not is_known or not self._is_receiving(request):
@@ -268,6 +290,7 @@ class Connector:
     def cancel(self, request: Request) -> None:
         """Frees a request that is loading, or is to be; its blocks are used again once nothing is written
         to them."""
+        instance(request, Request, "request")
         load = self._matched.pop(request.request_id, None)
         if load is not None:
             self._begin(Step(unread=[load.offer]))

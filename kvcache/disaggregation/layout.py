@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from kvcache.checks import integer, shown
+from kvcache.checks import instance, integer, shown
 from kvcache.transfer.description import CacheDescription
 from kvcache.transfer.plan.transfer_plan import check_same_content
 from kvcache.transfer.states import StateDescription, plan_states
@@ -62,12 +62,16 @@ class GroupLayout:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GroupLayout:
         """The inverse of `to_dict`. TypeError or ValueError for anything else."""
+        instance(values, Mapping, "values")
+        if missing := [each.name for each in fields(cls) if each.name not in values]:
+            raise ValueError(f"values lacks {missing}: expected those of to_dict")
         layers, interior = values["layers"], values["interior"]
         if not isinstance(layers, list) or not all(isinstance(name, str) for name in layers):
             raise TypeError(f"layers is {shown(layers)}: expected a list of names")
         if not isinstance(interior, str):
             raise TypeError(f"interior is {shown(interior)}: expected a name")
         description = values["description"]
+        instance(description, Mapping, "description")
         kind = StateDescription if "tensors" in description else CacheDescription
         return cls(
             tuple(layers),

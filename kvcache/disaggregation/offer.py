@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.checks import MAX_INT64, integer, shown
+from kvcache.checks import MAX_INT64, instance, integer, shown
 from kvcache.disaggregation.layout import GroupLayout
 from kvcache.disaggregation.leases import NUM_SLOTS, Lease
 
@@ -135,7 +135,10 @@ class Offer:
 
         changes: what sets `algorithm` and `seed` of the hashes.
         """
-        for name in sorted(set(model) | set(self.model)):
+        for name, value in (("model", model), ("hashing", hashing), ("changes", changes)):
+            if value is not None or name != "hashing":
+                instance(value, Mapping, name)
+        for name in sorted({*model, *self.model}, key=str):
             if model.get(name) != self.model.get(name):
                 raise ValueError(
                     f"{name} of the model is {shown(model.get(name))} here, "
@@ -145,9 +148,9 @@ class Offer:
         if hashing is None or self.hashing is None:
             return
         for name, change in changes.items():
-            if hashing[name] != self.hashing.get(name):
+            if hashing.get(name) != self.hashing.get(name):
                 raise ValueError(
-                    f"{name} of block hashes is {hashing[name]!r} here, "
+                    f"{name} of block hashes (hashing) is {shown(hashing.get(name))} here, "
                     f"{shown(self.hashing.get(name))} in engine {self.engine_id!r}: set {change} to the "
                     "same in both"
                 )
@@ -157,7 +160,9 @@ class Offer:
 
         digest_of_first: `digest_of` of so many of its tokens.
         """
-        if num_tokens < self.num_tokens:
+        if not callable(digest_of_first):
+            raise TypeError(f"digest_of_first is {shown(digest_of_first)}: expected a function")
+        if integer(num_tokens, "num_tokens") < self.num_tokens:
             raise ValueError(
                 f"the request has {num_tokens} tokens, the offer {self.num_tokens}: expected a prompt of "
                 "as many tokens"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from kvcache.checks import instance
 from kvcache.disaggregation.layout import GroupLayout
 from kvcache.disaggregation.leases import Leases, Progress
 from kvcache.disaggregation.offer import RankAddress
@@ -20,6 +21,7 @@ from kvcache.worker.swap.streams import Event
 
 _BUSY_S, _IDLE_S = 0.0005, 0.05
 _MOST_WRONG = 20  # passes in a row that fail, then the thread gives up
+_OF_STEP = {"loads": dict, "leases": dict, "ends": set, "cancels": set, "unread": list}
 _FAILED = "the thread that loads KV has failed: see the log"
 _UNTOLD = "the sender of request %s is not told that no one reads its KV: %s"
 _log = logging.getLogger(__name__)
@@ -73,6 +75,9 @@ class RankThread:
         RuntimeError, and nothing begins, where blocks are to be loaded and the current stream is captured
         in a CUDA graph.
         """
+        instance(step, Step, "step")
+        for name, kind in _OF_STEP.items():
+            instance(getattr(step, name), kind, f"step.{name}")
         after: Event | None = None
         if step.loads:
             streams = self._reader.streams
@@ -94,6 +99,8 @@ class RankThread:
 
     def advance(self, request_id: str, progress: Progress) -> None:
         """Tells readers what is computed of a request under lease. Its bytes are in memory by then."""
+        instance(request_id, str, "request_id")
+        instance(progress, Progress, "progress")
         self._leases.advance(request_id, progress)
 
     def take_results(self) -> Results:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from kvcache.checks import integer, seconds, shown
+
 
 class Circuit:
     """Opens after failures in a row; then lets one question through from time to time.
@@ -25,10 +27,13 @@ class Circuit:
         max_retry_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._most, self._first_s, self._longest_s = num_failures, retry_s, max_retry_s
+        if not callable(clock):
+            raise TypeError(f"clock is {shown(clock)}: expected a function that returns seconds")
+        self._most = integer(num_failures, "num_failures", 1)
+        self._first_s = self._retry_s = seconds(retry_s, "retry_s")
+        self._longest_s = seconds(max_retry_s, "max_retry_s")
         self._clock = clock
         self._num_failures = 0
-        self._retry_s = retry_s
         self._retry_at = 0.0
 
     @property

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvcache.checks import byte_count, shown
+from kvcache.checks import MAX_INT64, byte_count, instance, integer, listed, path, text
 from kvcache.store.base import BlockStore, StoreError
 
 _log = logging.getLogger("kvcache")
@@ -54,6 +54,8 @@ class DiskStore(BlockStore):
     knows_keys = True
 
     def __init__(self, folder: str | os.PathLike, capacity_bytes: int | str) -> None:
+        self.folder = Path(path(folder, "folder"))
+        self._capacity_bytes = byte_count(capacity_bytes, "capacity_bytes")
         try:
             from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as error:
@@ -61,13 +63,10 @@ class DiskStore(BlockStore):
                 f"DiskStore needs NIXL ({error}): pip install 'kvcache[nixl]'", name="nixl"
             ) from error
         self._new_agent = lambda: nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=[]))
-        if not isinstance(folder, str | os.PathLike):
-            raise TypeError(f"folder is {shown(folder)}: expected a path")
-        self.folder = Path(folder)
         if os.path.lexists(self.folder):
             os.close(self._open_folder())  # refuses it before a thread of a tier does
-        self._capacity_bytes = byte_count(capacity_bytes, "capacity_bytes")
         self._agent = self._fd = None
+        self._memory = np.zeros(0, np.uint8)
         self._registered: list = []
         self._entries = np.zeros((_BLOCKS_PER_CALL, _ENTRY_BYTES), np.uint8)
         self._places: OrderedDict[str, int] = OrderedDict()  # by key, the least recently used first
@@ -82,15 +81,17 @@ class DiskStore(BlockStore):
 
     def open(self, memory: np.ndarray, value_bytes: int) -> None:
         """StoreError for a folder that is in use, and for too little room; OSError from the system."""
-        self.close()
-        self._value_bytes = value_bytes
-        self._stride = -(-(_ENTRY_BYTES + value_bytes) // _ALIGNMENT) * _ALIGNMENT
-        capacity = (self._capacity_bytes - _ALIGNMENT) // self._stride
+        memory = _checked_bytes(memory, "memory")
+        value_bytes = integer(value_bytes, "value_bytes", 1, MAX_INT64)
+        stride = -(-(_ENTRY_BYTES + value_bytes) // _ALIGNMENT) * _ALIGNMENT
+        capacity = (self._capacity_bytes - _ALIGNMENT) // stride
         if capacity < 1:
             raise StoreError(
-                f"capacity_bytes is {self._capacity_bytes}: expected {self._stride + _ALIGNMENT} or "
-                "more, room for a block"
+                f"capacity_bytes is {self._capacity_bytes}: expected {stride + _ALIGNMENT} or more, room "
+                f"for a block, as value_bytes is {value_bytes}"
             )
+        self.close()
+        self._value_bytes, self._stride, self._memory = value_bytes, stride, memory
         for each in reversed([self.folder, *self.folder.parents]):
             with suppress(FileExistsError):
                 each.mkdir(mode=0o700)
@@ -144,10 +145,17 @@ class DiskStore(BlockStore):
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Which keys it has."""
+        keys = _checked_keys(keys)
         return [key in self._places for key in keys]
 
     def put(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> list[bool]:
         """Writes values, in the place of others where there is no more room."""
+        keys, values = self._checked(keys, values)
+        for key in keys:
+            if (size := len(key.encode())) > _MOST_KEY_BYTES:
+                raise StoreError(
+                    f"keys has one of {size} bytes: expected {_MOST_KEY_BYTES} at most"
+                )
         for first in range(0, len(keys), _BLOCKS_PER_CALL):
             stop = first + _BLOCKS_PER_CALL
             self._put(keys[first:stop], values[first:stop])
@@ -184,6 +192,7 @@ class DiskStore(BlockStore):
 
     def get(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> list[int]:
         """Reads values."""
+        keys, values = self._checked(keys, values)
         found = [(i, self._places[key]) for i, key in enumerate(keys) if key in self._places]
         self._move("READ", [values[i] for i, _ in found], [place for _, place in found])
         sizes = [-1] * len(keys)
@@ -194,7 +203,7 @@ class DiskStore(BlockStore):
 
     def remove(self, keys: Sequence[str]) -> None:
         """Forgets values."""
-        for key in keys:
+        for key in _checked_keys(keys):
             if (place := self._places.pop(key, None)) is not None:
                 self._evicted.append(key)
                 self._free.append(place)
@@ -221,6 +230,24 @@ class DiskStore(BlockStore):
         self._registered, self._evicted = [], []
         self._places.clear()
         self._free.clear()
+
+    def _checked(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> tuple[list, list]:
+        """Keys, and as many values that lie in the memory it was opened with."""
+        keys, values = _checked_keys(keys), listed(values, "values")
+        if self._agent is None:
+            raise StoreError("the store is not open: expected open before")
+        if len(values) != len(keys):
+            raise ValueError(f"values has {len(values)} entries: expected {len(keys)}, one per key")
+        begin = self._memory.ctypes.data
+        last = begin + self._memory.nbytes - self._value_bytes
+        for i, value in enumerate(values):
+            _checked_bytes(value, f"values[{i}]")
+            if value.nbytes != self._value_bytes or not begin <= value.ctypes.data <= last:
+                raise ValueError(
+                    f"values[{i}] has {value.nbytes} bytes: expected {self._value_bytes}, in the memory "
+                    "that the store was opened with"
+                )
+        return keys, values
 
     def _evict(self) -> int | None:
         """The place of the least recently used; None where there is none."""
@@ -256,8 +283,6 @@ class DiskStore(BlockStore):
     def _entry(self, key: str) -> bytes:
         """What names a value in the file."""
         encoded = key.encode()
-        if len(encoded) > _MOST_KEY_BYTES:
-            raise StoreError(f"a key has {len(encoded)} bytes: expected {_MOST_KEY_BYTES} at most")
         body = _ENTRY.pack(0, self._sequence, len(encoded), encoded)[4:]
         self._sequence += 1
         return (zlib.crc32(body).to_bytes(4, "little") + body).ljust(_ENTRY_BYTES, b"\0")
@@ -306,6 +331,20 @@ class DiskStore(BlockStore):
             agent.release_xfer_handle(handle)
         if state != "DONE":
             raise StoreError(f"{operation} of {count} blocks ended as {state}")
+
+
+def _checked_keys(keys: Sequence[str]) -> list[str]:
+    return [text(key, f"keys[{i}]") for i, key in enumerate(listed(keys, "keys"))]
+
+
+def _checked_bytes(array: np.ndarray, name: str) -> np.ndarray:
+    """uint8[n], contiguous. TypeError or ValueError."""
+    instance(array, np.ndarray, name)
+    if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
+        raise ValueError(
+            f"{name} is {array.dtype}{list(array.shape)}: expected uint8[n] without gaps"
+        )
+    return array
 
 
 def _check_own(fd: int, path: Path, *, is_folder: bool) -> None:

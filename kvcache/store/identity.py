@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from kvcache.allocator import KVCacheManager
-from kvcache.checks import integer, listed, shown, text
+from kvcache.checks import instance, integer, listed, shown, text
 
 if TYPE_CHECKING:
     from kvcache.worker import KVStorage, Pages
@@ -57,6 +57,11 @@ def fingerprint(
     >>> len(one), one == other
     (16, False)
     """
+    from kvcache.worker.pages.pages import Pages
+
+    instance(manager, KVCacheManager, "manager")
+    if pages is not None:
+        instance(pages, Pages, "pages")
     described = {
         "version": FORMAT_VERSION,
         "model": text(model, "model"),

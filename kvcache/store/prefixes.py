@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvcache.allocator import KVCacheManager, Request
+from kvcache.checks import instance, integer, listed
 from kvcache.kinds import make_kind
 from kvcache.store.values import BlockKey
 
@@ -30,6 +31,7 @@ class StoredPrefixes:
     """
 
     def __init__(self, manager: KVCacheManager) -> None:
+        instance(manager, KVCacheManager, "manager")
         self._manager = manager
         self._kinds = [make_kind(spec.kind, spec.options) for spec in manager.groups]
         for g, (spec, kind) in enumerate(zip(manager.groups, self._kinds)):
@@ -51,16 +53,18 @@ class StoredPrefixes:
 
     def hit_tokens(self, request: Request) -> int:
         """Tokens that the device and the host have."""
+        instance(request, Request, "request")
         return self._manager.cached_tokens(request).with_host
 
     def longest(self, request: Request) -> int:
         """The most tokens of a request that can come: whole blocks, and one token is left to compute."""
+        instance(request, Request, "request")
         return (request.num_tokens - 1) // self._step * self._step
 
     def candidates(self, request: Request, first_token: int) -> list[BlockKey]:
         """All blocks that the tokens from `first_token` on, the end of the hit, may need."""
+        stop, first_token = self.longest(request), integer(first_token, "first_token")
         hashes = self._manager.block_hashes(request)
-        stop = self.longest(request)
         return [
             self._key(hashes, group, column)
             for group in self._groups
@@ -69,8 +73,11 @@ class StoredPrefixes:
 
     def reach(self, request: Request, first_token: int, found: Iterable[BlockKey]) -> int:
         """Up to which token the found blocks hold all that is needed; `first_token` for none."""
+        longest, first_token = self.longest(request), integer(first_token, "first_token")
+        found = listed(found, "found")
+        for i, each in enumerate(found):
+            instance(each, BlockKey, f"found[{i}]")
         hashes, found = self._manager.block_hashes(request), frozenset(found)
-        longest = self.longest(request)
         missing = {
             group: np.cumsum(
                 [0]
@@ -93,6 +100,9 @@ class StoredPrefixes:
 
     def needed(self, request: Request, first_token: int, stop: int) -> list[NeededBlock]:
         """The blocks that are to come for these tokens, in the order of their last tokens."""
+        longest = self.longest(request)
+        stop = integer(stop, "stop", most=longest)
+        first_token = integer(first_token, "first_token", most=stop)
         hashes = self._manager.block_hashes(request)
         needed = []
         for group in self._groups:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from kvcache.allocator import KVCacheManager, Request
-from kvcache.checks import MAX_INT64, flag, instance, integer
+from kvcache.checks import MAX_INT64, flag, instance, integer, seconds, shown
 from kvcache.checks import number as checked_number
 from kvcache.events import BlockRemoved, CacheEvent
 from kvcache.step import StepReport
@@ -140,7 +140,9 @@ class StoreTier:
         instance(manager, KVCacheManager, "manager")
         instance(pages, Pages, "pages")
         instance(store, BlockStore, "store")
-        if write_from == "auto":
+        if circuit is not None:
+            instance(circuit, Circuit, "circuit")
+        if isinstance(write_from, str) and write_from == "auto":
             write_from = "device" if manager.host_pool is None else "host"
         self._check(manager, pages, host_pages, write_from)
         self._manager, self._pages, self._host = manager, pages, host_pages
@@ -176,6 +178,7 @@ class StoreTier:
         self._invalid: deque[list[str]] = deque()  # to be removed; the thread takes what it removed
         self._removal: Call | None = None  # of them, under way
         self._arriving: list[tuple[SwapJob, list[int]]] = []  # values that are read still
+        self._drained: list[CacheEvent] = []  # of the manager, to be observed
         self._events: list[CacheEvent] = []
         self._announced: set[BlockKey] = set()
         self._slow: Call | None = None  # the call that was counted as too slow
@@ -191,9 +194,11 @@ class StoreTier:
             raise ValueError(
                 "manager has enable_events=False: expected True, as events say what is new"
             )
-        if write_from is not None and write_from not in _MEDIUMS:
+        if write_from is not None and (
+            not isinstance(write_from, str) or write_from not in _MEDIUMS
+        ):
             raise ValueError(
-                f"write_from is {write_from!r}: expected 'auto', 'device', 'host' or None"
+                f"write_from is {shown(write_from)}: expected 'auto', 'device', 'host' or None"
             )
         if pages.num_blocks < manager.pool.num_blocks:
             raise ValueError(
@@ -224,6 +229,7 @@ class StoreTier:
         `timeout_s` is asked for again. 0 after `timeout_s` without an answer, and while the store is not
         asked.
         """
+        instance(request, Request, "request")
         self._take_over()
         first = self._prefixes.hit_tokens(request)
         lookup = self._lookups.get(request.request_id)
@@ -250,14 +256,15 @@ class StoreTier:
         `num_tokens`: as `match` said. `poll` says when it is over; until then the request is receiving.
         ValueError for a request that is not, and for one that is being loaded.
         """
+        instance(request, Request, "request")
         if not self._manager.is_receiving(request) or request.request_id in self._loads:
             raise ValueError(
                 f"request {request.request_id!r} is not receiving, or is being loaded: expected one that "
                 "was admitted with delay_cache_blocks"
             )
-        self._lookups.pop(request.request_id, None)
         stop = self._manager.num_computed_tokens(request)
         first = stop - integer(num_tokens, "num_tokens", 1, stop)
+        self._lookups.pop(request.request_id, None)
         groups = range(len(self._manager.groups))
         tables = [self._manager.block_ids(request, g).tolist() for g in groups]
         blocks = deque(
@@ -299,6 +306,7 @@ class StoreTier:
 
         Call it before a request that is receiving is freed.
         """
+        instance(request, Request, "request")
         self._lookups.pop(request.request_id, None)
         load = self._loads.get(request.request_id)
         if load is None:
@@ -404,11 +412,13 @@ class StoreTier:
         or the step was not completed, blocks wait for the next call.
         """
         instance(report, StepReport, "report")
+        is_completed = flag(report.completed, "report.completed")
+        step_id = integer(report.step_id, "report.step_id", most=MAX_INT64)
         self._take_over()
         self._drain()
         if self._waiting is None:
             return
-        if report.completed and report.step_id == self._manager.last_step_id:
+        if is_completed and step_id == self._manager.last_step_id:
             self._put_waiting()
         self.stats.dropped_blocks += self._waiting.num_dropped
         self._waiting.num_dropped = 0
@@ -500,7 +510,7 @@ class StoreTier:
 
     def _drain(self) -> list[CacheEvent]:
         """The manager's events since the last time."""
-        events = self._manager.drain_events()
+        events, self._drained = self._drained + self._manager.drain_events(), []
         if self._waiting is not None:
             self._waiting.observe(events)
         if self._announces:
@@ -553,11 +563,12 @@ class StoreTier:
         anything else. Blocks that were computed from it, and that the cache no longer had, stay in the
         store: where that may be, change `model` (`start_epoch`).
         """
-        self._drain()
+        self._drained += self._manager.drain_events()
         affected = self._manager.invalidate(ids)
+        num_before = len(self._drained)
         keys = {
             BlockKey(event.group, each.tobytes())
-            for event in self._drain()
+            for event in self._drain()[num_before:]
             if isinstance(event, BlockRemoved)
             for each in event.block_hashes
         }
@@ -587,6 +598,7 @@ class StoreTier:
 
         The thread then goes on alone: it keeps the memory that it uses.
         """
+        timeout_s = seconds(timeout_s, "timeout_s")
         for load in list(self._loads.values()):
             load.fail_at(load.first_token)
             self._end(load)

@@ -15,7 +15,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.checks import MAX_INT32, MAX_LAYERS, dtype_name, integer, shown
+from kvcache.checks import (
+    MAX_INT32,
+    MAX_LAYERS,
+    as_array,
+    check_range,
+    dtype_name,
+    instance,
+    integer,
+    listed,
+    shown,
+)
 from kvcache.layouts import Placement, check_memory_order, layout_of, place_elements
 from kvcache.specs import ELEMENT_BYTES, GroupSpec, LayerSpec
 from kvcache.transfer.sharding import (
@@ -36,11 +46,11 @@ def check_identity(version: object, engine_id: object) -> None:
     """ValueError for a description of another version of the format, TypeError for a wrong engine_id."""
     if type(version) is not int or version != DESCRIPTION_VERSION:
         raise ValueError(
-            f"version is {shown(version)}, of engine {engine_id!r}: "
+            f"version is {shown(version)}, of engine {shown(engine_id)}: "
             f"expected {DESCRIPTION_VERSION}, that of this library"
         )
     if not isinstance(engine_id, str):
-        raise TypeError(f"engine_id is {engine_id!r}: expected a string")
+        raise TypeError(f"engine_id is {shown(engine_id)}: expected a string")
 
 
 class Coordinates(NamedTuple):
@@ -139,11 +149,11 @@ class CacheDescription:
     def __post_init__(self) -> None:
         check_identity(self.version, self.engine_id)
         if not isinstance(self.is_mla, bool):
-            raise TypeError(f"is_mla is {self.is_mla!r}: expected True or False")
+            raise TypeError(f"is_mla is {shown(self.is_mla)}: expected True or False")
         object.__setattr__(self, "dtype", dtype_name(self.dtype, ELEMENT_BYTES))
         object.__setattr__(self, "memory_order", check_memory_order(self.memory_order))
         if not isinstance(self.hash_algorithm, str):
-            raise TypeError(f"hash_algorithm is {self.hash_algorithm!r}: expected a string")
+            raise TypeError(f"hash_algorithm is {shown(self.hash_algorithm)}: expected a string")
         if self.v_head_size is None:
             object.__setattr__(self, "v_head_size", 0 if self.is_mla else self.head_size)
         for name in _SIZES:
@@ -242,6 +252,10 @@ class CacheDescription:
         ...
         ValueError: group with layers ('b',) has transferred=False: expected one that is transferred
         """
+        instance(group, GroupSpec, "group")
+        layers = listed(layers, "layers")
+        for i, layer in enumerate(layers):
+            instance(layer, LayerSpec, f"layers[{i}]")
         if not group.transferred:
             raise ValueError(
                 f"group with layers {group.layers} has transferred=False: expected one that is "
@@ -298,7 +312,8 @@ class CacheDescription:
             raise TypeError(f"values is a {type(values).__name__}: expected a mapping")
         if values.get("version") != DESCRIPTION_VERSION:
             raise ValueError(
-                f"version is {values.get('version')!r}, of engine {values.get('engine_id')!r}: "
+                f"version is {shown(values.get('version'))}, of engine "
+                f"{shown(values.get('engine_id'))}: "
                 f"expected {DESCRIPTION_VERSION}, that of this library"
             )
         known = {field.name for field in fields(cls)}
@@ -453,6 +468,7 @@ class CacheDescription:
 
     def rank_of(self, at: Coordinates) -> int:
         """The number of the rank at these coordinates."""
+        instance(at, Coordinates, "at")
         return at.cp_rank * self._ranks_per_cp_rank + self._first_ranks[at.pp_rank] + at.tp_rank
 
     def layers(self, rank: int) -> range:
@@ -481,10 +497,21 @@ class CacheDescription:
         ([1, 1], [16, 144])
         """
         placed = self.placement
-        within = np.asarray(token) * placed.token_strides[kv]
-        within = within + np.asarray(head) * placed.head_strides[kv]
+        sizes = (*placed.regions.shape, self.block_size, placed.head_count)
+        names = ("layer", "kv", "token", "head")
+        layer, kv, token, head = (
+            _indices(each, name, size)
+            for each, name, size in zip((layer, kv, token, head), names, sizes)
+        )
+        try:
+            np.broadcast_shapes(layer.shape, kv.shape, token.shape, head.shape)
+        except ValueError as error:
+            raise ValueError(
+                f"{', '.join(names)}: expected shapes that broadcast, {error}"
+            ) from None
+        within = token * placed.token_strides[kv] + head * placed.head_strides[kv]
         offset = placed.kv_offsets[layer, kv] + within
-        region = placed.regions[layer, kv] + np.asarray(head) * placed.head_regions
+        region = placed.regions[layer, kv] + head * placed.head_regions
         return np.broadcast_arrays(region, offset)
 
 
@@ -500,6 +527,15 @@ _SIZES = (
     "cp_interleave",
     "scale_bytes_per_head",
 )
+
+
+def _indices(values: np.ndarray, name: str, size: int) -> np.ndarray:
+    """Integers of [0, size) in any shape. TypeError or ValueError."""
+    array = as_array(values, name)
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
+    check_range(name, "is", array.ravel(), 0, size)
+    return array.astype(np.int64)
 
 
 def _plain(value: object) -> object:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcache.checks import as_array, instance, seconds
+from kvcache.checks import as_array, instance, listed, seconds, shown
 from kvcache.transfer.plan.fragments import Runs
 from kvcache.transfer.plan.token_range import RangeRuns, plan_range
 from kvcache.transfer.plan.transfer_plan import TransferPlan
@@ -179,6 +179,12 @@ def fetch(
     must not be used again before `is_released`.
     """
     timeout_s = seconds(timeout_s, "timeout_s")
+    if not hasattr(transport, "read_spans"):
+        raise TypeError(f"transport is {shown(transport)}: expected a Transport")
+    instance(peers, Mapping, "peers")
+    for rank, peer in peers.items():
+        instance(peer, str, f"peers[{shown(rank)}]")
+    groups = listed(groups, "groups")
     found = [_runs(group, first_token, end_token) for group in groups]
     for number_, (group, each) in enumerate(zip(groups, found)):
         for rank in group.plan.remote_ranks:

@@ -30,6 +30,8 @@ def region_addresses(
     >>> (region_addresses(cache, storage.pages) - storage.pages.base).tolist()
     [0, 2304]
     """
+    instance(description, CacheDescription | StateDescription, "description")
+    instance(pages, Pages, "pages")
     if isinstance(description, StateDescription):
         return _state_addresses(description, pages, rank)
     if rank is None:

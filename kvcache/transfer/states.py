@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.checks import MAX_LAYERS, flag, integer
+from kvcache.checks import MAX_LAYERS, as_array, dtype_name, flag, instance, integer, listed, shown
 from kvcache.specs import ELEMENT_BYTES
 from kvcache.transfer.description import DESCRIPTION_VERSION, Coordinates, check_identity
 from kvcache.transfer.plan.fragments import Pattern, TransferRuns
@@ -68,14 +68,17 @@ class StateTensor:
     def __post_init__(self) -> None:
         if not isinstance(self.sections, Sequence) or isinstance(self.sections, str):
             raise TypeError(
-                f"sections is {self.sections!r}: expected a sequence of (units, unit_size)"
+                f"sections is {shown(self.sections)}: expected a sequence of (units, unit_size)"
             )
-        if len(self.sections) == 0:
+        sections = listed(self.sections, "sections")
+        if len(sections) == 0:
             raise ValueError("sections is empty: expected one or more")
         made = []
-        for number, section in enumerate(self.sections):
+        for number, section in enumerate(sections):
             if not isinstance(section, Sequence) or len(section) != 2:
-                raise TypeError(f"sections[{number}] is {section!r}: expected (units, unit_size)")
+                raise TypeError(
+                    f"sections[{number}] is {shown(section)}: expected (units, unit_size)"
+                )
             sizes = zip(Section._fields, section)
             made.append(
                 Section(*(integer(n, f"{what} of sections[{number}]", 1) for what, n in sizes))
@@ -83,11 +86,11 @@ class StateTensor:
         object.__setattr__(self, "sections", tuple(made))
         object.__setattr__(self, "row_size", integer(self.row_size, "row_size", 1))
         flag(self.channels_last, "channels_last")
-        if self.dtype not in ELEMENT_BYTES:
-            raise ValueError(f"dtype is {self.dtype!r}: expected one of {', '.join(ELEMENT_BYTES)}")
+        object.__setattr__(self, "dtype", dtype_name(self.dtype, ELEMENT_BYTES))
 
     def channels(self, tp_size: int) -> int:
         """Channels that each of `tp_size` ranks holds. ValueError where a section cannot be spread."""
+        tp_size = integer(tp_size, "tp_size", 1)
         for number, (units, _) in enumerate(self.sections):
             if units % tp_size and tp_size % units:
                 raise ValueError(
@@ -142,9 +145,9 @@ class StateDescription:
         )
         for name in ("tp_size", "pp_size", "cp_world_size"):
             object.__setattr__(self, name, integer(getattr(self, name), name, 1))
-        tensors = tuple(self.tensors)
+        tensors = tuple(listed(self.tensors, "tensors"))
         if not tensors or not all(isinstance(tensor, StateTensor) for tensor in tensors):
-            raise TypeError(f"tensors is {self.tensors!r}: expected one StateTensor or more")
+            raise TypeError(f"tensors is {shown(self.tensors)}: expected one StateTensor or more")
         object.__setattr__(self, "tensors", tensors)
         if self.stages is not None:
             stages = check_stages_of(
@@ -182,7 +185,7 @@ class StateDescription:
         if not isinstance(values, Mapping):
             raise TypeError(f"values is a {type(values).__name__}: expected a mapping")
         _check_fields(cls, values, "")
-        for number, tensor in enumerate(values["tensors"]):
+        for number, tensor in enumerate(listed(values["tensors"], "tensors")):
             _check_fields(StateTensor, tensor, f" of tensors[{number}]")
         return cls(**{**values, "tensors": [StateTensor(**tensor) for tensor in values["tensors"]]})
 
@@ -210,6 +213,7 @@ class StateDescription:
 
     def rank_of(self, at: Coordinates) -> int:
         """The number of the rank at these coordinates."""
+        instance(at, Coordinates, "at")
         before = sum(stage.tp_size for stage in self.pipeline_stages[: at.pp_rank])
         return at.cp_rank * self._ranks_per_cp_rank + before + at.tp_rank
 
@@ -223,6 +227,7 @@ class StateDescription:
 
     def stride_of(self, pp_rank: int) -> int:
         """Bytes from page to page, on the ranks of a pipeline stage."""
+        pp_rank = integer(pp_rank, "pp_rank", 0, len(self.pipeline_stages) - 1)
         if isinstance(self.page_stride, tuple):
             return self.page_stride[pp_rank]
         return self.page_stride or self._bytes_of(self.pipeline_stages[pp_rank].tp_size)
@@ -255,10 +260,10 @@ class StateTransferPlan(PatternPlan):
         local_pages: int[n]; remote_pages: int[n] for all remote ranks, or by remote rank.
         """
         if isinstance(remote_pages, Mapping):
-            remote = {rank: _column(ids) for rank, ids in remote_pages.items()}
+            remote = {rank: _column(ids, "remote_pages") for rank, ids in remote_pages.items()}
         else:
-            remote = _column(remote_pages)
-        return super().apply(_column(local_pages), remote)
+            remote = _column(remote_pages, "remote_pages")
+        return super().apply(_column(local_pages, "local_pages"), remote)
 
 
 def plan_states(
@@ -426,8 +431,8 @@ def _content(tensor: StateTensor) -> tuple:
     return tuple(map(tuple, tensor.sections)), tensor.row_size, tensor.dtype
 
 
-def _column(ids: np.ndarray) -> np.ndarray:
-    given = np.asarray(ids)
+def _column(ids: np.ndarray, name: str) -> np.ndarray:
+    given = as_array(ids, name)
     return given[:, None] if given.ndim == 1 else given
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from kvcache.checks import flag, instance, integer, listed
+from kvcache.checks import flag, instance, integer, listed, shown
 from kvcache.layouts import (
     AttentionBackend,
     EngineBackend,
@@ -139,6 +139,7 @@ class KVTopology:
     stages: Sequence[tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
+        instance(self.engine_id, str, "engine_id")
         for name in ("tp_size", "pp_size", "block_size", "total_num_kv_heads"):
             self._set(name, integer(getattr(self, name), name, 1))
         self._set("is_mla", flag(self.is_mla, "is_mla"))
@@ -267,6 +268,8 @@ class KVTopology:
         tensor-parallel size nor the number of KV heads divides the other (with MLA any size is
         accepted). Other sizes are checked only by the methods that use them.
         """
+        instance(engine_id, str, "engine_id")
+        instance(remote, RemoteEngine, "remote")
         known = self.remotes.get(engine_id, remote)
         if known != remote:
             raise ValueError(
@@ -276,6 +279,7 @@ class KVTopology:
 
     def engine(self, engine_id: str) -> RemoteEngine:
         """The sizes of a known engine or of this one. ValueError for an unknown id."""
+        instance(engine_id, str, "engine_id")
         if engine_id == self.engine_id:
             if self.stages is not None:
                 return RemoteEngine(block_size=self.block_size, stages=self.stages)
@@ -322,6 +326,7 @@ class KVTopology:
         if self.stages is not None:
             raise ValueError("this engine has stages: expected get_target_remote_ranks to be asked")
         mine, theirs = self._stages_of_both(_sized(remote_tp_size, remote_pp_size))
+        head = integer(head, "head")
         if head not in self.heads:
             raise ValueError(f"head is {head}: expected one of {self.heads}, which tp_rank holds")
         # The local workers that read this head from the same remote pipeline stage are the
@@ -443,8 +448,11 @@ class KVTopology:
         return 1 if self.is_mla else self.total_num_kv_heads
 
     def _check_remote(self, engine_id: str, remote: RemoteEngine) -> None:
+        instance(engine_id, str, "a key of remotes")
         if not isinstance(remote, RemoteEngine):
-            raise TypeError(f"engine {engine_id!r} is {remote!r}: expected a RemoteEngine")
+            raise TypeError(
+                f"remotes[{shown(engine_id)}] is {shown(remote)}: expected a RemoteEngine"
+            )
         if engine_id == self.engine_id:
             raise ValueError(f"engine {engine_id!r} is this one's id: expected another's")
         for tp_size in remote.tp_sizes:

@@ -112,6 +112,8 @@ class Worker:
         **swap_options: object,
     ) -> None:
         instance(tables, BlockTable | MultiGroupBlockTable, "tables")
+        # Of the plan that the tables have.
+        self._last_step_id = integer(last_step_id, "last_step_id", -1, MAX_INT64)
         groups = [tables] if isinstance(tables, BlockTable) else tables.block_tables
         if host is not None:
             instance(host, Pages, "host")
@@ -148,8 +150,6 @@ class Worker:
         self._last: PendingStep | None = (
             None  # whose bytes, or those of a step before, may still move
         )
-        # Of the plan that the tables have.
-        self._last_step_id = integer(last_step_id, "last_step_id", -1, MAX_INT64)
         # The step that is being carried out, or that broke the worker.
         self._begun: int | None = None
         self._process = os.getpid()

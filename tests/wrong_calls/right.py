@@ -306,6 +306,8 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "Spans.length": lambda w: w.get("Spans").length,
     "Spans.of.addresses": lambda w: np.array([4096]),
     "Spans.of.length": lambda w: np.array([64]),
+    "Spans.of.name": lambda w: "addresses",
+    "Spans.beside.name": lambda w: "addresses",
     "Spans.beside.addresses": lambda w: np.array([4096, 8192]),
     "Spans.from_bytes.data": lambda w: w.get("Spans").to_bytes(),
     "name": lambda w: "a",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
 import inspect
 import io
@@ -30,6 +31,13 @@ PROBES: dict[str, Callable] = {
     "Request": lambda each: (each.request_id, np.asarray(each.token_ids).tobytes()),
     "StagedTransport": lambda each: sorted(map(str, each.peers())),
     "GlooTransport": lambda each: sorted(map(str, each.peers())),
+    "Transfer": lambda each: (each.peer, each.num_bytes),
+    "Fetch": lambda each: each.num_bytes,
+    "AttentionMetadataBuilder": lambda each: {
+        name: value
+        for name, value in vars(each).items()
+        if name != "_views"  # made when wanted
+    },
     "Connector": lambda each: each._manager,
     "CacheRank": lambda each: None,  # of a thread
     "StoreTier": lambda each: (each.num_waiting_blocks, each._manager),
@@ -106,9 +114,12 @@ def _looked_at(value: object, depth: int, seen: dict[int, tuple]) -> object:
 
 
 def _attributes(value: object) -> list[tuple[str, object]]:
-    """Those that it has, of Python and of native classes of this package."""
+    """Those that it has, of Python and of native classes of this package; not what follows from them."""
     out = dict(getattr(value, "__dict__", {}))
     for base in type(value).__mro__:
+        for name, each in vars(base).items():
+            if isinstance(each, functools.cached_property):
+                out.pop(name, None)
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if hasattr(value, name):

@@ -296,10 +296,12 @@ def variant(rng: random.Random, value: object, others: list) -> object:
         return rng.choice([value - 1, value + 1, -value, value * 1.0, str(value), Decimal(value)])
     if isinstance(value, np.ndarray | torch.Tensor) and math.prod(value.shape) > 2**20:
         return draw(rng)  # of one that was drawn
-    if isinstance(value, np.ndarray):
-        return _array_variant(rng, value)
-    if isinstance(value, torch.Tensor):
-        return _variant_of_tensor(rng, value)
+    if isinstance(value, np.ndarray | torch.Tensor):
+        of_kind = _array_variant if isinstance(value, np.ndarray) else _tensor_variant
+        try:
+            return of_kind(rng, value)
+        except (TypeError, ValueError, RuntimeError, NotImplementedError):  # as of a sparse one
+            return draw(rng)
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return _list_variant(rng, list(value), others)
     if is_dataclass(value) and not isinstance(value, type):
@@ -339,13 +341,6 @@ def _array_variant(rng: random.Random, array: np.ndarray) -> object:
     if change == 6:
         return array[::-1]
     return torch.from_numpy(array.copy()) if array.dtype.kind in "if" else array.tolist()
-
-
-def _variant_of_tensor(rng: random.Random, tensor: torch.Tensor) -> object:
-    try:
-        return _tensor_variant(rng, tensor)
-    except (RuntimeError, NotImplementedError):  # of a sparse or a nested one
-        return draw(rng)
 
 
 def _tensor_variant(rng: random.Random, tensor: torch.Tensor) -> object:

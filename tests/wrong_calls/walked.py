@@ -77,9 +77,13 @@ def right_call(name: str) -> None:
         scene.close()
 
 
+def _is_of_package(value: object) -> bool:
+    return type(value).__module__.startswith("kvcache.")
+
+
 def finish(result: object) -> None:
     """Takes some of what an iterator yields, and closes what can be closed."""
-    if inspect.iscoroutine(result):
+    if inspect.iscoroutine(result) or (_is_of_package(result) and hasattr(result, "close")):
         result.close()
     elif inspect.isgenerator(result):
         for _ in zip(range(20), result):

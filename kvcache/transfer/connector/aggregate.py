@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvcache.checks import instance, integer
+from kvcache.checks import instance, integer, listed, shown
 from kvcache.transfer.connector.cache_events import KVCacheEvents
 
 Rule = Callable[[object, object], object]
@@ -71,6 +71,11 @@ class KVOutputAggregator:
     @classmethod
     def from_connector(cls, connector: object, world_size: int) -> KVOutputAggregator:
         """An aggregator for `connector.get_finished_count()` reports, or `world_size` if 0 or None."""
+        if not callable(getattr(connector, "get_finished_count", None)):
+            raise TypeError(
+                f"connector is {shown(connector)}: expected an object with get_finished_count"
+            )
+        world_size = integer(world_size, "world_size", 1)
         return cls(connector.get_finished_count() or world_size)
 
     @property
@@ -134,9 +139,9 @@ class KVOutputAggregator:
         {3, 5}
         """
         if not isinstance(name, str):
-            raise TypeError(f"name is {name!r}: expected that of an attribute")
+            raise TypeError(f"name is {shown(name)}: expected that of an attribute")
         if not callable(rule):
-            raise TypeError(f"rule is {rule!r}: expected a function of two values")
+            raise TypeError(f"rule is {shown(rule)}: expected a function of two values")
         if name in _KNOWN or name in self._rules:
             kind = "built in" if name in _KNOWN else repr(self._rules[name])
             raise ValueError(f"name is {name!r}, which has a rule ({kind}): expected one without")
@@ -329,6 +334,7 @@ class _Merged:
 
 def _reports(outputs: Sequence[object], output_rank: int) -> list[tuple[int, object]]:
     """(worker, report) of the workers that report anything."""
+    outputs = listed(outputs, "outputs")
     if not outputs:
         raise ValueError("outputs is empty: expected one per worker")
     integer(output_rank, "output_rank", 0, len(outputs) - 1)
@@ -338,9 +344,18 @@ def _reports(outputs: Sequence[object], output_rank: int) -> list[tuple[int, obj
     for worker, output in enumerate(outputs):
         if output is None and worker != output_rank:
             raise ValueError(f"the output of worker {worker} is missing: expected one per worker")
-        if output and not hasattr(output, "kv_connector_output"):
+        try:
+            is_wrong = output and not hasattr(output, "kv_connector_output")
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ):  # of an array, which is neither true nor false
+            is_wrong = True
+        if is_wrong:
             raise ValueError(
-                f"the output of worker {worker} is {output!r}: expected one with kv_connector_output"
+                f"the output of worker {worker} is {shown(output)}: expected one with "
+                "kv_connector_output"
             )
         report = getattr(output, "kv_connector_output", None)
         if report is not None:
@@ -364,7 +379,7 @@ def _ids(report: object, name: str, worker: int) -> set:
         return set(ids)
     except TypeError as error:
         raise ValueError(
-            f"{name} of worker {worker} is {ids!r}: expected a set of ids, each of which hashes"
+            f"{name} of worker {worker} is {shown(ids)}: expected a set of ids, each of which hashes"
         ) from error
 
 

@@ -8,6 +8,9 @@ from collections.abc import Hashable, Iterable
 
 import numpy as np
 
+from kvcache.checks import instance, integer, listed
+from kvcache.transfer.sharding import MAX_RANKS
+
 
 class KVCacheEvents:
     """Cache events by worker, in the order of their reports.
@@ -23,23 +26,23 @@ class KVCacheEvents:
     """
 
     def __init__(self, events: Iterable[object] = ()) -> None:
-        self._by_worker = [list(events)]
+        self._by_worker = [listed(events, "events")]
 
     def add_events(self, events: Iterable[object]) -> None:
         """Adds events of the last worker."""
-        self._by_worker[-1].extend(events)
+        self._by_worker[-1].extend(listed(events, "events"))
 
     def increment_workers(self, count: int = 1) -> None:
         """Adds workers without events. `add_events` then adds to the last of them.
 
-        ValueError for a count below 1.
+        ValueError for a count below 1, or of more workers than an engine has.
         """
-        if count < 1:
-            raise ValueError(f"count is {count}: expected 1 or more")
+        count = integer(count, "count", 1, MAX_RANKS)
         self._by_worker += [[] for _ in range(count)]
 
     def merge(self, other: KVCacheEvents) -> KVCacheEvents:
         """Appends the workers of another object; returns itself."""
+        instance(other, KVCacheEvents, "other")
         self._by_worker += [list(events) for events in other._by_worker]
         return self
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvcache.checks import instance, listed, shown
 from kvcache.specs import GroupSpec
 
 
@@ -29,7 +30,17 @@ def yield_req_data(
     >>> list(yield_req_data(step))
     [('a', ([1, 2],), False), ('b', ([4],), False), ('c', ([5],), True)]
     """
-    new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
+    if groups is not None:
+        groups = listed(groups, "groups")
+        for i, group in enumerate(groups):
+            instance(group, GroupSpec, f"groups[{i}]")
+    try:
+        new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
+    except AttributeError as error:
+        raise TypeError(
+            f"scheduler_output is {shown(scheduler_output)}: expected an object with "
+            "scheduled_new_reqs and scheduled_cached_reqs"
+        ) from error
     if len(cached.req_ids) != len(cached.new_block_ids):
         raise ValueError(
             f"scheduled_cached_reqs has {len(cached.req_ids)} req_ids, "

@@ -7,7 +7,7 @@ from math import lcm
 
 import numpy as np
 
-from kvcache.checks import integer
+from kvcache.checks import instance, integer
 from kvcache.transfer.description import CacheDescription, Coordinates
 from kvcache.transfer.plan.patterns import (
     shared_stages,
@@ -47,13 +47,17 @@ def source_readers(
     >>> source_readers(replace(decode, tp_size=1), decode)  # two replicas of each head
     ((0,), (), (0,), ())
     """
+    kind = StateDescription if isinstance(readers, StateDescription) else CacheDescription
+    for name, description in (("readers", readers), ("source", source)):
+        instance(description, kind, name)
     if isinstance(readers, StateDescription):
         if (num_tokens, first_token) != (None, 0):
             raise ValueError(
                 f"num_tokens is {num_tokens}, first_token is {first_token}: expected none with states"
             )
         return _readers_of_states(readers, source)
-    check_same_content(readers, source)
+    check_same_content(readers, source, ("readers", "source"))
+    first_token = integer(first_token, "first_token")
     group = lcm(readers.tokens_per_page, source.tokens_per_page)
     if num_tokens is None:
         num_tokens = first_token + group

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.checks import MAX_INT32, as_array, integer
+from kvcache.checks import MAX_INT32, as_array, instance, integer
 from kvcache.transfer.plan.fragments import Pattern, TransferRuns, check_each_once
 from kvcache.transfer.plan.transfer_plan import TransferPlan, pages_with
 
@@ -53,6 +53,7 @@ def plan_range(
     >>> found.runs.num_fragments, found.runs.num_bytes, found.missing.tolist()  # tokens 80 to 127
     (6, 1536, [])
     """
+    instance(plan, TransferPlan, "plan")
     end_token = integer(end_token, "end_token", 0)
     first_token = integer(first_token, "first_token", 0, end_token)
     if plan.is_partial:

@@ -272,24 +272,26 @@ def plan_transfer(
     )
 
 
-def check_same_content(local: CacheDescription, remote: CacheDescription) -> None:
-    """TypeError or ValueError unless both engines hold the same of a token."""
-    for name, description in (("local", local), ("remote", remote)):
-        if not isinstance(description, CacheDescription):
-            raise TypeError(
-                f"{name} is a {type(description).__name__}: expected a CacheDescription"
-            )
+def check_same_content(
+    local: CacheDescription, remote: CacheDescription, sides: tuple[str, str] = ("local", "remote")
+) -> None:
+    """TypeError or ValueError unless both engines hold the same of a token. sides: how to call them."""
+    here, there = sides
+    for name, description in zip(sides, (local, remote)):
+        instance(description, CacheDescription, name)
     for name in _SAME:
         mine, theirs = getattr(local, name), getattr(remote, name)
         if mine != theirs:
             raise ValueError(
-                f"local {name} is {mine!r} (engine {local.engine_id!r}), "
-                f"remote {name} is {theirs!r} (engine {remote.engine_id!r}): expected the same"
+                f"{here} {name} is {mine!r} (engine {local.engine_id!r}), "
+                f"{there} {name} is {theirs!r} (engine {remote.engine_id!r}): expected the same"
             )
-    _check_scales(local, remote)
+    _check_scales(local, remote, sides)
 
 
-def _check_scales(local: CacheDescription, remote: CacheDescription) -> None:
+def _check_scales(
+    local: CacheDescription, remote: CacheDescription, sides: tuple[str, str]
+) -> None:
     """ValueError where fp8 values of the two engines have different scales."""
     shape = (local.num_layers, local.total_num_kv_heads)
     for name in ("k_scale", "v_scale"):
@@ -300,8 +302,8 @@ def _check_scales(local: CacheDescription, remote: CacheDescription) -> None:
         if len(differing := np.argwhere(mine != theirs)):
             layer, head = differing[0]
             raise ValueError(
-                f"local {name} of layer {layer}, head {head} is {mine[layer, head]} (engine "
-                f"{local.engine_id!r}), remote {name} is {theirs[layer, head]} (engine "
+                f"{sides[0]} {name} of layer {layer}, head {head} is {mine[layer, head]} (engine "
+                f"{local.engine_id!r}), {sides[1]} {name} is {theirs[layer, head]} (engine "
                 f"{remote.engine_id!r}): expected the same"
             )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcache.checks import seconds
+from kvcache.checks import seconds, shown
 from kvcache.transfer.transport.spans import Spans, check_match, joined
 
 if TYPE_CHECKING:
@@ -108,8 +108,8 @@ class Transport(ABC):
         `close`. Peers learn of it with `metadata`, so register before that. Memory that is registered
         already may come again; a fragment lies in one region, so that it does not go over the border of
         two calls, nor over the end of an allocation of pages. ValueError, and nothing is added, for no
-        bytes, for memory that is registered as of another device, and for pages in several allocations on
-        a device that is neither CPU nor CUDA. RuntimeError where NIXL cannot share it.
+        bytes and for memory that is registered as of another device. RuntimeError where NIXL cannot share
+        it.
         """
 
     @abstractmethod
@@ -258,5 +258,5 @@ def make_transport(
     elif name == "gloo":
         from kvcache.transfer.transport.gloo import GlooTransport as Chosen
     else:
-        raise ValueError(f"name is {name!r}: expected one of {', '.join(TRANSPORTS)}, or None")
+        raise ValueError(f"name is {shown(name)}: expected one of {', '.join(TRANSPORTS)}, or None")
     return Chosen(agent, host=host, port=port, **options)

@@ -295,13 +295,6 @@ def _check_apart(addresses: np.ndarray, length: np.ndarray, name: str) -> None:
 
 
 def _of_pages(pages: Pages) -> list[Region]:
-    if not pages.is_addressed:
-        owners = {pages.owner(i).untyped_storage().data_ptr() for i in range(len(pages.sizes))}
-        if len(owners) > 1:
-            raise ValueError(
-                f"memory is pages in {len(owners)} allocations on {pages.device}: expected one, as no "
-                "address is followed there"
-            )
     begins = pages.base + pages.offsets
     ends = begins + (pages.num_blocks - 1) * pages.strides + pages.sizes
     rows = zip(begins.tolist(), ends.tolist())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.checks import MAX_INT32, as_array
+from kvcache.checks import MAX_INT32, MAX_INT64, as_array, instance, integer
 
 _NUM_HEADER = 2  # int64: numbers of bases and of runs
 _MOST = 2**62
@@ -32,12 +32,14 @@ class Spans:
     @classmethod
     def of(cls, addresses: np.ndarray, length: np.ndarray, name: str) -> Spans:
         """One fragment per address. TypeError or ValueError unless both are int64[n], lengths above 0."""
+        instance(name, str, "name")
         offsets, length = _column(addresses, name), _column(length, "length")
         _check_as_many(offsets, length, name)
         return cls(np.zeros(1, np.int64), offsets, length).checked(name)
 
     def beside(self, addresses: np.ndarray, name: str) -> Spans:
         """Fragments of the same lengths at other addresses, for spans that `of` has made."""
+        instance(name, str, "name")
         offsets = _column(addresses, name)
         _check_as_many(offsets, self.length, name)
         _check_addresses(offsets, name, "offsets")
@@ -45,12 +47,22 @@ class Spans:
 
     def checked(self, name: str) -> Spans:
         """These spans. ValueError for a length below 1, or numbers whose sums an int64 does not hold."""
+        for what in ("bases", "offsets", "length"):
+            array = getattr(self, what)
+            instance(array, np.ndarray, f"{what} of {name}")
+            if array.dtype != np.int64 or array.ndim != 1:
+                raise ValueError(
+                    f"{what} of {name} is {array.dtype}{list(array.shape)}: expected int64[n]"
+                )
+        if max(len(self.bases), len(self.length)) > MAX_INT32:
+            raise ValueError(f"{name} has more than {MAX_INT32} bases or runs: expected fewer")
+        _check_as_many(self.offsets, self.length, f"offsets of {name}")
         if len(self.length) and (least := int(self.length.min())) < 1:
             raise ValueError(f"length of {name} holds {least}: expected 1 or more")
         _check_addresses(self.bases, name, "bases")
         _check_addresses(self.offsets, name, "offsets")
         total = float(self.length.sum(dtype=np.float64)) * len(self.bases)
-        if total > _MOST or max(len(self.bases), len(self.length)) > MAX_INT32:
+        if total > _MOST:
             raise ValueError(f"{name} has {total:g} bytes: expected fewer than 2^62")
         return self
 
@@ -73,6 +85,7 @@ class Spans:
 
         Two sides of a transfer, whose lengths are the same, are cut in the same way.
         """
+        piece_bytes = integer(piece_bytes, "piece_bytes", 1, MAX_INT64)
         if self.num_fragments == 0:
             return
         offsets, length = _cut(self.offsets, self.length, piece_bytes)
@@ -97,6 +110,7 @@ class Spans:
     @classmethod
     def from_bytes(cls, data: bytes) -> Spans:
         """The inverse of `to_bytes`. ValueError for bytes that are none of it."""
+        instance(data, bytes | bytearray | memoryview, "data")
         if len(data) % 8 or len(data) < 8 * _NUM_HEADER:
             raise ValueError(f"spans have {len(data)} bytes: expected whole int64")
         values = np.frombuffer(data, "<i8").astype(np.int64)
@@ -143,8 +157,9 @@ def _cut(offsets: np.ndarray, length: np.ndarray, most: int) -> tuple[np.ndarray
 
 def check_match(local: Spans, remote: Spans) -> None:
     """ValueError unless both sides are `checked`, and have as many bases and runs of the same lengths."""
-    local.checked("local")
-    remote.checked("remote")
+    for side, name in ((local, "local"), (remote, "remote")):
+        instance(side, Spans, name)
+        side.checked(name)
     if len(local.bases) != len(remote.bases) or not np.array_equal(local.length, remote.length):
         raise ValueError(
             f"local has {len(local.bases)} bases and {len(local.length)} runs, remote "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcache.checks import byte_count, flag, integer, seconds, shown
+from kvcache.checks import byte_count, flag, instance, integer, seconds, shown
 from kvcache.transfer.transport.base import Transfer, TransferError, Transport
 from kvcache.transfer.transport.channel import MOST_PAYLOAD, Channel
 from kvcache.transfer.transport.connection import MOST_MESSAGE, Connection
@@ -180,6 +180,7 @@ class StagedTransport(Transport):
             ]
 
     def disconnect(self, peer: str) -> None:
+        instance(peer, str, "peer")
         with self._lock:
             connection = self._connections.get(peer)
             if connection is None:
@@ -204,8 +205,8 @@ class StagedTransport(Transport):
             connection.fail("the transport was closed")
         for connection in connections:
             for thread in connection.threads:
-                if thread is not threading.current_thread():
-                    thread.join(_LINGER_S)
+                if thread.is_alive() and thread is not threading.current_thread():
+                    thread.join(_LINGER_S)  # one that is not alive may not have begun
 
     # Connections.
 
@@ -383,6 +384,7 @@ class StagedTransport(Transport):
 
     def _of_peer(self, peer: str) -> Connection:
         self._check_open()
+        instance(peer, str, "peer")
         with self._lock:
             connection = self._connections.get(peer)
         if connection is None:

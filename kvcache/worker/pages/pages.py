@@ -20,7 +20,6 @@ from kvcache.checks import (
     integers,
     listed,
 )
-from kvcache.ops_by_copies import follows_addresses
 from kvcache.worker.pages.contents import PageContents
 from kvcache.worker.pages.pinning import allocate_host
 from kvcache.worker.pages.regions import Region, check_apart, format_of, regions_of
@@ -70,17 +69,31 @@ class Pages:
         formats: object = None,
         contents: PageContents | None = None,
     ) -> None:
+        instance(memory, torch.Tensor, "memory")
         self.memory = memory
-        self.num_blocks = num_blocks
-        self.offsets = np.asarray(offsets, np.int64)
-        self.strides = np.asarray(strides, np.int64)
-        self.sizes = np.asarray(sizes, np.int64)
-        self.layers = np.asarray(layers, np.int32)
+        self.num_blocks = integer(num_blocks, "num_blocks")
+        self.offsets = integers(offsets, "offsets", ())
+        self.strides = integers(strides, "strides", ())
+        self.sizes = integers(sizes, "sizes", ())
+        self.layers = integers(layers, "layers", ()).astype(np.int32)
+        owners = listed(owners, "owners") or [memory] * len(self.sizes)
+        for name, each in (
+            ("strides", self.strides),
+            ("sizes", self.sizes),
+            ("layers", self.layers),
+            ("owners", owners),
+        ):
+            if len(each) != len(self.offsets):
+                raise ValueError(
+                    f"{name} has {len(each)} entries: expected {len(self.offsets)}, as offsets has"
+                )
+        for i, owner in enumerate(owners):
+            instance(owner, torch.Tensor, f"owners[{i}]")
         self.pages_per_chunk = pages_per_chunk  # pages that were pinned with one call; 0: all
         self.formats = formats  # the formats of blocks where known; `PageCopy` compares them
         self.contents = contents  # what the bytes mean where storages have said it; for stores
         self.base = memory.data_ptr()
-        self._owners = list(owners) or [memory] * len(self.sizes)
+        self._owners = owners
         self._keep = keep
 
     @classmethod
@@ -155,8 +168,8 @@ class Pages:
         for number, tensor in flat:
             if not -tensor.ndim <= dims[number] < tensor.ndim:
                 raise ValueError(
-                    f"layer {number} has shape {list(tensor.shape)}: "
-                    f"expected a dimension {dims[number]}, which counts blocks"
+                    f"block_dim is {dims[number]}, and layer {number} has shape {list(tensor.shape)}: "
+                    "expected a dimension, which counts blocks"
                 )
             if tensor.device != first.device or tensor.shape[dims[number]] != first.shape[dim]:
                 raise ValueError(
@@ -207,9 +220,12 @@ class Pages:
 
     def staging(self, num_bytes: int) -> Pages:
         """Pages on this device in the layout of host pages, in `num_bytes`, but at least two."""
-        stride = self._packed_bytes
+        num_bytes, stride = integer(num_bytes, "num_bytes", most=MAX_INT64), self._packed_bytes
         num_blocks = max(num_bytes // max(stride, 1), 2)
-        memory = torch.empty(num_blocks * stride, dtype=torch.uint8, device=self.device)
+        try:
+            memory = torch.empty(num_blocks * stride, dtype=torch.uint8, device=self.device)
+        except RuntimeError as error:
+            raise MemoryError(f"num_bytes is {num_bytes}: expected fewer, {error}") from error
         return self._packed(memory, num_blocks, stride)
 
     @property
@@ -261,14 +277,9 @@ class Pages:
         tensors = {id(tensor): tensor for tensor in (self.memory, *self._owners)}
         return self.device.type == "cpu" and all(t.is_pinned() for t in tensors.values())
 
-    @property
-    def is_addressed(self) -> bool:
-        """Whether the ops reach all regions by address, in whichever tensors they lie."""
-        return follows_addresses(self.device)
-
     def owner(self, region: int) -> torch.Tensor:
-        """The tensor in whose memory a region lies."""
-        return self._owners[region]
+        """The tensor in whose memory a region lies. TypeError or ValueError."""
+        return self._owners[integer(region, "region", most=len(self.sizes) - 1)]
 
     def fragment(self, region: int) -> torch.Tensor:
         """uint8[num_blocks, bytes]: one region's fragments, a view. TypeError or ValueError."""

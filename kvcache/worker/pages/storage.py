@@ -8,7 +8,15 @@ import numpy as np
 import torch
 
 from kvcache import ops
-from kvcache.checks import MAX_LAYERS, dtype_name, instance, integer, listed, shown
+from kvcache.checks import (
+    MAX_LAYERS,
+    dtype_name,
+    instance,
+    integer,
+    listed,
+    num_entries,
+    shown,
+)
 from kvcache.layouts import (
     AttentionBackend,
     EngineBackend,
@@ -18,7 +26,7 @@ from kvcache.layouts import (
     place_elements,
 )
 from kvcache.memory_plan import CachePlan
-from kvcache.specs import ELEMENT_BYTES, LayerSpec
+from kvcache.specs import ELEMENT_BYTES, GroupSpec, LayerSpec
 from kvcache.worker.pages.contents import PageContents
 from kvcache.worker.pages.pages import Pages, Tensors
 from kvcache.worker.pages.placed import placed_pages, region_starts
@@ -196,7 +204,13 @@ class KVStorage:
         """
         if not isinstance(plan, CachePlan):
             raise TypeError(f"plan is a {type(plan).__name__}: expected a CachePlan")
+        for name, kind in (("layers", LayerSpec), ("groups", GroupSpec)):
+            for i, each in enumerate(listed(getattr(plan, name), f"plan.{name}")):
+                instance(each, kind, f"plan.{name}[{i}]")
         specs = {layer.name: layer for layer in plan.layers}
+        for group in plan.groups:
+            if missing := [name for name in group.layers if name not in specs]:
+                raise ValueError(f"plan.layers lacks {missing}: expected the layers of all groups")
         groups = [
             (group.block_size, [specs[name] for name in group.layers]) for group in plan.groups
         ]
@@ -402,6 +416,10 @@ class KVStorage:
                     f"{name} is {scale.dtype}{list(scale.shape)}: "
                     f"expected torch.float32{wanted[0]} or {wanted[1]}"
                 )
+            if scale.layout != torch.strided or scale.is_meta:
+                raise TypeError(
+                    f"{name} is {scale.layout} on {scale.device}: expected a dense tensor"
+                )
             on_host = scale.cpu()
             if not (torch.isfinite(on_host) & (on_host > 0)).all():
                 raise ValueError(f"{name} is {scale.tolist()}: expected finite numbers above 0")
@@ -562,11 +580,12 @@ class KVStorage:
 
 
 def _check_tensors(**arguments: object) -> None:
-    """TypeError for an argument that is no tensor, ValueError for one without a dimension."""
+    """TypeError for an argument that is no tensor, ValueError for one without a dimension or an end."""
     for name, value in arguments.items():
         instance(value, torch.Tensor, name)
         if value.ndim == 0:
             raise ValueError(f"{name} has 0 dimensions: expected 1 or more")
+        num_entries(value, name)
 
 
 def _torch_dtype(dtype: torch.dtype | str) -> torch.dtype:

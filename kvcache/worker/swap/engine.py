@@ -169,6 +169,7 @@ class SwapEngine:
 
         ValueError for a layer out of range; RuntimeError while the calling stream is captured.
         """
+        instance(job, SwapJob, "job")
         if layer is not None:
             layer = integer(layer, "layer", most=self.device.num_layers - 1)
         self.check_not_captured("before_read")
@@ -222,7 +223,8 @@ class SwapEngine:
 
     def fragment_bytes(self, direction: str, pairs: np.ndarray) -> float:
         """Mean bytes of the fragments, those of consecutive pages merged. direction: "out" or "in"."""
-        return len(pairs) * self.device.page_bytes / self.num_fragments(direction, pairs)
+        num_fragments = self.num_fragments(direction, pairs)
+        return len(pairs) * self.device.page_bytes / num_fragments
 
     def num_fragments(self, direction: str, pairs: np.ndarray) -> int:
         """The number of fragments, those of consecutive pages merged; at least 1."""
@@ -348,6 +350,7 @@ class SwapEngine:
         All pages of a job that failed; of a swap-in also those whose host page a failed swap-out should
         have filled.
         """
+        instance(job, SwapJob, "job")
         if job.error is not None:
             return job.pairs[:, 1]
         if job.fillers is None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvcache.checks import instance
 from kvcache.checks import number as checked_number
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.swap.page_copy import PageCopy
@@ -56,6 +57,7 @@ class SwapJob:
 
     def fail(self, error: Exception) -> None:
         """Records the first error."""
+        instance(error, BaseException, "error")
         if self.error is not None:
             return
         self.error = SwapError(f"{self.name} of {len(self.pairs)} pages failed: {error}")

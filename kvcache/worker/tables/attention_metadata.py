@@ -56,7 +56,11 @@ class AttentionMetadata:
     groups: dict[int, GroupMetadata]
 
     def __getitem__(self, group: int) -> GroupMetadata:
-        return self.groups[group]
+        try:
+            return self.groups[group]
+        except (KeyError, TypeError):
+            known = ", ".join(map(str, self.groups))
+            raise IndexError(f"group is {shown(group)}: expected one of {known}") from None
 
 
 class AttentionMetadataBuilder:

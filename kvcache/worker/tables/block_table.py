@@ -7,12 +7,18 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvcache.checks import as_array, flag, integer
+from kvcache.checks import as_array, check_range, flag, integer
 from kvcache.specs import ContextParallel, checked_context_parallel
 from kvcache.step import StepPlan
 from kvcache.worker.tables.buffer import BufferView
 from kvcache.worker.tables.table_layout import check_by_keyword, kernel_size_of, layout_of
-from kvcache.worker.tables.table_set import Ids, TableSet, cpu_tensor, make_table_set
+from kvcache.worker.tables.table_set import (
+    Ids,
+    TableSet,
+    cpu_tensor,
+    host_tensor,
+    make_table_set,
+)
 
 BY_KEYWORD = "kernel_sizes, num_speculative_tokens"  # where other engines pass them by position
 
@@ -251,11 +257,20 @@ class BlockTable:
             ]
             return self.state_pages(*given).to(num_tokens.device)
         table = self.block_table.gpu if on_device else self.block_table.cpu
-        rows, num_tokens, num_drafts = (
-            torch.as_tensor(each, device=table.device).long()
-            for each in (req_indices, num_tokens, num_drafts)
-        )
         most = self.layout.num_speculative_blocks
+        given = {"req_indices": req_indices, "num_tokens": num_tokens, "num_drafts": num_drafts}
+        if on_device:
+            given = [torch.as_tensor(each, device=table.device).long() for each in given.values()]
+        else:
+            given = [host_tensor(each, torch.int64, name) for name, each in given.items()]
+            for name, each in zip(("num_tokens", "num_drafts"), given[1:]):
+                if each.ndim != 1 or each.shape != given[0].shape:
+                    raise ValueError(
+                        f"{name} has shape {list(each.shape)}, req_indices {list(given[0].shape)}: "
+                        "expected [n] of both"
+                    )
+            check_range("req_indices", "is row", given[0].numpy(), 0, len(table))
+        rows, num_tokens, num_drafts = given
         if not on_device and (num_drafts > most).any():
             raise ValueError(
                 f"num_drafts is {num_drafts.tolist()}: expected at most {most}, num_speculative_blocks"

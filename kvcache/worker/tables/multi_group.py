@@ -236,7 +236,7 @@ class MultiGroupBlockTable:
         try:
             return self.block_tables[index(group)]
         except IndexError:
-            raise IndexError(f"group is {group}: expected 0 to {len(self) - 1}") from None
+            raise IndexError(f"group is {shown(group)}: expected 0 to {len(self) - 1}") from None
         except TypeError:
             raise TypeError(f"group is {shown(group)}: expected an integer") from None
 

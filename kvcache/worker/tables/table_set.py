@@ -440,17 +440,22 @@ class TableSet:
             if num_computed_tokens is not None:
                 num_computed_tokens = cpu_tensor(num_computed_tokens, "num_computed_tokens")
         # Set first: an interrupt behind the launch leaves what it has filled known.
-        self._batch_tokens = most = min(max(self._batch_tokens, max_num_tokens), 2**31 - 1)
+        before = self._batch_tokens
+        self._batch_tokens = most = min(max(before, max_num_tokens), 2**31 - 1)
         on_cpu = not self._on_cuda
-        ops.gather_block_tables(
-            self._arena.cpu if on_cpu else self._arena.gpu,
-            self._fields,
-            self.num_rows,
-            idx_mapping,
-            num_computed_tokens,
-            most,
-            self._batch_arena,
-        )
+        try:
+            ops.gather_block_tables(
+                self._arena.cpu if on_cpu else self._arena.gpu,
+                self._fields,
+                self.num_rows,
+                idx_mapping,
+                num_computed_tokens,
+                most,
+                self._batch_arena,
+            )
+        except RuntimeError:  # refused: nothing is filled
+            self._batch_tokens = before
+            raise
         rows = [table[: len(idx_mapping)] for table in self._batch]
         return rows if self._on_cuda else [table.to(self.device) for table in rows]
 
@@ -587,7 +592,8 @@ def host_tensor(values: object, dtype: torch.dtype, name: str) -> torch.Tensor:
         if wrong.size:
             raise ValueError(f"{name}[{wrong[0]}] is {array[wrong[0]]}: expected {wanted.__name__}")
     array = np.ascontiguousarray(array, wanted)
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+    is_plain = array.flags.writeable and min(array.strides) >= 0  # one entry has any stride
+    return torch.from_numpy(array if is_plain else array.copy())
 
 
 def make_table_set(
