@@ -285,6 +285,13 @@ def draw(rng: random.Random) -> object:
 
 def variant(rng: random.Random, value: object, others: list) -> object:
     """A wrong argument in the place of a right one: often near to it, else anything."""
+    try:
+        return _variant(rng, value, others)
+    except Exception:  # nothing is near to it: a huge integer, a nested tensor, an array of texts
+        return draw(rng)
+
+
+def _variant(rng: random.Random, value: object, others: list) -> object:
     chance = rng.random()
     if chance < 0.1 and others:
         return rng.choice(others)
@@ -299,16 +306,13 @@ def variant(rng: random.Random, value: object, others: list) -> object:
     if isinstance(value, np.ndarray):
         return _array_variant(rng, value)
     if isinstance(value, torch.Tensor):
-        return _variant_of_tensor(rng, value)
+        return _tensor_variant(rng, value)
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return _list_variant(rng, list(value), others)
     if is_dataclass(value) and not isinstance(value, type):
         name = rng.choice([each.name for each in fields(value) if each.init])
         other = variant(rng, getattr(value, name), others)
-        try:
-            return replace(value, **{name: other})
-        except Exception:
-            return draw(rng)
+        return replace(value, **{name: other})
     return draw(rng)
 
 
@@ -339,13 +343,6 @@ def _array_variant(rng: random.Random, array: np.ndarray) -> object:
     if change == 6:
         return array[::-1]
     return torch.from_numpy(array.copy()) if array.dtype.kind in "if" else array.tolist()
-
-
-def _variant_of_tensor(rng: random.Random, tensor: torch.Tensor) -> object:
-    try:
-        return _tensor_variant(rng, tensor)
-    except (RuntimeError, NotImplementedError):  # of a sparse or a nested one
-        return draw(rng)
 
 
 def _tensor_variant(rng: random.Random, tensor: torch.Tensor) -> object:
