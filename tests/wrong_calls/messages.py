@@ -16,6 +16,7 @@ _WORDS = {
     "child_seq": ("seq",),
     "report": ("report", "step", "failed_pages", "failed_host_pages", "completed"),
     "step_id": ("step",),
+    "after_step": ("step",),
     "plan": (
         "num_",
         "max_",
@@ -43,7 +44,7 @@ _WORDS = {
     "seconds": ("clock",),
     "key": ("tokens are",),
     "value": ("tokens are",),
-    "swap_out": ("swapped out",),
+    "swap_out": ("swapped out", "row"),
     "num_padded_reqs": ("requests",),
     "sliding_window": ("window",),
     "ids": ("ids", "page", "block"),
