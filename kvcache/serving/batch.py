@@ -79,7 +79,7 @@ class Batch:
         for name in ("starts", "num_drafts", "num_logits"):
             counts = getattr(self, name)
             if len(counts) != n:
-                raise ValueError(f"{name} has {len(counts)} entries: expected {n}")
+                raise ValueError(f"{name} has {len(counts)} entries: expected {n}, one per row")
             check_range(name, "is", counts, 0, MAX_INT32)
         token_ids = listed(token_ids, "token_ids", "a list of the tokens of each request")
         if len(token_ids) != n or n == 0:
