@@ -70,11 +70,13 @@ class Disaggregation:
         for option in options:
             name, _, value = option.partition("=")
             if name not in known or name in values:
-                raise ValueError(f"{option!r}: expected one of {', '.join(known)}, once, =number")
+                raise ValueError(
+                    f"text has {shown(option)}: expected one of {', '.join(known)}, once, =number"
+                )
             try:
                 values[name] = float(value)
             except ValueError:
-                raise ValueError(f"{name} is {value!r}: expected a number") from None
+                raise ValueError(f"{name} is {shown(value)}: expected a number") from None
         try:
             return cls(int(blocks), **values)
         except ValueError as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.checks import instance, listed, plain_fields, shown
+from kvcache.checks import MAX_INT32, check_range, instance, listed, plain_fields, shown
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +33,7 @@ class WorkloadRequest:
             array = getattr(self, name)
             if not (isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype.kind in "iu"):
                 raise TypeError(f"{name} is {shown(array)}: expected integers of one dimension")
+        check_range("token_ids", "is", self.token_ids, 0, MAX_INT32 + 1)
         if len(self.content) not in (0, len(self.token_ids)):
             raise ValueError(
                 f"content has {len(self.content)} entries and token_ids {len(self.token_ids)}: expected "

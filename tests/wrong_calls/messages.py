@@ -17,6 +17,7 @@ _WORDS = {
     "report": ("report", "step", "failed_pages", "failed_host_pages", "completed"),
     "step_id": ("step",),
     "after_step": ("step",),
+    "budget": ("num_gpu_blocks",),  # which follow from it
     "plan": (
         "num_",
         "max_",
