@@ -59,11 +59,17 @@ class LearnedReuse:
     def save(self, path: str | os.PathLike) -> None:
         """Writes a file of JSON, atomically; OSError where it cannot be written."""
         path = Path(checked_path(path, "path"))
+        if not path.name:
+            raise ValueError(f"path is {shown(path)}: expected the name of a file")
         draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         content = {"kvcache": "learned reuse", "version": VERSION}
         content |= {"reached": self.reached.tolist(), "used": self.used.tolist()}
-        draft.write_text(json.dumps(content) + "\n")
-        draft.replace(path)
+        try:
+            draft.write_text(json.dumps(content) + "\n")
+            draft.replace(path)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> LearnedReuse | None:

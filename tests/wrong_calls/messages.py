@@ -60,6 +60,7 @@ _WORDS = {
     "name": ("backend", "kind"),
     "described": ("backend",),
     "text": ("number of blocks", "two speeds", "option"),
+    "eviction_options": ("option",),
     "options": ("option", "window", "chunk_size"),
     "parent": ("parent", "request", "row"),
     "child": ("child", "request"),
