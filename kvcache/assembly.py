@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kvcache.allocator import CacheOptions, KVCacheManager, PolicyArguments
-from kvcache.checks import integer, integers, shown
+from kvcache.checks import check_range, instance, integer, integers, shown
 from kvcache.layouts import AttentionBackend, EngineBackend
 from kvcache.memory_plan import CachePlan
 from kvcache.worker import BlockTable, KVStorage, MultiGroupBlockTable, Pages, SwapEngine, Worker
@@ -46,6 +46,11 @@ class KVCache:
     host_pages: Pages | None  # None without a host tier
     worker: Worker
 
+    def __post_init__(self) -> None:
+        parts = {"plan": CachePlan, "manager": KVCacheManager, "tables": MultiGroupBlockTable}
+        for name, kind in (parts | {"pages": Pages, "worker": Worker}).items():
+            instance(getattr(self, name), kind, f"{name} of the cache")
+
     def group(self, layer_name: str) -> int:
         """The cache group of a layer. ValueError for a layer that the plan has not."""
         return self._place(layer_name)[0]
@@ -67,12 +72,16 @@ class KVCache:
         than that was given, or than `tables.commit_slot_mapping` left, and for a recurrent layer,
         which has no slots.
         """
+        num_tokens = integer(num_tokens, "num_tokens")
+        return self._slots(layer_name, num_tokens, f"num_tokens is {num_tokens}")
+
+    def _slots(self, layer_name: str, num_tokens: int, what: str) -> torch.Tensor:
         table = self.tables[self.group(layer_name)]
-        num_tokens, most = integer(num_tokens, "num_tokens"), _num_slots(table)
+        most = _num_slots(table)
         if num_tokens > most:
             raise ValueError(
-                f"num_tokens is {num_tokens}: expected at most {most}, the tokens of layer "
-                f"{layer_name!r} whose slots compute_slot_mapping and commit_slot_mapping have left"
+                f"{what}: expected at most {most}, the tokens of layer {layer_name!r} whose slots "
+                "compute_slot_mapping and commit_slot_mapping have left"
             )
         return table.slot_mapping.gpu[:num_tokens]
 
@@ -91,11 +100,13 @@ class KVCache:
         """
         group, index = self._place(layer_name)
         if slots is None:
-            slots = self.slots(layer_name, len(key))
+            instance(key, torch.Tensor, "key")
+            num_tokens = key.shape[0] if key.ndim else 0
+            slots = self._slots(layer_name, num_tokens, f"key has {num_tokens} tokens")
             num_computed = self.tables[group].num_computed_slots
-            if num_computed is not None and len(key) < num_computed:
+            if num_computed is not None and num_tokens < num_computed:
                 raise ValueError(
-                    f"key has {len(key)} tokens: expected {num_computed}, all whose slots "
+                    f"key has {num_tokens} tokens: expected {num_computed}, all whose slots "
                     f"compute_slot_mapping has left for layer {layer_name!r}, or slots for these"
                 )
         self.storages[group].write(index, key, value, slots)
@@ -130,18 +141,20 @@ class KVCache:
         torch.Size([40, 2, 64])
         """
         group, index = self._place(layer_name)
-        rows = integers(np.asarray(rows), "rows", ())
-        lengths = integers(np.asarray(num_tokens), "num_tokens", ())
-        if len(rows) != len(lengths) or (len(lengths) and lengths.min() < 0):
+        rows = integers(rows, "rows", ())
+        lengths = integers(num_tokens, "num_tokens", ())
+        layout = self.tables[group].layout
+        if len(rows) != len(lengths):
             raise ValueError(
-                f"num_tokens is {lengths.tolist()}: expected 0 or more for each of the {len(rows)} rows"
+                f"num_tokens has {len(lengths)} entries: expected one for each of the {len(rows)} rows"
             )
+        most = self.plan.max_model_len if layout.is_circular else layout.num_places
+        check_range("num_tokens", "is", lengths, 0, most + 1)
         starts = np.concatenate([[0], np.cumsum(lengths)])
         positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
         if len(rows) and rows.min() < 0:
             raise ValueError(f"rows is {rows.tolist()}: expected rows of the tables, 0 or more")
         of = np.repeat(rows, lengths)
-        layout = self.tables[group].layout
         if layout.is_circular:
             is_left = positions >= np.repeat(lengths, lengths) - layout.num_places
             of = np.where(is_left, of, -1)
@@ -150,9 +163,10 @@ class KVCache:
 
     def _place(self, layer_name: str) -> tuple[int, int]:
         """Group of a layer, and which of the group's layers it is."""
-        for group, spec in enumerate(self.plan.groups):
-            if layer_name in spec.layers:
-                return group, spec.layers.index(layer_name)
+        if isinstance(layer_name, str):
+            for group, spec in enumerate(self.plan.groups):
+                if layer_name in spec.layers:
+                    return group, spec.layers.index(layer_name)
         names = [layer.name for layer in self.plan.layers]
         raise ValueError(f"layer_name is {shown(layer_name)}: expected one of {', '.join(names)}")
 

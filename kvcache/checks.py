@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Sequence, Sized
+from dataclasses import fields
 from itertools import islice
 from numbers import Real
 from operator import index
@@ -159,16 +160,36 @@ def instance(value: object, kind: type | UnionType, name: str) -> None:
         raise TypeError(f"{name} is {shown(value)}: expected a {expected}")
 
 
-def dtype_name(dtype: object, known: Iterable[str]) -> str:
+_OF_ANNOTATION = {
+    "int": lambda value, name: integer(value, name, 0, MAX_INT64),
+    "float": number,
+    "str": lambda value, name: instance(value, str, name) or value,
+}
+
+
+def plain_fields(record: object) -> None:
+    """For `__post_init__` of a dataclass: its fields are what they are annotated as.
+
+    Those that are int (0 or more), float or str, or one of these or None; kept as Python's own numbers.
+    TypeError or ValueError.
+    """
+    for each in fields(record):
+        kind, _, rest = each.type.partition(" | ")
+        value = getattr(record, each.name)
+        if kind in _OF_ANNOTATION and not (value is None and rest == "None"):
+            object.__setattr__(record, each.name, _OF_ANNOTATION[kind](value, each.name))
+
+
+def dtype_name(dtype: object, known: Iterable[str], name: str = "dtype") -> str:
     """The name of a dtype ("bfloat16"), given as that or as a torch.dtype. TypeError or ValueError."""
-    name = dtype
+    found = dtype
     if type(dtype).__module__ == "torch":  # which is not imported here
-        name = str(dtype).removeprefix("torch.")
-    if not isinstance(name, str):
-        raise TypeError(f"dtype is {shown(dtype)}: expected a torch.dtype or its name")
-    if name not in known:
-        raise ValueError(f"dtype is {shown(name)}: expected one of {', '.join(known)}")
-    return name
+        found = str(dtype).removeprefix("torch.")
+    if not isinstance(found, str):
+        raise TypeError(f"{name} is {shown(dtype)}: expected a torch.dtype or its name")
+    if found not in known:
+        raise ValueError(f"{name} is {shown(found)}: expected one of {', '.join(known)}")
+    return found
 
 
 def text(value: str, name: str) -> str:

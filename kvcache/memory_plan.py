@@ -7,7 +7,17 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 
-from kvcache.checks import MAX_INT32, MAX_INT64, flag, integer, num_entries, shown
+from kvcache.checks import (
+    MAX_INT32,
+    MAX_INT64,
+    flag,
+    instance,
+    integer,
+    integers,
+    listed,
+    num_entries,
+    shown,
+)
 from kvcache.kinds import KindProperties, check_planned_pages, checked_max_pages, make_kind
 from kvcache.specs import (
     ELEMENT_BYTES,
@@ -50,6 +60,11 @@ class CachePlan:
             integer(getattr(self, name), f"{name} of the plan", 1, MAX_INT64)
         integer(self.max_num_batched_tokens, "max_num_batched_tokens of the plan", 1, MAX_INT64)
         integer(self.max_encoder_tokens, "max_encoder_tokens of the plan", 0, MAX_INT64)
+        for name, kind in (("layers", LayerSpec), ("groups", GroupSpec)):
+            for i, each in enumerate(listed(getattr(self, name), f"{name} of the plan")):
+                instance(each, kind, f"{name}[{i}] of the plan")
+        integers(self.padding_bytes, "padding_bytes of the plan", ())
+        instance(self.context_parallel, ContextParallel, "context_parallel of the plan")
 
     def pages_per_request(self, num_tokens: int) -> int:
         """Pages, over all groups, that one request of `num_tokens` holds at most at one time.

@@ -81,7 +81,7 @@ def test_rates_are_those_of_single_replays():
     ],
 )
 def test_the_choice(rates, says):
-    sizes = tuple(range(len(next(iter(rates.values())))))
+    sizes = tuple(range(1, 1 + len(next(iter(rates.values())))))
     assert Comparison("", 1, 16, sizes, rates).choice.startswith(says)
 
 

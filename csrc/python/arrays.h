@@ -134,6 +134,18 @@ inline double number_argument(const py::handle& value, const char* name) {
   throw py::type_error(text);
 }
 
+// A string that UTF-8 can hold.
+inline std::string text_argument(const py::handle& value, const char* name) {
+  const bool is_text = PyUnicode_Check(value.ptr()) != 0;
+  Py_ssize_t size = 0;
+  const char* const text = is_text ? PyUnicode_AsUTF8AndSize(value.ptr(), &size) : nullptr;
+  if (text != nullptr) return {text, static_cast<size_t>(size)};
+  if (is_text) clear_refusal();
+  const std::string what = std::string(name) + " is " + short_repr(value) + ": expected ";
+  if (is_text) throw py::value_error(what + "text that UTF-8 can hold");
+  throw py::type_error(what + "a string");
+}
+
 inline bool flag_argument(const py::handle& value, const char* name) {
   if (PyBool_Check(value.ptr())) return value.ptr() == Py_True;
   throw py::type_error(std::string(name) + " is " + short_repr(value) + ": expected True or False");
@@ -150,7 +162,13 @@ inline int64_t int_argument(const py::handle& value, const char* name, int64_t l
 
 // Refuses what says that it has more entries than an int32 counts, before any is looked at.
 inline void check_num_entries(const py::handle& value, const char* name) {
-  const Py_ssize_t size = PyObject_Size(value.ptr());
+  const bool is_array = py::isinstance<py::array>(value);
+  const Py_ssize_t size =
+      is_array ? py::reinterpret_borrow<py::array>(value).size() : PyObject_Size(value.ptr());
+  if (size < 0 && PyErr_ExceptionMatches(PyExc_ValueError)) {
+    PyErr_Clear();
+    throw py::type_error(std::string(name) + " has a length below 0: expected a sequence");
+  }
   if (size < 0 && !PyErr_ExceptionMatches(PyExc_TypeError) &&
       !PyErr_ExceptionMatches(PyExc_OverflowError)) {
     throw py::error_already_set();

@@ -300,21 +300,31 @@ void bind_hashing(py::module_& m) {
       py::arg("given") = py::none(), py::arg("labels") = py::none());
 }
 
-std::unique_ptr<BlockPool> make_pool(const py::object& num_blocks, const std::string& eviction,
-                                     const py::dict& eviction_options, const BlockPool* copies_of) {
+const BlockPool& pool_argument(const py::object& value, const char* name) {
+  if (py::isinstance<BlockPool>(value)) return py::cast<const BlockPool&>(value);
+  throw py::type_error(std::string(name) + " is " + short_repr(value) + ": expected a BlockPool");
+}
+
+std::unique_ptr<BlockPool> make_pool(const py::object& num_blocks, const py::object& eviction,
+                                     const py::object& eviction_options,
+                                     const py::object& copies_of) {
   const int64_t n = int_argument(num_blocks, "num_blocks");
+  const std::string policy = text_argument(eviction, "eviction");
+  if (!py::isinstance<py::dict>(eviction_options)) {
+    throw py::type_error("eviction_options is " + short_repr(eviction_options) +
+                         ": expected a dict of numbers");
+  }
   std::map<std::string, double> options;
-  for (const auto& [name, value] : eviction_options) {
-    if (!py::isinstance<py::str>(name) || !PyNumber_Check(value.ptr())) {
-      throw py::type_error("eviction_options[" + short_repr(name) + "] is " + short_repr(value) +
-                           ": expected a number under the option's name");
-    }
-    options[py::cast<std::string>(name)] = py::cast<double>(py::float_(value.cast<py::object>()));
+  for (const auto& [name, value] : py::cast<py::dict>(eviction_options)) {
+    const std::string what = "eviction_options[" + short_repr(name) + "]";
+    options[text_argument(name, "a name in eviction_options")] =
+        number_argument(value, what.c_str());
   }
   return std::make_unique<BlockPool>(
-      n, copies_of == nullptr
-             ? make_eviction_policy(eviction, options, n)
-             : make_host_eviction_policy(eviction, options, n, copies_of->policy()));
+      n, copies_of.is_none()
+             ? make_eviction_policy(policy, options, n)
+             : make_host_eviction_policy(policy, options, n,
+                                         pool_argument(copies_of, "copies_of").policy()));
 }
 
 // What a sound pool says of itself.
@@ -391,16 +401,21 @@ void notify_release(BlockPool& self, const py::object& ids, const py::object& pr
   self.notify_release(array.data(), wide.data(), array.size(), features);
 }
 
+int32_t id_argument(const py::object& value, const char* name) {
+  return static_cast<int32_t>(int_argument(value, name, kMinInt32, kMaxInt32));
+}
+
 // What a cached block of another pool holds.
-Copied copied_from(const BlockPool& source, const py::object& source_id, bool is_chain) {
-  const Int32Input array(py::make_tuple(source_id), "source_id");
-  source.check_sound();
-  source.check_id(array.data()[0], "source_id");
-  if (source.hash_of(array.data()[0]) == nullptr) {
-    throw py::value_error("source_id is block " + std::to_string(array.data()[0]) +
+Copied copied_from(const py::object& source, const py::object& source_id, bool is_chain) {
+  const BlockPool& pool = pool_argument(source, "source");
+  const int32_t id = id_argument(source_id, "source_id");
+  pool.check_sound();
+  pool.check_id(id, "source_id");
+  if (pool.hash_of(id) == nullptr) {
+    throw py::value_error("source_id is block " + std::to_string(id) +
                           ", which is under no hash: expected a published one");
   }
-  Copied copied = source.copied(array.data()[0], is_chain);
+  Copied copied = pool.copied(id, is_chain);
   copied.root = 0;  // `publish` takes no root, and makes each block one: it would have no parent
   return copied;
 }
@@ -408,34 +423,31 @@ Copied copied_from(const BlockPool& source, const py::object& source_id, bool is
 void bind_copies(py::class_<BlockPool>* pool) {
   pool->def(
           "publish_copy",
-          [](BlockPool& self, const py::object& id, const BlockPool& source,
+          [](BlockPool& self, const py::object& id, const py::object& source,
              const py::object& source_id, const py::object& is_chain) {
-            const Int32Input array(py::make_tuple(id), "id");
-            self.publish_copy(array.data()[0],
+            const int32_t block = id_argument(id, "id");
+            self.publish_copy(block,
                               copied_from(source, source_id, flag_argument(is_chain, "is_chain")));
           },
           py::arg("id"), py::arg("source"), py::arg("source_id"), py::arg("is_chain") = true,
           "Makes a held block findable as what a cached block of another pool is found as.")
       .def(
           "copy_again",
-          [](BlockPool& self, const py::object& id, const BlockPool& source,
+          [](BlockPool& self, const py::object& id, const py::object& source,
              const py::object& source_id) {
-            const Int32Input array(py::make_tuple(id), "id");
-            self.copy_again(array.data()[0], copied_from(source, source_id, true));
+            const int32_t block = id_argument(id, "id");
+            self.copy_again(block, copied_from(source, source_id, true));
           },
           py::arg("id"), py::arg("source"), py::arg("source_id"),
           "Notifies the policy that the block which this held one is a copy of is about to be\n"
           "evicted again.")
       .def(
           "notify_load",
-          [](BlockPool& self, const py::object& id) {
-            const Int32Input array(py::make_tuple(id), "id");
-            self.notify_load(array.data()[0]);
-          },
+          [](BlockPool& self, const py::object& id) { self.notify_load(id_argument(id, "id")); },
           py::arg("id"), "Notifies the policy that the other pool holds this again.")
       .def(
           "gain_of_copy",
-          [](BlockPool& self, const BlockPool& source, const py::object& source_id) {
+          [](BlockPool& self, const py::object& source, const py::object& source_id) {
             self.check_sound();
             return self.gain_of_copy(copied_from(source, source_id, true));
           },
@@ -500,9 +512,9 @@ void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
       .def(
           "is_pinned",
           [](const BlockPool& self, const py::object& id) {
-            const Int32Input array(py::make_tuple(id), "id");
+            const int32_t block = id_argument(id, "id");
             self.check_sound();
-            return self.is_pinned(array.data()[0]);
+            return self.is_pinned(block);
           },
           py::arg("id"))
       .def_property_readonly("has_policy", &BlockPool::has_policy)
@@ -532,7 +544,7 @@ this one (`publish_copy`): then `eviction` is one of `host_eviction_names`.
 4
 )");
   def_init(pool, &make_pool, py::arg("num_blocks"), py::arg("eviction") = "lru",
-           py::arg("eviction_options") = py::dict(), py::arg("copies_of") = nullptr)
+           py::arg("eviction_options") = py::dict(), py::arg("copies_of") = py::none())
       .def(
           "allocate",
           [](BlockPool& self, const py::object& count) -> py::object {

@@ -82,8 +82,14 @@ void bind_kinds(py::module_& m) {
   def_init(
       py::class_<AttentionKind, PythonKind, std::shared_ptr<AttentionKind>>(m, "AttentionKind"),
       []() -> std::shared_ptr<AttentionKind> { return std::make_shared<PythonKind>(); })
-      .def("first_needed_token", &AttentionKind::first_needed_token,
-           py::arg("num_computed_tokens"));
+      .def(
+          "first_needed_token",
+          [](const AttentionKind& self, const py::object& num_computed_tokens) {
+            constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+            return self.first_needed_token(
+                int_argument(num_computed_tokens, "num_computed_tokens", 0, kMost));
+          },
+          py::arg("num_computed_tokens"));
   def_init(class_of<FullAttention>(m, "FullAttention"),
            [] { return std::make_shared<FullAttention>(); });
   def_init(

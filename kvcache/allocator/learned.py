@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvcache.checks import shown
+from kvcache.checks import as_array, shown
+from kvcache.checks import path as checked_path
 
 VERSION = 2  # of the file; another one for other classes or ages
 NUM_CLASSES, NUM_AGES = 101, 26  # of csrc/core/eviction/learned/
@@ -40,7 +41,7 @@ class LearnedReuse:
     def __post_init__(self) -> None:
         for name in ("reached", "used"):
             try:
-                counts = np.array(getattr(self, name), np.float64)
+                counts = as_array(getattr(self, name), name).astype(np.float64)
             except (TypeError, ValueError, OverflowError):
                 raise ValueError(
                     f"{name} is no array of numbers ({shown(getattr(self, name))}): expected "
@@ -57,18 +58,25 @@ class LearnedReuse:
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes a file of JSON, atomically; OSError where it cannot be written."""
-        path = Path(path)
+        path = Path(checked_path(path, "path"))
+        if not path.name:
+            raise ValueError(f"path is {shown(path)}: expected the name of a file")
         draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         content = {"kvcache": "learned reuse", "version": VERSION}
         content |= {"reached": self.reached.tolist(), "used": self.used.tolist()}
-        draft.write_text(json.dumps(content) + "\n")
-        draft.replace(path)
+        try:
+            draft.write_text(json.dumps(content) + "\n")
+            draft.replace(path)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> LearnedReuse | None:
         """What a file holds. None, with a warning, for one that is missing, damaged, larger than 4 MiB or
         of another kind or version: a policy that knows nothing is better than a process that does not
         begin."""
+        path = checked_path(path, "path")
         try:
             with Path(path).open("rb") as file:
                 data = file.read(_MOST_BYTES + 1)
@@ -83,7 +91,7 @@ class LearnedReuse:
                 )
             return cls(content.get("reached"), content.get("used"))
         except (OSError, ValueError, RecursionError) as error:
-            warnings.warn(f"{os.fspath(path)} is ignored: {error}", stacklevel=2)
+            warnings.warn(f"{path} is ignored: {error}", stacklevel=2)
             return None
 
 

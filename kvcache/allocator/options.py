@@ -8,7 +8,7 @@ from typing import TypedDict
 
 from kvcache.allocator.hashing import DEFAULT_ALGORITHM, DEFAULT_SEED, hash_bytes_of
 from kvcache.allocator.hashing import hash_seed as first_parent
-from kvcache.checks import MAX_INT64, flag, integer, number, shown, text
+from kvcache.checks import MAX_INT64, flag, integer, num_entries, number, shown, text
 from kvcache.native.load import core
 
 _MOST_BYTES = 2**62
@@ -299,7 +299,7 @@ def checked_retention(
 
 
 def _checked_range(name: str, value: object) -> tuple[int, int, int, int]:
-    if not isinstance(value, list | tuple) or len(value) != 4:
+    if not isinstance(value, list | tuple) or num_entries(value, name) != 4:
         raise TypeError(
             f"{name} is {shown(value)}: expected (first token, stop, priority, seconds or None)"
         )

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvcache.allocator.event_stream import RequestLabels
 from kvcache.allocator.hashing import HashKey, token_sequence
-from kvcache.checks import MAX_INT32, flag, integer, listed, shown, text
+from kvcache.checks import MAX_INT32, flag, instance, integer, listed, shown, text
 from kvcache.native.load import core
 
 
@@ -145,6 +145,7 @@ class Request:
         last_key, chain = self._last
         if key is last_key:
             return chain
+        instance(key, HashKey, "key")
         chain = self._chains.get(key)
         if chain is None:
             chain = self._chains.setdefault(key, self._make_chain(key))

@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvcache.checks import MAX_INT64, integer, integers, listed
+
+_MOST_USERS, _MOST_TOKENS = 2**16, 2**20  # which are made in seconds
+
 
 @dataclass(slots=True)
 class Chat:
@@ -21,9 +25,19 @@ class Chat:
         return [*self.history, *self.messages[len(self.turns)]]
 
     def end_turn(self, prompt: list[int], answers: list[list[int]]) -> None:
-        """Notes the answers to a prompt; the chat goes on behind the first."""
-        self.turns.append((prompt, answers))
-        self.history = [*prompt, *answers[0]]
+        """Notes the answers to a prompt; the chat goes on behind the first.
+
+        TypeError or ValueError for what are no tokens, and for no answer.
+        """
+        tokens = integers(prompt, "prompt", ()).tolist()
+        all_answers = [
+            integers(each, f"answers[{i}]", ()).tolist()
+            for i, each in enumerate(listed(answers, "answers"))
+        ]
+        if not all_answers:
+            raise ValueError("answers is empty: expected one or more")
+        self.turns.append((tokens, all_answers))
+        self.history = tokens + all_answers[0]
 
     @property
     def is_over(self) -> bool:
@@ -37,8 +51,14 @@ def make_chats(
     """Chats that begin with one of two system prompts, and are at most `max_tokens` long.
 
     An eighth of `max_tokens` is the system prompt, the rest is divided among the turns, half of each for
-    the answer. Every fourth user wants three answers to each message.
+    the answer. Every fourth user wants three answers to each message. TypeError or ValueError for
+    numbers out of range.
     """
+    seed = integer(seed, "seed", 0, MAX_INT64)
+    num_users = integer(num_users, "num_users", most=_MOST_USERS)
+    num_turns = integer(num_turns, "num_turns", 1, _MOST_TOKENS)
+    max_tokens = integer(max_tokens, "max_tokens", 1, _MOST_TOKENS)
+    vocab_size = integer(vocab_size, "vocab_size", 2)
     rng = np.random.default_rng(seed)
     system_length = max(1, max_tokens // 8)
     systems = [rng.integers(1, vocab_size, system_length).tolist() for _ in range(2)]

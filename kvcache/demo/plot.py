@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 
+from kvcache.checks import path as checked_path
 from kvcache.demo.report import DemoReport, summary
 from kvcache.demo.serve_chats import Course
 
@@ -15,6 +16,7 @@ _HITS, _OUT, _IN, _WAITING = "#1b7837", "#b2182b", "#e08214", "#762a83"
 
 def draw(course: Course, report: DemoReport, path: str | os.PathLike) -> None:
     """Writes the figure to `path`; needs matplotlib. OSError when it cannot be written."""
+    path = checked_path(path, "path")
     import matplotlib
 
     matplotlib.use("Agg")  # files only: works without a display

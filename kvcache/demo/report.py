@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from kvcache.checks import instance, plain_fields
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -37,6 +39,9 @@ class DemoReport:
     evicted_blocks: int
     dense_seconds: float  # of the model with its own cache, one sequence after the other
 
+    def __post_init__(self) -> None:
+        plain_fields(self)
+
     @property
     def hit_rate(self) -> float:
         """Of the prompts' tokens, those that were found in the cache."""
@@ -57,6 +62,7 @@ class DemoReport:
 
 def report_table(report: DemoReport) -> Table:
     """The figures as a table of rich."""
+    instance(report, DemoReport, "report")
     from rich.table import Table
 
     table = Table(title=f"Chats served by {report.model}", show_header=False, min_width=60)
@@ -72,12 +78,13 @@ def report_table(report: DemoReport) -> Table:
 
 def summary(report: DemoReport) -> str:
     """The result in a sentence."""
+    instance(report, DemoReport, "report")
     return f"identical to a dense cache: {report.identical_sequences:,} of {report.sequences:,} sequences"
 
 
 def _sections(report: DemoReport) -> list[list[tuple[str, str, str]]]:
     share = report.kvcache_seconds / report.seconds if report.seconds else 0.0
-    times = report.dense_bytes / report.pool_bytes
+    times = report.dense_bytes / report.pool_bytes if report.pool_bytes else 0.0
     return [
         [
             ("requests", f"{report.requests:,}", f"{report.sequences:,} sequences"),

@@ -48,6 +48,7 @@ class KindProperties:
         From the first token that the step reads to the last that it computes, `step_tokens` at most:
         `min(num_tokens, step_tokens)` or more.
         """
+        check_tokens(num_tokens, step_tokens)
         return num_tokens
 
     def max_pages(self, num_tokens: int, step_tokens: int, tokens_per_page: int) -> int:
@@ -97,6 +98,7 @@ class AttentionKind(KindProperties, core.AttentionKind):
         Override it where a formula is known and requests have tens of millions of tokens. Raises
         KindError.
         """
+        check_tokens(num_tokens, step_tokens)
         self.check_rule(num_tokens)
         return self._longest_reach[num_tokens - 1] + step_tokens
 
@@ -123,6 +125,12 @@ class AttentionKind(KindProperties, core.AttentionKind):
                 )
             self._last_first = first
             reach.append(max(position - first, reach[-1] if reach else 0))
+
+
+def check_tokens(num_tokens: int, step_tokens: int) -> None:
+    """Of a request, and of one of its steps. TypeError or ValueError."""
+    integer(num_tokens, "num_tokens", 1, MAX_INT64)
+    integer(step_tokens, "step_tokens", 1, MAX_INT64)
 
 
 def checked_first_live_token(kind: KindProperties, start: int, stop: int) -> int:
@@ -158,8 +166,7 @@ def _check_asked(
     kind: KindProperties, num_tokens: int, step_tokens: int, tokens_per_page: int
 ) -> None:
     instance(kind, KindProperties, "kind")
-    integer(num_tokens, "num_tokens", 1, MAX_INT64)
-    integer(step_tokens, "step_tokens", 1, MAX_INT64)
+    check_tokens(num_tokens, step_tokens)
     integer(tokens_per_page, "tokens_per_page", 1, MAX_INT64)
 
 

@@ -7,7 +7,7 @@ be computed only with all layers below it, from the beginning. A manager with su
 nothing, unless the group says `cached=False`: then its layers read only what the request has computed.
 """
 
-from kvcache.kinds.base import KindProperties
+from kvcache.kinds.base import KindProperties, check_tokens
 from kvcache.kinds.registry import register
 from kvcache.native.load import core
 
@@ -38,6 +38,7 @@ class CircularWindow(KindProperties, core.CircularWindow):
 
     def max_live_tokens(self, num_tokens: int, step_tokens: int) -> int:
         """The tokens of a step, and those in the window of the first."""
+        check_tokens(num_tokens, step_tokens)
         return self._window - 1 + step_tokens
 
     def max_pages(self, num_tokens: int, step_tokens: int, tokens_per_page: int) -> int:

@@ -1,6 +1,6 @@
 """A token reads itself and the `window - 1` tokens before it."""
 
-from kvcache.kinds.base import KindProperties
+from kvcache.kinds.base import KindProperties, check_tokens
 from kvcache.kinds.registry import register
 from kvcache.native.load import core
 
@@ -20,4 +20,5 @@ class SlidingWindow(KindProperties, core.SlidingWindow):
 
     def max_live_tokens(self, num_tokens: int, step_tokens: int) -> int:
         """The tokens of a step, and those in the window of the first."""
+        check_tokens(num_tokens, step_tokens)
         return self._window - 1 + step_tokens

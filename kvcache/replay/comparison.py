@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from kvcache.allocator import hash_blocks
-from kvcache.checks import instance, integer, listed
+from kvcache.checks import flag, instance, integer, listed, number, plain_fields, shown
 from kvcache.checks import text as checked_text
 from kvcache.replay.policies import parse_eviction
 from kvcache.replay.replayer import Replayer
@@ -35,6 +35,19 @@ class Comparison:
     sizes: tuple[int, ...]
     token_hit_rates: dict[str, list[float]]
     optimum: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        plain_fields(self)
+        num_sizes = len(_checked_sizes(self.sizes))
+        if not isinstance(self.token_hit_rates, Mapping):
+            raise TypeError(f"token_hit_rates is {shown(self.token_hit_rates)}: expected a mapping")
+        rates = [*self.token_hit_rates.items()]
+        for name, of in [*rates, *([] if self.optimum is None else [("optimum", self.optimum)])]:
+            what = f"token hit rates of {checked_text(name, 'token_hit_rates')}"
+            for rate in listed(of, what):
+                number(rate, what)
+            if len(of) != num_sizes:
+                raise ValueError(f"{what} are {shown(of)}: expected {num_sizes}, one per size")
 
     def to_dict(self) -> dict:
         """As plain data for JSON."""
@@ -86,11 +99,16 @@ def compare(
     `with_optimum`: for one group of full attention, of `block_size`. ValueError for an unknown policy.
     """
     requests = checked_requests(requests, "requests")
-    sizes = [integer(each, f"sizes[{i}]", 1) for i, each in enumerate(listed(sizes, "sizes"))]
+    sizes = _checked_sizes(sizes)
+    instance(trace, str, "trace")
+    with_optimum = flag(with_optimum, "with_optimum")
     policies = [
         checked_text(each, f"policies[{i}]") for i, each in enumerate(listed(policies, "policies"))
     ]
-    chosen = {text: parse_eviction(text) for text in policies}
+    for name, given in (("sizes", sizes), ("policies", policies)):
+        if not given:
+            raise ValueError(f"{name} is empty: expected one or more")
+    chosen = {text: _parsed(i, text) for i, text in enumerate(policies)}
     rates: dict[str, list[float]] = {text: [] for text in chosen}
     reports = []
     for text, (name, values) in chosen.items():
@@ -105,6 +123,17 @@ def compare(
     return Comparison(trace, len(requests), block_size, tuple(sizes), rates, best)
 
 
+def _checked_sizes(sizes: Sequence[int]) -> list[int]:
+    return [integer(each, f"sizes[{i}]", 1) for i, each in enumerate(listed(sizes, "sizes"))]
+
+
+def _parsed(i: int, text: str) -> tuple[str, dict[str, float]]:
+    try:
+        return parse_eviction(text)
+    except ValueError as error:
+        raise ValueError(f"policies[{i}] is {error}") from None
+
+
 def optimum(requests: Sequence[WorkloadRequest], block_size: int, num_blocks: int) -> float:
     """The token hit rate where the block whose next use is farthest goes first (Belady 1966).
 
@@ -115,9 +144,9 @@ def optimum(requests: Sequence[WorkloadRequest], block_size: int, num_blocks: in
     num_blocks = integer(num_blocks, "num_blocks", 1)
     chains = [[bytes(each) for each in hash_blocks(r.token_ids, block_size)] for r in requests]
     uses: dict[bytes, list[int]] = {}  # the requests that use a block, last one first
-    for number in reversed(range(len(chains))):
-        for key in chains[number]:
-            uses.setdefault(key, []).append(number)
+    for i in reversed(range(len(chains))):
+        for key in chains[i]:
+            uses.setdefault(key, []).append(i)
     cached: dict[bytes, int] = {}  # the next use
     farthest: list[tuple[int, int, bytes]] = []
     num_hits = 0

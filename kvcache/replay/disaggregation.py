@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Unpack
 
 from kvcache.allocator import CacheArguments, KVCacheManager, Request
-from kvcache.checks import instance, integer, number, shown
+from kvcache.checks import instance, integer, number, plain_fields, shown
 from kvcache.checks import text as checked_text
 from kvcache.disaggregation.connector import Connector, Loaded
 from kvcache.disaggregation.layout import GroupLayout
@@ -70,11 +70,13 @@ class Disaggregation:
         for option in options:
             name, _, value = option.partition("=")
             if name not in known or name in values:
-                raise ValueError(f"{option!r}: expected one of {', '.join(known)}, once, =number")
+                raise ValueError(
+                    f"text has {shown(option)}: expected one of {', '.join(known)}, once, =number"
+                )
             try:
                 values[name] = float(value)
             except ValueError:
-                raise ValueError(f"{name} is {value!r}: expected a number") from None
+                raise ValueError(f"{name} is {shown(value)}: expected a number") from None
         try:
             return cls(int(blocks), **values)
         except ValueError as error:
@@ -126,6 +128,9 @@ class DisaggregationReport:
     duration_s: float = 0.0
     mean_ms_to_first_token: float = 0.0
     p99_ms_to_first_token: float = 0.0
+
+    def __post_init__(self) -> None:
+        plain_fields(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data for JSON."""
@@ -261,6 +266,7 @@ class DisaggregatedReplayer:
         on_request: Callable[[], None] | None = None,
     ) -> DisaggregationReport:
         """Replays all requests to their end; `on_request` is called as each comes, for progress."""
+        instance(trace, str, "trace")
         for item in checked_workload(workload, on_request):
             self._at(item.arrival_ms / 1000, lambda item=item: self._arrive(item))
             # Events up to this one's time; later ones may come in between the next arrivals.
@@ -445,6 +451,7 @@ class DisaggregatedReplayer:
 
 def disaggregation_table(report: DisaggregationReport) -> Table:
     """The report as a rich table; needs the extra `cli`."""
+    instance(report, DisaggregationReport, "report")
     from rich.markup import escape
     from rich.table import Table
 
@@ -491,7 +498,7 @@ def disaggregation_table(report: DisaggregationReport) -> Table:
     )
     for section in sections:
         for what, value, note in section:
-            table.add_row(what, f"{value:,}" if isinstance(value, int) else value, note)
+            table.add_row(what, value if isinstance(value, str) else f"{value:,}", note)
         table.add_section()
     return table
 

@@ -133,6 +133,7 @@ class Replayer:
         on_request: Callable[[], None] | None = None,
     ) -> ReplayReport:
         """Replays all requests and frees them; `on_request` is called after each, for progress."""
+        instance(trace, str, "trace")
         for item in checked_workload(workload, on_request):
             self._replay(item)
             if on_request is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from kvcache.checks import instance, plain_fields
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -83,6 +85,9 @@ class ReplayReport:
     mean_ms_to_first_token: float | None = None
     p99_ms_to_first_token: float | None = None
 
+    def __post_init__(self) -> None:
+        plain_fields(self)
+
     def to_dict(self) -> dict:
         """The report as plain data for JSON, without the fields that are None."""
         return asdict(self, dict_factory=_without_none)
@@ -94,6 +99,7 @@ def _without_none(items: list[tuple[str, object]]) -> dict:
 
 def report_table(report: ReplayReport) -> Table:
     """The report as a rich table; needs the extra `cli`."""
+    instance(report, ReplayReport, "report")
     from rich.markup import escape
     from rich.table import Table
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.checks import MAX_INT64, instance, integer, listed, shown
+from kvcache.checks import MAX_INT32, check_range, instance, listed, plain_fields, shown
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,17 +28,16 @@ class WorkloadRequest:
     content: np.ndarray
 
     def __post_init__(self) -> None:
-        integer(self.index, "index", 0, MAX_INT64)
-        integer(self.arrival_ms, "arrival_ms", 0, MAX_INT64)
-        integer(self.output_length, "output_length", 0, MAX_INT64)
+        plain_fields(self)
         for name in ("token_ids", "content"):
             array = getattr(self, name)
             if not (isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype.kind in "iu"):
                 raise TypeError(f"{name} is {shown(array)}: expected integers of one dimension")
+        check_range("token_ids", "is", self.token_ids, 0, MAX_INT32 + 1)
         if len(self.content) not in (0, len(self.token_ids)):
             raise ValueError(
-                f"content has {len(self.content)} entries: expected {len(self.token_ids)}, one per "
-                "token, or none"
+                f"content has {len(self.content)} entries and token_ids {len(self.token_ids)}: expected "
+                "as many, or none"
             )
 
     @property
@@ -53,11 +52,12 @@ def checked_workload(
     """Its requests; those of a list are checked before the first is yielded. TypeError."""
     if on_request is not None and not callable(on_request):
         raise TypeError(f"on_request is {shown(on_request)}: expected a function or None")
-    if isinstance(workload, str | bytes) or not isinstance(workload, Iterable):
-        raise TypeError(f"workload is {shown(workload)}: expected requests")
     if isinstance(workload, list | tuple):
         checked_requests(workload, "workload")
-    return _checked_each(workload)
+    try:
+        return _checked_each(iter(workload))
+    except (TypeError, RuntimeError):  # RuntimeError: of a tensor of too many rows
+        raise TypeError(f"workload is {shown(workload)}: expected requests") from None
 
 
 def checked_requests(requests: Sequence[WorkloadRequest], name: str) -> list[WorkloadRequest]:
@@ -68,7 +68,7 @@ def checked_requests(requests: Sequence[WorkloadRequest], name: str) -> list[Wor
     return out
 
 
-def _checked_each(workload: Iterable[WorkloadRequest]) -> Iterator[WorkloadRequest]:
+def _checked_each(workload: Iterator[WorkloadRequest]) -> Iterator[WorkloadRequest]:
     for i, each in enumerate(workload):
         instance(each, WorkloadRequest, f"workload[{i}]")
         yield each

@@ -146,12 +146,14 @@ class EngineLoop:
 
     def drop(self, answer: Answer) -> None:
         """Ends a request that no one listens to any more; called in the engine's thread."""
+        instance(answer, Answer, "answer")
         generation = answer.generation
         if generation is not None and self._answers.pop(generation.request_id, None):
             self.engine.abort(generation.request_id)  # nothing, where it has ended
 
     def stop_sample(self, answer: Answer, index: int) -> None:
         """Ends one sample of a request; called in the engine's thread."""
+        instance(answer, Answer, "answer")
         request_id = answer.generation.request_id
         if self.engine.stop(request_id, index):
             self._tell(Delta(request_id, index, [], "stop"))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from kvcache.checks import MAX_INT32, check_range, integers, listed, shown
+from kvcache.checks import text as checked_text
 from kvcache.serve.stops import StopTexts
 
 
@@ -37,25 +39,28 @@ class ByteTexts:
 
     def encode(self, text: str) -> list[int]:
         """The bytes of a text."""
-        return list(text.encode())
+        return list(checked_text(text, "text").encode())
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of bytes; what is no UTF-8 becomes the replacement character."""
         data = b"".join(
-            bytes([token]) if token < 256 else f"<{token}>".encode() for token in token_ids
+            bytes([token]) if token < 256 else f"<{token}>".encode()
+            for token in _checked_tokens(token_ids)
         )
         return data.decode(errors="replace")
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """The messages in lines, each after its role."""
-        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
-        return self.encode("".join([*lines, "assistant: "]))
+        return self.encode(_in_lines(_checked_messages(messages)))
 
 
 class TokenizerTexts:
     """By a tokenizer of transformers, with its chat template where it has one."""
 
     def __init__(self, tokenizer: object) -> None:
+        for name in ("encode", "decode", "get_vocab", "eos_token_id"):
+            if not hasattr(tokenizer, name):
+                raise TypeError(f"tokenizer is {shown(tokenizer)}: expected one of transformers")
         self._tokenizer = tokenizer
         end = tokenizer.eos_token_id
         self.end_token_ids = () if end is None else (end,)
@@ -63,22 +68,44 @@ class TokenizerTexts:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt."""
-        return self._tokenizer.encode(text)
+        return self._tokenizer.encode(checked_text(text, "text"))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text, without special tokens."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return self._tokenizer.decode(_checked_tokens(token_ids), skip_special_tokens=True)
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """By the chat template; without one, the messages in lines, each after its role."""
+        messages = _checked_messages(messages)
         if not getattr(self._tokenizer, "chat_template", None):
-            lines = [f"{message['role']}: {message['content']}\n" for message in messages]
-            return self.encode("".join([*lines, "assistant: "]))
+            return self.encode(_in_lines(messages))
         return list(
             self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=True, return_dict=False
             )
         )
+
+
+def _checked_tokens(token_ids: Sequence[int]) -> list[int]:
+    tokens = integers(token_ids, "token_ids", ())
+    check_range("token_ids", "is", tokens, 0, MAX_INT32 + 1)
+    return tokens.tolist()
+
+
+def _checked_messages(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Texts under role and content. TypeError or ValueError."""
+    messages = listed(messages, "messages", "a list of messages")
+    for i, message in enumerate(messages):
+        if not (isinstance(message, Mapping) and {"role", "content"} <= message.keys()):
+            raise TypeError(f"messages[{i}] is {shown(message)}: expected its role and content")
+        for name in ("role", "content"):
+            checked_text(message[name], f"messages[{i}].{name}")
+    return messages
+
+
+def _in_lines(messages: list[dict[str, str]]) -> str:
+    lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+    return "".join([*lines, "assistant: "])
 
 
 class AnswerText:

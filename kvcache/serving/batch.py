@@ -79,7 +79,7 @@ class Batch:
         for name in ("starts", "num_drafts", "num_logits"):
             counts = getattr(self, name)
             if len(counts) != n:
-                raise ValueError(f"{name} has {len(counts)} entries: expected {n}")
+                raise ValueError(f"{name} has {len(counts)} entries: expected {n}, one per row")
             check_range(name, "is", counts, 0, MAX_INT32)
         token_ids = listed(token_ids, "token_ids", "a list of the tokens of each request")
         if len(token_ids) != n or n == 0:
@@ -125,20 +125,23 @@ class Batch:
 
     def kind(self, group: int) -> KindProperties:
         """The attention kind of a group."""
-        group = integer(group, "group", most=len(self.cache.plan.groups) - 1)
+        group = self._checked(group)
         if group not in self._kinds:
             spec = self.cache.plan.groups[group]
             self._kinds[group] = make_kind(spec.kind, spec.options)
         return self._kinds[group]
 
+    def _checked(self, group: int) -> int:
+        return integer(group, "group", most=len(self.cache.plan.groups) - 1)
+
     def slots(self, group: int) -> torch.Tensor:
         """int64[t] on the device: where each token's K and V are written in this group."""
-        self.kind(group)  # refuses what is no group
+        group = self._checked(group)
         return self.cache.tables[group].slot_mapping.gpu[: self.num_tokens]
 
     def context(self, group: int) -> Context:
         """The tokens that the step's queries see in this group, their own included."""
-        self.kind(group)  # refuses what is no group
+        group = self._checked(group)
         if group not in self._contexts:
             first_needed = self.kind(group).first_needed_token
             firsts = np.array([first_needed(int(start)) for start in self.starts], np.int64)
@@ -154,7 +157,7 @@ class Batch:
 
     def state_pages(self, group: int) -> np.ndarray:
         """int32[n, 1 + drafts at most]: pages of recurrent states; see `BlockTable.state_pages`."""
-        self.kind(group)  # refuses what is no group
+        group = self._checked(group)
         table = self.cache.tables[group]
         return table.state_pages(self.rows, self.seq_lens, self.num_drafts).cpu().numpy()
 

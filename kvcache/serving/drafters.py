@@ -23,7 +23,9 @@ class NgramDrafter:
     def __init__(self, num_tokens: int = 4, *, longest: int = 4, shortest: int = 2) -> None:
         self.num_tokens = integer(num_tokens, "num_tokens", least=1)
         self.shortest = integer(shortest, "shortest", least=1)
-        self.longest = integer(longest, "longest", least=self.shortest)
+        self.longest = integer(longest, "longest", least=1)
+        if self.longest < self.shortest:
+            raise ValueError(f"shortest is {shortest}: expected at most longest, {longest}")
 
     def __call__(self, request: Request) -> list[int]:
         instance(request, Request, "request")

@@ -174,15 +174,18 @@ class Engine:
         `params`: for all, or one for each. A prompt that is refused refuses all of them.
         """
         prompts = listed(prompts, "prompts", "a sequence of prompts")
-        each = params if isinstance(params, list | tuple) else [params] * len(prompts)
+        is_one = params is None or isinstance(params, SamplingParams)
+        each = [params] * len(prompts) if is_one else listed(params, "params")
         if len(each) != len(prompts):
             raise ValueError(
                 f"params has {len(each)} entries: expected {len(prompts)}, one per prompt"
             )
+        each = [SamplingParams() if own is None else own for own in each]
+        tokens = [self.check(prompt, own) for prompt, own in zip(prompts, each)]
         generations: list[Generation] = []
         try:
             with SignalHold():
-                for prompt, own in zip(prompts, each):
+                for prompt, own in zip(tokens, each):
                     generations.append(self.add(prompt, own))
             while not all(generation.is_finished for generation in generations):
                 self.step()

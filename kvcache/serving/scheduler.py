@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from kvcache.allocator import KVCacheManager
-from kvcache.checks import MAX_INT32, check_range, instance, integer, integers, shown
+from kvcache.checks import MAX_INT32, check_range, instance, integer, integers, num_entries, shown
 from kvcache.kinds import make_kind
 from kvcache.serving.sequence import Sequence, State
 from kvcache.step import Status, StepPlan, StepReport
@@ -70,7 +70,7 @@ class Scheduler:
         preemption: Literal["swap", "recompute"] = "swap",
     ) -> None:
         instance(manager, KVCacheManager, "manager")
-        if preemption not in ("swap", "recompute"):
+        if not isinstance(preemption, str) or preemption not in ("swap", "recompute"):
             raise ValueError(f"preemption is {shown(preemption)}: expected 'swap' or 'recompute'")
         self.manager = manager
         self.max_num_batched_tokens = integer(
@@ -163,7 +163,8 @@ class Scheduler:
         self._check_in_flight(step)
         report = StepReport(step.plan.step_id, True) if report is None else report
         instance(report, StepReport, "report")
-        if report.failed_pages or report.failed_host_pages:
+        failed = (report.failed_pages, report.failed_host_pages)
+        if any(num_entries(pages, "failed pages of the report") for pages in failed):
             # What the step was to compute is not computed.
             report = StepReport(
                 report.step_id, False, report.failed_pages, report.failed_host_pages
@@ -193,7 +194,7 @@ class Scheduler:
                 token_ids = integers(token_ids, "token_ids", ())
                 check_range("token_ids", "is", token_ids, 0, MAX_INT32 + 1)
                 break
-        if num_rejected != 0:
+        if type(num_rejected) is not int or num_rejected:
             num_rejected = integer(num_rejected, "num_rejected")
             self.manager.reject_tokens(sequence.request, num_rejected)
         sequence.drafts = []
@@ -211,10 +212,11 @@ class Scheduler:
             raise ValueError(f"parent is {parent.state.value}: expected a sequence that was added")
         if child.state is not State.WAITING or child.has_begun or self._knows(child):
             raise ValueError(f"child is {child.state.value}: expected a new sequence")
+        is_there = parent.state is State.RUNNING
+        has_row = is_there and self.manager.fork(parent.request, child.request) >= 0
         parent.num_rows = max(1, parent.num_rows - child.num_rows)
         child.has_begun = True
-        is_there = parent.state is State.RUNNING
-        if is_there and self.manager.fork(parent.request, child.request) >= 0:
+        if has_row:
             child.state = State.RUNNING
             child.num_cached_tokens = self.manager.num_computed_tokens(child.request)
             self._insert(self.admitted, child)

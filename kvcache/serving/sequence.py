@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvcache.allocator import Request
-from kvcache.checks import MAX_INT64, instance, integer, listed, shown
+from kvcache.checks import MAX_INT64, flag, instance, integer, listed, shown
 
 
 class State(Enum):
@@ -54,4 +54,9 @@ class Sequence:
         if self.max_tokens is not None:
             integer(self.max_tokens, "max_tokens", least=1)
         integer(self.num_rows, "num_rows", least=1)
+        instance(self.state, State, "state")
+        flag(self.has_begun, "has_begun")
+        integer(self.num_preemptions, "num_preemptions")
+        if self.num_cached_tokens is not None:
+            integer(self.num_cached_tokens, "num_cached_tokens")
         listed(self.drafts, "drafts", "a list of tokens")

@@ -16,6 +16,8 @@ _WORDS = {
     "child_seq": ("seq",),
     "report": ("report", "step", "failed_pages", "failed_host_pages", "completed"),
     "step_id": ("step",),
+    "after_step": ("step",),
+    "budget": ("num_gpu_blocks",),  # which follow from it
     "plan": (
         "num_",
         "max_",
@@ -44,7 +46,7 @@ _WORDS = {
     "seconds": ("clock",),
     "key": ("tokens are",),
     "value": ("tokens are",),
-    "swap_out": ("swapped out",),
+    "swap_out": ("swapped out", "row"),
     "num_padded_reqs": ("requests",),
     "sliding_window": ("window",),
     "ids": ("ids", "page", "block"),
@@ -69,6 +71,7 @@ _WORDS = {
     "name": ("backend", "kind"),
     "described": ("backend",),
     "text": ("number of blocks", "two speeds", "option"),
+    "eviction_options": ("option",),
     "options": ("option", "window", "chunk_size"),
     "parent": ("parent", "request", "row"),
     "child": ("child", "request"),

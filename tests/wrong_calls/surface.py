@@ -208,7 +208,7 @@ def _of_class(module: str, of: type) -> Iterator[Target]:
         full = f"{of.__name__}.{name}"
         if isinstance(static, property):
             if static.fset is not None:
-                yield Target(module, full, of, name, (Parameter("value"),), is_setter=True)
+                yield Target(module, full, of, name, (Parameter(name),), is_setter=True)
         elif isinstance(static, classmethod | staticmethod):
             yield Target(module, full, of, name, parameters_of(getattr(of, name)))
         elif callable(static) and not inspect.isclass(static):

@@ -285,6 +285,13 @@ def draw(rng: random.Random) -> object:
 
 def variant(rng: random.Random, value: object, others: list) -> object:
     """A wrong argument in the place of a right one: often near to it, else anything."""
+    try:
+        return _variant(rng, value, others)
+    except Exception:  # nothing is near to it: a huge integer, a nested tensor, an array of texts
+        return draw(rng)
+
+
+def _variant(rng: random.Random, value: object, others: list) -> object:
     chance = rng.random()
     if chance < 0.1 and others:
         return rng.choice(others)
@@ -307,10 +314,7 @@ def variant(rng: random.Random, value: object, others: list) -> object:
     if is_dataclass(value) and not isinstance(value, type):
         name = rng.choice([each.name for each in fields(value) if each.init])
         other = variant(rng, getattr(value, name), others)
-        try:
-            return replace(value, **{name: other})
-        except Exception:
-            return draw(rng)
+        return replace(value, **{name: other})
     return draw(rng)
 
 

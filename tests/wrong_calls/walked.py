@@ -33,8 +33,8 @@ class Walked:
             return getattr(module, target.attribute), self.world.arguments(target)
         instance = self.world.instance(target)
         if target.is_setter:
-            arguments = {"value": getattr(instance, target.attribute)}
-            return functools.partial(_set, instance, target.attribute), arguments
+            arguments = {target.attribute: getattr(instance, target.attribute)}
+            return functools.partial(_set, instance), arguments
         return getattr(instance, target.attribute), self.world.arguments(target)
 
     def draw(self, rng: random.Random) -> tuple[str, Callable, dict[str, object], list[str]]:
@@ -58,8 +58,9 @@ class Walked:
         self.world.close()
 
 
-def _set(instance: object, attribute: str, value: object) -> None:
-    setattr(instance, attribute, value)
+def _set(instance: object, **values: object) -> None:
+    for attribute, value in values.items():
+        setattr(instance, attribute, value)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
-from kvcache.checks import integer
+from kvcache.checks import dtype_name, instance, integer
 from kvcache.integrations.transformers.calls import call_arguments, undisturbed
 from kvcache.integrations.transformers.unsupported import UnsupportedModel
 from kvcache.specs import ELEMENT_BYTES, LayerSpec
@@ -101,6 +101,7 @@ def layer_specs(
     >>> [spec.kind for spec in layer_specs(tiny_model("bamba"))]
     ['recurrent', 'full_attention', 'recurrent', 'full_attention']
     """
+    instance(model, PreTrainedModel, "model")
     block_size = integer(block_size, "block_size", least=1)
     num_drafts = integer(num_speculative_tokens, "num_speculative_tokens")
     return model_shape(model, FilledCache(model), block_size, kv_cache_dtype, num_drafts).specs
@@ -247,11 +248,7 @@ def _attention_spec(
         kind, options = "sliding_window", {"window": int(layer.sliding_window)}
     else:
         kind = "full_attention"
-    dtype = (
-        str(layer.keys.dtype).removeprefix("torch.") if kv_cache_dtype is None else kv_cache_dtype
-    )
-    if isinstance(dtype, str) and dtype not in ELEMENT_BYTES:
-        raise ValueError(f"kv_cache_dtype is {dtype!r}: expected one of {', '.join(ELEMENT_BYTES)}")
+    dtype = layer.keys.dtype if kv_cache_dtype is None else kv_cache_dtype
     return LayerSpec(
         attention_name(index),
         kind,
@@ -259,7 +256,7 @@ def _attention_spec(
         num_kv_heads=num_heads,
         head_size=head_size,
         v_head_size=v_head_size,
-        dtype=dtype,
+        dtype=dtype_name(dtype, ELEMENT_BYTES, "kv_cache_dtype"),
         options=options,
         is_mla=is_mla,
     )

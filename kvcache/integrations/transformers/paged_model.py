@@ -105,6 +105,7 @@ class PagedModel:
         """
         if not self._is_attached:
             raise RuntimeError("the model is detached: attach it again")
+        instance(batch, Batch, "batch")
         self._paged.begin(batch)
         try:
             return self._by_request(batch) if self.by_request else self._batched(batch)
@@ -254,7 +255,7 @@ def attach(
     num_host_blocks = host_budget // plan.page_bytes
     cache = build(
         plan,
-        max_num_reqs=max_num_seqs,
+        max_num_reqs=integer(max_num_seqs, "max_num_seqs", least=1),
         device=model.device,
         num_speculative_tokens=num_speculative_tokens,
         num_host_blocks=num_host_blocks + 1 if num_host_blocks else 0,
@@ -289,7 +290,7 @@ def _longest(model: PreTrainedModel) -> tuple[int, str]:
 
 
 def _check_attention(attention: str, device: torch.device) -> None:
-    if attention not in ("sdpa", "flashinfer"):
+    if not isinstance(attention, str) or attention not in ("sdpa", "flashinfer"):
         raise ValueError(f"attention is {shown(attention)}: expected sdpa or flashinfer")
     if attention == "sdpa":
         return

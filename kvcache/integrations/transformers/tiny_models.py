@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from kvcache.checks import MAX_INT64, instance, integer, shown, text
+
 _SIZES = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -113,8 +115,10 @@ def tiny_model(
     `sizes` replaces values of its configuration. The weights depend on `seed` alone; torch's own
     generator is left as it was. ValueError for an unknown name.
     """
-    if name not in _MODELS:
-        raise ValueError(f"name is {name!r}: expected one of {', '.join(_MODELS)}")
+    if text(name, "name") not in _MODELS:
+        raise ValueError(f"name is {shown(name)}: expected one of {', '.join(_MODELS)}")
+    instance(dtype, torch.dtype, "dtype")
+    seed = integer(seed, "seed", -MAX_INT64, MAX_INT64)
     model_type, own = _MODELS[name]
     config = AutoConfig.for_model(model_type, **(_SIZES | own | sizes))
     # The grouped kernels of experts know no float64.

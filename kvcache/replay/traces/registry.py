@@ -35,7 +35,7 @@ def register(name: str, has: Callable[[Line, dict | None], bool]) -> Callable[[R
 
     def registered(read: Reader) -> Reader:
         if name in _FORMS:
-            raise ValueError(f"name is {name!r}: expected one that is not registered yet")
+            raise ValueError(f"name is {shown(name)}: expected one that is not registered yet")
         _FORMS[name] = _Form(read, has)
         return read
 
