@@ -262,22 +262,28 @@ def test_staging_disturbs_no_capture():
         assert torch.equal(both.contents(0)[:, HERE], both.contents(1)[:, THERE])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_threads_that_touch_device_memory_have_its_device(name, monkeypatch):
-    entered, enter = [], torch.cuda.set_device
+@pytest.fixture
+def entered(monkeypatch):
+    """Names of threads that made the pages' device their current one."""
+    found, enter = set(), torch.cuda.set_device
 
     def note(device):
-        entered.append((threading.current_thread().name, torch.device(device)))
+        assert torch.device(device) == torch.device("cuda", 0)
+        found.add(threading.current_thread().name)
         enter(device)
 
     monkeypatch.setattr(torch.cuda, "set_device", note)
-    device = torch.device("cuda", 0)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_threads_that_touch_device_memory_have_its_device(name, entered):
     with Sides(name, ("cuda", "cuda"), 256 << 10) as both:
         both.move("read", HERE, THERE).wait(20)
         both.move("read", HERE, THERE, 16).wait(20)
-        assert {("kvcache bytes to a", device), ("kvcache bytes from b", device)} <= {*entered}
-        if name == "nixl":
-            assert ("kvcache direct b", device) in entered
+        assert {"kvcache greeting", "kvcache bytes to a", "kvcache bytes from b"} <= entered
+        assert ("kvcache direct b" in entered) == (name == "nixl")
+        assert threading.current_thread().name not in entered
 
 
 # Fetching -----------------------------------------------------------------------------------------------
@@ -393,7 +399,7 @@ def test_a_load_waits_for_what_still_writes_to_its_blocks(name, kinds):
         assert sender.drained() and receiver.drained()
 
 
-def test_no_load_begins_in_a_graph():
+def test_no_load_begins_in_a_graph(entered):
     with ExitStack() as stack, side_stream():
         sender, receiver = (
             stack.enter_context(Engine(each, device="cuda", options={"transport": "gloo"}))
@@ -418,6 +424,7 @@ def test_no_load_begins_in_a_graph():
         receiver.connector.begin(again)
         assert receiver.loaded(again).error is None
         assert receiver.wrong(again, 40) is None
+        assert {"kvcache loads", "kvcache call"} <= entered
 
 
 # Stores -------------------------------------------------------------------------------------------------
