@@ -220,6 +220,7 @@ def huge(dtype: type = np.int32) -> np.ndarray:
         (lambda: Request("r", [1]).chain({}), "key is {}: expected a HashKey"),
         (lambda: LearnedReuse(huge(), huge()), "reached is no array of numbers"),
         (lambda: LearnedReuse.load("\0"), "path is .*: expected the name of a file"),
+        (lambda: serve.Limits().body_bytes([1]), r"max_model_len is \[1\]: expected an integer"),
         (lambda: serve.ByteTexts().encode(5), "text is 5: expected a string"),
         (lambda: serve.ByteTexts().decode(huge()), "token_ids has 1099511627776 entries"),
         (lambda: serve.ByteTexts().decode([-1]), r"token_ids\[0\] is -1: expected 0 to"),

@@ -541,6 +541,8 @@ class KVCacheManager:
         Of a request that is admitted: the status that `num_tokens` more tokens would get (None: its known
         tokens that are not computed, at least one). Only `num_lookahead_tokens` may be given besides.
         """
+        whole = flag(whole, "whole")
+        delay_cache_blocks = flag(delay_cache_blocks, "delay_cache_blocks")
         row = self._requests.find(request)
         count = MAX_INT32 if num_tokens is None else num_tokens
         if row < 0:
@@ -550,12 +552,12 @@ class KVCacheManager:
                 self._requests,
                 request,
                 count,
-                flag(whole, "whole"),
+                whole,
                 num_lookahead_tokens,
                 num_reserved_blocks,
                 max_host_blocks,
                 num_external_computed_tokens,
-                flag(delay_cache_blocks, "delay_cache_blocks"),
+                delay_cache_blocks,
                 _choice(read_cache, "read_cache"),
             )
             return Status(answer)

@@ -50,4 +50,5 @@ class Limits:
 
     def body_bytes(self, max_model_len: int) -> int:
         """The bound of a body, for a model with answers of so many tokens."""
+        max_model_len = integer(max_model_len, "max_model_len", 1)
         return self.max_body_bytes or 2**16 + 32 * max_model_len

@@ -180,7 +180,8 @@ class Engine:
             raise ValueError(
                 f"params has {len(each)} entries: expected {len(prompts)}, one per prompt"
             )
-        each = [SamplingParams() if own is None else own for own in each]
+        default = SamplingParams()
+        each = [default if own is None else own for own in each]
         tokens = [self.check(prompt, own) for prompt, own in zip(prompts, each)]
         generations: list[Generation] = []
         try:

@@ -72,6 +72,7 @@ _WORDS = {
     "described": ("backend",),
     "text": ("number of blocks", "two speeds", "option"),
     "eviction_options": ("option",),
+    "host_eviction_options": ("option",),
     "options": ("option", "window", "chunk_size"),
     "parent": ("parent", "request", "row"),
     "child": ("child", "request"),
