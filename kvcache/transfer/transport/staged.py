@@ -200,8 +200,8 @@ class StagedTransport(Transport):
             connection.fail("the transport was closed")
         for connection in connections:
             for thread in connection.threads:
-                if thread.is_alive() and thread is not threading.current_thread():
-                    thread.join(_LINGER_S)  # one that is not alive may not have begun
+                if thread is not threading.current_thread():
+                    thread.join(_LINGER_S)
 
     # Connections.
 
