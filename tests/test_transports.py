@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from kvcache import Pages
-from kvcache.transfer.transport import connection, lane
+from kvcache.transfer.transport import connection, gloo, lane
 from kvcache.transfer.transport.base import TransferError, make_transport
 from kvcache.transfer.transport.channel import ChannelError, receive_frame, send_frame
 from kvcache.transfer.transport.metadata import TRANSPORT_VERSION
@@ -1188,3 +1188,13 @@ def test_connections_that_end_leave_no_descriptors_behind(name, kill):
     if name == "nixl":  # an agent has given way, and its sockets are gone
         counts = [each.descriptors for each in marks]
         assert any(later < earlier for earlier, later in itertools.pairwise(counts)), marks
+
+
+def test_a_gloo_lane_that_is_being_opened_ends_with_its_connection():
+    class Ended:
+        reason = "the transport was closed"
+
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="the connection has ended: the transport was closed"):
+        gloo._PairStore(Ended(), None, 60.0).get("0")
+    assert time.monotonic() - begin < 30

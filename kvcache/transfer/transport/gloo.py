@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -16,6 +17,7 @@ from kvcache.transfer.transport.registered import RegisteredMemory
 from kvcache.transfer.transport.staged import StagedTransport, is_everywhere
 
 _MOST_KEYS = 16  # that a peer may set; gloo sets one
+_POLL_S = 0.1  # between two looks whether a connection that is being made has ended
 
 
 class GlooTransport(StagedTransport):
@@ -38,7 +40,7 @@ class GlooTransport(StagedTransport):
             raise
 
     def _open_lane(self, connection: Connection, channel: Channel, *, timeout_s: float) -> Lane:
-        store = _PairStore(channel, timeout_s)
+        store = _PairStore(connection, channel, timeout_s)
         connection.on_lane_frame(store.on_frame)
         connection.attach(channel)
         options = dist.ProcessGroupGloo._Options()
@@ -56,9 +58,9 @@ class _PairStore(dist.Store):
     So no store listens, and nobody but the peer can write to it.
     """
 
-    def __init__(self, channel: Channel, timeout_s: float) -> None:
+    def __init__(self, connection: Connection, channel: Channel, timeout_s: float) -> None:
         super().__init__()
-        self._channel, self._timeout_s = channel, timeout_s
+        self._connection, self._channel, self._timeout_s = connection, channel, timeout_s
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
 
@@ -74,9 +76,14 @@ class _PairStore(dist.Store):
         self._channel.put({"op": "lane", "key": key}, bytes(value))
 
     def get(self, key: str) -> bytes:
+        deadline = time.monotonic() + self._timeout_s
         with self._changed:
-            if not self._changed.wait_for(lambda: key in self._values, self._timeout_s):
-                raise RuntimeError(f"the peer has not set {key!r} in time")
+            while key not in self._values:
+                if self._connection.reason is not None:
+                    raise RuntimeError(f"the connection has ended: {self._connection.reason}")
+                if time.monotonic() >= deadline:
+                    raise RuntimeError(f"the peer has not set {key!r} in time")
+                self._changed.wait(_POLL_S)
             return self._values[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
