@@ -1,6 +1,5 @@
 """Wrong and hostile arguments: drawn at random, and those that once broke something, by their numbers."""
 
-import importlib.util
 import itertools
 import os
 import re
@@ -105,10 +104,6 @@ def test_a_new_module_is_walked(tmp_path, monkeypatch):
 )
 def test_walked_calls_are_refused_by_name_and_change_nothing(names):
     scenes = [names] if isinstance(names, str) else names
-    if not importlib.util.find_spec("nixl"):  # which DiskStore moves bytes by
-        scenes = [each for each in scenes if each != "kvcache.store"]
-        if not scenes:
-            pytest.skip("NIXL is not installed")
     counts = driver.run(SEED, 0, 400, scenes)
     print(f"seed {SEED}", *driver.summary(counts), sep="\n")
     assert counts.findings == []

@@ -8,7 +8,7 @@ import random
 import sys
 import time
 
-from tests.wrong_calls import driver
+from tests.wrong_calls import driver, surface
 
 CHUNK = 4_000  # calls between two looks at the clock
 
@@ -29,6 +29,9 @@ def main() -> int:
         return 0
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
+    surface.targets()
+    for name, reason in (surface.EXCLUDED_MODULES | surface.LACKS | surface.EXCLUDED).items():
+        print(f"left out: {name}: {reason}", flush=True)
     counts, first, chunk = driver.Counts(), options.first, options.calls or CHUNK
     started, told = time.monotonic(), 0
     while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import inspect
 import json
 import os
@@ -35,6 +36,7 @@ from kvcache import (
     hash_blocks,
     plan_cache,
 )
+from tests.stores import MemoryStore
 from tests.wrong_calls.ops import Calls
 from tests.wrong_calls.scenes import Group, Seq
 
@@ -319,6 +321,11 @@ def disk(w: World) -> object:
     return store
 
 
+def block_store(w: World) -> object:
+    """On disk where NIXL, which moves its bytes, is installed."""
+    return w.get("DiskStore") if importlib.util.find_spec("nixl") else MemoryStore()
+
+
 def folder(w: World) -> Path:
     folder = Path(tempfile.mkdtemp(dir="."))
     w.on_close.append(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -591,7 +598,7 @@ MAKERS: dict[str, Callable[[World], object]] = {
     "StoreTier": tier,
     "stored request": of_tier("stored request"),
     "stored report": of_tier("stored report"),
-    "BlockStore": lambda w: w.get("DiskStore"),
+    "BlockStore": block_store,
     "DiskStore": disk,
     "store memory": lambda w: np.zeros((4, 64), np.uint8),
     "folder": folder,

@@ -433,7 +433,7 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "Engine.model": lambda w: m.Model(w.get("KVCache")),
     # stores
     "model": lambda w: "m",
-    "StoreTier.store": lambda w: w.get("DiskStore"),
+    "StoreTier.store": lambda w: w.get("BlockStore"),
     "StoreTier.manager": lambda w: KVCacheManager(4, 12, 64, enable_events=True),
     **{
         f"StoreTier.{call}.request": lambda w: w.get("stored request")

@@ -7,7 +7,7 @@ that is the constructor, its methods, and the setters of its properties.
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import inspect
 import os
 import pkgutil
@@ -42,6 +42,8 @@ EXCLUDED = {
     "kvcache.CacheOptions.native_of": "of the manager, which checks its groups before",
     "kvcache.CacheOptions.check_names": "of the manager and of `build`, for names of keywords",
 }
+if importlib.util.find_spec("nixl") is None:
+    EXCLUDED["kvcache.store.DiskStore"] = "needs NIXL, which is not installed"
 # Classes that callers are given and do not make, and what makes each.
 MADE_BY = {
     "kvcache.AttentionMetadata": "AttentionMetadataBuilder.build",

@@ -253,9 +253,9 @@ def make_transport(
     """
     if name is None:
         name = "nixl" if importlib.util.find_spec("nixl") else "gloo"
-    if name == "nixl":
+    if isinstance(name, str) and name == "nixl":
         from kvcache.transfer.transport.nixl import NixlTransport as Chosen
-    elif name == "gloo":
+    elif isinstance(name, str) and name == "gloo":
         from kvcache.transfer.transport.gloo import GlooTransport as Chosen
     else:
         raise ValueError(f"name is {shown(name)}: expected one of {', '.join(TRANSPORTS)}, or None")

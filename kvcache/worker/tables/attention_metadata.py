@@ -432,10 +432,10 @@ def _checked_groups(groups: Sequence[int], num_groups: int) -> list[int]:
         raise TypeError(f"groups is {shown(groups)}: {expected}")
     groups = listed(groups, "groups")
     if not all(isinstance(g, int | np.integer) for g in groups):
-        raise TypeError(f"groups is {groups}: {expected}")
+        raise TypeError(f"groups is {shown(groups)}: {expected}")
     known = all(0 <= g < num_groups for g in groups)
     if not known or not groups or len(set(groups)) < len(groups):
-        raise ValueError(f"groups is {groups}: {expected}")
+        raise ValueError(f"groups is {shown(groups)}: {expected}")
     return groups
 
 
