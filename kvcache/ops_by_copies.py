@@ -220,7 +220,9 @@ def _copy_blocks(call: _Call) -> None:
     call.fill(pairs)
     nowhere = torch.empty(0, dtype=torch.uint8, device="cpu")
     # The op checks the pairs, and moves nothing where there are no regions.
-    changed = {"dst": nowhere, "regions": regions[:0] if regions.ndim else regions}
+    changed = {"dst": nowhere}
+    if regions.ndim and regions.is_contiguous():
+        changed["regions"] = regions[:0]
     if given["src"] is None:
         sides = ["dst", "dst"]
     else:
