@@ -112,7 +112,9 @@ class Spans:
         """The inverse of `to_bytes`. ValueError for bytes that are none of it."""
         instance(data, bytes | bytearray | memoryview, "data")
         if len(data) % 8 or len(data) < 8 * _NUM_HEADER:
-            raise ValueError(f"data has {len(data)} bytes: expected whole int64, {_NUM_HEADER} or more")
+            raise ValueError(
+                f"data has {len(data)} bytes: expected whole int64, {_NUM_HEADER} or more"
+            )
         values = np.frombuffer(data, "<i8").astype(np.int64)
         num_bases, num_runs = values[:_NUM_HEADER].tolist()
         if min(num_bases, num_runs) < 0 or _NUM_HEADER + num_bases + 2 * num_runs != len(values):
