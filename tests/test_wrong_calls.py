@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("fastapi")  # which `kvcache.serve` needs, before it is imported
+
 import kvcache
 from kvcache import (
     BlockPool,
