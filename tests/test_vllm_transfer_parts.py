@@ -83,7 +83,7 @@ class TestOffers:
     @pytest.mark.parametrize(
         "path,value,message",
         [
-            (("version",), 1, "version .* is 1: expected 3; install the same version of kvcache"),
+            (("version",), 1, "version .* is 1: expected 4; install the same version of kvcache"),
             (("version",), None, "version of the offer is None"),
             (("num_tokens",), 0, "num_tokens is 0: expected 1"),
             (("num_tokens",), 97, "3 blocks of 32 tokens: expected enough for 97 tokens"),
