@@ -160,6 +160,16 @@ def instance(value: object, kind: type | UnionType, name: str) -> None:
         raise TypeError(f"{name} is {shown(value)}: expected a {expected}")
 
 
+def instances(
+    values: Iterable, kind: type | UnionType, name: str, expected: str = "a sequence"
+) -> list:
+    """The entries of a sequence, each an instance of `kind`. TypeError or ValueError."""
+    found = listed(values, name, expected)
+    for i, each in enumerate(found):
+        instance(each, kind, f"{name}[{i}]")
+    return found
+
+
 _OF_ANNOTATION = {
     "int": lambda value, name: integer(value, name, 0, MAX_INT64),
     "float": number,

@@ -2,8 +2,8 @@ import gc
 import os
 import signal
 
-# Before torch is imported, here and in processes that tests start: pytest-xdist fills the cores, and the
-# threads of OpenMP spin while they wait for each other.
+# Set before torch is imported, and inherited by subprocesses. pytest-xdist already keeps all cores busy;
+# further OpenMP threads would only spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest

@@ -1,7 +1,7 @@
 """Transports, fetching, disaggregation and stores with device tensors, beside compute on another stream.
 
-On the CUDA runtime without a GPU streams run late, and `torch.cuda._sleep` holds one back for longer.
-NIXL is a stand-in there, which moves bytes at once, as RDMA does.
+The CUDA runtime without a GPU delays streams; `torch.cuda._sleep` delays one of them further.
+A stand-in replaces NIXL there and moves bytes immediately, ignoring streams, as RDMA does.
 """
 
 import threading

@@ -122,7 +122,7 @@ def check_all_the_ways(name, count, paged, max_tokens=40, requests=1.7):
         assert metrics.drafted_tokens > metrics.accepted_drafts or not drafts
 
 
-# The others are left to the exhaustive form below, and to random runs.
+# The exhaustive variant below and the random runs cover the other models.
 @pytest.mark.parametrize("name", ["llama", "gemma3", "bamba"])
 def test_answers_are_those_of_the_dense_cache(name, paged):
     check_all_the_ways(name, 5, paged, max_tokens=24, requests=1.3)

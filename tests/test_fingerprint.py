@@ -28,7 +28,7 @@ TRIED = [name for name, row in TABLE.items() if row.changed is not None]
 def test_every_field_has_a_row_and_every_row_a_field():
     assert sorted(walked()) == sorted(TABLE)
     classes = {name: kind_class(name) for name in kind_names()}
-    # Other tests of this process (examples in docstrings) may have registered kinds of their own.
+    # Docstring examples that ran earlier in this process may have registered further kinds.
     built_in = [
         n for n, c in classes.items() if getattr(sys.modules[c.__module__], c.__name__, None) is c
     ]

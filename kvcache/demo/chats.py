@@ -8,7 +8,7 @@ import numpy as np
 
 from kvcache.checks import MAX_INT64, integer, integers, listed
 
-_MOST_USERS, _MOST_TOKENS = 2**16, 2**20  # which are made in seconds
+_MOST_USERS, _MOST_TOKENS = 2**16, 2**20  # generated within seconds
 
 
 @dataclass(slots=True)
@@ -25,9 +25,9 @@ class Chat:
         return [*self.history, *self.messages[len(self.turns)]]
 
     def end_turn(self, prompt: list[int], answers: list[list[int]]) -> None:
-        """Notes the answers to a prompt; the chat goes on behind the first.
+        """Records the answers to a prompt. The chat continues after the first answer.
 
-        TypeError or ValueError for what are no tokens, and for no answer.
+        Raises TypeError or ValueError if tokens are invalid or `answers` is empty.
         """
         tokens = integers(prompt, "prompt", ()).tolist()
         all_answers = [
@@ -51,8 +51,8 @@ def make_chats(
     """Chats that begin with one of two system prompts, and are at most `max_tokens` long.
 
     An eighth of `max_tokens` is the system prompt, the rest is divided among the turns, half of each for
-    the answer. Every fourth user wants three answers to each message. TypeError or ValueError for
-    numbers out of range.
+    the answer. Every fourth user wants three answers to each message. Raises TypeError or ValueError
+    for sizes out of range.
     """
     seed = integer(seed, "seed", 0, MAX_INT64)
     num_users = integer(num_users, "num_users", most=_MOST_USERS)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvcache.checks import instance, listed, shown
+from kvcache.checks import instance, instances, shown
 from kvcache.disaggregation.layout import GroupLayout, check_like
 from kvcache.disaggregation.leases import Progress
 from kvcache.disaggregation.offer import Offer
@@ -47,9 +47,7 @@ def layouts_of_plan(
     for groups whose blocks cannot be read by another engine.
     """
     instance(plan, CachePlan, "plan")
-    storages = listed(storages, "storages")
-    for i, each in enumerate(storages):
-        instance(each, KVStorage, f"storages[{i}]")
+    storages = instances(storages, KVStorage, "storages")
     if len(storages) != len(plan.groups):
         raise ValueError(
             f"storages has {len(storages)} entries: expected {len(plan.groups)}, one per group"
@@ -112,13 +110,8 @@ class CacheRank(RankThread):
     ) -> None:
         options = ConnectorOptions() if options is None else options
         instance(options, ConnectorOptions, "options")
-        layouts, storages = listed(layouts, "layouts"), listed(storages, "storages")
-        for name, given, kind in (
-            ("layouts", layouts, GroupLayout),
-            ("storages", storages, KVStorage),
-        ):
-            for i, each in enumerate(given):
-                instance(each, kind, f"{name}[{i}]")
+        layouts = instances(layouts, GroupLayout, "layouts")
+        storages = instances(storages, KVStorage, "storages")
         if len(layouts) != len(storages) or not layouts:
             raise ValueError(
                 f"there are {len(layouts)} layouts and {len(storages)} storages: expected one storage "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.checks import MAX_INT32, check_range, instance, listed, plain_fields, shown
+from kvcache.checks import MAX_INT32, check_range, instance, instances, plain_fields, shown
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,10 +62,7 @@ def checked_workload(
 
 def checked_requests(requests: Sequence[WorkloadRequest], name: str) -> list[WorkloadRequest]:
     """A list of requests. TypeError or ValueError."""
-    out = listed(requests, name, "requests")
-    for i, each in enumerate(out):
-        instance(each, WorkloadRequest, f"{name}[{i}]")
-    return out
+    return instances(requests, WorkloadRequest, name, "requests")
 
 
 def _checked_each(workload: Iterator[WorkloadRequest]) -> Iterator[WorkloadRequest]:

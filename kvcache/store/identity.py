@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from kvcache.allocator import KVCacheManager
-from kvcache.checks import instance, integer, listed, shown, text
+from kvcache.checks import instance, instances, integer, text
 
 if TYPE_CHECKING:
     from kvcache.worker import KVStorage, Pages
@@ -107,10 +107,8 @@ def _contents(pages: Pages, given: str | Sequence[KVStorage] | None, num_groups:
     from kvcache.worker import KVStorage
     from kvcache.worker.pages.contents import PageContents
 
-    storages = listed(given, "contents", "a text, or the storages over the pages")
-    for i, each in enumerate(storages):
-        if not isinstance(each, KVStorage):
-            raise TypeError(f"contents[{i}] is {shown(each)}: expected a KVStorage")
+    expected = "a text, or the storages over the pages"
+    storages = instances(given, KVStorage, "contents", expected)
     if len(storages) != num_groups:
         raise ValueError(
             f"contents has {len(storages)} storages: expected {num_groups}, one for each group"

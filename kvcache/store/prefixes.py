@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvcache.allocator import KVCacheManager, Request
-from kvcache.checks import instance, integer, listed
+from kvcache.checks import instance, instances, integer
 from kvcache.kinds import make_kind
 from kvcache.store.values import BlockKey
 
@@ -74,10 +74,8 @@ class StoredPrefixes:
     def reach(self, request: Request, first_token: int, found: Iterable[BlockKey]) -> int:
         """Up to which token the found blocks hold all that is needed; `first_token` for none."""
         longest, first_token = self.longest(request), integer(first_token, "first_token")
-        found = listed(found, "found")
-        for i, each in enumerate(found):
-            instance(each, BlockKey, f"found[{i}]")
-        hashes, found = self._manager.block_hashes(request), frozenset(found)
+        found = frozenset(instances(found, BlockKey, "found"))
+        hashes = self._manager.block_hashes(request)
         missing = {
             group: np.cumsum(
                 [0]

@@ -22,8 +22,8 @@ from kvcache.checks import (
     check_range,
     dtype_name,
     instance,
+    instances,
     integer,
-    listed,
     shown,
 )
 from kvcache.layouts import Placement, check_memory_order, layout_of, place_elements
@@ -253,9 +253,7 @@ class CacheDescription:
         ValueError: group with layers ('b',) has transferred=False: expected one that is transferred
         """
         instance(group, GroupSpec, "group")
-        layers = listed(layers, "layers")
-        for i, layer in enumerate(layers):
-            instance(layer, LayerSpec, f"layers[{i}]")
+        layers = instances(layers, LayerSpec, "layers")
         if not group.transferred:
             raise ValueError(
                 f"group with layers {group.layers} has transferred=False: expected one that is "

@@ -112,7 +112,7 @@ class Worker:
         **swap_options: object,
     ) -> None:
         instance(tables, BlockTable | MultiGroupBlockTable, "tables")
-        # Of the plan that the tables have.
+        # The last plan that was applied to the tables.
         self._last_step_id = integer(last_step_id, "last_step_id", -1, MAX_INT64)
         groups = [tables] if isinstance(tables, BlockTable) else tables.block_tables
         if host is not None:

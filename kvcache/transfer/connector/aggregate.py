@@ -346,11 +346,7 @@ def _reports(outputs: Sequence[object], output_rank: int) -> list[tuple[int, obj
             raise ValueError(f"the output of worker {worker} is missing: expected one per worker")
         try:
             is_wrong = output and not hasattr(output, "kv_connector_output")
-        except (
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ):  # of an array, which is neither true nor false
+        except (TypeError, ValueError, RuntimeError):  # an array has no truth value
             is_wrong = True
         if is_wrong:
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvcache.checks import instance, listed, shown
+from kvcache.checks import instances, shown
 from kvcache.specs import GroupSpec
 
 
@@ -31,9 +31,7 @@ def yield_req_data(
     [('a', ([1, 2],), False), ('b', ([4],), False), ('c', ([5],), True)]
     """
     if groups is not None:
-        groups = listed(groups, "groups")
-        for i, group in enumerate(groups):
-            instance(group, GroupSpec, f"groups[{i}]")
+        groups = instances(groups, GroupSpec, "groups")
     try:
         new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
     except AttributeError as error:

@@ -79,9 +79,9 @@ class Transport(ABC):
     One thread at a time may call it, and any thread `connect`. Reads and writes of peers are answered by
     threads of its own, also while the calling thread is busy, until `close`.
 
-    Memory of a CUDA device is touched in the order of none of the caller's streams: on either side,
-    nothing that was launched before may still touch it when a transfer begins. Whatever is launched once
-    it is done, on any stream, finds its bytes.
+    Transfers are not ordered with the caller's CUDA streams. On both sides, work that accesses the memory
+    must have finished before a transfer begins. Work launched after the transfer is done, on any stream,
+    sees its bytes.
 
     name: "gloo" or "nixl". agent: this side's name, by which peers know it.
 
@@ -253,10 +253,10 @@ def make_transport(
     """
     if name is None:
         name = "nixl" if importlib.util.find_spec("nixl") else "gloo"
-    if isinstance(name, str) and name == "nixl":
-        from kvcache.transfer.transport.nixl import NixlTransport as Chosen
-    elif isinstance(name, str) and name == "gloo":
-        from kvcache.transfer.transport.gloo import GlooTransport as Chosen
-    else:
+    if not isinstance(name, str) or name not in TRANSPORTS:
         raise ValueError(f"name is {shown(name)}: expected one of {', '.join(TRANSPORTS)}, or None")
+    if name == "nixl":
+        from kvcache.transfer.transport.nixl import NixlTransport as Chosen
+    else:
+        from kvcache.transfer.transport.gloo import GlooTransport as Chosen
     return Chosen(agent, host=host, port=port, **options)

@@ -19,12 +19,6 @@ from kvcache.worker.swap.streams import CudaStreams
 _ONE_PAIR = np.zeros((1, 2), np.int32)
 
 
-KINDS = (
-    "cpu",
-    "other",
-)  # of memory, and "cuda:<number>". Other: no other process reaches the device's
-
-
 class Region(NamedTuple):
     """Registered memory, [begin, end), and a tensor in whose storage it lies."""
 
@@ -42,10 +36,9 @@ class Region(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """Regions, sorted, as columns; threads read one while another is made.
+    """Sorted regions as columns. Immutable, so other threads can read it while it is being replaced.
 
-    kinds: str[r]. places: int64[r, 2], numbers of the device and of the storage. owners: a tensor of each
-    storage.
+    kinds: str[r]. places: int64[r, 2], indices of device and storage. owners: one tensor per storage.
     """
 
     regions: list[Region]
@@ -59,14 +52,12 @@ class _Known(NamedTuple):
     def of(cls, regions: list[Region]) -> _Known:
         regions = sorted(regions, key=lambda each: (each.begin, each.end))
         kinds = np.array([each.kind for each in regions], str)
-        owners = {(each.kind, _storage(each)): each.memory for each in regions}
-        devices, storages = sorted({*kinds.tolist()}), [*owners]
-        places = [
-            (devices.index(each.kind), storages.index((each.kind, _storage(each))))
-            for each in regions
-        ]
-        table = np.array(places, np.int64).reshape(-1, 2)
-        return cls(regions, *_bounds(regions), kinds, table, [*owners.values()])
+        storages = [(each.kind, _storage(each.memory)) for each in regions]
+        owners = dict(zip(storages, (each.memory for each in regions)))
+        numbers = {storage: i for i, storage in enumerate(owners)}
+        _, devices = np.unique(kinds, return_inverse=True)
+        places = np.stack([devices, np.array([numbers[each] for each in storages], np.int64)], 1)
+        return cls(regions, *_bounds(regions), kinds, places, [*owners.values()])
 
 
 class RegisteredMemory:
@@ -81,11 +72,11 @@ class RegisteredMemory:
         return self._known.regions
 
     def add(self, memory: Pages | Sequence[tuple[int, int]]) -> list[Region]:
-        """Adds pages, or (address, bytes) of host memory; returns what is new, merged where it meets
-        within one allocation.
+        """Adds pages, or (address, bytes) of host memory. Returns the new regions; adjacent ones of an
+        allocation are merged.
 
-        TypeError or ValueError, and nothing is added, for other values, for bytes below 1, and for
-        memory that is registered as of another device.
+        Raises TypeError or ValueError for other values, for sizes below 1, and for memory that is already
+        registered under another device. Nothing is added then.
         """
         found = _of_pages(memory) if isinstance(memory, Pages) else _of_host(memory)
         for each in found:
@@ -132,7 +123,7 @@ class RegisteredMemory:
         return None if kind is None else torch.device(kind)
 
     def enter_device(self) -> None:
-        """Makes that device the calling thread's current one: of a thread of the transport's own."""
+        """Makes that device current in the calling thread, which must belong to the transport."""
         if (device := self.cuda_device) is not None:
             CudaStreams(device).enter()
 
@@ -181,8 +172,10 @@ class RegisteredMemory:
 
 
 def _factored(tile: Spans, memory: torch.Tensor) -> tuple[np.ndarray, np.ndarray] | None:
-    """The fragments of one storage as the op's table and pairs: a row for each run, a pair for each base.
-    Few parameters, and so few launches, hold many fragments. None where they do not fit that."""
+    """Table and pairs of `ops.copy_blocks` for fragments in one storage: a row per run, a pair per base.
+
+    This form needs far fewer launches than a row per fragment. None if the fragments do not have it.
+    """
     bases, runs, length = tile.bases, tile.offsets, tile.length
     if len(bases) == 1 and (length == length[0]).all():  # as many bases of one run
         bases, runs, length = bases[0] + runs, np.zeros(1, np.int64), length[:1]
@@ -199,10 +192,10 @@ def _factored(tile: Spans, memory: torch.Tensor) -> tuple[np.ndarray, np.ndarray
 
 
 class CopyStreams:
-    """The streams of one thread that copies: one for each CUDA device, beside what the engine computes.
+    """The streams on which one thread copies, one per CUDA device, apart from the engine's streams.
 
-    Each copy is waited for by polling its event: no graph's capture is disturbed. staging_is_pinned:
-    whether kernels reach staging memory; else the copy engine is asked, and pageable memory is slow.
+    A copy is awaited by polling its event, which disturbs no graph capture. If `staging_is_pinned` is
+    False, kernels cannot access staging memory, and the slower copy engine is used.
     """
 
     def __init__(self) -> None:
@@ -297,8 +290,12 @@ def _check_apart(addresses: np.ndarray, length: np.ndarray, name: str) -> None:
 def _of_pages(pages: Pages) -> list[Region]:
     begins = pages.base + pages.offsets
     ends = begins + (pages.num_blocks - 1) * pages.strides + pages.sizes
-    rows = zip(begins.tolist(), ends.tolist())
-    return _merged([Region(b, e, pages.owner(i)) for i, (b, e) in enumerate(rows) if e > b])
+    owners = [pages.owner(i) for i in range(len(begins))]
+    storages = [_storage(owner) for owner in owners]
+    by_storage = dict(zip(storages, owners))
+    rows = zip(begins.tolist(), ends.tolist(), storages)
+    merged = _merged([row for row in rows if row[1] > row[0]])
+    return [Region(begin, end, by_storage[storage]) for begin, end, storage in merged]
 
 
 def _of_host(memory: Sequence[tuple[int, int]]) -> list[Region]:
@@ -309,33 +306,30 @@ def _of_host(memory: Sequence[tuple[int, int]]) -> list[Region]:
             raise ValueError(f"memory[{i}] has {len(row)} entries: expected (address, bytes)")
         address = integer(row[0], f"memory[{i}][0]", 1, MAX_INT64)
         size = integer(row[1], f"memory[{i}][1]", 1, MAX_INT64 - address)
-        found.append((address, address + size))
-    merged: list[tuple[int, int]] = []
-    for begin, end in sorted(found):
-        if merged and begin <= merged[-1][1]:
-            begin, end = merged[-1][0], max(merged.pop()[1], end)
-        merged.append((begin, end))
-    return [Region(*each, _host_view(*each)) for each in merged]
+        found.append((address, address + size, 0))  # as of one storage
+    return [Region(begin, end, _host_view(begin, end)) for begin, end, _ in _merged(found)]
 
 
 def _host_view(begin: int, end: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_char * (end - begin)).from_address(begin), dtype=torch.uint8)
 
 
-def _merged(regions: list[Region]) -> list[Region]:
-    """Regions that meet are one, but not over the end of a storage: RDMA registers one allocation."""
-    merged: list[Region] = []
-    for each in sorted(regions, key=lambda each: (each.begin, each.end)):
-        meets = merged and each.begin <= merged[-1].end
-        if meets and _storage(each) == _storage(merged[-1]):
-            last = merged.pop()
-            each = Region(last.begin, max(last.end, each.end), last.memory)
-        merged.append(each)
+def _merged(ranges: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """(begin, end, storage) with adjacent and overlapping ranges of one storage merged.
+
+    Ranges of different storages stay apart, because RDMA registers one allocation at a time.
+    """
+    merged: list[tuple[int, int, int]] = []
+    for begin, end, storage in sorted(ranges):
+        if merged and begin <= merged[-1][1] and storage == merged[-1][2]:
+            last_begin, last_end, _ = merged.pop()
+            begin, end = last_begin, max(last_end, end)
+        merged.append((begin, end, storage))
     return merged
 
 
-def _storage(region: Region) -> int:
-    return region.memory.untyped_storage().data_ptr()
+def _storage(memory: torch.Tensor) -> int:
+    return memory.untyped_storage().data_ptr()
 
 
 def _bounds(regions: list[Region]) -> tuple[np.ndarray, np.ndarray]:

@@ -16,6 +16,7 @@ from kvcache.checks import (
     check_range,
     flag,
     instance,
+    instances,
     integer,
     integers,
     listed,
@@ -76,7 +77,7 @@ class Pages:
         self.strides = integers(strides, "strides", ())
         self.sizes = integers(sizes, "sizes", ())
         self.layers = integers(layers, "layers", ()).astype(np.int32)
-        owners = listed(owners, "owners") or [memory] * len(self.sizes)
+        owners = instances(owners, torch.Tensor, "owners") or [memory] * len(self.sizes)
         for name, each in (
             ("strides", self.strides),
             ("sizes", self.sizes),
@@ -87,8 +88,6 @@ class Pages:
                 raise ValueError(
                     f"{name} has {len(each)} entries: expected {len(self.offsets)}, as offsets has"
                 )
-        for i, owner in enumerate(owners):
-            instance(owner, torch.Tensor, f"owners[{i}]")
         self.pages_per_chunk = pages_per_chunk  # pages that were pinned with one call; 0: all
         self.formats = formats  # the formats of blocks where known; `PageCopy` compares them
         self.contents = contents  # what the bytes mean where storages have said it; for stores

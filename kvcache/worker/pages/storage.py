@@ -26,7 +26,7 @@ from kvcache.layouts import (
     place_elements,
 )
 from kvcache.memory_plan import CachePlan
-from kvcache.specs import ELEMENT_BYTES, GroupSpec, LayerSpec
+from kvcache.specs import ELEMENT_BYTES, LayerSpec
 from kvcache.worker.pages.contents import PageContents
 from kvcache.worker.pages.pages import Pages, Tensors
 from kvcache.worker.pages.placed import placed_pages, region_starts
@@ -204,9 +204,6 @@ class KVStorage:
         """
         if not isinstance(plan, CachePlan):
             raise TypeError(f"plan is a {type(plan).__name__}: expected a CachePlan")
-        for name, kind in (("layers", LayerSpec), ("groups", GroupSpec)):
-            for i, each in enumerate(listed(getattr(plan, name), f"plan.{name}")):
-                instance(each, kind, f"plan.{name}[{i}]")
         specs = {layer.name: layer for layer in plan.layers}
         for group in plan.groups:
             if missing := [name for name in group.layers if name not in specs]:
