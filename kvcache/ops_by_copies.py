@@ -238,9 +238,10 @@ def _copy_blocks(call: _Call) -> None:
         for i, row in enumerate(regions.tolist())
         if row[4] != 0
     ]
-    for i, (_, destination) in enumerate(work):
+    for i, (source, destination) in enumerate(work):
         for name in ("regions", "pairs"):
             destination.check_apart(name, given[name], i)
+        destination.check_pages_apart(source, i)
     for source, destination in work:
         for first, to, count in runs:
             pages = destination.pages(to, count)
@@ -267,7 +268,7 @@ class _Fragments:
         self._storage, self._shift = found
         self._stride, self._size = stride, size
         self._device = call.given[side].device
-        self._end = self._shift + last - offset + size
+        self._count, self._end = count, self._shift + last - offset + size
 
     def check_apart(self, name: str, tensor: torch.Tensor, region: int) -> None:
         """RuntimeError where the pages share memory with an argument that is read."""
@@ -280,6 +281,22 @@ class _Fragments:
             raise RuntimeError(
                 f"dst in regions[{region}] shares memory with {name}: expected memory of its own"
             )
+
+    def check_pages_apart(self, source: _Fragments, region: int) -> None:
+        """RuntimeError where a page shares a part of its bytes with one of the other side's."""
+        if source._storage.data_ptr() != self._storage.data_ptr() or self._size == 0:
+            return
+        if source._shift >= self._end or self._shift >= source._end:
+            return
+        shift, stride = self._shift - source._shift, self._stride
+        one_page = source._count == self._count == 1
+        if one_page or (source._stride == stride and stride >= self._size):
+            if shift == 0 or (stride and self._size <= shift % stride <= stride - self._size):
+                return
+        raise RuntimeError(
+            f"regions[{region}] has pages of dst that share memory with a part of pages of src: expected "
+            "memory of their own, or the same pages on both sides"
+        )
 
     def pages(self, first: int, count: int) -> torch.Tensor:
         """uint8[count, size], a view."""

@@ -386,6 +386,38 @@ def test_offsets_from_a_tensor_without_elements_are_refused(side):
         ops.copy_blocks(*sides.values(), regions, pairs, 8, 8)
 
 
+@pytest.mark.parametrize(
+    ("region", "is_refused"),
+    [
+        ([100, 32, 0, 32, 32], True),  # from the fuzzer: `memcpy` of bytes that overlap
+        ([0, 32, 32, 32, 32], True),  # page i of one side is page i + 1 of the other
+        ([0, 16, 0, 16, 32], True),  # pages overlap each other
+        ([0, 32, 0, 64, 32], True),
+        ([16, 64, 0, 64, 32], True),
+        ([0, 64, 32, 64, 32], False),  # pages of either side between those of the other
+        ([128, 64, 0, 64, 32], True),
+        ([0, 32, 0, 32, 32], False),
+        ([0, 32, 256, 32, 32], False),
+    ],
+)
+@pytest.mark.parametrize("src", [True, False])
+def test_pages_that_share_a_part_with_pages_of_the_other_side_are_refused(region, is_refused, src):
+    memory = torch.arange(512).to(torch.uint8)
+    before = memory.clone()
+    pairs = torch.tensor([[0, 3], [1, 4], [-1, 5]], dtype=torch.int32)
+    arguments = memory if src else None, memory, torch.tensor([region]), pairs, 6, 6
+    if is_refused:
+        with pytest.raises(RuntimeError, match=r"regions\[0\] has pages of dst that share memory"):
+            ops.copy_blocks(*arguments)
+        assert torch.equal(memory, before)
+        return
+    ops.copy_blocks(*arguments)
+    source, source_stride, destination, stride, size = region
+    for first, to in pairs.tolist():
+        page = before[source + first * source_stride :][:size] if first >= 0 else torch.zeros(size)
+        assert torch.equal(memory[destination + to * stride :][:size], page.to(torch.uint8))
+
+
 def test_regions_and_pairs_in_the_pages_that_are_written_are_refused():
     memory = torch.zeros(256, dtype=torch.uint8)
     regions, pairs = torch.tensor([[0, 32, 0, 32, 32]]), torch.tensor([[0, 1]], dtype=torch.int32)

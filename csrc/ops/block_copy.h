@@ -65,7 +65,7 @@ class IndexOfId {
   std::vector<Entry> table_;
 };
 
-// Checks pairs on the CPU: pages are in range, none is written twice, and within one storage none
+// Checks pairs on the CPU: pages are in range, none is written twice, and within one memory none
 // is both written and read. So the order of the pairs does not matter.
 inline void check_pairs(const BlockCopy& c) {
   IndexOfId written(c.num_pairs);
@@ -109,9 +109,28 @@ inline std::optional<ByteSpan> pages_span(const char* memory, int64_t offset, in
        " that lie outside: expected memory of src, dst or one of owners");
 }
 
+// How the pages of two sides that lie in one memory meet: not at all, page i as page i, or in
+// parts.
+enum class Meeting { kNone, kSamePages, kParts };
+
+inline Meeting meeting_of(const BlockCopy& c, const CopyRegion& r) {
+  const auto from = reinterpret_cast<uintptr_t>(c.from(r, 0));
+  const auto distance =
+      static_cast<int64_t>(reinterpret_cast<uintptr_t>(c.to(r, 0))) - static_cast<int64_t>(from);
+  const int64_t stride = r.source_stride < 0 ? -r.source_stride : r.source_stride;
+  const bool one_page = c.num_sources == 1 && c.num_destinations == 1;
+  if (one_page || (r.destination_stride == r.source_stride && stride >= r.num_bytes)) {
+    if (distance == 0) return Meeting::kSamePages;
+    const int64_t shift = stride == 0 ? 0 : (distance % stride + stride) % stride;
+    if (shift >= r.num_bytes && shift <= stride - r.num_bytes) return Meeting::kNone;
+  }
+  return Meeting::kParts;
+}
+
 // Checks the sizes of regions, that they lie in memory that was handed over, and that what is
-// written shares no memory with `regions` and `pairs`.
-inline void check_regions(const BlockCopy& c, const Tensor& regions, const Tensor& pairs,
+// written shares no memory with `regions` and `pairs`, nor with a part of a page that is read. Sets
+// `within` where pages of both sides are the same.
+inline void check_regions(BlockCopy& c, const Tensor& regions, const Tensor& pairs,
                           const Reach& reach) {
   const ByteSpan own = span_of(regions), ids = span_of(pairs);
   int64_t copied_bytes = 0;
@@ -134,6 +153,14 @@ inline void check_regions(const BlockCopy& c, const Tensor& regions, const Tenso
     if (!reach.holds(*to)) fail_reach(name, r.destination, "dst");
     if (to->meets(own)) fail_shared("dst in " + name, "regions");
     if (to->meets(ids)) fail_shared("dst in " + name, "pairs");
+    if (!from->meets(*to)) continue;
+    const Meeting meeting = meeting_of(c, r);
+    c.within |= meeting == Meeting::kSamePages;
+    if (meeting == Meeting::kParts) {
+      fail(name +
+           " has pages of dst that share memory with a part of pages of src: expected "
+           "memory of their own, or the same pages on both sides");
+    }
   }
 }
 

@@ -453,7 +453,7 @@ class _Call:
 
 def _soon(name: str, value: object) -> object:
     """A right time to wait is a short one: who asks to wait for days waits for days."""
-    if "timeout" in name and isinstance(value, int | float) and 1 < value < 1e10:
+    if "timeout" in name and isinstance(value, int | float) and 1 < value < 1e20:
         return 0.01
     return value
 
