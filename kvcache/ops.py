@@ -50,6 +50,13 @@ def _named(op: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+def _listed_owners(owners: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """As given; torch would read an iterator to its end, if it has one. TypeError."""
+    if not isinstance(owners, list | tuple):
+        raise TypeError(f"owners is {shown(owners)}: expected a list or tuple of tensors")
+    return owners
+
+
 def _is_dense(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided
 
@@ -313,7 +320,7 @@ def copy_blocks(
         engine,
         pages_per_run,
         num_thread_blocks,
-        owners,
+        _listed_owners(owners),
     )
 
 
@@ -344,7 +351,9 @@ def permute_blocks_(
     are checked as the module says (a row with one out of range is skipped whole), and the caller ensures
     that no block is named twice.
     """
-    _ops.permute_blocks_(cache, offsets, indices, remote_block_size, remote_is_hnd, owners)
+    _ops.permute_blocks_(
+        cache, offsets, indices, remote_block_size, remote_is_hnd, _listed_owners(owners)
+    )
 
 
 # Ops and the positions of the arguments that may be on the CPU wherever the others are.

@@ -289,10 +289,11 @@ class _Fragments:
         if source._shift >= self._end or self._shift >= source._end:
             return
         shift, stride = self._shift - source._shift, self._stride
-        one_page = source._count == self._count == 1
-        if one_page or (source._stride == stride and stride >= self._size):
-            if shift == 0 or (stride and self._size <= shift % stride <= stride - self._size):
-                return
+        are_alike = source._count == self._count == 1
+        are_alike |= source._stride == stride and stride >= self._size
+        is_between = bool(stride) and self._size <= shift % stride <= stride - self._size
+        if are_alike and (shift == 0 or is_between):
+            return
         raise RuntimeError(
             f"regions[{region}] has pages of dst that share memory with a part of pages of src: expected "
             "memory of their own, or the same pages on both sides"

@@ -418,6 +418,17 @@ def test_pages_that_share_a_part_with_pages_of_the_other_side_are_refused(region
         assert torch.equal(memory[destination + to * stride :][:size], page.to(torch.uint8))
 
 
+def test_owners_that_are_no_list_are_refused():
+    """From the fuzzer: torch reads an iterator without an end forever."""
+    memory, pairs = torch.zeros(256, dtype=torch.uint8), torch.zeros(0, 2, dtype=torch.int32)
+    regions = torch.tensor([[0, 32, 0, 32, 32]])
+    with pytest.raises(TypeError, match=r"owners is .*: expected a list or tuple of tensors"):
+        ops.copy_blocks(None, memory, regions, pairs, 8, 8, owners=itertools.repeat(memory))
+    cache = torch.zeros(4, 2, 4, 8)
+    with pytest.raises(TypeError, match=r"owners is .*: expected a list or tuple of tensors"):
+        ops.permute_blocks_(cache, pairs[:, 0].long(), pairs, 4, True, itertools.repeat(cache))
+
+
 def test_regions_and_pairs_in_the_pages_that_are_written_are_refused():
     memory = torch.zeros(256, dtype=torch.uint8)
     regions, pairs = torch.tensor([[0, 32, 0, 32, 32]]), torch.tensor([[0, 1]], dtype=torch.int32)

@@ -10,6 +10,7 @@ import collections
 import faulthandler
 import gc
 import json
+import math
 import mmap
 import os
 import random
@@ -25,6 +26,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -453,7 +455,7 @@ class _Call:
 
 def _soon(name: str, value: object) -> object:
     """A right time to wait is a short one: who asks to wait for days waits for days."""
-    if "timeout" in name and isinstance(value, int | float) and 1 < value < 1e20:
+    if "timeout" in name and isinstance(value, Real) and 1 < value < math.inf:
         return 0.01
     return value
 
