@@ -53,7 +53,7 @@ def _named(op: Callable[..., None]) -> Callable[..., None]:
 def _listed_owners(owners: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """As given; torch would read an iterator to its end, if it has one. TypeError."""
     if not isinstance(owners, list | tuple):
-        raise TypeError(f"owners is {shown(owners)}: expected a list or tuple of tensors")
+        raise TypeError(f"owners is a {type(owners).__name__}: expected a list or tuple of tensors")
     return owners
 
 
