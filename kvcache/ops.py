@@ -50,8 +50,9 @@ def _named(op: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _listed_owners(owners: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """As given; torch would read an iterator to its end, if it has one. TypeError."""
+def _checked_owners(owners: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Returns `owners`. TypeError for anything else than a list or tuple: torch exhausts iterators, and
+    never returns from an infinite one."""
     if not isinstance(owners, list | tuple):
         raise TypeError(f"owners is a {type(owners).__name__}: expected a list or tuple of tensors")
     return owners
@@ -297,7 +298,8 @@ def copy_blocks(
     src, dst: the memories that regions count from; src None: both sides lie in dst. regions:
     int64[r, 5] on the CPU, in bytes: offset of page 0 and distance of pages in src, the same in dst,
     bytes of a fragment. Usually made by `PageCopy`. All pages of a region lie in the memory (storage) of
-    src, dst or one of `owners`: the other tensors of an engine whose layers are separate. Calls with
+    src, dst or one of `owners`, a list or tuple: the other tensors of an engine whose layers are
+    separate. A page of src and a page of dst are the same page or do not overlap. Calls with
     owners stay outside `torch.compile`, which does not see that those are written. pairs: int32[n, 2],
     source and destination page, source -1 clears the destination; on the CPU (checked: pages out of
     range, one written twice, one both read and written), or on the device. num_src_blocks,
@@ -320,7 +322,7 @@ def copy_blocks(
         engine,
         pages_per_run,
         num_thread_blocks,
-        _listed_owners(owners),
+        _checked_owners(owners),
     )
 
 
@@ -352,7 +354,7 @@ def permute_blocks_(
     that no block is named twice.
     """
     _ops.permute_blocks_(
-        cache, offsets, indices, remote_block_size, remote_is_hnd, _listed_owners(owners)
+        cache, offsets, indices, remote_block_size, remote_is_hnd, _checked_owners(owners)
     )
 
 

@@ -227,7 +227,9 @@ def _copy_blocks(call: _Call) -> None:
         sides = ["dst", "dst"]
     else:
         changed["src"] = nowhere
-    call.run(**changed, **({"owners": []} if "owners" in given else {}))
+    if "owners" in given:
+        changed["owners"] = []
+    call.run(**changed)
     counts = given["num_src_blocks"], given["num_dst_blocks"]
     runs = _runs_of_pairs(call.mirror(pairs).numpy())
     work = [
@@ -238,10 +240,13 @@ def _copy_blocks(call: _Call) -> None:
         for i, row in enumerate(regions.tolist())
         if row[4] != 0
     ]
+    is_shared = False
     for i, (source, destination) in enumerate(work):
         for name in ("regions", "pairs"):
             destination.check_apart(name, given[name], i)
-        destination.check_pages_apart(source, i)
+        is_shared |= destination.shares_pages(source, i)
+    if is_shared and given["src"] is not None:  # now the op checks that no page is read and written
+        call.run(**{**changed, "src": None})
     for source, destination in work:
         for first, to, count in runs:
             pages = destination.pages(to, count)
@@ -282,21 +287,21 @@ class _Fragments:
                 f"dst in regions[{region}] shares memory with {name}: expected memory of its own"
             )
 
-    def check_pages_apart(self, source: _Fragments, region: int) -> None:
-        """RuntimeError where a page shares a part of its bytes with one of the other side's."""
-        if source._storage.data_ptr() != self._storage.data_ptr() or self._size == 0:
-            return
+    def shares_pages(self, source: _Fragments, region: int) -> bool:
+        """Whether both sides share pages. RuntimeError where pages overlap partially."""
+        if source._storage.data_ptr() != self._storage.data_ptr():
+            return False
         if source._shift >= self._end or self._shift >= source._end:
-            return
+            return False
         shift, stride = self._shift - source._shift, self._stride
         are_alike = source._count == self._count == 1
         are_alike |= source._stride == stride and stride >= self._size
         is_between = bool(stride) and self._size <= shift % stride <= stride - self._size
         if are_alike and (shift == 0 or is_between):
-            return
+            return shift == 0
         raise RuntimeError(
-            f"regions[{region}] has pages of dst that share memory with a part of pages of src: expected "
-            "memory of their own, or the same pages on both sides"
+            f"regions[{region}] has pages of dst that partially overlap pages of src: expected disjoint "
+            "pages, or the same pages on both sides"
         )
 
     def pages(self, first: int, count: int) -> torch.Tensor:

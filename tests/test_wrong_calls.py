@@ -401,13 +401,15 @@ def test_offsets_from_a_tensor_without_elements_are_refused(side):
     ],
 )
 @pytest.mark.parametrize("src", [True, False])
-def test_pages_that_share_a_part_with_pages_of_the_other_side_are_refused(region, is_refused, src):
+def test_copies_between_partially_overlapping_pages_are_refused(region, is_refused, src):
     memory = torch.arange(512).to(torch.uint8)
     before = memory.clone()
     pairs = torch.tensor([[0, 3], [1, 4], [-1, 5]], dtype=torch.int32)
     arguments = memory if src else None, memory, torch.tensor([region]), pairs, 6, 6
     if is_refused:
-        with pytest.raises(RuntimeError, match=r"regions\[0\] has pages of dst that share memory"):
+        with pytest.raises(
+            RuntimeError, match=r"regions\[0\] has pages of dst that partially overlap pages of src"
+        ):
             ops.copy_blocks(*arguments)
         assert torch.equal(memory, before)
         return
@@ -418,8 +420,18 @@ def test_pages_that_share_a_part_with_pages_of_the_other_side_are_refused(region
         assert torch.equal(memory[destination + to * stride :][:size], page.to(torch.uint8))
 
 
-def test_owners_that_are_no_list_are_refused():
-    """From the fuzzer: torch reads an iterator without an end forever."""
+@pytest.mark.parametrize("src", [True, False])
+def test_a_page_both_read_and_written_is_refused_however_the_memory_is_given(src):
+    memory = torch.arange(256).to(torch.uint8)
+    before, regions = memory.clone(), torch.tensor([[0, 32, 0, 32, 32]])
+    pairs = torch.tensor([[0, 1], [1, 2]], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=r"pairs\[1\] reads page 1, which pairs\[0\] writes to"):
+        ops.copy_blocks(memory if src else None, memory, regions, pairs, 8, 8)
+    assert torch.equal(memory, before)
+
+
+def test_owners_other_than_a_list_or_tuple_are_refused():
+    """From the fuzzer: torch never returns from an infinite iterator."""
     memory, pairs = torch.zeros(256, dtype=torch.uint8), torch.zeros(0, 2, dtype=torch.int32)
     regions = torch.tensor([[0, 32, 0, 32, 32]])
     with pytest.raises(TypeError, match=r"owners is .*: expected a list or tuple of tensors"):

@@ -65,8 +65,8 @@ class IndexOfId {
   std::vector<Entry> table_;
 };
 
-// Checks pairs on the CPU: pages are in range, none is written twice, and within one memory none
-// is both written and read. So the order of the pairs does not matter.
+// Checks pairs on the CPU: all pages are in range, and no page is written twice. If both sides
+// share pages, no page is both read and written. The order of the pairs therefore does not matter.
 inline void check_pairs(const BlockCopy& c) {
   IndexOfId written(c.num_pairs);
   for (int64_t i = 0; i < c.num_pairs; ++i) {
@@ -109,27 +109,27 @@ inline std::optional<ByteSpan> pages_span(const char* memory, int64_t offset, in
        " that lie outside: expected memory of src, dst or one of owners");
 }
 
-// How the pages of two sides that lie in one memory meet: not at all, page i as page i, or in
-// parts.
-enum class Meeting { kNone, kSamePages, kParts };
+// How source and destination pages in the same memory overlap: not at all, exactly (page i is page
+// i on both sides), or partially.
+enum class Overlap { kNone, kExact, kPartial };
 
-inline Meeting meeting_of(const BlockCopy& c, const CopyRegion& r) {
+inline Overlap overlap_of(const BlockCopy& c, const CopyRegion& r) {
   const auto from = reinterpret_cast<uintptr_t>(c.from(r, 0));
   const auto distance =
       static_cast<int64_t>(reinterpret_cast<uintptr_t>(c.to(r, 0))) - static_cast<int64_t>(from);
   const int64_t stride = r.source_stride < 0 ? -r.source_stride : r.source_stride;
   const bool one_page = c.num_sources == 1 && c.num_destinations == 1;
   if (one_page || (r.destination_stride == r.source_stride && stride >= r.num_bytes)) {
-    if (distance == 0) return Meeting::kSamePages;
+    if (distance == 0) return Overlap::kExact;
     const int64_t shift = stride == 0 ? 0 : (distance % stride + stride) % stride;
-    if (shift >= r.num_bytes && shift <= stride - r.num_bytes) return Meeting::kNone;
+    if (shift >= r.num_bytes && shift <= stride - r.num_bytes) return Overlap::kNone;
   }
-  return Meeting::kParts;
+  return Overlap::kPartial;
 }
 
-// Checks the sizes of regions, that they lie in memory that was handed over, and that what is
-// written shares no memory with `regions` and `pairs`, nor with a part of a page that is read. Sets
-// `within` where pages of both sides are the same.
+// Checks that the sizes of regions are valid and that all pages lie in memory passed to the call.
+// Written pages must not overlap `regions`, `pairs`, or part of a page that is read. Sets
+// `c.within` if both sides share pages.
 inline void check_regions(BlockCopy& c, const Tensor& regions, const Tensor& pairs,
                           const Reach& reach) {
   const ByteSpan own = span_of(regions), ids = span_of(pairs);
@@ -154,13 +154,13 @@ inline void check_regions(BlockCopy& c, const Tensor& regions, const Tensor& pai
     if (to->meets(own)) fail_shared("dst in " + name, "regions");
     if (to->meets(ids)) fail_shared("dst in " + name, "pairs");
     if (!from->meets(*to)) continue;
-    const Meeting meeting = meeting_of(c, r);
-    c.within |= meeting == Meeting::kSamePages;
-    if (meeting == Meeting::kParts) {
+    const Overlap overlap = overlap_of(c, r);
+    if (overlap == Overlap::kPartial) {
       fail(name +
-           " has pages of dst that share memory with a part of pages of src: expected "
-           "memory of their own, or the same pages on both sides");
+           " has pages of dst that partially overlap pages of src: expected disjoint pages, or the "
+           "same pages on both sides");
     }
+    c.within |= overlap == Overlap::kExact;
   }
 }
 

@@ -38,7 +38,7 @@ struct BlockCopy {
   CopyEngine engine;
   int64_t pages_per_run;      // host pages that were pinned with one call; 0: all
   int64_t num_thread_blocks;  // of the kernel; 0: chosen by the direction
-  bool within;                // both sides have the same pages
+  bool within;                // both sides share pages
 
   const char* from(const CopyRegion& r, int64_t page) const {
     return source + r.source + page * r.source_stride;

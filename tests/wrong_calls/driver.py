@@ -454,9 +454,9 @@ class _Call:
 
 
 def _soon(name: str, value: object) -> object:
-    """A right time to wait is a short one: who asks to wait for days waits for days."""
+    """Replaces a long valid timeout with a short one, so that no call waits for days."""
     if "timeout" in name and isinstance(value, Real) and 1 < value < math.inf:
-        return 0.01
+        return 0.01 if isinstance(value, int | float) else type(value)(0.01)
     return value
 
 

@@ -115,7 +115,9 @@ class Calls:
         memory = [self.ids(pages * size * 2, high=255, dtype=torch.uint8) for _ in range(2)]
         regions = torch.tensor([[0, size, 0, size, size], [192, size, 192, size, size]])
         pairs = torch.tensor([[0, 3], [1, 4], [-1, 5]], dtype=torch.int32)
-        source = self.rng.choice([None, memory[0]])
+        source = self.rng.choice([None, *memory])
+        if self.rng.random() < 0.25:
+            pairs[1, 0] = 3  # both read and written: refused if both sides share pages
         return [source, memory[1], regions, pairs, pages, pages, 0, 0, 0]
 
     def permute_blocks_(self) -> list:

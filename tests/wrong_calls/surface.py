@@ -36,7 +36,7 @@ EXCLUDED_MODULES = {
 LACKS: dict[str, str] = {}  # modules that could not be imported here, each with the reason
 EXCLUDED = {
     "kvcache.demo.serve_chats": "generates with a model for seconds",
-    "kvcache.store.BlockStore": "abstract: a caller's own store, whose errors a tier takes as they come",
+    "kvcache.store.BlockStore": "abstract: users implement it, and a tier handles any error it raises",
     "kvcache.store.MooncakeStore": "connects to a master over the network",
     "kvcache.serve.EngineLoop.start": "starts the thread that then owns the engine",
     "kvcache.ops.warm_up": "takes no arguments and compiles kernels",
