@@ -7,6 +7,8 @@ TORCH ?= 2.13.0
 PIP_TORCH_ARGS ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Tests start many processes, which would compile the modules anew.
+export PYTHONDONTWRITEBYTECODE :=
 GPU_RESULTS ?= benchmarks/results
 SECONDS ?= 600
 # Whose code several threads run.
@@ -135,13 +137,13 @@ $(VENV)/.docs: pyproject.toml $(VENV)/.built
 	mv $@.txt $@
 
 # Build, check and measure on a machine with an NVIDIA GPU, with that machine's own python3, in under ten
-# minutes; docs/measuring.md.
+# minutes; docs/measuring.md. SECOND=1: the second run (transfers, loads, FlashInfer).
 gpu:
-	$(PYTHON) -m benchmarks.gpu --results $(GPU_RESULTS)
+	$(PYTHON) -m benchmarks.gpu --results $(GPU_RESULTS) $(SECOND:1=--second)
 
 # The same run, with small sizes, on the CUDA runtime without a GPU; exit code 3: it cannot be had here.
 gpu-rehearsal:
-	$(PYTHON) -m benchmarks.gpu --rehearse || [ $$? -eq 3 ]
+	$(PYTHON) -m benchmarks.gpu --rehearse $(SECOND:1=--second) || [ $$? -eq 3 ]
 
 # The stamp goes with the libraries it stands for.
 clean:

@@ -1,1 +1,1 @@
-"""Measurements, each with its peer or limit in the same run. `python -m benchmarks --help`."""
+"""Benchmarks, each with its peer or limit measured in the same run. See `python -m benchmarks --help`."""

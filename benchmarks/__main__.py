@@ -1,9 +1,8 @@
-"""`python -m benchmarks`: CPU measurements, each with its peer, in one table."""
+"""`python -m benchmarks`: CPU benchmarks with their peers, in one table."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -21,7 +20,7 @@ from benchmarks import (
     token_io,
     transfer_plan,
 )
-from benchmarks.gpu.machine import commit, processor
+from benchmarks.gpu.machine import commit, processor, write_results
 from benchmarks.measure import Result
 
 SUITES = {
@@ -48,7 +47,7 @@ def main() -> int:
             results.append(result)
             print("\n".join(lines_of(result)), flush=True)
     if args.json:
-        args.json.write_text(json.dumps(report(results), indent=1) + "\n")
+        write_results(args.json, report(results))
     return 0
 
 
@@ -66,7 +65,7 @@ def lines_of(r: Result) -> Iterator[str]:
 
 
 def report(results: list[Result]) -> dict:
-    """The results with what they were measured on."""
+    """Return the results with a description of the machine."""
     return {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {processor()}",
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""Attention metadata on the CPU, one thread, compared with the numpy form that engines write."""
+"""Attention metadata on the CPU with one thread, compared with the numpy code of engines."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 import torch
 
 from benchmarks.measure import Result, median_times, seconds_per_call
-from kvcache import AttentionMetadataBuilder, MultiGroupBlockTable
+from kvcache import AttentionMetadataBuilder, BlockTables, TableShape
 
 BLOCK_SIZE, MAX_LEN, WINDOWS = 16, 8192, (None, 1024, None, 1024)
 WIDTH = MAX_LEN // BLOCK_SIZE
 
 
 class NumpyMetadata:
-    """The peer: per group an index of the table's rows, cumulative sums and a mask of pages."""
+    """The peer: for each group, table rows by index, cumulative sums and a mask of pages."""
 
     def __init__(self, tables: list[np.ndarray], max_num_reqs: int) -> None:
         n = max_num_reqs
@@ -52,14 +52,14 @@ class NumpyMetadata:
 
 
 def cases() -> Iterator[tuple[str, int, int]]:
-    """(name, requests, tokens of each in the step)."""
+    """Yield (name, number of requests, tokens per request in the step)."""
     for n in (8, 256, 1024):
         yield f"decode of {n} requests, 4 groups", n, 1
     yield "prefill of 8 requests, 4 groups", 8, 1024
 
 
 def batch_of(num_reqs: int, query_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(rows, query_lens, seq_lens), about 2,000 tokens per request, rows in a random order."""
+    """Return (rows, query_lens, seq_lens): about 2,000 tokens per request, rows in random order."""
     rng = np.random.default_rng(0)
     seq_lens = rng.integers(1024, 3072, num_reqs).astype(np.int32)
     return (
@@ -69,11 +69,12 @@ def batch_of(num_reqs: int, query_len: int) -> tuple[np.ndarray, np.ndarray, np.
     )
 
 
-def tables_of(num_reqs: int, device: str = "cpu") -> MultiGroupBlockTable:
-    """Four groups, two of them with a window, whose rows hold blocks for 3,072 tokens."""
-    tables = MultiGroupBlockTable(
-        num_reqs, MAX_LEN, 64, device != "cpu", device, [BLOCK_SIZE] * 4, windows=WINDOWS
-    )
+def tables_of(num_reqs: int, device: str = "cpu") -> BlockTables:
+    """Create four groups, two of them with a window. Rows hold blocks for 3,072 tokens."""
+    tables = BlockTables(
+        [TableShape(BLOCK_SIZE, -(-MAX_LEN // BLOCK_SIZE), window=window) for window in WINDOWS],
+        max_num_reqs=num_reqs, max_num_tokens=64, device=device,
+    )  # fmt: skip
     rng = np.random.default_rng(1)
     for row in range(num_reqs):
         tables.add_row(rng.integers(1, 1 << 20, (4, 3072 // BLOCK_SIZE)), row)
@@ -82,7 +83,7 @@ def tables_of(num_reqs: int, device: str = "cpu") -> MultiGroupBlockTable:
 
 
 def device_build(num_reqs: int, query_len: int, device: str = "cuda") -> Callable[[], object]:
-    """One build from lengths on the device, of the columns in use: what a captured graph replays."""
+    """Return a build from device lengths, limited to used columns, as a captured graph replays it."""
     builder = AttentionMetadataBuilder(tables_of(num_reqs, device))
     batch = [torch.from_numpy(x).to(device) for x in batch_of(num_reqs, query_len)]
     return lambda: builder.build(*batch, max_seq_len=3072)
@@ -112,7 +113,7 @@ def one_case(name: str, num_reqs: int, query_len: int) -> Iterator[Result]:
         shown = -(-built.max_seq_len // BLOCK_SIZE)
         assert np.array_equal(built[g].block_table[:, :shown].numpy(), peer.batch[g][:, :shown])
         assert np.array_equal(built[g].seqused_k.numpy(), peer.seqused[g])
-    # The host's work per step of a GPU, besides copy and launch: only the lengths.
+    # The host's work per step with a GPU, apart from copy and launch: only the lengths.
     lengths = AttentionMetadataBuilder(tables, flash_attn=False, flashinfer=False)
     calls = 50
     build, numpy, host = median_times(

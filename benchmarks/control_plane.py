@@ -1,4 +1,4 @@
-"""Hashing, the pool, decode steps, look-ups, and the replay of the conversation trace."""
+"""Hashing, the block pool, decode steps, lookups, and a replay of the conversation trace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRACE = Path(__file__).resolve().parents[2] / "shared" / "traces" / "mooncake_co
 
 
 def hashing() -> Iterator[Result]:
-    """One prompt of 131,072 tokens, blocks of 16."""
+    """Hash a prompt of 131,072 tokens in blocks of 16."""
     tokens = np.random.default_rng(0).integers(0, 152_000, 131_072).astype(np.int32)
     as_list, num_blocks = tokens.tolist(), len(tokens) // 16
     raw = tokens.tobytes()
@@ -42,7 +42,7 @@ def hashing() -> Iterator[Result]:
 
 
 def pool() -> Iterator[Result]:
-    """A pool of a million blocks, and one of ten million."""
+    """Measure pools of one million and ten million blocks."""
     ours, peer = median_times(
         lambda: BlockPool(1_000_001), lambda: peers.PrefixCache(1_000_001), rounds=3
     )
@@ -54,7 +54,7 @@ def pool() -> Iterator[Result]:
 
 
 def _lives(pool: BlockPool, size: int, num_requests: int) -> Callable[[], None]:
-    """Serves so many requests of `size` blocks each time it is called, never the same ones."""
+    """Return a function that serves this many new requests of `size` blocks per call."""
     random = np.random.default_rng(0)
     hashes = random.integers(0, 256, (num_requests, size, 32), np.uint8)
     prefixes = 16 * np.arange(size, 0, -1)
@@ -74,9 +74,9 @@ def _lives(pool: BlockPool, size: int, num_requests: int) -> Callable[[], None]:
 
 
 def eviction() -> Iterator[Result]:
-    """The policy that learns beside least-recently-used: requests of 64 blocks in a full pool.
+    """Compare the learned policy with LRU: requests of 64 blocks in a full pool.
 
-    Each allocates, evicting as many, publishes and releases; none is hit.
+    Each request allocates, which evicts as many blocks, publishes and releases. There are no hits.
     """
     size = 64
     for num_blocks, num_requests in ((20_000, 1_000), (200_000, 4_000)):
@@ -103,7 +103,7 @@ def eviction() -> Iterator[Result]:
 
 
 def decode(num_rows: int, with_tokens: bool) -> Iterator[Result]:
-    """One step of running requests, a token each; blocks of 16, caching on."""
+    """Run one step of running requests with one token each; blocks of 16, caching enabled."""
     num_steps, random = 65, np.random.default_rng(0)
     prompts = [random.integers(0, 152_000, 64 + i % 16).astype(np.int32) for i in range(num_rows)]
     sampled = random.integers(0, 152_000, num_rows).astype(np.int32)
@@ -119,7 +119,7 @@ def decode(num_rows: int, with_tokens: bool) -> Iterator[Result]:
         lambda: peers.decode_step(cache, running, 16, as_list if with_tokens else None),
         rounds=num_steps - 1,
     )
-    # Both have handed out the same number of blocks.
+    # Both must have allocated the same number of blocks.
     assert manager.pool.num_free == len(cache.free_blocks)
     what = "tokens and hashes too" if with_tokens else "allocation only"
     bar, goal = (0.6, 0.15) if with_tokens else (0.5, 0.1)
@@ -129,17 +129,19 @@ def decode(num_rows: int, with_tokens: bool) -> Iterator[Result]:
 
 
 def decode_calls(num_rows: int, bar: float) -> Iterator[Result]:
-    """All calls of a decode step of both planes, one token per row and no row that needs a block.
+    """Measure all calls of a decode step in both planes, with one token per row and no new blocks.
 
-    The peer of all of them: an allocator row by row in Python, and numpy's slot mapping.
+    The peer is a row-by-row allocator in Python with numpy's slot mapping.
     """
     from benchmarks.tables import NumpyTables
-    from kvcache import BlockTable, KVStorage, Worker
+    from kvcache import BlockTables, KVStorage, TableShape, Worker
 
     num_steps = 65
     num_blocks = num_rows * 16 + 1
     manager = KVCacheManager(16, num_blocks, 256, num_preallocate_tokens=100, max_num_reqs=num_rows)
-    tables = BlockTable(16, num_rows, 16, max(num_rows, 512))
+    tables = BlockTables(
+        [TableShape(16, 16)], max_num_reqs=num_rows, max_num_tokens=max(num_rows, 512)
+    )[0]
     worker = Worker(KVStorage(num_blocks, 16, 1, 8), tables)
     new = [Request(str(i), np.arange(20, dtype=np.int32) + i) for i in range(num_rows)]
     plan = manager.step(new=new)
@@ -194,16 +196,16 @@ def decode_calls(num_rows: int, bar: float) -> Iterator[Result]:
 
 
 def cold_lookup() -> Iterator[Result]:
-    """A prompt of 131,072 tokens that is not cached: its hashing, and one miss."""
+    """Look up an uncached prompt of 131,072 tokens: its hashing, and one miss."""
     tokens = np.random.default_rng(1).integers(0, 152_000, 131_072).astype(np.int32)
     manager = KVCacheManager(16, 100_001, 2**20)
     hashed = Request("hashed", tokens)
-    manager.block_hashes(hashed)
+    manager.cache.hashes(hashed)
     number = itertools.count()
     cold, miss, hashing_alone = median_times(
-        lambda: manager.get_computed_blocks(Request(str(next(number)), tokens)),
-        lambda: manager.get_computed_blocks(hashed),
-        lambda: manager.block_hashes(Request(str(next(number)), tokens)),
+        lambda: manager.cache.find_prefix(Request(str(next(number)), tokens)),
+        lambda: manager.cache.find_prefix(hashed),
+        lambda: manager.cache.hashes(Request(str(next(number)), tokens)),
     )
     name = "look-up of a cold prompt of 131,072 tokens"
     yield Result(name, "us", cold * 1e6, hashing_alone * 1e6, "its hashing alone")
@@ -211,7 +213,7 @@ def cold_lookup() -> Iterator[Result]:
 
 
 def replay(block_size: int, num_requests: int, rounds: int) -> Iterator[Result]:
-    """Lookup, allocate and free per request of the trace; hashes given, 10,000 x 512 tokens."""
+    """Lookup, allocate and free for each request of the trace, given hashes: 10,000 x 512 tokens."""
     from kvcache.replay import read_mooncake
 
     num_blocks = 10_000 * (512 // block_size) + 1
@@ -243,8 +245,9 @@ def replay(block_size: int, num_requests: int, rounds: int) -> Iterator[Result]:
                 ("objects", _replay_objects, objects, as_bytes, lengths),
             )
         }
-        # All caches answer the same, or the comparison is of nothing. Engines do not take blocks that
-        # are not cached first, and a batch evicts what its own requests would have hit: a few differ.
+        # All caches must agree, or the comparison is meaningless. A few results differ: engines do not
+        # take blocks that are not cached first, and a batch evicts blocks that its own requests would
+        # have hit.
         assert hits["dictionaries"] == hits["ours"], hits
         assert abs(hits["objects"] - hits["ours"]) <= 0.03 * hits["ours"], hits
         assert abs(hits["16 at a time"] - hits["ours"]) <= 0.1 * hits["ours"], hits
@@ -261,7 +264,7 @@ def replay(block_size: int, num_requests: int, rounds: int) -> Iterator[Result]:
 
 
 def _hashes_of(manager: KVCacheManager, requests: list[Request]) -> list[np.ndarray]:
-    return [manager.block_hashes(request) for request in requests]
+    return [manager.cache.hashes(request) for request in requests]
 
 
 def _replay_ours(manager: KVCacheManager, requests: list[Request], num_at_a_time: int) -> int:
@@ -274,7 +277,7 @@ def _replay_ours(manager: KVCacheManager, requests: list[Request], num_at_a_time
             batch = requests[i : i + num_at_a_time]
             manager.step(new=batch)
             manager.free(*batch)
-    return manager.stats.hit_tokens // manager.block_size
+    return manager.cache.stats.hit_tokens // manager.block_sizes[0]
 
 
 def _replay_dictionaries(

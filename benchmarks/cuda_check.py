@@ -1,18 +1,17 @@
-"""Compiles every CUDA source with nvcc, and checks the machine code of ARCHS; needs no GPU.
+"""Compiles every CUDA source with nvcc and checks the machine code for ARCHS. No GPU required.
 
-Prints a table of each kernel entry's machine code, and fails where it is not as
-`sass_expectations.py` says; spilled registers are errors of the assembler on every architecture.
-`--json FOLDER` writes the tables to FOLDER/sass_ARCH.json. The machine code needs cuobjdump
-($CUOBJDUMP, the toolkit's, the PATH's, or the one that triton carries, here or in the environment of
-`make gpu-less`) and c++filt; without one of them it is skipped, with a line that says so.
+Prints a table of each kernel entry's machine code, and fails if it does not match
+`sass_expectations.py`. Spilled registers are assembler errors on every architecture. `--json FOLDER`
+writes the tables to FOLDER/sass_ARCH.json. The machine code requires c++filt and cuobjdump,
+which is taken from $CUOBJDUMP, the toolkit, PATH, or triton (here or in the environment of
+`make gpu-less`). If either tool is missing, this part is skipped with a message.
 
-Exit code 0 when all is as expected, 1 when it is not, 3 when there is no nvcc.
+Exit codes: 0 if everything matches, 1 if not, 3 without nvcc.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import sass
+from benchmarks.gpu.machine import write_results
 from benchmarks.sass_expectations import failures
 from kvcache.native import build
 from tests.gpu_less.build import environment_folder
@@ -93,10 +93,8 @@ def check_machine_code(home: Path, objects: list[Path], arch: str, json_folder: 
             print_table(name, figures)
     if json_folder is not None:
         rows = [{"file": file, **asdict(f)} for file, figures in files.items() for f in figures]
-        lines = ",\n  ".join(json.dumps(row) for row in rows)
-        head = json.dumps({"arch": arch, **made_with(home)})[:-1]
-        text = f'{head}, "kernels": [\n  {lines}\n]}}\n'
-        (json_folder / f"sass_{arch}.json").write_text(text)
+        contents = {"arch": arch, **made_with(home), "kernels": rows}
+        write_results(json_folder / f"sass_{arch}.json", contents)
     found = failures((f for figures in files.values() for f in figures), arch=arch)
     for line in found:
         print(f"machine code of {arch}: FAILED, {line}", file=sys.stderr)
@@ -112,7 +110,7 @@ def disassembled(tool: str, file: Path, arch: str) -> list[sass.Figures]:
         ).stdout
 
     kernels = sass.parse(output("-sass"), output("-res-usage"))
-    if not kernels:  # a source may have none; an expected kernel that is nowhere fails
+    if not kernels:  # a source may have no kernels; missing expected kernels fail
         return []
     names = sass.demangled([kernel.symbol for kernel in kernels])
     found = [sass.figures(kernel, name) for kernel, name in zip(kernels, names, strict=True)]
@@ -120,7 +118,7 @@ def disassembled(tool: str, file: Path, arch: str) -> list[sass.Figures]:
 
 
 def print_table(file: str, figures: list[sass.Figures]) -> None:
-    """Kernel by kernel; entries that differ in nothing but the name share a line."""
+    """Print one line per kernel; entries that differ only in name share a line."""
     columns = ("registers", "local", "shared", "instr.", "loads in flight", "stores", "instr./16 B")
     widths = (9, 5, 6, 6, 17, 14, 11)
     heading = "  ".join(f"{column:>{width}}" for column, width in zip(columns, widths, strict=True))
@@ -148,7 +146,7 @@ def print_table(file: str, figures: list[sass.Figures]) -> None:
 
 
 def by_width(numbers: dict[int, int]) -> str:
-    """8 of 16 bytes, 2 of 4: "8x16 2x4"."""
+    """Format counts by width: 8 of 16 bytes and 2 of 4 bytes become "8x16 2x4"."""
     return " ".join(f"{n}x{width}" for width, n in sorted(numbers.items(), reverse=True)) or "-"
 
 

@@ -1,24 +1,23 @@
-"""Requests between a prefill and a decode process while either is killed, stopped and started again.
+"""Serves requests with a prefill and a decode process while either is killed, paused and restarted.
 
     python -m benchmarks.disaggregation                  # 1,000 requests, 32 kills, 32 stops
     python -m benchmarks.disaggregation --seed 7 --json benchmarks/results/disaggregation.json
 
-Both processes check every byte that they read. It fails where an answer is wrong, a request waits longer
-than its deadline and a second, the time not counted in which its process had no core, or a pool does not
-end empty.
+Both processes check every byte that they read. The run fails if an answer is wrong, if a request waits
+more than a second longer than its deadline (not counting time without CPU), or if a pool is not empty
+at the end.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import sys
 import time
 from pathlib import Path
 
-from benchmarks.gpu.machine import commit, processor
+from benchmarks.gpu.machine import commit, processor, write_results
 from tests.disaggregation_faults import LEASE_S, MARGIN_S, Faults
 
 
@@ -57,7 +56,7 @@ def main() -> int:
             **found,
             "reasons": reasons,
         }
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_results(args.json, result)
     return 1 if found["wrong"] or found["hanging"] or found["leaked"] else 0
 
 

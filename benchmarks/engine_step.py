@@ -1,7 +1,7 @@
-"""The host's time of a decode step of 64 requests of a tiny model: how much of it is kvcache's.
+"""Host time of a decode step of 64 requests of a tiny model, and kvcache's share in it.
 
-`python -m benchmarks.engine_step [--model NAME] [--requests N]`. The model is as small as it can be, so
-shares are the largest that there are. Needs the extra `transformers`.
+`python -m benchmarks.engine_step [--model NAME] [--requests N]`. The model is minimal, so the measured
+shares are upper bounds. Requires the extra `transformers`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from kvcache.integrations.transformers import attach
-from kvcache.integrations.transformers.tiny_models import tiny_model
-from kvcache.serving import Engine, SamplingParams
+from kvcache.engine import Engine, SamplingParams
+from kvcache.engine.transformers import attach
+from kvcache.engine.transformers.tiny_models import tiny_model
 
 
 class Timed:
-    """Time spent in calls of an object's method, in seconds."""
+    """Seconds spent in calls of an object's method."""
 
     def __init__(self, owner: object, name: str) -> None:
         self.seconds = 0.0
@@ -39,7 +39,7 @@ class Timed:
 
 
 def measure(name: str, num_requests: int, num_steps: int = 150) -> dict[str, float]:
-    """Microseconds of a decode step by part: medians of single steps."""
+    """Return microseconds of a decode step by part: medians over steps."""
     torch.set_num_threads(1)
     paged = attach(
         tiny_model(name),

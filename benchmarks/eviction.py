@@ -15,7 +15,7 @@ from kvcache.replay.policies import parse_eviction, parse_host_eviction, parse_h
 
 TRACE = Path(__file__).resolve().parents[2] / "shared/traces/mooncake_conversation.jsonl"
 BLOCK_SIZE = 512  # tokens
-CAPACITIES = (1_000, 3_000, 5_859, 10_000, 30_000, 50_000, 100_000)  # blocks of the device alone
+CAPACITIES = (1_000, 3_000, 5_859, 10_000, 30_000, 50_000, 100_000)  # device blocks only
 POLICIES = (
     "lru",
     "last_access",
@@ -44,49 +44,45 @@ WRITES_TO = 30_000
 BEFORE = """\
 # Eviction
 
-The eviction policy chooses the cached block that is evicted when its space is needed:
-`KVCacheManager(..., eviction=, eviction_options=)`, and `host_eviction=, host_eviction_options=` for \
-the
-host tier. Under every policy uncached blocks go first and pinned blocks last. A block is not evicted \
-before
-the blocks that are found only through it; on the device, `lru` achieves this because requests \
-release their
-tails first. Blocks of windows and recurrent states are not found through others. The host tier gets no
-accesses and priorities: use `learned`, `lru`, `s3_fifo` or `segmented_lru` there.
+When the pool needs space, the eviction policy chooses the cached block to evict. Configure it with
+`KVCacheManager(..., eviction=, eviction_options=)`, and with `host_eviction=, \
+host_eviction_options=` for
+the host tier. Every policy takes uncached blocks first and pinned blocks last. A block outlives the
+blocks that can only be reached through it. On the device, `lru` ensures this order because requests
+release their tails first. Blocks of sliding windows and recurrent states are never reached through
+other blocks. Access times and priorities are not tracked on the host: use `learned`, `lru`, `s3_fifo`
+or `segmented_lru` there.
 
-| policy | option | which cached block goes first |
+| policy | option | evicted first |
 |---|---|---|
-| `lru` | | the least recently released |
-| `last_access` | | the least recently accessed (`KVCacheManager.access`); among blocks without an \
-access the least recently released; then the longest prefix |
-| `learned` | `double_cost_tokens` (0: off), `tenant_share` (1: all) | what is least likely to be \
-used again soon, by what was learned of blocks like it: [below](#the-policy-that-learns) |
-| `priority` | `default_priority` (35) | the lowest priority that `free(..., retention=)` gave, until \
-it expires; then the least recently released |
-| `s3_fifo` | `small_share` (0.1) | in a small queue the oldest block without two hits, then in a \
-large queue the oldest without a hit since its last turn |
+| `lru` | | the least recently released block |
+| `last_access` | | the least recently accessed block (`KVCacheManager.access`); among blocks without \
+an access, the least recently released; then the block with the longest prefix |
+| `learned` | `double_cost_tokens` (0: off), `tenant_share` (1: all) | the block that is least likely \
+to be reused soon, estimated from the reuse of similar blocks: [below](#the-policy-that-learns) |
+| `priority` | `default_priority` (35) | the block with the lowest priority set by \
+`free(..., retention=)`, until the priority expires; then the least recently released block |
+| `s3_fifo` | `small_share` (0.1) | in the small queue, the oldest block with fewer than two hits; \
+then in the main queue, the oldest block that was not hit since it last reached the head |
 | `segmented_lru` | `protected_share` (0.8) | blocks that were never hit; then the least recently \
-released. At most that share of the pool is protected |
+released block. At most `protected_share` of the pool is protected |
 
 How to choose:
 
-- `learned` for chats, agents and documents: requests that go on, that share a beginning, or that
-  never come again. It needs no tuning. Below it is better than every other policy at every size; it
-  was never more than 0.5 % worse than `lru`, on this trace and on 16 changed forms of it. With a
-  host tier, take it for both (`host_eviction="learned"`): a device that keeps what is worth most
-  leaves a host with `lru` the rest, and that pair can be worse than `lru` on both.
-- `lru` where the cache holds all that comes again anyway, and where each nanosecond of the host
-  counts: it costs least.
-- `priority` where the caller knows what will come again (system prompts) or will not. Priorities \
-come only
-  from `free`, and these replays give none.
-- `last_access` where the caller knows of accesses that are not requests to this pool. These replays \
-have
-  none.
-- `s3_fifo`, `segmented_lru` where the cache is far smaller than what is used again: a block that was \
-hit
-  outlives one that never was. With their usual options they cost hits here at 10,000 to 50,000 blocks:
-  replay your own trace before you choose one:
+- `learned` suits chats, agents and documents, where requests are continued, share a prefix, or never
+  return. It needs no tuning. In the tables below it beats every other policy at every size. On this
+  trace and on 16 perturbed traces, it was never more than 0.5 % worse than `lru`. With a host tier, use
+  it on both tiers (`host_eviction="learned"`). If only the device uses it, the host is left with the
+  less valuable blocks, and the result can be worse than `lru` on both tiers.
+- `lru` has the lowest overhead. Use it if the cache holds everything that is reused and host time is
+  critical.
+- `priority` suits callers that know which blocks will be reused (system prompts) and which will not.
+  Priorities are only set by `free`, and these replays set none.
+- `last_access` suits callers that know of accesses other than requests to this pool. These replays have
+  no such accesses.
+- `s3_fifo` and `segmented_lru` suit caches that are far smaller than the reused data: a block that was
+  hit outlives a block that was never hit. With default options they lose hits on this trace at 10,000 to
+  50,000 blocks. Replay your own trace before you choose one:
 
         kvcache replay trace.jsonl --num-blocks 10001 --eviction segmented_lru:protected_share=0.2
 """
@@ -94,114 +90,115 @@ hit
 DEVICE = """\
 ## On the device alone
 
-Token hit rates of the conversation trace (12,031 requests, {block_size}-token blocks, one at a time,
-prompts only), by capacity in blocks. No cache of any size reaches more than 0.3734.
+Token hit rates on the conversation trace by capacity in blocks (12,031 requests, {block_size}-token \
+blocks,
+one request at a time, prompts only). No cache of any size exceeds 0.3734.
 """
 
 LEARNED = """\
-`optimum` knows the future (Belady 1966): of the blocks, the one whose next use is farthest goes
-first.
+`optimum` knows the future (Belady 1966): it evicts the block whose next use is farthest away.
 
-The changed forms: other speeds and think times, conversations in another order, requests that come
-earlier or later, scans, a loop over documents, two services at once, half of the conversations,
-changes of phase. `python -m benchmarks.trace_forms TRACE.jsonl` makes them and prints, for six
-capacities, the hits of `learned` over those of `lru`: 0.995 at the lowest, 1.27 in the geometric
-mean of 96.
+The perturbed traces change speeds and think times, reorder conversations, make requests arrive earlier
+or later, add scans or a loop over documents, mix two services, keep half of the conversations, or switch
+between phases. `python -m benchmarks.trace_forms TRACE.jsonl` generates them and prints the hits of
+`learned` relative to `lru` at six capacities. The minimum ratio is 0.995, and the geometric mean of all
+96 ratios is 1.27.
 
 ## The policy that learns
 
-`learned` counts when blocks are used again, and evicts what is worth least. All of it happens in
-the calls that the manager makes anyway; there is nothing to train before, and nothing to set.
+`learned` counts how often blocks are reused, and evicts the blocks of least expected value. It learns
+within the calls that the manager makes anyway, and needs no training and no configuration.
 
-- **Segments.** The blocks that a request releases with `free` are one or two segments: the
-  beginning that other conversations share, and its own blocks behind it.
-- **Classes.** An own segment is of a class by the turn of the conversation (0, 1, 2, 3 and more),
-  the tokens that this turn added (2,560 and more, 20,480 and more) and whether the answer has 64
-  tokens or more; `free(request_class=...)` (0, 1, more) splits them once more, as far as the counts
-  show that it matters. A shared one is of a class by how often its chain was seen to fork (1, 2, 4, 16
-  and more times). The policy finds turns and forks by itself: a request whose tokens begin with a
-  whole earlier request goes on with it, one that leaves an earlier one midway forks from it.
-  `free(turn=...)` says the turn where the caller knows it; `num_output_tokens` the length of the
-  answer, where its tokens were not appended to the request. Blocks that leave a running request
-  (out of a window, after a swap) are of a class of their own.
-- **Ages** are counted in tokens released, never by a clock: the same calls give the same evictions.
-- **Learning.** A sample of blocks, chosen by hash, is remembered in a ring of 32,768 records,
-  cached or not. What is used again is counted by class and age; what grows older unused is counted
-  too. Counts fade.
-- **Worth.** From the counts follows how likely a block of a class and age is used in each span of
-  time to come. Its worth is the best ratio of hits expected to time kept, over all times to give it
-  up (Gittins' index). Classes of which little is known are taken for all blocks together, and
-  these, at first, for what is the less likely used the longer it was not.
-- **Eviction.** Of the oldest and the youngest segment of each class, the one worth least goes
-  first, deepest block first, as a whole. While the records do not reach back twice as far as the
-  oldest segment, the oldest goes first, as `lru` has it.
-- **Shares.** With `tenant_share=S`, the blocks of one salt (`Request.cache_salt`) that are more than
-  the share S of the pool go first while others need room, those of the tenant that has most. Requests
-  without a salt have no share. The host has none.
-- **Priorities** of `free(..., retention=)` bound all this: a lower one goes first, until it ends,
-  and worth decides among equal ones. Blocks without a priority have 35.
-- `double_cost_tokens=N` weighs hits by what they save: a block behind a prefix of N tokens counts
-  twice.
+- **Segments.** The blocks that a request releases with `free` form one or two segments: the prefix that
+  other conversations share, and the request's own blocks after it.
+- **Classes.** The class of an own segment depends on the turn of the conversation (0, 1, 2, 3 and more),
+  on the number of tokens added by that turn (2,560 and more, 20,480 and more) and on whether the answer
+  has 64 tokens or more. `free(request_class=...)` (0, 1, more) splits these classes further when the
+  counts show a difference. The class of a shared segment depends on how often its chain has forked (1,
+  2, 4, 16 and more times). The policy detects turns and forks itself: a request that starts with all
+  tokens of an earlier request continues it, and a request that diverges midway forks from it. If the
+  caller knows the turn, it can pass `free(turn=...)`; if the tokens of the answer were not appended to
+  the request, it can pass `num_output_tokens`. Blocks that leave a running request (out of a window,
+  after a swap) have their own class.
+- **Ages** are counted in released tokens, not in clock time: the same calls give the same evictions.
+- **Learning.** A sample of blocks, selected by hash, is tracked in a ring of 32,768 records whether or
+  not the blocks are cached. Reuse is counted by class and age, and so is aging without reuse. Counts
+  decay over time.
+- **Worth.** The counts estimate how likely a block of a given class and age is to be reused within each
+  future time span. Its worth is the highest ratio of expected hits to retention time over all stopping
+  times (the Gittins index). Classes with few observations use the pooled counts of all blocks. At first,
+  these counts assume that the longer a block goes unused, the less likely it is to be reused.
+- **Eviction.** The policy compares the oldest and the youngest segment of each class and evicts the
+  entire segment with the lowest worth, deepest block first. Until the records reach back twice as
+  far as the oldest segment, it evicts the oldest segment first, like `lru`.
+- **Shares.** With `tenant_share=S`, tenants are identified by salt (`Request.cache_salt`). While other
+  requests need space, blocks of tenants that exceed the share S of the pool are evicted first, starting
+  with the largest tenant. Shares do not apply to requests without a salt, or on the host.
+- **Priorities** set by `free(..., retention=)` take precedence: blocks of lower priority are evicted
+  first until the priority expires, and worth decides among equal priorities. The default priority is 35.
+- `double_cost_tokens=N` weights hits by the computation they save: a block after a prefix of N tokens
+  counts twice.
 
-What it has learned can outlive the process: `manager.stats.learned.save(file)`, and in the next one
-`manager.learn_from(LearnedReuse.load(file))`. A file that is missing, damaged or of another version
-is ignored, with a warning. It holds counts, by class and age, and nothing of any request.
+To keep the learned counts across processes, call `manager.cache.stats.learned.save(file)`, and in the
+next process `manager.cache.learn_from(LearnedReuse.load(file))`. A file that is missing, damaged or
+of another version is ignored with a warning. The file contains counts by class and age, and no request
+data.
 
-What it costs: 29 bytes per block and 1 MB, and time in each call (`make bench` prints both beside
-`lru`).
+Cost: the policy uses 29 bytes per block plus 1 MB, and some time in each call (`make bench` reports both
+next to `lru`).
 
-What it may not do: it decides nothing but the order among blocks that no request holds, that are
-not pinned, and through which nothing cached is found. It never holds a block back from a request
-that needs one, and no content depends on it.
+Safety: the policy only decides the eviction order of blocks that no request holds, that are not pinned,
+and that no cached block depends on. It never withholds a block from a request that needs one, and
+content never depends on it.
 
-What others can do to it: the policy learns from all tenants together. A tenant that sends many
-requests which never come again fills the cache with any policy; here it also teaches that first
-turns are not continued, and the first turns of others go earlier. One that repeats its own requests
-quickly makes its blocks worth more. What a tenant sees of it is what timing tells anyway: whether
-its own blocks are still there. `tenant_share` bounds what a tenant can push out. Which hashes are
-sampled is the same in each process, and can be found out; a request of nothing but sampled blocks
-counts as much as several.
+Isolation: the policy learns from all tenants together. Under any policy, a tenant can fill the cache
+with many requests that never return. Here, such requests also teach the policy that first turns are not
+continued, and the first turns of other tenants are evicted earlier. A tenant that quickly repeats its own
+requests increases the worth of its blocks. A tenant can observe only what timing already reveals: whether
+its own blocks are still cached. `tenant_share` limits how much a tenant can evict. The sampled hashes
+are the same in every process and can be discovered; a request made only of sampled blocks counts as
+much as several requests.
 
-What was tried and left out:
+Alternatives that were evaluated and rejected:
 
-- ARC, LIRS, and LFU with dynamic ageing. In the study that this policy comes from they had 65,300,
-  60,757 and 64,650 hit blocks at 10,000 blocks, where `learned` has 68,187, and each had 10 to 35 %
-  fewer than `lru` somewhere. They are not cheap either: ARC and LIRS remember as many blocks again as
-  are cached.
-- Ages by a clock, beside those in tokens. On this trace the hits were between 1.0 % fewer and 2.0 %
-  more, with no rule in it. Ages in tokens do not change with the speed of the machine, and the same
-  calls give the same evictions.
+- ARC, LIRS, and LFU with dynamic aging. In the study that this policy comes from, they had 65,300, 60,757
+  and 64,650 hit blocks at 10,000 blocks, compared with 68,187 for `learned`. Each also had 10 to 35 %
+  fewer hits than `lru` in some configuration. They are not cheap either: ARC and LIRS track as many
+  additional blocks as are cached.
+- Clock-based ages in addition to ages in tokens. On this trace, hits changed by between -1.0 % and
+  +2.0 % without any pattern. Ages in tokens do not depend on the speed of the machine, and the same calls
+  give the same evictions.
 """
 
 HOST = """\
 ## With a host tier
 
-The same, all hits counted, those on the host too. Blocks are written to the host when they are evicted
-from the device (`host_write="back"`), and stay there when they are loaded.
+The same trace, with hits on the host included. Blocks are written to the host when they are evicted from
+the device (`host_write="back"`), and stay on the host after they are loaded.
 
-`learned` on both tiers is one policy with two pools. A page on the host is of the class and the time
-of release of the block that it is a copy of. What was loaded is on both tiers, so its page goes
-first; it is written again when the device evicts it.
+`learned` on both tiers is one policy with two pools. A host page inherits the class and the release time
+of the block that it copies. A loaded block is on both tiers, so its host page is evicted first, and is
+written again when the device evicts the block.
 """
 
 HOST_WRITES = """\
 ## When to write to the host
 
-`lru` on both, {host:,} blocks on the host. Hits that `selective` counts are hits on the device: where
-that is small, few blocks live there long enough to be hit, and hardly anything is written.
+Both tiers use `lru`, and the host has {host:,} blocks. `selective` counts hits on the device. On a small
+device few blocks survive until they are hit, so hardly anything is written.
 """
 
 HOST_GAINS = """\
-With `host_write="learned"` a block is written when it is evicted from the device, if at least
-`min_gain_to_write` hits (0.05) are expected of it on the host, less the hits that its page is worth
-to the blocks that are there: the best over all times to give it up again. What was loaded keeps its
-page, as that saves writing it again. `learned` on both tiers; in the last column, blocks written for
-each block that was hit on the host:
+With `host_write="learned"`, a block that is evicted from the device is written if its expected gain is at
+least `min_gain_to_write` hits (0.05). The gain is the number of hits expected on the host, minus the hits
+that its page is worth to the blocks already there, maximized over all stopping times. A loaded block
+keeps its host page, which avoids writing it again. In this table both tiers use `learned`, and the last
+column is the number of blocks written per block hit on the host:
 """
 
 AFTER = """\
-Made by `python -m benchmarks.eviction --write docs/eviction.md`. The replays are exact: they come out the
-same anywhere.
+This page is generated by `python -m benchmarks.eviction --write docs/eviction.md`. The replays are exact:
+the results are identical on every machine.
 """
 
 
@@ -222,8 +219,8 @@ def main() -> int:
 
 
 def page(trace: Path) -> Iterable[str]:
-    """The parts of docs/eviction.md, each when it is known."""
-    no_content = np.empty(0, np.int64)  # only verification asks for it
+    """Yield the parts of docs/eviction.md as they become available."""
+    no_content = np.empty(0, np.int64)  # needed only for verification
     requests = [replace(each, content=no_content) for each in read_mooncake(trace)]
     yield BEFORE
     yield DEVICE.format(block_size=BLOCK_SIZE)
@@ -278,7 +275,7 @@ def replayed(
     host_write: str = "back",
     block_size: int = BLOCK_SIZE,
 ) -> ReplayReport:
-    """One request at a time; capacities without the null block."""
+    """Replay requests one at a time. Capacities exclude the null block."""
     name, options = parse_eviction(eviction)
     host_name, host_options = parse_host_eviction(host_eviction)
     replayer = Replayer(
@@ -322,7 +319,7 @@ def write_table(reports: dict[tuple[int, int, str], ReplayReport]) -> str:
 
 
 def compared(name: str, rates: list[float], lru: list[float]) -> str:
-    """A line for a policy: where it is better than LRU, and where worse, to the digits shown."""
+    """Return a line that compares a policy with LRU: where it is better and where worse, as displayed."""
     if rates is lru:
         return ""
     gains = [round(rate, 4) - round(base, 4) for rate, base in zip(rates, lru)]
@@ -330,11 +327,12 @@ def compared(name: str, rates: list[float], lru: list[float]) -> str:
     for what, is_so in (
         ("better than `lru`", lambda gain: gain > 0),
         ("worse than `lru`", lambda gain: gain < 0),
-        ("as `lru`", lambda gain: gain == 0),
+        ("identical to `lru`", lambda gain: gain == 0),
     ):
         sizes = [f"{size:,}" for size, gain in zip(CAPACITIES, gains) if is_so(gain)]
         if sizes:
-            found.append(f"{what} at " + ("all" if len(sizes) == len(gains) else ", ".join(sizes)))
+            where = "every size" if len(sizes) == len(gains) else ", ".join(sizes)
+            found.append(f"{what} at {where}")
     return f"- `{name}`: {'; '.join(found)}.\n"
 
 

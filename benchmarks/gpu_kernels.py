@@ -1,7 +1,7 @@
-"""Kernel times on a GPU, with limits measured in the same run; each a line of JSON, as it comes.
+"""GPU kernel times with limits measured in the same run; each printed as a line of JSON.
 
-A case that fails is reported and the others follow. Calls that move tokens rotate among input sets that
-together are four times the L2, and pages are spread over 16 GiB where memory allows.
+A failing case is reported, and the others continue. Calls that move tokens rotate among input sets that
+together are four times the L2, and pages are spread over 16 GiB if memory allows.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from benchmarks import attention_metadata as metadata
 from benchmarks.gpu import say, sizes
 from benchmarks.gpu.timing import graph_us, num_rotated, stream_seconds
 from benchmarks.receive import plain
-from kvcache import AttentionMetadataBuilder, MultiGroupBlockTable, Pages, ops
-from kvcache.worker.swap.page_copy import PageCopy
+from kvcache import AttentionMetadataBuilder, BlockTables, Pages, TableShape, ops
+from kvcache.worker.pages.page_copy import PageCopy
 
 _HEADS, _HEAD_SIZE, _BLOCK_SIZE = 8, 128, 16
-_LAUNCHES = 20  # in one graph, of calls that are not rotated
+_LAUNCHES = 20  # in one graph, for calls that are not rotated
 
 
 def copy_gb_per_s() -> float:
-    """Device-to-device copy, bytes read plus bytes written: the memory's limit."""
+    """Return the bandwidth of a device copy, bytes read plus bytes written: the memory's limit."""
     source = torch.empty(sizes.scaled(1 << 30), dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     return 2 * source.numel() / graph_us([lambda: target.copy_(source)] * 4) / 1e3
 
 
 def empty_kernel_us() -> float:
-    """The cheapest launch of ours: an update of tables that has no segment."""
+    """Time the cheapest launch: a table update without segments."""
     arena, packed = torch.zeros(2, 16, dtype=torch.int32, device="cuda")
     return repeated_us(lambda: ops.update_block_tables(arena, packed))
 
 
 def repeated_us(call: Callable[[], None]) -> float:
-    """The time of calls over the same memory: tables, which an engine finds in the L2 too."""
+    """Time calls on the same memory, for tables, which an engine also finds in the L2."""
     return graph_us([call] * sizes.repeats(_LAUNCHES))
 
 
 def slot_mapping(num_groups: int, name: str, num_requests: int, num_tokens: int) -> Iterator[dict]:
-    """All groups in one launch, with the buffer's tail padded."""
+    """Map all groups in one launch, including padding at the end of the buffer."""
     tables = filled_tables(num_groups)
     rows = torch.arange(num_requests, device="cuda", dtype=torch.int32)
     per_request = num_tokens // num_requests
@@ -59,7 +59,7 @@ def slot_mapping(num_groups: int, name: str, num_requests: int, num_tokens: int)
 
 
 def tables_of_a_step(num_groups: int, num_requests: int) -> Iterator[dict]:
-    """A decode step's tables in batch order, and its changes put in place."""
+    """Gather a decode step's tables in batch order, and apply their updates."""
     tables = filled_tables(num_groups)
     rows = torch.randperm(1024, device="cuda")[:num_requests].int()
     fact = {"case": f"decode {num_requests}", "groups": num_groups}
@@ -74,7 +74,7 @@ def tables_of_a_step(num_groups: int, num_requests: int) -> Iterator[dict]:
 
 
 def attention_metadata(name: str, num_requests: int, query_len: int) -> Iterator[dict]:
-    """Everything that attention kernels need of a batch, 4 groups, lengths on the device, one launch."""
+    """Build all attention metadata of a batch: 4 groups, lengths on the device, one launch."""
     rows, query_lens, seq_lens = metadata.batch_of(num_requests, query_len)
     there = [torch.from_numpy(each).cuda() for each in (rows, query_lens, seq_lens)]
     builder = AttentionMetadataBuilder(metadata.tables_of(num_requests, "cuda"))
@@ -83,9 +83,11 @@ def attention_metadata(name: str, num_requests: int, query_len: int) -> Iterator
     yield {"kernel": "attention_metadata", "case": name, "us": us}
 
 
-def filled_tables(num_groups: int) -> MultiGroupBlockTable:
-    """1,024 rows of 511 blocks in each group."""
-    tables = MultiGroupBlockTable(1024, 8192, 8192, True, "cuda", [16] * num_groups)
+def filled_tables(num_groups: int) -> BlockTables:
+    """Create 1,024 rows of 511 blocks in each group."""
+    tables = BlockTables(
+        [TableShape(16, 512)] * num_groups, max_num_reqs=1024, max_num_tokens=8192, device="cuda"
+    )
     generator = np.random.default_rng(0)
     for row in range(1024):
         ids = generator.integers(1, 1 << 20, (num_groups, 511)).astype(np.int32)
@@ -95,7 +97,7 @@ def filled_tables(num_groups: int) -> MultiGroupBlockTable:
 
 
 def updates(num_segments: int, length: int) -> torch.Tensor:
-    """One segment of so many blocks for each row of 512."""
+    """Return updates with one segment of this many blocks for each row of 512."""
     entries = torch.arange(num_segments) * 512
     at = 1 + 3 * num_segments + torch.arange(num_segments) * length
     places = torch.stack([entries, torch.full_like(entries, length), at], 1)
@@ -110,7 +112,7 @@ def token_io(
     fp8: torch.dtype | None = None,
     num_layers: int | None = None,
 ) -> Iterator[dict]:
-    """8 heads of 128, bfloat16 tokens; all layers in one launch where there are layers."""
+    """Write and gather 8 heads of 128, bfloat16 tokens; one launch for all layers with `num_layers`."""
     num_tokens = sizes.scaled(num_tokens, 16)
     layers = () if num_layers is None else (num_layers,)
     shape = (*layers, num_tokens, _HEADS, _HEAD_SIZE)
@@ -121,7 +123,7 @@ def token_io(
     num_blocks = 1 + -(-sets * num_tokens // _BLOCK_SIZE)
     caches = [cache(num_blocks, layout, fp8, layers) for _ in "kv"]
     tokens = [[torch.randn(shape, device="cuda").bfloat16() for _ in "kv"] for _ in range(sets)]
-    # None in the null block, to which no write goes.
+    # No slots in the null block, to which nothing is written.
     slots = _BLOCK_SIZE + torch.randperm(sets * num_tokens, device="cuda").view(sets, num_tokens)
     scales = [torch.full((*layers, 1), 0.37, device="cuda")] * 2 if fp8 else []
     case = f"{num_tokens} tokens, {layout}, {_HEADS} heads of {_HEAD_SIZE}, bf16"
@@ -142,7 +144,7 @@ def token_io(
 def cache(
     num_blocks: int, layout: str, fp8: torch.dtype | None, layers: tuple[int, ...]
 ) -> torch.Tensor:
-    """A cache of random numbers."""
+    """Create a cache of random numbers."""
     order = (_BLOCK_SIZE, _HEADS) if layout == "NHD" else (_HEADS, _BLOCK_SIZE)
     drawn = torch.randn(*layers, num_blocks, *order, _HEAD_SIZE, device="cuda").bfloat16()
     drawn = drawn.to(fp8 or drawn.dtype)
@@ -150,11 +152,11 @@ def cache(
 
 
 def block_copy(limit: float | None, fragment: int) -> Iterator[dict]:
-    """Pages within the device, over 32 regions; ids on the device, as a captured graph has them."""
+    """Copy pages within the device, over 32 regions, with ids on the device as in a captured graph."""
     num_blocks = max(sizes.pool_bytes(16 << 30, on_host=False) // (32 * fragment), 4)
     pages = Pages.allocate(num_blocks, [[fragment, fragment]] * 16, device="cuda")
     pages.memory.random_(0, 256)
-    # As many as are 2 GiB, read and written.
+    # A total of 2 GiB, read and written.
     count = min(num_blocks // 4, max(sizes.scaled(1 << 30) // pages.page_bytes, 1))
     ids = torch.randperm(num_blocks, device="cuda", dtype=torch.int32)[: 2 * count]
     page_copy, pairs = PageCopy(pages, pages), ids.view(-1, 2).contiguous()
@@ -165,8 +167,8 @@ def block_copy(limit: float | None, fragment: int) -> Iterator[dict]:
 
 
 def receive(limit: float | None, block_size: int, layout: str, ratio: int) -> Iterator[dict]:
-    """Received blocks made local ones, bf16, 8 heads of 128, compared with the plain form."""
-    # 1 GiB and more, ten times the L2 and more.
+    """Permute received blocks, bf16, 8 heads of 128, compared with plain torch operations."""
+    # At least 1 GiB and ten times the L2.
     num_blocks = sizes.scaled(max(16384, 524288 // block_size), 8)
     order = (_HEADS, block_size) if layout == "HND" else (block_size, _HEADS)
     memory = torch.randn(num_blocks, *order, _HEAD_SIZE, device="cuda", dtype=torch.bfloat16)
@@ -190,14 +192,14 @@ def receive(limit: float | None, block_size: int, layout: str, ratio: int) -> It
 
 
 def rate(moved: int, us: float, limit: float | None) -> dict:
-    """Time, GB/s read and written, and its share of a copy on the device, if one was measured."""
+    """Return time, GB/s read and written, and the ratio to a device copy, if one was measured."""
     gb_per_s = moved / us / 1e3
     share = {"of_copy": gb_per_s / limit} if limit else {}
     return {"us": us, "gb_per_s": gb_per_s, **share}
 
 
 def cases(limit: float | None) -> Iterator[tuple[str, Callable[[], Iterator[dict]]]]:
-    """Every case under its name, the ones with a bar first."""
+    """Yield every case with its name, cases with a target first."""
     for block_size in (16, 32, 64, 128):
         for layout, ratio in (("HND", 2), ("HND", 4), ("NHD", 1), ("NHD", 2), ("NHD", 4)):
             name = f"receive {layout} {block_size} / {ratio}"
@@ -251,7 +253,7 @@ def main() -> int:
 
 
 def summary(rows: list[dict]) -> Iterator[str]:
-    """One line per kernel: its slowest and its fastest case."""
+    """Yield one line per kernel: its slowest and its fastest case."""
     for kernel in dict.fromkeys(row["kernel"] for row in rows):
         found = [row for row in rows if row["kernel"] == kernel]
         key = "of_copy" if "of_copy" in found[0] else "us"

@@ -1,4 +1,4 @@
-"""Medians on a shared machine: what is compared is measured in turns, in one process."""
+"""Medians on a shared machine: alternatives are measured in turn, in one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcache.worker.swap.bandwidth import (
 
 @dataclass(frozen=True)
 class Result:
-    """One line of the report. `bar` and `goal` are what PEER_FIGURES asks for, in `unit`."""
+    """One line of the report. `bar` and `goal` are the targets of PEER_FIGURES, in `unit`."""
 
     name: str
     unit: str
@@ -25,7 +25,7 @@ class Result:
 
     @property
     def ratio(self) -> float | None:
-        """How many times better than the peer."""
+        """Return how many times better than the peer the result is."""
         if self.peer is None or not self.ours or not self.peer:
             return None
         return self.ours / self.peer if self.higher_is_better else self.peer / self.ours
@@ -38,7 +38,7 @@ class Result:
 
 
 def seconds_per_call(function: Callable[[], object], calls: int) -> Callable[[], None]:
-    """`function` called `calls` times, as one thing to measure."""
+    """Return a function that calls `function` `calls` times, for measuring them together."""
 
     def repeated() -> None:
         for _ in range(calls):

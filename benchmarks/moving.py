@@ -8,15 +8,15 @@ import numpy as np
 import torch
 
 from benchmarks.measure import Result, median_times
+from kvcache.worker.pages.page_copy import PageCopy
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.swap.bandwidth import host_rates
-from kvcache.worker.swap.page_copy import PageCopy
 
 NUM_BYTES = 256 << 20
 
 
 def indexing(fragment: int) -> Iterator[Result]:
-    """The same pages of 16 layers by `copy_blocks`, and layer by layer by index_select, index_copy_."""
+    """Compare `copy_blocks` on pages of 16 layers with index_select and index_copy_ per layer."""
     layers = 16
     num_blocks = NUM_BYTES // (2 * layers * fragment)
     source = Pages.allocate(num_blocks, [[2 * fragment]] * layers)
@@ -42,7 +42,7 @@ def indexing(fragment: int) -> Iterator[Result]:
 
 
 def host_cost() -> Iterator[Result]:
-    """The host's time of a call before bytes move: 1,000 pages whose fragments are empty."""
+    """Measure the host time of a call without moved bytes: 1,000 pages with empty fragments."""
     pages = Pages.allocate(1001, [[0, 0]] * 80)
     ids = np.arange(1, 1001, dtype=np.int32)
     pairs = np.stack([ids, np.random.default_rng(0).permutation(ids)], 1)

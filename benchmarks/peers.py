@@ -1,4 +1,4 @@
-"""The plain forms that serving engines use, to measure against: one Python step per block."""
+"""Baseline implementations as in serving engines: one Python step per block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import cbor2
 
 
 def hash_blocks(token_ids: list[int], block_size: int, seed: str = "vllm-none-hash") -> list[bytes]:
-    """SHA-256 over canonical CBOR by libraries, block by block."""
+    """Hash blocks one by one: SHA-256 over canonical CBOR, with libraries."""
     parent = hashlib.sha256(cbor2.dumps(seed, canonical=True)).digest()
     hashes = []
     for start in range(0, len(token_ids) - block_size + 1, block_size):
@@ -21,7 +21,7 @@ def hash_blocks(token_ids: list[int], block_size: int, seed: str = "vllm-none-ha
 
 
 class PrefixCache:
-    """Dictionary of hashes, ordered dictionary of free blocks, reference counts: per-block loops."""
+    """A dict of hashes, an OrderedDict of free blocks, reference counts, and loops over blocks."""
 
     def __init__(self, num_blocks: int) -> None:
         self.refs = [0] * num_blocks
@@ -71,7 +71,7 @@ class PrefixCache:
 
 
 class PoolBlock:
-    """A block as engines keep it: an object, linked into the queue of free blocks."""
+    """A block as in engines: an object that is linked into the free queue."""
 
     __slots__ = ("after", "before", "block_id", "key", "ref_count")
 
@@ -84,7 +84,7 @@ class PoolBlock:
 
 
 class FreeQueue:
-    """Free blocks, the least recently freed first, linked through the blocks themselves."""
+    """Free blocks, least recently freed first, as a linked list of the blocks themselves."""
 
     def __init__(self, blocks: list[PoolBlock]) -> None:
         self.num_free = len(blocks)
@@ -119,7 +119,7 @@ class FreeQueue:
 
 
 class BlockObjects:
-    """The pool of an engine: objects, found by the hash and the number of their cache group."""
+    """An engine's block pool: objects that are found by hash and cache group."""
 
     def __init__(self, num_blocks: int) -> None:
         blocks = [PoolBlock(i) for i in range(num_blocks)]
@@ -207,7 +207,7 @@ class GroupOfRequests:
 
 
 class RequestCache:
-    """A manager of requests as engines write it: groups over one pool, an object per block."""
+    """A request manager as in engines: groups over one pool, with an object per block."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.pool = BlockObjects(num_blocks)
@@ -240,7 +240,7 @@ class RequestCache:
 
 
 class Sequence:
-    """A running request as an engine's Python sees it."""
+    """A running request, as seen by an engine in Python."""
 
     def __init__(self, cache: PrefixCache, token_ids: list[int], block_size: int) -> None:
         self.tokens = token_ids
@@ -252,7 +252,7 @@ class Sequence:
 def decode_step(
     cache: PrefixCache, running: list[Sequence], block_size: int, token_ids: list[int] | None
 ) -> list[list[int]]:
-    """One slot more for each; with tokens, they are appended and filled blocks hashed and cached."""
+    """Add one slot per request; with tokens, also append them and hash and cache filled blocks."""
     new_blocks = []
     for i, sequence in enumerate(running):
         needed = -(-(sequence.num_computed + 1) // block_size) - len(sequence.table)
@@ -276,7 +276,7 @@ def decode_step(
 
 
 class GroupMember:
-    """A sequence as an engine's scheduler has it."""
+    """A sequence as in an engine's scheduler."""
 
     def __init__(self, seq_id: int, token_ids: list[int], status: str = "WAITING") -> None:
         self.seq_id = seq_id
@@ -291,7 +291,7 @@ class GroupMember:
 
 
 class Group:
-    """A sequence group of one sequence."""
+    """A sequence group with one sequence."""
 
     def __init__(self, sequence: GroupMember) -> None:
         self.request_id = str(sequence.seq_id)
@@ -305,7 +305,7 @@ class Group:
 
 
 class Block:
-    """One entry of a sequence's table: its block, and the tokens in it."""
+    """One entry of a sequence's table: its block and the block's tokens."""
 
     __slots__ = ("block_id", "prev", "token_ids")
 
@@ -316,9 +316,9 @@ class Block:
 
 
 class SequenceBlocks:
-    """A sequence-group manager as engines write it: an object and a step of Python per block.
+    """A sequence-group manager as in engines: one object and one Python step per block.
 
-    Its calls are those of `BlockSpaceManager`, with the same sequences and groups.
+    It has the calls of `BlockSpaceManager`, for the same sequences and groups.
     """
 
     def __init__(

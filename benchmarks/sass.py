@@ -1,8 +1,8 @@
-"""Reads what cuobjdump prints of a compiled kernel: resources, memory accesses, loads in flight.
+"""Parses the output of cuobjdump for compiled kernels: resources, memory accesses, loads in flight.
 
-The figures are static: they count instructions as they lie in the code, not as they run. Loads in
-flight are those that were issued, and whose registers no instruction has named since; the memory
-answers in order, so a use of one load ends all that were issued before it.
+The figures are static: they count instructions in the code, not executed ones. A load is in flight after
+it is issued, until an instruction uses its registers. Memory answers in order, so using one load also
+completes all loads issued before it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _RESOURCE = re.compile(r"\b(REG|STACK|SHARED|LOCAL):(\d+)")
 _REGISTER = re.compile(r"(?<![A-Z0-9])R(\d+)\b")
 _ADDRESS = re.compile(r"\b0x([0-9a-f]+)\b")
 
-_GLOBAL_LOADS = ("LDG", "LD")  # LD: an address whose space the compiler does not know
+_GLOBAL_LOADS = ("LDG", "LD")  # LD: the compiler does not know the address space
 _GLOBAL_STORES = ("STG", "ST")
 _LOCAL = ("LDL", "STL")
-# Instructions that wait for cp.async, or for other threads.
+# Instructions that wait for cp.async or for other threads.
 _WAITS = ("DEPBAR", "BAR", "WARPSYNC")
 
 
 @dataclass(frozen=True)
 class Instruction:
     address: int
-    predicate: str  # "" where it always runs
-    opcode: str  # with its modifiers: LDG.E.128
+    predicate: str  # "" if always executed
+    opcode: str  # with modifiers: LDG.E.128
     operands: str
 
     @property
@@ -44,7 +44,7 @@ class Instruction:
 
     @property
     def width(self) -> int:
-        """Bytes that one thread moves, for a load or store."""
+        """Return the bytes that one thread moves in a load or store."""
         for modifier in self.modifiers:
             if modifier in ("128", "64"):
                 return int(modifier) // 8
@@ -72,7 +72,7 @@ class Instruction:
 
     @property
     def target(self) -> int | None:
-        """Where a branch goes."""
+        """Return the target of a branch."""
         if self.name != "BRA":
             return None
         addresses = _ADDRESS.findall(self.operands)
@@ -80,13 +80,13 @@ class Instruction:
 
     @property
     def ends_flow(self) -> bool:
-        """Whether the next instruction in the code does not follow this one."""
+        """Return whether execution never continues with the next instruction."""
         return self.name in ("EXIT", "BRA", "RET", "BRX") and not self.predicate
 
 
 @dataclass
 class Kernel:
-    """One kernel entry: its name as mangled, its resources and its code."""
+    """One kernel entry: its mangled name, resources and code."""
 
     symbol: str
     registers: int = 0
@@ -98,24 +98,24 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of one kernel entry in the table. Dynamic shared memory is not in `shared_bytes`."""
+    """The table's figures for one kernel entry. `shared_bytes` excludes dynamic shared memory."""
 
     kernel: str
     registers: int
     stack_bytes: int
     local_bytes: int
     shared_bytes: int
-    local_accesses: int  # of a spilled register, or of an array indexed at run time
+    local_accesses: int  # of spilled registers, or of arrays indexed at run time
     instructions: int
-    loads_in_flight: dict[int, int]  # by the bytes of one load: the most at one place of the code
-    stores: dict[int, int]  # by the bytes of one store: how many there are in the code
-    load_bytes: int  # the width that has the most bytes in flight; 0: no global loads
+    loads_in_flight: dict[int, int]  # by bytes per load: the maximum at any point of the code
+    stores: dict[int, int]  # by bytes per store: their number in the code
+    load_bytes: int  # the width with the most bytes in flight; 0: no global loads
     store_bytes: int  # the width that stores the most bytes; 0: no global stores
-    instructions_per_16_bytes: float | None  # in the loops that load and store; None: no stores
+    instructions_per_16_bytes: float | None  # in loops that load and store; None: no stores
 
 
 def parse(sass: str, resources: str) -> list[Kernel]:
-    """The kernels of one object file, from `cuobjdump -sass` and `cuobjdump -res-usage`."""
+    """Parse the kernels of one object file from `cuobjdump -sass` and `cuobjdump -res-usage`."""
     kernels: dict[str, Kernel] = {}
     current = None
     for line in sass.splitlines():
@@ -166,12 +166,12 @@ def figures(kernel: Kernel, name: str) -> Figures:
 
 
 def main_width(number: dict[int, int]) -> int:
-    """The width that moves the most bytes; 0 of none."""
+    """Return the width that moves the most bytes; 0 without accesses."""
     return max(number, key=lambda width: (width * number[width], width), default=0)
 
 
 def loads_in_flight(code: list[Instruction]) -> dict[int, int]:
-    """Per width in bytes, the most global loads that are on their way at one place of the code."""
+    """Return by width in bytes the maximum number of global loads in flight."""
     most: Counter[int] = Counter()
     in_flight: list[tuple[Instruction, set[int]]] = []
     for instruction in code:
@@ -184,7 +184,7 @@ def loads_in_flight(code: list[Instruction]) -> dict[int, int]:
             in_flight = [load for load in in_flight if not load[0].is_async_load]
         if instruction.is_load:
             in_flight.append((instruction, loaded_registers(instruction)))
-            most |= Counter(load.width for load, _ in in_flight)  # the larger of each
+            most |= Counter(load.width for load, _ in in_flight)  # the larger count of each width
         if instruction.ends_flow:
             in_flight = []
     return dict(sorted(most.items()))
@@ -198,13 +198,13 @@ def loaded_registers(load: Instruction) -> set[int]:
 
 
 def loops(code: list[Instruction]) -> list[list[Instruction]]:
-    """The instructions between each branch backwards and its target."""
+    """Return the instructions between each backward branch and its target."""
     ranges = {(i.target, i.address) for i in code if i.target is not None and i.target < i.address}
     return [[i for i in code if begin <= i.address <= end] for begin, end in sorted(ranges)]
 
 
 def main_loop(code: list[Instruction], accesses: set[int]) -> list[Instruction]:
-    """The innermost loop with the most of these accesses (by address); all code without a loop."""
+    """Return the innermost loop with the most accesses in `accesses`, or all code if it has no loop."""
 
     def count(loop: list[Instruction]) -> int:
         return sum(i.address in accesses for i in loop)
@@ -226,7 +226,7 @@ def main_loop(code: list[Instruction], accesses: set[int]) -> list[Instruction]:
 def instructions_per_16_bytes(
     code: list[Instruction], load_bytes: int, store_bytes: int
 ) -> float | None:
-    """Instructions of the loop that loads, and of the one that stores, per 16 bytes moved."""
+    """Return the instructions per 16 bytes moved, in the loop that loads and the loop that stores."""
     if load_bytes == 0 or store_bytes == 0:
         return None
     total = 0.0
@@ -246,7 +246,7 @@ def instructions_per_16_bytes(
 
 
 def demangled(symbols: list[str]) -> list[str]:
-    """Names as a reader knows them: token_io_kernel<MoveBytes<uint4>, Direction 0>."""
+    """Return readable names: token_io_kernel<MoveBytes<uint4>, Direction 0>."""
     done = subprocess.run(
         ["c++filt"], input="\n".join(symbols), capture_output=True, text=True, check=True
     )
@@ -254,7 +254,7 @@ def demangled(symbols: list[str]) -> list[str]:
 
 
 def short_name(name: str) -> str:
-    """Without what is the same in every name: namespaces, the result and the parameters."""
+    """Remove the parts common to all names: namespaces, the result and the parameters."""
     name = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     name = re.sub(r"\b(?:kvcache|c10)::", "", name)
     name = re.sub(r"SmallFloat<unsigned char, (\d)u[^>]*>", _small_float, name)

@@ -1,9 +1,9 @@
-"""The machine code that each kernel is expected to have on sm_90 and sm_100.
+"""The expected machine code of each kernel on sm_90 and sm_100.
 
-Every kernel entry must do without local memory: no spilled register, no array indexed at run time.
-What else is expected stands in EXPECTED, a line per kernel; a kernel that it does not name only gets
-the general checks. A new kernel that moves bytes gets a line for its widest entry. A figure may only
-get worse only with a reason in a comment at its line.
+No kernel entry may use local memory: no spilled registers, no arrays indexed at run time. EXPECTED lists
+all other expectations, one line per kernel; kernels that it does not name only get the general checks. A
+new kernel that moves bytes gets a line for its widest entry. A figure may only get worse with a reason
+in a comment at its line.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from benchmarks.sass import Figures
 
 @dataclass(frozen=True)
 class Expectation:
-    kernel: str  # a regular expression that matches the whole name
+    kernel: str  # a regular expression that matches the full name
     max_registers: int
-    load_bytes: int = 0  # width of the global loads of the data; 0: not checked
-    loads_in_flight: int = 0  # at least so many of that width
+    load_bytes: int = 0  # width of the global loads of data; 0: not checked
+    loads_in_flight: int = 0  # minimum number of loads of that width
     store_bytes: int = 0  # width of the global stores; 0: not checked
     max_instructions_per_16_bytes: float | None = None
-    sm_100: Mapping[str, float] = field(default_factory=dict)  # the fields that differ there
+    sm_100: Mapping[str, float] = field(default_factory=dict)  # fields that differ on sm_100
 
     def on(self, arch: str) -> Expectation:
         return replace(self, **self.sm_100) if arch == "sm_100" else self
@@ -31,16 +31,16 @@ class Expectation:
 
 EXPECTED = [
     Expectation(r"copy_blocks_kernel<\d+ul, true>", 48, 16, 8, 16, 20),
-    # Where widths differ the loop has the code of all of them. 64 registers: two thread blocks.
+    # If widths differ, the loop contains code for all of them. 64 registers: two thread blocks.
     Expectation(r"copy_blocks_kernel<\d+ul, false>", 64, 16, 8, 16, 66),
     Expectation("permute_kernel<uint4, true, false>", 32, 16, 8, 16, 39),
-    # The first copy begins before the last id has come.
+    # The first copy starts before the last id has arrived.
     Expectation(
         "permute_kernel<uint4, false, false>",
         *(48, 16, 7, 16, 96),
         sm_100={"max_instructions_per_16_bytes": 111},
     ),
-    # In clusters: a rank and an address in the shared memory of the cluster for each vector.
+    # In clusters: each vector has a rank and an address in the cluster's shared memory.
     Expectation(
         "permute_kernel<uint4, true, true>", 32, 16, 8, 16, 49, sm_100={"max_registers": 36}
     ),
@@ -50,29 +50,29 @@ EXPECTED = [
         sm_100={"max_instructions_per_16_bytes": 125},
     ),
     Expectation("rotate_kernel<uint4>", 40, 16, 1, 16, 90),
-    # The entry of the table and the length of its row are read together: two registers more. By
-    # request, each thread reads four entries of query_start_loc at once, and searches shared memory.
+    # The table entry and the row length are loaded together: two more registers. By request, each thread
+    # loads four entries of query_start_loc at once and searches shared memory.
     Expectation(r"slot_mapping_kernel<\w+, false>", 26),
     Expectation(r"slot_mapping_kernel<\w+, true>", 29, 4, 5),
-    # A warp takes 32 segments at once, not one: eight registers more.
+    # A warp processes 32 segments at once instead of one: eight more registers.
     Expectation("update_kernel", 30),
     Expectation(
         "gather_kernel",
         *(28, 16, 1, 16, 23),
         sm_100={"max_registers": 32, "max_instructions_per_16_bytes": 24},
     ),
-    # Four tokens in flight, each with a place and a check of its own, and zeros where it has none.
+    # Four tokens in flight, each with its own position and check, and zeros for tokens without a slot.
     Expectation(r"token_io_kernel<MoveBytes<uint4>, Direction 0>", 46, 16, 4, 16, 17),
     Expectation(r"token_io_kernel<MoveBytes<uint4>, Direction 1>", 46, 16, 4, 16, 27),
-    # Two vectors of tokens are in flight, where it was four: twenty registers less, ten thread blocks
-    # instead of six. The last figure counts the path of a true division, now for two vectors, not four.
+    # Two token vectors in flight instead of four: twenty fewer registers, ten thread blocks instead of
+    # six. The last figure counts the path with a true division, now for two vectors, not four.
     Expectation(r"token_io_kernel<ToFp8<\w+, \w+, 8>, Direction 0>", 48, 16, 2, 8, 141),
     Expectation(r"token_io_kernel<ToFp8<float, \w+, 4>, Direction 0>", 40, 16, 2, 4, 117),
     Expectation(r"token_io_kernel<FromFp8<\w+, \w+, 8>, Direction 1>", 40, 8, 4, 16, 121),
-    # The slots of four tokens, 8 bytes each, are more bytes in flight than the data, which the last
-    # figure therefore does not count.
+    # The slots of four tokens (8 bytes each) are more bytes in flight than the data, so the last figure
+    # does not count the data.
     Expectation(r"token_io_kernel<FromFp8<float, \w+, 4>, Direction 1>", 32, 8, 4, 16, 222),
-    # An id at a time: page lists begin at any address.
+    # One id at a time: page lists begin at any address.
     Expectation("attention_metadata_kernel", 48, 4, 8, 4),
     Expectation(r"first_bad_kernel<\w+>", 32),
 ]
@@ -83,7 +83,7 @@ def failures(
     expected: Iterable[Expectation] = EXPECTED,
     arch: str = "sm_90",
 ) -> list[str]:
-    """Lines about kernels that are not as expected, and expectations that match no kernel."""
+    """Return messages about kernels that violate EXPECTED, and about entries without a kernel."""
     figures = list(figures)
     found = [line for f in figures for line in _general(f)]
     for expectation in expected:

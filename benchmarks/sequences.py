@@ -1,7 +1,7 @@
-"""The sequence-group manager: a sequence of 2,001 tokens, blocks of 16, each call by itself.
+"""The sequence-group manager: a sequence of 2,001 tokens, blocks of 16, each call measured separately.
 
-And the calls of a scheduler per decode step and sequence, at 2,001 and 16,001 tokens. The peer gets
-the same calls, with the same objects.
+Also the calls of a scheduler per decode step and sequence, at 2,001 and 16,001 tokens. The peer gets the
+same calls with the same objects.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy as np
 from benchmarks import peers
 from benchmarks.measure import Result
 from benchmarks.peers import Group, GroupMember
-from kvcache import BlockSpaceManager
+from kvcache.compat import BlockSpaceManager
 
 NUM_TOKENS, BLOCK_SIZE, NUM_BLOCKS = 2001, 16, 4001
 NUM_ROUNDS, NUM_APPENDS = 300, 64
 
-# Bar, goal, and what a serving engine's own functions take (PEER_FIGURES), in us: without and with
-# caching. The peer below is the plain form of them, without caching.
+# Target, goal, and the time of a serving engine's own functions (PEER_FIGURES), in us, without and with
+# caching. The peer below is a plain implementation of them, without caching.
 ASKED = {
     "allocate": (20, 5, (133, 1056)),
     "fork": (10, 2, (188, 277)),
@@ -34,7 +34,7 @@ ASKED = {
     "swap in": (50, 10, (70_000, 70_000)),
 }
 
-# The same of all calls of a decode step, by length, in us; a bar of a tenth of an engine's.
+# The same for all calls of a decode step by length, in us. The target is a tenth of an engine's time.
 STEP_LENGTHS = {NUM_TOKENS: (13.6, 40.4), 16_001: (15.4, 50.2)}
 NUM_STEPS, BATCH_SIZE = 200, 16
 STEP_CALLS = (
@@ -51,7 +51,7 @@ Manager = BlockSpaceManager | peers.SequenceBlocks
 
 
 def rounds(make: Callable[..., Manager], caching: bool) -> Iterator[dict[str, float]]:
-    """Seconds of each call, in the life of one sequence after the other."""
+    """Yield the seconds of each call, for one sequence after another."""
     manager = make(BLOCK_SIZE, NUM_BLOCKS, NUM_BLOCKS, enable_caching=caching)
     random = np.random.default_rng(0)
     for i in range(NUM_ROUNDS):
@@ -79,7 +79,7 @@ def rounds(make: Callable[..., Manager], caching: bool) -> Iterator[dict[str, fl
 
 
 def running_groups(manager: Manager, num_tokens: int) -> list[Group]:
-    """Sequences with one prompt: with caching, all but the first began behind a hit."""
+    """Create sequences with one prompt. With caching, all but the first begin with a hit."""
     token_ids = np.random.default_rng(0).integers(0, 152_000, num_tokens).tolist()
     groups = [Group(GroupMember(i, [*token_ids])) for i in range(BATCH_SIZE)]
     for group in groups:
@@ -97,7 +97,7 @@ def manager_for(make: Callable[..., Manager], num_tokens: int, caching: bool) ->
 def steps(
     make: Callable[..., Manager], num_tokens: int, caching: bool
 ) -> Iterator[dict[str, float]]:
-    """Seconds per sequence of each call of a decode step, each made for the whole batch."""
+    """Yield seconds per sequence of each call of a decode step; each call is made for the whole batch."""
     manager = manager_for(make, num_tokens, caching)
     groups = running_groups(manager, num_tokens)
     sequences = [group.sequences[0] for group in groups]
@@ -134,7 +134,7 @@ def steps(
 
 
 def batches(num_tokens: int, caching: bool) -> Iterator[dict[str, float]]:
-    """Seconds per sequence of a step where tables are views and slots are asked for in one call."""
+    """Yield seconds per sequence of a step with tables as views and one call for all slots."""
     manager = manager_for(BlockSpaceManager, num_tokens, caching)
     groups = running_groups(manager, num_tokens)
     for group in groups:
@@ -158,7 +158,7 @@ def seconds_of(call: Callable, *arguments: object) -> float:
 
 
 def seconds_of_each(call: Callable, arguments: list[tuple]) -> float:
-    """Seconds of one call, where it is made with each of these arguments."""
+    """Return seconds per call over these arguments."""
     start = perf_counter()
     for each in arguments:
         call(*each)
@@ -166,7 +166,7 @@ def seconds_of_each(call: Callable, arguments: list[tuple]) -> float:
 
 
 def medians(lives: Iterable[Iterator[dict[str, float]]]) -> list[dict[str, float]]:
-    """Median us of each call, of lives that are taken in turns."""
+    """Return median us of each call, alternating between the measured managers."""
     lives = list(lives)
     times: list[dict[str, list[float]]] = [defaultdict(list) for _ in lives]
     for each_round in zip_longest(*lives, fillvalue={}):
@@ -179,7 +179,7 @@ def medians(lives: Iterable[Iterator[dict[str, float]]]) -> list[dict[str, float
 
 
 def all_results() -> Iterator[Result]:
-    """Without Python's garbage collector, which would visit every block of the peer."""
+    """Run without Python's garbage collector, which would visit every block of the peer."""
     gc.disable()
     try:
         yield from life_results()

@@ -1,21 +1,20 @@
-"""Blocks put into a store and got from it: the engines' own speed, and a `StoreTier` over them.
+"""Puts blocks into a store and gets them back: the engines alone, and a `StoreTier` on top of them.
 
     python -m benchmarks.store                  # every engine that is installed
     python -m benchmarks.store --only disk --folder /mnt/nvme/x --json benchmarks/results/store.json
 
-"raw" calls the engine with memory that it knows, all blocks in one call. "tier" is what an engine of
-requests sees: put from the end of the step that filled the blocks until the last one is there; got from
-`match` of a request until its blocks are in pages and cached, digests compared. Both move the same number
-of blocks, round by round in turn, and the pages are compared. CPU time is that of all threads; where the
-machine does other things besides, it says more than what has passed. Mooncake's master and memory are on
-this machine; the disk store reads from the system's page cache where the file fits into it.
+"raw" calls the engine with memory it knows, all blocks in one call. "tier" is the latency seen by an
+inference engine: put lasts from the end of the step that filled the blocks until the last block is
+stored; get lasts from the `match` of a request until its blocks are cached in pages, with digests
+compared. Both move the same number of blocks in alternating rounds, and the pages are compared. CPU time
+covers all threads; on a busy machine it is more meaningful than elapsed time. Mooncake's master and
+memory are on this machine. The disk store reads from the page cache if the file fits into it.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import platform
 import sys
@@ -28,10 +27,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.gpu.machine import commit, processor
-from kvcache import KVCacheManager, Pages, Request, StepReport
-from kvcache.store import BlockStore, DiskStore, MooncakeStore, StoreTier
-from kvcache.store.values import BlockKey, key_text
+from benchmarks.gpu.machine import commit, processor, write_results
+from kvcache import Admit, External, KVCacheManager, Pages, Request, StepReport
+from kvcache.sources.store import BlockStore, DiskStore, MooncakeStore, StoreTier
+from kvcache.sources.store.values import BlockKey, key_text
 from tests import mooncake_master
 
 SHAPES = ((4096, 16 << 10), (256, 64 << 10), (64, 1 << 20))  # blocks, bytes
@@ -41,7 +40,7 @@ WAYS = ("raw put", "tier put", "raw get", "tier get")
 
 
 def measure(store: BlockStore, num_blocks: int, block_bytes: int) -> dict:
-    """Medians and best of each way in GB/s, and microseconds per block, elapsed and of CPU time."""
+    """Return median and best GB/s of each method, and microseconds per block (elapsed and CPU time)."""
     pages = Pages.allocate(num_blocks + 2, [[block_bytes // 8] * 2] * 4)
     manager = KVCacheManager(
         BLOCK_SIZE, num_blocks + 2, 2**20, num_preallocate_tokens=0, enable_events=True
@@ -66,7 +65,7 @@ def measure(store: BlockStore, num_blocks: int, block_bytes: int) -> dict:
             ),
             "tier get": get(manager, pages, tier, tokens),
         }
-        hashes = manager.block_hashes(Request("hashes", tokens))
+        hashes = manager.cache.hashes(Request("hashes", tokens))
         keys += [key_text(tier._fingerprint, BlockKey(0, each.tobytes())) for each in hashes]
         store.remove(keys)  # so that both reuse memory
         if number >= 2:
@@ -95,8 +94,8 @@ def put(
     tokens: np.ndarray,
     rng: np.random.Generator,
 ) -> tuple[float, float]:
-    """Seconds, elapsed and of CPU time, until what a step has filled is in the store."""
-    manager.reset_prefix_cache()
+    """Return elapsed and CPU seconds until the blocks of a step are in the store."""
+    manager.cache.reset()
     request = Request("put", tokens)
     plan = manager.step(new=[request])
     blocks = manager.block_ids(request)
@@ -120,21 +119,16 @@ def put(
 def get(
     manager: KVCacheManager, pages: Pages, tier: StoreTier, tokens: np.ndarray
 ) -> tuple[float, float]:
-    """Seconds, elapsed and of CPU time, until all blocks of a prompt have come."""
-    manager.reset_prefix_cache()
+    """Return elapsed and CPU seconds until all blocks of a prompt have arrived."""
+    manager.cache.reset()
     pages.memory.zero_()
     request = Request("get", tokens)
     clock = Clock()
     while (num_tokens := tier.match(request)) is None:
         time.sleep(20e-6)
     check(num_tokens == len(tokens) - 1, f"{num_tokens} tokens were found")
-    plan = manager.step(
-        new=[request],
-        new_num_tokens=[0],
-        num_external_computed_tokens=[num_tokens],
-        delay_cache_blocks=[True],
-    )
-    tier.load(request, num_tokens)
+    plan = manager.step(new=[Admit(request, external=External(num_tokens, delayed=True))])
+    tier.begin(request)
     while not (received := tier.poll()):
         time.sleep(20e-6)
     took = clock.passed()
@@ -145,7 +139,7 @@ def get(
     report = StepReport(plan.step_id, completed=True)
     manager.report(report)
     manager.free(request)
-    while tier.num_waiting_blocks:  # the store has them
+    while tier.num_waiting_blocks:  # until the blocks are stored
         time.sleep(20e-6)
         tier.save(report)
         tier.poll()
@@ -161,7 +155,7 @@ def wait_for_open(tier: StoreTier) -> None:
 
 
 class Clock:
-    """Seconds, and CPU seconds of the process with all its threads, since it was made."""
+    """Elapsed seconds and CPU seconds of all threads since construction."""
 
     def __init__(self) -> None:
         self._begun = time.perf_counter(), time.process_time()
@@ -218,7 +212,7 @@ def main() -> int:
             "commit": commit(),
             "results": results,
         }
-        args.json.write_text(json.dumps(told, indent=1) + "\n")
+        write_results(args.json, told)
     return 0
 
 

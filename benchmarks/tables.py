@@ -1,4 +1,4 @@
-"""Block tables and slot mapping on the CPU, one thread, compared with the plain numpy formulas."""
+"""Block tables and slot mapping on the CPU with one thread, compared with plain numpy code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from benchmarks.measure import Result, median_times, seconds_per_call
-from kvcache import MultiGroupBlockTable, StepPlan, ops
+from kvcache import BlockTables, StepPlan, TableShape, ops
 from kvcache.native import build
 from kvcache.step import NO_REPLACE
 
@@ -21,7 +21,7 @@ GROUPS, BUFFER = 4, 8192
 
 
 class NumpyTables:
-    """The peer: per group an int32 array and a loop over rows, as engines keep them."""
+    """The peer: for each group an int32 array and a loop over rows, as in engines."""
 
     def __init__(self, num_groups: int, num_rows: int, width: int, num_slots: int) -> None:
         self.tables = [np.zeros((num_rows, width), np.int32) for _ in range(num_groups)]
@@ -85,7 +85,7 @@ def slot_mapping() -> Iterator[Result]:
 
 
 def plain_loop(folder: str) -> Callable[..., None]:
-    """The peer: `plain_loop.cpp`, compiled with the flags of this library."""
+    """Return the peer: `plain_loop.cpp`, compiled with this library's flags."""
     library = Path(folder) / "plain_loop.so"
     source = Path(__file__).with_name("plain_loop.cpp")
     subprocess.run(
@@ -96,10 +96,12 @@ def plain_loop(folder: str) -> Callable[..., None]:
 
 
 def called_slot_mapping() -> Iterator[Result]:
-    """`compute_slot_mapping` of a decode step, all of the call: checks, padding and Python."""
+    """Measure a full `compute_slot_mapping` call of a decode step, including checks and padding."""
     num_rows, width = 1024, 512
     rng = np.random.default_rng(0)
-    tables = MultiGroupBlockTable(num_rows, width * 16, BUFFER, False, "cpu", [16] * GROUPS)
+    tables = BlockTables(
+        [TableShape(16, width)] * GROUPS, max_num_reqs=num_rows, max_num_tokens=BUFFER
+    )
     for row in range(num_rows):
         tables.add_row([rng.integers(1, 1 << 20, width) for _ in range(GROUPS)], row)
     ids = np.stack([table.get_numpy_array() for table in tables.block_tables])
@@ -130,7 +132,7 @@ def called_slot_mapping() -> Iterator[Result]:
 
 def rows() -> Iterator[Result]:
     num_rows, width = 1024, 1024
-    tables = MultiGroupBlockTable(num_rows, width * 16, 64, False, "cpu", [16] * GROUPS)
+    tables = BlockTables([TableShape(16, width)] * GROUPS, max_num_reqs=num_rows, max_num_tokens=64)
     peer = NumpyTables(GROUPS, num_rows, width, 64)
     all_rows = np.arange(num_rows, dtype=np.int32)
     splits = [np.arange(num_rows + 1, dtype=np.int32)] * GROUPS

@@ -1,4 +1,4 @@
-"""Token io on the CPU, one thread, compared with torch's indexing."""
+"""Writing and gathering tokens on the CPU with one thread, compared with torch's indexing."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def make_caches(layout: str, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def written_slots(generator: torch.Generator) -> torch.Tensor:
-    """Different slots in random order, none of them the null block's, whose writes are dropped."""
+    """Return distinct slots in random order, outside the null block, to which writes are dropped."""
     return (
         torch.randperm((NUM_BLOCKS - 1) * BLOCK_SIZE, generator=generator)[:NUM_TOKENS] + BLOCK_SIZE
     )
 
 
 def plain(layout: str) -> Iterator[Result]:
-    """bfloat16 moved as it is."""
+    """Move bfloat16 unchanged."""
     generator = torch.Generator().manual_seed(0)
     shape = (NUM_TOKENS, HEADS, HEAD_SIZE)
     tokens = [torch.randn(shape, generator=generator).bfloat16() for _ in "kv"]
@@ -63,7 +63,7 @@ def plain(layout: str) -> Iterator[Result]:
 
 
 def fp8(layout: str, dtype: torch.dtype) -> Iterator[Result]:
-    """bfloat16 to fp8 and back, one scale for all heads."""
+    """Convert bfloat16 to fp8 and back, with one scale for all heads."""
     generator = torch.Generator().manual_seed(0)
     shape = (NUM_TOKENS, HEADS, HEAD_SIZE)
     tokens = [torch.randn(shape, generator=generator).bfloat16() for _ in "kv"]
@@ -98,7 +98,7 @@ def fp8(layout: str, dtype: torch.dtype) -> Iterator[Result]:
 
 
 def lines(case: str, tokens: list[torch.Tensor], *seconds: float) -> Iterator[Result]:
-    """GB/s of the tokens' bytes, K and V, from the seconds of write, peer's write, gather, peer's."""
+    """Return GB/s of K and V from the seconds of write, peer's write, gather, peer's gather."""
     payload = sum(token.numel() * token.element_size() for token in tokens)
     write, peer_write, gather, peer_gather = (payload / s / 1e9 for s in seconds)
     name = f"of {NUM_TOKENS} tokens, {case}"

@@ -1,13 +1,13 @@
-"""Perturbed forms of a trace, which an eviction policy has not been tuned to.
+"""Perturbed traces, for which an eviction policy has not been tuned.
 
     python -m benchmarks.trace_forms TRACE.jsonl                    # learned against lru, on each form
     python -m benchmarks.trace_forms TRACE.jsonl --policy s3_fifo --forms scans loop
     python -m benchmarks.trace_forms TRACE.jsonl --write DIR        # writes DIR/NAME.jsonl for each
 
-A trace has one request per line: `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one
-per block of 512 tokens; equal ids mean equal prefixes. Each form keeps the conversations of the trace and
-changes when they go on, or what comes between. All are the same at each run. Printed are, for each form
-and number of blocks, the blocks hit by the policy over those hit by least-recently-used.
+A trace has one request per line: `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one id
+per block of 512 tokens; equal ids mean equal prefixes. Each perturbed trace keeps the conversations and
+changes when they continue, or adds requests. All of them are deterministic. For each trace and pool size,
+the program prints the blocks hit by the policy divided by the blocks hit by LRU.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Trace = list[dict]
 
 
 def conversations(trace: Trace) -> list[Trace]:
-    """The requests of each conversation, in order: one goes on where a prompt ended before."""
-    ended: dict[int, int] = {}  # by the id of the last full block: the conversation
+    """Return the requests of each conversation in order: each extends the prompt of an earlier one."""
+    ended: dict[int, int] = {}  # conversation by the id of the last full block
     found: list[Trace] = []
     for request in trace:
         ids = request["hash_ids"][: request["input_length"] // BLOCK]
@@ -53,12 +53,12 @@ def _sorted(requests: Iterator[dict]) -> Trace:
 
 
 def _renumbered(trace: Trace, first: int) -> Trace:
-    """The same with other content."""
+    """Return the same trace with different content."""
     return [{**r, "hash_ids": [i + first for i in r["hash_ids"]]} for r in trace]
 
 
 def _fresh(trace: Trace) -> int:
-    """An id above all that the trace has."""
+    """Return an id greater than all ids of the trace."""
     return 1 + max(max(r["hash_ids"], default=0) for r in trace)
 
 
@@ -67,7 +67,7 @@ def at_speed(trace: Trace, factor: float) -> Trace:
 
 
 def with_think_times(trace: Trace, factor: float) -> Trace:
-    """The time from each request of a conversation to the next is so many times as long."""
+    """Multiply the time between requests of a conversation by a factor."""
 
     def shifted() -> Iterator[dict]:
         for requests in conversations(trace):
@@ -79,7 +79,7 @@ def with_think_times(trace: Trace, factor: float) -> Trace:
 
 
 def permuted(trace: Trace, seed: int) -> Trace:
-    """The conversations begin in another order; each takes as long as before."""
+    """Start the conversations in a different order, with unchanged durations."""
     rng = random.Random(seed)
     all_of = conversations(trace)
     starts = [requests[0]["timestamp"] for requests in all_of]
@@ -94,7 +94,7 @@ def permuted(trace: Trace, seed: int) -> Trace:
 
 
 def shuffled_nearby(trace: Trace, seed: int) -> Trace:
-    """Requests come up to a minute early or late, in the order of their conversation."""
+    """Shift requests by up to a minute, keeping the order within conversations."""
     rng = random.Random(seed)
 
     def moved() -> Iterator[dict]:
@@ -107,7 +107,7 @@ def shuffled_nearby(trace: Trace, seed: int) -> Trace:
 
 
 def with_scans(trace: Trace, share: float, num_blocks: int, seed: int) -> Trace:
-    """So many more requests, with prompts that never come again."""
+    """Add this share of requests with prompts that never recur."""
     rng = random.Random(seed)
     fresh, found = _fresh(trace), []
     for r in trace:
@@ -122,7 +122,7 @@ def with_scans(trace: Trace, share: float, num_blocks: int, seed: int) -> Trace:
 
 
 def with_loop(trace: Trace, num_documents: int, num_blocks: int) -> Trace:
-    """Every tenth request is about one of some documents, in turn: the worst case of recency."""
+    """Make every tenth request use one of several documents in turn: the worst case for LRU."""
     fresh, found = _fresh(trace), []
     for i, r in enumerate(trace):
         found.append(r)
@@ -140,7 +140,7 @@ def with_loop(trace: Trace, num_documents: int, num_blocks: int) -> Trace:
 
 
 def mixed_with_itself(trace: Trace) -> Trace:
-    """Two services at once: the second has other content, and conversations in another order."""
+    """Add a second service with different content and its conversations in another order."""
     return _sorted([*trace, *_renumbered(permuted(trace, 5), _fresh(trace))])
 
 
@@ -149,7 +149,7 @@ def half_of_conversations(trace: Trace) -> Trace:
 
 
 def change_of_phase(trace: Trace) -> Trace:
-    """In the second half nothing comes again but system prompts; in the third it is as before."""
+    """Add a phase in which only system prompts recur, then the whole trace again with other content."""
     end = trace[-1]["timestamp"] + 1000
     firsts = _renumbered([requests[0] for requests in conversations(trace)], _fresh(trace))
     again = _renumbered(trace, 2 * _fresh(trace))
@@ -161,7 +161,7 @@ def change_of_phase(trace: Trace) -> Trace:
 
 
 def slow_then_fast(trace: Trace) -> Trace:
-    """Think times of a quarter, from the middle on."""
+    """Reduce think times to a quarter from the middle of the trace on."""
     middle = len(trace) // 2
     fast = with_think_times(trace[middle:], 0.25)
     return [*trace[:middle], *fast]
@@ -193,8 +193,8 @@ def read(path: Path) -> Trace:
 
 
 def ratios(path: Path, policy: str) -> list[float]:
-    """Hit tokens of the policy over those of least-recently-used, by capacity."""
-    no_content = np.empty(0, np.int64)  # only verification asks for it
+    """Return the policy's hit tokens divided by LRU's, by capacity."""
+    no_content = np.empty(0, np.int64)  # needed only for verification
     requests = [replace(each, content=no_content) for each in read_mooncake(path)]
     return [
         replayed(requests, size, policy).hit_tokens / replayed(requests, size, "lru").hit_tokens

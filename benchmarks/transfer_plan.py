@@ -1,4 +1,4 @@
-"""Planning and applying a transfer of 10,000 blocks of 80 layers between engines of other sizes."""
+"""Plans and applies a transfer of 10,000 blocks of 80 layers between engines of different sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BASE = CacheDescription(
 def fragment_by_fragment(
     plan: TransferPlan, local: list[list[int]], remote: dict[int, list[list[int]]]
 ) -> list[tuple[int, ...]]:
-    """The peer, as engines make their descriptors: one Python step each. The plan is given to it."""
+    """The peer: given the plan, create each descriptor in a Python step, as engines do."""
     fragments = list(zip(*(column.tolist() for column in plan.fragments)))
     local_stride, remote_stride = (
         cache.region_bytes.tolist() for cache in (plan.local, plan.remote)
@@ -38,7 +38,7 @@ def fragment_by_fragment(
 
 
 def scattered(plan: TransferPlan) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-    """Pages of 10,000 local blocks in no order, each remote rank's its own: nothing merges."""
+    """Return scattered pages of 10,000 local blocks and of each remote rank, so nothing merges."""
     rng = np.random.default_rng(0)
     groups = BLOCKS // plan.local_pages_per_group
 
@@ -63,7 +63,7 @@ def one_transfer(
     few_lists = few[0].tolist(), {rank: ids.tolist() for rank, ids in few[1].items()}
     ours = sorted(zip(*(column.tolist() for column in plan.apply(*few).expand())))
     peer = fragment_by_fragment(plan, *few_lists)
-    # Where pages happen to be neighbours, the peer's fragments are more.
+    # If pages happen to be adjacent, the peer has more fragments.
     assert sum(f[-1] for f in ours) == sum(f[-1] for f in peer) and len(ours) <= len(peer)
     if len(ours) == len(peer):
         assert ours == sorted(peer)

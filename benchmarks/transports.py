@@ -1,14 +1,15 @@
-"""Transports between two processes: contiguous, scattered as the library does it, and kvcache's.
+"""Transports between two processes: contiguous, scattered with the plain library, and kvcache's.
 
     python -m benchmarks.transports                   # every transport that is installed
     python -m benchmarks.transports --only nixl --json benchmarks/results/transports.json
     UCX_TLS=tcp python -m benchmarks.transports --only nixl       # NIXL without shared memory
 
-Each moves the same bytes from one process into another one's memory. The library as it comes and kvcache
-have two processes each, of which one pair runs at a time, and the other is stopped: the thread of a NIXL
-agent with default settings never sleeps, and would take a core from whatever is measured. All ways are
-measured in turn, round by round, so that what else the machine does disturbs all of them. "own agent":
-scattered blocks as the library moves them, between agents that kvcache has set up. Bytes are compared.
+Each method moves the same bytes from one process into another one's memory. The plain library and kvcache
+have two processes each. One pair runs at a time, and the other is stopped: the thread of a NIXL agent
+with default settings never sleeps, and would compete for a core with the measured method. All methods are
+measured in alternating rounds, so that other load on the machine affects all of them. "own agent":
+scattered blocks moved by the library, between agents configured by kvcache. Bytes are compared.
+`benchmarks.gpu.device_transfers` measures device memory with the same pairs of processes.
 """
 
 from __future__ import annotations
@@ -21,36 +22,40 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing, nullcontext
 from datetime import timedelta
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.machine import commit, processor
-from kvcache.transfer.transport.base import make_transport
+from benchmarks.gpu.costs import counted
+from benchmarks.gpu.machine import commit, processor, write_results
+from kvcache.transfer.transport.factory import make_transport
+from kvcache.transfer.transport.nixl_agent import nixl_kind
+from kvcache.worker.pages.pages import Pages
 
 SIZES = ((256, 64 << 10), (4096, 16 << 10))  # blocks, bytes
 POOL_BYTES = 128 << 20
 ROUNDS = 15
-SETTLE_S = 0.01  # after processes were continued
+SETTLE_S = 0.01  # after resuming processes
+ANSWER_S = 60  # time limit of a process for starting, and for a move
 WAYS = {
     "gloo": ("contiguous", "scattered", "kvcache"),
     "nixl": ("contiguous", "scattered", "own agent", "kvcache"),
 }
-Move = Callable[
-    [np.ndarray, np.ndarray, int], None
-]  # local and remote offsets, bytes of each block
-Moves = tuple[object, dict[str, Move]]  # what must live on, and a function for each way
+# An object to keep alive, and for each method a function of local and remote offsets and bytes per block.
+Moves = tuple[object, dict[str, Callable[[np.ndarray, np.ndarray, int], None]]]
 
 
 class GlooPeer:
-    """torch.distributed as it comes: one isend and irecv per fragment."""
+    """Plain torch.distributed: one isend and irecv per fragment."""
 
     def __init__(self, pool: torch.Tensor, rank: int, exchange: Callable[[object], object]) -> None:
         self.pool, self.rank = pool, rank
@@ -70,14 +75,15 @@ class GlooPeer:
 
 
 class NixlPeer:
-    """NIXL as it comes: one descriptor per fragment."""
+    """Plain NIXL: one descriptor per fragment. Both sides have the same kind of memory."""
 
-    def __init__(self, agent: object, local: int, peer: str, remote: int) -> None:
-        self.agent, self.local, self.peer, self.remote = agent, local, peer, remote
+    def __init__(self, agent: object, pool: torch.Tensor, peer: str, remote: int) -> None:
+        self.agent, self.local, self.peer, self.remote = agent, pool.data_ptr(), peer, remote
+        self.kind, self.device = nixl_kind(str(pool.device))
 
     def read(self, local: np.ndarray, remote: np.ndarray, size: int) -> None:
         lists = [
-            self.agent.prep_xfer_dlist(name, self._rows(base + offsets, size), "DRAM")
+            self.agent.prep_xfer_dlist(name, self._rows(base + offsets, size), self.kind)
             for name, base, offsets in (
                 ("NIXL_INIT_AGENT", self.local, local),
                 (self.peer, self.remote, remote),
@@ -94,23 +100,24 @@ class NixlPeer:
         for each in lists:
             self.agent.release_dlist_handle(each)
 
-    @staticmethod
-    def _rows(addresses: np.ndarray, size: int) -> np.ndarray:
-        return np.stack([addresses, np.full_like(addresses, size), 0 * addresses], 1).astype("u8")
+    def _rows(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        columns = [addresses, *(np.full_like(addresses, each) for each in (size, self.device))]
+        return np.stack(columns, 1).astype("u8")
 
 
 def plain_agent(pool: torch.Tensor) -> object:
-    """NIXL's agent with default settings, on the loopback as kvcache's is."""
+    """Create a NIXL agent with default settings, on the loopback interface like kvcache's."""
     from nixl._api import nixl_agent, nixl_agent_config
 
     os.environ.setdefault("UCX_NET_DEVICES", "lo")
-    agent = nixl_agent(f"plain{os.getpid()}", nixl_agent_config(backends=["UCX"]))
-    agent.register_memory([(pool.data_ptr(), pool.nbytes, 0, "")], "DRAM")
+    agent = nixl_agent(f"plain-{uuid.uuid4().hex}", nixl_agent_config(backends=["UCX"]))
+    kind, device = nixl_kind(str(pool.device))
+    agent.register_memory([(pool.data_ptr(), pool.nbytes, device, "")], kind)
     return agent
 
 
 def plain_moves(name: str, pool: torch.Tensor, is_server: bool, exchange: Callable) -> Moves:
-    """The library as it comes."""
+    """Return the moves of the plain library."""
     if name == "gloo":
         peer = GlooPeer(pool, 0 if is_server else 1, exchange)
 
@@ -122,14 +129,20 @@ def plain_moves(name: str, pool: torch.Tensor, is_server: bool, exchange: Callab
     metadata, remote = exchange((agent.get_agent_metadata(), pool.data_ptr()))
     if is_server:
         return agent, {}
-    reader = NixlPeer(agent, pool.data_ptr(), agent.add_remote_agent(metadata).decode(), remote)
+    reader = NixlPeer(agent, pool, agent.add_remote_agent(metadata).decode(), remote)
     return agent, dict.fromkeys(("contiguous", "scattered"), reader.read)
 
 
-def kvcache_moves(name: str, pool: torch.Tensor, is_server: bool, exchange: Callable) -> Moves:
-    """kvcache, and the library with its agent."""
-    transport = make_transport("server" if is_server else "client", name)
-    transport.register([(pool.data_ptr(), pool.nbytes)])
+def kvcache_moves(
+    name: str,
+    pool: torch.Tensor,
+    is_server: bool,
+    exchange: Callable,
+    options: Mapping[str, object],
+) -> Moves:
+    """Return the moves of kvcache with these options, and of the library with kvcache's agent."""
+    transport = make_transport("server" if is_server else "client", name, **options)
+    transport.register(Pages.over([pool[None]]))
     metadata, remote = exchange((transport.metadata(), pool.data_ptr()))
     if is_server:
         return transport, {}
@@ -141,76 +154,145 @@ def kvcache_moves(name: str, pool: torch.Tensor, is_server: bool, exchange: Call
 
     moves = {"kvcache": move}
     if name == "nixl":
-        agent, theirs = transport.nixl._agent, json.loads(metadata)["incarnation"]
-        moves["own agent"] = NixlPeer(agent, pool.data_ptr(), theirs, remote).read
+        agent, theirs = transport._agent._agent, json.loads(metadata)["incarnation"]
+        moves["own agent"] = NixlPeer(agent, pool, theirs, remote).read
     return transport, moves
 
 
-def work(name: str, is_plain: bool, is_server: bool, pipe: Connection, other: Connection) -> None:
-    """One process of a pair: does what comes through `pipe`, until it is killed."""
+def work(
+    name: str,
+    options: Mapping[str, object] | None,
+    device: str,
+    pool_bytes: int,
+    is_server: bool,
+    pipe: Connection,
+    other: Connection,
+) -> None:
+    """Run one process of a pair: execute requests from `pipe` until killed."""
     torch.set_num_threads(1)
-    expected = np.random.default_rng(1).integers(0, 256, POOL_BYTES, np.uint8)
-    pool = torch.zeros(POOL_BYTES, dtype=torch.uint8)
-    if is_server:
-        pool.numpy()[:] = expected
 
     def exchange(value: object) -> object:
         other.send(value)
         return other.recv()
 
-    make = plain_moves if is_plain else kvcache_moves
-    _kept, moves = make(name, pool, is_server, exchange)
+    try:
+        drawn = np.random.default_rng(1).integers(0, 256, pool_bytes, np.uint8)
+        expected = torch.from_numpy(drawn).to(device)
+        pool, wanted = expected.clone(), torch.empty_like(expected)
+        finish(pool)
+        if options is None:
+            _kept, moves = plain_moves(name, pool, is_server, exchange)
+        else:
+            _kept, moves = kvcache_moves(name, pool, is_server, exchange, options)
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+        raise
     pipe.send("ready")
     while True:
-        way, mine, their, size = pipe.recv()
+        way, mine, their, size, counts = pipe.recv()
         if is_server:
             if way in moves:
                 moves[way](mine, their, size)
             continue
         pool.zero_()
-        begin = time.perf_counter()
-        moves[way](mine, their, size)
-        took = time.perf_counter() - begin
-        blocks = zip(mine.tolist(), their.tolist())
-        same = all(
-            np.array_equal(pool.numpy()[m : m + size], expected[t : t + size]) for m, t in blocks
-        )
-        pipe.send((took, same))
+        wanted.zero_()
+        to, source = (torch.from_numpy(each // size).to(device) for each in (mine, their))
+        wanted.view(-1, size)[to] = expected.view(-1, size)[source]
+        finish(pool)
+        try:
+            with counted() if counts else nullcontext({}) as costs:
+                begin = time.perf_counter()
+                moves[way](mine, their, size)
+                took = time.perf_counter() - begin
+        except Exception as error:
+            pipe.send(f"{type(error).__name__}: {error}")
+            continue
+        pipe.send((took, torch.equal(pool, wanted), costs))
+
+
+def finish(memory: torch.Tensor) -> None:
+    """Wait for the device, because transfers are not ordered with its work."""
+    if memory.is_cuda:
+        torch.cuda.synchronize()
+
+
+class Move(NamedTuple):
+    """The cost of a move. `costs`: the device work, if it was counted."""
+
+    seconds: float
+    costs: dict[str, int]
 
 
 class Pair:
-    """Two processes; they are stopped but for the time of a move."""
+    """Two processes, stopped except during a move.
 
-    def __init__(self, name: str, *, is_plain: bool) -> None:
+    options: options of kvcache's transport; None: the plain library.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        options: Mapping[str, object] | None,
+        device: str = "cpu",
+        pool_bytes: int = POOL_BYTES,
+    ) -> None:
         context = get_context("spawn")
         between = context.Pipe()
+        self.name, self._pool_bytes, self.is_open = name, pool_bytes, True
         self.pipes, self.processes = [], []
         for is_server in (True, False):
             pipe, theirs = context.Pipe()
-            args = (name, is_plain, is_server, theirs, between[is_server])
+            args = (name, options, device, pool_bytes, is_server, theirs, between[is_server])
             self.processes.append(context.Process(target=work, args=args, daemon=True))
             self.processes[-1].start()
             self.pipes.append(pipe)
-        for pipe in self.pipes:
-            if not pipe.poll(60) or pipe.recv() != "ready":
+        starting = list(self.pipes)
+        while starting:  # the first process to fail has the cause; the other waits in vain
+            if (told := self._answer(starting)) != "ready":
                 self.close()
-                raise RuntimeError(f"{name}: a process did not become ready within 60 s")
+                raise RuntimeError(f"{name}: {told}")
         self._signal(signal.SIGSTOP)
 
-    def move(self, way: str, mine: np.ndarray, their: np.ndarray, size: int) -> float:
-        """Seconds that a move took."""
+    def move(
+        self, way: str, count: int, size: int, rng: np.random.Generator, *, counts: bool = False
+    ) -> Move:
+        """Move randomly scattered blocks, or for "contiguous" a single block of the same total size.
+
+        Raises AssertionError if the received bytes differ from those sent, and RuntimeError if the move
+        fails. In the latter case, both processes are terminated.
+        """
+        mine, their = (rng.permutation(self._pool_bytes // size)[:count] * size for _ in "12")
+        if way == "contiguous":
+            mine, their, size = np.zeros(1, int), np.zeros(1, int), count * size
         self._signal(signal.SIGCONT)
         time.sleep(SETTLE_S)
         for pipe in self.pipes:
-            pipe.send((way, mine, their, size))
-        took, same = self.pipes[1].recv()
+            pipe.send((way, mine, their, size, counts))
+        told = self._answer([self.pipes[1]])
+        if isinstance(told, str):
+            self.close()
+            raise RuntimeError(f"{self.name}, {way}: {told}")
         self._signal(signal.SIGSTOP)
+        took, same, costs = told
         if not same:
             raise AssertionError(f"{way}: other bytes arrived")
-        return took
+        return Move(took, costs)
+
+    @staticmethod
+    def _answer(pipes: list[Connection]) -> object:
+        """Return the first message from any of the pipes, and remove that pipe from the list."""
+        ready = wait(pipes, ANSWER_S)
+        if not ready:
+            return f"no answer within {ANSWER_S} s"
+        pipes.remove(ready[0])
+        try:
+            return ready[0].recv()
+        except EOFError:
+            return "the process has ended"
 
     def close(self) -> None:
-        """Ends both, which are stopped."""
+        """Terminate both processes, which may be stopped."""
+        self.is_open = False
         for process in self.processes:
             process.kill()
             process.join(10)
@@ -221,29 +303,23 @@ class Pair:
 
 
 def measure(name: str) -> list[dict]:
-    """Every size and way, in turn."""
+    """Measure every size and method in turn."""
     with ExitStack() as stack:
-        pairs = [
-            stack.enter_context(closing(Pair(name, is_plain=plain))) for plain in (True, False)
-        ]
+        pairs = [stack.enter_context(closing(Pair(name, options))) for options in (None, {})]
         return measure_pairs(name, *pairs)
 
 
 def measure_pairs(name: str, plain: Pair, ours: Pair) -> list[dict]:
-    """That of the library's processes, and of kvcache's."""
+    """Measure the plain library's pair and kvcache's pair."""
     results = []
     for count, size in SIZES:
         total, rng = count * size, np.random.default_rng(2)
         seconds: dict[str, list[float]] = {way: [] for way in WAYS[name]}
         for number in range(ROUNDS + 2):
             for way in WAYS[name]:
-                mine, their = (rng.permutation(POOL_BYTES // size)[:count] * size for _ in "12")
-                fragment = size
-                if way == "contiguous":
-                    mine, their, fragment = np.zeros(1, int), np.zeros(1, int), total
                 pair = plain if way in ("contiguous", "scattered") else ours
-                took = pair.move(way, mine, their, fragment)
-                if number >= 2:  # the first ones connect, and touch memory
+                took = pair.move(way, count, size, rng).seconds
+                if number >= 2:  # the first rounds connect and touch memory
                     seconds[way].append(took)
         speed = {way: total / np.median(took) / 1e9 for way, took in seconds.items()}
         best = {way: total / min(took) / 1e9 for way, took in seconds.items()}
@@ -289,7 +365,7 @@ def main() -> int:
             "commit": commit(),
             "results": results,
         }
-        args.json.write_text(json.dumps(told, indent=1) + "\n")
+        write_results(args.json, told)
     return 0
 
 

@@ -1,8 +1,8 @@
-"""Chats of three turns in vLLM, whose device pool is too small for them: with and without a host tier.
+"""Chats of three turns in vLLM, which exceed the device pool, with and without a host tier.
 
-`python -m benchmarks.vllm_offloading [--json FILE]`, in an environment that has vLLM. Prints hits, bytes
-moved, and CPU time of serving (not of starting), of a tiny Llama and a tiny Gemma 3 with random weights.
-Each case is a process of its own; the three cases take turns, and medians are of all rounds.
+`python -m benchmarks.vllm_offloading [--json FILE]`, in an environment with vLLM. Prints hits, bytes
+moved, and CPU time of serving (without startup) for a tiny Llama and a tiny Gemma 3 with random weights.
+Each case runs in its own process; the three cases take turns, and medians are over all rounds.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
+from benchmarks.gpu.machine import write_results
 from tests.vllm_chats import chats
 from tests.vllm_models import MODELS
 
@@ -22,7 +23,7 @@ CASES = {
     "host tier": {"tier": TIER},
     "host tier and kvcache's scheduler": {
         "tier": TIER,
-        "scheduler_cls": "kvcache.integrations.vllm.Scheduler",
+        "scheduler_cls": "kvcache.plugins.vllm.VllmScheduler",
     },
 }
 NUM_BLOCKS = {"llama": 100, "gemma3": 160}
@@ -60,7 +61,7 @@ def main() -> None:
                 flush=True,
             )
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        write_results(options.json, results)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""vLLM's schedule() with its own KV cache manager, with kvcache's, and with one that costs nothing.
+"""vLLM's schedule() with its own KV cache manager, with kvcache's, and with a manager without cost.
 
-`python -m benchmarks.vllm_schedule [decode | prompts] [--json FILE]`, in an environment that has vLLM
-(`make bench-vllm`). They run in turns of 16 steps, over the same requests. Times are CPU times of the
-thread, medians; the manager's part is what the manager that costs nothing does not need.
+`python -m benchmarks.vllm_schedule [decode | prompts] [--json FILE]`, in an environment with vLLM
+(`make bench-vllm`). The managers take turns of 16 steps with the same requests. Times are median CPU
+times of the thread. A manager's share is the difference from the manager without cost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched import scheduler as vllm_scheduler
 
-from kvcache.integrations import vllm as ours
+from benchmarks.gpu.machine import write_results
+from kvcache.plugins import vllm as ours
 from tests.vllm_schedulers import (
     TINY_LLAMA,
     answer,
@@ -31,14 +32,14 @@ from tests.vllm_schedulers import (
     make_scheduler,
 )
 
-IN_A_ROW = 16  # steps of one scheduler before the next one's turn: an engine has one
+IN_A_ROW = 16  # consecutive steps of one scheduler: an engine has only one
 GROUPS = {"1 full": ("full",), "5 windows + 1 full": ("window",) * 5 + ("full",)}
 
 
 class NoManager(KVCacheManager):
-    """vLLM's own until `is_armed`; from then on requests get nothing, at no cost.
+    """vLLM's manager until `is_armed`; after that it returns no blocks, at no cost.
 
-    num_hits(): tokens that the next new request is said to have in the cache.
+    num_hits(): the number of cached tokens to report for the next new request.
     """
 
     is_armed = False
@@ -56,7 +57,7 @@ class NoManager(KVCacheManager):
 
 
 class ShortCut(KVCacheManager):
-    """vLLM's own behind ten lines of Python: nothing is asked for a step that cannot change a block."""
+    """vLLM's manager with a ten-line shortcut: steps that cannot change a block skip the manager."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -73,7 +74,7 @@ class ShortCut(KVCacheManager):
 
 
 def scheduler_with(manager: type, *args: Any) -> Any:
-    """vLLM's scheduler with another manager class."""
+    """Create vLLM's scheduler with another manager class."""
     theirs = vllm_scheduler.KVCacheManager
     vllm_scheduler.KVCacheManager = manager
     try:
@@ -85,13 +86,13 @@ def scheduler_with(manager: type, *args: Any) -> Any:
 SCHEDULERS: dict[str, Callable[..., Any]] = {
     "vLLM": lambda *args: scheduler_with(KVCacheManager, *args),
     "vLLM behind a short cut": lambda *args: scheduler_with(ShortCut, *args),
-    "kvcache": lambda *args: make_scheduler(ours.Scheduler, *args),
+    "kvcache": lambda *args: make_scheduler(ours.VllmScheduler, *args),
     "no manager": lambda *args: scheduler_with(NoManager, *args),
 }
 
 
 def decode(folder: str, num_requests: int, groups: str, num_steps: int = 160) -> dict[str, float]:
-    """Milliseconds of `schedule()` in decode steps of so many requests, by manager."""
+    """Return milliseconds of `schedule()` in decode steps of this many requests, by manager."""
     prompt = 256
     config = engine_config(
         folder, max_model_len=4096, max_num_seqs=1024, max_num_batched_tokens=8192
@@ -148,7 +149,7 @@ HASHES = {
 
 
 def prompts(folder: str, case: str) -> dict[str, list[float]]:
-    """Milliseconds of Request(), schedule(), update, and all, of requests that grow conversations."""
+    """Return milliseconds of Request(), schedule(), update, and all, for growing conversations."""
     prompt, turn, num_chats, num_turns, num_blocks, groups = PROMPTS[case]
     config = engine_config(
         folder,
@@ -242,7 +243,7 @@ def main() -> None:
                         line += f"; the manager's part {part / (row[3] - floor):.1f}x less)"
                     print(line)
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        write_results(options.json, results)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A tiny model in vLLM from end to end, with its own manager and with kvcache's, and memory per block.
+"""A tiny model in vLLM end to end, with its own manager and with kvcache's, and memory per block.
 
-`python -m tests.vllm_environment -m benchmarks.vllm_throughput [--rounds N] [--json FILE]`. Each run is a
-process of its own; they take turns. The share is the CPU time of the thread in `schedule()` and
-`update_from_output()`, of all its CPU time while it serves.
+`python -m tests.vllm_environment -m benchmarks.vllm_throughput [--rounds N] [--json FILE]`. Runs take
+turns, each in its own process. The share is the thread's CPU time in `schedule()` and
+`update_from_output()`, relative to its total CPU time while serving.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.gpu.machine import write_results
 from tests.shared import REPO
 from tests.vllm_models import MODELS
 
-CASES = {"vLLM": None, "kvcache": "kvcache.integrations.vllm.Scheduler"}
+CASES = {"vLLM": None, "kvcache": "kvcache.plugins.vllm.VllmScheduler"}
 NUM_REQUESTS, PROMPT, ANSWER = 256, 64, 96  # tokens
 PROGRAM = """
 import json, random, sys, time
@@ -117,7 +118,7 @@ def main() -> None:
             f"{case}: {results[f'memory, {case}']['bytes_per_block']:.0f} bytes per block of a pool"
         )
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        write_results(options.json, results)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Hits of a trace in vLLM's scheduler: with its own manager, and with kvcache's and its policies.
+"""Hits of a trace in vLLM's scheduler, with its own manager and with kvcache's policies.
 
 `python -m tests.vllm_environment -m benchmarks.vllm_trace TRACE [--requests N] [--json FILE]`. TRACE is
-of Mooncake's form: blocks of 512 tokens by number. Requests come one after the other, are computed at
-once and answer one token; a hit counts where `schedule()` says that tokens are computed already.
+in Mooncake's format, with blocks of 512 tokens by number. Requests are served one after the other,
+computed in a single step, and generate one token. Hits are the tokens that `schedule()` reports as
+computed.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
+from benchmarks.gpu.machine import write_results
 from benchmarks.vllm_schedule import scheduler_with
-from kvcache.integrations import vllm as ours
+from kvcache.plugins import vllm as ours
 from tests import vllm_schedulers
 from tests.vllm_schedulers import (
     TINY_LLAMA,
@@ -34,13 +36,13 @@ CASES = ("vLLM", "kvcache, lru", "kvcache, learned")
 
 
 def read(path: Path, num_requests: int) -> list[list[int]]:
-    """The block numbers of each request's prompt."""
+    """Return the block numbers of each request's prompt."""
     with path.open() as lines:
         return [json.loads(line)["hash_ids"] for _, line in zip(range(num_requests), lines)]
 
 
 def hit_blocks(folder: str, case: str, num_blocks: int, prompts: list[list[int]]) -> int:
-    """Blocks of prompts that were hits."""
+    """Return the number of hit blocks of prompts."""
     options: dict[str, Any] = {
         **{"max_model_len": LONGEST, "max_num_batched_tokens": LONGEST},
         "hf_overrides": {"max_position_embeddings": LONGEST},
@@ -52,7 +54,7 @@ def hit_blocks(folder: str, case: str, num_blocks: int, prompts: list[list[int]]
     if case == "vLLM":
         scheduler, hasher = scheduler_with(KVCacheManager, *pool), block_hasher()
     else:
-        scheduler, hasher = make_scheduler(ours.Scheduler, *pool), block_hasher(ours=True)
+        scheduler, hasher = make_scheduler(ours.VllmScheduler, *pool), block_hasher(ours=True)
     hits = 0
     for number, blocks in enumerate(prompts):
         tokens = [block for block in blocks for _ in range(BLOCK)]
@@ -72,7 +74,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2_000)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    vllm_schedulers.BLOCK = BLOCK  # of the schedulers that are made
+    vllm_schedulers.BLOCK = BLOCK  # for schedulers created from now on
     vllm_schedulers.SHAPE["block_size"] = BLOCK
     prompts = read(options.trace, options.requests)
     total = sum(map(len, prompts))
@@ -88,7 +90,7 @@ def main() -> None:
             )
             print(f"{num_blocks} blocks, hits of {total}: {shares}", flush=True)
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        write_results(options.json, results)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How `make docs` reads our docstrings: an extension of griffe.
 
-- The `>>>` examples are shown as code.
+- The `>>>` examples are shown as code, with or without the heading `Example:`.
 - The comment at the end of a field's line is the field's documentation.
 - The signature that begins the docstring of a native function is shown as code.
 """
@@ -21,7 +21,8 @@ class Docstrings(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **kwargs: object) -> None:
         if obj.docstring:
-            text = _EXAMPLE.sub(r"```pycon\n\g<0>\n```", obj.docstring.value)
+            text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+            text = _EXAMPLE.sub(r"```pycon\n\g<0>\n```", text)
             obj.docstring.value = _SIGNATURE.sub(_signature, text)
         elif obj.is_attribute and obj.parent.is_class and obj.lineno:
             lines = obj.lines_collection[obj.filepath][obj.lineno - 1 : obj.endlineno]

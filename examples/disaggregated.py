@@ -1,7 +1,7 @@
-"""Prefill in one process, decode in another: TP 2, blocks of 16, HND becomes TP 1, blocks of 32, NHD.
+"""Prefill and decode in two processes: TP 2, block size 16, HND becomes TP 1, block size 32, NHD.
 
-The prefill engine computes a prompt and publishes its blocks under a lease. The decode engine pulls them
-and compares every byte of the prompt's tokens. What passes between them beside is JSON.
+The prefill engine computes a prompt and publishes its blocks under a lease. The decode engine pulls the
+blocks and compares every byte of the prompt's tokens. All other messages between the engines are JSON.
 """
 
 import json
@@ -10,16 +10,16 @@ from multiprocessing import get_context
 
 import torch
 
-from kvcache import KVCacheManager, KVStorage, LayerSpec, Request, plan_cache
-from kvcache.disaggregation import CacheRank, Connector, ConnectorOptions, layouts_of_plan
+from kvcache import Admit, External, KVCacheManager, KVStorage, LayerSpec, Request, plan_cache
+from kvcache.sources.disaggregation import CacheRank, Connector, ConnectorOptions, layouts_of_plan
 
 HEADS, SIZE, LAYERS, MAX_LEN = 4, 64, 4, 2048
 PROMPT = [(7 * i) % 1000 for i in range(1500)]
-OPTIONS = ConnectorOptions(transport="gloo", lease_s=30, timeout_s=20)  # None: NIXL, if it is there
+OPTIONS = ConnectorOptions(transport="gloo", lease_s=30, timeout_s=20)  # None: NIXL if installed
 
 
 class Engine:
-    """The manager, the pages of each rank, and the connector between them and other engines."""
+    """The manager, the pages of each rank, and the connector to other engines."""
 
     def __init__(self, engine_id: str, tp_size: int, block_size: int, layout: str) -> None:
         shape = {"num_kv_heads": HEADS // tp_size, "head_size": SIZE, "dtype": "float32"}
@@ -35,10 +35,10 @@ class Engine:
         self.connector = Connector(self.manager, self.ranks, engine_id=engine_id, options=OPTIONS)
 
     def parts(self, request: Request, first: int, end: int):
-        """The slots of K and V of each layer and rank, with what the model computes for them."""
+        """Yield the slots of K and V for each layer and rank, and the values that the model computes."""
         positions = torch.arange(first, end)
         blocks = torch.from_numpy(self.manager.block_ids(request))
-        size = self.manager.block_size
+        size = self.manager.block_sizes[0]
         at = blocks[positions // size].long(), positions % size
         token = torch.from_numpy(request.token_ids[first:end])[:, None, None]
         for rank, pages in enumerate(self.pages):
@@ -63,7 +63,7 @@ def prefill(pipe) -> None:
         engine.compute(request, int(step.num_computed_tokens[0]), len(prompt))
         offer = engine.connector.publish(request)  # in place of `manager.free`
         pipe.send((json.dumps(offer), time.perf_counter() - begun))
-        while engine.connector.num_leased_requests:  # an engine polls once a step
+        while engine.connector.num_leased_requests:  # engines poll once per step
             engine.connector.poll()
             time.sleep(0.001)
         pipe.send(engine.manager.pool.num_total - engine.manager.pool.num_free)
@@ -72,7 +72,7 @@ def prefill(pipe) -> None:
 
 
 def decode(engine: Engine, offer: str) -> tuple[dict[str, float], int]:
-    """Pulls the prompt's blocks and computes the last token; seconds per phase, and bytes compared."""
+    """Pull the prompt's blocks and compute the last token; returns seconds by phase, bytes compared."""
     times, num_compared, last = {}, 0, time.perf_counter()
     request = Request("r1", [*PROMPT, 5])
 
@@ -80,15 +80,14 @@ def decode(engine: Engine, offer: str) -> tuple[dict[str, float], int]:
         nonlocal last
         times[phase], last = time.perf_counter() - last, time.perf_counter()
 
-    count = engine.connector.num_external_tokens(request, json.loads(offer))  # or a ValueError
-    external = {"num_external_computed_tokens": [count], "delay_cache_blocks": [True]}
-    engine.manager.step(new=[request], **external)
+    count = engine.connector.match(request, json.loads(offer))  # or raises ValueError
+    engine.manager.step(new=[Admit(request, external=External(count, delayed=True))])
     done("check, allocate")
     engine.connector.begin(request)
     while not (loaded := engine.connector.poll()):
         time.sleep(0.0005)
     done("connect, pull")
-    assert loaded[0].error is None, loaded[0].error  # else compute from num_computed_tokens on
+    assert loaded[0].error is None, loaded[0].error  # otherwise compute from num_computed_tokens on
     for cache, at, right in engine.parts(request, 0, count):
         assert torch.equal(cache[at], right)
         num_compared += right.nbytes
@@ -112,7 +111,7 @@ if __name__ == "__main__":
         for phase, spent in {"prefill": seconds, **times}.items():
             print(f"{attempt:10} {phase:16} {spent * 1000:8.1f} ms")
         assert ours.recv() == 0, "blocks are held though the reader is done"
-        engine.manager.reset_prefix_cache()
+        engine.manager.cache.reset()
     ours.send(None)
     process.join()
     for rank in engine.ranks:

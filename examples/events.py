@@ -1,4 +1,4 @@
-"""A router's view of a cache: events are published, a reader misses some, and replays them."""
+"""A router's view of a cache: events are published, and a subscriber replays the ones it missed."""
 
 from kvcache import KVCacheManager, Request, StepReport
 from kvcache.router_events import EventPublisher, EventSubscriber
@@ -10,27 +10,27 @@ publisher = EventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", topic="kv@p
 
 
 def serve(name: str, tokens: range) -> Request:
-    """One request from its admission to its end."""
+    """Run one request from admission to completion."""
     request = Request(name, tokens)
     plan = manager.step(new=[request])
     manager.report(StepReport(plan.step_id, completed=True))
     manager.free(request)
-    publisher.publish(manager.drain_events())
+    publisher.publish(manager.cache.drain_events())
     return request
 
 
 with publisher:
-    # Before anyone has subscribed: the reader will ask for it.
+    # Nobody has subscribed yet: the subscriber requests these events later.
     first = serve("first", range(70))
     with EventSubscriber(publisher.endpoint, publisher.replay_endpoint) as reader:
-        # Needs the device's blocks: those of the first go to the host.
+        # Needs the device blocks of the first request, which are offloaded to the host.
         second = serve("second", range(1000, 1120))
         while reader.next_seq < 2:
             reader.poll(timeout_s=0.1)
             reader.catch_up()
         print(f"exact: {reader.is_exact}, {reader.counts}")
         for request in (first, second):
-            digests = manager.block_hashes(request)
+            digests = manager.cache.hashes(request)
             hashes = [int.from_bytes(each[-8:].tobytes(), "big") for each in digests]
             for medium in ("GPU", "CPU"):
                 found = [reader.view.block(each, medium) for each in hashes]

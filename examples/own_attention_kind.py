@@ -1,7 +1,7 @@
-"""An attention kind of your own, in one file: planned, allocated, in tables, stored and verified.
+"""A custom attention kind in one file, used for planning, allocation, block tables and verification.
 
-A token reads its own segment of the sequence and the `lookback` segments before it, as in the local
-layers of long-context encoders and decoders that attend by blocks. Run it as it is, or replay with it:
+A token attends to its own segment of the sequence and to the `lookback` segments before it, like local
+layers of long-context encoders and decoders with block attention. Run this file, or use it in a replay:
 
     kvcache replay --verify --chunk-tokens 128 --import examples/own_attention_kind.py \
         --groups full_attention,segment_local:segment=64
@@ -12,7 +12,7 @@ from kvcache.kinds import AttentionKind, register
 
 @register("segment_local")
 class SegmentLocal(AttentionKind):
-    """`segment`: tokens. `lookback`: segments before a token's own that it reads."""
+    """`segment`: tokens per segment. `lookback`: preceding segments that a token attends to."""
 
     def __init__(self, *, segment: int, lookback: int = 1) -> None:
         super().__init__()
@@ -22,14 +22,21 @@ class SegmentLocal(AttentionKind):
         self.segment, self.lookback = segment, lookback
 
     def first_needed_token(self, num_computed_tokens: int) -> int:
-        """The first token of the earliest segment that the next token, or any later one, reads."""
+        """Return the start of the earliest segment that the next token or any later token attends to."""
         own = num_computed_tokens // self.segment
         return max(own - self.lookback, 0) * self.segment
 
 
 def main() -> None:
-    """Plans a model of two kinds, runs a prompt through it, and verifies a replay."""
-    from kvcache import KVCacheManager, LayerSpec, MultiGroupBlockTable, Request, plan_cache
+    """Plan a model with two attention kinds, run a prompt, and verify a replay."""
+    from kvcache import (
+        Admit,
+        BlockTables,
+        KVCacheManager,
+        LayerSpec,
+        Request,
+        plan_cache,
+    )
     from kvcache.replay import Replayer, chat_workload
     from kvcache.replay.verifier import KVVerifier
 
@@ -40,19 +47,21 @@ def main() -> None:
     plan = plan_cache(layers, 2**20, max_model_len=1024, max_num_batched_tokens=64)
     for group in plan.groups:
         print(f"{group.kind}: {len(group.layers)} layers, blocks of {group.block_size} tokens")
-    # Per local group 63 + 64 tokens of the segments that are read, and 64 of the step.
+    # Per local group: 63 + 64 tokens of the attended segments, and 64 tokens of the step.
     print(f"a request of 1,024 tokens holds at most {plan.pages_per_request(1024)} pages")
 
     manager = KVCacheManager.for_groups(plan.groups, plan.num_pages, plan.max_model_len)
-    sizes = [group.block_size for group in plan.groups]
-    tables = MultiGroupBlockTable(4, plan.max_model_len, 64, False, "cpu", sizes)
+    sizes = {"max_num_reqs": 4, "max_model_len": plan.max_model_len}
+    tables = BlockTables.for_groups(
+        plan.groups, **sizes, max_num_tokens=plan.max_num_batched_tokens
+    )
     request = Request("a", range(400))
-    step = manager.step(new=[request], new_num_tokens=[64])
+    step = manager.step(new=[Admit(request, num_tokens=64)])
     tables.apply(step)
     while manager.num_computed_tokens(request) < request.num_tokens:
         left = request.num_tokens - manager.num_computed_tokens(request)
         step = manager.step(step.rows, [min(64, left)])
-        tables.apply(step)  # blocks before the segments that are still read become null
+        tables.apply(step)  # blocks before the attended segments become null
     print(f"row of a local group: {tables[0].block_table.np[0, :25].tolist()}")
 
     verifier = KVVerifier(groups=plan.groups, num_blocks=800, max_num_reqs=4)

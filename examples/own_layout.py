@@ -1,7 +1,7 @@
-"""A cache layout in one file, outside the package: storage, transfers and copies of blocks use it.
+"""A custom cache layout in one file: storage, transfers and block copies use it.
 
-The layout keeps all that a block has of one KV head together, K and then V. What a tensor-parallel rank
-holds of a page is then contiguous, and two ranks' pages go into one page in large runs.
+The layout stores all data of one KV head in a block together: K, then V. The heads of a tensor-parallel
+rank are therefore contiguous in a page, and the pages of two ranks fit into one page in large runs.
 """
 
 import ctypes
@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from kvcache import KVStorage
+from kvcache.compat import copy_kv_blocks
 from kvcache.layouts import AttentionBackend, register_backend
-from kvcache.transfer import CacheDescription, copy_kv_blocks, plan_transfer, region_addresses
+from kvcache.transfer import CacheDescription, plan_transfer, region_addresses
 
-# The whole description: how a kernel indexes a layer's cache, and the order in memory, outermost first.
+# The complete description: how a kernel indexes a layer's cache, and the memory order, outermost first.
 HEAD_MAJOR = register_backend(
     AttentionBackend(
         "HEAD_MAJOR",
@@ -26,7 +27,7 @@ LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS = 2, 4, 8, 16, 9
 
 
 def storage_of(num_kv_heads: int) -> KVStorage:
-    """Pages in the layout; any device would do."""
+    """Create pages in the layout. Any device works."""
     return KVStorage(
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
@@ -39,7 +40,7 @@ def storage_of(num_kv_heads: int) -> KVStorage:
 
 
 def describe(engine_id: str, tp_size: int) -> CacheDescription:
-    """The description for another engine: plain values, so the other one does not need HEAD_MAJOR."""
+    """Return the description for another engine: plain values, which do not depend on HEAD_MAJOR."""
     return CacheDescription(
         engine_id=engine_id,
         num_layers=LAYERS,
@@ -52,7 +53,7 @@ def describe(engine_id: str, tp_size: int) -> CacheDescription:
     )
 
 
-# 1. Storage: a prefill engine of two ranks writes the KV of 32 tokens to blocks 3 and 5.
+# 1. Storage: a prefill engine with two ranks writes the KV of 32 tokens to blocks 3 and 5.
 prefill = [storage_of(HEADS // 2) for _ in range(2)]
 slots = torch.cat([torch.arange(BLOCK_SIZE) + block * BLOCK_SIZE for block in (3, 5)])
 key, value = torch.randn(2, LAYERS, len(slots), HEADS, HEAD_SIZE).half()
@@ -65,7 +66,7 @@ for rank, storage in enumerate(prefill):
 cache = prefill[0].kv_caches[0]
 print(f"a kernel sees {list(cache.shape)} with strides {cache.stride()}")
 
-# 2. Transfer: a decode engine of one rank fetches both blocks to its blocks 7 and 2.
+# 2. Transfer: a decode engine with one rank loads both blocks into its blocks 7 and 2.
 decode = storage_of(HEADS)
 local, remote = describe("decode", tp_size=1), describe("prefill", tp_size=2)
 plan = plan_transfer(local, remote, local_rank=0)
@@ -82,7 +83,7 @@ print(
     f"{runs.num_bytes} bytes came in {runs.num_fragments} fragments: {len(slots)} tokens are right"
 )
 
-# 3. Copies of blocks: block 7 goes to block 1 of another cache in host memory.
+# 3. Block copy: block 7 is copied to block 1 of another cache in host memory.
 host = storage_of(HEADS)
 names = [f"layers.{layer}" for layer in range(LAYERS)]
 copy_kv_blocks(

@@ -1,6 +1,6 @@
 """Both planes in forty lines: plan the memory, plan a step, apply it, write and read KV by layer.
 
-Another model differs in LAYERS only.
+To use another model, change LAYERS.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ manager, tables = cache.manager, cache.tables
 
 
 def run(request: Request) -> None:
-    """Admits a request, computes what is not cached, reads all of it back."""
+    """Admit a request, compute its uncached tokens, and read back all of its KV."""
     step = manager.step(new=[request])
     cache.worker.apply(step)
     row, start = int(step.rows[0]), int(step.num_computed_tokens[0])
@@ -30,7 +30,7 @@ def run(request: Request) -> None:
     tables.compute_slot_mapping(req_indices=np.full(len(positions), row), positions=positions)
     tables.commit_slot_mapping(num_tokens=len(positions))
     for layer in LAYERS:
-        key, value = torch.randn(2, len(positions), 2, 64)  # the model computes these
+        key, value = torch.randn(2, len(positions), 2, 64)  # computed by the model
         cache.write(layer.name, key, value)
         keys, values = cache.gather(layer.name, cache.slots(layer.name, len(positions)))
         assert torch.equal(keys, key) and torch.equal(values, value)
@@ -39,6 +39,6 @@ def run(request: Request) -> None:
 system_prompt = list(range(100))
 first = Request("first", [*system_prompt, 1, 2, 3])
 run(first)
-manager.free(first)  # its blocks keep their content until they are taken
+manager.free(first)  # its blocks keep their content until they are reused
 run(Request("second", [*system_prompt, 7, 8, 9]))
-print(f"hit rate {manager.stats.hit_rate:.2f}, {manager.pool.num_free} blocks free")
+print(f"hit rate {manager.cache.stats.hit_rate:.2f}, {manager.pool.num_free} blocks free")

@@ -1,8 +1,8 @@
 """kvcache: the KV-cache layer of an LLM inference engine as a library.
 
-Public names are imported when first used: the control plane (`BlockPool`, `BlockSpaceManager`,
-`KVCacheManager`, `Request`, `hash_blocks`, `StepPlan`) works where torch is not installed; the data plane
-(`BlockTable`, `KVStorage`, `Worker`, `ops`) imports it, and so does `build`, which makes both.
+Public names are imported on first use. The control plane (`BlockPool`, `KVCacheManager`, `Request`,
+`hash_blocks`, `StepPlan`) does not need torch. The data plane (`BlockTables`, `KVStorage`, `Worker`,
+`ops`), and `build`, which creates both planes, import torch.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from kvcache.lazy import lazy_names
 __version__ = "0.1.0"
 
 _HOME = {
-    "AllocStatus": "kvcache.allocator",
     "BlockPool": "kvcache.allocator",
-    "BlockSpaceManager": "kvcache.allocator",
+    "Admit": "kvcache.allocator",
     "CacheOptions": "kvcache.allocator",
     "BlockHashes": "kvcache.allocator",
     "CachedTokens": "kvcache.allocator",
+    "External": "kvcache.allocator",
     "FoundBlocks": "kvcache.allocator",
     "KVCacheManager": "kvcache.allocator",
     "LearnedReuse": "kvcache.allocator",
     "PrefixCacheStats": "kvcache.allocator",
     "Request": "kvcache.allocator",
+    "RequestState": "kvcache.allocator",
     "eviction_names": "kvcache.allocator",
     "hash_blocks": "kvcache.allocator",
     "host_eviction_names": "kvcache.allocator",
@@ -38,17 +39,15 @@ _HOME = {
     "StepReport": "kvcache.step",
     "AttentionMetadata": "kvcache.worker",
     "AttentionMetadataBuilder": "kvcache.worker",
-    "BlockTable": "kvcache.worker",
+    "GroupTable": "kvcache.worker",
+    "BlockTables": "kvcache.worker",
     "KVStorage": "kvcache.worker",
-    "MultiGroupBlockTable": "kvcache.worker",
     "Pages": "kvcache.worker",
     "SwapEngine": "kvcache.worker",
+    "TableShape": "kvcache.worker",
     "Worker": "kvcache.worker",
 }
-_MODULES = (
-    *("ops", "worker", "transfer", "disaggregation", "allocator", "replay", "layouts", "step"),
-    "events",
-)
+_MODULES = ("ops", "worker", "transfer", "sources", "allocator", "layouts", "step", "events")
 
 __all__ = [*_HOME, *_MODULES]  # noqa: PLE0604
 

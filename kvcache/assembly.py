@@ -1,4 +1,4 @@
-"""Both planes from one plan: manager, block tables, storages, pages and worker in one call."""
+"""Builds both planes of a cache from one plan: manager, block tables, storages, pages and worker."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvcache.allocator import CacheOptions, KVCacheManager, PolicyArguments
 from kvcache.checks import check_range, instance, integer, integers, shown
 from kvcache.layouts import AttentionBackend, EngineBackend
 from kvcache.memory_plan import CachePlan
-from kvcache.worker import BlockTable, KVStorage, MultiGroupBlockTable, Pages, SwapEngine, Worker
-from kvcache.worker.pages.contents import PageContents
+from kvcache.worker import BlockTables, GroupTable, KVStorage, Pages, SwapEngine, Worker
 from kvcache.worker.pages.pages import Tensors
+from kvcache.worker.pages.parts import contents_of
 
-# Arguments of the parts that follow from a plan.
+# Arguments that are derived from the plan.
 _GIVEN_BY_PLAN = (
     "groups",
     "num_gpu_blocks",
@@ -32,45 +32,60 @@ _GIVEN_BY_PLAN = (
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """The parts of one cache, made to fit by `build`; each is used as it is used alone.
+    """The matching parts of one cache, created by `build`. Each part can also be used alone.
 
-    A scheduler asks `manager.step`, the `worker` applies the plan, `tables.compute_slot_mapping` says
-    where tokens go, and layers are written and read by name.
+    A scheduler calls `manager.step`, `worker` applies the plan, `tables.compute_slot_mapping` determines
+    where tokens are stored, and layers are written and read by name.
     """
 
     plan: CachePlan
     manager: KVCacheManager
-    tables: MultiGroupBlockTable  # one per group
+    tables: BlockTables  # one per group
     storages: tuple[KVStorage, ...]  # one per group, in kernel blocks, over the memory of `pages`
     pages: Pages
     host_pages: Pages | None  # None without a host tier
     worker: Worker
 
     def __post_init__(self) -> None:
-        parts = {"plan": CachePlan, "manager": KVCacheManager, "tables": MultiGroupBlockTable}
+        parts = {"plan": CachePlan, "manager": KVCacheManager, "tables": BlockTables}
         for name, kind in (parts | {"pages": Pages, "worker": Worker}).items():
             instance(getattr(self, name), kind, f"{name} of the cache")
 
     def group(self, layer_name: str) -> int:
-        """The cache group of a layer. ValueError for a layer that the plan has not."""
+        """Return the cache group of a layer. Raises ValueError for an unknown layer."""
         return self._place(layer_name)[0]
 
     def kv_cache(self, layer_name: str) -> Tensors:
-        """The tensor that the layer's attention kernel takes, as `KVStorage.kv_caches` has it.
+        """Return the tensor for the layer's attention kernel, an entry of `KVStorage.kv_caches`.
 
-        Its blocks are those of the layer's table (kernel blocks). Of a recurrent layer: its states,
-        [num_pages, 1, elements]. ValueError for an unknown layer.
+        Its blocks are the kernel blocks of the layer's table. For a recurrent layer, the tensor holds
+        states, [num_pages, 1, elements].
+
+        Args:
+            layer_name: Name of the layer.
+
+        Raises:
+            ValueError: The layer is unknown.
         """
         group, index = self._place(layer_name)
         return self.storages[group].kv_caches[index]
 
     def slots(self, layer_name: str, num_tokens: int) -> torch.Tensor:
-        """int64[num_tokens]: slots of the step's first tokens in this layer, a view on the device.
+        """Return the slots of the step's first tokens in a layer, as a view on the device.
 
-        As `tables.compute_slot_mapping` left them; for a layer with cross-attention, as its group's
-        own did (`tables[cache.group(layer_name)].compute_slot_mapping`). ValueError for more tokens
-        than that was given, or than `tables.commit_slot_mapping` left, and for a recurrent layer,
-        which has no slots.
+        The slots come from the last `tables.compute_slot_mapping`. For a cross-attention layer, they come
+        from its group's own call, `tables[cache.group(layer_name)].compute_slot_mapping`.
+
+        Args:
+            layer_name: Name of the layer.
+            num_tokens: Number of tokens.
+
+        Returns:
+            int64[num_tokens].
+
+        Raises:
+            ValueError: `num_tokens` exceeds the tokens of the last `compute_slot_mapping` or
+                `commit_slot_mapping`, or the layer is recurrent and has no slots.
         """
         num_tokens = integer(num_tokens, "num_tokens")
         return self._slots(layer_name, num_tokens, f"num_tokens is {num_tokens}")
@@ -92,11 +107,20 @@ class KVCache:
         value: torch.Tensor | None,
         slots: torch.Tensor | None = None,
     ) -> None:
-        """Writes key, value [n, num_kv_heads, (v_)head_size]; see `KVStorage.write`.
+        """Write the K and V of tokens to a layer; see `KVStorage.write`.
 
-        `slots`: int64[n], by default `self.slots(layer_name, n)`, those of all tokens of the step:
-        ValueError for more or fewer. A recurrent layer takes pages as slots, its state as key
-        [n, 1, elements], and no value. ValueError for an unknown layer.
+        For a recurrent layer, pass pages as `slots`, the states as `key` [n, 1, elements], and None as
+        `value`.
+
+        Args:
+            layer_name: Name of the layer.
+            key: [n, num_kv_heads, head_size].
+            value: [n, num_kv_heads, v_head_size].
+            slots: int64[n]. None: the slots of all tokens of the step.
+
+        Raises:
+            ValueError: The layer is unknown, or `slots` is None and n is not the number of the step's
+                tokens.
         """
         group, index = self._place(layer_name)
         if slots is None:
@@ -114,7 +138,7 @@ class KVCache:
     def gather(
         self, layer_name: str, slots: torch.Tensor, dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(key, value) of the tokens at slots int64[n]; see `KVStorage.gather`."""
+        """Read K and V of the tokens at slots int64[n]: (key, value); see `KVStorage.gather`."""
         group, index = self._place(layer_name)
         return self.storages[group].gather(index, slots, dtype)
 
@@ -125,44 +149,56 @@ class KVCache:
         num_tokens: Sequence[int],
         dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(key, value) of the first num_tokens[i] tokens of each row rows[i], one row after the other.
+        """Read the K and V of the first tokens of several rows, concatenated in the order of `rows`.
 
-        Through the tables as they are on the host, with slots in a buffer of their own: those of the
-        step (`slots`) stay. Tokens that slid out of a window are zeros, and so are those that another
-        context-parallel rank holds. Of a circular group num_tokens[i] is all that the row has computed:
-        what was written over by then is zeros. ValueError for an unknown layer or row, for tokens that a
-        row has no blocks for, and for a recurrent layer.
+        The host tables are used, and the slots of the step (`slots`) stay unchanged. Tokens that have
+        left a window or are held by another context-parallel rank are zeros.
 
-        >>> from kvcache import LayerSpec, Request, plan_cache
-        >>> plan = plan_cache([LayerSpec("a", "full_attention", 16, 2, 64)], 2**20, max_model_len=64)
-        >>> cache = build(plan, max_num_reqs=4)
-        >>> report = cache.worker.apply(cache.manager.step(new=[Request("r1", range(40))]))
-        >>> cache.gather_context("a", rows=[0], num_tokens=[40])[0].shape
-        torch.Size([40, 2, 64])
+        Args:
+            layer_name: Name of the layer.
+            rows: Rows of the requests.
+            num_tokens: Number of tokens of each row. In a circular group, this must be the number of
+                computed tokens; overwritten tokens are zeros.
+            dtype: Dtype of the result, as in `KVStorage.gather`.
+
+        Returns:
+            (key, value).
+
+        Raises:
+            ValueError: A layer or row is unknown, a row lacks blocks for its tokens, or the layer is
+                recurrent.
+
+        Example:
+            >>> from kvcache import LayerSpec, Request, plan_cache
+            >>> plan = plan_cache([LayerSpec("a", "full_attention", 16, 2, 64)], 2**20, max_model_len=64)
+            >>> cache = build(plan, max_num_reqs=4)
+            >>> report = cache.worker.apply(cache.manager.step(new=[Request("r1", range(40))]))
+            >>> cache.gather_context("a", rows=[0], num_tokens=[40])[0].shape
+            torch.Size([40, 2, 64])
         """
         group, index = self._place(layer_name)
         rows = integers(rows, "rows", ())
         lengths = integers(num_tokens, "num_tokens", ())
-        layout = self.tables[group].layout
+        shape = self.tables[group].shape
         if len(rows) != len(lengths):
             raise ValueError(
                 f"num_tokens has {len(lengths)} entries: expected one for each of the {len(rows)} rows"
             )
-        most = self.plan.max_model_len if layout.is_circular else layout.num_places
+        most = self.plan.max_model_len if shape.circular else shape.num_places
         check_range("num_tokens", "is", lengths, 0, most + 1)
         starts = np.concatenate([[0], np.cumsum(lengths)])
         positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
         if len(rows) and rows.min() < 0:
             raise ValueError(f"rows is {rows.tolist()}: expected rows of the tables, 0 or more")
         of = np.repeat(rows, lengths)
-        if layout.is_circular:
-            is_left = positions >= np.repeat(lengths, lengths) - layout.num_places
+        if shape.circular:
+            is_left = positions >= np.repeat(lengths, lengths) - shape.num_places
             of = np.where(is_left, of, -1)
         slots = self.tables[group].slots_of(of, positions)
         return self.storages[group].gather(index, slots, dtype)
 
     def _place(self, layer_name: str) -> tuple[int, int]:
-        """Group of a layer, and which of the group's layers it is."""
+        """Return a layer's group and its index within the group."""
         if isinstance(layer_name, str):
             for group, spec in enumerate(self.plan.groups):
                 if layer_name in spec.layers:
@@ -187,31 +223,45 @@ def build(
     num_preallocate_tokens: int = 64,
     **options: Unpack[PolicyArguments],
 ) -> KVCache:
-    """All parts of a cache for one device. Models differ in their plans only.
+    """Build all parts of a cache on one device. Models differ only in their plans.
 
-    The plan gives groups, pages, bytes per page, `max_model_len`, `max_num_batched_tokens`,
-    `max_encoder_tokens` and context parallelism. The other arguments:
+    The plan determines groups, pages, page size, `max_model_len`, `max_num_batched_tokens`,
+    `max_encoder_tokens` and context parallelism.
 
-    - `max_num_reqs`: requests admitted at a time.
-    - `device`, `backend`, `layout`: of the pages, as `KVStorage.for_plan` takes them.
-    - `kernel_sizes`: tokens per block that the attention kernel takes, the preferred first. Larger
-      blocks of the plan are cut into such blocks, in the tables and in `kv_cache`. None: not cut.
-    - `num_speculative_tokens`, `cp_kv_cache_interleave_size`: as `MultiGroupBlockTable` takes them.
-    - `num_host_blocks`: pages of a tier in host memory, its null page counted; 0: no such tier.
-    - `swap_options`: the options of `SwapEngine`, where there is a host tier.
-    - `enable_caching`, `num_preallocate_tokens`, `options` (`eviction`, `host_write`, ...): fields of
-      `CacheOptions`.
+    Args:
+        plan: The plan.
+        max_num_reqs: Maximum number of admitted requests.
+        device: Device of the pages.
+        backend: Attention backend, as in `KVStorage.for_plan`.
+        layout: "NHD" or "HND".
+        kernel_sizes: Candidates for the attention kernel's block size in tokens, preferred first. Larger
+            blocks of the plan are split into kernel blocks, in the tables and in `kv_cache`. None: blocks
+            are not split.
+        num_speculative_tokens: Maximum number of draft tokens, as in `BlockTables`.
+        cp_kv_cache_interleave_size: Consecutive tokens per context-parallel rank.
+        num_host_blocks: Pages of the host tier, including its null page. 0: no host tier.
+        swap_options: Options of `SwapEngine`, with a host tier.
+        enable_caching: As in `CacheOptions`.
+        num_preallocate_tokens: As in `CacheOptions`.
+        options: Other fields of `CacheOptions`, such as `eviction` and `host_write`.
 
-    Raises TypeError or ValueError, MemoryError where the host has less memory.
+    Returns:
+        The cache.
 
-    >>> from kvcache import LayerSpec, Request, plan_cache
-    >>> layers = [LayerSpec(f"layers.{i}", "full_attention", 16, 2, 64) for i in range(4)]
-    >>> plan = plan_cache(layers, 2**23, max_model_len=256)
-    >>> cache = build(plan, max_num_reqs=4)
-    >>> step = cache.manager.step(new=[Request("r1", range(100))])
-    >>> report = cache.worker.apply(step)
-    >>> cache.kv_cache("layers.3").shape
-    torch.Size([256, 2, 16, 2, 64])
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: An argument is out of range.
+        MemoryError: The host has too little memory.
+
+    Example:
+        >>> from kvcache import LayerSpec, Request, plan_cache
+        >>> layers = [LayerSpec(f"layers.{i}", "full_attention", 16, 2, 64) for i in range(4)]
+        >>> plan = plan_cache(layers, 2**23, max_model_len=256)
+        >>> cache = build(plan, max_num_reqs=4)
+        >>> step = cache.manager.step(new=[Request("r1", range(100))])
+        >>> report = cache.worker.apply(step)
+        >>> cache.kv_cache("layers.3").shape
+        torch.Size([256, 2, 16, 2, 64])
     """
     if not isinstance(plan, CachePlan):
         raise TypeError(f"plan is {shown(plan)}: expected a CachePlan, as plan_cache makes it")
@@ -235,11 +285,11 @@ def build(
         page_bytes=plan.page_bytes,
         **options,
     )
-    tables = MultiGroupBlockTable.for_groups(
+    tables = BlockTables.for_groups(
         plan.groups,
         max_num_reqs=max_num_reqs,
         max_model_len=plan.max_model_len,
-        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_num_tokens=plan.max_num_batched_tokens,
         device=device,
         kernel_sizes=kernel_sizes,
         context_parallel=plan.context_parallel,
@@ -253,14 +303,16 @@ def build(
         for group, storage in enumerate(by_page)
     )
     pages = by_page[0].pages
-    pages.contents = PageContents.of(pages, storages, cp_kv_cache_interleave_size)
+    pages.contents = contents_of(
+        pages, [each.parts for each in storages], cp_kv_cache_interleave_size
+    )
     host_pages = pages.on_host(num_host_blocks) if num_host_blocks else None
     worker = Worker(by_page, tables, host_pages, **swap_options)
     return KVCache(plan, manager, tables, storages, pages, host_pages, worker)
 
 
-def _num_slots(table: BlockTable) -> int:
-    """Tokens of the group that have slots on the device, or may have."""
+def _num_slots(table: GroupTable) -> int:
+    """Return the number of the group's tokens that have, or may have, slots on the device."""
     num_computed = table.num_computed_slots
     return len(table.slot_mapping.gpu) if num_computed is None else num_computed
 
@@ -281,8 +333,10 @@ def _checked_swap_options(swap_options: Mapping[str, object] | None) -> dict[str
 
 
 def _in_kernel_blocks(plan: CachePlan, group: int, storage: KVStorage, ratio: int) -> KVStorage:
-    """The same memory as blocks of the attention kernel's size: each page is cut into `ratio` equal
-    parts, and each part holds K and V of a kernel block."""
+    """View storage in the attention kernel's block size.
+
+    Each page is divided into `ratio` equal parts, and each part holds K and V of one kernel block.
+    """
     if ratio == 1:
         return storage
     if plan.layer_page_bytes % (ratio * storage.dtype.itemsize):

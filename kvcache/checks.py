@@ -1,4 +1,4 @@
-"""Checks of arguments. Each returns its argument, or raises an error with its name and value."""
+"""Argument checks. Each returns the checked value, or raises an error with its name and value."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from typing import NoReturn
 
 import numpy as np
 
-MAX_INT32 = 2**31 - 1  # ids and sizes of blocks are int32
+MAX_INT32 = 2**31 - 1  # block ids and sizes are int32
 MAX_INT64 = 2**63 - 1
-MAX_LAYERS = 4096  # of a model: what is done per layer ends soon
+MAX_LAYERS = 4096  # layers of a model: bounds all work per layer
 _MOST_SHOWN = 200  # characters
-_MOST_DIMENSIONS = 8  # of lists in lists; no argument has more than 3
-_NO_NESTING = (str, bytes, range, memoryview)  # sequences of no sequences
+_MOST_DIMENSIONS = 8  # nesting depth of lists; no argument needs more than 3
+_NO_NESTING = (str, bytes, range, memoryview)  # sequences that contain no sequences
 
 
 def integer(value: int, name: str, least: int = 0, most: int = MAX_INT32) -> int:
-    """A whole number of [least, most]. TypeError or ValueError."""
+    """Return an integer in [least, most]. Raises TypeError or ValueError."""
     try:
-        number = index(value)  # also of numpy's integers, which would overflow
-    except (TypeError, RuntimeError):  # RuntimeError: of a tensor that has no value
+        number = index(value)  # also numpy integers, which would overflow
+    except (TypeError, RuntimeError):  # RuntimeError: a tensor without a value
         number = None
     if number is None or isinstance(value, bool):
         raise TypeError(f"{name} is {shown(value)}: expected an integer")
@@ -37,7 +37,7 @@ def integer(value: int, name: str, least: int = 0, most: int = MAX_INT32) -> int
 
 
 def number(value: float, name: str, expected: str = "a number") -> float:
-    """A real number as a float, also one of numpy's; not True or False. TypeError or ValueError."""
+    """Return a real number, also numpy's but not a bool, as a float. Raises TypeError or ValueError."""
     if isinstance(value, bool) or not isinstance(value, float | int | Real):
         raise TypeError(f"{name} is {shown(value)}: expected {expected}")
     try:
@@ -49,7 +49,7 @@ def number(value: float, name: str, expected: str = "a number") -> float:
 
 
 def seconds(value: float, name: str) -> float:
-    """A duration: finite, 0 or more; at most what the system can wait. TypeError or ValueError."""
+    """Return a finite duration from 0 to the longest supported wait. Raises TypeError or ValueError."""
     found = number(value, name, "seconds")
     if not 0 <= found < math.inf:
         raise ValueError(f"{name} is {value}: expected finite seconds, 0 or more")
@@ -60,7 +60,10 @@ _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def byte_count(value: int | str, name: str, least: int = 1) -> int:
-    """Bytes, as an integer or a text with a unit ("1.5 GiB", "64MiB"). TypeError or ValueError."""
+    """Return bytes, given as an integer or as text with a unit ("1.5 GiB", "64MiB").
+
+    Raises TypeError or ValueError.
+    """
     if not isinstance(value, str):
         return integer(value, name, least, MAX_INT64)
     text = value.strip()
@@ -78,31 +81,33 @@ def byte_count(value: int | str, name: str, least: int = 1) -> int:
 
 
 def shown(value: object) -> str:
-    """What came, for an error; cut off where it is long. Never raises: every error shows its value so.
+    """Return a value for an error message, truncated if long. Never raises.
 
-    >>> shown(10**5000)  # Python writes no more than 4,300 digits
-    'an integer of 16610 bits'
+    Example:
+        >>> shown(10**5000)  # Python writes no more than 4,300 digits
+        'an integer of 16610 bits'
     """
     try:
         text = repr(value)
-    except Exception:  # of the value's own, or of an integer in it
+    except Exception:  # raised by the value's own `__repr__`, or for a huge integer in it
         kind = type(value).__name__
         text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {kind}"
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def num_entries(values: Sized, name: str, expected: str = "a sequence") -> int:
-    """How many entries an argument has, before any is looked at: it may be without an end.
+    """Return the number of entries of an argument without iterating over it, because it may be
+    infinite.
 
-    TypeError for what does not say how many it has, ValueError for more than an int32 counts.
+    Raises TypeError if the argument has no length, and ValueError if the length exceeds an int32.
     """
     try:
         count = math.prod(values.shape) if hasattr(values, "shape") else len(values)
     except OverflowError:
         count = MAX_INT64
-    except (TypeError, ValueError):  # ValueError: of a length below 0
+    except (TypeError, ValueError):  # ValueError: a negative length
         raise TypeError(f"{name} is {shown(values)}: expected {expected}") from None
-    if not isinstance(count, int):  # of nested tensors
+    if not isinstance(count, int):  # nested tensors
         raise TypeError(f"{name} has no fixed number of entries: expected {expected}")
     if count > MAX_INT32:
         raise ValueError(f"{name} has {shown(count)} entries: expected at most {MAX_INT32}")
@@ -110,7 +115,7 @@ def num_entries(values: Sized, name: str, expected: str = "a sequence") -> int:
 
 
 def listed(values: Iterable, name: str, expected: str = "a sequence") -> list:
-    """The entries of an iterable that says how many it has. TypeError or ValueError."""
+    """Return the entries of an iterable with a length. Raises TypeError or ValueError."""
     num_entries(values, name, expected)
     try:
         return list(values)
@@ -119,7 +124,7 @@ def listed(values: Iterable, name: str, expected: str = "a sequence") -> list:
 
 
 def as_array(values: object, name: str) -> np.ndarray:
-    """An array of whatever dtype; TypeError or ValueError for what numpy makes none of."""
+    """Return an array of any dtype. Raises TypeError or ValueError if numpy cannot create one."""
     if hasattr(values, "__len__"):
         num_entries(values, name)
         if isinstance(values, Sequence) and not isinstance(values, _NO_NESTING):
@@ -131,10 +136,10 @@ def as_array(values: object, name: str) -> np.ndarray:
 
 
 def _check_nested(values: Sequence, name: str, depth: int) -> None:
-    """`num_entries` of each sequence in a sequence: numpy reads all of it before it compares lengths."""
+    """Check the length of nested sequences, because numpy reads them all before it compares lengths."""
     for i, entry in enumerate(islice(values, len(values))):
         if i == 0 and isinstance(entry, int | float):
-            return  # numpy reads no sequence behind a number
+            return  # numpy reads no sequence after a number
         if not hasattr(entry, "__len__"):
             continue
         inner = f"{name}[{i}]"
@@ -146,14 +151,14 @@ def _check_nested(values: Sequence, name: str, depth: int) -> None:
 
 
 def flag(value: bool, name: str) -> bool:
-    """True or False, and no other. TypeError."""
+    """Return True or False. Raises TypeError for any other value."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} is {shown(value)}: expected True or False")
     return bool(value)
 
 
 def instance(value: object, kind: type | UnionType, name: str) -> None:
-    """TypeError unless it is an instance of this class, or of one of several."""
+    """Raise TypeError unless the value is an instance of this class, or of one of several."""
     if not isinstance(value, kind):
         kinds = kind.__args__ if isinstance(kind, UnionType) else (kind,)
         expected = " or ".join(each.__name__ for each in kinds)
@@ -163,7 +168,7 @@ def instance(value: object, kind: type | UnionType, name: str) -> None:
 def instances(
     values: Iterable, kind: type | UnionType, name: str, expected: str = "a sequence"
 ) -> list:
-    """The entries of a sequence, each an instance of `kind`. TypeError or ValueError."""
+    """Return the entries of a sequence of instances of `kind`. Raises TypeError or ValueError."""
     found = listed(values, name, expected)
     for i, each in enumerate(found):
         instance(each, kind, f"{name}[{i}]")
@@ -178,10 +183,10 @@ _OF_ANNOTATION = {
 
 
 def plain_fields(record: object) -> None:
-    """For `__post_init__` of a dataclass: its fields are what they are annotated as.
+    """Check, in `__post_init__` of a dataclass, that int, float and str fields match their annotations.
 
-    Those that are int (0 or more), float or str, or one of these or None; kept as Python's own numbers.
-    TypeError or ValueError.
+    Integers must be at least 0, and fields annotated with `| None` may be None. Numbers are converted
+    to Python's own types. Raises TypeError or ValueError.
     """
     for each in fields(record):
         kind, _, rest = each.type.partition(" | ")
@@ -191,9 +196,9 @@ def plain_fields(record: object) -> None:
 
 
 def dtype_name(dtype: object, known: Iterable[str], name: str = "dtype") -> str:
-    """The name of a dtype ("bfloat16"), given as that or as a torch.dtype. TypeError or ValueError."""
+    """Return the name of a dtype, given as a name or a torch.dtype. Raises TypeError or ValueError."""
     found = dtype
-    if type(dtype).__module__ == "torch":  # which is not imported here
+    if type(dtype).__module__ == "torch":  # torch is not imported here
         found = str(dtype).removeprefix("torch.")
     if not isinstance(found, str):
         raise TypeError(f"{name} is {shown(dtype)}: expected a torch.dtype or its name")
@@ -203,7 +208,7 @@ def dtype_name(dtype: object, known: Iterable[str], name: str = "dtype") -> str:
 
 
 def text(value: str, name: str) -> str:
-    """A string that UTF-8 can hold: no lone surrogate. TypeError or ValueError."""
+    """Return a string that UTF-8 can encode, without lone surrogates. Raises TypeError or ValueError."""
     if not isinstance(value, str):
         raise TypeError(f"{name} is {shown(value)}: expected a string")
     try:
@@ -214,7 +219,7 @@ def text(value: str, name: str) -> str:
 
 
 def path(value: str | os.PathLike[str], name: str) -> str:
-    """The name of a file; no file descriptor and no bytes. TypeError or ValueError."""
+    """Return a file name, not a descriptor or bytes. Raises TypeError or ValueError."""
     found = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(found, str):
         raise TypeError(f"{name} is {shown(value)}: expected a string or an os.PathLike")
@@ -228,7 +233,7 @@ def path(value: str | os.PathLike[str], name: str) -> str:
 
 
 def check_name(value: str, name: str) -> None:
-    """A string that is not empty. TypeError or ValueError."""
+    """Raise TypeError or ValueError unless the value is a non-empty string."""
     if not isinstance(value, str):
         raise TypeError(f"{name} is {shown(value)}: expected a string")
     if not value:
@@ -236,7 +241,7 @@ def check_name(value: str, name: str) -> None:
 
 
 def check_range(name: str, what: str, ids: np.ndarray, least: int, size: int) -> None:
-    """ValueError unless all ids are of [least, size)."""
+    """Raise ValueError unless all ids are in [least, size)."""
     wrong = np.flatnonzero((ids < least) | (ids >= size))
     if len(wrong):
         raise ValueError(
@@ -245,16 +250,16 @@ def check_range(name: str, what: str, ids: np.ndarray, least: int, size: int) ->
 
 
 def check_once(what: str, ids: np.ndarray) -> None:
-    """ValueError unless all ids differ."""
+    """Raise ValueError if an id is repeated."""
     found, counts = np.unique(ids, return_counts=True)
     if len(found) and counts.max() > 1:
         raise ValueError(f"{what} {found[counts.argmax()]} twice: expected one write per page")
 
 
 def integers(values: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """int64[n, *shape]; nothing is cut off. ValueError or TypeError for anything else."""
+    """Return int64[n, *shape] without truncating values. Raises ValueError or TypeError."""
     array = as_array(values, name)
-    if array.size == 0 and array.ndim <= 1 + len(shape):  # also [], of whatever was to be pairs
+    if array.size == 0 and array.ndim <= 1 + len(shape):  # also [] for no pairs
         return np.zeros((0, *shape), np.int64)
     if array.shape[1:] != shape or array.ndim != 1 + len(shape):
         wanted = ", ".join(["n", *map(str, shape)])
@@ -269,5 +274,5 @@ def integers(values: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarra
 
 
 def refuse_pickle(value: object, instead: str) -> NoReturn:
-    """For `__reduce__` of what has native state of its process."""
+    """Raise TypeError in the `__reduce__` of a class that holds native state of its process."""
     raise TypeError(f"a {type(value).__name__} is not pickled: expected {instead}")

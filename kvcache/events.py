@@ -1,8 +1,8 @@
-"""Events of a prefix cache: blocks that can be found, and blocks that no longer can.
+"""Events of a prefix cache: blocks become available for hits, or stop being available.
 
-Events are plain data, in the order in which they happened. A hash is stored when its first block is
-cached and removed when its last one leaves; further blocks with the same hash emit no events. With
-`announce_reused`, blocks that a request hits are stored again (`is_reused`).
+Events are plain data in chronological order. A hash is reported as stored when its first block is cached
+and as removed when its last block is evicted. Other blocks with the same hash emit no events. With
+`announce_reused`, blocks that a request hits are reported as stored again (`is_reused`).
 """
 
 from __future__ import annotations
@@ -14,24 +14,30 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BlockStored:
-    """Consecutive blocks of one sequence were cached; or, with `is_reused`, are hit by a request.
+    """Consecutive blocks of one sequence were cached or, with `is_reused`, were hit by a request.
 
-    `block_hashes`: uint8[n, hash_bytes]. `parent_hash`: that of the block before the first (of a first
-    block: the hash of the seed, or None where only the engine knows the algorithm). `token_ids`:
-    int32[n * block_size]. `block_size`: tokens. `group`: the number of the cache group, `group_kind` its
-    attention kind, and `window` the tokens of its sliding window. `medium`: "gpu", "cpu" for the host
-    tier, or "storage" for a store (`kvcache.store.StoreTier`). `lora` and `session` are those of the
-    request that has computed, or hit, the blocks;
-    `extra_keys` has one entry per hash block of `hash_block_size` tokens, a tuple of its keys or None,
-    or is None where no block has any. So a block's hash follows from its event:
+    - `block_hashes`: uint8[n, hash_bytes].
+    - `parent_hash`: the hash of the block before the first one. For the first block of a sequence, this
+      is the hash of the seed, or None if only the engine knows the algorithm.
+    - `token_ids`: int32[n * block_size].
+    - `block_size`: tokens per block.
+    - `group`: the number of the cache group; `group_kind` is its attention kind, and `window` its sliding
+      window in tokens.
+    - `medium`: "gpu", "cpu" for the host tier, or "storage" for a store
+      (`kvcache.sources.store.StoreTier`).
+    - `lora`, `session`: LoRA adapter and session of the request that computed or hit the blocks.
+    - `extra_keys`: one entry per hash block of `hash_block_size` tokens, either a tuple of keys or None.
+      None if no block has keys.
+
+    The hashes follow from the event:
 
         hash_blocks(event.token_ids, event.hash_block_size, parent=event.parent_hash,
                     extra_keys=event.extra_keys, algorithm=event.hash_algorithm)
 
-    gives `block_hashes`, or, where blocks are larger than hash blocks, those and the ones between.
+    returns `cache.hashes`. If blocks are larger than hash blocks, it also returns the hashes in between.
 
-    Events of the host tier have no parent, no tokens, and nothing of a request (None and empty: the
-    device's events had them), and their blocks need not be consecutive.
+    Events of the host tier have no parent, tokens or request fields (None and empty), because the
+    device's events already reported them. Their blocks need not be consecutive.
     """
 
     block_hashes: np.ndarray
@@ -41,7 +47,7 @@ class BlockStored:
     group: int
     medium: str = "gpu"
     hash_algorithm: str = "sha256_cbor"
-    hash_block_size: int = 0  # tokens; 0: as block_size
+    hash_block_size: int = 0  # tokens; 0: block_size
     group_kind: str = "full_attention"
     window: int | None = None  # tokens
     lora: tuple[str, str] | None = None  # (name, path)
@@ -56,7 +62,7 @@ class BlockStored:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BlockRemoved:
-    """No block is found under these hashes, uint8[n, hash_bytes], any more."""
+    """No block is available under these hashes, uint8[n, hash_bytes], any more."""
 
     block_hashes: np.ndarray
     group: int
@@ -65,11 +71,14 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """No hash stored before on this medium is found any more, in any group.
+    """All hashes stored on this medium are gone, in every group.
 
-    Also where events were dropped, as more than 2**20 of them, or of 2**24 tokens, were waiting to be
-    drained: the reader forgets what it knows of the medium. What it then knows is cached; more may be.
-    `num_dropped`: how many events that were, of all mediums, in that of "gpu"; 0 in a reset.
+    This event is also emitted when events were dropped, because more than 2**20 events, or events with
+    more than 2**24 tokens, were waiting to be drained. The reader must forget what it knows about the
+    medium. Hashes reported afterwards are cached; hashes from dropped events may be cached as well.
+
+    `num_dropped`: number of dropped events over all media, reported in the event for "gpu". 0 after a
+    reset.
     """
 
     medium: str = "gpu"

@@ -1,10 +1,7 @@
-"""Cache layouts: how attention backends shape their caches, and where each element then lies in memory.
+"""Cache layouts: the shape of an attention backend's cache, and the order of its dimensions in memory.
 
-A dimension is named by its role: "kv" (K, V), "block", "token" (within a block), "head", "element" (of a
-head), and "layer" where the layers of a block are packed together. A layout is a *memory order*: these
-roles, outermost first. `place_elements` turns one into offsets and strides; storages, descriptions for
-other engines, topologies and copies of blocks all read the same order, so a new layout is one
-`AttentionBackend`, registered in a file of one's own.
+A new layout only requires an `AttentionBackend`, registered in your own code. Its memory order says where
+each element lies; see `kvcache.placement`.
 """
 
 from __future__ import annotations
@@ -12,32 +9,27 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from kvcache.checks import check_name, flag, integer, listed, shown
+from kvcache.placement import NEEDED_ROLES, ROLES
 from kvcache.specs import LAYOUTS
-
-ROLES = ("kv", "block", "token", "head", "element")
-_NEEDED = {"block", "token", "element"}
 
 _log = logging.getLogger("kvcache")
 
-# The sizes by which the dimensions of an engine's backend are told apart. 4096 is a multiple of the block
-# sizes that backends accept; no two are equal, nor is one twice another.
+# Sizes that identify the dimensions of an engine's backend. 4096 is a multiple of the block sizes that
+# backends accept. No two are equal, and none is twice another.
 _PROBE = {"block": 7919, "token": 4096, "head": 11, "element": 576}
 
 
 class EngineBackend(Protocol):
-    """An engine's own backend class, or an object of it, which answers for the engine that is running.
+    """An engine's own backend class, or an instance of it, that reports the layout of the running engine.
 
-    `get_kv_cache_stride_order` (the dimensions of the shape in the order of memory, outermost first;
-    with the argument, those of all layers packed together, the layer being dimension 0) may be missing,
-    lack the argument, or raise NotImplementedError.
+    `get_kv_cache_stride_order` returns the order of the shape's dimensions in memory, outermost first.
+    With its argument, it returns the order for all layers packed together, where dimension 0 is the
+    layer. It may be missing, lack the argument, or raise NotImplementedError.
     """
 
     def get_kv_cache_shape(
@@ -53,19 +45,26 @@ class EngineBackend(Protocol):
 class AttentionBackend:
     """The layout of one backend's cache.
 
-    `dims`: the dimensions' roles as the backend indexes them. `nhd`, `hnd`: their order in memory,
-    outermost first; None: as `dims`, for HND with token and head exchanged. `nhd_cross_layers`,
-    `hnd_cross_layers`: the order, with "layer", of all layers packed into one tensor; None: the backend
-    does not pack. `unequal_head_sizes`: the last dimension holds a head's K and then its V, each of its
-    own size; without it V is as large as K, or, where there is no "kv", there is no V.
+    Args:
+        name: Name of the backend.
+        dims: Roles of the dimensions, in the order in which the backend indexes them.
+        nhd: Their order in memory for layout "NHD", outermost first. None: `dims`.
+        hnd: The same for "HND". None: `dims` with token and head exchanged.
+        nhd_cross_layers: Order, including "layer", with all layers packed into one tensor. None: the
+            backend does not pack layers.
+        hnd_cross_layers: The same for "HND".
+        unequal_head_sizes: Whether the last dimension holds a head's K followed by its V, each with its
+            own size. If not, V has the size of K, or there is no V if `dims` lacks "kv".
 
-    ValueError for roles that are unknown, missing or named twice, and orders of other dimensions.
+    Raises:
+        ValueError: A role is unknown, missing or repeated, or an order has other dimensions.
 
-    >>> paged = AttentionBackend("PAGED", ("block", "kv", "token", "head", "element"))
-    >>> paged.shape(num_blocks=100, block_size=16, num_kv_heads=8, head_size=128)
-    (100, 2, 16, 8, 128)
-    >>> paged.stride_order("HND")
-    (0, 1, 3, 2, 4)
+    Example:
+        >>> paged = AttentionBackend("PAGED", ("block", "kv", "token", "head", "element"))
+        >>> paged.shape(num_blocks=100, block_size=16, num_kv_heads=8, head_size=128)
+        (100, 2, 16, 8, 128)
+        >>> paged.stride_order("HND")
+        (0, 1, 3, 2, 4)
     """
 
     name: str
@@ -80,10 +79,10 @@ class AttentionBackend:
         check_name(self.name, "name")
         flag(self.unequal_head_sizes, "unequal_head_sizes")
         dims = _roles(self.dims, "dims")
-        if len(set(dims)) != len(dims) or not _NEEDED <= set(dims) <= set(ROLES):
+        if len(set(dims)) != len(dims) or not NEEDED_ROLES <= set(dims) <= set(ROLES):
             raise ValueError(
                 f"dims is {dims}: expected each at most once of {', '.join(ROLES)}, "
-                f"with {', '.join(sorted(_NEEDED))} among them"
+                f"with {', '.join(sorted(NEEDED_ROLES))} among them"
             )
         if self.unequal_head_sizes and "kv" in dims:
             raise ValueError(f"dims is {dims}: expected no 'kv' with unequal_head_sizes")
@@ -106,28 +105,37 @@ class AttentionBackend:
     def from_engine(
         cls, backend: EngineBackend, *, head_size: int = _PROBE["element"]
     ) -> AttentionBackend:
-        """The layout that an engine's own backend class answers, whatever the engine's version.
+        """Derive the layout from an engine's own backend class, for any version of the engine.
 
-        Orders in memory differ between versions of an engine, and with its settings: a name of this
-        module is one of them, the class is the one that runs. The class answers for the layout to which
-        the engine is set, so both `layout`s of the result are that order. An order that the class does
-        not have is the order of its dimensions, with packed layers the layer first. head_size: one that
-        the backend accepts.
+        Memory orders depend on an engine's version and settings. The names in this module cover one
+        version, whereas the class reports the running engine. Because it reports only the configured
+        layout, "NHD" and "HND" of the result are the same order. If the class reports no order, the order
+        of its dimensions is used, with the layer first if layers are packed.
 
-        TypeError for an object without `get_kv_cache_shape`; ValueError for a shape with dimensions other
-        than blocks, tokens, heads, elements (or twice as many: K, then V) and K and V, and for a stride
-        order that is not one of the shape. What the class raises otherwise passes through.
+        Args:
+            backend: The class or an instance.
+            head_size: A head size that the backend accepts.
 
-        >>> class EngineBackend:
-        ...     def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size):
-        ...         return (num_blocks, 2, block_size, num_kv_heads, head_size)
-        ...     def get_kv_cache_stride_order(include_num_layers_dimension=False):
-        ...         return (1, 4, 0, 2, 3, 5) if include_num_layers_dimension else (0, 1, 3, 2, 4)
-        >>> found = AttentionBackend.from_engine(EngineBackend)
-        >>> found.dims
-        ('block', 'kv', 'token', 'head', 'element')
-        >>> found.memory_order(cross_layers=True)
-        ('block', 'head', 'layer', 'kv', 'token', 'element')
+        Returns:
+            The layout.
+
+        Raises:
+            TypeError: The object has no `get_kv_cache_shape`.
+            ValueError: The shape has dimensions other than blocks, tokens, heads, elements (or twice as
+                many: K followed by V) and K/V; or the stride order does not match the shape. Other
+                exceptions of the class are not caught.
+
+        Example:
+            >>> class EngineBackend:
+            ...     def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size):
+            ...         return (num_blocks, 2, block_size, num_kv_heads, head_size)
+            ...     def get_kv_cache_stride_order(include_num_layers_dimension=False):
+            ...         return (1, 4, 0, 2, 3, 5) if include_num_layers_dimension else (0, 1, 3, 2, 4)
+            >>> found = AttentionBackend.from_engine(EngineBackend)
+            >>> found.dims
+            ('block', 'kv', 'token', 'head', 'element')
+            >>> found.memory_order(cross_layers=True)
+            ('block', 'head', 'layer', 'kv', 'token', 'element')
         """
         dims, shape = engine_dims(backend, head_size)
         if None in dims:
@@ -145,18 +153,18 @@ class AttentionBackend:
             hnd=own,
             nhd_cross_layers=packed,
             hnd_cross_layers=packed,
-            # Built-in MLA has it too: the latent, then its rotary part.
+            # Built-in MLA sets it too: the latent is followed by its rotary part.
             unequal_head_sizes="kv" not in dims and ("head" not in dims or 2 * head_size in shape),
         )
 
     @property
     def is_mla(self) -> bool:
-        """One latent vector per token: neither K and V nor heads."""
+        """Whether the cache has one latent vector per token, without heads or a dimension for K and V."""
         return "kv" not in self.dims and "head" not in self.dims
 
     @property
     def blocks_first(self) -> bool:
-        """The first dimension counts blocks, K and V of a block together; not MLA, which has no V."""
+        """Whether the first dimension is the block and holds both K and V. False for MLA."""
         return blocks_first(self.dims, self.is_mla)
 
     def shape(
@@ -167,14 +175,25 @@ class AttentionBackend:
         head_size: int,
         v_head_size: int | None = None,
     ) -> tuple[int, ...]:
-        """The cache of one layer as the backend indexes it; heads are those of one rank.
+        """Return the shape of one layer's cache as the backend indexes it.
 
-        `v_head_size` None: as K's, or none for a backend without V, which takes 0 too. ValueError where
-        K and V must be of one size and are not, and for a size of V where there is no V. MLA has no use
-        for `num_kv_heads`.
+        Args:
+            num_blocks: Number of blocks.
+            block_size: Tokens per block.
+            num_kv_heads: KV heads on this rank. Ignored by MLA.
+            head_size: Elements of K per head.
+            v_head_size: Elements of V per head. None: `head_size`, or 0 for a backend without V.
 
-        >>> backend("FLASH_ATTN_DIFFKV").shape(100, 16, 8, 192, v_head_size=128)
-        (100, 16, 8, 320)
+        Returns:
+            The shape.
+
+        Raises:
+            ValueError: K and V differ in size although the backend requires equal sizes, or a size of V
+                is given to a backend without V.
+
+        Example:
+            >>> backend("FLASH_ATTN_DIFFKV").shape(100, 16, 8, 192, v_head_size=128)
+            (100, 16, 8, 320)
         """
         sizes = {
             "kv": 2,
@@ -194,9 +213,14 @@ class AttentionBackend:
         return tuple(sizes[dim] for dim in self.dims)
 
     def v_size(self, head_size: int, v_head_size: int | None = None) -> int:
-        """V's head size where `v_head_size` is given, or None: K's, or 0 for a backend without V.
+        """Return the head size of V: `v_head_size`, or by default the size of K, or 0 without V.
 
-        ValueError for V of a backend that has none.
+        Args:
+            head_size: Elements of K per head.
+            v_head_size: Elements of V per head, or None.
+
+        Raises:
+            ValueError: `v_head_size` is positive, but the backend has no V.
         """
         if v_head_size is not None:
             v_head_size = integer(v_head_size, "v_head_size", 0)
@@ -211,22 +235,28 @@ class AttentionBackend:
         return head_size if has_v and not self.is_mla else 0
 
     def stride_order(self, layout: str = "NHD", cross_layers: bool = False) -> tuple[int, ...]:
-        """The permutation from the indexed shape to the order in memory, outermost first.
+        """Return the permutation from the indexed shape to the order in memory, outermost first.
 
-        With `cross_layers` dimension 0 is the layer: the indexed shape is `(num_layers, *shape)`.
-        ValueError for a layout other than "NHD" and "HND", and for a backend that does not pack.
+        Args:
+            layout: "NHD" or "HND".
+            cross_layers: Whether all layers are packed. The indexed shape is then `(num_layers, *shape)`.
 
-        >>> backend("FLASH_ATTN").stride_order("NHD", cross_layers=True)  # blocks, layers, K and V, ...
-        (2, 0, 1, 3, 4, 5)
+        Raises:
+            ValueError: The layout is unknown, or the backend does not pack layers.
+
+        Example:
+            >>> backend("FLASH_ATTN").stride_order("NHD", cross_layers=True)  # block, layer, kv, ...
+            (2, 0, 1, 3, 4, 5)
         """
         dims = ("layer", *self.dims) if flag(cross_layers, "cross_layers") else self.dims
         return tuple(dims.index(role) for role in self.memory_order(layout, cross_layers))
 
     def memory_order(self, layout: str = "NHD", cross_layers: bool = False) -> tuple[str, ...]:
-        """The roles in memory, outermost first. ValueError as `stride_order`.
+        """Return the roles in memory, outermost first. Arguments and errors are those of `stride_order`.
 
-        >>> backend("MLA").memory_order(cross_layers=True)
-        ('block', 'layer', 'token', 'element')
+        Example:
+            >>> backend("MLA").memory_order(cross_layers=True)
+            ('block', 'layer', 'token', 'element')
         """
         check_layout(layout, "layout")
         order = getattr(
@@ -250,10 +280,23 @@ class AttentionBackend:
         layout: str = "NHD",
         num_layers: int | None = None,
     ) -> tuple[int, ...]:
-        """The shape in memory; with `num_layers` that of all layers packed. ValueError as above.
+        """Return the shape in memory.
 
-        >>> backend("TRITON_ATTN").physical_shape(100, 16, 8, 128, layout="HND", num_layers=32)
-        (100, 8, 32, 2, 16, 128)
+        Args:
+            num_blocks: Number of blocks.
+            block_size: Tokens per block.
+            num_kv_heads: KV heads on this rank.
+            head_size: Elements of K per head.
+            v_head_size: Elements of V per head, as in `shape`.
+            layout: "NHD" or "HND".
+            num_layers: Number of packed layers. None: the shape of a single layer.
+
+        Raises:
+            ValueError: As for `shape` and `stride_order`.
+
+        Example:
+            >>> backend("TRITON_ATTN").physical_shape(100, 16, 8, 128, layout="HND", num_layers=32)
+            (100, 8, 32, 2, 16, 128)
         """
         shape = self.shape(num_blocks, block_size, num_kv_heads, head_size, v_head_size)
         if num_layers is not None:
@@ -262,7 +305,7 @@ class AttentionBackend:
 
 
 def _roles(order: Sequence[str], name: str) -> tuple[str, ...]:
-    """The roles of dimensions in some order. TypeError or ValueError."""
+    """Check the roles of dimensions in any order. Raises TypeError or ValueError."""
     roles = tuple(listed(order, name, f"an order of {', '.join(ROLES)}"))
     if isinstance(order, str) or not all(isinstance(role, str) for role in roles):
         raise TypeError(f"{name} is {shown(order)}: expected an order of {', '.join(ROLES)}")
@@ -270,278 +313,31 @@ def _roles(order: Sequence[str], name: str) -> tuple[str, ...]:
 
 
 def blocks_first(dims: Sequence[str | None], is_mla: bool) -> bool:
-    """Whether dimensions of these roles begin with blocks that hold both K and V."""
+    """Return whether dimensions of these roles begin with blocks that hold both K and V."""
     return dims[0] == "block" and not is_mla
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where each element of a page lies, for one memory order and sizes; made by `place_elements`.
-
-    A page is one stretch of bytes in each of several regions. All arrays are int64, read-only, in
-    bytes; p counts K and, if there is any, V. Element e of a head of a token begins
-    `kv_offsets[layer, p] + token * token_strides[p] + head * head_strides[p] + e * element_bytes`
-    bytes behind where the page begins in region `regions[layer, p] + head * head_regions`.
-    """
-
-    regions: np.ndarray  # [num_layers, p]
-    kv_offsets: np.ndarray  # [num_layers, p]
-    token_strides: np.ndarray  # [p]
-    head_strides: np.ndarray  # [p]
-    head_bytes: np.ndarray  # [p]: one head of one token
-    region_bytes: np.ndarray  # [r]: of a page
-    scale_regions: np.ndarray  # [num_layers], of the scales of a layer
-    scale_offsets: np.ndarray  # [num_layers]
-    token_count: int  # of a page
-    head_count: int
-    scale_bytes_per_token: int
-    head_regions: int = 0  # from the region of a head to that of the next; 0: they share one
-
-    @functools.cached_property
-    def is_contiguous(self) -> bool:
-        """Whether K of a page in a layer is one stretch of bytes, and V too."""
-        if self.head_regions:
-            return False
-        counts = ((self.token_strides, self.token_count), (self.head_strides, self.head_count))
-        volume = self.head_bytes * (self.token_count * self.head_count)
-        extent = self.head_bytes + sum(stride * (count - 1) for stride, count in counts)
-        return bool((extent == volume).all())
-
-    @property
-    def has_kv_together(self) -> bool:
-        """Whether K and V of a page in a layer lie in one region."""
-        return bool((self.regions == self.regions[:, :1]).all())
-
-    @functools.cached_property
-    def has_equal_layers(self) -> bool:
-        """Whether V of a page lies in the region of its K, equally far behind it in all layers."""
-        behind = self.kv_offsets - self.kv_offsets[:, :1]
-        return self.has_kv_together and bool((behind == behind[0]).all())
-
-    def with_scales_as_part(self) -> Placement:
-        """The same with the scales as one more p, of which each head of a token has an equal share."""
-        size = self.scale_bytes_per_token // self.head_count
-
-        def appended(array: np.ndarray, value: object) -> np.ndarray:
-            return _read_only(np.concatenate([array, np.atleast_1d(value)]))
-
-        def beside(array: np.ndarray, column: np.ndarray) -> np.ndarray:
-            return _read_only(np.concatenate([array, column[:, None]], axis=1))
-
-        return replace(
-            self,
-            regions=beside(self.regions, self.scale_regions),
-            kv_offsets=beside(self.kv_offsets, self.scale_offsets),
-            token_strides=appended(self.token_strides, self.scale_bytes_per_token),
-            head_strides=appended(self.head_strides, size),
-            head_bytes=appended(self.head_bytes, size),
-        )
-
-    def runs(self, layer: int, p: int) -> np.ndarray:
-        """int64[n, 3]: (region, offset, length) of the stretches of K or V of a layer, merged."""
-        token, head = np.indices((self.token_count, self.head_count)).reshape(2, -1)
-        begins = token * self.token_strides[p] + head * self.head_strides[p]
-        table = np.empty((len(begins), 3), np.int64)
-        table[:, 0] = self.regions[layer, p] + head * self.head_regions
-        table[:, 1] = begins + self.kv_offsets[layer, p]
-        table[:, 2] = self.head_bytes[p]
-        return merged_runs(table[np.lexsort((table[:, 1], table[:, 0]))])
-
-    def of_head(self, head: int) -> Placement:
-        """The placement of one head, as if there were no other."""
-        return replace(
-            self,
-            regions=_read_only(self.regions + head * self.head_regions),
-            kv_offsets=_read_only(self.kv_offsets + head * self.head_strides),
-            head_count=1,
-            head_regions=0,
-        )
-
-    def layer_runs(self, layer: int, num_parts: int | None = None) -> np.ndarray:
-        """int64[n, 3]: as `runs`, K and V of a layer together, or the first `num_parts` of its parts."""
-        table = np.concatenate(
-            [self.runs(layer, p) for p in range(num_parts or len(self.head_bytes))]
-        )
-        return merged_runs(table[np.lexsort((table[:, 1], table[:, 0]))])
-
-
-def merged_runs(table: np.ndarray) -> np.ndarray:
-    """Runs int64[n, 3], ascending, with those that meet in a region made one."""
-    begins = np.ones(len(table), bool)
-    ends = table[:-1, 1] + table[:-1, 2]
-    begins[1:] = (table[1:, 0] != table[:-1, 0]) | (table[1:, 1] != ends)
-    first = np.flatnonzero(begins)
-    merged = table[first]
-    merged[:, 2] = np.add.reduceat(table[:, 2], first)
-    return merged
-
-
-def check_memory_order(order: Sequence[str], name: str = "memory_order") -> tuple[str, ...]:
-    """The order as a tuple. ValueError unless a page can be read by its blocks.
-
-    Block, token and element are needed; element is the last; before block come layer, kv and head alone.
-    Without "layer" each layer lies by itself; without "kv" V of a head follows its K; without "head"
-    there is one.
-    """
-    roles = listed(order, name, "a sequence of roles")
-    if isinstance(order, str) or not all(isinstance(role, str) for role in roles):
-        raise TypeError(f"{name} is {shown(order)}: expected a sequence of roles")
-    order = tuple(roles)
-    known = {"layer", *ROLES}
-    if len(set(order)) != len(order) or not _NEEDED <= set(order) <= known:
-        raise ValueError(
-            f"{name} is {order}: expected each at most once of layer, {', '.join(ROLES)}, "
-            f"with {', '.join(sorted(_NEEDED))} among them"
-        )
-    if order[-1] != "element" or not set(order[: order.index("block")]) <= {"layer", "kv", "head"}:
-        raise ValueError(
-            f"{name} is {order}: expected element last, and no role but layer, kv and head before block"
-        )
-    return order
-
-
-def full_memory_order(order: Sequence[str]) -> tuple[str, ...]:
-    """All six roles: what a checked order leaves out, put where it means.
-
-    >>> full_memory_order(("block", "token", "element"))
-    ('layer', 'block', 'token', 'head', 'kv', 'element')
-    """
-    full = list(order)
-    if "layer" not in full:
-        full.insert(0, "layer")
-    if "head" not in full:
-        full.insert(len(full) - 1, "head")
-    if "kv" not in full:
-        full.insert(len(full) - 1, "kv")
-    return tuple(full)
-
-
-def layout_of(order: Sequence[str]) -> str:
-    """ "NHD" or "HND": which of tokens and heads comes first in memory.
-
-    >>> layout_of(backend("FLASHINFER").memory_order("HND"))
-    'HND'
-    """
-    full = full_memory_order(order)
-    return "NHD" if full.index("token") < full.index("head") else "HND"
-
-
-def place_elements(
-    order: Sequence[str],
-    *,
-    num_layers: int,
-    block_size: int,
-    num_kv_heads: int,
-    head_size: int,
-    v_head_size: int,
-    element_bytes: int,
-    scale_bytes_per_token: int = 0,
-) -> Placement:
-    """Where the elements of a page lie, in as few regions as the order allows.
-
-    Roles before "block" count regions. Scales of a layer (all heads of a token together) follow K and
-    V of the layer in the page, or have a region of their own where "kv" comes before "block".
-    ValueError for an order that has no blocks of tokens, for "head" left out where there are several,
-    and for scales where a layer's K and V of a page do not lie together.
-
-    >>> sizes = dict(num_layers=2, block_size=4, num_kv_heads=2, head_size=8, v_head_size=8)
-    >>> placed = place_elements(backend("FLASHINFER").memory_order("HND"), **sizes, element_bytes=2)
-    >>> placed.kv_offsets.tolist(), placed.token_strides.tolist(), placed.head_strides.tolist()
-    ([[0, 128], [0, 128]], [16, 16], [64, 64])
-    """
-    order = check_memory_order(order)
-    if "head" not in order and num_kv_heads != 1:
-        raise ValueError(
-            f"num_kv_heads is {num_kv_heads}: expected 1 with the memory order {order}, "
-            "which has no heads"
-        )
-    full = full_memory_order(order)
-    at_block = full.index("block")
-    outer, inner = full[:at_block], full[at_block + 1 : -1]
-    sizes = [head_size, v_head_size] if v_head_size else [head_size]
-    head_bytes = np.array(sizes, np.int64) * element_bytes
-    counts = {"layer": num_layers, "token": block_size, "head": num_kv_heads}
-    strides = {role: np.zeros_like(head_bytes) for role in counts}
-    kv_starts, scale_start = np.zeros_like(head_bytes), 0
-    scale_bytes = scale_bytes_per_token * block_size
-    volume = head_bytes.copy()  # of what lies further inside, for K and for V
-    kv_inside = "kv" in inner
-    if scale_bytes and "head" in outer:
-        raise ValueError(
-            f"scale_bytes_per_token is {scale_bytes_per_token}: expected 0 with the memory order "
-            f"{order}, in which the heads of a token do not lie together"
-        )
-    for n, role in reversed(list(enumerate(inner))):
-        if role == "kv":
-            kv_starts = np.cumsum(volume) - volume
-            volume = np.full_like(volume, volume.sum())
-        elif role == "layer" and scale_bytes:
-            if n > 0 or not kv_inside:
-                raise ValueError(
-                    f"scale_bytes_per_token is {scale_bytes_per_token}: expected 0 with the memory "
-                    f"order {order}, in which a layer's K and V of a page do not lie together"
-                )
-            scale_start, volume = int(volume[0]), volume + scale_bytes
-            strides[role], volume = volume, volume * num_layers
-        else:
-            strides[role], volume = volume, volume * counts[role]
-    scales_apart = bool(scale_bytes) and not kv_inside
-    if scale_bytes and kv_inside and "layer" in outer:
-        scale_start, volume = int(volume[0]), volume + scale_bytes
-    layer, p = np.indices((num_layers, len(sizes)))
-    # A region for each choice of what comes before the blocks, the last role's the fastest.
-    outer_counts = [{**counts, "kv": len(sizes)}[role] for role in outer]
-    region_of = np.arange(math.prod(outer_counts)).reshape(outer_counts)
-    step = {role: region_of.strides[n] // region_of.itemsize for n, role in enumerate(outer)}
-    regions = layer * step.get("layer", 0) + p * step.get("kv", 0)
-    which_kv = np.zeros(len(region_of.ravel()), np.int64)
-    if not kv_inside:
-        which_kv = region_of.ravel() // step["kv"] % len(sizes)
-    region_bytes = volume[which_kv].tolist()
-    offsets = layer * strides["layer"] + kv_starts
-    if scales_apart:
-        scale_regions = len(region_bytes) + np.arange(num_layers)
-        region_bytes = [*region_bytes, *[scale_bytes] * num_layers]
-        scale_offsets = np.zeros(num_layers, np.int64)
-    else:
-        scale_regions = regions[:, 0].copy()
-        scale_offsets = np.arange(num_layers) * strides["layer"][0] + scale_start
-    arrays = (
-        regions,
-        offsets,
-        strides["token"],
-        strides["head"],
-        head_bytes,
-        np.array(region_bytes, np.int64),
-        scale_regions,
-        scale_offsets,
-    )
-    return Placement(
-        *(_read_only(array) for array in arrays),
-        block_size,
-        num_kv_heads,
-        scale_bytes_per_token,
-        step.get("head", 0) if num_kv_heads > 1 else 0,
-    )
-
-
-def _read_only(array: np.ndarray) -> np.ndarray:
-    array = np.asarray(array, np.int64)
-    array.setflags(write=False)
-    return array
 
 
 _BACKENDS: dict[str, AttentionBackend] = {}
 
 
 def register_backend(described: AttentionBackend) -> AttentionBackend:
-    """Makes a backend known by its name, and returns it.
+    """Register a backend under its name.
 
-    The same again is no error; another one of a known name is a ValueError.
+    Registering an identical backend again has no effect.
 
-    >>> _ = register_backend(AttentionBackend("FLAT", ("block", "token", "head", "element")))
-    >>> backend("FLAT").shape(10, 16, 8, 64)
-    (10, 16, 8, 64)
+    Args:
+        described: The backend.
+
+    Returns:
+        The same backend.
+
+    Raises:
+        ValueError: The name already belongs to a different backend.
+
+    Example:
+        >>> _ = register_backend(AttentionBackend("FLAT", ("block", "token", "head", "element")))
+        >>> backend("FLAT").shape(10, 16, 8, 64)
+        (10, 16, 8, 64)
     """
     if not isinstance(described, AttentionBackend):
         raise TypeError(f"backend is {shown(described)}: expected an AttentionBackend")
@@ -554,10 +350,14 @@ def register_backend(described: AttentionBackend) -> AttentionBackend:
 
 
 def backend(name: str) -> AttentionBackend:
-    """The backend of this name. ValueError, with the known names, for another.
+    """Return the backend registered under a name.
 
-    >>> backend("FLASH_ATTN").shape(100, 16, 8, 128), backend("MLA").shape(100, 16, 1, 576)
-    ((2, 100, 16, 8, 128), (100, 16, 576))
+    Raises:
+        ValueError: The name is unknown. The message lists the known names.
+
+    Example:
+        >>> backend("FLASH_ATTN").shape(100, 16, 8, 128), backend("MLA").shape(100, 16, 1, 576)
+        ((2, 100, 16, 8, 128), (100, 16, 576))
     """
     if not isinstance(name, str) or name not in _BACKENDS:
         raise ValueError(f"backend is {shown(name)}: expected one of {', '.join(backend_names())}")
@@ -565,9 +365,11 @@ def backend(name: str) -> AttentionBackend:
 
 
 def described_backend(given: str | AttentionBackend | EngineBackend) -> AttentionBackend:
-    """A registered name, a description, or an engine's own class, as a description.
+    """Convert a registered name, a description or an engine's own class to a description.
 
-    TypeError for anything else; otherwise as `backend` and `AttentionBackend.from_engine`.
+    Raises:
+        TypeError: The argument is none of these.
+        ValueError: As for `backend` and `AttentionBackend.from_engine`.
     """
     if isinstance(given, AttentionBackend):
         return given
@@ -579,10 +381,11 @@ def described_backend(given: str | AttentionBackend | EngineBackend) -> Attentio
 def engine_dims(
     given: EngineBackend, head_size: int = _PROBE["element"]
 ) -> tuple[tuple[str | None, ...], tuple[int, ...]]:
-    """The roles of the dimensions of an engine's own backend, None where unknown, and the shape.
+    """Return the roles of an engine backend's dimensions (None if unknown), and its shape.
 
-    TypeError for an object without `get_kv_cache_shape`; ValueError where blocks or tokens have no
-    dimension.
+    Raises:
+        TypeError: The object has no `get_kv_cache_shape`.
+        ValueError: The shape has no dimension for blocks or for tokens.
     """
     ask = getattr(given, "get_kv_cache_shape", None) or getattr(given, "shape", None)
     if not callable(ask) or isinstance(given, str):
@@ -605,7 +408,7 @@ def engine_dims(
 
     try:
         shape = shape_for(_PROBE["head"])
-    except Exception:  # a backend with one latent may refuse several heads
+    except Exception:  # a backend with a single latent may reject several heads
         shape = shape_for(1)
     roles = {2: "kv", 2 * head_size: "element"} | {size: role for role, size in sizes.items()}
     dims = tuple(roles.get(size) for size in shape)
@@ -620,9 +423,10 @@ def engine_dims(
 def engine_order(
     given: EngineBackend, dims: tuple[str | None, ...], *, cross_layers: bool
 ) -> tuple[str | None, ...]:
-    """The roles in memory, outermost first, as an engine's own backend answers; as `dims` without one.
+    """Return the roles in memory that an engine's backend reports, outermost first; `dims` if none.
 
-    ValueError for a stride order that is not one of these dimensions.
+    Raises:
+        ValueError: The stride order is not a permutation of the dimensions.
     """
     if cross_layers:
         dims = ("layer", *dims)
@@ -643,9 +447,10 @@ def engine_order(
 
 
 def backend_of_shape(shape: Sequence[int], name: str) -> AttentionBackend:
-    """The built-in backend that a layer's cache of this shape is of: K and V in a dimension, or MLA.
+    """Return the built-in backend for a layer's cache of this shape.
 
-    ValueError where it is of none, or of two (both first dimensions are 2).
+    Raises:
+        ValueError: No backend has this shape, or it is ambiguous (both first dimensions are 2).
     """
     shape = list(shape)
     if len(shape) == 3:
@@ -664,12 +469,12 @@ def backend_of_shape(shape: Sequence[int], name: str) -> AttentionBackend:
 
 
 def backend_names() -> list[str]:
-    """Names of all registered backends, sorted."""
+    """Return the sorted names of all registered backends."""
     return sorted(_BACKENDS)
 
 
-# The orders of packed layers are those of the serving engines, so that a tensor of theirs is understood;
-# BLOCK_MAJOR is this library's: of a page one layer follows the other, in HND too.
+# The orders of packed layers match the serving engines, so that their tensors are understood.
+# BLOCK_MAJOR is this library's own: the layers of a page follow each other, in HND too.
 _NHD_PACKED = ("block", "layer", "kv", "token", "head", "element")
 _HND_PACKED = ("block", "head", "layer", "kv", "token", "element")
 for _described in (
@@ -716,13 +521,22 @@ for _described in (
 
 
 def choose_layout(required: str | None | Iterable[str | None] | Mapping[str, str | None]) -> str:
-    """The cache layout that connectors ask for: "HND" or "NHD"; "NHD" where none asks.
+    """Choose the cache layout that the connectors require.
 
-    required: what one connector requires (None: nothing), or several, or several by name. That none
-    asks is logged once per process. ValueError where two ask for different layouts, and for any other.
+    If no connector requires a layout, this is logged once per process.
 
-    >>> choose_layout("HND"), choose_layout({"nixl": "HND", "offload": None})
-    ('HND', 'HND')
+    Args:
+        required: Requirement of one connector (None: no requirement), of several, or of several by name.
+
+    Returns:
+        "HND" or "NHD". "NHD" if there is no requirement.
+
+    Raises:
+        ValueError: Two connectors require different layouts, or a layout is unknown.
+
+    Example:
+        >>> choose_layout("HND"), choose_layout({"nixl": "HND", "offload": None})
+        ('HND', 'HND')
     """
     if required is None or isinstance(required, str):
         required = [required]
@@ -746,6 +560,6 @@ def _log_default() -> None:
 
 
 def check_layout(layout: str, name: str) -> None:
-    """ValueError for a name of no layout."""
+    """Raise ValueError unless `layout` is the name of a layout."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"{name} is {shown(layout)}: expected 'NHD' or 'HND'")

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used."""
+"""Imports the public names of a package on first use."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from collections.abc import Callable, Collection, Mapping
 def lazy_names(
     package: str, home: Mapping[str, str], modules: Collection[str] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """A package's `__getattr__` and `__dir__`. home: by public name, the module that has it. modules:
-    those of the package that are public.
+    """Return a package's `__getattr__` and `__dir__`.
 
-    >>> import kvcache.transfer
-    >>> "plan_transfer" in dir(kvcache.transfer)
-    True
+    Args:
+        package: Name of the package.
+        home: Module of each public name.
+        modules: Public modules of the package.
+
+    Example:
+        >>> import kvcache.transfer
+        >>> "plan_transfer" in dir(kvcache.transfer)
+        True
     """
 
     def get(name: str) -> object:

@@ -1,4 +1,4 @@
-"""The plan of a cache's memory: groups, a uniform page, the number of pages; no torch, no state."""
+"""Plans a cache's memory: groups, a uniform page and the number of pages. No torch, no state."""
 
 from __future__ import annotations
 
@@ -28,32 +28,33 @@ from kvcache.specs import (
     checked_context_parallel,
 )
 
-_SLACK = 1.1  # bytes that fewer groups may cost
+_SLACK = 1.1  # factor of bytes that fewer groups may cost
 
 
 @dataclass(frozen=True)
 class CachePlan:
-    """How one pool of equal pages serves all groups; made by `plan_cache`.
+    """How a pool of equal pages serves all groups. Created by `plan_cache`.
 
-    A page holds a block of one group. It is cut into equal shares of `layer_page_bytes`: the i-th
-    layer of the group has the i-th share, and its data come before the padding.
+    A page holds a block of one group. It is divided into equal shares of `layer_page_bytes`. Share `i`
+    belongs to the group's layer `i` and begins with its data, followed by padding.
 
-    >>> layers = [LayerSpec(f"layers.{i}", "full_attention", 16, 8, 128) for i in range(32)]
-    >>> plan = plan_cache(layers, 2**30, max_model_len=4096)
-    >>> plan.num_pages, plan.pages_per_request(4096), round(plan.max_concurrency, 2)
-    (512, 256, 2.0)
+    Example:
+        >>> layers = [LayerSpec(f"layers.{i}", "full_attention", 16, 8, 128) for i in range(32)]
+        >>> plan = plan_cache(layers, 2**30, max_model_len=4096)
+        >>> plan.num_pages, plan.pages_per_request(4096), round(plan.max_concurrency, 2)
+        (512, 256, 2.0)
     """
 
-    layers: tuple[LayerSpec, ...]  # all specs, in the order given
+    layers: tuple[LayerSpec, ...]  # all layers, in the given order
     groups: tuple[GroupSpec, ...]
     page_bytes: int
-    num_pages: int  # with the null page
+    num_pages: int  # including the null page
     layer_page_bytes: int  # a layer's share of a page
-    padding_bytes: tuple[int, ...]  # per group: bytes of a page that hold no data
+    padding_bytes: tuple[int, ...]  # per group: padding bytes in a page
     max_model_len: int
     max_num_batched_tokens: int
     context_parallel: ContextParallel
-    max_encoder_tokens: int = 0  # of a request; 0: no layer's kind has an encoder
+    max_encoder_tokens: int = 0  # per request; 0: no layer's kind has an encoder
 
     def __post_init__(self) -> None:
         for name in ("page_bytes", "num_pages", "layer_page_bytes", "max_model_len"):
@@ -67,11 +68,14 @@ class CachePlan:
         instance(self.context_parallel, ContextParallel, "context_parallel of the plan")
 
     def pages_per_request(self, num_tokens: int) -> int:
-        """Pages, over all groups, that one request of `num_tokens` holds at most at one time.
+        """Return the maximum number of pages, over all groups, that one request holds at a time.
 
-        A request is computed in steps of up to `max_num_batched_tokens`, and blocks that left a
-        window are released before each: the attention kind of each group says how many remain
-        (`kvcache.kinds.KindProperties.max_pages`). Its encoder has `max_encoder_tokens`.
+        A request is computed in steps of up to `max_num_batched_tokens`. Blocks that left a window are
+        released before each step: the attention kind of each group determines how many remain
+        (`kvcache.kinds.KindProperties.max_pages`). The request is assumed to have `max_encoder_tokens`.
+
+        Args:
+            num_tokens: Tokens of the request.
         """
         num_tokens = integer(num_tokens, "num_tokens", 1)
         step, cp = self.max_num_batched_tokens, self.context_parallel
@@ -79,7 +83,7 @@ class CachePlan:
         specs = {(group.kind, group.options) for group in self.groups}
         kinds = {
             spec: make_kind(*spec) for spec in specs
-        }  # one per spec: it may keep what it finds
+        }  # one kind per spec, because a kind may cache its results
         return sum(
             _max_pages(
                 group, kinds[group.kind, group.options], num_tokens, encoder_tokens, step, cp
@@ -89,12 +93,12 @@ class CachePlan:
 
     @property
     def transferred_groups(self) -> tuple[int, ...]:
-        """The groups whose blocks may leave for other engines: those with `GroupSpec.transferred`."""
+        """The groups whose blocks may be sent to other engines: those with `GroupSpec.transferred`."""
         return tuple(g for g, group in enumerate(self.groups) if group.transferred)
 
     @property
     def max_concurrency(self) -> float:
-        """Requests of `max_model_len` that fit at once."""
+        """Number of requests of `max_model_len` that fit at a time."""
         return (self.num_pages - 1) / self.pages_per_request(self.max_model_len)
 
 
@@ -110,57 +114,65 @@ def plan_cache(
     context_parallel: ContextParallel | None = None,
     layer_page_bytes: int | None = None,
 ) -> CachePlan:
-    """Groups, a uniform page and the number of pages, from a budget of bytes on one rank.
+    """Choose groups, a uniform page and the number of pages for a memory budget on one rank.
 
-    `max_num_batched_tokens` is the most tokens of a step, `max_encoder_tokens` the most encoder tokens
-    of a request where layers have cross-attention; both are by default the plan's `max_model_len`. The
-    pool must hold the null page and one request of `max_model_len` tokens, not more; it never has more
-    than 2**31 - 1 pages.
+    Layers of equal kind, options, block size, heads, head sizes, dtype, scales and state form groups of
+    one size; the last group may be smaller. Each group costs a table and a lookup, so we pick the fewest
+    groups for which a request needs at most 10 % more bytes than the optimum. Draft layers
+    (`LayerSpec.drafts`) share groups with other layers of their kind, and their groups draft
+    (`GroupSpec`).
 
-    With `fit_max_model_len` the plan's `max_model_len` is the largest length that fits into the budget,
-    at most the one given.
+    A layer's share of a page has the size of the largest block, rounded up to whole elements of every
+    dtype. Smaller blocks get more tokens (a multiple of `LayerSpec.block_size`). If a recurrent state is
+    larger than every block, blocks grow until they can hold it, as in vLLM's hybrid models. The rest of a
+    share is padding.
 
-    Layers of equal kind, options, block size, heads, head sizes, dtype, scales and state make groups
-    of one size, the last of which may be smaller; the size gives the fewest groups with which a
-    request needs at most a tenth more bytes than with the best (each group costs a table and a
-    look-up). A layer's share of a page has the size of the largest block, rounded up to whole elements
-    of every dtype: smaller blocks get more tokens (a multiple of `LayerSpec.block_size`), and where a
-    recurrent state is larger than every block, blocks grow until one holds it, as in vLLM's hybrid
-    models. The rest of a share is padding. `layer_page_bytes` gives the bytes of a share instead, where
-    pages must have a size of the caller's (that of another engine, say, or a multiple of 4096): at least
-    those of the largest block, in whole elements of every dtype. Block sizes are the same with it: all
-    that it adds is padding.
+    The attention kind of a group determines how many pages a request holds. A custom kind without a
+    formula is evaluated with `first_needed_token` at every position below `max_model_len`. The formula of
+    a custom kind is checked, at `max_model_len`, against `first_needed_token`.
 
-    `state_interval`: tokens, the block size of recurrent groups: at its multiples a state is kept where
-    a step ends there, in a page of its own, and can be hit. None: the block of attention. A multiple of
-    the `block_size` of every recurrent layer. Where it is smaller than the block of attention, hits need
-    the manager's `hash_block_size`, which divides both.
+    Args:
+        layers: The layers of one rank.
+        budget_bytes: Memory for the pool. It must hold the null page and one request of `max_model_len`
+            tokens. The pool never has more than 2**31 - 1 pages.
+        max_model_len: Maximum number of tokens of a request.
+        fit_max_model_len: Whether to reduce `max_model_len` to the largest length that fits into the
+            budget.
+        max_num_batched_tokens: Maximum number of tokens in a step. None: the plan's `max_model_len`.
+        max_encoder_tokens: Maximum number of encoder tokens of a request, for layers with
+            cross-attention. None: the plan's `max_model_len`.
+        state_interval: Block size of recurrent groups, in tokens: a multiple of the `block_size` of every
+            recurrent layer. If a step ends at a multiple of the interval, the state is kept in a page
+            of its own and can be hit. None: the attention block size. An interval smaller than the
+            attention block requires a `hash_block_size` of the manager that divides both.
+        context_parallel: Context-parallel sizes and ranks.
+        layer_page_bytes: Bytes of a share, if pages must have a given size, for example to match another
+            engine or a multiple of 4096. At least the bytes of the largest block, in whole elements of
+            every dtype. Block sizes do not change: the additional bytes are padding.
 
-    A drafter's layers (`LayerSpec.drafts`) share groups with others of their kind; a group with one of
-    them drafts (`GroupSpec`).
+    Returns:
+        The plan.
 
-    How many pages a request holds in a group is asked of the group's attention kind. A kind of your
-    own that has no formula for it is asked for `first_needed_token` of every position below
-    `max_model_len`. Where it has a formula, its answer for `max_model_len` is compared with what
-    `first_needed_token` makes a request hold.
+    Raises:
+        ValueError: No plan fits; the message says how many bytes are missing and what would fit. Or an
+            argument is out of range.
+        KindError: An attention kind returned an invalid value.
+        TypeError: An argument has a wrong type.
 
-    Raises ValueError if no plan fits, saying how many bytes are missing and what would fit;
-    `kvcache.kinds.KindError` if a kind answers what it must not; TypeError or ValueError for wrong
-    arguments.
-
-    >>> local = {"kind": "sliding_window", "options": {"window": 1024}}
-    >>> layers = [LayerSpec(f"local.{i}", block_size=16, num_kv_heads=8, head_size=128, **local)
-    ...           for i in range(10)]
-    >>> layers += [LayerSpec(f"full.{i}", "full_attention", 16, 8, 128) for i in range(2)]
-    >>> plan = plan_cache(layers, 2**30, max_model_len=32768, max_num_batched_tokens=2048)
-    >>> [len(group.layers) for group in plan.groups], plan.page_bytes, plan.num_pages
-    ([2, 2, 2, 2, 2, 2], 131072, 8192)
-    >>> plan_cache(layers, 2**20, max_model_len=4096)  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    ...
-    ValueError: budget_bytes is 1048576 (1.00 MiB): one request of max_model_len 4096 needs ...
-    >>> plan_cache(layers, 2**23, max_model_len=4096, fit_max_model_len=True).max_model_len
-    160
+    Example:
+        >>> local = {"kind": "sliding_window", "options": {"window": 1024}}
+        >>> layers = [LayerSpec(f"local.{i}", block_size=16, num_kv_heads=8, head_size=128, **local)
+        ...           for i in range(10)]
+        >>> layers += [LayerSpec(f"full.{i}", "full_attention", 16, 8, 128) for i in range(2)]
+        >>> plan = plan_cache(layers, 2**30, max_model_len=32768, max_num_batched_tokens=2048)
+        >>> [len(group.layers) for group in plan.groups], plan.page_bytes, plan.num_pages
+        ([2, 2, 2, 2, 2, 2], 131072, 8192)
+        >>> plan_cache(layers, 2**20, max_model_len=4096)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        ValueError: budget_bytes is 1048576 (1.00 MiB): one request of max_model_len 4096 needs ...
+        >>> plan_cache(layers, 2**23, max_model_len=4096, fit_max_model_len=True).max_model_len
+        160
     """
     budget_bytes = integer(budget_bytes, "budget_bytes", 0, MAX_INT64)
     max_model_len = integer(max_model_len, "max_model_len", 1)
@@ -175,7 +187,7 @@ def plan_cache(
     if layer_page_bytes is not None:
         layer_page = _checked_layer_page(layer_page_bytes, layer_page, by_name.values())
     kinds = [make_kind(bucket.kind, bucket.options) for bucket in buckets]
-    has_encoder = any(kind.pages == "encoder" for kind in kinds)
+    has_encoder = any(kind.pages.of_encoder for kind in kinds)
     encoder_tokens = _checked_encoder_tokens(max_encoder_tokens, has_encoder)
     demand = _Demand(buckets, kinds, layer_page, step, encoder_tokens, cp)
     length = demand.longest(budget_bytes, max_model_len) if fits_length else max_model_len
@@ -200,20 +212,20 @@ def plan_cache(
 
 @dataclass(frozen=True)
 class _Demand:
-    """The pages and bytes of one request if buckets (groups not yet split) get some size."""
+    """Pages and bytes of one request for a choice of group size. Buckets are groups not yet split."""
 
     buckets: Sequence[GroupSpec]
     kinds: Sequence[KindProperties]  # of the buckets
     layer_page: int
     max_num_batched_tokens: int | None  # None: as many as the request has tokens
-    max_encoder_tokens: int | None  # the same
+    max_encoder_tokens: int | None  # None: as many as the request has tokens
     context_parallel: ContextParallel
 
     def num_groups(self, size: int) -> int:
         return sum(_ceil_div(len(bucket.layers), size) for bucket in self.buckets)
 
     def group_sizes(self) -> list[int]:
-        """Numbers of layers per group that may be chosen."""
+        """Return the candidate numbers of layers per group."""
         largest = max(len(bucket.layers) for bucket in self.buckets)
         if self.num_groups(largest) > MAX_GROUPS:
             raise ValueError(
@@ -233,14 +245,14 @@ class _Demand:
         return pages * size * self.layer_page
 
     def pool_bytes(self, size: int, num_tokens: int) -> int:
-        """Bytes of the smallest pool: a request, and the null page."""
+        """Return the bytes of the smallest pool: one request and the null page."""
         return self.request_bytes(size, num_tokens) + size * self.layer_page
 
     def least_bytes(self, num_tokens: int) -> int:
         return min(self.pool_bytes(size, num_tokens) for size in self.group_sizes())
 
     def best_group_size(self, budget: int, num_tokens: int) -> int | None:
-        # Only among sizes that fit: where a request needs least, the null page may be too large.
+        # Only sizes that fit: the size with the smallest request may have a null page that is too large.
         fit = [n for n in self.group_sizes() if self.pool_bytes(n, num_tokens) <= budget]
         if not fit:
             return None
@@ -249,15 +261,15 @@ class _Demand:
         return min(good, key=lambda n: (self.num_groups(n), self.request_bytes(n, num_tokens)))
 
     def longest(self, budget: int, max_model_len: int) -> int:
-        """The largest length of at most `max_model_len` that fits; 0: none."""
-        # More tokens never need fewer bytes, so the lengths that fit come first.
+        """Return the largest length up to `max_model_len` that fits, or 0 if none does."""
+        # Demand never decreases with the number of tokens, so bisection works.
         return bisect_right(range(1, max_model_len + 1), budget, key=self.least_bytes)
 
     def check_bounds(self, num_tokens: int) -> None:
-        """KindError where a kind's own formula is less than what its rule makes a request hold."""
+        """Raise KindError if a kind's formula gives fewer pages than its rule implies."""
         step = self.max_num_batched_tokens or num_tokens
         for bucket, kind in zip(self.buckets, self.kinds):
-            is_encoder = kind.pages == "encoder"
+            is_encoder = kind.pages.of_encoder
             most = self.max_encoder_tokens or num_tokens if is_encoder else num_tokens
             tokens_per_page = bucket.tokens_per_block(self.context_parallel)
             check_planned_pages(kind, most, step, tokens_per_page)
@@ -282,7 +294,7 @@ def _max_pages(
     step: int,
     cp: ContextParallel,
 ) -> int:
-    if kind.pages == "encoder":
+    if kind.pages.of_encoder:
         num_tokens = encoder_tokens
     return checked_max_pages(kind, num_tokens, step, group.tokens_per_block(cp))
 
@@ -331,9 +343,9 @@ def _checked_interval(state_interval: int | None, layers: Iterable[LayerSpec]) -
 
 
 def _buckets(layers: Iterable[LayerSpec], interval: int | None) -> tuple[int, list[GroupSpec]]:
-    """The bytes of a layer's share of a page, and layers that may share groups.
+    """Return the bytes of a layer's share of a page, and the layers that may share groups.
 
-    Those share groups that one storage can hold: equal in all but their names and smallest blocks.
+    Layers may share groups if one storage can hold them: they differ only in name and smallest block.
     """
     layers = list(layers)
     layer_page, base_block_size = _layer_page(layers, interval)
@@ -351,14 +363,14 @@ def _buckets(layers: Iterable[LayerSpec], interval: int | None) -> tuple[int, li
         v_head_size = layer.head_size if layer.v_head_size is None else layer.v_head_size
         alike = replace(layer, name="any", block_size=1, v_head_size=v_head_size, drafts=False)
         names.setdefault((group, alike), []).append(layer.name)
-    # Pages follow each other, and each begins with a whole element of its layer's dtype.
+    # Pages are adjacent, and each begins with a whole element of its layer's dtype.
     item = _common_element_bytes(layers)
     layer_page = _ceil_div(layer_page, item) * item
     return layer_page, [replace(key[0], layers=tuple(some)) for key, some in names.items()]
 
 
 def _layer_page(layers: list[LayerSpec], interval: int | None) -> tuple[int, int | None]:
-    """Bytes of the largest block, and its tokens; without attention, of the largest state."""
+    """Return the bytes and tokens of the largest block or, without attention, of the largest state."""
     states = [layer for layer in layers if layer.state_bytes]
     attention = [layer for layer in layers if not layer.state_bytes]
     largest_state = max((layer.state_bytes for layer in states), default=0)
@@ -375,7 +387,7 @@ def _layer_page(layers: list[LayerSpec], interval: int | None) -> tuple[int, int
 def _block_size(
     layer: LayerSpec, layer_page: int, base_block_size: int | None, interval: int | None
 ) -> int:
-    """Tokens of the layer's block in a page whose largest block has `base_block_size`."""
+    """Return the layer's block size if the largest block of a page has `base_block_size` tokens."""
     if layer.state_bytes and interval:
         return interval
     if base_block_size is None:
@@ -386,8 +398,8 @@ def _block_size(
     block_size = layer_page // smallest * layer.block_size
     if layer_page % smallest == 0:
         return block_size
-    # There is padding anyway: rather more of it than block sizes whose common multiple is huge, for
-    # a prefix hit over all groups ends only there.
+    # More padding is better than block sizes with a huge common multiple, because a prefix hit over all
+    # groups can end only at that multiple.
     common = math.lcm(layer.block_size, base_block_size)
     return block_size // common * common or block_size
 

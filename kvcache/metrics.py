@@ -1,6 +1,6 @@
-"""What a manager counts, as Prometheus reads it.
+"""Exports a manager's statistics to Prometheus.
 
-Needs the package `prometheus_client` (`pip install kvcache[metrics]`).
+Requires the package `prometheus_client` (`pip install kvcache[metrics]`).
 """
 
 from __future__ import annotations
@@ -30,66 +30,83 @@ from kvcache.allocator.stats import DurationStats
 from kvcache.checks import check_name, instance, num_entries, shown
 from kvcache.checks import text as checked_text
 
-# Field of the statistics -> (name without prefix and suffix, help).
+# Field of the statistics -> (name without prefix and suffix, help text).
 _HITS = {
-    "num_requests": ("queried_requests", "requests that may read the cache, admitted"),
-    "query_tokens": ("query_tokens", "known tokens of those requests"),
-    "hit_tokens": ("hit_tokens", "query tokens that the cache had"),
-    "host_hit_tokens": ("host_hit_tokens", "hit tokens from the first block on the host on"),
+    "num_requests": ("queried_requests", "admitted requests that may use the prefix cache"),
+    "query_tokens": ("query_tokens", "tokens looked up in the prefix cache"),
+    "hit_tokens": ("hit_tokens", "tokens found in the prefix cache"),
+    "host_hit_tokens": (
+        "host_hit_tokens",
+        "hit tokens from the first host block onward",
+    ),
 }
 _GROUPS = {
-    "query_blocks": ("query_blocks", "whole blocks of query tokens"),
-    "hit_blocks": ("hit_blocks", "query blocks within the hit"),
-    "stored_blocks": ("stored_blocks", "blocks that became cached on the device"),
-    "evicted_blocks": ("evicted_blocks", "cached blocks of the device taken for other content"),
+    "query_blocks": ("query_blocks", "full blocks looked up in the prefix cache"),
+    "hit_blocks": ("hit_blocks", "blocks used as prefix hits"),
+    "stored_blocks": ("stored_blocks", "blocks newly cached on the device"),
+    "evicted_blocks": ("evicted_blocks", "cached blocks evicted from the device"),
 }
-_PINS = {"num_pins_broken": ("broken_pins", "pinned blocks that were evicted all the same")}
+_PINS = {"num_pins_broken": ("broken_pins", "pinned blocks that were evicted")}
 _HOST = {
     "written_blocks": ("host_written_blocks", "cached blocks written to the host"),
-    "unwritten_blocks": ("host_unwritten_blocks", "cached blocks that found no page on the host"),
-    "declined_blocks": ("host_declined_blocks", "cached blocks of which few hits were expected"),
-    "loaded_blocks": ("host_loaded_blocks", "blocks of hits loaded from the host"),
-    "evicted_blocks": ("host_evicted_blocks", "cached pages of the host taken for other content"),
+    "unwritten_blocks": (
+        "host_unwritten_blocks",
+        "cached blocks not written because the host was full",
+    ),
+    "declined_blocks": (
+        "host_declined_blocks",
+        "cached blocks not written because few hits were expected",
+    ),
+    "loaded_blocks": ("host_loaded_blocks", "hit blocks loaded from the host"),
+    "evicted_blocks": ("host_evicted_blocks", "cached blocks evicted from the host"),
     "swapped_out_blocks": ("swapped_out_blocks", "blocks of requests swapped out to the host"),
     "swapped_in_blocks": ("swapped_in_blocks", "blocks of requests swapped in from the host"),
 }
 _STORE = {
-    "lookups": ("store_lookups", "requests for which the store was asked"),
-    "hit_tokens": ("store_hit_tokens", "tokens of loads from the store that were begun"),
-    "loaded_tokens": ("store_loaded_tokens", "tokens that were loaded from the store"),
-    "loaded_blocks": ("store_loaded_blocks", "blocks that were loaded from the store"),
-    "loaded_bytes": ("store_loaded_bytes", "bytes that were loaded from the store"),
-    "missing_blocks": ("store_missing_blocks", "blocks that the store no longer had"),
-    "corrupt_blocks": ("store_corrupt_blocks", "blocks from the store with a wrong digest"),
-    "misfit_blocks": ("store_misfit_blocks", "blocks from the store of another size or key"),
-    "stored_blocks": ("store_stored_blocks", "blocks that were put into the store"),
-    "stored_bytes": ("store_stored_bytes", "bytes that were put into the store"),
-    "known_blocks": ("store_known_blocks", "blocks that were not put, as the store had them"),
-    "refused_blocks": ("store_refused_blocks", "blocks for which the store had no room"),
-    "dropped_blocks": ("store_dropped_blocks", "blocks that left the cache before they were put"),
-    "evicted_blocks": ("store_evicted_blocks", "blocks that the store has evicted, if it says so"),
-    "errors": ("store_errors", "calls of the store that failed"),
-    "timeouts": ("store_timeouts", "waits for the store that were given up"),
-    "unasked": ("store_unasked_lookups", "lookups while the store was taken for dead"),
+    "lookups": ("store_lookups", "requests looked up in the store"),
+    "hit_tokens": ("store_hit_tokens", "tokens of started loads from the store"),
+    "loaded_tokens": ("store_loaded_tokens", "tokens loaded from the store"),
+    "loads": ("store_loads", "started loads from the store"),
+    "failed_loads": ("store_failed_loads", "loads from the store that did not bring all tokens"),
+    "failed_tokens": ("store_failed_tokens", "tokens of failed loads from the store"),
+    "quarantined_loads": ("store_quarantined_loads", "failed loads whose blocks were quarantined"),
+    "refused_requests": ("store_refused_requests", "requests refused by the store"),
+    "loaded_blocks": ("store_loaded_blocks", "blocks loaded from the store"),
+    "loaded_bytes": ("store_loaded_bytes", "bytes loaded from the store"),
+    "missing_blocks": ("store_missing_blocks", "blocks missing from the store at load time"),
+    "corrupt_blocks": ("store_corrupt_blocks", "blocks loaded with a wrong digest"),
+    "misfit_blocks": ("store_misfit_blocks", "blocks loaded with a wrong size or key"),
+    "stored_blocks": ("store_stored_blocks", "blocks written to the store"),
+    "stored_bytes": ("store_stored_bytes", "bytes written to the store"),
+    "known_blocks": ("store_known_blocks", "blocks not written because the store had them"),
+    "refused_blocks": ("store_refused_blocks", "blocks rejected because the store was full"),
+    "dropped_blocks": (
+        "store_dropped_blocks",
+        "blocks dropped before being written",
+    ),
+    "evicted_blocks": ("store_evicted_blocks", "blocks evicted by the store, if it reports them"),
+    "errors": ("store_errors", "failed calls to the store"),
+    "timeouts": ("store_timeouts", "timeouts while waiting for the store"),
+    "unasked": ("store_unasked_lookups", "lookups skipped because the store was considered down"),
 }
 _DURATIONS = {
     "lifetime": ("evicted_block_lifetime", "from caching to eviction"),
     "idle": ("evicted_block_idle", "from the last release to eviction"),
 }
 _POOLS = {
-    "num_total": ("blocks", "blocks of the tier, without the null block"),
-    "num_free": ("free_blocks", "blocks that nothing holds, cached or not"),
-    "num_cached": ("cached_blocks", "blocks that are found under a hash, held or free"),
-    "num_pinned": ("pinned_blocks", "cached blocks that a session has pinned"),
+    "num_total": ("blocks", "blocks of the tier, excluding the null block"),
+    "num_free": ("free_blocks", "free blocks, cached or not"),
+    "num_cached": ("cached_blocks", "cached blocks, held or free"),
+    "num_pinned": ("pinned_blocks", "cached blocks pinned by sessions"),
 }
-_LOADS = {"num_loading_blocks": ("loading_blocks", "blocks that are being loaded from the host")}
+_LOADS = {"num_loading": ("loading_blocks", "blocks being loaded from the host")}
 _PREFIX = "kvcache_"
 
-Values = Mapping[Any, object]  # values of labels -> what has the fields of a table above
+Values = Mapping[Any, object]  # label values -> an object with the fields of a table above
 
 
 def checked_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
-    """Names and values of labels. TypeError or ValueError."""
+    """Check the names and values of labels. Raises TypeError or ValueError."""
     if labels is None:
         return {}
     instance(labels, Mapping, "labels")
@@ -101,42 +118,51 @@ def checked_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
 
 
 class CacheMetrics(Collector):
-    """A collector of `prometheus_client` over one manager.
+    """A `prometheus_client` collector for one manager.
 
-    `observe` reads the manager, in the manager's thread, as often as figures are wanted; `collect` gives
-    what was read last, in any thread. `labels`: names and values that every figure carries.
+    Call `observe`, in the manager's thread, as often as new values are needed. `collect` returns the
+    values of the last `observe`, from any thread.
 
-    Counters never fall: what another manager, or the same one after `clear_stats`, counts is added to
-    what was counted before. Observe just before and after `clear_stats`; else what was counted in
-    between may be missing.
+    Counters never decrease: counts of another manager, or of the same one after `clear_stats`, are added
+    to the previous counts. Call `observe` immediately before and after `clear_stats`; otherwise counts in
+    between may be lost.
 
-    >>> from kvcache import Request
-    >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128, num_preallocate_tokens=0)
-    >>> metrics = CacheMetrics()
-    >>> plan = manager.step(new=[Request("r1", range(40))])
-    >>> metrics.observe(manager)
-    >>> {family.name: family.samples[0].value for family in metrics.collect()}["kvcache_free_blocks"]
-    5
+    Args:
+        labels: Names and values of labels that are attached to every metric.
+
+    Example:
+        >>> from kvcache import Request
+        >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128, num_preallocate_tokens=0)
+        >>> metrics = CacheMetrics()
+        >>> plan = manager.step(new=[Request("r1", range(40))])
+        >>> metrics.observe(manager)
+        >>> {family.name: family.samples[0].value for family in metrics.collect()}["kvcache_free_blocks"]
+        5
     """
 
     def __init__(self, labels: Mapping[str, str] | None = None) -> None:
         labels = checked_labels(labels)
         self._label_names, self._label_values = [*labels], tuple(labels.values())
-        self._before: dict[tuple[str, ...], float] = {}  # of counters that began anew
+        self._before: dict[tuple[str, ...], float] = {}  # offset of counters that were reset
         self._last: dict[tuple[str, ...], float] = {}
         self._manager: weakref.ref[KVCacheManager] | None = None
         self._families: list[Metric] = []
 
     def observe(self, manager: KVCacheManager, store: object = None) -> None:
-        """Reads the counts. TypeError for what has none, RuntimeError in another thread than the
-        manager's.
+        """Read the manager's counts.
 
-        `store`: the `stats` of the manager's `StoreTier`, where it has one.
+        Args:
+            manager: The manager.
+            store: The `stats` of the manager's `StoreTier`, if it has one.
+
+        Raises:
+            TypeError: An argument has no counts.
+            RuntimeError: The call is not in the manager's thread.
         """
         instance(manager, KVCacheManager, "manager")
         if store is not None and not all(isinstance(getattr(store, n, None), int) for n in _STORE):
             raise TypeError(f"store is {shown(store)}: expected the stats of a StoreTier")
-        stats = manager.stats
+        stats = manager.cache.stats
         if self._manager is None or self._manager() is not manager:
             self._manager = weakref.ref(manager)
             for key in self._last:
@@ -156,7 +182,7 @@ class CacheMetrics(Collector):
         if manager.host_pool is not None:
             pools["host",] = manager.host_pool
         families += self._gauges(_POOLS, ["tier"], pools)
-        families += self._gauges(_LOADS, [], {(): manager})
+        families += self._gauges(_LOADS, [], {(): manager.pool})
         for field, (name, text) in _DURATIONS.items():
             durations = getattr(stats, field)
             if durations is not None:
@@ -164,7 +190,7 @@ class CacheMetrics(Collector):
         self._families = families
 
     def collect(self) -> Iterable[Metric]:
-        """The figures, as of the last `observe`; none before the first."""
+        """Return the metrics of the last `observe`, or none if there was no call."""
         return self._families
 
     def _counters(
@@ -202,7 +228,7 @@ class CacheMetrics(Collector):
         return family
 
     def _risen(self, key: tuple[str, ...], count: float) -> float:
-        """The count with all that was counted before it began anew."""
+        """Return the count plus everything counted before a reset."""
         if count < self._last.get(key, 0):
             self._begin_anew(key)
         self._last[key] = count

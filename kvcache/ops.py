@@ -1,13 +1,13 @@
-"""The torch ops of kvcache: `torch.ops.kvcache.*` under names with documentation.
+"""The torch ops of kvcache, `torch.ops.kvcache.*`, as documented functions.
 
-Importing this module registers them for CPU and CUDA, and for every other device of torch by copies
-through the host (`docs/other_devices.md`). Every argument is checked before anything is written, and a
-wrong one is a RuntimeError that names it. Values that live on a GPU are checked only with
-`KVCACHE_CHECKED=1` in the environment (which synchronises); without, tokens with a value out of range are
-skipped, and nothing is read or written outside the tensors.
+Importing this module registers the ops for CPU and CUDA, and for every other torch device with copies
+through the host (`docs/other_devices.md`). All arguments are checked before anything is written, and an
+invalid argument raises a RuntimeError that names it. Values on a GPU are checked only with
+`KVCACHE_CHECKED=1` in the environment, which synchronizes. Otherwise tokens with an out-of-range value
+are skipped, and no memory outside the tensors is accessed.
 
-Capturable in a CUDA graph: no allocation, no synchronisation (outside the checked mode). Each op has
-a fake implementation, so `torch.compile` sees what it mutates.
+All ops can be captured in a CUDA graph: outside the checked mode they neither allocate nor synchronize.
+Each op has a fake implementation, so `torch.compile` knows which arguments it mutates.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from kvcache.native import load
 load.load_ops()
 _ops = torch.ops.kvcache
 
-# Engines of `copy_blocks` between a device and the host.
+# Engines that `copy_blocks` can use between a device and the host.
 KERNEL, COPY_ENGINE, COPY_ENGINE_SINGLY, COPY_ENGINE_SETTLED = range(4)
 
 
 def _named(op: Callable[..., None]) -> Callable[..., None]:
-    """The op; what torch refuses in words of its own, as a tensor without memory, is refused by name."""
+    """Wrap an op so that errors raised by torch itself name the argument."""
     parameters = signature(op).parameters
 
     @wraps(op)
@@ -51,8 +51,10 @@ def _named(op: Callable[..., None]) -> Callable[..., None]:
 
 
 def _checked_owners(owners: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Returns `owners`. TypeError for anything else than a list or tuple: torch exhausts iterators, and
-    never returns from an infinite one."""
+    """Return `owners`. Raises TypeError unless it is a list or tuple.
+
+    torch would exhaust an iterator, and would never return from an infinite one.
+    """
     if not isinstance(owners, list | tuple):
         raise TypeError(f"owners is a {type(owners).__name__}: expected a list or tuple of tensors")
     return owners
@@ -63,15 +65,22 @@ def _is_dense(value: object) -> bool:
 
 
 def warm_up(device: torch.device | str | int | None = None) -> None:
-    """Loads all kernels on a CUDA device (None: the current one), so that graphs may be captured.
+    """Load all kernels on a CUDA device, so that graphs can be captured.
 
-    CUDA loads a kernel when it is first launched, which drivers before 12.3 refuse while a graph is
-    captured, and which delays a first step with any. Call it once per device before the first capture;
-    `SwapEngine` does. RuntimeError where there is no CUDA library, or it has no code for the device;
-    ValueError for a device that is not there.
+    CUDA loads a kernel at its first launch, which delays the first step and, with drivers before 12.3,
+    fails during a graph capture. Call this function once per device before the first capture.
+    `SwapEngine` calls it too.
 
-    >>> if torch.cuda.is_available():
-    ...     warm_up()
+    Args:
+        device: A CUDA device. None: the current one.
+
+    Raises:
+        RuntimeError: There is no CUDA library, or it has no code for the device.
+        ValueError: The device does not exist.
+
+    Example:
+        >>> if torch.cuda.is_available():
+        ...     warm_up()
     """
     device = torch.device("cuda" if device is None else device)
     if device.type != "cuda":
@@ -108,21 +117,26 @@ def slot_mapping(
     num_blocks_per_row: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Slots of a step's tokens in all cache groups, in one launch, parallel over tokens.
+    """Compute the slots of a step's tokens in all cache groups, in one launch.
 
-    tables: int32[...], all groups' tables one after the other. groups: int64[num_groups, 8] on the
-    CPU: offset of the group's table [num_rows, columns] in `tables`, columns, kernel block size,
-    context-parallel world size, rank, interleave, window (0: none), row in num_blocks_per_row.
-    rows: int32[n], the row of each token; or, with query_start_loc int32[r + 1] (where each
-    request's tokens begin), int32[r], the row of each request; -1 is a dummy request.
-    positions: int64[n]. num_blocks_per_row: int32[any, num_rows], the entries that each row holds:
-    positions behind them are then refused, like any out of range (without it, they get slots of the
-    null block). out: int64 or int32[num_groups, m], m >= n; that slots fit int32 is the caller's
-    promise.
+    Let V = block size * world size, o = position % V, and I = interleave. A token is in column position
+    // V. It is local if o // I % world size == rank, at offset o // (world size * I) * I + o % I of its
+    block. The slot is -1 for all other tokens, and for all entries after the last token.
 
-    With V = block size * world, o = position % V and I the interleave: column position // V; the
-    token is local if o // I % world == rank, at offset o // (world * I) * I + o % I of its block.
-    Everything else, and all behind the last token, is -1.
+    Args:
+        tables: int32[...]. The tables of all groups, concatenated.
+        groups: int64[num_groups, 8] on the CPU. For each group: offset of its table [num_rows, columns]
+            in `tables`, columns, kernel block size, context-parallel world size, rank, interleave, window
+            (0: none), and row in `num_blocks_per_row`.
+        num_rows: Number of rows per table.
+        rows: Row of each token, int32[n]; with `query_start_loc`, row of each request, int32[r]. -1 marks
+            a padding request.
+        query_start_loc: int32[r + 1]. Start of each request's tokens.
+        positions: int64[n]. Token positions within their requests.
+        num_blocks_per_row: int32[any, num_rows]. Number of entries in each row. If given, positions
+            beyond them are rejected as out of range. Otherwise such positions get slots in the null
+            block.
+        out: int64 or int32[num_groups, m] with m >= n. The caller ensures that slots fit into int32.
     """
     _ops.slot_mapping(
         tables, groups, num_rows, rows, query_start_loc, positions, num_blocks_per_row, out
@@ -131,10 +145,13 @@ def slot_mapping(
 
 @_named
 def update_block_tables(tables: torch.Tensor, updates: torch.Tensor) -> None:
-    """Puts a step's changes, for all groups, in place in the device's tables, in one launch.
+    """Apply a step's changes to the device tables of all groups, in one launch.
 
-    tables: int32[...]. updates: int32[...] as `HostTables.pack` writes it: the number of segments, then
-    (start in tables, length, place of its values in updates) of each, then the values.
+    Args:
+        tables: int32[...]. The tables.
+        updates: int32[...] in the format of `HostTables.pack`: the number of segments; for each segment
+            its start in `tables`, its length, and the position of its values in `updates`; then the
+            values.
     """
     _ops.update_block_tables(tables, updates)
 
@@ -149,12 +166,17 @@ def gather_block_tables(
     max_num_tokens: int,
     out: torch.Tensor,
 ) -> None:
-    """Copies rows of all groups' tables into batch order, in one launch.
+    """Copy rows of all groups' tables into batch order, in one launch.
 
-    tables, groups: as for `slot_mapping`. idx_mapping: int32[n], the row of each request, -1 for a
-    padded one, which becomes all null. num_computed_tokens: int32[n] tokens before each request's
-    first query; entries that it can no longer see through the group's window become null. out: laid
-    out as tables, row i of each group being written up to the columns of `max_num_tokens` tokens.
+    Args:
+        tables: As for `slot_mapping`.
+        groups: As for `slot_mapping`.
+        num_rows: Number of rows per table.
+        idx_mapping: int32[n]. Row of each request. -1 marks a padding request, whose row becomes null.
+        num_computed_tokens: int32[n]. Tokens before each request's first query. Entries that this query
+            can no longer see through the group's window become null.
+        max_num_tokens: Each row is written only up to the last column that this many tokens need.
+        out: Same layout as `tables`, with row `i` of each group for request `i`.
     """
     _ops.gather_block_tables(
         tables, groups, num_rows, idx_mapping, num_computed_tokens, max_num_tokens, out
@@ -178,26 +200,32 @@ def attention_metadata(
     paged_kv_indices: torch.Tensor | None = None,
     paged_kv_last_page_len: torch.Tensor | None = None,
 ) -> None:
-    """Metadata of a batch for attention kernels, all groups and all outputs in one launch.
+    """Build a batch's metadata for attention kernels, for all groups and outputs in one launch.
 
-    tables, groups, num_blocks_per_row: as for `slot_mapping`. rows, query_lens, seq_lens: int32[n],
-    each request's row (-1: a padded one), its tokens in this step, and its tokens after this step;
-    the seq_len of a padded request is not looked at. max_num_tokens: no seq_len is greater; columns
-    behind those of so many tokens are not written.
+    A request with an out-of-range value, or longer than its row's blocks, raises a RuntimeError. On a GPU
+    outside the checked mode, it becomes a padding request that keeps its queries.
 
-    query_start_loc: int32[N + 1], N >= n. Requests n to N - 1 are padded ones without tokens.
-    seqused_k: int32[num_groups, N], the tokens of each request that this context-parallel rank
-    holds. block_tables: int32[R * sum of columns], R >= N: per group [R, columns], rows in batch
-    order, null (0) where the request is padded or the window is past the column. The page lists, of
-    which `paged_kv_indices` may be left out: paged_kv_indptr int32[num_groups, N + 1];
-    paged_kv_indices int32[R * sum of columns]: per group [R * columns], each request's pages from the
-    first one that its first query sees to its last, one request after the other, then null up to N
-    times the columns written; paged_kv_last_page_len int32[num_groups, N], 1 to the group's block
-    size, 0 for a request without pages. seqused_k, paged_kv_indptr and paged_kv_last_page_len may
-    have any stride between groups.
-
-    A request with a value out of range, or longer than its row's blocks reach, is a RuntimeError; on
-    a GPU outside the checked mode it becomes a padded request that keeps its queries.
+    Args:
+        tables: As for `slot_mapping`.
+        groups: As for `slot_mapping`.
+        num_rows: Number of rows per table.
+        rows: int32[n]. Row of each request, or -1 for a padding request.
+        query_lens: int32[n]. Tokens of each request in this step.
+        seq_lens: int32[n]. Tokens of each request after this step. Ignored for padding requests.
+        num_blocks_per_row: As for `slot_mapping`.
+        max_num_tokens: Upper bound of `seq_lens`. Columns beyond this number of tokens are not written.
+        query_start_loc: int32[N + 1] with N >= n. Requests n to N - 1 are padding without tokens.
+        seqused_k: int32[num_groups, N]. Tokens of each request on this context-parallel rank. The stride
+            between groups is arbitrary.
+        block_tables: int32[R * sum of columns] with R >= N. For each group [R, columns], with rows in
+            batch order, and null (0) for padding requests and for columns outside the window.
+        paged_kv_indptr: int32[num_groups, N + 1], with any stride between groups.
+        paged_kv_indices: int32[R * sum of columns]. For each group [R * columns]: each request's pages,
+            from the first that its first query sees to its last, request by request, followed by null
+            entries up to N times the written columns. May be omitted while the other page lists are
+            given.
+        paged_kv_last_page_len: int32[num_groups, N], with any stride between groups. Values from 1 to the
+            group's block size, or 0 for a request without pages.
     """
     _ops.attention_metadata(
         tables,
@@ -227,23 +255,29 @@ def write_kv(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    """Writes each token's K and V at its slot; slot -1 and those of block 0, the null block, are skipped.
+    """Write the K and V of each token to its slot. Slot -1 and block 0, the null block, are skipped.
 
-    key: [n, num_kv_heads, head_size], value: [n, num_kv_heads, v_head_size], any strides but 1 in the
-    last dimension: tokens in HND order, [num_kv_heads, n, head_size], are `key.transpose(0, 1)`.
-    key_cache, value_cache: [num_blocks, block_size, num_kv_heads, (v_)head_size], any strides but 1 in
-    the last dimension (NHD and HND). slot_mapping: int64[n]. Two tokens must not name one slot. All
-    layers at once: num_layers in front of the shape of tokens and caches.
+    K and V may be columns of one tensor, like MLA's latent and rotary parts, but must not share an
+    element. Pass a latent that is a single vector as `key`, with a `value` of head size 0.
 
-    K and V may be columns of one tensor, as MLA's latent and rope parts are, but share no element. A
-    latent that is one vector comes as key, with a value of head size 0.
+    Without scales, tokens and cache must have the same dtype, of any element size, and bytes are copied
+    unchanged. A float8_e4m3fn or float8_e5m2 cache also accepts float32, float16 and bfloat16 tokens. It
+    stores key / k_scale, rounded to nearest even. Values beyond the largest finite value saturate, and
+    NaN stays NaN. If fp8 is kept in a uint8 tensor, pass `cache.view(torch.float8_e4m3fn)`.
 
-    Same dtype as their cache, any element size, without a scale: bytes are moved as they are. A cache
-    of float8_e4m3fn or float8_e5m2 also takes float32, float16 and bfloat16, stored as key / k_scale,
-    rounded to nearest even, beyond the largest finite value that value; NaN stays NaN. k_scale,
-    v_scale: float32, contiguous, where key and value are: [1] or [num_kv_heads], and [num_layers, 1]
-    or [num_layers, num_kv_heads] for all layers. fp8 kept in a uint8 tensor: hand over
-    `cache.view(torch.float8_e4m3fn)`.
+    To write all layers at once, prepend num_layers to the shapes of tokens and caches.
+
+    Args:
+        key: [n, num_kv_heads, head_size], contiguous in the last dimension. For tokens in HND order,
+            [num_kv_heads, n, head_size], pass `key.transpose(0, 1)`.
+        value: [n, num_kv_heads, v_head_size], contiguous in the last dimension.
+        key_cache: [num_blocks, block_size, num_kv_heads, head_size], contiguous in the last dimension,
+            with any other strides (NHD and HND).
+        value_cache: [num_blocks, block_size, num_kv_heads, v_head_size], likewise.
+        slot_mapping: int64[n]. Every slot may occur only once.
+        k_scale: float32, contiguous, on the tokens' device: [1] or [num_kv_heads]; for all layers
+            [num_layers, 1] or [num_layers, num_kv_heads].
+        v_scale: The same for V.
     """
     _ops.write_kv(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
 
@@ -258,24 +292,33 @@ def gather_kv(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    """Reads tokens back: the K and V at each slot into key[n, ...] and value[n, ...].
+    """Read the K and V at each slot into `key` and `value`. Slot -1 and block 0 yield zeros.
 
-    Slot -1 and those of block 0, the null block, give zeros.
+    Shapes, dtypes, strides and scales are the same as for `write_kv`. fp8 values are multiplied by the
+    scale and rounded to the tokens' dtype. To read the context of a batch, compute its slots with
+    `slot_mapping`.
 
-    Shapes, dtypes, strides and scales as for `write_kv`; fp8 becomes fp8 * scale, rounded to the
-    tokens' dtype. The context of a batch is `slot_mapping` of its requests and positions, then this:
+    Args:
+        key_cache: [num_blocks, block_size, num_kv_heads, head_size].
+        value_cache: [num_blocks, block_size, num_kv_heads, v_head_size].
+        slot_mapping: int64[n].
+        key: [n, num_kv_heads, head_size]. Output.
+        value: [n, num_kv_heads, v_head_size]. Output.
+        k_scale: As for `write_kv`.
+        v_scale: As for `write_kv`.
 
-    >>> tables = torch.tensor([3, 1, 2, 0], dtype=torch.int32)  # two requests, two blocks of 4 each
-    >>> groups = torch.tensor([[0, 2, 4, 1, 0, 1, 0, 0]])
-    >>> rows, starts = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [0, 6, 9]))
-    >>> positions = torch.tensor([0, 1, 2, 3, 4, 5, 0, 1, 2])  # of 6 and 3 tokens
-    >>> slots = torch.empty(1, 9, dtype=torch.int64)
-    >>> slot_mapping(tables, groups, 2, rows, starts, positions, None, slots)
-    >>> cache = torch.arange(16.0).view(4, 4, 1, 1)
-    >>> key, value = torch.empty(9, 1, 1), torch.empty(9, 1, 1)
-    >>> gather_kv(cache, cache + 100, slots[0], key, value)
-    >>> key.flatten().tolist()
-    [12.0, 13.0, 14.0, 15.0, 4.0, 5.0, 8.0, 9.0, 10.0]
+    Example:
+        >>> tables = torch.tensor([3, 1, 2, 0], dtype=torch.int32)  # two requests, two blocks of 4 each
+        >>> groups = torch.tensor([[0, 2, 4, 1, 0, 1, 0, 0]])
+        >>> rows, starts = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [0, 6, 9]))
+        >>> positions = torch.tensor([0, 1, 2, 3, 4, 5, 0, 1, 2])  # of 6 and 3 tokens
+        >>> slots = torch.empty(1, 9, dtype=torch.int64)
+        >>> slot_mapping(tables, groups, 2, rows, starts, positions, None, slots)
+        >>> cache = torch.arange(16.0).view(4, 4, 1, 1)
+        >>> key, value = torch.empty(9, 1, 1), torch.empty(9, 1, 1)
+        >>> gather_kv(cache, cache + 100, slots[0], key, value)
+        >>> key.flatten().tolist()
+        [12.0, 13.0, 14.0, 15.0, 4.0, 5.0, 8.0, 9.0, 10.0]
     """
     _ops.gather_kv(key_cache, value_cache, slot_mapping, key, value, k_scale, v_scale)
 
@@ -293,24 +336,32 @@ def copy_blocks(
     num_thread_blocks: int = 0,
     owners: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Copies whole pages over all layers, between or within devices and the host; clears pages.
+    """Copy or zero whole pages over all layers, within or between devices and the host.
 
-    src, dst: the memories that regions count from; src None: both sides lie in dst. regions:
-    int64[r, 5] on the CPU, in bytes: offset of page 0 and distance of pages in src, the same in dst,
-    bytes of a fragment. Usually made by `PageCopy`. All pages of a region lie in the memory (storage) of
-    src, dst or one of `owners`, a list or tuple: the other tensors of an engine whose layers are
-    separate. A page of src and a page of dst are the same page or do not overlap. Calls with
-    owners stay outside `torch.compile`, which does not see that those are written. pairs: int32[n, 2],
-    source and destination page, source -1 clears the destination; on the CPU (checked: pages out of
-    range, one written twice, one both read and written), or on the device. num_src_blocks,
-    num_dst_blocks: pages on either side.
+    A page of `src` and a page of `dst` must be the same page or must not overlap. On the CPU, several
+    threads copy and `engine` has no effect.
 
-    `engine`, between a device and the host: KERNEL accesses pinned host memory from the device, with
-    `num_thread_blocks` thread blocks (0: a few). COPY_ENGINE merges consecutive pages into fragments and
-    copies many per call; COPY_ENGINE_SINGLY copies one per call (KVCACHE_BATCH_COPIES=0 does that for all
-    calls). COPY_ENGINE_SETTLED is COPY_ENGINE for host pages that nothing under way writes to: they may
-    be read from the call on, before the stream's earlier work has run. pages_per_run: host pages that
-    were pinned with one call (0: all). On the CPU several threads copy, whatever the engine.
+    Args:
+        src: The memory from which source offsets count. None: both sides are in `dst`.
+        dst: The memory from which destination offsets count.
+        regions: int64[r, 5] on the CPU, in bytes: offset of page 0 and stride between pages in `src`, the
+            same in `dst`, and fragment size. Usually built by `PageCopy`. Each region must lie in the
+            storage of `src`, `dst` or one of `owners`.
+        pairs: int32[n, 2]. Source and destination page. Source -1 zeros the destination. On the CPU,
+            pairs are checked: no page may be out of range, written twice, or both read and written. Pairs
+            may also be on the device.
+        num_src_blocks: Number of source pages.
+        num_dst_blocks: Number of destination pages.
+        engine: How to copy between a device and the host. KERNEL accesses pinned host memory from the
+            device. COPY_ENGINE merges consecutive pages into fragments and copies many per call.
+            COPY_ENGINE_SINGLY copies one fragment per call, as does `KVCACHE_BATCH_COPIES=0` for all
+            calls. COPY_ENGINE_SETTLED is COPY_ENGINE for host pages that nothing in flight writes: they
+            may be read immediately, before the stream's earlier work has run.
+        pages_per_run: Number of host pages pinned per call. 0: all were pinned by a single call.
+        num_thread_blocks: Number of thread blocks for KERNEL. 0: a few.
+        owners: A list or tuple of the other tensors that contain regions, if an engine's layers are
+            separate tensors. `torch.compile` does not know that they are written, so do not compile such
+            calls.
     """
     _ops.copy_blocks(
         src,
@@ -335,30 +386,36 @@ def permute_blocks_(
     remote_is_hnd: bool,
     owners: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Permutes blocks that hold another engine's bytes into the local layout, in place.
+    """Permute blocks that hold another engine's bytes into the local layout, in place.
 
-    cache: [num_blocks, block_size, num_kv_heads, head_size], any dtype, any strides, except that the last
-    dimension is dense. The strides determine NHD or HND. offsets: int64[num_layers] on the CPU, bytes
-    from cache's first element to that of each layer (`[0]`: cache itself). Each layer lies in the memory
-    (storage) of cache or of one of `owners`, the other layers where those are tensors of their own; calls
-    with owners stay outside `torch.compile`. The caller ensures that all layers have cache's layout and
-    share no memory. indices: int32[n, k] on the CPU or on cache's device,
-    each block once. With k = max(1, remote_block_size / block_size), the k blocks of a row hold, in
-    memory order, the bytes of one or several remote blocks
-    [num_kv_heads, remote_block_size, head_size] (HND) or [remote_block_size, num_kv_heads, head_size].
-    Afterwards token t of these bytes is token t % block_size of block indices[i, t // block_size].
+    Let k = max(1, remote_block_size / block_size). The k blocks in a row of `indices` hold, in memory
+    order, the bytes of one or several remote blocks [num_kv_heads, remote_block_size, head_size] (HND) or
+    [remote_block_size, num_kv_heads, head_size] (NHD). Afterwards, token t of these bytes is token
+    t % block_size of block indices[i, t // block_size].
 
-    One block size divides the other. Each byte is read once and written once; blocks that are not listed
-    keep every byte. Indices on the CPU are always checked and need not outlive the call. Indices on a GPU
-    are checked as the module says (a row with one out of range is skipped whole), and the caller ensures
-    that no block is named twice.
+    Each byte is read once and written once, and blocks that are not listed remain unchanged. Indices on
+    the CPU are always checked and need not outlive the call. Indices on a GPU are checked only in the
+    checked mode; otherwise a row with an out-of-range index is skipped.
+
+    Args:
+        cache: [num_blocks, block_size, num_kv_heads, head_size], of any dtype, contiguous in the last
+            dimension. The other strides determine whether the local layout is NHD or HND.
+        offsets: int64[num_layers] on the CPU. Bytes from the first element of `cache` to that of each
+            layer. `[0]` is `cache` itself. All layers must have the layout of `cache` and must not share
+            memory.
+        indices: int32[n, k] on the CPU or on the cache's device. Each block may occur only once; on a
+            GPU, the caller ensures this.
+        remote_block_size: Tokens per remote block. One of the two block sizes must divide the other.
+        remote_is_hnd: Whether the remote layout is HND.
+        owners: A list or tuple of the other layers, if they are separate tensors. Do not compile such
+            calls with `torch.compile`.
     """
     _ops.permute_blocks_(
         cache, offsets, indices, remote_block_size, remote_is_hnd, _checked_owners(owners)
     )
 
 
-# Ops and the positions of the arguments that may be on the CPU wherever the others are.
+# Per op, the positions of the arguments that may be on the CPU even if the others are not.
 _ON_HOST = {
     "slot_mapping": {1},  # groups
     "update_block_tables": set(),
@@ -372,7 +429,7 @@ _ON_HOST = {
 
 
 def _fake(op: Callable[..., None], on_host: set[int], *args: object) -> None:
-    """The ops return nothing and only mutate, so a fake op only checks that tensors share a device."""
+    """Check that tensors share a device. The ops return nothing, so their fakes need no more."""
     tensors = {
         name: x
         for i, (name, x) in enumerate(zip(signature(op).parameters, args))

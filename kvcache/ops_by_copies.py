@@ -1,12 +1,12 @@
-"""The ops on devices that are neither CPU nor CUDA: the CPU's op on host memory, and torch's copies.
+"""The ops on devices that are neither CPU nor CUDA: the CPU op on host memory, with torch's copies.
 
-Nothing is assumed of such a device but that torch makes views of its tensors and copies them to and from
-the host. Its addresses are never followed: a backend with a boxed CPU fallback would give the CPU's op a
-copy of one tensor, from which raw offsets lead anywhere.
+The only requirement is that torch can create views of the device's tensors and copy them to and from the
+host. Device addresses are never dereferenced: a backend with a boxed CPU fallback would pass the CPU op a
+copy of a single tensor, and raw offsets from that copy would be invalid.
 
-The storages of a call's tensors are mirrored in host memory, at the same offsets and strides; the system
-commits only what is touched of it. So the CPU's op checks what it would check of CPU tensors, before a
-byte of the device changes. This is slow, as the bytes cross the bus while the host waits.
+The storages of a call's tensors are mirrored in host memory at the same offsets and strides. The system
+commits only the parts that are touched. The CPU op therefore performs all its checks before a byte of the
+device changes. These ops are slow, because the host waits while the bytes cross the bus.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import torch
 
 # Arguments that every op reads on the host.
 _ONLY_ON_HOST = {"groups", "regions", "offsets"}
-_KEY = "CompositeExplicitAutograd"  # of all backends without a kernel of their own
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named from Python 3.13 on
-_libraries: list[torch.library.Library] = []  # registrations end with these objects
+_KEY = "CompositeExplicitAutograd"  # all backends without a kernel of their own
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13 and newer define it
+_libraries: list[torch.library.Library] = []  # registrations last as long as these objects
 
 
 def register(on_host: dict[str, set[int]]) -> None:
-    """Registers the ops for other devices, once per process.
+    """Register the ops for other devices, once per process.
 
-    on_host: per op the positions of the arguments that may be on the CPU wherever the others are.
+    `on_host`: per op, the positions of the arguments that may be on the CPU even if the others are not.
     """
     library = torch.library.Library("kvcache", "IMPL")
     _libraries.append(library)
     for name, positions in on_host.items():
-        # Another copy of kvcache may have been here.
+        # Another copy of kvcache may have registered the ops.
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"kvcache::{name}", _KEY):
             library.impl(name, _implementation(name, positions), _KEY)
 
@@ -45,16 +45,16 @@ def _implementation(name: str, on_host: set[int]) -> Callable[..., None]:
     def implementation(*args: object) -> None:
         given = {each.name: each.default_value for each in arguments}
         given.update(zip(given, args))
-        # As the CPU's op, this writes to tensors that need gradients or were made in inference mode.
+        # Like the CPU op, write to tensors that require gradients or were created in inference mode.
         with torch.inference_mode():
-            call = _Call(op, given)
+            call = _MirroredCall(op, given)
             call.check_places({arguments[i].name for i in on_host})
             run(call)
 
     return implementation
 
 
-class _Call:
+class _MirroredCall:
     """A call of an op, with host memory that mirrors the storages of its tensors."""
 
     def __init__(self, op: torch._ops.OpOverload, given: dict[str, object]) -> None:
@@ -64,10 +64,12 @@ class _Call:
             torch.device("cpu"),
         )
         self._op = op
-        self._storages: dict[int, torch.UntypedStorage] = {}  # by the address of what they mirror
+        self._storages: dict[
+            int, torch.UntypedStorage
+        ] = {}  # by the address of the mirrored storage
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors by name, those of lists too."""
+        """Return all tensors by name, including those in lists."""
         found = {}
         for name, value in self.given.items():
             if isinstance(value, torch.Tensor):
@@ -77,7 +79,7 @@ class _Call:
         return found
 
     def check_places(self, on_host: set[str]) -> None:
-        """RuntimeError unless all tensors are dense, and on one device, or the host where they may be."""
+        """Raise RuntimeError unless tensors are dense and on one device, or on the host if allowed."""
         for each in self._op._schema.arguments:
             if str(each.type) == "Tensor" and self.given[each.name] is None:
                 raise RuntimeError(f"{each.name} is None: expected a tensor")
@@ -101,7 +103,7 @@ class _Call:
                     self._storages[memory.data_ptr()] = _lazy_memory(memory.nbytes())
 
     def mirror(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor's place in host memory; what it holds is not copied. CPU tensors are their own."""
+        """Return the tensor's mirror without copying its content. CPU tensors are their own mirrors."""
         if tensor.device.type == "cpu":
             return tensor
         memory = self._storages[tensor.untyped_storage().data_ptr()]
@@ -109,20 +111,20 @@ class _Call:
         return place.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def fill(self, tensor: torch.Tensor) -> None:
-        """Copies what the tensor holds to its place in host memory."""
-        for d in range(tensor.ndim):  # torch copies to no expanded dimension
+        """Copy the tensor's content to its mirror."""
+        for d in range(tensor.ndim):  # torch cannot copy to an expanded dimension
             if tensor.stride(d) == 0 and tensor.shape[d] > 1:
                 tensor = tensor.narrow(d, 0, 1)
         if tensor.device.type != "cpu":
             self.mirror(tensor).copy_(tensor)
 
     def write_back(self, tensor: torch.Tensor) -> None:
-        """The inverse of `fill`."""
+        """Copy the mirror's content back to the tensor."""
         if tensor.device.type != "cpu":
             tensor.copy_(self.mirror(tensor))
 
     def run(self, **changed: object) -> None:
-        """Runs the CPU's op on the mirrors; `changed` takes the place of arguments."""
+        """Run the CPU op on the mirrors. `changed` replaces arguments."""
 
         def on_host(value: object) -> object:
             if isinstance(value, list | tuple):
@@ -135,8 +137,11 @@ class _Call:
     def storage_at(
         self, name: str, begin: int, end: int
     ) -> tuple[torch.UntypedStorage, int] | None:
-        """The storage that holds bytes [begin, end), counted from a tensor's first element, and where
-        they begin there. None where no tensor to which the op's offsets may lead has these bytes."""
+        """Return the storage that holds bytes [begin, end), and their offset in it.
+
+        The bytes are counted from a tensor's first element. Returns None if no tensor that the op's
+        offsets may refer to contains them.
+        """
         tensor = self.given[name]
         start = tensor.data_ptr()
         for other, each in self.tensors().items():
@@ -149,14 +154,14 @@ class _Call:
         return None
 
     def written(self) -> list[torch.Tensor]:
-        """The tensors that the op changes."""
+        """Return the tensors that the op writes."""
         infos = {each.name: each.alias_info for each in self._op._schema.arguments}
         names = [name for name, info in infos.items() if info is not None and info.is_write]
         return [self.given[name] for name in names if self.given[name] is not None]
 
 
-def _run_whole(call: _Call) -> None:
-    """Tables and metadata, which are small, are copied whole."""
+def _run_whole(call: _MirroredCall) -> None:
+    """Copy tables and metadata as a whole, because they are small."""
     for tensor in call.tensors().values():
         call.fill(tensor)
     call.run()
@@ -164,7 +169,7 @@ def _run_whole(call: _Call) -> None:
         call.write_back(tensor)
 
 
-def _write_kv(call: _Call) -> None:
+def _write_kv(call: _MirroredCall) -> None:
     caches = call.written()
     for name, tensor in call.tensors().items():
         if name not in ("key_cache", "value_cache"):
@@ -175,7 +180,7 @@ def _write_kv(call: _Call) -> None:
             call.write_back(tokens)
 
 
-def _gather_kv(call: _Call) -> None:
+def _gather_kv(call: _MirroredCall) -> None:
     for name, tensor in call.tensors().items():
         if name not in ("key_cache", "value_cache", "key", "value"):
             call.fill(tensor)
@@ -188,9 +193,9 @@ def _gather_kv(call: _Call) -> None:
 
 
 def _tokens(cache: torch.Tensor, slot_mapping: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views of the tokens at these slots, consecutive ones of a block together.
+    """Yield views of the tokens at these slots, with consecutive tokens of a block combined.
 
-    None of the null block's, and none for arguments that the op refuses.
+    Skips the null block. Yields nothing for arguments that the op rejects.
     """
     if cache.ndim not in (4, 5) or cache.numel() == 0 or not _holds_ids(slot_mapping, torch.int64):
         return
@@ -205,8 +210,10 @@ def _holds_ids(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _runs(ids: torch.Tensor, least: int, end: int, cut: int) -> list[tuple[int, int]]:
-    """(first, count) of consecutive ids in [least, end), whatever their order; none crosses a multiple of
-    `cut`."""
+    """Return (first, count) of consecutive ids in [least, end), in any order.
+
+    No run crosses a multiple of `cut`.
+    """
     array = np.unique(ids.numpy())
     array = array[(array >= least) & (array < end)]
     begins = np.flatnonzero((np.diff(array, prepend=-2) != 1) | (array % cut == 0))
@@ -214,12 +221,12 @@ def _runs(ids: torch.Tensor, least: int, end: int, cut: int) -> list[tuple[int, 
     return [(int(array[at]), int(count)) for at, count in zip(begins, counts)]
 
 
-def _copy_blocks(call: _Call) -> None:
+def _copy_blocks(call: _MirroredCall) -> None:
     given = call.given
     regions, pairs, sides = given["regions"], given["pairs"], ["src", "dst"]
     call.fill(pairs)
     nowhere = torch.empty(0, dtype=torch.uint8, device="cpu")
-    # The op checks the pairs, and moves nothing where there are no regions.
+    # The op checks the pairs, and moves nothing if there are no regions.
     changed = {"dst": nowhere}
     if regions.ndim and regions.is_contiguous():
         changed["regions"] = regions[:0]
@@ -245,7 +252,7 @@ def _copy_blocks(call: _Call) -> None:
         for name in ("regions", "pairs"):
             destination.check_apart(name, given[name], i)
         is_shared |= destination.shares_pages(source, i)
-    if is_shared and given["src"] is not None:  # now the op checks that no page is read and written
+    if is_shared and given["src"] is not None:  # check pages read and written
         call.run(**{**changed, "src": None})
     for source, destination in work:
         for first, to, count in runs:
@@ -257,10 +264,17 @@ def _copy_blocks(call: _Call) -> None:
 
 
 class _Fragments:
-    """A region of one side of a copy. RuntimeError unless all its pages lie in memory of the call."""
+    """A region on one side of a copy. RuntimeError unless all its pages are in the call's memory."""
 
     def __init__(
-        self, call: _Call, i: int, side: str, offset: int, stride: int, size: int, count: int
+        self,
+        call: _MirroredCall,
+        i: int,
+        side: str,
+        offset: int,
+        stride: int,
+        size: int,
+        count: int,
     ) -> None:
         last = offset + max(count - 1, 0) * stride
         found = call.storage_at(side, offset, last + size)
@@ -276,7 +290,7 @@ class _Fragments:
         self._count, self._end = count, self._shift + last - offset + size
 
     def check_apart(self, name: str, tensor: torch.Tensor, region: int) -> None:
-        """RuntimeError where the pages share memory with an argument that is read."""
+        """Raise RuntimeError if the pages share memory with an argument that is read."""
         if tensor.device != self._device or tensor.numel() == 0:
             return
         if tensor.untyped_storage().data_ptr() != self._storage.data_ptr():
@@ -288,7 +302,7 @@ class _Fragments:
             )
 
     def shares_pages(self, source: _Fragments, region: int) -> bool:
-        """Whether both sides share pages. RuntimeError where pages overlap partially."""
+        """Return whether both sides share pages. Raises RuntimeError if pages partially overlap."""
         if source._storage.data_ptr() != self._storage.data_ptr():
             return False
         if source._shift >= self._end or self._shift >= source._end:
@@ -305,16 +319,16 @@ class _Fragments:
         )
 
     def pages(self, first: int, count: int) -> torch.Tensor:
-        """uint8[count, size], a view."""
+        """Return a view uint8[count, size]."""
         place = torch.empty(0, dtype=torch.uint8, device=self._device)
         start = self._shift + first * self._stride
         return place.set_(self._storage, start, (count, self._size), (self._stride, 1))
 
 
 def _runs_of_pairs(pairs: np.ndarray) -> list[tuple[int, int, int]]:
-    """(first source page, first destination page, pages) of consecutive pairs.
+    """Return (first source page, first destination page, number of pages) of each run of pairs.
 
-    Both ids go up by one, or the destination's does while pages are cleared.
+    Both IDs increase by one or, when pages are zeroed, only the destination's.
     """
     if len(pairs) == 0:
         return []
@@ -327,7 +341,7 @@ def _runs_of_pairs(pairs: np.ndarray) -> list[tuple[int, int, int]]:
     return [(*map(int, pairs[at]), int(n)) for at, n in zip(begins, counts)]
 
 
-def _permute_blocks(call: _Call) -> None:
+def _permute_blocks(call: _MirroredCall) -> None:
     cache, offsets, indices = (call.given[name] for name in ("cache", "offsets", "indices"))
     call.fill(indices)
     indices, blocks = call.mirror(indices), []
@@ -347,8 +361,8 @@ def _permute_blocks(call: _Call) -> None:
         call.write_back(block)
 
 
-def _layer(call: _Call, cache: torch.Tensor, offset: int) -> torch.Tensor:
-    """The layer `offset` bytes after the cache. RuntimeError where the call has no memory there."""
+def _layer(call: _MirroredCall, cache: torch.Tensor, offset: int) -> torch.Tensor:
+    """Return the layer `offset` bytes after the cache. RuntimeError if the call lacks that memory."""
     item = cache.element_size()
     span = 1 + sum((n - 1) * step for n, step in zip(cache.shape, cache.stride()))
     found = call.storage_at("cache", offset, offset + span * item)
@@ -362,7 +376,7 @@ def _layer(call: _Call, cache: torch.Tensor, offset: int) -> torch.Tensor:
 
 
 def _lazy_memory(num_bytes: int) -> torch.UntypedStorage:
-    """Host memory that the system commits where it is touched, however large. MemoryError."""
+    """Allocate host memory of any size, committed by the system on first touch. Raises MemoryError."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     try:
         mapping = mmap.mmap(-1, max(num_bytes, 1), flags=flags)

@@ -1,4 +1,4 @@
-"""Value objects that describe a deployment; no torch, no state."""
+"""Value objects that describe a deployment. No torch, no state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_GROUPS = 32  # kMaxGroups in csrc/ops/table_groups.h
 
-LAYOUTS = ("NHD", "HND")  # order in memory of tokens (N), heads (H), elements (D) in a block
+LAYOUTS = ("NHD", "HND")  # memory order of tokens (N), heads (H) and elements (D) in a block
 
 ELEMENT_BYTES = {
     "float32": 4,
@@ -40,11 +40,21 @@ ELEMENT_BYTES = {
 class ContextParallel:
     """Sizes and ranks of prefill (PCP) and decode (DCP) context parallelism.
 
-    A group's tokens are spread over `world_size` workers; this one is `rank`. Raises TypeError or
-    ValueError.
+    A group's tokens are spread over `world_size` workers.
 
-    >>> ContextParallel(pcp_world_size=2, pcp_rank=1, dcp_world_size=4, dcp_rank=2).rank
-    6
+    Args:
+        pcp_world_size: Number of PCP ranks.
+        pcp_rank: Rank of this worker in PCP.
+        dcp_world_size: Number of DCP ranks.
+        dcp_rank: Rank of this worker in DCP.
+
+    Raises:
+        TypeError: An argument is not an integer.
+        ValueError: A size or rank is out of range.
+
+    Example:
+        >>> ContextParallel(pcp_world_size=2, pcp_rank=1, dcp_world_size=4, dcp_rank=2).rank
+        6
     """
 
     pcp_world_size: int = 1
@@ -59,17 +69,17 @@ class ContextParallel:
 
     @property
     def world_size(self) -> int:
-        """Workers that one group's tokens are spread over."""
+        """Number of workers over which a group's tokens are spread."""
         return self.pcp_world_size * self.dcp_world_size
 
     @property
     def rank(self) -> int:
-        """Place of this worker among them: `pcp_rank * dcp_world_size + dcp_rank`."""
+        """Rank of this worker among all workers: `pcp_rank * dcp_world_size + dcp_rank`."""
         return self.pcp_rank * self.dcp_world_size + self.dcp_rank
 
 
 class _Options(Mapping[str, int]):
-    """An immutable dictionary that hashes and pickles."""
+    """An immutable dictionary that can be hashed and pickled."""
 
     def __init__(self, values: Mapping[str, int]) -> None:
         if not isinstance(values, Mapping):
@@ -102,25 +112,31 @@ class _Options(Mapping[str, int]):
 class GroupSpec:
     """A cache group: layers of one attention kind that share block tables.
 
-    `kind` and `options` are checked where the kind is used (`kvcache.kinds.make_kind`). A group that
-    `drafts` must find one block more than a hit takes (where hits end inside blocks, one hash block):
-    a drafter such as EAGLE or MTP needs the hidden states of the tokens in it, so it is computed anew.
-    The other groups lose nothing. Only groups whose pages hold K and V of tokens draft. Raises
-    TypeError or ValueError.
+    `kind` and `options` are checked when the kind is created (`kvcache.kinds.make_kind`).
 
-    >>> group = GroupSpec("sliding_window", block_size=16, options={"window": 1024})
-    >>> group.tokens_per_block(ContextParallel(dcp_world_size=2))
-    32
+    A drafter such as EAGLE or MTP needs the hidden states of the last block's tokens, so that block must
+    be recomputed. A group with `drafts` therefore must find one block more than the hit uses (one hash
+    block, if hits may end inside blocks).  The other groups do not need the additional block. Only groups
+    whose pages hold K and V of tokens can draft.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> group = GroupSpec("sliding_window", block_size=16, options={"window": 1024})
+        >>> group.tokens_per_block(ContextParallel(dcp_world_size=2))
+        32
     """
 
     kind: str
-    block_size: int  # tokens of an allocation block on one context-parallel rank
+    block_size: int  # tokens per allocation block on one context-parallel rank
     options: Mapping[str, int] = field(default_factory=dict)  # parameters of the kind
-    replicated: bool = False  # held whole by every context-parallel rank
+    replicated: bool = False  # whether every context-parallel rank holds the whole group
     layers: tuple[str, ...] = ()
-    cached: bool = True  # False: its blocks are never hits, and it takes no part in those of others
-    transferred: bool = True  # False: its blocks stay with this engine
-    drafts: bool = False  # has layers of a drafter: the last block of a hit is computed anew
+    cached: bool = True  # False: its blocks are never hits and do not limit hits of other groups
+    transferred: bool = True  # False: its blocks stay in this engine
+    drafts: bool = False  # contains layers of a drafter: the last block of a hit is recomputed
 
     def __post_init__(self) -> None:
         check_name(self.kind, "kind")
@@ -135,48 +151,56 @@ class GroupSpec:
         object.__setattr__(self, "options", _Options(self.options))
 
     def tokens_per_block(self, context_parallel: ContextParallel) -> int:
-        """Tokens, over all context-parallel ranks, that an allocation block stands for. TypeError."""
+        """Return the number of tokens, over all context-parallel ranks, in an allocation block."""
         context_parallel = checked_context_parallel(context_parallel)
         return self.block_size * (1 if self.replicated else context_parallel.world_size)
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The cache of one layer on one rank: K and V of each token, or one state of each request.
+    """The cache of one layer on one rank: K and V of each token, or one state per request.
 
-    `kind` is a registered attention kind (`kvcache.kinds`), `options` are what it takes:
-    "sliding_window" needs `window` (tokens a query sees, with itself), "chunked_local" `chunk_size`.
-    A layer whose kind keeps a state ("recurrent") has `state_bytes` and leaves heads and sizes 0; a
-    state can be stored after every `block_size` tokens, and with `num_speculative_blocks` after each of
-    so many drafts. A packed format is `uint8` with the head size in
-    bytes.
+    `kind` is a registered attention kind (`kvcache.kinds`), and `options` are its parameters:
+    "sliding_window" requires `window` (tokens that a query attends to, itself included), "chunked_local"
+    requires `chunk_size`.
 
-    MLA, the same in `KVStorage` and `kvcache.transfer.CacheDescription`: one head; `head_size` is the
-    latent and `v_head_size` its rotary part, which may also be counted in `head_size`, and then is 0
-    (with `is_mla` the default).
+    A layer whose kind keeps a state ("recurrent") sets `state_bytes` and leaves heads and sizes at 0. A
+    state can be stored after every `block_size` tokens and, with `num_speculative_blocks`, after each of
+    that many draft tokens.
 
-    Raises TypeError or ValueError.
+    For a packed format, use `uint8` and give the head size in bytes.
 
-    >>> layer = LayerSpec("layers.0", "full_attention", 16, num_kv_heads=8, head_size=128)
-    >>> layer.bytes_per_token, layer.page_bytes(16)
-    (4096, 65536)
+    An MLA layer, as in `KVStorage` and `kvcache.transfer.CacheDescription`, has one head. `head_size` is
+    the latent and `v_head_size` its rotary part. `v_head_size` is 0 if `head_size` includes the
+    rotary part, which is the default with `is_mla`.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: An argument is out of range, or options do not fit the kind.
+
+    Example:
+        >>> layer = LayerSpec("layers.0", "full_attention", 16, num_kv_heads=8, head_size=128)
+        >>> layer.bytes_per_token, layer.page_bytes(16)
+        (4096, 65536)
     """
 
     name: str
     kind: str
-    block_size: int  # tokens on one context-parallel rank: the smallest block the kernel takes
+    block_size: int  # tokens of the kernel's smallest block on one context-parallel rank
     num_kv_heads: int = 0
     head_size: int = 0  # elements
-    v_head_size: int | None = None  # elements; None: as head_size, or 0 with MLA
+    v_head_size: int | None = None  # elements; None: head_size, or 0 with MLA
     dtype: str = "bfloat16"  # or the torch.dtype of that name
     options: Mapping[str, int] = field(default_factory=dict)  # parameters of the kind
-    replicated: bool = False  # held whole by every context-parallel rank
-    state_bytes: int = 0  # of one request
-    scale_bytes_per_token: int = 0  # of all heads, stored next to quantised K and V
+    replicated: bool = False  # whether every context-parallel rank holds the whole layer
+    state_bytes: int = 0  # per request
+    scale_bytes_per_token: int = 0  # over all heads, stored next to quantized K and V
     is_mla: bool = False
-    cached: bool = True  # False: its blocks are never hits; it reads what its request has computed
-    transferred: bool = True  # False: its blocks stay with this engine
-    drafts: bool = False  # a drafter's layer: see `GroupSpec`
+    cached: bool = (
+        True  # False: its blocks are never hits; it reads only what its request has computed
+    )
+    transferred: bool = True  # False: its blocks stay in this engine
+    drafts: bool = False  # a drafter's layer; see `GroupSpec`
 
     def __post_init__(self) -> None:
         check_name(self.name, "name")
@@ -186,18 +210,18 @@ class LayerSpec:
         pages = self._make_kind().pages
         for name in ("replicated", "cached", "transferred", "drafts", "is_mla"):
             _set_flag(self, name)
-        if pages == "state" and not self.cached:
+        if not pages.has_slots and not self.cached:
             raise ValueError(
                 f"cached is False: expected True for kind {self.kind!r}, whose state behind a hit of "
                 "other layers would be missing"
             )
         object.__setattr__(self, "dtype", dtype_name(self.dtype, ELEMENT_BYTES))
-        if self.drafts and pages != "tokens":
+        if self.drafts and not (pages.has_slots and pages.is_transferable):
             raise ValueError(
                 f"drafts is True: expected False for kind {self.kind!r}, whose pages hold no K and V of "
                 "tokens"
             )
-        has_state = pages == "state"
+        has_state = not pages.has_slots
         self._check_sizes(has_state)
         if self.is_mla:
             if has_state or self.num_kv_heads != 1:
@@ -209,7 +233,7 @@ class LayerSpec:
                 object.__setattr__(self, "v_head_size", 0)
 
     def _make_kind(self) -> KindProperties:
-        # Imported here: sizes and layouts are of use without the native library.
+        # Imported locally: sizes and layouts are useful without the native library.
         from kvcache.kinds import make_kind
 
         return make_kind(self.kind, self.options)
@@ -235,19 +259,19 @@ class LayerSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of a token's K, V and scales; 0 for a state."""
+        """Bytes of a token's K, V and scales. 0 for a state."""
         v_head_size = self.head_size if self.v_head_size is None else self.v_head_size
         elements = self.num_kv_heads * (self.head_size + v_head_size)
         return elements * ELEMENT_BYTES[self.dtype] + self.scale_bytes_per_token
 
     def page_bytes(self, block_size: int) -> int:
-        """Bytes of a block of `block_size` tokens; of a state, whatever the block size."""
+        """Return the bytes of a block of `block_size` tokens. A state has a constant size."""
         block_size = integer(block_size, "block_size", 1)
         return self.state_bytes or self.bytes_per_token * block_size
 
 
 def checked_groups(groups: Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:
-    """1 to `MAX_GROUPS` groups. TypeError or ValueError."""
+    """Check that there are 1 to `MAX_GROUPS` groups. Raises TypeError or ValueError."""
     if isinstance(groups, str) or not isinstance(groups, Sequence):
         raise TypeError(f"groups is {shown(groups)}: expected a sequence of GroupSpec")
     for g, group in enumerate(groups):
@@ -259,7 +283,7 @@ def checked_groups(groups: Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:
 
 
 def checked_context_parallel(context_parallel: ContextParallel | None) -> ContextParallel:
-    """None stands for one worker. TypeError."""
+    """Replace None by a single worker. Raises TypeError."""
     if context_parallel is None:
         return ContextParallel()
     if not isinstance(context_parallel, ContextParallel):

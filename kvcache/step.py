@@ -1,7 +1,7 @@
-"""The objects that the planes exchange: one `StepPlan` per step, and one `StepReport` back.
+"""The objects that the two planes exchange: one `StepPlan` per step, and one `StepReport` in return.
 
-The manager decides which blocks (control plane), the worker moves bytes (data plane). Both objects
-pickle, so the planes may live in two processes. No torch here.
+The manager (control plane) chooses blocks, and the worker (data plane) moves bytes. Both objects can be
+pickled, so the planes may run in two processes. This module does not need torch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ PLAN_VERSION = 3
 
 
 class Status(IntEnum):
-    """Answer per asked row. `WAIT` and `NEVER` left the request exactly as it was.
+    """The result for one requested row. `WAIT` and `NEVER` leave the request unchanged.
 
-    - `SERVED`: it has what was asked for.
+    - `SERVED`: the row got everything that was requested.
     - `WAIT`: it does not fit now.
     - `NEVER`: it does not fit into the whole pool.
     """
@@ -37,7 +37,7 @@ def _constant(*values: int, shape: tuple[int, ...]) -> np.ndarray:
     return array
 
 
-# Arrays that all plans without entries share.
+# Empty arrays, shared by all plans without entries.
 NO_IDS = _constant(shape=(0,))
 NO_SPLITS = _constant(0, shape=(1,))
 NO_PAIRS = _constant(shape=(0, 2))
@@ -45,12 +45,13 @@ NO_REPLACE = _constant(shape=(0, 3))
 
 
 class Answers(NamedTuple):
-    """The answers to one list that `KVCacheManager.step` was asked with, in its order.
+    """The results for one list of requests to `KVCacheManager.step`, in the order of the list.
 
-    - `rows`: int32[n], the row of each request; -1 for a new one that was not served.
+    - `rows`: int32[n], the row of each request, or -1 for a new request that was not served.
     - `status`: uint8[n], a `Status` each.
-    - `num_computed_tokens`: int32[n], where its new tokens start (of a new request: its hit).
-    - `num_tokens`: int32[n], how many tokens it has got slots for; 0 where it was not served.
+    - `num_computed_tokens`: int32[n], the position of its first new token. For a new request, this is the
+      length of its prefix hit.
+    - `num_tokens`: int32[n], the number of tokens with allocated slots, or 0 if it was not served.
     """
 
     rows: np.ndarray
@@ -60,7 +61,7 @@ class Answers(NamedTuple):
 
 
 class StepAnswers(NamedTuple):
-    """The answers of a plan by the arguments of `KVCacheManager.step`: `rows`, `swap_out`, `new`."""
+    """A plan's answers to the arguments `rows`, `swap_out` and `new` of `KVCacheManager.step`."""
 
     rows: Answers
     swap_out: Answers
@@ -68,7 +69,7 @@ class StepAnswers(NamedTuple):
 
 
 class _HeldArrays(core.HeldArrays):
-    """Arrays that the native step has made: numpy's form of them comes when one is asked for."""
+    """Arrays created by the native step, converted to numpy on first access."""
 
     __slots__ = ("_held",)
 
@@ -79,45 +80,49 @@ class _HeldArrays(core.HeldArrays):
 
 @dataclass(slots=True, eq=False)
 class StepPlan(_HeldArrays):
-    """The work of a worker before it runs a step, and the answers to the scheduler.
+    """The work of a worker before it runs a step, and the answers for the scheduler.
 
-    `KVCacheManager.step` makes it, `Worker.apply` carries it out: each plan once, in their order. All
-    ids are int32; a page is a device block; "per group" is a list with one entry per cache group.
+    `KVCacheManager.step` creates a plan, and `Worker.apply` applies it. Every plan is applied once, in
+    step order. All IDs are int32, a page is a device block, and "per group" means a list with one entry
+    per cache group.
 
     The step:
 
-    - `step_id`: its number. Numbers grow; those of aborted steps are not used again.
-    - `previous_step_id`: the last step before it that was not aborted; -1: none. A worker has applied it.
-    - `version`: of this format, `PLAN_VERSION`.
+    - `step_id`: the step number. Numbers increase, and the numbers of aborted steps are not reused.
+    - `previous_step_id`: the last earlier step that was not aborted, or -1. Its plan must have been
+      applied.
+    - `version`: version of this format, `PLAN_VERSION`.
 
-    The answers, one entry each for `rows`, then `swap_out`, then `new`; `answers` has the three apart:
+    The answers, with one entry each for `rows`, then `swap_out`, then `new`; `answers` separates the
+    three:
 
-    - `rows`: int32[b], the row of each request; -1 for a new one that was not served.
+    - `rows`: int32[b], the row of each request, or -1 for a new request that was not served.
     - `status`: uint8[b], a `Status` each.
-    - `num_computed_tokens`: int32[b], where the row's new tokens start (of a new request: its hit).
-    - `num_tokens`: int32[b], how many tokens the row has got slots for; 0 where it was not served, and
-      of rows that were asked to leave.
-    - `num_running`, `num_leaving`: how many of the answers are to `rows` and to `swap_out`.
+    - `num_computed_tokens`: int32[b], the position of the row's first new token. For a new request, this
+      is the length of its prefix hit.
+    - `num_tokens`: int32[b], the number of tokens with allocated slots, or 0 if the row was not served or
+      is swapped out.
+    - `num_running`, `num_leaving`: number of answers to `rows` and to `swap_out`.
 
-    The work, in the order in which a worker does it:
+    A worker performs these sections in order:
 
-    - `swap_out`: int32[n, 2], device page and host page each.
+    - `swap_out`: int32[n, 2], device page and host page.
     - `copy`: int32[n, 2], source and destination page.
-    - `zero`: int32[n], pages to clear.
+    - `zero`: int32[n], pages to zero.
     - `swap_in`: int32[n, 2], host page and device page.
-    - `clear_rows`: int32[k], rows of the tables that begin anew, empty.
-    - `append_rows`: int32[r], rows that get more blocks: `append_ids[g][splits[i] : splits[i + 1]]` is
-      what row `append_rows[i]` gets in group g, with `splits = append_splits[g]`.
+    - `clear_rows`: int32[k], table rows to clear.
+    - `append_rows`: int32[r], rows that get more blocks. In group g, row `append_rows[i]` gets
+      `append_ids[g][splits[i] : splits[i + 1]]`, with `splits = append_splits[g]`.
     - `append_splits`, `append_ids`: per group int32[r + 1] and int32[splits[-1]].
-    - `replace`: per group int32[m, 3], row, column and new id of entries that a table has already.
-    - `is_empty`: the manager found all of these empty, so a worker does not look at them. False in a plan
-      that is made by hand.
+    - `replace`: per group int32[m, 3]: row, column and new ID of existing table entries.
+    - `is_empty`: whether the manager found all of these empty, so that a worker can skip them. False in a
+      plan created by hand.
 
-    `depends_on`: int32[n, 2], a row and another row of this step that fills blocks which it reads (with
-    `in_step_hits="share"`). The worker computes both in one pass that writes the K and V of a layer
-    before it attends, or the second row first.
+    `depends_on`: int32[n, 2], a row and another row of this step that fills blocks which the first row
+    reads (with `in_step_hits="share"`). The worker either computes both in one pass that writes a layer's
+    K and V before attention, or computes the second row first.
 
-    `page_bytes`: bytes of a page, 0 where the manager does not know.
+    `page_bytes`: bytes per page, or 0 if the manager does not know.
     """
 
     step_id: int
@@ -144,13 +149,14 @@ class StepPlan(_HeldArrays):
 
     @property
     def answers(self) -> StepAnswers:
-        """The answers to each of the three lists; views.
+        """The answers to each of the three lists, as views.
 
-        >>> from kvcache import KVCacheManager, Request
-        >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128)
-        >>> plan = manager.step(new=[Request("r1", range(40)), Request("r2", range(120))])
-        >>> plan.answers.new.status.tolist(), plan.answers.new.num_tokens.tolist()
-        ([0, 1], [40, 0])
+        Example:
+            >>> from kvcache import KVCacheManager, Request
+            >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128)
+            >>> plan = manager.step(new=[Request("r1", range(40)), Request("r2", range(120))])
+            >>> plan.answers.new.status.tolist(), plan.answers.new.num_tokens.tolist()
+            ([0, 1], [40, 0])
         """
         first, second = self.num_running, self.num_running + self.num_leaving
         arrays = self.rows, self.status, self.num_computed_tokens, self.num_tokens
@@ -159,23 +165,23 @@ class StepPlan(_HeldArrays):
 
     @property
     def swap_in_bytes(self) -> int:
-        """Bytes that come from the host."""
+        """Bytes swapped in from the host."""
         return len(self.swap_in) * self.page_bytes
 
     @property
     def swap_out_bytes(self) -> int:
-        """Bytes that go to the host."""
+        """Bytes swapped out to the host."""
         return len(self.swap_out) * self.page_bytes
 
 
 @dataclass(slots=True)
 class StepReport:
-    """A worker's report of a step, once its bytes have moved.
+    """A worker's report of a step, sent once the step's bytes have moved.
 
-    - `step_id`: of the plan; the report is one for all earlier steps too.
-    - `completed`: whether the plan was carried out.
-    - `failed_pages`: pages of the device whose content is not what the plan says.
-    - `failed_host_pages`: pages of the host that a swap-out did not fill.
+    - `step_id`: the step. The report covers all earlier steps as well.
+    - `completed`: whether the plan was applied.
+    - `failed_pages`: device pages whose content differs from the plan.
+    - `failed_host_pages`: host pages that a swap-out did not fill.
     """
 
     step_id: int

@@ -17,7 +17,17 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from kvcache import GroupSpec, KVCacheManager, Request, Status, StepReport, hash_blocks
+from kvcache import (
+    Admit,
+    External,
+    GroupSpec,
+    KVCacheManager,
+    Request,
+    Status,
+    StepReport,
+    hash_blocks,
+)
+from kvcache.allocator import RequestState, check_invariants
 from kvcache.allocator.hashing import DEFAULT_ALGORITHM, DEFAULT_SEED, hash_seed
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvcache.kinds import AttentionKind, register
@@ -206,6 +216,8 @@ class Driver:
         self.hash_bytes = choose.pick([5, 16, 31, 32]) if self.algorithm == ENGINE else None
         watermark = choose.pick([0.0, 0.0, 0.2])
         specs, groups = groups_of(choose, kinds)
+        has_state = any(spec.kind == "recurrent" for spec in specs)
+        self.in_step_hits = choose.pick(["none", "none", "wait", "none" if has_state else "share"])
 
         def make_manager() -> KVCacheManager:
             return KVCacheManager.for_groups(
@@ -217,6 +229,7 @@ class Driver:
                 track_residency=True,
                 hash_algorithm=self.algorithm,
                 hash_bytes=self.hash_bytes,
+                in_step_hits=self.in_step_hits,
                 **options,
             )
 
@@ -260,8 +273,8 @@ class Driver:
         ]
         if not self.has_state:
             self.operations += [
-                (2, self.allocate_slots),
-                (3, self.append_slots),
+                (2, self.admit_alone),
+                (3, self.extend),
                 (2, self.advance),
             ]
         if not self.has_state or self.model.max_drafts:
@@ -393,7 +406,6 @@ class Driver:
         limits = [0 if delay else limit for limit, delay in zip(limits, delays)]
         asked = [*counts, *limits]
         ahead = [min(each, n - count) for each, n, count in zip(ahead, most, asked)]
-        in_step = choose.pick(["none", "none", "wait", "none" if self.has_state else "share"])
         self.before[self.model.num_steps] = copy.deepcopy(self.tables)
         for row, new_ids in zip(rows, ids):
             request, model = self.requests[row]
@@ -401,19 +413,23 @@ class Driver:
         plan = self.manager.step(
             rows,
             counts,
-            new=[request for request, _ in pairs],
-            new_num_tokens=limits,
+            new=[
+                Admit(
+                    request,
+                    limits[i],
+                    External(external[i], delays[i]),
+                    ahead[len(rows) + i],
+                    reserved,
+                    caps[i],
+                    None if reads is None else reads[i],
+                )
+                for i, (request, _) in enumerate(pairs)
+            ],
             token_ids=[token for each in ids for token in each],
             num_token_ids=[len(each) for each in ids],
             num_rejected_tokens=rejected,
-            num_lookahead_tokens=ahead,
-            num_reserved_blocks=reserved,
+            num_lookahead_tokens=ahead[: len(rows)],
             swap_out=leaving,
-            max_host_blocks=caps,
-            num_external_computed_tokens=external,
-            delay_cache_blocks=delays,
-            in_step_hits=in_step,
-            read_cache=reads,
         )
         is_alone = self.hold_all(rows)
         models = [model for _, model in pairs]
@@ -431,7 +447,7 @@ class Driver:
             caps,
             external,
             delays,
-            in_step,
+            self.in_step_hits,
         )
         for model, own in zip(models, own_reads):
             model.reads = own
@@ -493,8 +509,8 @@ class Driver:
             if count + ahead > self.model.most_slots(n):
                 return  # more than there are places for is refused
             rows = ([0], [count]) if n else ()
-            new = {} if n else {"new": [request], "new_num_tokens": [count]}
-            plan = manager.step(*rows, **new, num_lookahead_tokens=ahead)
+            new = [] if n else [Admit(request, count, num_lookahead_tokens=ahead)]
+            plan = manager.step(*rows, new=new, num_lookahead_tokens=ahead)
             if plan.status[0] != Status.SERVED:
                 return
             manager.report(StepReport(plan.step_id, completed=True))
@@ -603,11 +619,11 @@ class Driver:
         if found >= 0:
             self.requests[found] = request, model
 
-    def allocate_slots(self) -> None:
+    def admit_alone(self) -> None:
         request, model = pair = self.new_request()
         # The model allocates behind whole blocks; hits inside blocks are found, and not taken.
-        inside = self.manager.get_computed_blocks(request)[1]
-        ids, num_hit = self.manager.get_computed_blocks(request, whole_blocks=True)
+        inside = self.manager.cache.find_prefix(request).num_tokens
+        ids, num_hit, _ = self.manager.cache.find_prefix(request, whole_blocks=True)
         assert num_hit == self.model.hit_length(model) <= inside
         assert inside <= self.model.hit_length(model, partial=True)
         want = [held.blocks for held in self.model.hit_blocks(model, num_hit)]
@@ -623,7 +639,15 @@ class Driver:
         count = 0 if delay else self.choose.integer(1, min(LONGEST - num_hit - external, slots))
         ahead = min(self.choose.pick([0, 0, 3]), slots - count)
         computed = ids[0] if self.num_groups == 1 else ids
-        found = self.manager.allocate_slots(request, count, computed, ahead, external, delay)
+        found = self.manager.admit(
+            Admit(
+                request,
+                num_tokens=count,
+                external=External(external, delayed=delay),
+                num_lookahead_tokens=ahead,
+            ),
+            computed,
+        )
         wanted = self.model.allocate(model, count, num_hit, ahead, external, delay)
         assert (found is None) == (wanted is None)
         if wanted is not None:
@@ -631,7 +655,7 @@ class Driver:
             assert (self.manager.row(request), [each.tolist() for each in found]) == wanted
         self.record_row(pair, -1 if wanted is None else wanted[0])
 
-    def append_slots(self) -> None:
+    def extend(self) -> None:
         rooms = self.rows(by_step=False)
         if not rooms:
             return
@@ -639,7 +663,7 @@ class Driver:
         most = self.model.most_slots(self.model.rows[row].num_computed)
         count = self.choose.integer(1, min(rooms[row], most))
         ahead = min(self.choose.pick([0, 0, 3]), most - count)
-        found = self.manager.append_slots(self.requests[row][0], count, ahead)
+        found = self.manager.extend(self.requests[row][0], count, ahead)
         want = self.model.append(row, count, ahead)
         if found is not None:
             found = [each.tolist() for each in ([found] if self.num_groups == 1 else found)]
@@ -788,17 +812,17 @@ class Driver:
 
     def reset(self) -> None:
         if self.choose.chance(3):
-            self.manager.start_epoch()
+            self.manager.cache.start_epoch()
             self.model.start_epoch()
         else:
-            assert self.manager.reset_prefix_cache() == self.model.reset()
+            assert self.manager.cache.reset() == self.model.reset()
 
     def ask(self) -> None:
         """Questions: they change nothing, which `compare` sees."""
         request, model = pair = self.new_request()
         self.waiting.append(pair)
         num_hit = self.model.hit_length(model, partial=True)
-        tokens = self.manager.cached_tokens(request)
+        tokens = self.manager.cache.cached_tokens(request)
         assert tokens.on_device == self.model.hit_length(model)
         assert tokens.with_host == self.model.hit_length(model, with_host=True)
         count = self.choose.integer(1, LONGEST)
@@ -817,19 +841,12 @@ class Driver:
         chunk = min(chunk, slots)
         ahead, reserved = self.choose.pick([0, 0, 3]), self.choose.pick([0, 0, 4])
         ahead = min(ahead, slots - chunk)
-        options = {
-            "num_lookahead_tokens": ahead,
-            "num_reserved_blocks": reserved,
-            "max_host_blocks": cap,
-        }
+        ask = Admit(request, chunk, None, ahead, reserved, cap)
         asked = [], [], [], [], [model], [chunk], [ahead], reserved, (), [cap], [external]
         status = trial.step(*asked).status[0]
-        fits = self.manager.would_fit(
-            request, chunk, num_external_computed_tokens=external, **options
-        )
-        assert fits == status
+        assert self.manager.would_fit(ask._replace(external=External(external))) == status
         status, tried = self.model.would_fit_whole(model, chunk, ahead, reserved, cap)
-        assert self.manager.would_fit(request, chunk, whole=True, **options) == status
+        assert self.manager.would_fit(ask, whole=True) == status
         for start in tried if status == Status.NEVER else ():
             self.check_never(model, start, len(model.tokens), chunk, ahead)
         rooms = self.rows(by_step=True) | self.rows(by_step=False)
@@ -840,7 +857,9 @@ class Driver:
             count = self.choose.integer(1, min(rooms[row], slots, drafts))
             ahead = min(ahead, slots - count)
             status = copy.deepcopy(self.model).would_extend(row, count, ahead)
-            found = self.manager.would_fit(self.requests[row][0], count, num_lookahead_tokens=ahead)
+            found = self.manager.would_fit(
+                Admit(self.requests[row][0], num_tokens=count, num_lookahead_tokens=ahead)
+            )
             assert found == status
         assert self.model.hit_length(model, partial=True) == num_hit
         rows = [row for row in sorted(self.requests) if not self.model.rows[row].on_host]
@@ -848,7 +867,9 @@ class Driver:
             row = self.choose.pick(rows)
             group = self.choose.integer(0, self.num_groups - 1)
             running = self.choose.integer(1, 3)
-            found = self.manager.get_num_common_prefix_blocks(self.requests[row][0], running, group)
+            found = self.manager.cache.num_common_prefix_blocks(
+                self.requests[row][0], running, group
+            )
             assert found == self.model.num_common_prefix_blocks(row, running, group)
 
     def wrong_call(self) -> None:
@@ -858,10 +879,10 @@ class Driver:
             lambda: manager.step([len(self.tables) + 50], [1]),
             lambda: manager.step([0], [1, 2]),
             lambda: manager.step(new=[stranger, stranger]),
-            lambda: manager.step(new=[stranger], new_num_tokens=[0]),
+            lambda: manager.step(new=[Admit(stranger, num_tokens=0)]),
             lambda: manager.step(token_ids=[1]),
-            lambda: manager.step(num_reserved_blocks=-1),
-            lambda: manager.append_slots(stranger, 1),
+            lambda: manager.step(new=[Admit(stranger, num_reserved_blocks=-1)]),
+            lambda: manager.extend(stranger, 1),
             lambda: manager.reject_tokens(stranger, 1),
             lambda: manager.advance([len(self.tables) + 50], [0], [1]),
             lambda: manager.invalidate([0]),
@@ -873,21 +894,21 @@ class Driver:
             lambda: manager.step(new=[Request("odd", [1], block_hashes=[bytes(32)] * 9)]),
             lambda: manager.step(new=[Request("none yet", [])]),
             lambda: manager.step(swap_out=[len(self.tables) + 50]),
-            lambda: manager.step(new=[stranger], max_host_blocks=[-1]),
+            lambda: manager.step(new=[Admit(stranger, max_host_blocks=-1)]),
             lambda: manager.fork(stranger, Request("child", [1, 2])),
-            lambda: manager.is_swapped_out(stranger),
+            lambda: manager.state(stranger) is RequestState.SWAPPED_OUT,
             lambda: manager.finish_receiving(stranger),
             lambda: manager.release_blocks(stranger),
-            lambda: manager.step(new=[stranger], num_external_computed_tokens=[2]),
-            lambda: manager.step(new=[stranger], num_external_computed_tokens=[-1]),
-            lambda: manager.step(new=[stranger], delay_cache_blocks=[True]),
+            lambda: manager.step(new=[Admit(stranger, external=External(2))]),
+            lambda: manager.step(new=[Admit(stranger, external=External(-1))]),
+            lambda: manager.step(new=[Admit(stranger, external=External(0, delayed=True))]),
         ]
         receiving = [row for row in self.requests if self.model.rows[row].receiving]
         if receiving:
             receiver = self.requests[receiving[0]][0]
             calls += [
                 lambda: manager.step([receiving[0]], [1]),
-                lambda: manager.append_slots(receiver, 1),
+                lambda: manager.extend(receiver, 1),
                 lambda: manager.fork(receiver, Request("child", receiver.token_ids)),
                 lambda: manager.finish_receiving(receiver, -1),
                 lambda: manager.take_cached(receiver),
@@ -903,7 +924,7 @@ class Driver:
                 lambda: manager.fork(away, Request("child", away.token_ids)),
                 lambda: manager.block_ids(away),
                 lambda: manager.take_cached(away),
-                lambda: manager.get_num_common_prefix_blocks(away, 1),
+                lambda: manager.cache.num_common_prefix_blocks(away, 1),
             ]
         rows = self.rows(by_step=True)
         if rows:
@@ -917,7 +938,7 @@ class Driver:
                 lambda: manager.step([row], [1], token_ids=[5] * 60, num_token_ids=[60]),
                 lambda: manager.step([row], [1], num_rejected_tokens=[most + 1]),
                 lambda: manager.step([row], [1], new=[self.requests[row][0]]),
-                lambda: manager.append_slots(self.requests[row][0], 1),
+                lambda: manager.extend(self.requests[row][0], 1),
                 lambda: manager.fork(self.requests[row][0], self.requests[row][0]),
                 lambda: manager.step([row], [1], swap_out=[row]),
             ]
@@ -931,7 +952,7 @@ class Driver:
             row2 = self.choose.pick([*others])
             calls += [
                 lambda: manager.step([row2], [1]),
-                lambda: manager.append_slots(self.requests[row2][0], others[row2] + 1),
+                lambda: manager.extend(self.requests[row2][0], others[row2] + 1),
                 lambda: manager.step(swap_out=[row2]),
                 lambda: manager.fork(
                     self.requests[row2][0], Request("child", self.requests[row2][0].token_ids)
@@ -944,25 +965,25 @@ class Driver:
 
     def compare(self) -> None:
         manager, model = self.manager, self.model
-        manager.check_invariants()
+        check_invariants(manager)
         pools = [(manager.pool, model.pool)]
         if model.host:
             pools.append((manager.host_pool, model.host))
-            assert manager.num_loading_blocks == len(model.loads)
+            assert manager.pool.num_loading == len(model.loads)
         for pool, known in pools:
             assert pool.num_free == known.num_free()
             assert pool.num_cached == len(known.content)
-        assert manager.num_kept_blocks == sum(map(len, model.kept.values()))
-        assert manager.num_fenced_blocks == sum(len(blocks) for _, blocks in model.fences)
-        stats = manager.stats
+        assert manager.pool.num_kept == sum(map(len, model.kept.values()))
+        assert manager.pool.num_fenced == sum(len(blocks) for _, blocks in model.fences)
+        stats = manager.cache.stats
         assert (stats.query_tokens, stats.hit_tokens) == (model.query_tokens, model.hit_tokens)
         assert stats.host_hit_tokens == model.host_hit_tokens
         for row, (request, known) in self.requests.items():
             state = model.rows[row]
             assert manager.num_computed_tokens(request) == state.num_computed
             assert request.token_ids.tolist() == known.tokens
-            assert manager.is_swapped_out(request) == state.on_host
-            assert manager.is_receiving(request) == state.receiving
+            assert (manager.state(request) is RequestState.SWAPPED_OUT) == state.on_host
+            assert (manager.state(request) is RequestState.RECEIVING) == state.receiving
             if state.on_host:
                 continue
             blocks = [manager.block_ids(request, g).tolist() for g in range(self.num_groups)]
@@ -974,7 +995,7 @@ class Driver:
     def compare_events(self) -> None:
         """The events are those of the model, in its order."""
         found = []
-        for event in self.manager.drain_events():
+        for event in self.manager.cache.drain_events():
             if isinstance(event, AllBlocksCleared):
                 found.append(("cleared", event.medium))
             elif isinstance(event, BlockRemoved):

@@ -55,7 +55,7 @@ class CacheUser:
             self._requests.append(request)
             self.digests |= {
                 wire_hash(each.tobytes()): each.tobytes()
-                for each in self.manager.block_hashes(request)
+                for each in self.manager.cache.hashes(request)
             }
 
     def _go_on(self) -> None:
@@ -66,7 +66,7 @@ class CacheUser:
             self._step([self.manager.row(request)], [1], token_ids=[self._rng.randint(0, 3)])
             self.digests |= {
                 wire_hash(each.tobytes()): each.tobytes()
-                for each in self.manager.block_hashes(request)
+                for each in self.manager.cache.hashes(request)
             }
 
     def _leave(self) -> None:
@@ -77,16 +77,16 @@ class CacheUser:
     def _reset(self) -> None:
         while self._requests:
             self._leave()
-        assert self.manager.reset_prefix_cache()
+        assert self.manager.cache.reset()
 
     def _new_weights(self) -> None:
-        self.manager.start_epoch()
+        self.manager.cache.start_epoch()
         while self._requests:
             self._leave()
 
     def _evict(self) -> None:
         block = self._rng.randrange(1, self.manager.pool.num_blocks)
-        self.manager.evict([block])
+        self.manager.cache.evict([block])
 
     def cached(self) -> set[tuple[str, int, int]]:
         """(medium, group, hash on the wire) of all that is cached, as the pools say themselves."""
@@ -100,7 +100,9 @@ class CacheUser:
                 block = view.block(each, medium, group)
                 assert len(block.token_ids) == block.block_size == GROUPS[group].block_size
                 parent = root if block.parent is None else self.digests[block.parent]
-                hashes = hash_blocks(block.token_ids, self.manager.hash_block_size, parent=parent)
+                hashes = hash_blocks(
+                    block.token_ids, self.manager.cache.hash_block_size, parent=parent
+                )
                 assert wire_hash(hashes[-1].tobytes()) == each
 
 
@@ -111,7 +113,7 @@ def cached(manager: KVCacheManager) -> set[tuple[str, int, int]]:
     for medium, pool in pools.items():
         if pool is None:
             continue
-        known = manager.hashes_of_blocks(np.arange(1, pool.num_blocks), medium)
+        known = manager.cache.hashes_of(np.arange(1, pool.num_blocks), medium)
         found |= {
             (medium.upper(), int(group), wire_hash(each.tobytes()))
             for each, group in zip(known.hashes, known.groups)

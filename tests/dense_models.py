@@ -6,7 +6,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from kvcache.integrations.transformers.tiny_models import tiny_model
+from kvcache.engine.transformers.tiny_models import tiny_model
 
 # Every kind of layer: full, windows, chunks, MLA, experts, sinks, three forms of recurrent states.
 MODELS = (

@@ -1,24 +1,25 @@
-"""A small engine for tests of disaggregation: a manager, pages of all ranks, and KV that names its token.
-
-`python -m tests.disaggregation_engine JSON` is an engine in a process of its own.
-"""
+"""A small engine for tests of disaggregation: a manager, pages of all ranks, KV that names its token."""
 
 import contextlib
 import glob
-import json
-import os
-import selectors
-import signal
-import subprocess
-import sys
 import time
 
 import torch
 
-from kvcache import KVCacheManager, KVStorage, LayerSpec, Request, Status, plan_cache
-from kvcache.disaggregation import CacheRank, Connector, ConnectorOptions, layouts_of_plan
+from kvcache import (
+    Admit,
+    External,
+    KVCacheManager,
+    KVStorage,
+    LayerSpec,
+    Request,
+    Status,
+    plan_cache,
+)
+from kvcache.allocator import check_invariants
+from kvcache.sources.disaggregation import CacheRank, Connector, ConnectorOptions, layouts_of_plan
 from kvcache.transfer import StateTensor
-from tests.shared import REPO
+from tests.forked import Forked, received, send
 
 HEADS, SIZE, LAYERS, WINDOW = 4, 8, 4, 48
 STATE = [
@@ -47,11 +48,16 @@ class Engine:
         secret="",
         manager=None,
         device="cpu",
+        num_heads=HEADS,
+        head_size=SIZE,
+        num_layers=LAYERS,
+        max_model_len=1024,
     ):
-        shape = {"num_kv_heads": HEADS // tp, "head_size": SIZE, "dtype": dtype}
+        self.num_heads, self.head_size = num_heads, head_size
+        shape = {"num_kv_heads": num_heads // tp, "head_size": head_size, "dtype": dtype}
         layers = []
-        self.order = [f"{kind}.{i}" for i in range(LAYERS) for kind in kinds]
-        for i in range(LAYERS // pp):  # of a stage
+        self.order = [f"{kind}.{i}" for i in range(num_layers) for kind in kinds]
+        for i in range(num_layers // pp):  # of a stage
             for kind in kinds:
                 name = f"{kind}.{i}"
                 if kind == "full":
@@ -64,9 +70,9 @@ class Engine:
                     layers.append(
                         LayerSpec(name, "recurrent", block, state_bytes=size, dtype="float32")
                     )
-        page = plan_cache(layers, 1 << 26, max_model_len=1024).page_bytes
-        self.plan = plan_cache(layers, page * num_blocks, max_model_len=1024)
-        self.tp, self.per_stage, self.num_ranks = tp, LAYERS // pp, tp * pp
+        page = plan_cache(layers, 1 << 40, max_model_len=max_model_len).page_bytes
+        self.plan = plan_cache(layers, page * num_blocks, max_model_len=max_model_len)
+        self.tp, self.per_stage, self.num_ranks = tp, num_layers // pp, tp * pp
         self.kinds = [group.layers[0].split(".")[0] for group in self.plan.groups]
         options = ConnectorOptions(**{"transport": "gloo", **(options or {})})
         self.storages = [
@@ -76,7 +82,7 @@ class Engine:
         self.manager = KVCacheManager.for_groups(
             self.plan.groups,
             self.plan.num_pages,
-            1024,
+            max_model_len,
             num_preallocate_tokens=0,
             **(manager or {}),
         )
@@ -87,7 +93,9 @@ class Engine:
             tp_size=tp,
             pp_size=pp,
             states={g: STATE for g, kind in enumerate(self.kinds) if kind == "state"},
-            layers={g: [f"{kind}.{i}" for i in range(LAYERS)] for g, kind in enumerate(self.kinds)},
+            layers={
+                g: [f"{kind}.{i}" for i in range(num_layers)] for g, kind in enumerate(self.kinds)
+            },
         )
         self.ranks = [
             CacheRank(layouts, storages, rank=rank, options=options, secret=secret.encode())
@@ -110,10 +118,10 @@ class Engine:
     # What a model computes: values that name token, position, layer, head and place.
 
     def values(self, rank, layer, part, tokens, first):
-        """[n, heads, SIZE] of tokens that begin at position `first`."""
-        heads, rank = HEADS // self.tp, rank % self.tp
+        """[n, heads, head_size] of tokens that begin at position `first`."""
+        heads, rank = self.num_heads // self.tp, rank % self.tp
         head = torch.arange(rank * heads, (rank + 1) * heads)[None, :, None]
-        place = torch.arange(SIZE)[None, None, :]
+        place = torch.arange(self.head_size)[None, None, :]
         token = torch.tensor(tokens, dtype=torch.int64)[:, None, None]
         position = torch.arange(first, first + len(tokens))[:, None, None]
         mixed = token * 131 + position * 17 + layer * 1009 + part * 503 + head * 53 + place
@@ -219,12 +227,10 @@ class Engine:
 
     def admit(self, request, offer):
         """Begins to load a request; True where it was admitted. ValueError for a refusal."""
-        count = self.connector.num_external_tokens(request, offer)
+        count = self.connector.match(request, offer)
         if count == 0:
             return False
-        plan = self.manager.step(
-            new=[request], num_external_computed_tokens=[count], delay_cache_blocks=[True]
-        )
+        plan = self.manager.step(new=[Admit(request, external=External(count, delayed=True))])
         if plan.status.tolist() != [Status.SERVED]:
             return False
         self.apply(plan)
@@ -258,7 +264,7 @@ class Engine:
         while time.monotonic() < deadline:
             self.connector.poll()
             if self.is_empty:
-                self.manager.check_invariants()
+                check_invariants(self.manager)
                 return True
             time.sleep(0.01)
         return False
@@ -268,63 +274,21 @@ class Engine:
         pool, connector = self.manager.pool, self.connector
         return (
             pool.num_free == pool.num_total
-            and self.manager.num_kept_blocks == 0
+            and self.manager.pool.num_kept == 0
             and connector.num_leased_requests == connector.num_loading_requests == 0
         )
 
 
-class EngineProcess:
-    """An engine in a process of its own, as a test sees it. Leaving the block kills it."""
+class EngineProcess(Forked):
+    """An engine in a process of its own, as a test sees it."""
 
     def __init__(self, engine_id, **options):
-        self.options = {"engine_id": engine_id, **options}
+        self._options = {"engine_id": engine_id, **options}
         self.start()
 
     def start(self):
         """Starts it; again, under its name, where it was killed."""
-        paths = [str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, "-m", "tests.disaggregation_engine", json.dumps(self.options)]
-        self.process = subprocess.Popen(
-            command, cwd=REPO, env=environment, stdin=-1, stdout=-1, text=True
-        )
-        self._answer(180)  # imports take long on a busy machine
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.kill()
-        self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
-
-    def ask(self, command, timeout_s=30, **arguments):
-        self.tell(command, **arguments)
-        return self._answer(timeout_s)
-
-    def tell(self, command, **arguments):
-        self.process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
-        self.process.stdin.flush()
-
-    def signal(self, number):
-        os.kill(self.process.pid, number)
-        if number == signal.SIGKILL:
-            self.process.wait()
-        if number == signal.SIGSTOP:
-            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
-
-    def _answer(self, timeout_s):
-        selector = selectors.DefaultSelector()
-        selector.register(self.process.stdout, selectors.EVENT_READ)
-        assert selector.select(timeout_s), f"no answer within {timeout_s} s"
-        line = self.process.stdout.readline()
-        assert line, "the engine has ended"
-        return json.loads(line)
+        super().__init__(serve, **self._options)
 
 
 def queued_s():
@@ -371,19 +335,25 @@ def finish(engine, request, loaded, result):
     engine.manager.free(request)
 
 
-def serve(engine, answer, lines):
-    """One JSON command per line; leases are looked after meanwhile."""
-    selector = selectors.DefaultSelector()
-    selector.register(lines, selectors.EVENT_READ)
+def serve(commands, **options):
+    """Obeys commands until the test process ends; leases are looked after meanwhile."""
+    torch.set_num_threads(1)
+
+    def answer(**values):
+        send(commands, **values)
+
+    with Engine(**options) as engine:
+        answer(ready=True)
+        obey(engine, commands, answer)
+
+
+def obey(engine, commands, answer):
     early = {}
     while True:
         engine.connector.poll()
-        if not selector.select(0.005):
+        if not commands.poll(0.005):
             continue
-        line = lines.readline()
-        if not line:
-            return
-        command = json.loads(line)
+        command = received(commands)
         match command.pop("command"):
             case "prefill":
                 request = Request(command["id"], command["tokens"])
@@ -414,20 +384,3 @@ def serve(engine, answer, lines):
                 answer(results=load_all(engine, command["requests"]))
             case "drained":
                 answer(drained=engine.drained(command.get("seconds", 10)))
-
-
-def main():
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print there
-    torch.set_num_threads(1)
-
-    def answer(**values):
-        print(json.dumps(values), file=out, flush=True)
-
-    with Engine(**json.loads(sys.argv[1])) as engine:
-        answer(ready=True)
-        serve(engine, answer, os.fdopen(os.dup(0), "r", buffering=1))
-
-
-if __name__ == "__main__":
-    main()

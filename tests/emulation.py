@@ -18,6 +18,8 @@ from tests.shared import REPO
 ASAN = os.environ.get("KVCACHE_TEST_ASAN") == "1"
 # vptr needs the classes of torch's libraries.
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize=vptr"]
+# Precompiled: each source would spend seconds on them.
+_TORCH_HEADERS = "#include <torch/csrc/stable/library.h>\n#include <torch/csrc/stable/tensor.h>\n"
 
 
 @functools.cache
@@ -40,8 +42,9 @@ def build_cpu_library(asan: bool) -> Path:
 
 def _built(sources: list[Path], asan: bool, name: str) -> Path:
     root = REPO / "csrc"
-    flags = ["-O1", "-g1"] if asan else ["-O2"]
-    flags += [
+    flags = [
+        "-O1",
+        *(["-g1"] if asan else []),
         "-std=c++17",
         "-fPIC",
         "-fvisibility=hidden",
@@ -60,6 +63,10 @@ def _built(sources: list[Path], asan: bool, name: str) -> Path:
     with (folder / f"lock_{name}").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
+            common = folder / "objects" / f"torch-{shared}.h"
+            common.write_text(_TORCH_HEADERS)
+            _compile(flags, common, common.with_suffix(".h.gch"), "c++-header")
+            flags += ["-include", str(common)]
             with ThreadPoolExecutor() as pool:
                 list(pool.map(functools.partial(_compile, flags), *zip(*objects.items())))
             library.parent.mkdir(exist_ok=True)
@@ -71,11 +78,11 @@ def _built(sources: list[Path], asan: bool, name: str) -> Path:
     return library
 
 
-def _compile(flags: list[str], source: Path, obj: Path) -> None:
+def _compile(flags: list[str], source: Path, obj: Path, language: str = "c++") -> None:
     if obj.exists():
         return
     new = obj.with_suffix(".new")
-    command = [build.cxx(), *flags, "-x", "c++", "-c", str(source), "-o", str(new)]
+    command = [build.cxx(), *flags, "-x", language, "-c", str(source), "-o", str(new)]
     subprocess.run(command, check=True)
     new.rename(obj)
 

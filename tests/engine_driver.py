@@ -12,11 +12,14 @@ import numpy as np
 import torch
 
 from kvcache import plan_cache
-from kvcache.integrations.transformers import attach, layer_specs
-from kvcache.serving import Engine, Generation, SamplingParams
-from kvcache.serving.sampling import Sampler
+from kvcache.allocator import check_invariants
+from kvcache.engine import Engine, Generation, SamplingParams
+from kvcache.engine.sampling import Sampler
+from kvcache.engine.transformers import attach, layer_specs
+from kvcache.sources.store import StoreTier
 from kvcache.step import StepReport
 from tests.dense_models import MODELS, VOCAB_SIZE, beam_search, dense, logits_of
+from tests.stores import FAULTS, MemoryStore, patient
 
 
 class ModelFailed(Exception):
@@ -24,9 +27,12 @@ class ModelFailed(Exception):
 
 
 class EngineRun:
-    """One run: an engine with settings that the seed gives, in a pool for one request and a little."""
+    """One run: an engine with settings that the seed gives, in a pool for one request and a little.
 
-    def __init__(self, name: str, seed: int) -> None:
+    `with_store`: over a store in memory, which fails in every way at a rate that the seed gives.
+    """
+
+    def __init__(self, name: str, seed: int, with_store: bool = False) -> None:
         self.name, self.seed = name, seed
         self.rng = rng = np.random.default_rng([seed, MODELS.index(name)])
         self.model = dense(name, 2)
@@ -48,6 +54,8 @@ class EngineRun:
             "num_preallocate_tokens": int(rng.choice([0, 64])),
             "enable_caching": bool(rng.random() < 0.9),
         }
+        if with_store:
+            options |= {"enable_events": True, "enable_caching": True}
         if host_pages and rng.random() < 0.7:
             options["host_write"] = str(rng.choice(["back", "through"]))
         self.paged = attach(
@@ -64,6 +72,7 @@ class EngineRun:
             self.paged,
             preemption=str(rng.choice(["swap", "recompute"])),
             drafter=self._draft if rng.random() < 0.5 else None,
+            sources=[self._tier()] if with_store else [],
         )
         self.max_model_len = max_model_len
         self.failure_rate = float(rng.choice([0, 0, 0.03]))
@@ -75,7 +84,7 @@ class EngineRun:
         """Adds requests, steps and aborts, until all have ended; then compares."""
         engine, rng = self.engine, self.rng
         left, num_steps = num_requests, 0
-        while left or engine.num_unfinished:
+        while left or engine.is_busy:
             draw = rng.random()
             if left and draw < 0.25:
                 left -= 1
@@ -87,17 +96,39 @@ class EngineRun:
                 with contextlib.suppress(ModelFailed):
                     engine.step()
                 num_steps += 1
-                assert num_steps < 5_000, "the run does not end"
+                if engine.sources and num_steps % 16 == 0:  # what it held comes from the store now
+                    self.paged.cache.manager.cache.reset()
+                assert num_steps < 20_000, "the run does not end"
             if rng.random() < 0.05:
-                self.paged.cache.manager.check_invariants()
+                check_invariants(self.paged.cache.manager)
+        for source in engine.sources:
+            assert source.close() and source._staging.num_free == source._staging.num_values
         manager = self.paged.cache.manager
-        manager.check_invariants()
+        check_invariants(manager)
         assert manager.pool.num_free == manager.pool.num_total, "blocks are still held"
         if manager.host_pool is not None:
             assert manager.host_pool.num_free == manager.host_pool.num_total, "pages are still held"
         self.paged.detach()
         for generation in self.generations:
             self._compare(generation)
+
+    def _tier(self) -> StoreTier:
+        rng = np.random.default_rng([self.seed, 7])
+        rate, cache = float(rng.choice([0, 0.05, 0.2])), self.paged.cache
+        store = MemoryStore(
+            capacity=int(rng.choice([20, 1000])),
+            fault=lambda: str(rng.choice(FAULTS)) if rng.random() < rate else None,
+        )
+        return StoreTier(
+            cache.manager,
+            cache.pages,
+            store,
+            model=self.name,
+            host_pages=cache.host_pages,
+            staging_bytes=int(rng.choice([3, 30])) * (cache.pages.page_bytes + 192),
+            timeout_s=float(rng.choice([0.02, 5])),
+            circuit=patient(),
+        )
 
     def _add(self) -> None:
         rng = self.rng

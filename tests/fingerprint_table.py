@@ -24,7 +24,7 @@ from kvcache import (
 from kvcache.kinds import make_kind
 from kvcache.layouts import AttentionBackend
 from kvcache.memory_plan import CachePlan
-from kvcache.store import fingerprint
+from kvcache.sources.store import fingerprint
 from kvcache.transfer import CacheDescription
 
 LAYER = {
@@ -254,6 +254,7 @@ TABLE: dict[str, Row] = {
     "CacheOptions.watermark": Row(of_build, {"watermark": 0.1}, same=HOW_MANY),
     "CacheOptions.fence_frees": Row(of_build, {"fence_frees": True}, same=WHEN),
     "CacheOptions.engine_copies_states": Row(of_build, {"engine_copies_states": True}, same=WHEN),
+    "CacheOptions.in_step_hits": Row(of_build, {"in_step_hits": "wait"}, same=WHEN),
     "CacheOptions.enable_events": Row(of_build, {"enable_events": False}, same="a tier needs them"),
     "CacheOptions.announce_reused": Row(of_build, {"announce_reused": True}, same=WHEN),
     "CacheOptions.track_residency": Row(of_build, {"track_residency": True}, same=WHEN),

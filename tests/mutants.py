@@ -10,10 +10,11 @@ from __future__ import annotations
 
 POOL, MANAGER, OPS = "csrc/core/pool/", "csrc/core/manager/", "csrc/ops/"
 GROUPS, EVICTION, HASHING = "csrc/core/groups/", "csrc/core/eviction/", "csrc/core/hashing/"
+RULES = "csrc/core/groups/rules/"
 WORKER = "csrc/worker/"
 TRANSFER, PY_WORKER = "kvcache/transfer/", "kvcache/worker/"
-SERVING, MODELS = "kvcache/serving/", "kvcache/integrations/transformers/"
-SERVE = "kvcache/serve/"
+SERVING, MODELS = "kvcache/engine/", "kvcache/engine/transformers/"
+SERVE = "kvcache/server/"
 
 # By file: its path, the test files that are tried first, and (old, new) of each mutant. `old` stands once
 # in the file.
@@ -183,7 +184,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ("std::max<int64_t>(chain.num_tokens() - 1, 0);", "chain.num_tokens();"),
             ("if (n == first) break;", "break;"),
             ("while (block >= first_token / bs &&", "while (block > first_token / bs &&"),
-            ("if (group.holds_state() && !with_states) continue;", ""),
+            ("if (group.rules->traits.updates_in_place && !with_states) continue;", ""),
             ("on_host.back().column >= n / group", "on_host.back().column > n / group"),
             ("step_ = with_partial ? unit_ : whole_unit_;", "step_ = unit_;"),
         ],
@@ -196,10 +197,8 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
                 "num_free - num_new >= supply.num_kept_free",
                 "num_free - num_new > supply.num_kept_free",
             ),
-            ("&& on.frees_at_once; ++b", "; ++b"),
             ("num_free -= stops_being_free(each[b]);", ""),
-            ("group.is_circular() ? 0 : start;", "start;"),
-            ("rest.num_free -= num_encoder_blocks(group, chain);", "rest.num_free -= 0;"),
+            ("rest.num_free -= group.rules->num_upfront(group, chain);", "rest.num_free -= 0;"),
             (
                 "num_blocks <= pool_->num_total() - watermark_blocks_",
                 "num_blocks <= pool_->num_total()",
@@ -211,8 +210,6 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         "manager manager_life allocator_random",
         [
             ("if (r.by_step) c_.plan->clear_later(row);", ""),
-            ("if (group.holds_state()) return false;", ""),
-            ("num_tokens % group.block_size != 0 || first", "first"),
             ("if (c_.host != nullptr) note_onboards(row);", ""),
             (
                 "each.num_published = std::min(each.num_published, num_tokens / group.block_size);",
@@ -221,13 +218,40 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         ],
     ),
     (
-        MANAGER + "row_growth.cpp",
+        RULES + "growth.cpp",
+        "manager groups tiers allocator_random",
+        [("each.source = kNullBlock;\n}", "}")],
+    ),
+    (
+        RULES + "tokens.h",
+        "manager groups admission allocator_random",
+        [("&& on.frees_at_once; ++b", "; ++b")],
+    ),
+    (
+        RULES + "tokens.cpp",
         "manager groups tiers allocator_random",
         [
-            ("if (more == 0) c_.pool->evict(&each[each.num_dropped], 1);", ""),
-            ("if (!holders_.is_shared(id)) continue;", ""),
-            ("each.source = kNullBlock;\n}", "}"),
+            ("if (!growth->holders.is_shared(each[b])) continue;", ""),
+            ("num_tokens % group.block_size != 0 || first", "first"),
         ],
+    ),
+    (
+        RULES + "state.cpp",
+        "manager groups tiers allocator_random",
+        [
+            ("growth.c.pool->evict(&each[each.num_dropped], 1);", ""),
+            ("if (group.may_be_hit(num_passed - 1))\n", ""),
+        ],
+    ),
+    (
+        RULES + "state.h",
+        "manager manager_life allocator_random",
+        [("return false;  // it was updated in place", "return true;")],
+    ),
+    (
+        RULES + "circular.cpp",
+        "manager groups admission allocator_random",
+        [("return holders.is_shared(id);", "return false && holders.is_shared(id);")],
     ),
     (
         MANAGER + "deferred_frees.cpp",
@@ -259,7 +283,6 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         MANAGER + "publisher.cpp",
         "manager groups tiers allocator_random",
         [
-            ("if (group.may_be_hit(num_passed - 1)) publish_run", "publish_run"),
             ("c_.journal->note_written(written);", ""),
             ("if (!c_.host->may_publish(each)) continue;", ""),
             ("content.parent = first_hash == 0 ?", "content.parent = true ?"),
@@ -284,7 +307,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
                 "rows_[row].admission = ++num_admissions_;",
                 "rows_[row].admission = num_admissions_;",
             ),
-            ("with_encoder && b-- > 0;", "b-- > 0;"),
+            ("with_all && b-- > 0;", "b-- > 0;"),
         ],
     ),
     (
@@ -477,7 +500,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         ],
     ),
     (
-        TRANSFER + "connector/aggregate.py",
+        "kvcache/compat/aggregate.py",
         "aggregate",
         [
             ("in (before | changed).items() if left}", "in (before | changed).items()}"),
@@ -569,9 +592,9 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         SERVING + "sampling.py",
         "sampling engine",
         [
-            ("hash((params.seed, nth))", "hash(params.seed)"),
-            ("ordered.cumsum(-1) - ordered >= top_p", "ordered.cumsum(-1) >= top_p"),
-            ("logits < least", "logits <= least"),
+            ('f"{seed} {nth}"', 'f"{seed}"'),
+            ("order[1:][sums[:-1] >= top_p", "order[sums >= top_p"),
+            ("is_in = logits > least", "is_in = logits >= least"),
             ("/ self._params.temperature", "* self._params.temperature"),
         ],
     ),
@@ -625,7 +648,6 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ("_TOKENS_PER_STEP = 11 ", "_TOKENS_PER_STEP = 999 "),
         ],
     ),
-    (MODELS + "calls.py", "attach", [("module.training = True", "pass")]),
     (
         MODELS + "paged_cache.py",
         "attach",
@@ -650,8 +672,9 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         "serve",
         [
             ("self.engine.abort(generation.request_id)", "pass"),
-            ("            answer.put(error)\n", ""),
-            ("self._num_failures = 0\n        for delta", "for delta"),
+            ("Answer.put_all([(answer, error) for answer in answers])", "pass"),
+            ("self._num_failures = 0\n        self._tell", "self._tell"),
+            ("                self._is_stopped = True\n", ""),
             ("if self._num_failures == _MAX_FAILURES:", "if False:"),
         ],
     ),
@@ -662,6 +685,8 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ("text[: self._num_read - self._stops.num_held[self._state]]", "text"),
             ("text[: self._num_read - length]", "text[: self._num_read]"),
             ('.rstrip("\\ufffd")', ""),
+            (", clean_up_tokenization_spaces=False", ""),
+            ('ends = set(_checked_tokens(end_token_ids, "end_token_ids"))', "ends = set()"),
         ],
     ),
     (

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from kvcache import ContextParallel, MultiGroupBlockTable
+from kvcache import BlockTables, ContextParallel, TableShape
 from kvcache.worker import GroupMetadata
 
 HEAD = 3
@@ -117,10 +117,15 @@ class BatchOfTokens:
     def make_tables(self, rank=0):
         """Blocks in a random order, ids of groups apart from each other."""
         cp = ContextParallel(dcp_world_size=self.world_size, dcp_rank=rank)
-        tables = MultiGroupBlockTable(
-            7, 32, 256, False, "cpu", self.block_sizes,
-            cp_kv_cache_interleave_size=self.interleave, context_parallel=cp,
-            windows=self.windows,
+        tables = BlockTables(
+            [
+                TableShape(
+                    size, -(-32 // (size * cp.world_size)),
+                    window=window, context_parallel=cp, cp_kv_cache_interleave_size=self.interleave,
+                )
+                for size, window in zip(self.block_sizes, self.windows)
+            ],
+            max_num_reqs=7, max_num_tokens=256,
         )  # fmt: skip
         self.free = np.random.default_rng(self.seed).permutation(np.arange(1, 300)).tolist()
         for row, length in zip(self.rows, self.seq_lens):

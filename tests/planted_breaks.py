@@ -47,6 +47,7 @@ class Defect:
 
 
 POOL, MANAGER, OPS = "csrc/core/pool/", "csrc/core/manager/", "csrc/ops/"
+RULES = "csrc/core/groups/rules/"
 DEFECTS = [
     Defect(
         "pool",
@@ -71,14 +72,14 @@ DEFECTS = [
     ),
     Defect(
         "demand",
-        MANAGER + "demand.cpp",
-        "num_free += on.pool->ref_count(each[b]) == 1;",
-        "num_free += on.pool->ref_count(each[b]) >= 1;",  # shared blocks make room too
+        RULES + "tokens.h",
+        "*num_free += on.pool->ref_count(held[b]) == 1;",
+        "*num_free += on.pool->ref_count(held[b]) >= 1;",  # shared blocks make room too
         "groups allocator_random",
     ),
     Defect(
         "states after drafts",
-        MANAGER + "row_growth.cpp",
+        RULES + "state.cpp",
         "/ group.block_size, each[current], spare);",
         "/ group.block_size, each[first], spare);",  # goes on from the state before the drafts
         "state_drafts",
@@ -89,6 +90,13 @@ DEFECTS = [
         "if (status != Status::kServed) parts_.intake->take_back_ids_of(request, i);",
         "",  # a row that waits keeps the token ids that came
         "manager allocator_random",
+    ),
+    Defect(
+        "quiet rows",
+        MANAGER + "row_table.cpp",
+        "if (r.has_forked || r.may_share || r.on_host",
+        "if (r.on_host",  # a row writes to blocks that it shares
+        "forks allocator_random",
     ),
     Defect(
         "cache tiers",
@@ -107,8 +115,8 @@ DEFECTS = [
     Defect(
         "publisher",
         MANAGER + "publisher.cpp",
-        "std::min(c_.rows->info(row).num_marked, num_computed)",
-        "num_computed",  # before it is marked
+        "std::min(c_.rows->info(row).num_marked, r.num_computed)",
+        "r.num_computed",  # before it is marked
         "sequences",
     ),
     Defect(
@@ -155,9 +163,9 @@ DEFECTS = [
     ),
     Defect(
         "invalidation",
-        MANAGER + "invalidation.cpp",
-        "limit -= limit % group.block_size;",
-        "break;",  # a row goes on inside a block that others hold
+        RULES + "tokens.h",
+        "return is_own ? limit : limit - limit % group.block_size;",
+        "return limit;",  # a row goes on inside a block that others hold
         "manager_life allocator_random allocator_contents",
     ),
     Defect(

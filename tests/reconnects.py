@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import multiprocessing
 import os
 import signal
 import time
@@ -20,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvcache.transfer import make_transport
+from tests.forked import context
 
-PRELOADED = ("gloo", "nixl")  # in the process that peers are forked from
 OPTIONS = {"timeout_s": 5.0, "piece_bytes": 8192}
 _WAIT_S = 10.0
 _numbers = itertools.count()
@@ -48,7 +47,7 @@ def _serve(name: str, agent: str, pipe: Connection) -> None:
     signal.pause()
 
 
-def _started(context, name: str) -> tuple:
+def _started(name: str) -> tuple:
     """A process with a peer, its metadata, and the address of its memory."""
     mine, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(name, f"p{next(_numbers)}", theirs), daemon=True)
@@ -77,12 +76,10 @@ def mark(connections: int) -> Mark:
 
 def curve(name: str, count: int, *, kill: bool, every: int) -> list[Mark]:
     """Marks after each `every` of `count` connections, over which bytes are read, and which end."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([f"kvcache.transfer.transport.{name}" for name in PRELOADED])
     memory = np.zeros(4096, np.uint8)
     side = make_transport(f"a{next(_numbers)}", name, **OPTIONS)
     side.register([(memory.ctypes.data, memory.nbytes)])
-    process, metadata, address = _started(context, name)
+    process, metadata, address = _started(name)
     marks, most = [mark(0)], 0
     try:
         for number in range(1, count + 1):
@@ -93,7 +90,7 @@ def curve(name: str, count: int, *, kill: bool, every: int) -> list[Mark]:
                 raise AssertionError(f"wrong bytes over connection {number}")
             if kill:
                 _end(process)
-                process, metadata, address = _started(context, name)
+                process, metadata, address = _started(name)
             with contextlib.suppress(ValueError, ConnectionError):  # it is gone
                 side.disconnect(peer)
             side.notifications()  # lets go of what has ended

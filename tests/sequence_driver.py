@@ -14,7 +14,7 @@ from enum import Enum
 
 import pytest
 
-from kvcache import AllocStatus, BlockSpaceManager
+from kvcache.compat import AllocStatus, BlockSpaceManager
 from kvcache.events import AllBlocksCleared, BlockStored
 from tests.sequence_model import ModelSpace
 

@@ -1,16 +1,12 @@
-"""What several tests need: files outside the project, samples of values, digests in Python."""
+"""What several tests need: files outside the project, samples of values, managers."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from kvcache import GroupSpec, KVCacheManager
-from kvcache.native.load import core
 
 REPO = Path(__file__).resolve().parent.parent
 SHARED = REPO.parent / "shared"
@@ -44,13 +40,3 @@ def manager_of(
     """A manager of these groups, which preallocates no slots unless it is told to."""
     options = {"num_preallocate_tokens": 0, **options}
     return KVCacheManager.for_groups(groups, num_blocks, max_model_len, **options)
-
-
-@contextmanager
-def digest(function: Callable[[bytes], bytes]) -> Iterator[None]:
-    """SHA-256 by a Python function, as where there is no libcrypto."""
-    core.set_sha256_fallback(function, force=True)
-    try:
-        yield
-    finally:
-        core.set_sha256_fallback(lambda data: hashlib.sha256(data).digest())

@@ -7,11 +7,12 @@ from collections import OrderedDict
 
 import numpy as np
 
-from kvcache import KVCacheManager, Request, Status, StepReport
+from kvcache import Admit, External, KVCacheManager, Request, Status, StepReport
+from kvcache.allocator import check_invariants
 from kvcache.replay.running import Running, Span
 from kvcache.replay.verifier import KVVerifier
 from kvcache.replay.workload import WorkloadRequest
-from kvcache.store import BlockStore, Circuit, StoreTier
+from kvcache.sources.store import BlockStore, Circuit, StoreTier
 
 FAULTS = ("missing", "corrupt", "short", "other", "raises", "slow", "full")
 
@@ -149,20 +150,17 @@ class StoreUser:
         counts = [
             self.manager.checkpoint_tokens(each.request, min(chunk, each.num_left)) for each in rows
         ]
-        arguments, new = {}, None
+        admitted, new = [], None
         num_held = len(self.running) + len(self.receiving)
         if self.waiting and num_held < self.concurrency:
             external = self.tier.match(self.waiting[0].request)
             if external is not None:
                 new = self.waiting[0]
                 count = self.manager.checkpoint_tokens(new.request, chunk)
-                arguments = {
-                    "new": [new.request],
-                    "new_num_tokens": [0 if external else count],
-                    "num_external_computed_tokens": [external],
-                    "delay_cache_blocks": [external > 0],
-                }
-        plan = self.manager.step([each.row for each in rows], counts, **arguments)
+                admitted = [Admit(new.request, count)]
+                if external:
+                    admitted = [Admit(new.request, external=External(external, delayed=True))]
+        plan = self.manager.step([each.row for each in rows], counts, new=admitted)
         served = []
         starts, status = plan.num_computed_tokens.tolist(), plan.status.tolist()
         for running, count, start, answer in zip(rows, counts, starts, status):
@@ -183,7 +181,7 @@ class StoreUser:
         stuck = [r for r, answer in zip(rows, status) if answer != Status.SERVED]
         self.verifier.apply(plan)
         if new is not None and status[-1] == Status.SERVED and external:
-            self.tier.load(new.request, external)
+            self.tier.begin(new.request)
         spans = [self.span(running, start) for running, start in served]
         self.check(self.verifier.check_arrival, spans)
         for span in spans:
@@ -221,7 +219,6 @@ class StoreUser:
     def cancel(self, running):
         """A request that is receiving leaves."""
         self.tier.cancel(running.request)
-        self.manager.free(running.request)
         del self.receiving[running.request.request_id]
 
     def restart(self, affected):
@@ -256,9 +253,9 @@ class StoreUser:
         assert self.manager.pool.num_free == self.manager.pool.num_total
         if self.manager.host_pool is not None:
             assert self.manager.host_pool.num_free == self.manager.host_pool.num_total
-        self.manager.check_invariants()
+        check_invariants(self.manager)
         assert self.tier._staging.num_free == self.tier._staging.num_values
-        assert not self.tier._loads and self.tier._num_writing == 0
+        assert self.tier.num_loading_requests == 0 and self.tier._num_writing == 0
         self.events += self.tier.drain_events()
 
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from kvcache import GroupSpec, KVCacheManager, Request, Status, StepReport
+from kvcache import Admit, External, GroupSpec, KVCacheManager, Request, Status, StepReport
+from kvcache.allocator import check_invariants
 
 FULL = GroupSpec("full_attention", 16)
 
@@ -19,39 +20,43 @@ def make(num_blocks=10, block_size=4, max_model_len=2048, **options):
 def test_a_chunk_that_fits_is_served_though_the_whole_prompt_never_will_be():
     """10 blocks of 4, 41 tokens, chunks of 4."""
     manager, request = make(), Request("a", range(41))
-    assert manager.would_fit(request, 4) == Status.SERVED
-    assert manager.would_fit(request, 4, whole=True) == Status.NEVER
+    assert manager.would_fit(Admit(request, num_tokens=4)) == Status.SERVED
+    assert manager.would_fit(Admit(request, num_tokens=4), whole=True) == Status.NEVER
     assert manager.would_fit(request) == Status.NEVER
     assert manager.step(new=[request]).status.tolist() == [Status.NEVER]
-    assert manager.step(new=[request], new_num_tokens=[4]).status.tolist() == [Status.SERVED]
+    assert manager.step(new=[Admit(request, num_tokens=4)]).status.tolist() == [Status.SERVED]
     for _ in range(8):
         assert manager.step([0], [4]).status.tolist() == [Status.SERVED]
-    assert manager.would_fit(request, 4) == Status.NEVER
+    assert manager.would_fit(Admit(request, num_tokens=4)) == Status.NEVER
     assert manager.step([0], [4]).status.tolist() == [Status.NEVER]
 
 
-def test_allocate_slots_serves_a_chunk_and_tells_never_from_not_now():
+def test_admit_serves_a_chunk_and_tells_never_from_not_now():
     manager, request, other = make(), Request("a", range(41)), Request("b", range(50, 91))
-    assert manager.allocate_slots(request, 4).tolist() == [1]
-    assert manager.append_slots(request, 30) is not None
-    assert manager.allocate_slots(other, 4) is None
-    assert manager.would_fit(other, 4) == Status.WAIT
-    assert manager.would_fit(other, 4, whole=True) == Status.NEVER
-    assert manager.append_slots(request, 3) is None
-    assert manager.would_fit(request, 3) == manager.would_fit(request) == Status.NEVER
-    assert manager.would_fit(request, 2) == Status.SERVED
+    assert manager.admit(Admit(request, num_tokens=4), ()).tolist() == [1]
+    assert manager.extend(request, 30) is not None
+    assert manager.admit(Admit(other, num_tokens=4), ()) is None
+    assert manager.would_fit(Admit(other, num_tokens=4)) == Status.WAIT
+    assert manager.would_fit(Admit(other, num_tokens=4), whole=True) == Status.NEVER
+    assert manager.extend(request, 3) is None
+    assert (
+        manager.would_fit(Admit(request, num_tokens=3))
+        == manager.would_fit(request)
+        == Status.NEVER
+    )
+    assert manager.would_fit(Admit(request, num_tokens=2)) == Status.SERVED
 
 
 def test_a_window_is_computed_in_chunks_whatever_the_length():
     manager = KVCacheManager(16, 20, 4096, sliding_window=32, num_preallocate_tokens=0)
     request = Request("a", range(2000))
     assert manager.would_fit(request) == Status.NEVER
-    assert manager.would_fit(request, 128) == Status.SERVED
-    assert manager.would_fit(request, 128, whole=True) == Status.SERVED
-    assert manager.would_fit(request, 320, whole=True) == Status.NEVER
+    assert manager.would_fit(Admit(request, num_tokens=128)) == Status.SERVED
+    assert manager.would_fit(Admit(request, num_tokens=128), whole=True) == Status.SERVED
+    assert manager.would_fit(Admit(request, num_tokens=320), whole=True) == Status.NEVER
     manager.step(new=[Request("b", range(5000, 5160))])
-    assert manager.would_fit(request, 128, whole=True) == Status.WAIT
-    assert manager.would_fit(request, 64, whole=True) == Status.SERVED
+    assert manager.would_fit(Admit(request, num_tokens=128), whole=True) == Status.WAIT
+    assert manager.would_fit(Admit(request, num_tokens=64), whole=True) == Status.SERVED
 
 
 def test_the_whole_fits_where_chunks_of_it_come_to_its_end():
@@ -60,9 +65,9 @@ def test_the_whole_fits_where_chunks_of_it_come_to_its_end():
     for num_blocks in range(8, 40):
         manager = KVCacheManager.for_groups(groups, num_blocks, 512, num_preallocate_tokens=0)
         request = Request("a", range(300))
-        answer = manager.would_fit(request, 48, whole=True)
+        answer = manager.would_fit(Admit(request, num_tokens=48), whole=True)
         assert answer != Status.WAIT
-        status = manager.step(new=[request], new_num_tokens=[48]).status[0]
+        status = manager.step(new=[Admit(request, num_tokens=48)]).status[0]
         while status == Status.SERVED and manager.num_computed_tokens(request) < 300:
             left = 300 - manager.num_computed_tokens(request)
             status = manager.step([0], [min(48, left)]).status[0]
@@ -73,22 +78,22 @@ def test_a_row_gives_up_what_it_preallocated_where_another_group_of_its_own_need
     groups = [GroupSpec("full_attention", 2), GroupSpec("sliding_window", 8, {"window": 6})]
     manager = KVCacheManager.for_groups(groups, 10, 64, num_preallocate_tokens=64)
     request = Request("a", range(12))
-    manager.step(new=[request], new_num_tokens=[8])
+    manager.step(new=[Admit(request, num_tokens=8)])
     assert [len(manager.block_ids(request, g)) for g in (0, 1)] == [8, 1]
-    assert manager.would_fit(request, 4) == Status.SERVED
+    assert manager.would_fit(Admit(request, num_tokens=4)) == Status.SERVED
     plan = manager.step([0], [4])
     assert plan.status.tolist() == [Status.SERVED]
     assert plan.clear_rows.tolist() == [0]  # the table is sent anew
     assert [len(ids) for ids in plan.append_ids] == [6, 2]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_kept_states_are_not_needed():
     groups = [GroupSpec("full_attention", 2), GroupSpec("recurrent", 4)]
     manager = KVCacheManager.for_groups(groups, 6, 64, num_preallocate_tokens=0, hash_block_size=2)
     request = Request("a", range(8))
-    assert manager.would_fit(request, 1, whole=True) == Status.SERVED
-    statuses = manager.step(new=[request], new_num_tokens=[1]).status.tolist()
+    assert manager.would_fit(Admit(request, num_tokens=1), whole=True) == Status.SERVED
+    statuses = manager.step(new=[Admit(request, num_tokens=1)]).status.tolist()
     for _ in range(7):
         statuses += manager.step([0], [1]).status.tolist()
     assert statuses == [Status.SERVED] * 8
@@ -101,8 +106,8 @@ def test_null_columns_behind_a_hit_need_nothing():
     manager.step(new=[first])
     manager.free(first)
     request = Request("b", range(20))
-    assert manager.get_computed_blocks(request)[1] == 16
-    assert manager.would_fit(request, 4, whole=True) == Status.SERVED
+    assert manager.cache.find_prefix(request).num_tokens == 16
+    assert manager.would_fit(Admit(request, num_tokens=4), whole=True) == Status.SERVED
     assert manager.step(new=[request]).status.tolist() == [Status.SERVED]
 
 
@@ -110,16 +115,16 @@ def test_a_request_is_not_refused_for_its_hit():
     """Alone it ran beyond the watermark; admitted again, it would hit more than admissions may take."""
     manager = KVCacheManager(4, 11, 64, num_preallocate_tokens=0, watermark=0.2)
     request = Request("a", range(36))
-    manager.step(new=[request], new_num_tokens=[4])
+    manager.step(new=[Admit(request, num_tokens=4)])
     for _ in range(8):
         assert manager.step([0], [4]).status.tolist() == [Status.SERVED]
     manager.free(request)
     assert manager.step(new=[Request("b", range(99, 135))]).status.tolist() == [Status.NEVER]
     other = Request("c", range(50, 52))
     manager.step(new=[other])
-    assert manager.would_fit(request, 4) == Status.WAIT
+    assert manager.would_fit(Admit(request, num_tokens=4)) == Status.WAIT
     manager.free(other)
-    plan = manager.step(new=[request], new_num_tokens=[4])
+    plan = manager.step(new=[Admit(request, num_tokens=4)])
     assert (plan.status.tolist(), plan.num_computed_tokens.tolist()) == ([Status.SERVED], [32])
 
 
@@ -130,29 +135,27 @@ def test_a_row_on_the_host_shares_nothing_with_rows_that_came_back_in_an_earlier
     manager.fork(request, child)
     manager.step(swap_out=[0, 1])
     manager.step([0], [1], token_ids=[16])
-    assert manager.would_fit(child, 1) == Status.WAIT
+    assert manager.would_fit(Admit(child, num_tokens=1)) == Status.WAIT
     assert manager.step([1], [1]).status.tolist() == [Status.WAIT]
 
 
 def test_what_step_takes_besides_counts():
     manager, request = make(), Request("a", range(30))
-    assert manager.would_fit(request, 28) == Status.SERVED
-    assert manager.would_fit(request, 28, num_reserved_blocks=3) == Status.WAIT
-    assert manager.would_fit(request, 28, num_lookahead_tokens=12) == Status.NEVER
-    assert manager.would_fit(request, 28, num_external_computed_tokens=12) == Status.SERVED
-    with pytest.raises(
-        ValueError, match=r"num_external_computed_tokens is 30: expected at most 29"
-    ):
-        manager.would_fit(request, 1, num_external_computed_tokens=30)
-    with pytest.raises(ValueError, match=r"whole with delay_cache_blocks: expected one of them"):
+    assert manager.would_fit(Admit(request, num_tokens=28)) == Status.SERVED
+    assert manager.would_fit(Admit(request, num_tokens=28, num_reserved_blocks=3)) == Status.WAIT
+    assert manager.would_fit(Admit(request, num_tokens=28, num_lookahead_tokens=12)) == Status.NEVER
+    assert manager.would_fit(Admit(request, num_tokens=28, external=External(12))) == Status.SERVED
+    with pytest.raises(ValueError, match=r"external.num_tokens is 30: expected at most 29"):
+        manager.would_fit(Admit(request, num_tokens=1, external=External(30)))
+    with pytest.raises(ValueError, match=r"whole with external.delayed: expected one of them"):
         manager.would_fit(
-            request, 0, whole=True, num_external_computed_tokens=3, delay_cache_blocks=True
+            Admit(request, num_tokens=0, external=External(3, delayed=True)), whole=True
         )
     manager.step(new=[request])
     with pytest.raises(
         ValueError, match=r"request 'a' is admitted already: expected num_tokens and"
     ):
-        manager.would_fit(request, 1, whole=True)
+        manager.would_fit(Admit(request, num_tokens=1), whole=True)
     assert manager.pool.num_free == 1
 
 
@@ -184,8 +187,8 @@ def test_by_default_equal_prompts_of_one_step_are_all_computed():
 
 
 def test_equal_prompts_of_one_step_share_what_the_first_one_fills():
-    manager = make(500, 16)
-    plan = manager.step(new=prompts(4), in_step_hits="share")
+    manager = make(500, 16, in_step_hits="share")
+    plan = manager.step(new=prompts(4))
     assert plan.num_computed_tokens.tolist() == [0, 1600, 1600, 1600]
     assert plan.num_tokens.tolist() == [1610, 10, 10, 10]
     assert plan.depends_on.tolist() == [[1, 0], [2, 0], [3, 0]]
@@ -195,46 +198,48 @@ def test_equal_prompts_of_one_step_share_what_the_first_one_fills():
 
 
 def test_equal_prompts_of_one_step_wait_for_the_first_one():
-    manager = make(500, 16)
+    manager = make(500, 16, in_step_hits="wait")
     asked = prompts(4)
-    plan = manager.step(new=asked, in_step_hits="wait")
+    plan = manager.step(new=asked)
     assert plan.status.tolist() == [Status.SERVED, *[Status.WAIT] * 3]
-    plan = manager.step([0], [1], new=asked[1:], in_step_hits="wait")
+    plan = manager.step([0], [1], new=asked[1:])
     assert plan.answers.new.num_computed_tokens.tolist() == [1600, 1600, 1600]
 
 
 def test_states_are_waited_for_where_the_step_ends_at_a_block():
     groups = [FULL, GroupSpec("recurrent", 16)]
-    manager = KVCacheManager.for_groups(groups, 500, 2048, num_preallocate_tokens=0)
+    manager = KVCacheManager.for_groups(
+        groups, 500, 2048, num_preallocate_tokens=0, in_step_hits="wait"
+    )
     asked = prompts(2)
-    plan = manager.step(new=asked, new_num_tokens=[1600, 1610], in_step_hits="wait")
+    plan = manager.step(new=[Admit(asked[0], 1600), Admit(asked[1], 1610)])
     assert plan.status.tolist() == [Status.SERVED, Status.WAIT]
-    plan = manager.step(new=asked[1:], in_step_hits="wait")
+    plan = manager.step(new=asked[1:])
     assert plan.num_computed_tokens.tolist() == [1600]
     with pytest.raises(ValueError, match=r"in_step_hits is 'share' with a recurrent group"):
-        manager.step(in_step_hits="share")
+        KVCacheManager.for_groups(groups, 500, 2048, in_step_hits="share")
 
 
 def test_a_running_row_is_shared_and_shares_form_chains():
-    manager = make(500, 16)
-    manager.step(new=[Request("a", range(100))], new_num_tokens=[20])
+    manager = make(500, 16, in_step_hits="share")
+    manager.step(new=[Admit(Request("a", range(100)), num_tokens=20)])
     longer = Request("c", range(120))
-    plan = manager.step([0], [60], new=[Request("b", range(110)), longer], in_step_hits="share")
+    plan = manager.step([0], [60], new=[Request("b", range(110)), longer])
     assert plan.num_computed_tokens.tolist() == [20, 80, 96]
     assert sorted(plan.depends_on.tolist()) == [[1, 0], [2, 0], [2, 1]]
 
 
 def test_an_aborted_step_takes_back_all_that_depended_on_it():
-    manager = make(500, 16)
-    plan = manager.step(new=prompts(3), in_step_hits="share")
+    manager = make(500, 16, in_step_hits="share")
+    plan = manager.step(new=prompts(3))
     assert manager.abort(plan.step_id) == {"r0": 0, "r1": 0, "r2": 0}
     assert manager.pool.num_cached == 0
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_failed_page_sends_all_back_that_share_it():
-    manager = make(500, 16)
-    plan = manager.step(new=prompts(2), in_step_hits="share")
+    manager = make(500, 16, in_step_hits="share")
+    plan = manager.step(new=prompts(2))
     page = int(plan.append_ids[0][50])
     found = manager.report(StepReport(plan.step_id, completed=True, failed_pages=[page]))
     assert found == {"r0": 800, "r1": 800}
@@ -242,21 +247,21 @@ def test_a_failed_page_sends_all_back_that_share_it():
 
 def test_what_may_not_be_cached_is_neither_waited_for_nor_shared():
     for mode in ("wait", "share"):
-        manager = make(500, 16)
+        manager = make(500, 16, in_step_hits=mode)
         secret = Request("s", range(1610), write_cache=False)
         own = Request("o", range(1610), read_cache=False)
-        plan = manager.step(new=[secret, *prompts(1), own], in_step_hits=mode)
+        plan = manager.step(new=[secret, *prompts(1), own])
         assert plan.num_computed_tokens.tolist() == [0, 0, 0]
         assert plan.status.tolist() == [Status.SERVED] * 3
 
 
 def test_blocks_that_a_step_fills_go_to_the_host_by_the_next_one():
     """Write-through: a block that waits for the host is taken for other content, and shared at once."""
-    manager = make(10, 4, num_host_blocks=40, host_write="through")
+    manager = make(10, 4, num_host_blocks=40, host_write="through", in_step_hits="share")
     manager.step(new=[Request("a", range(32))])
     manager.free(Request("a", [0]))
     asked = [Request(name, range(50, 84)) for name in "bc"]
-    plan = manager.step(new=asked[:1], in_step_hits="share")
+    plan = manager.step(new=asked[:1])
     assert len(plan.swap_out) == 8
     written = {host for _, host in plan.swap_out.tolist()}
     assert manager.host_pool.num_cached == len(written) == 8
@@ -267,13 +272,13 @@ def test_blocks_that_a_step_fills_go_to_the_host_by_the_next_one():
 @pytest.mark.parametrize("value", ["later", 1, None])
 def test_other_modes_are_refused(value):
     with pytest.raises(ValueError, match=r"in_step_hits is .*: expected one of none, wait, share"):
-        make().step(in_step_hits=value)
+        make(in_step_hits=value)
 
 
 def test_the_plan_pickles_with_its_dependencies():
     import pickle
 
-    plan = make(500, 16).step(new=prompts(2), in_step_hits="share")
+    plan = make(500, 16, in_step_hits="share").step(new=prompts(2))
     again = pickle.loads(pickle.dumps(plan))
     assert np.array_equal(again.depends_on, [[1, 0]])
 
@@ -281,11 +286,13 @@ def test_the_plan_pickles_with_its_dependencies():
 def test_a_state_that_is_not_kept_makes_no_request_wait():
     """Found by allocator_driver.drive(1029, 500)."""
     groups = [GroupSpec("recurrent", 8), GroupSpec("recurrent", 6)]
-    manager = KVCacheManager.for_groups(groups, 30, 64, hash_block_size=2, num_preallocate_tokens=0)
+    manager = KVCacheManager.for_groups(
+        groups, 30, 64, hash_block_size=2, num_preallocate_tokens=0, in_step_hits="wait"
+    )
     manager.step(new=[Request("a", range(19))])
     new = Request("b", range(28))
     # The state after 20 tokens lies inside blocks, behind the prompt of 19.
-    plan = manager.step([0], [1], token_ids=[19], new=[new], in_step_hits="wait")
+    plan = manager.step([0], [1], token_ids=[19], new=[new])
     assert plan.status.tolist() == [Status.SERVED, Status.SERVED]
 
 
@@ -293,7 +300,7 @@ def test_a_state_that_is_not_kept_makes_no_request_wait():
 
 
 def run_in_chunks(manager, request, size):
-    plan = manager.step(new=[request], new_num_tokens=[size])
+    plan = manager.step(new=[Admit(request, num_tokens=size)])
     while manager.num_computed_tokens(request) < request.num_tokens:
         assert plan.status.tolist() == [Status.SERVED]
         left = request.num_tokens - manager.num_computed_tokens(request)
@@ -307,11 +314,11 @@ def test_the_block_that_a_hit_is_copied_from_is_there_for_later_chunks():
     first, request = Request("first", range(6)), Request("a", range(29))
     manager.step(new=[first])
     manager.free(first)
-    assert manager.would_fit(request, 8, whole=True) == Status.SERVED
+    assert manager.would_fit(Admit(request, num_tokens=8), whole=True) == Status.SERVED
     run_in_chunks(manager, request, 8)
 
 
 def test_later_chunks_may_use_the_watermark():
     manager, request = make(10, watermark=0.2), Request("a", range(33))
-    assert manager.would_fit(request, 4, whole=True) == Status.SERVED
+    assert manager.would_fit(Admit(request, num_tokens=4), whole=True) == Status.SERVED
     run_in_chunks(manager, request, 4)

@@ -19,6 +19,8 @@ from math import gcd
 import pytest
 
 from kvcache import (
+    Admit,
+    External,
     KVCacheManager,
     Request,
     Status,
@@ -27,11 +29,12 @@ from kvcache import (
     eviction_names,
     host_eviction_names,
 )
+from kvcache.allocator import RequestState, check_invariants
 from tests.allocator_driver import FULL, MIXES, Chooser, _window, groups_of
 from tests.model import CIRCULAR, ENCODER, STATE, ModelGroup
 from tests.shared import sampled
 
-NUM_SEEDS, SEEDS_PER_TEST, NUM_OPERATIONS = 200, 25, 150
+NUM_SEEDS, SEEDS_PER_TEST, NUM_OPERATIONS = 150, 25, 150
 LONGEST = 48
 MOST_STEPS_BACK = 60  # an older step is not aborted, and blocks that it released are not traced
 BAD = "bad"  # content that nothing may read
@@ -137,6 +140,7 @@ class Simulation:
             num_preallocate_tokens=choose.pick([0, 5]),
             hash_block_size=hash_block_size,
             fence_frees=self.fences,
+            in_step_hits=choose.pick(["none", "wait", "none" if self.has_state else "share"]),
             **tiers,
         )
         self.pages: Pages = {}
@@ -178,7 +182,7 @@ class Simulation:
     def run(self, num_operations: int) -> None:
         for _ in range(num_operations):
             self.choose.pick(self.weighted)()
-            self.manager.check_invariants()
+            check_invariants(self.manager)
             if self.is_over:
                 return
 
@@ -253,21 +257,23 @@ class Simulation:
         plan = self.manager.step(
             [*counts],
             [*counts.values()],
-            new=[each.request for each in admitted],
-            new_num_tokens=[
-                0
-                if each.is_receiving
-                else min(choose.pick([3, 8, LONGEST]), self.most_slots(stop if stop > first else 0))
-                for each, (first, stop) in zip(admitted, spans)
+            new=[
+                Admit(
+                    each.request,
+                    0
+                    if each.is_receiving
+                    else min(
+                        choose.pick([3, 8, LONGEST]), self.most_slots(stop if stop > first else 0)
+                    ),
+                    External(stop - first, each.is_receiving),
+                    max_host_blocks=cap,
+                )
+                for each, (first, stop), cap in zip(admitted, spans, most)
             ],
             token_ids=[token for tokens in late for token in tokens],
             num_token_ids=[len(tokens) for tokens in late],
             num_rejected_tokens=[each.num_rejected for each in batch],
             swap_out=leaving,
-            max_host_blocks=most,
-            num_external_computed_tokens=external,
-            delay_cache_blocks=[each.is_receiving for each in admitted],
-            in_step_hits=choose.pick(["none", "wait", "none" if self.has_state else "share"]),
         )
         assert plan.step_id == self.num_steps
         self.num_steps += 1
@@ -281,7 +287,7 @@ class Simulation:
 
     def external_span(self, conversation: Conversation, most_host_blocks: int) -> tuple[int, int]:
         """First token and stop of what comes from elsewhere, behind its hit."""
-        cached = self.manager.cached_tokens(conversation.request)
+        cached = self.manager.cache.cached_tokens(conversation.request)
         with_host = cached.num_host_blocks <= most_host_blocks
         num_hit = cached.with_host if with_host else cached.on_device
         most = conversation.request.num_tokens - 1 - num_hit
@@ -294,7 +300,7 @@ class Simulation:
         return {
             row: pages_of([self.block_ids(each.request, g) for g in range(len(self.groups))])
             for row, each in self.running.items()
-            if not self.manager.is_swapped_out(each.request)
+            if self.manager.state(each.request) is not RequestState.SWAPPED_OUT
         }
 
     def rows_to_swap_out(self, served: dict[int, int]) -> list[int]:
@@ -305,7 +311,7 @@ class Simulation:
             for row, each in self.running.items()
             if row not in served
             and not each.is_receiving
-            and not self.manager.is_swapped_out(each.request)
+            and self.manager.state(each.request) is not RequestState.SWAPPED_OUT
             and self.choose.chance(4)
         ]
 
@@ -314,7 +320,8 @@ class Simulation:
         return [
             each
             for each in self.running.values()
-            if not self.manager.is_swapped_out(each.request) and not each.is_receiving
+            if self.manager.state(each.request) is not RequestState.SWAPPED_OUT
+            and not each.is_receiving
         ]
 
     def fork(self) -> None:
@@ -348,9 +355,9 @@ class Simulation:
     def pin(self) -> None:
         session = self.choose.pick(["one", "two"])
         if self.idle and self.choose.chance(2):
-            self.manager.pin(session, self.choose.pick(self.idle).request)
+            self.manager.cache.pin(session, self.choose.pick(self.idle).request)
         else:
-            self.manager.unpin(session)
+            self.manager.cache.unpin(session)
 
     def free(self) -> None:
         if not self.running:
@@ -358,7 +365,7 @@ class Simulation:
         row = self.choose.pick([*self.running])
         conversation = self.running[row]
         request, is_kept = conversation.request, False
-        if not self.manager.is_swapped_out(request):
+        if self.manager.state(request) is not RequestState.SWAPPED_OUT:
             is_kept = conversation.is_receiving or self.choose.chance(4)
         if is_kept and any(each.request is request for each in self.kept):
             return
@@ -665,7 +672,7 @@ class Simulation:
         answers = zip(plan.rows.tolist(), plan.status.tolist(), plan.num_computed_tokens.tolist())
         for conversation, (row, status, start) in zip(asked, answers, strict=True):
             if row in leaving:
-                is_out = self.manager.is_swapped_out(conversation.request)
+                is_out = self.manager.state(conversation.request) is RequestState.SWAPPED_OUT
                 if is_out:
                     conversation.num_sure = start
                 assert is_out == (status == Status.SERVED)
@@ -784,7 +791,7 @@ class Simulation:
     def check_what_is_kept(self, when: str) -> None:
         """All rows' own blocks, and all that is a hit for anyone, hold what they should."""
         for row, conversation in self.running.items():
-            is_out = self.manager.is_swapped_out(conversation.request)
+            is_out = self.manager.state(conversation.request) is RequestState.SWAPPED_OUT
             if not is_out and not conversation.is_receiving:
                 self.check_row(row, conversation, when)
         for conversation in [*self.running.values(), *self.idle]:
@@ -807,7 +814,7 @@ class Simulation:
 
     def check_hit(self, conversation: Conversation, when: str) -> None:
         probe = Request("probe", conversation.tokens)
-        found, num_hit = self.manager.get_computed_blocks(probe)
+        found, num_hit, _ = self.manager.cache.find_prefix(probe)
         if num_hit:
             found = [found] if len(self.groups) == 1 else found
             table = [ids.tolist() for ids in found]
@@ -819,14 +826,14 @@ class Simulation:
     def check_cached(self, conversation: Conversation, when: str) -> None:
         """Blocks of the device in which some hit reads every slot, be they a hit now or not."""
         tokens = conversation.tokens
-        hashes = self.manager.block_hashes(Request("probe", tokens))
+        hashes = self.manager.cache.hashes(Request("probe", tokens))
         for g, group in enumerate(self.groups):
             if not (group.keeps_all or group.pages == STATE):
                 continue
             size = group.block_size
             num_hashes = size // self.hash_size
             for column, page in enumerate(
-                self.manager.find_hashes(hashes[num_hashes - 1 :: num_hashes], g).device.tolist()
+                self.manager.cache.find(hashes[num_hashes - 1 :: num_hashes], g).device.tolist()
             ):
                 end = (column + 1) * size
                 first = end - 1 if group.pages == STATE else column * size

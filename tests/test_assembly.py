@@ -1,4 +1,4 @@
-"""One call from a plan to a cache: every model goes the same way, and reads what it has written."""
+"""From a plan to a cache with one call: all models use the same path and read what they wrote."""
 
 from dataclasses import replace
 
@@ -8,13 +8,15 @@ import torch
 
 import kvcache
 from kvcache import (
+    Admit,
     AttentionMetadataBuilder,
+    BlockTables,
     ContextParallel,
+    External,
     GroupSpec,
     KVCacheManager,
     KVStorage,
     LayerSpec,
-    MultiGroupBlockTable,
     Request,
     plan_cache,
 )
@@ -50,7 +52,7 @@ def plan_of(layers, num_pages=60, **options):
 
 
 class Engine:
-    """Writes for each token what follows from layer and token alone, and reads it back."""
+    """Writes values that depend only on layer and token, and reads them back."""
 
     def __init__(self, plan, **options):
         self.cache = kvcache.build(plan, max_num_reqs=3, num_preallocate_tokens=0, **options)
@@ -61,7 +63,7 @@ class Engine:
         self.num_loaded = self.num_checked = 0
 
     def content(self, spec, tokens):
-        """K and V [n, heads, size] of tokens, exact in the layer's dtype; of a state, K alone."""
+        """K and V [n, heads, size] of tokens, exact in the layer's dtype; for a state, only K."""
         storage = self.cache.storages[self.cache.group(spec.name)]
         layer = self.specs.index(spec)
         dtype = torch.bfloat16 if storage.k_scale is not None else storage.dtype
@@ -74,10 +76,10 @@ class Engine:
         return out
 
     def run(self, request, tokens):
-        """Prefill in chunks, then two tokens one by one; returns how many tokens were cached."""
+        """Run a chunked prefill and two decode steps. Return the number of cached tokens."""
         manager, tokens = self.cache.manager, list(tokens)
         row, cached = self.step(
-            manager.step(new=[request], new_num_tokens=[CHUNK]), tokens, request.num_tokens, CHUNK
+            manager.step(new=[Admit(request, num_tokens=CHUNK)]), tokens, request.num_tokens, CHUNK
         )
         done = min(cached + CHUNK, len(tokens))
         while done < len(tokens):
@@ -91,7 +93,7 @@ class Engine:
         return cached
 
     def step(self, step, tokens, most, n):
-        """Carries a step out; row and first new token."""
+        """Run a step. Return its row and first new token."""
         assert step.status.tolist() == [0]
         report = self.cache.worker.apply(step)
         assert not report.failed_pages and not report.failed_host_pages
@@ -128,7 +130,7 @@ class Engine:
         self.cache.write(spec.name, *self.content(spec, tokens[start:stop]))
 
     def check_history(self, spec, row, tokens, computed, stop):
-        """A step that begins after `computed` tokens reads what was written."""
+        """Check that a step that starts after `computed` tokens reads the written values."""
         if computed == 0:
             return
         if spec.state_bytes:
@@ -146,7 +148,7 @@ class Engine:
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("model", MODELS)
-def test_what_is_written_is_read(model, layout):
+def test_written_tokens_are_read_back(model, layout):
     engine = Engine(plan_of(MODELS[model]), layout=layout)
     prompt = list(range(32))
     assert engine.run(Request("first", prompt), prompt) == 0
@@ -156,7 +158,7 @@ def test_what_is_written_is_read(model, layout):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_what_left_for_the_host_comes_back(model):
+def test_offloaded_blocks_return(model):
     plan = plan_of(MODELS[model])
     smallest = replace(plan, num_pages=plan.pages_per_request(MAX_LEN) + 1)
     engine = Engine(smallest, num_host_blocks=400)
@@ -165,7 +167,7 @@ def test_what_left_for_the_host_comes_back(model):
     for number in [*range(8), 0, 1, 2]:
         prompt = prompts[number]
         engine.run(Request(f"r{number}", prompt), prompt)
-    assert engine.num_loaded > 0 and engine.cache.manager.stats.hit_rate > 0
+    assert engine.num_loaded > 0 and engine.cache.manager.cache.stats.hit_rate > 0
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -201,7 +203,7 @@ def test_kernel_blocks_of_tables_and_tensors_agree(model, layout):
             assert storage.scale_cache(0).shape == (blocks.shape[0], 4, 4)
 
 
-def test_parts_are_those_of_the_plan():
+def test_parts_match_the_plan():
     plan = plan_of(MODELS["sliding + full"])
     cache = kvcache.build(
         plan,
@@ -228,15 +230,15 @@ def test_tables_follow_from_groups_and_kinds():
     plan = plan_of(
         [*FULL[:1], *LOCAL[:1], *STATES[:1]], context_parallel=ContextParallel(dcp_world_size=2)
     )
-    sizes = {"max_num_reqs": 2, "max_model_len": MAX_LEN, "max_num_batched_tokens": CHUNK}
-    tables = MultiGroupBlockTable.for_groups(
+    sizes = {"max_num_reqs": 2, "max_model_len": MAX_LEN, "max_num_tokens": CHUNK}
+    tables = BlockTables.for_groups(
         plan.groups, **sizes, kernel_sizes=[4], context_parallel=plan.context_parallel
     )
-    found = {g.kind: tables[i].layout for i, g in enumerate(plan.groups)}
+    found = {g.kind: tables[i].shape for i, g in enumerate(plan.groups)}
     assert {kind: layout.window for kind, layout in found.items()} == {
-        "full_attention": 0, "sliding_window": 10, "recurrent": 0,
+        "full_attention": None, "sliding_window": 10, "recurrent": None,
     }  # fmt: skip
-    assert [found[k].has_slots for k in ("full_attention", "recurrent")] == [True, False]
+    assert [found[k].slot_mapping for k in ("full_attention", "recurrent")] == [True, False]
     assert found["full_attention"].kernel_block_size == 4
     assert found["recurrent"].kernel_block_size == found["recurrent"].block_size
     assert all(layout.world_size == 2 for layout in found.values())
@@ -248,7 +250,7 @@ CROSS = [LayerSpec(f"cross.{i}", "cross_attention", 4, 2, 8, dtype="float32") fo
 
 
 def encoder_cache(**options):
-    """Requests of up to 32 tokens, whose encoders have up to 50; a step has at most 32."""
+    """Requests of up to 32 tokens with encoders of up to 50. A step has at most 32 tokens."""
     plan = plan_cache([*FULL[:2], *CROSS], 2**20, max_model_len=32, max_encoder_tokens=50)
     return kvcache.build(plan, max_num_reqs=3, **options)
 
@@ -299,7 +301,7 @@ def test_encoders_longer_and_shorter_than_the_model(kernel_sizes):
     assert min(every) >= 4 and len(set(every)) == len(every) == 27 + 53 + 3
 
 
-def test_an_encoder_longer_than_planned_is_refused():
+def test_encoder_longer_than_planned_is_rejected():
     cache = encoder_cache()
     for length, call in [
         (51, lambda request: cache.manager.step(new=[request])),
@@ -317,25 +319,23 @@ def test_an_encoder_longer_than_planned_is_refused():
         decoder.manager.step(new=[Request("r1", range(9), num_encoder_tokens=1)])
 
 
-def test_an_encoder_has_metadata_of_its_own():
+def test_encoder_has_its_own_metadata():
     tables = encoder_cache().tables
-    encoder = next(g for g, each in enumerate(tables.block_tables) if each.layout.is_encoder)
+    encoder = next(g for g, each in enumerate(tables.block_tables) if each.shape.encoder)
     assert AttentionMetadataBuilder(tables).groups == [1 - encoder]
     assert AttentionMetadataBuilder(tables, groups=[encoder]).groups == [encoder]
     with pytest.raises(ValueError, match=r"groups is \[0, 1\]: expected a builder of their own"):
         AttentionMetadataBuilder(tables, groups=[0, 1])
 
 
-def test_tables_of_encoders_alone():
+def test_encoder_only_tables():
     groups = [GroupSpec("cross_attention", 16)]
-    sizes = {"max_num_reqs": 2, "max_model_len": 64, "max_num_batched_tokens": 32}
-    tables = MultiGroupBlockTable.for_groups(groups, **sizes, max_encoder_tokens=33)
+    sizes = {"max_num_reqs": 2, "max_model_len": 64, "max_num_tokens": 32}
+    tables = BlockTables.for_groups(groups, **sizes, max_encoder_tokens=33)
     assert tables[0].block_table.np.shape == (2, 3)
-    assert MultiGroupBlockTable.for_groups(groups, **sizes)[0].block_table.np.shape == (2, 4)
+    assert BlockTables.for_groups(groups, **sizes)[0].block_table.np.shape == (2, 4)
     with pytest.raises(ValueError, match="max_encoder_tokens is 5: expected None, as no group's"):
-        MultiGroupBlockTable.for_groups(
-            [GroupSpec("full_attention", 16)], **sizes, max_encoder_tokens=5
-        )
+        BlockTables.for_groups([GroupSpec("full_attention", 16)], **sizes, max_encoder_tokens=5)
     tables.add_row([[5]], 1)
     tables[0].compute_slot_mapping(np.array([1]), np.array([3]))
     assert tables[0].slot_mapping.np[0] == 5 * 16 + 3
@@ -407,7 +407,7 @@ def test_tokens_without_slots_are_not_dropped():
         cache.write("full.0", key[:12], value[:12])  # with slots of the step before
 
 
-def test_wrong_calls_are_named():
+def test_invalid_calls_are_reported():
     plan = plan_of(FULL)
     cache = kvcache.build(plan, max_num_reqs=1)
     for call, error, message in [
@@ -436,13 +436,13 @@ def test_wrong_calls_are_named():
         (lambda: kvcache.build(plan, max_num_reqs=1, device=None), TypeError, "device is None: expected"),
         (lambda: kvcache.build(plan, max_num_reqs=1, device="x"), ValueError, "device is 'x': expected"),
         (lambda: cache.kv_cache("full.9"), ValueError, "layer_name is 'full.9': expected one of full.0"),
-        (lambda: MultiGroupBlockTable.for_groups(
-            [16], max_num_reqs=1, max_model_len=1, max_num_batched_tokens=1
+        (lambda: BlockTables.for_groups(
+            [16], max_num_reqs=1, max_model_len=1, max_num_tokens=1
         ), TypeError, r"groups\[0\] is 16: expected a GroupSpec"),
     ]:  # fmt: skip
         with pytest.raises(error, match=message):
             call()
-    group, sizes = plan.groups[0], {"max_model_len": 64, "max_num_batched_tokens": 16}
+    group, sizes = plan.groups[0], {"max_model_len": 64, "max_num_tokens": 16}
     for wrong, message in [
         (None, "groups is None: expected a sequence of GroupSpec"),
         (group, r"groups is GroupSpec\(.*: expected a sequence"),
@@ -453,12 +453,10 @@ def test_wrong_calls_are_named():
         with pytest.raises(TypeError, match=message):
             KVCacheManager.for_groups(wrong, 9, 64)
         with pytest.raises(TypeError, match=message):
-            MultiGroupBlockTable.for_groups(wrong, max_num_reqs=1, **sizes)
+            BlockTables.for_groups(wrong, max_num_reqs=1, **sizes)
     for call in (
         lambda: KVCacheManager.for_groups([group], 9, 64, context_parallel=2),
-        lambda: MultiGroupBlockTable.for_groups(
-            [group], max_num_reqs=1, context_parallel=2, **sizes
-        ),
+        lambda: BlockTables.for_groups([group], max_num_reqs=1, context_parallel=2, **sizes),
     ):
         with pytest.raises(TypeError, match="context_parallel is 2: expected a ContextParallel"):
             call()
@@ -476,7 +474,7 @@ def test_wrong_calls_are_named():
     assert isinstance(cache.storages[0], KVStorage)
 
 
-def test_the_context_of_rows_is_read_with_slots_of_its_own():
+def test_row_context_has_its_own_slots():
     layers = [
         LayerSpec("full", "full_attention", 4, 2, 8, dtype="float32"),
         LayerSpec("local", "sliding_window", 4, 2, 8, dtype="float32", options={"window": 6}),
@@ -486,7 +484,7 @@ def test_the_context_of_rows_is_read_with_slots_of_its_own():
     written = {name: torch.randn(2, 2, 40, 2, 8) for name in ("full", "local")}
     rows, first = np.array([0, 1], np.int32), 0
     requests = [Request(str(i), range(i, 40)) for i in range(2)]
-    step = cache.manager.step(new=requests, new_num_tokens=[8, 8])
+    step = cache.manager.step(new=[Admit(each, num_tokens=8) for each in requests])
     while True:
         cache.worker.apply(step)
         starts = np.array([0, 8, 16], np.int32)
@@ -572,9 +570,7 @@ def test_null_pages_in_kernel_blocks_are_not_written():
         )
         request = Request("a", range(100))
         # 80 tokens come from elsewhere; most of them slid out of the window before they are written.
-        step = cache.manager.step(
-            new=[request], new_num_tokens=[4], num_external_computed_tokens=[96]
-        )
+        step = cache.manager.step(new=[Admit(request, num_tokens=4, external=External(96))])
         cache.worker.apply(step)
         slots = cache.tables[0].slots_of(np.zeros(96, np.int32), np.arange(96))
         ones = torch.ones(96, 1, 8)
@@ -586,14 +582,14 @@ def test_null_pages_in_kernel_blocks_are_not_written():
             assert key[:, 0, 0].tolist() == [0.0] * 80 + [1.0] * 16
 
 
-def test_a_context_of_a_circular_group_is_zeros_where_it_was_written_over():
+def test_overwritten_circular_context_reads_as_zeros():
     options = {"window": 16, "buffer": 79}
     layer = LayerSpec("c", "circular_window", 16, 1, 8, dtype="float32", options=options)
     plan = plan_cache([layer], 2**20, max_model_len=256, max_num_batched_tokens=64)
     cache = kvcache.build(plan, max_num_reqs=2)
     request = Request("a", range(100))
     for first in range(0, 100, 20):
-        asked = {"new": [request], "new_num_tokens": [20]} if first == 0 else {}
+        asked = {"new": [Admit(request, 20)]} if first == 0 else {}
         rows = ([], []) if first == 0 else ([0], [20])
         cache.manager.report(cache.worker.apply(cache.manager.step(*rows, **asked)))
         positions = np.arange(first, first + 20)

@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache import AttentionMetadataBuilder, BlockTable, ContextParallel, MultiGroupBlockTable
+from kvcache import AttentionMetadataBuilder, BlockTables, ContextParallel, TableShape
+from kvcache.compat import BlockTable, MultiGroupBlockTable
 from kvcache.worker.tables import attention_metadata
 from tests.paged_attention import BatchOfTokens, flash_attention, flash_infer
 
@@ -13,10 +14,11 @@ INT32 = torch.int32
 
 
 def make_tables(device="cpu", pin_memory=False, **options):
-    """Full attention and a window of 9, blocks of 8 tokens, up to 64 tokens; rows 0 to 2 filled."""
-    tables = MultiGroupBlockTable(
-        4, 64, 16, pin_memory, device, [8, 16], [8, 8], **{"windows": [None, 9], **options}
-    )
+    """Full attention and a window of 9, blocks of 8 tokens, up to 64 tokens. Rows 0 to 2 are filled."""
+    tables = BlockTables(
+        [TableShape(8, 8), TableShape(16, 4, kernel_block_size=8, window=9, **options)],
+        max_num_reqs=4, max_num_tokens=16, pin_memory=pin_memory, device=device,
+    )  # fmt: skip
     for row, (full, windowed) in enumerate([([1, 2, 3], [4, 5]), ([6], [7]), (range(9, 17), [8])]):
         tables.add_row((full, windowed), row)
     tables.commit_updates()
@@ -24,7 +26,7 @@ def make_tables(device="cpu", pin_memory=False, **options):
 
 
 def contents(batch):
-    """All tensors of a batch as lists, by name."""
+    """Return all tensors of a batch as lists, by name."""
     found = {"query_start_loc": batch.query_start_loc.tolist()}
     for g, group in batch.groups.items():
         for name in group.__slots__:
@@ -61,7 +63,7 @@ def test_a_mixed_batch_of_two_groups(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_lists_arrays_and_tensors_are_the_same_to_it(device):
+def test_lists_arrays_and_tensors_are_equivalent(device):
     builder = AttentionMetadataBuilder(make_tables(device))
     given = [2, 0, -1], [5, 1, 0], [16, 24, 99]
     want = contents(builder.build(*given))
@@ -78,7 +80,7 @@ def test_lists_arrays_and_tensors_are_the_same_to_it(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_buffers_keep_their_addresses_and_nothing_of_an_earlier_batch(device):
+def test_buffers_keep_addresses_but_no_earlier_batch(device):
     tables = make_tables(device)
     builder = AttentionMetadataBuilder(tables)
 
@@ -111,7 +113,7 @@ def test_more_batch_sizes_than_views_are_kept():
     assert len(builder._views) <= attention_metadata.MAX_CACHED_VIEWS
 
 
-def test_only_what_was_asked_for_is_built():
+def test_only_requested_outputs_are_built():
     tables = make_tables()
     flash = AttentionMetadataBuilder(tables, flashinfer=False).build([0], [1], [24])[0]
     assert flash.paged_kv_indptr is flash.paged_kv_indices is flash.paged_kv_last_page_len is None
@@ -121,7 +123,7 @@ def test_only_what_was_asked_for_is_built():
 
 
 def test_groups_with_tables_are_served_and_others_on_request():
-    tables = make_tables(slot_mapping=[True, False])
+    tables = make_tables(slot_mapping=False)
     assert list(AttentionMetadataBuilder(tables).build([0], [1], [9]).groups) == [0]
     both = AttentionMetadataBuilder(tables, groups=[1, 0]).build([0], [1], [9])
     assert both[1].paged_kv_indices.tolist() == [8, 9]
@@ -147,7 +149,7 @@ def test_context_parallel_lengths_and_their_bound(rank):
         assert batch[1].max_seqlen_k == batch.max_seq_len == length
 
 
-def test_bounds_may_be_given_and_not_too_small():
+def test_given_bounds_must_not_be_too_small():
     builder = AttentionMetadataBuilder(make_tables())
     batch = builder.build([0], [3], [20], max_query_len=8, max_seq_len=64, num_padded_tokens=3)
     assert (batch.max_query_len, batch.max_seq_len, batch.num_tokens) == (8, 64, 3)
@@ -190,7 +192,7 @@ BAD = [
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("error", "message", "change"), BAD, ids=[m for _, m, _ in BAD])
-def test_a_wrong_batch_is_named_and_changes_nothing(device, error, message, change):
+def test_invalid_batch_changes_nothing(device, error, message, change):
     builder = AttentionMetadataBuilder(make_tables(device))
     good = {"rows": [0], "query_lens": [3], "seq_lens": [20]}
     batch = builder.build(**good)
@@ -201,7 +203,7 @@ def test_a_wrong_batch_is_named_and_changes_nothing(device, error, message, chan
     assert contents(builder.build(**good)) == before
 
 
-def test_a_wrong_builder_is_named():
+def test_invalid_builder_is_rejected():
     tables = make_tables()
     for groups in ([], [2], [-1], [0, 0]):
         with pytest.raises(ValueError, match=r"groups is .*: expected one or more of 0 to 1"):
@@ -213,12 +215,12 @@ def test_a_wrong_builder_is_named():
     for groups in (0, "0", ["a"], [0.0]):
         with pytest.raises(TypeError, match=r"groups is .*: expected one or more of 0 to 1"):
             AttentionMetadataBuilder(tables, groups=groups)
-    with pytest.raises(TypeError, match="tables is a NoneType: expected a MultiGroupBlockTable or"):
+    with pytest.raises(TypeError, match="tables is a NoneType: expected BlockTables or"):
         AttentionMetadataBuilder(None)
 
 
 @given(batch=BatchOfTokens.strategy(world_sizes=(2, 3), windows=(1, 3, 8), decode=True))
-def test_a_window_over_context_parallel_ranks_is_refused(batch):
+def test_window_with_context_parallelism_is_rejected(batch):
     for rank in range(batch.world_size):
         with pytest.raises(ValueError, match=r"group 0 has a window of .* context-parallel ranks"):
             AttentionMetadataBuilder(batch.make_tables(rank))
@@ -226,9 +228,12 @@ def test_a_window_over_context_parallel_ranks_is_refused(batch):
 
 def test_a_window_of_a_replicated_group_is_served():
     cp = ContextParallel(dcp_world_size=2, dcp_rank=1)
-    tables = MultiGroupBlockTable(
-        2, 64, 64, False, "cpu", [8, 8],
-        windows=[9, 9], context_parallel=cp, replicated=[True, False],
+    tables = BlockTables(
+        [
+            TableShape(8, 8, window=9, context_parallel=cp, replicated=True),
+            TableShape(8, 4, window=9, context_parallel=cp),
+        ],
+        max_num_reqs=2, max_num_tokens=64,
     )  # fmt: skip
     tables.add_row(([1, 2, 3], [4, 5]), 0)
     batch = AttentionMetadataBuilder(tables, groups=[0]).build([0], [1], [24])
@@ -238,7 +243,7 @@ def test_a_window_of_a_replicated_group_is_served():
 
 
 def columns_written(builder, monkeypatch):
-    """The bound of each launch of a builder on the CPU, as they come."""
+    """Record the bound of each launch of a CPU builder, in order."""
     bounds, launch = [], builder._tables.attention_metadata
 
     def record(fields, requests, max_num_tokens, *rest, **options):
@@ -267,7 +272,7 @@ def test_a_long_row_slows_one_later_build_only(monkeypatch):
     assert bounds[3:] == [256, 4]
 
 
-def test_a_group_that_is_not_served_does_not_count(monkeypatch):
+def test_unserved_groups_are_ignored(monkeypatch):
     tables = make_tables()
     tables.append_row(([], range(20, 22)), 0)
     builder = AttentionMetadataBuilder(tables, groups=[0])
@@ -276,8 +281,8 @@ def test_a_group_that_is_not_served_does_not_count(monkeypatch):
     assert bounds == [24]
 
 
-def test_a_device_without_our_kernels_gets_copies(monkeypatch):
-    """The meta device stands for one that torch can copy to; CPU memory of its own for its memory."""
+def test_device_without_kernels_gets_copies(monkeypatch):
+    """The meta device stands for a device that torch can only copy to."""
     monkeypatch.setattr(
         "kvcache.worker.tables.buffer.device_zeros",
         lambda shape, dtype, device: torch.zeros(shape, dtype=dtype),
@@ -292,7 +297,7 @@ def test_a_device_without_our_kernels_gets_copies(monkeypatch):
     lengths=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 8)), max_size=4),
     padding=st.integers(0, 2),
 )
-def test_block_tables_are_what_gather_gives(lengths, padding):
+def test_block_tables_equal_gather(lengths, padding):
     tables = make_tables()
     rows = [row for row, _ in lengths]
     seq_lens = [min(n, (24, 8, 16)[row]) for row, n in lengths]
@@ -309,10 +314,10 @@ def test_block_tables_are_what_gather_gives(lengths, padding):
 
 
 @given(batch=BatchOfTokens.strategy())
-def test_paged_attention_from_it_is_dense_attention_over_the_tokens(batch):
-    """The tensors of both backends lead to the K and V of the right tokens.
+def test_paged_attention_equals_dense_attention(batch):
+    """The tensors of both backends lead to the K and V of the correct tokens.
 
-    Blocks that no query may see (the null block, what left a window, free ones) hold NaN.
+    Blocks that no query may see (null block, outside the window, free) contain NaN.
     """
     tables = batch.make_tables()
     caches = batch.fill_caches(tables)
@@ -330,8 +335,8 @@ def test_paged_attention_from_it_is_dense_attention_over_the_tokens(batch):
 
 
 @given(batch=BatchOfTokens.strategy(world_sizes=(2, 3), windows=(None,), decode=True))
-def test_decode_over_all_context_parallel_ranks_is_dense_attention(batch):
-    """Each rank attends to the tokens it holds; their outputs are put together by their weights."""
+def test_context_parallel_decode_equals_dense_attention(batch):
+    """Each rank attends to its own tokens, and their outputs are combined by weight."""
     parts = {name: [] for name in ("flash_attention", "flash_infer")}
     for rank in range(batch.world_size):
         tables = batch.make_tables(rank)
@@ -349,7 +354,7 @@ def test_decode_over_all_context_parallel_ranks_is_dense_attention(batch):
 
 
 @pytest.mark.gpu
-def test_lengths_on_the_device_give_the_same_and_are_only_launched():
+def test_device_lengths_match_without_synchronizing():
     tables = make_tables("cuda")
     builder = AttentionMetadataBuilder(tables)
     given = [2, 0, -1], [5, 1, 0], [16, 24, 0]
@@ -406,7 +411,7 @@ def on_gpu(*lists):
 
 
 def captured_build(builder, *inputs, **options):
-    """(graph, batch) of a build in a graph, after one outside."""
+    """Return (graph, batch) of a captured build, after an eager build."""
     builder.build(*inputs, **options)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -417,7 +422,7 @@ def captured_build(builder, *inputs, **options):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"max_seq_len": 8}])
-def test_a_replay_after_a_longer_eager_build_shows_nothing_of_it(options):
+def test_replay_after_longer_eager_build_is_clean(options):
     tables = make_tables("cuda")
     builder = AttentionMetadataBuilder(tables)
     graph, batch = captured_build(builder, *on_gpu([1, -1], [1, 0], [8, 0]), **options)
@@ -433,7 +438,7 @@ def test_a_replay_after_a_longer_eager_build_shows_nothing_of_it(options):
 
 
 @pytest.mark.gpu
-def test_max_seq_len_bounds_the_lengths_whatever_came_before():
+def test_max_seq_len_bounds_lengths_of_every_batch():
     tables = make_tables("cuda")
     builder = AttentionMetadataBuilder(tables)
     builder.build([2, 0], [1, 1], [16, 24])
@@ -446,7 +451,7 @@ def test_max_seq_len_bounds_the_lengths_whatever_came_before():
 
 
 @pytest.mark.gpu
-def test_lengths_from_the_host_are_refused_inside_a_capture():
+def test_host_lengths_are_rejected_during_capture():
     tables = make_tables("cuda")
     builder = AttentionMetadataBuilder(tables)
     lengths = on_gpu([0], [1], [24])
@@ -466,7 +471,7 @@ def test_lengths_from_the_host_are_refused_inside_a_capture():
 
 
 @pytest.mark.gpu
-def test_tables_change_inside_a_capture_and_are_committed_after_it():
+def test_tables_changed_during_capture_are_committed_afterwards():
     tables = make_tables("cuda", pin_memory=True)
     counts = torch.zeros(4, device="cuda")
     tables.commit_block_table(4)  # an upload that may still be under way
@@ -484,7 +489,7 @@ def test_tables_change_inside_a_capture_and_are_committed_after_it():
 
 
 @pytest.mark.gpu
-def test_changes_that_are_not_committed_are_named():
+def test_uncommitted_changes_are_reported():
     tables = make_tables("cuda")
     builder, other = (AttentionMetadataBuilder(tables, groups=[g]) for g in (0, 1))
     before = contents(builder.build([0], [1], [24]))
@@ -500,7 +505,7 @@ def test_changes_that_are_not_committed_are_named():
 
 
 @pytest.mark.gpu
-def test_a_length_without_dimensions_on_the_device_is_named():
+def test_zero_dimensional_device_length_is_rejected():
     builder = AttentionMetadataBuilder(make_tables("cuda"))
     scalar = torch.tensor(1, dtype=INT32, device="cuda")
     with pytest.raises(ValueError, match=r"query_lens has shape \[\]: expected \[num_requests\]"):

@@ -21,13 +21,13 @@ UNTOUCHED = -5
 
 
 def local_positions(seq_len, block_size, world, rank, interleave):
-    """Positions whose KV this rank holds, one by one, in the order of its columns."""
+    """Positions with KV on this rank, one by one, in column order."""
     span = block_size * world
     return [p for p in range(seq_len) if p % span // interleave % world == rank]
 
 
 def reference_request(fields, row_ids, query_len, seq_len):
-    """(tokens on this rank, row of the block table, page list, tokens in the last page)."""
+    """Return (tokens on this rank, row of the block table, page list, tokens in the last page)."""
     _, _, block_size, world, rank, interleave, window, _ = fields
     span = block_size * world
     first_query = seq_len - query_len
@@ -46,7 +46,7 @@ def reference_request(fields, row_ids, query_len, seq_len):
 
 
 def reference(call):
-    """Every output as the documentation says it, entry by entry."""
+    """Compute every output as documented, entry by entry."""
     out = {name: call[name].clone() for name in OUTPUTS if call[name] is not None}
     groups, num_rows = call["groups"].tolist(), call["num_rows"]
     requests = list(
@@ -91,7 +91,7 @@ def reference(call):
 
 
 def outputs(num_groups, num_out, capacity, all_columns, slack=0):
-    """Output tensors full of a value that no kernel writes; `slack` entries between groups."""
+    """Output tensors filled with a value that no kernel writes, with `slack` entries between groups."""
 
     def per_group(n):
         return torch.full((num_groups, n + slack), UNTOUCHED, dtype=INT32)[:, :n]
@@ -170,7 +170,7 @@ def calls(draw):
 
 
 def put(call, device):
-    """The call on a device: outputs keep their strides, groups stay on the CPU."""
+    """Move the call to a device: outputs keep their strides, and groups stay on the CPU."""
 
     def moved(tensor):
         if tensor.is_contiguous():
@@ -195,7 +195,7 @@ def check(backend, call):
 
 
 def large(num_requests, columns=3, block_size=4):
-    """More requests than a thread block has threads or a grid has tiles."""
+    """More requests than threads per block or tiles per grid."""
     generator = torch.Generator().manual_seed(num_requests)
     num_rows = 7
     lens = torch.randint(0, columns * block_size + 1, (num_requests,), generator=generator)
@@ -236,14 +236,14 @@ def test_a_row_longer_than_one_pass_of_a_thread_block(backend):
 
 @each_backend
 def test_more_requests_than_tiles_of_the_largest_size(backend):
-    """255 requests per thread block at most: the grid grows beyond 128 of them."""
+    """At most 255 requests per thread block: the grid grows beyond 128 blocks."""
     check(backend, large(33_000, columns=1))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("block_size", [1, 2, 4, 6])
-def test_exhaustively_the_ranks_lengths_add_up_and_their_pages_hold_them(world, block_size):
-    """Every length, block size, interleave and rank, with a page list of every rank."""
+def test_rank_lengths_add_up_and_fit_their_pages(world, block_size):
+    """Every length, block size, interleave and rank, with a page list for each rank."""
     columns = 3
     num = columns * block_size * world + 1
     for interleave in (i for i in range(1, block_size + 1) if block_size % i == 0):
@@ -274,7 +274,7 @@ def test_exhaustively_the_ranks_lengths_add_up_and_their_pages_hold_them(world, 
 
 
 def arguments(backend, **changes):
-    """Two requests of rows 1 and 0, three with padding; blocks of 4 tokens, two per row."""
+    """Two requests with rows 1 and 0, three with padding; blocks of 4 tokens, two per row."""
     call = {
         "tables": backend.tensor([3, 4, 5, 6], dtype=INT32),
         "groups": torch.tensor([[0, 2, 4, 1, 0, 1, 0, 0]]),
@@ -358,7 +358,7 @@ BAD = {
 
 @each_backend
 @pytest.mark.parametrize("message", BAD)
-def test_a_wrong_argument_is_named_and_nothing_is_written(backend, message):
+def test_invalid_argument_writes_nothing(backend, message):
     call = arguments(backend, **BAD[message](backend))
     with pytest.raises(RuntimeError, match=message):
         backend.ops.attention_metadata(**call)
@@ -386,7 +386,7 @@ BAD_VALUES = {
 
 @each_backend
 @pytest.mark.parametrize("message", BAD_VALUES)
-def test_a_value_out_of_range_is_named_and_nothing_is_written(backend, message, monkeypatch):
+def test_value_out_of_range_writes_nothing(backend, message, monkeypatch):
     monkeypatch.setenv("KVCACHE_CHECKED", "1")
     changes = {
         name: value if isinstance(value, int) else ints(backend, *value)
@@ -400,8 +400,8 @@ def test_a_value_out_of_range_is_named_and_nothing_is_written(backend, message, 
 
 @each_device_backend
 @pytest.mark.parametrize("message", BAD_VALUES)
-def test_an_unchecked_wrong_request_becomes_a_padded_one(backend, message, monkeypatch):
-    """It keeps its queries, so that the other requests' tokens stay where they are."""
+def test_unchecked_invalid_request_becomes_padding(backend, message, monkeypatch):
+    """The request keeps its queries, so tokens of other requests do not move."""
     monkeypatch.delenv("KVCACHE_CHECKED", raising=False)
     changes = {
         name: value if isinstance(value, int) else ints(backend, *value)
@@ -423,8 +423,8 @@ def test_an_unchecked_wrong_request_becomes_a_padded_one(backend, message, monke
 
 
 @each_backend
-def test_more_pages_than_an_int32_counts_are_refused(backend):
-    """Without the list itself, whose size is bounded: 2^11 requests of 2^20 pages share one row."""
+def test_page_count_beyond_int32_is_rejected(backend):
+    """Without the list, whose size is limited: 2^11 requests with 2^20 pages share one row."""
     n, columns = 2**11, 2**20
     call = put(
         {
@@ -453,7 +453,7 @@ def test_more_pages_than_an_int32_counts_are_refused(backend):
 
 
 @each_backend
-def test_an_output_that_overlaps_an_input_or_another_output_is_refused(backend):
+def test_overlapping_outputs_are_rejected(backend):
     call = arguments(backend)
     call["seq_lens"] = call["block_tables"][:2]
     with pytest.raises(RuntimeError, match="block_tables shares memory with seq_lens"):
@@ -468,8 +468,8 @@ def test_an_output_that_overlaps_an_input_or_another_output_is_refused(backend):
 @each_backend
 @given(length=st.integers(0, 2**31 - 1), window=st.sampled_from([0, 1, 4096, 2**31 - 1]))
 @example(length=2**31 - 1, window=1)
-def test_lengths_up_to_the_largest(backend, length, window):
-    """One column of 2^31 - 1 tokens, and pages that a window hides, near the largest position."""
+def test_maximum_lengths(backend, length, window):
+    """One column of 2^31 - 1 tokens, and pages outside a window near the last position."""
     call = arguments(backend, groups=torch.tensor([[0, 2, 2**30, 1, 0, 1, window, 0]]))
     call["seq_lens"], call["query_lens"] = ints(backend, length, 0), ints(backend, 0, 0)
     call["max_num_tokens"] = 2**31 - 1
@@ -490,7 +490,7 @@ def test_opcheck(backend, left_out):
 
 
 @each_real_backend
-def test_tensors_on_two_devices_are_named(backend):
+def test_tensors_on_two_devices_are_rejected(backend):
     call = arguments(backend, seq_lens=torch.zeros(2, dtype=INT32, device="meta"))
     with pytest.raises(RuntimeError, match=r"is on \S+, .+ on meta: expected one device"):
         torch.ops.kvcache.attention_metadata(**call)
@@ -498,7 +498,7 @@ def test_tensors_on_two_devices_are_named(backend):
 
 @pytest.mark.gpu
 def test_a_captured_launch_serves_changed_inputs():
-    """Captured once; other rows, lengths, tables and numbers of requests in the same tensors."""
+    """Captured once; rows, lengths, tables and the number of requests change in the same tensors."""
     call = put(large(40, columns=9), "cuda")
     torch.ops.kvcache.attention_metadata(**call)
     torch.cuda.synchronize()

@@ -12,7 +12,7 @@ from tests.switches import bulk_copies, ids_from, parameters
 
 @dataclass
 class Side:
-    """Memory of pages: fragment (region, page) is at offsets[region] + page * strides[region]."""
+    """Memory of pages: fragment (region, page) starts at offsets[region] + page * strides[region]."""
 
     memory: torch.Tensor  # uint8[n]
     offsets: list[int]
@@ -25,7 +25,7 @@ class Side:
 
 
 def make_side(draw, sizes, generator):
-    """Regions apart or packed together, with gaps, in any order; nothing overlaps."""
+    """Regions that are separate or packed, with gaps, in any order, without overlap."""
     num_blocks = draw(st.integers(1, 9))
     gap = draw(st.sampled_from([0, 0, 1, 16]))
     order = draw(st.permutations(range(len(sizes))))
@@ -69,7 +69,7 @@ def cases(draw):
 
 
 def reference(sizes, src, dst, within, pairs):
-    """The content of dst's memory afterwards."""
+    """Return the expected content of dst's memory."""
     after = dst.memory.clone()
     for source, target in pairs.tolist():
         for r, size in enumerate(sizes):
@@ -84,7 +84,7 @@ def table(sizes, src, dst):
 
 
 def run(backend, case, where="host", **options):
-    """dst's memory after the op, and src's."""
+    """Return the memory of dst and of src after the op."""
     sizes, src, dst, within, pairs = case
     there = dst.memory.to(backend.device, copy=True)
     here = None if within else src.memory.to(backend.device, copy=True)
@@ -98,7 +98,7 @@ def run(backend, case, where="host", **options):
 
 @each_backend
 @given(case=cases())
-def test_pages_arrive_and_nothing_else_changes(backend, case):
+def test_only_destination_pages_change(backend, case):
     found, source = run(backend, case)
     assert torch.equal(found, reference(*case))
     assert torch.equal(source, case[1].memory)
@@ -117,8 +117,8 @@ def test_pages_arrive_and_nothing_else_changes(backend, case):
     ],
     ids=["up", "down", "down behind cleared ones", "up, then down", "down, then up"],
 )
-def test_pages_that_follow_each_other_arrive(backend, pairs, gap):
-    """They are copied as one, upwards and downwards."""
+def test_consecutive_pages_are_copied(backend, pairs, gap):
+    """Consecutive pages are copied as one run, in ascending and descending order."""
     sides = [
         Side(torch.randint(1, 256, (7 * (5 + gap),)).to(torch.uint8), [0], [5 + gap], 7)
         for _ in range(2)
@@ -134,7 +134,7 @@ def test_pages_that_follow_each_other_arrive(backend, pairs, gap):
     num_thread_blocks=st.integers(1, 3),
     small_parameters=st.booleans(),
 )
-def test_ids_may_live_on_the_device_and_few_thread_blocks_do_all(
+def test_device_ids_with_few_thread_blocks(
     backend, case, where, num_thread_blocks, small_parameters
 ):
     with parameters(small_parameters):
@@ -176,7 +176,7 @@ def test_each_region_moves_at_its_own_width(backend, name):
 
 @each_device_backend
 @pytest.mark.parametrize("name", MIXED)
-def test_each_region_moves_at_its_own_width_by_ids_on_the_device(backend, name):
+def test_each_region_moves_at_its_own_width_with_device_ids(backend, name):
     check_mixed(backend, name, "device")
 
 
@@ -202,7 +202,7 @@ WIDE = {
 @pytest.mark.parametrize("num_thread_blocks", [0, 1, 3])
 @pytest.mark.parametrize("name", WIDE)
 def test_bulk_copies_move_the_same_bytes(backend, name, num_thread_blocks):
-    """Emulated, as all memory is the host's; on a device tests/test_swap.py has them."""
+    """Emulated, where all memory is host memory; on a device, tests/test_swap.py covers them."""
     sizes, num_blocks = WIDE[name], 23
     generator = torch.Generator().manual_seed(len(sizes))
     offsets = [sum(sizes[:i]) * num_blocks for i in range(len(sizes))]
@@ -268,8 +268,8 @@ def test_more_pages_and_regions_than_small_parameters_take(backend, name):
 
 
 @each_backend
-def test_large_copies_go_past_the_caches_and_stay_in_place(backend):
-    """Odd addresses and sizes, more than a thread's share, streamed on the CPU."""
+def test_large_copies_bypass_caches_and_stay_in_bounds(backend):
+    """Odd addresses and sizes that exceed one thread's share, streamed on the CPU."""
     size, num_blocks = 70_001, 64
     if backend.name == "emulated":
         size, num_blocks = 7_001, 8
@@ -349,7 +349,7 @@ BAD = {
 
 @each_backend
 @pytest.mark.parametrize("message", BAD)
-def test_a_wrong_argument_is_named_and_nothing_is_written(backend, message):
+def test_invalid_argument_writes_nothing(backend, message):
     call = arguments(backend, **BAD[message])
     with pytest.raises(RuntimeError, match=message):
         backend.ops.copy_blocks(**call)
@@ -357,7 +357,7 @@ def test_a_wrong_argument_is_named_and_nothing_is_written(backend, message):
 
 
 @each_backend
-def test_pages_in_a_tensor_of_their_own_need_an_owner(backend):
+def test_pages_in_separate_tensors_need_owners(backend):
     call = arguments(backend)
     other = torch.full((96,), 100, dtype=torch.uint8, device=backend.device)
     apart = other.data_ptr() - call["dst"].data_ptr()
@@ -377,7 +377,7 @@ def test_pages_in_a_tensor_of_their_own_need_an_owner(backend):
         (ids([1, 2], [1, 7]), r"pairs\[1\] writes to page 7"),
     ],
 )
-def test_ids_on_a_device_are_checked_in_the_checked_mode(backend, pairs, message, monkeypatch):
+def test_checked_mode_validates_device_ids(backend, pairs, message, monkeypatch):
     call = arguments(backend, pairs=pairs.to(backend.device))
     monkeypatch.setenv("KVCACHE_CHECKED", "1")
     with ids_from("device"), pytest.raises(RuntimeError, match=message):
@@ -390,7 +390,7 @@ def test_ids_on_a_device_are_checked_in_the_checked_mode(backend, pairs, message
 
 
 @each_device_backend
-def test_the_copy_engine_does_not_clear_pages(backend):
+def test_copy_engine_cannot_clear_pages(backend):
     call = arguments(backend, pairs=ids([1, 2], [-1, 3]), engine=1)
     with pytest.raises(RuntimeError, match=r"pairs\[1\] clears a page: expected engine 0"):
         backend.ops.copy_blocks(**call)
@@ -399,7 +399,7 @@ def test_the_copy_engine_does_not_clear_pages(backend):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("side", ["src", "dst"])
-def test_a_kernel_refuses_host_memory_that_is_not_pinned(side):
+def test_kernel_requires_pinned_host_memory(side):
     from tests.backends import Backend
 
     call = arguments(Backend("cuda", "cuda"))
@@ -449,7 +449,7 @@ def test_a_captured_copy_reads_its_ids_at_each_replay():
 
 
 @each_backend
-def test_no_pairs_no_regions_and_no_bytes_are_nothing_to_do(backend):
+def test_empty_copies_do_nothing(backend):
     for changes in (
         {"pairs": ids([1, 2])[:0]},
         {"regions": torch.zeros(0, 5).long()},
@@ -485,7 +485,7 @@ def test_a_compiled_function_copies_pages(backend):
 
 
 @each_backend
-def test_pages_that_follow_each_other_are_cleared_and_nothing_between_them(backend):
+def test_clearing_consecutive_pages_keeps_the_gaps(backend):
     dst = torch.full((6 * 64,), 7, dtype=torch.uint8, device=backend.device)
     # Fragments of 32 bytes at the beginning of 64: what lies behind each is of nothing that is cleared.
     regions = torch.tensor([[0, 0, 0, 64, 32]])

@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache import BlockTable, ContextParallel, GroupSpec, MultiGroupBlockTable
+from kvcache import BlockTables, ContextParallel, GroupSpec, TableShape
+from kvcache.compat import BlockTable, MultiGroupBlockTable
 from kvcache.worker import AttentionMetadataBuilder
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -31,7 +32,7 @@ def test_rows_are_added_appended_and_cleared():
     assert content(table)[1] == [] and not table.get_numpy_array().any()
 
 
-def test_move_clears_the_row_it_leaves():
+def test_move_clears_the_source_row():
     table = make()
     table.add_row([3, 4], 1)
     table.add_row([6, 7, 8], 2)
@@ -67,7 +68,7 @@ def test_addresses_never_change_and_commits_reach_the_device(device):
 
 
 @pytest.mark.gpu
-def test_a_commit_under_way_does_not_see_what_is_written_after_it():
+def test_commit_in_flight_ignores_later_writes():
     table = make("cuda", rows=4096, width=2048)
     for value in (1, 2, 3):
         table.block_table.before_write()
@@ -77,7 +78,7 @@ def test_a_commit_under_way_does_not_see_what_is_written_after_it():
         assert int(table.get_device_tensor()[4095, 0]) == value
 
 
-def test_on_the_cpu_both_sides_are_one_memory():
+def test_cpu_tables_share_one_memory():
     table = make()
     assert table.block_table.gpu is table.block_table.cpu
     table.add_row([3], 0)
@@ -112,7 +113,7 @@ def test_slots_follow_the_formula(block_size, ids, data):
         (lambda t: t.commit_slot_mapping(-1), "num_tokens is -1: expected 0 to 16"),
     ],
 )
-def test_a_wrong_call_is_named_and_changes_nothing(call, message):
+def test_invalid_call_changes_nothing(call, message):
     table = make()
     table.add_row([3, 4], 1)
     with pytest.raises(ValueError, match=message):
@@ -134,7 +135,7 @@ def test_a_wrong_call_is_named_and_changes_nothing(call, message):
         ),
     ],
 )
-def test_a_wrong_slot_mapping_call_is_named_and_changes_nothing(rows, positions, message):
+def test_invalid_slot_mapping_call_changes_nothing(rows, positions, message):
     table = make()
     table.add_row([3, 4], 0)
     table.slot_mapping.np[:] = 5
@@ -154,12 +155,12 @@ def test_a_wrong_slot_mapping_call_is_named_and_changes_nothing(rows, positions,
         ((4, 1, 1, 1, False, "cpu", -2), "kernel_block_size is -2: expected 1 to"),
     ],
 )
-def test_wrong_sizes_are_named(arguments, message):
+def test_invalid_sizes_are_reported(arguments, message):
     with pytest.raises(ValueError, match=message):
         BlockTable(*arguments)
 
 
-def test_wrong_dtypes_are_named():
+def test_invalid_dtypes_are_reported():
     table = make()
     with pytest.raises(TypeError, match="block_ids has dtype float64: expected integers"):
         table.append_row([1.5], 0)
@@ -197,7 +198,7 @@ def test_the_first_candidate_that_divides_is_the_kernel_size(kernel_sizes, chose
     assert table.slot_mapping.np[0] == 48 + 17
 
 
-def test_wrong_kernel_sizes_are_named():
+def test_invalid_kernel_sizes_are_reported():
     with pytest.raises(ValueError, match=r"none of kernel_sizes \[32, 64\] divides block_size 48"):
         BlockTable(48, 2, 3, 16, False, "cpu", kernel_sizes=[32, 64])
     with pytest.raises(
@@ -207,7 +208,7 @@ def test_wrong_kernel_sizes_are_named():
 
 
 def test_context_parallel_spreads_tokens():
-    """World 4, interleave 2, blocks of 4: tokens 2-3 of every 8 are on rank 1."""
+    """World size 4, interleave 2, blocks of 4: tokens 2-3 of every 8 are on rank 1."""
     cp = ContextParallel(pcp_world_size=2, pcp_rank=0, dcp_world_size=2, dcp_rank=1)
     table = BlockTable(4, 2, 3, 40, False, "cpu", 4, 2, context_parallel=cp)
     table.add_row([7, 9], 0)
@@ -227,12 +228,12 @@ def test_context_parallel_spreads_tokens():
         ({"pcp_rank": -1}, "pcp_rank is -1: expected 0 to 0"),
     ],
 )
-def test_wrong_parallel_sizes_are_named(change, message):
+def test_invalid_parallel_sizes_are_reported(change, message):
     with pytest.raises(ValueError, match=message):
         ContextParallel(**change)
 
 
-def test_rows_and_slots_are_longer_where_an_engine_pads():
+def test_rows_and_slots_include_engine_padding():
     cp = ContextParallel(pcp_world_size=2)
     table = BlockTable(
         4,
@@ -269,7 +270,7 @@ def test_query_start_loc_gives_the_rows():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_updates_reach_the_device_and_only_they(device):
+def test_only_updates_reach_the_device(device):
     tables = multi(device)
     tables.add_row(([1, 2], [3]), 0)
     tables.add_row(([5], [6]), 2)
@@ -381,7 +382,6 @@ def test_a_group_may_have_no_slot_mapping():
         "max_num_blocks",
         "slot_mapping",
         "replicated",
-        "windows",
         "kernel_sizes",
     ],
 )
@@ -398,8 +398,9 @@ def test_one_list_of_candidates_serves_all_groups():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_gather_gives_batch_order_without_what_left_the_window(device):
-    tables = multi(device, windows=[None, 9])
+def test_gather_returns_batch_order_without_hidden_blocks(device):
+    shapes = [TableShape(8, 8), TableShape(16, 4, kernel_block_size=8, window=9)]
+    tables = BlockTables(shapes, max_num_reqs=4, max_num_tokens=16, device=device)
     tables.add_row(([1, 2, 3], [4, 5]), 0)
     tables.add_row(([6], [7]), 2)
     tables.commit_updates()
@@ -416,8 +417,8 @@ def test_gather_gives_batch_order_without_what_left_the_window(device):
     assert full.data_ptr() == address and full.tolist() == [[6] + [0] * 7, [0] * 8, [0] * 8]
 
 
-def test_a_device_without_our_kernels_gets_copies():
-    """The meta device stands for one that torch can copy to, and nothing else."""
+def test_device_without_kernels_gets_copies():
+    """The meta device stands for a device that torch can only copy to."""
     tables = multi("meta")
     tables.add_row(([5], [2]), 0)
     tables.compute_slot_mapping(np.array([0]), np.array([1]))
@@ -433,8 +434,13 @@ def test_a_device_without_our_kernels_gets_copies():
 
 @pytest.mark.gpu
 def test_a_captured_graph_serves_later_steps():
-    """Captured once; then positions, tables and the batch change in place, and it is replayed."""
-    tables = MultiGroupBlockTable(8, 256, 64, True, "cuda", [16, 32], windows=[None, 20])
+    """Capture once, change positions, tables and batch in place, and replay."""
+    tables = BlockTables(
+        [TableShape(16, 16), TableShape(32, 8, window=20)],
+        max_num_reqs=8,
+        max_num_tokens=64,
+        device="cuda",
+    )
     positions = torch.zeros(64, dtype=torch.int64, device="cuda")
     start = torch.zeros(9, dtype=torch.int32, device="cuda")
     rows = torch.full((8,), -1, dtype=torch.int32, device="cuda")
@@ -482,8 +488,10 @@ def test_a_captured_graph_serves_later_steps():
 
 
 @pytest.mark.gpu
-def test_a_step_allocates_nothing_and_waits_for_nothing():
-    tables = MultiGroupBlockTable(64, 1024, 512, True, "cuda", [16, 16])
+def test_step_neither_allocates_nor_synchronizes():
+    tables = BlockTables(
+        [TableShape(16, 64)] * 2, max_num_reqs=64, max_num_tokens=512, device="cuda"
+    )
     rows = torch.arange(64, dtype=torch.int32, device="cuda")
     positions = torch.zeros(64, dtype=torch.int64, device="cuda")
 
@@ -513,7 +521,7 @@ def test_a_step_allocates_nothing_and_waits_for_nothing():
 
 
 @pytest.mark.parametrize("value", [5, [[1, 2], [3, 4]], np.array([2**63], np.uint64), [2**32 + 7]])
-def test_ids_that_are_no_row_of_ids_are_refused(value):
+def test_invalid_id_rows_are_rejected(value):
     table = make()
     table.add_row([3, 4], 1)
     with pytest.raises((ValueError, TypeError), match="block_ids"):
@@ -521,7 +529,7 @@ def test_ids_that_are_no_row_of_ids_are_refused(value):
     assert content(table)[1] == [3, 4]
 
 
-def test_read_only_arrays_are_taken_as_they_are(recwarn):
+def test_read_only_arrays_are_accepted(recwarn):
     table = make()
     table.add_row([3, 4], 0)
     rows, positions = np.zeros(2, np.int32), np.arange(2)
@@ -532,7 +540,7 @@ def test_read_only_arrays_are_taken_as_they_are(recwarn):
 
 
 class OtherDevice:
-    """Stands for a device that torch can copy to and nothing else: memory of its own, recorded."""
+    """Stands for a device that torch can only copy to: separate memory, with recorded copies."""
 
     def __init__(self, monkeypatch):
         import kvcache.worker.tables.buffer as buffer
@@ -547,7 +555,7 @@ class OtherDevice:
         return multi("meta", **options)
 
 
-def test_every_commit_reaches_a_device_without_our_kernels(monkeypatch):
+def test_every_commit_reaches_device_without_kernels(monkeypatch):
     tables = OtherDevice(monkeypatch).tables()
     tables.add_row(([5, 6], [2]), 0)
     tables.compute_slot_mapping(np.array([0, 0]), np.array([1, 9]))
@@ -602,7 +610,6 @@ def test_sizes_of_numpy_do_not_overflow():
         block_sizes=np.array([16, 32], np.int8),
         kernel_sizes=[np.array([8], np.int8)],
         max_num_blocks=np.array([100, 120], np.int8),
-        windows=[None, np.int8(20)],
         num_speculative_tokens=np.int8(3),
         context_parallel=ContextParallel(dcp_world_size=np.int8(2)),
     )
@@ -614,11 +621,11 @@ def test_sizes_of_numpy_do_not_overflow():
     tables.compute_slot_mapping(np.array([0]), np.array([2]))
     assert [table.slot_mapping.np[0] for table in tables.block_tables] == [5 * 16 + 1, 2 * 32 + 1]
     group = GroupSpec("full_attention", np.int8(16))
-    built = MultiGroupBlockTable.for_groups(
+    built = BlockTables.for_groups(
         [group],
         max_num_reqs=np.int16(20_000),
         max_model_len=np.int16(64),
-        max_num_batched_tokens=np.int16(8),
+        max_num_tokens=np.int16(8),
         kernel_sizes=[np.int32(8)],
     )
     assert built[0].block_table.np.shape == (20_000, 8)
@@ -630,9 +637,9 @@ def test_sizes_of_numpy_do_not_overflow():
         (
             {"kernel_sizes": [["8"], [8]]},
             TypeError,
-            r"kernel_sizes\[0\]\[0\] is '8': expected an int",
+            r"kernel_sizes\[0\] is '8': expected an int",
         ),
-        ({"kernel_sizes": [[8], 8]}, TypeError, r"kernel_sizes\[1\] is 8: .* such as \[8\]"),
+        ({"kernel_sizes": [[8], 8]}, TypeError, r"kernel_sizes is 8: .* such as \[8\]"),
         (
             {"kernel_sizes": [[8], [12]]},
             ValueError,
@@ -648,12 +655,12 @@ def test_sizes_of_numpy_do_not_overflow():
         ({"context_parallel": 2}, TypeError, "context_parallel is 2: expected a ContextParallel"),
     ],
 )
-def test_wrong_options_of_several_groups_are_named(options, error, message):
+def test_invalid_options_of_several_groups_are_reported(options, error, message):
     with pytest.raises(error, match=message):
         MultiGroupBlockTable(4, 64, 32, False, "cpu", [16, 32], **options)
 
 
-def test_what_lies_behind_the_committed_tokens_has_no_slot():
+def test_entries_after_committed_tokens_have_no_slot():
     table = make()
     table.add_row([3, 4], 0)
     table.compute_slot_mapping(np.zeros(4, np.int32), np.arange(4))
@@ -661,8 +668,8 @@ def test_what_lies_behind_the_committed_tokens_has_no_slot():
     assert table.slot_mapping.gpu.tolist() == [12, 13] + [-1] * 14
 
 
-def test_a_tail_that_the_caller_wrote_is_cleared_by_the_commit():
-    """A6: whoever wrote there last. Padding for PCP, or a dummy run, writes into the buffer itself."""
+def test_commit_clears_a_tail_written_by_the_caller():
+    """A6: regardless of the writer. PCP padding and dummy runs write into the buffer directly."""
     for dtype in (torch.int64, torch.int32):
         table = BlockTable(4, 4, 5, 16, slot_mapping_dtype=dtype)
         table.add_row([3, 4], 0)
@@ -677,7 +684,7 @@ def test_a_tail_that_the_caller_wrote_is_cleared_by_the_commit():
         table.commit_slot_mapping(16)
 
 
-def test_the_tail_of_every_group_is_cleared_by_the_commit():
+def test_commit_clears_the_tail_of_every_group():
     tables = MultiGroupBlockTable(4, 64, 32, False, "cpu", [16, 32])
     tables.append_row([[3], [4]], 0)
     for g in range(2):
@@ -692,7 +699,7 @@ class FakeEvent:
         self.log = log
 
     def query(self):
-        """Not yet, the first time."""
+        """Return False at the first call."""
         self.log.append("poll")
         return len(self.log) > 1
 
@@ -714,7 +721,7 @@ class FakeEvent:
         lambda t: t[0].block_table.before_write(),
     ],
 )
-def test_every_change_waits_for_an_upload_that_still_reads(change):
+def test_changes_wait_for_an_upload_in_flight(change):
     tables, log = multi(), []
     arena = tables._tables._arena
     arena._uploaded, arena._pending = FakeEvent(log), True
@@ -725,7 +732,7 @@ def test_every_change_waits_for_an_upload_that_still_reads(change):
 
 
 @pytest.mark.parametrize("call", ["compute", "commit"])
-def test_every_change_of_slots_waits_for_an_upload_that_still_reads(call):
+def test_slot_changes_wait_for_an_upload_in_flight(call):
     tables, log = multi(), []
     tables.add_row(([1], [1]), 0)
     slots = tables._tables._slots
@@ -737,7 +744,7 @@ def test_every_change_of_slots_waits_for_an_upload_that_still_reads(call):
     assert log == ["poll", "poll"]
 
 
-def test_a_row_may_be_set_to_a_part_of_itself():
+def test_row_may_be_set_to_its_own_slice():
     """A rollback: the ids come from the table that changes."""
     table = make()
     table.add_row([3, 4, 5], 1)
@@ -751,7 +758,7 @@ def test_a_row_may_be_set_to_a_part_of_itself():
     assert content(tables[0])[3] == []
 
 
-def test_counts_that_were_tampered_with_lead_nowhere():
+def test_tampered_counts_stay_in_bounds():
     table = make()
     table.num_blocks_per_row[1] = 40
     table.clear_row(1)
@@ -767,7 +774,7 @@ def test_clearing_one_group_leaves_the_others():
     assert content(tables[0])[1] == [] and content(tables[1])[1] == [10, 11]
 
 
-def test_a_failed_gather_leaves_the_next_one_alone():
+def test_failed_gather_does_not_affect_the_next():
     tables = multi()
     tables.add_row(([3], [5]), 0)
     idx = torch.tensor([0], dtype=torch.int32)
@@ -801,21 +808,21 @@ def test_kernel_blocks_that_do_not_fit_int32_are_refused():
             ValueError,
             "fewer than 2\\^31",
         ),
-        (lambda: BlockTable(4, 1, 1, 1, False, "cpu", 4, window=9.5), TypeError, "window is 9.5"),
+        (lambda: TableShape(4, 1, window=9.5), TypeError, "window is 9.5"),
         (lambda: BlockTable(4.0, 1, 1, 1, False, "cpu"), TypeError, "block_size is 4.0"),
         (
-            lambda: BlockTable(4, 1, 1, 1, False, "cpu", 4, window=2**31),
+            lambda: TableShape(4, 1, window=2**31),
             ValueError,
             "window is 2147",
         ),
     ],
 )
-def test_tables_that_cannot_work_are_refused_at_once(make_tables, error, message):
+def test_unusable_tables_are_rejected_at_construction(make_tables, error, message):
     with pytest.raises(error, match=message):
         make_tables()
 
 
-def test_padding_counts_prefill_ranks_only_and_replicated_groups_any_interleave():
+def test_padding_counts_only_prefill_ranks():
     cp = ContextParallel(pcp_world_size=2, dcp_world_size=4)
     tables = MultiGroupBlockTable(
         3,
@@ -890,13 +897,13 @@ GROUPS_FIRST = (4, 64, 32, False, "cpu")
         ),
     ],
 )
-def test_arguments_in_another_engines_order_say_what_to_pass(call, message):
+def test_wrong_argument_order_names_the_keyword(call, message):
     with pytest.raises(TypeError, match=message):
         call()
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
-def test_slots_of_a_longer_step_do_not_stay_behind_a_shorter_one(dtype):
+def test_shorter_step_clears_slots_of_longer_step(dtype):
     table = BlockTable(4, 4, 5, 16, False, "cpu", 4, slot_mapping_dtype=dtype)
     table.add_row([3, 4, 5, 6], 0)
     for n in (16, 2, 9, 0, 1):
@@ -905,7 +912,7 @@ def test_slots_of_a_longer_step_do_not_stay_behind_a_shorter_one(dtype):
             assert table.slot_mapping.np.tolist() == [*(12 + positions), *[-1] * (16 - n)]
 
 
-def test_numbers_of_any_integer_type_are_rows_and_positions():
+def test_rows_and_positions_accept_any_integer_type():
     table = make()
     table.add_row([3, 4], 0)
     for rows, positions in (
@@ -934,15 +941,15 @@ def test_numbers_of_any_integer_type_are_rows_and_positions():
             table.compute_slot_mapping(rows, positions)
 
 
-def test_columns_of_a_circular_group_are_written_round():
+def test_circular_group_columns_wrap_around():
     groups = [
         GroupSpec("full_attention", 4),
         GroupSpec("circular_window", 4, {"window": 6, "buffer": 13}),
     ]
-    sizes = {"max_num_reqs": 2, "max_model_len": 40, "max_num_batched_tokens": 16}
+    sizes = {"max_num_reqs": 2, "max_model_len": 40, "max_num_tokens": 16}
     for kernel_sizes in (None, [2]):
-        tables = MultiGroupBlockTable.for_groups(groups, kernel_sizes=kernel_sizes, **sizes)
-        assert tables[1].layout.max_num_blocks == 4 and tables[1].layout.num_places == 16
+        tables = BlockTables.for_groups(groups, kernel_sizes=kernel_sizes, **sizes)
+        assert tables[1].shape.max_num_blocks == 4 and tables[1].shape.num_places == 16
         tables.add_row((range(1, 11), [5, 6, 7, 8]), 1)
         positions = np.array([0, 5, 15, 16, 31, 33, 39])
         tables.compute_slot_mapping(np.full(7, 1), positions)
@@ -959,13 +966,13 @@ def test_columns_of_a_circular_group_are_written_round():
             AttentionMetadataBuilder(tables, groups=[0, 1])
 
 
-def test_a_circular_table_spread_over_ranks():
+def test_circular_table_with_context_parallelism():
     group = GroupSpec("circular_window", 4, {"window": 6, "buffer": 20})
-    sizes = {"max_num_reqs": 1, "max_model_len": 100, "max_num_batched_tokens": 16}
+    sizes = {"max_num_reqs": 1, "max_model_len": 100, "max_num_tokens": 16}
     positions, found = np.arange(40, 56), {}
     for rank in range(2):
         cp = ContextParallel(dcp_world_size=2, dcp_rank=rank)
-        tables = MultiGroupBlockTable.for_groups([group], context_parallel=cp, **sizes)
+        tables = BlockTables.for_groups([group], context_parallel=cp, **sizes)
         tables.add_row(([3, 4, 5],), 0)  # 24 tokens
         tables.compute_slot_mapping(np.zeros(16, np.int32), positions)
         for position, slot in zip(positions.tolist(), tables[0].slot_mapping.np.tolist()):
@@ -978,9 +985,9 @@ def test_a_circular_table_spread_over_ranks():
     }
 
 
-def test_positions_that_a_circular_group_refuses_change_no_group():
-    sizes = {"circular": [False, True], "max_num_blocks": [16, 3]}
-    tables = MultiGroupBlockTable(4, 256, 64, False, "cpu", [16, 16], **sizes)
+def test_positions_rejected_by_circular_group_change_nothing():
+    shapes = [TableShape(16, 16), TableShape(16, 3, circular=True)]
+    tables = BlockTables(shapes, max_num_reqs=4, max_num_tokens=64)
     tables.add_row(([1, 2, 3, 4, 5, 6, 7, 8], [11, 12, 13]), 0)
     tables.compute_slot_mapping(np.zeros(3, np.int32), np.array([0, 50, 100]))
     before = [group.slot_mapping.np[:3].tolist() for group in tables.block_tables]
@@ -994,7 +1001,7 @@ def test_positions_that_a_circular_group_refuses_change_no_group():
     with pytest.raises(ValueError, match=r"positions\[0\] is -48"):
         tables[1].slots_of([0], [-48])
     with pytest.raises(ValueError, match="encoder and circular"):
-        MultiGroupBlockTable(4, 256, 64, False, "cpu", [16], encoder=[True], circular=[True])
+        TableShape(16, 16, encoder=True, circular=True)
 
 
 def test_rows_of_all_groups_may_be_one_array():
@@ -1005,12 +1012,41 @@ def test_rows_of_all_groups_may_be_one_array():
         tables.add_row(np.zeros((3, 2), np.int32), 1)
 
 
-def test_a_default_device_leaves_tables_where_they_are_asked_for():
+def test_default_device_does_not_move_tables():
     groups = [GroupSpec("full_attention", 16)]
-    sizes = {"max_num_reqs": 4, "max_model_len": 64, "max_num_batched_tokens": 32}
+    sizes = {"max_num_reqs": 4, "max_model_len": 64, "max_num_tokens": 32}
     with torch.device("meta"):
-        tables = MultiGroupBlockTable.for_groups(groups, **sizes)
+        tables = BlockTables.for_groups(groups, **sizes)
         tables.add_row([[3, 5]], 1)
         tables.compute_slot_mapping(np.array([1, 1]), np.array([2, 17]))
     assert tables[0].slot_mapping.gpu[:3].tolist() == [50, 81, -1]
     assert tables[0].block_table.gpu[1].tolist() == [3, 5, 0, 0]
+
+
+def test_groups_of_tables_share_context_parallelism():
+    split = TableShape(16, 4, context_parallel=ContextParallel(dcp_world_size=2))
+    sizes = {"max_num_reqs": 4, "max_num_tokens": 32}
+    with pytest.raises(ValueError, match=r"shapes\[1\] has ContextParallel.*expected that of"):
+        BlockTables([split, TableShape(16, 4)], **sizes)
+    with pytest.raises(ValueError, match="shapes is empty: expected one TableShape per group"):
+        BlockTables([], **sizes)
+    with pytest.raises(TypeError, match=r"shapes\[0\] is 16: expected a TableShape"):
+        BlockTables([16], **sizes)
+
+
+def test_arguments_of_engines_make_the_tables_of_shapes():
+    cp = ContextParallel(dcp_world_size=2, dcp_rank=1)
+    engine = MultiGroupBlockTable(
+        4, 64, 32, False, "cpu", [16, 32, 64],
+        kernel_sizes=[[8], [24, 16], [0]], num_speculative_tokens=1, cp_kv_cache_interleave_size=2,
+        context_parallel=cp, slot_mapping=[True, True, False], replicated=[False, True, False],
+    )  # fmt: skip
+    common = {"context_parallel": cp, "cp_kv_cache_interleave_size": 2}
+    shapes = [
+        TableShape(16, 2, 8, **common),
+        TableShape(32, 2, 16, replicated=True, **common),
+        TableShape(64, 2, slot_mapping=False, **common),
+    ]
+    tables = BlockTables(shapes, max_num_reqs=4, max_num_tokens=32, num_speculative_tokens=1)
+    assert [table.shape for table in engine] == [table.shape for table in tables] == shapes
+    assert engine[0].block_table.np.shape == tables[0].block_table.np.shape == (8, 4)

@@ -1,4 +1,4 @@
-"""Which method moves which fragments: steps, files, and what `kvcache bench` prints."""
+"""Copy methods by fragment size: thresholds, files, and the output of `kvcache bench`."""
 
 import json
 import weakref
@@ -24,13 +24,13 @@ KIB = 1024
 KERNEL_ALWAYS = ((0, ((0, "kernel"),)),)
 
 
-def test_steps_begin_half_way_between_two_sizes():
+def test_thresholds_lie_between_measured_sizes():
     measured = [(4096, "staging"), (8192, "staging"), (16384, "kernel"), (32768, "copy_engine")]
     assert steps_of(measured) == ((0, "staging"), (12288, "kernel"), (24576, "copy_engine"))
     assert steps_of([(4096, "kernel")]) == ((0, "kernel"),)
 
 
-def test_numbers_of_fragments_begin_half_way_too():
+def test_fragment_thresholds_lie_between_measured_counts():
     few, many = ((0, "copy_engine"),), ((0, "kernel"), (100, "copy_engine"))
     assert steps_of([(16, few), (64, many), (4096, many)]) == ((0, few), (40, many))
 
@@ -47,7 +47,7 @@ def test_numbers_of_fragments_begin_half_way_too():
         ("out", 1024 * KIB, 5000, "copy_engine"),
     ],
 )
-def test_the_built_in_thresholds_are_those_published(direction, fragment, number, method):
+def test_built_in_thresholds_equal_published_ones(direction, fragment, number, method):
     assert DEFAULT.method(direction, fragment, number) == method
     assert "H100" in DEFAULT.machine and "published" in DEFAULT.machine
 
@@ -94,7 +94,7 @@ def test_a_calibration_is_stored_and_found_again(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_a_file_that_holds_none_is_named(tmp_path, text, message):
+def test_file_without_calibration_is_reported(tmp_path, text, message):
     path = tmp_path / "calibration.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=message) as caught:
@@ -115,7 +115,7 @@ def ids(*values):
     return np.array(values).reshape(-1, 2)
 
 
-def test_the_method_follows_what_lies_together_on_both_sides():
+def test_method_depends_on_contiguity_of_both_sides():
     apart = engine([[8 * KIB, 8 * KIB]] * 4, calibration=BY_SIZE)
     scattered, run = ids(1, 9, 5, 2), np.stack([np.arange(1, 9), np.arange(21, 29)], 1)
     assert apart.fragment_bytes("out", scattered) == 8 * KIB
@@ -133,7 +133,7 @@ def test_the_method_follows_what_lies_together_on_both_sides():
     assert [on_cpu.method_for(d, run) for d in ("out", "in")] == ["kernel", "kernel"]
 
 
-def test_the_method_follows_the_number_of_fragments():
+def test_method_depends_on_number_of_fragments():
     swaps = engine([[8 * KIB, 8 * KIB]] * 4)  # 8 fragments per page
     few, many = ids(1, 9, 5, 2), ids(1, 9, 5, 2, 7, 4, 8, 1)
     assert [swaps.num_fragments("in", pairs) for pairs in (few, many)] == [16, 32]
@@ -141,7 +141,7 @@ def test_the_method_follows_the_number_of_fragments():
     assert [swaps.method_for("out", pairs) for pairs in (few, many)] == ["copy_engine", "staging"]
 
 
-def test_rates_on_the_cpu_are_of_the_bytes_that_moved(monkeypatch):
+def test_cpu_rates_count_moved_bytes(monkeypatch):
     moved = []
     monkeypatch.setattr(
         bandwidth, "median_times", lambda *functions: [(f() and 0) or 0.5 for f in functions]
@@ -162,7 +162,7 @@ def test_rates_on_the_cpu_are_of_the_bytes_that_moved(monkeypatch):
     assert rate.contiguous_gb_per_s == pytest.approx((8 << 20) / 0.5 / 1e9)
 
 
-def test_a_calibration_that_is_asked_for_must_be_there_and_of_this_machine(tmp_path, monkeypatch):
+def test_requested_calibration_must_match_this_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA B200")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("KVCACHE_CALIBRATION", raising=False)
@@ -195,12 +195,12 @@ def test_bench_prints_a_table_or_json(capsys):
         (["bench", "--device", "cpu", "--calibrate"], 1, "there is no CUDA device: nothing to cal"),
     ],
 )
-def test_bench_names_what_is_wrong(capsys, argv, code, message):
+def test_bench_reports_invalid_arguments(capsys, argv, code, message):
     assert main(argv) == code
     assert message in capsys.readouterr().err
 
 
-def test_pages_of_a_swap_come_from_all_over_the_pool():
+def test_measured_pages_are_scattered_over_the_pool():
     for pattern in ("scattered", "runs"):
         pages, pairs = bandwidth._pages(4 * KIB, 1 << 20, pattern, "cpu", 16 << 20)
         assert pages.num_bytes >= 16 << 20
@@ -211,7 +211,7 @@ def test_pages_of_a_swap_come_from_all_over_the_pool():
 
 
 class Memory:
-    """Live bytes of pages, by where they were made; and the most there were."""
+    """Track live bytes of pages by where they were allocated, and their maximum."""
 
     def __init__(self, monkeypatch) -> None:
         self.now, self.most = {"pool": 0, "host": 0, "staging": 0}, {}
@@ -233,8 +233,8 @@ class Memory:
         self.most[kind] = max(self.most.get(kind, 0), self.now[kind])
 
 
-def test_bench_has_no_more_memory_at_a_time_than_its_checks_say(monkeypatch):
-    """Pages and engines of one measurement are gone before those of the next are made."""
+def test_bench_stays_within_its_checked_memory(monkeypatch):
+    """Pages and engines of a measurement are freed before the next allocation."""
     monkeypatch.setattr(
         bandwidth, "_contiguous_gb_per_s", lambda *args: dict.fromkeys(("out", "in", "both"), 1.0)
     )
@@ -263,8 +263,8 @@ def test_bench_has_no_more_memory_at_a_time_than_its_checks_say(monkeypatch):
     assert memory.now == dict.fromkeys(memory.now, 0)
 
 
-def test_a_calibration_tells_numbers_of_fragments_apart(monkeypatch):
-    """The copy engine for few, the kernel for many small ones: as measured, not as built in."""
+def test_calibration_distinguishes_numbers_of_fragments(monkeypatch):
+    """The copy engine for few fragments, the kernel for many small ones: as measured, not as built in."""
 
     def rates(device, num_bytes, fragments, methods, calibration, *args, **options):
         counts = args[4] if args else (64,)
@@ -331,7 +331,7 @@ def test_a_machine_is_calibrated_and_swaps_follow_it(tmp_path, monkeypatch, caps
 
 
 class FakeDevice:
-    """A device with a clock of its own beside the host's, in place of torch's streams and events."""
+    """A device with its own clock, instead of torch's streams and events."""
 
     def __init__(self, monkeypatch) -> None:
         self.host_s = self.device_s = 0.0  # when the host is, and when the device has done its work
@@ -364,7 +364,7 @@ class FakeDevice:
         monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: self.host_s)
 
     def work(self, seconds: float) -> None:
-        """Work that the host submits now and does not wait for."""
+        """Work that the host submits now without waiting for it."""
         self.device_s = max(self.device_s, self.host_s) + seconds
 
     def _wait(self) -> None:
@@ -372,7 +372,7 @@ class FakeDevice:
 
 
 @pytest.mark.parametrize("submit_s", [20e-6, 300e-6, 8e-3])
-def test_the_time_of_a_swap_is_without_its_submission(monkeypatch, submit_s):
+def test_swap_time_excludes_submission(monkeypatch, submit_s):
     device = FakeDevice(monkeypatch)
 
     def launch():
@@ -384,7 +384,7 @@ def test_the_time_of_a_swap_is_without_its_submission(monkeypatch, submit_s):
     assert timing.submit_s == pytest.approx(submit_s) and timing.is_hidden
 
 
-def test_a_submission_that_waits_for_the_device_is_not_called_hidden(monkeypatch):
+def test_blocking_submission_is_not_reported_as_hidden(monkeypatch):
     device = FakeDevice(monkeypatch)
 
     def launch():

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache import MultiGroupBlockTable, Pages, SwapEngine, ops
-from kvcache.worker.swap.page_copy import PageCopy
+from kvcache import BlockTables, Pages, SwapEngine, TableShape, ops
+from kvcache.worker.pages.page_copy import PageCopy
 from tests.gpu_less import counts
 
 pytestmark = [
@@ -114,7 +114,9 @@ def test_what_clearing_pages_costs():
 
 
 def tables():
-    made = MultiGroupBlockTable(64, 1024, 1024, True, "cuda", [16, 16])
+    made = BlockTables(
+        [TableShape(16, 64)] * 2, max_num_reqs=64, max_num_tokens=1024, device="cuda"
+    )
     for row in range(64):
         made.add_row([[1, 2, 3], [4, 5, 6]], row)
     made.commit_updates()

@@ -1,4 +1,4 @@
-"""The command line: one JSON object, one line per error, and nothing imported without need."""
+"""The command line: JSON output, one-line errors and lazy imports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def trace(tmp_path):
 
 
 def run_json(capsys, *argv) -> dict:
-    """The one object on stdout of a successful replay, with nothing else said."""
+    """Run a replay and return its JSON object, the only output on stdout."""
     assert main(["replay", *argv, "--json"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -85,7 +85,7 @@ def test_a_pool_too_small_rejects_and_succeeds(capsys, trace):
     assert (found["rejected_requests"], found["requests"], found["prompt_tokens"]) == (3, 3, 0)
 
 
-def test_the_table_tells_the_totals(capsys, trace):
+def test_table_shows_the_totals(capsys, trace):
     pytest.importorskip("rich")
     assert main(["replay", trace, "--verify"]) == 0
     out, err = capsys.readouterr()
@@ -101,12 +101,12 @@ def test_a_figure_is_drawn(capsys, trace, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_two_thousand_requests_of_the_published_trace_verify(capsys):
+def test_five_hundred_requests_of_the_published_trace_verify(capsys):
     path = str(shared_file("traces/mooncake_conversation.jsonl"))
-    found = run_json(capsys, path, "--limit", "2000", "--num-blocks", "10001", "--verify")
-    assert (found["requests"], found["rejected_requests"]) == (2_000, 0)
-    assert (found["capacity_blocks"], found["hit_blocks"]) == (10_000, 11_417)
-    assert found["verified_tokens"] == found["prompt_tokens"] == 27_441_774
+    found = run_json(capsys, path, "--limit", "500", "--num-blocks", "3001", "--verify")
+    assert (found["requests"], found["rejected_requests"]) == (500, 0)
+    assert (found["capacity_blocks"], found["hit_blocks"]) == (3_000, 780)
+    assert found["verified_tokens"] == found["prompt_tokens"] == 7_124_855
     assert (found["mismatches"], found["mismatched_requests"]) == (0, [])
 
 
@@ -132,11 +132,11 @@ def test_groups_are_replayed_verified_and_reported(capsys):
         assert each.keys() >= {"stored_blocks", "evicted_blocks"}
 
 
-def test_without_groups_nothing_is_said_of_them(capsys, trace):
+def test_without_groups_none_are_reported(capsys, trace):
     assert not {"groups", "hash_block_size", "chunk_tokens"} & run_json(capsys, trace).keys()
 
 
-def test_one_group_of_full_attention_is_what_there_is_without_groups(capsys):
+def test_one_full_attention_group_equals_no_groups(capsys):
     plain = run_json(capsys, "--requests", "50", "--block-size", "8")
     given = run_json(capsys, "--requests", "50", "--block-size", "8", "--groups", "full_attention")
     (group,) = given.pop("groups")
@@ -145,13 +145,13 @@ def test_one_group_of_full_attention_is_what_there_is_without_groups(capsys):
     assert plain == given
 
 
-def test_finer_hashes_hit_inside_blocks(capsys):
+def test_finer_hashes_allow_hits_inside_blocks(capsys):
     coarse = run_json(capsys, "--requests", "50", "--block-size", "64")
     fine = run_json(capsys, "--requests", "50", "--block-size", "64", "--hash-block-size", "4")
     assert fine["hit_tokens"] > coarse["hit_tokens"]
 
 
-def test_the_table_has_a_line_per_group(capsys):
+def test_table_has_one_row_per_group(capsys):
     pytest.importorskip("rich")
     groups = "full_attention,sliding_window:window=64"
     assert main(["replay", "--requests", "20", "--groups", groups]) == 0
@@ -207,7 +207,7 @@ def test_requests_of_the_published_trace_verify_with_a_window(capsys, num_reques
         (",".join(["full_attention"] * 33), "33 groups: expected at most 32"),
     ],
 )
-def test_wrong_groups_are_one_line(capsys, groups, says):
+def test_invalid_groups_print_one_line(capsys, groups, says):
     error = error_of(capsys, "replay", "--groups", groups, "--json")
     assert error.startswith("kvcache: --groups has ") and says in error
     assert len(error) < 400
@@ -216,7 +216,7 @@ def test_wrong_groups_are_one_line(capsys, groups, says):
 OWN_KIND = str(REPO / "examples" / "own_attention_kind.py")
 
 
-def test_a_kind_of_an_imported_file_is_replayed_and_verified(capsys):
+def test_imported_attention_kind_is_replayed_and_verified(capsys):
     found = run_json(
         capsys, "--requests", "40", "--verify", "--concurrency", "3", "--chunk-tokens", "48",
         "--import", OWN_KIND, "--import", OWN_KIND,
@@ -246,7 +246,7 @@ def test_a_kind_of_an_imported_file_is_replayed_and_verified(capsys):
         ),
     ],
 )
-def test_a_file_that_cannot_be_imported_is_one_line(capsys, tmp_path, text, says):
+def test_failed_import_prints_one_line(capsys, tmp_path, text, says):
     path = tmp_path / "kind.py"
     if text is not None:
         path.write_text(text)
@@ -254,7 +254,7 @@ def test_a_file_that_cannot_be_imported_is_one_line(capsys, tmp_path, text, says
     assert error.startswith("kvcache: --import is '") and says in error
 
 
-def test_a_kind_that_answers_what_it_must_not_is_one_line(capsys, tmp_path):
+def test_invalid_attention_kind_prints_one_line(capsys, tmp_path):
     path = tmp_path / "kind.py"
     path.write_text(
         "from kvcache.kinds import AttentionKind, register\n"
@@ -270,21 +270,21 @@ def test_a_kind_that_answers_what_it_must_not_is_one_line(capsys, tmp_path):
     )
 
 
-def test_block_sizes_without_a_common_multiple_are_one_line(capsys):
+def test_block_sizes_without_common_multiple_print_one_line(capsys):
     groups = "full_attention:block_size=2147483647,recurrent:block_size=2147483646"
     error = error_of(capsys, "replay", "--groups", groups, "--json")
     assert "--groups is 'full_attention:block_size=2147483647,...': the least common" in error
 
 
 @pytest.mark.parametrize("groups", [[], ["--groups", "full_attention,recurrent:block_size=24"]])
-def test_a_hash_block_size_that_divides_no_block_is_one_line(capsys, groups):
+def test_hash_block_size_must_divide_blocks(capsys, groups):
     error = error_of(capsys, "replay", "--hash-block-size", "7", *groups, "--json")
     least = 8 if groups else 16
     assert "--hash-block-size is 7: expected a divisor of every group's block size" in error
     assert error.endswith(f"so of {least}\n")
 
 
-def test_groups_too_large_to_verify_are_one_line(capsys):
+def test_groups_too_large_to_verify_print_one_line(capsys):
     groups = ["--groups", "full_attention", "--num-blocks", "2147483647"]
     error = error_of(capsys, "replay", "--verify", *groups, "--json")
     assert "--groups 'full_attention' with --num-blocks 2147483647 and --concurrency 1 is" in error
@@ -323,7 +323,7 @@ def test_a_host_tier_is_replayed_verified_and_reported(capsys):
     assert found["written_blocks"] > 0 < found["loaded_blocks"]
 
 
-def test_without_a_host_tier_nothing_is_said_of_it(capsys):
+def test_without_host_tier_none_is_reported(capsys):
     plain = run_json(capsys, "--requests", "50")
     given = run_json(capsys, "--requests", "50", "--host-blocks", "0", "--eviction", "lru")
     assert plain.pop("us_per_request") and given.pop("us_per_request")
@@ -332,7 +332,7 @@ def test_without_a_host_tier_nothing_is_said_of_it(capsys):
     assert not {*names, "written_blocks", "loaded_blocks", "eviction"} & plain.keys()
 
 
-def test_the_table_has_a_section_of_the_host(capsys):
+def test_table_has_a_host_section(capsys):
     pytest.importorskip("rich")
     assert main(["replay", *TIERED, "--eviction", "s3_fifo", "--host-write", "through"]) == 0
     out = capsys.readouterr().out
@@ -406,7 +406,7 @@ def test_the_table_has_a_section_of_the_host(capsys):
         ),
     ],
 )  # fmt: skip
-def test_wrong_policies_and_host_tiers_are_one_line(capsys, argv, says):
+def test_invalid_policies_and_host_tiers_print_one_line(capsys, argv, says):
     error = error_of(capsys, "replay", *argv, "--json")
     assert says in error and len(error) < 400
 
@@ -415,11 +415,11 @@ def test_wrong_policies_and_host_tiers_are_one_line(capsys, argv, says):
 
 
 def write_nothing(verifier, span):
-    """In place of `KVVerifier.write`. New pages may hold what an earlier replay left in memory."""
+    """Replaces `KVVerifier.write`. New pages may contain data of an earlier replay."""
     verifier.storage.pages.layer(0).zero_()
 
 
-def test_wrong_kv_is_named_and_exits_1(capsys, monkeypatch, trace):
+def test_wrong_kv_is_reported_with_exit_code_1(capsys, monkeypatch, trace):
     from kvcache.replay.verifier import KVVerifier
 
     monkeypatch.setattr(KVVerifier, "write", write_nothing)
@@ -446,7 +446,7 @@ def test_many_wrong_requests_are_summed_up(capsys, monkeypatch):
 # --- demo and doctor ------------------------------------------------------------------------------
 
 
-def test_the_demo_of_a_replay_says_what_it_showed(capsys, monkeypatch):
+def test_replay_demo_prints_a_summary(capsys, monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.setattr("kvcache.cli.replay._DEMO", ["--requests", "100", "--verify"])
     assert main(["demo", "--replay"]) == 0
@@ -455,14 +455,14 @@ def test_the_demo_of_a_replay_says_what_it_showed(capsys, monkeypatch):
     assert "had exactly its own K and V." in out
 
 
-def test_the_doctor_looks_at_everything(capsys):
+def test_doctor_checks_every_component(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    for name in ("python", "numpy", "torch", "_core", "libcrypto", "CPU ops", "nvcc", "ninja"):
+    for name in ("python", "numpy", "torch", "_core", "SHA-256", "CPU ops", "nvcc", "ninja"):
         assert name in out
 
 
-def test_the_doctor_works_without_rich_and_names_what_is_missing(capsys, monkeypatch):
+def test_doctor_works_without_rich_and_lists_missing_packages(capsys, monkeypatch):
     def broken():
         raise ImportError("no such thing\nand a long story")
 
@@ -477,7 +477,7 @@ def test_the_doctor_works_without_rich_and_names_what_is_missing(capsys, monkeyp
 
 
 def error_of(capsys, *argv, code=2) -> str:
-    """The one line on stderr of a command that fails with this code and prints nothing else."""
+    """Return the single stderr line of a command that fails with this code and prints nothing else."""
     assert main(list(argv)) == code
     out, err = capsys.readouterr()
     assert out == ""
@@ -493,7 +493,7 @@ def error_of(capsys, *argv, code=2) -> str:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("value", ["-1", "many", "1.5", "", "nan", "9" * 20, "9" * 5000])
-def test_a_wrong_count_names_the_option(capsys, option, value):
+def test_invalid_count_names_the_option(capsys, option, value):
     error = error_of(capsys, "replay", option, value, "--json")
     shown = value if len(value) < 40 else "9" * 37 + "..."
     assert f"{option} is '{shown}': expected a whole number from " in error
@@ -506,7 +506,7 @@ def test_a_wrong_count_names_the_option(capsys, option, value):
         "--hash-block-size", "--chunk-tokens",
     ],
 )  # fmt: skip
-def test_zero_is_no_count(capsys, option):
+def test_zero_is_not_a_valid_count(capsys, option):
     assert f"{option} is '0': expected" in error_of(capsys, "replay", option, "0", "--json")
 
 
@@ -552,17 +552,17 @@ def test_zero_is_no_count(capsys, option):
         (["replay", "--plot", "a" * 9999 + "/a.png"], "expected an existing folder"),
     ],
 )
-def test_wrong_usage_is_one_line(capsys, argv, says):
+def test_wrong_usage_prints_one_line(capsys, argv, says):
     assert says in error_of(capsys, *argv)
 
 
 @pytest.mark.parametrize(("option", "value"), [("--seed", "3"), ("--requests", "3")])
-def test_chat_options_do_not_go_with_a_trace(capsys, trace, option, value):
+def test_chat_options_conflict_with_a_trace(capsys, trace, option, value):
     says = f"{option} is {value}: expected only without TRACE"
     assert says in error_of(capsys, "replay", trace, option, value)
 
 
-def test_cuda_without_cuda_is_refused(capsys):
+def test_cuda_device_requires_cuda(capsys):
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         name, says = "cuda:99", "--device is 'cuda:99': expected at most cuda:"
@@ -571,7 +571,7 @@ def test_cuda_without_cuda_is_refused(capsys):
     assert says in error_of(capsys, "replay", "--device", name, "--json")
 
 
-def test_a_malformed_trace_is_one_line(capsys, tmp_path):
+def test_malformed_trace_prints_one_line(capsys, tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps(LINE) + "\n{}\n")
     error = error_of(capsys, "replay", str(path), "--json")
@@ -579,7 +579,7 @@ def test_a_malformed_trace_is_one_line(capsys, tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads all files")
-def test_an_unreadable_trace_is_one_line(capsys, trace):
+def test_unreadable_trace_prints_one_line(capsys, trace):
     os.chmod(trace, 0)
     assert "expected a readable file" in error_of(capsys, "replay", trace, "--json")
 
@@ -639,7 +639,7 @@ def test_a_replay_publishes_its_events(capsys, monkeypatch):
         (["replay", "--requests", "5", "--json"], ["torch", "rich", "matplotlib"]),
     ],
 )
-def test_nothing_heavy_is_imported_without_need(argv, unwanted):
+def test_heavy_modules_are_imported_lazily(argv, unwanted):
     script = (
         "import sys; from kvcache.cli import main; code = main(sys.argv[1:]); "
         f"print([m for m in {unwanted!r} if m in sys.modules], file=sys.stderr); sys.exit(code)"
@@ -650,7 +650,7 @@ def test_nothing_heavy_is_imported_without_need(argv, unwanted):
 
 
 @pytest.mark.parametrize("argv", [["--json"], []])
-def test_a_closed_pipe_ends_quietly(argv):
+def test_closed_pipe_exits_quietly(argv):
     if not argv:
         pytest.importorskip("rich")
     process = spawn("replay", "--requests", "5", *argv)
@@ -666,17 +666,17 @@ CLOSED = "kvcache: standard output is closed: expected it open, /dev/null at lea
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
 @pytest.mark.parametrize("unbuffered", sampled(["", "1"]))
 @pytest.mark.parametrize("argv", [["replay", "--requests", "5", "--json"], ["doctor"]])
-def test_a_full_disk_is_one_line(argv, unbuffered):
+def test_full_disk_prints_one_line(argv, unbuffered):
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     assert in_shell(argv, ">/dev/full", environment) == (1, "", FULL)
 
 
 @pytest.mark.parametrize("argv", [["replay", "--requests", "5", "--json"], ["doctor"], ["--help"]])
-def test_a_closed_stdout_is_one_line(argv):
+def test_closed_stdout_prints_one_line(argv):
     assert in_shell(argv, ">&-") == (1, "", CLOSED)
 
 
-def test_a_closed_or_full_stderr_leaves_stdout_and_the_code_alone():
+def test_closed_or_full_stderr_affects_neither_stdout_nor_exit_code():
     code, out, _ = in_shell(["replay", "--requests", "5", "--json"], "2>&-")
     assert code == 0 and json.loads(out)["requests"] == 5
     assert in_shell(["replay", "--limit", "0"], "2>&-") == (2, "", "")
@@ -685,7 +685,7 @@ def test_a_closed_or_full_stderr_leaves_stdout_and_the_code_alone():
 
 
 def in_shell(argv, redirection, environment=None) -> tuple[int, str, str]:
-    """Code, stdout and stderr of a command under a shell's redirection."""
+    """Return exit code, stdout and stderr of a command with shell redirection."""
     command = shlex.join([sys.executable, "-m", "kvcache.cli", *argv])
     done = subprocess.run(
         ["sh", "-c", f"{command} {redirection}"],
@@ -697,14 +697,14 @@ def in_shell(argv, redirection, environment=None) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_progress_shows_on_a_terminal_and_not_beside_json(trace):
+def test_progress_bar_only_on_a_terminal_without_json(trace):
     pytest.importorskip("rich")
     assert "3/3" in terminal_output("replay", trace)
     assert terminal_output("replay", trace, "--json") == ""
 
 
 def terminal_output(*argv) -> str:
-    """The stderr of a successful command on a terminal."""
+    """Return the stderr of a successful command on a terminal."""
     terminal, stderr = os.openpty()
     command = [sys.executable, "-m", "kvcache.cli", *argv]
     environment = {**os.environ, "TERM": "xterm"}
@@ -722,7 +722,7 @@ def terminal_output(*argv) -> str:
         os.close(terminal)
 
 
-def test_an_interrupt_ends_quietly(tmp_path):
+def test_interrupt_exits_quietly(tmp_path):
     fifo = tmp_path / "endless.jsonl"
     os.mkfifo(fifo)
     process = spawn("replay", str(fifo), "--json")
@@ -736,7 +736,7 @@ def test_an_interrupt_ends_quietly(tmp_path):
 
 
 def wait_until_asleep(pid: int, timeout_s: float = 60.0) -> None:
-    """Returns when a process has slept without using the processor for half a second."""
+    """Wait until a process has used no CPU for half a second."""
     deadline, last, quiet = time.monotonic() + timeout_s, None, 0
     while quiet < 10:
         assert time.monotonic() < deadline, f"process {pid} does not come to rest"
@@ -747,7 +747,7 @@ def wait_until_asleep(pid: int, timeout_s: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def test_python_m_works_and_returns_the_code():
+def test_python_m_returns_the_exit_code():
     process = spawn("replay", "--limit", "0")
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (2, "")

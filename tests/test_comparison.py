@@ -1,4 +1,4 @@
-"""Eviction policies side by side, and the optimum."""
+"""Comparison of eviction policies, and the optimum."""
 
 import itertools
 import json
@@ -11,7 +11,7 @@ from kvcache.replay import Comparison, Replayer, WorkloadRequest, chat_workload,
 
 
 def prompts(*tokens):
-    """Requests with these tokens, a token a block."""
+    """Requests with these tokens, one token per block."""
     none = np.empty(0, np.int64)
     return [
         WorkloadRequest(i, 0, np.array(each, np.int32), 0, none) for i, each in enumerate(tokens)
@@ -19,7 +19,7 @@ def prompts(*tokens):
 
 
 def best_of_all(chains, capacity):
-    """The most hits of any choice of what to keep after each request."""
+    """The maximum hits over all choices of the content kept after each request."""
     best = {frozenset(): 0}
     for chain in chains:
         keys = [tuple(chain[: k + 1]) for k in range(len(chain))]
@@ -34,7 +34,7 @@ def best_of_all(chains, capacity):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_optimum_is_the_best_of_all_choices(seed):
+def test_optimum_is_the_best_eviction_sequence(seed):
     rng = np.random.default_rng(seed)
     chains = [[0, *rng.integers(1, 3, rng.integers(0, 3))] for _ in range(7)]
     requests = prompts(*chains)
@@ -44,7 +44,7 @@ def test_the_optimum_is_the_best_of_all_choices(seed):
         assert round(found) == best_of_all(chains, capacity)
 
 
-def test_rates_are_those_of_single_replays():
+def test_hit_rates_equal_single_replays():
     requests = list(chat_workload(200))
     seen = []
     found = compare(
@@ -80,7 +80,7 @@ def test_rates_are_those_of_single_replays():
         ({"lru": [0.0], "a": [0.0]}, "lru: no other has"),
     ],
 )
-def test_the_choice(rates, says):
+def test_recommended_policy(rates, says):
     sizes = tuple(range(1, 1 + len(next(iter(rates.values())))))
     assert Comparison("", 1, 16, sizes, rates).choice.startswith(says)
 

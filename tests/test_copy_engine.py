@@ -1,4 +1,4 @@
-"""The copy engine on a device: in captures, without batches, and with a copy that is refused."""
+"""The copy engine on a device: in captures, without batches, and with a rejected copy."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvcache import Pages, ops
-from kvcache.worker.swap.page_copy import PageCopy
+from kvcache.worker.pages.page_copy import PageCopy
 from tests.shared import REPO
 
 pytestmark = pytest.mark.gpu
@@ -83,8 +83,8 @@ print("arrived")
 
 
 @pytest.mark.parametrize("how", ["batch_copies=False", "by the environment", "batched"])
-def test_no_batch_is_asked_for_where_they_are_switched_off(how):
-    """Without a GPU, the runtime fails every batch; on a GPU, all three arrive."""
+def test_disabled_batches_are_not_used(how):
+    """Without a GPU, the runtime fails every batch; on a GPU, all three variants succeed."""
     environment = {**os.environ, "KVCACHE_GPULESS_BATCHES": "crash"}
     if how == "by the environment":
         environment["KVCACHE_BATCH_COPIES"] = "0"
@@ -102,7 +102,7 @@ ACROSS_TWO_PIECES = """
 import numpy as np, torch
 from kvcache import Pages, ops
 from kvcache.worker.pages import pinning
-from kvcache.worker.swap.page_copy import PageCopy
+from kvcache.worker.pages.page_copy import PageCopy
 pinning._CHUNK_BYTES = 1 << 20
 pages = Pages.allocate(300, [[16384]], device="cuda")
 pages.memory.random_(0, 256)
@@ -127,9 +127,11 @@ print("refused" if refused else "arrived")
 
 
 @pytest.mark.parametrize("driver", ["apart", "joined"])
-def test_a_copy_over_two_pinned_pieces_arrives_or_is_named(driver, record_property):
-    """CUDA's documents leave open whether a copy may cross two registered neighbours. Without a GPU, the
-    runtime does either."""
+def test_copy_across_pinned_pieces_succeeds_or_raises(driver, record_property):
+    """CUDA's documentation does not specify copies across two adjacent registered ranges.
+
+    The runtime without a GPU covers both outcomes.
+    """
     done = subprocess.run(
         [sys.executable, "-c", ACROSS_TWO_PIECES],
         cwd=REPO, env={**os.environ, "KVCACHE_GPULESS_NEIGHBOURS": driver},
@@ -147,7 +149,7 @@ def test_a_copy_over_two_pinned_pieces_arrives_or_is_named(driver, record_proper
 
 
 @pytest.mark.parametrize("into_host", [True, False])
-def test_a_kernel_refuses_tensors_of_which_one_is_not_pinned(into_host):
+def test_kernel_requires_all_tensors_pinned(into_host):
     pages = Pages.allocate(9, [[512]] * 2, device="cuda")
     pageable = torch.zeros(9, 512, dtype=torch.uint8)
     pinned = pageable.pin_memory()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache import GroupSpec, KVStorage, Pages, Request
+from kvcache import Admit, External, GroupSpec, KVStorage, Pages, Request
 from kvcache.transfer import (
     CacheDescription,
     memory,
@@ -21,8 +21,8 @@ from kvcache.transfer import (
     region_addresses,
 )
 from kvcache.transfer.fetching import GroupFetch, fetch
-from kvcache.transfer.transport.base import make_transport
 from kvcache.transfer.transport.connection import StagedTransfer
+from kvcache.transfer.transport.factory import make_transport
 from kvcache.transfer.transport.nixl_agent import Reach
 from kvcache.transfer.transport.nixl_direct import DirectTransfer
 from kvcache.worker.pages import pinning
@@ -41,7 +41,7 @@ GROUP = GroupSpec("full_attention", 4)
 
 @contextmanager
 def side_stream():
-    """The current stream within: one that does not wait for the default stream, nor it for this one."""
+    """Return a context with a current stream that is not ordered with the default stream."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -50,7 +50,7 @@ def side_stream():
 
 
 def pages_on(device, page_bytes, seed=None):
-    """Pages of two layers, in two allocations, of random bytes or of zeros."""
+    """Pages of two layers in two allocations, with random bytes or zeros."""
     found = []
     for layer in range(2):
         memory = torch.zeros(NUM_BLOCKS, page_bytes, dtype=torch.uint8)
@@ -63,7 +63,7 @@ def pages_on(device, page_bytes, seed=None):
 
 
 class Sides:
-    """Two transports of this process; each has pages, and host memory beside them as a rank has."""
+    """Two transports of this process. Each has pages and host memory, as a rank does."""
 
     def __init__(self, name, devices, page_bytes, **options):
         self.stack = ExitStack()
@@ -86,7 +86,7 @@ class Sides:
         self.stack.close()
 
     def move(self, kind, local_ids, remote_ids, size=None):
-        """A read or a write of these pages' first bytes in both layers."""
+        """Read or write the first bytes of these pages in both layers."""
         at = [
             np.concatenate(
                 [pages.base + pages.offsets[r] + np.array(ids) * pages.strides[r] for r in range(2)]
@@ -121,7 +121,7 @@ def test_pages_move_between_devices(name, page_bytes, devices, kind):
 @pytest.mark.parametrize(
     ("page_bytes", "path"), [(128 << 10, StagedTransfer), (256 << 10, DirectTransfer)]
 )
-def test_device_memory_moves_directly_though_host_memory_is_registered_beside_it(page_bytes, path):
+def test_device_memory_moves_directly_beside_registered_host_memory(page_bytes, path):
     with Sides("nixl", ("cuda", "cuda"), page_bytes) as both:
         move = both.move("read", HERE, THERE)
         move.wait(20)
@@ -136,7 +136,7 @@ def test_device_memory_moves_directly_though_host_memory_is_registered_beside_it
 
 
 @pytest.mark.parametrize("size", [4 << 10, 16 << 10])
-def test_device_memory_of_another_machine_moves_directly_from_8_kib(monkeypatch, size):
+def test_remote_device_memory_moves_directly_from_8_kib(monkeypatch, size):
     told = iter([Reach("here", True), Reach("there", True)])
     monkeypatch.setattr(Reach, "of_this", lambda: next(told))
     with Sides("nixl", ("cuda", "cuda"), size) as both:
@@ -169,7 +169,7 @@ def test_device_memory_is_not_registered_as_host_memory():
         assert side.memory.regions == before
 
 
-def test_device_memory_that_nixl_does_not_share_is_not_registered(monkeypatch):
+def test_device_memory_unsupported_by_nixl_is_not_registered(monkeypatch):
     monkeypatch.setattr(nixl_agent, "refuses", "VRAM")
     pages, _ = pages_on("cuda", 4096)
     with stand_in():
@@ -197,8 +197,8 @@ COUNTED = (
 @needs_counts
 @pytest.mark.parametrize("num_fragments", [32, 1000])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_staging_costs(name, num_fragments):
-    """Of the second of two reads: 32 pages in two allocations, or 1,000 small fragments in one."""
+def test_staging_cost(name, num_fragments):
+    """Cost of the second of two reads: 32 pages in two allocations, or 1,000 small fragments in one."""
     with Sides(name, ("cuda", "cuda"), 4096) as both:
         ids = np.arange(1, 33, 2)
         at = np.arange(num_fragments) * 64
@@ -218,7 +218,7 @@ def test_what_staging_costs(name, num_fragments):
 
 
 @pytest.mark.parametrize("why", ["registered later", "too little may be locked"])
-def test_bytes_are_right_where_staging_is_not_pinned(why, monkeypatch):
+def test_unpinned_staging_transfers_correct_bytes(why, monkeypatch):
     def refuse(*_):
         raise pinning._PinningError("cudaHostRegister: out of memory")
 
@@ -264,7 +264,7 @@ def test_staging_disturbs_no_capture():
 
 @pytest.fixture
 def entered(monkeypatch):
-    """Names of threads that made the pages' device their current one."""
+    """Names of threads that made the device of the pages current."""
     found, enter = set(), torch.cuda.set_device
 
     def note(device):
@@ -277,7 +277,7 @@ def entered(monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_threads_that_touch_device_memory_have_its_device(name, entered):
+def test_transport_threads_set_the_current_device(name, entered):
     with Sides(name, ("cuda", "cuda"), 256 << 10) as both:
         both.move("read", HERE, THERE).wait(20)
         both.move("read", HERE, THERE, 16).wait(20)
@@ -290,7 +290,7 @@ def test_threads_that_touch_device_memory_have_its_device(name, entered):
 
 
 def caches():
-    """(storage, description) of both sides."""
+    """Return (storage, description) of both sides."""
     found = []
     for name, block, layout in (("local", 16, "NHD"), ("remote", 8, "HND")):
         storage = KVStorage(
@@ -307,8 +307,8 @@ def caches():
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("how", ["poll", "wait"])
-def test_pages_are_in_local_order_once_a_fetch_is_done(name, how, monkeypatch):
-    """Though permuting takes long, and the model's stream waits for nothing."""
+def test_completed_fetch_has_local_order(name, how, monkeypatch):
+    """Although permuting is slow, and the model's stream waits for nothing."""
 
     def slow(*args):
         torch.cuda._sleep(int(0.5 * CYCLES_PER_S))
@@ -370,8 +370,8 @@ def closing(transport):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kinds", [["full"], ["full", "window", "state"]], ids=["full", "all"])
-def test_a_load_waits_for_what_still_writes_to_its_blocks(name, kinds):
-    """As a step in flight does, that was launched before the blocks were freed and given to the load."""
+def test_load_waits_for_pending_writes_to_its_blocks(name, kinds):
+    """A step in flight was launched before the blocks were freed and assigned to the load."""
     options = {"transport": name}
     with ExitStack() as stack, side_stream():
         stack.enter_context(stand_in())
@@ -399,7 +399,7 @@ def test_a_load_waits_for_what_still_writes_to_its_blocks(name, kinds):
         assert sender.drained() and receiver.drained()
 
 
-def test_no_load_begins_in_a_graph(entered):
+def test_loads_cannot_start_during_capture(entered):
     with ExitStack() as stack, side_stream():
         sender, receiver = (
             stack.enter_context(Engine(each, device="cuda", options={"transport": "gloo"}))
@@ -409,10 +409,8 @@ def test_no_load_begins_in_a_graph(entered):
         sender.prefill(request)
         torch.cuda.synchronize()
         offer = sender.connector.publish(request)
-        count = receiver.connector.num_external_tokens(again, offer)
-        plan = receiver.manager.step(
-            new=[again], num_external_computed_tokens=[count], delay_cache_blocks=[True]
-        )
+        count = receiver.connector.match(again, offer)
+        plan = receiver.manager.step(new=[Admit(again, external=External(count, delayed=True))])
         receiver.apply(plan)
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(capture_error_mode="global")
@@ -431,7 +429,7 @@ def test_no_load_begins_in_a_graph(entered):
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 90])
-def test_a_store_fills_device_pages_in_the_order_of_the_model_s_stream(num_host_blocks):
+def test_store_loads_follow_the_model_stream(num_host_blocks):
     with side_stream():
         store = MemoryStore()
         options = {"device": "cuda", "num_host_blocks": num_host_blocks, "host_write": "through"}

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvcache.disaggregation import leases as module
-from kvcache.disaggregation.leases import (
+from kvcache.sources.disaggregation import leases as module
+from kvcache.sources.disaggregation.leases import (
     NUM_SLOTS,
     Lease,
     LeaseNumbers,

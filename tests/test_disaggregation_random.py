@@ -6,7 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvcache import Request, Status
+from kvcache import Admit, External, Request, Status
+from kvcache.allocator import check_invariants
 from tests.test_disaggregation import lone
 
 NAMES = st.sampled_from([f"r{n}" for n in range(5)])
@@ -52,14 +53,12 @@ class Pair(RuleBasedStateMachine):
         offer, first, count = self.offers[name]
         request = Request(name, range(first, first + count + 1))
         try:
-            num_read = self.receiver.num_external_tokens(request, offer)
+            num_read = self.receiver.match(request, offer)
         except ValueError as refusal:
             assert "may still write to" in str(refusal) and name in self.left
             num_read = 0
-        external = {}
-        if num_read:
-            external = {"num_external_computed_tokens": [num_read], "delay_cache_blocks": [True]}
-        if self.ours.step(new=[request], **external).status[0] != Status.SERVED:
+        external = External(num_read, delayed=True) if num_read else None
+        if self.ours.step(new=[Admit(request, external=external)]).status[0] != Status.SERVED:
             self.receiver.cancel(request)
         elif num_read:
             self.receiver.begin(request)
@@ -108,9 +107,9 @@ class Pair(RuleBasedStateMachine):
     @invariant()
     def each_block_is_free_or_held_for_a_reason(self):
         assert self.sender.num_leased_requests == len(self.leased)
-        assert (self.theirs.num_kept_blocks > 0) == bool(self.leased)
+        assert (self.theirs.pool.num_kept > 0) == bool(self.leased)
         for manager in (self.theirs, self.ours):
-            manager.check_invariants()
+            check_invariants(manager)
 
     def teardown(self):
         for name in list(self.leased):
@@ -124,7 +123,7 @@ class Pair(RuleBasedStateMachine):
             self.finish(name)
         assert not self.under_way and self.receiver.num_loading_requests == 0
         for manager in (self.theirs, self.ours):
-            assert manager.num_kept_blocks == 0
+            assert manager.pool.num_kept == 0
             assert manager.pool.num_free == manager.pool.num_total
 
 

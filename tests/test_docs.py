@@ -5,12 +5,12 @@ import inspect
 import itertools
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
+from benchmarks.gpu.machine import write_results
 from kvcache import ops
+from tests.forked import run_code
 from tests.shared import REPO
 
 DOCS = REPO / "docs"
@@ -30,15 +30,15 @@ def code_of(page) -> str:
 WITH_CODE = [page for page in PAGES if code_of(page).strip()]
 
 
-def run_page(page) -> subprocess.CompletedProcess:
-    """A process of its own: a page may register kinds and layouts."""
-    return subprocess.run([sys.executable, "-c", code_of(page)], capture_output=True, text=True)
+def run_page(page, tmp_path) -> tuple[int, str]:
+    """In a process of its own, as a page may register kinds and layouts: exit code, stderr."""
+    return run_code(code_of(page), tmp_path / "stderr")
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
-def test_the_code_of_a_page_runs_in_order(page):
-    done = run_page(page)
-    assert done.returncode == 0, done.stderr
+def test_the_code_of_a_page_runs_in_order(page, tmp_path):
+    code, errors = run_page(page, tmp_path)
+    assert code == 0, errors
 
 
 def test_the_pages_that_promise_code_have_some():
@@ -49,8 +49,8 @@ def test_the_pages_that_promise_code_have_some():
 def test_an_error_in_a_page_names_its_line(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# Page\n\n```python\nx = 1\n```\n\ntext\n\n```python\nassert x == 2\n```\n")
-    done = run_page(page)
-    assert done.returncode == 1 and "line 10" in done.stderr and "AssertionError" in done.stderr
+    code, errors = run_page(page, tmp_path)
+    assert code == 1 and "line 10" in errors and "AssertionError" in errors
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -75,8 +75,8 @@ def referenced() -> set[str]:
     + [
         f"kvcache.{name}"
         for name in (
-            *("allocator", "kinds", "worker", "transfer", "disaggregation", "serving", "store"),
-            "router_events",
+            *("allocator", "kinds", "worker", "transfer", "compat", "engine", "router_events"),
+            *("sources.disaggregation", "sources.store"),
         )
     ],
 )
@@ -119,6 +119,12 @@ def test_every_page_is_in_the_navigation():
     for page in DOCS.rglob("*.md"):
         name = str(page.relative_to(DOCS))
         assert f": {name}\n" in navigation, f"{name} is missing in the nav of mkdocs.yml"
+
+
+def test_results_have_one_line_per_row(tmp_path):
+    for path in (REPO / "benchmarks" / "results").glob("*.json"):
+        write_results(tmp_path / path.name, json.loads(path.read_text()))
+        assert (tmp_path / path.name).read_text() == path.read_text()
 
 
 def test_the_figures_of_the_readme_are_those_of_the_results():

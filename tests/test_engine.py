@@ -10,22 +10,23 @@ import torch
 pytest.importorskip("transformers")  # before what needs it is imported
 
 from kvcache import plan_cache
-from kvcache.integrations.transformers import (
+from kvcache.allocator import check_invariants
+from kvcache.engine import Engine, NgramDrafter, SamplingParams
+from kvcache.engine.transformers import (
     attach,
     flashinfer_attention,
     layer_specs,
     paged_model,
 )
-from kvcache.integrations.transformers.tiny_models import tiny_model
-from kvcache.serving import Engine, NgramDrafter, SamplingParams
+from kvcache.engine.transformers.tiny_models import tiny_model
 from tests import flashinfer_stand_in
 from tests.dense_models import MODELS, VOCAB_SIZE, Float64, beam_search, dense, greedy, logits_of
 from tests.engine_driver import EngineRun
-from tests.shared import spread
+from tests.shared import sampled
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 # Of each model; 200 take twenty minutes.
-NUM_SEQUENCES = int(os.environ.get("KVCACHE_ENGINE_SEQUENCES", "40"))
+NUM_SEQUENCES = int(os.environ.get("KVCACHE_ENGINE_SEQUENCES", "6"))
 
 
 def tight(
@@ -62,7 +63,7 @@ def paged(request):
     yield make
     for each in made:
         manager = each.cache.manager
-        manager.check_invariants()
+        check_invariants(manager)
         assert manager.pool.num_free == manager.pool.num_total
         each.detach()
 
@@ -123,7 +124,7 @@ def check_all_the_ways(name, count, paged, max_tokens=40, requests=1.7):
 
 
 # The exhaustive variant below and the random runs cover the other models.
-@pytest.mark.parametrize("name", ["llama", "gemma3", "bamba"])
+@pytest.mark.parametrize("name", sampled(["gemma3", "llama", "bamba"]))
 def test_answers_are_those_of_the_dense_cache(name, paged):
     check_all_the_ways(name, 5, paged, max_tokens=24, requests=1.3)
 
@@ -161,15 +162,15 @@ def test_answers_of_many_sequences_are_those_of_the_dense_cache(name, paged):
 
 
 # Of the last three, beams wait for each other, or are computed again when others have ended them.
-@pytest.mark.parametrize("seed", [2867, 3006, 3338, *spread(range(9), 3)])
+@pytest.mark.parametrize("seed", [2867, 3006, 3338, *sampled([3, 0, 6, 1, 2, 4, 5, 7, 8])])
 def test_random_runs(seed):
     EngineRun(MODELS[seed % len(MODELS)], seed).run()
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("first", range(100, 400, 20))
+@pytest.mark.parametrize("first", range(100, 130, 10))
 def test_many_random_runs(first):
-    for seed in range(first, first + 20):
+    for seed in range(first, first + 10):
         EngineRun(MODELS[seed % len(MODELS)], seed).run()
 
 
@@ -184,7 +185,7 @@ def test_samples_of_a_seed_do_not_depend_on_the_batch(paged):
         assert len(set(map(tuple, samples[0]))) == 3
 
 
-@pytest.mark.parametrize("name", ["llama", "bamba", "gemma3"])
+@pytest.mark.parametrize("name", sampled(["bamba", "llama", "gemma3"]))
 def test_beam_search_finds_what_a_search_without_a_cache_finds(name, paged):
     engine = Engine(paged(name, requests=3.0))
     prompt = prompts_of(2, 1)[0]
@@ -206,11 +207,7 @@ def test_samples_share_the_prompts_blocks_and_copy_what_they_write(paged):
     assert engine.metrics.computed_tokens == 40 + 4 * 3
 
 
-# In `make test` a few, each with another kind of cache.
-SOME = [
-    pytest.param(name, marks=[] if name in ("llama", "gemma3", "bamba") else pytest.mark.exhaustive)
-    for name in MODELS[:6]
-]
+SOME = sampled(["llama", "gemma3", "deepseek_v3", "bamba"])  # each has another kind of cache
 
 
 class TestDefectsAreNoticed:
@@ -321,7 +318,9 @@ class TestFlashInfer:
         monkeypatch.setattr(flashinfer_attention, "_HEAD_SIZES", (16, 32))
         return wrappers
 
-    @pytest.mark.parametrize("name,layers_served", [("llama", 4), ("gemma3", 4), ("bamba", 2)])
+    @pytest.mark.parametrize(
+        "name,layers_served", sampled([("gemma3", 4), ("llama", 4), ("bamba", 2)])
+    )
     def test_answers(self, name, layers_served, served, paged, monkeypatch):
         monkeypatch.setattr(paged_model, "_check_attention", lambda *_: None)  # on the CPU, too
         self.check(name, layers_served, served, paged, dense(name))

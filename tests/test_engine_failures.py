@@ -1,13 +1,17 @@
 """A request that fails in a step fails alone: every other one keeps its tokens."""
 
+import itertools
+
 import pytest
 
 pytest.importorskip("transformers")
 
-from kvcache.integrations.transformers import attach
-from kvcache.serving import Engine, NgramDrafter, SamplingParams
-from kvcache.serving.sampling import Sampler
+from kvcache.allocator import check_invariants
+from kvcache.engine import Engine, NgramDrafter, SamplingParams
+from kvcache.engine.sampling import Sampler
+from kvcache.engine.transformers import attach
 from tests.dense_models import dense, greedy
+from tests.shared import spread
 
 PROMPTS = [list(range(i, 20 + i)) for i in (1, 60, 120)]
 NAN, INF = float("nan"), float("inf")
@@ -25,7 +29,7 @@ def make_engine():
     yield make
     for engine in made:
         manager = engine.cache.manager
-        manager.check_invariants()
+        check_invariants(manager)
         assert engine.num_unfinished == 0
         assert manager.pool.num_free == manager.pool.num_total
         engine.model.detach()
@@ -96,8 +100,16 @@ def all_masked(logits):
 
 
 class TestLogits:
-    @pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"beam_width": 3}, {"n": 3}])
-    @pytest.mark.parametrize("spoiled", [all_nan, one_nan, one_inf, all_masked])
+    @pytest.mark.parametrize(
+        ("spoiled", "params"),
+        spread(
+            itertools.product(
+                (all_nan, one_nan, one_inf, all_masked),
+                ({}, {"temperature": 1.0}, {"beam_width": 3}, {"n": 3}),
+            ),
+            5,
+        ),
+    )
     def test_wrong_ones_end_their_request_alone(self, make_engine, monkeypatch, spoiled, params):
         engine = make_engine()
         others = Others(engine)

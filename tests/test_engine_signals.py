@@ -7,8 +7,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from kvcache.serving import SamplingParams
-from kvcache.serving.signals import SignalHold
+from kvcache.allocator import check_invariants
+from kvcache.engine import SamplingParams
+from kvcache.engine.signals import SignalHold
 from tests.interrupts import engines
 from tests.interrupts.instants import Alarm, Interrupt, interrupted_at
 from tests.shared import sampled
@@ -16,14 +17,14 @@ from tests.shared import sampled
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
-@pytest.mark.parametrize("name", ["plain", "by swap", "by recompute", "with drafts"])
+@pytest.mark.parametrize("name", sampled(["by swap", "plain", "by recompute", "with drafts"]))
 def test_a_signal_at_many_instants_of_steps(name):
     # 61 and 997 are prime: other lines are met in each step.
     for first, stride in ((3, 61), (40, 61), (500, 997)):
         assert engines.check_each_instant(name, first, stride) > 3
 
 
-@pytest.mark.parametrize("seed", sampled(range(40), 2))
+@pytest.mark.parametrize("seed", sampled(range(20)))
 def test_interrupts_at_random_instants(seed):
     with Alarm() as alarm:
         assert engines.EngineRun(1_000 * seed).run(alarm, 30) >= 30
@@ -36,7 +37,7 @@ def engine():
     for generation in made.generations:
         made.abort(generation.request_id)
     manager = made.cache.manager
-    manager.check_invariants()
+    check_invariants(manager)
     assert manager.pool.num_free == manager.pool.num_total
     made.model.detach()
 

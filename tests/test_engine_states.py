@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvcache.allocator import KVCacheManager, Request
+from kvcache.allocator import Admit, KVCacheManager, Request, check_invariants
 from kvcache.specs import GroupSpec
 from kvcache.step import StepReport
 
@@ -23,29 +23,29 @@ def tables(manager, request):
 
 def test_without_the_option_calls_refuse_states():
     with pytest.raises(ValueError, match="expected step to drive a manager with a recurrent group"):
-        make(engine_copies_states=False).allocate_slots(Request("r", range(9)), 4)
+        make(engine_copies_states=False).admit(Admit(Request("r", range(9)), num_tokens=4), ())
 
 
 def test_a_state_moves_to_the_column_of_the_last_token_and_those_between_are_null():
     manager = make()
     request = Request("r", range(20))
-    states, attention = manager.allocate_slots(request, 2)
+    states, attention = manager.admit(Admit(request, num_tokens=2), ())
     assert len(states) == 1 and len(attention) == 1
-    states, attention = manager.append_slots(request, 1)  # in the same block: in place
+    states, attention = manager.extend(request, 1)  # in the same block: in place
     assert len(states) == 0 and len(attention) == 0
-    states, attention = manager.append_slots(request, 13)
+    states, attention = manager.extend(request, 13)
     assert states.tolist()[:2] == [0, 0] and states[2] > 0 and len(attention) == 3
     assert tables(manager, request)[0][:3] == [0, 0, 0]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_page_that_a_state_left_waits_for_the_report_of_the_last_step():
     manager = make()
     request = Request("r", range(20))
     first = manager.step()
-    manager.allocate_slots(request, 2)
+    manager.admit(Admit(request, num_tokens=2), ())
     num_free = manager.pool.num_free
-    manager.append_slots(request, 4)  # one page of a state, one of attention; one is left
+    manager.extend(request, 4)  # one page of a state, one of attention; one is left
     assert manager.pool.num_free == num_free - 2
     second = manager.step()
     manager.report(StepReport(first.step_id, completed=True))
@@ -53,33 +53,33 @@ def test_a_page_that_a_state_left_waits_for_the_report_of_the_last_step():
     manager.report(StepReport(second.step_id, completed=True))
     manager.free(request)
     assert manager.pool.num_free == manager.pool.num_total
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_state_at_the_end_of_a_block_is_a_hit_and_one_inside_is_not():
     manager = make()
     request = Request("a", range(12))
-    manager.allocate_slots(request, 4)  # ends at a block
-    manager.append_slots(request, 3)  # ends inside the second one
-    manager.append_slots(request, 5)  # ends at the third
+    manager.admit(Admit(request, num_tokens=4), ())  # ends at a block
+    manager.extend(request, 3)  # ends inside the second one
+    manager.extend(request, 5)  # ends at the third
     manager.free(request)
-    ids, num_tokens = manager.get_computed_blocks(Request("b", range(12)))
+    ids, num_tokens, _ = manager.cache.find_prefix(Request("b", range(12)))
     assert num_tokens == 4 and [len(each) for each in ids] == [1, 1]
-    found = manager.find_prefix(Request("b", range(13)))
+    found = manager.cache.find_prefix(Request("b", range(13)))
     assert found.num_tokens == 12 and found.num_shared_tokens == 12
-    found = manager.find_prefix(Request("b", range(11)))
+    found = manager.cache.find_prefix(Request("b", range(11)))
     assert (found.num_tokens, found.num_shared_tokens) == (4, 8)  # the states lag behind
 
 
 def test_a_state_that_a_quiet_request_left_at_the_end_of_a_block_is_a_hit():
     manager = make()
     request = Request("a", range(3))
-    manager.allocate_slots(request, 3)
+    manager.admit(Admit(request, num_tokens=3), ())
     row = manager.row(request)
     # The engine has computed token 3 without asking, and goes on behind it.
     manager.advance([row], [4], [5], token_ids=[3, 4], num_token_ids=[2])
     manager.free(request)
-    assert manager.get_computed_blocks(Request("b", range(6)))[1] == 4
+    assert manager.cache.find_prefix(Request("b", range(6))).num_tokens == 4
 
 
 class Engine:
@@ -114,7 +114,7 @@ class Engine:
         for name in sorted(self.requests, key=lambda _: rng.random()):
             request, start = self.requests[name], self.num_computed[name]
             stop = min(start + rng.choice([1, 1, 3, 4, 9]), request.num_tokens)
-            new = manager.append_slots(request, stop - start)
+            new = manager.extend(request, stop - start)
             if new is None:  # it leaves, and comes back as another
                 self.preemptions += 1
                 manager.free(request)
@@ -140,7 +140,7 @@ class Engine:
             elif rng.random() < 0.05 or stop == request.num_tokens:
                 manager.free(request)
                 del self.requests[name]
-        manager.check_invariants()
+        check_invariants(manager)
 
     def admit(self, name, filled, served):
         rng, manager = self.rng, self.manager
@@ -149,11 +149,11 @@ class Engine:
             rng.randrange(9) for _ in range(rng.randrange(1, 20))
         ]
         request = Request(name, tokens)
-        ids, start = manager.get_computed_blocks(request)
+        ids, start, _ = manager.cache.find_prefix(request)
         if start and int(ids[0][-1]) in filled:
             return  # this step computes the state
         count = min(rng.choice([1, 4, 8, 30]), len(tokens) - start)
-        new = manager.allocate_slots(request, count, ids if start else ())
+        new = manager.admit(Admit(request, num_tokens=count), ids if start else ())
         if new is None:
             return
         self.hits += start > 0

@@ -294,10 +294,10 @@ class Driver:
 
 @pytest.mark.parametrize(("name", "options", "seed"), sampled(CASES, len(CASES) // 4))
 def test_every_victim_is_the_models(name, options, seed):
-    """20,000 operations per policy, over its cases."""
+    """8,000 operations per policy, over its cases."""
     num_cases = sum(case[0] == name for case in CASES)
     driver = Driver(name, options, seed)
-    for _ in range(20_000 // num_cases + 1):
+    for _ in range(8_000 // num_cases + 1):
         driver.step()
     assert driver.model.num_evicted > 100
 
@@ -313,7 +313,7 @@ def test_100_000_victims_of_the_policy_that_learns_are_the_models(options):
     assert policy.num_ghosts > policy.NUM_GHOSTS and policy.num_releases > 10_000
 
 
-@pytest.mark.parametrize("seed", sampled(range(10), 2))
+@pytest.mark.parametrize("seed", sampled(range(6)))
 def test_victims_among_chats_are_the_models(seed):
     """Turns, forks, shared beginnings, prompts that come once: every class, at many ages."""
     rng, num_blocks, size = random.Random(seed), 50, 4_000

@@ -32,36 +32,38 @@ def conversations():
 
 @pytest.fixture(scope="module")
 def on_two_tiers(conversations):
-    """Reports by what `replayed` is told; one that two tests need is replayed once."""
-    return functools.cache(functools.partial(replayed, conversations))
+    """Reports by how many requests and what `replayed` is told; each is replayed once."""
+    return functools.cache(lambda count, *options: replayed(conversations[:count], *options))
 
 
-@pytest.mark.parametrize("capacity", sampled(LEAST))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("capacity", [*LEAST][::2])
 def test_hits_on_the_conversation_trace(conversations, capacity):
     least, most = LEAST[capacity]
     assert least <= replayed(conversations, capacity, "learned").hit_tokens // 512 < most
 
 
-# Hit blocks of the best of the other pairs of policies of docs/eviction.md.
-OTHER_PAIRS = {(1_000, 10_000): 67_237, (10_000, 30_000): 101_369}
+@pytest.mark.exhaustive
+def test_hits_on_two_tiers(on_two_tiers):
+    """More than the best of the other pairs of policies of docs/eviction.md."""
+    report = on_two_tiers(None, 1_000, "learned", 10_000, "learned", "back")
+    assert 67_237 < report.hit_tokens // 512 < 105_592
 
 
-@pytest.mark.parametrize("device,host", sampled(OTHER_PAIRS))
-def test_hits_on_two_tiers(on_two_tiers, device, host):
-    report = on_two_tiers(device, "learned", host, "learned", "back")
-    assert OTHER_PAIRS[device, host] < report.hit_tokens // 512 < 105_592
-
-
-def test_bytes_written_for_each_hit_of_the_host(on_two_tiers):
+@pytest.mark.parametrize(
+    "count,device,host,num_declined",
+    sampled([(2_500, 500, 3_000, 30_000), (None, 1_000, 10_000, 50_000)]),
+)
+def test_bytes_written_for_each_hit_of_the_host(on_two_tiers, count, device, host, num_declined):
     """Against what is evicted from the device being written, by the same policies and by LRU's."""
     back, plain, learned = (
-        on_two_tiers(1_000, policy, 10_000, policy, host_write)
+        on_two_tiers(count, device, policy, host, policy, host_write)
         for policy, host_write in (("learned", "back"), ("lru", "back"), ("learned", "learned"))
     )
     per_hit = [each.written_blocks * 512 / each.host_hit_tokens for each in (back, plain, learned)]
     assert per_hit[2] < 0.7 * min(per_hit[:2])
     assert learned.hit_tokens > max(0.98 * back.hit_tokens, 1.05 * plain.hit_tokens)
-    assert learned.declined_blocks > 50_000 and back.declined_blocks is None
+    assert learned.declined_blocks > num_declined and back.declined_blocks is None
 
 
 @pytest.mark.exhaustive
@@ -72,7 +74,7 @@ def test_the_optimum_is_beladys(conversations):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("form", ["shuffled_nearby", "think_quarter", "loop", "slow_then_fast"])
+@pytest.mark.parametrize("form", ["think_quarter", "loop"])
 def test_on_changed_forms_it_is_never_one_per_cent_behind(form, tmp_path):
     trace = trace_forms.read(shared_file(TRACE))
     trace_forms.write(trace_forms.FORMS[form](trace), tmp_path / "form.jsonl")
@@ -82,7 +84,7 @@ def test_on_changed_forms_it_is_never_one_per_cent_behind(form, tmp_path):
 @pytest.mark.exhaustive
 def test_small_blocks(conversations):
     """The first 2,000 requests in blocks of 16 tokens, at the same sizes in tokens."""
-    for capacity in LEAST:
+    for capacity in [*LEAST][::2]:
         hits = [
             replayed(conversations[:2_000], 32 * capacity, policy, block_size=16).hit_tokens
             for policy in ("learned", "lru")

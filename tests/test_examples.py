@@ -2,11 +2,10 @@
 
 import doctest
 import importlib
-import subprocess
-import sys
 
 import pytest
 
+from tests.forked import run_code
 from tests.shared import REPO
 
 DOCUMENTED = [
@@ -14,42 +13,44 @@ DOCUMENTED = [
     "kvcache.kinds",
     "kvcache.allocator.hashing",
     "kvcache.allocator.manager",
+    "kvcache.allocator.prefix_cache",
     "kvcache.allocator.request",
-    "kvcache.allocator.sequences.block_space_manager",
+    "kvcache.compat.sequences.block_space_manager",
     "kvcache.memory_plan",
     "kvcache.metrics",
     "kvcache.router_events.publisher",
     "kvcache.router_events.subscriber",
     "kvcache.specs",
-    "kvcache.integrations.transformers.layer_shapes",
-    "kvcache.integrations.transformers.paged_model",
+    "kvcache.engine.transformers.layer_shapes",
+    "kvcache.engine.transformers.paged_model",
     "kvcache.replay.disaggregation",
-    "kvcache.serving.batch",
-    "kvcache.serving.drafters",
-    "kvcache.serving.engine",
-    "kvcache.serving.scheduler",
-    "kvcache.transfer.connector.aggregate",
-    "kvcache.transfer.connector.cache_events",
+    "kvcache.engine.batch",
+    "kvcache.engine.drafters",
+    "kvcache.engine.engine",
+    "kvcache.engine.scheduler",
+    "kvcache.compat.aggregate",
+    "kvcache.compat.cache_events",
     "kvcache.transfer.description",
     "kvcache.layouts",
+    "kvcache.placement",
     "kvcache.transfer.memory",
     "kvcache.transfer.plan.transfer_plan",
-    "kvcache.transfer.receive",
-    "kvcache.transfer.connector.requests",
+    "kvcache.compat.postprocess",
+    "kvcache.compat.requests",
     "kvcache.transfer.sharding",
-    "kvcache.transfer.topology",
+    "kvcache.compat.topology",
     "kvcache.worker.worker",
     "kvcache.worker.tables.attention_metadata",
-    "kvcache.worker.tables.block_table",
-    "kvcache.worker.tables.multi_group",
+    "kvcache.worker.tables.block_tables",
     "kvcache.worker.pages.storage",
 ]
 
 
 @pytest.mark.parametrize("path", sorted((REPO / "examples").glob("*.py")), ids=lambda p: p.name)
-def test_examples_run(path):
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_examples_run(path, tmp_path):
+    program = f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')"
+    code, errors = run_code(program, tmp_path / "stderr")
+    assert code == 0, errors
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
@@ -62,8 +63,8 @@ def test_docstring_examples(name):
         "BlockPool",
         "GroupSpec",
         "KVStorage",
-        "BlockTable",
-        "MultiGroupBlockTable",
+        "GroupTable",
+        "BlockTables",
         "np",
     ):
         source = importlib.import_module("kvcache") if public != "np" else None

@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvcache import GroupSpec, KVCacheManager, Request, Status, StepReport
+from kvcache import Admit, External, GroupSpec, KVCacheManager, Request, Status, StepReport
+from kvcache.allocator import RequestState, check_invariants
 from kvcache.events import BlockRemoved, BlockStored
 
 FULL = GroupSpec("full_attention", 4)
@@ -17,16 +18,13 @@ def make(num_blocks=21, groups=(FULL,), **options):
 
 
 def hit_length(manager, n):
-    return manager.get_computed_blocks(Request("probe", range(n)))[1]
+    return manager.cache.find_prefix(Request("probe", range(n))).num_tokens
 
 
 def receiver(manager, name="a", num_tokens=21, num_external=16, **options):
     request = Request(name, range(num_tokens))
     plan = manager.step(
-        new=[request],
-        num_external_computed_tokens=[num_external],
-        delay_cache_blocks=[True],
-        **options,
+        new=[Admit(request, external=External(num_external, delayed=True), **options)]
     )
     assert plan.status.tolist() == [Status.SERVED]
     return request, plan
@@ -38,10 +36,11 @@ def test_blocks_for_which_nothing_comes_are_cleared():
         manager = make(26, [FULL, own])
         request = Request("b", range(20))
         plan = manager.step(
-            new=[request],
-            new_num_tokens=[0 if delays else 20],
-            num_external_computed_tokens=[16],
-            delay_cache_blocks=[delays],
+            new=[
+                Admit(
+                    request, num_tokens=0 if delays else 20, external=External(16, delayed=delays)
+                )
+            ]
         )
         assert plan.zero.tolist() == manager.block_ids(request, 1)[:4].tolist()
 
@@ -58,12 +57,12 @@ def test_no_block_is_announced_that_external_tokens_make_unneeded():
         announce_reused=True,
     )
     first = Request("a", range(20))
-    manager.step(new=[first], new_num_tokens=[8])
+    manager.step(new=[Admit(first, num_tokens=8)])
     manager.free(first)
-    manager.drain_events()
+    manager.cache.drain_events()
     second = Request("b", [*range(8), *range(100, 128)])
-    manager.step(new=[second], new_num_tokens=[16], num_external_computed_tokens=[8])
-    events = manager.drain_events()
+    manager.step(new=[Admit(second, num_tokens=16, external=External(8))])
+    events = manager.cache.drain_events()
     assert [type(each) for each in events] == [BlockRemoved, BlockStored]
     assert not events[1].is_reused
 
@@ -74,7 +73,7 @@ def test_no_block_is_announced_that_external_tokens_make_unneeded():
 def test_loaded_tokens_have_slots_and_are_computed():
     manager = make()
     request = Request("a", range(21))
-    plan = manager.step(new=[request], num_external_computed_tokens=[16])
+    plan = manager.step(new=[Admit(request, external=External(16))])
     assert (plan.num_computed_tokens.tolist(), len(plan.append_ids[0])) == ([16], 6)
     assert manager.num_computed_tokens(request) == 21
     assert hit_length(manager, 21) == 20
@@ -83,9 +82,7 @@ def test_loaded_tokens_have_slots_and_are_computed():
 def test_they_follow_the_hit():
     manager = make()
     manager.step(new=[Request("a", range(8))])
-    plan = manager.step(
-        new=[Request("b", range(21))], num_external_computed_tokens=[10], new_num_tokens=[1]
-    )
+    plan = manager.step(new=[Admit(Request("b", range(21)), num_tokens=1, external=External(10))])
     assert (plan.num_computed_tokens.tolist(), len(plan.append_ids[0])) == ([18], 5)
     assert plan.append_ids[0][:2].tolist() == [1, 2]
 
@@ -93,7 +90,7 @@ def test_they_follow_the_hit():
 def test_a_failed_load_of_the_step_sends_the_row_back():
     manager = make()
     request = Request("a", range(21))
-    plan = manager.step(new=[request], num_external_computed_tokens=[16])
+    plan = manager.step(new=[Admit(request, external=External(16))])
     lost = plan.append_ids[0][2:3]
     report = StepReport(plan.step_id, completed=True, failed_pages=lost.tolist())
     assert manager.report(report) == {"a": 8}
@@ -104,7 +101,7 @@ def test_an_aborted_step_has_loaded_nothing():
     manager = make()
     manager.step(new=[Request("a", range(8))])
     request = Request("b", range(21))
-    plan = manager.step(new=[request], num_external_computed_tokens=[12])
+    plan = manager.step(new=[Admit(request, external=External(12))])
     assert manager.abort(plan.step_id) == {"b": 8}
 
 
@@ -116,11 +113,11 @@ def test_blocks_of_a_receiver_are_no_hits_before_their_bytes_have_arrived():
     manager = make()
     request, plan = receiver(manager)
     assert (plan.num_computed_tokens.tolist(), len(plan.append_ids[0])) == ([16], 4)
-    assert manager.is_receiving(request)
+    assert manager.state(request) is RequestState.RECEIVING
     assert hit_length(manager, 21) == 0
     assert manager.finish_receiving(request) == 16
     assert hit_length(manager, 21) == 16
-    assert not manager.is_receiving(request)
+    assert manager.state(request) is not RequestState.RECEIVING
     plan = manager.step([manager.row(request)], [5])
     assert plan.num_computed_tokens.tolist() == [16]
     assert hit_length(manager, 21) == 20
@@ -194,7 +191,7 @@ def test_a_receiver_survives_the_abort_of_its_own_step():
 def test_a_new_epoch_while_it_receives_publishes_nothing():
     manager = make()
     request, _ = receiver(manager)
-    manager.start_epoch()
+    manager.cache.start_epoch()
     assert manager.finish_receiving(request) == 16
     assert hit_length(manager, 21) == 0
 
@@ -206,57 +203,52 @@ def test_external_tokens_wait_where_rows_of_the_step_change_the_hit():
     manager.step(new=[first])
     manager.step([0], [1])  # the eighth token is not known yet
     first.append_tokens([7])
-    asked = {"new": [Request("b", range(21))], "num_external_computed_tokens": [8]}
-    plan = manager.step(swap_out=[0], **asked)
+    asked = [Admit(Request("b", range(21)), external=External(8))]
+    plan = manager.step(swap_out=[0], new=asked)
     assert plan.status.tolist() == [Status.SERVED, Status.WAIT]
-    assert manager.step(**asked).num_computed_tokens.tolist() == [16]
+    assert manager.step(new=asked).num_computed_tokens.tolist() == [16]
 
 
 # One request at a time ---------------------------------------------------------------------------------
 
 
-def test_allocate_slots_takes_external_tokens():
+def test_admit_takes_external_tokens():
     manager = make()
     request = Request("a", range(21))
-    assert manager.allocate_slots(request, 5, num_external_computed_tokens=16).tolist() == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-    ]
+    new = manager.admit(Admit(request, num_tokens=5, external=External(16)), ())
+    assert new.tolist() == [1, 2, 3, 4, 5, 6]
     assert hit_length(manager, 21) == 20
 
 
-def test_allocate_slots_delays_caching():
+def test_admit_delays_caching():
     manager = make(groups=(FULL, WINDOW))
     manager.step(new=[Request("a", range(9))])
     request = Request("b", range(21))
-    blocks, num_hit = manager.get_computed_blocks(request)
-    new = manager.allocate_slots(
-        request, 0, blocks, num_external_computed_tokens=12, delay_cache_blocks=True
-    )
+    blocks, num_hit, _ = manager.cache.find_prefix(request)
+    new = manager.admit(Admit(request, external=External(12, delayed=True)), blocks)
     assert num_hit == 8
     assert [len(each) for each in new] == [3, 3]
     assert manager.block_ids(request, 1)[:3].tolist() == [0, 0, 0]
     assert hit_length(manager, 21) == 8
     with pytest.raises(ValueError, match=r"row 1 is receiving: expected finish_receiving before"):
-        manager.append_slots(request, 1)
+        manager.extend(request, 1)
     assert manager.finish_receiving(request) == 20
     assert hit_length(manager, 21) == 20
-    assert manager.append_slots(request, 1) is not None
+    assert manager.extend(request, 1) is not None
 
 
-def test_allocate_slots_takes_the_blocks_of_an_encoder():
+def test_admit_takes_the_blocks_of_an_encoder():
     manager = make(groups=(FULL, GroupSpec("cross_attention", 4)))
     request = Request("a", range(9), num_encoder_tokens=10)
-    assert [len(each) for each in manager.allocate_slots(request, 9)] == [3, 3]
-    manager.append_slots(request, 8)
+    assert [len(each) for each in manager.admit(Admit(request, num_tokens=9), ())] == [3, 3]
+    manager.extend(request, 8)
     assert len(manager.block_ids(request, 1)) == 3
     manager.free(request)
     assert manager.pool.num_free == 20
-    assert manager.allocate_slots(Request("b", range(9), num_encoder_tokens=80), 9) is None
+    assert (
+        manager.admit(Admit(Request("b", range(9), num_encoder_tokens=80), num_tokens=9), ())
+        is None
+    )
 
 
 # Frees that wait ---------------------------------------------------------------------------------------
@@ -269,9 +261,9 @@ def test_a_free_waits_for_the_step_that_it_names(fence_frees):
     manager.step(new=[request])
     manager.step([0], [1])
     manager.free(request, after_step=0)
-    assert (manager.pool.num_free, manager.num_fenced_blocks) == (17, 3)
+    assert (manager.pool.num_free, manager.pool.num_fenced) == (17, 3)
     manager.report(StepReport(0, completed=True))
-    assert manager.num_fenced_blocks == (3 if fence_frees else 0)
+    assert manager.pool.num_fenced == (3 if fence_frees else 0)
     manager.report(StepReport(1, completed=True))
     assert manager.pool.num_free == 20
 
@@ -294,15 +286,15 @@ def test_blocks_handed_to_a_connector_are_kept_until_it_is_done():
     request = Request("a", range(9))
     manager.step(new=[request])
     manager.free(request, keep_blocks=True)
-    assert (manager.num_kept_blocks, manager.pool.num_free) == (3, 0)
+    assert (manager.pool.num_kept, manager.pool.num_free) == (3, 0)
     assert hit_length(manager, 9) == 8
     assert manager.step(new=[Request("b", range(50, 54))]).status.tolist() == [Status.WAIT]
-    assert not manager.reset_prefix_cache()
+    assert not manager.cache.reset()
     with pytest.raises(ValueError, match=r"request 'b' are kept: expected one that was freed with"):
         manager.release_blocks(Request("b", [1]))
     manager.release_blocks(request)
-    assert (manager.num_kept_blocks, manager.pool.num_free) == (0, 3)
-    manager.check_invariants()
+    assert (manager.pool.num_kept, manager.pool.num_free) == (0, 3)
+    check_invariants(manager)
 
 
 @pytest.mark.parametrize("fence_frees", [False, True])
@@ -312,19 +304,19 @@ def test_blocks_of_groups_that_are_not_transferred_are_released_at_once(fence_fr
     request = Request("a", range(9))
     plan = manager.step(new=[request])
     manager.free(request, keep_blocks=True)
-    assert manager.num_kept_blocks == 3
-    assert manager.num_fenced_blocks == (6 if fence_frees else 0)
+    assert manager.pool.num_kept == 3
+    assert manager.pool.num_fenced == (6 if fence_frees else 0)
     manager.report(StepReport(plan.step_id, True))
-    assert (manager.num_kept_blocks, manager.pool.num_free) == (3, 16)
-    manager.check_invariants()
+    assert (manager.pool.num_kept, manager.pool.num_free) == (3, 16)
+    check_invariants(manager)
     assert hit_length(manager, 9) == 8  # they are cached as before
     received = Request("b", range(50, 60))
-    manager.step(new=[received], num_external_computed_tokens=[8], delay_cache_blocks=[True])
+    manager.step(new=[Admit(received, external=External(8, delayed=True))])
     manager.free(received, keep_blocks=True)
-    assert manager.num_kept_blocks == 5
+    assert manager.pool.num_kept == 5
     for each in (request, received):
         manager.release_blocks(each)
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_cached_group_that_is_not_transferred_takes_no_external_tokens():
@@ -332,19 +324,17 @@ def test_a_cached_group_that_is_not_transferred_takes_no_external_tokens():
     own = GroupSpec("full_attention", 4, transferred=False)
     manager = make(groups=(FULL, own))
     request = Request("a", range(9))
-    message = (
-        "num_external_computed_tokens is 4: expected 0, as group 1 is cached and not transferred"
-    )
+    message = "external.num_tokens is 4: expected 0, as group 1 is cached and not transferred"
     for call in (
-        lambda: manager.step(new=[request], num_external_computed_tokens=[4]),
-        lambda: manager.would_fit(request, num_external_computed_tokens=4),
-        lambda: manager.allocate_slots(request, 1, num_external_computed_tokens=4),
+        lambda: manager.step(new=[Admit(request, external=External(4))]),
+        lambda: manager.would_fit(Admit(request, external=External(4))),
+        lambda: manager.admit(Admit(request, num_tokens=1, external=External(4)), ()),
     ):
         with pytest.raises(ValueError, match=message):
             call()
     assert manager.pool.num_free == 20
     manager.step(new=[request])
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 @pytest.mark.parametrize("groups", [(RING,), (RING, FULL)])
@@ -352,22 +342,22 @@ def test_of_a_buffer_written_round_the_last_external_tokens_come(groups):
     """The step behind 30 external tokens may have 11 of its own: 5 are read."""
     manager = make(num_blocks=40, groups=groups)
     request = Request("a", range(60))
-    options = {"num_external_computed_tokens": [30]}
-    assert manager.would_fit(request, 11, num_external_computed_tokens=30) == Status.SERVED
+    external = External(30)
+    assert manager.would_fit(Admit(request, num_tokens=11, external=External(30))) == Status.SERVED
     message = "a new request asks for 12 slots, lookahead included: expected at most 11"
     calls = [
-        lambda: manager.would_fit(request, 12, num_external_computed_tokens=30),
-        lambda: manager.step(new=[request], new_num_tokens=[12], **options),
-        lambda: manager.step(new=[request], new_num_tokens=[9], num_lookahead_tokens=3, **options),
-        lambda: manager.allocate_slots(request, 12, num_external_computed_tokens=30),
+        lambda: manager.would_fit(Admit(request, num_tokens=12, external=External(30))),
+        lambda: manager.step(new=[Admit(request, 12, external)]),
+        lambda: manager.step(new=[Admit(request, 9, external, num_lookahead_tokens=3)]),
+        lambda: manager.admit(Admit(request, num_tokens=12, external=External(30)), ()),
     ]
     for call in calls:
         with pytest.raises(ValueError, match=message):
             call()
-    plan = manager.step(new=[request], new_num_tokens=[11], **options)
+    plan = manager.step(new=[Admit(request, 11, external)])
     assert (plan.num_computed_tokens.tolist(), plan.num_tokens.tolist()) == ([30], [11])
     assert len(manager.block_ids(request)) == 4
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 @pytest.mark.parametrize(("arrived", "goes_on"), [(30, 30), (28, 28), (19, 19), (18, 0), (0, 0)])
@@ -375,17 +365,17 @@ def test_a_load_that_failed_in_part_goes_on_where_the_buffer_still_has_the_windo
     """Of 30 tokens the last 16 have places: behind token 19 all of its window, 14 to 18, has come."""
     manager = make(num_blocks=40, groups=(RING,))
     request = Request("a", range(60))
-    plan = manager.step(new=[request], num_external_computed_tokens=[30], delay_cache_blocks=[True])
+    plan = manager.step(new=[Admit(request, external=External(30, delayed=True))])
     assert plan.zero.tolist() == manager.block_ids(request).tolist()
     assert manager.finish_receiving(request, arrived) == goes_on
     manager.step([0], [11])
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_state_that_a_connector_reads_is_not_updated_in_place():
     manager = make(groups=(STATE,))
     parent, child = Request("a", range(7)), Request("b", range(7))
-    manager.step(new=[parent], new_num_tokens=[6])
+    manager.step(new=[Admit(parent, num_tokens=6)])
     manager.fork(parent, child)
     manager.free(parent, keep_blocks=True)
     plan = manager.step([manager.row(child)], [1])
@@ -401,7 +391,7 @@ def test_a_receiver_that_leaves_hands_its_blocks_over():
     ):
         manager.free(request)
     manager.free(request, keep_blocks=True)
-    assert (manager.num_kept_blocks, hit_length(manager, 21)) == (4, 0)
+    assert (manager.pool.num_kept, hit_length(manager, 21)) == (4, 0)
     manager.release_blocks(request)
     assert manager.pool.num_free == 20
 
@@ -412,23 +402,12 @@ def test_a_receiver_that_leaves_hands_its_blocks_over():
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
+        ({"external": External(13)}, r"is 13: expected at most 12, as the request has 21"),
+        ({"external": External(-1)}, r"external.num_tokens is -1: expected 0"),
+        ({"external": External(0, delayed=True)}, r"external.num_tokens is 0: expected 1 or more"),
         (
-            {"num_external_computed_tokens": [13]},
-            r"is 13: expected at most 12, as the request has 21",
-        ),
-        ({"num_external_computed_tokens": [-1]}, r"num_external_computed_tokens is -1: expected 0"),
-        (
-            {"num_external_computed_tokens": [1, 2]},
-            r"new has 1 entries, num_external_",
-        ),
-        ({"delay_cache_blocks": [True]}, r"expected num_external_computed_tokens of 1 or more"),
-        (
-            {
-                "delay_cache_blocks": [True],
-                "num_external_computed_tokens": [4],
-                "new_num_tokens": [3],
-            },
-            r"new_num_tokens is 3: expected 0 with delay_cache_blocks",
+            {"external": External(4, delayed=True), "num_tokens": 3},
+            r"num_tokens is 3: expected 0 with external.delayed",
         ),
     ],
 )
@@ -436,17 +415,25 @@ def test_counts_that_cannot_be_meant_are_refused(arguments, error):
     manager = make()
     manager.step(new=[Request("a", range(8))])
     with pytest.raises(ValueError, match=error):
-        manager.step(
-            token_ids=[9], rows=[0], num_tokens=[1], new=[Request("b", range(21))], **arguments
-        )
+        manager.step([0], [1], token_ids=[9], new=[Admit(Request("b", range(21)), **arguments)])
     assert (manager.pool.num_free, manager._native.num_rows) == (18, 1)
     assert manager.step([0], [1]).step_id == 1
 
 
 def test_wrong_types_are_refused_by_name():
     manager, request = make(), Request("a", range(9))
-    with pytest.raises(TypeError, match=r"delay_cache_blocks\[0\] is 1: expected True or False"):
-        manager.step(new=[request], delay_cache_blocks=[1])
+    message = r"^new\[0\].external.delayed is 1: expected True or False"
+    with pytest.raises(TypeError, match=message):
+        manager.step(new=[Admit(request, external=External(0, delayed=1))])
+    message = r"^new\[0\].read_cache is 'no': expected True or False"
+    with pytest.raises(TypeError, match=message):
+        manager.step(new=[Admit(request, read_cache="no")])
+    message = r"^new\[0\].external is 4: expected an External or None"
+    with pytest.raises(TypeError, match=message):
+        manager.step(new=[Admit(request, external=4)])
+    message = r"^new\[0\].num_tokens is \[1, 2\]: expected an integer"
+    with pytest.raises(TypeError, match=message):
+        manager.step(new=[Admit(request, [1, 2])])
     with pytest.raises(TypeError, match=r"keep_blocks is 'yes': expected True or False"):
         manager.step(new=[request])
         manager.free(request, keep_blocks="yes")
@@ -469,7 +456,7 @@ def test_a_receiver_is_not_served_forked_swapped_out_or_admitted_again():
         ):
             call()
     with pytest.raises(ValueError, match=r"'a' is admitted already"):
-        manager.step(new=[request], num_external_computed_tokens=[4])
+        manager.step(new=[Admit(request, external=External(4))])
     with pytest.raises(
         ValueError, match=r"num_tokens is 17: expected 0 to 16, the external tokens"
     ):
@@ -477,7 +464,9 @@ def test_a_receiver_is_not_served_forked_swapped_out_or_admitted_again():
     with pytest.raises(ValueError, match=r"num_tokens is -1: expected 0 to 16"):
         manager.finish_receiving(request, -1)
     assert manager.finish_receiving(request) == 16
-    with pytest.raises(ValueError, match=r"row 0 is not receiving: expected a request with delay"):
+    with pytest.raises(
+        ValueError, match=r"row 0 is not receiving: expected a request that was admitted"
+    ):
         manager.finish_receiving(request)
 
 

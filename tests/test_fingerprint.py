@@ -18,7 +18,7 @@ from kvcache import (
     plan_cache,
 )
 from kvcache.kinds import kind_class, kind_names
-from kvcache.store import StoreTier, fingerprint
+from kvcache.sources.store import StoreTier, fingerprint
 from tests.fingerprint_table import KINDS, TABLE, walked
 from tests.stores import MemoryStore
 
@@ -61,7 +61,7 @@ def kv_tensors(*shape, order=(0, 1, 2, 3, 4)):
 def test_raw_pages_are_refused_by_name():
     for pages in (Pages.allocate(9, [[64]]), Pages.over([torch.zeros(9, 16, 2, 8)])):
         with pytest.raises(
-            ValueError, match="contents is None, and pages are bytes without a mean"
+            ValueError, match="contents is None, and the pages are plain bytes: expected"
         ):
             StoreTier(manager_of(), pages, MemoryStore(), model="m")
 
@@ -135,8 +135,8 @@ def test_context_parallelism_needs_an_interleave():
 def test_a_new_epoch_that_is_refused_changes_nothing():
     manager = manager_of()
     tier = StoreTier(manager, KVStorage(9, 16, 2, 8).pages, MemoryStore(), model="m")
-    before = manager.block_hashes(Request("r", range(20))).tolist()
+    before = manager.cache.hashes(Request("r", range(20))).tolist()
     with pytest.raises(TypeError, match="model is 3: expected a string"):
         tier.start_epoch(3)
-    assert manager.block_hashes(Request("r", range(20))).tolist() == before
+    assert manager.cache.hashes(Request("r", range(20))).tolist() == before
     tier.close()

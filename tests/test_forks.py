@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvcache import GroupSpec, KVCacheManager, Request, StepReport
+from kvcache import Admit, GroupSpec, KVCacheManager, Request, StepReport
+from kvcache.allocator import check_invariants
 
 FULL = GroupSpec("full_attention", 4)
 
@@ -46,7 +47,7 @@ def test_a_child_shares_all_blocks_and_the_next_plan_tells_its_table():
     plan = manager.step()
     assert plan.clear_rows.tolist() == plan.append_rows.tolist() == [1]
     assert plan.append_ids[0].tolist() == [1, 2, 3]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_the_first_write_to_a_shared_block_copies_and_replaces_it():
@@ -61,7 +62,7 @@ def test_the_first_write_to_a_shared_block_copies_and_replaces_it():
     assert ids(manager, child) == [1, 2, 3]
     plan = serve(manager, child)  # alone by now: nothing to copy
     assert len(plan.copy) == len(plan.replace[0]) == 0
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_of_three_that_write_in_one_step_the_last_keeps_the_block():
@@ -92,7 +93,7 @@ def test_shared_blocks_without_content_are_replaced_but_not_copied():
     plan = serve(manager, child)
     assert len(plan.copy) == 0
     assert ids(manager, child)[:3] == [1, 2, 5]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_write_that_finds_no_block_for_its_copy_waits_unchanged():
@@ -124,7 +125,7 @@ def test_a_window_slides_for_each_of_them():
     assert ids(manager, parent) == [0, 2, 4, 5]
     assert ids(manager, child) == [1, 2, 3]
     manager.free(parent)
-    manager.check_invariants()
+    check_invariants(manager)
     assert manager.pool.ref_counts([1, 2, 3]).tolist() == [1, 1, 1]
 
 
@@ -135,14 +136,14 @@ def test_what_each_computes_is_cached_under_its_own_tokens():
     parent.append_tokens([10, 11])
     serve(manager, parent, child, num_tokens=2)
     for tokens in ([*range(12), 0], [*range(10), 50, 51, 0]):
-        assert manager.get_computed_blocks(Request("probe", tokens))[1] == 12
+        assert manager.cache.find_prefix(Request("probe", tokens)).num_tokens == 12
 
 
 def test_hashes_are_taken_over():
     manager = make()
     parent = admit(manager, "parent", range(40))
     child = child_of(manager, parent, "child", 7)
-    assert manager.block_hashes(child).tolist() == manager.block_hashes(parent).tolist()
+    assert manager.cache.hashes(child).tolist() == manager.cache.hashes(parent).tolist()
 
 
 def test_an_aborted_step_takes_the_child_back_too():
@@ -153,7 +154,7 @@ def test_an_aborted_step_takes_the_child_back_too():
     child = child_of(manager, parent, "child", 7)
     assert manager.abort(1) == {"parent": 10, "child": 8}  # inside a block only where it is its own
     assert ids(manager, child) == [1, 2]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_copy_that_was_aborted_is_lost():
@@ -170,7 +171,7 @@ def test_what_is_wrong_is_wrong_for_both():
     parent = admit(manager, "parent", range(10))
     child_of(manager, parent, "child", 7)
     assert manager.invalidate([2]) == {"parent": 4, "child": 4}
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 @pytest.mark.parametrize("leaves", [False, True])
@@ -178,7 +179,7 @@ def test_a_page_that_left_the_parents_window_and_fails_is_known_of_the_child(lea
     window = GroupSpec("sliding_window", 4, {"window": 4})
     manager = make(groups=[window], enable_caching=False)
     parent = Request("parent", range(40))
-    manager.step(new=[parent], new_num_tokens=[8])
+    manager.step(new=[Admit(parent, num_tokens=8)])
     failed = ids(manager, parent)[0]
     manager.step([0], [8])
     assert ids(manager, parent)[0] == 0  # the null block: the page is the parent's no more
@@ -187,7 +188,7 @@ def test_a_page_that_left_the_parents_window_and_fails_is_known_of_the_child(lea
         manager.free(parent)
     told = {"child": 0} if leaves else {"parent": 0, "child": 0}
     assert manager.report(StepReport(0, True, [failed])) == told
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_what_a_child_computes_in_a_block_that_it_did_not_begin_is_withdrawn_with_it():
@@ -203,14 +204,14 @@ def test_what_a_child_computes_in_a_block_that_it_did_not_begin_is_withdrawn_wit
     assert manager.pool.num_cached == 1
     manager.invalidate([first])
     assert manager.pool.num_cached == 0
-    assert manager.get_computed_blocks(probe)[1] == 0
+    assert manager.cache.find_prefix(probe).num_tokens == 0
 
 
 def test_common_prefix_counts_rows():
     manager = make()
     parent = admit(manager, "parent", range(10))
     child_of(manager, parent, "child", 7)
-    assert manager.get_num_common_prefix_blocks(parent, 2) == 3
+    assert manager.cache.num_common_prefix_blocks(parent, 2) == 3
 
 
 def test_extra_keys_go_along():
@@ -243,7 +244,7 @@ def test_wrong_forks_are_refused_and_change_nothing(fork, message):
     parent = admit(manager, "parent", range(10))
     with pytest.raises(ValueError, match=message):
         fork(manager, parent)
-    manager.check_invariants()
+    check_invariants(manager)
     assert manager.pool.ref_counts([1, 2, 3]).tolist() == [1, 1, 1]
     assert len(manager.step().append_rows) == 0
 
@@ -262,7 +263,7 @@ def test_drafts_are_to_be_confirmed_or_rejected_first():
 def test_requests_of_the_other_face_are_not_forked():
     manager = make()
     request = Request("r", range(10))
-    manager.allocate_slots(request, 10)
+    manager.admit(Admit(request, num_tokens=10), ())
     with pytest.raises(ValueError, match="expected one that step admitted"):
         manager.fork(request, Request("child", range(10)))
 
@@ -275,4 +276,4 @@ def test_fences_do_not_make_a_block_shared():
     plan = serve(manager, child)  # the copy's source waits for a report, but no row holds it
     assert len(plan.copy) == 0
     manager.report(StepReport(plan.step_id, completed=True))
-    manager.check_invariants()
+    check_invariants(manager)

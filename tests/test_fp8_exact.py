@@ -1,6 +1,7 @@
-"""Conversions to fp8 beyond what a tensor test reaches, by C++ programs that share the kernels' headers.
+"""fp8 conversions beyond the reach of tensor tests, in C++ programs that share the kernels' headers.
 
-Seconds each; with KVCACHE_EXHAUSTIVE=1 minutes: billions of quotients and hundreds of millions of floats.
+Each takes seconds, or minutes with KVCACHE_EXHAUSTIVE=1: billions of quotients and hundreds of millions
+of floats.
 """
 
 import os
@@ -39,13 +40,13 @@ def _flags_of_the_processor():
         return []
 
 
-def test_a_quotient_without_division_becomes_the_fp8_of_the_true_quotient(tmp_path):
+def test_fp8_without_division_equals_true_division(tmp_path):
     num_scales, num_floats = (20_000, 500_000_000) if EXHAUSTIVE else (100, 5_000_000)
     num_compared = run(tmp_path, "division", num_scales, num_floats, 1)
     assert num_compared > num_scales * 2 * 65536
 
 
-def test_fp8_conversions_are_those_of_nvidias_header(tmp_path):
+def test_fp8_conversions_equal_nvidias_header(tmp_path):
     home = build.cuda_home()
     include = home / "include" if home else None
     if include is None or not (include / "cuda_fp8.h").is_file():

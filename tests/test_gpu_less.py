@@ -1,4 +1,4 @@
-"""The CUDA runtime without a GPU, as Python programs see it: torch's operators, kernels, messages."""
+"""The CUDA runtime without a GPU, used from Python: torch's operators, kernels, messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ on_it = pytest.mark.skipif(not ON_IT, reason="about the runtime without a GPU: `
 
 
 @pytest.mark.parametrize(("command", "status"), [("test", 0), ("build", 0), ("run", 2)])
-def test_without_nvcc_a_line_says_so(monkeypatch, capsys, command, status):
+def test_missing_nvcc_is_reported(monkeypatch, capsys, command, status):
     rules = build._build_rules()
     monkeypatch.setattr(rules, "cuda_home", lambda: None)
     monkeypatch.setattr(build, "_build_rules", lambda: rules)
@@ -55,7 +55,7 @@ EXPRESSIONS = {
 @pytest.mark.gpu
 @on_it
 @pytest.mark.parametrize("name", EXPRESSIONS)
-def test_operators_give_what_they_give_on_the_cpu(name):
+def test_operators_match_the_cpu(name):
     x = torch.arange(12.0).reshape(3, 4)
     on_device = EXPRESSIONS[name](x.cuda())
     assert on_device.is_cuda
@@ -82,14 +82,14 @@ def _seen_by_another_stream(wait: bool) -> set[float]:
 
 @pytest.mark.gpu
 @on_it
-def test_what_an_operator_writes_comes_late_and_in_stream_order():
+def test_operator_writes_are_late_and_stream_ordered():
     assert _seen_by_another_stream(wait=True) == {1.0}
     assert _seen_by_another_stream(wait=False) == {0.0, 1.0}
 
 
 @pytest.mark.gpu
 @on_it
-def test_threads_have_the_operators_too():
+def test_operators_work_in_threads():
     got = []
     thread = threading.Thread(
         target=lambda: got.append((torch.ones(3, device="cuda") + 1).tolist())
@@ -156,7 +156,7 @@ def no_waiting():
 @pytest.mark.gpu
 @on_it
 @pytest.mark.parametrize("name", WAITING)
-def test_an_operator_that_waits_for_the_device_is_an_error_where_waiting_is(no_waiting, name):
+def test_operator_that_waits_raises_where_waiting_is_forbidden(no_waiting, name):
     x = torch.arange(12.0, device="cuda").reshape(3, 4)
     with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
         WAITING[name](x)
@@ -189,7 +189,7 @@ def test_host_code_that_touches_device_memory_dies_with_a_message():
 
 @pytest.mark.gpu
 @on_it
-def test_a_kernel_of_torch_that_the_plug_in_does_not_see_is_an_error():
+def test_unknown_torch_kernel_raises():
     done = _run(
         "import torch\n"
         "from torch.utils._python_dispatch import _disable_current_modes\n"
@@ -202,7 +202,7 @@ def test_a_kernel_of_torch_that_the_plug_in_does_not_see_is_an_error():
 
 @pytest.mark.gpu
 @on_it
-def test_looking_for_torch_before_importing_it_changes_nothing():
+def test_finding_torch_before_import_has_no_effect():
     program = """
 import importlib.util
 assert importlib.util.find_spec("torch") is not None

@@ -34,7 +34,7 @@ from benchmarks.gpu import (
 )
 from benchmarks.gpu.report import Outcome, Report, StageLog
 from benchmarks.gpu.run import Run
-from benchmarks.gpu.stages import STAGES, Stage
+from benchmarks.gpu.stages import FIRST, SECOND, STAGES, Stage, of_run
 from tests.shared import REPO, sampled
 
 
@@ -196,8 +196,9 @@ def test_a_log_keeps_the_beginning_and_the_end_of_very_much_output(tmp_path):
     )
 
 
-def test_all_stages_together_leave_few_files_with_plain_names(runner):
-    sections = [stage(each.name, GOOD, log=each.log) for each in STAGES]
+@pytest.mark.parametrize("number", [FIRST, SECOND])
+def test_all_stages_together_leave_few_files_with_plain_names(runner, number):
+    sections = [stage(each.name, GOOD, log=each.log) for each in of_run(number)]
     assert runner.all(*sections)
     names = sorted(path.name for path in runner.report.folder.iterdir())
     assert len(names) + 1 <= 8  # and the calibration
@@ -449,16 +450,42 @@ def test_list_names_every_stage_in_its_order(capsys):
         "facts", "build", "first-contact", "sanitizer", "kernel-tests", "kernels", "swaps", "bus",
         "beside-matmul", "counters", "endurance", "jit-and-replay",
     ]  # fmt: skip
+    assert command.main(["--second", "--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "facts", "build", "nixl", "gloo", "load-beside-step", "flashinfer",
+    ]  # fmt: skip
 
 
 def test_only_takes_the_build_along_and_refuses_unknown_stages(capsys):
-    assert [each.name for each in command.chosen(["bus"])] == ["build", "bus"]
-    assert command.chosen(["facts"]) == []  # which ran before, and need no build
-    assert [each.name for each in command.chosen(["build"])] == ["build"]
-    assert command.chosen(None) == list(STAGES[1:])
-    with pytest.raises(SystemExit):
-        command.parse(["--only", "everything"])
-    assert "invalid choice" in capsys.readouterr().err
+    assert [each.name for each in command.chosen(FIRST, ["bus"])] == ["build", "bus"]
+    assert [each.name for each in command.chosen(SECOND, ["gloo"])] == ["build", "gloo"]
+    assert command.chosen(FIRST, ["facts"]) == []  # which ran before, and need no build
+    assert [each.name for each in command.chosen(FIRST, ["build"])] == ["build"]
+    for number in (FIRST, SECOND):
+        assert command.chosen(number, None) == of_run(number)[1:]
+    for other in (["--only", "everything"], ["--only", "gloo"], ["--second", "--only", "bus"]):
+        with pytest.raises(SystemExit):
+            command.parse(other)
+        assert f"invalid choice: {other[-1]!r}" in capsys.readouterr().err
+
+
+def test_the_second_run_leaves_the_files_of_the_first():
+    first, second = (command.parse(each) for each in ([], ["--second"]))
+    assert command.report_name(first, "NVIDIA H100") == "gpu-nvidia-h100"
+    assert command.report_name(second, "NVIDIA H100") == "gpu-nvidia-h100-second"
+    rehearsed = command.parse(["--second", "--rehearse"])
+    assert command.report_name(rehearsed, "NVIDIA H100") == "rehearsal-second"
+
+
+@pytest.mark.parametrize(("second", "command"), [("", ""), ("1", " --second")])
+def test_make_gpu_passes_the_run_on(second, command):
+    for target, option in (("gpu", "--results x"), ("gpu-rehearsal", "--rehearse")):
+        done = subprocess.run(
+            ["make", "-n", target, f"SECOND={second}", "PYTHON=p", "GPU_RESULTS=x"],
+            capture_output=True, text=True, cwd=REPO,
+        )  # fmt: skip
+        assert f"p -m benchmarks.gpu {option}{command}" in done.stdout
+        assert ("--second" in done.stdout) == bool(second)
 
 
 def test_results_go_where_one_says(monkeypatch, tmp_path):
@@ -486,10 +513,11 @@ def test_memcheck_has_time_for_torch_to_be_imported_under_it(monkeypatch):
     assert given["memcheck"] >= 38
 
 
-def test_the_last_stage_has_time_where_all_others_take_all_of_theirs():
+@pytest.mark.parametrize(("number", "name"), [(FIRST, "jit-and-replay"), (SECOND, "flashinfer")])
+def test_the_last_stage_has_time_where_all_others_take_all_of_theirs(number, name):
     """With carried libraries, which load in some 20 s."""
-    *others, last = (each.name for each in STAGES)
-    assert last == "jit-and-replay"
+    *others, last = (each.name for each in of_run(number))
+    assert last == name
     worst = sum(limit_of(name) for name in others if name != "build") + 20
     assert command.TOTAL_S - worst >= 50
 
@@ -671,7 +699,7 @@ SKIP = "pytest.skip('no device')"
 
 @pytest.mark.parametrize(
     ("tests", "status", "num_failed"),
-    [((SKIP, "pass"), "ok", 0), ((SKIP, SKIP), "all skipped", 1), ((), "ok", 0)],
+    sampled([((SKIP, SKIP), "all skipped", 1), ((SKIP, "pass"), "ok", 0), ((), "ok", 0)]),
 )
 def test_a_file_that_skips_all_its_tests_is_a_fault(
     tmp_path, monkeypatch, capsys, tests, status, num_failed
@@ -731,9 +759,9 @@ def test_files_with_gpu_tests_are_found():
     names = [path.name for path in kernel_tests.gpu_test_files(REPO / "tests")]
     assert {"test_token_io_op.py", *kernel_tests._REHEARSED} <= set(names)
     assert "test_hashing.py" not in names
-    assert not {"test_gpu_less.py", "test_call_counts.py"} & set(
-        names
-    )  # skipped as a whole on a GPU
+    # Skipped as a whole on a GPU; of the second run.
+    left_out = {"test_gpu_less.py", "test_call_counts.py", "test_gpu_second_run.py"}
+    assert not left_out & set(names) and all((REPO / "tests" / each).is_file() for each in left_out)
 
 
 def test_the_table_of_ncu_is_read():

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from kvcache import (
+    Admit,
     ContextParallel,
+    External,
     GroupSpec,
     KVCacheManager,
     LayerSpec,
@@ -15,9 +17,11 @@ from kvcache import (
     Status,
     plan_cache,
 )
+from kvcache.allocator import check_invariants
 from kvcache.kinds import (
     AttentionKind,
     KindProperties,
+    contents,
     kind_class,
     kind_names,
     make_kind,
@@ -38,14 +42,14 @@ def make(*groups, num_blocks=41, max_model_len=200, **options):
 
 def run(manager, request, *counts):
     """Admits a request with the first count, and steps its row with the others; the plans."""
-    plans = [manager.step(new=[request], new_num_tokens=counts[:1])]
+    plans = [manager.step(new=[Admit(request, *counts[:1])])]
     plans += [manager.step([manager.row(request)], [count]) for count in counts[1:]]
     assert all(plan.status.tolist() == [Status.SERVED] for plan in plans)
     return plans
 
 
 def hit_length(manager, tokens):
-    return manager.get_computed_blocks(Request("probe", tokens))[1]
+    return manager.cache.find_prefix(Request("probe", tokens)).num_tokens
 
 
 @pytest.mark.parametrize(
@@ -71,7 +75,7 @@ def test_a_kind_says_what_its_pages_hold_and_which_window_a_table_shows():
     # Of the package: other tests register kinds, and names of kinds, of their own.
     ours = [n for n in kind_names() if kind_class(n).__module__ == f"kvcache.kinds.{n}"]
     kinds = {n: make_kind(n, options.get(n, {})) for n in ours}
-    assert {name: (kind.pages, kind.window) for name, kind in kinds.items()} == {
+    assert {name: (kind.pages.name, kind.window) for name, kind in kinds.items()} == {
         "full_attention": ("tokens", None),
         "sliding_window": ("tokens", 6),
         "chunked_local": ("tokens", None),
@@ -83,7 +87,7 @@ def test_a_kind_says_what_its_pages_hold_and_which_window_a_table_shows():
 
 def test_a_kind_may_have_a_second_name_and_options_with_defaults():
     register("test_mamba")(kind_class("recurrent"))
-    assert make_kind("test_mamba", {}).pages == "state"
+    assert make_kind("test_mamba", {}).pages is contents.STATE
 
     @register("test_lookback")
     class Lookback(AttentionKind):
@@ -114,7 +118,7 @@ class TakesAnything(Keeps):
 
 
 class OfStates(Keeps):
-    pages = "state"
+    pages = contents.STATE
 
 
 def derived(name, **members):
@@ -223,7 +227,7 @@ def test_blocks_that_leave_a_window_are_freed_and_become_null():
     assert [plan.replace[0].tolist() for plan in plans] == [[], [], [[0, 0, 0]], [[0, 1, 0]]]
     assert manager.block_ids(request).tolist()[:2] == [0, 0]
     assert manager.pool.num_total - manager.pool.num_free == 3
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_window_needs_only_its_last_blocks_for_a_hit():
@@ -232,10 +236,10 @@ def test_a_window_needs_only_its_last_blocks_for_a_hit():
     run(manager, request, 20)
     ids = manager.block_ids(request)
     manager.free(request)
-    manager.evict(ids[:3])
-    found, num_tokens = manager.get_computed_blocks(Request("b", range(18)))
+    manager.cache.evict(ids[:3])
+    found, num_tokens, _ = manager.cache.find_prefix(Request("b", range(18)))
     assert (found.tolist(), num_tokens) == ([], 0)  # token 16 reads from 11 on: block 2 is gone
-    found, num_tokens = manager.get_computed_blocks(Request("b", range(30)))
+    found, num_tokens, _ = manager.cache.find_prefix(Request("b", range(30)))
     assert (found.tolist(), num_tokens) == ([0, 0, 0, *ids[3:].tolist()], 20)
 
 
@@ -245,15 +249,15 @@ def test_only_blocks_that_a_hit_can_read_are_cached_and_the_others_go_first():
     request = Request("a", range(65))
     run(manager, request, 65)
     assert manager.pool.num_cached == 2 + 2  # of 8 window blocks those before tokens 32 and 64
-    hit = manager.get_computed_blocks(Request("b", range(65)))[0]
+    hit = manager.cache.find_prefix(Request("b", range(65))).block_ids
     manager.free(request)
     # 12 of its blocks held no hit, or were not full: with them, nothing is evicted.
     other = Request("c", range(1_000, 1_040), write_cache=False)
     manager.step(new=[other])
     assert manager.pool.num_evicted == 0
-    again, num_tokens = manager.get_computed_blocks(Request("b", range(65)))
+    again, num_tokens, _ = manager.cache.find_prefix(Request("b", range(65)))
     assert num_tokens == 64 and [a.tolist() for a in again] == [h.tolist() for h in hit]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_blocks_that_leave_a_window_in_one_step_are_evicted_tail_first():
@@ -265,7 +269,7 @@ def test_blocks_that_leave_a_window_in_one_step_are_evicted_tail_first():
     manager.step(new=[Request("b", range(500, 509), write_cache=False)])  # two of them are taken
     assert manager.pool.num_evicted == 2
     assert [hit_length(manager, range(n)) for n in (9, 13, 17)] == [8, 8, 8]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_window_bounds_what_a_request_holds():
@@ -281,7 +285,7 @@ def test_a_chunk_that_is_over_is_dropped_and_a_hit_may_end_where_it_ended():
     plans = run(manager, request, 8, 8, 8)
     assert plans[1].replace[0].tolist() == [[0, 0, 0], [0, 1, 0]]
     # Behind token 8 nothing before it is read: that is a hit for anybody, of no block at all.
-    found, num_tokens = manager.get_computed_blocks(Request("b", [7] * 12))
+    found, num_tokens, _ = manager.cache.find_prefix(Request("b", [7] * 12))
     assert (found.tolist(), num_tokens) == ([0, 0], 8)
 
 
@@ -291,18 +295,18 @@ def test_a_hit_is_as_long_as_all_groups_accept():
     run(manager, request, 24)
     full, window = manager.block_ids(request, 0), manager.block_ids(request, 1)
     manager.free(request)
-    manager.evict([window[4]])
-    found, num_tokens = manager.get_computed_blocks(Request("b", range(30)))
+    manager.cache.evict([window[4]])
+    found, num_tokens, _ = manager.cache.find_prefix(Request("b", range(30)))
     assert num_tokens == 16
     assert found[0].tolist() == full[:4].tolist()
     assert found[1].tolist() == [0, 0, *window[2:4].tolist()]
-    manager.evict([full[3]])
+    manager.cache.evict([full[3]])
     assert hit_length(manager, range(30)) == 12
 
 
 def test_groups_of_unequal_block_size_hit_at_common_multiples():
     manager = make(FULL, GroupSpec("sliding_window", 6, {"window": 6}))
-    assert manager.hash_block_size == 2
+    assert manager.cache.hash_block_size == 2
     run(manager, Request("a", range(32)), 32)
     assert hit_length(manager, range(32)) == 24
 
@@ -311,7 +315,7 @@ def test_one_hash_serves_groups_of_every_block_size():
     """A chained hash stands for the whole prefix: nothing is hashed twice."""
     manager = make(FULL, GroupSpec("full_attention", 8))
     small, large = KVCacheManager(4, 41, 200), Request("a", range(32))
-    assert np.array_equal(manager.block_hashes(large), small.block_hashes(large))
+    assert np.array_equal(manager.cache.hashes(large), small.cache.hashes(large))
 
 
 def test_a_state_moves_to_the_page_of_its_block_and_the_old_page_is_let_go():
@@ -333,12 +337,12 @@ def test_a_state_is_hit_only_where_one_was_stored():
     run(manager, request, 8, 6, 2, 3)
     assert hit_length(manager, range(30)) == 16
     assert hit_length(manager, range(15)) == 8
-    plan = manager.step(new=[Request("b", range(30))], new_num_tokens=[2])
+    plan = manager.step(new=[Admit(Request("b", range(30)), num_tokens=2)])
     assert plan.num_computed_tokens.tolist() == [16]
     source, target = plan.copy.tolist()[0]
     assert source != target and plan.append_ids[1].tolist() == [0, 0, 0, 0, target]
     assert plan.replace[1].tolist() == [[1, 3, 0]]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 INSIDE = [GroupSpec("full_attention", 8), GroupSpec("recurrent", 8)]
@@ -356,7 +360,7 @@ def test_a_state_inside_a_block_is_kept_where_a_step_of_the_prompt_ended():
     assert plan.num_computed_tokens.tolist() == [12]
     assert [page, int(plan.append_ids[1][-1])] in plan.copy.tolist()
     manager.free(a)
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_within_a_block_the_entry_of_the_table_is_replaced():
@@ -373,7 +377,7 @@ def test_within_a_block_the_entry_of_the_table_is_replaced():
     for tokens, hit in ((5, 4), (9, 8), (12, 8)):
         plan = manager.step(new=[Request(f"b{tokens}", range(tokens))])
         assert plan.num_computed_tokens.tolist() == [hit]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_where_no_page_is_left_a_state_inside_a_block_is_given_up():
@@ -383,7 +387,7 @@ def test_where_no_page_is_left_a_state_inside_a_block_is_given_up():
     assert plan.copy.tolist() == plan.replace[0].tolist() == []
     manager.free(a)
     assert manager.step(new=[Request("b", range(6))]).num_computed_tokens.tolist() == [0]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_states_inside_blocks_are_of_prompts_and_are_kept_once():
@@ -395,9 +399,9 @@ def test_states_inside_blocks_are_of_prompts_and_are_kept_once():
     plans += [manager.step([0], [2], token_ids=[10, 11], num_token_ids=[2])]
     # The state at 6 was left in its page, that at 8 at the boundary, none while tokens are decoded.
     assert [len(plan.copy) for plan in plans] == [0, 1, 1, 0]
-    first = manager.step(new=[b], new_num_tokens=[1])  # from 6 to 7
+    first = manager.step(new=[Admit(b, num_tokens=1)])  # from 6 to 7
     assert first.num_computed_tokens.tolist() == [6]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 @pytest.mark.parametrize(
@@ -417,7 +421,7 @@ def test_large_blocks_are_hit_where_states_were_kept(groups, num_shared, chunks,
     manager.free(a)
     b = Request("b", [*range(num_shared), *range(10_000, 10_100)])
     assert manager.step(new=[b]).num_computed_tokens.tolist() == [num_hit]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 @pytest.mark.parametrize("state_interval", [512, None])  # None: kept inside the blocks of 2,048
@@ -434,12 +438,12 @@ def test_a_planned_hybrid_is_hit_inside_its_large_blocks(state_interval):
         while done < request.num_tokens:
             chunk = min(512, request.num_tokens - done)
             if not done:
-                plan = manager.step(new=[request], new_num_tokens=[chunk])
+                plan = manager.step(new=[Admit(request, num_tokens=chunk)])
                 assert plan.num_computed_tokens.tolist() == [want]
             else:
                 manager.step([manager.row(request)], [chunk])
             done = manager.num_computed_tokens(request)
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_step_ends_where_the_shared_prefix_does():
@@ -450,7 +454,7 @@ def test_a_step_ends_where_the_shared_prefix_does():
     for i, tokens in enumerate(prompts):
         request = Request(f"r{i}", tokens)
         chunk = manager.checkpoint_tokens(request)
-        plan = manager.step(new=[request], new_num_tokens=[chunk])
+        plan = manager.step(new=[Admit(request, num_tokens=chunk)])
         ends.append([plan.num_computed_tokens[0], manager.num_computed_tokens(request)])
         while (left := 150 - manager.num_computed_tokens(request)) > 0:
             chunk = manager.checkpoint_tokens(request, left)
@@ -488,7 +492,7 @@ def test_an_equal_prompt_hits_all_that_it_can_the_first_time(
     for i in range(3):
         request = Request(f"r{i}", range(num_tokens))
         chunk = manager.checkpoint_tokens(request)
-        plan = manager.step(new=[request], new_num_tokens=[chunk])
+        plan = manager.step(new=[Admit(request, num_tokens=chunk)])
         hits += plan.num_computed_tokens.tolist()
         while manager.num_computed_tokens(request) < num_tokens:
             manager.step([manager.row(request)], [manager.checkpoint_tokens(request)])
@@ -538,7 +542,7 @@ def test_a_prompt_that_its_encoder_makes_too_large_never_fits():
     # Nor as long as another one holds a block that its encoder needs.
     plan = manager.step(new=[Request("c", [1]), fits])
     assert plan.status.tolist() == [Status.SERVED, Status.WAIT]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_kind_of_a_user_is_called_natively():
@@ -568,7 +572,7 @@ def test_an_error_in_a_kind_keeps_every_block(monkeypatch):
     run(manager, request, 4, 4, 4)
     assert 0 not in manager.block_ids(request).tolist()
     assert seen and seen[0].exc_type is KeyError
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_group_that_is_not_cached_takes_no_part_in_hits():
@@ -577,13 +581,13 @@ def test_a_group_that_is_not_cached_takes_no_part_in_hits():
     a = Request("a", range(20))
     run(manager, a, 20)
     assert manager.pool.num_cached == 5
-    assert {event.group for event in manager.drain_events()} == {0}
+    assert {event.group for event in manager.cache.drain_events()} == {0}
     plan = manager.step(new=[Request("b", range(22))])
     assert plan.num_computed_tokens.tolist() == [20]
     # The table has null blocks where the others have the hit.
     assert plan.append_ids[1].tolist() == [0] * 5 + [12]
-    assert [group.hit_blocks for group in manager.stats.groups] == [5, 0]
-    manager.check_invariants()
+    assert [group.hit_blocks for group in manager.cache.stats.groups] == [5, 0]
+    check_invariants(manager)
     # Without any that is cached there are no hits.
     manager = make(uncached)
     run(manager, a, 20)
@@ -598,12 +602,12 @@ def test_a_group_that_is_not_cached_may_have_larger_blocks():
     assert plan.num_computed_tokens.tolist() == [20]
     assert plan.append_ids[1][0] == 0 and plan.zero.tolist() == plan.append_ids[1][1:].tolist()
     # A caller that keeps its own tables cannot clear: whole blocks of all groups.
-    found, num_tokens = manager.get_computed_blocks(Request("c", range(22)))
+    found, num_tokens, _ = manager.cache.find_prefix(Request("c", range(22)))
     assert num_tokens == 16 and [len(ids) for ids in found] == [4, 1]
     request = Request("c", range(22))
-    assert [len(ids) for ids in manager.allocate_slots(request, 6, found)] == [2, 1]
+    assert [len(ids) for ids in manager.admit(Admit(request, num_tokens=6), found)] == [2, 1]
     assert manager.block_ids(request, 1)[0] == 0
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 ROUND = GroupSpec("circular_window", 4, {"window": 6, "buffer": 13})
@@ -618,7 +622,7 @@ def test_a_circular_group_has_a_fixed_number_of_blocks():
     assert all(len(plan.replace[0]) == 0 for plan in plans)
     assert manager.block_ids(request).tolist() == [1, 2, 3, 4]
     assert manager.num_computed_tokens(request) == 97
-    manager.check_invariants()
+    check_invariants(manager)
     manager.free(request)
     assert manager.pool.num_free == 4
 
@@ -643,9 +647,9 @@ def test_a_step_asks_for_no_more_than_a_buffer_has_places_for():
     manager.step([0], [4], num_lookahead_tokens=50)
     assert manager.num_computed_tokens(a) == 40
     with pytest.raises(ValueError, match="expected at most 16"):
-        manager.allocate_slots(Request("b", range(20)), 14, num_lookahead_tokens=3)
+        manager.admit(Admit(Request("b", range(20)), num_tokens=14, num_lookahead_tokens=3), ())
     assert manager.pool.num_free == 36
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_hits_are_given_up_with_a_circular_group_unless_it_is_not_cached():
@@ -655,12 +659,12 @@ def test_hits_are_given_up_with_a_circular_group_unless_it_is_not_cached():
     manager = make(FULL, replace(ROUND, cached=False))
     a = Request("a", range(24))
     run(manager, a, 16, 8)
-    plan = manager.step(new=[Request("b", range(26))], new_num_tokens=[2])
+    plan = manager.step(new=[Admit(Request("b", range(26)), num_tokens=2)])
     assert plan.num_computed_tokens.tolist() == [24]
     # All its blocks at once, and no other request's tokens in them.
     assert len(plan.append_ids[1]) == 4 and plan.zero.tolist() == plan.append_ids[1].tolist()
     assert hit_length(manager, range(26)) == 24
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_fork_copies_the_blocks_of_a_buffer_that_are_written():
@@ -671,7 +675,7 @@ def test_a_fork_copies_the_blocks_of_a_buffer_that_are_written():
     plan = manager.step([0], [3])  # tokens 18 to 20: columns 0 and 1
     assert plan.copy[:, 0].tolist() == [1, 2]
     assert manager.block_ids(a).tolist() == [*plan.copy[:, 1].tolist(), 3, 4]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_row_resumes_unless_its_window_was_written_over():
@@ -684,7 +688,7 @@ def test_a_row_resumes_unless_its_window_was_written_over():
         plan = manager.step([0], [last])
         affected = manager.abort(plan.step_id - 1)
         assert affected == {"a": resumes_at}
-        manager.check_invariants()
+        check_invariants(manager)
 
 
 def test_a_state_must_be_cached():
@@ -712,7 +716,7 @@ def test_a_drafting_group_computes_the_last_block_that_it_finds_anew():
     run(manager, request, 20)
     ids = manager.block_ids(request)
     manager.free(request)
-    manager.evict([ids[2]])
+    manager.cache.evict([ids[2]])
     assert hit_length(manager, range(30)) == 4  # 16 and 12 would read block 2, 8 compute it anew
 
 
@@ -744,7 +748,7 @@ def test_drafting_costs_the_other_groups_nothing(
     manager.free(request)
     plan = manager.step(new=[Request("b", range(num_cached))])
     assert plan.num_computed_tokens.tolist() == [num_hit]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_where_hits_end_inside_blocks_a_hash_block_is_computed_anew():
@@ -752,7 +756,7 @@ def test_where_hits_end_inside_blocks_a_hash_block_is_computed_anew():
     run(manager, Request("a", range(14)), 14)
     plan = manager.step(new=[Request("b", [*range(12), 77, 78])])
     assert plan.num_computed_tokens.tolist() == [8] and plan.copy.tolist() == [[1, 2]]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 @pytest.mark.parametrize("group", [STATE, GroupSpec("cross_attention", 4)])
@@ -767,8 +771,8 @@ def test_a_hit_inside_a_block_is_copied_into_the_requests_own():
     manager = make(GroupSpec("full_attention", 16), hash_block_size=4)
     a, b = Request("a", range(14)), Request("b", [*range(9), 77, 78])
     run(manager, a, 14)
-    assert manager.get_computed_blocks(b, whole_blocks=True)[1] == 0
-    found, num_tokens = manager.get_computed_blocks(b)
+    assert manager.cache.find_prefix(b, whole_blocks=True).num_tokens == 0
+    found, num_tokens, _ = manager.cache.find_prefix(b)
     assert (found.tolist(), num_tokens) == ([1], 8)  # the block to copy from
     plan = manager.step(new=[b])
     assert plan.num_computed_tokens.tolist() == [8]
@@ -777,7 +781,7 @@ def test_a_hit_inside_a_block_is_copied_into_the_requests_own():
     manager.free(b)
     # The oldest of those that hold it.
     assert manager.step(new=[Request("c", range(9))]).copy.tolist() == [[1, 3]]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def partial(num_blocks=40, **options):
@@ -790,16 +794,16 @@ def test_per_request_calls_find_and_copy_hits_inside_blocks():
     manager = partial()
     run(manager, Request("a", range(30)), 30)
     b = Request("b", range(30))
-    found, num_tokens = manager.get_computed_blocks(b)
+    found, num_tokens, _ = manager.cache.find_prefix(b)
     assert (found.tolist(), num_tokens) == ([1, 2], 28)
-    assert manager.find_prefix(b, whole_blocks=True)[1] == 16
-    assert manager.cached_tokens(b).on_device == 16  # says so
-    assert manager.allocate_slots(b, 2, found).tolist() == [3]
+    assert manager.cache.find_prefix(b, whole_blocks=True)[1] == 16
+    assert manager.cache.cached_tokens(b).on_device == 16  # says so
+    assert manager.admit(Admit(b, num_tokens=2), found).tolist() == [3]
     assert manager.take_copies().tolist() == [[2, 3]]
     assert manager.take_copies().shape == (0, 2)
     assert manager.block_ids(b).tolist() == [1, 3] and manager.num_computed_tokens(b) == 30
-    manager.append_slots(b, 1)
-    manager.check_invariants()
+    manager.extend(b, 1)
+    check_invariants(manager)
 
 
 def test_sources_and_destinations_are_held_until_their_copies_are_taken():
@@ -807,17 +811,17 @@ def test_sources_and_destinations_are_held_until_their_copies_are_taken():
     a, b = Request("a", range(30)), Request("b", range(30))
     run(manager, a, 30)
     manager.free(a)
-    found, _ = manager.get_computed_blocks(b)
-    manager.allocate_slots(b, 2, found)
+    found = manager.cache.find_prefix(b).block_ids
+    manager.admit(Admit(b, num_tokens=2), found)
     manager.free(b)
-    manager.check_invariants()
+    check_invariants(manager)
     assert manager.pool.num_free == 2  # of 4: block 2 and b's own wait for the copy
-    assert manager.allocate_slots(Request("c", range(100, 148)), 48) is None
-    assert not manager.reset_prefix_cache()
+    assert manager.admit(Admit(Request("c", range(100, 148)), num_tokens=48), ()) is None
+    assert not manager.cache.reset()
     assert manager.take_copies().tolist() == [[2, 3]]
     assert manager.pool.num_free == 4
-    assert len(manager.allocate_slots(Request("c", range(100, 148)), 48)) == 3
-    manager.check_invariants()
+    assert len(manager.admit(Admit(Request("c", range(100, 148)), num_tokens=48), ())) == 3
+    check_invariants(manager)
 
 
 def test_requests_go_on_only_once_copies_are_taken():
@@ -825,18 +829,18 @@ def test_requests_go_on_only_once_copies_are_taken():
     manager = partial()
     run(manager, Request("a", range(30)), 30)
     b = Request("b", range(30))
-    manager.allocate_slots(b, 2, manager.get_computed_blocks(b)[0])
+    manager.admit(Admit(b, num_tokens=2), manager.cache.find_prefix(b).block_ids)
     for go_on in (
-        lambda: manager.append_slots(b, 1),
+        lambda: manager.extend(b, 1),
         lambda: manager.advance([manager.row(b)], [30], [31]),
     ):
         with pytest.raises(ValueError, match="expected a call of take_copies before"):
             go_on()
     c = Request("c", range(30))  # several may be admitted before
-    manager.allocate_slots(c, 2, manager.get_computed_blocks(c)[0])
+    manager.admit(Admit(c, num_tokens=2), manager.cache.find_prefix(c).block_ids)
     assert manager.take_copies().tolist() == [[2, 3], [2, 4]]
-    assert manager.append_slots(b, 1) is not None
-    manager.check_invariants()
+    assert manager.extend(b, 1) is not None
+    check_invariants(manager)
 
 
 def test_a_hit_inside_a_block_that_does_not_fit_changes_nothing():
@@ -844,34 +848,34 @@ def test_a_hit_inside_a_block_that_does_not_fit_changes_nothing():
     run(manager, Request("a", range(30)), 30)
     run(manager, Request("x", range(90, 95)), 5)
     b = Request("b", range(30))
-    found, _ = manager.get_computed_blocks(b)
+    found = manager.cache.find_prefix(b).block_ids
     before = manager.pool.num_free
-    assert manager.allocate_slots(b, 2, found) is None
+    assert manager.admit(Admit(b, num_tokens=2), found) is None
     assert (manager.take_copies().shape, manager.pool.num_free) == ((0, 2), before)
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_external_tokens_behind_a_hit_inside_a_block_are_refused():
     manager = partial()
     run(manager, Request("a", range(30)), 30)
     b = Request("b", range(60))
-    found, _ = manager.get_computed_blocks(b)
-    with pytest.raises(ValueError, match=r"^num_external_computed_tokens is 8 behind a hit of 28"):
-        manager.allocate_slots(b, 2, found, num_external_computed_tokens=8)
-    whole, _ = manager.get_computed_blocks(b, whole_blocks=True)
-    assert len(manager.allocate_slots(b, 2, whole, num_external_computed_tokens=8)) == 1
+    found = manager.cache.find_prefix(b).block_ids
+    with pytest.raises(ValueError, match=r"^external.num_tokens is 8 behind a hit of 28"):
+        manager.admit(Admit(b, num_tokens=2, external=External(8)), found)
+    whole = manager.cache.find_prefix(b, whole_blocks=True).block_ids
+    assert len(manager.admit(Admit(b, num_tokens=2, external=External(8)), whole)) == 1
 
 
 def test_a_hit_inside_a_block_that_has_gone_is_looked_up_again():
     manager = partial()
     run(manager, Request("a", range(30)), 30)
     b = Request("b", range(30))
-    found, _ = manager.get_computed_blocks(b)
-    manager.evict([2])
+    found = manager.cache.find_prefix(b).block_ids
+    manager.cache.evict([2])
     with pytest.raises(ValueError, match=r"look up again|since the last token must run"):
-        manager.allocate_slots(b, 2, found)
+        manager.admit(Admit(b, num_tokens=2), found)
     assert manager.take_copies().shape == (0, 2)
-    assert len(manager.allocate_slots(b, 14, found[:1])) == 1
+    assert len(manager.admit(Admit(b, num_tokens=14), found[:1])) == 1
 
 
 def test_groups_of_unequal_blocks_name_the_block_to_copy_from_each():
@@ -882,12 +886,12 @@ def test_groups_of_unequal_blocks_name_the_block_to_copy_from_each():
     )
     run(manager, Request("a", range(30)), 30)
     b = Request("b", range(30))
-    found, num_tokens = manager.get_computed_blocks(b)
+    found, num_tokens, _ = manager.cache.find_prefix(b)
     assert num_tokens == 28 and [len(ids) for ids in found] == [2, 4]
-    new = manager.allocate_slots(b, 2, found)
+    new = manager.admit(Admit(b, num_tokens=2), found)
     pairs = manager.take_copies().tolist()
     assert pairs == [[int(found[0][1]), int(new[0][0])], [int(found[1][3]), int(new[1][0])]]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 @pytest.mark.parametrize(
@@ -900,7 +904,7 @@ def test_groups_of_unequal_blocks_name_the_block_to_copy_from_each():
 def test_states_and_uncached_groups_are_hit_inside_blocks_by_steps_alone(groups):
     manager = make(*groups, hash_block_size=4)
     run(manager, Request("a", range(28)), 28)
-    assert manager.find_prefix(Request("b", range(30))).num_tokens % 16 == 0
+    assert manager.cache.find_prefix(Request("b", range(30))).num_tokens % 16 == 0
 
 
 def test_behind_a_missing_block_a_hit_may_still_end_inside_it():
@@ -929,31 +933,31 @@ def test_context_parallelism_makes_blocks_of_all_ranks_tokens():
     cp = ContextParallel(pcp_world_size=2, dcp_world_size=2)
     replicated = GroupSpec("full_attention", 4, replicated=True)
     manager = make(FULL, replicated, context_parallel=cp, enable_events=True)
-    assert manager.block_sizes == (16, 4) and manager.hash_block_size == 4
+    assert manager.block_sizes == (16, 4) and manager.cache.hash_block_size == 4
     plan = run(manager, Request("a", range(40)), 40)[0]
     assert [len(ids) for ids in plan.append_ids] == [3, 10]
     assert hit_length(manager, range(40)) == 32
-    stored = manager.drain_events()
+    stored = manager.cache.drain_events()
     assert {(event.group, event.block_size) for event in stored} == {(0, 16), (1, 4)}
     with pytest.raises(ValueError, match="computed_blocks"):
-        manager.allocate_slots(Request("b", range(40)), 1, [[1], [2]])
+        manager.admit(Admit(Request("b", range(40)), num_tokens=1), [[1], [2]])
 
 
 def test_per_request_calls_answer_lists_for_several_groups():
     manager = make(FULL, WINDOW)
     a, b = Request("a", range(10)), Request("b", range(12))
-    ids = manager.allocate_slots(a, 10)
+    ids = manager.admit(Admit(a, num_tokens=10), ())
     assert [each.tolist() for each in ids] == [[1, 2, 3], [4, 5, 6]]
-    found, num_tokens = manager.get_computed_blocks(b)
+    found, num_tokens, _ = manager.cache.find_prefix(b)
     assert num_tokens == 8
-    assert [len(each) for each in manager.allocate_slots(b, 4, found)] == [1, 1]
-    assert [each.tolist() for each in manager.append_slots(a, 2)] == [[], []]
+    assert [len(each) for each in manager.admit(Admit(b, num_tokens=4), found)] == [1, 1]
+    assert [each.tolist() for each in manager.extend(a, 2)] == [[], []]
 
 
 def test_a_recurrent_group_is_driven_by_steps():
     manager = make(STATE)
-    with pytest.raises(ValueError, match="allocate_slots cannot say which state is to be copied"):
-        manager.allocate_slots(Request("a", range(4)), 4)
+    with pytest.raises(ValueError, match="admit cannot say which state is to be copied"):
+        manager.admit(Admit(Request("a", range(4)), num_tokens=4), ())
     run(manager, Request("a", range(4)), 4)
     with pytest.raises(ValueError, match=r"takes no token back without num_speculative_blocks"):
         manager.step([0], [1], num_rejected_tokens=[1])
@@ -984,7 +988,7 @@ def test_an_array_that_a_kind_changes_is_not_the_one_that_is_served():
     rows[1] = 1
     plan = manager.step(rows, np.array([3, 3], np.int32))
     assert plan.rows.tolist() == [0, 1]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_kind_that_calls_back_is_refused_and_one_that_wavers_is_asked_once():
@@ -1002,7 +1006,7 @@ def test_a_kind_that_calls_back_is_refused_and_one_that_wavers_is_asked_once():
     for name in "abcd":
         request = Request(name, range(40))
         run(manager, request, 8, 8, 8)
-        manager.check_invariants()
+        check_invariants(manager)
         manager.free(request)
     assert len(asked) == len(set(asked))
 
@@ -1044,7 +1048,7 @@ def test_a_state_that_ends_no_hit_is_not_cached():
     """Hits end at multiples of 8 tokens: nothing reads a state at 4 or 12."""
     groups = [GroupSpec("full_attention", 8), GroupSpec("recurrent", 4)]
     manager = KVCacheManager.for_groups(groups, 30, 64, num_preallocate_tokens=0)
-    row = manager.step(new=[Request("r", range(16))], new_num_tokens=[4]).rows[0]
+    row = manager.step(new=[Admit(Request("r", range(16)), num_tokens=4)]).rows[0]
     num_cached = [manager.pool.num_cached]
     for _ in range(3):
         manager.step([row], [4])
@@ -1059,5 +1063,5 @@ def test_a_request_with_an_encoder_takes_no_hit_of_one_without():
     manager.step(new=[Request("plain", range(13))])
     request = Request("encoder", range(13), num_encoder_tokens=4)
     assert not request.read_cache and not request.write_cache
-    assert manager.get_computed_blocks(Request("plain too", range(13)))[1] == 12
-    assert manager.get_computed_blocks(request)[1] == 0
+    assert manager.cache.find_prefix(Request("plain too", range(13))).num_tokens == 12
+    assert manager.cache.find_prefix(request).num_tokens == 0

@@ -2,8 +2,6 @@ import hashlib
 import json
 import random
 import re
-import subprocess
-import sys
 import threading
 from time import perf_counter
 
@@ -12,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache import KVCacheManager, Request, StepReport, hash_blocks
+from kvcache import Admit, KVCacheManager, Request, StepReport, hash_blocks
+from kvcache.allocator import check_invariants
 from kvcache.allocator.hashing import encode_extra_keys, encoded_blocks
 from kvcache.native.load import core
 from tests.shared import shared_file
@@ -109,25 +108,17 @@ def test_known_answers():
         assert hexes(found) == case["block_hashes"], case["name"]
 
 
-def test_known_answers_without_libcrypto():
-    shared_file("vectors/block_hash_sha256_cbor.json")
-    program = """
-import hashlib
-from kvcache.native.load import core
-from tests.test_hashing import test_known_answers
-import kvcache.allocator
-count = 0
-def digest(data):
-    global count
-    count += 1
-    return hashlib.sha256(data).digest()
-core.set_sha256_fallback(digest, force=True)
-test_known_answers()
-print(count)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 100  # it was the fallback that hashed
+@pytest.mark.parametrize("name", core.sha256_implementations())
+def test_every_sha256_implementation_agrees_with_hashlib(name):
+    random = np.random.default_rng(0)
+    for size in [*range(301), 1000, 4096, 65_537, 1_000_000]:
+        data = random.bytes(size)
+        assert core.sha256(data, name) == hashlib.sha256(data).digest(), size
+
+
+def test_an_unknown_sha256_implementation_is_refused():
+    with pytest.raises(ValueError, match="implementation is 'md5'"):
+        core.sha256(b"", "md5")
 
 
 @pytest.mark.parametrize(("size", "digest"), XXH3_128)
@@ -321,19 +312,33 @@ def request_extra_keys(request, block_size, num_blocks):
             found.append(("cache_salt", request.cache_salt))
         if request.prompt_embeds is not None and start < len(request.prompt_embeds):
             content = np.ascontiguousarray(request.prompt_embeds[start:stop])
-            found.append(("prompt_embeds", hashlib.sha256(content.tobytes()).digest()))
+            found.append(("prompt_embeds", digest_of_embeds(content)))
         keys.append(found)
     return keys
 
 
+def digest_of_embeds(rows):
+    """The definition: SHA-256 of the dtype, the sizes of a row, and the bytes."""
+    header = rows.dtype.str + "".join(f",{size}" for size in rows.shape[1:])
+    return hashlib.sha256(header.encode() + b":" + rows.tobytes()).digest()
+
+
 def manager_hashes(request, block_size=16):
-    return KVCacheManager(block_size, 100, 2**31 - 1).block_hashes(request)
+    return KVCacheManager(block_size, 100, 2**31 - 1).cache.hashes(request)
 
 
 def defined_hashes(request, block_size=16):
     tokens = request.token_ids
     keys = request_extra_keys(request, block_size, len(tokens) // block_size)
     return hash_blocks(tokens, block_size, extra_keys=keys)
+
+
+def test_embeddings_with_equal_bytes_and_another_meaning_have_other_hashes():
+    rows = np.arange(32 * 4, dtype="<f2").reshape(32, 4)
+    views = [rows, rows.view("<u2"), rows.view(">f2"), rows.view("<f8"), rows.view("<f4")]
+    views += [rows.reshape(32, 2, 2), rows.view("<i2")]
+    requests = [Request("r", range(32), prompt_embeds=each) for each in views]
+    assert len({manager_hashes(each).tobytes() for each in requests}) == len(views)
 
 
 def test_extra_keys_of_a_request_come_in_their_order():
@@ -348,7 +353,7 @@ def test_extra_keys_of_a_request_come_in_their_order():
     )
 
     def digest(start, stop):
-        return ("prompt_embeds", hashlib.sha256(embeds[start:stop].tobytes()).digest())
+        return ("prompt_embeds", digest_of_embeds(embeds[start:stop]))
 
     lora = ("lora", "sql", "/adapters/sql")
     keys = [
@@ -393,11 +398,11 @@ def test_rows_without_tokens_cost_nothing():
     request = Request("r", range(3), prompt_embeds=rows)
     few = Request("r", range(3), prompt_embeds=np.ones((4, 4), np.float32))
     manager = KVCacheManager(2, 9, 64)
-    assert np.array_equal(manager.block_hashes(request), manager.block_hashes(few))
+    assert np.array_equal(manager.cache.hashes(request), manager.cache.hashes(few))
     manager.step(new=[request])
     request.append_tokens([3])
     few.append_tokens([3])
-    assert np.array_equal(manager.block_hashes(request), manager.block_hashes(few))
+    assert np.array_equal(manager.cache.hashes(request), manager.cache.hashes(few))
 
 
 def test_more_rows_than_any_request_has_tokens_are_refused():
@@ -478,7 +483,7 @@ def test_an_image_changes_its_blocks_and_all_later_ones():
     """Images that only the extra keys tell apart: the second must not hit behind the first."""
     manager = KVCacheManager(16, 100, 1000)
     plain, a, b = (
-        manager.block_hashes(Request(name, range(80), mm_items=items))
+        manager.cache.hashes(Request(name, range(80), mm_items=items))
         for name, items in (("p", []), ("a", [("img-a", 20, 4)]), ("b", [("img-b", 20, 4)]))
     )
     assert np.array_equal(plain[0], a[0]) and np.array_equal(a[0], b[0])
@@ -489,11 +494,11 @@ def test_an_image_changes_its_blocks_and_all_later_ones():
 def test_blocks_that_generation_fills_carry_the_adapter_but_not_the_salt():
     manager = KVCacheManager(16, 100, 1000)
     request = Request("r", range(10), lora=("sql", "/a"), cache_salt="t")
-    manager.block_hashes(request)
+    manager.cache.hashes(request)
     request.append_tokens(range(10, 48))
     lora = ("lora", "sql", "/a")
     want = reference(range(48), 16, [[lora, ("cache_salt", "t")], [lora], [lora]])
-    assert hexes(manager.block_hashes(request)) == want
+    assert hexes(manager.cache.hashes(request)) == want
 
 
 # --- hashes that the engine gives -----------------------------------------------------------------
@@ -518,20 +523,20 @@ def test_given_hashes_are_what_blocks_are_found_under(num_bytes):
     tokens = list(range(30))
     manager = engine_manager(num_bytes, enable_events=True)
     hashes = given_hashes(tokens, 4, num_bytes)
-    assert manager.hash_bytes == num_bytes
-    assert manager.hash_algorithm == "engine:blake2b"
+    assert manager.cache.hash_bytes == num_bytes
+    assert manager.cache.hash_algorithm == "engine:blake2b"
     first = Request("a", tokens, block_hashes=list(hashes))
     plan = manager.step(new=[first])
-    assert [bytes(each) for each in manager.block_hashes(first)] == hashes
-    (event,) = manager.drain_events()
+    assert [bytes(each) for each in manager.cache.hashes(first)] == hashes
+    (event,) = manager.cache.drain_events()
     assert [bytes(each) for each in event.block_hashes] == hashes
     assert (event.hash_algorithm, event.parent_hash) == ("engine:blake2b", None)
-    assert manager.find_hashes(hashes).device.tolist() == plan.append_ids[0][:7].tolist()
+    assert manager.cache.find(hashes).device.tolist() == plan.append_ids[0][:7].tolist()
     again = Request("b", tokens, block_hashes=list(hashes))
-    assert manager.get_computed_blocks(again)[1] == 28
+    assert manager.cache.find_prefix(again).num_tokens == 28
     # It is the hashes that count: other tokens under the same ones are the same to the manager.
     other = Request("c", list(range(100, 130)), block_hashes=hashes[:3] + [bytes(num_bytes)] * 4)
-    assert manager.get_computed_blocks(other)[1] == 12
+    assert manager.cache.find_prefix(other).num_tokens == 12
 
 
 def test_hashes_that_differ_in_any_byte_are_two():
@@ -543,9 +548,9 @@ def test_hashes_that_differ_in_any_byte_are_two():
             request = Request(f"{byte}-{i}", range(4), block_hashes=[each])
             manager.step(new=[request])
             manager.free(request)
-        found = manager.find_hashes(hashes).device
+        found = manager.cache.find(hashes).device
         assert found.min() > 0 and found[0] != found[1]
-        assert manager.reset_prefix_cache()
+        assert manager.cache.reset()
 
 
 def test_given_hashes_are_read_as_the_engine_extends_them():
@@ -556,19 +561,17 @@ def test_given_hashes_are_read_as_the_engine_extends_them():
     mine = hashes[:2]
     request = Request("r", tokens[:10], block_hashes=mine)
     row = manager.step(new=[request]).rows[0]
-    assert len(manager.block_hashes(request)) == 2 and request.block_hashes is mine
+    assert len(manager.cache.hashes(request)) == 2 and request.block_hashes is mine
     for token in range(10, 33):
         if (token + 1) % 4 == 0:
             mine.append(hashes[token // 4])
         manager.step([row], [1], token_ids=[token])
         assert manager.pool.num_cached == (token + 1) // 4
-    assert (
-        manager.find_hashes(hashes[:8]).device.tolist() == manager.block_ids(request)[:8].tolist()
-    )
+    assert manager.cache.find(hashes[:8]).device.tolist() == manager.block_ids(request)[:8].tolist()
     # The engine may be ahead, by tokens that were sampled and are not known here yet.
     mine.append(hashes[8])
     manager.free(request)
-    assert manager.get_computed_blocks(Request("s", tokens, block_hashes=hashes))[1] == 32
+    assert manager.cache.find_prefix(Request("s", tokens, block_hashes=hashes)).num_tokens == 32
 
 
 def test_given_hashes_of_the_same_algorithm_meet_computed_ones():
@@ -577,7 +580,7 @@ def test_given_hashes_of_the_same_algorithm_meet_computed_ones():
         manager.step(new=[Request("computed", range(100))])
         given = [bytes(each) for each in hash_blocks(range(100), 16, algorithm=algorithm)]
         request = Request("given", range(100), block_hashes=given)
-        assert manager.get_computed_blocks(request)[1] == 96
+        assert manager.cache.find_prefix(request).num_tokens == 96
 
 
 def test_wrong_given_hashes_are_named_and_change_nothing():
@@ -589,15 +592,15 @@ def test_wrong_given_hashes_are_named_and_change_nothing():
         request = Request("r", tokens[:size], block_hashes=block_hashes)
         for call in (
             lambda: manager.step(new=[request]),
-            lambda: manager.get_computed_blocks(request),
-            lambda: manager.allocate_slots(request, 10),
+            lambda: manager.cache.find_prefix(request),
+            lambda: manager.admit(Admit(request, num_tokens=10), ()),
             lambda: manager.would_fit(request),
-            lambda: manager.block_hashes(request),
+            lambda: manager.cache.hashes(request),
         ):
             with pytest.raises(error, match=message):
                 call()
-        manager.check_invariants()
-        assert manager.pool.num_free == 19 and manager.drain_events() == []
+        check_invariants(manager)
+        assert manager.pool.num_free == 19 and manager.cache.drain_events() == []
 
     expected = (
         r"block_hashes of request 'r' has {} entries: expected 2, one per full block of 4 tokens"
@@ -634,7 +637,7 @@ def test_a_step_whose_new_request_is_refused_takes_no_tokens():
     with pytest.raises(ValueError, match="a new request would have 17 tokens: expected at most"):
         manager.step([row], [1], token_ids=[7], new=[Request("long", range(17))])
     assert running.num_tokens == 5 and manager.num_computed_tokens(running) == 5
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_list_that_lags_behind_the_tokens_is_refused_with_the_step():
@@ -646,7 +649,7 @@ def test_a_list_that_lags_behind_the_tokens_is_refused_with_the_step():
         with pytest.raises(ValueError, match="has 1 entries: expected 2"):
             manager.step([row], [1], token_ids=[7])
         assert request.num_tokens == 7 and manager.num_computed_tokens(request) == 7
-        manager.check_invariants()
+        check_invariants(manager)
     mine.append(given_hashes(list(range(8)), 4)[1])
     manager.step([row], [1], token_ids=[7])
     assert manager.pool.num_cached == 2
@@ -671,13 +674,13 @@ def test_tokens_whose_given_hash_is_missing_are_refused_when_they_come():
     other.block_hashes.append(hashes[1])
     with pytest.raises(ValueError, match=r"block_hashes\[1\] of request 'r' has 31 bytes"):
         manager.step([1, 0], [1, 1], token_ids=[7, 7])
-    assert other.num_tokens == 7 and second.block_hashes(other).shape == (1, 32)
+    assert other.num_tokens == 7 and second.cache.hashes(other).shape == (1, 32)
     mine[1] = hashes[1]
     manager.step([0, 1], [1, 1], token_ids=[7, 7])
     mine.clear()  # what was read is known
     second.report(StepReport(0, completed=False))
     assert manager.invalidate(manager.block_ids(other)[1:2]) == {"r": 4, "s": 4}
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_without_caching_equal_given_hashes_are_blocks_of_their_own():
@@ -691,8 +694,8 @@ def test_without_caching_equal_given_hashes_are_blocks_of_their_own():
     plain, caching = (KVCacheManager(4, 50, 100, enable_caching=on) for on in (False, True))
     pair = [Request(name, tokens) for name in "ab"]
     for request in pair:
-        caching.block_hashes(request)
-    plain.step(new=pair, new_num_tokens=[8, 8])
+        caching.cache.hashes(request)
+    plain.step(new=[Admit(each, num_tokens=8) for each in pair])
     assert plain.invalidate(plain.block_ids(pair[1])[:1]) == {"b": 0}
 
 
@@ -705,7 +708,7 @@ def test_a_fork_has_the_hashes_of_its_parent():
     with pytest.raises(ValueError, match="the child has other tokens, or other extra keys"):
         manager.fork(parent, Request("c", tokens, block_hashes=[hashes[0], bytes(32)]))
     assert manager.fork(parent, Request("c", tokens, block_hashes=list(hashes))) == 1
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 @pytest.mark.parametrize("ids", [[True], [1, True], [False, 2], [3, np.True_], (np.False_, 3)])
@@ -726,9 +729,9 @@ def test_true_and_false_are_no_token_ids(ids):
     with pytest.raises(TypeError, match="token_ids has dtype bool: expected integers"):
         request.append_tokens(np.array([True, False]))
     with pytest.raises(TypeError, match="num_lookahead_tokens is True: expected an integer"):
-        manager.would_fit(Request("s", [1]), num_lookahead_tokens=True)
+        manager.would_fit(Admit(Request("s", [1]), num_lookahead_tokens=True))
     assert request.num_tokens == 7
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 class TestHashedTokens:
@@ -768,19 +771,19 @@ class TestHashedTokens:
         hashed = core.HashedTokens(4, bytes(32), "sha256_cbor")
         hashed.extend_to(tokens[:17])
         request = Request("a", tokens, block_hashes=hashed)
-        manager.allocate_slots(request, 18)
+        manager.admit(Admit(request, num_tokens=18), ())
         tokens += [99, 98, 97, 96, 95]
         with pytest.raises(ValueError, match="hashes of 4 blocks are known: expected 5"):
             request.append_tokens(tokens[18:])
         hashed.extend_to(tokens)
         assert request.num_tokens == 18 and len(hashed.take_tokens()) == 0
         request.append_tokens(tokens[18:])
-        manager.append_slots(request, 5)
+        manager.extend(request, 5)
         assert request.token_ids.tolist() == tokens
-        assert manager.block_hashes(request).tobytes() == b"".join(hashed)
+        assert manager.cache.hashes(request).tobytes() == b"".join(hashed)
         manager.free(request)
         again = Request("b", [*tokens, 1], block_hashes=[*hashed, bytes(32)])
-        assert manager.get_computed_blocks(again)[1] == 20
+        assert manager.cache.find_prefix(again).num_tokens == 20
 
     def test_wrong_arguments_change_nothing(self):
         hashed = core.HashedTokens(4, bytes(32), "sha256_cbor")

@@ -1,4 +1,4 @@
-"""The native host tables against lists; and what they pack against the tables themselves."""
+"""Compares the native host tables with lists, and their packed updates with the tables."""
 
 import numpy as np
 import pytest
@@ -18,9 +18,9 @@ def flat(values):
 
 
 class TablesAgainstLists(RuleBasedStateMachine):
-    """Random steps, moves, swaps and clears over groups of different width and split.
+    """Random steps, moves, swaps and clears over groups with different widths and ratios.
 
-    A second arena stands for the device: it gets nothing but packed updates, through the op.
+    A second arena stands for the device. It receives only packed updates, through the op.
     """
 
     @initialize(
@@ -104,7 +104,7 @@ class TablesAgainstLists(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self, "model"))
     @rule(capacity=st.sampled_from([1, 30, 10_000]))
     def upload(self, capacity):
-        """As `commit_updates` does: packed where it fits, else everything."""
+        """Upload like `commit_updates`: packed if it fits, otherwise everything."""
         packed = np.full(capacity, -9, np.int32)
         used = self.native.pack(packed)
         if 0 <= used <= capacity:
@@ -137,8 +137,8 @@ TestTablesAgainstLists = TablesAgainstLists.TestCase
 TestTablesAgainstLists.settings = settings(stateful_step_count=30)
 
 
-def test_what_was_sent_before_does_not_count():
-    """Each update alone is compared with the size of the tables."""
+def test_sent_changes_are_not_repeated():
+    """Each update is compared with the size of the tables."""
     arena = np.zeros(ROWS * 20 + ROWS, np.int32)
     tables = core.HostTables(arena, ROWS, [(0, 20, 1, 2**31)], track=True)
     packed = np.zeros(300, np.int32)
@@ -161,7 +161,7 @@ def test_what_was_sent_before_does_not_count():
     ids=["swap", "swap with an empty row", "move", "clear", "append", "reset"],
 )
 def test_all_of_one_change_is_packed(change):
-    """In tables so large that the random ones above would send everything."""
+    """With tables so large that the random test above would upload everything."""
     width = 200
     arena = np.zeros(ROWS * width + ROWS, np.int32)
     tables = core.HostTables(arena, ROWS, [(0, width, 1, 2**31)], track=True)

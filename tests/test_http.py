@@ -10,16 +10,16 @@ from tests.http.process import ServeProcess
 from tests.shared import sampled
 
 
-@pytest.mark.parametrize("seed", sampled(range(20), 1))
-def test_random_requests_neither_crash_nor_hang_nor_get_500(seed):
+@pytest.mark.parametrize("seed,count", sampled([(0, 60), (1, 900)]))
+def test_random_requests_neither_crash_nor_hang_nor_get_500(seed, count):
     with ServeProcess(*fuzz.OPTIONS) as server:
-        counts = fuzz.run(server, seed, 150)
+        counts = fuzz.run(server, seed, count)
     assert "Traceback" not in server.log
     assert counts["unnamed"] == 0
     assert counts["right: 200"] > 0 < counts["changed: 400"]
 
 
-@pytest.mark.parametrize("seed", sampled(range(5), 1))
-def test_honest_clients_get_their_answers_beside_hostile_ones(seed):
-    _, num_wrong = storm.storm(1, seed, 0.2)
+@pytest.mark.parametrize("turns,seed,per_turn", sampled([(1, 0, 2), (3, 1, 4)]))
+def test_honest_clients_get_their_answers_beside_hostile_ones(turns, seed, per_turn):
+    _, num_wrong = storm.storm(turns, seed, 0.2, per_turn=per_turn)
     assert num_wrong == 0

@@ -8,9 +8,8 @@ import torch
 
 import kvcache
 from kvcache import (
+    Admit,
     BlockPool,
-    BlockSpaceManager,
-    BlockTable,
     CacheOptions,
     ContextParallel,
     GroupSpec,
@@ -18,7 +17,6 @@ from kvcache import (
     KVStorage,
     LayerSpec,
     LearnedReuse,
-    MultiGroupBlockTable,
     Pages,
     Request,
     StepReport,
@@ -26,8 +24,9 @@ from kvcache import (
     plan_cache,
 )
 from kvcache.checks import byte_count, integer, number, seconds, shown
+from kvcache.compat import BlockSpaceManager, BlockTable, MultiGroupBlockTable, copy_kv_blocks
 from kvcache.layouts import AttentionBackend
-from kvcache.transfer import copy_kv_blocks, permute_received_blocks
+from kvcache.transfer import permute_received_blocks
 from tests.shared import REPO
 
 HUGE = 10**5000
@@ -61,7 +60,7 @@ def manager(**options):
 def admitted():
     made = manager()
     request = Request("r", range(20))
-    made.allocate_slots(request, 20)
+    made.admit(Admit(request, num_tokens=20), ())
     return made, request
 
 
@@ -91,18 +90,24 @@ CALLS = {
         "rows": lambda: manager().step([HUGE], [1]),
         "num_tokens": lambda: manager().step([0], [HUGE]),
         "token_ids": lambda: manager().step([0], [1], token_ids=[HUGE]),
-        "new_num_tokens": lambda: manager().step(new=[Request("r", [1])], new_num_tokens=[HUGE]),
+        "new[0].num_tokens": lambda: manager().step(
+            new=[Admit(Request("r", [1]), num_tokens=HUGE)]
+        ),
         "num_lookahead_tokens": lambda: manager().step(num_lookahead_tokens=HUGE),
         "step_id": lambda: manager().abort(HUGE),
         "step_id of a report": lambda: manager().report(StepReport(HUGE, True)),
         "ids": lambda: manager().invalidate([HUGE]),
-        "seconds": lambda: manager().set_now(HUGE),
+        "seconds": lambda: manager().cache.set_now(HUGE),
         "turn": lambda: manager().free(Request("q", [1]), turn=HUGE),
-        "group": lambda: manager().find_hashes(np.zeros((1, 32), np.uint8), HUGE),
-        "num_tokens of slots": lambda: manager().allocate_slots(Request("r", [1]), HUGE),
-        "computed_blocks": lambda: manager().allocate_slots(Request("r", [1, 2]), 1, [HUGE]),
-        "num_tokens of more slots": lambda: (lambda m, r: m.append_slots(r, HUGE))(*admitted()),
-        "num_running_requests": lambda: (lambda m, r: m.get_num_common_prefix_blocks(r, HUGE))(
+        "group": lambda: manager().cache.find(np.zeros((1, 32), np.uint8), HUGE),
+        "num_tokens of slots": lambda: manager().admit(
+            Admit(Request("r", [1]), num_tokens=HUGE), ()
+        ),
+        "computed_blocks": lambda: manager().admit(
+            Admit(Request("r", [1, 2]), num_tokens=1), [HUGE]
+        ),
+        "num_tokens of more slots": lambda: (lambda m, r: m.extend(r, HUGE))(*admitted()),
+        "num_running_requests": lambda: (lambda m, r: m.cache.num_common_prefix_blocks(r, HUGE))(
             *admitted()
         ),
         "starts": lambda: admitted()[0].advance([0], [HUGE], [1]),
@@ -199,17 +204,16 @@ def test_a_value_whose_repr_raises_is_shown_by_its_type():
     assert shown(Broken()) == "a Broken"
     with pytest.raises(TypeError, match=r"^block_size is a Broken: expected an integer"):
         KVCacheManager(Broken(), 9, 128)
-    with pytest.raises(TypeError, match=r"^num_tokens is a Broken: expected an integer"):
-        manager().allocate_slots(Request("r", [1]), Broken())
+    with pytest.raises(TypeError, match=r"^request.num_tokens is a Broken: expected an integer"):
+        manager().admit(Admit(Request("r", [1]), num_tokens=Broken()), ())
 
 
 def modules():
     root = REPO / "kvcache"
     own = ("allocator", "worker", "kinds", "native")
     found = [path for folder in own for path in (root / folder).rglob("*.py")]
-    return sorted(
-        [*found, *root.glob("*.py"), root / "transfer/receive.py", root / "transfer/blocks.py"]
-    )
+    others = ("transfer/receive.py", "compat/kv_blocks.py", "compat/postprocess.py")
+    return sorted([*found, *root.glob("*.py"), *(root / name for name in others)])
 
 
 def test_refusals_show_what_came_by_the_one_function_that_never_raises():

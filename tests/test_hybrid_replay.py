@@ -1,4 +1,4 @@
-"""Replays over several cache groups: verified byte for byte, and what verification must catch."""
+"""Replays with several cache groups: bytewise verification, and the errors that it catches."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache import GroupSpec
+from kvcache.allocator import check_invariants
 from kvcache.kinds import AttentionKind, KindError, register
 from kvcache.replay import Mismatch, Replayer, Series, chat_workload, read_mooncake
 from kvcache.replay.groups import parse_groups
 from kvcache.replay.verifier import KVVerifier
+from tests.shared import shared_file, spread
 
-from .shared import shared_file, spread
 from .test_replay import (
     TRACE,
     ReferenceCache,
@@ -36,7 +37,10 @@ ALL = f"{UNEQUAL},recurrent:block_size=32,chunked_local:chunk_size=70"
 
 
 def hybrid(groups, num_blocks, concurrency=1, verified=None, **options) -> Replayer:
-    """`groups`: as on the command line, by default of 4 tokens; `verified`: those checked instead."""
+    """`groups`: command-line syntax, blocks of 4 tokens by default.
+
+    `verified`: groups to verify instead.
+    """
     specs = parse_groups(groups, 4) if isinstance(groups, str) else groups
     verifier = KVVerifier(
         groups=parse_groups(verified, 4) if verified else specs,
@@ -52,7 +56,7 @@ def hybrid(groups, num_blocks, concurrency=1, verified=None, **options) -> Repla
 
 
 @pytest.mark.parametrize(
-    ("concurrency", "chunk_tokens"), spread(itertools.product([1, 4], [None, 100]), 2)
+    ("concurrency", "chunk_tokens"), spread([(4, 100), (1, None), (1, 100), (4, None)], 1)
 )
 @pytest.mark.parametrize(
     ("groups", "hash_block_size"),
@@ -81,12 +85,12 @@ def test_chats_verify_and_hit(groups, hash_block_size, chunk_tokens, concurrency
         assert report.token_hit_rate > 0.2
         hits = [group["hit_blocks"] > 0 for group in report.groups]
         assert hits == [spec.cached for spec in specs]
-    replayer.manager.check_invariants()
+    check_invariants(replayer.manager)
 
 
 @pytest.mark.parametrize(("cached", "hits"), [(0, True), (1, False)])
-def test_windows_written_round_verify(cached, hits):
-    """A few blocks per prompt, however long; hits only where the group takes no part in them."""
+def test_circular_windows_verify(cached, hits):
+    """Each prompt holds few blocks regardless of its length. The group takes no part in hits."""
     groups = f"full_attention,circular_window:window=50:buffer=150:block_size=8:cached={cached}"
     specs = parse_groups(groups, 16)
     replayer = hybrid(specs, 801, 4, chunk_tokens=100)
@@ -101,8 +105,8 @@ def test_windows_written_round_verify(cached, hits):
     assert report.evicted_blocks > 0 if hits else report.cached_blocks == 0
 
 
-def test_a_buffer_that_is_too_small_is_caught():
-    """The manager has places for 8 tokens, what is verified reads 8 and writes 8."""
+def test_too_small_circular_buffer_is_caught():
+    """The manager has slots for 8 tokens, while the verified kind reads 8 tokens and writes 8."""
     buffers = [f"circular_window:window={window}:buffer=16" for window in (1, 12)]
     replayer = hybrid(buffers[0], 33, chunk_tokens=16, verified=buffers[1])
     report = replayer.run(as_workload([range(40)]))
@@ -122,7 +126,7 @@ def test_hits_inside_blocks_are_found_and_copied():
     assert copied[0] == [] and source != destination
 
 
-def test_parts_before_a_hit_that_needs_none_of_them_are_not_published():
+def test_unneeded_partial_blocks_before_hit_are_not_published():
     # A new chunk reads nothing of the chunk before: with its first token a prompt "hits" the three
     # before it, though no step computed them and no block holds them.
     prompts = as_workload([[0, 1, 1, 1], [0, 1]])
@@ -167,7 +171,7 @@ def group_lists(draw) -> list[GroupSpec]:
     st.integers(6, 120),
     st.integers(1, 4),
 )
-def test_a_right_hybrid_cache_verifies(
+def test_correct_hybrid_cache_verifies(
     workload, specs, hash_block_size, chunk_tokens, capacity, concurrency
 ):
     verifier = KVVerifier(
@@ -185,14 +189,14 @@ def test_a_right_hybrid_cache_verifies(
     if report.rejected_requests == 0:
         assert report.prompt_tokens == sum(item.num_tokens for item in workload)
     assert replayer.manager.pool.num_free == capacity  # all requests were freed
-    replayer.manager.check_invariants()
+    check_invariants(replayer.manager)
 
 
 # --- chunks ---------------------------------------------------------------------------------------
 
 
 @given(workloads(), st.integers(1, 5), st.integers(1, 24), st.integers(1, 9))
-def test_one_prompt_at_a_time_hits_the_same_in_chunks(workload, block_size, capacity, chunk_tokens):
+def test_chunked_prefill_does_not_change_serial_hits(workload, block_size, capacity, chunk_tokens):
     cache = ReferenceCache(block_size, capacity)
     rejected = reference_replay(cache, workload, concurrency=1)
     report = Replayer(
@@ -220,7 +224,7 @@ def test_windows_slide_within_a_prompt_only_in_chunks():
     assert (narrow.rejected_requests, narrow.mismatches, narrow.verified_tokens) == (0, 0, 200)
 
 
-def test_tables_that_grow_keep_the_running_requests():
+def test_growing_tables_keep_running_requests():
     replayer = hybrid("sliding_window:window=8", 13, 3, chunk_tokens=8)
     report = replayer.run(as_workload([range(20), range(300, 340), range(1000, 1200)]))
     assert (report.mismatches, report.verified_tokens) == (0, 260)
@@ -233,7 +237,7 @@ def test_a_chunk_that_never_fits_rejects_its_prompt():
     assert (report.requests, report.rejected_requests, report.mismatches) == (3, 1, 0)
     assert report.prompt_tokens == report.verified_tokens == sum(series.prompt_tokens) == 16
     assert series.prompt_tokens == [8, 0, 8]
-    replayer.manager.check_invariants()
+    check_invariants(replayer.manager)
 
 
 def test_the_oldest_computed_request_makes_room_for_a_chunk():
@@ -266,7 +270,7 @@ def test_states_inside_large_blocks_are_kept_and_hit(groups, hash_block_size, nu
     report = replayer.run(as_workload(prompts))
     assert (report.hit_tokens, report.mismatches) == (hits, 0)
     assert report.verified_tokens == sum(map(len, prompts))
-    replayer.manager.check_invariants()
+    check_invariants(replayer.manager)
 
 
 # --- planted defects ------------------------------------------------------------------------------
@@ -316,7 +320,7 @@ def copied_backwards(plan, number):
 
 
 @pytest.mark.parametrize("defect", [without_copies, copied_backwards])
-def test_a_part_of_a_block_that_was_not_copied_is_caught(monkeypatch, defect):
+def test_uncopied_partial_block_is_caught(monkeypatch, defect):
     shared = list(range(11))
     prompts = as_workload([[*shared, 50, 51], [*shared, 60, 61]])
     replayer = hybrid("full_attention:block_size=8", 9, hash_block_size=2)
@@ -327,7 +331,7 @@ def test_a_part_of_a_block_that_was_not_copied_is_caught(monkeypatch, defect):
 
 
 @pytest.mark.parametrize("defect", [without_copies, copied_backwards])
-def test_a_state_that_was_not_copied_is_caught(monkeypatch, defect):
+def test_uncopied_state_is_caught(monkeypatch, defect):
     replayer = hybrid("full_attention,recurrent:block_size=8", 65, chunk_tokens=8)
     plant_in_step(monkeypatch, replayer.manager, defect)
     report = replayer.run(as_workload([range(30)]))
@@ -338,7 +342,7 @@ def test_a_state_that_was_not_copied_is_caught(monkeypatch, defect):
 
 
 @pytest.mark.parametrize("defect", [without_copies, without_replacements])
-def test_a_kept_state_that_is_written_over_is_caught(monkeypatch, defect):
+def test_overwritten_kept_state_is_caught(monkeypatch, defect):
     replayer = hybrid("full_attention:block_size=32,recurrent:block_size=32", 33, 2, chunk_tokens=8,
                       hash_block_size=4)  # fmt: skip
     plant_in_step(monkeypatch, replayer.manager, defect)
@@ -347,7 +351,7 @@ def test_a_kept_state_that_is_written_over_is_caught(monkeypatch, defect):
     assert any(each.is_state for each in report.mismatched_requests)
 
 
-def test_a_state_that_was_not_cleared_is_caught(monkeypatch):
+def test_uncleared_state_is_caught(monkeypatch):
     replayer = hybrid("full_attention,recurrent:block_size=8", 65)
     replayer.verifier.storage.pages.layer(0)[1:] = 7  # what was there before
     plant_in_step(monkeypatch, replayer.manager, without_zeros)
@@ -356,7 +360,7 @@ def test_a_state_that_was_not_cleared_is_caught(monkeypatch):
     assert (found.token, found.block_column, found.is_state) == (0, 3, True)
 
 
-def test_tokens_before_a_hit_that_were_not_cleared_are_caught(monkeypatch):
+def test_uncleared_tokens_before_a_hit_are_caught(monkeypatch):
     shared = list(range(6))
     prompts = as_workload([[*shared, 50, 51], [*shared, 60, 61]])
     groups = "full_attention:block_size=2,full_attention:block_size=4:cached=0"
@@ -373,7 +377,7 @@ def test_tokens_before_a_hit_that_were_not_cleared_are_caught(monkeypatch):
 
 @register("test_segments")
 class Segments(AttentionKind):
-    """A token reads its own segment of 8 tokens and `lookback` before it."""
+    """A token reads its own segment of 8 tokens, and `lookback` tokens before the segment."""
 
     def __init__(self, *, lookback):
         super().__init__()
@@ -384,7 +388,7 @@ class Segments(AttentionKind):
 
 
 @pytest.mark.parametrize(("lookback", "is_right"), [(1, True), (2, False)])
-def test_blocks_that_a_kind_of_a_user_still_reads_must_be_there(lookback, is_right):
+def test_blocks_read_by_custom_kind_are_kept(lookback, is_right):
     verified = f"test_segments:lookback={lookback}"
     replayer = hybrid("test_segments:lookback=1", 65, chunk_tokens=8, verified=verified)
     report = replayer.run(as_workload([range(40)]))
@@ -393,7 +397,7 @@ def test_blocks_that_a_kind_of_a_user_still_reads_must_be_there(lookback, is_rig
 
 @register("test_goes_back")
 class GoesBack(AttentionKind):
-    """Reads 16 tokens less from token `at` on: the manager has dropped them by then."""
+    """Reads 16 tokens less from token `at` on, which the manager has already dropped."""
 
     def __init__(self, *, at):
         super().__init__()
@@ -404,7 +408,7 @@ class GoesBack(AttentionKind):
 
 
 @pytest.mark.parametrize("at", [32, 35])  # where a chunk begins, and inside it
-def test_a_kind_that_goes_back_is_reported(at):
+def test_decreasing_first_needed_token_is_reported(at):
     replayer = hybrid(f"test_goes_back:at={at}", 65, chunk_tokens=8)
     says = rf"^GoesBack.first_needed_token\({at}\) is {at - 24}: expected {at - 9} or more, the"
     with pytest.raises(KindError, match=says):
@@ -413,7 +417,7 @@ def test_a_kind_that_goes_back_is_reported(at):
 
 @register("test_claims_less")
 class ClaimsLess(AttentionKind):
-    """Reads 20 tokens, and plans for 16."""
+    """Reads 20 tokens but plans for 16."""
 
     def first_needed_token(self, num_computed_tokens):
         return max(num_computed_tokens - 20, 0)
@@ -422,7 +426,7 @@ class ClaimsLess(AttentionKind):
         return 16 + step_tokens
 
 
-def test_a_kind_that_plans_for_less_than_it_reads_is_reported():
+def test_kind_reading_more_than_planned_is_reported():
     replayer = hybrid("test_claims_less", 65, chunk_tokens=8)
     says = (
         r"^ClaimsLess.max_live_tokens\(32, 8\) is 24: expected 28 or more, "
@@ -432,7 +436,7 @@ def test_a_kind_that_plans_for_less_than_it_reads_is_reported():
         replayer.run(as_workload([range(40)]))
 
 
-def test_copies_that_the_storage_does_not_make_are_caught(monkeypatch):
+def test_missing_storage_copies_are_caught(monkeypatch):
     replayer = hybrid("full_attention,recurrent:block_size=8", 65, chunk_tokens=8)
     monkeypatch.setattr(replayer.verifier.worker, "_copy", lambda moves: None)
     assert replayer.run(as_workload([range(30)])).mismatches > 0
@@ -452,7 +456,7 @@ def test_a_page_given_to_two_groups_is_caught(monkeypatch, other):
     assert {found.request for found in report.mismatched_requests} == {0, 1}
 
 
-def test_a_state_page_given_away_while_held_is_caught(monkeypatch):
+def test_state_page_reused_while_held_is_caught(monkeypatch):
     replayer = hybrid("full_attention,recurrent:block_size=8", 65, 2)
     states = []
 
@@ -470,7 +474,7 @@ def test_a_state_page_given_away_while_held_is_caught(monkeypatch):
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def test_wrong_arguments_are_named():
+def test_invalid_arguments_are_reported():
     with pytest.raises(ValueError, match="block_size is None and groups is None: expected exactly"):
         Replayer(num_blocks=9)
     with pytest.raises(ValueError, match=r"block_size is 4 and groups is .*: expected exactly one"):
@@ -483,7 +487,7 @@ def test_wrong_arguments_are_named():
         Replayer(num_blocks=9, groups=[GroupSpec("cross_attention", 4)])
 
 
-def test_groups_are_read_as_they_are_written():
+def test_groups_are_parsed():
     assert parse_groups("full_attention, sliding_window:window=9:block_size=8", 16) == [
         GroupSpec("full_attention", 16),
         GroupSpec("sliding_window", 8, {"window": 9}),

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from kvcache import GroupSpec, KVCacheManager, Request, StepReport
+from kvcache import Admit, GroupSpec, KVCacheManager, Request, StepReport
+from kvcache.allocator import check_invariants
 
 BLOCK = 4
 
@@ -25,12 +26,12 @@ def cached(manager, request):
 
 
 def hit(manager, request):
-    return manager.cached_tokens(request).on_device
+    return manager.cache.cached_tokens(request).on_device
 
 
 def test_hashes_are_the_interoperable_ones_whatever_the_length():
     manager = make()
-    hashes = [manager.block_hashes(image("r", length)).tolist() for length in (4, 3)]
+    hashes = [manager.cache.hashes(image("r", length)).tolist() for length in (4, 3)]
     assert hashes[0][1] == hashes[1][1]
 
 
@@ -40,10 +41,10 @@ def test_an_image_of_another_length_ends_the_hit_before_it(cached_length, length
     cached(manager, image("a", cached_length))
     assert hit(manager, image("b", length)) == 4
     assert hit(manager, image("c", cached_length)) == 16
-    ids, num_tokens = manager.get_computed_blocks(image("d", length))
+    ids, num_tokens, _ = manager.cache.find_prefix(image("d", length))
     assert (ids.tolist(), num_tokens) == ([1], 4)
     assert manager.step(new=[image("e", length)]).num_computed_tokens.tolist() == [4]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_text_behind_an_image_of_another_length_is_no_hit():
@@ -59,10 +60,10 @@ def test_text_behind_an_image_of_another_length_is_no_hit():
 def test_a_request_cannot_be_given_blocks_of_another_length():
     manager = make()
     cached(manager, image("a", 5))
-    ids, _ = manager.get_computed_blocks(image("b", 5))
+    ids = manager.cache.find_prefix(image("b", 5)).block_ids
     with pytest.raises(ValueError, match=r"computed_blocks\[1\] is block 2, which does not"):
-        manager.allocate_slots(image("c", 4), 4, ids)
-    assert len(manager.allocate_slots(image("d", 5), 4, ids)) == 1
+        manager.admit(Admit(image("c", 4), num_tokens=4), ids)
+    assert len(manager.admit(Admit(image("d", 5), num_tokens=4), ids)) == 1
 
 
 def test_several_images_and_overlaps_count_each():
@@ -81,7 +82,7 @@ def test_hits_inside_blocks_are_of_the_same_length():
     manager.step(new=[image("a", 5, num_tokens=14)])
     for length, num_tokens in ((5, 12), (4, 4)):
         request = image("b", length, num_tokens=14)
-        assert manager.find_prefix(request).num_tokens == num_tokens
+        assert manager.cache.find_prefix(request).num_tokens == num_tokens
     plan = manager.step(new=[image("c", 4, num_tokens=14)])
     assert plan.num_computed_tokens.tolist() == [4] and plan.copy.tolist() == [[1, 2]]
 
@@ -93,11 +94,11 @@ def test_pages_of_the_host_are_of_the_same_length():
     cached(manager, image("a", 5))
     cached(manager, Request("fill", range(100, 132)))
     assert hit(manager, image("b", 5)) == 0
-    assert manager.cached_tokens(image("b", 5)).with_host == 16
-    assert manager.cached_tokens(image("c", 4)).with_host == 4
+    assert manager.cache.cached_tokens(image("b", 5)).with_host == 16
+    assert manager.cache.cached_tokens(image("c", 4)).with_host == 4
     cached(manager, image("d", 5))  # loaded from the host
     assert hit(manager, image("e", 5)) == 16 and hit(manager, image("f", 4)) == 4
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_swapped_request_comes_back_with_its_own_image():
@@ -112,7 +113,7 @@ def test_a_swapped_request_comes_back_with_its_own_image():
     assert not set(first[:, 1].tolist()) & set(second[:, 1].tolist())
     back = manager.step(rows[1:], [1], token_ids=[7], num_token_ids=[1]).swap_in
     assert set(second[:, 1].tolist()) <= set(back[:, 0].tolist())
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -161,5 +162,5 @@ def test_no_hit_ever_holds_the_kv_of_another_image(seed, hash_block_size, num_ho
                     device.setdefault(page, {})[token % 4] = (token, kv[token])
         manager.report(StepReport(plan.step_id, completed=True))
         manager.free(request)
-        manager.check_invariants()
+        check_invariants(manager)
     assert num_hits > 10

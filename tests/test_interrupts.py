@@ -13,7 +13,7 @@ from tests.shared import sampled
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", sampled(sorted(OPTIONS, reverse=True), 2))
 @pytest.mark.parametrize("call", CALLS)
 def test_a_request_is_admitted_and_can_be_freed_or_is_not_there(call, options):
     if call == "step that swaps" and options != "with a host":
@@ -31,7 +31,7 @@ def test_a_sequence_has_blocks_that_can_be_freed_or_none(call):
     assert others.check_sequences(call) > 1
 
 
-@pytest.mark.parametrize("with_moves", [False, True])
+@pytest.mark.parametrize("with_moves", sampled([True, False]))
 def test_a_worker_has_applied_a_plan_or_can_or_is_broken(with_moves):
     assert others.check_worker(with_moves) > 30
 

@@ -10,13 +10,27 @@ import pytest
 from tests.shared import REPO
 
 PACKAGE = REPO / "kvcache"
-GROUND = {
-    f"kvcache.{name}"
-    for name in ("native", "checks", "kinds", "step", "specs", "layouts", "events", "lazy")
+
+# From the inside out: a ring imports itself and those before it, in this order, and nothing else of them.
+RINGS = {
+    "ground": {
+        *("kvcache.checks", "kvcache.lazy", "kvcache.kinds", "kvcache.step", "kvcache.specs"),
+        *("kvcache.events", "kvcache.layouts", "kvcache.native", "kvcache.placement"),
+    },
+    "embedded": {
+        *("kvcache", "kvcache.allocator", "kvcache.memory_plan", "kvcache.ops", "kvcache.worker"),
+        *("kvcache.ops_by_copies", "kvcache.assembly", "kvcache.transfer", "kvcache.router_events"),
+        *("kvcache.sources.disaggregation", "kvcache.sources.store", "kvcache.sources"),
+        "kvcache.metrics",
+    },
+    "compat": {"kvcache.compat"},
+    "engine": {"kvcache.engine", "kvcache.engine.transformers", "kvcache.server"},
+    "plugins": {"kvcache.plugins", "kvcache.plugins.vllm"},
+    "laboratory": {"kvcache.replay", "kvcache.demo", "kvcache.cli", "kvcache.__main__"},
 }
+GROUND = RINGS["ground"]
 
-
-# Package -> the packages it may import, besides itself and the ground all stand on.
+# Package -> the packages it may import, besides itself and the ground.
 MAY_IMPORT = {
     "kvcache": set(),
     "kvcache.checks": set(),
@@ -27,6 +41,7 @@ MAY_IMPORT = {
     "kvcache.events": set(),
     "kvcache.memory_plan": set(),
     "kvcache.layouts": set(),
+    "kvcache.placement": set(),
     "kvcache.native": set(),
     "kvcache.ops": {"kvcache.ops_by_copies"},
     "kvcache.ops_by_copies": set(),
@@ -34,27 +49,51 @@ MAY_IMPORT = {
     "kvcache.router_events": {"kvcache.allocator"},
     "kvcache.worker": {"kvcache.memory_plan", "kvcache.ops", "kvcache.ops_by_copies"},
     "kvcache.assembly": {"kvcache.allocator", "kvcache.memory_plan", "kvcache.worker"},
-    "kvcache.serving": {"kvcache.allocator", "kvcache.assembly", "kvcache.worker"},
-    "kvcache.integrations": {
-        *("kvcache.allocator", "kvcache.assembly", "kvcache.memory_plan", "kvcache.serving"),
-        *("kvcache.disaggregation", "kvcache.transfer", "kvcache.worker"),
-    },
-    "kvcache.disaggregation": {
-        *("kvcache.allocator", "kvcache.memory_plan", "kvcache.transfer", "kvcache.worker"),
-    },
     "kvcache.transfer": {"kvcache.ops", "kvcache.ops_by_copies", "kvcache.worker"},
-    "kvcache.replay": {
-        *("kvcache.allocator", "kvcache.disaggregation", "kvcache.store", "kvcache.transfer"),
+    "kvcache.metrics": {"kvcache.allocator"},
+    "kvcache.sources": {"kvcache.allocator"},
+    "kvcache.sources.disaggregation": {
+        *(
+            "kvcache.sources",
+            "kvcache.allocator",
+            "kvcache.memory_plan",
+            "kvcache.transfer",
+            "kvcache.worker",
+        ),
+    },
+    "kvcache.sources.store": {"kvcache.allocator", "kvcache.sources", "kvcache.worker"},
+    "kvcache.compat": {
+        *("kvcache.allocator", "kvcache.ops", "kvcache.transfer", "kvcache.worker"),
+    },
+    "kvcache.engine": {
+        *("kvcache.allocator", "kvcache.assembly", "kvcache.sources", "kvcache.worker"),
+    },
+    "kvcache.engine.transformers": {
+        *("kvcache.allocator", "kvcache.assembly", "kvcache.engine", "kvcache.memory_plan"),
         "kvcache.worker",
     },
-    "kvcache.store": {"kvcache.allocator", "kvcache.worker"},
-    "kvcache.demo": {"kvcache.integrations", "kvcache.memory_plan", "kvcache.serving"},
-    "kvcache.metrics": {"kvcache.allocator"},
-    "kvcache.serve": {"kvcache.metrics", "kvcache.router_events", "kvcache.serving"},
+    "kvcache.server": {
+        *("kvcache.engine", "kvcache.metrics", "kvcache.router_events", "kvcache.sources"),
+        *("kvcache.allocator", "kvcache.sources.disaggregation"),
+    },
+    "kvcache.plugins": set(),
+    "kvcache.plugins.vllm": {
+        *("kvcache.allocator", "kvcache.sources.disaggregation", "kvcache.transfer"),
+        "kvcache.worker",
+    },
+    "kvcache.replay": {
+        *("kvcache.allocator", "kvcache.sources.disaggregation", "kvcache.sources.store"),
+        *("kvcache.sources", "kvcache.transfer", "kvcache.worker"),
+    },
+    "kvcache.demo": {
+        *("kvcache.engine", "kvcache.engine.transformers", "kvcache.memory_plan"),
+    },
     "kvcache.cli": {
-        *("kvcache", "kvcache.allocator", "kvcache.demo", "kvcache.integrations", "kvcache.replay"),
-        "kvcache.serve",
-        *("kvcache.router_events", "kvcache.serving", "kvcache.worker"),
+        *("kvcache", "kvcache.allocator", "kvcache.assembly", "kvcache.demo", "kvcache.engine"),
+        "kvcache.replay",
+        *("kvcache.engine.transformers", "kvcache.router_events", "kvcache.server"),
+        *("kvcache.sources", "kvcache.sources.disaggregation", "kvcache.sources.store"),
+        "kvcache.worker",
     },
     "kvcache.__main__": {"kvcache.cli"},
 }
@@ -72,40 +111,44 @@ TORCH_FREE = {
     "kvcache.metrics",
     "kvcache.native",
     "kvcache.layouts",
+    "kvcache.placement",
     "kvcache.cli",
 }
 # In a package that otherwise needs torch: modules that do without it.
 TORCH_FREE_MODULES = {
-    "kvcache.disaggregation",
-    "kvcache.disaggregation.connector",
-    "kvcache.disaggregation.layout",
-    "kvcache.disaggregation.leases",
-    "kvcache.disaggregation.offer",
-    "kvcache.disaggregation.options",
-    "kvcache.disaggregation.steps",
+    "kvcache.sources",
+    "kvcache.sources.base",
+    "kvcache.sources.loads",
+    "kvcache.sources.disaggregation",
+    "kvcache.sources.disaggregation.connector",
+    "kvcache.sources.disaggregation.layout",
+    "kvcache.sources.disaggregation.leases",
+    "kvcache.sources.disaggregation.offer",
+    "kvcache.sources.disaggregation.options",
+    "kvcache.sources.disaggregation.steps",
     "kvcache.transfer",
-    "kvcache.transfer.connector.aggregate",
-    "kvcache.transfer.connector.cache_events",
+    "kvcache.compat.aggregate",
+    "kvcache.compat.cache_events",
     "kvcache.transfer.description",
     "kvcache.transfer.plan.fragments",
     "kvcache.transfer.fetching",
     "kvcache.transfer.plan.patterns",
     "kvcache.transfer.plan.token_range",
     "kvcache.transfer.plan.transfer_plan",
-    "kvcache.transfer.connector.requests",
+    "kvcache.compat.requests",
     "kvcache.transfer.sharding",
     "kvcache.transfer.states",
     "kvcache.transfer.transport.base",
     "kvcache.transfer.transport.spans",
-    "kvcache.transfer.topology",
-    "kvcache.store",
-    "kvcache.store.base",
-    "kvcache.store.circuit",
-    "kvcache.store.identity",
-    "kvcache.store.prefixes",
-    "kvcache.store.stats",
-    "kvcache.store.values",
-    "kvcache.store.writes",
+    "kvcache.compat.topology",
+    "kvcache.sources.store",
+    "kvcache.sources.store.base",
+    "kvcache.sources.circuit",
+    "kvcache.sources.store.identity",
+    "kvcache.sources.store.prefixes",
+    "kvcache.sources.store.stats",
+    "kvcache.sources.store.values",
+    "kvcache.sources.store.writes",
 }
 
 
@@ -115,7 +158,10 @@ def module_name(path: Path) -> str:
 
 
 def package_of(module: str) -> str:
-    return ".".join(module.split(".")[:2])
+    """The longest entry of `MAY_IMPORT` that the module is in."""
+    parts = module.split(".")
+    names = (".".join(parts[:n]) for n in range(min(len(parts), 3), 0, -1))
+    return next((name for name in names if name in MAY_IMPORT and "." in name), parts[0])
 
 
 def is_torch_free(module: str) -> bool:
@@ -145,27 +191,68 @@ def imports_of(path: Path):
         yield from ((name, at_import) for name in names)
 
 
+def imported_modules(path: Path):
+    """Every module that a file names in an import, also inside functions and for type checkers."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found = {
+                n
+                for n in names
+                if (PACKAGE.parent / n.replace(".", "/")).with_suffix(".py").exists()
+            }
+            packages = {n for n in names if (PACKAGE.parent / n.replace(".", "/")).is_dir()}
+            yield from found | packages or {node.module}
+
+
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_imports_go_downwards(path):
-    package = package_of(module_name(path))
-    allowed = MAY_IMPORT[package] | {package}
-    for name, _ in imports_of(path):
-        if not name.startswith("kvcache"):
-            continue
-        target = package_of(name)
-        below = target in allowed or target in GROUND
-        assert below, f"{path.relative_to(REPO)} imports {name}: {package} may not import {target}"
+def test_imports_go_downwards():
+    for path in FILES:
+        package = package_of(module_name(path))
+        allowed = MAY_IMPORT[package] | {package} | GROUND
+        for name, _ in imports_of(path):
+            is_below = not name.startswith("kvcache") or package_of(name) in allowed
+            assert is_below, f"{path.relative_to(REPO)}: {package} may not import {name}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_the_control_plane_does_not_name_torch(path):
-    if is_torch_free(module_name(path)):
-        assert not [
-            n for n, at_import in imports_of(path) if at_import and n.split(".")[0] == "torch"
-        ]
+def test_no_ring_may_import_one_further_out():
+    order = {package: i for i, ring in enumerate(RINGS.values()) for package in ring}
+    assert set(order) == set(MAY_IMPORT)
+    for package, allowed in MAY_IMPORT.items():
+        for target in allowed - {"kvcache"}:
+            assert order[target] <= order[package], f"{package} may import {target}, further out"
+
+
+def test_no_module_imports_itself_through_others():
+    modules = {module_name(path) for path in FILES}
+    imported = {}
+    for path in FILES:
+        module = module_name(path)
+        imported[module] = {m for m in imported_modules(path) if m in modules} - {module}
+    while free := [m for m, targets in imported.items() if not targets & imported.keys()]:
+        for module in free:
+            del imported[module]
+    assert not imported, f"circle among {sorted(imported)}"
+
+
+def test_no_two_classes_share_a_name():
+    found = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(module_name(path))
+    assert not {name: modules for name, modules in found.items() if len(modules) > 1}
+
+
+def test_the_control_plane_does_not_name_torch():
+    for path in FILES:
+        if is_torch_free(module_name(path)):
+            names = [name for name, at_import in imports_of(path) if at_import]
+            assert not [n for n in names if n.split(".")[0] == "torch"], path
 
 
 @pytest.mark.parametrize("module", sorted(TORCH_FREE_MODULES))
@@ -190,16 +277,18 @@ class Blocked:
         if name.split(".")[0] == "torch":
             raise ModuleNotFoundError("No module named 'torch' (blocked)", name="torch")
 sys.meta_path.insert(0, Blocked())
-from kvcache import BlockPool, BlockSpaceManager, KVCacheManager, Request, StepPlan, hash_blocks
+from kvcache import BlockPool, KVCacheManager, Request, StepPlan, hash_blocks
+from kvcache.compat import BlockSpaceManager
 manager = KVCacheManager(16, 100, 1000)
 request = Request("a", range(40))
 plan = manager.step(new=[request])
 assert plan.append_ids[0].size and isinstance(plan, StepPlan)
 manager.free(request)
-assert manager.get_computed_blocks(request)[1] == 32
+assert manager.cache.find_prefix(request).num_tokens == 32
 assert hash_blocks(range(40), 16).shape == (2, 32) and BlockPool(4).num_free == 3
 assert BlockSpaceManager(16, 100, 0).get_num_free_gpu_blocks() == 99
-from kvcache.transfer import KVOutputAggregator, KVTopology, choose_layout, yield_req_data
+from kvcache.transfer import choose_layout
+from kvcache.compat import KVOutputAggregator, KVTopology, yield_req_data
 from kvcache.transfer import CacheDescription, plan_transfer
 assert choose_layout("HND") == "HND" and KVOutputAggregator(2).aggregate([None, None]) is None
 topology = KVTopology("a", tp_rank=1, tp_size=4, total_num_kv_heads=8)
@@ -210,7 +299,7 @@ cache = CacheDescription(
 assert plan_transfer(cache, cache, 0).num_fragments == 4
 assert "torch" not in sys.modules
 import importlib
-for package, name in ("kvcache", "BlockTable"), ("kvcache.transfer", "copy_kv_blocks"):
+for package, name in ("kvcache", "BlockTables"), ("kvcache.compat", "copy_kv_blocks"):
     try:
         getattr(importlib.import_module(package), name)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Shapes of attention backends' caches, their orders in memory, and the layout connectors ask for."""
+"""Cache shapes of attention backends, their memory orders, and the layout that connectors require."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ SIZES = {"kv": 2, "block": NB, "token": BS, "head": H, "element": D, "layer": L}
 
 @pytest.fixture
 def registry(monkeypatch):
-    """Registers into a copy."""
+    """Register into a copy."""
     monkeypatch.setattr(layouts, "_BACKENDS", dict(layouts._BACKENDS))
 
 
@@ -61,7 +61,7 @@ def test_shapes_of_the_built_in_backends(name, shape):
         ("MLA", "HND", True, (1, 0, 2, 3)),
     ],
 )
-def test_stride_orders_are_those_of_the_engines(name, layout, cross_layers, order):
+def test_stride_orders_equal_the_engines(name, layout, cross_layers, order):
     assert backend(name).stride_order(layout, cross_layers) == order
 
 
@@ -107,7 +107,7 @@ def test_k_and_v_of_unequal_head_size():
         (("block", "token", "element"), (NB, BS, D)),
     ],
 )
-def test_a_backend_without_v_has_no_size_of_it(dims, shape):
+def test_backend_without_v_has_no_v_size(dims, shape):
     keys = AttentionBackend("KEYS", dims)
     assert keys.shape(NB, BS, H, D) == keys.shape(NB, BS, H, D, v_head_size=0) == shape
     assert keys.physical_shape(NB, BS, H, D, 0) == shape
@@ -119,14 +119,14 @@ def test_a_backend_without_v_has_no_size_of_it(dims, shape):
         backend("FLASH_ATTN").shape(NB, BS, H, D, 0)
 
 
-def test_where_blocks_come_first():
+def test_blocks_first_layouts():
     assert not backend("FLASH_ATTN").blocks_first
     assert backend("FLASHINFER").blocks_first and backend("TRITON_ATTN").blocks_first
     assert backend("MLA").is_mla and not backend("MLA").blocks_first
     assert not backend("FLASH_ATTN_DIFFKV").is_mla
 
 
-def test_a_backend_of_ones_own(registry):
+def test_custom_backend(registry):
     mine = AttentionBackend(
         "MINE",
         ("block", "token", "kv", "head", "element"),
@@ -142,7 +142,7 @@ def test_a_backend_of_ones_own(registry):
         mine.stride_order("HND", cross_layers=True)
 
 
-def test_the_same_backend_again_is_no_error_and_another_of_its_name_is(registry):
+def test_backend_name_must_be_unique(registry):
     dims = ("block", "token", "head", "element")
     first = register_backend(AttentionBackend("AGAIN", dims))
     register_backend(AttentionBackend("AGAIN", list(dims)))
@@ -151,7 +151,7 @@ def test_the_same_backend_again_is_no_error_and_another_of_its_name_is(registry)
     assert backend("AGAIN") == first
 
 
-def test_an_unknown_backend_is_told_the_known_ones():
+def test_unknown_backend_error_lists_known_backends():
     with pytest.raises(ValueError, match="backend is 'FLASH': expected one of ") as error:
         backend("FLASH")
     assert str(error.value).endswith(", ".join(backend_names()))
@@ -160,7 +160,7 @@ def test_an_unknown_backend_is_told_the_known_ones():
 
 
 class Engine:
-    """An engine's backend class of one version: a shape by role, orders for the layouts it knows."""
+    """An engine's backend class of one version: a shape by role, and orders for its layouts."""
 
     name, dims, layout = "TRITON_ATTN", ("block", "kv", "token", "head", "element"), "HND"
     orders, packed_orders = {}, {}
@@ -225,7 +225,7 @@ VERSIONS = {
 
 
 @pytest.mark.parametrize("case", VERSIONS)
-def test_an_engines_own_class_answers_for_its_version(case):
+def test_engine_classes_of_each_version_are_described(case):
     engine, order, packed = VERSIONS[case]
     found = AttentionBackend.from_engine(engine)
     assert found.name == "TRITON_ATTN" and described_backend(engine) == found
@@ -236,7 +236,7 @@ def test_an_engines_own_class_answers_for_its_version(case):
     assert found.shape(NB, BS, H, D) == engine.get_kv_cache_shape(NB, BS, H, D)
 
 
-def test_an_engines_class_without_the_layers_argument_and_for_one_head():
+def test_engine_class_without_layers_argument():
     class Old(version(orders={"HND": HEADS_FIRST})):
         @classmethod
         def get_kv_cache_stride_order(cls):
@@ -268,7 +268,7 @@ def test_an_engines_class_without_the_layers_argument_and_for_one_head():
         ),
     ],
 )  # fmt: skip
-def test_an_engines_class_that_cannot_be_described_is_told_so(engine, message):
+def test_indescribable_engine_class_is_rejected(engine, message):
     with pytest.raises(ValueError, match=message):
         AttentionBackend.from_engine(engine)
     with pytest.raises(TypeError, match="backend is 3: expected a name"):
@@ -299,12 +299,12 @@ GOOD = ("block", "kv", "token", "head", "element")
         (lambda: backend("MLA").physical_shape(NB, BS, 1, D, num_layers=0), "num_layers is 0"),
     ],
 )
-def test_what_does_not_fit_is_named(call, message):
+def test_invalid_arguments_are_reported(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_what_is_no_backend_is_not_registered():
+def test_non_backends_are_not_registered():
     with pytest.raises(TypeError, match="backend is 'MLA': expected an AttentionBackend"):
         register_backend("MLA")
 
@@ -327,7 +327,7 @@ def test_the_layout_that_connectors_require(required, layout):
     assert choose_layout(required) == layout
 
 
-def test_connectors_that_require_different_layouts_are_named():
+def test_conflicting_connector_layouts_are_reported():
     message = "connector 'nixl' requires 'HND', connector 'lm' requires 'NHD': expected one"
     with pytest.raises(ValueError, match=message):
         choose_layout({"nixl": "HND", "other": None, "lm": "NHD"})
@@ -336,7 +336,7 @@ def test_connectors_that_require_different_layouts_are_named():
 
 
 @pytest.mark.parametrize("required", ["hnd", "", ["HND", "DHN"], {"nixl": 3}])
-def test_another_layout_is_an_error(required):
+def test_wrong_layout_raises(required):
     with pytest.raises(ValueError, match=r"requires is .*: expected 'NHD' or 'HND'"):
         choose_layout(required)
 
@@ -352,7 +352,7 @@ for required in (None, [None, None], {}, None):
 """
 
 
-def test_that_none_is_required_is_logged_once_per_process():
+def test_missing_requirement_is_logged_once_per_process():
     done = subprocess.run(
         [sys.executable, "-c", ASKS_OFTEN], capture_output=True, text=True, check=True
     )

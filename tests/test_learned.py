@@ -6,7 +6,9 @@ import warnings
 import numpy as np
 import pytest
 
-from kvcache import BlockSpaceManager, KVCacheManager, LearnedReuse, Request
+from kvcache import KVCacheManager, LearnedReuse, Request
+from kvcache.allocator import check_invariants
+from kvcache.compat import BlockSpaceManager
 from kvcache.replay import Replayer, chat_workload
 
 
@@ -21,18 +23,18 @@ def equal(one, two):
 
 
 def test_stats_show_what_was_counted():
-    learned = trained().stats.learned
+    learned = trained().cache.stats.learned
     assert learned.reached.shape == learned.used.shape == (101, 26)
     assert learned.used.sum() > 50 and learned.reached[:, 0].sum() > learned.used.sum()
     assert learned.reached[96:100].sum() > 0  # system prompts are shared
     with pytest.raises(ValueError, match="read-only"):
         learned.used[0, 0] = 1
-    assert KVCacheManager(16, 9, 64).stats.learned is None
+    assert KVCacheManager(16, 9, 64).cache.stats.learned is None
     assert BlockSpaceManager(16, 9, 9).stats.learned is None
 
 
 def test_what_was_learned_is_saved_and_loaded(tmp_path):
-    learned, path = trained().stats.learned, tmp_path / "reuse.json"
+    learned, path = trained().cache.stats.learned, tmp_path / "reuse.json"
     learned.save(path)
     assert [each.name for each in tmp_path.iterdir()] == ["reuse.json"]
     with warnings.catch_warnings():
@@ -40,10 +42,10 @@ def test_what_was_learned_is_saved_and_loaded(tmp_path):
         loaded = LearnedReuse.load(path)
     assert equal(loaded, learned)
     manager = KVCacheManager(16, 400, 2**20, eviction="learned")
-    manager.learn_from(loaded)
-    assert equal(manager.stats.learned, learned)
-    manager.learn_from(None)
-    assert equal(manager.stats.learned, learned)
+    manager.cache.learn_from(loaded)
+    assert equal(manager.cache.stats.learned, learned)
+    manager.cache.learn_from(None)
+    assert equal(manager.cache.stats.learned, learned)
 
 
 def test_who_has_learned_evicts_otherwise_than_who_has_not():
@@ -53,13 +55,13 @@ def test_who_has_learned_evicts_otherwise_than_who_has_not():
     used[1] = 500
     for learned in (None, LearnedReuse(reached, used)):
         manager = KVCacheManager(16, 5, 64, num_preallocate_tokens=0, eviction="learned")
-        manager.learn_from(learned)
+        manager.cache.learn_from(learned)
         for name, first, answer in (("a", 0, 64), ("b", 100, 0)):
             request = Request(name, range(first, first + 32))
             manager.step(new=[request])
             manager.free(request, num_output_tokens=answer)
         manager.step(new=[Request("c", range(200, 232))])
-        survives = manager.get_computed_blocks(Request("again", range(33)))[1] == 32
+        survives = manager.cache.find_prefix(Request("again", range(33))).num_tokens == 32
         assert survives == (learned is not None)
 
 
@@ -133,13 +135,13 @@ def test_bytes_that_are_no_text_are_ignored(tmp_path):
 
 def test_a_wrong_call_is_named_and_changes_nothing():
     manager = KVCacheManager(16, 9, 64, eviction="learned")
-    before = manager.stats.learned
+    before = manager.cache.stats.learned
     with pytest.raises(TypeError, match="learned has type dict: expected LearnedReuse or None"):
-        manager.learn_from(GOOD)
-    assert equal(manager.stats.learned, before)
+        manager.cache.learn_from(GOOD)
+    assert equal(manager.cache.stats.learned, before)
     plain = KVCacheManager(16, 9, 64)
     with pytest.raises(ValueError, match="the eviction policy does not learn: expected 'learned'"):
-        plain.learn_from(before)
+        plain.cache.learn_from(before)
     with pytest.raises(ValueError, match="used has numbers that are no counts: expected 0 to"):
         LearnedReuse(np.zeros((101, 26)), -np.ones((101, 26)))
 
@@ -150,8 +152,8 @@ def test_a_priority_bounds_what_worth_ranks():
     reached, used = np.zeros((101, 26)), np.zeros((101, 26))
     reached[0] = reached[1] = 1000
     used[1] = 500  # long answers go on
-    manager.learn_from(LearnedReuse(reached, used))
-    manager.set_now(1)
+    manager.cache.learn_from(LearnedReuse(reached, used))
+    manager.cache.set_now(1)
     for name, first, answer, retention in (
         ("low", 0, 64, [(0, 32, 10, None)]),
         ("high", 100, 0, [(0, 32, 90, 5.0)]),
@@ -162,15 +164,15 @@ def test_a_priority_bounds_what_worth_ranks():
         manager.free(request, num_output_tokens=answer, retention=retention)
 
     def cached(first):
-        return manager.get_computed_blocks(Request("probe", range(first, first + 33)))[1]
+        return manager.cache.find_prefix(Request("probe", range(first, first + 33))).num_tokens
 
     assert [cached(first) for first in (0, 100, 200)] == [32, 32, 32]
     manager.step(new=[Request("x", range(300, 332))])
     assert [cached(first) for first in (0, 100, 200)] == [0, 32, 32]
-    manager.set_now(6)  # its priority is over, and its kind is never used again
+    manager.cache.set_now(6)  # its priority is over, and its kind is never used again
     manager.step(new=[Request("y", range(400, 432))])
     assert [cached(first) for first in (100, 200)] == [0, 32]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def flooded(share):
@@ -194,8 +196,8 @@ def flooded(share):
     for number in range(200):
         for _ in range(2):
             serve("flood", 100 * number, "flood")
-    manager.check_invariants()
-    return manager.get_computed_blocks(Request("probe", range(49), cache_salt="mine"))[1]
+    check_invariants(manager)
+    return manager.cache.find_prefix(Request("probe", range(49), cache_salt="mine")).num_tokens
 
 
 def test_a_tenant_keeps_no_more_than_its_share_while_others_need_room():
@@ -215,7 +217,7 @@ def test_who_has_no_salt_has_no_share():
     manager.step(new=[Request("d", range(500, 564))])  # 4 blocks; 1 was free
 
     def left(salt):
-        return manager.get_computed_blocks(Request("probe", range(49), cache_salt=salt))[1]
+        return manager.cache.find_prefix(Request("probe", range(49), cache_salt=salt)).num_tokens
 
     assert left(None) == 48 and left("x") + left("y") == 48
     with pytest.raises(ValueError, match=r"option 'tenant_share' is 1\.5: expected 0 to 1"):

@@ -1,4 +1,3 @@
-import hashlib
 import pickle
 import subprocess
 import sys
@@ -8,10 +7,11 @@ from dataclasses import fields, make_dataclass
 import numpy as np
 import pytest
 
-from kvcache import KVCacheManager, Request, Status, StepPlan, hash_blocks
+from kvcache import Admit, KVCacheManager, Request, Status, StepPlan, hash_blocks
+from kvcache.allocator import check_invariants
 from kvcache.native.load import core
 from kvcache.step import NO_IDS, NO_PAIRS, NO_REPLACE, NO_SPLITS, PLAN_VERSION
-from tests.shared import REPO, digest
+from tests.shared import REPO
 
 
 def make(num_blocks=11, block_size=4, **options):
@@ -21,7 +21,7 @@ def make(num_blocks=11, block_size=4, **options):
 
 def state(manager):
     pool = manager.pool
-    return pool.num_free, pool.num_cached, pool.num_evicted, manager.stats
+    return pool.num_free, pool.num_cached, pool.num_evicted, manager.cache.stats
 
 
 def test_a_second_request_hits_the_full_blocks_of_the_first():
@@ -31,15 +31,15 @@ def test_a_second_request_hits_the_full_blocks_of_the_first():
     plan = manager.step(new=[Request("b", range(10))])
     assert plan.num_computed_tokens.tolist() == [8]
     assert plan.append_ids[0].tolist() == [1, 2, 4]
-    assert manager.stats.hit_tokens == 8 and manager.stats.query_tokens == 20
+    assert manager.cache.stats.hit_tokens == 8 and manager.cache.stats.query_tokens == 20
 
 
 def test_the_last_token_always_runs():
     manager = make()
     manager.step(new=[Request("a", range(8))])
-    ids, num_tokens = manager.get_computed_blocks(Request("b", range(8)))
+    ids, num_tokens, _ = manager.cache.find_prefix(Request("b", range(8)))
     assert (ids.tolist(), num_tokens) == ([1], 4)
-    ids, num_tokens = manager.get_computed_blocks(Request("c", range(9)))
+    ids, num_tokens, _ = manager.cache.find_prefix(Request("c", range(9)))
     assert (ids.tolist(), num_tokens) == ([1, 2], 8)
 
 
@@ -50,15 +50,15 @@ def test_blocks_of_one_step_are_hits_for_later_plans_only():
     plan = manager.step(new=[a, b])
     assert plan.num_computed_tokens.tolist() == [0, 0]
     assert manager.pool.num_cached == 4
-    assert manager.get_computed_blocks(Request("c", range(10)))[0].tolist() == [1, 2]
-    manager.check_invariants()
+    assert manager.cache.find_prefix(Request("c", range(10))).block_ids.tolist() == [1, 2]
+    check_invariants(manager)
     # Ids once handed out never change; the older copies go first, then the younger ones are found.
     assert manager.block_ids(b).tolist() == [4, 5, 6]
-    manager.evict([1, 2])
-    assert manager.get_computed_blocks(Request("c", range(10)))[0].tolist() == [4, 5]
+    manager.cache.evict([1, 2])
+    assert manager.cache.find_prefix(Request("c", range(10))).block_ids.tolist() == [4, 5]
     manager.free(a)
     manager.free(b)
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_plan_names_rows_and_what_changed():
@@ -104,11 +104,11 @@ def test_a_request_that_does_not_fit_leaves_the_order_of_eviction():
     manager.free(a)
     manager.free(b)
     # It would hit a's block, and needs three more: two are free, one of them the hit itself.
-    assert manager.allocate_slots(Request("c", range(13)), 9, [1]) is None
+    assert manager.admit(Admit(Request("c", range(13)), num_tokens=9), [1]) is None
     assert manager.step(new=[Request("c", range(13))]).status.tolist() == [Status.NEVER]
     manager.step(new=[Request("d", range(50, 54)), Request("e", range(60, 64))])
-    assert len(manager.get_computed_blocks(Request("f", range(5)))[0]) == 0  # a went first
-    assert len(manager.get_computed_blocks(Request("g", range(100, 105)))[0]) == 1
+    assert len(manager.cache.find_prefix(Request("f", range(5))).block_ids) == 0  # a went first
+    assert len(manager.cache.find_prefix(Request("g", range(100, 105))).block_ids) == 1
 
 
 def test_computed_blocks_that_are_free_do_not_count_as_free():
@@ -117,36 +117,36 @@ def test_computed_blocks_that_are_free_do_not_count_as_free():
     manager.step(new=[a, Request("x", [99])])
     manager.free(a)
     request = Request("b", [*range(8), *range(50, 58)])
-    ids, num_tokens = manager.get_computed_blocks(request)
+    ids, num_tokens, _ = manager.cache.find_prefix(request)
     assert num_tokens == 8
-    assert manager.allocate_slots(request, 8, ids) is None
-    assert manager.allocate_slots(request, 4, ids).tolist() == [3]
+    assert manager.admit(Admit(request, num_tokens=8), ids) is None
+    assert manager.admit(Admit(request, num_tokens=4), ids).tolist() == [3]
 
 
-def test_allocate_and_append_slots_answer_new_blocks():
+def test_admit_and_extend_return_new_blocks():
     manager = make()
     request = Request("a", range(6))
-    assert manager.allocate_slots(request, 6).tolist() == [1, 2]
-    assert manager.append_slots(request, 2).tolist() == []
-    assert manager.append_slots(request, 1).tolist() == [3]
-    assert manager.append_slots(request, 8 * 4) is None
+    assert manager.admit(Admit(request, num_tokens=6), ()).tolist() == [1, 2]
+    assert manager.extend(request, 2).tolist() == []
+    assert manager.extend(request, 1).tolist() == [3]
+    assert manager.extend(request, 8 * 4) is None
 
 
 def test_preallocation_takes_more_but_never_beyond_the_model_or_the_pool():
     manager = make(num_preallocate_tokens=8)
     a = Request("a", range(3))
-    assert manager.allocate_slots(a, 3).tolist() == [1, 2, 3]
-    assert manager.append_slots(a, 9).tolist() == []
-    assert manager.append_slots(a, 1).tolist() == [4, 5, 6]
+    assert manager.admit(Admit(a, num_tokens=3), ()).tolist() == [1, 2, 3]
+    assert manager.extend(a, 9).tolist() == []
+    assert manager.extend(a, 1).tolist() == [4, 5, 6]
     b = Request("b", range(50, 60))
-    assert manager.allocate_slots(b, 10).tolist() == [7, 8, 9, 10]  # one of two fitted
+    assert manager.admit(Admit(b, num_tokens=10), ()).tolist() == [7, 8, 9, 10]  # one of two fitted
     manager = make(num_preallocate_tokens=100, max_model_len=9)
-    assert manager.allocate_slots(Request("a", range(3)), 3).tolist() == [1, 2, 3]
+    assert manager.admit(Admit(Request("a", range(3)), num_tokens=3), ()).tolist() == [1, 2, 3]
 
 
 def test_lookahead_slots_are_allocated_and_never_cached():
     manager = make()
-    plan = manager.step(new=[Request("a", range(4))], num_lookahead_tokens=5)
+    plan = manager.step(new=[Admit(Request("a", range(4)), num_lookahead_tokens=5)])
     assert plan.append_ids[0].tolist() == [1, 2, 3]
     assert manager.pool.num_cached == 1
 
@@ -160,12 +160,12 @@ def test_late_tokens_are_hashed_when_they_arrive():
     request.append_tokens([6, 7])
     manager.step([0], [1])
     assert manager.pool.num_cached == 2
-    assert manager.get_computed_blocks(Request("b", range(9)))[1] == 8
+    assert manager.cache.find_prefix(Request("b", range(9))).num_tokens == 8
 
 
 def test_chunked_prefill_caches_what_was_computed():
     manager = make()
-    plan = manager.step(new=[Request("a", range(20))], new_num_tokens=[6])
+    plan = manager.step(new=[Admit(Request("a", range(20)), num_tokens=6)])
     assert len(plan.append_ids[0]) == 2 and manager.pool.num_cached == 1
     manager.step([0], [14])
     assert manager.pool.num_cached == 5
@@ -178,9 +178,9 @@ def test_a_request_may_opt_out_of_reading_and_of_writing():
         with pytest.raises(TypeError, match=f"{name} is 'no': expected True or False"):
             Request("b", range(10), **{name: "no"})
     blind = Request("b", range(10), read_cache=False)
-    assert manager.get_computed_blocks(blind)[1] == 0
+    assert manager.cache.find_prefix(blind).num_tokens == 0
     assert manager.step(new=[blind]).num_computed_tokens.tolist() == [0]
-    assert manager.stats.num_requests == 1
+    assert manager.cache.stats.num_requests == 1
     cached = manager.pool.num_cached
     manager.step(new=[Request("c", range(50, 60), write_cache=False)])
     assert manager.pool.num_cached == cached
@@ -190,9 +190,9 @@ def test_without_caching_nothing_is_hashed_or_hit():
     manager = make(enable_caching=False)
     manager.step(new=[Request("a", range(10))])
     assert manager.pool.num_cached == 0
-    assert manager.get_computed_blocks(Request("b", range(10)))[1] == 0
+    assert manager.cache.find_prefix(Request("b", range(10))).num_tokens == 0
     with pytest.raises(ValueError, match="caching is off"):
-        manager.allocate_slots(Request("b", range(10)), 6, [1])
+        manager.admit(Admit(Request("b", range(10)), num_tokens=6), [1])
 
 
 def test_free_is_a_no_op_for_what_is_not_admitted():
@@ -203,7 +203,7 @@ def test_free_is_a_no_op_for_what_is_not_admitted():
     manager.free(request)
     manager.free(request)
     assert manager.pool.num_free == 10
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_hashes_survive_preemption():
@@ -221,17 +221,17 @@ def test_reset_waits_for_every_block():
     manager = make()
     request = Request("a", range(10))
     manager.step(new=[request])
-    assert manager.reset_prefix_cache() is False and manager.pool.num_cached == 2
+    assert manager.cache.reset() is False and manager.pool.num_cached == 2
     manager.free(request)
-    assert manager.reset_prefix_cache() is True
-    assert manager.get_computed_blocks(request)[1] == 0
+    assert manager.cache.reset() is True
+    assert manager.cache.find_prefix(request).num_tokens == 0
 
 
 def test_rows_run_out_when_they_are_limited():
     manager = make(max_num_reqs=1)
     a, b = Request("a", range(3)), Request("b", range(5, 8))
     assert manager.step(new=[a, b]).status.tolist() == [Status.SERVED, Status.WAIT]
-    assert manager.allocate_slots(b, 3) is None
+    assert manager.admit(Admit(b, num_tokens=3), ()) is None
     manager.free(a)
     assert manager.step(new=[b]).rows.tolist() == [0]
 
@@ -239,8 +239,8 @@ def test_rows_run_out_when_they_are_limited():
 def test_a_request_serves_managers_of_two_block_sizes_at_once():
     request = Request("a", range(40))
     small, large = make(num_blocks=20), make(block_size=8)
-    assert small.block_hashes(request).shape == (10, 32)
-    assert large.block_hashes(request).shape == (5, 32)
+    assert small.cache.hashes(request).shape == (10, 32)
+    assert large.cache.hashes(request).shape == (5, 32)
     for manager in (small, large):
         assert manager.step(new=[request]).status.tolist() == [Status.SERVED]
     request.append_tokens(range(40, 48))
@@ -248,7 +248,7 @@ def test_a_request_serves_managers_of_two_block_sizes_at_once():
         manager.step([0], [8])
         assert manager.pool.num_cached == num_blocks
         follower = Request("b", range(49))
-        assert manager.get_computed_blocks(follower)[1] == 48
+        assert manager.cache.find_prefix(follower).num_tokens == 48
 
 
 def test_tokens_that_arrive_before_free_are_cached_by_it():
@@ -259,8 +259,8 @@ def test_tokens_that_arrive_before_free_are_cached_by_it():
     request.append_tokens([6, 7])
     manager.free(request)
     assert manager.pool.num_cached == 2
-    assert manager.get_computed_blocks(Request("b", range(9)))[1] == 8
-    manager.check_invariants()
+    assert manager.cache.find_prefix(Request("b", range(9))).num_tokens == 8
+    check_invariants(manager)
 
 
 def test_free_caches_nothing_that_was_not_computed():
@@ -277,7 +277,7 @@ def test_a_request_that_opted_out_of_reading_takes_no_computed_blocks():
     manager.step(new=[Request("a", range(10))])
     before = state(manager)
     with pytest.raises(ValueError, match="computed_blocks has 1 blocks, but the request has re"):
-        manager.allocate_slots(Request("b", range(10), read_cache=False), 6, [1])
+        manager.admit(Admit(Request("b", range(10), read_cache=False), num_tokens=6), [1])
     assert state(manager) == before
 
 
@@ -285,14 +285,14 @@ def test_a_request_stays_with_the_way_that_admitted_it():
     manager = make()
     a, b = Request("a", range(4)), Request("b", range(50, 54))
     manager.step(new=[a])
-    manager.allocate_slots(b, 4)
+    manager.admit(Admit(b, num_tokens=4), ())
     before = state(manager)
     with pytest.raises(ValueError, match="row 0 was admitted by step: expected its row among"):
-        manager.append_slots(a, 1)
-    with pytest.raises(ValueError, match="row 1 was admitted by allocate_slots: expected append_s"):
+        manager.extend(a, 1)
+    with pytest.raises(ValueError, match="row 1 was admitted by admit: expected extend"):
         manager.step([0, 1], [1, 1])
     assert state(manager) == before
-    assert manager.append_slots(b, 1).tolist() == [3]
+    assert manager.extend(b, 1).tolist() == [3]
     plan = manager.step([0], [1])
     assert plan.append_rows.tolist() == [0] and plan.append_ids[0].tolist() == [4]
 
@@ -301,10 +301,12 @@ def test_a_plan_clears_rows_of_steps_only_and_loses_none_to_other_calls():
     manager = make()
     a, b, c = (Request(name, [i, i + 1]) for i, name in enumerate("abc"))
     manager.step(new=[a])
-    manager.allocate_slots(b, 2)
+    manager.admit(Admit(b, num_tokens=2), ())
     manager.free(a)
-    manager.allocate_slots(c, 2)  # in the row of a, whose table the worker has yet to clear
-    manager.append_slots(b, 1)
+    manager.admit(
+        Admit(c, num_tokens=2), ()
+    )  # in the row of a, whose table the worker has yet to clear
+    manager.extend(b, 1)
     assert manager.step().clear_rows.tolist() == [0]
     manager.free(b)
     manager.free(c)
@@ -327,22 +329,22 @@ def test_a_call_from_another_thread_is_refused_and_changes_nothing():
     calls = [
         lambda: manager.step([0], [1]),
         lambda: manager.step(new=[Request("b", range(5))]),
-        lambda: manager.get_computed_blocks(Request("b", range(5))),
-        lambda: manager.allocate_slots(Request("b", range(5)), 5),
-        lambda: manager.append_slots(request, 1),
+        lambda: manager.cache.find_prefix(Request("b", range(5))),
+        lambda: manager.admit(Admit(Request("b", range(5)), num_tokens=5), ()),
+        lambda: manager.extend(request, 1),
         lambda: manager.free(request),
         lambda: manager.free(Request("unknown", [1])),
-        lambda: manager.reset_prefix_cache(),
-        lambda: manager.block_hashes(request),
+        lambda: manager.cache.reset(),
+        lambda: manager.cache.hashes(request),
         lambda: manager.block_ids(request),
         lambda: manager.num_computed_tokens(request),
-        lambda: manager.stats,
+        lambda: manager.cache.stats,
         lambda: manager.pool.num_free,
-        lambda: manager.drain_events(),
-        lambda: manager.check_invariants(),
+        lambda: manager.cache.drain_events(),
+        lambda: check_invariants(manager),
         lambda: manager.invalidate([1]),
-        lambda: manager.evict([1]),
-        lambda: manager.start_epoch(),
+        lambda: manager.cache.evict([1]),
+        lambda: manager.cache.start_epoch(),
         lambda: manager.would_fit(Request("b", range(5))),
     ]
     for function in calls:
@@ -358,7 +360,7 @@ def test_a_call_from_another_thread_is_refused_and_changes_nothing():
     assert len(errors) == len(calls)
     assert (state(manager), manager.block_ids(request).tolist()) == before
     manager.step([0], [1])
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_threads_that_share_a_request_get_the_hashes_it_has_or_are_refused():
@@ -369,7 +371,7 @@ def test_threads_that_share_a_request_get_the_hashes_it_has_or_are_refused():
 
     def ask() -> None:
         try:
-            found.append(make().block_hashes(request))
+            found.append(make().cache.hashes(request))
         except RuntimeError as error:
             refused.append(str(error))
 
@@ -380,123 +382,8 @@ def test_threads_that_share_a_request_get_the_hashes_it_has_or_are_refused():
         thread.join()
     assert found and len(found) + len(refused) == 4
     assert all("a request serves one call at a time" in text for text in refused)
-    found.append(make().block_hashes(request))
+    found.append(make().cache.hashes(request))
     assert all(np.array_equal(hashes, want) for hashes in found)
-
-
-def test_a_call_from_within_the_digest_is_refused():
-    manager, other = make(), make()
-    running, new = Request("a", range(4)), Request("b", range(50, 60))
-    manager.step(new=[running])
-    running.append_tokens(range(4, 9))
-    calls = {
-        "manager.step": lambda: manager.step(new=[Request("c", [1])]),
-        "manager.free": lambda: manager.free(running),
-        "manager.get_computed_blocks": lambda: manager.get_computed_blocks(Request("c", [1])),
-        "other.block_hashes": lambda: other.block_hashes(running),
-    }
-    errors = {}
-
-    def sha256(data):
-        for name, call in calls.items():
-            with pytest.raises(RuntimeError, match="has not returned") as caught:
-                call()
-            errors[name] = str(caught.value)
-        return hashlib.sha256(data).digest()
-
-    with digest(sha256):
-        plan = manager.step([0], [4])
-    assert plan.status.tolist() == [Status.SERVED] and errors.keys() == calls.keys()
-    manager.check_invariants()
-
-    def appends(data):
-        with pytest.raises(RuntimeError, match="token_ids came while blocks"):
-            new.append_tokens([1])
-        return hashlib.sha256(data).digest()
-
-    with digest(appends):
-        hashes = manager.block_hashes(new)
-    assert np.array_equal(hashes, hash_blocks(range(50, 60), 4)) and new.num_tokens == 10
-
-
-def interrupted_after(num_digests):
-    left = iter(range(num_digests))
-
-    def sha256(data):
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-        return hashlib.sha256(data).digest()
-
-    return sha256
-
-
-@pytest.mark.parametrize("num_digests", range(7))
-def test_an_interrupt_while_hashing_changes_nothing(num_digests):
-    """A running row, two new requests: seven blocks to hash before anything may change."""
-
-    def busy_manager():
-        manager = make()
-        running, gone = Request("a", range(3)), Request("gone", [99])
-        manager.step(new=[running, gone])
-        manager.free(gone)
-        running.append_tokens(range(3, 12))
-        return manager, running
-
-    def step(manager, new):
-        return manager.step([0], [5], new=new)
-
-    def requests():
-        return [Request("b", range(50, 58)), Request("c", range(70, 79))]
-
-    manager, running = busy_manager()
-    new = requests()
-    before = state(manager), manager.block_ids(running).tolist()
-    with digest(interrupted_after(num_digests)), pytest.raises(KeyboardInterrupt):
-        step(manager, new)
-    assert (state(manager), manager.block_ids(running).tolist()) == before
-    assert manager.row(running) == 0
-    manager.check_invariants()
-    plan, want = step(manager, new), step(busy_manager()[0], requests())
-    assert plan.step_id == want.step_id and plan.rows.tolist() == want.rows.tolist()
-    assert plan.clear_rows.tolist() == want.clear_rows.tolist() == [1, 2]
-    assert plan.append_ids[0].tolist() == want.append_ids[0].tolist()
-
-
-@pytest.mark.parametrize("num_digests", range(3))
-def test_tokens_of_a_step_that_is_interrupted_while_hashing_are_taken_back(num_digests):
-    """The running row fills a block, the new request has two."""
-    manager = make()
-    running = Request("a", range(3))
-    manager.step(new=[running])
-    with digest(interrupted_after(num_digests)), pytest.raises(KeyboardInterrupt):
-        manager.step([0], [1], token_ids=[7], new=[Request("b", range(50, 58))])
-    assert running.num_tokens == 3
-    manager.check_invariants()
-    manager.step([0], [1], token_ids=[7])
-    assert np.array_equal(manager.block_hashes(running), hash_blocks([0, 1, 2, 7], 4))
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda m, a: m.allocate_slots(Request("b", range(9)), 9),
-        lambda m, a: m.append_slots(a, 1),
-        lambda m, a: m.free(a),
-        lambda m, a: m.get_computed_blocks(Request("b", range(9))),
-    ],
-)
-def test_an_interrupt_in_other_calls_changes_nothing(call):
-    manager = make()
-    request = Request("a", range(3))
-    manager.allocate_slots(request, 4)
-    request.append_tokens([3, 4])
-    before = state(manager), manager.block_ids(request).tolist()
-    with digest(interrupted_after(0)), pytest.raises(KeyboardInterrupt):
-        call(manager, request)
-    assert (state(manager), manager.block_ids(request).tolist()) == before
-    manager.check_invariants()
-    call(manager, request)
-    manager.check_invariants()
 
 
 def bad_calls():
@@ -509,27 +396,33 @@ def bad_calls():
     yield lambda m, a: m.step([0], [-2]), "num_tokens is -2"
     yield lambda m, a: m.step([0], [1, 2]), "rows has 1 entries, num_tokens has 2"
     yield lambda m, a: m.step([0], [60]), "would have 70 tokens: expected at most max_model_len"
-    yield lambda m, a: m.step(new=[unknown], new_num_tokens=[0]), "new_num_tokens is 0"
+    yield lambda m, a: m.step(new=[Admit(unknown, num_tokens=0)]), "num_tokens is 0"
     yield lambda m, a: m.step(new=[unknown, unknown]), r"new names request 'zz' twice"
     yield (
-        lambda m, a: m.step(new=[unknown], new_num_tokens=[1, 2]),
-        "new has 1 entries, new_num_t",
+        lambda m, a: m.step(new=[Admit(unknown, num_reserved_blocks=-1)]),
+        "num_reserved_blocks is -1: expected 0",
     )
     yield lambda m, a: m.step(new=[a]), "request 'a' is admitted already"
     yield lambda m, a: m.step(new=[Request("b", range(65))]), "a new request would have 65 tokens"
     yield lambda m, a: m.step([0], [1], num_lookahead_tokens=-1), "num_lookahead_tokens is -1"
-    yield lambda m, a: m.append_slots(unknown, 1), "request 'zz' is not admitted"
-    yield lambda m, a: m.allocate_slots(unknown, 0), "num_tokens is 0"
-    yield lambda m, a: m.allocate_slots(a, 3), "request 'a' is admitted already"
-    yield lambda m, a: m.allocate_slots(unknown, 65), "would have 65 tokens"
-    yield lambda m, a: m.allocate_slots(other, 1, [1]), r"computed_blocks\[0\] is block 1, which"
-    yield lambda m, a: m.allocate_slots(unknown, 1, [99]), r"computed_blocks\[0\] is block 99"
-    yield lambda m, a: m.allocate_slots(unknown, 1, [1, 2]), "computed_blocks has 2 blocks"
+    yield lambda m, a: m.extend(unknown, 1), "request 'zz' is not admitted"
+    yield lambda m, a: m.admit(Admit(unknown, num_tokens=0), ()), "num_tokens is 0"
+    yield lambda m, a: m.admit(Admit(a, num_tokens=3), ()), "request 'a' is admitted already"
+    yield lambda m, a: m.admit(Admit(unknown, num_tokens=65), ()), "would have 65 tokens"
+    yield (
+        lambda m, a: m.admit(Admit(other, num_tokens=1), [1]),
+        r"computed_blocks\[0\] is block 1, which",
+    )
+    yield (
+        lambda m, a: m.admit(Admit(unknown, num_tokens=1), [99]),
+        r"computed_blocks\[0\] is block 99",
+    )
+    yield lambda m, a: m.admit(Admit(unknown, num_tokens=1), [1, 2]), "computed_blocks has 2 blocks"
     yield lambda m, a: m.block_ids(unknown), "request 'zz' is not admitted"
     for huge in (2**31, 2**63 - 1, 2**63, 2**70):
         most = "expected 1 to 2147483647" if huge < 2**63 else "expected at most 2147483647"
         yield (
-            lambda m, a, n=huge: m.allocate_slots(unknown, n),
+            lambda m, a, n=huge: m.admit(Admit(unknown, num_tokens=n), ()),
             f"num_tokens is {huge}: {most}",
         )
         yield (
@@ -537,16 +430,19 @@ def bad_calls():
             f"num_lookahead_tokens is {huge}: expected",
         )
         yield (
-            lambda m, a, n=huge: m.allocate_slots(unknown, 1, num_lookahead_tokens=n),
+            lambda m, a, n=huge: m.admit(Admit(unknown, num_tokens=1, num_lookahead_tokens=n), ()),
             f"num_lookahead_tokens is {huge}: expected",
         )
         yield (
             lambda m, a, n=huge: m.step([0], [n]),
             rf"num_tokens\[0\] is {huge}: expected a 32-bit",
         )
-    yield lambda m, a: m.allocate_slots(unknown, -(2**70)), f"num_tokens is -{2**70}: expected 0 or"
     yield (
-        lambda m, a: m.allocate_slots(unknown, 2**31 - 1),
+        lambda m, a: m.admit(Admit(unknown, num_tokens=-(2**70)), ()),
+        f"num_tokens is -{2**70}: expected 0 or",
+    )
+    yield (
+        lambda m, a: m.admit(Admit(unknown, num_tokens=2**31 - 1), ()),
         "would have 2147483647 tokens: expected",
     )
 
@@ -560,7 +456,7 @@ def test_a_wrong_call_is_named_and_changes_nothing(call, message):
     with pytest.raises(ValueError, match=message):
         call(manager, request)
     assert (state(manager), manager.block_ids(request).tolist()) == before
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 @pytest.mark.parametrize(
@@ -580,12 +476,12 @@ def test_a_wrong_call_is_named_and_changes_nothing(call, message):
 def test_wrong_numbers_of_appended_tokens_are_named(num_tokens, error, message):
     manager = make()
     request = Request("a", range(10))
-    manager.allocate_slots(request, 10)
+    manager.admit(Admit(request, num_tokens=10), ())
     before = state(manager)
     with pytest.raises(error, match=message):
-        manager.append_slots(request, num_tokens)
+        manager.extend(request, num_tokens)
     assert state(manager) == before
-    assert manager.append_slots(request, np.int64(3)).tolist() == [4]
+    assert manager.extend(request, np.int64(3)).tolist() == [4]
 
 
 @pytest.mark.parametrize(
@@ -596,11 +492,11 @@ def test_wrong_numbers_of_appended_tokens_are_named(num_tokens, error, message):
             "num_lookahead_tokens is 0.5: expected an int",
         ),
         (
-            lambda m: m.allocate_slots(Request("b", [1]), 1.5),
+            lambda m: m.admit(Admit(Request("b", [1]), num_tokens=1.5), ()),
             "num_tokens is 1.5: expected an integer",
         ),
         (
-            lambda m: m.allocate_slots(Request("b", [1]), "1"),
+            lambda m: m.admit(Admit(Request("b", [1]), num_tokens="1"), ()),
             "num_tokens is '1': expected an integer",
         ),
         (lambda m: m.step([0], [1.0]), "num_tokens has dtype float64"),
@@ -668,6 +564,7 @@ def test_blocks_that_memory_lacks_are_named(sizes):
     script = f"""
 import resource
 from kvcache import KVCacheManager
+from kvcache.allocator import check_invariants
 small = KVCacheManager(16, 9, 64)
 resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30))
 try:
@@ -675,7 +572,7 @@ try:
 except MemoryError as error:
     print(error)
 small.step()
-small.check_invariants()
+check_invariants(small)
 """
     result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=REPO, timeout=60
@@ -690,7 +587,9 @@ def test_the_largest_sizes_are_served():
     largest = 2**31 - 1
     manager = KVCacheManager(1, 100, largest, num_preallocate_tokens=largest)
     request = Request("a", range(10))
-    assert manager.step(new=[request], num_lookahead_tokens=20).append_splits[0].tolist() == [0, 99]
+    assert manager.step(new=[Admit(request, num_lookahead_tokens=20)]).append_splits[
+        0
+    ].tolist() == [0, 99]
     plan = manager.step([0], [largest - 10], num_lookahead_tokens=largest)
     assert plan.status.tolist() == [Status.NEVER]
     manager = KVCacheManager(largest, 3, largest, num_preallocate_tokens=largest)
@@ -698,7 +597,7 @@ def test_the_largest_sizes_are_served():
     assert manager.step([0], [largest - 10]).status.tolist() == [Status.SERVED]
     with pytest.raises(ValueError, match="a row would have 4294967294 tokens"):
         manager.step([0], [largest])
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 @pytest.mark.parametrize(
@@ -761,7 +660,7 @@ def test_tokens_are_copied_and_checked_at_once():
 def test_tokens_come_in_any_form_before_and_after_hashing(tokens, is_hashed):
     request = Request("a", range(10))
     if is_hashed:
-        make().block_hashes(request)
+        make().cache.hashes(request)
     if not hasattr(tokens, "__next__"):
         request.append_tokens(tokens)
     else:
@@ -785,7 +684,7 @@ def test_tokens_come_in_any_form_before_and_after_hashing(tokens, is_hashed):
 def test_wrong_tokens_are_named_before_and_after_hashing(tokens, error, message, is_hashed):
     request = Request("a", range(10))
     if is_hashed:
-        make().block_hashes(request)
+        make().cache.hashes(request)
     with pytest.raises(error, match=message):
         request.append_tokens(tokens)
     assert request.num_tokens == 10
@@ -841,24 +740,24 @@ def test_a_request_without_tokens_yet():
     """It can be asked about and given slots; what is published waits for the tokens."""
     manager = make()
     request = Request("a", [])
-    assert request.num_tokens == 0 and len(manager.block_hashes(request)) == 0
-    ids, num_tokens = manager.get_computed_blocks(request)
+    assert request.num_tokens == 0 and len(manager.cache.hashes(request)) == 0
+    ids, num_tokens, _ = manager.cache.find_prefix(request)
     assert (len(ids), num_tokens) == (0, 0)
     expected = "the number of tokens of a new request is 0: expected 1 to 2147483647"
     for call in (lambda: manager.step(new=[request]), lambda: manager.would_fit(request)):
         with pytest.raises(ValueError, match=expected):
             call()
-    size = manager.block_size
-    assert len(manager.allocate_slots(request, 2 * size)) >= 2
-    assert manager.stats.hit_rate == 0 and manager.pool.num_cached == 0
+    size = manager.block_sizes[0]
+    assert len(manager.admit(Admit(request, num_tokens=2 * size), ())) >= 2
+    assert manager.cache.stats.hit_rate == 0 and manager.pool.num_cached == 0
     request.append_tokens(range(2 * size + 1))
-    manager.append_slots(request, 1)
+    manager.extend(request, 1)
     assert manager.pool.num_cached == 2
     manager.free(request)
     again = Request("b", [])
     again.append_tokens(range(2 * size + 1))
     assert manager.step(new=[again]).num_computed_tokens.tolist() == [2 * size]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_the_native_step_sets_every_field_of_a_plan():
@@ -894,47 +793,44 @@ def test_a_plan_that_the_native_step_cannot_fill_is_refused(left_out, added, mes
 def test_read_cache_of_a_call():
     """A request that opted out may take hits in one call, and one that did not may be told not to."""
     manager = make(num_preallocate_tokens=0)
-    size = manager.block_size
+    size = manager.block_sizes[0]
     manager.step(new=[Request("a", range(2 * size + 1))])
     hit = 2 * size
     reads, opted_out = (
         Request(name, range(2 * size + 1), read_cache=value)
         for name, value in (("b", True), ("c", False))
     )
-    assert manager.get_computed_blocks(reads)[1] == hit
-    assert manager.get_computed_blocks(reads, read_cache=False)[1] == 0
-    assert manager.get_computed_blocks(opted_out)[1] == 0
-    ids, num_tokens = manager.get_computed_blocks(opted_out, read_cache=True)
+    assert manager.cache.find_prefix(reads).num_tokens == hit
+    assert manager.cache.find_prefix(reads, read_cache=False).num_tokens == 0
+    assert manager.cache.find_prefix(opted_out).num_tokens == 0
+    ids, num_tokens, _ = manager.cache.find_prefix(opted_out, read_cache=True)
     assert num_tokens == hit
-    assert manager.cached_tokens(opted_out).on_device == 0
-    assert manager.cached_tokens(opted_out, read_cache=True).on_device == hit
+    assert manager.cache.cached_tokens(opted_out).on_device == 0
+    assert manager.cache.cached_tokens(opted_out, read_cache=True).on_device == hit
     with pytest.raises(ValueError, match="but the request has read_cache=False: expected none"):
-        manager.allocate_slots(opted_out, 1, ids)
-    manager.allocate_slots(opted_out, 1, ids, read_cache=True)
+        manager.admit(Admit(opted_out, num_tokens=1), ids)
+    manager.admit(Admit(opted_out, num_tokens=1, read_cache=True), ids)
     assert manager.block_ids(opted_out)[:2].tolist() == ids.tolist()
     manager.free(opted_out)
 
-    def computed(read_cache):
-        plan = manager.step(new=[reads, opted_out], read_cache=read_cache)
+    def computed(of_reads, of_opted_out):
+        plan = manager.step(
+            new=[Admit(reads, read_cache=of_reads), Admit(opted_out, read_cache=of_opted_out)]
+        )
         for request in (reads, opted_out):
             manager.free(request)
         return plan.num_computed_tokens.tolist()
 
-    assert computed(None) == [hit, 0]
-    assert computed(True) == [hit, hit]
-    assert computed(False) == [0, 0]
-    assert computed([False, None]) == [0, 0]
-    assert computed([None, True]) == [hit, hit]
-    for wrong, error, message in (
-        ([True], ValueError, "new has 2 entries, read_cache has 1"),
-        ([True, 2], TypeError, r"read_cache\[1\] is 2"),
-        ("yes", TypeError, "read_cache is 'yes'"),
-    ):
-        with pytest.raises(error, match=message):
-            computed(wrong)
+    assert computed(None, None) == [hit, 0]
+    assert computed(True, True) == [hit, hit]
+    assert computed(False, False) == [0, 0]
+    assert computed(False, None) == [0, 0]
+    assert computed(None, np.True_) == [hit, hit]
+    with pytest.raises(TypeError, match=r"new\[1\].read_cache is 2: expected True or False"):
+        computed(True, 2)
     with pytest.raises(TypeError, match="read_cache is 1"):
-        manager.get_computed_blocks(reads, read_cache=1)
-    manager.check_invariants()
+        manager.cache.find_prefix(reads, read_cache=1)
+    check_invariants(manager)
 
 
 def test_other_tokens_after_a_wait_have_hashes_of_their_own():
@@ -948,17 +844,17 @@ def test_other_tokens_after_a_wait_have_hashes_of_their_own():
     plan = manager.step([row], [2], token_ids=[70, 80], num_token_ids=[2])
     assert plan.status.tolist() == [Status.SERVED]
     hashes = hash_blocks([*range(7), 70], 4)
-    assert manager.find_hashes(hashes).device.tolist() == manager.block_ids(request)[:2].tolist()
+    assert manager.cache.find(hashes).device.tolist() == manager.block_ids(request)[:2].tolist()
 
 
 class TestAdvance:
-    """`reject_tokens` and `append_slots` of many requests, by positions."""
+    """`reject_tokens` and `extend` of many requests, by positions."""
 
     def admitted(self, num_blocks=11):
         manager = KVCacheManager(4, num_blocks, 64, num_preallocate_tokens=0)
         requests = [Request(f"r{i}", range(i, i + 6)) for i in range(3)]
         for request in requests:
-            manager.allocate_slots(request, 6)
+            manager.admit(Admit(request, num_tokens=6), ())
         return manager, requests
 
     def test_each_request_gets_what_it_lacks(self):
@@ -993,7 +889,7 @@ class TestAdvance:
         with pytest.raises(ValueError, match=message):
             manager.advance([0, 1], starts, stops)
         assert [manager.num_computed_tokens(request) for request in requests] == [6, 6, 6]
-        manager.check_invariants()
+        check_invariants(manager)
 
     def test_a_request_is_named_once(self):
         manager, requests = self.admitted()

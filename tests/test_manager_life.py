@@ -2,7 +2,17 @@
 
 import pytest
 
-from kvcache import GroupSpec, KVCacheManager, Request, Status, StepReport, hash_blocks
+from kvcache import (
+    Admit,
+    External,
+    GroupSpec,
+    KVCacheManager,
+    Request,
+    Status,
+    StepReport,
+    hash_blocks,
+)
+from kvcache.allocator import check_invariants
 from kvcache.allocator.hashing import DEFAULT_SEED, hash_seed
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
 
@@ -15,7 +25,7 @@ def make(num_blocks=11, block_size=4, **options):
 
 
 def hit_length(manager, tokens):
-    return manager.get_computed_blocks(Request("probe", tokens))[1]
+    return manager.cache.find_prefix(Request("probe", tokens)).num_tokens
 
 
 # Admission ------------------------------------------------------------------------------------------
@@ -38,7 +48,7 @@ def test_one_recompute_serves_all_that_shared_a_failed_block():
     plan = manager.step([1, 2], [1, 1])
     assert plan.num_computed_tokens.tolist() == [20, 20]
     assert plan.clear_rows.tolist() == [1, 2]
-    manager.check_invariants()
+    check_invariants(manager)
     with pytest.raises(ValueError, match=r"^request 'x' is not admitted"):
         manager.take_cached(Request("x", [1]))
 
@@ -56,8 +66,8 @@ def test_a_request_that_fits_in_chunks_is_told_apart():
     manager = KVCacheManager(16, 20, 4096, sliding_window=32, num_preallocate_tokens=0)
     long = Request("a", range(2000))
     assert manager.would_fit(long) == Status.NEVER
-    assert manager.would_fit(long, num_tokens=128) == Status.SERVED
-    assert manager.step(new=[long], new_num_tokens=[128]).status.tolist() == [Status.SERVED]
+    assert manager.would_fit(Admit(long, num_tokens=128)) == Status.SERVED
+    assert manager.step(new=[Admit(long, num_tokens=128)]).status.tolist() == [Status.SERVED]
 
 
 def test_a_hit_inside_a_block_is_given_up_where_the_copy_does_not_fit():
@@ -80,15 +90,20 @@ def test_preallocation_leaves_the_watermark():
 def test_reserved_blocks_are_left_by_new_requests_of_the_step():
     manager = make(num_blocks=6)
     a = Request("a", range(9))
-    assert manager.step(new=[a], num_reserved_blocks=3).status.tolist() == [Status.WAIT]
-    assert manager.step(new=[a], num_reserved_blocks=2).status.tolist() == [Status.SERVED]
-    assert manager.step([0], [8], num_reserved_blocks=5).status.tolist() == [Status.SERVED]
+    assert manager.step(new=[Admit(a, num_reserved_blocks=3)]).status.tolist() == [Status.WAIT]
+    assert manager.step(new=[Admit(a, num_reserved_blocks=2)]).status.tolist() == [Status.SERVED]
+    assert manager.step([0], [8]).status.tolist() == [Status.SERVED]
 
 
 def test_lookahead_may_differ_by_row():
     manager = make(num_blocks=20)
     manager.step(new=[Request("a", [1]), Request("b", [2])])
-    plan = manager.step([0, 1], [1, 1], new=[Request("c", [3])], num_lookahead_tokens=[0, 7, 3])
+    plan = manager.step(
+        [0, 1],
+        [1, 1],
+        new=[Admit(Request("c", [3]), num_lookahead_tokens=3)],
+        num_lookahead_tokens=[0, 7],
+    )
     assert plan.append_rows.tolist() == [1, 2]
     assert plan.append_splits[0].tolist() == [0, 2, 3]
 
@@ -145,9 +160,8 @@ def test_token_ids_of_a_row_that_waits_are_not_taken():
         ({"num_rejected_tokens": [4]}, "num_rejected_tokens of row 0 is 4: expected at most 0"),
         ({"num_rejected_tokens": [-1]}, "num_rejected_tokens is -1: expected 0"),
         ({"num_rejected_tokens": []}, "rows has 1 entries, num_rejected_tokens has 0"),
-        ({"num_lookahead_tokens": [1, 2]}, "num_lookahead_tokens has 2 entries, rows and new"),
+        ({"num_lookahead_tokens": [1, 2]}, "rows has 1 entries, num_lookahead_tokens has 2"),
         ({"num_lookahead_tokens": [-1]}, "num_lookahead_tokens is -1"),
-        ({"num_reserved_blocks": -1}, "num_reserved_blocks is -1"),
     ],
 )
 def test_wrong_arrays_of_a_step_are_named_and_change_nothing(arguments, message):
@@ -157,7 +171,7 @@ def test_wrong_arrays_of_a_step_are_named_and_change_nothing(arguments, message)
     with pytest.raises(ValueError, match=message):
         manager.step([0], [1], **arguments)
     assert manager.num_computed_tokens(request) == 8 and request.num_tokens == 8
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 # Reports --------------------------------------------------------------------------------------------
@@ -168,13 +182,13 @@ def test_fenced_blocks_come_back_with_the_report_on_the_step_that_read_them():
     a, b = Request("a", range(10)), Request("b", range(50, 60))
     first = manager.step(new=[a])
     manager.free(a)
-    assert (manager.pool.num_free, manager.num_fenced_blocks) == (0, 3)
+    assert (manager.pool.num_free, manager.pool.num_fenced) == (0, 3)
     second = manager.step(new=[b])
     assert second.status.tolist() == [Status.WAIT]
     assert manager.report(StepReport(first.step_id, completed=True)) == {}
-    assert (manager.pool.num_free, manager.num_fenced_blocks) == (3, 0)
+    assert (manager.pool.num_free, manager.pool.num_fenced) == (3, 0)
     assert manager.step(new=[b]).status.tolist() == [Status.SERVED]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_fenced_blocks_may_be_hit():
@@ -184,9 +198,9 @@ def test_fenced_blocks_may_be_hit():
     manager.free(a)
     plan = manager.step(new=[Request("b", range(10))])
     assert plan.num_computed_tokens.tolist() == [8]
-    assert manager.reset_prefix_cache() is False
+    assert manager.cache.reset() is False
     manager.report(StepReport(1, completed=True))
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_without_steps_in_flight_nothing_is_fenced():
@@ -216,7 +230,7 @@ def test_each_of_several_aborted_steps_may_be_reported():
     """A worker reports every step; the first report on a failed one withdraws all later ones."""
     manager = make()
     a = Request("a", range(20))
-    manager.step(new=[a], new_num_tokens=[8])
+    manager.step(new=[Admit(a, num_tokens=8)])
     first, second = manager.step([0], [4]), manager.step([0], [4])
     assert manager.report(StepReport(first.step_id, completed=False)) == {"a": 8}
     third = manager.step([0], [4])
@@ -233,13 +247,13 @@ def test_a_report_is_taken_in_whole_or_not_at_all():
     for completed in (True, False):
         with pytest.raises(ValueError, match="11: expected 1 to 10"):
             manager.report(StepReport(plan.step_id, completed, failed_pages=[1, 11]))
-        assert manager.num_fenced_blocks == 3 and manager.pool.num_cached == 2
+        assert manager.pool.num_fenced == 3 and manager.pool.num_cached == 2
 
 
 def test_a_report_knows_who_let_go_of_a_failed_page_in_its_own_step():
     groups = [GroupSpec("full_attention", 4), GroupSpec("recurrent", 4)]
     manager = KVCacheManager.for_groups(groups, 50, 64, num_preallocate_tokens=0, fence_frees=True)
-    manager.step(new=[Request("a", range(13))], new_num_tokens=[3])
+    manager.step(new=[Admit(Request("a", range(13)), num_tokens=3)])
     manager.report(StepReport(0, completed=True))
     state = int(manager.step([0], [5]).copy[0, 0])  # the step moves the state out of this page
     assert manager.report(StepReport(1, True, [state])) == {"a": 0}
@@ -259,7 +273,7 @@ def test_aborts_leave_no_journal_behind():
     with pytest.raises(ValueError, match=r"step_id is 0: .* too long ago"):
         manager.abort(0)
     manager.step()
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 @pytest.mark.parametrize(
@@ -279,19 +293,19 @@ def test_what_is_no_report_and_no_request_is_named(call, message):
     with pytest.raises(ValueError, match="failed_pages holds block 20: expected 1 to 10"):
         manager.report(StepReport(0, True, [20]))
     with pytest.raises(ValueError, match="seconds is inf"):
-        manager.set_now(float("inf"))
+        manager.cache.set_now(float("inf"))
 
 
 def test_an_aborted_step_leaves_nothing_cached_and_its_rows_go_back():
     manager = make()
     a, b = Request("a", range(20)), Request("b", range(20))
-    manager.step(new=[a], new_num_tokens=[6])
+    manager.step(new=[Admit(a, num_tokens=6)])
     aborted = manager.step([0], [10])
     later = manager.step([0], [1], new=[b])  # it hit what the aborted step computed
     assert later.num_computed_tokens.tolist() == [16, 16]
     assert manager.abort(aborted.step_id) == {"a": 6, "b": 4}
     assert hit_length(manager, range(20)) == 4
-    manager.check_invariants()
+    check_invariants(manager)
     plan = manager.step([0, 1], [2, 2])
     assert plan.num_computed_tokens.tolist() == [6, 4]
     assert plan.clear_rows.tolist() == [0, 1]  # their whole tables are sent again
@@ -335,7 +349,7 @@ def test_failed_blocks_and_what_was_computed_from_them_leave_the_cache():
     assert manager.invalidate([bad]) == {"a": 8, "b": 8}  # c holds two blocks before it
     assert hit_length(manager, range(17)) == 8
     assert hit_length(manager, range(50, 60)) == 8
-    manager.check_invariants()
+    check_invariants(manager)
     plan = manager.step([manager.row(a)], [9])
     assert plan.num_computed_tokens.tolist() == [8]
     assert bad not in manager.block_ids(a).tolist()[:2]
@@ -348,7 +362,7 @@ def test_descendants_leave_even_where_a_block_between_was_evicted():
     manager.step(new=[request])
     ids = manager.block_ids(request)
     manager.free(request)
-    manager.evict([ids[2]])
+    manager.cache.evict([ids[2]])
     manager.invalidate([ids[1]])
     manager.step(new=[Request("b", range(12))])  # computes blocks 1 and 2 again
     assert hit_length(manager, range(17)) == 12  # block 3 was computed from the bad one
@@ -371,7 +385,7 @@ def test_who_has_dropped_a_failed_page_a_moment_ago_is_told():
     options = {"enable_caching": False, "num_preallocate_tokens": 0}
     manager = KVCacheManager(4, 30, 64, 4, **options)
     a = Request("a", range(40))
-    manager.step(new=[a], new_num_tokens=[8])
+    manager.step(new=[Admit(a, num_tokens=8)])
     failed = int(manager.block_ids(a)[0])
     manager.step([0], [8])
     assert 0 in manager.block_ids(a).tolist()
@@ -382,7 +396,7 @@ def test_a_row_does_not_go_on_inside_a_block_that_it_has_dropped():
     groups = [GroupSpec("full_attention", 4), GroupSpec("chunked_local", 4, {"chunk_size": 10})]
     manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0)
     a = Request("a", range(40), write_cache=False, read_cache=False)
-    manager.step(new=[a], new_num_tokens=[10])
+    manager.step(new=[Admit(a, num_tokens=10)])
     aborted = manager.step([0], [10])
     manager.step([0], [10])
     # Nothing before token 10 is read by the chunk, but tokens 10 and 11 go into its block.
@@ -411,7 +425,7 @@ def test_an_abort_touches_nobody_whom_the_step_did_not_serve():
     assert manager.num_computed_tokens(a) == 22
     direct = Request("c", range(50, 70))
     plan = manager.step([0], [1])
-    manager.allocate_slots(direct, 20)
+    manager.admit(Admit(direct, num_tokens=20), ())
     assert manager.abort(plan.step_id) == {"a": 22}
     assert hit_length(manager, range(50, 70)) == 16
 
@@ -439,7 +453,7 @@ def test_prompts_of_another_beginning_stay_cached(sizes):
     assert manager.invalidate([bad]) == {"0": 8}
     assert hit_length(manager, prompts[0]) == (8 if sizes == (4, 4) else 0)
     assert hit_length(manager, prompts[1]) == 16
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_failed_block_takes_along_the_small_ones_that_were_computed_from_it():
@@ -447,13 +461,13 @@ def test_a_failed_block_takes_along_the_small_ones_that_were_computed_from_it():
     groups = [GroupSpec("full_attention", 4), GroupSpec("full_attention", 8)]
     manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0)
     request = Request("a", range(17))
-    hashes = manager.block_hashes(request)
+    hashes = manager.cache.hashes(request)
     manager.step(new=[request])
-    assert manager.find_hashes(hashes).device.min() > 0
+    assert manager.cache.find(hashes).device.min() > 0
     bad = int(manager.block_ids(request, 1)[1])
     manager.free(request)
     assert manager.invalidate([bad]) == {}
-    assert manager.find_hashes(hashes).device.tolist()[2:] == [-1, -1]
+    assert manager.cache.find(hashes).device.tolist()[2:] == [-1, -1]
 
 
 def test_a_failed_page_of_one_group_is_withdrawn_from_all():
@@ -471,14 +485,14 @@ def test_a_row_whose_window_is_gone_restarts_from_what_the_cache_has():
     groups = [GroupSpec("full_attention", 4), WINDOW]
     manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0)
     request = Request("a", range(30))
-    manager.step(new=[request], new_num_tokens=[12])
+    manager.step(new=[Admit(request, num_tokens=12)])
     for _ in range(3):
         manager.step([0], [4])
     bad = int(manager.block_ids(request, 0)[2])
     # Token 8 would read from 3 on, and the window's first blocks have left the row: but they are
     # still cached.
     assert manager.invalidate([bad]) == {"a": 8}
-    manager.check_invariants()
+    check_invariants(manager)
     assert manager.step([0], [4]).num_computed_tokens.tolist() == [8]
 
 
@@ -496,7 +510,7 @@ def test_a_state_goes_back_to_the_last_one_stored():
     groups = [GroupSpec("full_attention", 4), GroupSpec("recurrent", 4)]
     manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0)
     request = Request("a", range(30))
-    manager.step(new=[request], new_num_tokens=[8])
+    manager.step(new=[Admit(request, num_tokens=8)])
     manager.step([0], [4])
     aborted = manager.step([0], [3])
     assert manager.abort(aborted.step_id) == {"a": 12}
@@ -512,7 +526,7 @@ def hybrid(**options):
 
 def cached_blocks(manager, request):
     """Of the first group."""
-    found = manager.find_hashes(manager.block_hashes(request)).device
+    found = manager.cache.find(manager.cache.hashes(request)).device
     return [block for block, page in enumerate(found.tolist()) if page > 0]
 
 
@@ -520,7 +534,7 @@ def test_a_failed_state_takes_along_all_that_ran_with_it():
     """The step computed blocks 2 to 4 from the state in its page, whose own block is the last."""
     manager = hybrid()
     request = Request("a", range(24))
-    plan = manager.step(new=[request], new_num_tokens=[12], num_external_computed_tokens=[8])
+    plan = manager.step(new=[Admit(request, num_tokens=12, external=External(8))])
     page = int(manager.block_ids(request, 1)[4])
     assert cached_blocks(manager, request) == [0, 1, 2, 3, 4]
     assert manager.report(StepReport(plan.step_id, True, [page])) == {"a": 0}
@@ -531,7 +545,7 @@ def test_a_failed_state_takes_along_all_that_ran_with_it():
 def test_a_state_that_fails_after_its_row_let_go_of_it_takes_the_same_along(leaves):
     manager = hybrid()
     request = Request("a", range(24))
-    manager.step(new=[request], new_num_tokens=[8])
+    manager.step(new=[Admit(request, num_tokens=8)])
     manager.report(StepReport(0, completed=True))
     plan = manager.step([0], [12])
     page = int(manager.block_ids(request, 1)[4])
@@ -547,11 +561,11 @@ def test_a_state_that_fails_after_its_row_let_go_of_it_takes_the_same_along(leav
 def test_a_hit_state_that_fails_before_it_is_read_sends_its_row_back():
     manager = hybrid(num_host_blocks=30)
     request = Request("a", range(24))
-    manager.step(new=[request], new_num_tokens=[8])
+    manager.step(new=[Admit(request, num_tokens=8)])
     manager.report(StepReport(0, completed=True))
     manager.free(request)
     other = Request("b", range(24))
-    plan = manager.step(new=[other], new_num_tokens=[4])
+    plan = manager.step(new=[Admit(other, num_tokens=4)])
     assert manager.abort(plan.step_id) == {"b": 8}
     page = int(manager.block_ids(other, 1)[1])
     plan = manager.step(swap_out=[0])
@@ -577,7 +591,7 @@ def test_a_failed_page_of_an_encoder_restarts_the_request():
     encoder = manager.block_ids(request, 1)
     assert manager.invalidate(encoder[:1]) == {"a": 0}
     assert manager.block_ids(request, 1).tolist() == encoder.tolist()
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_new_epoch_hides_all_that_was_cached_and_running_requests_leave_nothing_behind():
@@ -585,14 +599,14 @@ def test_a_new_epoch_hides_all_that_was_cached_and_running_requests_leave_nothin
     old, running = Request("a", range(9)), Request("b", range(50, 59))
     manager.step(new=[old, running])
     manager.free(old)
-    manager.start_epoch()
+    manager.cache.start_epoch()
     assert manager.pool.num_cached == 0 and hit_length(manager, range(9)) == 0
     manager.step([1], [4], token_ids=[59, 60, 61, 62], num_token_ids=[4])
     manager.free(running)
     assert manager.pool.num_cached == 0
     manager.step(new=[old])
     assert manager.pool.num_cached == 2
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_rows_that_are_used_again_after_an_epoch_are_cached():
@@ -601,7 +615,7 @@ def test_rows_that_are_used_again_after_an_epoch_are_cached():
     a = Request("a", range(9))
     manager.step(new=[a])
     manager.free(a)
-    manager.start_epoch()
+    manager.cache.start_epoch()
     manager.step(new=[a])
     assert manager.pool.num_cached == 2
 
@@ -611,14 +625,14 @@ def test_blocks_that_all_running_requests_share_are_counted():
     first = Request("a", range(14))
     manager.step(new=[first])
     manager.step(new=[Request("b", range(14)), Request("c", [*range(6), *range(50, 60)])])
-    assert manager.get_num_common_prefix_blocks(first, 3) == 1
-    assert manager.get_num_common_prefix_blocks(first, 2) == 0
+    assert manager.cache.num_common_prefix_blocks(first, 3) == 1
+    assert manager.cache.num_common_prefix_blocks(first, 2) == 0
     with pytest.raises(ValueError, match="num_running_requests is 0"):
-        manager.get_num_common_prefix_blocks(first, 0)
+        manager.cache.num_common_prefix_blocks(first, 0)
     with pytest.raises(ValueError, match="group is 1: expected 0 to 0"):
-        manager.get_num_common_prefix_blocks(first, 1, group=1)
+        manager.cache.num_common_prefix_blocks(first, 1, group=1)
     with pytest.raises(ValueError, match="request 'x' is not admitted"):
-        manager.get_num_common_prefix_blocks(Request("x", [1]), 1)
+        manager.cache.num_common_prefix_blocks(Request("x", [1]), 1)
 
 
 # Statistics and events ------------------------------------------------------------------------------
@@ -630,7 +644,7 @@ def test_statistics_count_in_total_recently_and_by_group():
         request = Request(name, range(9))
         manager.step(new=[request])
         manager.free(request)
-    stats = manager.stats
+    stats = manager.cache.stats
     assert (stats.num_requests, stats.query_tokens, stats.hit_tokens) == (3, 27, 16)
     assert (stats.recent.num_requests, stats.recent.hit_rate) == (2, 16 / 18)
     group = stats.groups[0]
@@ -638,20 +652,20 @@ def test_statistics_count_in_total_recently_and_by_group():
     assert group.hit_rate == 4 / 6
     assert (group.recent_hit_blocks, group.recent_query_blocks) == (4, 4)
     assert stats.lifetime is None
-    manager.clear_stats()
-    assert manager.stats.num_requests == manager.stats.recent.num_requests == 0
+    manager.cache.clear_stats()
+    assert manager.cache.stats.num_requests == manager.cache.stats.recent.num_requests == 0
 
 
 def test_residency_is_timed_by_the_clock_that_is_set():
     manager = make(num_blocks=4, track_residency=True)
     a = Request("a", range(8))
-    manager.set_now(100.0)
+    manager.cache.set_now(100.0)
     manager.step(new=[a])
-    manager.set_now(101.5)
+    manager.cache.set_now(101.5)
     manager.free(a)
-    manager.set_now(104.0)
+    manager.cache.set_now(104.0)
     manager.step(new=[Request("b", range(50, 62))])
-    stats = manager.stats
+    stats = manager.cache.stats
     assert (stats.lifetime.count, stats.lifetime.mean_s, stats.lifetime.max_s) == (2, 4.0, 4.0)
     assert (stats.idle.count, stats.idle.mean_s) == (2, 2.5)
     assert stats.lifetime.buckets[12] == 2  # 2048 to 4095 ms
@@ -664,7 +678,7 @@ def test_residency_is_timed_by_the_system_where_no_clock_is_set():
     manager.step(new=[a])
     manager.free(a)
     manager.step(new=[Request("b", range(50, 58))])
-    assert manager.stats.idle.count == 2 and 0 <= manager.stats.idle.max_s < 60
+    assert manager.cache.stats.idle.count == 2 and 0 <= manager.cache.stats.idle.max_s < 60
 
 
 def test_events_tell_what_is_cached_in_order():
@@ -673,33 +687,33 @@ def test_events_tell_what_is_cached_in_order():
     manager.step(new=[a])
     manager.free(a)
     manager.step(new=[Request("b", range(50, 58))])
-    stored, removed, more = manager.drain_events()
+    stored, removed, more = manager.cache.drain_events()
     hashes = hash_blocks(range(9), 4)
     assert isinstance(stored, BlockStored) and (stored.block_hashes == hashes).all()
     assert stored.parent_hash == hash_seed(DEFAULT_SEED, "seed")
     assert stored.token_ids.tolist() == list(range(8)) and stored.block_size == 4
     assert isinstance(removed, BlockRemoved) and (removed.block_hashes == hashes[1:]).all()
     assert isinstance(more, BlockStored) and more.token_ids.tolist() == list(range(50, 58))
-    assert manager.drain_events() == []
+    assert manager.cache.drain_events() == []
 
 
 def test_events_of_a_second_copy_are_not_told_and_a_reset_is():
     manager = make(num_blocks=30, enable_events=True)
     a, b = Request("a", range(9)), Request("b", range(9))
     manager.step(new=[a, b])
-    assert len(manager.drain_events()) == 1
-    manager.evict(manager.block_ids(a)[:2])
-    assert manager.drain_events() == []  # the second copy is still found
+    assert len(manager.cache.drain_events()) == 1
+    manager.cache.evict(manager.block_ids(a)[:2])
+    assert manager.cache.drain_events() == []  # the second copy is still found
     manager.free(a)
     manager.free(b)
-    manager.reset_prefix_cache()
-    assert manager.drain_events() == [AllBlocksCleared()]
+    manager.cache.reset()
+    assert manager.cache.drain_events() == [AllBlocksCleared()]
 
 
 def test_without_events_none_are_kept():
     manager = make()
     manager.step(new=[Request("a", range(9))])
-    assert manager.drain_events() == []
+    assert manager.cache.drain_events() == []
 
 
 @pytest.mark.parametrize("by_step", [True, False])
@@ -712,29 +726,29 @@ def test_a_row_that_starts_anew_reads_the_cache_as_it_was_admitted(own, of_call,
     manager.step(new=[Request("first", range(12))])
     request = Request("r", range(12), read_cache=own)
     if by_step:
-        plan = manager.step(new=[request], read_cache=of_call)
+        plan = manager.step(new=[Admit(request, read_cache=of_call)])
         assert plan.num_computed_tokens.tolist() == [want]
     else:
-        ids, num_hit = manager.get_computed_blocks(request, read_cache=of_call)
+        ids, num_hit, _ = manager.cache.find_prefix(request, read_cache=of_call)
         assert num_hit == want
-        manager.allocate_slots(request, 12 - num_hit, ids, read_cache=of_call)
+        manager.admit(Admit(request, num_tokens=12 - num_hit, read_cache=of_call), ids)
     # Not by their hashes, under which others would be found too.
-    manager.evict(manager.block_ids(request)[want // 4 :])
+    manager.cache.evict(manager.block_ids(request)[want // 4 :])
     affected = manager.invalidate(manager.block_ids(request)[want // 4 :])
     assert affected == {"r": want}
-    assert manager.get_computed_blocks(Request("x", range(12)))[1] == 8
+    assert manager.cache.find_prefix(Request("x", range(12))).num_tokens == 8
     assert manager.take_cached(request) == want
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_fork_that_starts_anew_reads_the_cache_as_its_own_request_says():
     manager = KVCacheManager(4, 30, 100, num_preallocate_tokens=0)
     manager.step(new=[Request("first", range(12))])
     parent = Request("p", range(12))
-    manager.step(new=[parent], read_cache=False)
+    manager.step(new=[Admit(parent, read_cache=False)])
     for child in (Request("reads", range(12)), Request("not", range(12), read_cache=False)):
         manager.fork(parent, child)
     own = manager.block_ids(parent)
-    manager.evict(own)
+    manager.cache.evict(own)
     assert manager.invalidate(own) == {"p": 0, "reads": 8, "not": 0}
-    manager.check_invariants()
+    check_invariants(manager)

@@ -33,14 +33,14 @@ def copy(ops, source, destination, pairs, pages_per_run=0, table=TABLE):
     ops.copy_blocks(source, destination, table, pairs, PAGES, PAGES, 0, pages_per_run)
 
 
-def test_a_kernel_reads_by_the_devices_address(ops):
+def test_kernel_reads_at_the_device_address(ops):
     host, seen, device = sides()
     ops.map_host(host.data_ptr(), len(host), seen.data_ptr())
     copy(ops, host, device, ids([3, 0], [7, 1]))
     assert device.view(PAGES, BYTES)[:2, 0].tolist() == [13, 17]
 
 
-def test_a_kernel_writes_by_the_devices_address(ops):
+def test_kernel_writes_at_the_device_address(ops):
     host, seen, device = sides()
     ops.map_host(host.data_ptr(), len(host), seen.data_ptr())
     device.fill_(99)
@@ -50,7 +50,7 @@ def test_a_kernel_writes_by_the_devices_address(ops):
 
 
 @pytest.mark.parametrize("into_host", [False, True])
-def test_each_pinned_piece_has_an_address_of_its_own(ops, into_host):
+def test_each_pinned_piece_has_its_own_address(ops, into_host):
     host, seen, device = sides()
     half = len(host) // 2  # the device has the two pieces the other way round
     ops.map_host(host.data_ptr(), half, seen.data_ptr() + half)
@@ -67,7 +67,7 @@ def test_each_pinned_piece_has_an_address_of_its_own(ops, into_host):
     assert (host == 1).all()
 
 
-def test_what_cannot_be_addressed_at_once_is_named(ops):
+def test_pieces_with_different_addresses_are_rejected(ops):
     host, seen, device = sides()
     half = len(host) // 2
     ops.map_host(host.data_ptr(), half, seen.data_ptr() + half)
@@ -79,7 +79,7 @@ def test_what_cannot_be_addressed_at_once_is_named(ops):
 
 
 @pytest.mark.parametrize("side", ["src", "dst"])
-def test_a_region_that_is_not_pinned_is_named(ops, side):
+def test_unpinned_region_is_reported(ops, side):
     """Its memory's first byte is pinned, and known by the host's own address."""
     host, _, device = sides()
     half = len(host) // 2

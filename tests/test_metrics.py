@@ -68,7 +68,7 @@ def test_a_manager_at_work_is_followed_on_both_tiers():
     for _ in range(300):
         user.work()
     metrics.observe(user.manager)
-    found, stats = scrape(metrics), user.manager.stats
+    found, stats = scrape(metrics), user.manager.cache.stats
     for group, counts in enumerate(stats.groups):
         kind = user.manager.groups[group].kind
         for name in ("query", "hit", "stored", "evicted"):
@@ -91,7 +91,7 @@ def test_a_manager_at_work_is_followed_on_both_tiers():
 def test_counters_never_fall():
     metrics, manager = CacheMetrics(), served()
     metrics.observe(manager)
-    manager.clear_stats()
+    manager.cache.clear_stats()
     metrics.observe(manager)
     assert scrape(metrics)["kvcache_query_tokens_total",] == 28
     manager.step(new=[Request("c", range(9))])
@@ -109,7 +109,7 @@ def test_counters_never_fall_over_random_work():
     for _ in range(400):
         user.work()
         if rng.random() < 0.05:
-            user.manager.clear_stats()
+            user.manager.cache.clear_stats()
         if rng.random() < 0.02:
             user = CacheUser(rng)
         if rng.random() < 0.5:
@@ -126,12 +126,12 @@ def test_residency_is_two_histograms():
     manager = KVCacheManager(4, 6, 64, num_preallocate_tokens=0, track_residency=True)
     metrics = CacheMetrics()
     for seconds, first in ((1, 0), (3, 100), (9, 200)):
-        manager.set_now(seconds)
+        manager.cache.set_now(seconds)
         request = Request(str(first), range(first, first + 17))
         manager.step(new=[request])
         manager.free(request)
     metrics.observe(manager)
-    found, lifetime = scrape(metrics), manager.stats.lifetime
+    found, lifetime = scrape(metrics), manager.cache.stats.lifetime
     name = "kvcache_evicted_block_lifetime_seconds"
     assert found[f"{name}_count",] == lifetime.count == 8
     assert found[f"{name}_sum",] == lifetime.total_s == 4 * 2 + 4 * 6
@@ -139,7 +139,7 @@ def test_residency_is_two_histograms():
     assert (bounds[1.024], bounds[2.048], bounds[4.096], bounds[8.192]) == (0, 4, 4, 8)
     assert [*bounds.values()] == sorted(bounds.values()) and bounds[float("inf")] == 8
     assert found["kvcache_evicted_block_idle_seconds_count",] == 8
-    manager.clear_stats()
+    manager.cache.clear_stats()
     metrics.observe(manager)
     assert scrape(metrics)[f"{name}_count",] == 8
 
@@ -193,7 +193,7 @@ def test_what_is_not_installed_is_named_with_its_extra(module, blocked, needed, 
 def test_a_store_is_counted_where_there_is_one():
     from dataclasses import fields
 
-    from kvcache.store import StoreStats
+    from kvcache.sources.store import StoreStats
 
     manager, metrics, stats = served(), CacheMetrics(), StoreStats()
     for i, field in enumerate(fields(stats)):

@@ -1,6 +1,7 @@
-"""Transports over a wire that loses, delays, reorders, repeats, flips and cuts: right bytes or an error.
+"""Transports over a network that drops, delays, reorders, repeats, corrupts and cuts packets.
 
-The wire is a thread of this process between two network namespaces (`tests/wire.py`).
+Transfers give correct bytes or an error. The network is a thread of this process between two network
+namespaces (`tests/wire.py`).
 """
 
 from __future__ import annotations
@@ -39,18 +40,16 @@ FAULTS = {
 
 
 class Two:
-    """A side in each namespace; the first one reads from the other one, and writes to it."""
+    """One side per namespace. The first side reads from the second and writes to it."""
 
-    def __init__(self, wire, name, digest=""):
+    def __init__(self, wire, name, digest=False):
         self.wire = wire
         self.sides = []
         for end, agent in enumerate(("reader", "server")):
             environment = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": wire.devices[end]}
             options = {"host": wire.addresses[end], "timeout_s": TIMEOUT_S, "seed": 1 + end}
-            options |= {"digest": digest} if digest else {}
-            self.sides.append(
-                Peer(name, agent, within=wire.within(end), environment=environment, **options)
-            )
+            options |= {"namespace": wire.namespaces[end], "environment": environment}
+            self.sides.append(Peer(name, agent, digest=digest, **options))
 
     def __enter__(self):
         return self
@@ -60,7 +59,10 @@ class Two:
             each.__exit__()
 
     def attempt(self, kind):
-        """Whether the bytes came. They are right then; else there is an error, and either is in time."""
+        """Return whether the bytes arrived.
+
+        They must be correct; otherwise there is an error. Both must be in time.
+        """
         reader, server = self.sides
         said = reader.ask(
             "attempt", kind=kind, metadata=server.metadata.decode(), address=server.address,
@@ -78,7 +80,7 @@ class Two:
 
 
 def come(two, kind, within_s=30.0):
-    """Until bytes have come once."""
+    """Wait until bytes have arrived once."""
     deadline = time.monotonic() + within_s
     while not two.attempt(kind):
         assert time.monotonic() < deadline, f"no {kind} succeeds any more"
@@ -86,7 +88,7 @@ def come(two, kind, within_s=30.0):
 
 @pytest.mark.parametrize("faults", FAULTS)
 @pytest.mark.parametrize("name", NAMES)
-def test_bytes_are_right_or_an_error_whatever_the_wire_does(name, faults):
+def test_faulty_network_gives_correct_bytes_or_an_error(name, faults):
     with Wire() as wire, Two(wire, name) as two:
         come(two, "read")
         before = wire.num_packets
@@ -102,7 +104,7 @@ def test_bytes_are_right_or_an_error_whatever_the_wire_does(name, faults):
 
 @pytest.mark.parametrize("kind", ["read", "write"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_partition_is_an_error_in_time_and_ends(name, kind):
+def test_partition_raises_in_time(name, kind):
     with Wire() as wire, Two(wire, name) as two:
         come(two, kind)
         wire.faults = Faults(is_cut=True)
@@ -112,7 +114,7 @@ def test_a_partition_is_an_error_in_time_and_ends(name, kind):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_partition_in_the_midst_of_bytes_is_no_wrong_byte(name):
+def test_partition_during_transfer_gives_no_wrong_bytes(name):
     with Wire() as wire, Two(wire, name) as two:
         come(two, "read")
         for seconds in (0.01, 0.05, 0.2):

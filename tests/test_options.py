@@ -24,6 +24,7 @@ OTHERS = {
     "watermark": 0.25,
     "fence_frees": True,
     "engine_copies_states": True,
+    "in_step_hits": "wait",
     "enable_events": True,
     "announce_reused": True,
     "track_residency": True,
@@ -46,6 +47,7 @@ ELSEWHERE = {
     "hash_algorithm",
     "hash_bytes",
     "page_bytes",
+    "in_step_hits",
     "eviction_options",
     "host_eviction_options",
 }
@@ -180,7 +182,7 @@ def test_numbers_of_numpy_are_taken():
     native = native_of(options)
     assert native.watermark_blocks == 20 and native.num_preallocate_tokens == 8
     assert native.eviction.options == {"small_share": 0.25}
-    KVCacheManager(16, 9, 64).set_now(np.float32(3))
+    KVCacheManager(16, 9, 64).cache.set_now(np.float32(3))
 
 
 def test_options_are_a_value():

@@ -3,6 +3,8 @@
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -10,8 +12,7 @@ import numpy as np
 import pytest
 
 from kvcache import (
-    BlockSpaceManager,
-    BlockTable,
+    Admit,
     KVCacheManager,
     KVStorage,
     Request,
@@ -19,6 +20,8 @@ from kvcache import (
     Worker,
     hash_blocks,
 )
+from kvcache.allocator import check_invariants
+from kvcache.compat import BlockSpaceManager, BlockTable
 from tests.interrupts.instants import Alarm
 
 
@@ -103,7 +106,7 @@ def test_reports_twice_of_unknown_steps_and_after_aborts():
     assert manager.pool.num_free == free
     assert manager.abort(2) == {"a": 11, "b": 0}
     assert manager.abort(2) == {}  # again
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 # --- pickles --------------------------------------------------------------------------------------
@@ -129,7 +132,7 @@ def test_a_request_pickles_as_a_copy_whose_tokens_are_its_own():
     assert manager.row(again) == manager.row(request)
     with pytest.raises(ValueError, match=r"request 'a' is admitted already"):
         manager.step(new=[again])
-    assert manager.get_computed_blocks(again)[1] == 8
+    assert manager.cache.find_prefix(again).num_tokens == 8
 
 
 @pytest.mark.parametrize(
@@ -177,15 +180,40 @@ def test_a_forked_process_has_a_manager_of_its_own():
     def work():
         manager.free(request)
         manager.step(new=[Request("b", range(20))])
-        manager.check_invariants()
+        check_invariants(manager)
         return manager.pool.num_free
 
     assert in_child(work) == "35"
     assert manager.pool.num_free == 37 and manager.block_ids(request).tolist() == [1, 2, 3]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_copies_pages_without_the_threads_of_its_parent():
+    script = """
+import os, torch
+from kvcache.worker import KVStorage, Pages
+torch.set_num_threads(2)
+pages, pairs = Pages.allocate(20, [[1 << 20]]), [(i, 10 + i) for i in range(1, 10)]
+storage, rows = KVStorage(512, 16, 8, 128, dtype="float32"), torch.ones(4096, 8, 128)
+slots = torch.arange(16, 16 + 4096)
+def work():
+    pages.copy(pairs)
+    storage.write(0, rows, rows, slots)
+work()
+child = os.fork()
+if not child:  # numpy, as torch's own operations would hang
+    of_pages, of_storage = pages.layer(0).numpy(), storage.key_cache(0).numpy()
+    of_pages[1] = 7
+    of_storage.fill(0)
+    work()
+    right = (of_pages[11] == 7).all() and (of_storage[1:257] == 1).all()
+    os._exit(0 if right else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
 def test_a_forked_process_has_no_worker():
     worker, (_, plans) = make_worker(), three_plans()
     worker.apply(plans[0])
@@ -216,8 +244,8 @@ def in_thread(work) -> str:
     lambda m, r: m.step(),
     lambda m, r: m.free(r),
     lambda m, r: m.report(StepReport(0, True)),
-    lambda m, r: m.allocate_slots(Request("b", range(5)), 5),
-    lambda m, r: m.drain_events(),
+    lambda m, r: m.admit(Admit(Request("b", range(5)), num_tokens=5), ()),
+    lambda m, r: m.cache.drain_events(),
 ])  # fmt: skip
 def test_a_manager_belongs_to_the_thread_that_used_it_first(call):
     manager, request = make(), Request("a", range(10))
@@ -225,7 +253,7 @@ def test_a_manager_belongs_to_the_thread_that_used_it_first(call):
     answer = in_thread(lambda: call(manager, request))
     assert answer.startswith("RuntimeError: called from thread ") and "belongs to" in answer
     assert manager.pool.num_free == 37
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 # --- long work ------------------------------------------------------------------------------------
@@ -244,21 +272,89 @@ def long_prompt_manager() -> KVCacheManager:
     return KVCacheManager(16, 2_500_001, 2**26, num_preallocate_tokens=0)
 
 
-@pytest.mark.parametrize("work", ["hash_blocks", "step", "get_computed_blocks"])
+@pytest.mark.parametrize("work", ["hash_blocks", "step", "find_prefix"])
 def test_hashing_millions_of_tokens_is_interrupted_and_changes_nothing(work, prompt):
     manager = long_prompt_manager()
     request = Request("a", prompt)
     call = {
         "hash_blocks": lambda: hash_blocks(prompt, 16),
         "step": lambda: manager.step(new=[request]),
-        "get_computed_blocks": lambda: manager.get_computed_blocks(request),
+        "find_prefix": lambda: manager.cache.find_prefix(request),
     }[work]
     with Alarm() as alarm:
         assert alarm.interrupts(0.02, call)
     assert manager.pool.num_free == manager.pool.num_total and manager.last_step_id == -1
-    manager.check_invariants()
+    check_invariants(manager)
     manager.step(new=[request])
     assert len(manager.block_ids(request)) == len(prompt) // 16
+
+
+@pytest.mark.parametrize("work", ["step", "extend"])
+def test_an_interrupt_while_a_running_row_is_hashed_changes_nothing(work, prompt):
+    manager, request = long_prompt_manager(), Request("a", range(3))
+    if work == "step":
+        manager.step(new=[request])
+        new = Request("b", prompt)
+        call = lambda: manager.step([0], [1], token_ids=[7], new=[new])  # noqa: E731
+    else:
+        manager.admit(Admit(request, num_tokens=3), ())
+        request.append_tokens(prompt)
+        call = lambda: manager.extend(request, 13)  # noqa: E731  fills its first block
+    before = request.num_tokens, manager.pool.num_free, manager.last_step_id
+    with Alarm() as alarm:
+        assert alarm.interrupts(0.02, call)
+    assert (request.num_tokens, manager.pool.num_free, manager.last_step_id) == before
+    assert manager.num_computed_tokens(request) == 3
+    check_invariants(manager)
+    call()
+    assert manager.num_computed_tokens(request) == (4 if work == "step" else 16)
+
+
+def test_calls_of_a_signal_handler_while_a_prompt_is_hashed_are_refused(prompt):
+    manager, other, request = long_prompt_manager(), long_prompt_manager(), Request("a", prompt)
+    errors = []
+
+    def handler(*_):
+        for call in (
+            lambda: manager.step(new=[Request("b", [1])]),
+            lambda: other.cache.hashes(request),
+            lambda: request.append_tokens([1]),
+        ):
+            with pytest.raises(RuntimeError) as caught:
+                call()
+            errors.append(str(caught.value))
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        manager.step(new=[request])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    of_manager, of_other, of_request = errors
+    assert "from a signal handler" in of_manager and "being hashed by a call" in of_other
+    assert "token_ids came while" in of_request and request.num_tokens == len(prompt)
+    check_invariants(manager)
+
+
+def test_a_signal_handler_cannot_change_the_arrays_of_a_step(prompt):
+    manager = long_prompt_manager()
+    manager.step(new=[Request("a", range(3))])
+    rows, counts = np.array([0], np.int32), np.array([1], np.int32)
+    new = Request("b", prompt)
+
+    def handler(*_):
+        rows[0], counts[0] = 5, 100
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        plan = manager.step(rows, counts, new=[new])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert (rows[0], counts[0]) == (5, 100)  # it ran
+    assert plan.rows.tolist() == [0, 1]
+    assert plan.num_tokens.tolist()[0] == 1
+    check_invariants(manager)
 
 
 def test_other_threads_run_while_a_prompt_is_hashed(prompt):
@@ -273,7 +369,7 @@ def test_other_threads_run_while_a_prompt_is_hashed(prompt):
     thread = threading.Thread(target=count)
     thread.start()
     before = counts[0]
-    hashing.block_hashes(request)
+    hashing.cache.hashes(request)
     during = counts[0] - before
     stop.set()
     thread.join()
@@ -285,5 +381,5 @@ def test_an_interrupt_by_another_thread_ends_hashing(prompt):
     timer = threading.Timer(0.02, signal.raise_signal, [signal.SIGINT])
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        manager.block_hashes(request)
+        manager.cache.hashes(request)
     timer.join()

@@ -1,4 +1,4 @@
-"""Where bytes lie: every layout of attention backends, as pages and as what kernels see."""
+"""Page layouts: every layout of attention backends, as pages and as kernel views."""
 
 import itertools
 import re
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvcache import KVStorage, LayerSpec, Pages, plan_cache
 from kvcache.transfer.description import CacheDescription
-from kvcache.worker.swap.page_copy import PageCopy, pairs_tensor
+from kvcache.worker.pages.page_copy import PageCopy, pairs_tensor
 
 PACKED = {"backend": "BLOCK_MAJOR", "cross_layers": True}
 MLA = {"backend": "MLA", "num_kv_heads": 1}
@@ -43,12 +43,12 @@ def storage(form, layout, num_blocks=7, num_layers=3, dtype=torch.float16, **mor
 
 
 def fill(kv, generator=None):
-    """Random K, V and scales in all blocks."""
+    """Fill all blocks with random K, V and scales."""
     kv.pages.memory.random_(0, 256, generator=generator or torch.Generator().manual_seed(0))
 
 
 def content(kv):
-    """All that the views show, per layer."""
+    """Return the content of all views, per layer."""
     shown = []
     for layer in range(kv.num_layers):
         views = [kv.key_cache(layer), kv.value_cache(layer)]
@@ -82,7 +82,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("form", SHAPES)
-def test_kernels_get_the_shapes_of_their_backends(form, layout):
+def test_views_have_the_backend_shapes(form, layout):
     kv = storage(form, layout)
     fill(kv)
     cache = kv.kv_caches[1]
@@ -99,7 +99,7 @@ def test_kernels_get_the_shapes_of_their_backends(form, layout):
 
 
 @pytest.mark.parametrize(("form", "layout"), EACH_FORM)
-def test_pages_go_to_the_host_and_come_back_as_they_were(form, layout):
+def test_pages_round_trip_through_the_host(form, layout):
     kv = storage(form, layout)
     fill(kv)
     before = content(kv)
@@ -148,7 +148,7 @@ FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("dtype", FP8)
 @pytest.mark.parametrize(("form", "layout"), EACH_FORM)
-def test_fp8_storage_is_written_by_its_scales(form, layout, dtype, per_head):
+def test_fp8_storage_applies_scales(form, layout, dtype, per_head):
     kv = storage(form, layout, dtype=dtype)
     heads = kv.num_kv_heads if per_head else 1
     scales = [torch.rand(3, heads) + 0.1 for _ in range(2)]
@@ -182,7 +182,7 @@ def test_an_engines_scattered_layers_are_gathered_too():
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 1), (3, 3), (1, 3)])
-def test_scales_of_another_shape_are_named(shape):
+def test_scales_with_wrong_shape_are_rejected(shape):
     kv = storage("apart", "NHD", dtype=torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"v_scale is torch.float32\[.*\]: expected .*\[3, 1\] or"):
         kv.set_scales(torch.ones(3, 1), torch.ones(shape))
@@ -195,6 +195,14 @@ def test_scales_are_above_0_and_finite(value):
     with pytest.raises(ValueError, match=r"v_scale is .*: expected finite numbers above 0"):
         kv.set_scales(torch.ones(3, 1), torch.tensor([[1.0], [value], [1.0]]))
     assert kv.k_scale is None
+
+
+def test_scales_are_copied():
+    kv = storage("apart", "NHD", dtype=torch.float8_e4m3fn)
+    scale = torch.ones(3, 1)
+    kv.set_scales(scale, scale)
+    scale.fill_(float("nan"))
+    assert torch.equal(kv.k_scale, torch.ones(3, 1)) and torch.equal(kv.v_scale, torch.ones(3, 1))
 
 
 def test_only_fp8_storage_has_scales():
@@ -226,7 +234,7 @@ def test_a_page_of_a_packed_storage_is_one_fragment():
 
 
 def engine_tensors(backend, layout, num_layers=3, num_blocks=6, dtype=torch.float16):
-    """As backends register them: logical [.., block, head, element], order of memory by stride."""
+    """Tensors as backends register them: logical [.., block, head, element], memory order by stride."""
     size, heads, width = 4, 2, 8
     inner = [size, heads, width] if layout == "NHD" else [heads, size, width]
 
@@ -255,7 +263,7 @@ BACKENDS = ["flash_attention", "flashinfer", "cross-layer", "pair", "mla"]
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_engines_tensors_are_taken_as_they_are(backend, layout):
+def test_engine_tensors_are_used_without_copy(backend, layout):
     caches = engine_tensors(backend, layout)
     kv = KVStorage.from_tensors(caches)
     assert (kv.num_blocks, kv.block_size, kv.num_layers) == (6, 4, 3)
@@ -293,7 +301,7 @@ def test_states_of_any_dtype_are_pages_too():
 
 @st.composite
 def strided(draw):
-    """A tensor over part of a larger one, its dimensions in any order in memory."""
+    """A tensor over part of a larger one, with its dimensions in any memory order."""
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     wider = [n + draw(st.integers(0, 1)) for n in shape]
     order = draw(st.permutations(range(len(shape))))
@@ -427,18 +435,18 @@ def two(shape, *others):
         ),
     ],
 )
-def test_what_does_not_fit_is_named(call, message):
+def test_invalid_sizes_are_reported(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_a_backend_that_is_none_is_named():
+def test_unknown_backend_is_reported():
     with pytest.raises(TypeError, match="backend is 7: expected a name, an AttentionBackend or"):
         storage("apart", "NHD", backend=7)
 
 
 @pytest.mark.parametrize("v_head_size", [None, 2])
-def test_an_engines_own_tensors_with_k_and_v_side_by_side(v_head_size):
+def test_engine_tensors_with_adjacent_k_and_v(v_head_size):
     caches = [torch.randn(3, 4, 2, 8) for _ in range(2)]
     kv = KVStorage.from_tensors(caches, backend="FLASH_ATTN_DIFFKV", v_head_size=v_head_size)
     split = 4 if v_head_size is None else 6
@@ -447,7 +455,7 @@ def test_an_engines_own_tensors_with_k_and_v_side_by_side(v_head_size):
     assert torch.equal(kv.value_cache(1), caches[1][..., split:])
 
 
-def test_pairs_that_are_none_are_named():
+def test_invalid_pairs_are_reported():
     for given_pairs, message in (
         (np.array([1, 2]), r"pairs has shape \[2\]: expected \[n, 2\]"),
         (np.array([[1, 2**40]]), r"pairs\[0\] has page 1099511627776: expected int32"),
@@ -463,7 +471,7 @@ def test_pairs_that_are_none_are_named():
 
 
 def separate(num_layers=4):
-    """Tensors of their own allocations, some of which lie below the first."""
+    """Tensors in separate allocations, some of which lie below the first one."""
     made = [torch.randn(50, 3, 7) for _ in range(num_layers)]
     return sorted(made, key=lambda t: t.data_ptr(), reverse=True)
 
@@ -506,14 +514,14 @@ def test_layers_that_share_memory_are_refused(make):
     assert Pages.over([torch.randn(6, 8), torch.randn(6, 8)]).num_layers == 2
 
 
-def test_strides_that_overlap_only_seemingly_are_taken():
+def test_strides_without_actual_overlap_are_accepted():
     with pytest.raises(ValueError, match="elements that share memory"):
         Pages.over([torch.zeros(100).as_strided((1, 3, 8), (1, 4, 1))])
     pages = Pages.over([torch.arange(100.0).as_strided((3, 3, 8), (28, 10, 1))])
     assert pages.num_bytes == 3 * 3 * 8 * 4
 
 
-def test_one_memory_under_two_names_is_one_memory():
+def test_aliased_memory_is_one_region():
     memory = torch.arange(12.0).view(6, 2)
     one, two = Pages.over([memory]), Pages.over([memory])
     with pytest.raises(RuntimeError, match="reads page 2, which pairs"):
@@ -538,7 +546,7 @@ def test_pages_of_another_dtype_shape_or_order_are_refused(other):
         PageCopy(mine, others).copy(np.array([[1, 2]]))
 
 
-def test_single_layers_are_copied_by_a_route_made_for_it():
+def test_single_layer_copies_require_by_layer():
     kv = storage("block-major", "NHD")
     fill(kv)
     host = kv.pages.on_host(3)
@@ -595,7 +603,7 @@ def test_a_plan_gives_a_storage_per_group_over_the_same_pages(layout, more):
             assert not pages.layer(layer)[page + 1].any()
 
 
-def test_what_a_kernel_sees_of_each_kind_of_layer():
+def test_kernel_views_of_each_layer_kind():
     plan = hybrid_plan()
     found = {g.layers[0]: kv for g, kv in zip(plan.groups, KVStorage.for_plan(plan))}
     n, mla, state = plan.num_pages, found["mla"], found["state"]
@@ -614,7 +622,7 @@ def test_what_a_kernel_sees_of_each_kind_of_layer():
     assert torch.equal(fp8.value_cache(0).view(torch.uint8), before[1])
 
 
-def test_plans_that_no_storage_can_follow_are_refused():
+def test_unsupported_plans_are_rejected():
     with pytest.raises(TypeError, match="plan is a list: expected a CachePlan"):
         KVStorage.for_plan([])
     odd = [LayerSpec("s", "recurrent", 1, state_bytes=5)]
@@ -625,13 +633,17 @@ def test_plans_that_no_storage_can_follow_are_refused():
         LayerSpec("b", "full_attention", 16, 1, 16),
     ]
     plan = plan_cache(layers, 2**20, max_model_len=64)
+    with pytest.raises(
+        ValueError, match=r"page_bytes is 1099511627776: expected 1 layers of plan.layer"
+    ):
+        KVStorage.for_plan(replace(plan, page_bytes=2**40))
     plan = replace(plan, groups=(replace(plan.groups[0], layers=("a", "b")),))
     with pytest.raises(ValueError, match="layer 'b' has num_kv_heads 1, layer 'a' of its group 2"):
         KVStorage.for_plan(plan)
 
 
-def test_sizes_and_dtypes_of_mla_mean_what_they_mean_in_specs_and_storage():
-    """A latent of 512 and its rotary part of 64: apart, or as one vector."""
+def test_mla_sizes_agree_between_specs_and_storage():
+    """A latent of 512 elements and a rotary part of 64, separate or as one vector."""
     order = ("block", "token", "element")
     descriptions = [
         CacheDescription(
@@ -678,7 +690,7 @@ def test_sizes_and_dtypes_of_mla_mean_what_they_mean_in_specs_and_storage():
 @pytest.mark.parametrize(
     "dtype", [torch.complex64, torch.int64, torch.int32, torch.bool, "complex64"]
 )
-def test_a_dtype_that_no_cache_has_is_named(dtype):
+def test_unsupported_cache_dtype_is_reported(dtype):
     name = str(dtype).removeprefix("torch.")
     slots, pages = torch.zeros(1, dtype=torch.int64), Pages.allocate(4, [[4096]])
     for make in (
@@ -691,7 +703,7 @@ def test_a_dtype_that_no_cache_has_is_named(dtype):
             make()
 
 
-def test_tokens_and_slots_that_are_no_tensors_are_named():
+def test_tokens_and_slots_must_be_tensors():
     kv, slots = KVStorage(4, 16, 1, 8, dtype=torch.float32), torch.tensor([17])
     key = torch.ones(1, 1, 8)
     kv.pages.memory.zero_()
@@ -722,7 +734,7 @@ def test_tokens_and_slots_that_are_no_tensors_are_named():
 
 
 def separate_layers(num_layers=3, num_blocks=6, block_dim=1):
-    """K and V of each layer, as tensors of an engine's own; each block differs from all others."""
+    """K and V of each layer as tensors of an engine; all blocks differ."""
     shape = (2, num_blocks, 4, 3) if block_dim else (num_blocks, 2, 4, 3)
     return [
         torch.arange(float(np.prod(shape))).view(shape) + 10_000 * layer
@@ -745,7 +757,7 @@ def test_copy_on_write_pairs_are_copied_over_all_layers(block_dim):
     pairs=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12),
     as_tensor=st.booleans(),
 )
-def test_pairs_are_copied_one_after_the_other(pairs, as_tensor):
+def test_pairs_are_copied_in_order(pairs, as_tensor):
     layers = separate_layers()
     want = [layer.clone() for layer in layers]
     for source, destination in pairs:
@@ -768,14 +780,14 @@ def test_pairs_are_copied_one_after_the_other(pairs, as_tensor):
         (None, ValueError, r"^pairs has shape \[\]"),
     ],
 )
-def test_wrong_pairs_are_named_and_nothing_is_copied(pairs, error, message):
+def test_invalid_pairs_copy_nothing(pairs, error, message):
     layers = separate_layers()
     with pytest.raises(error, match=message):
         Pages.over(layers, 1).copy(pairs)
     assert all(torch.equal(a, b) for a, b in zip(layers, separate_layers(), strict=True))
 
 
-def test_copies_of_an_engines_tensors_keep_nothing_alive():
+def test_copies_of_engine_tensors_hold_no_references():
     import weakref
 
     layers = separate_layers()

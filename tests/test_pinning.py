@@ -1,4 +1,4 @@
-"""Host memory: how much of it, where it begins, how it is pinned, and what is said where it cannot be."""
+"""Host memory: size, start, pinning, and error messages."""
 
 import contextlib
 import ctypes
@@ -17,7 +17,7 @@ import torch
 from kvcache import Pages, SwapEngine
 from kvcache.native import load
 from kvcache.worker.pages import pinning
-from kvcache.worker.swap.page_copy import PageCopy
+from kvcache.worker.pages.page_copy import PageCopy
 
 
 def test_a_host_tier_larger_than_memory_is_refused():
@@ -69,7 +69,7 @@ def test_chunks_end_where_pages_do_and_their_sum_is_reported(monkeypatch):
 
 
 def is_resident(address, num_bytes):
-    """Of each page of the system."""
+    """Return which pages of the system are resident."""
     pages = (ctypes.c_ubyte * -(-num_bytes // mmap.PAGESIZE))()
     done = ctypes.CDLL(None, use_errno=True).mincore(
         ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), pages
@@ -106,7 +106,7 @@ def test_memory_is_touched_by_several_threads_before_it_is_registered(monkeypatc
     assert all(resident for _, resident in registered) and not memory.any()
 
 
-def test_an_error_of_the_callers_progress_is_the_callers(monkeypatch):
+def test_errors_of_the_progress_callback_propagate(monkeypatch):
     monkeypatch.setattr(pinning, "_register", lambda *_: None)
     monkeypatch.setattr(pinning, "_unpin", lambda *_: None)
 
@@ -117,7 +117,7 @@ def test_an_error_of_the_callers_progress_is_the_callers(monkeypatch):
         Pages.allocate(2, [[64]]).on_host(4, pin_memory=True, progress=progress)
 
 
-def test_a_containers_limit_counts(monkeypatch, tmp_path):
+def test_container_memory_limit_is_respected(monkeypatch, tmp_path):
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(pinning, "_CONTAINER_LIMIT", limit)
     limit.write_text("1000\n")
@@ -138,15 +138,15 @@ def test_host_pages_are_on_the_host_whatever_the_default_device(another_default_
     assert Pages.allocate(2, [[64]]).on_host(4).memory.device.type == "cpu"
 
 
-def test_asking_for_pinned_memory_without_cuda_warns():
+def test_pinning_without_cuda_warns():
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     with pytest.warns(RuntimeWarning, match="could not be pinned"):
         Pages.allocate(2, [[64]]).on_host(4, pin_memory=True)
 
 
-def test_the_storage_begins_with_the_first_pinned_byte(monkeypatch):
-    """torch asks about a storage's first byte whether a tensor is pinned."""
+def test_storage_starts_at_the_first_pinned_byte(monkeypatch):
+    """torch checks the first byte of a storage to determine whether a tensor is pinned."""
     registered = []
     monkeypatch.setattr(pinning, "_register", lambda *chunk: registered.append(chunk[:2]))
     monkeypatch.setattr(pinning, "_unpin", lambda *_: None)
@@ -172,7 +172,7 @@ def test_host_memory_asks_for_huge_pages_and_outlives_its_mapping_object(monkeyp
     assert memory.unique().tolist() == [7]
 
 
-def test_memory_that_the_system_does_not_map_is_a_memory_error(monkeypatch):
+def test_failed_mapping_raises_memory_error(monkeypatch):
     def refuse(*args, **options):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
@@ -188,7 +188,7 @@ def test_memory_that_the_system_does_not_map_is_a_memory_error(monkeypatch):
         (resource.RLIM_INFINITY, "Locked memory is not limited here: free memory of the host, or"),
     ],
 )
-def test_a_registration_that_fails_says_what_to_do(monkeypatch, limit, advice):
+def test_failed_registration_suggests_a_remedy(monkeypatch, limit, advice):
     monkeypatch.setattr(resource, "getrlimit", lambda what: (limit, limit))
     registering_gives(monkeypatch, 2)
     with pytest.warns(RuntimeWarning, match="could not be pinned") as warned:
@@ -199,14 +199,14 @@ def test_a_registration_that_fails_says_what_to_do(monkeypatch, limit, advice):
     assert (per_chunk, keep) == (0, None)
 
 
-def test_an_error_that_is_not_for_want_of_memory_has_no_advice_about_it(monkeypatch):
+def test_other_errors_contain_no_memory_advice(monkeypatch):
     registering_gives(monkeypatch, 1)
     with pytest.warns(RuntimeWarning, match="could not be pinned") as warned:
         pinning.allocate_host(4, 64, torch.device("cuda", 0))
     assert str(warned[0].message).endswith("of 256 bytes: invalid argument (1)")
 
 
-def test_memory_that_is_not_unpinned_is_told(monkeypatch, caplog):
+def test_failed_unpinning_is_reported(monkeypatch, caplog):
     registering_gives(monkeypatch, 0)
     memory, _, keep = pinning.allocate_host(4, 64, torch.device("cuda", 0))
     monkeypatch.setattr(torch.ops.kvcache, "_host_unregister", lambda *_: 1, raising=False)
@@ -217,7 +217,7 @@ def test_memory_that_is_not_unpinned_is_told(monkeypatch, caplog):
 
 
 def registering_gives(monkeypatch, error):
-    """In the place of CUDA: what it answers to every registration."""
+    """Replaces CUDA's response to every registration."""
 
     class Cudart:
         cudaError = int
@@ -232,7 +232,7 @@ def registering_gives(monkeypatch, error):
 
 
 def is_mapped_in_a_fork(memory):
-    """Whether a forked child has a page of the memory in its address space."""
+    """Return whether a forked child has a page of the memory in its address space."""
     address = memory.data_ptr() + memory.numel() // 2
     child = os.fork()
     if child == 0:
@@ -259,7 +259,7 @@ def test_a_fork_copies_no_pinned_memory(monkeypatch, can_be_pinned):
 
 
 @pytest.mark.gpu
-def test_pinned_memory_is_seen_as_pinned_at_every_piece(monkeypatch):
+def test_every_piece_is_recognized_as_pinned(monkeypatch):
     monkeypatch.setattr(pinning, "_CHUNK_BYTES", 1 << 20)
     pages = Pages.allocate(4, [[5000, 3000]] * 2, device="cuda")
     host = pages.on_host(1000)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvcache import GroupSpec, KVCacheManager, Request, StepPlan, StepReport
+from kvcache.allocator import check_invariants
 from kvcache.step import NO_IDS, NO_PAIRS, NO_REPLACE
 
 ANSWERS = ("rows", "status", "num_computed_tokens", "num_tokens", "num_running", "num_leaving")
@@ -145,7 +146,7 @@ def test_fields_may_be_set():
 
 def state_after(manager: KVCacheManager) -> list:
     """What the manager does from here on: the ids that it hands out, and in which order."""
-    manager.check_invariants()
+    check_invariants(manager)
     answers = [manager.pool.num_free, manager.pool.num_cached]
     plan = manager.step(new=[Request("next", range(500, 570))])
     return [*answers, values_of(plan), manager.pool.num_evicted]
@@ -190,7 +191,7 @@ def test_of_requests_freed_in_one_call_each_counts_once_and_unknown_ones_not():
     assert (manager.pool.num_free, manager.row(b)) == (39 - 2, 1)
     manager.free(a, b)
     assert manager.pool.num_free == 39
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_where_one_is_no_request_none_is_freed():

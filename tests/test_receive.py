@@ -1,4 +1,4 @@
-"""Received blocks made local ones: all that the three functions promise, and the general one."""
+"""Conversion of received blocks: the guarantees of the three functions, and the general function."""
 
 import subprocess
 import sys
@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache.transfer import (
+from kvcache.compat import (
     kv_postprocess_blksize_and_layout_on_receive,
     kv_postprocess_blksize_on_receive,
     kv_postprocess_layout_on_receive,
-    permute_received_blocks,
 )
+from kvcache.transfer import permute_received_blocks
 from tests.shared import REPO
 
 NB, BS, H, D = 11, 12, 3, 5
@@ -29,7 +29,7 @@ def cache_of(layout, device="cpu", seed=0, dtype=torch.bfloat16, shape=(NB, BS, 
 
 
 def memory_of(cache, layout, ids):
-    """The blocks' bytes as they lie, as one row of elements per block."""
+    """Return the bytes of the blocks in memory order, as one row of elements per block."""
     blocks = cache[ids]
     return (blocks if layout == "NHD" else blocks.transpose(1, 2)).reshape(len(ids), -1)
 
@@ -55,7 +55,7 @@ each_function = pytest.mark.parametrize(
 @each_device
 @each_function
 @pytest.mark.parametrize("ratio", [1, 2, 3, 4, 6, 12])
-def test_listed_blocks_become_local_ones_and_others_keep_every_byte(
+def test_listed_blocks_are_converted_and_others_unchanged(
     function, layout, takes_ratio, ratio, device
 ):
     ratio = ratio if takes_ratio else 1
@@ -69,7 +69,7 @@ def test_listed_blocks_become_local_ones_and_others_keep_every_byte(
 @each_device
 @each_function
 def test_shapes_may_name_heads_before_tokens(function, layout, takes_ratio, device):
-    """As engines pass it whose tensors are [block, head, token, element], however they are stored."""
+    """As passed by engines with [block, head, token, element] tensors, regardless of storage."""
     ids, ratio = [7, 0, 10, 3], 3 if takes_ratio else 1
     for layers in (
         [cache_of(layout, device)],
@@ -83,7 +83,7 @@ def test_shapes_may_name_heads_before_tokens(function, layout, takes_ratio, devi
 
 @pytest.mark.parametrize("shape", [(NB, BS, 1, D), (NB, 1, H, D)])
 def test_the_order_of_dimensions_is_never_guessed(shape):
-    """With one head or one token the strides do not tell which dimension is which."""
+    """With one head or one token, the strides do not identify the dimensions."""
     bs = shape[1]
     for layout in ("NHD", "HND"):
         cache = cache_of(layout, shape=shape)
@@ -172,7 +172,7 @@ def test_no_indices_change_nothing(function, layout, takes_ratio, empty):
 @pytest.mark.parametrize("k", [2, 3])
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize(("function", "layout"), [(f, at) for f, at, ratio in FUNCTIONS if ratio])
-def test_remote_blocks_that_are_larger_come_apart_into_ours(function, layout, k, flat, device):
+def test_larger_remote_blocks_are_split(function, layout, k, flat, device):
     remote = torch.randn(2, H, k * BS, D)  # HND
     ids = [[8, 1, 4][:k], [0, 9, 2][:k]]
     cache = cache_of(layout, device, dtype=torch.float32)
@@ -202,7 +202,7 @@ def test_a_remote_side_that_is_nhd(local, remote_size, device):
     assert torch.equal(cache.cpu(), want)
 
 
-def test_the_general_function_stands_behind_the_three():
+def test_three_functions_equal_the_general_function():
     for (function, layout, takes_ratio), size in zip(FUNCTIONS, (4, None, 4), strict=True):
         one, other = cache_of(layout), cache_of(layout)
         function(one, [3, 1], *[BS // 4] * takes_ratio)
@@ -257,7 +257,9 @@ def test_storage_of_the_other_layout(function, layout, takes_ratio, device):
     ],
 )
 @pytest.mark.parametrize("on_device", [False, True])
-def test_wrong_indices(function, layout, takes_ratio, ids, message, on_device, device):
+def test_invalid_indices_are_rejected(
+    function, layout, takes_ratio, ids, message, on_device, device
+):
     cache = cache_of(layout, device)
     if on_device and not isinstance(ids, torch.Tensor):
         ids, message = torch.tensor(ids, device=device), message.replace("float64", ".*float32")
@@ -270,18 +272,18 @@ def test_wrong_indices(function, layout, takes_ratio, ids, message, on_device, d
     [
         (5, "block_size_ratio 5 does not divide the block size 12"),
         (24, "block_size_ratio 24 does not divide the block size 12"),
-        (0, "block_size_ratio is 0: expected how many remote blocks"),
-        (0.5, "block_size_ratio is 0.5: expected how many remote blocks"),
+        (0, "block_size_ratio is 0: expected the number of remote blocks"),
+        (0.5, "block_size_ratio is 0.5: expected the number of remote blocks"),
         (True, "block_size_ratio is True"),
         (-2, r"indices has shape \[3\]: expected \[n, 2\] or n \* 2"),
     ],
 )
-def test_a_wrong_ratio(function, layout, ratio, message):
+def test_invalid_ratio_is_rejected(function, layout, ratio, message):
     cache = cache_of(layout)
     refused(message, lambda: function(cache, [1, 2, 3], ratio), cache)
 
 
-def test_wrong_arguments_of_the_general_function():
+def test_invalid_arguments_of_the_general_function():
     cache = cache_of("HND")
     for message, given in {
         "remote_block_size is 5: expected a divisor or a multiple of the block size 12": {
@@ -327,7 +329,7 @@ def test_a_cache_of_a_wrong_form():
     refused("empty sequence", lambda: kv_postprocess_layout_on_receive([], [1]))
 
 
-def test_an_error_that_is_about_no_argument_stays_what_it_is(monkeypatch):
+def test_unrelated_errors_propagate_unchanged(monkeypatch):
     from kvcache.transfer import receive
 
     def fails(*args):
@@ -343,7 +345,7 @@ def test_an_error_that_is_about_no_argument_stays_what_it_is(monkeypatch):
 # Growth of the process's largest resident size, in MiB, around one call over 64 MiB of payload.
 PEAK = """
 import pathlib, torch
-from kvcache.transfer import *
+from kvcache.compat import *
 torch.set_num_threads(2)
 shape = (1024, 8, 32, 128)
 cache = torch.ones(shape, dtype=torch.bfloat16).transpose(1, 2)
@@ -366,7 +368,7 @@ print(ours - start, peak() - ours)
 """
 
 
-def test_no_temporary_of_the_payload():
+def test_no_temporary_copy_of_the_payload():
     done = subprocess.run([sys.executable, "-c", PEAK], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     ours, plain = map(float, done.stdout.split())
@@ -376,7 +378,7 @@ def test_no_temporary_of_the_payload():
     assert plain > 60
 
 
-def test_layers_that_overlap_by_blocks_are_refused_and_packed_ones_are_not():
+def test_overlapping_layers_are_rejected_and_packed_layers_accepted():
     memory = torch.arange(10 * 4 * 2 * 2.0).view(10, 4, 2, 2)
     refused("layer 0 and layer 1 share memory", lambda: permute_received_blocks(
         [memory[0:8], memory[1:9]], [1, 2]), memory)  # fmt: skip
@@ -400,13 +402,13 @@ def test_another_default_device_changes_nothing():
     assert torch.equal(cache.view(torch.uint8), other.view(torch.uint8))
 
 
-def test_what_is_no_tensor_is_named():
+def test_non_tensors_are_rejected():
     with pytest.raises(TypeError, match="layer 0 is a str: expected a tensor"):
         permute_received_blocks({"layers.0": torch.zeros(2, 4, 2, 2)}, [1])
 
 
 @pytest.mark.parametrize("size", [97, 2**40, 2**62])
-def test_a_remote_block_that_is_larger_than_the_cache_is_refused_by_name(size):
+def test_remote_block_larger_than_cache_is_rejected(size):
     cache = torch.zeros(6, 16, 2, 8)
     with pytest.raises(ValueError, match=rf"remote_block_size is {size}: expected at most 96"):
         permute_received_blocks(cache, [1, 2], remote_block_size=size)

@@ -1,5 +1,4 @@
-"""Replay: what the readers accept, that content keys mean prefixes, exact hits, and that
-verification catches what it is there for."""
+"""Replay: trace readers, content keys, exact hits, and the errors that verification catches."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcache.allocator import check_invariants
 from kvcache.replay import (
     ChatShape,
     Mismatch,
@@ -94,7 +94,7 @@ def test_a_malformed_line_is_named(tmp_path, line, says):
     assert isinstance(error.value, ValueError)
 
 
-def test_bytes_that_are_no_text_are_named(tmp_path):
+def test_invalid_utf8_is_reported(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_bytes(b"\xff\xfe{}\n")
     with pytest.raises(TraceError, match="line 1: not JSON"):
@@ -105,7 +105,7 @@ def test_bytes_that_are_no_text_are_named(tmp_path):
 
 
 def assert_keys_stand_for_prefixes(requests) -> None:
-    """Over all tokens of all requests: one key per prefix, one prefix per key."""
+    """Check that keys identify prefixes, over all tokens of all requests."""
     prefix_of, key_of = {}, {}
     for request in requests:
         for i, key in enumerate(request.content.tolist()):
@@ -114,7 +114,7 @@ def assert_keys_stand_for_prefixes(requests) -> None:
             assert key_of.setdefault(prefix, key) == key
 
 
-def test_trace_keys_stand_for_prefixes(tmp_path):
+def test_trace_keys_identify_prefixes(tmp_path):
     # 1, 128001 and 256001 begin with the same token, as do 5 and 128005.
     prompts = [([0, 1], 514), ([0, 128_001], 520), ([0, 256_001], 513), ([0], 512), ([0, 1], 1024)]
     prompts += [([128_005, 3], 600), ([128_005], 70), ([5], 70), ([0, 128_002, 6], 1026)]
@@ -122,7 +122,7 @@ def test_trace_keys_stand_for_prefixes(tmp_path):
     assert_keys_stand_for_prefixes(read_mooncake(write_trace(tmp_path, *lines)))
 
 
-def test_chat_keys_stand_for_prefixes():
+def test_chat_keys_identify_prefixes():
     shape = ChatShape(
         num_conversations=3, num_system_prompts=2, system_tokens=(5, 9), user_tokens=(1, 6),
         answer_tokens=(1, 9), turns=(1, 5),
@@ -131,7 +131,7 @@ def test_chat_keys_stand_for_prefixes():
 
 
 @given(st.lists(st.integers(0, VOCABULARY - 1), max_size=30), st.integers(0, 30))
-def test_keys_by_segments_are_the_keys_at_once(tokens, cut):
+def test_segmented_keys_equal_keys_computed_at_once(tokens, cut):
     tokens = np.array(tokens, np.int32)
     head = prefix_keys(tokens[:cut])
     tail = prefix_keys(tokens[cut:], int(head[-1]) if len(head) else 0)
@@ -152,7 +152,7 @@ def as_tuples(requests):
     return [(r.arrival_ms, r.token_ids.tolist(), r.output_length) for r in requests]
 
 
-def test_a_seed_is_a_workload():
+def test_equal_seeds_give_equal_workloads():
     assert as_tuples(chat_workload(40, seed=3)) == as_tuples(chat_workload(40, seed=3))
     assert as_tuples(chat_workload(20, seed=3)) == as_tuples(chat_workload(40, seed=3))[:20]
     assert as_tuples(chat_workload(40, seed=3)) != as_tuples(chat_workload(40, seed=4))
@@ -173,7 +173,7 @@ def test_chats_arrive_in_order_and_interleaved():
     assert sum(gap > 1 for gap in gaps) > 0.8 * len(gaps)  # with others in between
 
 
-def test_a_turns_prompt_is_the_history_with_its_answers_and_a_new_message():
+def test_prompt_is_history_plus_new_message():
     shape = ChatShape(
         num_conversations=1, num_system_prompts=1, system_tokens=(10, 10), user_tokens=(7, 7),
         turns=(5, 5),
@@ -198,7 +198,7 @@ def test_a_turns_prompt_is_the_history_with_its_answers_and_a_new_message():
         ({"mean_pause_ms": -1.0}, "mean_pause_ms is -1.0"),
     ],
 )
-def test_a_shape_that_cannot_be_is_refused(shape, says):
+def test_invalid_chat_shape_is_rejected(shape, says):
     with pytest.raises(ValueError, match=says):
         ChatShape(**shape)
 
@@ -208,7 +208,7 @@ def test_a_shape_that_cannot_be_is_refused(shape, says):
 
 @dataclass
 class ReferenceCache:
-    """The rules of traces/README.md with dictionaries: slow, obvious, shares no code."""
+    """Implements the rules of traces/README.md with dictionaries, without shared code."""
 
     block_size: int
     capacity: int
@@ -269,7 +269,7 @@ class ReferenceCache:
 
 
 def reference_replay(cache: ReferenceCache, workload, concurrency: int) -> int:
-    """Replays and returns the number of rejected requests."""
+    """Replay with the reference and return the number of rejected requests."""
     running, rejected = deque(), 0
     for item in workload:
         tokens = tuple(item.token_ids.tolist())
@@ -294,7 +294,7 @@ def as_workload(prompts) -> list[WorkloadRequest]:
 
 @st.composite
 def workloads(draw):
-    """Prompts that share prefixes: each continues a piece of an earlier one, over two tokens."""
+    """Prompts with shared prefixes: each continues part of an earlier one, over two tokens."""
     prompts = []
     for _ in range(draw(st.integers(1, 25))):
         head = draw(st.sampled_from(prompts)) if prompts and draw(st.booleans()) else []
@@ -304,7 +304,7 @@ def workloads(draw):
 
 
 @given(workloads(), st.integers(1, 5), st.integers(1, 24), st.integers(1, 4))
-def test_hits_are_those_of_the_reference_cache(workload, block_size, capacity, concurrency):
+def test_hits_equal_the_reference_cache(workload, block_size, capacity, concurrency):
     cache = ReferenceCache(block_size, capacity)
     rejected = reference_replay(cache, workload, concurrency)
     replayer = Replayer(block_size=block_size, num_blocks=capacity + 1, concurrency=concurrency)
@@ -313,7 +313,7 @@ def test_hits_are_those_of_the_reference_cache(workload, block_size, capacity, c
     assert report.evicted_blocks == cache.evicted
     assert report.cached_blocks == len(cache.prefix_of)
     assert report.rejected_requests == rejected
-    replayer.manager.check_invariants()
+    check_invariants(replayer.manager)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_the_published_trace_has_exactly_these_hits(capacity, hit_blocks, hit_ra
     assert report.capacity_blocks == capacity
 
 
-def test_what_never_fits_is_counted_and_the_others_are_served():
+def test_oversized_requests_are_rejected_and_others_served():
     long, short = list(range(50)), list(range(9))
     report = Replayer(block_size=4, num_blocks=5).run(as_workload([short, long, short]))
     assert (report.requests, report.rejected_requests) == (3, 1)
@@ -349,7 +349,7 @@ def test_what_never_fits_is_counted_and_the_others_are_served():
     assert report.token_hit_rate == 8 / 18
 
 
-def test_the_oldest_makes_room_for_what_does_not_fit_now():
+def test_oldest_request_finishes_to_make_room():
     prompts = [[i] * 8 for i in range(6)]  # two blocks each, four in the pool
     report = Replayer(block_size=4, num_blocks=5, concurrency=6).run(as_workload(prompts))
     assert (report.rejected_requests, report.peak_used_blocks) == (0, 4)
@@ -394,7 +394,7 @@ def verifying(block_size=4, num_blocks=33, concurrency=1, **knobs) -> Replayer:
     st.sampled_from(["NHD", "HND"]),
     st.integers(1, 2),
 )
-def test_a_right_cache_verifies(workload, block_size, capacity, concurrency, layout, num_layers):
+def test_correct_cache_verifies(workload, block_size, capacity, concurrency, layout, num_layers):
     replayer = verifying(
         block_size, capacity + 1, concurrency, layout=layout, num_layers=num_layers,
         num_kv_heads=3, head_size=2, chunk_tokens=7,
@@ -415,7 +415,7 @@ def test_the_published_trace_verifies():
 
 
 def plant_in_step(monkeypatch, manager, change) -> None:
-    """Lets `change(plan, number)` alter every plan on its way out of the manager."""
+    """Let `change(plan, number)` modify every plan that the manager returns."""
     step, number = manager.step, itertools.count()
 
     def changed(*args, **kwargs):
@@ -479,7 +479,7 @@ def test_two_tokens_in_one_slot_are_caught(monkeypatch):
     assert report.mismatches in (1, 2)
 
 
-def test_a_block_handed_out_while_held_is_caught(monkeypatch):
+def test_block_reused_while_held_is_caught(monkeypatch):
     replayer = verifying(concurrency=3)
     first_blocks = []
 
@@ -530,7 +530,7 @@ def one_further(slots):
 
 
 @pytest.mark.parametrize("wrong", [reversed_in_its_block, in_the_block_behind, one_further])
-def test_slots_that_are_wrong_alike_for_writing_and_reading_are_caught(monkeypatch, wrong):
+def test_slots_wrong_for_both_write_and_read_are_caught(monkeypatch, wrong):
     replayer = verifying(BLOCK, 1_025, 3)
     table = replayer.verifier.table
     compute = table.compute_slot_mapping
@@ -546,7 +546,7 @@ def test_slots_that_are_wrong_alike_for_writing_and_reading_are_caught(monkeypat
     assert report.mismatched_requests[0].request == report.mismatched_requests[0].token == 0
 
 
-def test_key_and_value_that_are_swapped_both_ways_are_caught(monkeypatch):
+def test_swapped_key_and_value_are_caught(monkeypatch):
     replayer = verifying(BLOCK, 1_025)
     storage = replayer.verifier.storage
     write, gather = storage.write, storage.gather
@@ -556,7 +556,7 @@ def test_key_and_value_that_are_swapped_both_ways_are_caught(monkeypatch):
     assert report.mismatches == report.verified_tokens > 0
 
 
-def test_a_table_that_does_not_hold_the_managers_blocks_is_caught(monkeypatch):
+def test_table_without_the_managers_blocks_is_caught(monkeypatch):
     replayer = verifying()
 
     def another_block(plan, number):
@@ -568,7 +568,7 @@ def test_a_table_that_does_not_hold_the_managers_blocks_is_caught(monkeypatch):
     assert report.mismatches == 4
 
 
-def test_a_wrong_gather_of_right_storage_is_caught(monkeypatch):
+def test_wrong_gather_of_correct_storage_is_caught(monkeypatch):
     replayer = verifying()
     storage = replayer.verifier.storage
     gather = storage.gather
@@ -577,7 +577,7 @@ def test_a_wrong_gather_of_right_storage_is_caught(monkeypatch):
     assert report.mismatches == 10
 
 
-def test_storage_beyond_the_memory_is_refused():
+def test_storage_larger_than_memory_is_rejected():
     with pytest.raises(MemoryError, match=r"verification needs .* GiB on cpu: expected at most"):
         KVVerifier(block_size=512, num_blocks=2**31 - 1)
 

@@ -829,7 +829,7 @@ class RandomCourse:
 
     def work(self):
         self.user.work()
-        events = self.user.manager.drain_events()
+        events = self.user.manager.cache.drain_events()
         self.publisher.publish(events)
         self.num_published += bool(events)
         event = self.rng.random()
@@ -884,8 +884,8 @@ def test_a_prompt_is_found_as_far_as_it_is_cached(context, publisher):
     manager = KVCacheManager(4, 30, 200, enable_events=True, num_preallocate_tokens=0)
     request = Request("a", range(13))
     manager.step(new=[request])
-    publisher.publish(manager.drain_events())
-    hashes = [int.from_bytes(each[-8:].tobytes(), "big") for each in manager.block_hashes(request)]
+    publisher.publish(manager.cache.drain_events())
+    hashes = [int.from_bytes(each[-8:].tobytes(), "big") for each in manager.cache.hashes(request)]
     with reader_of(publisher, context) as reader:
         wait_for(lambda: reader.catch_up() and reader.next_seq == 1)
         view = reader.view

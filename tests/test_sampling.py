@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from kvcache import Request
-from kvcache.serving import NgramDrafter, SamplingParams
-from kvcache.serving.beams import Beams
-from kvcache.serving.sampling import Sampler
+from kvcache.engine import NgramDrafter, SamplingParams
+from kvcache.engine.beams import Beams
+from kvcache.engine.sampling import Sampler
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0, 2.5])
 
@@ -32,6 +32,21 @@ class TestSampler:
         wanted = LOGITS[[1, 3, 5]].softmax(-1).numpy()
         assert np.abs(found[[1, 3, 5]] - wanted).max() < 0.04
         assert np.count_nonzero(drawn(top_k=100, temperature=9.0)) == 6
+
+    def test_top_k_counts_equal_logits(self):
+        """Of equal ones the first are drawn from, as greedy sampling does."""
+        logits = torch.tensor([1.0, 3.0, 3.0, 0.0, 3.0, 3.0])
+        for top_k in (1, 2, 3):
+            sampler = Sampler(SamplingParams(temperature=1.0, seed=1, top_k=top_k), 0)
+            assert {sampler.token(logits) for _ in range(200)} == set([1, 2, 4][:top_k])
+
+    def test_no_two_seeds_draw_alike(self):
+        logits = torch.zeros(1_000)
+        drawn = set()
+        for seed in (-2, -1, 0, 1, 2**61 - 1, 2**32, 2**63 - 1):
+            sampler = Sampler(SamplingParams(temperature=1.0, seed=seed), 0)
+            drawn.add(tuple(sampler.token(logits) for _ in range(8)))
+        assert len(drawn) == 7
 
     def test_top_p_leaves_the_fewest_that_reach_it(self):
         weights = LOGITS.softmax(-1)  # of 1, 5 and 3: 0.46, 0.28, 0.17

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from kvcache import KVCacheManager, Request
-from kvcache.serving import Scheduler, Sequence, State
+from kvcache.allocator import check_invariants
+from kvcache.engine import Scheduler, Sequence, State
 
 BLOCK = 16
 
@@ -43,7 +44,7 @@ class Course:
         for sequence, has_logits in zip(step.sequences, step.num_logits):
             if has_logits:
                 self.scheduler.accept(sequence, [7])
-        self.manager.check_invariants()
+        check_invariants(self.manager)
         return {s.request.request_id: len(ids) for s, ids in zip(step.sequences, step.token_ids)}
 
     def until(self, holds, most=100):
@@ -208,6 +209,13 @@ class TestErrors:
         sequence = course.add(20)
         with pytest.raises(ValueError, match="sequence 'r0' is waiting: expected a new one"):
             course.scheduler.add(sequence)
+
+    def test_a_free_that_cannot_be_called(self):
+        course = Course(8)
+        sequence = course.add(20)
+        with pytest.raises(TypeError, match="free is 7: expected a callable or None"):
+            course.scheduler.finish(sequence, free=7)
+        assert course.step() == {"r0": 20}
 
     def test_more_rows_than_there_are(self):
         course = Course(8, num_rows=2)

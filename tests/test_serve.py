@@ -23,15 +23,18 @@ import openai
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvcache import hash_blocks
+from kvcache.allocator import check_invariants
 from kvcache.cli import main
 from kvcache.cli import serve as command
-from kvcache.integrations.transformers import attach
-from kvcache.serve import ByteTexts, EngineLoop, Limits, Server, make_app
-from kvcache.serve.texts import AnswerText
-from kvcache.serving import Engine
+from kvcache.engine import Engine
+from kvcache.engine.transformers import attach
+from kvcache.server import ByteTexts, EngineLoop, Limits, Server, make_app
+from kvcache.server.texts import AnswerText, TokenizerTexts
 from tests.dense_models import dense, greedy
 
 NUMBERS = itertools.count()
+# The default client would read the certificates for each request.
+HTTP = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
 GREETING = "Hello, what a fine day it is today, is it not?"
 
 
@@ -54,7 +57,7 @@ class Served:
         return self.forward(batch)
 
     def state(self):
-        return httpx.get(f"{self.url}/state").json()
+        return HTTP.get(f"{self.url}/state").json()
 
     def wait_until(self, holds, seconds=20):
         until = time.monotonic() + seconds
@@ -71,7 +74,7 @@ class Served:
         def look(engine):  # in the thread of the engine
             manager = engine.cache.manager
             try:
-                manager.check_invariants()
+                check_invariants(manager)
                 told.put((engine.num_unfinished, manager.pool.num_free - manager.pool.num_total))
             except BaseException as error:
                 told.put(error)
@@ -215,7 +218,10 @@ class TestCompletions:
         assert answer.usage.completion_tokens == first + 1
 
     def test_what_asks_for_nothing_is_taken(self, served):
-        answer = served.complete(frequency_penalty=0, presence_penalty=0.0, echo=False, user="me")
+        options = {"extra_headers": {"x-own": "a"}, "best_of": 1, "logprobs": None, "top_p": 1}
+        answer = served.complete(
+            frequency_penalty=0, presence_penalty=0.0, echo=False, user="me", **options
+        )
         assert answer.choices[0].text == dense_answer(GREETING)
 
 
@@ -245,6 +251,17 @@ class TestChat:
         text = "".join(piece.choices[0].delta.content for piece in pieces)
         assert text == dense_answer(self.AS_TEXT, 9)
 
+    def test_an_answer_is_a_message_of_the_next_question(self, served):
+        """As clients send it back: the object, or all its fields, with nulls."""
+        message = self.ask(served, max_tokens=9).choices[0].message
+        texts = set()
+        for each in (message, message.model_dump()):
+            messages = [*self.MESSAGES, each, {"role": "user", "content": "And?"}]
+            answer = self.ask(served, max_tokens=9, messages=messages)
+            texts.add(answer.choices[0].message.content)
+        whole = f"{self.AS_TEXT}{message.content}\nuser: And?\nassistant: "
+        assert texts == {dense_answer(whole, 9)}
+
     def test_without_a_limit_it_goes_on_to_the_models(self, served):
         answer = self.ask(served)
         assert answer.usage.total_tokens == 256
@@ -256,17 +273,24 @@ class TestChat:
     [
         ({"prompt": ""}, 400, "prompt is empty"),
         ({"prompt": []}, 400, "prompt is empty"),
-        ({"prompt": [[]]}, 400, "prompt is empty"),
-        ({"prompt": ["fine", ""]}, 400, "prompt is empty"),
+        ({"prompt": [[]]}, 400, "prompt[0] is empty"),
+        ({"prompt": ["fine", ""]}, 400, "prompt[1] is empty"),
+        ({"prompt": None}, 400, "prompt is None: expected a text or a list of tokens"),
         (
             {"prompt": "x" * 250},
             400,
             "prompt has 250 tokens and max_tokens is 12: expected at most 256",
         ),
         ({"max_tokens": 10**6}, 400, "expected at most 256 together"),
-        ({"prompt": [5, 600]}, 400, "prompt has tokens from 5 to 600: expected 0 to 511"),
-        ({"prompt": [-1]}, 400, "expected 0 to 511"),
-        ({"prompt": [2**70]}, 400, "prompt"),
+        (
+            {"prompt": ["fine", "x" * 250]},
+            400,
+            "prompt[1] has 250 tokens and max_tokens is 12: expected at most 256",
+        ),
+        ({"prompt": [5, 600]}, 400, "prompt has the token 600: expected 0 to 511"),
+        ({"prompt": [[1], [600]]}, 400, "prompt[1] has the token 600: expected 0 to 511"),
+        ({"prompt": [-1]}, 400, "prompt has the token -1: expected 0 to 511"),
+        ({"prompt": [5, 10**20]}, 400, f"prompt has the token {10**20}: expected 0 to 511"),
         ({"prompt": [[1, 2], "x"]}, 400, "prompt"),
         ({"model": "gpt-4"}, 404, "model is 'gpt-4': expected 'llama'"),
         ({"temperature": -0.5}, 400, "temperature: Input should be greater than or equal to 0"),
@@ -275,7 +299,7 @@ class TestChat:
         ({"n": 0}, 400, "n: Input should be greater than or equal to 1"),
         ({"n": 100, "max_tokens": 1}, 400, "100"),
         ({"max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
-        ({"logprobs": 3}, 400, "logprobs: Extra inputs are not permitted"),
+        ({"logprobs": 3}, 400, "logprobs is 3: expected none, as this server does not support"),
         ({"extra_body": {"top_k": 0}}, 400, "top_k: Input should be greater than or equal to 1"),
         ({"extra_body": {"cache_salt": ""}}, 400, "cache_salt"),
         ({"extra_body": {"cache_salt": "\ud800"}}, 400, "cache_salt"),
@@ -289,7 +313,7 @@ def test_wrong_requests_are_told_what_was_expected(served, asked, status, expect
     asked = dict(asked)
     body = {"model": "llama", "prompt": "x", "max_tokens": 12} | asked.pop("extra_body", {}) | asked
     before = served.state()["metrics"]["requests"]
-    answer = httpx.post(
+    answer = HTTP.post(
         f"{served.url}/v1/completions",
         content=json.dumps(body),
         headers={"content-type": "application/json"},
@@ -299,17 +323,22 @@ def test_wrong_requests_are_told_what_was_expected(served, asked, status, expect
     assert expected in error["message"]
     assert error["type"] == "invalid_request_error" and error["code"] == status
     assert len(error["message"]) < 400
-    if asked.get("prompt") != ["fine", ""]:
-        served.wait_until_empty()
-        assert served.state()["metrics"]["requests"] == before
+    served.wait_until_empty()
+    assert served.state()["metrics"]["requests"] == before
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'{"model": "llama"}', b"\xff"])
 def test_bodies_that_are_no_request(served, body):
-    answer = httpx.post(
+    answer = HTTP.post(
         f"{served.url}/v1/completions", content=body, headers={"content-type": "application/json"}
     )
     assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+def test_a_body_that_is_no_object_is_shown(served):
+    answer = HTTP.post(f"{served.url}/v1/completions", content=b"[]")
+    message = answer.json()["error"]["message"]
+    assert message == "the body is []: expected a JSON object"
 
 
 class TestClientsThatGoAway:
@@ -378,7 +407,7 @@ class TestClientsThatGoAway:
         served.wait_until(lambda state: state["num_sequences"] == 1)
         for _ in range(3):
             with pytest.raises(httpx.ReadTimeout):
-                httpx.post(
+                HTTP.post(
                     f"{served.url}/v1/completions",
                     json={"model": "llama", "prompt": "abc", "max_tokens": 50},
                     timeout=0.05,
@@ -423,7 +452,7 @@ class TestFailures:
             def broken(*_):
                 raise RuntimeError("no state")
 
-            monkeypatch.setattr("kvcache.serve.engine_loop.snapshot", broken)
+            monkeypatch.setattr("kvcache.server.engine_loop.snapshot", broken)
             for _ in range(2):  # the one that meets it, and the next
                 with pytest.raises(openai.InternalServerError, match="no state"):
                     for _ in range(20):
@@ -433,7 +462,7 @@ class TestFailures:
 def test_figures_as_prometheus_reads_them(served):
     served.complete()
     served.wait_until_empty()
-    text = httpx.get(f"{served.url}/metrics").text
+    text = HTTP.get(f"{served.url}/metrics").text
     found = {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(text)
@@ -517,6 +546,58 @@ class TestAnswerText:
         found = [text.find(stop) for stop in stops if stop in text]
         assert shown == answer.text == (text[: min(found)] if found else text)
         assert answer.is_stopped == bool(found)
+
+
+class TestTokenizers:
+    """The texts of checkpoints."""
+
+    WORDS = ("<unk>", "<eos>", "<end>", "it", "'", "s", "do", "n't", ".", "here")
+
+    def tokenizer(self, **options):
+        tokenizers = pytest.importorskip("tokenizers")
+        transformers = pytest.importorskip("transformers")
+        words = {word: i for i, word in enumerate(self.WORDS)}
+        own = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+        own.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        return transformers.PreTrainedTokenizerFast(
+            tokenizer_object=own, unk_token="<unk>", eos_token="<eos>", **options
+        )
+
+    @pytest.mark.parametrize(
+        "generation_ends,model_ends,expected",
+        [
+            ([2, 3], 4, (1, 2, 3, 4)),
+            (2, None, (1, 2)),
+            (None, [5, 1], (1, 5)),
+            (None, None, (1,)),
+            (-1, None, (1,)),
+        ],
+        ids=str,
+    )
+    def test_answers_end_with_any_of_the_checkpoints_end_tokens(
+        self, tmp_path, generation_ends, model_ends, expected
+    ):
+        model = dense("llama")
+        before = model.generation_config.eos_token_id, model.config.eos_token_id
+        model.generation_config.eos_token_id, model.config.eos_token_id = (
+            generation_ends,
+            model_ends,
+        )
+        try:
+            assert command._texts(str(tmp_path), model).end_token_ids == tuple(
+                each for each in expected if each != 1 or model_ends == [5, 1]
+            )  # bytes
+            self.tokenizer().save_pretrained(tmp_path)
+            assert command._texts(str(tmp_path), model).end_token_ids == expected
+        finally:
+            model.generation_config.eos_token_id, model.config.eos_token_id = before
+
+    @pytest.mark.parametrize("stops", [[], ["here"]])
+    def test_a_stream_says_the_same_where_a_tokenizer_cleans_up_spaces(self, stops):
+        tokenizer = self.tokenizer(clean_up_tokenization_spaces=True)
+        answer = AnswerText(TokenizerTexts(tokenizer), stops)
+        streamed = "".join(answer.add([token]) for token in (3, 4, 5, 6, 7, 9, 8)) + answer.end()
+        assert streamed == answer.text == ("it ' s do n't " if stops else "it ' s do n't here .")
 
 
 # --- the command ----------------------------------------------------------------------------------

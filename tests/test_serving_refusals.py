@@ -1,5 +1,6 @@
-"""`kvcache.serving`, `kvcache.serve`: wrong values are refused by argument, and nothing changes."""
+"""`kvcache.engine`, `kvcache.server`: wrong values are refused by argument, and nothing changes."""
 
+import asyncio
 import math
 
 import numpy as np
@@ -9,9 +10,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
 
 from kvcache import Request
-from kvcache.integrations.transformers import attach
-from kvcache.serve import ByteTexts, EngineLoop, Limits, Server, make_app
-from kvcache.serving import (
+from kvcache.engine import (
     Batch,
     Engine,
     NgramDrafter,
@@ -20,6 +19,9 @@ from kvcache.serving import (
     Sequence,
     pool_states,
 )
+from kvcache.engine.transformers import attach
+from kvcache.server import ByteTexts, EngineLoop, Limits, Server, make_app
+from kvcache.server.engine_loop import EngineError
 from tests.dense_models import dense
 
 HUGE = 10**5_000  # more digits than Python writes
@@ -198,3 +200,59 @@ def test_wrong_values_are_refused_by_the_name_of_their_argument(world, number):
         assert name in message and "expected" in message, (value if value != HUGE else "", message)
         assert len(message) < 600
         assert world.state() == before
+
+
+class TestLifeOfTheEngineLoop:
+    @pytest.fixture
+    def loop(self):
+        paged = attach(dense("llama", 2), "1MiB", max_model_len=64, max_num_seqs=4)
+        yield EngineLoop(Engine(paged))
+        paged.detach()
+
+    @staticmethod
+    async def serve(loop, max_tokens=2):
+        async with loop.serving([1, 2, 3], SamplingParams(max_tokens=max_tokens)) as answer:
+            return [delta async for delta in answer]
+
+    def refused(self, loop, expected):
+        with pytest.raises(EngineError, match=expected) as told:
+            asyncio.run(asyncio.wait_for(self.serve(loop), 10))
+        assert told.value.status == 503
+
+    def test_requests_before_start_and_after_stop_are_refused_at_once(self, loop):
+        self.refused(loop, "has not been started")
+        loop.start()
+        assert asyncio.run(self.serve(loop))[-1].finish_reason == "length"
+        loop.stop()
+        self.refused(loop, "the server is stopping")
+        loop.end_all(EngineError("of no effect"))
+        self.refused(loop, "the server is stopping")
+
+    def test_start_is_called_once_and_before_stop(self, loop):
+        with pytest.raises(RuntimeError, match="expected start before stop"):
+            loop.stop()
+        loop.start()
+        with pytest.raises(RuntimeError, match="expected one call of start"):
+            loop.start()
+        loop.stop()
+        loop.stop()
+        with pytest.raises(RuntimeError, match="expected one call of start"):
+            loop.start()
+
+    def test_every_request_beside_a_stop_ends(self, loop):
+        """None waits for ever, whether it comes before, during or after the stop."""
+
+        async def serve_all():
+            tasks = [asyncio.create_task(self.serve(loop, 40)) for _ in range(8)]
+            await asyncio.sleep(0.02)
+            stopping = asyncio.create_task(asyncio.to_thread(loop.stop))
+            while not stopping.done():
+                tasks.append(asyncio.create_task(self.serve(loop, 40)))
+                await asyncio.sleep(0)
+            return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+
+        loop.start()
+        ends = asyncio.run(serve_all())
+        assert len(ends) > 8 and {type(end) for end in ends} <= {list, EngineError}
+        assert EngineError in {type(end) for end in ends}
+        assert loop.engine.num_unfinished == 0

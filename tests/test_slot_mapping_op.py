@@ -13,7 +13,7 @@ FIELDS = ("offset", "columns", "block_size", "world", "rank", "interleave", "win
 
 
 def reference_slot(row_ids, position, block_size, world, rank, interleave):
-    """A5 of the contract, word for word; A4 where world is 1."""
+    """The formula A5 of the contract; A4 if the world size is 1."""
     virtual = block_size * world
     offset = position % virtual
     if (offset // interleave) % world != rank:
@@ -87,7 +87,7 @@ def test_slots_of_random_groups_by_request_and_by_token(backend, dtype, case):
 @each_backend
 @pytest.mark.parametrize("num_requests", [1, 1023, 1024, 1025, 5000])
 def test_tokens_find_their_request_among_many(backend, num_requests):
-    """Empty requests among them; a thread block holds 1,024 entries of query_start_loc."""
+    """Some requests are empty. A thread block holds 1,024 entries of query_start_loc."""
     generator = torch.Generator().manual_seed(num_requests)
     lengths = torch.randint(0, 3, (num_requests,), generator=generator)
     lengths[0], lengths[-1] = 2, 2
@@ -107,8 +107,8 @@ def test_tokens_find_their_request_among_many(backend, num_requests):
 
 
 @each_backend
-def test_tokens_behind_the_last_request_get_no_slot(backend):
-    """A captured graph: as many positions as the buffer has, and fewer tokens in the requests."""
+def test_tokens_after_the_last_request_get_no_slot(backend):
+    """Like a captured graph: one position per buffer entry, and fewer tokens in the requests."""
     call = arguments(backend, positions=backend.tensor([0, 5, 3, 7]))
     call["rows"] = backend.tensor([0, 1, -1], dtype=INT32)
     call["query_start_loc"] = backend.tensor([0, 1, 2, 3], dtype=INT32)
@@ -122,7 +122,7 @@ def test_tokens_behind_the_last_request_get_no_slot(backend):
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("block_size", [1, 2, 4, 6])
-def test_exhaustively_every_token_is_on_one_rank_and_no_two_share_a_slot(world, block_size):
+def test_every_token_has_one_rank_and_a_unique_slot(world, block_size):
     columns, ids = 3, torch.tensor([7, 2, 5], dtype=INT32)
     positions = torch.arange(columns * block_size * world)
     for interleave in (i for i in range(1, block_size + 1) if block_size % i == 0):
@@ -144,7 +144,7 @@ def test_exhaustively_every_token_is_on_one_rank_and_no_two_share_a_slot(world, 
 @each_backend
 @given(st.integers(1, 2**31 - 1), st.lists(st.integers(0, 2**31 - 2), min_size=1, max_size=20))
 def test_division_is_exact_for_every_block_size(backend, block_size, positions):
-    """The multiplication that stands for it, with positions up to 2^31 - 1."""
+    """Division by multiplication, with positions up to 2^31 - 1."""
     columns = max(positions) // block_size + 1
     if columns > 100_000 or columns * block_size > 2**31 - 1:
         positions = [p % block_size for p in positions]
@@ -225,7 +225,7 @@ BAD = {
 
 @each_backend
 @pytest.mark.parametrize("message", BAD)
-def test_a_wrong_argument_is_named_and_nothing_is_written(backend, message):
+def test_invalid_argument_writes_nothing(backend, message):
     call = arguments(backend, **BAD[message](backend))
     before = call["out"].clone()
     with pytest.raises(RuntimeError, match=message):
@@ -255,7 +255,7 @@ BAD_VALUES = {
 
 @each_backend
 @pytest.mark.parametrize("message", BAD_VALUES)
-def test_a_value_out_of_range_is_named_and_nothing_is_written(backend, message, monkeypatch):
+def test_value_out_of_range_writes_nothing(backend, message, monkeypatch):
     monkeypatch.setenv("KVCACHE_CHECKED", "1")
     call = arguments(backend)
     for name, value in BAD_VALUES[message].items():
@@ -266,8 +266,11 @@ def test_a_value_out_of_range_is_named_and_nothing_is_written(backend, message, 
 
 
 @each_backend
-def test_an_entry_that_is_no_block_gives_no_slot(backend):
-    """Written by hand: the classes refuse negative ids. Never a slot of another block."""
+def test_invalid_table_entry_gives_no_slot(backend):
+    """Written directly, because the classes reject negative ids.
+
+    Must never give a slot of another block.
+    """
     call = arguments(backend, tables=backend.tensor([3, 4, 5, -1], dtype=INT32))
     for position in (4, 5, 6, 7):
         call["positions"] = backend.tensor([0, position, 2])
@@ -276,7 +279,7 @@ def test_an_entry_that_is_no_block_gives_no_slot(backend):
 
 
 @each_device_backend
-def test_unchecked_values_out_of_range_get_no_slot_on_a_device(backend, monkeypatch):
+def test_unchecked_values_out_of_range_get_no_slot(backend, monkeypatch):
     monkeypatch.delenv("KVCACHE_CHECKED", raising=False)
     call = arguments(backend, positions=backend.tensor([2**62, -5, 2]))
     backend.ops.slot_mapping(**call)
@@ -298,7 +301,7 @@ def test_opcheck(backend, start):
 
 
 @each_real_backend
-def test_tensors_on_two_devices_are_named(backend):
+def test_tensors_on_two_devices_are_rejected(backend):
     call = arguments(backend)
     call["positions"] = call["positions"].to("meta")
     with pytest.raises(RuntimeError, match=r"is on \S+, .+ on meta: expected one device"):
@@ -306,7 +309,7 @@ def test_tensors_on_two_devices_are_named(backend):
 
 
 @each_backend
-def test_an_output_that_overlaps_an_input_is_refused(backend):
+def test_output_overlapping_an_input_is_rejected(backend):
     call = arguments(backend)
     call["positions"] = call["out"].view(-1)[:3]
     with pytest.raises(RuntimeError, match="out shares memory with positions"):
@@ -314,7 +317,7 @@ def test_an_output_that_overlaps_an_input_is_refused(backend):
 
 
 @each_device_backend
-def test_unchecked_positions_behind_a_row_get_no_slot_on_a_device(backend, monkeypatch):
+def test_unchecked_positions_beyond_a_row_get_no_slot(backend, monkeypatch):
     monkeypatch.delenv("KVCACHE_CHECKED", raising=False)
     call = arguments(backend, num_blocks_per_row=backend.tensor([[2, 1]], dtype=INT32))
     call["positions"] = backend.tensor([7, 4, 2])

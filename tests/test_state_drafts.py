@@ -5,16 +5,19 @@ import pytest
 import torch
 
 from kvcache import (
+    Admit,
+    BlockTables,
     ContextParallel,
+    External,
     GroupSpec,
     LayerSpec,
-    MultiGroupBlockTable,
     Request,
     Status,
     StepReport,
     build,
     plan_cache,
 )
+from kvcache.allocator import check_invariants
 from kvcache.kinds import make_kind
 from tests.shared import manager_of
 
@@ -35,7 +38,7 @@ def start(manager, num_tokens=6):
 
 
 def hit_length(manager, tokens):
-    return manager.get_computed_blocks(Request("probe", tokens))[1]
+    return manager.cache.find_prefix(Request("probe", tokens)).num_tokens
 
 
 def test_pages_change_places_and_nothing_is_copied():
@@ -54,13 +57,13 @@ def test_pages_change_places_and_nothing_is_copied():
     plan = manager.step([0], [1], token_ids=[62, 63, 64, 65], num_token_ids=[4])
     assert plan.num_computed_tokens.tolist() == [13]
     assert manager.block_ids(request, 1).tolist() == [ids[3], *ids[:3]]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_prompt_takes_no_page_for_drafts():
     manager = manager_of(FULL, states(16))
     request = Request("a", range(20))
-    for plan in (manager.step(new=[request], new_num_tokens=[3]), manager.step([0], [4])):
+    for plan in (manager.step(new=[Admit(request, num_tokens=3)]), manager.step([0], [4])):
         assert plan.status.tolist() == [Status.SERVED]
         assert len(manager.block_ids(request, 1)) == 1
 
@@ -75,7 +78,7 @@ def test_more_drafts_than_pages_are_refused_by_name():
     for wrong in (
         lambda: manager.step([0], [5]),
         lambda: manager.step([0], [5], token_ids=[6]),
-        lambda: manager.would_fit(request, 5),
+        lambda: manager.would_fit(Admit(request, num_tokens=5)),
     ):
         with pytest.raises(ValueError, match=expected):
             wrong()
@@ -118,7 +121,7 @@ def test_a_boundary_that_accepted_drafts_pass_is_a_hit():
     plan = manager.step([0], [4], token_ids=[7, 8, 60], num_token_ids=[3], num_rejected_tokens=[1])
     assert len(plan.copy) == 0
     probe = Request("probe", [*range(9), 60])
-    (_, found), num_hit = manager.get_computed_blocks(probe)
+    (_, found), num_hit, _ = manager.cache.find_prefix(probe)
     assert num_hit == 8 and found.tolist() == [0, pages[2]]
     now = manager.block_ids(request, 1).tolist()
     assert now[:2] == [0, 0] and now[2] == pages[3] and pages[2] not in now
@@ -133,19 +136,19 @@ def test_a_boundary_that_rejected_drafts_pass_is_no_hit():
     assert hit_length(manager, range(20)) == 0
     # The state after 8 tokens is one of this step, and no draft's.
     probe = Request("probe", [*range(7), 60, 61])
-    (_, found), num_hit = manager.get_computed_blocks(probe)
+    (_, found), num_hit, _ = manager.cache.find_prefix(probe)
     assert num_hit == 8 and found.tolist() == [0, pages[1]]
     plan = manager.step([0], [1], token_ids=[61], num_rejected_tokens=[3])
     assert plan.copy[:, 0].tolist() == [pages[1]]  # which it leaves
     assert hit_length(manager, [*range(7), 60, 61]) == 8
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_boundary_behind_the_accepted_drafts_is_no_hit():
     manager = manager_of(FULL, states())
     _, pages = start(manager, 5)  # states after 6, 7, 8 and 9 tokens, the last two rejected
     manager.step([0], [4], token_ids=[6, 60], num_token_ids=[2], num_rejected_tokens=[2])
-    (_, found), num_hit = manager.get_computed_blocks(Request("probe", [*range(7), 60, 61]))
+    (_, found), num_hit, _ = manager.cache.find_prefix(Request("probe", [*range(7), 60, 61]))
     assert num_hit == 8 and found.tolist() == [0, pages[2]]
 
 
@@ -197,7 +200,7 @@ def test_a_fork_begins_with_the_accepted_state_alone():
     first = manager.block_ids(child, 1).tolist()
     assert plan.copy[:, 0].tolist()[-1] == pages[2] and len(first) == 4  # its own, and three more
     assert not set(first) & set(manager.block_ids(parent, 1).tolist())
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_row_leaves_for_the_host_with_its_state_alone():
@@ -213,7 +216,7 @@ def test_a_row_leaves_for_the_host_with_its_state_alone():
     assert plan.num_computed_tokens.tolist() == [9]
     assert len(manager.block_ids(request, 1)) == 4  # one comes back, three are new
     manager.step([0], [1], token_ids=[61], num_rejected_tokens=[3])
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2, 3])
@@ -222,7 +225,7 @@ def test_a_bad_page_of_a_draft_s_state_sends_the_row_back(which):
     request, pages = start(manager)
     assert manager.invalidate([pages[which]]) == {"a": 0}
     assert manager.block_ids(request, 1).tolist() == []
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_page_that_is_spare_by_now_was_the_state_of_a_step_in_flight():
@@ -241,13 +244,13 @@ def test_an_aborted_step_takes_its_drafts_along():
     with pytest.raises(ValueError, match=r"expected at most 0, the drafts"):
         manager.reject_tokens(request, 1)
     assert manager.step([0], [4]).status.tolist() == [Status.SERVED]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_external_tokens_bring_one_state_and_drafts_follow():
     manager = manager_of(FULL, states(8))
     request = Request("a", range(10))
-    manager.step(new=[request], num_external_computed_tokens=[9], delay_cache_blocks=[True])
+    manager.step(new=[Admit(request, external=External(9, delayed=True))])
     assert manager.finish_receiving(request) == 9
     assert len(manager.block_ids(request, 1)) == 2
     manager.step([0], [4])
@@ -271,24 +274,28 @@ def test_pages_for_drafts_are_planned_and_asked_for():
 
     manager = manager_of(FULL, states(16), num_blocks=7)  # two blocks of tokens, and the state
     request = Request("a", range(8))
-    assert manager.would_fit(request, 8, whole=True) == Status.SERVED
-    assert manager.would_fit(request, 8, whole=True, num_lookahead_tokens=2) == Status.SERVED
-    assert manager.would_fit(request, 8, whole=True, num_lookahead_tokens=3) == Status.NEVER
+    assert manager.would_fit(Admit(request, num_tokens=8), whole=True) == Status.SERVED
+    assert (
+        manager.would_fit(Admit(request, num_tokens=8, num_lookahead_tokens=2), whole=True)
+        == Status.SERVED
+    )
+    assert (
+        manager.would_fit(Admit(request, num_tokens=8, num_lookahead_tokens=3), whole=True)
+        == Status.NEVER
+    )
     manager.step(new=[request])
-    assert manager.would_fit(request, 3) == Status.SERVED
-    assert manager.would_fit(request, 4) == Status.NEVER
+    assert manager.would_fit(Admit(request, num_tokens=3)) == Status.SERVED
+    assert manager.would_fit(Admit(request, num_tokens=4)) == Status.NEVER
     assert manager.step([0], [4]).status.tolist() == [Status.NEVER]
 
 
 def test_tables_have_columns_for_the_drafts_at_the_longest_sequence():
     groups = [FULL, states(4)]
     manager = manager_of(*groups, max_model_len=16)
-    tables = MultiGroupBlockTable.for_groups(
-        groups, max_num_reqs=2, max_model_len=16, max_num_batched_tokens=16
-    )
+    tables = BlockTables.for_groups(groups, max_num_reqs=2, max_model_len=16, max_num_tokens=16)
     assert [table.max_num_blocks_per_req for table in tables.block_tables] == [4, 4 + 3]
     request = Request("a", range(13))
-    tables.apply(manager.step(new=[request], new_num_tokens=[12]))
+    tables.apply(manager.step(new=[Admit(request, num_tokens=12)]))
     tables.apply(manager.step([0], [4]))
     pages = tables[1].state_pages([0], [16], [3])
     assert pages.tolist() == [manager.block_ids(request, 1).tolist()[3:]]
@@ -302,8 +309,8 @@ def test_tables_have_columns_for_the_drafts_at_the_longest_sequence():
 
 
 def test_columns_count_blocks_over_all_context_parallel_ranks():
-    tables = MultiGroupBlockTable.for_groups(
-        [states(4, 1)], max_num_reqs=1, max_model_len=32, max_num_batched_tokens=8,
+    tables = BlockTables.for_groups(
+        [states(4, 1)], max_num_reqs=1, max_model_len=32, max_num_tokens=8,
         context_parallel=ContextParallel(dcp_world_size=2),
     )  # fmt: skip
     tables.add_row([[0, 5, 6]], 0)
@@ -369,7 +376,7 @@ def test_random_rejections_go_on_from_the_right_state():
         num_accepted = int(pick.integers(num_drafts + 1))
         accepted[row], rejected[row] = drafts[:num_accepted], num_drafts - num_accepted
         truth[row] += [sampled, *accepted[row]]
-    cache.manager.check_invariants()
+    check_invariants(cache.manager)
     assert min(map(len, truth.values())) > 60
 
 
@@ -381,7 +388,7 @@ def test_pages_of_earlier_drafts_make_room_for_a_block():
     manager.step([0], [1], token_ids=[9], num_rejected_tokens=[3])
     manager.step([0], [2], token_ids=[10, 11], num_token_ids=[2])
     state = manager.block_ids(request, 1)[0]
-    assert manager.would_fit(request, 1) == Status.SERVED
+    assert manager.would_fit(Admit(request, num_tokens=1)) == Status.SERVED
     plan = manager.step([0], [1], token_ids=[12])
     assert plan.status.tolist() == [Status.SERVED] and plan.clear_rows.tolist() == [0]
     assert [ids.tolist() for ids in plan.append_ids] == [
@@ -389,7 +396,7 @@ def test_pages_of_earlier_drafts_make_room_for_a_block():
         [state],
     ]
     assert manager.pool.num_free == 2
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 @pytest.mark.parametrize(("num_blocks", "num_hit"), [(8, 0), (41, 8)])
@@ -404,7 +411,7 @@ def test_states_that_drafts_have_passed_are_kept_where_there_is_room(num_blocks,
     assert len(plan.copy) == (num_hit > 0)  # into a new page, or it goes on in its own
     assert len(manager.block_ids(request, 1)) == 10 + 4
     assert hit_length(manager, range(12)) == num_hit
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_page_that_a_row_writes_again_is_found_no_longer():
@@ -418,7 +425,7 @@ def test_a_page_that_a_row_writes_again_is_found_no_longer():
     manager.step([0], [2], token_ids=[8, 9, 10, 11], num_token_ids=[4])
     assert passed in manager.block_ids(request, 1)
     assert hit_length(manager, range(9)) == 0
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_a_row_goes_on_where_it_wrote_a_found_state_again():
@@ -433,7 +440,7 @@ def test_a_row_goes_on_where_it_wrote_a_found_state_again():
     for _ in range(2):
         plan = manager.step([0], [1], token_ids=[11, 12], num_token_ids=[2])
         assert plan.status.tolist() == [Status.SERVED]
-        manager.check_invariants()
+        check_invariants(manager)
 
 
 def test_what_a_fork_leaves_waits_for_the_steps_that_were_issued():
@@ -446,5 +453,5 @@ def test_what_a_fork_leaves_waits_for_the_steps_that_were_issued():
     manager.fork(request, child)
     manager.free(request, child)
     manager.report(StepReport(plan.step_id, True))
-    assert (manager.num_fenced_blocks, manager.pool.num_free) == (0, 40)
-    assert manager.reset_prefix_cache()
+    assert (manager.pool.num_fenced, manager.pool.num_free) == (0, 40)
+    assert manager.cache.reset()

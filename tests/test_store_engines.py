@@ -12,7 +12,7 @@ import pytest
 
 from kvcache import GroupSpec
 from kvcache.events import BlockRemoved
-from kvcache.store import Circuit, DiskStore, MooncakeStore, StoreError
+from kvcache.sources.store import Circuit, DiskStore, MooncakeStore, StoreError
 from tests import mooncake_master
 from tests.stores import MemoryStore, StoreUser, patient
 from tests.test_replay import as_workload
@@ -345,7 +345,7 @@ def test_an_engine_over_a_disk_that_is_too_small(tmp_path, groups):
         user = StoreUser(DiskStore(tmp_path, "170KiB"), groups, num_blocks=40 * len(groups))
         for _ in range(4):
             serve(user, 8, choose, families)
-            user.manager.reset_prefix_cache()
+            user.manager.cache.reset()
         user.settle()
         told = set()
         for event in user.events:
@@ -386,7 +386,7 @@ def test_an_engine_goes_on_while_the_master_is_killed_and_started_again():
         def loads_something(num_requests=12):
             before = user.tier.stats.loaded_blocks
             for _ in range(200):
-                user.manager.reset_prefix_cache()
+                user.manager.cache.reset()
                 serve(user, num_requests, choose, families)
                 if user.tier.stats.loaded_blocks > before:
                     return True
@@ -397,7 +397,7 @@ def test_an_engine_goes_on_while_the_master_is_killed_and_started_again():
         for _ in range(NUM_KILLS):
             master.kill()
             begun, errors = time.monotonic(), user.tier.stats.errors
-            user.manager.reset_prefix_cache()
+            user.manager.cache.reset()
             serve(user, 12, choose, families)
             took = time.monotonic() - begun
             assert took < 6 and user.tier.stats.errors > errors
@@ -427,7 +427,7 @@ def test_a_master_that_comes_late_is_found():
         deadline = time.monotonic() + 60
         while not user.tier.stats.stored_blocks:
             assert time.monotonic() < deadline, user.tier.stats
-            user.manager.reset_prefix_cache()
+            user.manager.cache.reset()
             user.run(*prompts([*range(30)]))
             time.sleep(0.1)
         user.end()

@@ -1,4 +1,4 @@
-"""Swaps while graphs are captured, and the streams that they run on."""
+"""Swaps during graph captures, and the streams of an engine."""
 
 import gc
 import os
@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.gpu.timing import captured_beside
 from kvcache import Pages, SwapEngine, ops
+from kvcache.worker.pages.page_copy import PageCopy
 from kvcache.worker.swap.bandwidth import hold
-from kvcache.worker.swap.page_copy import PageCopy
 from tests.shared import REPO
 from tests.simulated_device import SimulatedStreams
 
@@ -24,7 +24,7 @@ def engine(device="cuda", **options):
     return SwapEngine(pages, pages.on_host(65), **options)
 
 
-def test_an_engine_gives_its_streams_back_when_it_is_let_go_of():
+def test_collected_engine_destroys_its_streams():
     streams = SimulatedStreams(0)
     before = len(streams._streams)
     swap = engine("cpu", method="staging", streams=streams)
@@ -35,8 +35,8 @@ def test_an_engine_gives_its_streams_back_when_it_is_let_go_of():
     assert [id(stream) for stream in streams.closed] == [id(stream) for stream in made]
 
 
-def test_pages_live_until_the_streams_have_done_all():
-    """Jobs under way when an engine is garbage-collected still read and write its memory."""
+def test_pages_outlive_stream_work():
+    """Jobs in flight keep accessing memory after their engine is garbage-collected."""
     streams, alive = SimulatedStreams(0), []
     swap = engine("cpu", method="staging", streams=streams)
     memories = [
@@ -58,7 +58,7 @@ def test_warming_up_needs_a_device():
             ops.warm_up()
 
 
-def test_warming_up_a_device_that_is_not_there(monkeypatch):
+def test_warming_up_a_missing_device_fails(monkeypatch):
     monkeypatch.setattr(ops.load, "why_no_cuda", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match=r"device is cuda:7: expected one of the 1 that there are"):
@@ -69,7 +69,7 @@ def test_warming_up_a_device_that_is_not_there(monkeypatch):
 @pytest.mark.parametrize("method", ["kernel", "copy_engine", "staging"])
 @pytest.mark.parametrize("elsewhere", [True, False])
 def test_polling_does_not_break_a_capture(method, elsewhere):
-    """Captures of another thread, and of the thread that polls."""
+    """Captures in another thread, and in the polling thread."""
     swap = engine(method=method)
     swap.device.memory.random_(0, 256)
     other = Pages.over(
@@ -110,7 +110,7 @@ def test_polling_does_not_break_a_capture(method, elsewhere):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["kernel", "copy_engine", "staging"])
-def test_a_swap_in_a_capture_is_refused_and_breaks_neither_the_capture_nor_the_engine(method):
+def test_swap_during_capture_is_rejected_without_side_effects(method):
     swap = engine(method=method)
     swap.device.memory.random_(0, 256)
     finished = swap.swap_in(np.array([[6, 9]]))
@@ -147,7 +147,7 @@ def test_a_swap_in_a_capture_is_refused_and_breaks_neither_the_capture_nor_the_e
 
 
 @pytest.mark.gpu
-def test_swap_streams_are_the_engines_own_and_of_high_priority():
+def test_engines_own_high_priority_streams():
     swap = engine(method="staging")
     own = [swap_stream.stream for swap_stream in swap._swap_streams.values()]
     own += [
@@ -164,7 +164,7 @@ def test_swap_streams_are_the_engines_own_and_of_high_priority():
 
 
 @pytest.mark.gpu
-def test_an_engine_may_be_let_go_of_while_swaps_are_under_way():
+def test_engine_may_be_collected_with_swaps_in_flight():
     for _ in range(5):
         pages = Pages.allocate(65, [[4096, 4096]] * 2, device="cuda")
         pages.memory.random_(0, 256)
@@ -179,7 +179,7 @@ def test_an_engine_may_be_let_go_of_while_swaps_are_under_way():
 FIRST_LAUNCH_IN_A_CAPTURE = """
 import numpy as np, torch
 from kvcache import Pages, ops
-from kvcache.worker.swap.page_copy import PageCopy
+from kvcache.worker.pages.page_copy import PageCopy
 pages = Pages.over([torch.zeros(9, 512, dtype=torch.uint8, device="cuda")])
 torch.cuda.synchronize()
 ops.warm_up()
@@ -195,7 +195,7 @@ print("captured")
 
 
 @pytest.mark.gpu
-def test_after_warming_up_the_first_launch_may_be_captured():
+def test_warm_up_allows_capturing_the_first_launch():
     program = FIRST_LAUNCH_IN_A_CAPTURE
     # Without a GPU, the runtime refuses to load kernels in captures, as drivers before 12.3 do.
     environment = {**os.environ, "KVCACHE_GPULESS_LOADING": "lazy"}
@@ -206,7 +206,7 @@ def test_after_warming_up_the_first_launch_may_be_captured():
 
 
 @pytest.mark.gpu
-def test_warming_up_loads_every_kernel_once_and_again_costs_nothing():
+def test_warm_up_loads_every_kernel_once():
     num_kernels = torch.ops.kvcache._load_kernels(0)
     assert num_kernels > 30
     ops.warm_up()
@@ -215,7 +215,7 @@ def test_warming_up_loads_every_kernel_once_and_again_costs_nothing():
 
 
 @pytest.mark.gpu
-def test_the_checked_mode_says_that_it_cannot_be_captured(monkeypatch):
+def test_checked_mode_cannot_be_captured(monkeypatch):
     pages = Pages.over([torch.zeros(9, 512, dtype=torch.uint8, device="cuda")])
     pairs = torch.tensor([[1, 2]], device="cuda", dtype=torch.int32)
     within, graph = PageCopy(pages, pages), torch.cuda.CUDAGraph()

@@ -13,7 +13,7 @@ INT32 = torch.int32
 
 @st.composite
 def updates(draw):
-    """(tables, updates, tables afterwards)."""
+    """Return (tables, updates, expected tables)."""
     size = draw(st.integers(1, 600))
     tables = torch.arange(size, dtype=INT32)
     segments, values, after = [], [], tables.clone()
@@ -31,7 +31,7 @@ def updates(draw):
 
 @each_backend
 @given(case=updates())
-def test_segments_land_where_they_say_and_nowhere_else(backend, case):
+def test_segments_are_written_only_at_their_destinations(backend, case):
     tables, update, after = case
     on = tables.to(backend.device)
     backend.ops.update_block_tables(on, update.to(backend.device))
@@ -41,8 +41,8 @@ def test_segments_land_where_they_say_and_nowhere_else(backend, case):
 @each_backend
 @pytest.mark.parametrize("longest", [1, 4, 5, 150])
 @pytest.mark.parametrize("num_segments", [31, 700, 1100])
-def test_many_segments_of_any_length_land_in_one_call(backend, num_segments, longest):
-    """More than the warps of the launch; short ones next to long ones."""
+def test_many_segments_of_any_length_in_one_call(backend, num_segments, longest):
+    """More segments than warps in the launch, short and long ones mixed."""
     generator = torch.Generator().manual_seed(num_segments + longest)
     lengths = torch.randint(0, longest + 1, (num_segments,), generator=generator)
     gaps = torch.randint(0, 3, (num_segments,), generator=generator)
@@ -78,7 +78,7 @@ BAD_UPDATES = {
 
 @each_backend
 @pytest.mark.parametrize("message", BAD_UPDATES)
-def test_wrong_updates_are_named_and_nothing_is_written(backend, message, monkeypatch):
+def test_invalid_updates_write_nothing(backend, message, monkeypatch):
     monkeypatch.setenv("KVCACHE_CHECKED", "1")
     for values in BAD_UPDATES[message]:
         tables = backend.tensor([1, 2, 3, 4, 5], dtype=INT32)
@@ -88,7 +88,7 @@ def test_wrong_updates_are_named_and_nothing_is_written(backend, message, monkey
 
 
 @each_device_backend
-def test_unchecked_wrong_updates_write_nothing_on_a_device(backend, monkeypatch):
+def test_unchecked_invalid_updates_write_nothing(backend, monkeypatch):
     monkeypatch.delenv("KVCACHE_CHECKED", raising=False)
     for values in itertools.chain(*BAD_UPDATES.values()):
         tables = backend.tensor([1, 2, 3, 4, 5], dtype=INT32)
@@ -134,7 +134,7 @@ def gathers(draw):
 
 
 def to_device(tensor, device):
-    """Keeps the alignment to four ids, which `.to` would improve."""
+    """Keep the alignment to four ids, which `.to` would improve."""
     if device == "cpu":
         return tensor
     skipped = tensor.storage_offset()
@@ -144,7 +144,7 @@ def to_device(tensor, device):
 
 @each_backend
 @given(call=gathers())
-def test_rows_come_in_batch_order_without_what_left_the_window(backend, call):
+def test_rows_are_in_batch_order_without_hidden_blocks(backend, call):
     want = reference_gather(*call.values())
     on = {
         n: to_device(v, backend.device) if isinstance(v, torch.Tensor) and n != "groups" else v
@@ -190,7 +190,7 @@ def gather_arguments(backend, **changes):
         ),
     ],
 )
-def test_a_wrong_gather_argument_is_named(backend, name, make, message):
+def test_invalid_gather_argument_is_rejected(backend, name, make, message):
     call = gather_arguments(backend, **{name: make(backend)})
     before = call["out"].clone()
     with pytest.raises(RuntimeError, match=message):
@@ -209,7 +209,7 @@ def test_tables_cannot_be_gathered_onto_themselves(backend):
 
 
 @each_backend
-def test_an_index_out_of_range_is_named_and_nothing_is_written(backend, monkeypatch):
+def test_index_out_of_range_writes_nothing(backend, monkeypatch):
     monkeypatch.setenv("KVCACHE_CHECKED", "1")
     call = gather_arguments(backend, idx_mapping=backend.tensor([0, 2], dtype=INT32))
     with pytest.raises(RuntimeError, match=r"idx_mapping\[1\] is 2: expected -1"):
@@ -235,7 +235,7 @@ def test_opcheck(backend):
 
 
 @each_backend
-def test_updates_within_the_tables_are_refused(backend):
+def test_updates_inside_the_tables_are_rejected(backend):
     both = backend.tensor([1, 0, 1, 4, 900000], dtype=INT32)
     with pytest.raises(RuntimeError, match="tables shares memory with updates"):
         backend.ops.update_block_tables(both, both)

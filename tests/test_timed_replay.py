@@ -1,14 +1,17 @@
-"""Replays in which requests come and go in their own time, and hold their blocks while they run."""
+"""Replays in which requests arrive at given times and hold their blocks while they run."""
 
 import json
 
 import numpy as np
 import pytest
 
+from kvcache.allocator import check_invariants
 from kvcache.cli import main
-from kvcache.replay import Replayer, Service, WorkloadRequest, chat_workload, compare
+from kvcache.replay import Replayer, Service, WorkloadRequest, chat_workload, compare, read_trace
 from kvcache.replay.content import prefix_keys
+from kvcache.replay.traces.fields import TraceError
 from kvcache.replay.verifier import KVVerifier
+from tests.shared import sampled
 
 SERVICE = Service(prefill_speed=1_000, decode_speed=100)  # 1 ms and 10 ms a token
 
@@ -25,7 +28,7 @@ def replayed(requests, num_blocks=100, concurrency=10, **options):
     return replayer.run(requests)
 
 
-def test_prompts_are_computed_one_after_another_and_answers_side_by_side():
+def test_prefill_is_serial_and_decode_is_concurrent():
     # The first tokens come after 40, 80 and 100 ms; the ends after 240, 130 and 400 ms.
     requests = [request(0, 0, 0, 40, 20), request(1, 0, 100, 40, 5), request(2, 10, 200, 20, 30)]
     report = replayed(requests)
@@ -36,7 +39,7 @@ def test_prompts_are_computed_one_after_another_and_answers_side_by_side():
     assert report.hit_tokens == report.rejected_requests == 0
 
 
-def test_what_is_hit_is_not_computed():
+def test_hit_tokens_are_not_computed():
     requests = [request(0, 0, 0, 40, 20), request(1, 1000, 0, 44, 5)]
     report = replayed(requests)
     assert report.hit_tokens == 40
@@ -44,7 +47,7 @@ def test_what_is_hit_is_not_computed():
     assert report.duration_s == 1 + 0.004 + 0.05
 
 
-def test_who_does_not_fit_waits_for_the_next_end():
+def test_request_without_room_waits_for_next_end():
     # 12 blocks; the second needs what the first one holds until 240 ms, though it came at 50 ms.
     requests = [request(0, 0, 0, 40, 20), request(1, 50, 100, 40, 0)]
     report = replayed(requests, num_blocks=13)
@@ -57,7 +60,7 @@ def test_who_does_not_fit_waits_for_the_next_end():
     assert both.mean_ms_to_first_token == 40
 
 
-def test_the_one_that_ends_first_makes_room():
+def test_request_that_ends_first_makes_room():
     requests = [
         request(0, 0, 0, 20, 100),  # ends after 1,020 ms
         request(1, 0, 100, 20, 10),  # after 140 ms
@@ -76,7 +79,7 @@ def test_a_prompt_that_never_fits_is_rejected_at_once():
     assert report.mean_ms_to_first_token == (8 + 11) / 2  # the third waits for the first's prompt
 
 
-def test_held_blocks_leave_less_room_for_what_could_be_hit():
+def test_held_blocks_reduce_hits():
     requests = list(chat_workload(600, seed=3))
     sizes = {"block_size": 16, "num_blocks": 700}
     alone = Replayer(**sizes).run(requests)
@@ -88,13 +91,27 @@ def test_held_blocks_leave_less_room_for_what_could_be_hit():
     assert timed.prompt_tokens == alone.prompt_tokens
 
 
-def test_times_that_go_back_are_the_present():
-    report = replayed([request(0, 100, 0, 40, 0), request(1, 50, 100, 40, 0)])
-    assert report.duration_s == 0.18
-    assert report.p99_ms_to_first_token == 130
+def test_unordered_trace_is_rejected():
+    with pytest.raises(
+        ValueError, match="request 1 arrives at 50 ms, the request before it at 100"
+    ):
+        replayed([request(0, 100, 0, 40, 0), request(1, 50, 100, 40, 0)])
 
 
-@pytest.mark.parametrize("chunk_tokens", [None, 64])
+@pytest.mark.parametrize("form", ["token_ids", "prompt"])
+@pytest.mark.parametrize("timed_first", [True, False])
+def test_timestamps_must_be_in_all_lines_or_none(tmp_path, form, timed_first):
+    content = {"token_ids": [1, 2], "prompt": "some words"}[form]
+    lines = [{form: content, "timestamp": 5}, {form: content}]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines if timed_first else lines[::-1])))
+    with pytest.raises(
+        TraceError, match=r"line 2: timestamp .*: expected it in each line or in none"
+    ):
+        list(read_trace(path))
+
+
+@pytest.mark.parametrize("chunk_tokens", sampled([64, None]))
 def test_timed_chats_verify(chunk_tokens):
     sizes = {"block_size": 16, "num_blocks": 800}
     verifier = KVVerifier(**sizes, num_host_blocks=900, max_num_reqs=40, num_layers=1)
@@ -112,7 +129,7 @@ def test_timed_chats_verify(chunk_tokens):
     report = replayer.run(chat_workload(150, seed=1))
     assert report.mismatches == 0 and report.verified_tokens == report.prompt_tokens > 0
     assert report.peak_running > 1
-    replayer.manager.check_invariants()
+    check_invariants(replayer.manager)
 
 
 def test_policies_are_compared_in_time():
@@ -131,7 +148,7 @@ def test_the_command_line(capsys):
     assert found["peak_running"] > 1
     assert main(["replay", "--requests", "60", "--timed", "5000,20", "--concurrency", "3"]) == 0
     text = capsys.readouterr().out
-    assert "5000,20" in text and "at most 3 at a time" in text and "first token" in text
+    assert "5000,20" in text and "at most 3 concurrent" in text and "first token" in text
     assert main(["replay", "--requests", "60", "--timed", "--compare", "lru,learned"]) == 0
     assert "optimum" not in capsys.readouterr().out
     for text, says in (
@@ -146,7 +163,7 @@ def test_the_command_line(capsys):
         assert says in capsys.readouterr().err
 
 
-def test_wrong_speeds_are_named():
+def test_invalid_speeds_are_reported():
     with pytest.raises(TypeError, match="prefill_speed is 'x': expected a number"):
         Service(prefill_speed="x")
     with pytest.raises(ValueError, match="decode_speed is -1"):

@@ -1,4 +1,4 @@
-"""Token io between fp8 caches and wider tokens, against the conversions of PyTorch on the CPU."""
+"""Token I/O between fp8 caches and wider tokens, compared with PyTorch's conversions on the CPU."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def dequantize(x, scale, dtype):
 
 
 def same(got, want):
-    """Bit for bit, save that a NaN is any NaN."""
+    """Compare bit patterns; all NaNs are equal."""
     got, numbers = got.cpu(), ~want.isnan()
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[want.element_size()]
     got_bits, want_bits = (x.contiguous().view(integers)[numbers] for x in (got, want))
@@ -71,7 +71,7 @@ def cases(draw):
 
 
 def broadcast(scale):
-    """[..., 1 or heads] to what multiplies [..., n, heads, head_size]."""
+    """Convert [..., 1 or heads] to a factor of [..., n, heads, head_size]."""
     return scale[..., None, :, None]
 
 
@@ -109,7 +109,7 @@ def test_fp8_is_multiplied_by_its_scale_and_rounded_to_the_tokens_dtype(backend,
 
 
 def all_patterns(dtype):
-    """Every 16-bit pattern; of float32, random ones and all that lie around a step of fp8."""
+    """Every 16-bit pattern; for float32, random patterns and all patterns near an fp8 step."""
     if dtype != torch.float32:
         return torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     generator = torch.Generator().manual_seed(0)
@@ -120,7 +120,7 @@ def all_patterns(dtype):
 
 
 def through(backend, patterns, fp8, scale):
-    """The patterns written to a cache of fp8."""
+    """Write the patterns to an fp8 cache."""
     tokens = patterns.view(-1, 1, 64).to(backend.device)
     shape = (1 + len(tokens), 1, 1, 64)  # behind the null block
     caches = [torch.zeros(shape, device=backend.device).to(fp8) for _ in "kv"]
@@ -134,7 +134,7 @@ def through(backend, patterns, fp8, scale):
 @each_format
 @each_wide_dtype
 @pytest.mark.parametrize("scale", [1.0, 0.37, 1e-3])
-def test_every_pattern_becomes_the_fp8_that_pytorch_gives(backend, fp8, dtype, scale):
+def test_every_bit_pattern_converts_like_pytorch(backend, fp8, dtype, scale):
     patterns = all_patterns(dtype)
     got = through(backend, patterns, fp8, backend.tensor([scale]))
     assert same(got, quantize(patterns, torch.tensor([scale]), fp8))
@@ -165,7 +165,7 @@ def test_an_unusual_scale_divides_as_pytorch_does(backend, fp8, dtype, scale):
 
 @each_backend
 @each_format
-def test_a_scale_of_each_head_may_be_unusual(backend, fp8):
+def test_per_head_scales_may_be_unusual(backend, fp8):
     generator = torch.Generator().manual_seed(0)
     scales = torch.tensor([0.37, 0.0, 1e-39, -2.0, 1.0])
     key = torch.randn(9, 5, 24, generator=generator).bfloat16()
@@ -184,7 +184,7 @@ def test_a_scale_of_each_head_may_be_unusual(backend, fp8):
 @each_format
 @each_wide_dtype
 @pytest.mark.parametrize("scale", [1.0, 0.37, 1e-4, 300.0])
-def test_every_fp8_becomes_the_number_that_pytorch_gives(backend, fp8, dtype, scale):
+def test_every_fp8_code_decodes_like_pytorch(backend, fp8, dtype, scale):
     codes = torch.arange(256).to(torch.uint8).view(fp8).view(4, 1, 1, 64)
     cache = torch.cat([codes[:1], codes])  # behind the null block
     keys, values = (torch.empty(4, 1, 64, dtype=dtype, device=backend.device) for _ in "kv")
@@ -197,7 +197,7 @@ def test_every_fp8_becomes_the_number_that_pytorch_gives(backend, fp8, dtype, sc
 
 @each_backend
 @each_format
-def test_what_is_too_large_becomes_the_largest_and_zero_keeps_its_sign(backend, fp8):
+def test_large_values_saturate_and_zero_keeps_its_sign(backend, fp8):
     largest = torch.finfo(fp8).max
     inf = float("inf")
     given_ = torch.tensor(
@@ -209,7 +209,7 @@ def test_what_is_too_large_becomes_the_largest_and_zero_keeps_its_sign(backend, 
 
 
 @each_backend
-def test_k_may_be_fp8_and_v_as_it_is(backend):
+def test_only_k_may_be_fp8(backend):
     call = arguments(backend)
     call["key_cache"] = call["key_cache"].to(torch.float8_e4m3fn)
     before = call["value_cache"].clone()
@@ -267,7 +267,7 @@ WRONG = {
 @each_backend
 @pytest.mark.parametrize("op", ["write_kv", "gather_kv"])
 @pytest.mark.parametrize("message", WRONG)
-def test_a_wrong_scale_is_named_and_nothing_is_written(backend, op, message):
+def test_invalid_scale_writes_nothing(backend, op, message):
     layers, changes = WRONG[message]
     call = fp8_arguments(backend, layers)
     call.update({name: change(call[name]) for name, change in changes.items()})

@@ -1,4 +1,4 @@
-"""Damaged and hostile traces: each an error of one line that names the place, and never a traceback."""
+"""Damaged and hostile traces: one-line errors that name the location, never a traceback."""
 
 import gzip
 import json
@@ -66,7 +66,7 @@ def text_of(line):
 
 
 def mutated(rng, form):
-    """A trace of a form, damaged in one place or two."""
+    """A trace of a format, damaged in one or two places."""
     line = LINES[form]
     if isinstance(line, dict) and rng.random() < 0.5:
         line = dict(line)
@@ -101,7 +101,7 @@ def mutated(rng, form):
 
 
 def check_read(path, form):
-    """Reads it; what is refused names file and line."""
+    """Read a trace. An error must name file and line."""
     started = time.process_time()
     try:
         for request in read_trace(path, form):
@@ -115,7 +115,7 @@ def check_read(path, form):
     assert time.process_time() - started < 3.0
 
 
-def test_damaged_traces_are_read_or_refused_by_name(tmp_path):
+def test_damaged_traces_are_read_or_reported(tmp_path):
     rng, path = random.Random(SEED), tmp_path / "trace"
     for i in range(1500):
         form = rng.choice([*LINES])
@@ -145,7 +145,7 @@ def test_damaged_traces_are_read_or_refused_by_name(tmp_path):
     ],
 )
 def test_a_hostile_line_is_named(tmp_path, form, line, says):
-    """From the fuzzer."""
+    """Cases found by the fuzzer."""
     path = tmp_path / "trace"
     path.write_text(f"\n{text_of(line)}\n")
     with pytest.raises(TraceError) as error:
@@ -159,7 +159,7 @@ def test_a_lone_surrogate_is_a_token_of_a_text(tmp_path):
     assert [each.num_tokens for each in read_trace(path)] == [3]
 
 
-def test_a_line_without_end_is_refused(monkeypatch):
+def test_endless_line_is_rejected(monkeypatch):
     from kvcache.replay.traces import registry
 
     monkeypatch.setattr(registry, "MOST_LINE_BYTES", 2**16)
@@ -179,13 +179,13 @@ WRONG_PATHS = [0, 1, True, False, None, b"trace", bytearray(b"a"), 1.5, ["a"]]
 
 @pytest.mark.parametrize("path", WRONG_PATHS, ids=repr)
 @pytest.mark.parametrize("read", [read_trace, read_mooncake])
-def test_what_is_no_path_is_refused(read, path):
+def test_invalid_path_types_are_rejected(read, path):
     with pytest.raises(TypeError, match=r"path is .*: expected a string or an os\.PathLike"):
         read(path)
 
 
 @pytest.mark.parametrize("path", ["", "a\0b", Path("a\0b")], ids=repr)
-def test_a_path_that_no_file_has_is_refused(path):
+def test_impossible_path_is_rejected(path):
     with pytest.raises(ValueError, match=r"path is .*: expected the name of a file"):
         read_trace(path)
 
@@ -197,7 +197,7 @@ def test_standard_output_stays_open():
     assert done.stdout == "still there\n"
 
 
-def test_the_command_says_one_line_for_damaged_traces(tmp_path, capsys):
+def test_command_prints_one_line_for_damaged_traces(tmp_path, capsys):
     rng, path = random.Random(SEED + 1), tmp_path / "trace"
     for i in range(150):
         form = rng.choice([*LINES])
@@ -209,7 +209,7 @@ def test_the_command_says_one_line_for_damaged_traces(tmp_path, capsys):
         assert code == 0 or (err.count("\n") == 1 and not out), f"{place}: {err}"
 
 
-def test_the_command_says_one_line_for_what_is_no_trace(tmp_path, capsys):
+def test_command_prints_one_line_for_non_traces(tmp_path, capsys):
     empty, fifo = tmp_path / "empty", tmp_path / "fifo"
     empty.touch()
     os.mkfifo(fifo)

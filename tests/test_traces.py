@@ -1,4 +1,4 @@
-"""Readers of traces: each form by its first lines and by name, and what is wrong with a line."""
+"""Trace readers: format detection, format names and malformed lines."""
 
 import json
 
@@ -70,7 +70,7 @@ def written(tmp_path, *lines):
         ),
     ],
 )
-def test_each_form_is_recognised_and_read(tmp_path, form, lines, arrivals, lengths, answers):
+def test_each_format_is_detected_and_read(tmp_path, form, lines, arrivals, lengths, answers):
     path = written(tmp_path, *lines)
     requests = list(read_trace(path))
     assert [each.index for each in requests] == list(range(len(requests)))
@@ -85,12 +85,12 @@ def test_each_form_is_recognised_and_read(tmp_path, form, lines, arrivals, lengt
     assert form in trace_forms()
 
 
-def test_token_ids_of_logs_are_those_of_the_prompt(tmp_path):
+def test_log_token_ids_are_the_prompt(tmp_path):
     path = written(tmp_path, VLLM.format(s=1, ids=TOKENS))
     assert next(read_trace(path)).token_ids.tolist() == TOKENS
 
 
-def test_equal_beginnings_are_hits_and_partial_blocks_are_not(tmp_path):
+def test_equal_prefixes_hit_and_partial_blocks_do_not(tmp_path):
     rest = {**BAILIAN, "hash_ids": [3, 4]}  # 8 tokens more, of which the trace says nothing
     requests = list(read_trace(written(tmp_path, BAILIAN, rest, rest, {**BAILIAN, "chat_id": 8})))
     assert optimum(requests, 16, 100) == 3 * 32 / 160
@@ -172,7 +172,7 @@ def test_a_log_without_requests_is_named(tmp_path):
     assert list(read_trace(written(tmp_path, ""))) == []
 
 
-def test_forms_that_there_are_not_are_named(tmp_path, capsys):
+def test_unknown_formats_are_reported(tmp_path, capsys):
     path = written(tmp_path, MOONCAKE)
     with pytest.raises(
         ValueError, match="form is 'x': expected one of bailian, mooncake, sglang_log"
@@ -186,7 +186,7 @@ def test_forms_that_there_are_not_are_named(tmp_path, capsys):
         register("text", lambda line, record: False)(iter)
 
 
-def test_the_command_reads_a_form_of_ones_own(tmp_path, capsys):
+def test_command_reads_a_custom_format(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(
         "import numpy as np\n"
         "from kvcache.replay import WorkloadRequest\n"

@@ -1,4 +1,4 @@
-"""`copy_kv_blocks` (CONTRACT C3): an engine's tensors of any backend, both directions."""
+"""`copy_kv_blocks` (CONTRACT C3): tensors of any engine backend, in both directions."""
 
 import itertools
 import random
@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache.transfer import blocks, copy_kv_blocks
+from kvcache.compat import copy_kv_blocks
+from kvcache.compat import kv_blocks as blocks
 from tests.shared import sampled
 from tests.test_pages import BACKENDS, engine_tensors
 
@@ -19,7 +20,7 @@ def named(tensors):
 
 
 def on(device, tensor):
-    """Keeps strides, which `.to` would for dense tensors only."""
+    """Keep strides, which `.to` does only for dense tensors."""
     moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return moved.copy_(tensor)
 
@@ -44,7 +45,7 @@ def test_blocks_arrive_in_all_layers_and_no_other_changes(device, backend, layou
 
 
 def reordered(tensor, order, pad=()):
-    """The same content with the dimensions in another order in memory, each of `pad` with room behind."""
+    """The same content in another memory order of the dimensions, each dimension in `pad` padded."""
     sizes = [tensor.shape[d] + 3 * (d in pad) for d in order]
     dims = [order.index(d) for d in range(tensor.ndim)]
     made = torch.zeros(sizes, dtype=tensor.dtype).permute(dims)
@@ -53,7 +54,7 @@ def reordered(tensor, order, pad=()):
 
 
 def memory_of(tensor):
-    """All of a tensor's memory, padding included."""
+    """Return all memory of a tensor, including padding."""
     return tensor.as_strided((tensor.untyped_storage().nbytes() // 4,), (1,), 0)
 
 
@@ -70,7 +71,7 @@ CHANGES = [
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 @pytest.mark.parametrize("share", sampled(range(7)))
-def test_either_side_may_lie_in_another_order_and_have_padding(share, direction, staged):
+def test_sides_may_differ_in_order_and_padding(share, direction, staged):
     """Every order of the outer dimensions and three forms of padding, on one side and on both."""
     rng, generator = random.Random(share), torch.Generator().manual_seed(share)
     for (shape, dim), order, pad in CHANGES[share::7]:
@@ -105,7 +106,7 @@ def test_either_side_may_lie_in_another_order_and_have_padding(share, direction,
         assert all(not base[mask].any() for base, mask in zip(bases, masks)), "padding was written"
 
 
-def test_staging_goes_in_parts(monkeypatch):
+def test_staging_is_chunked(monkeypatch):
     here, there = torch.randn(6, 4, 3, 8), torch.zeros(8, 3, 4, 8).transpose(1, 2)
     monkeypatch.setattr(blocks, "_STAGED_BYTES", 2 * here[0].nbytes)
     pairs = np.array([[0, 7], [3, 1], [5, 2], [1, 0], [2, 6]])
@@ -131,7 +132,7 @@ def test_another_order_between_device_and_host(direction, pinned):
     assert all(torch.equal(dst[name].cpu(), expected[name]) for name in expected)
 
 
-def test_an_engines_own_class_says_which_dimension_counts_blocks():
+def test_engine_class_defines_the_block_dimension():
     class Engine:
         @staticmethod
         def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size):
@@ -142,7 +143,7 @@ def test_an_engines_own_class_says_which_dimension_counts_blocks():
     assert torch.equal(there["a"][:, 0], here["a"][:, 1])
 
 
-def test_no_ids_are_nothing_to_do():
+def test_empty_ids_do_nothing():
     here, there = named(engine_tensors("mla", "NHD")), named(engine_tensors("mla", "NHD"))
     before = {name: t.clone() for name, t in there.items()}
     copy_kv_blocks(here, there, [], torch.empty(0, dtype=torch.int64), "h2d")
@@ -188,7 +189,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("message", CASES)
-def test_what_does_not_fit_is_named_and_no_byte_moves(message):
+def test_invalid_arguments_move_nothing(message):
     here, there = (named(engine_tensors("flash_attention", "NHD")) for _ in range(2))
     arguments = CASES[message](here, there)
     before = {name: t.clone() for name, t in arguments[1].items()}
@@ -197,7 +198,7 @@ def test_what_does_not_fit_is_named_and_no_byte_moves(message):
     assert all(torch.equal(t, before[name]) for name, t in arguments[1].items())
 
 
-def test_a_dimension_that_may_be_either_is_asked_for():
+def test_ambiguous_block_dimension_must_be_given():
     here, there = ({"a": torch.randn(2, 2, 4, 1, 8)} for _ in range(2))
     with pytest.raises(ValueError, match="which may be either way round: expected a backend"):
         copy_kv_blocks(here, there, [1], [0], "h2d")
@@ -207,14 +208,14 @@ def test_a_dimension_that_may_be_either_is_asked_for():
     assert torch.equal(there["a"][:, 0], here["a"][:, 1])
 
 
-def test_one_side_of_two_blocks_does_not_decide_which_dimension_counts():
+def test_two_blocks_leave_the_block_dimension_ambiguous():
     here = {"a": torch.randn(2, 2, 4, 1, 8)}
     there = {"a": torch.randn(5, 2, 4, 1, 8)}
     copy_kv_blocks(here, there, [1], [4], "h2d")
     assert torch.equal(there["a"][4], here["a"][1])
 
 
-def test_both_sides_in_one_memory_are_copied_or_refused():
+def test_shared_memory_is_copied_or_rejected():
     caches = {"a": torch.arange(5 * 4 * 8.0).view(5, 4, 8)}
     before = caches["a"].clone()
     with pytest.raises(ValueError, match=r"pairs\[0\] reads page 2, which pairs\[1\] writes to"):
@@ -226,7 +227,7 @@ def test_both_sides_in_one_memory_are_copied_or_refused():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("direction", "name"), [("h2d", "src"), ("d2h", "dst")])
-def test_a_direction_that_the_devices_do_not_have_is_named(direction, name):
+def test_unsupported_direction_is_reported(direction, name):
     caches = {"a": torch.zeros(4, 5, 8, device="cuda")}
     with pytest.raises(ValueError, match=f"direction is '{direction}' and {name}_kv_caches is on"):
         copy_kv_blocks(caches, caches, [1], [0], direction)

@@ -1,4 +1,4 @@
-"""Descriptions of caches: where elements lie, what is serialised, what is refused."""
+"""Descriptions of caches: offsets of elements, serialization and rejected values."""
 
 import itertools
 import json
@@ -66,12 +66,12 @@ from tests.transfer_plan_checker import ORDERS, PACKINGS, PARTS, Memory, cache, 
         ),
     ],
 )
-def test_descriptions_of_what_cannot_be(values, message):
+def test_impossible_descriptions_are_rejected(values, message):
     with pytest.raises(ValueError, match=message):
         cache(**values)
 
 
-def test_a_description_crosses_by_json_and_pickle():
+def test_description_round_trips_by_json_and_pickle():
     one = cache(tp_size=2, layout="HND", cp_world_size=2, v_head_size=1)
     assert CacheDescription.from_dict(json.loads(json.dumps(one.to_dict()))) == one
     assert pickle.loads(pickle.dumps(one)) == one and hash(one) == hash(replace(one))
@@ -99,7 +99,7 @@ def test_a_description_crosses_by_json_and_pickle():
 @pytest.mark.parametrize("packing", ORDERS)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("values", [of(v_head_size=1), of(is_mla=True, total_num_kv_heads=1)])
-def test_offset_is_where_the_plain_definition_has_it(packing, layout, values):
+def test_offset_equals_the_plain_definition(packing, layout, values):
     one = cache(packing=packing, layout=layout, **values)
     memory = Memory(one, np.array([0]), np.array([[0]]), 1)
     sizes = [one.head_size, one.v_head_size][: len(one.head_bytes)]
@@ -119,7 +119,7 @@ def test_ranks_are_numbered_context_pipeline_tensor():
         assert one.coordinates(number) == at and one.rank_of(Coordinates(*at)) == number
 
 
-def test_ranks_of_unlike_stages_are_numbered_stage_by_stage():
+def test_ranks_of_uneven_stages_are_numbered_by_stage():
     one = cache(num_layers=6, stages=[(1, 2), (3, 4), (2, 1)], cp_world_size=2)
     assert one.world_size == 14
     numbers = [(cp, pp, tp) for cp in (0, 1) for pp, n in enumerate((2, 4, 1)) for tp in range(n)]
@@ -152,7 +152,7 @@ STORAGES = {
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("values", [of(), of(v_head_size=1), of(is_mla=True, total_num_kv_heads=1)])
-def test_regions_are_those_of_the_storage(packing, layout, values):
+def test_regions_equal_the_storage_regions(packing, layout, values):
     import torch
 
     from kvcache import KVStorage

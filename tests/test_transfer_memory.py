@@ -1,4 +1,4 @@
-"""A transfer plan carried out on real storages: addresses, bytes, and the permutation by the op."""
+"""Transfer plans on real storages: addresses, bytes, and the permutation by the op."""
 
 import ctypes
 import itertools
@@ -18,6 +18,7 @@ from kvcache.transfer import (
     plan_transfer,
     region_addresses,
 )
+from tests.shared import spread
 
 LAYERS, HEADS = 2, 4
 OPTIONS = {
@@ -50,7 +51,7 @@ def storage_of(description, packing, num_blocks=40, **more):
 
 
 def tokens_of(storage, pages):
-    """K and V of the tokens in these pages, in order: per layer [tokens, heads, size] twice."""
+    """Return K and V of the tokens in these pages in order: per layer [tokens, heads, size] twice."""
     ids = torch.from_numpy(pages.ravel()).long()
     return [
         [cache(layer)[ids].flatten(0, 1) for cache in (storage.key_cache, storage.value_cache)]
@@ -59,7 +60,7 @@ def tokens_of(storage, pages):
 
 
 def carry_out(local, remote, storage, storages, mine, seed=0):
-    """Rank 0's pages from remote storages, each rank's pages elsewhere; the plan and the pages."""
+    """Transfer rank 0's pages from remote storages with other page ids. Return the plan and the pages."""
     plan = plan_transfer(local, remote, 0)
     rng = np.random.default_rng(seed)
     count = len(mine) // plan.local_pages_per_group * plan.remote_pages_per_group
@@ -77,12 +78,18 @@ def carry_out(local, remote, storage, storages, mine, seed=0):
     return plan, theirs
 
 
-@pytest.mark.parametrize("v_head_size", [8, 4])
 @pytest.mark.parametrize(
-    "layouts", [("HND", "HND"), ("NHD", "HND"), ("HND", "NHD"), ("NHD", "NHD")]
+    ("packings", "sizes", "layouts", "v_head_size"),
+    spread(
+        itertools.product(
+            itertools.product(OPTIONS, repeat=2),
+            [(8, 4), (4, 8), (4, 4), (6, 4)],
+            itertools.product(("HND", "NHD"), repeat=2),
+            (8, 4),
+        ),
+        89,
+    ),
 )
-@pytest.mark.parametrize("sizes", [(8, 4), (4, 8), (4, 4), (6, 4)])
-@pytest.mark.parametrize("packings", [(a, b) for a in OPTIONS for b in OPTIONS])
 def test_every_token_arrives(packings, sizes, layouts, v_head_size):
     local = side(sizes[0], layouts[0], packings[0], v_head_size=v_head_size)
     remote = side(sizes[1], layouts[1], packings[1], tp_size=2, v_head_size=v_head_size)
@@ -104,7 +111,7 @@ SCALED = [name for name in OPTIONS if name != "heads first"]
 @pytest.mark.parametrize("layouts", [("HND", "HND"), ("NHD", "HND")])
 @pytest.mark.parametrize("sizes", [(8, 4), (4, 4)])
 def test_scales_of_storages_arrive_with_their_heads(packing, layouts, sizes):
-    """Each token has 4 bytes per head: 16 in the local storage, 8 in each of two remote ones."""
+    """Each token has 4 bytes per head: 16 in the local storage, 8 in each of two remote storages."""
     local = side(sizes[0], layouts[0], packing, scale_bytes_per_head=4)
     remote = side(sizes[1], layouts[1], packing, tp_size=2, scale_bytes_per_head=4)
     storage = storage_of(local, packing, scale_bytes_per_token=16)
@@ -124,7 +131,7 @@ def test_scales_of_storages_arrive_with_their_heads(packing, layouts, sizes):
             assert torch.equal(found[part], torch.cat([s[layer][part] for s in sources], dim=1))
 
 
-def test_ranks_of_unlike_stages_have_addresses_of_their_own():
+def test_ranks_of_uneven_stages_have_own_addresses():
     described = CacheDescription(
         engine_id="e", num_layers=4, total_num_kv_heads=HEADS, head_size=8, dtype="float16",
         block_size=4, stages=[(3, 1), (1, 2)],
@@ -140,7 +147,7 @@ def test_ranks_of_unlike_stages_have_addresses_of_their_own():
 
 
 def test_states_arrive_in_pages_that_groups_share():
-    """A convolution of 4 heads and 2 groups and an SSM of 4 heads, from two ranks to one."""
+    """A convolution with 4 heads and 2 groups and an SSM with 4 heads, from two ranks to one."""
     tensors = [
         StateTensor(sections=[(4, 3), (2, 2), (2, 2)], row_size=3),
         StateTensor(sections=[(4, 1)], row_size=5, dtype="float32"),
@@ -189,7 +196,7 @@ def test_pages_of_other_states_are_refused(changes, sizes):
         region_addresses(unlike, Pages.allocate(9, [[32]]))
 
 
-def test_pages_that_groups_share_are_described_by_their_stride():
+def test_shared_pages_are_described_by_their_stride():
     pages = Pages.allocate(40, [[2048]] * LAYERS)
     local = side(packing="blocks_first", page_stride=2048)
     storage = KVStorage.over(pages, 4, HEADS, 8, dtype=torch.float16, layout="HND")
@@ -211,7 +218,7 @@ def test_pages_that_groups_share_are_described_by_their_stride():
         assert torch.equal(storage.value_cache(layer)[5:7], source.value_cache(layer)[8:10])
 
 
-def test_an_engines_own_tensors_have_addresses_too():
+def test_engine_tensors_have_addresses():
     caches = [torch.zeros(9, 2, 4, HEADS, 8, dtype=torch.float16) for _ in range(LAYERS)]
     storage = KVStorage.from_tensors(caches)
     found = region_addresses(side(layout="NHD", packing="blocks_first"), storage.pages)
@@ -249,14 +256,14 @@ def test_an_engines_own_tensors_have_addresses_too():
         (side(), {"scale_bytes_per_token": 4}, r"has fragments of \[256, 256, 16\] bytes"),
     ],
 )
-def test_pages_that_are_not_as_described_are_refused(description, storage, message):
+def test_pages_must_match_their_description(description, storage, message):
     options = {"num_layers": LAYERS, "dtype": torch.float16, **storage}
     pages = KVStorage(9, 4, HEADS, 8, **options).pages
     with pytest.raises(ValueError, match=message):
         region_addresses(description, pages)
 
 
-def test_a_stride_is_for_regions_that_hold_k_and_v():
+def test_stride_applies_to_k_and_v_regions():
     with pytest.raises(ValueError, match="page_stride is 4096: expected None where K and V"):
         side(page_stride=4096)
     with pytest.raises(ValueError, match="page_stride is 511: expected 512 to"):

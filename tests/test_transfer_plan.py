@@ -1,4 +1,4 @@
-"""Transfer plans carried out on fake memories, over all combinations; and spoiled ones found."""
+"""Transfer plans on fake memories in all combinations, and detection of planted defects."""
 
 import itertools
 from dataclasses import replace
@@ -20,10 +20,10 @@ from tests.transfer_plan_checker import (
 )
 from tests.transfer_plan_table import HEADS, PARALLEL, SIZES, page_product, parallel_product, tally
 
-NUM_SHARES = 49  # of all combinations; prime to the sizes, so that each share has every size
+NUM_SHARES = 797  # of all combinations; prime to the sizes, so that each share has every size
 
 
-@pytest.mark.parametrize("share", sampled(range(NUM_SHARES)))
+@pytest.mark.parametrize("share", sampled(range(0, NUM_SHARES, 32)))
 def test_every_parallel_size_and_number_of_heads(share):
     count = len(range(share, len(SIZES) ** 6 * len(HEADS), NUM_SHARES))
     counts, wrong = tally(parallel_product(start=share, step=NUM_SHARES))
@@ -42,7 +42,7 @@ def test_every_layout_and_packing(parallel):
 
 
 @pytest.mark.parametrize(
-    "orders", spread([(pair,) for pair in itertools.product(ORDERS, repeat=2)], 10), ids=" to ".join
+    "orders", spread([(pair,) for pair in itertools.product(ORDERS, repeat=2)], 5), ids=" to ".join
 )
 def test_every_pair_of_memory_orders(orders):
     parallel = (of(), of(tp_size=2)), (of(block_size=8), of(pp_size=2)), (of(), of())
@@ -89,7 +89,7 @@ SCALE_ORDERS = [
 
 
 def drawn_side(rng, heads, num_layers, scales):
-    """Stages of unlike layers and ranks, or equal ones; context parallelism, any order in memory."""
+    """Equal or uneven stages of layers and ranks, context parallelism, and any memory order."""
     orders = SCALE_ORDERS if scales else [*ORDERS]
     values = of(
         packing=orders[rng.integers(len(orders))],
@@ -115,8 +115,8 @@ def drawn_side(rng, heads, num_layers, scales):
     return values
 
 
-@pytest.mark.parametrize("seed", sampled(range(60), 3))
-def test_stages_of_unlike_sizes_and_scales_drawn_at_random(seed):
+@pytest.mark.parametrize("seed", sampled(range(30)))
+def test_random_uneven_stages_with_scales(seed):
     rng = np.random.default_rng(seed)
     for _ in range(12):
         heads, num_layers = int(rng.choice([1, 2, 4, 6])), int(rng.integers(2, 6))
@@ -135,8 +135,8 @@ def test_stages_of_unlike_sizes_and_scales_drawn_at_random(seed):
             check(local, remote, rank, allow_permutation=allowed, seed=seed, tokens=(first, last))
 
 
-def test_stages_of_unlike_tensor_parallel_size_by_hand():
-    """A prefill engine of 3 + 1 layers over 1 and 4 ranks, a decode engine of 2 ranks."""
+def test_stages_with_different_tensor_parallel_sizes():
+    """A prefill engine with 3 + 1 layers on 1 and 4 ranks, and a decode engine with 2 ranks."""
     prefill = cache(num_layers=4, stages=[(3, 1), (1, 4)])
     decode = cache(num_layers=4, tp_size=2)
     assert [prefill.layers(rank) for rank in range(5)] == [range(3)] + [range(3, 4)] * 4
@@ -171,7 +171,7 @@ def test_scales_move_with_their_heads(packing, layouts, sizes):
 
 @pytest.mark.parametrize("allow_permutation", [True, False])
 @pytest.mark.parametrize(("local", "remote"), DIFFERENT)
-def test_groups_of_which_only_some_tokens_are_wanted(local, remote, allow_permutation):
+def test_groups_with_partial_token_ranges(local, remote, allow_permutation):
     local, remote = cache(**local), cache(**remote)
     whole = plan_transfer(local, remote, 0).tokens_per_group
     num_checked = 0
@@ -203,7 +203,7 @@ def test_a_partial_group_reads_no_page_without_tokens():
 
 
 def spoiled(**changes):
-    """A change of the plan: `changes` maps the table of layers or of runs to what becomes of it."""
+    """Return the plan after `changes`, which map tables of layers or runs to modified ones."""
 
     def change(plan):
         patterns = []
@@ -225,7 +225,7 @@ def test_scales_of_another_layer_are_found():
 
 
 def spoiled_scales(plan):
-    """The scales of the two layers exchanged."""
+    """Return the plan with the scales of two layers exchanged."""
     patterns = []
     for pattern in plan.patterns:
         layers = pattern.layers.copy()
@@ -316,7 +316,7 @@ def test_a_wrong_permutation_is_found(wrong):
         (of(block_size=4, layout="HND"), of(block_size=4, layout="NHD")),
     ],
 )
-def test_the_permutation_is_the_one_of_the_op(local, remote):
+def test_permutation_equals_the_op(local, remote):
     import torch
 
     from kvcache import KVStorage

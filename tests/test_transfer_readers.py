@@ -1,25 +1,19 @@
-"""How many readers each rank of a source has: as all readers' plans read, whatever the sizes."""
+"""Reader counts of source ranks, compared with the plans of all readers, for all sizes."""
 
 import re
 
 import numpy as np
 import pytest
 
-from kvcache.transfer import (
-    KVTopology,
-    RemoteEngine,
-    StateDescription,
-    StateTensor,
-    plan_transfer,
-    source_readers,
-)
+from kvcache.compat import KVTopology, RemoteEngine
+from kvcache.transfer import StateDescription, StateTensor, plan_transfer, source_readers
 from tests.shared import sampled
 from tests.test_transfer_plan import drawn_side
 from tests.transfer_plan_checker import cache, of
 
 
 def read_by_plans(plans, num_tokens, first_token):
-    """The readers of each source rank, from the plans of all readers, for all groups of a request."""
+    """The readers of each source rank, from the plans of all readers, over all groups of a request."""
     found = [set() for _ in range(plans[0].remote.world_size)]
     for rank, plan in enumerate(plans):
         size = plan.tokens_per_group
@@ -32,7 +26,7 @@ def read_by_plans(plans, num_tokens, first_token):
 
 
 @pytest.mark.parametrize("seed", sampled(range(80), 3))
-def test_readers_are_those_of_the_plans(seed):
+def test_readers_equal_the_plans(seed):
     rng = np.random.default_rng(seed)
     for _ in range(6):
         heads, num_layers = int(rng.choice([1, 2, 4, 6])), int(rng.integers(2, 6))
@@ -50,7 +44,7 @@ def test_readers_are_those_of_the_plans(seed):
 
 
 @pytest.mark.parametrize("seed", sampled(range(20), 2))
-def test_readers_are_those_of_the_topology(seed):
+def test_readers_equal_the_topology(seed):
     rng = np.random.default_rng(seed)
     for _ in range(10):
         heads, num_layers = int(rng.choice([1, 2, 4])), int(rng.integers(2, 6))
@@ -85,7 +79,7 @@ def test_readers_are_those_of_the_topology(seed):
             assert counts == {t[0]: len(found[t[0]]) for t in targets}
 
 
-def test_readers_by_hand():
+def test_readers_of_known_examples():
     wide, narrow = cache(tp_size=4), cache(tp_size=2)
     assert source_readers(wide, narrow) == ((0, 1), (2, 3))
     assert source_readers(narrow, wide) == ((0,), (0,), (1,), (1,))
@@ -144,7 +138,7 @@ def test_readers_of_states():
         (of(num_tokens=4, first_token=3), "first_token is 3: expected a multiple of the 4 tokens"),
     ],
 )
-def test_tokens_out_of_range_are_named(values, message):
+def test_tokens_out_of_range_are_reported(values, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         source_readers(cache(), cache(), **values)
     with pytest.raises(ValueError, match="readers num_layers is 2"):

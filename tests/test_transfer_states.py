@@ -1,4 +1,4 @@
-"""Transfers of recurrent states, carried out on fake memory in which every element names itself."""
+"""Transfers of recurrent states on fake memory in which each element identifies itself."""
 
 import json
 import pickle
@@ -23,7 +23,7 @@ def stages_of(described):
 
 
 def rank_table(described):
-    """(stage, layers of it, tp_rank, tp_size) of every rank, by the plain definition."""
+    """Return (stage, its layers, tp_rank, tp_size) of every rank, by the plain definition."""
     found = []
     for _ in range(described.cp_world_size):
         first = 0
@@ -35,9 +35,9 @@ def rank_table(described):
 
 
 def names_of(described, rank, state):
-    """int64[layers, bytes of a state]: the number of every byte of one state, on a rank.
+    """Return int64[layers, bytes of a state], the number of every byte of one state on a rank.
 
-    A byte is numbered by state, layer, tensor, global channel, row and byte of the element.
+    Bytes are numbered by state, layer, tensor, global channel, row and byte of the element.
     """
     _, layers, tp_rank, tp_size = rank_table(described)[rank]
     parts = []
@@ -58,7 +58,7 @@ def names_of(described, rank, state):
 
 
 def memory_of(described, rank, pages):
-    """int64[layers, bytes of all pages], -1 where no state lies; and bytes from page to page."""
+    """Return int64[layers, bytes of all pages], -1 outside states, and the distance between pages."""
     names = [names_of(described, rank, state) for state in range(len(pages))]
     stage = rank_table(described)[rank][0]
     stride = described.page_stride or names[0].shape[1]
@@ -91,7 +91,7 @@ def check(local, remote, rank, rng, change=None):
 
 
 def drawn(rng):
-    """Tensors of one model, of which each engine may have the channels last."""
+    """Tensors of one model. Each engine may store the channels last."""
     sizes = [1, 2, 4, 8]
     tensors = []
     for _ in range(rng.integers(1, 4)):
@@ -124,7 +124,7 @@ def drawn(rng):
 
 
 @pytest.mark.parametrize("seed", sampled(range(60), 6))
-def test_every_byte_arrives_whatever_the_sizes(seed):
+def test_every_byte_arrives_for_all_sizes(seed):
     rng = np.random.default_rng(seed)
     for _ in range(10):
         local, remote = drawn(rng)
@@ -159,7 +159,7 @@ def mamba(**changes):
         (of(tp_size=2), of(stages=[(1, 1), (1, 4)]), [(0, 1, 2), (0, 3, 4)], 4 + 4),
     ],
 )
-def test_slices_by_hand(local, remote, ranks, num_fragments):
+def test_slices_of_known_examples(local, remote, ranks, num_fragments):
     local, remote = mamba(**local), mamba(**remote)
     rng = np.random.default_rng(0)
     plans = [check(local, remote, rank, rng) for rank in range(local.world_size)]
@@ -167,7 +167,7 @@ def test_slices_by_hand(local, remote, ranks, num_fragments):
     assert plans[0].num_fragments == num_fragments
 
 
-def test_neighbouring_pages_of_equal_states_are_one_run():
+def test_adjacent_pages_of_equal_states_form_one_run():
     plan = plan_states(mamba(), mamba(), 0)
     pages = np.arange(1, 5)
     assert plan.apply(pages, pages + 1).num_fragments == 2
@@ -204,7 +204,7 @@ def test_planted_defects_are_found(column, by):
         check(local, remote, 1, rng, change=spoiled)
 
 
-def test_states_of_other_tensors_are_refused():
+def test_states_with_different_tensors_are_rejected():
     local = mamba()
     for other in (
         replace(local, tensors=local.tensors[::-1]),
@@ -216,7 +216,7 @@ def test_states_of_other_tensors_are_refused():
             plan_states(local, other, 0)
 
 
-def test_a_description_crosses_by_json_and_pickle():
+def test_description_round_trips_by_json_and_pickle():
     one = mamba(stages=[(1, 2), (1, 1)], page_stride=[500, 1000], cp_world_size=2)
     assert StateDescription.from_dict(json.loads(json.dumps(one.to_dict()))) == one
     assert pickle.loads(pickle.dumps(one)) == one and hash(one) == hash(replace(one))
@@ -264,6 +264,6 @@ def test_a_description_crosses_by_json_and_pickle():
         ),
     ],
 )
-def test_what_does_not_fit_is_named(call, error, message):
+def test_invalid_arguments_are_reported(call, error, message):
     with pytest.raises(error, match=message):
         call()

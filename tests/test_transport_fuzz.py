@@ -1,4 +1,4 @@
-"""Random and mutated bytes against a listening transport: it refuses, stays alive and serves others."""
+"""Random and mutated bytes sent to a transport, which must reject them and continue to serve others."""
 
 import json
 import random
@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from kvcache.transfer.transport import handshake
-from kvcache.transfer.transport.base import TransferError, make_transport
+from kvcache.transfer.transport.base import TransferError
 from kvcache.transfer.transport.channel import receive_frame
+from kvcache.transfer.transport.factory import make_transport
 from kvcache.transfer.transport.metadata import parse_metadata
 from kvcache.transfer.transport.spans import Spans
 from tests.test_transports import NAMES
@@ -27,7 +28,7 @@ JUNK = (
 
 
 class Side:
-    """A transport with a pool between guards, in this process."""
+    """A transport of this process, with a pool between guard areas."""
 
     def __init__(self, name, agent):
         self.memory = np.random.default_rng(3).integers(0, 256, NUM_BYTES + 2 * GUARD, np.uint8)
@@ -56,7 +57,7 @@ def rng():
 
 
 def check_alive(side, name, before):
-    """Another peer is served; no byte of this side has changed."""
+    """Check that another peer is served and that no byte of this side has changed."""
     with Side(name, f"honest {secrets.token_hex(4)}") as honest:
         peer = honest.transport.connect(side.transport.metadata(), timeout_s=20)
         honest.memory[:] = 0
@@ -71,7 +72,7 @@ def check_alive(side, name, before):
 
 
 def mutated(rng, value):
-    """JSON with a part replaced, left out or added."""
+    """Return JSON with a part replaced, omitted or added."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
         changed, key = dict(value), rng.choice(list(value))
         how = rng.random()
@@ -92,7 +93,7 @@ def mutated(rng, value):
 
 
 def encoded(rng, header, payload, how_often):
-    """A frame; now and then with other lengths, flipped bits or cut off."""
+    """Encode a frame, occasionally with wrong lengths, flipped bits or truncation."""
     text = json.dumps(header).encode()
     lengths = [len(text), len(payload)]
     if rng.random() < how_often:
@@ -133,7 +134,7 @@ def test_mutated_handshakes_are_refused(name, rng, monkeypatch):
 
 
 def shake_hands(sock, told, mine, rng, wrong):
-    """As a side that connects, but for one frame."""
+    """Connect like a peer, except for one frame."""
     nonce = secrets.token_hex(32)
     between = (mine["incarnation"], told["incarnation"], f"{told['host']}:{told['port']}")
     hello = {"op": "hello", "version": mine["version"], "nonce": nonce}
@@ -174,7 +175,7 @@ def test_mutated_metadata_are_refused(name, rng):
 
 
 def drawn_spans(rng, address):
-    """Spans as a peer sends them: right ones, and wrong ones."""
+    """Valid and invalid spans, as sent by a peer."""
     count = rng.choice([0, 1, 2, 50])
     length = np.array([rng.choice([1, 8, 512]) for _ in range(count)], np.int64)
     at = np.array([rng.randrange(0, NUM_BYTES - 512) for _ in range(count)], np.int64)
@@ -204,7 +205,7 @@ OPS = {
 
 
 def drawn_frame(rng, address):
-    """(header, payload): often one that may come at this time, but for a value."""
+    """Return (header, payload), often valid at this point except for one value."""
     op = rng.choice(list(OPS))
     header = {"op": op}
     for key in OPS[op]:
@@ -219,7 +220,7 @@ def drawn_frame(rng, address):
     return header, payload
 
 
-def test_frames_of_a_connected_peer_that_lies_are_refused(name, rng):
+def test_malicious_frames_of_connected_peer_are_rejected(name, rng):
     with Side(name, "side") as side:
         before = side.memory.copy()
         for number in range(12):

@@ -1,12 +1,10 @@
-"""Which path NIXL's bytes take, and the checks of fragments that every transfer begins with."""
+"""The path of NIXL transfers, and the fragment checks at the start of every transfer."""
 
 import gc
 import importlib.util
 import mmap
 import os
 import random
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -15,12 +13,14 @@ import torch
 
 from kvcache import Pages
 from kvcache.transfer.transport import nixl_lane
-from kvcache.transfer.transport.base import TransferError, make_transport
+from kvcache.transfer.transport.base import TransferError
 from kvcache.transfer.transport.connection import StagedTransfer
+from kvcache.transfer.transport.factory import make_transport
 from kvcache.transfer.transport.nixl_agent import Reach
 from kvcache.transfer.transport.nixl_direct import DirectTransfer
 from kvcache.transfer.transport.registered import RegisteredMemory, check_apart, check_within
 from kvcache.transfer.transport.spans import Spans, joined
+from tests.forked import Forked, send
 from tests.shared import sampled
 
 needs_nixl = pytest.mark.skipif(
@@ -39,7 +39,7 @@ HERE, THERE = Reach("here", False), Reach("there", False)
         (Reach(None, False), Reach(None, False), False),
     ],
 )
-def test_memory_is_reached_within_a_machine_or_by_rdma_on_both_sides(one, other, is_reached):
+def test_memory_is_reachable_locally_or_by_rdma(one, other, is_reached):
     assert one.reaches(other) is other.reaches(one) is is_reached
 
 
@@ -47,31 +47,35 @@ def test_memory_is_reached_within_a_machine_or_by_rdma_on_both_sides(one, other,
     "allowed",
     ["tcp", "tcp,self", "self", "tcp, self", "tcp,cuda_copy", "tcp,sockcm", "^cma,sm,rc", "^all"],
 )
-def test_no_memory_is_reached_where_ucx_may_use_tcp_alone(monkeypatch, allowed):
+def test_memory_is_unreachable_with_tcp_only(monkeypatch, allowed):
     monkeypatch.setenv("UCX_TLS", allowed)
     assert Reach.of_this().machine is None
 
 
-@pytest.mark.parametrize("allowed", sampled(["all", "tcp,cma", " sm", "^tcp", "rc,cuda_ipc"], 2))
-def test_processes_of_one_machine_say_the_same_machine(monkeypatch, allowed):
+def say_machine(commands, *, allowed):
+    os.environ["UCX_TLS"] = allowed
+    send(commands, machine=Reach.of_this().machine)
+
+
+@pytest.mark.parametrize("allowed", sampled(["all", "tcp,cma", " sm", "^tcp", "rc,cuda_ipc"], 1))
+def test_processes_of_one_machine_report_the_same_machine(monkeypatch, allowed):
     monkeypatch.setenv("UCX_TLS", allowed)
-    said = "from kvcache.transfer.transport.nixl_agent import Reach; print(Reach.of_this().machine)"
-    other = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
-    assert Reach.of_this().machine == other.stdout.strip() != "None"
+    with Forked(say_machine, allowed=allowed) as other:
+        assert Reach.of_this().machine == other.greeting["machine"] is not None
 
 
 @pytest.mark.parametrize(
     "reach",
     [None, [], ["x"], ["x", 1], [1, True], ["x", None], ["x" * 129, True], {"machine": "x"}],
 )
-def test_a_reach_that_is_none_is_refused(reach):
+def test_invalid_reach_is_rejected(reach):
     hello = {"slots": [8] * 4, "direct": False, "reach": reach}
     with pytest.raises(ValueError, match="expected a name of a machine, and true or false"):
         nixl_lane._check_hello(hello)
 
 
 class Pair:
-    """Two transports of this process, and a pool of each."""
+    """Two transports of this process, each with a pool."""
 
     def __init__(self, num_bytes, name="nixl", **options):
         self.mine = np.zeros(num_bytes, np.uint8)
@@ -107,7 +111,7 @@ class Pair:
         (HERE, {"accepts_writes": False}, 64 << 10, StagedTransfer),
     ],
 )
-def test_bytes_move_directly_where_that_is_faster(monkeypatch, other, options, size, path):
+def test_direct_path_is_used_if_faster(monkeypatch, other, options, size, path):
     told = iter([HERE, other, HERE, other])
     monkeypatch.setattr(Reach, "of_this", lambda: next(told))
     with Pair(1 << 20, **options) as pair:
@@ -120,8 +124,8 @@ def test_bytes_move_directly_where_that_is_faster(monkeypatch, other, options, s
 
 
 @needs_nixl
-def test_long_lists_of_blocks_are_shared_by_threads_and_arrive_whole():
-    """NIXL shares a list of 1,024 descriptors and more out; their number and order are odd here."""
+def test_long_block_lists_are_split_among_threads():
+    """NIXL splits lists of 1,024 descriptors or more. Their number and order are odd here."""
     with Pair(24 << 20) as pair:
         for seed, count in enumerate((1023, 1024, 1025, 2901)):
             rng = np.random.default_rng(seed)
@@ -137,8 +141,8 @@ def test_long_lists_of_blocks_are_shared_by_threads_and_arrive_whole():
 
 
 @needs_nixl
-def test_an_agent_that_has_nothing_to_do_leaves_the_core_to_others():
-    """With NIXL's default the thread of each of both agents would take a core all the time."""
+def test_idle_agent_yields_the_core():
+    """With NIXL's defaults, the threads of both agents would each occupy a core."""
     with Pair(1 << 20) as pair:
         pair.read(np.array([0]), np.array([0]), 1 << 20).wait(10)
         begin = time.process_time()
@@ -147,8 +151,8 @@ def test_an_agent_that_has_nothing_to_do_leaves_the_core_to_others():
 
 
 @pytest.mark.parametrize("are_apart", [True, False])
-def test_regions_end_where_an_allocation_does(are_apart):
-    """RDMA registers one allocation at a time, also where two lie side by side."""
+def test_regions_end_at_allocation_boundaries(are_apart):
+    """RDMA registers one allocation at a time, even if two are adjacent."""
     mapped = mmap.mmap(-1, 2 << 12)
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
     apart = [
@@ -161,8 +165,8 @@ def test_regions_end_where_an_allocation_does(are_apart):
 
 
 @pytest.mark.parametrize("num_regions", [0, 1, 3])
-def test_fragments_are_within_registered_regions(num_regions):
-    """Against Python's own numbers, which do not overflow."""
+def test_fragments_must_lie_in_registered_regions(num_regions):
+    """Compared with Python integers, which do not overflow."""
     rng = random.Random(num_regions)
     begins = np.array(sorted(rng.sample(range(1, 9), num_regions)), np.int64) * 1000
     ends = begins + 700
@@ -192,8 +196,8 @@ def test_fragments_are_within_registered_regions(num_regions):
     assert seen == ({True, False} if num_regions else {False})
 
 
-def test_a_peer_that_names_numbers_whose_sums_overflow_reaches_nothing():
-    """Found by a reviewer: the last run's end wraps, and all others lie outside of the region."""
+def test_overflowing_peer_addresses_are_rejected():
+    """The end of the last run wraps around, and all other runs lie outside the region."""
     begin, base = 2**46, 2**62
     offsets = np.array([begin - base] + [begin + 2**21 - base] * 64 + [2**62])
     spans = Spans(np.array([base, base]), offsets, np.full(66, 4096))
@@ -201,7 +205,7 @@ def test_a_peer_that_names_numbers_whose_sums_overflow_reaches_nothing():
         check_within(spans, np.array([begin]), np.array([begin + 2**20]), "the request")
 
 
-def test_fragments_that_meet_are_apart_and_those_that_overlap_are_not():
+def test_adjacent_fragments_are_disjoint_and_overlapping_are_not():
     rng = random.Random(0)
     seen = set()
     for _ in range(400):
@@ -220,7 +224,7 @@ def test_fragments_that_meet_are_apart_and_those_that_overlap_are_not():
     assert seen == {True, False}
 
 
-def test_runs_are_joined_where_both_sides_go_on_and_no_region_begins():
+def test_runs_are_merged_within_regions_of_both_sides():
     rng = random.Random(0)
     for _ in range(400):
         count = rng.randint(0, 6)
@@ -252,8 +256,8 @@ def test_runs_are_joined_where_both_sides_go_on_and_no_region_begins():
 
 @pytest.mark.parametrize("name", ["gloo", pytest.param("nixl", marks=needs_nixl)])
 @pytest.mark.parametrize("num_pieces", [1, 3, 4, 5, 6, 7, 9, 14])
-def test_pieces_arrive_in_order_at_a_side_that_is_slow(name, num_pieces):
-    """Pieces that wait for room were once sent in the order of their staging memory."""
+def test_pieces_arrive_in_order_at_slow_receiver(name, num_pieces):
+    """Regression: pieces that waited for room were sent in the order of their staging memory."""
     piece = 1 << 20
     options = {"direct_bytes": None} if name == "nixl" else {}
     with Pair(num_pieces * piece, name, piece_bytes=piece, **options) as pair:
@@ -271,8 +275,8 @@ def test_pieces_arrive_in_order_at_a_side_that_is_slow(name, num_pieces):
 
 
 @needs_nixl
-def test_a_transport_whose_write_failed_ends_its_threads_with_close(monkeypatch):
-    """Pieces under way kept NIXL's agent, and its threads."""
+def test_close_ends_threads_after_a_failed_write(monkeypatch):
+    """Regression: pieces in flight kept NIXL's agent and its threads alive."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     before = len(os.listdir("/proc/self/task"))
     with Pair(64 << 20) as pair:
@@ -298,8 +302,8 @@ def test_a_transport_whose_write_failed_ends_its_threads_with_close(monkeypatch)
 @needs_nixl
 @pytest.mark.parametrize("how", ["disconnect", "cancel", "close"])
 @pytest.mark.parametrize("delay_ms", [4, 20])
-def test_nothing_is_written_to_pages_that_were_released(monkeypatch, how, delay_ms):
-    """NIXL said that transfers of a forgotten peer had ended, and went on with them."""
+def test_released_pages_are_not_written(monkeypatch, how, delay_ms):
+    """Regression: NIXL reported that transfers of a removed peer had ended, but continued them."""
     monkeypatch.setenv("UCX_TLS", "tcp")  # 64 MiB take some 0.1 s
     count, size = 4096, 16 << 10
     with Pair(count * size, direct_bytes=1024) as pair:

@@ -1,4 +1,4 @@
-"""Transports between two processes: right bytes, clear errors, deadlines."""
+"""Transports between two processes: correct bytes, clear errors, deadlines."""
 
 import errno
 import importlib.util
@@ -22,8 +22,9 @@ import torch
 
 from kvcache import Pages
 from kvcache.transfer.transport import connection, gloo, lane
-from kvcache.transfer.transport.base import TransferError, make_transport
+from kvcache.transfer.transport.base import TransferError
 from kvcache.transfer.transport.channel import ChannelError, receive_frame, send_frame
+from kvcache.transfer.transport.factory import make_transport
 from kvcache.transfer.transport.metadata import TRANSPORT_VERSION
 from kvcache.transfer.transport.spans import Spans
 from tests.reconnects import curve
@@ -47,7 +48,7 @@ numbers = itertools.count()
 
 
 class Side:
-    """The test's own side, under a name that no other test's has."""
+    """The side of the test, with a name that no other test uses."""
 
     def __init__(self, name, agent=None, **options):
         agent = agent or f"test {next(numbers)}"
@@ -95,7 +96,7 @@ def side(name):
 
 @pytest.fixture(scope="module")
 def calm():
-    """By name, a peer that several tests share: they do not write to its memory, or harm it."""
+    """A shared peer by name. Tests neither write to its memory nor damage it."""
     found = {}
     with ExitStack() as stack:
 
@@ -113,7 +114,7 @@ def peer(calm, name):
 
 
 def drawn(rng):
-    """(local, remote, length): fragments that lie apart on both sides, of sizes from 1 byte on."""
+    """Return (local, remote, length) of fragments of 1 byte or more, disjoint on both sides."""
     length = np.array(
         [rng.choice([1, 7, 64, 512, 4096, 30_000]) for _ in range(rng.randint(1, 60))]
     )
@@ -132,14 +133,14 @@ def drawn(rng):
 
 
 def copied(destination, source, to, at, length):
-    """The reference: one fragment after the other."""
+    """Reference: copy one fragment after another."""
     result = destination.copy()
     for t, a, n in zip(to.tolist(), at.tolist(), length.tolist()):
         result[t : t + n] = source[a : a + n]
     return result
 
 
-def test_bytes_are_right_in_both_directions_and_others_are_untouched(side, name):
+def test_both_directions_write_exactly_the_requested_bytes(side, name):
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -161,7 +162,7 @@ def test_bytes_are_right_in_both_directions_and_others_are_untouched(side, name)
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_large_transfers_go_in_pieces(name, size, peer):
+def test_large_transfers_are_chunked(name, size, peer):
     with Side(name, piece_bytes=1 << 13) as side:
         side.transport.connect(peer.metadata)
         count = POOL_BYTES // size
@@ -172,8 +173,8 @@ def test_large_transfers_go_in_pieces(name, size, peer):
 
 
 @pytest.mark.parametrize("delay", ["", "open"])
-def test_the_connected_side_reads_too(side, name, delay):
-    """As soon as the call returns, though the thread of the other side that answers it is slow."""
+def test_accepting_side_can_read(side, name, delay):
+    """Immediately after the call returns, even if the responding thread of the other side is slow."""
     side.pool[:] = pattern(9)
     with Peer(name, delay=delay) as peer:
         side.transport.connect(peer.metadata)
@@ -185,7 +186,7 @@ def test_the_connected_side_reads_too(side, name, delay):
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_a_peer_answers_while_its_main_thread_is_busy(side, size, peer):
+def test_peer_responds_while_main_thread_is_busy(side, size, peer):
     side.transport.connect(peer.metadata)
     peer.tell("busy", seconds=3)
     begin = time.monotonic()
@@ -195,7 +196,7 @@ def test_a_peer_answers_while_its_main_thread_is_busy(side, size, peer):
 
 
 @pytest.mark.parametrize("size", sampled([SMALL, LARGE]))
-def test_a_message_comes_once_and_after_the_bytes(side, name, size):
+def test_notification_arrives_once_after_the_bytes(side, name, size):
     with Peer(name) as peer:
         side.transport.connect(peer.metadata)
         side.transport.send("peer", b"one")
@@ -212,9 +213,11 @@ def test_a_message_comes_once_and_after_the_bytes(side, name, size):
 
 
 @pytest.mark.parametrize("wanted_here", [True, False])
-def test_with_digests_the_right_bytes_arrive_too(name, wanted_here):
-    options = {"digest": "yes"} if not wanted_here else {}
-    with Side(name, digest=wanted_here, piece_bytes=1 << 14) as side, Peer(name, **options) as peer:
+def test_digests_do_not_change_the_bytes(name, wanted_here):
+    with (
+        Side(name, digest=wanted_here, piece_bytes=1 << 14) as side,
+        Peer(name, digest=not wanted_here) as peer,
+    ):
         side.transport.connect(peer.metadata)
         for size in SMALL, LARGE:
             order = np.random.default_rng(0).permutation(POOL_BYTES // size) * size
@@ -226,7 +229,7 @@ def test_with_digests_the_right_bytes_arrive_too(name, wanted_here):
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_bytes_that_change_on_the_way_are_an_error(name, size, monkeypatch):
+def test_bytes_changed_in_transit_raise(name, size, monkeypatch):
     with Side(name, digest=True) as side, Peer(name, lie="corrupt") as peer:
         side.transport.connect(peer.metadata)
         with pytest.raises(TransferError, match="other bytes arrived than the peer has sent"):
@@ -253,7 +256,7 @@ def test_bytes_that_change_on_the_way_are_an_error(name, size, monkeypatch):
 
 
 class Flips:
-    """Two sides with digests in this process; bit `bit` of the payload of a request changes."""
+    """Two sides with digests in this process. Bit `bit` of a request's payload is flipped."""
 
     def __init__(self, name, kind, monkeypatch):
         self.kind, self.bit, self.num_bits = kind, None, 0
@@ -278,7 +281,7 @@ class Flips:
         monkeypatch.setattr(connection.Connection, "put", flipped)
 
     def run(self):
-        """What both sides hold after a transfer whose source alone has something in it."""
+        """Return the memory of both sides after a transfer. Only the source has content."""
         source, target = (
             (self.theirs, self.mine) if self.kind == "pull" else (self.mine, self.theirs)
         )
@@ -289,8 +292,8 @@ class Flips:
 
 
 @pytest.mark.parametrize("kind", ["pull", "push"])
-def test_no_flipped_bit_of_a_request_gives_wrong_bytes(name, kind, monkeypatch):
-    """In the request itself, before the frame has its own digest."""
+def test_flipped_request_bits_never_give_wrong_bytes(name, kind, monkeypatch):
+    """In the request itself, before its frame has a digest."""
     flips = Flips(name, kind, monkeypatch)
     right = flips.run()
     assert len(np.unique(right)) == 4
@@ -306,7 +309,7 @@ def test_no_flipped_bit_of_a_request_gives_wrong_bytes(name, kind, monkeypatch):
         side.close()
 
 
-def test_a_piece_of_another_request_or_number_is_spoiled(monkeypatch):
+def test_piece_of_another_request_or_number_is_rejected(monkeypatch):
     with Side("gloo", digest=True) as side, Peer("gloo") as peer:
         side.transport.connect(peer.metadata)
         real = lane.digest_of_answer
@@ -321,8 +324,8 @@ def test_a_piece_of_another_request_or_number_is_spoiled(monkeypatch):
         assert not side.pool.any()
 
 
-def test_no_flipped_bit_of_a_frame_is_taken():
-    """Of any frame with a number, its lengths and its digest too; and no frame in place of another."""
+def test_flipped_frame_bits_are_rejected():
+    """Any frame with a number, including lengths and digest. No frame may replace another one."""
     frame = ({"op": "landed", "id": 3, "tag": 7}, b"payload")
     sent = bytearray()
     sink = SimpleNamespace(sendall=sent.extend)
@@ -346,7 +349,7 @@ def test_no_flipped_bit_of_a_frame_is_taken():
             taken(sent, number)
 
 
-def test_no_fragments_are_done_at_once_and_still_notify(side, peer):
+def test_empty_transfer_completes_and_notifies(side, peer):
     side.transport.connect(peer.metadata)
     nothing = np.empty(0, np.int64)
     assert side.read(peer, nothing, nothing, nothing, notify=b"none").poll()
@@ -357,7 +360,7 @@ def test_no_fragments_are_done_at_once_and_still_notify(side, peer):
 
 
 def reads_until_error(side, peer, size, within_s):
-    """Reads until one fails; the error. The deadline is part of the test."""
+    """Read until a read fails, and return the error. The deadline is part of the test."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         try:
@@ -369,7 +372,7 @@ def reads_until_error(side, peer, size, within_s):
 
 
 @pytest.mark.parametrize("size", sampled([SMALL, LARGE]))
-def test_a_killed_peer_is_an_error_and_a_restarted_one_is_connected_anew(side, name, size):
+def test_killed_peer_raises_and_restarted_peer_reconnects(side, name, size):
     with Peer(name) as peer:
         side.transport.connect(peer.metadata)
         side.read(peer, 0, 0, size).wait(20)
@@ -384,7 +387,7 @@ def test_a_killed_peer_is_an_error_and_a_restarted_one_is_connected_anew(side, n
         assert (side.pool[:size] == pattern(2)[:size]).all()
 
 
-def test_a_stopped_peer_is_an_error_within_the_deadline(side, name):
+def test_stopped_peer_raises_within_the_deadline(side, name):
     with Peer(name) as peer:
         side.transport.connect(peer.metadata)
         peer.signal(signal.SIGSTOP)
@@ -410,7 +413,7 @@ def test_a_stopped_peer_is_an_error_within_the_deadline(side, name):
         assert (side.pool[:SMALL] == pattern(1)[:SMALL]).all()
 
 
-def test_a_peer_that_does_not_let_go_of_a_transfer_is_disconnected(name):
+def test_peer_that_holds_a_transfer_is_disconnected(name):
     with Side(name, timeout_s=1) as side, Peer(name) as peer:
         side.transport.connect(peer.metadata)
         peer.signal(signal.SIGSTOP)
@@ -435,8 +438,8 @@ def test_a_peer_that_does_not_let_go_of_a_transfer_is_disconnected(name):
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_a_transfer_that_is_given_up_leaves_the_others_alone(name, size):
-    """At any moment of it, in both directions, in many pieces."""
+def test_cancelled_transfer_does_not_affect_others(name, size):
+    """At any point of the transfer, in both directions, with many pieces."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -490,7 +493,7 @@ def test_a_transfer_that_is_given_up_leaves_the_others_alone(name, size):
 
 
 @pytest.mark.exhaustive
-def test_a_cancel_between_accept_and_start_leaves_the_connection(monkeypatch):
+def test_cancel_between_accept_and_start_keeps_connection(monkeypatch):
     begun, goes_on, cancelled = threading.Event(), threading.Event(), threading.Event()
     real = connection.Connection._start
 
@@ -515,12 +518,12 @@ def test_a_cancel_between_accept_and_start_leaves_the_connection(monkeypatch):
         assert side.transport.peers() == [peer]
 
 
-def test_a_digest_of_a_read_that_was_given_up_leaves_the_connection(monkeypatch):
+def test_digest_of_cancelled_read_keeps_connection(monkeypatch):
     held = []
     real = connection.Connection.on_frame
 
     def late(self, header, payload):
-        """Digests of the first read come once it is over."""
+        """Digests of the first read arrive after it has ended."""
         if self.peer.agent == other.transport.agent and header["op"] == "digest" and not is_over:
             held.append((self, header, payload))
             read.cancel("enough")
@@ -543,7 +546,7 @@ def test_a_digest_of_a_read_that_was_given_up_leaves_the_connection(monkeypatch)
         assert side.transport.peers() == [peer]
 
 
-def test_a_failed_transfer_is_not_released_before_its_job_is_stopped(monkeypatch):
+def test_failed_transfer_is_released_after_its_job_stops(monkeypatch):
     seen = []
     with Side("gloo") as side, Side("gloo") as other:
         peer = side.transport.connect(other.transport.metadata())
@@ -558,7 +561,7 @@ def test_a_failed_transfer_is_not_released_before_its_job_is_stopped(monkeypatch
         assert seen == [False] and transfer.is_released
 
 
-def test_a_request_of_more_bytes_than_memory_holds_is_refused():
+def test_request_larger_than_memory_is_rejected():
     with Side("gloo") as side, Side("gloo") as other:
         peer = side.transport.connect(other.transport.metadata())
         bases = np.full(5, other.address)
@@ -573,7 +576,7 @@ def test_a_request_of_more_bytes_than_memory_holds_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
-def test_more_transfers_than_a_peer_takes_are_refused_alone(kind, monkeypatch):
+def test_excess_transfers_are_rejected_individually(kind, monkeypatch):
     monkeypatch.setattr(connection, "_MOST_WAITING", 4)
     with Side("gloo", piece_bytes=1 << 12) as side, Side("gloo") as other:
         peer = side.transport.connect(other.transport.metadata())
@@ -590,11 +593,11 @@ def test_more_transfers_than_a_peer_takes_are_refused_alone(kind, monkeypatch):
 
 
 def waits(number, header, payload):
-    """In place of a frame's handler: it does not come."""
+    """Replaces the handler of a frame, which never arrives."""
 
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0, -0.001])
-def test_a_timeout_is_finite_and_not_below_0(timeout_s):
+def test_timeout_must_be_finite_and_not_negative(timeout_s):
     with Side("gloo") as side, Side("gloo") as other:
         metadata = other.transport.metadata()
         peer = side.transport.connect(metadata)
@@ -612,7 +615,7 @@ def test_a_timeout_is_finite_and_not_below_0(timeout_s):
         read.wait(5)
 
 
-def test_fragments_are_not_joined_over_the_border_of_two_regions(name):
+def test_fragments_are_not_merged_across_regions(name):
     halves = [0, POOL_BYTES // 2]
     with ExitStack() as stack:
         side, other = make_transport("a", name), make_transport("b", name)
@@ -657,7 +660,7 @@ def test_factored_local_bytes_are_written_once(bases, offsets, length, is_right)
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_a_side_that_accepts_no_writes_refuses_them_and_is_read(name, size):
+def test_read_only_side_rejects_writes_and_serves_reads(name, size):
     with Side(name) as side, Side(name, accepts_writes=False) as other:
         other.pool[:] = pattern(5)
         peer = side.transport.connect(other.transport.metadata())
@@ -668,7 +671,7 @@ def test_a_side_that_accepts_no_writes_refuses_them_and_is_read(name, size):
         assert (other.pool == pattern(5)).all() and (side.pool[:size] == other.pool[:size]).all()
 
 
-def test_a_transfer_that_nobody_waits_for_ends_too(side, name):
+def test_unawaited_transfer_completes(side, name):
     with Peer(name) as peer:
         side.transport.connect(peer.metadata)
         peer.signal(signal.SIGSTOP)
@@ -680,7 +683,7 @@ def test_a_transfer_that_nobody_waits_for_ends_too(side, name):
 
 
 @pytest.mark.exhaustive
-def test_connecting_to_a_stopped_peer_ends_within_the_deadline(side, name):
+def test_connecting_to_stopped_peer_fails_within_deadline(side, name):
     with Peer(name) as peer:
         peer.signal(signal.SIGSTOP)
         begin = time.monotonic()
@@ -690,7 +693,7 @@ def test_connecting_to_a_stopped_peer_ends_within_the_deadline(side, name):
         peer.signal(signal.SIGCONT)
 
 
-def test_disconnecting_fails_what_is_under_way(side, name):
+def test_disconnecting_fails_transfers_in_flight(side, name):
     with Peer(name) as peer:
         side.transport.connect(peer.metadata)
         peer.signal(signal.SIGSTOP)
@@ -719,7 +722,7 @@ def test_disconnecting_fails_what_is_under_way(side, name):
         ]
     ),
 )
-def test_a_peer_that_lies_about_a_read_is_refused(side, name, how, said):
+def test_invalid_read_response_is_rejected(side, name, how, said):
     with Peer(name, lie=how) as peer:
         side.transport.connect(peer.metadata)
         read = side.read(peer, 0, 0, SMALL)
@@ -736,14 +739,14 @@ def test_a_peer_that_lies_about_a_read_is_refused(side, name, how, said):
             side.read(peer, 0, 0, SMALL)
 
 
-def test_a_peer_that_lies_about_a_write_is_refused(side, name):
+def test_invalid_write_response_is_rejected(side, name):
     with Peer(name, lie="landed") as peer:
         side.transport.connect(peer.metadata)
         with pytest.raises(TransferError, match="expected that it was begun"):
             side.write(peer, 0, 0, SMALL).wait(10)
 
 
-def test_a_peer_of_another_version_is_refused(side, name):
+def test_peer_with_another_version_is_rejected(side, name):
     with Peer(name, lie="version") as peer:
         version, other = TRANSPORT_VERSION, TRANSPORT_VERSION + 1
         with pytest.raises(ValueError, match=f"metadata is {other}: expected {version}"):
@@ -756,8 +759,8 @@ def test_a_peer_of_another_version_is_refused(side, name):
         assert side.transport.peers() == []
 
 
-def test_memory_that_the_peer_has_not_registered_is_refused_by_the_peer(side, peer):
-    """The check of metadata on this side is left out: here it lies about the peer's memory."""
+def test_peer_rejects_unregistered_memory(side, peer):
+    """Without the local check of metadata, which here is wrong about the peer's memory."""
     told = json.loads(peer.metadata)
     told["regions"] = [[peer.address - 4096, POOL_BYTES + 8192, "cpu"]]
     side.transport.connect(json.dumps(told).encode())
@@ -797,7 +800,7 @@ HELLO = {"op": "hello", "version": TRANSPORT_VERSION, "from": "0" * 32, "nonce":
     ],
     ids=lambda sent: repr(sent[:30]),
 )
-def test_a_stranger_is_dropped_and_others_are_served(side, sent, peer):
+def test_unauthenticated_client_is_dropped(side, sent, peer):
     told = json.loads(side.transport.metadata())
     with socket.create_connection(("127.0.0.1", told["port"])) as stranger:
         stranger.sendall(sent)
@@ -816,7 +819,7 @@ def test_a_stranger_is_dropped_and_others_are_served(side, sent, peer):
 
 
 @pytest.mark.exhaustive
-def test_many_that_say_nothing_do_not_keep_others_out_for_long(side, peer):
+def test_silent_clients_do_not_block_others(side, peer):
     told = json.loads(side.transport.metadata())
     silent = [socket.create_connection(("127.0.0.1", told["port"])) for _ in range(100)]
     deadline, answer = time.monotonic() + 20, {}
@@ -827,9 +830,9 @@ def test_many_that_say_nothing_do_not_keep_others_out_for_long(side, peer):
         each.close()
 
 
-def test_a_listener_survives_that_it_cannot_accept(side, name, monkeypatch):
+def test_listener_survives_failed_accept(side, name, monkeypatch):
     class Poor:
-        """A listener, and a thread, in a process that has nothing left for a while."""
+        """A listener and a thread in a process that temporarily lacks resources."""
 
         def __init__(self, listener):
             self.listener, self.num_left = listener, 2
@@ -861,8 +864,8 @@ def test_a_listener_survives_that_it_cannot_accept(side, name, monkeypatch):
         other.transport.connect(side.transport.metadata(), timeout_s=5)
 
 
-@pytest.mark.parametrize("mine, theirs", sampled([(b"a", "b"), (b"", "b"), (b"a", "")]))
-def test_another_secret_is_refused_on_both_sides(name, mine, theirs):
+@pytest.mark.parametrize("mine, theirs", sampled([(b"a", b"b"), (b"", b"b"), (b"a", b"")]))
+def test_wrong_secret_is_rejected_on_both_sides(name, mine, theirs):
     with Side(name, secret=mine) as side, Peer(name, secret=theirs) as peer:
         with pytest.raises(ConnectionError, match="has another secret"):
             side.transport.connect(peer.metadata)
@@ -871,7 +874,7 @@ def test_another_secret_is_refused_on_both_sides(name, mine, theirs):
         assert side.transport.peers() == []
 
 
-def test_metadata_with_the_own_incarnation_are_refused(name):
+def test_own_metadata_is_rejected(name):
     with Side(name, secret=b"a") as side:
         own = {**json.loads(side.transport.metadata()), "agent": "lure", "regions": []}
         with pytest.raises(ValueError, match="incarnation of the metadata is this side's own"):
@@ -879,8 +882,8 @@ def test_metadata_with_the_own_incarnation_are_refused(name):
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_a_proof_that_is_relayed_from_another_address_is_refused(name, own):
-    """The relay has lured a side to its own address, and knows no secret."""
+def test_relayed_proof_is_rejected(name, own):
+    """The relay has lured a side to its own address, and does not know the secret."""
     with Side(name, secret=b"a") as caller, Side(name, secret=b"a") as victim:
         told = json.loads(victim.transport.metadata())
         with socket.create_server(("127.0.0.1", 0)) as lure:
@@ -911,7 +914,7 @@ def test_a_proof_that_is_relayed_from_another_address_is_refused(name, own):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
-def test_a_host_that_is_every_address_needs_one_that_peers_are_told(name, host, peer):
+def test_wildcard_host_requires_advertise(name, host, peer):
     with pytest.raises(ValueError, match=f"host is '{host}'.*expected advertise"):
         Side(name, host=host)
     with pytest.raises(ValueError, match=r"advertise is '0\.0\.0\.0'.*expected advertise"):
@@ -927,12 +930,12 @@ def test_a_host_that_is_every_address_needs_one_that_peers_are_told(name, host, 
 
 
 def test_the_same_secret_connects(name):
-    with Side(name, secret=b"a") as side, Peer(name, secret="a") as peer:
+    with Side(name, secret=b"a") as side, Peer(name, secret=b"a") as peer:
         assert side.transport.connect(peer.metadata) == "peer"
 
 
 def test_only_the_loopback_listens(side, name):
-    """Every listening TCP socket of this process, as the kernel lists them."""
+    """All listening TCP sockets of this process, as listed by the kernel."""
     inodes = set()
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -983,23 +986,19 @@ def test_wrong_metadata_is_refused(side, changes, said):
     assert side.transport.peers() == []
 
 
-def test_a_side_does_not_connect_to_itself(side):
-    with pytest.raises(ValueError, match="expected another agent's"):
-        side.transport.connect(side.transport.metadata())
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        *((data, "metadata") for data in (b"", b"\x80\x04N.", b"[]", b"{", b"[" * 100_000)),
+        *(("{}", "expected bytes"), (None, "expected another agent's")),  # None: the side's own
+    ],
+)
+def test_malformed_metadata_is_rejected(side, data, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        side.transport.connect(side.transport.metadata() if data is None else data)
 
 
-@pytest.mark.parametrize("data", [b"", b"\x80\x04N.", b"[]", b"{", b"[" * 100_000])
-def test_what_is_no_metadata_is_refused(side, data):
-    with pytest.raises(ValueError, match="metadata"):
-        side.transport.connect(data)
-
-
-def test_metadata_must_be_bytes(side):
-    with pytest.raises(TypeError, match="expected bytes"):
-        side.transport.connect("{}")
-
-
-def test_an_address_where_nobody_listens_is_an_error(side):
+def test_unused_address_raises(side):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     told = {
@@ -1012,7 +1011,7 @@ def test_an_address_where_nobody_listens_is_an_error(side):
         side.transport.connect(json.dumps(told).encode(), timeout_s=2)
 
 
-def test_an_address_that_does_not_answer_is_an_error_within_the_deadline(side):
+def test_unresponsive_address_raises_within_deadline(side):
     with socket.create_server(("127.0.0.1", 0)) as server:
         told = {**json.loads(side.transport.metadata()), "agent": "peer", "incarnation": "0" * 32}
         told["port"] = server.getsockname()[1]
@@ -1023,7 +1022,7 @@ def test_an_address_that_does_not_answer_is_an_error_within_the_deadline(side):
 
 
 @pytest.mark.exhaustive
-def test_a_second_peer_of_the_same_name_is_refused_in_both_directions(side, name):
+def test_duplicate_peer_name_is_rejected_in_both_directions(side, name):
     with Peer(name) as peer, Peer(name, seed=2) as other:
         side.transport.connect(peer.metadata)
         with pytest.raises(ValueError, match="agent 'peer' is connected, from"):
@@ -1034,7 +1033,7 @@ def test_a_second_peer_of_the_same_name_is_refused_in_both_directions(side, name
         assert (side.pool[:SMALL] == pattern(1)[:SMALL]).all()
 
 
-def test_connecting_twice_is_one_connection(side, peer):
+def test_connecting_twice_reuses_the_connection(side, peer):
     side.transport.connect(peer.metadata)
     assert side.transport.connect(peer.metadata) == "peer"
     assert peer.ask("connect", metadata=side.transport.metadata().decode()) == {
@@ -1085,7 +1084,7 @@ def test_both_sides_connect_at_the_same_time(name):
         ([[0]], [0], [8], "expected [n]"),
     ],
 )
-def test_wrong_fragments_are_refused_before_anything_moves(side, local, remote, length, said, peer):
+def test_invalid_fragments_move_nothing(side, local, remote, length, said, peer):
     side.transport.connect(peer.metadata)
     with pytest.raises((ValueError, TypeError), match=re.escape(said)):
         side.transport.read(
@@ -1098,14 +1097,14 @@ def test_wrong_fragments_are_refused_before_anything_moves(side, local, remote, 
     assert not side.pool[:100].any()
 
 
-def test_unknown_peers_and_wrong_messages_are_refused(side):
+def test_unknown_peers_and_invalid_messages_are_rejected(side):
     with pytest.raises(ValueError, match="peer is 'nobody'"):
         side.transport.send("nobody", b"")
     with pytest.raises(ValueError, match="peer is 'nobody'"):
         side.transport.disconnect("nobody")
 
 
-def test_pages_are_registered_and_ids_that_are_not_local_refused(side, peer):
+def test_reads_stay_within_registered_pages(side, peer):
     memory = [torch.zeros(9, 64, dtype=torch.uint8) for _ in range(2)]
     pages = Pages.over(memory)
     side.transport.register(pages)
@@ -1129,7 +1128,7 @@ def test_pages_are_registered_and_ids_that_are_not_local_refused(side, peer):
         (["no"], "memory[0][0] is 'n'"),
     ],
 )
-def test_wrong_memory_is_not_registered(side, memory, said):
+def test_invalid_memory_is_not_registered(side, memory, said):
     before = side.transport.metadata()
     with pytest.raises((ValueError, TypeError), match=re.escape(said)):
         side.transport.register(memory)
@@ -1150,7 +1149,7 @@ def test_wrong_memory_is_not_registered(side, memory, said):
         ({"port": -1}, "port is -1"),
     ],
 )
-def test_wrong_options_are_refused(options, said):
+def test_invalid_options_are_rejected(options, said):
     with pytest.raises((ValueError, TypeError), match=re.escape(said)):
         make_transport(**{"agent": "a", "name": "gloo", **options})
 
@@ -1171,7 +1170,7 @@ def test_close_ends_threads_and_stops_listening(name, peer):
         side.transport.metadata()
 
 
-def test_the_default_group_of_torch_is_left_alone(name, peer):
+def test_torch_default_group_is_unaffected(name, peer):
     with Side(name) as side:
         side.transport.connect(peer.metadata)
         side.read(peer, 0, 0, SMALL).wait(20)
@@ -1179,9 +1178,9 @@ def test_the_default_group_of_torch_is_left_alone(name, peer):
 
 
 @pytest.mark.parametrize("kill", [False, True])
-def test_connections_that_end_leave_no_descriptors_behind(name, kill):
-    """UCX keeps sockets of NIXL's peers that are gone: as many as 16 connections have, and no more."""
-    count = 20 if kill else 36
+def test_closed_connections_leak_no_descriptors(name, kill):
+    """UCX keeps sockets of removed NIXL peers, at most as many as 16 connections use."""
+    count = {"gloo": (16, 8), "nixl": (36, 20)}[name][kill]
     first, *marks = curve(name, count, kill=kill, every=2)
     most = {"gloo": 4, "nixl": 16 * 7 + 8}[name]
     assert max(each.descriptors for each in marks) <= first.descriptors + most, marks
@@ -1190,7 +1189,7 @@ def test_connections_that_end_leave_no_descriptors_behind(name, kill):
         assert any(later < earlier for earlier, later in itertools.pairwise(counts)), marks
 
 
-def test_a_gloo_lane_that_is_being_opened_ends_with_its_connection():
+def test_opening_gloo_lane_ends_with_its_connection():
     class Ended:
         reason = "the transport was closed"
 

@@ -5,7 +5,9 @@
 
 import copy
 import dataclasses
+import gc
 import pickle
+import weakref
 
 import pytest
 
@@ -24,11 +26,12 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvcache.integrations.vllm import AsyncScheduler, Scheduler, VllmCacheManager, versions
+from kvcache.plugins.vllm import VllmAsyncScheduler, VllmCacheManager, VllmScheduler, versions
 from tests import vllm_schedulers
 from tests.vllm_models import write_config
 from tests.vllm_schedulers import (
     BLOCK,
+    LONGEST,
     PAIRS,
     SideBySide,
     answer,
@@ -181,7 +184,7 @@ def test_a_connector_receives_into_blocks_that_are_no_hits(models):
     for cls in PAIRS[False]:
         scheduler = with_connector(cls, True, models)
         scheduler.connector.is_on = False
-        hasher, tokens = block_hasher(ours=cls is Scheduler), [3 + i % 400 for i in range(200)]
+        hasher, tokens = block_hasher(ours=cls is VllmScheduler), [3 + i % 400 for i in range(200)]
         scheduler.add_request(make_request(0, [*tokens[:128], 5, 6], hasher, 3))
         while scheduler.requests:
             scheduled = scheduler.schedule()
@@ -199,7 +202,7 @@ def test_a_load_in_the_step_that_fails_is_computed_again(invalid, models):
     for cls in PAIRS[False]:
         scheduler, log = with_connector(cls, False, models), []
         scheduler.recompute_kv_load_failures = True
-        hasher = block_hasher(ours=cls is Scheduler)
+        hasher = block_hasher(ours=cls is VllmScheduler)
         scheduler.add_request(make_request(0, [3 + i % 400 for i in range(600)], hasher, 5))
         request = scheduler.requests["r0"]
         while scheduler.requests:
@@ -293,7 +296,7 @@ class TestRefusals:
     def test_intervals_between_cached_prefixes(self, models):
         config = engine_config(models["llama"])
         with pytest.raises(ValueError, match="prefix_cache_retention_interval 64: kvcache's"):
-            make_scheduler(Scheduler, config, ("window", "full"), 100, retention=64)
+            make_scheduler(VllmScheduler, config, ("window", "full"), 100, retention=64)
 
     @pytest.mark.parametrize(
         "spec,message",
@@ -315,18 +318,18 @@ class TestRefusals:
     def test_kinds_of_groups(self, spec, message, models, monkeypatch):
         monkeypatch.setitem(vllm_schedulers.SPECS, "other", lambda: spec)
         with pytest.raises(ValueError, match=message):
-            make_scheduler(Scheduler, engine_config(models["llama"]), ("other", "full"), 100)
+            make_scheduler(VllmScheduler, engine_config(models["llama"]), ("other", "full"), 100)
 
     def test_options(self, models):
         for name in ("evict", "num_host_blocks", "hash_bytes"):
             config = engine_config(models["llama"], additional_config={"kvcache": {name: 1}})
             with pytest.raises(ValueError, match=f"the option '{name}' for kvcache: expected"):
-                make_scheduler(Scheduler, config, ("full",), 100)
+                make_scheduler(VllmScheduler, config, ("full",), 100)
         config = engine_config(models["llama"], additional_config={"kvcache": "learned"})
         with pytest.raises(
             ValueError, match="additional_config has 'learned' for kvcache: expected"
         ):
-            make_scheduler(AsyncScheduler, config, ("full",), 100)
+            make_scheduler(VllmAsyncScheduler, config, ("full",), 100)
 
     def test_a_version(self, monkeypatch):
         monkeypatch.setattr(versions, "version", lambda name: "0.20.1")
@@ -336,5 +339,22 @@ class TestRefusals:
 
 def test_the_eviction_policy_is_an_option(models):
     config = engine_config(models["llama"], additional_config={"kvcache": {"eviction": "learned"}})
-    scheduler = make_scheduler(Scheduler, config, ("full",), 100)
+    scheduler = make_scheduler(VllmScheduler, config, ("full",), 100)
     assert scheduler.kv_cache_manager.native.options.eviction == "learned"
+
+
+def test_a_request_of_the_maximum_length_is_not_kept_after_its_end(models):
+    scheduler = make_scheduler(VllmScheduler, engine_config(models["llama"]), ("full",), 200)
+    request = make_request(0, range(3, LONGEST - 5), block_hasher(), 8)
+    scheduler.add_request(request)
+    ended = weakref.ref(request)
+    del request
+    while scheduler.has_unfinished_requests():
+        scheduled = scheduler.schedule()
+        scheduler.update_from_output(scheduled, answer(scheduler, scheduled))
+    for _ in range(2 * BLOCK):  # steps in which its next blocks would have been due
+        scheduled = scheduler.schedule()
+        scheduler.update_from_output(scheduled, answer(scheduler, scheduled))
+    del scheduled
+    gc.collect()
+    assert ended() is None

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache.disaggregation.leases import LeaseNumbers, Progress
-from kvcache.disaggregation.offer import Offer
-from kvcache.disaggregation.steps import Load
+from kvcache.sources.disaggregation.leases import LeaseNumbers, Progress
+from kvcache.sources.disaggregation.offer import Offer
+from kvcache.sources.disaggregation.steps import Load
 from tests import vllm_stand_in
 from tests.nixl_stand_in import stand_in as nixl_stand_in
 
@@ -29,8 +29,8 @@ def stand_in():
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_what_layers_use_of_a_page_is_stored_and_loaded(device):
     """The load is expedited, as vLLM 0.33 says; padding behind a page's bytes stays as it is."""
-    from kvcache.integrations.vllm.offloading.host_manager import HostChunks
-    from kvcache.integrations.vllm.offloading.host_worker import HostWorker
+    from kvcache.plugins.vllm.offloading.host_manager import HostChunks
+    from kvcache.plugins.vllm.offloading.host_worker import HostWorker
 
     names = vllm_stand_in
     rng = np.random.default_rng(0)
@@ -80,8 +80,8 @@ class Engine:
     """A worker of vLLM's connector, and its caches."""
 
     def __init__(self, engine_id, name, fill):
-        from kvcache.integrations.vllm.disaggregation.options import Options
-        from kvcache.integrations.vllm.disaggregation.worker import Worker
+        from kvcache.plugins.vllm.disaggregation.options import Options
+        from kvcache.plugins.vllm.disaggregation.worker import TransferWorker
 
         layers = [f"layer{i}" for i in range(LAYERS)]
         shape = (NUM_BLOCKS, HEADS, BLOCK, 2 * SIZE)
@@ -95,14 +95,14 @@ class Engine:
         cache = SimpleNamespace(
             kv_cache_groups=[group], transfer_group_ids=[0], num_blocks=NUM_BLOCKS
         )
-        self.worker = Worker(Options(transport=name, timeout_s=20), config, cache)
+        self.worker = TransferWorker(Options(transport=name, timeout_s=20), config, cache)
         self.worker.register(self.caches)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gloo", "nixl"])
 def test_a_load_waits_for_the_step_that_still_writes_to_its_blocks(name):
-    from kvcache.integrations.vllm.disaggregation.steps import Metadata
+    from kvcache.plugins.vllm.disaggregation.steps import TransferMetadata
 
     with nixl_stand_in():
         sender, receiver = Engine("p", name, 0.0), Engine("d", name, -1.0)
@@ -114,7 +114,7 @@ def test_a_load_waits_for_the_step_that_still_writes_to_its_blocks(name):
         offer = Offer(
             "p", "r", 20, "0", None, {}, handshake.groups, ((4, 5, 9),), (handshake.address,), lease
         )
-        sender.worker.begin(Metadata(leases={"r": (lease, 60.0, Progress(20))}))
+        sender.worker.begin(TransferMetadata(leases={"r": (lease, 60.0, Progress(20))}))
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         zeros = torch.zeros_like(receiver.caches["layer0"])
@@ -122,7 +122,7 @@ def test_a_load_waits_for_the_step_that_still_writes_to_its_blocks(name):
             torch.cuda._sleep(int(1.0 * CYCLES_PER_S))
             for cache in receiver.caches.values():
                 cache.copy_(zeros)
-            receiver.worker.begin(Metadata(loads={"r": Load(offer, 0, 20, ([3, 8, 2],))}))
+            receiver.worker.begin(TransferMetadata(loads={"r": Load(offer, 0, 20, ([3, 8, 2],))}))
         deadline, received = time.monotonic() + 20, set()
         while not received:
             assert time.monotonic() < deadline
@@ -139,8 +139,8 @@ def test_a_load_waits_for_the_step_that_still_writes_to_its_blocks(name):
 
 def test_reads_are_not_merged_over_the_end_of_an_allocation():
     """Layers that lie side by side, in allocations of their own on one side or on both."""
-    from kvcache.integrations.vllm.disaggregation.layout import layout_of_group
-    from kvcache.integrations.vllm.disaggregation.moves import GroupPlan
+    from kvcache.plugins.vllm.disaggregation.layout import layout_of_group
+    from kvcache.plugins.vllm.disaggregation.moves import GroupPlan
 
     shape = (4, HEADS, BLOCK, 2 * SIZE)
     caches = [torch.zeros(shape) for _ in range(LAYERS)]

@@ -14,12 +14,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvcache.disaggregation.offer import sealed
+from kvcache.sources.disaggregation.offer import sealed
 from tests.vllm_engine import MODULE, Engine
 from tests.vllm_models import MODELS
 from tests.vllm_weights import write_llama
 
-SCHEDULER = "kvcache.integrations.vllm.AsyncScheduler"
+SCHEDULER = "kvcache.plugins.vllm.VllmAsyncScheduler"
 TIMEOUT_S = 15.0
 # kvcache's allocator in some of them, vLLM's own in the others.
 ENGINES = {
@@ -328,7 +328,7 @@ def test_allocator_host_tier_and_disaggregation_together(engines, llama):
         },
         {
             "kv_connector": "OffloadingConnector",
-            "kv_connector_module_path": "kvcache.integrations.vllm.offloading",
+            "kv_connector_module_path": "kvcache.plugins.vllm.offloading",
             **{"kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 28}},
         },
     ]

@@ -23,7 +23,7 @@ from vllm.distributed.kv_events import (
 )
 
 from kvcache import GroupSpec, KVCacheManager, Request, StepReport
-from kvcache.integrations.vllm.events import MEDIUM
+from kvcache.plugins.vllm.events import MEDIUM
 from kvcache.router_events import CacheView, EventPublisher, EventSubscriber
 from kvcache.router_events.translator import EventTranslator
 from kvcache.router_events.wire import GPU, WireBatch, decode_batch, encode_batch
@@ -113,7 +113,7 @@ def test_a_router_with_the_classes_of_vllm_reads_live_messages_and_replays(seed)
 
         for _ in range(200):
             user.work()
-            events = user.manager.drain_events()
+            events = user.manager.cache.drain_events()
             publisher.publish(events)
             num_published += bool(events)
             while live.poll(0):
@@ -154,7 +154,7 @@ def test_a_snapshot_is_read_by_the_classes_of_vllm():
         num_published = 0
         while num_published < 50:
             user.work()
-            events = user.manager.drain_events()
+            events = user.manager.cache.drain_events()
             publisher.publish(events)
             num_published += bool(events)
         wait_for(lambda: publisher.counts.batches == num_published)
@@ -184,7 +184,7 @@ def test_all_optional_fields_are_those_of_vllm():
     for new in ([request], []):
         plan = manager.step(new=new)
         manager.report(StepReport(plan.step_id, completed=True))
-    events = EventTranslator("vllm-none-hash").translate(manager.drain_events())
+    events = EventTranslator("vllm-none-hash").translate(manager.cache.drain_events())
     batch = check_payload(encode_batch(WireBatch(1.0, events, 2)))
     first = batch.events[0]
     assert (first.lora_name, first.session_id, first.medium) == ("sql", "s", "GPU")
@@ -227,7 +227,7 @@ def test_our_reader_follows_the_publisher_of_vllm(seed):
         num_published = 0
         for _ in range(100):
             user.work()
-            events = translator.translate(user.manager.drain_events())
+            events = translator.translate(user.manager.cache.drain_events())
             if events:
                 payload = encode_batch(WireBatch(time.time(), events))
                 theirs.publish(DECODER.decode(payload))

@@ -12,8 +12,8 @@ pytest.importorskip("vllm")
 
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
-from kvcache.allocator import host_eviction_names
-from kvcache.integrations.vllm.offloading import HostManager, HostTierOptions
+from kvcache.allocator import check_invariants, host_eviction_names
+from kvcache.plugins.vllm.offloading import HostManager, HostTierOptions
 
 
 class PlainTier:
@@ -80,7 +80,7 @@ class Workload:
         return self.counts
 
     def check(self):
-        self.manager.check_invariants()
+        check_invariants(self.manager)
         for event in self.manager.take_events():
             assert self.told.isdisjoint(event.keys) or event.removed, "stored twice"
             (self.told.difference_update if event.removed else self.told.update)(event.keys)

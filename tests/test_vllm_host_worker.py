@@ -11,8 +11,8 @@ pytest.importorskip("vllm")
 import torch
 from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
-from kvcache.integrations.vllm.offloading import HostWorker
-from kvcache.integrations.vllm.offloading.host_manager import HostChunks
+from kvcache.plugins.vllm.offloading import HostWorker
+from kvcache.plugins.vllm.offloading.host_manager import HostChunks
 
 
 class TestWorker:

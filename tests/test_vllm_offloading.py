@@ -7,14 +7,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvcache.integrations.vllm.offloading import HostTierOptions
+from kvcache.plugins.vllm.offloading import HostTierOptions
 from tests.vllm_chats import TIER, chats_each
 from tests.vllm_models import write_config
 
 OPTIONS = {"cpu_bytes_to_use": 256 << 20, "offload_prompt_only": False}
 SIZES = {"llama": {"num_blocks": 100}, "gemma3": {"num_blocks": 160}}
-OURS = {"scheduler_cls": "kvcache.integrations.vllm.Scheduler"}
-OURS_ASYNC = {"scheduler_cls": "kvcache.integrations.vllm.AsyncScheduler", "is_async": True}
+OURS = {"scheduler_cls": "kvcache.plugins.vllm.VllmScheduler"}
+OURS_ASYNC = {"scheduler_cls": "kvcache.plugins.vllm.VllmAsyncScheduler", "is_async": True}
 
 
 SCHEDULERS = {"vllm": {}, "ours": OURS, "ours async": OURS_ASYNC}

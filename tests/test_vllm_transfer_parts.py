@@ -15,12 +15,12 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
-from kvcache.disaggregation.layout import check_like, is_complete
-from kvcache.disaggregation.leases import Lease
-from kvcache.disaggregation.offer import Offer, RankAddress, digest_of
-from kvcache.integrations.vllm.disaggregation import Options
-from kvcache.integrations.vllm.disaggregation.params import offer_in, params_of
-from kvcache.integrations.vllm.disaggregation.windows import first_needed
+from kvcache.plugins.vllm.disaggregation import Options
+from kvcache.plugins.vllm.disaggregation.params import offer_in, params_of
+from kvcache.plugins.vllm.disaggregation.windows import first_needed
+from kvcache.sources.disaggregation.layout import check_like, is_complete
+from kvcache.sources.disaggregation.leases import Lease
+from kvcache.sources.disaggregation.offer import Offer, RankAddress, digest_of
 from tests import vllm_schedulers
 from tests.vllm_engine import MODULE
 from tests.vllm_layouts import Side, check_blocks, random_case, read_all, some_blocks

@@ -7,18 +7,21 @@ import pytest
 import torch
 
 from kvcache import (
-    BlockTable,
+    Admit,
+    BlockTables,
     KVCacheManager,
     KVStorage,
-    MultiGroupBlockTable,
     Pages,
     Request,
     StepPlan,
     StepReport,
+    TableShape,
     Worker,
 )
+from kvcache.allocator import check_invariants
+from kvcache.compat import BlockTable, MultiGroupBlockTable
 from kvcache.step import Answers
-from kvcache.worker.swap.page_copy import PageCopy
+from kvcache.worker.pages.page_copy import PageCopy
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -101,7 +104,7 @@ def append(rows, splits, ids):
         ({"version": 99}, "plan has version 99: expected 3"),
     ],
 )
-def test_a_plan_that_does_not_fit_is_named_and_changes_nothing(sections, message):
+def test_plan_that_does_not_fit_changes_nothing(sections, message):
     w = worker()
     w.tables.add_row([7, 8], 2)
     with pytest.raises(ValueError, match=message):
@@ -114,7 +117,7 @@ def pairs(*values):
 
 
 def numbered(storage) -> None:
-    """Fills each page with its number, and each layer differently."""
+    """Fill each page with its number, differently in each layer."""
     for layer in range(storage.num_layers):
         for page in range(storage.num_blocks):
             for cache in (storage.key_cache(layer), storage.value_cache(layer)):
@@ -122,7 +125,7 @@ def numbered(storage) -> None:
 
 
 def numbers(storage, layer=0) -> list[int]:
-    """The number of each page, which all its bytes of K and of V must agree on."""
+    """Return the number of each page, after checking that all bytes of K and V agree."""
     caches = storage.key_cache(layer), storage.value_cache(layer)
     found = [sorted({x for cache in caches for x in cache[i].flatten().tolist()})
              for i in range(storage.num_blocks)]  # fmt: skip
@@ -170,7 +173,7 @@ def test_a_plan_copies_and_clears_pages_before_its_tables_are_read():
         ({"zero": np.array([3]), **append([0], [0, 1], [20])}, r"append_ids\[0\]\[0\] is 20"),
     ],
 )
-def test_pages_that_do_not_fit_are_named_and_nothing_changes(sections, message):
+def test_invalid_pages_change_nothing(sections, message):
     w = worker()
     w.tables.add_row([7, 8], 2)
     numbered(w.storages[0])
@@ -185,11 +188,28 @@ def test_pages_that_do_not_fit_are_named_and_nothing_changes(sections, message):
     assert numbers(w.storages[0]) == list(range(20))
 
 
+class NoLength(list):
+    """A list that numpy takes for one object, and the tables for a list."""
+
+    def __len__(self):
+        return -1  # noqa: PLE0303
+
+
+def test_ids_that_numpy_does_not_read_change_nothing_beside_swaps():
+    w = swapping()
+    append_plan = plan(swap_out=pairs((1, 1)), **append([0], [0, 1], [7]))
+    given = plan(swap_out=pairs((1, 1)), **append([0], [0, 1], [7]))
+    given.append_ids = [NoLength([7])]
+    with pytest.raises((TypeError, ValueError), match=r"append_ids\[0\]"):
+        w.apply(given)
+    assert w.apply(append_plan).completed
+
+
 # --- swaps ----------------------------------------------------------------------------------------
 
 
 def swapping(device="cpu", num_layers=2, layout="NHD"):
-    """A worker of 20 pages, each of its number (layer 1: 100 more), and 6 of the host (-1, -2, ...)."""
+    """A worker with 20 device pages numbered by id (layer 1: plus 100) and 6 host pages (-1, -2, ...)."""
     storage = KVStorage(
         20, 4, 1, 8, num_layers=num_layers, dtype=torch.float32, device=device, layout=layout
     )
@@ -209,7 +229,7 @@ def host_numbers(w, layer=0) -> list[int]:
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_plan_swaps_out_then_copies_then_clears_then_swaps_in(device, layout):
+def test_plan_sections_are_applied_in_order(device, layout):
     w = swapping(device, layout=layout)
     given = plan(
         swap_out=pairs((5, 3), (6, 1)),  # what was there before the plan
@@ -229,7 +249,7 @@ def test_a_plan_swaps_out_then_copies_then_clears_then_swaps_in(device, layout):
     assert content(w.tables) == [[], [11, 12], [], []]
 
 
-def test_a_page_comes_back_as_it_left():
+def test_swapped_page_is_unchanged():
     pages = Pages.allocate(8, [[64]] * 3)
     storage = KVStorage.over(pages, 4, 1, 4)
     w = Worker(storage, BlockTable(4, 4, 5, 16, False, "cpu", 4), pages.on_host(5))
@@ -244,7 +264,7 @@ def test_a_page_comes_back_as_it_left():
         assert not page[3].any() and torch.equal(page[[0, 1, 4, 5, 7]], was[[0, 1, 4, 5, 7]])
 
 
-def test_one_page_may_go_to_two_and_be_read_twice():
+def test_one_page_may_be_swapped_to_two_pages():
     w = swapping()
     w.apply(plan(swap_out=pairs((5, 3), (5, 4)), swap_in=pairs((2, 7), (2, 8))))
     assert host_numbers(w) == [0, -1, -2, 5, 5, -5]
@@ -287,7 +307,7 @@ def test_one_page_may_go_to_two_and_be_read_twice():
         ({"swap_out": pairs((3, 2)), "clear_rows": np.array([-9])}, r"clear_rows\[0\] is -9"),
     ],
 )
-def test_swaps_that_do_not_fit_are_named_and_nothing_changes(sections, message):
+def test_invalid_swaps_change_nothing(sections, message):
     w = swapping()
     w.tables.add_row([7, 8], 2)
     given = plan(clear_rows=np.array([2]))
@@ -300,7 +320,7 @@ def test_swaps_that_do_not_fit_are_named_and_nothing_changes(sections, message):
     assert host_numbers(w) == [0, -1, -2, -3, -4, -5]
 
 
-def test_sections_may_be_lists_and_empty_ones_of_any_shape():
+def test_sections_may_be_lists_or_empty_arrays():
     w = swapping()
     w.apply(plan(swap_out=[(3, 1)], copy=[[7, 8]], zero=[9], swap_in=[]))
     assert host_numbers(w)[1] == 3 and numbers(w.storages[0])[7:10] == [7, 7, 0]
@@ -308,7 +328,7 @@ def test_sections_may_be_lists_and_empty_ones_of_any_shape():
 
 
 @pytest.mark.parametrize("section", ["swap_out", "swap_in"])
-def test_swaps_without_host_pages_are_named_and_nothing_changes(section):
+def test_swaps_without_host_pages_change_nothing(section):
     w = worker()
     w.tables.add_row([7, 8], 2)
     numbered(w.storages[0])
@@ -327,7 +347,7 @@ def test_swaps_without_host_pages_are_named_and_nothing_changes(section):
         ([[64, 64]], "fragment 1 has 64 bytes of layer 1 in the source, 64 of layer 0 in the"),
     ],
 )
-def test_host_pages_unlike_the_storage_are_refused(host, message):
+def test_host_pages_must_match_the_storage(host, message):
     storage = KVStorage.over(Pages.allocate(8, [[64]] * 2), 4, 1, 4)
     with pytest.raises(ValueError, match=message):
         Worker(storage, BlockTable(4, 4, 5, 16, False, "cpu", 4), Pages.allocate(5, host))
@@ -338,7 +358,7 @@ def test_host_pages_unlike_the_storage_are_refused(host, message):
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_groups_see_the_same_pages_in_their_own_shape(layout, device):
+def test_groups_view_shared_pages_in_own_shapes(layout, device):
     pages = Pages.allocate(6, [[256]] * 2, device=device)
     wide = KVStorage.over(pages, 4, 2, 8, dtype=torch.float16, layout=layout)
     long = KVStorage.over(pages, 5, 1, 8, dtype=torch.float16, layout=layout)  # 160 of 256 bytes
@@ -361,7 +381,7 @@ def hybrid_tables(block_sizes=(4, 8), **options):
     return MultiGroupBlockTable(4, 64, 16, False, "cpu", block_sizes, block_sizes, **options)
 
 
-def test_a_worker_of_several_groups_moves_each_page_once():
+def test_worker_with_several_groups_moves_each_page_once():
     pages = Pages.allocate(20, [[128]] * 2)
     # The second group has fewer layers: one, in the second of the pages'.
     storages = [KVStorage.over(pages, 4, 1, 8), KVStorage.over(pages, 8, 1, 4, layers=[1])]
@@ -398,7 +418,7 @@ def test_a_group_of_states_needs_no_block_size():
         ),
     ],
 )
-def test_storages_that_do_not_belong_together_are_refused(storages, message):
+def test_storages_must_share_pages(storages, message):
     with pytest.raises(ValueError, match=message):
         Worker(storages(Pages.allocate(20, [[128]]), Pages.allocate(20, [[128]])), hybrid_tables())
 
@@ -418,11 +438,13 @@ def test_pages_of_the_wrong_shape_are_refused():
         KVStorage.over(Pages.allocate(4, [[64, 64]]), 4, 1, 8)
     with pytest.raises(ValueError, match=r"layers\[1\] is 2: expected 0 to 1"):
         KVStorage.over(Pages.allocate(4, [[128]] * 2), 4, 1, 8, layers=[0, 2])
+    with pytest.raises(ValueError, match="layers has 1048576 entries: expected at most 2"):
+        KVStorage.over(Pages.allocate(4, [[128]] * 2), 4, 1, 8, layers=bytes(2**20))
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_storage_gives_back_what_was_written(layout, device):
+def test_storage_returns_written_tokens(layout, device):
     storage = KVStorage(6, 4, 2, 8, num_layers=3, dtype=torch.float16, device=device, layout=layout)
     slots = torch.tensor([5, 23, -1, 4], device=device)
     written = []
@@ -448,7 +470,7 @@ def test_storage_gives_back_what_was_written(layout, device):
         ({"num_layers": 0}, "num_layers is 0"),
     ],
 )
-def test_wrong_storage_sizes_are_named(change, message):
+def test_invalid_storage_sizes_are_reported(change, message):
     call = {"num_blocks": 2, "block_size": 4, "num_kv_heads": 1, "head_size": 8, **change}
     with pytest.raises(ValueError, match=message):
         KVStorage(**call)
@@ -480,7 +502,7 @@ def test_wrong_storage_sizes_are_named(change, message):
         ({"clear_rows": np.array([1.5])}, "clear_rows has dtype float64"),
     ],
 )
-def test_a_plan_of_wrong_types_is_named_and_changes_nothing(sections, message):
+def test_plan_with_wrong_types_changes_nothing(sections, message):
     w = worker()
     w.tables.add_row([7, 8], 2)
     given = plan(clear_rows=np.array([2], np.int32))
@@ -510,12 +532,12 @@ def test_swap_options_without_host_pages_are_named():
 
 
 def planes(**options):
-    """A manager and a worker over tables of 4 rows."""
+    """A manager, and a worker with tables of 4 rows."""
     manager = KVCacheManager(16, 65, 256, num_preallocate_tokens=0, **options)
     return manager, Worker(KVStorage(65, 16, 1, 8), BlockTable(16, 4, 16, 512, False, "cpu", 16))
 
 
-def test_a_plan_that_comes_twice_is_refused():
+def test_plan_applied_twice_is_rejected():
     manager, w = planes(max_num_reqs=4)
     request = Request("a", range(20))
     w.apply(manager.step(new=[request]))
@@ -531,7 +553,7 @@ def test_a_plan_that_comes_twice_is_refused():
 
 
 @pytest.mark.parametrize("num_lost", [1, 3])
-def test_a_plan_that_follows_a_lost_one_is_refused_until_that_came_or_was_aborted(num_lost):
+def test_plan_after_a_lost_plan_is_rejected(num_lost):
     manager, w = planes(max_num_reqs=4)
     request = Request("a", range(20))
     w.apply(manager.step(new=[request]))
@@ -553,7 +575,7 @@ def test_a_plan_that_follows_a_lost_one_is_refused_until_that_came_or_was_aborte
     assert content(w.tables)[0] == manager.block_ids(request).tolist()
 
 
-def test_plans_of_aborted_steps_need_not_come_whatever_was_aborted_before():
+def test_plans_of_aborted_steps_may_be_skipped():
     manager, w = planes(max_num_reqs=4)
     request = Request("a", range(20))
     w.apply(manager.step(new=[request]))
@@ -573,7 +595,7 @@ def test_plans_of_aborted_steps_need_not_come_whatever_was_aborted_before():
     assert content(w.tables)[0] == manager.block_ids(request).tolist()
 
 
-def test_reported_and_old_steps_are_named_as_the_step_before():
+def test_reported_and_old_steps_count_as_predecessor():
     manager, w = planes(max_num_reqs=4)
     w.apply(manager.step(new=[Request("a", range(20))]))
     for _ in range(2 * 64 + 3):
@@ -584,7 +606,7 @@ def test_reported_and_old_steps_are_named_as_the_step_before():
     assert manager.step().previous_step_id == given.step_id
 
 
-def test_a_manager_with_more_rows_than_the_tables_does_not_jam():
+def test_manager_with_more_rows_than_tables_makes_progress():
     manager, w = planes()  # admits any number of requests
     requests = [Request(f"r{i}", range(20)) for i in range(5)]
     for request in requests[:4]:
@@ -606,7 +628,7 @@ def test_a_manager_with_more_rows_than_the_tables_does_not_jam():
 
 
 @pytest.mark.parametrize("wrong", [None, 7, {"step_id": 0}])
-def test_what_is_no_plan_is_named(wrong):
+def test_non_plan_arguments_are_rejected(wrong):
     manager, w = planes(max_num_reqs=4)
     plan = manager.step(new=[Request("a", range(20))])
     for call in (w.apply, w.start, w.tables.apply):
@@ -617,7 +639,7 @@ def test_what_is_no_plan_is_named(wrong):
 
 
 @pytest.mark.parametrize("wrong", [7, "x", np.zeros(3), torch.zeros(2), None])
-def test_what_a_worker_is_not_made_of_is_named(wrong):
+def test_invalid_worker_arguments_are_rejected(wrong):
     w = worker()
     for make, message in (
         (lambda: Worker(wrong, w.tables), "storage is .*: expected a KVStorage"),
@@ -627,7 +649,7 @@ def test_what_a_worker_is_not_made_of_is_named(wrong):
         ),
         (
             lambda: Worker(w.storages, wrong),
-            "tables is .*: expected a BlockTable or MultiGroupBlockTable",
+            "tables is .*: expected a GroupTable or BlockTables",
         ),
         (
             lambda: Worker(w.storages, w.tables, 0 if wrong is None else wrong),
@@ -644,7 +666,7 @@ def test_what_a_worker_is_not_made_of_is_named(wrong):
 
 
 @pytest.mark.parametrize("wrong", [None, "1", 1.0, True, -2, 2**63])
-def test_a_last_step_id_that_is_none_is_named(wrong):
+def test_invalid_last_step_id_is_rejected(wrong):
     w = worker()
     is_type = not isinstance(wrong, int) or isinstance(wrong, bool)
     expected = "an integer" if is_type else "-1 to"
@@ -682,12 +704,12 @@ def test_a_plan_that_changes_nothing_counts_as_a_step():
 # --- the answers of a plan ------------------------------------------------------------------------
 
 
-def test_a_plan_answers_the_three_lists_apart():
+def test_plan_answers_are_split_by_list():
     manager = KVCacheManager(
         4, 12, 400, max_num_reqs=4, num_preallocate_tokens=0, num_host_blocks=9
     )
     a, b = Request("a", range(6)), Request("b", range(50, 60))
-    manager.step(new=[a, b], new_num_tokens=[6, 3])
+    manager.step(new=[Admit(a, num_tokens=6), Admit(b, num_tokens=3)])
     given = manager.step(
         [0], [2], swap_out=[1], new=[Request("c", range(9)), Request("d", range(300))]
     )
@@ -703,7 +725,7 @@ def test_a_plan_answers_the_three_lists_apart():
     assert waiting.status.tolist() == [1, 0] and waiting.num_tokens.tolist() == [0, 1]
 
 
-def test_a_row_asked_with_no_tokens_gets_nothing():
+def test_row_with_zero_tokens_gets_no_blocks():
     manager, w = planes(max_num_reqs=4)
     a, b = Request("a", range(16)), Request("b", range(100, 110))
     w.apply(manager.step(new=[a, b]))
@@ -716,7 +738,7 @@ def test_a_row_asked_with_no_tokens_gets_nothing():
     w.apply(nothing := manager.step([0, 1], [0, 0], num_rejected_tokens=[0, 1]))
     assert nothing.is_empty and manager.num_computed_tokens(b) == 10
     assert manager.abort(nothing.step_id) == {}
-    manager.check_invariants()
+    check_invariants(manager)
     for rows, tokens, message in (
         ([0], [-1], "num_tokens is -1: expected 0 to 2147483647"),
         ([0, 0], [0, 0], "rows names row 0 twice"),
@@ -729,22 +751,22 @@ def test_a_row_asked_with_no_tokens_gets_nothing():
             manager.step(rows, tokens)
 
 
-def test_help_says_what_each_field_of_a_plan_means():
+def test_help_documents_every_plan_field():
     for cls in (StepPlan, StepReport):
         for each in dataclasses.fields(cls):
             assert f"`{each.name}`" in cls.__doc__, each.name
-    assert "int32[m, 3], row, column and new id" in pydoc.render_doc(StepPlan)
-    assert "where its new tokens start" in pydoc.render_doc(Answers)
+    assert "int32[m, 3]: row, column and new ID" in pydoc.render_doc(StepPlan)
+    assert "the position of its first new token" in pydoc.render_doc(Answers)
 
 
 # --- what slid out of a window --------------------------------------------------------------------
 
 
-def test_tokens_that_slid_out_of_a_window_are_not_written_and_read_as_zeros():
+def test_tokens_outside_window_are_dropped_and_read_as_zeros():
     manager = KVCacheManager(
         16, 30, 200, sliding_window=16, max_num_reqs=4, num_preallocate_tokens=0
     )
-    tables = MultiGroupBlockTable(4, 200, 200, False, "cpu", [16], windows=[16])
+    tables = BlockTables([TableShape(16, 13, window=16)], max_num_reqs=4, max_num_tokens=200)
     storage = KVStorage(30, 16, 1, 8)
     w = Worker(storage, tables)
     w.apply(manager.step(new=[Request("a", range(100))]))

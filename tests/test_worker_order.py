@@ -1,5 +1,6 @@
-"""Random plans through a worker whose device is simulated: any legal order of streams gives what the
-plans say when they are carried out at once, and each order that is taken away shows."""
+"""Random plans on a simulated device: every valid stream order gives the result of immediate execution,
+and every removed dependency is detected.
+"""
 
 import random
 
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 
 from kvcache.step import NO_REPLACE
-from kvcache.worker import SwapEngine, Worker
+from kvcache.worker import SwapEngine
+from kvcache.worker import worker as worker_module
 from kvcache.worker.swap.job import SwapStream
 from tests.shared import sampled
 from tests.test_swap import FORMS, LAYERS, Race, pairs, plan, simulated_worker
@@ -17,7 +19,7 @@ WORKER_FORMS = {**FORMS, "by calibration": {}}
 
 
 class Plans:
-    """Makes plans, carries them out, and knows the number that each page has to hold."""
+    """Create and apply plans, and track the expected number of each page."""
 
     def __init__(self, seed: int, **form) -> None:
         self.random = random.Random(seed)
@@ -110,9 +112,9 @@ class Plans:
         return self.wrong
 
 
-@pytest.mark.parametrize("seeds", sampled([range(8), range(8, 40)]), ids=str)
+@pytest.mark.parametrize("seeds", sampled([range(4), range(4, 24)]), ids=str)
 @pytest.mark.parametrize("form", WORKER_FORMS)
-def test_plans_do_what_they_say_in_any_order_of_streams(form, seeds):
+def test_plans_are_correct_under_any_stream_order(form, seeds):
     for seed in seeds:
         assert Plans(seed, **WORKER_FORMS[form]).run() == 0, f"seed {seed}"
 
@@ -122,12 +124,12 @@ def without(cls, name, result=None):
 
 
 def taken_without(what):
-    """Leaves one kind of page out of the calls of `before_write`."""
+    """Omit one kind of page from calls of `before_write`."""
 
     def patch(monkeypatch):
-        original = Worker._swap_out
+        original = worker_module._written_pages
 
-        def swap_out(self, given, moves, transfer):
+        def written_pages(given, moves):
             fewer = plan(given.step_id)
             fewer.append_ids = [] if what == "appended" else given.append_ids
             fewer.replace = [NO_REPLACE] if what == "replaced" else given.replace
@@ -135,15 +137,15 @@ def taken_without(what):
             for name in ("swap_out", "copy", "zero", "swap_in"):
                 section = getattr(moves, name)
                 object.__setattr__(kept, name, section[:0] if name == what else section)
-            original(self, fewer, kept, transfer)
+            return original(fewer, kept)
 
-        monkeypatch.setattr(Worker, "_swap_out", swap_out)
+        monkeypatch.setattr(worker_module, "_written_pages", written_pages)
 
     return patch
 
 
 def swap_streams_without(which, name):
-    """One direction does not wait for what the other one reads, or writes."""
+    """One direction does not wait for pages that the other direction reads or writes."""
 
     def patch(monkeypatch):
         original = getattr(SwapStream, name)
@@ -189,27 +191,27 @@ BETWEEN_DIRECTIONS = [name for name in MISSING if name.startswith("a swap-")]
 
 
 @pytest.mark.parametrize("missing", [name for name in MISSING if name not in IMPLIED])
-def test_an_order_that_is_taken_away_shows(monkeypatch, missing):
+def test_missing_stream_dependency_is_detected(monkeypatch, missing):
     MISSING[missing](monkeypatch)
     assert any(Plans(seed, method="kernel").run() for seed in range(200))
 
 
 @pytest.mark.parametrize("missing", BETWEEN_DIRECTIONS)
-def test_each_order_between_the_two_directions_shows_without_a_worker(monkeypatch, missing):
+def test_dependencies_between_swap_directions_are_detected(monkeypatch, missing):
     MISSING[missing](monkeypatch)
     assert any(Race(seed, method="kernel").run(60) for seed in range(400))
 
 
-def test_what_was_swapped_in_by_layer_is_there_in_the_next_plan(monkeypatch):
+def test_layerwise_swap_in_is_complete_in_next_plan(monkeypatch):
     """The next plan waits for layers that no call has waited for."""
     form = FORMS["layer by layer"]
-    assert sum(Plans(seed, **form).run() for seed in range(30)) == 0
+    assert sum(Plans(seed, **form).run() for seed in range(8)) == 0
     monkeypatch.setattr(SwapEngine, "order_after_swap_ins", lambda self: None)
     assert any(Plans(seed, **form).run() for seed in range(100))
 
 
-def test_a_staged_page_may_be_written_before_it_has_reached_the_host():
-    """`released` comes before `done`: a computing stream need not wait for the bus."""
+def test_staged_page_may_be_overwritten_before_reaching_host():
+    """`released` precedes `done`: a compute stream need not wait for the bus."""
     worker, streams = simulated_worker(method="staging")
     transfer = worker.start(plan(swap_out=pairs((3, 1)), zero=np.array([3], np.int32)))
     staging = worker.engine._swap_streams["out"].staging

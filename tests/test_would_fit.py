@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvcache import GroupSpec, KVCacheManager, Request, Status, StepReport
+from kvcache import Admit, GroupSpec, KVCacheManager, Request, Status, StepReport
+from kvcache.allocator import check_invariants
 from tests.allocator_driver import LONGEST, MIXES, Chooser, groups_of
 from tests.model import CIRCULAR, ENCODER
 from tests.shared import manager_of, sampled
@@ -21,16 +22,16 @@ def test_a_request_that_fits_without_its_hit_alone_is_served():
     first, request = Request("a", range(4)), Request("b", range(12))
     manager.step(new=[first])
     manager.free(first)
-    assert manager.get_computed_blocks(request)[1] == 4
+    assert manager.cache.find_prefix(request).num_tokens == 4
     assert manager.would_fit(request) == Status.SERVED
     assert manager.would_fit(request, whole=True) == Status.SERVED
     # The second chunk's state goes on in its page.
-    assert manager.would_fit(request, 8, whole=True) == Status.SERVED
+    assert manager.would_fit(Admit(request, num_tokens=8), whole=True) == Status.SERVED
     plan = manager.step(new=[request])
     assert plan.status.tolist() == [Status.SERVED]
     assert (plan.num_computed_tokens.tolist(), plan.num_tokens.tolist()) == ([0], [12])
-    assert (manager.stats.query_tokens, manager.stats.hit_tokens) == (16, 0)
-    manager.check_invariants()
+    assert (manager.cache.stats.query_tokens, manager.cache.stats.hit_tokens) == (16, 0)
+    check_invariants(manager)
 
 
 def test_a_hit_inside_a_block_that_fits_later_is_waited_for():
@@ -55,7 +56,7 @@ def test_a_hit_inside_a_block_that_fits_later_is_waited_for():
 
 def run(manager: KVCacheManager, request: Request, chunk: int) -> list[int]:
     """The answers to a request that is served alone, chunk by chunk."""
-    plan = manager.step(new=[request], new_num_tokens=[chunk])
+    plan = manager.step(new=[Admit(request, num_tokens=chunk)])
     statuses = plan.status.tolist()
     while statuses[-1] == Status.SERVED:
         manager.report(StepReport(plan.step_id, completed=True))
@@ -83,7 +84,7 @@ def check(seed: int, outcomes: dict[int, int]) -> None:
     for i in range(8):
         request = Request(f"r{i}", range(choose.integer(1, LONGEST)))
         chunk = choose.pick([1, 3, 8, LONGEST])
-        expected = manager.would_fit(request, chunk, whole=True)
+        expected = manager.would_fit(Admit(request, num_tokens=chunk), whole=True)
         statuses = run(manager, request, chunk)
         outcomes[expected] += 1
         if expected == Status.SERVED:
@@ -112,8 +113,8 @@ def test_the_whole_fits_where_later_chunks_leave_the_hit(other, num_free):
     first, request = Request("a", range(8)), Request("b", range(16))
     manager.step(new=[first])
     manager.free(first)
-    assert manager.get_computed_blocks(request)[1] == 8
-    assert manager.would_fit(request, 4, whole=True) == Status.SERVED
+    assert manager.cache.find_prefix(request).num_tokens == 8
+    assert manager.would_fit(Admit(request, num_tokens=4), whole=True) == Status.SERVED
     assert run(manager, request, 4)[-1] == Status.SERVED
     assert manager.num_computed_tokens(request) == 16
 
@@ -124,9 +125,9 @@ def test_a_state_goes_on_in_its_page_where_there_is_no_other():
     request = Request("a", range(4))
     manager.step(new=[request])
     page = manager.block_ids(request, 1).tolist()[-1]
-    assert manager.get_computed_blocks(Request("b", range(5)))[1] == 4
+    assert manager.cache.find_prefix(Request("b", range(5))).num_tokens == 4
     plan = manager.step([0], [1], token_ids=[4])
     assert plan.status.tolist() == [Status.SERVED] and not plan.copy.size
     assert manager.block_ids(request, 1).tolist() == [0, page]
-    assert manager.get_computed_blocks(Request("b", range(5)))[1] == 0
-    manager.check_invariants()
+    assert manager.cache.find_prefix(Request("b", range(5))).num_tokens == 0
+    check_invariants(manager)

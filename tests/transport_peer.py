@@ -1,27 +1,25 @@
-"""A peer in a process of its own, for `test_transports.py`: `python -m tests.transport_peer NAME AGENT`.
+"""A peer in a process of its own, for `test_transports.py`.
 
-It registers memory with a known pattern, tells its metadata, and obeys one JSON command per line. With
-`--lie` it breaks the protocol in one way; with `--delay` a step takes longer.
+It registers memory with a known pattern, tells its metadata, and obeys commands. With `lie` it breaks the
+protocol in one way; with `delay` a step takes longer.
 """
 
-import argparse
+import ctypes
 import json
 import os
-import selectors
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
 
 import numpy as np
 import torch
 
-from kvcache.transfer.transport import base, connection, handshake, lane
-from tests.shared import REPO
+from kvcache.transfer.transport import base, connection, factory, handshake, lane
+from tests.forked import Forked, received, send
 
 POOL_BYTES = 1 << 20
 _FRAGMENT = 4096
+_CLONE_NEWNET = 0x40000000
 
 
 def pattern(seed: int) -> np.ndarray:
@@ -29,66 +27,21 @@ def pattern(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, POOL_BYTES, np.uint8)
 
 
-class Peer:
-    """The process, as a test sees it. Leaving the block kills it."""
+class Peer(Forked):
+    """The process, as a test sees it.
 
-    def __init__(
-        self,
-        name: str,
-        agent: str = "peer",
-        *,
-        within: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
-        **options: object,
-    ) -> None:
-        command = [*within, sys.executable, "-m", "tests.transport_peer", name, agent]
-        for option, value in options.items():
-            command += [f"--{option.replace('_', '-')}", str(value)]
-        environment = {**os.environ, "PYTHONPATH": str(REPO), **(environment or {})}
-        self.process = subprocess.Popen(
-            command, cwd=REPO, env=environment, stdin=-1, stdout=-1, text=True
-        )
-        self.pid = self.process.pid
-        told = self._answer(60)
-        self.metadata, self.address = told["metadata"].encode(), told["address"]
+    Args:
+        name: Of the transport.
+        agent: Its name for others.
+        options: Those of `serve`.
+    """
 
-    def __enter__(self) -> "Peer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
-
-    def ask(self, command: str, timeout_s: float = 20, **arguments: object) -> dict:
-        """What it answers."""
-        self.process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
-        self.process.stdin.flush()
-        return self._answer(timeout_s)
-
-    def tell(self, command: str, **arguments: object) -> None:
-        """A command without an answer."""
-        self.process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
-        self.process.stdin.flush()
-
-    def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-        if number == signal.SIGKILL:
-            self.process.wait()
-        if number == signal.SIGSTOP:
-            os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
-
-    def _answer(self, timeout_s: float) -> dict:
-        selector = selectors.DefaultSelector()
-        selector.register(self.process.stdout, selectors.EVENT_READ)
-        assert selector.select(timeout_s), f"the peer did not answer within {timeout_s} s"
-        line = self.process.stdout.readline()
-        assert line, "the peer has ended"
-        return json.loads(line)
+    def __init__(self, name: str, agent: str = "peer", **options: object) -> None:
+        super().__init__(serve, name=name, agent=agent, **options)
+        self.metadata, self.address = self.greeting["metadata"].encode(), self.greeting["address"]
 
 
-def lie(how: str) -> None:
+def tell_lies(how: str) -> None:
     """Breaks the protocol."""
     if how == "version":
         handshake.TRANSPORT_VERSION += 1
@@ -121,7 +74,7 @@ def lie(how: str) -> None:
     connection.Connection.put = put
 
 
-def delay(what: str) -> None:
+def take_longer(what: str) -> None:
     """Lets a step take half a second longer."""
     if what == "open":
         real = connection.Connection.open
@@ -158,42 +111,49 @@ def attempt(
     return {"error": error, "is_right": is_right, "seconds": time.monotonic() - begin}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("name")
-    parser.add_argument("agent")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--secret", default="")
-    parser.add_argument("--lie", default="")
-    parser.add_argument("--delay", default="")
-    parser.add_argument("--digest", default="")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--timeout-s", type=float, default=5.0)
-    args = parser.parse_args()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # NIXL logs to stdout
-    lie(args.lie)
-    delay(args.delay)
-    pool = pattern(args.seed)
-    transport = base.make_transport(
-        args.agent,
-        args.name,
-        secret=args.secret.encode(),
-        host=args.host,
-        timeout_s=args.timeout_s,
-        digest=bool(args.digest),
+def enter(namespace: str) -> None:
+    """Opens sockets in this network namespace from now on."""
+    with open(f"/run/netns/{namespace}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"setns to {namespace}")
+
+
+def serve(
+    commands: Connection,
+    *,
+    name: str,
+    agent: str,
+    seed: int = 1,
+    secret: bytes = b"",
+    lie: str = "",
+    delay: str = "",
+    digest: bool = False,
+    host: str = "127.0.0.1",
+    timeout_s: float = 5.0,
+    namespace: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Obeys commands until the test process ends."""
+    os.environ.update(environment or {})
+    if namespace is not None:
+        enter(namespace)
+    tell_lies(lie)
+    take_longer(delay)
+    pool = pattern(seed)
+    transport = factory.make_transport(
+        agent, name, secret=secret, host=host, timeout_s=timeout_s, digest=digest
     )
     transport.register([(pool.ctypes.data, pool.nbytes)])
 
     def answer(**values: object) -> None:
-        print(json.dumps(values), file=answers, flush=True)
+        send(commands, **values)
 
     told = transport.metadata().decode()
-    if args.lie == "version":
+    if lie == "version":
         told = json.dumps({**json.loads(told), "version": handshake.TRANSPORT_VERSION})
     answer(metadata=told, address=pool.ctypes.data)
-    for line in sys.stdin:
-        command = json.loads(line)
+    while True:
+        command = received(commands)
         match command.pop("command"):
             case "notifications":
                 deadline, found = time.monotonic() + 10, []
@@ -221,12 +181,7 @@ def main() -> None:
                 read.wait(5)
                 answer(done=True)
             case "attempt":
-                answer(**attempt(transport, pool, args.timeout_s, **command))
+                answer(**attempt(transport, pool, timeout_s, **command))
             case "fill":
                 pool[:] = command["value"]
                 answer(done=True)
-    transport.close()
-
-
-if __name__ == "__main__":
-    main()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+from kvcache.allocator import check_invariants
 from tests.shared import REPO
 from tests.vllm_weights import fill_at_random
 
@@ -18,7 +19,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-TIER = "kvcache.integrations.vllm.offloading"
+TIER = "kvcache.plugins.vllm.offloading"
 SWAPS = ("swap_in", "swap_out")
 
 
@@ -137,10 +138,10 @@ def run(
         for metric in llm.get_metrics()
     }
     if tier is not None and connector == TIER:
-        scheduler.connector.connector_scheduler.manager.check_invariants()
+        check_invariants(scheduler.connector.connector_scheduler.manager)
     native = getattr(scheduler.kv_cache_manager, "native", None)
     if native is not None:
-        native.check_invariants()
+        check_invariants(native)
     result = {
         **{"answers": answers, "hits": hits, "prompts": prompts, "wall": wall, "cpu": cpu},
         **{"metrics": found, "failed": len(num_failed)},

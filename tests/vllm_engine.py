@@ -19,7 +19,7 @@ ENVIRONMENT = {
     **{"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
     **{"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONHASHSEED": "0", "PYTHONPATH": str(REPO)},
 }
-MODULE = "kvcache.integrations.vllm.disaggregation"
+MODULE = "kvcache.plugins.vllm.disaggregation"
 DEADLINE_S = 240
 
 

@@ -1,4 +1,4 @@
-"""Runs the tests of `kvcache.integrations.vllm` in a virtual environment of their own (`make test-vllm`).
+"""Runs the tests of `kvcache.plugins.vllm` in a virtual environment of their own (`make test-vllm`).
 
     python -m tests.vllm_environment [--vllm 0.31.0] [-m MODULE] [ARGUMENT ...]
 

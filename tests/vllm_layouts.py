@@ -5,9 +5,9 @@ import random
 
 import torch
 
-from kvcache.disaggregation.layout import VEC
-from kvcache.integrations.vllm.disaggregation.layout import layout_of_group
-from kvcache.integrations.vllm.disaggregation.moves import GroupPlan
+from kvcache.plugins.vllm.disaggregation.layout import layout_of_group
+from kvcache.plugins.vllm.disaggregation.moves import GroupPlan
+from kvcache.sources.disaggregation.layout import VEC
 
 
 class Side:

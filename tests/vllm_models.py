@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 
+from kvcache.allocator import check_invariants
 from tests import vllm_schedulers  # noqa: F401  settings of the environment
 from tests.shared import REPO
 from tests.vllm_schedulers import TINY, TINY_LLAMA
@@ -62,7 +63,7 @@ OPTIONS = {
     },
     "granite4": {"num_gpu_blocks_override": 40},
 }
-OURS = "kvcache.integrations.vllm."
+OURS = "kvcache.plugins.vllm."
 DRAFTS = {
     "speculative_config": {
         **{"method": "ngram", "num_speculative_tokens": 3},
@@ -71,11 +72,11 @@ DRAFTS = {
 }
 ENGINES = {
     "vllm": {"async_scheduling": False},
-    "ours": {"async_scheduling": False, "scheduler_cls": OURS + "Scheduler"},
+    "ours": {"async_scheduling": False, "scheduler_cls": OURS + "VllmScheduler"},
     "vllm async": {"async_scheduling": True},
-    "ours async": {"async_scheduling": True, "scheduler_cls": OURS + "AsyncScheduler"},
+    "ours async": {"async_scheduling": True, "scheduler_cls": OURS + "VllmAsyncScheduler"},
     "vllm drafts": {"async_scheduling": False, **DRAFTS},
-    "ours drafts": {"async_scheduling": False, "scheduler_cls": OURS + "Scheduler", **DRAFTS},
+    "ours drafts": {"async_scheduling": False, "scheduler_cls": OURS + "VllmScheduler", **DRAFTS},
 }
 # Of each eight requests.
 ABORTED_AS = ("waiting", "prompt", "running", *["preempted"] * 4, None)
@@ -98,7 +99,7 @@ def behaviours(model, engines, **options):
         text=True,
         cwd=REPO,
         env=os.environ | {"PYTHONPATH": str(REPO)},
-        timeout=500,
+        timeout=1500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -163,7 +164,7 @@ class Requests:
         found["resets"] = self.resets(requests)
         native = getattr(self.scheduler.kv_cache_manager, "native", None)
         if native is not None:
-            native.check_invariants()
+            check_invariants(native)
         found["usage"] = self.scheduler.kv_cache_manager.usage
         found["is_reset"] = self.llm.reset_prefix_cache()
         return found

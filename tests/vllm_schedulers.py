@@ -33,8 +33,9 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvcache.integrations import vllm as ours
-from kvcache.integrations.vllm import hashing
+from kvcache.allocator import check_invariants
+from kvcache.plugins import vllm as ours
+from kvcache.plugins.vllm import hashing
 
 BLOCK, LONGEST = 16, 2048  # tokens of a block, and of a request
 SHAPE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
@@ -77,8 +78,8 @@ def state_spec(mode, block_size=BLOCK, **options):
 
 
 PAIRS = {
-    False: (vllm_scheduler.Scheduler, ours.Scheduler),
-    True: (async_scheduler.AsyncScheduler, ours.AsyncScheduler),
+    False: (vllm_scheduler.Scheduler, ours.VllmScheduler),
+    True: (async_scheduler.AsyncScheduler, ours.VllmAsyncScheduler),
 }
 
 
@@ -457,7 +458,7 @@ class SideBySide:
                 scheduler.update_from_output(*queue.popleft())
         if self.drafts:
             self._draft()
-        self.pair[1].kv_cache_manager.native.check_invariants()
+        check_invariants(self.pair[1].kv_cache_manager.native)
         self.counts["steps"] += 1
 
     def _draft(self):

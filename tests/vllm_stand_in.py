@@ -1,7 +1,7 @@
 """Stand-ins for the few names of vLLM that a worker's parts of the integration use, where it is missing.
 
     with stand_in():
-        from kvcache.integrations.vllm.offloading.host_worker import HostWorker
+        from kvcache.plugins.vllm.offloading.host_worker import HostWorker
 
 Modules are imported one by one: the packages' own `__init__` would import all of the integration.
 """
@@ -21,7 +21,7 @@ import numpy as np
 
 from tests.shared import REPO
 
-_OWN = "kvcache.integrations.vllm"
+_OWN = "kvcache.plugins.vllm"
 
 
 class GPULoadStoreSpec:

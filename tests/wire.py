@@ -81,10 +81,6 @@ class Wire:
         self._thread.join()
         self._remove()
 
-    def within(self, end: int) -> list[str]:
-        """The beginning of a command that runs in the namespace of an end."""
-        return ["ip", "netns", "exec", self.namespaces[end]]
-
     def _remove(self) -> None:
         for end in [*self._ends, *self._wake]:
             os.close(end)

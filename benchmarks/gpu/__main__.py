@@ -1,4 +1,4 @@
-"""`python3 -m benchmarks.gpu`: the command. docs/measuring.md says what each stage answers."""
+"""`python3 -m benchmarks.gpu`: the command line. docs/measuring.md describes the stages."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pathlib import Path
 from benchmarks.gpu import machine, process, rehearsal, workspace
 from benchmarks.gpu.report import Outcome, Report
 from benchmarks.gpu.run import Run, printed
-from benchmarks.gpu.stages import STAGES, Stage
+from benchmarks.gpu.stages import FIRST, SECOND, STAGES, Stage, of_run
 from benchmarks.gpu.table import bar_lines, bar_rows, stage_lines
 
-TOTAL_S = 570.0  # the whole stays under ten minutes
-# Limits in a rehearsal: kernels run one thread after the other, on few cores.
+TOTAL_S = 570.0  # each run stays under ten minutes
+# Limits for rehearsals, in which kernels run one thread after the other on few cores.
 REHEARSAL_SLOWNESS, REHEARSAL_TOTAL_S = 6.0, 1800.0
 
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     args = parse(arguments)
     if args.list:
-        for stage in STAGES:
+        for stage in of_run(args.run):
             printed(f"{stage.name:16}{stage.limit_s:5.0f} s  {stage.answers}")
         return 0
     if args.rehearse and not rehearsal.is_inside():
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def look_at(facts: Outcome, started: float) -> tuple[list[str], str]:
-    """Runs the first stage, before there is a report that it could be written to."""
+    """Run the first stage, before a report exists to record it."""
     lines: list[str] = []
 
     def take(line: str) -> None:
@@ -73,13 +73,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="where the JSON and the logs go, at most eight files; default $GPU_RESULTS, else "
         "benchmarks/results (a rehearsal: build/rehearsal)",
     )
-    names = [stage.name for stage in STAGES]
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=names,
         metavar="STAGE",
-        help="these stages, and the build where one needs it",
+        help="these stages of the run, and the build where one needs it",
+    )
+    parser.add_argument(
+        "--second",
+        dest="run",
+        action="store_const",
+        const=SECOND,
+        default=FIRST,
+        help="the second run: transfers between processes, loads beside captured steps, FlashInfer",
     )
     parser.add_argument("--list", action="store_true", help="the stages, their limits, and no more")
     parser.add_argument(
@@ -95,11 +101,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="all of it on the CUDA runtime without a GPU: sizes are small, times mean nothing",
     )
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    names = [stage.name for stage in of_run(args.run)]
+    for name in args.only or ():
+        if name not in names:
+            parser.error(f"argument --only: invalid choice: {name!r} (choose from {names})")
+    return args
 
 
 def path_from(variable: str) -> Path | None:
-    """A path from the environment; None where it is not set."""
+    """Return a path from an environment variable; None if the variable is not set."""
     value = os.environ.get(variable)
     return Path(value) if value else None
 
@@ -107,14 +118,14 @@ def path_from(variable: str) -> Path | None:
 def measure(
     args: argparse.Namespace, looked: tuple[Outcome, list[str], str], folder: Path, started: float
 ) -> int:
-    """Runs the stages in a copy of the checkout; prints the tables. The exit code of the command."""
+    """Run the stages in a copy of the checkout and print the tables; returns the exit code."""
     facts, lines, status = looked
     known = {row["fact"]: row["value"] for row in facts.rows if "fact" in row}
     about = {"rehearsal": args.rehearse, "commit": machine.commit()}
     about |= {"sources": machine.sources_digest(), "device": known.get("device")}
     if args.rehearse:
         about["note"] = "a rehearsal without a GPU: its figures are not measurements"
-    report = Report(results_of(args), report_name(args.rehearse, about["device"]), about)
+    report = Report(results_of(args), report_name(args, about["device"]), about)
     workspace.make(folder)
     if args.rehearse:
         printed(f"REHEARSAL: {about['note']}")
@@ -127,7 +138,7 @@ def measure(
         started=started,
     )
     good = run.record(STAGES[0], facts, lines, status)
-    good &= run.all(chosen(args.only))
+    good &= run.all(chosen(args.run, args.only))
     report.contents["bars"] = bar_rows(report.contents)
     report.save()
     printed("")
@@ -140,17 +151,21 @@ def measure(
     return 0 if good else 1
 
 
-def chosen(only: Sequence[str] | None) -> list[Stage]:
-    """The stages asked for, and the build where one needs it. The facts are there already."""
+def chosen(number: int, only: Sequence[str] | None) -> list[Stage]:
+    """Return the stages of a run: all or the requested ones, and the build if one of them needs it.
+
+    The facts are already known, so their stage is left out.
+    """
+    stages = of_run(number)[1:]
     if not only:
-        return list(STAGES[1:])
-    needs_build = any(stage.needs_build for stage in STAGES if stage.name in only)
+        return stages
+    needs_build = any(stage.needs_build for stage in stages if stage.name in only)
     names = {*only, "build"} if needs_build else {*only}
-    return [stage for stage in STAGES[1:] if stage.name in names]
+    return [stage for stage in stages if stage.name in names]
 
 
 def environment(args: argparse.Namespace, folder: Path, report: Report) -> dict[str, str]:
-    """For every stage: this checkout's copy first, no state of the user's."""
+    """Return the environment of all stages: this checkout's copy first, without the user's settings."""
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     found = {
         **os.environ,
@@ -169,15 +184,15 @@ def environment(args: argparse.Namespace, folder: Path, report: Report) -> dict[
 
 
 def results_of(args: argparse.Namespace) -> Path:
-    """Where the files go; those of a rehearsal stay away from results."""
+    """Return the folder for results; rehearsals do not write to `results`."""
     usual = machine.REPO / ("build/rehearsal" if args.rehearse else "benchmarks/results")
     return (args.results or usual).resolve()
 
 
-def report_name(rehearse: bool, device: str | None) -> str:
-    """The name with letters, digits and hyphens only."""
+def report_name(args: argparse.Namespace, device: str | None) -> str:
+    """Return the name, reduced to letters, digits and hyphens."""
     name = re.sub(r"[^a-z0-9]+", "-", (device or "unknown").lower()).strip("-")
-    return "rehearsal" if rehearse else f"gpu-{name}"
+    return ("rehearsal" if args.rehearse else f"gpu-{name}") + "-second" * (args.run == SECOND)
 
 
 def _interrupted(number: int, frame: object) -> None:

@@ -1,7 +1,7 @@
-"""Stage: swaps during bf16 matrix products, and how much each slows the other down.
+"""Stage: swaps during bf16 matrix products, and how much each slows down the other.
 
-Both are timed by events. The products run on a stream as an engine's would; swaps follow one another,
-a few in flight, for as long as the products last.
+Both are timed with events. The products run on one stream, like an engine's kernels. Swaps follow one
+another, a few in flight, until the products are done.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvcache.worker.swap import calibration
 from kvcache.worker.swap.calibration import METHODS, Calibration
 from kvcache.worker.swap.engine import SwapEngine
 
-_WIDTH = 8192  # of the square matrices
-_NUM_PRODUCTS = 60  # some 80 ms at 800 TFLOP/s
+_WIDTH = 8192  # size of the square matrices
+_NUM_PRODUCTS = 60  # about 80 ms at 800 TFLOP/s
 _FRAGMENT, _LAYERS = 16 << 10, 16
 _SWAPPED = 64 << 20  # bytes per swap
 _IN_FLIGHT = 3
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 class Products:
-    """A row of matrix products on a stream of their own."""
+    """A sequence of matrix products on its own stream."""
 
     def __init__(self) -> None:
         self.width = 64 if sizes.REHEARSAL else _WIDTH
@@ -65,11 +65,11 @@ class Products:
 
     @property
     def tflop_per_s(self) -> float:
-        """The time of the products alone."""
+        """Measure the products alone."""
         return 2 * self.width**3 * self._count / self.alone_s / 1e12
 
     def start(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Starts them; the events at their begin and end."""
+        """Launch the products; returns the events at their start and end."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self._stream):
             start.record()
@@ -83,17 +83,17 @@ class Products:
 
 
 class Swaps:
-    """Swaps of one engine in one direction, one after the other."""
+    """Consecutive swaps of one engine in one direction."""
 
     def __init__(self, engine: SwapEngine, direction: str, count: int) -> None:
         self.engine, self.direction = engine, direction
         chance = np.random.default_rng(0)
         drawn = [chance.permutation(engine.device.num_blocks - 1)[:count] + 1 for _ in range(2)]
         self._pairs = np.stack(drawn, 1)
-        self.num_bytes = count * engine.device.page_bytes  # of one swap
+        self.num_bytes = count * engine.device.page_bytes  # per swap
 
     def gb_per_s(self, is_over: Callable[[int], bool]) -> float:
-        """Swaps until `is_over` (which gets the number so far) is true; at least once."""
+        """Swap until `is_over(number of swaps)` is true, at least once."""
         stream, count = torch.cuda.Stream(), 0
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         jobs: list = []
@@ -105,7 +105,7 @@ class Swaps:
                 if count > _IN_FLIGHT:
                     jobs[-1 - _IN_FLIGHT].wait(20)
             for job in jobs[-2 * _IN_FLIGHT :]:
-                self.engine.before_read(job)  # the stream waits for it, whatever its direction
+                self.engine.before_read(job)  # the stream waits for the job, in either direction
             end.record()
         self.engine.wait(20)
         end.synchronize()
@@ -122,9 +122,9 @@ class Swaps:
 
 
 def measure(swaps: Swaps, products: Products, method: str) -> None:
-    """Swaps alone, then during the products."""
+    """Measure swaps alone, then during the products."""
     few = sizes.repeats(8)
-    swaps.gb_per_s(lambda count: count >= 2)  # warm
+    swaps.gb_per_s(lambda count: count >= 2)  # warm up
     alone = swaps.gb_per_s(lambda count: count >= few)
     start, end = products.start()
     beside = swaps.gb_per_s(lambda _: end.query())
@@ -141,7 +141,7 @@ def measure(swaps: Swaps, products: Products, method: str) -> None:
 
 
 def calibrated() -> Calibration:
-    """The calibration of the stage before, else the built-in one."""
+    """Return the calibration of the previous stage, or the built-in one."""
     path = Path(os.environ.get("KVCACHE_CALIBRATION_TO", ""))
     return calibration.load(path) if path.is_file() else calibration.DEFAULT
 

@@ -1,4 +1,4 @@
-"""Stage: the native libraries, carried here or built for this device's architecture, and loaded."""
+"""Stage: provide and load the native libraries, prebuilt or built for this device's architecture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.gpu import process, say, workspace
 
 CORE = f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
-# A library without code for this device loads; only its kernels do not, so they are loaded too.
+# A library without code for this device still loads, but its kernels do not. So load the kernels, too.
 _LOAD = """
 import json, kvcache.ops
 from kvcache.native import load
@@ -34,11 +34,11 @@ def main() -> int:
 
 
 def provide(package: Path, given: Path | None, arch: str) -> int:
-    """Libraries that load, in `package`: those in the folder `given`, else built here. The exit code."""
+    """Provide loadable libraries in `package`, from `given` or built; returns the exit code."""
     here = copied(given, package) if given else set()
     problem = None
     if here:
-        if not here >= {CORE, *workspace.OPS}:  # the core of another Python, most often
+        if not here >= {CORE, *workspace.OPS}:  # most often the core of another Python version
             timed_build("libkvcache_cuda.so" not in here, arch, here)
         problem = loading_problem()
         if problem:
@@ -53,12 +53,14 @@ def provide(package: Path, given: Path | None, arch: str) -> int:
         print(f"the libraries do not load: {problem}")
         return 1
     say.row(libraries=sorted(path.name for path in package.glob("*.so")))
-    return say.exit_code()  # 1 also where a failure before was made good by the build
+    return say.exit_code()  # 1 also if a build resolved an earlier failure
 
 
 def copied(given: Path, package: Path) -> set[str]:
-    """Copies carried libraries into the package and returns their names. Where they were built from
-    other sources, reports a fault and returns none."""
+    """Copy prebuilt libraries into the package and return their names.
+
+    If they were built from other sources, report a failure and return an empty set.
+    """
     here = set()
     with say.attempt("carried libraries"):
         for library in workspace.carried(given):
@@ -69,7 +71,7 @@ def copied(given: Path, package: Path) -> set[str]:
 
 
 def loading_problem() -> str | None:
-    """Why the libraries or their kernels do not load, in a process of its own; None where they do."""
+    """Return why the libraries or kernels do not load in a separate process, or None if they do."""
     loaded = subprocess.run([sys.executable, "-c", _LOAD], capture_output=True, text=True)
     print(loaded.stdout + loaded.stderr)
     if loaded.returncode == 0:
@@ -79,7 +81,7 @@ def loading_problem() -> str | None:
 
 
 def timed_build(with_cuda: bool, arch: str, here: set[str]) -> None:
-    """Builds the libraries that are not carried, and reports how long that took."""
+    """Build the missing libraries, and report the build time."""
     start = time.monotonic()
     build(with_cuda, arch)
     seconds = time.monotonic() - start
@@ -88,7 +90,7 @@ def timed_build(with_cuda: bool, arch: str, here: set[str]) -> None:
 
 
 def build(with_cuda: bool, arch: str) -> None:
-    """Builds into the workspace's package; what was carried is not overwritten but by the same."""
+    """Build into the workspace's package. Prebuilt libraries are replaced only by identical ones."""
     environment = {**os.environ, "KVCACHE_CUDA": str(int(with_cuda)), "KVCACHE_CUDA_ARCHS": arch}
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--parallel", "3"]
     subprocess.run(command, env=environment, check=True)

@@ -1,6 +1,6 @@
-"""Stage: what the bus gives. Thread blocks, fragments, pool, huge pages; and batches of the copy engine.
+"""Stage: bus bandwidth by thread blocks, fragments, pool and huge pages, and batched engine copies.
 
-Each part is compared with one contiguous pinned copy. Copies are timed by events on their own stream.
+Each part is compared with a contiguous pinned copy. Copies are timed with events on their own stream.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 from benchmarks.gpu import say, sizes, switches
 from benchmarks.gpu.timing import stream_seconds, stream_timing
 from kvcache import ops
+from kvcache.worker.pages.page_copy import PageCopy
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.pages.pinning import allocate_host
-from kvcache.worker.swap.page_copy import PageCopy
 
 _THREAD_BLOCKS = (1, 2, 4, 8, 16, 32)
 _FRAGMENTS = (4 << 10, 16 << 10, 64 << 10)
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def contiguous(stream: torch.cuda.Stream) -> dict[str, float]:
-    """GB/s of one contiguous pinned copy, by direction."""
+    """Return GB/s of a contiguous pinned copy, by direction."""
     num_bytes = sizes.scaled(256 << 20)
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
@@ -88,7 +88,7 @@ def contiguous(stream: torch.cuda.Stream) -> dict[str, float]:
 def sweep(
     device: torch.device, stream: torch.cuda.Stream, wanted: int, huge: bool
 ) -> Iterator[dict]:
-    """All fragments and thread blocks over one pinned memory and one on the device."""
+    """Measure all fragments and thread blocks over one pinned pool and one device pool."""
     largest = max(_FRAGMENTS) * _REGIONS
     pool = sizes.pool_bytes(wanted, 2 * largest)
     start = time.monotonic()
@@ -111,10 +111,10 @@ def sweep(
         count = max(min(sizes.scaled(_MOVED) // page, num_blocks), 1)
         pairs = np.stack([chance.permutation(num_blocks)[:count] for _ in range(2)], 1)
         page_copies = {"out": PageCopy(there, here), "in": PageCopy(here, there)}
-        # The trial of bulk copies is compared in one pool.
+        # Bulk copies are compared in a single pool.
         trials = (False, True) if huge and wanted == min(_POOLS) else (False,)
         for direction, bulk, blocks in product(_DIRECTIONS, trials, _THREAD_BLOCKS):
-            # Pages of both sides are drawn at random, so one list serves both directions.
+            # Pages on both sides are chosen at random, so one list serves both directions.
             copy = partial(page_copies[direction].copy, pairs, num_thread_blocks=blocks)
             with switches.bulk_copies(bulk):
                 taken = stream_seconds(copy, stream, 3)
@@ -128,7 +128,7 @@ def sweep(
 def packed(
     memory: torch.Tensor, num_blocks: int, fragment: int, pages_per_chunk: int, keep: object
 ) -> Pages:
-    """Pages of a host pool over given memory: all fragments of a page together."""
+    """Return host pages over given memory, with contiguous fragments per page."""
     return Pages(
         memory,
         num_blocks,
@@ -143,7 +143,7 @@ def packed(
 
 @contextlib.contextmanager
 def small_pages_only() -> Iterator[None]:
-    """Memory that is mapped and touched within gets no huge pages, whatever it asks for."""
+    """Disable huge pages for memory mapped and touched in the block, even if it requests them."""
     prctl = ctypes.CDLL(None).prctl
     switched = prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
     if not switched:
@@ -156,7 +156,7 @@ def small_pages_only() -> Iterator[None]:
 
 
 def huge_bytes(memory: torch.Tensor) -> int | None:
-    """How much of the memory's mapping has huge pages; None where the system does not say."""
+    """Return the bytes of the memory's mapping in huge pages; None if the system does not report it."""
     try:
         lines = Path("/proc/self/smaps").read_text().splitlines()
     except OSError:
@@ -173,7 +173,7 @@ def huge_bytes(memory: torch.Tensor) -> int | None:
 
 
 def batches(device: torch.device, stream: torch.cuda.Stream) -> None:
-    """The copy engine, so many pieces of 16 KiB per call: what the call costs, and what comes through."""
+    """Measure the copy engine by pieces of 16 KiB per call: the cost of a call, and the bandwidth."""
     fragment = 16 << 10
     num_blocks = 2 * max(_BATCHES)
     there = Pages.allocate(num_blocks, [[fragment]], device=device)
@@ -183,7 +183,7 @@ def batches(device: torch.device, stream: torch.cuda.Stream) -> None:
     for direction in _DIRECTIONS:
         page_copy = PageCopy(there, here) if direction == "out" else PageCopy(here, there)
         for size in _BATCHES:
-            # Even pages only: neighbours would be merged.
+            # Even pages only: adjacent pages would be merged.
             pairs = np.stack([chance.permutation(num_blocks // 2)[:size] * 2 for _ in range(2)], 1)
             copy = partial(page_copy.copy, pairs, engine=ops.COPY_ENGINE)
             timing = stream_timing(copy, stream, 7)

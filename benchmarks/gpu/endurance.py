@@ -1,7 +1,7 @@
-"""Stage: faults that show only after a while, or together with other work.
+"""Stage: failures that appear only after some time, or together with other work.
 
-Batches of the copy engine again and again, and very large ones; ops captured in a graph and replayed
-with other contents; jobs polled by one thread while another captures.
+Repeated and very large batches of the copy engine; ops captured in a graph and replayed with other
+contents; jobs polled by one thread while another captures.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from benchmarks.gpu import say, sizes
 from benchmarks.gpu.timing import captured_beside
 from kvcache import ops
+from kvcache.worker.pages.page_copy import PageCopy
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.swap.bandwidth import hold
 from kvcache.worker.swap.engine import SwapEngine
 from kvcache.worker.swap.job import SwapJob
-from kvcache.worker.swap.page_copy import PageCopy
 
-_HELD_S = 0.05  # a swap is under way for longer than a capture of 20 copies takes to begin
+_HELD_S = 0.05  # a swap takes longer than starting a capture of 20 copies
 
 
 def main() -> int:
@@ -43,16 +43,16 @@ def main() -> int:
 
 
 def memories(fragment: int, num_blocks: int) -> tuple[Pages, Pages]:
-    """Pages on the device with random contents, and as many on the host."""
+    """Create pages on the device with random contents, and as many on the host."""
     pages = Pages.allocate(num_blocks, [[fragment]], device="cuda")
     pages.memory.random_(0, 256)
     return pages, pages.on_host(num_blocks)
 
 
 def round_trip(pages: Pages, host: Pages, stream: torch.cuda.Stream, count: int) -> None:
-    """Out by batches, cleared, and back; AssertionError unless every page is what it was."""
+    """Copy out in batches, clear, copy back. Raises AssertionError unless every page is restored."""
     before = pages.fragment(0).clone()
-    # Even pages only: neighbours would be merged.
+    # Even pages only: adjacent pages would be merged.
     ids = np.random.default_rng(count).permutation(pages.num_blocks // 2)[:count] * 2 + 1
     pairs = np.stack([ids, ids], 1)
     out, back = PageCopy(pages, host), PageCopy(host, pages)
@@ -67,7 +67,7 @@ def round_trip(pages: Pages, host: Pages, stream: torch.cuda.Stream, count: int)
 
 
 def repeated_batches() -> str:
-    """Batches of up to 4,096 pieces for some seconds, each verified."""
+    """Run batches of up to 4,096 pieces for several seconds, verifying each."""
     most = sizes.scaled(4096, 64)
     pages, host = memories(4096, 2 * most + 2)
     stream = torch.cuda.Stream()
@@ -79,7 +79,7 @@ def repeated_batches() -> str:
 
 
 def large_batch() -> str:
-    """More pieces in one call than any swap should have."""
+    """Run a single call with more pieces than any swap should have."""
     count = sizes.scaled(200_000, 200)
     pages, host = memories(1024, 2 * count + 2)
     round_trip(pages, host, torch.cuda.Stream(), count)
@@ -87,7 +87,7 @@ def large_batch() -> str:
 
 
 def capture_and_replay() -> str:
-    """A graph with a copy of pages and a write of tokens, replayed with other ids and slots."""
+    """Replay a graph of a page copy and a token write with other ids and slots."""
     pages, host = memories(4096, 65)
     other = Pages.allocate(65, [[4096]], device="cuda")
     ids = torch.zeros(8, 2, dtype=torch.int32, device="cuda")
@@ -99,7 +99,7 @@ def capture_and_replay() -> str:
 
     def work() -> None:
         within.copy(ids)
-        leaving.copy(fixed)  # by a kernel; ids on the CPU are the graph's own
+        leaving.copy(fixed)  # with a kernel; ids on the CPU become part of the graph
         ops.write_kv(tokens[0], tokens[1], caches[0], caches[1], slots)
 
     side = torch.cuda.Stream()
@@ -113,7 +113,7 @@ def capture_and_replay() -> str:
     replays = sizes.repeats(50)
     for seed in range(replays):
         drawn = torch.randperm(64, generator=torch.Generator().manual_seed(seed)) + 1
-        # No slot of the null block: what is written there is dropped.
+        # No slots in the null block: writes to it are dropped.
         targets = torch.randperm(240, generator=torch.Generator().manual_seed(seed))[:32] + 16
         ids.copy_(drawn[:16].view(8, 2).int())
         slots.copy_(targets)
@@ -134,7 +134,7 @@ def capture_and_replay() -> str:
 
 
 class Poller(threading.Thread):
-    """Polls the last of some jobs until it is stopped; counts what it met while `capturing`."""
+    """Polls the newest job until stopped; counts the results while `capturing`."""
 
     def __init__(self, jobs: list[SwapJob]) -> None:
         super().__init__(daemon=True)
@@ -155,7 +155,7 @@ class Poller(threading.Thread):
             self.error = error
 
     def stop(self) -> None:
-        """Ends the thread; raises what it met."""
+        """Stop the thread and raise its error, if any."""
         self._stopped.set()
         self.join(10)
         if self.error is not None:
@@ -163,13 +163,13 @@ class Poller(threading.Thread):
 
 
 def poll_during_capture() -> str:
-    """A thread polls a swap that is under way while this one captures, in the strictest mode."""
+    """Poll a swap in flight from one thread while another captures in the strictest mode."""
     num_blocks = sizes.pool_bytes(64 << 20, 4 << 20) // (16 << 10)
     pages, host = memories(16 << 10, num_blocks)
     engine = SwapEngine(pages, host)
     ids = np.arange(1, num_blocks)
     pairs = np.stack([ids, ids], 1)
-    # A chain of copies: what lies in page 1 arrives in page 21.
+    # A chain of copies from page 1 to page 21.
     chain, _ = memories(4096, 22)
     within = PageCopy(chain, chain)
     links = [np.array([[page, page + 1]], np.int32) for page in range(1, 21)]

@@ -1,4 +1,4 @@
-"""Stage: the facts of the machine. A fact that cannot be had is left out; no CUDA device ends it."""
+"""Stage: facts about the machine. Unavailable facts are omitted; without a CUDA device the run ends."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def main() -> int:
         f"driver {machine.driver()}; {os.cpu_count()} cores, "
         f"{sizes.available_host_bytes() / 2**30:.0f} GiB free on the host"
     )
-    if "kvcache.native.load" in sys.modules:  # where no libraries are built, it builds them
+    if "kvcache.native.load" in sys.modules:  # this import builds missing libraries
         say.failed("the facts of the machine loaded the native libraries")
     return say.exit_code()
 

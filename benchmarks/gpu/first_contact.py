@@ -1,6 +1,6 @@
 """Stage: each op once on the GPU, compared byte by byte with the CPU op; and pinned host memory.
 
-The sanitizer runs this as its smoke script, the counters run single cases of it, larger.
+The sanitizer stage uses this as its smoke test, and the counters stage runs larger single cases.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def compare(case: Case) -> None:
-    """AssertionError, with the first byte that differs, unless both devices leave the same."""
+    """Raise AssertionError with the first differing byte unless both devices give the same result."""
     for number, (found, wanted) in enumerate(zip(case("cuda", 1), case("cpu", 1), strict=True)):
         if not torch.equal(found, wanted):
             differing = (found != wanted).flatten().nonzero().flatten()
@@ -56,7 +56,7 @@ def compare(case: Case) -> None:
 
 
 def check_pinned() -> None:
-    """AssertionError unless pages on the host are pinned from their first byte to their last."""
+    """Raise AssertionError unless host pages are pinned from the first byte to the last."""
     pages = Pages.allocate(9, [[4096, 4096]] * 2, device="cuda")
     host = pages.on_host(1000)
     assert host.is_pinned, "Pages.on_host gave memory that torch does not see as pinned"

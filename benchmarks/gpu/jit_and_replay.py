@@ -1,4 +1,4 @@
-"""Stage: the replay that verifies every block on the GPU; and the build at first use, which is slow."""
+"""Stage: a replay that verifies every block on the GPU, and the slow build at first use."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ _ALL, _CUDA = ("_core", "libkvcache_cpu", "libkvcache_cuda"), "libkvcache_cuda"
 
 
 def jit_check(devices: tuple[str, ...], names: tuple[str, ...]) -> str:
-    """A program that uses an op on these devices, and that these libraries were built at first use."""
+    """Return a program that uses an op on these devices and checks that it built the libraries."""
     return f"""
 import torch, kvcache
 from kvcache.native import load
 answers = []
 for device in {devices!r}:
-    table = kvcache.BlockTable(16, 4, 8, 64, False, device, 16)
+    shape = kvcache.TableShape(16, 8)
+    table = kvcache.BlockTables([shape], max_num_reqs=4, max_num_tokens=64, device=device)[0]
     table.add_row([1, 2, 3, 4], 0)
     table.add_row([5, 6, 7, 8], 1)
     table.commit_block_table(2)
@@ -45,7 +46,7 @@ def main() -> int:
 
 
 def replay() -> None:
-    """Interleaved chats through a small cache and a host tier, every token read back."""
+    """Replay interleaved chats with a small cache and a host tier, reading back every token."""
     command = module("kvcache.cli", "replay", "--verify", "--json", "--device", "cuda")
     command += ("--num-blocks", "301", "--host-blocks", "4001", "--concurrency", "4")
     if REHEARSAL:
@@ -60,10 +61,9 @@ def replay() -> None:
 
 
 def build_at_first_use() -> None:
-    """All libraries by torch.utils.cpp_extension, in an empty folder; then once more, built already.
+    """Build all libraries with torch.utils.cpp_extension in an empty folder, then load them again.
 
-    In a rehearsal only the CUDA library, which is taken away first: the others are built so in tests
-    of machines without a GPU.
+    In a rehearsal, only the CUDA library is removed and built: the tests without a GPU build the others.
     """
     names = (_CUDA,) if REHEARSAL else _ALL
     if REHEARSAL:
@@ -81,7 +81,7 @@ def build_at_first_use() -> None:
 
 
 def output_of(command: tuple[str, ...], environment: dict[str, str]) -> tuple[list[str], float]:
-    """A command's lines and seconds. RuntimeError where it does not end well."""
+    """Return a command's lines and seconds. Raises RuntimeError if it fails."""
     lines: list[str] = []
 
     def take(line: str) -> None:

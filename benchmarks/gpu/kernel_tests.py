@@ -1,4 +1,4 @@
-"""Stage: the tests marked gpu, one pytest process per file, so that one fault cannot spoil the others."""
+"""Stage: the tests marked gpu, one pytest process per file, so that a crash affects only one file."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from benchmarks.gpu import process, say
 from benchmarks.gpu.sizes import REHEARSAL
 from benchmarks.gpu.stages import module
 
-_LIMIT_S = 60.0  # of one file
-# Random tests: few examples, and races by a number of steps, where they would last for seconds each.
+_LIMIT_S = 60.0  # per file
+# Fewer examples for random tests and fewer steps for race tests, which would take seconds each.
 _SHORT = {"HYPOTHESIS_PROFILE": "few", "KVCACHE_TEST_SWAP_STEPS": "60"}
 _REHEARSED = ("test_block_copy_op.py", "test_transfer_blocks.py")
-# About the runtime without a GPU, and skipped as a whole on one.
-_LEFT_OUT = ("test_gpu_less.py", "test_call_counts.py")
+# Tests of the runtime without a GPU, which a GPU skips entirely, and of stages of the second run.
+_LEFT_OUT = ("test_gpu_less.py", "test_call_counts.py", "test_gpu_second_run.py")
 _PROGRESS = re.compile(r"([.FEsxX]+) *(?:\[ *\d+%\])?")
 _MARKS = re.compile(r"mark\.gpu\b|tests\.backends import")
 
@@ -47,14 +47,14 @@ def main() -> int:
 
 
 def gpu_test_files(folder: Path) -> list[Path]:
-    """Files with tests marked gpu; those of the ops first."""
+    """Return files with tests marked gpu; tests of ops first."""
     paths = (path for path in folder.glob("test_*.py") if path.name not in _LEFT_OUT)
     found = [path for path in paths if _MARKS.search(path.read_text())]
     return sorted(found, key=lambda path: ("_op" not in path.stem, path.stem))
 
 
 def tested(path: Path, limit_s: float) -> dict:
-    """Runs one file and reports a fault where there is one; returns its counts."""
+    """Run one file, report failures, and return its counts."""
     lines: list[str] = []
     command = module(
         "pytest", "-q", "-rfEs", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu", str(path)
@@ -67,7 +67,7 @@ def tested(path: Path, limit_s: float) -> dict:
     ended = process.run(command, limit_s, lines.append, environment=environment)
     say.log("\n".join(f"  {path.stem}: {line}" for line in lines))
     found = {"file": path.name, "seconds": round(ended.seconds, 1), **counts(lines)}
-    # 5: the file has no test marked gpu after all.
+    # 5: the file has no tests marked gpu after all.
     found["status"] = "ok" if ended.returncode == 5 and not ended.timed_out else ended.status
     found["names"] = [
         line.split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))
@@ -82,8 +82,10 @@ def tested(path: Path, limit_s: float) -> dict:
 
 
 def counts(lines: list[str]) -> dict:
-    """passed, broken (failed, errors) and skipped, from the line that pytest ends with; where it was
-    killed before, from the letters that it prints as tests end."""
+    """Return the numbers of passed, broken (failed, errors) and skipped tests from pytest's last line.
+
+    If pytest was killed, count the letters that it prints as tests finish.
+    """
     last = next((x for x in reversed(lines) if re.search(r"\b\d+ \w+.* in [\d.]+s", x)), None)
     if last is None:
         letters = "".join(found[1] for x in lines if (found := _PROGRESS.fullmatch(x)))

@@ -1,10 +1,11 @@
-"""The commit, the machine and the tools of a run. A run works without any of these facts."""
+"""The commit, machine and tools of a run. All of these facts are optional."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -19,7 +20,7 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def commit(repo: Path = REPO, environment: Mapping[str, str] = os.environ) -> str:
-    """The commit: $KVCACHE_COMMIT, else git's word, else the file COMMIT in the checkout."""
+    """Return the commit: from $KVCACHE_COMMIT, git, or the file COMMIT in the checkout."""
     given = environment.get("KVCACHE_COMMIT", "").strip()
     if given:
         return given
@@ -33,7 +34,7 @@ def commit(repo: Path = REPO, environment: Mapping[str, str] = os.environ) -> st
 
 
 def sources_digest(repo: Path = REPO) -> str:
-    """A digest of everything that native libraries are built from; it needs no git."""
+    """Return a digest of all sources of native libraries. Does not require git."""
     digest = hashlib.sha256()
     files = [repo / "setup.py", repo / "kvcache" / "native" / "build.py"]
     for folder in ("core", "worker", "python", "ops"):
@@ -44,7 +45,7 @@ def sources_digest(repo: Path = REPO) -> str:
 
 
 def driver() -> str:
-    """The driver's version: nvidia-smi's word, else the kernel module's, else what CUDA can say."""
+    """Return the driver version from nvidia-smi, the kernel module, or CUDA."""
     output = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     if output:
         return output.splitlines()[0].strip()
@@ -55,7 +56,7 @@ def driver() -> str:
     except OSError:
         pass
     number = ctypes.c_int()
-    try:  # the driver's library knows the newest CUDA that it serves
+    try:  # the driver library reports the newest supported CUDA
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)) == 0:
             return f"unknown, for CUDA {number.value // 1000}.{number.value % 1000 // 10}"
     except (OSError, AttributeError):
@@ -64,7 +65,7 @@ def driver() -> str:
 
 
 def find_tool(name: str) -> str | None:
-    """A program's path: on the PATH, beside this Python, in the CUDA toolkit or beside it."""
+    """Return a program's path: from PATH, next to this Python, or in or next to the CUDA toolkit."""
     beside = Path(sys.executable).with_name(name)
     cuda = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
     places = [beside, cuda / "bin" / name, cuda / name / name, cuda / "extras" / name / name]
@@ -74,7 +75,7 @@ def find_tool(name: str) -> str | None:
 
 
 def lacks(needs_build: bool) -> list[str]:
-    """A text about what this machine lacks, as far as that shows without importing torch."""
+    """Return messages about missing requirements, as far as they are known without importing torch."""
     found = []
     if sys.version_info < (3, 10):  # noqa: UP036  (run from a checkout, which pip never checked)
         found.append(f"Python 3.10 or newer (this is {sys.version.split()[0]})")
@@ -86,12 +87,12 @@ def lacks(needs_build: bool) -> list[str]:
 
 
 def has_module(name: str) -> bool:
-    """Whether Python finds a package; nothing is imported."""
+    """Return whether Python finds a package, without importing it."""
     return importlib.util.find_spec(name) is not None
 
 
 def output_of(command: list[str], limit_s: float = 5) -> str:
-    """The stripped output of a program; empty where it is missing, fails or hangs."""
+    """Return a program's stripped output; empty if it is missing, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
     except (OSError, subprocess.TimeoutExpired):
@@ -100,10 +101,21 @@ def output_of(command: list[str], limit_s: float = 5) -> str:
 
 
 def processor() -> str:
-    """The CPU's name, where the system has it."""
+    """Return the CPU's name if the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
+
+
+def write_results(path: Path, contents: Mapping[str, object]) -> None:
+    """Write JSON with one line per key, and per entry of a list of rows."""
+    lines = []
+    for key, value in contents.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        lines.append(f" {json.dumps(key)}: {text}")
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")

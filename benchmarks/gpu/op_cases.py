@@ -1,7 +1,7 @@
-"""One call of each op with inputs drawn by a fixed seed: what it left, to be compared between devices.
+"""One call of each op on seeded random inputs, whose results are compared between devices.
 
-A case takes the device and how many times larger than the smallest it is to be, and returns tensors on
-the CPU. The stages first-contact, sanitizer and counters share them.
+A case takes a device and a size factor relative to the smallest case, and returns tensors on the CPU.
+The stages first-contact, sanitizer and counters share these cases.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 from benchmarks.gpu import switches
 from kvcache import ops
+from kvcache.worker.pages.page_copy import PageCopy
 from kvcache.worker.pages.pages import Pages
-from kvcache.worker.swap.page_copy import PageCopy
 
 Case = Callable[[str, int], list[torch.Tensor]]
 _HEADS, _HEAD_SIZE, _BLOCK_SIZE = 8, 128, 16
 
 
-# Cases of up to this size have the same inputs on every device, drawn on the CPU.
+# Cases up to this size have the same inputs on every device, generated on the CPU.
 MOST_COMPARED = 16
 
 
@@ -32,7 +32,7 @@ def _seeded(device: str = "cpu") -> torch.Generator:
 def draw(
     function: Callable[..., torch.Tensor], *args: object, device: str, size: int
 ) -> torch.Tensor:
-    """Random numbers for a case. Large cases draw them where they run: on the CPU, that takes seconds."""
+    """Draw random numbers for a case, on the device if it is large: the CPU would take seconds."""
     where = device if size > MOST_COMPARED else "cpu"
     return function(*args, generator=_seeded(where), device=where)
 
@@ -42,7 +42,7 @@ def _int32(values: object) -> torch.Tensor:
 
 
 def _tables(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two groups' tables, 32 and 16 columns of blocks of 16 and 32 tokens; and their description."""
+    """Return the tables and `groups` of two groups: 32 and 16 columns, blocks of 16 and 32 tokens."""
     columns = (32, 16)
     groups = [[0, 32, 16, 1, 0, 1, 0, 0], [32 * num_rows, 16, 32, 1, 0, 1, 0, 1]]
     entries = torch.randint(1, 1 << 20, (num_rows * sum(columns),), generator=_seeded())
@@ -50,7 +50,7 @@ def _tables(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def slot_mapping(device: str, size: int) -> list[torch.Tensor]:
-    """Requests of 7 tokens each, one of them a dummy."""
+    """Map requests of 7 tokens each, one of them padding."""
     num_rows = 8 * size
     tables, groups = _tables(num_rows)
     rows = _int32(torch.randperm(num_rows, generator=_seeded()))
@@ -66,7 +66,7 @@ def slot_mapping(device: str, size: int) -> list[torch.Tensor]:
 
 
 def update_block_tables(device: str, size: int) -> list[torch.Tensor]:
-    """Segments of 1 to 5 entries, a few entries apart."""
+    """Write segments of 1 to 5 entries, a few entries apart."""
     count = 64 * size
     lengths = draw(torch.randint, 1, 6, (count,), device=device, size=size)
     with torch.device(lengths.device):
@@ -81,7 +81,7 @@ def update_block_tables(device: str, size: int) -> list[torch.Tensor]:
 
 
 def gather_block_tables(device: str, size: int) -> list[torch.Tensor]:
-    """Rows in another order, one of them padded."""
+    """Gather rows in another order, one of them padding."""
     num_rows = 8 * size
     tables, groups = _tables(num_rows)
     order = _int32(torch.randperm(num_rows, generator=_seeded()))
@@ -95,7 +95,7 @@ def gather_block_tables(device: str, size: int) -> list[torch.Tensor]:
 
 
 def attention_metadata(device: str, size: int) -> list[torch.Tensor]:
-    """Requests of one token or a few, one of them padded, two of them only room for more."""
+    """Build requests of one or several tokens: one is padding, two only reserve space."""
     num_reqs = 8 * size
     tables, groups = _tables(num_reqs)
     groups[1, 6] = 100  # a window
@@ -115,7 +115,7 @@ def attention_metadata(device: str, size: int) -> list[torch.Tensor]:
 def token_io(
     name: str, dtype: torch.dtype, layout: str, device: str, size: int
 ) -> list[torch.Tensor]:
-    """`write_kv` into a cache, or `gather_kv` out of one; every seventh slot is none."""
+    """Run `write_kv` or `gather_kv` on a cache; every seventh token has no slot."""
     num_tokens = 24 * size
     num_blocks = 2 * num_tokens // _BLOCK_SIZE + 1
     order = (_BLOCK_SIZE, _HEADS) if layout == "NHD" else (_HEADS, _BLOCK_SIZE)
@@ -150,13 +150,13 @@ def _filled(device: str, size: int, fragment: int) -> Pages:
 
 
 def _pairs(num_blocks: int) -> np.ndarray:
-    """A page onto another one, for half of the pages; none is both read and written."""
+    """Return pairs for half of the pages; no page is both read and written."""
     ids = torch.randperm(num_blocks - 1, generator=_seeded())[: (num_blocks - 1) // 2 * 2] + 1
     return ids.view(-1, 2).int().numpy()
 
 
 def copy_within(fragment: int, ids_there: bool, device: str, size: int) -> list[torch.Tensor]:
-    """Pages within one memory, and two that are cleared; page ids on the device, or on the CPU."""
+    """Copy pages within one memory and clear two pages; ids on the device or on the CPU."""
     pages = _filled(device, size, fragment)
     pairs = _pairs(pages.num_blocks)
     pairs[:2, 0] = -1
@@ -167,7 +167,7 @@ def copy_within(fragment: int, ids_there: bool, device: str, size: int) -> list[
 def copy_host(
     direction: str, engine: int, device: str, size: int, *, bulk: bool = False
 ) -> list[torch.Tensor]:
-    """Pages to pinned host memory, or from there; `bulk`: the kernel by bulk copies."""
+    """Copy pages to or from pinned host memory; `bulk`: with the kernel's bulk copies."""
     pages = _filled(device, size, 4096)
     num_blocks = pages.num_blocks
     host = pages.on_host(num_blocks)
@@ -175,7 +175,7 @@ def copy_host(
         torch.randint(0, 256, host.memory.shape, generator=_seeded(), dtype=torch.uint8)
     )
     source, target = (pages, host) if direction == "out" else (host, pages)
-    stream = torch.cuda.Stream() if device == "cuda" else None  # batches refuse the default one
+    stream = torch.cuda.Stream() if device == "cuda" else None  # batches need a stream
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), switches.bulk_copies(bulk):
@@ -186,7 +186,7 @@ def copy_host(
 
 
 def permute_blocks(layout: str, ratio: int, device: str, size: int) -> list[torch.Tensor]:
-    """Received blocks of 32 tokens, of remote blocks of as many tokens or fewer, and of larger ones."""
+    """Permute received blocks of 32 tokens, from remote blocks of equal, smaller or larger size."""
     num_blocks, block_size = 8 * size, 32
     order = (_HEADS, block_size) if layout == "HND" else (block_size, _HEADS)
     shape = (num_blocks, *order, _HEAD_SIZE)
@@ -227,8 +227,8 @@ CASES: dict[str, Case] = {
     "permute_blocks_ NHD of 128": partial(permute_blocks, "NHD", -4),
 }
 
-_TOKEN_BYTES = 24 * 2 * _HEADS * _HEAD_SIZE  # of a case of size 1, times the bytes of an element
-# Bytes that a case of size 1 reads and writes, for those that are measured by their memory traffic.
+_TOKEN_BYTES = 24 * 2 * _HEADS * _HEAD_SIZE  # for size 1, times the bytes per element
+# Bytes that a case of size 1 reads and writes, for cases measured by their memory traffic.
 TOUCHED = {
     "copy_blocks 4 KiB, ids on the device": 8 * 4 * 2 * 4096,
     "permute_blocks_ HND of 16": 4 * 2 * 32 * _HEADS * _HEAD_SIZE * 2,
@@ -240,5 +240,5 @@ TOUCHED = {
 
 
 def size_for(name: str, num_bytes: int) -> int:
-    """The size at which a case reads and writes so many bytes; 1 for those that are not in `TOUCHED`."""
+    """Return the size at which a case moves this many bytes; 1 for cases not in `TOUCHED`."""
     return max(-(-num_bytes // TOUCHED[name]), 1) if name in TOUCHED else 1

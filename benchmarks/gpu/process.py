@@ -1,4 +1,4 @@
-"""Runs one process with a time limit, hands over its output as it comes, and ends all it started."""
+"""Runs one process with a time limit, forwards its output, and kills everything it started."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_MAX_LINE = 1 << 20  # bytes; a longer line is handed over in pieces
-_DRAIN_S = 2.0  # how long output is awaited after the end of the process
+_MAX_LINE = 1 << 20  # bytes; longer lines are split
+_DRAIN_S = 2.0  # time to wait for output after the process has ended
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended. `returncode`: negative for a signal, as in `subprocess`."""
+    """The result of a process. `returncode` is negative for a signal, as in `subprocess`."""
 
     returncode: int
     timed_out: bool
@@ -26,7 +26,7 @@ class Ended:
 
     @property
     def status(self) -> str:
-        """ok, or what went wrong, in words."""
+        """Return "ok" or a description of the failure."""
         if self.timed_out:
             return f"ran longer than {self.seconds:.0f} s"
         if self.returncode < 0:
@@ -44,11 +44,11 @@ def run(
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> Ended:
-    """Runs a command; each line of its output (stdout and stderr) goes to `on_line`, without its end.
+    """Run a command and pass each line of its output (stdout and stderr) to `on_line`, without newline.
 
-    At the limit the process and everything it has started is killed. Also what it left behind when
-    it ended by itself is killed, so that a stage cannot disturb the next. Bytes that are not UTF-8
-    are replaced.
+    At the time limit, the process and all processes it started are killed. Processes that remain after a
+    normal exit are killed too, so that a stage cannot disturb the next. Bytes that are not UTF-8 are
+    replaced.
     """
     start = time.monotonic()
     child = subprocess.Popen(
@@ -75,7 +75,7 @@ def run(
 
 
 class _Lines:
-    """Splits what comes out of a pipe into lines."""
+    """Splits the output of a pipe into lines."""
 
     def __init__(self, pipe: int, on_line: Callable[[str], None]) -> None:
         os.set_blocking(pipe, False)
@@ -84,7 +84,7 @@ class _Lines:
         self._open = True
 
     def read(self, wait_s: float) -> bool:
-        """Reads what is there, or comes within the time. False where nothing did."""
+        """Read the available output, waiting up to `wait_s` seconds. Return False if there is none."""
         if not self._open:
             time.sleep(wait_s)
             return False
@@ -100,7 +100,7 @@ class _Lines:
         return self._open
 
     def drain(self, limit_s: float) -> None:
-        """Reads to the end; at most for so long, as a process of another session may hold the pipe."""
+        """Read to the end within a time limit, because a process of another session may hold the pipe."""
         deadline = time.monotonic() + limit_s
         while self._open and time.monotonic() < deadline and self.read(0.05):
             pass
@@ -110,10 +110,10 @@ class _Lines:
 
 
 def _family(leader: int) -> set[int]:
-    """The processes of a session, their descendants, and the sessions that those have begun."""
+    """Return the processes of a session, their descendants, and the sessions these started."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, IndexError, ValueError):  # it ended meanwhile
+        with contextlib.suppress(OSError, IndexError, ValueError):  # it has ended meanwhile
             fields = stat.read_text(errors="replace").rpartition(")")[2].split()
             found[int(stat.parent.name)] = (int(fields[1]), int(fields[3]))
     family, sessions, size = {leader}, {leader}, 0

@@ -1,4 +1,4 @@
-"""A rehearsal: the same run on the CUDA runtime without a GPU, with small sizes."""
+"""A rehearsal: the same run with small sizes, on the CUDA runtime without a GPU."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.gpu import machine, workspace
+from benchmarks.gpu.stages import SECOND
 
-UNAVAILABLE = 3  # the exit code where this machine cannot rehearse
+UNAVAILABLE = 3  # the exit code if this machine cannot rehearse
 
 
 def is_inside() -> bool:
-    """Whether this process runs on that runtime."""
+    """Return whether this process runs on that runtime."""
     return "KVCACHE_GPULESS_RUNTIME" in os.environ
 
 
 def again_inside(args: argparse.Namespace, results: Path) -> int:
-    """Runs the command on the runtime, in a copy of the checkout without built libraries, and carries
-    those that the runtime's tests use; the exit code."""
+    """Run the command on that runtime, in a copy of the checkout without built libraries.
+
+    The libraries that the runtime's tests use are provided as prebuilt ones. Returns the exit code.
+    """
     from tests.gpu_less import build
 
     try:
@@ -34,8 +37,9 @@ def again_inside(args: argparse.Namespace, results: Path) -> int:
         workspace.write_manifest(libraries, build.TREE, built.python, built.environment())
     command = [str(built.python), "-m", "benchmarks.gpu", "--rehearse", "--results", str(results)]
     command += ["--libraries", str(libraries.resolve())]
+    command += ["--second"] if args.run == SECOND else []
     command += ["--only", *args.only] if args.only else []
-    # As on a fresh machine: a checkout without built libraries, and no cache of any.
+    # Like a fresh machine: a checkout without built libraries or caches.
     with tempfile.TemporaryDirectory(prefix="kvcache-bare-") as folder:
         bare = Path(folder, "tree")
         workspace.make(bare, build.TREE)

@@ -1,4 +1,4 @@
-"""The files of a run: one JSON, rewritten whole after each stage, and a few logs."""
+"""The files of a run: a JSON file, rewritten after each stage, and several logs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import os
 import time
 from pathlib import Path
 
-# Limits of what is kept of one stage: its log's beginning and end, and its rows.
+# Limits per stage: the beginning and end of its log, and its rows.
 _LOG_HEAD, _LOG_TAIL = 1 << 20, 1 << 18
 _MAX_ROWS = 20_000
 
 
 class Report:
-    """The results so far, on disk after each `save`. `path`: of the JSON; logs lie beside it."""
+    """The results so far, written by each `save`. `path`: the JSON file; logs are next to it."""
 
     def __init__(self, folder: Path, name: str, facts: dict) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -24,7 +24,7 @@ class Report:
         self._logs_begun: set[str] = set()
 
     def log(self, section: str, stage: str, command: str) -> StageLog:
-        """The log of a stage: its part of the section's file."""
+        """Create the log of a stage, which is a part of the section's file."""
         path = self.folder / f"{self.name}-{section}.log"
         if section not in self._logs_begun:
             path.write_bytes(b"")
@@ -32,14 +32,14 @@ class Report:
         return StageLog(path, f"== {stage}: {command}")
 
     def save(self) -> None:
-        """Writes the JSON, whole or not at all."""
+        """Write the JSON file atomically."""
         draft = self.path.with_suffix(f".{os.getpid()}.tmp")
         draft.write_text(json.dumps(self.contents, indent=1, allow_nan=False) + "\n")
         draft.replace(self.path)
 
 
 class StageLog:
-    """One stage's lines, on disk as they come; of very many, the first and the last."""
+    """The lines of a stage, written as they arrive; of very many, only the first and the last."""
 
     def __init__(self, path: Path, header: str) -> None:
         self._file = path.open("a", encoding="utf-8", errors="replace")
@@ -49,7 +49,7 @@ class StageLog:
         self.line(header)
 
     def line(self, text: str) -> None:
-        """Adds a line, with the seconds since the stage began."""
+        """Add a line with the seconds since the start of the stage."""
         stamped = f"{time.monotonic() - self._start:7.2f} {text}\n"
         if self._written < _LOG_HEAD:
             self._file.write(stamped[:_LOG_HEAD])
@@ -63,7 +63,7 @@ class StageLog:
             self._dropped += 1
 
     def close(self, status: str) -> None:
-        """Ends the stage's part of the log."""
+        """End the stage's part of the log."""
         if self._dropped:
             self._file.write(f"... {self._dropped} lines left out ...\n")
         self._file.writelines(self._tail)
@@ -72,7 +72,7 @@ class StageLog:
 
 
 def parsed(line: str) -> dict | None:
-    """A line of the protocol (`say`), or None for any other. Numbers that JSON lacks become null."""
+    """Parse a line of the `say` protocol; None for other lines. Numbers invalid in JSON become null."""
     if not line.startswith("{"):
         return None
     try:
@@ -95,10 +95,10 @@ class Outcome:
         self.learned: list[str] = []
         self.skipped: list[str] = []
         self.failed: list[str] = []
-        self.last: list[str] = []  # lines that are no protocol, the last few
+        self.last: list[str] = []  # the last few lines outside the protocol
 
     def take(self, line: str) -> str | None:
-        """Takes a line of output; the line for the reader, where there is one."""
+        """Process a line of output; returns the message for the user, if it contains one."""
         fields = parsed(line)
         if fields is None:
             if line.strip():
@@ -113,7 +113,7 @@ class Outcome:
         return None
 
     def as_dict(self, status: str, seconds: float, limit_s: float) -> dict:
-        """For the JSON."""
+        """Return the JSON representation."""
         found: dict = {"status": status, "seconds": round(seconds, 1), "limit_s": round(limit_s, 1)}
         for kind in ("learned", "skipped", "failed"):
             if getattr(self, kind):

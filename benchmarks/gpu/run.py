@@ -1,4 +1,4 @@
-"""Runs stages one after the other; what fails, hangs or dies loses nothing of the others."""
+"""Runs stages one after the other. A stage that fails, hangs or dies does not affect the others."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from benchmarks.gpu import machine, process
 from benchmarks.gpu.report import Outcome, Report
 from benchmarks.gpu.stages import Stage
 
-_LEAST_S = 5.0  # no stage begins with less
+_LEAST_S = 5.0  # minimum time left to start a stage
 
 
 class Run:
-    """A run: its folder, its environment, its time limit in all, and the report it leaves."""
+    """A run: its folder, environment, total time limit, and report."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Run:
         started: float | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """`folder`: stages run there. `slowness`: all limits of stages are multiplied by it."""
+        """`folder`: the stages' working directory. `slowness`: a factor for the time limits of stages."""
         self.report, self._folder, self._environment = report, folder, environment
         self._total_s, self._slowness = total_s, slowness
         self._started = time.monotonic() if started is None else started
@@ -36,16 +36,16 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Return the seconds since the start of the run."""
         return time.monotonic() - self._started
 
     def all(self, stages: Sequence[Stage]) -> bool:
-        """Runs the stages. False where one did not end well."""
+        """Run the stages; returns False if any failed."""
         ended = [self.one(stage) for stage in stages]
         return all(ended)
 
     def one(self, stage: Stage) -> bool:
-        """Runs one stage and writes down its results. False where it did not end well."""
+        """Run one stage and record its results; returns False if it failed."""
         self._say(f"== {stage.name}: {stage.answers}")
         missing = [name for name in stage.needs if not machine.has_module(name)]
         left_s = max(self._total_s - self.seconds, 0)
@@ -62,13 +62,13 @@ class Run:
             status = self._process(stage, outcome, limit_s)
         except OSError as error:
             status = f"could not be run: {error}"
-        except BaseException:  # a signal, or Ctrl-C: what came so far is kept
+        except BaseException:  # a signal or Ctrl-C: keep the results so far
             self._ended(stage, outcome, "interrupted", time.monotonic() - start, limit_s)
             raise
         return self._ended(stage, outcome, status, time.monotonic() - start, limit_s)
 
     def record(self, stage: Stage, outcome: Outcome, lines: list[str], status: str) -> bool:
-        """Writes down a stage that ran before there was a report."""
+        """Record a stage that ran before the report existed."""
         self._say(f"== {stage.name}: {stage.answers}")
         log = self.report.log(stage.log, stage.name, " ".join(stage.command))
         for line in lines:
@@ -120,13 +120,13 @@ class Run:
         return good
 
     def _built(self) -> bool:
-        """Whether the libraries loaded; also where building was left out."""
+        """Return whether the libraries loaded, including when the build was skipped."""
         build = self.report.contents["stages"].get("build")
         return build is None or any("libraries" in row for row in build["rows"])
 
 
 def judged(status: str, outcome: Outcome) -> str:
-    """How a stage ended, from the end of its process and its results."""
+    """Return the status of a stage, given the status of its process and its results."""
     if outcome.failed and status in ("ok", "exit code 1"):
         return f"{len(outcome.failed)} failed"
     if status == "ok" and outcome.skipped and not outcome.rows:
@@ -135,6 +135,6 @@ def judged(status: str, outcome: Outcome) -> str:
 
 
 def printed(text: str) -> None:
-    """Prints at once, whatever a stage may have written; a reader that left does not end the run."""
+    """Print and flush. A reader that closed the pipe does not end the run."""
     with contextlib.suppress(OSError):
         print(text.encode("utf-8", "replace").decode(), flush=True)

@@ -1,4 +1,4 @@
-"""Stage: compute-sanitizer. memcheck over each op, racecheck over the kernel with shared memory."""
+"""Stage: compute-sanitizer's memcheck on each op, and racecheck on the kernel with shared memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from benchmarks.gpu.sizes import REHEARSAL
 from benchmarks.gpu.stages import module
 
 _SMOKE = module("benchmarks.gpu.first_contact", "--no-compare")
-# Tool, its share of the stage's time, the arguments of the smoke script.
+# Tool, fraction of the stage's time, arguments of the smoke test.
 _CHECKS = (("memcheck", 0.7, ()), ("racecheck", 0.95, ("--only", "permute_blocks_")))
-# Its messages where it cannot work on this machine, which is not a fault of the kernels.
+# Messages of a sanitizer that does not work on this machine. Not an error of the kernels.
 _CANNOT = ("Device not supported", "Unable to find injection library", "No attachable process")
 
 
@@ -28,15 +28,15 @@ def main() -> int:
 
 
 def checked(tool: str | None, check: str, limit_s: float, arguments: tuple[str, ...]) -> None:
-    """Runs the smoke script under one tool; AssertionError for what it found."""
+    """Run the smoke test under one tool. Raises AssertionError for its findings."""
     lines: list[str] = []
 
     def take(line: str) -> None:
-        print("  " + line, flush=True)  # indented: not this stage's word
+        print("  " + line, flush=True)  # indented, so that it is not part of the protocol
         lines.append(line)
 
-    # Only this project's kernels, whose mangled names hold the namespace. A call that CUDA refuses is no
-    # error here: some are made to find out what a machine can do.
+    # Only this project's kernels, whose mangled names contain its namespace. Failing CUDA calls are not
+    # errors here: some of them probe what a machine supports.
     prefix = (tool, "--tool", check, "--kernel-name", "kns=kvcache", "--error-exitcode", "9")
     prefix += ("--report-api-errors", "no") if check == "memcheck" else ()
     ended = process.run([*(prefix if tool else ()), *_SMOKE, *arguments], limit_s, take)

@@ -1,7 +1,7 @@
-"""The protocol from a stage to the run: one JSON object per line of output; all other lines are log.
+"""The protocol from a stage to the run: one JSON object per line of output. Other lines are log.
 
-A row is a measurement or an answer. `learned` is a line for the reader. `skipped` says why a stage, or
-a part of it, did nothing. `failed` is a fault after which the stage goes on.
+A row is a measurement or another result. `learned` is a message for the user. `skipped` is the reason why
+a stage, or a part of it, did not run. `failed` is an error after which the stage continues.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ _lock = threading.Lock()
 
 
 def log(text: str) -> None:
-    """Lines of log, in one piece: `print` writes the end of a line by itself where output is not
-    buffered, and another thread's row could come in between."""
+    """Write log lines in one piece.
+
+    With unbuffered output, `print` writes the newline separately, and a row of another thread could come
+    in between.
+    """
     with _lock:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
@@ -33,22 +36,22 @@ def _tell(fields: dict[str, object]) -> None:
 
 
 def row(**fields: object) -> None:
-    """One measurement or answer, with names of its own."""
+    """Report one measurement or result with arbitrary fields."""
     _tell(fields)
 
 
 def learned(text: str) -> None:
-    """A line for the reader of the run."""
+    """Report a message for the user of the run."""
     _tell({"learned": text})
 
 
 def skipped(reason: str) -> None:
-    """The stage, or a part of it, was not done, and why."""
+    """Report why the stage, or a part of it, was skipped."""
     _tell({"skipped": reason})
 
 
 def failed(text: str) -> None:
-    """Reports a fault. The stage goes on, and `exit_code` is 1 at its end."""
+    """Report an error. The stage continues, and `exit_code` becomes 1."""
     global _num_failed
     _num_failed += 1
     _tell({"failed": text})
@@ -56,7 +59,7 @@ def failed(text: str) -> None:
 
 @contextmanager
 def attempt(name: str) -> Iterator[None]:
-    """Reports an exception within under a name, with the traceback in the log; the stage goes on."""
+    """Report exceptions in the block under a name, with the traceback in the log; the stage continues."""
     try:
         yield
     except Exception as error:
@@ -65,11 +68,11 @@ def attempt(name: str) -> Iterator[None]:
 
 
 def exit_code() -> int:
-    """1 where something failed, else 0."""
+    """Return 1 if any error was reported, otherwise 0."""
     return int(_num_failed > 0)
 
 
 def seconds_left() -> float:
-    """Seconds left of the stage's time limit, less a little for its end."""
+    """Return the seconds left until the stage's time limit, less a small reserve."""
     limit = float(os.environ.get("KVCACHE_STAGE_LIMIT", "3600"))
     return limit - 2 - (time.monotonic() - _started)

@@ -1,4 +1,4 @@
-"""Sizes of what is measured: full ones on a GPU, all divided by one factor in a rehearsal."""
+"""Problem sizes: full sizes on a GPU, scaled down by a common factor in a rehearsal."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from benchmarks.gpu import machine, say
 
 REHEARSAL = os.environ.get("KVCACHE_REHEARSAL") == "1"
 FACTOR = 1024
-_SHARE_OF_FREE = 0.4  # of either memory that one pool may take
+_SHARE_OF_FREE = 0.4  # of the free memory of each kind, for one pool
 
 
 def scaled(size: int, least: int = 1) -> int:
-    """The size, or in a rehearsal a 1,024th of it, but no less than `least`."""
+    """Return the size; in a rehearsal 1/1024 of it, but at least `least`."""
     return max(size // FACTOR, least) if REHEARSAL else size
 
 
 def repeats(count: int) -> int:
-    """How often something is done or measured; once in a rehearsal, where times mean nothing."""
+    """Return the number of repetitions; 1 in a rehearsal, where times are meaningless."""
     return 1 if REHEARSAL else count
 
 
 def pool_bytes(wanted: int, least: int = 1 << 20, *, on_host: bool = True) -> int:
-    """Bytes of a pool on the device, `on_host` with one as large on the host; fewer where memory is
-    short."""
+    """Return the size of a device pool, and of an equal host pool if `on_host`, that fits into memory."""
     import torch
 
     size = scaled(wanted, least)
@@ -41,13 +40,13 @@ def pool_bytes(wanted: int, least: int = 1 << 20, *, on_host: bool = True) -> in
 
 
 def available_host_bytes() -> int:
-    """Memory that the system has without swapping, at most the container's limit."""
+    """Return the memory available without swapping, limited by the container."""
     return min(_system_bytes(), pinning().host_memory_bytes() or sys.maxsize)
 
 
 @functools.cache
 def pinning() -> ModuleType:
-    """The file pinning.py alone: the package needs its libraries, which may not be built yet."""
+    """Load only the file pinning.py: the package needs its libraries, which may not be built yet."""
     path = machine.REPO / "kvcache" / "worker" / "pages" / "pinning.py"
     spec = importlib.util.spec_from_file_location("_pinning", path)
     module = importlib.util.module_from_spec(spec)

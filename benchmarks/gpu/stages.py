@@ -1,17 +1,19 @@
-"""The stages of a run, in order, each with its time limit."""
+"""The stages of both runs, in order, with their time limits."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
 
+FIRST, SECOND = 1, 2  # the second run contains the stages for which the first has no time
+
 
 @dataclass(frozen=True)
 class Stage:
-    """A process of its own. `log`: the section whose log file it writes to.
+    """A stage, run in its own process. `log`: the section whose log file it writes.
 
-    `needs`: Python packages without which it is skipped as failed. `needs_build`: it is left out where
-    the libraries could not be built.
+    `needs`: required Python packages; without them, the stage counts as failed. `needs_build`: the stage
+    is skipped if the libraries could not be built. `runs`: the runs that include it.
     """
 
     name: str
@@ -22,24 +24,31 @@ class Stage:
     environment: dict[str, str] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
     needs_build: bool = True
+    runs: tuple[int, ...] = (FIRST,)
 
 
 def module(name: str, *arguments: str) -> tuple[str, ...]:
-    """The command that runs a module with this Python."""
+    """Return the command that runs a module with this Python."""
     return (sys.executable, "-m", name, *arguments)
 
 
-# The limits leave room for a first, cold import of torch. All else depends on the build, so it may take
-# long, and with it the limits together are longer than a run may take, since most stages end far before
-# theirs. With carried libraries the last stage has 50 s even where all others take all of their time.
+def of_run(number: int) -> list[Stage]:
+    """Return the stages of a run, facts first."""
+    return [stage for stage in STAGES if number in stage.runs]
+
+
+# The limits allow for a cold first import of torch. The build gets a long limit, because everything else
+# depends on it. Together the limits therefore exceed the time of a run, but most stages end long before
+# theirs. With prebuilt libraries, the last stage has 50 s even if all others use their full time.
 STAGES = (
     Stage(
         "facts", 40, module("benchmarks.gpu.facts"), "setup",
-        "what the machine is", needs_build=False,
+        "what the machine is", needs_build=False, runs=(FIRST, SECOND),
     ),
     Stage(
         "build", 90, module("benchmarks.gpu.build"), "setup",
         "do the libraries load, how long does a build take", needs_build=False,
+        runs=(FIRST, SECOND),
     ),
     Stage(
         "first-contact", 25, module("benchmarks.gpu.first_contact"), "checks",
@@ -49,7 +58,7 @@ STAGES = (
     Stage(
         "sanitizer", 60, module("benchmarks.gpu.sanitizer"), "checks",
         "does a kernel read or write outside its memory, or race in shared memory",
-        # The caching allocator's large blocks would hide what lies outside a tensor.
+        # The caching allocator's large blocks would hide accesses outside a tensor.
         {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     ),
     Stage(
@@ -83,5 +92,25 @@ STAGES = (
     Stage(
         "jit-and-replay", 200, module("benchmarks.gpu.jit_and_replay"), "tools",
         "does the build at first use work; does the replay verify every block on the GPU",
+    ),
+    Stage(
+        "nixl", 110, module("benchmarks.gpu.device_transfers", "nixl"), "transfers",
+        "does NIXL move device memory between processes correctly; how fast, directly and packed",
+        runs=(SECOND,),
+    ),
+    Stage(
+        "gloo", 70, module("benchmarks.gpu.device_transfers", "gloo"), "transfers",
+        "does gloo move device memory correctly, through pinned staging; how fast, in how many launches",
+        runs=(SECOND,),
+    ),
+    Stage(
+        "load-beside-step", 80, module("benchmarks.gpu.load_beside_step"), "steps",
+        "does a load stay in order with captured steps; how much does it slow them down",
+        runs=(SECOND,),
+    ),
+    Stage(
+        "flashinfer", 230, module("benchmarks.gpu.flashinfer_against_gathered"), "attention",
+        "does FlashInfer over pages agree with attention over gathered contexts; how fast are both",
+        runs=(SECOND,),
     ),
 )  # fmt: skip

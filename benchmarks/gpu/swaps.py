@@ -1,4 +1,4 @@
-"""Stage: swaps and their limit, before and after `kvcache bench --calibrate`; each reported at once."""
+"""Stage: swaps and their limit, before and after `kvcache bench --calibrate`, reported immediately."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvcache.worker.swap import bandwidth
 from kvcache.worker.swap.calibration import DEFAULT, Calibration
 
 _BYTES = 256 << 20  # moved per measurement
-_LEAST_S = 1.0  # nothing begins with less time
-_TOLD = (4 << 10, 16 << 10, 1 << 20)  # fragments of which the reader hears at once
+_LEAST_S = 1.0  # minimum time left to start a measurement
+_TOLD = (4 << 10, 16 << 10, 1 << 20)  # fragments reported to the user immediately
 
 
 def main() -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     num_bytes = sizes.scaled(_BYTES, 256 << 10)
     pool_bytes = sizes.pool_bytes(bandwidth.POOL_BYTES)
-    # First the figures that have bars, with the built-in calibration: they are there whatever follows.
+    # First the figures with targets, with the built-in calibration, so that they exist in any case.
     with say.attempt("swaps"):
         report_swaps(device, num_bytes, DEFAULT, ("scattered",), pool_bytes)
     found: list[Calibration] = []
@@ -42,7 +42,7 @@ def report_swaps(
     patterns: tuple[str, ...],
     pool_bytes: int,
 ) -> None:
-    """Swaps by the methods that the calibration chooses, each reported at once, while there is time."""
+    """Measure swaps with the calibration's methods, reporting each immediately, while time is left."""
     is_built_in = calibration is DEFAULT
     rates = bandwidth.device_rates(
         device,
@@ -67,20 +67,20 @@ def report_swaps(
 
 
 def report_trial(rate: bandwidth.Rate) -> None:
-    """One trial of the calibration, which ends where there is no time left."""
+    """Report one trial of the calibration, which ends when no time is left."""
     say.row(kind="trial", **asdict(rate), share=rate.share)
     if say.seconds_left() < _LEAST_S:
         raise TimeoutError("no time left")
 
 
 def report(found: Calibration) -> None:
-    """Keeps a calibration with the results; the user's own stays as it is."""
+    """Save a calibration with the results. The user's own file is not changed."""
     path = os.environ.get("KVCACHE_CALIBRATION_TO")
     if path:
         found.save(Path(path))
     say.row(kind="calibration", **asdict(found))
     for direction, table in (("out", found.out), ("in", found.in_)):
-        _, steps = table[-1]  # of swaps with many fragments
+        _, steps = table[-1]  # for swaps with many fragments
         text = ", ".join(f"from {size >> 10:,} KiB {method}" for size, method in steps)
         say.learned(f"{direction}, many fragments: {text}")
     say.learned(f"{found.num_thread_blocks} thread blocks are enough for the kernel on the bus")

@@ -1,4 +1,4 @@
-"""Switches of the ops: environment variables that they read at each call."""
+"""Switches of the ops: environment variables read at each call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BULK_COPIES = "KVCACHE_BULK_COPIES"
 
 @contextlib.contextmanager
 def bulk_copies(on: bool) -> Iterator[None]:
-    """Whether the kernel between a device and the host copies by bulk copies within."""
+    """Set whether the kernel between device and host uses bulk copies in the block."""
     os.environ[_BULK_COPIES] = str(int(on))
     try:
         yield

@@ -1,16 +1,16 @@
-"""The end of a run in tables: the stages, and the measured shares with the bars set for them."""
+"""Final tables of a run: the stages, and the measured ratios with their targets."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-# The bars of the project: shares of one contiguous pinned copy, and of a copy on the device.
+# Targets of the project: fractions of a contiguous pinned copy, and of a device copy.
 _SMALLEST, _SMALL = 4 << 10, 16 << 10
 BAR_SMALLEST, BAR_SMALL, BAR_RECEIVE = 0.75, 0.90, 0.85
 
 
 def stage_lines(contents: dict) -> Iterator[str]:
-    """One line per stage: how it ended, its seconds and its limit, and the last it learned."""
+    """Yield one line per stage: status, seconds, limit, and the last message."""
     yield f"{'stage':16}{'seconds':>9}{'limit':>7}  result"
     for name, stage in contents["stages"].items():
         lines = stage.get("failed") or stage.get("learned") or stage.get("skipped") or [""]
@@ -22,15 +22,15 @@ def stage_lines(contents: dict) -> Iterator[str]:
 
 
 def mark(status: str) -> str:
-    """The status; what went wrong stands out."""
+    """Return the status, with failures highlighted."""
     return status if status in ("ok", "skipped") else f"FAILED ({status})"
 
 
 def bar_rows(contents: dict) -> list[dict]:
-    """The measurements that have a bar: name, GB/s, limit, ratio, bar, whether reached."""
-    swaps: dict[tuple, dict] = {}  # the last of each: calibrated, where the stage came so far
+    """Return the measurements with a target: name, GB/s, limit, ratio, target, whether it is met."""
+    swaps: dict[tuple, dict] = {}  # the last of each: calibrated, if the stage got that far
     for rate in rows_of(contents, "swaps"):
-        # Neighbouring pages are merged, so that only scattered ones have the size they are called by.
+        # Consecutive pages are merged, so only scattered ones have their nominal fragment size.
         if rate.get("kind") != "swap" or rate.get("pattern") != "scattered":
             continue
         bar = bar_of_swap(rate["fragment"])
@@ -46,7 +46,7 @@ def bar_rows(contents: dict) -> list[dict]:
 
 
 def bar_of_swap(fragment: int) -> float | None:
-    """The share of the contiguous copy that swaps of such fragments are to reach."""
+    """Return the target of swaps with such fragments, as a fraction of the contiguous copy."""
     if fragment >= _SMALL:
         return BAR_SMALL
     return BAR_SMALLEST if fragment == _SMALLEST else None
@@ -62,7 +62,7 @@ def _bar_row(name: str, rate: float, limit: float, bar: float | None) -> dict:
 
 
 def bar_lines(rows: list[dict]) -> Iterator[str]:
-    """The same as a table."""
+    """Return the same as a table."""
     if not rows:
         return
     yield f"{'measured':62}{'GB/s':>8}{'beside':>9}{'ratio':>7}{'bar':>6}"
@@ -76,5 +76,5 @@ def bar_lines(rows: list[dict]) -> Iterator[str]:
 
 
 def rows_of(contents: dict, stage: str) -> list[dict]:
-    """The rows of a stage, none where it did not run."""
+    """Return the rows of a stage; empty if it did not run."""
     return contents["stages"].get(stage, {}).get("rows", [])

@@ -1,4 +1,4 @@
-"""Times on the device, by events."""
+"""Device times, measured with events."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from kvcache.worker.swap.bandwidth import Timing, device_seconds
 def stream_seconds(
     function: Callable[[], object], stream: torch.cuda.Stream, rounds: int = 5
 ) -> float:
-    """Median seconds of the device's work of one call on a stream."""
+    """Return median seconds of the device's work for one call on a stream."""
     return stream_timing(function, stream, rounds).device_s
 
 
 def stream_timing(
     function: Callable[[], object], stream: torch.cuda.Stream, rounds: int = 5
 ) -> Timing:
-    """The same, with what the submission took; in a rehearsal no time is zero."""
+    """Return the same with the submission time; times are never zero in a rehearsal."""
     with torch.cuda.stream(stream):
         timing = device_seconds(function, repeats(rounds))
     return replace(timing, device_s=max(timing.device_s, 1e-9))
 
 
 def graph_us(calls: Sequence[Callable[[], None]], rounds: int = 20) -> float:
-    """Median microseconds of one of the calls, all captured in a graph, one after the other.
+    """Return median microseconds per call of a sequence of calls captured in one graph.
 
-    In a graph the gaps between launches shrink to the device's. Calls over different memory keep what
-    one of them left in the L2 from helping the next round: see `num_rotated`.
+    In a graph, the gaps between launches shrink to the device's minimum. Calls on different memory keep
+    data left in the L2 from speeding up the next round: see `num_rotated`.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -58,9 +58,9 @@ def graph_us(calls: Sequence[Callable[[], None]], rounds: int = 20) -> float:
 
 @contextmanager
 def captured_beside(graph: torch.cuda.CUDAGraph, mode: str = "global") -> Iterator[None]:
-    """Captures what is launched within, on a stream of its own, while earlier work is under way.
+    """Capture the launches in the block on a separate stream while earlier work is in flight.
 
-    `torch.cuda.graph` synchronises the device first, so that nothing is.
+    `torch.cuda.graph` would first synchronize the device, so that nothing is in flight.
     """
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -72,6 +72,6 @@ def captured_beside(graph: torch.cuda.CUDAGraph, mode: str = "global") -> Iterat
 
 
 def num_rotated(num_bytes: int, most: int = 256) -> int:
-    """How many input sets of so many bytes are four times the L2, so that none is found there again."""
+    """Return how many input sets of this size are four times the L2, so that none stays cached."""
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     return 2 if REHEARSAL else min(max(-(-4 * l2_bytes // max(num_bytes, 1)), 4), most)

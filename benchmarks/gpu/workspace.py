@@ -1,6 +1,6 @@
-"""A copy of the checkout to build and run in, and libraries that were built elsewhere.
+"""A copy of the checkout for building and running, and prebuilt libraries.
 
-The checkout's own libraries stay as they are: they may belong to another Python or another torch.
+The libraries of the checkout itself are not changed: they may belong to another Python or torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PARTS += ("README.md", "LICENSE", "MANIFEST.in")
 
 
 def make(folder: Path, repo: Path = machine.REPO) -> None:
-    """Copies what building, testing and measuring need; no built libraries."""
+    """Copy the files needed for building, testing and measuring, without built libraries."""
     leave = shutil.ignore_patterns("*.so", "__pycache__", "results", "build")
     for part in _PARTS:
         source = repo / part
@@ -46,9 +46,9 @@ def make(folder: Path, repo: Path = machine.REPO) -> None:
 
 
 def carried(folder: Path, repo: Path = machine.REPO) -> list[Path]:
-    """The libraries in a folder, after checking that they were built from these sources.
+    """Return the libraries in a folder, after checking that they were built from these sources.
 
-    ValueError, which says what is wrong, where they were not, or where one is missing.
+    Raises ValueError with the reason if they were not, or if one is missing.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -67,7 +67,7 @@ def carried(folder: Path, repo: Path = machine.REPO) -> list[Path]:
 
 
 def built_with(folder: Path) -> str:
-    """A text about how the libraries were built, from the manifest."""
+    """Return a text from the manifest about how the libraries were built."""
     facts = json.loads((folder / MANIFEST).read_text())
     return ", ".join(f"{name} {facts.get(name)}" for name in ("archs", "cuda", "torch"))
 
@@ -78,9 +78,9 @@ def write_manifest(
     python: Path | str = sys.executable,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Says in the folder which sources its libraries were built from, and with what.
+    """Write which sources the libraries in the folder were built from, and with which tools.
 
-    `python`, `environment`: those of the build, which know torch, the toolkit and the architectures.
+    `python`, `environment`: those of the build, which determine torch, the toolkit and the architectures.
     """
     facts = {"commit": machine.commit(repo), "sources": machine.sources_digest(repo)}
     asked = subprocess.run(
@@ -95,7 +95,7 @@ def write_manifest(
 
 
 def main() -> int:
-    """`python -m benchmarks.gpu.workspace FOLDER`: builds libraries to be carried to a machine."""
+    """`python -m benchmarks.gpu.workspace FOLDER`: builds libraries for use on another machine."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("folder", type=Path, help="where the libraries go")
     target = parser.parse_args().folder.resolve()

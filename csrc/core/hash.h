@@ -8,11 +8,11 @@ namespace kvcache {
 
 using BlockId = int32_t;
 
-// Block 0 of every pool: never allocated, never cached, safe to read. No list holds it, so 0 also
-// means "none" in every link of the pool, and zeroed memory is a valid pool of fresh blocks.
+// Block 0 of every pool: never allocated, never cached, safe to read. No list
+// contains it, so a link of 0 means "none", and zeroed memory is a valid pool of unused blocks.
 inline constexpr BlockId kNullBlock = 0;
 
-// All hashes of a pool have one length, at most 32 bytes; shorter ones are followed by zeros.
+// All hashes of a pool have one length of at most 32 bytes. Shorter ones are padded with zeros.
 struct Hash {
   uint8_t bytes[32];
   bool operator==(const Hash& other) const { return std::memcmp(bytes, other.bytes, 32) == 0; }

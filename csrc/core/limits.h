@@ -1,5 +1,5 @@
-// Bounds of what callers give. Everything that counts tokens, blocks or rows is at most 2**31 - 1:
-// ids are int32, and int64 arithmetic on such numbers cannot overflow.
+// Limits on values from callers. Numbers of tokens, blocks and rows are at most 2**31 - 1: ids are
+// int32, and int64 arithmetic on such numbers cannot overflow.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,8 @@ inline constexpr int64_t kMaxSize = INT32_MAX;
                               std::to_string(least) + " to " + std::to_string(kMaxSize) + note);
 }
 
-// The value, or std::invalid_argument that names it; `note` follows what was expected.
+// Returns the value, or throws std::invalid_argument that names it. `note` is appended to the
+// expected range.
 inline int64_t checked_size(const char* name, int64_t value, int64_t least, const char* note = "") {
   if (value < least || value > kMaxSize) fail_size(name, value, least, note);
   return value;

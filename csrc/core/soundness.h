@@ -1,8 +1,8 @@
-// Whether an object is as its calls have left it, or is broken: a call has failed halfway.
+// Whether an object is consistent, or broken because a call failed halfway.
 //
-// A call first checks, and prepares what may fail. From its first change on it holds a Change: left
-// by an exception, which says that memory ran out, the object is broken. Each later call says so; a
-// broken object can only be destroyed.
+// A call first checks its arguments and prepares everything that may fail. From its first change
+// on, it holds a Change. If an exception (out of memory) leaves the Change, the object is broken.
+// Every later call reports this, and a broken object can only be destroyed.
 #pragma once
 
 #include <exception>
@@ -15,10 +15,10 @@ class Soundness {
  public:
   explicit Soundness(const char* object) : object_(object) {}
 
-  // What a call changes, from its first change to its last; these may lie within each other.
+  // Spans a call from its first change to its last. Changes may be nested.
   class Change {
    public:
-    // Throws as `check`.
+    // Throws like `check`.
     Change(Soundness* soundness, const char* call)
         : soundness_(soundness), call_(call), num_exceptions_(std::uncaught_exceptions()) {
       soundness->check();
@@ -36,7 +36,7 @@ class Soundness {
   };
 
   bool is_broken() const { return broken_by_ != nullptr; }
-  // Throws std::runtime_error where the object is broken.
+  // Throws std::runtime_error if the object is broken.
   void check() const {
     if (is_broken()) fail();
   }

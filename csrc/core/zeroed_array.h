@@ -1,4 +1,4 @@
-// An array of zero bytes that costs nothing until it is touched.
+// An array of zero bytes that has no cost until it is accessed.
 #pragma once
 
 #include <sys/mman.h>
@@ -11,8 +11,8 @@
 
 namespace kvcache {
 
-// Anonymous pages: page-aligned, zero, committed by the kernel on first touch. A pool of ten
-// million blocks is therefore built in microseconds, and only blocks that were ever used take
+// Anonymous pages: page-aligned, zero, committed by the kernel on first access. A pool of ten
+// million blocks is therefore constructed in microseconds, and only blocks that were used take
 // memory.
 template <class T>
 class ZeroedArray {
@@ -24,7 +24,7 @@ class ZeroedArray {
     if (p == MAP_FAILED) throw std::bad_alloc();
     data_ = static_cast<T*>(p);
 #ifdef MADV_HUGEPAGE
-    // Random access over many megabytes is bound by TLB misses; a refusal only costs speed.
+    // TLB misses limit random access over many megabytes. Without huge pages, only speed is lost.
     if (num_bytes_ >= (size_t{4} << 20)) (void)madvise(p, num_bytes_, MADV_HUGEPAGE);
 #endif
   }
@@ -43,7 +43,7 @@ class ZeroedArray {
   const T& operator[](size_t i) const { return data_[i]; }
   size_t num_bytes() const { return num_bytes_; }
 
-  // All bytes zero again; the kernel takes the pages back.
+  // Sets all bytes to zero; the kernel reclaims the pages.
   void zero() {
     if (madvise(data_, num_bytes_, MADV_DONTNEED) != 0) std::memset(data_, 0, num_bytes_);
   }

@@ -1,9 +1,9 @@
-// Reports of misaligned accesses, which the hardware refuses and x86 does not.
+// Reports misaligned accesses, which the hardware rejects and x86 does not.
 //
-// With -fsanitize=alignment -fno-sanitize-recover=alignment the compiler checks every access,
-// and calls the functions below where one is misaligned. They stand in for the sanitizer's runtime
-// library: the launch ends with an exception instead of the process. Do not link that library for
-// the sake of this check.
+// With -fsanitize=alignment -fno-sanitize-recover=alignment, the compiler checks every access and
+// calls the functions below for misaligned ones. They replace the sanitizer's runtime library, so
+// that the launch ends with an exception instead of ending the process. Do not link that library
+// for this check.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@
 
 namespace emul {
 
-// As compilers lay it out (gcc and clang alike).
+// The layout used by both gcc and clang.
 struct TypeMismatch {
   const char* file;
   uint32_t line, column;
@@ -37,7 +37,7 @@ inline std::string describe_misaligned(const TypeMismatch& access, uintptr_t add
          std::to_string(address % 16);
 }
 
-// Nothing on the running thread's stack is destroyed after this, so the text is freed before.
+// Objects on the running thread's stack are not destroyed after this, so the text is freed first.
 [[noreturn]] inline void report_misaligned(const TypeMismatch& access, uintptr_t address) {
   std::exception_ptr error;
   {
@@ -53,9 +53,9 @@ inline std::string describe_misaligned(const TypeMismatch& access, uintptr_t add
 
 }  // namespace emul
 
-// Weak: every source file brings a copy, the linker keeps one. Hidden: a process may hold several
-// emulators, and each library calls its own. The compiler declares the function as visible, and
-// would not take the attribute.
+// Weak: every source file has a copy, and the linker keeps one. Hidden: a process may contain
+// several emulators, and each library calls its own. The compiler declares the function as visible
+// and would not accept the attribute.
 asm(".hidden __ubsan_handle_type_mismatch_v1_abort");
 extern "C" {
 [[noreturn]] __attribute__((weak)) void __ubsan_handle_type_mismatch_v1_abort(void* access,

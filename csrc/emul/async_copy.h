@@ -1,6 +1,6 @@
-// Asynchronous copies of one thread from global to shared memory (cp.async). The bytes are read at
-// once and arrive at the thread's wait: a kernel that forgets to commit or to wait reads what the
-// memory held before. A source that was overwritten on the way is reported.
+// Asynchronous copies of one thread from global to shared memory (cp.async). The bytes are read
+// immediately and arrive when the thread waits, so a kernel that forgets to commit or to wait reads
+// stale memory. A source that was overwritten in the meantime is reported.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 
 namespace emul {
 
-// Begins a copy of 4, 8 or 16 bytes.
+// Starts a copy of 4, 8 or 16 bytes.
 inline void begin_async_copy(void* shared, const void* global, size_t num_bytes) {
   if (num_bytes != 4 && num_bytes != 8 && num_bytes != 16) {
     throw std::logic_error("asynchronous copy of " + std::to_string(num_bytes) +
@@ -30,13 +30,13 @@ inline void begin_async_copy(void* shared, const void* global, size_t num_bytes)
   emulator().current().async_copies.begun.push_back(copy);
 }
 
-// Makes one group of the copies that the thread began since its last group.
+// Forms a group of the copies that the thread has started since its last group.
 inline void commit_async_copies() {
   AsyncCopies& copies = emulator().current().async_copies;
   copies.group_ends.push_back(copies.begun.size());
 }
 
-// Waits for all groups of the thread but the last `num_groups`.
+// Waits for all groups of the thread except the last `num_groups`.
 inline void wait_async_copies(size_t num_groups) {
   AsyncCopies& copies = emulator().current().async_copies;
   if (copies.group_ends.size() <= num_groups) return;

@@ -1,11 +1,12 @@
-// Atomics, for the types CUDA has them for (uint64_t is not one of them: it is unsigned long).
+// Atomics, for the types that CUDA supports (not uint64_t, which is unsigned long).
 #pragma once
 
 #include <type_traits>
 
 namespace emul {
 
-// Keeps a parameter out of template argument deduction: atomicAdd(&counter, 1) with any integer.
+// Excludes a parameter from template argument deduction, so that atomicAdd(&counter, 1) accepts any
+// integer.
 template <class T>
 using Value = std::common_type_t<T>;
 
@@ -14,7 +15,7 @@ inline constexpr bool is_one_of = (std::is_same_v<T, Allowed> || ...);
 
 using Ull = unsigned long long;
 
-// Atomic also with respect to other OS threads, in CUDA's relaxed order. Returns the old value.
+// Atomic also across OS threads, with CUDA's relaxed order. Returns the old value.
 template <class T, class F>
 T atomic_update(T* address, F new_value) {
   T old_value, replacement;
@@ -31,7 +32,7 @@ T atomic_update(T* address, F new_value) {
 template <class T>
 T atomicAdd(T* address, emul::Value<T> value) {
   static_assert(emul::is_one_of<T, int, unsigned, emul::Ull, float, double>, "not in CUDA");
-  // Added as unsigned where T is an int: CUDA wraps around, C++ would be undefined.
+  // int is added as unsigned: overflow wraps around in CUDA and is undefined in C++.
   using Sum = std::conditional_t<std::is_same_v<T, int>, unsigned, T>;
   return emul::atomic_update(address, [=](T old) { return T(Sum(old) + Sum(value)); });
 }

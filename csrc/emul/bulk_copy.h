@@ -1,7 +1,7 @@
-// Bulk copies of one thread between global and shared memory (cp.async.bulk). Bytes for shared
-// memory are read at once and arrive at the wait for their barrier; bytes out of it are read and
-// written as late as may be, at the wait for the copy. So a kernel that does not wait, or writes
-// over bytes that are on their way, shows it. A thread that ends with copies under way is reported.
+// Bulk copies of one thread between global and shared memory (cp.async.bulk). Loads are read
+// immediately and arrive when their barrier is waited for. Stores are read and written as late as
+// possible, when the copy is waited for. This exposes kernels that do not wait, or overwrite bytes
+// in flight. A thread that exits with copies in flight is reported.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,7 @@ inline void bulk_load(void* shared, const void* global, size_t num_bytes, uint64
 }
 
 inline void bulk_wait(uint64_t* barrier, uint32_t phase) {
-  if (*barrier % 2 != phase % 2) return;  // ended before
+  if (*barrier % 2 != phase % 2) return;  // the phase has already ended
   auto& loads = emulator().current().bulk_copies.loads;
   const auto load = std::find_if(loads.begin(), loads.end(),
                                  [&](const BulkLoad& l) { return l.barrier == barrier; });
@@ -54,7 +54,7 @@ inline void bulk_store(void* global, const void* shared, size_t num_bytes) {
   emulator().current().bulk_copies.stores.push_back({global, shared, num_bytes});
 }
 
-// Waits for all copies out of shared memory but the last `num_left`.
+// Waits for all stores except the last `num_left`.
 inline void wait_bulk_stores(size_t num_left) {
   auto& stores = emulator().current().bulk_copies.stores;
   while (stores.size() > num_left) {

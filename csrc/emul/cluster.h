@@ -1,4 +1,4 @@
-// Clusters: thread blocks that run together and read each other's dynamic shared memory.
+// Clusters: thread blocks that run concurrently and read each other's dynamic shared memory.
 #pragma once
 
 #include <cstddef>
@@ -15,8 +15,8 @@ inline void cluster_sync(Site site = Site::here()) {
   emulator().sync_block(Wait::kSyncCluster, false, site);
 }
 
-// The place in the dynamic shared memory of block `rank` of the cluster that `shared` is in that of
-// the running thread's block.
+// The address in the dynamic shared memory of block `rank` of the cluster with the same offset as
+// `shared` in the running thread's block.
 template <class T>
 const T* shared_of_block(const T* shared, unsigned rank) {
   Emulator& e = emulator();

@@ -1,15 +1,15 @@
-// Switching between stacks: by hand on x86-64, by ucontext elsewhere or with
-// -DKVCACHE_EMUL_UCONTEXT. swapcontext is 20 times slower: it makes two system calls for the
-// signal mask.
+// Switches between stacks: with assembly on x86-64, with ucontext elsewhere or with
+// -DKVCACHE_EMUL_UCONTEXT. swapcontext is 20 times slower, because it makes two system calls for
+// the signal mask.
 #pragma once
 
 #include <cstddef>
 
 #if defined(__x86_64__) && !defined(KVCACHE_EMUL_UCONTEXT)
 
-// Saves the callee-saved registers and the stack pointer, loads the other side's. Weak and comdat:
-// every source file brings a copy, the linker keeps one. With -flto the copies meet in one assembly
-// file; hence .ifndef.
+// Saves the callee-saved registers and the stack pointer, and loads those of the other side. Weak
+// and comdat: every source file has a copy, and the linker keeps one. With -flto, the copies meet
+// in one assembly file, hence .ifndef.
 extern "C" __attribute__((visibility("hidden"))) void kv_emul_switch(void** save_sp, void* load_sp);
 asm(R"(
   .ifndef kv_emul_switch
@@ -44,8 +44,8 @@ struct Context {
   void* sp = nullptr;
 };
 
-// Lays out what kv_emul_switch pops: six registers, then entry as the address to return to. The
-// last slot is entry's own return address; null there ends backtraces.
+// Prepares the stack for kv_emul_switch: six registers, then entry as the return address. The last
+// slot is the return address of entry; null ends backtraces there.
 inline void make_context(Context& context, char* stack, size_t stack_bytes, void (*entry)()) {
   constexpr int kSlots = 8;
   void** frame = reinterpret_cast<void**>(stack + stack_bytes) - kSlots;

@@ -1,4 +1,4 @@
-// Fibers: stacks of their own, between which the scheduler switches.
+// Fibers: separate stacks between which the scheduler switches.
 #pragma once
 
 #include <sys/mman.h>
@@ -16,8 +16,8 @@
 
 namespace emul {
 
-// AddressSanitizer must know which stack runs. It is notified before a switch with the destination,
-// and after it; the second call returns where the switch came from.
+// AddressSanitizer must know which stack is running. It is notified before a switch, with the
+// destination, and after the switch; the second call returns the origin.
 #if defined(__SANITIZE_ADDRESS__)
 inline void asan_leave(void** save, const void* to_stack, size_t to_bytes) {
   __sanitizer_start_switch_fiber(save, to_stack, to_bytes);
@@ -50,8 +50,8 @@ inline void switch_sides(Side& from, Side& to) {
   asan_arrive(from.asan_saved, nullptr, nullptr);
 }
 
-// A stack below which a page is left unmapped: a kernel that needs more faults there instead of
-// writing over its neighbour. Pages are only committed when touched.
+// A stack with an unmapped page below it: a kernel that needs more faults there instead of
+// overwriting its neighbor. Pages are committed only when touched.
 class FiberStack {
  public:
   FiberStack() : guard_bytes_(size_t(sysconf(_SC_PAGESIZE))) {
@@ -62,7 +62,7 @@ class FiberStack {
     mprotect(mapping_, guard_bytes_, PROT_NONE);
   }
   ~FiberStack() {
-    asan_unpoison(data(), kStackBytes);  // the next user of this address range starts clean
+    asan_unpoison(data(), kStackBytes);  // so that the next user of this address range starts clean
     munmap(mapping_, guard_bytes_ + kStackBytes);
   }
   FiberStack(const FiberStack&) = delete;
@@ -75,7 +75,7 @@ class FiberStack {
   char* mapping_;
 };
 
-// Runs entry on a stack of its own; entry never returns.
+// Runs entry on a separate stack. entry never returns.
 class Fiber : public Side {
  public:
   explicit Fiber(void (*entry)()) : entry_(entry) {
@@ -84,7 +84,7 @@ class Fiber : public Side {
     restart();
   }
 
-  // Forgets whatever runs on the stack; the next switch begins at entry.
+  // Discards the state of the stack. The next switch starts at entry.
   void restart() {
     asan_unpoison(memory_.data(), kStackBytes);
     asan_saved = nullptr;

@@ -13,8 +13,8 @@ inline int __ffs(int v) { return __builtin_ffs(v); }
 inline int __ffsll(long long v) { return __builtin_ffsll(v); }
 inline int __clz(int v) { return v == 0 ? 32 : __builtin_clz(unsigned(v)); }
 
-// Loads and stores with cache hints, for the types CUDA has them for and the project uses.
-// A misaligned one, which the hardware refuses and x86 does not, is reported.
+// Loads and stores with cache hints, for the types that CUDA supports and the project uses.
+// Misaligned accesses, which the hardware rejects and x86 does not, are reported.
 template <class T>
 void emul_require_aligned(const T* address) {
   if (reinterpret_cast<uintptr_t>(address) % sizeof(T) != 0)
@@ -32,7 +32,8 @@ void __stcs(T* address, T value) {
   *address = value;
 }
 
-// Not templates: these must win over std::min and std::max where a file says `using namespace std`.
+// Not templates, because these must win over std::min and std::max in files with `using namespace
+// std`.
 #define KV_EMUL_MIN_MAX(T)                                   \
   constexpr inline T min(T a, T b) { return b < a ? b : a; } \
   constexpr inline T max(T a, T b) { return a < b ? b : a; }

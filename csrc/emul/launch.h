@@ -1,4 +1,4 @@
-// Launching kernels, and their dynamic shared memory.
+// Kernel launches, and dynamic shared memory.
 #pragma once
 
 #include <cstddef>
@@ -9,12 +9,12 @@
 #include "emul/shared_limits.h"
 #include "emul/types.h"
 
-// Under nvcc the project defines it as `extern __shared__ T name[]`.
+// Under nvcc, the project defines this macro as `extern __shared__ T name[]`.
 #define KV_DYN_SHARED(T, name) T* name = ::emul::dynamic_shared<T>()
 
 namespace emul {
 
-// The limits of a launch that CUDA checks, for compute capability 9.0 (227 KiB shared memory).
+// The launch limits that CUDA checks, for compute capability 9.0 (227 KiB of shared memory).
 inline void check_launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes) {
   const auto require = [](bool ok, const char* what, const std::string& got) {
     if (!ok) throw std::invalid_argument(std::string("emul::launch: ") + what + ", got " + got);
@@ -32,7 +32,7 @@ inline void check_launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes) {
           std::to_string(dynamic_shared_bytes) + " bytes");
 }
 
-// The limits of clusters of `cluster` blocks along x: CUDA's, and one of this emulator.
+// The limits of clusters of `cluster` blocks along x: those of CUDA, and one of this emulator.
 inline void check_clusters(dim3 grid, dim3 block, unsigned cluster) {
   if (cluster < 1 || cluster > 8 || grid.x % cluster != 0) {
     throw std::invalid_argument("emul::launch: clusters of " + std::to_string(cluster) +
@@ -44,16 +44,16 @@ inline void check_clusters(dim3 grid, dim3 block, unsigned cluster) {
   }
 }
 
-// Runs kernel_call once per thread of the grid and returns when all are done. Throws
-// std::invalid_argument for dimensions CUDA would refuse, std::logic_error for a barrier that can
-// not complete (with how many threads wait at which line), and what a thread threw; the emulator is
-// ready for the next launch in each case. OS threads may launch at the same time.
+// Runs kernel_call once per thread of the grid, and returns when all threads are done. Throws
+// std::invalid_argument for dimensions that CUDA would reject, std::logic_error for a barrier that
+// cannot complete (with the number of waiting threads per line), and exceptions of the threads. In
+// each case, the emulator is ready for the next launch. OS threads may launch concurrently.
 template <class F>
 void launch_clusters(dim3 grid, dim3 block, size_t dynamic_shared_bytes, unsigned cluster,
                      F&& kernel_call) {
   check_launch(grid, block, dynamic_shared_bytes);
   check_clusters(grid, block, cluster);
-  auto once = [&kernel_call] { kernel_call(); };  // an object, also where F is a function
+  auto once = [&kernel_call] { kernel_call(); };  // an object, even if F is a function
   const auto call = [](void* argument) { (*static_cast<decltype(once)*>(argument))(); };
   emulator().run_grid(grid, block, dynamic_shared_bytes, cluster, call, &once);
 }
@@ -63,7 +63,7 @@ void launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes, F&& kernel_call)
   launch_clusters(grid, block, dynamic_shared_bytes, 1, kernel_call);
 }
 
-// The same for a call of `kernel`, which may have as much shared memory as SharedLimits says.
+// Does the same for a call of `kernel`, with the shared memory that SharedLimits allows.
 template <class Kernel, class F>
 void launch_kernel_clusters(Kernel* kernel, dim3 grid, dim3 block, size_t dynamic_shared_bytes,
                             unsigned cluster, F&& kernel_call) {

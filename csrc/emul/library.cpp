@@ -1,4 +1,4 @@
-// The ops of torch.ops.kvcache_emul: the CUDA kernels of csrc/ops, run on the CPU for the tests.
+// The ops of torch.ops.kvcache_emul: the CUDA kernels of csrc/ops, run on the CPU for tests.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -7,7 +7,7 @@
 
 namespace {
 
-// Writes one element behind the end on purpose: shows the tests that AddressSanitizer is awake.
+// Deliberately writes one element past the end, to show that AddressSanitizer is active.
 __global__ void overflow_kernel(float* x, int64_t n) {
   if (threadIdx.x == blockDim.x - 1) x[n] = 1.0f;
 }
@@ -18,7 +18,7 @@ void overflow_(torch::stable::Tensor x) {
   emul::launch(dim3(1), dim3(32), 0, [=] { overflow_kernel(data, n); });
 }
 
-// Adds one to each: undefined for the largest int, which shows that the sanitizer is awake.
+// Adds one to each element. Undefined for the largest int, to show that the sanitizer is active.
 __global__ void overflow_int_kernel(int32_t* x) { x[threadIdx.x] += 1; }
 
 void overflow_int_(torch::stable::Tensor x) {
@@ -27,7 +27,7 @@ void overflow_int_(torch::stable::Tensor x) {
   emul::launch(dim3(1), dim3(n), 0, [=] { overflow_int_kernel(data); });
 }
 
-// Writes four floats at once, wherever they lie.
+// Writes four floats at once, regardless of alignment.
 __global__ void misaligned_kernel(float* x) { *reinterpret_cast<uint4*>(x) = uint4{0, 0, 0, 0}; }
 
 void misaligned_(torch::stable::Tensor x) {
@@ -35,7 +35,7 @@ void misaligned_(torch::stable::Tensor x) {
   emul::launch(dim3(1), dim3(1), 0, [=] { misaligned_kernel(data); });
 }
 
-// From now on the device knows host memory by other addresses; 0 bytes: forgets all of them.
+// Gives a range of host memory a different device address. 0 bytes: removes all such ranges.
 void map_host(int64_t host, int64_t num_bytes, int64_t device) {
   auto& mappings = emul::host_mappings();
   if (num_bytes == 0) return mappings.clear();

@@ -1,9 +1,9 @@
 // The order in which blocks and threads run.
 //
-// CUDA promises none. KVCACHE_EMUL_SEED=<number> draws an order for each launch from the number and
-// the launch's dimensions: the blocks of the grid and the threads of a block come in any order, and
-// warps pause while others go on to their next barrier. The same seed gives the same order. Unset:
-// blocks and threads run from first to last, warps in turn.
+// CUDA guarantees no order. With KVCACHE_EMUL_SEED=<number>, each launch draws an order from the
+// number and the launch dimensions: the blocks of the grid and the threads of a block run in any
+// order, and warps pause while others proceed to their next barrier. The same seed gives the same
+// order. If unset, blocks and threads run from first to last, and warps in turn.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ namespace emul {
 
 class Order {
  public:
-  // For the next launch.
+  // Draws the order of the next launch.
   void draw(dim3 grid, dim3 block) {
     const char* seed = std::getenv("KVCACHE_EMUL_SEED");
     random_ = seed != nullptr && seed[0] != '\0';
@@ -37,7 +37,7 @@ class Order {
 
   bool is_random() const { return random_; }
 
-  // 0 to n - 1, in the order to run them.
+  // 0 to n - 1, in the order of execution.
   std::vector<uint64_t> of(uint64_t n) {
     std::vector<uint64_t> order(n);
     std::iota(order.begin(), order.end(), uint64_t{0});
@@ -51,7 +51,7 @@ class Order {
     for (size_t n = order.size(); n > 1; --n) std::swap(order[n - 1], order[next() % n]);
   }
 
-  // Whether a warp goes on this time: always without a seed.
+  // Whether a warp proceeds this time. Always true without a seed.
   bool goes_on() { return !random_ || next() % 4 != 0; }
 
  private:

@@ -1,4 +1,4 @@
-// The CUDA runtime API, as far as the launch code needs it. "Device" memory is host memory.
+// The part of the CUDA runtime API that the launch code needs. "Device" memory is host memory.
 #pragma once
 
 #include <cstddef>
@@ -26,7 +26,8 @@ inline const char* cudaGetErrorString(cudaError_t error) {
 
 template <class T>
 cudaError_t cudaMalloc(T** out, size_t bytes) {
-  // CUDA aligns to 256; the size stays exact so that AddressSanitizer sees the first byte past it.
+  // CUDA aligns to 256 bytes. The size stays exact, so that AddressSanitizer detects the first byte
+  // past the end.
   void* memory = nullptr;
   if (bytes > 0 && posix_memalign(&memory, 256, bytes) != 0) return cudaErrorMemoryAllocation;
   *out = static_cast<T*>(memory);
@@ -53,8 +54,8 @@ inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 
-// All memory counts as pinned: kernels access it by the host's address. A test may give a range of
-// it another address on the device.
+// All memory counts as pinned: kernels access it at the host address. A test may give a range a
+// different device address.
 namespace emul {
 struct HostMapping {
   const char* host;
@@ -91,14 +92,14 @@ enum cudaDeviceAttr {
   cudaDevAttrClusterLaunch = 120,
 };
 
-// Remembered for the kernel's launches.
+// Stored for later launches of the kernel.
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
   const bool ok = emul::SharedLimits::instance().set(reinterpret_cast<const void*>(kernel), bytes);
   return ok ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// An H100's.
+// Returns the attributes of an H100.
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int /*device*/) {
   switch (attribute) {
     case cudaDevAttrMultiProcessorCount:
@@ -120,7 +121,7 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
   return cudaSuccess;
 }
 
-// By threads alone.
+// Limited only by the number of threads.
 template <class Kernel>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, int threads,
                                                           size_t /*shared_bytes*/) {

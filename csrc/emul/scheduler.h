@@ -1,10 +1,10 @@
-// Runs grids: blocks one after the other, the threads of a block cooperatively.
+// Runs grids: blocks one after another, the threads of a block cooperatively.
 //
-// A thread runs until it waits (barrier, shuffle, vote) or returns. A fiber takes one thread after
-// the other as long as none of them waits; a thread that waits keeps its fiber and the remaining
-// threads go on another one. Measured per thread (g++ 12 -O2, a shared x86-64 machine): 7 ns
+// A thread runs until it waits (barrier, shuffle, vote) or returns. A fiber runs one thread after
+// another as long as none of them waits. A waiting thread keeps its fiber, and the remaining
+// threads continue on another one. Measured per thread (g++ 12 -O2, a shared x86-64 machine): 7 ns
 // without a barrier, 120 ns with one __syncthreads, 500 ns for a warp sum and a __syncthreads.
-// Which block and which thread comes next: see order.h.
+// order.h determines the order of blocks and threads.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +34,7 @@ class Emulator {
   using Call = void (*)(void*);
 
   // Calls call(argument) once per thread of the grid, whose blocks run in clusters of `cluster`.
-  // Dimensions were checked.
+  // The dimensions must have been checked.
   void run_grid(dim3 grid, dim3 block, size_t dynamic_shared_bytes, unsigned cluster, Call call,
                 void* argument) {
     if (running_) throw std::logic_error("emul::launch: a kernel can not launch a kernel");
@@ -52,7 +52,7 @@ class Emulator {
     }
   }
 
-  // The following are for the running thread.
+  // For the running thread:
 
   Thread& current() { return *current_; }
   char* dynamic_shared() { return dynamic_shared(current_->block); }
@@ -61,15 +61,15 @@ class Emulator {
   size_t cluster_blocks() const { return dynamic_shared_.size(); }
   bool is_block_live(unsigned block) const { return block_.is_live(block); }
 
-  // Waits for the block, or the cluster; returns how many threads of the block had a true
-  // predicate.
+  // Waits for the block or the cluster. Returns the number of threads of the block whose predicate
+  // was true.
   int sync_block(Wait wait, bool predicate, Site site) {
     current_->offered = predicate;
     suspend(wait, kFullMask, site);
     return block_.num_true(current_->block);
   }
 
-  // Waits for the lanes in mask that have not exited; they may read() `offered` afterwards.
+  // Waits for the lanes in mask that have not exited. They may read() `offered` afterwards.
   void sync_warp(Wait wait, unsigned mask, uint64_t offered, Site site) {
     if ((mask >> current_->lane() & 1) == 0) {
       throw std::logic_error(std::string(wait_name(wait)) + " at " + to_string(site) + ": lane " +
@@ -81,11 +81,11 @@ class Emulator {
 
   uint64_t read(unsigned lane) const { return block_.read(*current_, lane); }
 
-  // Whether a kernel's thread runs, which fail() can end.
+  // Whether a kernel thread is running, which fail() can end.
   bool runs_thread() const { return current_ != nullptr; }
 
-  // Ends the launch with an error, from a place that must not throw. The stacks of all threads are
-  // given up.
+  // Ends the launch with an error, from code that must not throw. The stacks of all threads are
+  // abandoned.
   [[noreturn]] void fail(std::exception_ptr error) {
     error_ = std::move(error);
     current_ = nullptr;
@@ -94,7 +94,7 @@ class Emulator {
   }
 
  private:
-  // Marks the emulator as busy, and cleans up however the launch ends.
+  // Marks the emulator as busy, and cleans up at the end of the launch, including failures.
   struct RunningScope {
     explicit RunningScope(Emulator& owner) : emulator(owner) { emulator.running_ = true; }
     ~RunningScope() {
@@ -109,7 +109,7 @@ class Emulator {
     void operator()(char* memory) const { std::free(memory); }
   };
 
-  // Allocations of exactly this size, so that AddressSanitizer sees an access past the end of one.
+  // Allocations of exactly this size, so that AddressSanitizer detects accesses past the end.
   void allocate_dynamic_shared(size_t bytes, unsigned num_blocks) {
     dynamic_shared_.clear();
     for (unsigned b = 0; b < num_blocks; ++b) {
@@ -120,7 +120,7 @@ class Emulator {
     dynamic_shared_bytes_ = bytes;
   }
 
-  // Runs the blocks from `first` on.
+  // Runs the blocks starting with `first`.
   void run_cluster(uint3 first) {
     first_block_ = blockIdx = first;
     for (const auto& memory : dynamic_shared_) {
@@ -137,7 +137,7 @@ class Emulator {
     }
   }
 
-  // Draws the warps that go on this time, or takes all of them. Returns whether all go on.
+  // Draws the warps that proceed this time, or selects all. Returns whether all proceed.
   bool draw_warps(bool all) {
     going_on_.assign((block_.threads.size() + kWarpLanes - 1) / kWarpLanes, true);
     if (all || !order_.is_random()) return true;
@@ -145,7 +145,8 @@ class Emulator {
     return std::find(going_on_.begin(), going_on_.end(), false) == going_on_.end();
   }
 
-  // Runs the threads of these warps until each waits or has exited. Returns whether there were any.
+  // Runs the threads of these warps until each one waits or has exited. Returns whether there were
+  // any.
   bool run_threads() {
     runnable_.clear();
     for (Thread& thread : block_.threads) {
@@ -201,7 +202,7 @@ class Emulator {
   Fiber& idle_fiber() {
     if (idle_fibers_.empty()) {
       fibers_.push_back(std::make_unique<Fiber>(&fiber_entry));
-      idle_fibers_.reserve(fibers_.size());  // a fiber that becomes idle must not allocate
+      idle_fibers_.reserve(fibers_.size());  // so that a fiber that becomes idle does not allocate
       return *fibers_.back();
     }
     Fiber* fiber = idle_fibers_.back();
@@ -209,7 +210,7 @@ class Emulator {
     return *fiber;
   }
 
-  // Scheduler to fiber; comes back when the fiber's thread waits or the fiber has nothing to do.
+  // Switches from the scheduler to a fiber. Returns when its thread waits or the fiber is idle.
   void switch_to(Fiber& fiber) {
     running_fiber_ = &fiber;
     switch_sides(scheduler_, fiber);
@@ -217,7 +218,7 @@ class Emulator {
     if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
   }
 
-  // Running thread to scheduler; comes back when the thread was released.
+  // Switches from the running thread to the scheduler. Returns when the thread was released.
   void suspend(Wait wait, unsigned mask, Site site) {
     Thread& self = *current_;
     self.wait = wait;
@@ -233,7 +234,7 @@ class Emulator {
     blockIdx = {first_block_.x + thread.block, first_block_.y, first_block_.z};
   }
 
-  // After an error: the threads that still wait never continue, their destructors do not run.
+  // After an error, waiting threads never continue, and their destructors do not run.
   void abandon_block() {
     num_live_ = 0;
     idle_fibers_.clear();
@@ -243,25 +244,25 @@ class Emulator {
     }
   }
 
-  // The launch.
+  // State of the launch.
   bool running_ = false;
   Call call_ = nullptr;
   void* argument_ = nullptr;
-  std::vector<std::unique_ptr<char, FreeDeleter>> dynamic_shared_;  // by block of a cluster
+  std::vector<std::unique_ptr<char, FreeDeleter>> dynamic_shared_;  // by block of the cluster
   size_t dynamic_shared_bytes_ = 0;
 
-  // The block, or the blocks of a cluster.
+  // State of the block, or of the blocks of a cluster.
   uint3 first_block_{0, 0, 0};
   Order order_;
   ThreadBlock block_;
   std::vector<bool> going_on_;     // by warp
-  std::vector<Thread*> runnable_;  // in the order to run them
+  std::vector<Thread*> runnable_;  // in order of execution
   size_t next_runnable_ = 0;
   unsigned num_live_ = 0;  // threads that have not exited
   Thread* current_ = nullptr;
-  std::exception_ptr error_;  // thrown by a thread, on its way to launch()'s caller
+  std::exception_ptr error_;  // an exception of a thread, for the caller of launch()
 
-  // The stacks, kept from launch to launch.
+  // The stacks, kept between launches.
   Side scheduler_;
   std::vector<std::unique_ptr<Fiber>> fibers_;
   std::vector<Fiber*> idle_fibers_;

@@ -1,5 +1,5 @@
-// How much dynamic shared memory a kernel may have: 48 KiB, or what cudaFuncSetAttribute allowed
-// this kernel, up to the 227 KiB of compute capability 9.0.
+// The maximum dynamic shared memory of a kernel: 48 KiB, or the limit that cudaFuncSetAttribute set
+// for it, up to the 227 KiB of compute capability 9.0.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ class SharedLimits {
     return limits;
   }
 
-  // False where no device can give so much; the limit stays as it was then.
+  // Returns false, without changing the limit, if it exceeds the maximum of all devices.
   bool set(const void* kernel, int bytes) {
     if (bytes < 0 || size_t(bytes) > kMaxSharedBytes) return false;
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -28,7 +28,7 @@ class SharedLimits {
     return true;
   }
 
-  // Throws std::invalid_argument where a launch of the kernel may not have so much.
+  // Throws std::invalid_argument if a launch of the kernel exceeds its limit.
   void check(const void* kernel, size_t bytes) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = by_kernel_.find(kernel);

@@ -1,5 +1,5 @@
-// Barriers, warp shuffles and votes. The last argument, site, is never passed: it records the
-// caller's line.
+// Barriers, warp shuffles and votes. The last argument, site, is never passed explicitly: it
+// records the caller's line.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,7 @@ inline void __syncwarp(unsigned mask = emul::kFullMask, emul::Site site = emul::
 
 namespace emul {
 
-// Takes part in a shuffle. Returns the value of source_lane, or `value` where in_range is false.
+// Participates in a shuffle. Returns the value of source_lane, or `value` if in_range is false.
 template <class T>
 T shuffle(unsigned mask, T value, unsigned source_lane, bool in_range, Site site) {
   static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>, "shuffles move 8 bytes at most");
@@ -80,7 +80,7 @@ T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32,
   return emul::shuffle(mask, value, source, in_range, site);
 }
 
-// Reaches into earlier segments but not into later ones, as CUDA's does.
+// Reads from earlier segments but not from later ones, like CUDA's.
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32,
                   emul::Site site = emul::Site::here()) {
@@ -108,6 +108,6 @@ inline int __all_sync(unsigned mask, int predicate, emul::Site site = emul::Site
   return __ballot_sync(mask, predicate == 0, site) == 0;
 }
 
-// Returns only the calling lane. CUDA promises no convergence, so this is legal, and code that
-// takes __activemask() for "all lanes that take this branch" fails its test.
+// Returns only the calling lane. CUDA guarantees no convergence, so this is valid. Code that takes
+// __activemask() for "all lanes in this branch" fails its test.
 inline unsigned __activemask() { return 1u << emul::emulator().current().lane(); }

@@ -1,4 +1,4 @@
-// One CUDA thread of the running block, and the operation that it waits for.
+// One CUDA thread of the running block, and the operation for which it waits.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ namespace emul {
 inline constexpr unsigned kWarpLanes = 32;
 inline constexpr unsigned kFullMask = 0xffffffffu;
 
-// A place in a kernel's source. As a default argument, here() is the line of the caller.
+// A location in a kernel's source. As a default argument, here() is the caller's line.
 struct Site {
   const char* file = "";
   int line = 0;
@@ -83,8 +83,8 @@ struct AsyncCopy {
 };
 
 struct AsyncCopies {
-  std::vector<AsyncCopy> begun;    // that have not arrived, in order
-  std::vector<size_t> group_ends;  // how many of them each group and those before it have
+  std::vector<AsyncCopy> begun;    // copies that have not arrived, in order
+  std::vector<size_t> group_ends;  // number of copies in each group and all groups before it
 
   void clear() {
     begun.clear();
@@ -119,15 +119,15 @@ struct BulkCopies {
 struct Thread {
   uint3 index;
   unsigned block;         // its block's rank in the cluster; 0 without clusters
-  unsigned linear;        // x + y * blockDim.x + z * blockDim.x * blockDim.y, after those of the
-                          // cluster's blocks before
-  Wait wait;              // kNone: may run
-  unsigned mask;          // lanes named by the warp operation it waits in
+  unsigned linear;        // x + y * blockDim.x + z * blockDim.x * blockDim.y, after the threads of
+                          // the cluster's earlier blocks
+  Wait wait;              // kNone: runnable
+  unsigned mask;          // lanes in its current warp operation
   Site site;              // where it waits
-  Fiber* fiber;           // whose stack it waits on
+  Fiber* fiber;           // the fiber on whose stack it waits
   uint64_t offered;       // its operand of a shuffle or vote
-  uint64_t published;     // the same once the operation completed: the others read this
-  unsigned participants;  // lanes that took part in the last completed warp operation
+  uint64_t published;     // the operand after the operation completed, which others read
+  unsigned participants;  // lanes in the last completed warp operation
   AsyncCopies async_copies;
   BulkCopies bulk_copies;
 

@@ -1,5 +1,5 @@
-// The threads of the running block, or of the blocks of the running cluster, and when their
-// barriers and warp operations complete.
+// The threads of the running block or cluster, and the completion of their barriers and warp
+// operations.
 #pragma once
 
 #include <algorithm>
@@ -36,9 +36,9 @@ class ThreadBlock {
     }
   }
 
-  // Called for warps of which no thread can run, so every published operand has been read.
-  // Completes all their operations that it can, else barriers of blocks, else the cluster's.
-  // Returns whether it completed any.
+  // Called for warps without a runnable thread, so every published operand has been read. Completes
+  // all of their operations that can complete, otherwise barriers of blocks, otherwise the
+  // cluster's barrier. Returns whether any operation completed.
   bool release(const std::vector<bool>& warps) {
     bool released = false;
     for (unsigned first = 0; first < threads.size(); first += kWarpLanes) {
@@ -50,7 +50,7 @@ class ThreadBlock {
     return released || release_barrier(0, unsigned(threads.size()), is_cluster_wait);
   }
 
-  // How many threads of the block voted for it at the barrier that just completed.
+  // The number of threads of the block whose predicate was true at the last completed barrier.
   int num_true(unsigned block) const { return num_true_[block]; }
 
   bool is_live(unsigned block) const {
@@ -59,9 +59,9 @@ class ThreadBlock {
                        [](const Thread& thread) { return thread.wait != Wait::kExited; });
   }
 
-  // The value that another lane offered in the warp operation that the reader just completed.
+  // The value that another lane offered in the warp operation that the reader has just completed.
   uint64_t read(const Thread& reader, unsigned lane) const {
-    // CUDA leaves the value undefined; poison makes a kernel that uses it fail its test.
+    // CUDA leaves the value undefined. With this pattern, a kernel that uses it fails its test.
     if ((reader.participants >> lane & 1) == 0) return 0xCDCDCDCDCDCDCDCDu;
     return threads[reader.linear - reader.lane() + lane].published;
   }
@@ -80,8 +80,8 @@ class ThreadBlock {
   }
 
  private:
-  // Completes every warp operation whose lanes all arrived. Exited lanes do not take part, nor do
-  // lanes that a last, partial warp does not have.
+  // Completes every warp operation whose lanes have all arrived. Exited lanes do not participate,
+  // nor do missing lanes of a partial last warp.
   bool release_warp(unsigned first) {
     bool released = false;
     for (unsigned i = first; i < warp_end(first); ++i) {
@@ -126,8 +126,8 @@ class ThreadBlock {
     return std::min(first + kWarpLanes, unsigned(threads.size()));
   }
 
-  // Completes the barrier of `count` threads when all of them that live wait at the same one. Two
-  // __syncthreads on different lines are different: hardware may let that pass, CUDA's rules do
+  // Completes the barrier of `count` threads when all live threads wait at the same one. Two
+  // __syncthreads on different lines are different: hardware may accept this, but CUDA's rules do
   // not.
   bool release_barrier(unsigned begin, unsigned count, bool (*is_wait)(Wait)) {
     const Thread* first = nullptr;

@@ -9,9 +9,9 @@
 #define __forceinline__ __inline__ __attribute__((always_inline))
 #define __launch_bounds__(...)
 
-// Blocks of one launch run one after the other, so one copy per OS thread is enough. Only
-// -fsanitize=bounds sees an index outside of it: AddressSanitizer does not, and it is not poisoned
-// between blocks. Dynamic shared memory has both checks.
+// Blocks of one launch run one after another, so one copy per OS thread is enough. Only
+// -fsanitize=bounds detects an index out of range: AddressSanitizer does not, and the memory is not
+// poisoned between blocks. Dynamic shared memory has both checks.
 #define __shared__ static thread_local
 
 struct uint2 {

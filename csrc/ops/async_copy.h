@@ -1,6 +1,6 @@
-// Asynchronous copies from global to shared memory. They use no registers, so a thread may have any
-// number in flight. The hardware has them from sm_80 on; before that, a copy is a load and a store,
-// and there is nothing to wait for.
+// Asynchronous copies from global to shared memory. They use no registers, so a thread can have any
+// number in flight. Hardware support starts with sm_80; on older devices, a copy is a load and a
+// store, and waiting is a no-op.
 #pragma once
 
 #include <cstdint>
@@ -16,13 +16,14 @@ namespace kvcache {
 template <class Vector>
 constexpr bool has_async_copy = sizeof(Vector) == 4 || sizeof(Vector) == 8 || sizeof(Vector) == 16;
 
-// Begins to copy one vector. Both addresses are aligned to it; the bytes are there after the wait.
+// Starts to copy one vector. Both addresses must be aligned to it. The bytes have arrived after the
+// wait.
 template <class Vector>
 __device__ __forceinline__ void async_copy(Vector* shared, const Vector* global) {
   static_assert(has_async_copy<Vector>, "asynchronous copies have 4, 8 or 16 bytes");
 #ifdef KV_HAS_CP_ASYNC
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  if constexpr (sizeof(Vector) == 16) {  // bypasses the L1, which only 16 bytes can
+  if constexpr (sizeof(Vector) == 16) {  // bypasses the L1, which only copies of 16 bytes can
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
   } else {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global),
@@ -36,7 +37,7 @@ __device__ __forceinline__ void async_copy(Vector* shared, const Vector* global)
 #endif
 }
 
-// Commits the copies that this thread began since its last commit, as one group.
+// Commits the copies that this thread has started since its last commit, as one group.
 __device__ __forceinline__ void async_copy_commit() {
 #ifdef KV_HAS_CP_ASYNC
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -45,8 +46,8 @@ __device__ __forceinline__ void async_copy_commit() {
 #endif
 }
 
-// Waits for all groups of this thread but the last kGroups. Other threads see the bytes only after
-// a barrier.
+// Waits for all groups of this thread except the last kGroups. Other threads see the bytes only
+// after a barrier.
 template <int kGroups>
 __device__ __forceinline__ void async_copy_wait() {
 #ifdef KV_HAS_CP_ASYNC

@@ -10,23 +10,23 @@
 namespace kvcache {
 namespace {
 
-// Constants chosen by the amount of work, not measured on a GPU.
+// Constants chosen by the amount of work; not measured on a GPU.
 constexpr unsigned kThreads = 256;
 constexpr unsigned kWarps = kThreads / 32;
 constexpr unsigned kInFlight = 8;  // table entries that a thread loads at once
 constexpr int64_t kPass = int64_t{kThreads} * kInFlight;  // entries per pass over a thread block
 constexpr int kMaxTile = static_cast<int>(kThreads);      // requests per thread block
-// Every tile computes prefix sums over all requests. With more tiles than this, the sums would cost
-// more than the copying, so tiles grow instead.
+// Every tile computes prefix sums over all requests. With more tiles, the sums would cost more than
+// the copies, so tiles grow instead.
 constexpr int kMostTiles = 128;
 
-// Totals that a thread block needs: over the requests before its own, and over all.
+// Sums that a thread block needs: over the requests before its own, and over all requests.
 struct Sums {
   int64_t queries_before;
   int64_t pages_before, pages;
 };
 
-// Sums the threads' values over the thread block and returns the sums to every thread. All threads
+// Sums the values of all threads in the block, and returns the sums to every thread. All threads
 // must call it.
 __device__ inline Sums sum_over_block(Sums sums) {
   __shared__ Sums of_warp[kWarps];
@@ -64,9 +64,9 @@ __device__ inline int32_t saturated(int64_t sum) {
   return static_cast<int32_t>(sum < INT32_MAX ? sum : INT32_MAX);
 }
 
-// One thread block per tile of requests (x), group (y) and range of their columns (z). Each
-// computes the sums over the requests before its tile itself, so no thread block waits for another
-// and nothing is kept between launches.
+// One thread block per tile of requests (x), group (y) and range of columns (z). Each block
+// computes the sums over the requests before its tile itself, so no block waits for another one,
+// and no state is kept between launches.
 __global__ void __launch_bounds__(kThreads)
     attention_metadata_kernel(KV_PARAMETER AttentionMetadata m, int tile) {
   __shared__ KVExtent kv[kMaxTile];
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads)
     num_queries[t] = m.num_queries(first + t);
   }
   __syncthreads();
-  // One entry more than the tile has requests: the end of the last request.
+  // One more entry than the tile has requests: the end of the last request.
   if (t <= count) {
     int64_t queries = sums.queries_before, pages = sums.pages_before;
     for (int before = 0; before < t; ++before) {
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kThreads)
   if (m.block_tables == nullptr && m.page_indices == nullptr) return;
   __syncthreads();
 
-  // Below 2^31: the outputs have at least as many entries.
+  // Below 2^31, because the outputs have at least as many entries.
   const int32_t columns = m.num_written[g];
   const int64_t num_entries = int64_t{count} * columns;
   for (int64_t pass = blockIdx.z * kPass; pass < num_entries; pass += gridDim.z * kPass) {
@@ -174,7 +174,7 @@ void attention_metadata_cuda(Tensor tables, Tensor groups, int64_t num_rows, Ten
       paged_kv_last_page_len);
   const OnDevice device(query_start_loc);
   if (checked_mode()) check_values(m, device.stream);
-  // At most kThreads - 1 requests: one thread for each, and one for the end.
+  // At most kThreads - 1 requests: one thread per request, and one for the end.
   const int tile = std::clamp((m.num_out + kMostTiles - 1) / kMostTiles, 1, kMaxTile - 1);
   const int64_t num_tiles = std::max(1, (m.num_out + tile - 1) / tile);
   const int32_t widest = *std::max_element(m.num_written, m.num_written + m.groups.num_groups);

@@ -1,9 +1,9 @@
 // Metadata of a batch for attention kernels, computed from block tables. Per group: local sequence
-// lengths, block tables in batch order (FlashAttention) and page lists (FlashInfer). For all groups
-// together: where each request's queries start.
+// lengths, block tables in batch order (FlashAttention) and page lists (FlashInfer). For all
+// groups: the start of each request's queries.
 //
-// A padded request (row -1, or after the last request given) has no KV: its length is 0, its table
-// row is null, and it has no pages.
+// A padded request (row -1, or beyond the last request) has no KV: its length is 0, its table row
+// is null, and it has no pages.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ namespace kvcache {
 
 // The KV of one request that this rank holds in one group.
 struct KVExtent {
-  int32_t num_tokens;     // local tokens, those hidden by the window included
-  int32_t first_page;     // the first column that the window leaves visible
+  int32_t num_tokens;     // local tokens, including those outside the window
+  int32_t first_page;     // first visible column
   int32_t num_pages;      // visible pages
   int32_t last_page_len;  // tokens in the last visible page, 1 to the block size; 0 without pages
 };
@@ -29,11 +29,11 @@ struct AttentionMetadata {
   const int32_t* rows;        // [num_requests]
   const int32_t* query_lens;  // [num_requests] tokens in this step
   const int32_t* seq_lens;    // [num_requests] tokens after this step
-  const int32_t* counts;      // [any, num_rows] entries that each row holds
+  const int32_t* counts;      // entries of each row
   int32_t num_requests;
-  int32_t num_out;       // requests, padded ones included
-  int32_t most_tokens;   // of one request
-  int64_t out_capacity;  // requests that block_tables and page_indices have room for
+  int32_t num_out;       // requests, including padded ones
+  int32_t most_tokens;   // maximum per request
+  int64_t out_capacity;  // capacity of block_tables and page_indices in requests
 
   int32_t* query_start;    // [num_out + 1]
   int32_t* seqused;        // [num_groups, num_out], rows seqused_stride apart
@@ -43,11 +43,11 @@ struct AttentionMetadata {
   int32_t* last_page_len;  // [num_groups, num_out], rows last_page_len_stride apart, or null
   int64_t seqused_stride, page_indptr_stride, last_page_len_stride;
 
-  int64_t columns_before[kMaxGroups];  // columns of all groups before this one
-  FastDivisor by_written[kMaxGroups];  // divides by num_written, or by 1 where that is 0
-  int32_t num_written[kMaxGroups];     // columns per request that this call writes
+  int64_t columns_before[kMaxGroups];  // columns of all earlier groups
+  FastDivisor by_written[kMaxGroups];  // divides by num_written, or by 1 if it is 0
+  int32_t num_written[kMaxGroups];     // columns per request written by this call
 
-  // Whether request i of group g cannot be served.
+  // Whether request i of group g is invalid.
   KV_HOST_DEVICE bool bad_row(int64_t i) const {
     return rows[i] < -1 || rows[i] >= groups.num_rows;
   }
@@ -72,9 +72,9 @@ struct AttentionMetadata {
     return bad_row(i) || bad_lens(i) || group_without(i) >= 0;
   }
 
-  // The table row of request i < num_out in group g; -1 where it has no KV there. An invalid
-  // request, which only a device sees outside the checked mode, has none. Only the counts of group
-  // g are looked at.
+  // The table row of request i < num_out in group g, or -1 if it has no KV there. An invalid
+  // request, which only a device encounters outside the checked mode, has no row. Only the counts
+  // of group g are read.
   KV_HOST_DEVICE int32_t row_of(int g, int64_t i) const {
     const bool served =
         i < num_requests && rows[i] >= 0 && !bad_row(i) && !bad_lens(i) && !behind_row(g, i);
@@ -83,14 +83,14 @@ struct AttentionMetadata {
   KV_HOST_DEVICE int32_t num_queries(int64_t i) const {
     return i < num_requests && query_lens[i] > 0 ? query_lens[i] : 0;
   }
-  // The KV of request i, whose row_of is `row`.
+  // The KV of request i, for `row` as returned by row_of.
   KV_HOST_DEVICE KVExtent extent(int g, int64_t i, int32_t row) const {
     if (row < 0) return {0, 0, 0, 0};
     const TableGroupView& group = groups.group[g];
     const auto length = static_cast<uint32_t>(seq_lens[i]);
     const uint32_t whole = group.by_column.divide(length);
     const uint32_t rest = group.num_local(length - whole * group.by_column.divisor);
-    // The first query sees at least its own position, so only whole columns are hidden.
+    // The first query sees at least its own position, so only complete columns are hidden.
     const auto hidden = static_cast<uint32_t>(group.num_hidden_columns(length - query_lens[i]));
     const uint32_t pages = whole + (rest > 0) - hidden;
     const uint32_t last = rest > 0 ? rest : group.block_size;
@@ -108,9 +108,9 @@ struct AttentionMetadata {
   KV_HOST_DEVICE int32_t* page_list(int g) const {
     return page_indices + out_capacity * columns_before[g];
   }
-  // The index in the page list that column c of request i writes. The request's visible pages lie
-  // from `start` on. Its other columns write the null entries after the `total` pages of all
-  // requests, so num_out * num_written columns fill that many entries, each once.
+  // The index in the page list for column c of request i. The request's visible pages start at
+  // `start`. Its other columns get null entries after the `total` pages of all requests, so num_out
+  // * num_written columns fill the same number of entries, each once.
   KV_HOST_DEVICE int64_t page_place(int g, int64_t i, int32_t c, const KVExtent& kv, int64_t start,
                                     int64_t total) const {
     const int32_t page = c - kv.first_page;
@@ -143,7 +143,7 @@ inline void check_per_group(const Tensor& t, const char* name, const char* shape
   check_no_overlap(t, name);
 }
 
-// An output with a number of columns per group and request; returns how many requests fit.
+// Checks an output with columns per group and request, and returns its capacity in requests.
 inline int64_t check_arena(const Tensor& t, const char* name, const Tensor& tables,
                            const AttentionMetadata& m, int64_t num_columns) {
   check_dim(t, name, 1, "[requests * columns of all groups]");
@@ -271,8 +271,7 @@ inline AttentionMetadata checked_attention_metadata(
   return m;
 }
 
-// Throws for request i. The row and lengths are arguments, because they may have come from a
-// device.
+// Throws for request i. Row and lengths are arguments, because they may come from a device.
 [[noreturn]] inline void fail_request(const AttentionMetadata& m, int64_t i, int32_t row,
                                       int32_t query_len, int32_t seq_len) {
   const std::string at = "[" + std::to_string(i) + "] is ";

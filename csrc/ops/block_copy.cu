@@ -14,12 +14,12 @@ namespace kvcache {
 namespace {
 
 constexpr int kWarps = 16;  // per thread block
-// Thread blocks of a copy to or from the host: few fill the bus, and attention runs at the same
-// time. A copy within the device uses as many as the device runs at once.
+// Thread blocks of a copy to or from the host: a few saturate the bus, and attention runs at the
+// same time. A copy within the device uses as many as can be resident.
 constexpr int64_t kHostThreadBlocks = 8;
 
-// Copies one chunk: kCopyUnroll vectors per lane, or fewer where the region ends earlier. All are
-// read before the first is written.
+// Copies one chunk: kCopyUnroll vectors per lane, or fewer at the end of the region. All loads
+// precede the first store.
 template <class Vector>
 __device__ __forceinline__ void copy_chunk(const Vector* from, Vector* to, int64_t num_vectors,
                                            bool cleared) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ void copy_chunk(const Vector* from, Vector* to, int64
   }
 }
 
-// kWide: all regions have vectors of 16 bytes. Otherwise a warp uses the vector size of its region.
+// kWide: all regions have 16-byte vectors. Otherwise a warp uses the vector size of its region.
 template <size_t kParameterBytes, bool kWide>
 __global__ void __launch_bounds__(kWarps * 32, kWide ? 1 : 2)
     copy_blocks_kernel(KV_PARAMETER CopyLaunch<kParameterBytes> c) {
@@ -91,8 +91,8 @@ __global__ void __launch_bounds__(kWarps * 32, kWide ? 1 : 2)
   }
 }
 
-// `most`: thread blocks; 0: as many as the device runs at once. `bulk`: by bulk copies where all
-// regions have vectors of 16 bytes.
+// `most`: number of thread blocks, or 0 for as many as can be resident. `bulk`: use bulk copies if
+// all regions have 16-byte vectors.
 template <size_t kBytes>
 void launch_shares(const BlockCopy& c, const std::vector<VectorRegion>& regions, int64_t most,
                    bool bulk, const OnDevice& device) {
@@ -117,8 +117,8 @@ void launch_shares(const BlockCopy& c, const std::vector<VectorRegion>& regions,
   });
 }
 
-// One launch where possible, with the smaller parameter block where it suffices, because a launch
-// copies all of its parameters.
+// One launch if possible, with the smaller parameter block if it suffices, because a launch copies
+// all of its parameters.
 void copy_by_kernel(const BlockCopy& c, bool with_host, const OnDevice& device) {
   const std::vector<VectorRegion> regions = vector_regions(c);
   const int64_t usual = with_host ? kHostThreadBlocks : 0;
@@ -133,7 +133,7 @@ void copy_by_kernel(const BlockCopy& c, bool with_host, const OnDevice& device) 
   }
 }
 
-// The copy, with host memory given by the device's addresses for it.
+// The copy, with host memory at the device's addresses.
 void copy_by_kernel(const BlockCopy& c, bool from_host, bool to_host, const OnDevice& device) {
   const auto to_mapped = [&](const BlockCopy& part) {
     const auto launch_part = [&](const BlockCopy& p) {

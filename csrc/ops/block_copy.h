@@ -1,8 +1,8 @@
-// Block copy: whole pages, over all layers, between and within devices and the host.
+// Block copy: whole pages in all layers, between and within devices and the host.
 //
-// A page's bytes lie in regions: K and V of each layer, or one region for the whole page. A page
-// has one fragment per region. Consecutive pages whose fragments are contiguous on both sides form
-// one run. A call passes only ids; the table of regions is made once.
+// The bytes of a page lie in regions: K and V of each layer, or one region for the whole page. A
+// page has one fragment per region. Consecutive pages whose fragments are contiguous on both sides
+// form a run. A call passes only ids; the table of regions is created once.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -30,8 +30,8 @@ namespace kvcache {
        std::to_string(c.num_sources - 1));
 }
 
-// Maps each id of one call to the index where it came first. Open addressing, so the cost of a call
-// grows with its pages, not with the pool.
+// Maps each id of one call to the index of its first occurrence. Open addressing makes the cost
+// proportional to the pages of the call, not to the pool.
 class IndexOfId {
  public:
   explicit IndexOfId(int64_t n) {
@@ -90,7 +90,7 @@ inline void check_pairs(const BlockCopy& c) {
   }
 }
 
-// The bytes from the first page of a region to its last. Nothing where int64 cannot count them.
+// The bytes from the first page of a region to its last, or nothing on an int64 overflow.
 inline std::optional<ByteSpan> pages_span(const char* memory, int64_t offset, int64_t stride,
                                           int64_t num_bytes, int64_t num_pages) {
   if (num_pages == 0 || num_bytes == 0) return ByteSpan{};
@@ -212,16 +212,16 @@ inline BlockCopy checked_block_copy(const std::optional<Tensor>& source, const T
   return c;
 }
 
-// Copies pages [source, source + num_pages) to [destination, destination + num_pages); a clearing
-// run has the source kCleared.
+// Copies pages [source, source + num_pages) to [destination, destination + num_pages). In a run
+// that clears, source is kCleared.
 struct CopyRun {
   int32_t source, destination;  // ids of the lowest page
   int64_t num_pages;
 };
 
-// The runs of pairs on the CPU: consecutive pairs whose ids both go up, or both go down, by one.
-// No run is longer than `most`. On a side that is cut (host memory that a copy engine accesses), no
-// run crosses a multiple of pages_per_run.
+// The runs of pairs on the CPU: consecutive pairs whose ids both increase, or both decrease, by
+// one. A run has at most `most` pages. On a side that is cut (host memory accessed by a copy
+// engine), no run crosses a multiple of pages_per_run.
 inline std::vector<CopyRun> runs_of(const BlockCopy& c, int64_t most, bool cuts_source = false,
                                     bool cuts_destination = false) {
   // Whether a multiple of pages_per_run lies between these pages and the next ones.

@@ -7,11 +7,14 @@
 #include <cstring>
 #include <memory>
 
+#include "ops/parallel.h"
+
 namespace kvcache {
 namespace {
 
-constexpr int64_t kGrainBytes = 1 << 18;    // per thread; with less, a second thread costs more
-constexpr int64_t kScratchBytes = 1 << 18;  // per thread; fits the L2 together with the unit
+// Minimum per thread; with less work, a second thread does not pay off.
+constexpr int64_t kGrainBytes = 1 << 18;
+constexpr int64_t kScratchBytes = 1 << 18;  // per thread; fits in L2 together with the unit
 constexpr int64_t kLeastSliceBytes = 64;    // a cache line
 
 char* scratch() {
@@ -19,14 +22,14 @@ char* scratch() {
   return memory.get() + (-reinterpret_cast<uintptr_t>(memory.get()) & 63);
 }
 
-// Copies a row of `kBytes`, or of `bytes` where kBytes is 0 (not known to the compiler).
+// Copies a row of `kBytes`, or of `bytes` if kBytes is 0 (unknown at compile time).
 template <int64_t kBytes>
 void copy_row(char* to, const char* from, int64_t bytes) {
   std::memcpy(to, from, static_cast<size_t>(kBytes > 0 ? kBytes : bytes));
 }
 
-// Calls f(first row, number of rows, offset of the first row) for each stretch of the unit whose
-// rows are evenly spaced.
+// Calls f(first row, number of rows, offset of the first row) for each range of evenly spaced rows
+// of the unit.
 template <class F>
 void for_each_stretch(const BlockPermute& p, const PermuteUnit& unit, const int32_t* ids, F&& f) {
   const uint32_t length = p.is_dense() ? p.block_rows.divisor : p.inner_rows.divisor;
@@ -38,7 +41,7 @@ void for_each_stretch(const BlockPermute& p, const PermuteUnit& unit, const int3
   }
 }
 
-// Permutes the unit through the thread's scratch memory, `slice` bytes of its rows at a time.
+// Permutes the unit through the thread's scratch memory, `slice` bytes of each row at a time.
 template <int64_t kBytes>
 void permute_unit(const BlockPermute& p, char* layer, const PermuteUnit& unit, const int32_t* ids,
                   int64_t slice) {
@@ -63,7 +66,7 @@ void permute_unit(const BlockPermute& p, char* layer, const PermuteUnit& unit, c
   }
 }
 
-// Permutes the unit along the cycles of its permutation. For a unit with too many rows for the
+// Permutes the unit along the cycles of its permutation, for units with too many rows for the
 // scratch memory.
 void rotate_unit(const BlockPermute& p, char* layer, const PermuteUnit& unit, const int32_t* ids) {
   char* const held = scratch();
@@ -84,8 +87,8 @@ void rotate_unit(const BlockPermute& p, char* layer, const PermuteUnit& unit, co
 
 using Permute = void (*)(const BlockPermute&, char*, const PermuteUnit&, const int32_t*, int64_t);
 
-// Dispatches on the row size, so that the compiler knows those of common models (64 to 256 elements
-// of 1 or 2 bytes).
+// Dispatches on the row size, so that the sizes of common models (64 to 256 elements of 1 or 2
+// bytes) are compile-time constants.
 Permute permute_for(int64_t row_bytes, int64_t slice) {
   if (row_bytes % slice != 0) return permute_unit<0>;
   switch (slice) {
@@ -116,20 +119,19 @@ void permute_blocks_(Tensor cache, Tensor offsets, Tensor indices, int64_t remot
       p.row_bytes <= fitting ? p.row_bytes : fitting / kLeastSliceBytes * kLeastSliceBytes;
   const Permute through_scratch = slice > 0 ? permute_for(p.row_bytes, slice) : nullptr;
   const int64_t grain = std::max<int64_t>(kGrainBytes / p.unit_bytes(), 1);
-  torch::stable::parallel_for(
-      0, offsets.numel() * num_units, grain, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) {
-          char* const layer = p.cache + layers[i / num_units];
-          const int64_t u = i % num_units;
-          const PermuteUnit unit =
-              p.unit(u / p.units_per_group, static_cast<uint32_t>(u % p.units_per_group));
-          if (through_scratch != nullptr) {
-            through_scratch(p, layer, unit, ids, slice);
-          } else {
-            rotate_unit(p, layer, unit, ids);
-          }
-        }
-      });
+  parallel_for(0, offsets.numel() * num_units, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      char* const layer = p.cache + layers[i / num_units];
+      const int64_t u = i % num_units;
+      const PermuteUnit unit =
+          p.unit(u / p.units_per_group, static_cast<uint32_t>(u % p.units_per_group));
+      if (through_scratch != nullptr) {
+        through_scratch(p, layer, unit, ids, slice);
+      } else {
+        rotate_unit(p, layer, unit, ids);
+      }
+    }
+  });
 }
 
 }  // namespace

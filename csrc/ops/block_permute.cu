@@ -13,33 +13,33 @@ namespace {
 
 constexpr unsigned kThreads = 256;
 constexpr int kUnroll = 8;                       // loads in flight per thread
-constexpr int kClusterUnroll = 4;                // the same, of a cluster's shared memory
-constexpr int64_t kSharedBytes = 32 << 10;       // per thread block, where the slice is wide enough
-constexpr int64_t kMoreSharedBytes = 96 << 10;   // where slices would be below kLeastSliceBytes
+constexpr int kClusterUnroll = 4;                // loads in flight from the cluster's shared memory
+constexpr int64_t kSharedBytes = 32 << 10;       // per thread block, if the slice is wide enough
+constexpr int64_t kMoreSharedBytes = 96 << 10;   // if slices would be below kLeastSliceBytes
 constexpr int64_t kLeastSliceBytes = 64;         // one memory transaction
-constexpr int64_t kLineBytes = 128;              // of the L2; narrower slices read half lines
-constexpr int64_t kWideSharedBytes = 64 << 10;   // for slices of a line: three blocks on an H100
-constexpr int64_t kPlainSharedBytes = 48 << 10;  // a kernel must ask for more
-constexpr int64_t kReservedSharedBytes = 1 << 10;  // of each thread block, by CUDA
+constexpr int64_t kLineBytes = 128;              // an L2 line; narrower slices read half lines
+constexpr int64_t kWideSharedBytes = 64 << 10;   // for slices of one line: three blocks on an H100
+constexpr int64_t kPlainSharedBytes = 48 << 10;  // a kernel must request more explicitly
+constexpr int64_t kReservedSharedBytes = 1 << 10;  // used by CUDA in each thread block
 
 constexpr int64_t kMaxGrid = INT32_MAX;
 constexpr int kLayersPerLaunch = 64;
 constexpr int kIdsPerLaunch = 812;
 
-// The parameters of one launch: some groups, in some layers.
+// The parameters of one launch: some groups in some layers.
 struct PermuteLaunch {
   BlockPermute p;
   FastDivisor units_per_group;
-  FastDivisor unit_blocks;  // thread blocks of a unit; those of a cluster are neighbours
-  FastDivisor slice;        // vectors of a slice; the last one of a row may have fewer
-  FastDivisor row;          // vectors of a row
+  FastDivisor unit_blocks;  // thread blocks per unit; those of a cluster are adjacent
+  FastDivisor slice;        // vectors per slice; the last slice of a row may have fewer
+  FastDivisor row;          // vectors per row
   FastDivisor cluster;      // thread blocks that share a slice
-  FastDivisor share;        // rows of the slice that each of them holds; the last may have fewer
-  uint32_t rows_at_once;    // rows that the threads of a block move together
+  FastDivisor share;        // rows per thread block of a cluster; the last block may have fewer
+  uint32_t rows_at_once;    // rows that the threads of a block move at once
   int64_t layers[kLayersPerLaunch];
   LaunchIds<kIdsPerLaunch> ids;
 
-  // The unit that this thread block works on, and the index of the block within the unit.
+  // The unit of this thread block, and the index of the block within the unit.
   KV_HOST_DEVICE PermuteUnit unit(uint32_t block, uint32_t& of_unit) const {
     const uint32_t u = unit_blocks.divide(block);
     of_unit = block - u * unit_blocks.divisor;
@@ -47,10 +47,10 @@ struct PermuteLaunch {
     return p.unit(group, u - group * units_per_group.divisor);
   }
 
-  // Whether the group of this unit names a block out of range. Such a unit is skipped, see
+  // Whether the group of this unit has a block out of range. Such a unit is skipped, see
   // checked_mode.
   KV_HOST_DEVICE bool skips(const PermuteUnit& unit) const {
-    if (ids.on_device == nullptr) return false;  // the host has checked them
+    if (ids.on_device == nullptr) return false;  // checked on the host
     for (int32_t i = 0; i < p.group_size; ++i) {
       const int32_t id = ids[unit.first_id + i];
       if (id < 0 || id >= p.num_blocks) return true;
@@ -61,13 +61,13 @@ struct PermuteLaunch {
 static_assert(sizeof(PermuteLaunch) <= kSmallParameterBytes, "too many ids in a launch");
 
 // One thread block per unit and slice of its rows (x) and per layer (y). It reads the whole slice
-// into shared memory and writes it back permuted. A thread keeps its column, so neighbouring
-// threads read and write neighbouring bytes of a row. kDense: all rows are evenly spaced.
+// into shared memory and writes it back permuted. A thread keeps its column, so adjacent threads
+// access adjacent bytes of a row. kDense: all rows are evenly spaced.
 //
-// kClustered: a cluster of thread blocks shares a slice. Each holds some of the rows, and reads the
-// others out of the shared memory of the cluster, so that slices stay as wide as a line of the L2.
+// kClustered: a cluster of thread blocks shares a slice. Each block holds some of the rows and
+// reads the others from the shared memory of the cluster, so slices stay as wide as an L2 line.
 //
-// All reads of a thread are in flight together where the hardware copies asynchronously, else
+// All loads of a thread are in flight together if the hardware copies asynchronously, otherwise
 // kUnroll at a time.
 template <class Vector, bool kDense, bool kClustered>
 __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteLaunch launch) {
@@ -77,15 +77,14 @@ __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteL
   uint32_t of_unit;
   const PermuteUnit unit = launch.unit(blockIdx.x, of_unit);
   if (launch.skips(unit)) return;
-  uint32_t begin = 0, end = p.unit_rows;  // the rows of this thread block
+  uint32_t begin = 0, end = p.unit_rows;  // rows of this thread block
   if constexpr (kClustered) {
     const uint32_t of_slice = launch.cluster.divide(of_unit);
     begin = (of_unit - of_slice * launch.cluster.divisor) * launch.share.divisor;
     end = min(begin + launch.share.divisor, end);
     of_unit = of_slice;
   }
-  const uint32_t of_step =
-      launch.slice.divide(threadIdx.x);  // the thread's row among those of a step
+  const uint32_t of_step = launch.slice.divide(threadIdx.x);  // the thread's row in a step
   const uint32_t column = threadIdx.x - of_step * slice;
   const uint32_t in_row = of_unit * slice + column;
   const uint32_t step = launch.rows_at_once;
@@ -106,7 +105,7 @@ __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteL
         for (uint32_t row = first_row; row < end; row += step) {
           async_copy(held + (row - begin) * slice, vector_at(row));
         }
-      } else {  // the ids of several rows are read together
+      } else {  // load the ids of several rows together
         for (uint32_t at = first_row; at < end; at += step * kUnroll) {
           const Vector* from[kUnroll];
 #pragma unroll
@@ -121,8 +120,7 @@ __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteL
       async_copy_commit();
       async_copy_wait<0>();
     } else {
-      // Places that are not evenly spaced take registers of their own; with more loads, sm_100
-      // would spill.
+      // Unevenly spaced places use additional registers; with more loads, sm_100 would spill.
       constexpr int kLoads = kDense ? kUnroll : kUnroll / 2;
       for (uint32_t at = first_row; at < end; at += step * kLoads) {
         Vector moved[kLoads];
@@ -142,7 +140,8 @@ __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteL
   if constexpr (kClustered) {
     cluster_sync();
     if (takes_part) {
-      // A load from another block takes long, so several are in flight before the first store.
+      // Loads from another block have a high latency, so several are in flight before the first
+      // store.
       for (uint32_t at = first_row; at < end; at += step * kClusterUnroll) {
         Vector moved[kClusterUnroll];
 #pragma unroll
@@ -169,8 +168,8 @@ __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteL
   }
 }
 
-// For units of which not even one vector of every row fits into shared memory: one thread per row
-// and vector. A thread whose row is the smallest of its cycle moves the vectors along that cycle.
+// For units that do not fit into shared memory even with one vector per row: one thread per row and
+// vector. If the row is the smallest of its cycle, the thread moves the vectors along the cycle.
 template <class Vector>
 __global__ void __launch_bounds__(kThreads) rotate_kernel(KV_PARAMETER PermuteLaunch launch) {
   const BlockPermute& p = launch.p;
@@ -193,7 +192,7 @@ __global__ void __launch_bounds__(kThreads) rotate_kernel(KV_PARAMETER PermuteLa
   __stcs(vector_at(to), first);
 }
 
-// The widest vector, in bytes, that every row of every layer allows: 16, 8, 4, 2 or 1.
+// The widest vector, in bytes, that all rows of all layers allow: 16, 8, 4, 2 or 1.
 int64_t vector_bytes(const BlockPermute& p, const int64_t* layers, int64_t num_layers) {
   uint64_t all =
       reinterpret_cast<uint64_t>(p.cache) |
@@ -212,17 +211,17 @@ int64_t most_shared_bytes(const Tensor& t) {
   return device_attribute(t, cudaDevAttrMaxSharedMemoryPerBlockOptin);
 }
 
-// KVCACHE_CLUSTERS=0 switches clusters off.
+// KVCACHE_CLUSTERS=0 disables clusters.
 bool has_clusters(const Tensor& t) {
   return switched_on("KVCACHE_CLUSTERS", true) &&
          device_attribute(t, cudaDevAttrClusterLaunch) != 0;
 }
 
-// How units are cut.
+// How units are divided into slices.
 struct Slicing {
-  int64_t bytes;  // of a slice: a power of two or a whole row; 0 where no vector of every row fits
+  int64_t bytes;    // per slice: a power of two or a whole row; 0 if no vector of every row fits
   int64_t cluster;  // thread blocks that share a slice
-  int64_t rows;     // that each of them holds, at most
+  int64_t rows;     // maximum rows per thread block
 };
 
 Slicing slicing_of(const BlockPermute& p, int64_t vector, const Tensor& cache) {
@@ -252,7 +251,7 @@ Slicing slicing_of(const BlockPermute& p, int64_t vector, const Tensor& cache) {
 template <auto kKernel>
 void allow_shared_bytes(int64_t shared, const Tensor& cache) {
   if (shared <= kPlainSharedBytes) return;
-  // Always the maximum: another thread may be between this call and its own launch.
+  // Always the maximum, because another thread may be between this call and its own launch.
   KV_CUDA_CHECK(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                      static_cast<int>(most_shared_bytes(cache))));
 }

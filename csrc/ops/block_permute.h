@@ -1,10 +1,10 @@
-// Received blocks permuted into the local layout, in place.
+// Permutes received blocks into the local layout, in place.
 //
-// A remote engine's blocks arrive as bytes, in its block size and its order of tokens and heads. A
-// row (one token of one head) stays whole, so this is a permutation of rows. NHD is HND with blocks
-// of one token. So only one case is left: from HND blocks of R tokens to HND blocks of L tokens,
-// one dividing the other. It keeps runs of min(L, R) rows whole and transposes a matrix of runs, of
-// max(L, R) / min(L, R) runs by the number of heads.
+// A remote engine's blocks arrive as bytes, with its block size and its order of tokens and heads.
+// A row (one token of one head) stays whole, so the conversion is a permutation of rows. NHD is
+// equivalent to HND with blocks of one token, which leaves one case: from HND blocks of R tokens to
+// HND blocks of L tokens, where one divides the other. It keeps runs of min(L, R) rows whole, and
+// transposes a matrix of max(L, R) / min(L, R) by number-of-heads runs.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -20,13 +20,13 @@
 
 namespace kvcache {
 
-// A unit is the set of rows that one transposition moves. This says where it begins.
+// The start of a unit. A unit is the set of rows that one transposition moves.
 struct PermuteUnit {
   int64_t first_id;    // index of its group's first id among all ids
   uint32_t first_row;  // index within its group
 };
 
-// Plain data that is passed to a kernel. Strides in bytes. A group is the blocks of one row of ids.
+// Plain data, passed to a kernel. Strides are in bytes. A group is the blocks of one row of ids.
 struct BlockPermute {
   char* cache;
   int64_t num_blocks, block_stride, outer_stride, inner_stride, row_bytes;
@@ -34,7 +34,7 @@ struct BlockPermute {
   FastDivisor inner_rows;  // consecutive rows of a block that are inner_stride apart
   FastDivisor run;         // rows that stay together
   FastDivisor columns;     // runs in a row of the transposed matrix
-  uint32_t matrix_rows;    // where this or columns is 1, nothing moves
+  uint32_t matrix_rows;    // if this or columns is 1, nothing moves
   uint32_t unit_rows;      // matrix_rows * columns * run
   int32_t group_size;      // ids per group
   uint32_t units_per_group;
@@ -44,7 +44,7 @@ struct BlockPermute {
     return {group * group_size, of_group * unit_rows};
   }
 
-  // The row of the unit, as received, that belongs at row r.
+  // The received row of the unit that belongs at row r.
   KV_HOST_DEVICE uint32_t source(uint32_t r) const {
     const uint32_t to = run.divide(r);
     const uint32_t i = columns.divide(to);
@@ -52,7 +52,7 @@ struct BlockPermute {
     return (j * matrix_rows + i) * run.divisor + (r - to * run.divisor);
   }
 
-  // Byte offset in a layer of the unit's row r, counted in memory order.
+  // The byte offset within a layer of row r of the unit; rows are counted in memory order.
   template <class Ids>
   KV_HOST_DEVICE int64_t place(const PermuteUnit& unit, const Ids& ids, uint32_t r) const {
     const uint32_t row = unit.first_row + r;
@@ -63,7 +63,7 @@ struct BlockPermute {
            (in_block - outer * inner_rows.divisor) * inner_stride;
   }
 
-  // Whether r is the smallest row of its cycle of the permutation, and moves at all.
+  // Whether r is the smallest row of its cycle, and moves at all.
   KV_HOST_DEVICE bool leads_cycle(uint32_t r) const {
     uint32_t at = source(r);
     if (at == r) return false;
@@ -77,8 +77,8 @@ struct BlockPermute {
   int64_t unit_bytes() const { return int64_t{unit_rows} * row_bytes; }
 };
 
-// Checks the argument `offsets`. Each layer has the cache's strides, so it lies in memory that was
-// handed over, and shares none with the arguments that are read, at its own place.
+// Checks the argument `offsets`. Each layer has the strides of the cache. At its offset, it must
+// lie in memory passed to the call, and must not overlap arguments that are read.
 inline void check_layer_offsets(const Tensor& offsets, const Tensor& indices, const Tensor& cache,
                                 const Owners& owners, int64_t row_bytes) {
   check_dim(offsets, "offsets", 1, "[num_layers]");
@@ -112,7 +112,7 @@ inline void check_layer_offsets(const Tensor& offsets, const Tensor& indices, co
   }
 }
 
-// Throws for entry i of indices, which is out of range or repeats an earlier entry.
+// Throws for entry i of indices, which is out of range or a duplicate.
 [[noreturn]] inline void fail_block_id(int64_t i, int32_t id, int64_t num_blocks) {
   const bool there = id >= 0 && id < num_blocks;
   fail("indices, entry " + std::to_string(i) + ", is " + std::to_string(id) +
@@ -120,7 +120,7 @@ inline void check_layer_offsets(const Tensor& offsets, const Tensor& indices, co
               : ": expected 0 to " + std::to_string(num_blocks - 1)));
 }
 
-// Checks that each id on the host is in range and that no two are equal.
+// Checks that ids on the host are in range and unique.
 inline void check_block_ids(const int32_t* ids, int64_t n, int64_t num_blocks) {
   std::vector<bool> named(static_cast<size_t>(num_blocks));
   for (int64_t i = 0; i < n; ++i) {
@@ -164,7 +164,7 @@ inline BlockPermute checked_block_permute(const Tensor& cache, const Tensor& off
   check_layer_offsets(offsets, indices, cache, owners,
                       cache.numel() > 0 ? cache.size(3) * element : 0);
 
-  // The stride of a dimension of one element has no meaning: NHD and HND are then the same.
+  // The stride of a dimension of size 1 is meaningless: NHD and HND are then identical.
   const bool local_is_hnd = block_size > 1 && heads > 1 && cache.stride(2) > cache.stride(1);
   const int64_t local_rows_per_head = local_is_hnd ? block_size : 1;
   const int64_t remote_rows_per_head = remote_is_hnd ? remote_block_size : 1;

@@ -1,6 +1,6 @@
-// A trial: copies between a device and the host by bulk copies of one warp per thread block, which
-// take few registers and no other warps from what computes at the same time. KVCACHE_BULK_COPIES=1
-// switches it on; it stays off until `make gpu` has shown that it is faster.
+// Experimental: copies between a device and the host with bulk copies of one warp per thread block,
+// which take few registers, and no other warps, from concurrent kernels. KVCACHE_BULK_COPIES=1
+// enables it. It stays disabled until `make gpu` has shown that it is faster.
 #pragma once
 
 #include <algorithm>
@@ -13,13 +13,14 @@
 
 namespace kvcache {
 
-constexpr int64_t kBulkBytes = copy_chunk_bytes(16);  // at once: a chunk of the other kernel
-constexpr uint32_t kBulkStages = 8;                   // chunks in shared memory; a power of two
-constexpr uint32_t kBulkStores = 2;                   // of these, on their way out
+// Bytes per bulk copy, equal to a chunk of the regular copy kernel.
+constexpr int64_t kBulkBytes = copy_chunk_bytes(16);
+constexpr uint32_t kBulkStages = 8;  // chunks in shared memory; a power of two
+constexpr uint32_t kBulkStores = 2;  // stages that may be stored at the same time
 constexpr unsigned kBulkThreads = 32;
 
-// Whether this copy may be made so: chunks of whole vectors of 16 bytes, pairs that the host has
-// checked, and none that clears.
+// Whether bulk copies can be used: chunks of whole 16-byte vectors, pairs checked on the host, and
+// no clearing.
 inline bool is_bulk(const BlockCopy& c, bool with_host, const OnDevice& device) {
   if (!with_host || !c.pairs_on_cpu || !switched_on("KVCACHE_BULK_COPIES")) return false;
   int capability = 0;
@@ -32,8 +33,8 @@ inline bool is_bulk(const BlockCopy& c, bool with_host, const OnDevice& device) 
   return true;
 }
 
-// One thread of a block begins all copies: chunks come into the stages in turn, and leave them in
-// the same order. kBulkStages - kBulkStores of them are on their way in.
+// One thread of a block starts all copies. Chunks are loaded into the stages in turn and stored in
+// the same order. kBulkStages - kBulkStores loads are in flight.
 template <size_t kParameterBytes>
 __global__ void __launch_bounds__(kBulkThreads)
     copy_blocks_bulk_kernel(KV_PARAMETER CopyLaunch<kParameterBytes> c) {
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(kBulkThreads)
   const auto held = [&](uint32_t stage) {
     return reinterpret_cast<char*>(shared) + stage * kBulkBytes;
   };
-  const auto load = [&](uint32_t n) {  // the block's n-th chunk
+  const auto load = [&](uint32_t n) {  // loads the block's n-th chunk
     const uint32_t task = blockIdx.x + n * gridDim.x, stage = n % kBulkStages;
     const uint32_t page = head.page_chunks.divide(task);
     const uint32_t chunk = task - page * head.page_chunks.divisor;

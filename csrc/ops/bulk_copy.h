@@ -1,9 +1,9 @@
-// Bulk copies between global and shared memory: one instruction of one thread copies many bytes,
-// through no registers. The hardware has them from sm_90 on; nothing here is launched on an older
+// Bulk copies between global and shared memory: one instruction of one thread copies many bytes
+// without registers. Hardware support starts with sm_90; nothing here is launched on an older
 // device. Addresses and sizes are multiples of 16 bytes.
 //
-// One thread uses these. A copy into shared memory has arrived when a barrier's phase ends; copies
-// out of it are waited for in their order.
+// One thread makes all calls. A copy into shared memory has arrived when a phase of its barrier
+// ends. Copies out of shared memory complete in order.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,7 @@
 
 namespace kvcache {
 
-// In shared memory. Each copy that it is given to ends one of its phases, which are numbered from
-// 0.
+// A barrier in shared memory. Each copy passed to it ends one of its phases, numbered from 0.
 struct alignas(8) BulkBarrier {
   uint64_t state;
 };
@@ -28,7 +27,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* shared) {
 }
 #endif
 
-// Makes barriers ready, before their first copy.
+// Initializes barriers before their first copy.
 __device__ __forceinline__ void bulk_barriers_init(BulkBarrier* barriers, int count) {
   for (int i = 0; i < count; ++i) {
 #ifdef KV_HAS_BULK_COPY
@@ -43,7 +42,7 @@ __device__ __forceinline__ void bulk_barriers_init(BulkBarrier* barriers, int co
 #endif
 }
 
-// Begins to copy into shared memory; the barrier's phase ends when all bytes are there.
+// Starts to copy into shared memory. The phase of the barrier ends when all bytes have arrived.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t num_bytes,
                                           BulkBarrier* barrier) {
 #ifdef KV_HAS_BULK_COPY
@@ -61,7 +60,7 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint
 #endif
 }
 
-// Waits for the end of the phase with this number, of which the lowest bit counts.
+// Waits for the end of the phase with this number. Only its lowest bit is used.
 __device__ __forceinline__ void bulk_wait(BulkBarrier* barrier, uint32_t phase) {
 #ifdef KV_HAS_BULK_COPY
   asm volatile(
@@ -78,7 +77,7 @@ __device__ __forceinline__ void bulk_wait(BulkBarrier* barrier, uint32_t phase) 
 #endif
 }
 
-// Begins to copy out of shared memory.
+// Starts to copy out of shared memory.
 __device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t num_bytes) {
 #ifdef KV_HAS_BULK_COPY
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(
@@ -91,7 +90,7 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, uin
 #endif
 }
 
-// Waits until all copies out of shared memory but the last kCopies have read it.
+// Waits until all stores except the last kCopies have read shared memory.
 template <int kCopies>
 __device__ __forceinline__ void bulk_stores_have_read() {
 #ifdef KV_HAS_BULK_COPY
@@ -101,7 +100,7 @@ __device__ __forceinline__ void bulk_stores_have_read() {
 #endif
 }
 
-// Waits until all copies out of shared memory are done.
+// Waits until all copies out of shared memory have completed.
 __device__ __forceinline__ void bulk_stores_are_done() {
 #ifdef KV_HAS_BULK_COPY
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");

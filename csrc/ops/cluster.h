@@ -1,5 +1,5 @@
-// Clusters: thread blocks that run at the same time and read each other's shared memory. The
-// hardware has them from sm_90 on; nothing here is launched on an older device.
+// Clusters: thread blocks that run concurrently and read each other's shared memory. Hardware
+// support starts with sm_90; nothing here is launched on an older device.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +12,11 @@
 
 namespace kvcache {
 
-// Every device with clusters launches clusters up to this size.
+// Every device with clusters supports this size.
 constexpr int kMostClusterBlocks = 8;
 
-// Waits for all threads of the cluster; what they wrote to shared memory before is visible after
-// it.
+// Waits for all threads of the cluster. Their earlier writes to shared memory are visible
+// afterwards.
 __device__ __forceinline__ void cluster_sync() {
 #ifdef KV_HAS_CLUSTERS
   __syncwarp();
@@ -29,7 +29,8 @@ __device__ __forceinline__ void cluster_sync() {
 #endif
 }
 
-// As above, but orders no writes. A thread block must not end while others read its shared memory.
+// Like cluster_sync, without ordering writes. A thread block must not exit while others read its
+// shared memory.
 __device__ __forceinline__ void cluster_sync_before_end() {
 #ifdef KV_HAS_CLUSTERS
   __syncwarp();
@@ -42,8 +43,8 @@ __device__ __forceinline__ void cluster_sync_before_end() {
 #endif
 }
 
-// Reads what lies at the place of `shared`, in this thread block's memory, in that of block `rank`
-// of the cluster.
+// Reads from the shared memory of block `rank` of the cluster, at the offset of `shared` in this
+// thread block's memory.
 __device__ __forceinline__ uint4 load_of_cluster(const uint4* shared, uint32_t rank) {
 #ifdef KV_HAS_CLUSTERS
   const auto own = static_cast<uint32_t>(__cvta_generic_to_shared(shared));

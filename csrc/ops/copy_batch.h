@@ -1,8 +1,8 @@
-// Copies for a device's copy engines: many per call where the driver supports that, else one per
-// call.
+// Copies with a device's copy engines: many per call if the driver supports batches, otherwise one
+// per call.
 //
-// Needs nothing but the CUDA runtime API, which is included before this header (by ops/device.h; a
-// test puts a scripted one in its place).
+// Needs only the CUDA runtime API, which is included before this header (by ops/device.h; a test
+// substitutes a scripted API).
 #pragma once
 
 #include <atomic>
@@ -17,14 +17,14 @@
 
 namespace kvcache {
 
-// Copies per call, far below the tens of thousands at which drivers were seen to fail
+// Copies per call, far below the tens of thousands at which drivers have failed
 // (vllm-project/vllm#49276).
 constexpr size_t kMaxDescriptors = 4096;
 
-// KVCACHE_BATCH_COPIES=0 switches batched copies off, for drivers that hang or fail in them.
+// KVCACHE_BATCH_COPIES=0 disables batched copies, for drivers that hang or fail in them.
 inline bool batches_switched_on() { return switched_on("KVCACHE_BATCH_COPIES", true); }
 
-// Whether the driver has refused a batch because it supports none; later calls do not try again.
+// Whether the driver has rejected a batch as not supported. Later calls then send no batches.
 inline std::atomic<bool>& driver_has_no_batches() {
   static std::atomic<bool> has_none{false};
   return has_none;
@@ -33,14 +33,14 @@ inline std::atomic<bool>& driver_has_no_batches() {
 class CopyBatch {
  public:
   // `batched`: whether the caller wants batches. `with_host`: one side is host memory. `settled`:
-  // nothing under way writes to the sources, which are host memory.
+  // no work in flight writes to the sources, which are host memory.
   CopyBatch(cudaStream_t stream, bool batched, bool with_host, bool settled = false)
       : stream_(stream),
         with_host_(with_host),
         settled_(settled),
         batched_(batched && batches_switched_on() && batches_possible()),
         copies_(pooled()) {
-    copies_.clear();  // what an earlier failure has left
+    copies_.clear();  // left over from an earlier failure
   }
   CopyBatch(const CopyBatch&) = delete;
   CopyBatch& operator=(const CopyBatch&) = delete;
@@ -52,7 +52,7 @@ class CopyBatch {
     if (copies_.sizes.size() == kMaxDescriptors) flush();
   }
 
-  // Throws std::runtime_error that names the copy which the runtime refuses. Copies before it are
+  // Throws std::runtime_error, which names the copy that the runtime rejects. Earlier copies are
   // launched.
   void flush() {
     if (!flush_batched()) {
@@ -63,7 +63,7 @@ class CopyBatch {
   }
 
  private:
-  // The descriptors of copies, as CUDA takes them: it has read them when its call returns.
+  // Descriptors of copies in CUDA's format. CUDA has read them when its call returns.
   struct Descriptors {
     std::vector<void*> destinations;
     std::vector<const void*> sources;
@@ -76,7 +76,7 @@ class CopyBatch {
     }
   };
 
-  // Kept by each thread, so that their memory grows once. A thread has one batch at a time.
+  // Kept per thread, so that memory is allocated once. A thread has one batch at a time.
   static Descriptors& pooled() {
     static thread_local Descriptors descriptors;
     return descriptors;
@@ -85,16 +85,16 @@ class CopyBatch {
   bool batches_possible() const {
 #if CUDART_VERSION >= 12080
     if (driver_has_no_batches()) return false;
-    if (stream_ == nullptr) return false;  // batches are refused on the legacy default stream
-    // A batch would end the capture of a graph with an error; single copies become its nodes.
+    if (stream_ == nullptr) return false;  // the legacy default stream rejects batches
+    // A batch would invalidate a graph capture; single copies become graph nodes.
     cudaStreamCaptureStatus capture{};
     if (cudaStreamIsCapturing(stream_, &capture) != cudaSuccess) {
       (void)cudaGetLastError();
       return false;
     }
     if (capture != cudaStreamCaptureStatusNone) return false;
-    // Where the device knows registered memory by other addresses (WSL), a batch does not translate
-    // them, and a single copy does (sgl-project/sglang#40232).
+    // On systems with different device addresses for registered memory (WSL), a batch does not
+    // translate addresses, but a single copy does (sgl-project/sglang#40232).
     int device = 0, same_address = 1;
     if (with_host_ &&
         (cudaGetDevice(&device) != cudaSuccess ||
@@ -109,8 +109,8 @@ class CopyBatch {
 #endif
   }
 
-  // Copies with one call. False where the driver has no such call, or refuses copies that single
-  // calls may accept.
+  // Copies with one call. Returns false if the driver has no such call, or rejects copies that
+  // single calls may accept.
   bool flush_batched() {
 #if CUDART_VERSION >= 12080
     auto& [destinations, sources, sizes] = copies_;
@@ -118,8 +118,8 @@ class CopyBatch {
     cudaMemcpyAttributes attributes{};
     attributes.srcAccessOrder =
         settled_ ? cudaMemcpySrcAccessOrderAny : cudaMemcpySrcAccessOrderStream;
-    // A hint that CUDA has since 12.8. Without it, drivers of CUDA 13.1 and later may copy with
-    // kernels, which take multiprocessors away from attention.
+    // A hint available since CUDA 12.8. Without it, drivers of CUDA 13.1 and later may copy with
+    // kernels, which occupy multiprocessors that attention needs.
     if (with_host_) attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
     size_t from_first = 0;
 #if CUDART_VERSION >= 13000
@@ -133,12 +133,12 @@ class CopyBatch {
                              sizes.size(), &attributes, &from_first, 1, &failed, stream_);
 #endif
     if (error == cudaSuccess) return true;
-    (void)cudaGetLastError();  // cleared, so that a later launch does not report it
+    (void)cudaGetLastError();  // clear the error, so that a later launch does not report it
     const bool has_none =
         error == cudaErrorNotSupported || error == cudaErrorCallRequiresNewerDriver;
     if (has_none) driver_has_no_batches() = true;
-    // These errors may concern the batch alone. For InvalidValue, single copies find the copy that
-    // is refused. Repeating copies of the batch does no harm.
+    // These errors may be specific to the batch. For InvalidValue, single copies identify the
+    // rejected copy. Repeating copies of the batch is harmless.
     if (!has_none && error != cudaErrorStreamCaptureUnsupported && error != cudaErrorInvalidValue) {
       throw std::runtime_error("a batch of " + std::to_string(sizes.size()) +
                                " copies failed: " + cudaGetErrorString(error));

@@ -1,4 +1,4 @@
-// Copies pages between a device and the host with the device's copy engines: one descriptor per
+// Copies pages between a device and the host with the device's copy engines, one descriptor per
 // fragment.
 #pragma once
 

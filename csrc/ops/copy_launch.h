@@ -1,9 +1,9 @@
-// One launch of the kernel that copies blocks: the regions and pairs that its parameters hold, and
-// how its warps divide them.
+// One launch of the kernel that copies blocks: the regions and pairs in its parameters, and how its
+// warps divide the work.
 //
-// Each pair's page is cut into chunks, region by region, and a warp copies a chunk at a time:
-// kUnroll vectors per lane, of the width that the region allows. Regions and ids share the
-// parameters' memory, so few regions leave room for many pairs. Ids on the device need no room.
+// The page of each pair is divided into chunks, region by region. A warp copies one chunk at a
+// time: kUnroll vectors per lane, with the width that the region allows. Regions and ids share the
+// parameters' memory, so few regions leave room for many pairs. Ids on the device take no room.
 #pragma once
 
 #include <algorithm>
@@ -27,21 +27,21 @@ struct CopyPair {
   int32_t source, destination;
 };
 
-// The fixed part of the parameters; regions and pairs follow it.
+// The fixed part of the parameters. Regions and pairs follow it.
 struct CopyHead {
   const char* source;
   char* destination;
   int64_t num_sources, num_destinations;
-  const int32_t* pairs;       // on the device; nullptr: they follow the regions
-  FastDivisor page_chunks;    // chunks of a page
-  FastDivisor region_chunks;  // chunks of each region; divisor 0 where they differ
+  const int32_t* pairs;       // on the device; nullptr: after the regions
+  FastDivisor page_chunks;    // chunks per page
+  FastDivisor region_chunks;  // chunks per region; divisor 0 if they differ
   uint32_t num_regions;
-  uint32_t num_tasks;  // pairs times chunks of a page, below 2^31
+  uint32_t num_tasks;  // pairs times chunks per page, below 2^31
 };
 
 template <size_t kBytes>
 struct CopyLaunch {
-  // A region's fields, then its first chunk (low half) and the bytes of its vectors (high half).
+  // A region's fields, its first chunk (low half) and the size of its vectors in bytes (high half).
   static constexpr int64_t kRegionWords = kRegionFields + 1;
   static constexpr int64_t kWords = static_cast<int64_t>((kBytes - sizeof(CopyHead)) / 8);
 
@@ -69,10 +69,11 @@ struct CopyLaunch {
     return {static_cast<int32_t>(ids), static_cast<int32_t>(ids >> 32)};
   }
 
-  // The region that a page's chunk lies in.
+  // The region that contains a chunk of a page.
   KV_HOST_DEVICE uint32_t region_of(uint32_t chunk) const {
     if (head.region_chunks.divisor != 0) return head.region_chunks.divide(chunk);
-    uint32_t low = 0, high = head.num_regions - 1;  // the last one that begins at or before it
+    // The last region that starts at or before the chunk.
+    uint32_t low = 0, high = head.num_regions - 1;
     while (low < high) {
       const uint32_t middle = (low + high + 1) / 2;
       if (first_chunk(middle) <= chunk) {
@@ -96,7 +97,7 @@ struct VectorRegion {
   }
 };
 
-// The regions that have bytes.
+// The regions that are not empty.
 inline std::vector<VectorRegion> vector_regions(const BlockCopy& c) {
   std::vector<VectorRegion> found;
   for (int64_t i = 0; i < c.num_regions; ++i) {
@@ -111,7 +112,7 @@ inline std::vector<VectorRegion> vector_regions(const BlockCopy& c) {
   return found;
 }
 
-// The share of a copy that one launch does.
+// The part of a copy that one launch performs.
 struct CopyShare {
   const VectorRegion* regions;
   int64_t num_regions, first_pair, num_pairs, page_chunks;
@@ -122,11 +123,12 @@ struct CopyShare {
   }
 };
 
-// Calls f(share) for consecutive shares of a copy, each as large as a launch's parameters hold.
+// Calls f(share) for consecutive shares of a copy, each as large as the parameters of a launch
+// allow.
 template <size_t kBytes, class F>
 void for_each_share(const BlockCopy& c, const std::vector<VectorRegion>& regions, F&& f) {
   using Launch = CopyLaunch<kBytes>;
-  // At least half of the parameters is left for pairs that travel there.
+  // At least half of the parameters is reserved for pairs, if they are passed there.
   const int64_t most_regions = Launch::kWords / Launch::kRegionWords / (c.pairs_on_cpu ? 2 : 1);
   const auto num_regions = static_cast<int64_t>(regions.size());
   for (int64_t region = 0; region < num_regions; region += most_regions) {

@@ -7,9 +7,9 @@
 
 namespace kvcache {
 
-constexpr int32_t kCleared = -1;  // a source id: the destination is filled with zeros
+constexpr int32_t kCleared = -1;  // as a source id: fills the destination with zeros
 
-// One region on both sides: a row of the op's table, passed to a kernel as it is.
+// One region on both sides: a row of the op's table, passed to a kernel unchanged.
 struct CopyRegion {
   int64_t source, source_stride;  // bytes: offset of page 0 in the tensor, distance between pages
   int64_t destination, destination_stride;
@@ -22,12 +22,12 @@ constexpr int64_t kRegionFields = 5;
 static_assert(sizeof(CopyRegion) == kRegionFields * sizeof(int64_t), "a row of the op's table");
 
 // The engine that copies between a device and the host. kSingle is the copy engine with one call
-// per fragment. kBatchOfSettled is kBatch of a source that nothing under way writes to: it may be
-// read from the call on, before the stream's earlier work has run.
+// per fragment. kBatchOfSettled is kBatch for a source that no work in flight writes to: it may be
+// read immediately, before earlier work of the stream has run.
 enum class CopyEngine : int64_t { kKernel = 0, kBatch = 1, kSingle = 2, kBatchOfSettled = 3 };
 
 struct BlockCopy {
-  const char* source;  // nullptr where only zeros are written
+  const char* source;  // nullptr if only zeros are written
   char* destination;
   const CopyRegion* regions;  // on the CPU
   int64_t num_regions;
@@ -36,8 +36,8 @@ struct BlockCopy {
   int64_t num_pairs;
   int64_t num_sources, num_destinations;  // pages
   CopyEngine engine;
-  int64_t pages_per_run;      // host pages that were pinned with one call; 0: all
-  int64_t num_thread_blocks;  // of the kernel; 0: chosen by the direction
+  int64_t pages_per_run;      // host pages pinned with one call; 0: all
+  int64_t num_thread_blocks;  // of the kernel; 0: chosen by direction
   bool within;                // both sides share pages
 
   const char* from(const CopyRegion& r, int64_t page) const {

@@ -1,4 +1,4 @@
-// Helpers of every .cu file, for nvcc and for the emulation: launches on torch's current stream,
+// Helpers for all .cu files, for nvcc and for the emulation: launches on torch's current stream,
 // the device guard, and the search for invalid values in device memory.
 #pragma once
 
@@ -21,14 +21,14 @@
 #ifdef __CUDACC__
 #include "ops/kernel_list.h"
 #define KV_DYN_SHARED(T, name) extern __shared__ T name[]
-// `kernel` is a constant, not a variable.
+// `kernel` must be a constant, not a variable.
 #define KV_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   do {                                                            \
     ::kvcache::list_kernel<(kernel)>();                           \
     (kernel)<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__); \
     STD_CUDA_KERNEL_LAUNCH_CHECK();                               \
   } while (0)
-// The same in clusters of `cluster` thread blocks along x.
+// Like KV_LAUNCH, in clusters of `cluster` thread blocks along x.
 #define KV_LAUNCH_CLUSTERS(kernel, grid, block, shared_bytes, stream, cluster, ...)                \
   do {                                                                                             \
     ::kvcache::list_kernel<(kernel)>();                                                            \
@@ -39,8 +39,8 @@
 #define KV_REGISTER_CUDA(op, function) \
   STABLE_TORCH_LIBRARY_IMPL(kvcache, CUDA, m) { m.impl(op, TORCH_BOX(&function)); }
 #elif defined(KVCACHE_GPULESS)
-// The runtime without a GPU launches kernels by name, so this build only registers them. Hence
-// `kernel` is a constant, not a variable.
+// The runtime without a GPU launches kernels by name, so this build only registers them. `kernel`
+// must therefore be a constant, not a variable.
 #include "emul/runtime/bind.h"
 #define KV_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   (void)::kvcache::gpuless::Registered<(kernel)>::done
@@ -62,7 +62,7 @@
 
 namespace kvcache {
 
-// Makes the device of a tensor current, and holds torch's current stream on it.
+// Makes a tensor's device current, and holds torch's current stream of that device.
 #ifdef __CUDACC__
 struct OnDevice {
   explicit OnDevice(const Tensor& t) : index(t.get_device_index()), guard(index) {
@@ -101,8 +101,8 @@ void launch_clusters(Kernel* kernel, dim3 grid, dim3 block, size_t shared_bytes,
 }
 #endif
 
-// KVCACHE_CHECKED=1: values that live on the device are checked before a kernel uses them, at the
-// price of a synchronisation. Otherwise kernels skip what is out of range.
+// With KVCACHE_CHECKED=1, values in device memory are checked before a kernel uses them, at the
+// cost of a synchronization. Otherwise kernels skip values out of range.
 inline bool checked_mode() { return switched_on("KVCACHE_CHECKED"); }
 
 template <class Bad>
@@ -124,7 +124,7 @@ class DeviceNumber {
   void* memory_ = nullptr;
 };
 
-// The checked mode waits for the device, which a capture does not allow.
+// The checked mode waits for the device, which is not allowed during a capture.
 inline void check_not_capturing([[maybe_unused]] cudaStream_t stream) {
 #ifdef __CUDACC__
   cudaStreamCaptureStatus capture{};
@@ -137,7 +137,7 @@ inline void check_not_capturing([[maybe_unused]] cudaStream_t stream) {
 #endif
 }
 
-// The smallest i < n with bad(i), or -1. Synchronises: for the checked mode only.
+// The smallest i < n with bad(i), or -1. Synchronizes, so it is used only in checked mode.
 template <class Bad>
 int64_t first_bad_on_device(const Bad& bad, int64_t n, cudaStream_t stream) {
   if (n == 0) return -1;
@@ -154,7 +154,7 @@ int64_t first_bad_on_device(const Bad& bad, int64_t n, cudaStream_t stream) {
   return found == ~0ull ? -1 : static_cast<int64_t>(found);
 }
 
-// One value of a device array, for an error message. Synchronises.
+// One value of a device array, for an error message. Synchronizes.
 template <class T>
 T fetch(const T* device_pointer, cudaStream_t stream) {
   T value;

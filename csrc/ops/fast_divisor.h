@@ -1,4 +1,4 @@
-// Division by a number that is known in advance.
+// Division by a number known in advance.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace kvcache {
 
-// Divides dividends in [0, 2^31) by a divisor known in advance, with one multiplication.
+// Divides numbers in [0, 2^31) by a fixed divisor, with one multiplication.
 struct FastDivisor {
   uint32_t divisor, magic, shift;
 
@@ -16,8 +16,9 @@ struct FastDivisor {
   }
 };
 
-// With 2^s >= d, magic = ceil(2^(31 + s) / d) fits 32 bits. The error of magic / 2^(31 + s) against
-// 1 / d is below 2^-(31 + s); times a dividend below 2^31 it never reaches the next multiple.
+// With 2^s >= d, magic = ceil(2^(31 + s) / d) fits into 32 bits. magic / 2^(31 + s) exceeds 1 / d
+// by less than 2^-(31 + s). Multiplied by a dividend below 2^31, the error never reaches the next
+// multiple.
 inline FastDivisor fast_divisor(int64_t divisor) {
   uint32_t bits = 0;
   while ((int64_t{1} << bits) < divisor) ++bits;

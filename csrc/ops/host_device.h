@@ -1,4 +1,4 @@
-// Marks functions that the CPU op and the CUDA kernel share: compiled for both.
+// Marks functions shared by the CPU op and the CUDA kernel, compiled for both.
 #pragma once
 
 #include <cstdint>

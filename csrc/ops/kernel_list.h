@@ -1,5 +1,5 @@
-// A list of every kernel that this library can launch, so that all can be loaded in advance. CUDA
-// loads a kernel at its first launch, and older drivers cannot do that while a graph is captured.
+// A list of all kernels of this library, so that they can be loaded in advance. CUDA loads a kernel
+// at its first launch, which older drivers do not support during a graph capture.
 #pragma once
 
 #include <vector>
@@ -17,7 +17,7 @@ struct ListedKernel {
       (kernel_list().push_back(reinterpret_cast<const void*>(kKernel)), true);
 };
 
-// A use of this template lists the kernel when the library is loaded.
+// Using this template adds the kernel to the list when the library is loaded.
 template <auto kKernel>
 void list_kernel() {
   (void)&ListedKernel<kKernel>::listed;

@@ -1,8 +1,8 @@
-// Ids for a kernel: in device memory, or from the host in the launch's parameters.
+// Ids for a kernel: in device memory, or passed by the host in the launch parameters.
 //
-// The launch itself copies its parameters. So no buffer must be kept until the kernel has run, no
-// copy is waited for, and a captured graph keeps the ids it was captured with. Parameters are
-// bounded, so a call with more ids needs several launches.
+// The launch copies its parameters. No buffer must therefore outlive the call, no copy must
+// complete first, and a captured graph keeps the ids it was captured with. The size of parameters
+// is limited, so a call with more ids needs several launches.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -16,7 +16,7 @@
 #include "ops/host_device.h"
 
 #ifdef __CUDACC__
-// Marks a struct that stays in the parameters' memory though it is indexed at run time.
+// Marks a struct that stays in parameter memory although it is indexed at run time.
 #define KV_PARAMETER __grid_constant__ const
 #else
 #define KV_PARAMETER const
@@ -24,8 +24,8 @@
 
 namespace kvcache {
 
-// Every driver accepts kSmallParameterBytes. From CUDA 12.1 and its driver (R530) on, the limit is
-// 32,764 bytes on sm_70 and newer.
+// Every driver accepts kSmallParameterBytes. With CUDA 12.1 and its driver (R530) or later, the
+// limit is 32,764 bytes on sm_70 and newer.
 constexpr size_t kSmallParameterBytes = 4096;
 #if defined(__CUDACC__) && CUDART_VERSION < 12010
 constexpr size_t kLargeParameterBytes = kSmallParameterBytes;
@@ -33,7 +33,7 @@ constexpr size_t kLargeParameterBytes = kSmallParameterBytes;
 constexpr size_t kLargeParameterBytes = 32760;
 #endif
 
-// Whether the driver accepts the larger size. KVCACHE_SMALL_PARAMETERS=1 says that it does not.
+// Whether the driver accepts the larger size. KVCACHE_SMALL_PARAMETERS=1 disables the larger size.
 inline bool takes_large_parameters() {
 #ifdef __CUDACC__
   static const bool by_driver = [] {
@@ -47,8 +47,8 @@ inline bool takes_large_parameters() {
   return by_driver && !switched_on("KVCACHE_SMALL_PARAMETERS");
 }
 
-// Whether the ids came from the host. Under emulation all do; KVCACHE_EMUL_DEVICE_IDS=1 treats them
-// as device ids.
+// Whether the ids are on the host. Under emulation, all ids are; KVCACHE_EMUL_DEVICE_IDS=1 treats
+// them as device ids.
 inline bool ids_on_host(const Tensor& ids) {
 #ifdef __CUDACC__
   return ids.is_cpu();
@@ -68,7 +68,8 @@ struct LaunchIds {
   }
 };
 
-// The int32 ids [first, first + n) for one launch; `is_cpu` says where the ids' tensor lies.
+// The int32 ids [first, first + n) for one launch. `is_cpu`: whether the tensor of ids is on the
+// CPU.
 template <int kCapacity>
 LaunchIds<kCapacity> launch_ids(const int32_t* ids, bool is_cpu, int64_t first, int64_t n) {
   LaunchIds<kCapacity> taken{};

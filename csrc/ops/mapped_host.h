@@ -1,5 +1,5 @@
-// The device's addresses of pinned host memory. On most systems they equal the host's. Where they
-// do not (WSL, sgl-project/sglang#40232), each pinned range has its own.
+// Device addresses of pinned host memory. On most systems, they equal the host addresses. On others
+// (WSL, sgl-project/sglang#40232), each pinned range has its own device address.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace kvcache {
 
-// The driver's answer to the question below.
+// Queries the driver for shift_to_device.
 inline std::optional<int64_t> ask_shift_to_device(const char* host) {
   cudaPointerAttributes attributes{};
   const cudaError_t error = cudaPointerGetAttributes(&attributes, host);
@@ -26,21 +26,21 @@ inline std::optional<int64_t> ask_shift_to_device(const char* host) {
   return static_cast<const char*>(attributes.devicePointer) - host;
 }
 
-// The difference between the device's and the host's address of pinned memory; nullopt for memory
-// that is not pinned. `device` is current.
+// The device address minus the host address of pinned memory; nullopt for memory that is not
+// pinned. `device` must be current.
 inline std::optional<int64_t> shift_to_device(int32_t device, const char* host) {
   return PinnedRanges::instance().shift(device, host, ask_shift_to_device);
 }
 
-// A kernel cannot reach memory that is not pinned.
+// A kernel cannot access memory that is not pinned.
 [[noreturn]] inline void fail_pageable(const std::string& name) {
   fail(name +
        " is host memory that is not pinned: expected pinned memory for engine 0 (kernel), or "
        "engine 1 (copy engine)");
 }
 
-// Calls copy(part) for parts of `c` whose host side, source or destination, is given by the
-// device's addresses.
+// Calls copy(part) for parts of `c` whose host side, source or destination, is given by device
+// addresses.
 template <class Copy>
 void with_mapped_host(const BlockCopy& c, bool is_source, int32_t device, Copy&& copy) {
   const std::string name = is_source ? "src" : "dst";
@@ -61,8 +61,8 @@ void with_mapped_host(const BlockCopy& c, bool is_source, int32_t device, Copy&&
     return is_source ? r.source + page * r.source_stride
                      : r.destination + page * r.destination_stride;
   };
-  // Each region may be separate memory (`Pages.over`). One that is not pinned is refused here: a
-  // kernel that reads it would break the process's CUDA context.
+  // Each region may be separate memory (`Pages.over`). A region that is not pinned is rejected
+  // here: a kernel that reads it would break the CUDA context of the process.
   bool is_one_range = true;
   for (int64_t i = 0; i < c.num_regions; ++i) {
     const std::optional<int64_t> of_region =

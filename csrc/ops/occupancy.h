@@ -1,5 +1,5 @@
-// How many thread blocks of a kernel a device runs at once. A grid of so many, whose blocks take
-// their tasks in turns, has no second, half-empty round.
+// How many thread blocks of a kernel can be resident on a device. A grid of this size, whose blocks
+// loop over their tasks, has no half-empty last wave.
 #pragma once
 
 #include <array>
@@ -10,11 +10,11 @@
 
 namespace kvcache {
 
-// The thread blocks of `kKernel`, of kThreads threads and without dynamic shared memory, that the
-// device runs at once; at least 1. Asked once per kernel and device.
+// The number of resident thread blocks of `kKernel` with kThreads threads and without dynamic
+// shared memory, at least 1. Queried once per kernel and device.
 template <auto kKernel, int kThreads>
 int64_t resident_blocks(const OnDevice& device) {
-  static std::array<std::atomic<int32_t>, 64> known{};  // by device; 0: not asked yet
+  static std::array<std::atomic<int32_t>, 64> known{};  // by device; 0: not queried yet
   const auto index = static_cast<size_t>(device.index);
   if (index < known.size()) {
     if (const int32_t blocks = known[index].load(std::memory_order_relaxed)) return blocks;

@@ -1,4 +1,4 @@
-// The host memory that this library has pinned, and the device's addresses of it.
+// Host memory pinned by this library, and its device addresses.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,9 @@
 
 namespace kvcache {
 
-// Remembers what the driver has said of each pinned range, from the range's registration to its
-// end. A question to the driver takes about a microsecond, and a copy may concern a hundred
-// regions. Memory that others have pinned is not known here: nobody would say when they unpin it.
+// Caches the driver's answer for each pinned range while the range is registered. A query takes
+// about a microsecond, and a copy may have a hundred regions. Memory pinned by others is not
+// cached, because nothing would report that it was unpinned.
 class PinnedRanges {
  public:
   static PinnedRanges& instance() {
@@ -23,14 +23,15 @@ class PinnedRanges {
     ranges_[begin] = {begin + num_bytes, {}};
   }
 
-  // Called before the range is unpinned.
+  // Must be called before the range is unpinned.
   void remove(const char* begin) {
     const std::lock_guard<std::mutex> lock(mutex_);
     ranges_.erase(begin);
   }
 
-  // What ask(host) says: the device's address of `host` minus the host's, nullopt where it has
-  // none. `ask` is called once per range and device, and for every address outside of all ranges.
+  // The result of ask(host): the device address of `host` minus the host address, or nullopt
+  // without a device address. `ask` is called once per range and device, and for every address
+  // outside all ranges.
   template <class Ask>
   std::optional<int64_t> shift(int32_t device, const char* host, Ask&& ask) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -50,7 +51,7 @@ class PinnedRanges {
   };
 
   std::mutex mutex_;
-  std::map<const char*, Range> ranges_;  // by their first byte
+  std::map<const char*, Range> ranges_;  // by first byte
 };
 
 }  // namespace kvcache

@@ -1,9 +1,8 @@
-// Conversions between fp8 and the dtypes of tokens, equal to PyTorch's bit by bit, except for the
-// sign of NaN.
+// Conversions between fp8 and the dtypes of tokens, bitwise equal to PyTorch's, except for the sign
+// of NaN.
 //
-// An fp8 value is token / scale. Every branch is a choice between two numbers, so that compilers
-// can vectorize a loop over them. From compute capability 8.9 on there is an instruction for each
-// conversion.
+// An fp8 value is token / scale. Every branch selects between two numbers, so that compilers can
+// vectorize loops. From compute capability 8.9 on, each conversion is one instruction.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -23,15 +22,15 @@ namespace kvcache {
 
 constexpr uint32_t kFloatMantissa = 23, kFloatBias = 127, kFloatInfinity = 0xFFu << kFloatMantissa;
 
-// Returns a where `condition` holds, else b, without a branch.
+// Returns a if `condition` is true, otherwise b, without a branch.
 KV_HOST_DEVICE uint32_t choose(bool condition, uint32_t a, uint32_t b) {
   const uint32_t mask = 0u - static_cast<uint32_t>(condition);
   return (a & mask) | (b & ~mask);
 }
 
-// A floating-point format stored in `Bits`: a sign, an exponent, `mantissa` bits. Magnitudes from
-// `special` on are infinite or NaN. A value above `most` (the bits of a float) becomes `most`; NaN
-// becomes `nan`.
+// A floating-point format stored in `Bits`: a sign, an exponent and `mantissa` bits. Magnitudes
+// from `special` on are infinite or NaN. A value above `most` (the bits of a float) becomes `most`;
+// NaN becomes `nan`.
 template <class Bits, uint32_t mantissa, uint32_t bias, uint32_t special, uint32_t most,
           uint32_t nan>
 struct SmallFloat {
@@ -41,14 +40,14 @@ struct SmallFloat {
   static constexpr uint32_t kSmallestNormal = kRebias + (1u << kFloatMantissa);
   static constexpr uint32_t kStep = kSmallestNormal - (mantissa << kFloatMantissa);
 
-  // Nearest, ties to even.
+  // Rounds to nearest, ties to even.
   KV_HOST_DEVICE static Bits encode(float x) {
     const uint32_t sign = bits_of(x) >> 31 << kSignBit;
     const uint32_t magnitude = bits_of(x) & 0x7FFFFFFFu;
     const uint32_t finite = choose(magnitude < most, magnitude, most);
     const uint32_t odd = finite >> kDropped & 1;
     const uint32_t normal = (finite - kRebias + odd + (1u << (kDropped - 1)) - 1) >> kDropped;
-    // Adding a float whose last bit is one subnormal step rounds to multiples of that step.
+    // Adding a float whose last bit is one subnormal step rounds to multiples of this step.
     constexpr uint32_t kSteps = kStep + (kFloatMantissa << kFloatMantissa);
     const uint32_t subnormal = bits_of(float_of(finite) + float_of(kSteps)) - kSteps;
     const uint32_t number = choose(finite < kSmallestNormal, subnormal, normal);
@@ -78,7 +77,7 @@ KV_HOST_DEVICE float widen(c10::Half x) {
 #if defined(__CUDA_ARCH__)
   return static_cast<float>(x);
 #else
-  return IeeeHalf::decode(x.x);  // torch's own has a branch
+  return IeeeHalf::decode(x.x);  // torch's conversion has a branch
 #endif
 }
 
@@ -92,7 +91,8 @@ KV_HOST_DEVICE void narrow(float x, c10::Half& out) {
 #endif
 }
 
-// Two numbers to their fp8 codes and back, with one instruction. The first is in the low byte.
+// Converts two numbers to fp8 codes and back with one instruction. The first number is in the low
+// byte.
 template <class Format>
 KV_HOST_DEVICE uint16_t encode_pair(float first, float second) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
@@ -116,7 +116,7 @@ KV_HOST_DEVICE void decode_pair(uint16_t codes, float& first, float& second) {
 #endif
 }
 
-// `Element` is float, Half or BFloat16. Computes in float32, with a true division.
+// `Element` is float, Half or BFloat16. Computes in float32 with a true division.
 template <class Format, class Element>
 KV_HOST_DEVICE void quantize(Element x, float scale, uint8_t& out) {
   const float quotient = widen(x) / scale;

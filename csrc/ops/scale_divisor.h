@@ -1,9 +1,9 @@
-// Division by a scale without dividing each element, for values that become fp8.
+// Division by a scale without a division per element, for values that are converted to fp8.
 //
-// The result has to be the fp8 code that a true division gives, and the code changes at few
-// quotients only: at numbers M of at most 5 significant bits, halfway between two codes. So for
-// elements of 16 bits it is enough to round correctly near these M; float32 elements take one more
-// correction, which gives the true quotient. Proofs below; checked by tests/test_fp8_exact.py.
+// The result must yield the same fp8 code as a true division. The code changes only at quotients M
+// with at most 5 significant bits, halfway between two codes. For 16-bit elements, correct rounding
+// near these M is therefore sufficient. float32 elements take one more correction, which gives the
+// true quotient. The proofs are below; tests/test_fp8_exact.py checks them.
 #pragma once
 
 #include <cmath>
@@ -18,7 +18,7 @@ namespace kvcache {
 // a * b + c, rounded once.
 KV_HOST_DEVICE float fused(float a, float b, float c) { return fmaf(a, b, c); }
 
-// `Element` is the dtype that is divided: float, Half or BFloat16.
+// `Element` is the dtype of the dividend: float, Half or BFloat16.
 //
 // With u = 2^-24 and scale s: `high_` is 1 / s rounded towards zero and `low_` is the rest of it,
 // enlarged by 2^-46 of `high_`. So x * high_ and x * low_ have the sign of x / s, also where x is
@@ -51,12 +51,12 @@ class ScaleDivisor {
   KV_HOST_DEVICE float scale() const { return scale_; }
 
   // Whether the proofs hold: no intermediate value overflows or becomes subnormal. They do not hold
-  // for zero, infinity, NaN or a negative scale; the caller then divides.
+  // for zero, infinity, NaN or a negative scale; the caller then uses a true division.
   KV_HOST_DEVICE bool is_exact() const {
     return bits_of(scale_) - kSmallest <= kLargest - kSmallest;
   }
 
-  // A number that encodes as x / scale does: the same fp8 code, sign, infinity or NaN.
+  // Returns a number with the same fp8 code, sign, infinity or NaN as x / scale.
   KV_HOST_DEVICE float divide(float x) const {
     const float quotient = fused(x, high_, x * low_);
     if constexpr (std::is_same_v<Element, float>) {
@@ -71,7 +71,7 @@ class ScaleDivisor {
  private:
   static constexpr uint32_t kSmallest = 0x17800000u;  // 2^-80
   static constexpr uint32_t kLargest = 0x67800000u;   // 2^80
-  static constexpr float kBeyondFp8 = 0x1p20f;        // from here on every quotient saturates
+  static constexpr float kBeyondFp8 = 0x1p20f;        // every larger quotient saturates
 
   float scale_, nearest_, high_, low_;
 };

@@ -8,14 +8,14 @@ namespace kvcache {
 namespace {
 
 constexpr unsigned kThreads = 256;
-constexpr unsigned kStarts = 4 * kThreads;  // entries of query_start_loc that a thread block holds
+constexpr unsigned kStarts = 4 * kThreads;  // entries of query_start_loc per thread block
 
-// Finds requests as SlotMapping::request_of does, by every `step`-th entry of query_start_loc in
-// shared memory. All of these are read at once; a search in device memory would wait for one entry
-// after the other.
+// Finds requests like SlotMapping::request_of, with every `step`-th entry of query_start_loc in
+// shared memory. These entries are loaded at once; a search in device memory would wait for one
+// entry after another.
 class RequestFinder {
  public:
-  // All threads of the block call this.
+  // Must be called by all threads of the block.
   __device__ RequestFinder(const SlotMapping& m, int32_t* starts) : m_(m), starts_(starts) {
     step_ = static_cast<uint32_t>((m.num_requests + kStarts - 1) / kStarts);
     if (step_ > 0) end_ = m.query_start[m.num_requests];
@@ -38,12 +38,12 @@ class RequestFinder {
  private:
   const SlotMapping& m_;
   const int32_t* starts_;
-  uint32_t step_;  // 0: there are no requests
+  uint32_t step_;  // 0 without requests
   int32_t end_ = 0;
 };
 
 // One thread per output entry of a group (y): first the tokens, then the entries after the last
-// token. Parallel over tokens, so that long and short requests are equal.
+// token. Parallelism over tokens makes long and short requests equally fast.
 template <class Slot, bool kByRequest>
 __global__ void __launch_bounds__(kThreads) slot_mapping_kernel(const SlotMapping m) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(kThreads) slot_mapping_kernel(const SlotMappin
   const int g = static_cast<int>(blockIdx.y);
   int64_t slot = kNoSlot;
   if (row >= 0 && !m.bad_row(row) && !m.outside(position)) {
-    // Only this group's length of the row counts: other groups may hold a block for the position.
-    // The entry is read before the length is compared, so that both arrive together.
+    // Only this group's row length counts: other groups may hold a block for the position. The
+    // entry is loaded before the length is compared, so that both loads overlap.
     const int64_t num_held = m.counts == nullptr ? INT64_MAX : m.num_held(g, row);
     slot = m.slot(g, row, position);
     if (position >= num_held) slot = kNoSlot;

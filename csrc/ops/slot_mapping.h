@@ -1,8 +1,8 @@
 // Slot mapping: the slot of each token's KV in the paged cache, for all groups in one call.
 //
-// The row of a token is given per token, or per request with the index where each request's tokens
-// begin. Row -1 is a dummy request. Tokens of dummy requests, tokens that another context-parallel
-// rank holds, and entries after the last token get slot -1, which every reader and writer skips.
+// Rows are given per token, or per request with the start index of each request's tokens. Row -1 is
+// a dummy request. Tokens of dummy requests, tokens on another context-parallel rank, and entries
+// after the last token get slot -1, which every reader and writer skips.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -72,7 +72,7 @@ inline SlotMapping checked_slot_mapping(const Tensor& tables, const Tensor& grou
   return m;
 }
 
-// Throws for token i. The row and position are arguments, because they may have come from a device.
+// Throws for token i. Row and position are arguments, because they may come from a device.
 [[noreturn]] inline void fail_slot_mapping(const SlotMapping& m, int64_t i, int32_t row,
                                            int64_t position) {
   fail(wrong_token(m, i, row, position));

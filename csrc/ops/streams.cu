@@ -1,8 +1,8 @@
-// Ops for streams, events, pinning and kernel loading that torch does not offer: polling and
-// pinning that disturb no capture, separate streams, and loading of all kernels before a capture.
+// Ops for streams, events, pinning and kernel loading that torch lacks: polling and pinning that do
+// not disturb captures, separate streams, and loading of all kernels before a capture.
 //
-// These ops take no tensors, so they have no device's dispatch key. Only the CUDA library has them.
-// Handles of events and streams are their addresses.
+// These ops take no tensors, so they have no dispatch key of a device. Only the CUDA library has
+// them. Handles of events and streams are their addresses.
 #include "ops/device.h"
 #include "ops/pinned_ranges.h"
 
@@ -11,10 +11,10 @@
 namespace kvcache {
 namespace {
 
-// While this lives, the calling thread's calls invalidate no capture, of this or another thread.
+// While this object exists, calls of the current thread do not invalidate captures of any thread.
 //
-// The thread-local mode would not suffice, because a thread that captures may poll as well. The
-// calls made here do not touch captured work.
+// The thread-local mode would not suffice, because a capturing thread may poll as well. The calls
+// made here do not touch captured work.
 class OutsideCapture {
  public:
   OutsideCapture() { exchange(); }
@@ -34,8 +34,7 @@ torch::stable::accelerator::DeviceGuard guard_for(int64_t device) {
       static_cast<torch::stable::accelerator::DeviceIndex>(device));
 }
 
-// Pins host memory for all devices, so that kernels can access it. Returns the CUDA error, 0 for
-// none.
+// Pins host memory for all devices, so that kernels can access it. Returns the CUDA error, or 0.
 int64_t host_register(int64_t device, int64_t address, int64_t num_bytes) {
   const auto guard = guard_for(device);
   const OutsideCapture outside;
@@ -50,7 +49,7 @@ int64_t host_register(int64_t device, int64_t address, int64_t num_bytes) {
   return error;
 }
 
-// Undoes host_register. Returns the CUDA error, 0 for none.
+// Undoes host_register. Returns the CUDA error, or 0.
 int64_t host_unregister(int64_t device, int64_t address) {
   const auto guard = guard_for(device);
   const OutsideCapture outside;
@@ -60,7 +59,7 @@ int64_t host_unregister(int64_t device, int64_t address) {
   return error;
 }
 
-// Whether all work that an event recorded is done.
+// Whether all work recorded by an event is done.
 bool event_query(int64_t event) {
   const OutsideCapture outside;
   const cudaError_t error = cudaEventQuery(reinterpret_cast<cudaEvent_t>(event));
@@ -72,8 +71,8 @@ bool event_query(int64_t event) {
   return true;
 }
 
-// A stream of the highest priority that does not wait for the null stream. Its launches are small,
-// and other streams go on computing.
+// Creates a stream of the highest priority that does not wait for the null stream. Its launches are
+// small, so other streams continue to compute.
 int64_t stream_create(int64_t device) {
   const auto guard = guard_for(device);
   const OutsideCapture outside;
@@ -101,7 +100,7 @@ void stream_destroy(int64_t device, int64_t stream) {
   }
 }
 
-// Loads every kernel of this library on the device; returns how many.
+// Loads every kernel of this library on the device, and returns their number.
 int64_t load_kernels(int64_t device) {
   const auto guard = guard_for(device);
   const OutsideCapture outside;
@@ -112,7 +111,8 @@ int64_t load_kernels(int64_t device) {
   return static_cast<int64_t>(kernel_list().size());
 }
 
-// The CUDA version that this library was compiled with, and the newest that the driver knows.
+// The CUDA version that this library was compiled with, and the newest version that the driver
+// supports.
 int64_t compiled_version() { return CUDART_VERSION; }
 
 int64_t driver_version() {

@@ -1,4 +1,4 @@
-// Switches: environment variables that are on or off.
+// Switches: boolean environment variables.
 #pragma once
 
 #include <cctype>
@@ -7,8 +7,8 @@
 
 namespace kvcache {
 
-// Whether a variable is switched on; `otherwise` where it is unset or empty. 0, false, off and no,
-// in upper or lower case, switch it off. Any other value switches it on.
+// Whether a variable is on, or `otherwise` if it is unset or empty. The values 0, false, off and
+// no, in upper or lower case, turn it off. Any other value turns it on.
 inline bool switched_on(const char* name, bool otherwise = false) {
   const char* value = std::getenv(name);
   if (value == nullptr || value[0] == '\0') return otherwise;

@@ -1,4 +1,4 @@
-// The cache groups of a worker's tables, as arguments of ops.
+// The cache groups of a worker's tables as op arguments.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -11,7 +11,7 @@
 
 namespace kvcache {
 
-// Reads the argument `groups`, int64[num_groups, kNumFields] on the CPU.
+// Checks and reads the argument `groups`, int64[num_groups, kNumFields] on the CPU.
 inline TableGroups checked_groups(const Tensor& groups, const Tensor& tables, int64_t num_rows) {
   check_dim(tables, "tables", 1, "[entries of all tables]");
   check_dtype(tables, "tables", {ScalarType::Int});
@@ -53,7 +53,7 @@ inline TableGroups checked_groups(const Tensor& groups, const Tensor& tables, in
     require(fields[kWindow] >= 0 && fields[kWindow] <= kMost, kWindow, "window", "0 or more");
     require(fields[kCountsRow] >= 0 && fields[kCountsRow] <= kMost, kCountsRow, "row of counts",
             "0 or more");
-    // Products below cannot overflow: each factor is under 2^31.
+    // The products below cannot overflow, because each factor is below 2^31.
     require(fields[kOffset] >= 0 && columns <= tables.numel() / num_rows &&
                 fields[kOffset] <= tables.numel() - num_rows * columns,
             kOffset, "offset", "a table that lies within tables");
@@ -64,7 +64,7 @@ inline TableGroups checked_groups(const Tensor& groups, const Tensor& tables, in
   return out;
 }
 
-// Checks the argument `num_blocks_per_row`: the entries that each row of each group holds.
+// Checks the argument `num_blocks_per_row`, the number of entries of each row in each group.
 inline void check_counts(const Tensor& counts, const TableGroups& groups, const Tensor& tables) {
   check_dim(counts, "num_blocks_per_row", 2, "[num_groups, num_rows]");
   check_dtype(counts, "num_blocks_per_row", {ScalarType::Int});

@@ -1,4 +1,4 @@
-// Device-resident block tables: updating them, and gathering rows in batch order.
+// Device-resident block tables: updates, and gathering rows in batch order.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace kvcache {
 
-// The buffer that `HostTables::pack` wrote: [number of segments, (start, length, index of the
+// The buffer written by `HostTables::pack`: [number of segments, (start, length, index of the
 // values) each, values].
 struct TableUpdate {
   int32_t* tables;
@@ -19,7 +19,8 @@ struct TableUpdate {
 
   KV_HOST_DEVICE int64_t num_segments() const { return updates[0]; }
   KV_HOST_DEVICE const int32_t* segment(int64_t s) const { return updates + 1 + 3 * s; }
-  // Whether segment s lies outside the tables or the buffer; segment -1 stands for their number.
+  // Whether segment s lies outside the tables or the buffer. Segment -1 stands for the number of
+  // segments.
   KV_HOST_DEVICE bool bad_segment(int64_t s) const {
     const int32_t* place = segment(s);
     return place[0] < 0 || place[1] < 0 || place[2] < 0 || int64_t{place[0]} + place[1] > num_ids ||
@@ -52,8 +53,8 @@ inline TableUpdate checked_table_update(const Tensor& tables, const Tensor& upda
   fail("segment " + std::to_string(s) + " of updates lies outside the tables or the buffer");
 }
 
-// A row of one group's table as it is written in batch order: null in the first `hidden` columns,
-// which lie before the window, then the ids. A padded row is null in all columns.
+// A row of one group's table in batch order: null in the first `hidden` columns, which lie before
+// the window, then the ids. A padded row is null in all columns.
 struct GatheredRow {
   const int32_t* from;
   int32_t* to;
@@ -68,8 +69,8 @@ struct TableGather {
   const int32_t* idx_mapping;   // [num_out_rows]; -1: a padded row
   const int32_t* num_computed;  // [num_out_rows] tokens before the row's first query, or null
   int64_t num_out_rows;
-  int64_t max_num_tokens;  // columns beyond those of this many tokens are not written
-  int32_t* out;            // laid out as tables
+  int64_t max_num_tokens;  // columns beyond this number of tokens are not written
+  int32_t* out;            // same layout as tables
 
   KV_HOST_DEVICE int64_t num_columns(int g) const {
     return groups.group[g].num_columns_for(max_num_tokens);
@@ -78,7 +79,7 @@ struct TableGather {
     const TableGroupView& group = groups.group[g];
     const int32_t row = idx_mapping[i];
     const auto columns = static_cast<int32_t>(num_columns(g));
-    int64_t hidden = columns;  // a padded row, or one out of range (see checked_mode)
+    int64_t hidden = columns;  // a padded row, or a row out of range (see checked_mode)
     if (row >= 0 && row < groups.num_rows) {
       hidden = num_computed != nullptr ? group.num_hidden_columns(num_computed[i]) : 0;
     }
@@ -135,7 +136,7 @@ inline TableGather checked_table_gather(const Tensor& tables, const Tensor& grou
   return m;
 }
 
-// Whether entry i of idx_mapping names no row.
+// Whether entry i of idx_mapping is not a row.
 struct BadIndex {
   const int32_t* idx_mapping;
   int32_t num_rows;

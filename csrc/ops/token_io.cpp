@@ -5,8 +5,10 @@
 
 #include <cstring>
 
-// Compiled with and without AVX2, chosen by the processor. AVX2 is twice as fast (AMD EPYC, gcc
-// 12).
+#include "ops/parallel.h"
+
+// Compiled with and without AVX2; the CPU decides which version runs. AVX2 is twice as fast (AMD
+// EPYC, gcc 12).
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
 #define KV_CLONES __attribute__((target_clones("avx2", "default")))
 #else
@@ -17,10 +19,9 @@ namespace kvcache {
 namespace {
 
 constexpr int64_t kCacheLine = 64;
-constexpr int64_t kGrainBytes = 1 << 18;  // per thread; with less, a second thread costs more
+constexpr int64_t kGrainBytes = 1 << 18;  // minimum per thread; smaller shares do not pay off
 
-// Copies in steps of a fixed size: a memcpy of 2 KiB is 5 to 30 % slower (AMD EPYC, gcc 12, glibc
-// 2.36).
+// Copies in fixed-size steps: a memcpy of 2 KiB is 5 to 30 % slower (AMD EPYC, gcc 12, glibc 2.36).
 constexpr size_t kCopyBytes = 1024;
 
 void copy(char* to, const char* from, size_t n) {
@@ -30,7 +31,7 @@ void copy(char* to, const char* from, size_t n) {
   std::memcpy(to, from, n);
 }
 
-// Moves one token of one layer. The token has a slot.
+// Moves one token of one layer. The token must have a slot.
 using Move = void (*)(const TokenPages& p, int64_t layer, int64_t i, int64_t slot);
 
 template <Direction direction>
@@ -57,7 +58,8 @@ KV_CLONES void convert(const TokenPages& p, int64_t layer, int64_t i, int64_t sl
   const int64_t n = p.is_contiguous() ? p.width() : p.head_size;
   char* at = p.token(layer, i);
   auto* page = reinterpret_cast<uint8_t*>(p.page(layer, slot));
-  // Prefetches the heads, which lie apart in HND. Without this, gathering takes twice as long.
+  // Prefetches the heads, which are not contiguous in HND. Without prefetching, gathering takes
+  // twice as long.
   for (int64_t run = 0; run < num_runs; ++run) {
     for (int64_t j = 0; j < n; j += kCacheLine) {
       __builtin_prefetch(page + run * p.page_head_stride + j, direction == Direction::kWrite);
@@ -98,7 +100,7 @@ void clear_token(const TokenPages& p, int64_t layer, int64_t i) {
 template <Direction direction>
 void run(const TokenIo& io) {
   // All tokens are checked before the first write, and before parallel_for, which would drop the
-  // message.
+  // error message.
   for (int64_t i = 0; i < io.num_tokens; ++i) {
     if (io(i)) fail_token_io(io, i, io.slots[i]);
   }
@@ -114,7 +116,7 @@ void run(const TokenIo& io) {
     }
   };
   const int64_t num_moves = io.num_layers * io.num_tokens;
-  torch::stable::parallel_for(0, num_moves, grain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, num_moves, grain, [&](int64_t begin, int64_t end) {
     for (int64_t j = begin; j < end; ++j) {
       const int64_t layer = j / io.num_tokens, i = j % io.num_tokens;
       if (io.k().width() > 0) move(move_k, io.k(), layer, i);

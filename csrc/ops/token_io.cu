@@ -12,12 +12,11 @@ namespace kvcache {
 namespace {
 
 constexpr int64_t kVectorBytes = 16;
-constexpr unsigned kThreads = 128;  // most threads of a thread block
-constexpr uint32_t kMaxShares =
-    32767;  // thread blocks that share a token; grid.y holds K's and V's
+constexpr unsigned kThreads = 128;      // maximum threads per thread block
+constexpr uint32_t kMaxShares = 32767;  // thread blocks per token; grid.y holds those of K and V
 
 // A mover converts vectors between tokens and pages. `Token` and `Page` are the vector types. A
-// thread loads the vectors of `kInFlight` tokens before it stores the first. A mover has one scale.
+// thread loads the vectors of `kInFlight` tokens before the first store. A mover has one scale.
 template <class Vector>
 struct MoveBytes {
   using Token = Vector;
@@ -31,7 +30,7 @@ struct MoveBytes {
   KV_HOST_DEVICE Vector to_token(const Vector& page) const { return page; }
 };
 
-// Converts n elements between a token and a page of fp8.
+// Converts n elements between a token and an fp8 page.
 template <class Element_, int n>
 struct Fp8Vectors {
   using Element = Element_;
@@ -39,8 +38,7 @@ struct Fp8Vectors {
   struct alignas(n * sizeof(Element)) Token {
     Element elements[n];
   };
-  // Codes are handled in pairs where n is above 1: extracting single bytes costs an instruction
-  // each.
+  // Codes are handled in pairs if n is above 1: extracting single bytes costs an instruction each.
   struct alignas(n) Page {
     std::conditional_t<n == 1, uint8_t, uint16_t> codes[(n + 1) / 2];
   };
@@ -52,7 +50,7 @@ struct ToFp8 : Fp8Vectors<Element, n> {
   using typename Fp8Vectors<Element, n>::Token;
   using typename Fp8Vectors<Element, n>::Page;
   using Format = Format_;
-  // Converting a wide vector takes many registers; with two of them there is room for more warps.
+  // Converting a wide vector takes many registers; with two vectors, more warps fit.
   static constexpr unsigned kInFlight = n == 1 ? 4 : 2;
 
   KV_HOST_DEVICE explicit ToFp8(float scale) : divisor(scale) {}
@@ -102,13 +100,13 @@ struct FromFp8 : Fp8Vectors<Element, n> {
   float scale;
 };
 
-// How many vectors a token has, and how many of them are contiguous in the page.
+// The number of vectors per token, and how many of them are contiguous in the page.
 struct Vectors {
   uint32_t total;
   FastDivisor per_run;
 };
 
-// K and V, and how many thread blocks share a token of K; the rest of grid.y share a token of V.
+// K and V, and the number of thread blocks per token of K; the rest of grid.y belongs to V.
 struct TokenLaunch {
   TokenIo io;
   Vectors vectors[2];
@@ -127,7 +125,7 @@ Vectors vectors_of(const TokenPages& p) {
 
 constexpr int64_t kNoSlot = -1, kSkipped = -2;
 
-// The offset of token i, in this slot, within the pages of a layer, or one of the constants above.
+// The offset of token i with this slot within the pages of a layer, or one of the constants above.
 __device__ __forceinline__ int64_t place_of(const TokenIo& io, const TokenPages& p, uint32_t i,
                                             int64_t slot) {
   if (i >= io.num_tokens || slot < -1 || slot >= io.num_slots) {
@@ -136,8 +134,8 @@ __device__ __forceinline__ int64_t place_of(const TokenIo& io, const TokenPages&
   return slot < io.first_slot() ? kNoSlot : p.page_place(slot);
 }
 
-// The places of tokens first, first + blockDim.y, ... All their slots are read before the first one
-// is checked, so that they arrive together.
+// The places of tokens first, first + blockDim.y, ... All slots are loaded before the first one is
+// checked, so that the loads overlap.
 template <unsigned n>
 __device__ __forceinline__ void find_places(const TokenIo& io, const TokenPages& p, uint32_t first,
                                             int64_t (&place)[n]) {
@@ -149,7 +147,7 @@ __device__ __forceinline__ void find_places(const TokenIo& io, const TokenPages&
   for (unsigned u = 0; u < n; ++u) place[u] = place_of(io, p, first + u * blockDim.y, slots[u]);
 }
 
-// Divides the elements of Mover::kInFlight vectors by the scale, for the rare scales that need a
+// Divides the elements of Mover::kInFlight vectors by the scale, for the rare scales that require a
 // true division.
 template <class Mover>
 __device__ void write_by_division(const TokenIo& io, const TokenPages& p, float scale,
@@ -167,8 +165,8 @@ __device__ void write_by_division(const TokenIo& io, const TokenPages& p, float 
 }
 
 // Grid: groups of tokens (x), shares of the vectors of K and V (y), layers (z). Thread block:
-// vectors of a token (x), tokens (y). A thread moves the same vector of Mover::kInFlight tokens, so
-// one scale, and the values derived from it, serve them all.
+// vectors of a token (x), tokens (y). A thread moves the same vector of Mover::kInFlight tokens,
+// which therefore share one scale and the values derived from it.
 template <class Mover, Direction direction>
 __global__ void __launch_bounds__(kThreads) token_io_kernel(KV_PARAMETER TokenLaunch launch) {
   using Token = typename Mover::Token;
@@ -255,7 +253,7 @@ int64_t alignment_of(const char* address, std::initializer_list<int64_t> strides
   return common_vector_bytes(all);
 }
 
-// Launches with the widest vectors that the addresses and strides allow.
+// Launches the kernel with the widest vectors that the addresses and strides allow.
 template <Direction direction>
 Launch launch_of(const TokenPages& p) {
   const int64_t run = p.is_contiguous() ? p.width() : p.head_size;

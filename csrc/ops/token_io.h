@@ -1,12 +1,12 @@
-// Token io: copies K and V of single tokens into the paged cache and back, in one layer or in all.
+// Token I/O: copies K and V of single tokens into the paged cache and back, in one layer or in all.
 //
-// Caches are [num_blocks, block_size, num_kv_heads, head_size] with any strides but a dense last
-// dimension, so one code serves NHD and HND. For all layers, num_layers comes in front. Where
-// tokens and cache have the same dtype, bytes are copied. An fp8 cache also takes tokens of a wider
-// dtype, divided by a scale (quantize.h).
+// Caches are [num_blocks, block_size, num_kv_heads, head_size], with arbitrary strides except a
+// dense last dimension, so the same code serves NHD and HND. For all layers, num_layers is the
+// first dimension. If tokens and cache have the same dtype, bytes are copied. An fp8 cache also
+// takes tokens of a wider dtype, divided by a scale (quantize.h).
 //
-// Block 0 is the null block: what is written to its slots is dropped, and they read as zeros, like
-// slot -1. So what slid out of a window, or is padding, belongs to no request.
+// Block 0 is the null block: writes to its slots are dropped, and reads return zeros, as for slot
+// -1. Tokens outside a window and padding therefore belong to no request.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@
 
 namespace kvcache {
 
-// The tokens, pages and scales of K or of V. Strides in bytes; 0 for a dimension of one element.
+// The tokens, pages and scales of K or V. Strides are in bytes, and 0 for a dimension of size 1.
 struct TokenPages {
   char* tokens;  // [num_layers, num_tokens, num_heads, head_size]
   int64_t token_layer_stride, token_stride;
@@ -33,13 +33,13 @@ struct TokenPages {
   int64_t num_heads, head_size;
   int64_t token_element, page_element;
   ScalarType token_type, page_type;
-  const float* scales;  // [num_layers, 1 or num_heads]; nullptr: bytes are copied
+  const float* scales;  // [num_layers, 1 or num_heads]; nullptr: copy bytes
   int64_t scale_layer_stride, scale_head_stride;  // in elements; 0: one scale for all heads
 
   KV_HOST_DEVICE char* token(int64_t layer, int64_t i) const {
     return tokens + layer * token_layer_stride + i * token_stride;
   }
-  // The offset of a slot, in [0, num_slots), within the pages of its layer.
+  // The offset of a slot in [0, num_slots) within the pages of its layer.
   KV_HOST_DEVICE int64_t page_place(int64_t slot) const {
     const auto n = static_cast<uint32_t>(slot);
     const uint32_t block = by_block.divide(n);
@@ -51,9 +51,9 @@ struct TokenPages {
   KV_HOST_DEVICE float scale(int64_t layer, int64_t head) const {
     return scales[layer * scale_layer_stride + head * scale_head_stride];
   }
-  // Elements of a token.
+  // The number of elements of a token.
   KV_HOST_DEVICE int64_t width() const { return num_heads * head_size; }
-  // Whether a token is contiguous, in its page too (NHD), with one scale for all heads.
+  // Whether a token is contiguous, also in its page (NHD), with one scale for all heads.
   KV_HOST_DEVICE bool is_contiguous() const {
     return scale_head_stride == 0 &&
            (num_heads <= 1 || (page_head_stride == head_size * page_element &&
@@ -63,13 +63,13 @@ struct TokenPages {
 
 struct TokenIo {
   TokenPages sides[2];   // K and V
-  const int64_t* slots;  // [num_tokens]; -1, or in the null block: no slot
+  const int64_t* slots;  // [num_tokens]; -1 or a slot of the null block: no slot
   int64_t num_layers, num_tokens;
   int64_t num_slots;  // num_blocks * block_size
 
   KV_HOST_DEVICE const TokenPages& k() const { return sides[0]; }
   KV_HOST_DEVICE const TokenPages& v() const { return sides[1]; }
-  // Slots below this one hold no token.
+  // Smaller slots belong to the null block.
   KV_HOST_DEVICE int64_t first_slot() const { return k().by_block.divisor; }
   // Whether the slot of token i is out of range.
   KV_HOST_DEVICE bool operator()(int64_t i) const { return slots[i] < -1 || slots[i] >= num_slots; }
@@ -77,7 +77,7 @@ struct TokenIo {
 
 enum class Direction { kWrite, kGather };
 
-// Calls f(element of the tokens' dtype, fp8 format of the cache), for a side with scales.
+// Calls f(element of the tokens' dtype, fp8 format of the cache) for a side with scales.
 template <class F>
 auto with_formats(const TokenPages& p, F&& f) {
   const auto with_format = [&](auto element) {
@@ -111,7 +111,7 @@ inline void check_scale(const std::optional<Tensor>& scale, const std::string& n
   check_dtype(*scale, name.c_str(), {ScalarType::Float});
   check_contiguous(*scale, name.c_str());
   check_same_device(*scale, name.c_str(), tokens, tokens_name.c_str());
-  const int64_t first = cache.dim() - 4;  // 1 with layers
+  const int64_t first = cache.dim() - 4;  // 1 if the first dimension is num_layers
   const int64_t layers = first ? cache.size(0) : 1, heads = cache.size(first + 2);
   const bool one = first == 0 && scale->dim() == 0;
   const bool many = scale->dim() == first + 1 && (first == 0 || scale->size(0) == layers) &&
@@ -242,7 +242,7 @@ inline TokenIo checked_token_io(Direction direction, const Tensor& key, const Te
           num_blocks * block_size};
 }
 
-// Throws for token i. The slot is an argument, because it may have come from a device.
+// Throws for token i. The slot is an argument, because it may come from a device.
 [[noreturn]] inline void fail_token_io(const TokenIo& io, int64_t i, int64_t slot) {
   fail("slot_mapping[" + std::to_string(i) + "] is " + std::to_string(slot) +
        ": expected -1 (no slot) to " + std::to_string(io.num_slots - 1));

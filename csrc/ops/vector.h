@@ -1,4 +1,4 @@
-// The widest type that addresses and sizes allow a kernel to move at once.
+// The widest type with which a kernel can move data, given addresses and sizes.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +9,13 @@
 
 namespace kvcache {
 
-// The largest of 16, 8, 4, 2 and 1 that divides all values, which are given or-ed together.
+// The largest of 16, 8, 4, 2 and 1 that divides all values, which are combined with bitwise or.
 inline int64_t common_vector_bytes(uint64_t all) {
   all |= 16;
   return static_cast<int64_t>(all & (~all + 1));
 }
 
-// Calls f with a value of the vector type of this many bytes.
+// Calls f with a value of the vector type with this size in bytes.
 template <class F>
 void with_vector(int64_t bytes, F&& f) {
   switch (bytes) {

@@ -1,4 +1,4 @@
-// Integer arrays between Python and the native code.
+// Integer arrays between Python and native code.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -18,8 +18,8 @@ namespace py = pybind11;
 
 using Int32Array = py::array_t<int32_t, py::array::c_style>;
 
-// A new array, made by numpy's constructor: a step makes several, and pybind11's general
-// constructor costs three times as much.
+// A new array, created by numpy's constructor: a step creates several, and pybind11's general
+// constructor is three times as slow.
 template <class T>
 py::array_t<T, py::array::c_style> new_array(py::ssize_t n) {
   static const py::dtype dtype = py::dtype::of<T>();
@@ -32,7 +32,7 @@ py::array_t<T, py::array::c_style> new_array(py::ssize_t n) {
   return py::reinterpret_steal<py::array_t<T, py::array::c_style>>(array);
 }
 
-// An array over memory that `owner` keeps; writable.
+// A writable array over memory that `owner` keeps alive.
 template <class T>
 py::object view_of(T* data, std::initializer_list<py::ssize_t> shape, const py::object& owner) {
   static const py::dtype dtype = py::dtype::of<T>();
@@ -62,8 +62,8 @@ inline Int32Array copy_int32(const std::vector<int32_t>& values) { return copy_a
 inline constexpr int64_t kMinInt32 = std::numeric_limits<int32_t>::min();
 inline constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
-// Clears an error by which Python said that a value is not of a kind; what a signal handler has
-// raised, and MemoryError, pass.
+// Clears an error with which Python rejected the type of a value. Errors raised by signal handlers,
+// and MemoryError, propagate.
 inline void clear_refusal() {
   if (PyErr_Occurred() &&
       (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError))) {
@@ -72,8 +72,8 @@ inline void clear_refusal() {
   PyErr_Clear();
 }
 
-// What came, for an error, as `kvcache.checks.shown` says it: an integer of more digits than Python
-// writes, and what has no repr, are described.
+// A value in an error message, as `kvcache.checks.shown` formats it. Integers with more digits than
+// Python prints, and values without a repr, are described.
 inline std::string repr_of(const py::handle& value) {
   try {
     return py::cast<std::string>(py::repr(value));
@@ -88,18 +88,19 @@ inline std::string repr_of(const py::handle& value) {
   return "an integer of " + py::cast<std::string>(py::str(num_bits)) + " bits";
 }
 
-// The same, cut off where it is long.
+// Like repr_of, truncated if long.
 inline std::string short_repr(const py::handle& value) {
   constexpr size_t kMost = 100;
   const std::string text = repr_of(value);
   if (text.size() <= kMost) return text;
   size_t end = kMost;
-  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;  // of UTF-8
+  // Within a UTF-8 character.
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;
   return text.substr(0, end) + "...";
 }
 
-// A Python int, or what has __index__, but not True or False. TypeError for anything else;
-// ValueError for what is beyond int64, and so beyond every bound that C++ checks.
+// Converts a Python int, or an object with __index__, but not True or False. TypeError for anything
+// else; ValueError for values beyond int64, and therefore beyond every bound that C++ checks.
 inline int64_t int_argument(const py::handle& value, const char* name) {
   const auto number = PyBool_Check(value.ptr())
                           ? py::object()
@@ -119,7 +120,7 @@ inline int64_t int_argument(const py::handle& value, const char* name) {
       (overflow > 0 ? ": expected at most " + std::to_string(kMaxInt32) : ": expected 0 or more"));
 }
 
-// A Python float, or what has __float__ or __index__, but not True or False.
+// Converts a Python float, or an object with __float__ or __index__, but not True or False.
 inline double number_argument(const py::handle& value, const char* name) {
   const double out = PyBool_Check(value.ptr()) ? -1 : PyFloat_AsDouble(value.ptr());
   if (!PyErr_Occurred() && !PyBool_Check(value.ptr())) return out;
@@ -134,7 +135,7 @@ inline double number_argument(const py::handle& value, const char* name) {
   throw py::type_error(text);
 }
 
-// A string that UTF-8 can hold.
+// A string that can be encoded as UTF-8.
 inline std::string text_argument(const py::handle& value, const char* name) {
   const bool is_text = PyUnicode_Check(value.ptr()) != 0;
   Py_ssize_t size = 0;
@@ -160,7 +161,7 @@ inline int64_t int_argument(const py::handle& value, const char* name, int64_t l
                         std::to_string(least) + " to " + std::to_string(most));
 }
 
-// Refuses what says that it has more entries than an int32 counts, before any is looked at.
+// Rejects a value whose length exceeds int32 before reading any entry.
 inline void check_num_entries(const py::handle& value, const char* name) {
   const bool is_array = py::isinstance<py::array>(value);
   const Py_ssize_t size =
@@ -182,10 +183,10 @@ inline void check_num_entries(const py::handle& value, const char* name) {
   }
 }
 
-// int32 values of any one-dimensional integer sequence: a C-contiguous int32 array as it is, a list
-// or tuple of ints directly, everything else through numpy with the range checked. TypeError for
-// floats and for True and False, ValueError for values beyond int32. A `least` of 0 only makes an
-// error say so: what fits int32 is for the callee to check.
+// int32 values of a one-dimensional integer sequence: C-contiguous int32 arrays without a copy,
+// lists and tuples of ints directly, everything else through numpy with range checks. TypeError for
+// floats, True and False; ValueError for values beyond int32. A `least` of 0 only changes the error
+// message: the callee checks values that fit int32.
 class Int32Input {
  public:
   Int32Input(const py::handle& value, const char* name, int64_t least = kMinInt32)
@@ -202,8 +203,8 @@ class Int32Input {
   }
   Int32Input(const Int32Input&) = delete;
 
-  // The integers of a list or a tuple, from entry `first` on, with room for some more; TypeError
-  // where one is no Python int.
+  // The integers of a list or tuple from entry `first` on, with spare capacity. TypeError if an
+  // entry is not a Python int.
   static std::vector<int32_t> entries_behind(const py::handle& list, const char* name,
                                              py::ssize_t first) {
     Int32Input input(name, kMinInt32);
@@ -217,8 +218,9 @@ class Int32Input {
   const int32_t* data() const { return data_; }
   py::ssize_t size() const { return size_; }
 
-  // Copies the values out of memory that a call is about to change.
+  // Copies values out of memory that may change during a call.
   void copy_values() {
+    if (data_ == copy_.data()) return;
     copy_.assign(data_, data_ + size_);
     data_ = copy_.data();
   }
@@ -241,7 +243,7 @@ class Int32Input {
                                                : std::to_string(least_) + " to 2147483647"));
   }
 
-  // numpy takes it for 0 or 1 beside integers.
+  // numpy converts a bool among integers to 0 or 1.
   void check_no_bool(const py::handle& value) const {
     static const auto* numpy_bool = new py::object(py::module_::import("numpy").attr("bool_"));
     for (py::ssize_t i = 0; i < size_; ++i) {
@@ -252,7 +254,7 @@ class Int32Input {
     }
   }
 
-  // False where an item is not a Python int; numpy then decides.
+  // Returns false if an item is not a Python int; numpy then decides.
   bool copy_ints(const py::handle& value, py::ssize_t first = 0) {
     PyObject** items = PySequence_Fast_ITEMS(value.ptr());
     size_ = PySequence_Fast_GET_SIZE(value.ptr());
@@ -275,7 +277,7 @@ class Int32Input {
   Int32Array convert(const py::handle& value) const {
     check_num_entries(value, name_);
     if (PyList_Check(value.ptr()) || PyTuple_Check(value.ptr())) {
-      // numpy looks into entries that are sequences.
+      // numpy descends into entries that are sequences.
       for (const py::handle& entry : value) check_num_entries(entry, name_);
     }
     py::array array;
@@ -306,7 +308,7 @@ class Int32Input {
 
   void check_range(const py::array& array, bool is_unsigned) const {
     using Wide = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
-    const Wide wide(array);  // an unsigned value beyond int64 comes out negative
+    const Wide wide(array);  // an unsigned value beyond int64 becomes negative
     for (py::ssize_t i = 0; i < wide.size(); ++i) {
       const int64_t v = wide.data()[i];
       if (!fits(v) || (is_unsigned && v < 0)) fail_range(i, array.attr("item")(i));
@@ -321,7 +323,7 @@ class Int32Input {
   std::vector<int32_t> copy_;
 };
 
-// The values of several arrays, each a list of its own.
+// The values of several arrays, as one list each.
 inline std::vector<std::vector<int32_t>> int32_lists(const py::list& arrays, const char* name) {
   std::vector<std::vector<int32_t>> out;
   for (const py::handle& each : arrays) {

@@ -1,7 +1,7 @@
-// Constructors of Python classes that stand where memory runs out.
+// Constructors of Python classes that survive running out of memory.
 //
-// Where pybind11 has no memory to register an object that it has just made, it frees it twice, or
-// ends the process. Here the object is freed once, and MemoryError is raised.
+// If pybind11 has no memory to register a new object, it frees the object twice or ends the
+// process. Here the object is freed once, and MemoryError is raised.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -36,8 +36,8 @@ class Constructor<Make, Holder(Args...)> {
   Make make_;
 };
 
-// As `def(py::init(make), extra...)`; `make` returns what the class is held by (std::unique_ptr, or
-// std::shared_ptr).
+// Equivalent to `def(py::init(make), extra...)`. `make` returns the holder of the class
+// (std::unique_ptr or std::shared_ptr).
 template <class Class, class Make, class... Extra>
 Class def_init(Class of, Make make, const Extra&... extra) {
   of.def("__init__", Constructor<Make>(std::move(make)), py::detail::is_new_style_constructor(),
@@ -45,8 +45,8 @@ Class def_init(Class of, Make make, const Extra&... extra) {
   return of;
 }
 
-// An object over memory that these Python objects own: they live as long as it. (`py::keep_alive`
-// ends the process where it has no memory to note them.)
+// An object over memory owned by these Python objects, which it keeps alive. (`py::keep_alive` ends
+// the process if it runs out of memory.)
 template <class T, class... Owners>
 std::shared_ptr<T> over(std::unique_ptr<T> made, Owners... owners) {
   return std::shared_ptr<T>(made.release(), [owners...](T* gone) { delete gone; });

@@ -1,4 +1,4 @@
-// The control plane's native part for Python. Converts arrays, nothing else.
+// Python bindings of the control plane. Only convert arguments and results.
 #include <pybind11/functional.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -42,12 +42,13 @@ void append_tokens(TokenIds& self, const py::object& token_ids) {
   self.append(tokens.data(), tokens.size());
 }
 
-// Lets other threads run where work is long, and runs the handlers of signals that came; with or
-// without the interpreter's lock.
+// During long work, lets other threads run and runs pending signal handlers. Callable with or
+// without the GIL.
 void run_signal_handlers(bool is_long) {
   if (is_long && PyGILState_Check() != 0) {
     const py::gil_scoped_release unlocked;
-    // A thread that waits for the lock is woken only now: taken again at once, it would be lost.
+    // A thread that waits for the GIL wakes up only now. Without a pause, this thread would take
+    // the GIL again first.
     std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
   const py::gil_scoped_acquire locked;
@@ -60,7 +61,7 @@ HashArray hash_blocks_of(const py::object& token_ids, const py::object& block_si
                          const std::string& algorithm_name) {
   const HashAlgorithm algorithm = hash_algorithm_of(algorithm_name);
   const int64_t size = checked_size("block_size", int_argument(block_size, "block_size"), 1);
-  // A copy: the caller's array may change while the lock is released.
+  // A copy, because the caller's array may change while the GIL is released.
   TokenIds tokens(/*takes_placeholders=*/extras.has_value());
   append_tokens(tokens, token_ids);
   const auto num_blocks = static_cast<size_t>(tokens.size() / size);
@@ -80,29 +81,37 @@ HashArray hash_blocks_of(const py::object& token_ids, const py::object& block_si
   return copy_hashes(hashes.data(), hashes.size(), digest_bytes(algorithm));
 }
 
-// Rows of a numpy array, which stay as they are. Reading them runs no Python code.
+// Rows of a numpy array, which do not change. Reading them runs no Python code.
 class ArrayRows : public RowDigests {
  public:
-  ArrayRows(py::array rows, int64_t block_size) : rows_(std::move(rows)), block_size_(block_size) {}
+  ArrayRows(py::array rows, int64_t block_size) : rows_(std::move(rows)), block_size_(block_size) {
+    // Includes the dtype and the row shape, because rows with different values can have equal
+    // bytes.
+    header_ = py::cast<std::string>(rows_.dtype().attr("str"));
+    for (py::ssize_t i = 1; i < rows_.ndim(); ++i) header_ += "," + std::to_string(rows_.shape(i));
+    header_ += ":";
+  }
 
   int64_t num_blocks() const override { return (rows_.shape(0) + block_size_ - 1) / block_size_; }
   Hash of_block(int64_t block) const override {
     const py::gil_scoped_acquire locked;
     const py::slice some(block * block_size_, (block + 1) * block_size_, 1);
     const auto bytes = py::cast<py::bytes>(py::object(rows_[some]).attr("tobytes")());
-    const std::string_view view(bytes);
+    std::string hashed = header_;
+    hashed += std::string_view(bytes);
     Hash digest;
-    sha256(reinterpret_cast<const uint8_t*>(view.data()), view.size(), digest.bytes);
+    sha256(reinterpret_cast<const uint8_t*>(hashed.data()), hashed.size(), digest.bytes);
     return digest;
   }
 
  private:
   py::array rows_;
   int64_t block_size_;
+  std::string header_;
 };
 
-// Arguments that `Request` has checked: (name, path) or None, (identifier, first, length) tuples, a
-// string or None, an array of rows or None.
+// Arguments already checked by `Request`: (name, path) or None, (identifier, first, length) tuples,
+// a string or None, an array of rows or None.
 ExtraKeys extra_keys(const py::object& lora, const py::tuple& mm_items,
                      const py::object& cache_salt, const py::object& embeds, int64_t block_size) {
   std::vector<MmItem> items;
@@ -120,7 +129,7 @@ ExtraKeys extra_keys(const py::object& lora, const py::tuple& mm_items,
                    std::move(rows));
 }
 
-// The engine's list of bytes, which grows as the engine appends. Reading it runs no Python code.
+// The engine's list of bytes, which the engine extends. Reading it runs no Python code.
 class ListedHashes : public GivenHashes {
  public:
   ListedHashes(py::list hashes, std::string request_id, int64_t block_size, int64_t num_bytes)
@@ -159,18 +168,17 @@ class ListedHashes : public GivenHashes {
 
  private:
   py::list hashes_;
-  std::string request_id_;  // as an error quotes it
+  std::string request_id_;  // quoted for error messages
   int64_t block_size_, num_bytes_;
 };
 
-// Keeps a Python object for as long as native code has it. All of that runs with the interpreter's
-// lock.
+// Keeps a Python object alive for native code. All of this requires the GIL.
 EventLabels labels_of(const py::object& labels) {
   if (labels.is_none()) return nullptr;
   return std::make_shared<py::object>(labels);
 }
 
-// Where a chain's hashes come from: `given`, (engine's list, request's id quoted), `HashedTokens`,
+// The source of a chain's hashes: `given` is (engine's list, quoted request id), a `HashedTokens`
 // or None.
 HashScheme hash_scheme(const std::string& algorithm, const py::object& given, int64_t block_size,
                        int64_t num_bytes) {
@@ -189,23 +197,29 @@ HashScheme hash_scheme(const std::string& algorithm, const py::object& given, in
 
 void bind_hashing(py::module_& m) {
   m.def(
-      "libcrypto_name", [] { return libcrypto_name(); },
-      "Name of the libcrypto in use, or None when the fallback is.");
-  m.def(
-      "set_sha256_fallback",
-      [](const py::function& digest, bool force) {
-        // Leaked on purpose: it must outlive the interpreter's own tear-down order.
-        auto* function = new py::function(digest);
-        set_sha256_fallback(
-            [function](const uint8_t* data, size_t size, uint8_t* out) {
-              py::gil_scoped_acquire gil;
-              const py::bytes input(reinterpret_cast<const char*>(data), size);
-              const auto hash = hash_of(py::cast<std::string>((*function)(input)), "digest");
-              std::memcpy(out, hash.bytes, sizeof(Hash));
-            },
-            force);
+      "sha256_implementations",
+      [] {
+        std::vector<std::string> names;
+        for (const Sha256Implementation& each : sha256_implementations()) {
+          names.emplace_back(each.name);
+        }
+        return names;
       },
-      py::arg("digest"), py::arg("force") = false);
+      "Names of the implementations that this CPU supports. The first one is in use.");
+  m.def(
+      "sha256",
+      [](const py::bytes& data, const std::string& implementation) {
+        for (const Sha256Implementation& each : sha256_implementations()) {
+          if (implementation != each.name) continue;
+          const auto view = static_cast<std::string_view>(data);
+          uint8_t out[32];
+          sha256(reinterpret_cast<const uint8_t*>(view.data()), view.size(), out, each);
+          return py::bytes(reinterpret_cast<const char*>(out), sizeof(out));
+        }
+        throw py::value_error("implementation is '" + implementation +
+                              "': expected one of sha256_implementations()");
+      },
+      py::arg("data"), py::arg("implementation"));
   m.def(
       "hash_seed",
       [](const std::string& seed, const std::string& name) {
@@ -327,19 +341,19 @@ std::unique_ptr<BlockPool> make_pool(const py::object& num_blocks, const py::obj
                                          pool_argument(copies_of, "copies_of").policy()));
 }
 
-// What a sound pool says of itself.
+// A property of a pool, which must be sound.
 template <auto kMethod>
 auto sound(const BlockPool& pool) {
   pool.check_sound();
   return (pool.*kMethod)();
 }
 
-// Checked also where the policy does not use them.
+// Checks ids even if the policy does not use them.
 void check_ids(const BlockPool& pool, const Int32Input& ids) {
   for (py::ssize_t i = 0; i < ids.size(); ++i) pool.check_id(ids.data()[i], "ids");
 }
 
-// A time in seconds, in milliseconds; at most about 285 million years.
+// Converts seconds to milliseconds, at most about 285 million years.
 int64_t milliseconds(const py::handle& value, const char* name) {
   const double seconds = number_argument(value, name);
   if (std::abs(seconds) <= 9e15) return std::llround(seconds * 1000);
@@ -405,7 +419,7 @@ int32_t id_argument(const py::object& value, const char* name) {
   return static_cast<int32_t>(int_argument(value, name, kMinInt32, kMaxInt32));
 }
 
-// What a cached block of another pool holds.
+// The content of a cached block of another pool.
 Copied copied_from(const py::object& source, const py::object& source_id, bool is_chain) {
   const BlockPool& pool = pool_argument(source, "source");
   const int32_t id = id_argument(source_id, "source_id");
@@ -416,7 +430,7 @@ Copied copied_from(const py::object& source, const py::object& source_id, bool i
                           ", which is under no hash: expected a published one");
   }
   Copied copied = pool.copied(id, is_chain);
-  copied.root = 0;  // `publish` takes no root, and makes each block one: it would have no parent
+  copied.root = 0;  // `publish` takes no root, and makes each block its own root without a parent
   return copied;
 }
 
@@ -430,7 +444,7 @@ void bind_copies(py::class_<BlockPool>* pool) {
                               copied_from(source, source_id, flag_argument(is_chain, "is_chain")));
           },
           py::arg("id"), py::arg("source"), py::arg("source_id"), py::arg("is_chain") = true,
-          "Makes a held block findable as what a cached block of another pool is found as.")
+          "Publish a held block under the hashes of a cached block of another pool.")
       .def(
           "copy_again",
           [](BlockPool& self, const py::object& id, const py::object& source,
@@ -439,12 +453,12 @@ void bind_copies(py::class_<BlockPool>* pool) {
             self.copy_again(block, copied_from(source, source_id, true));
           },
           py::arg("id"), py::arg("source"), py::arg("source_id"),
-          "Notifies the policy that the block which this held one is a copy of is about to be\n"
-          "evicted again.")
+          "Notify the policy that the original of this held copy is about to be evicted\n"
+          "again.")
       .def(
           "notify_load",
           [](BlockPool& self, const py::object& id) { self.notify_load(id_argument(id, "id")); },
-          py::arg("id"), "Notifies the policy that the other pool holds this again.")
+          py::arg("id"), "Notify the policy that the other pool holds this block again.")
       .def(
           "gain_of_copy",
           [](BlockPool& self, const py::object& source, const py::object& source_id) {
@@ -452,14 +466,14 @@ void bind_copies(py::class_<BlockPool>* pool) {
             return self.gain_of_copy(copied_from(source, source_id, true));
           },
           py::arg("source"), py::arg("source_id"),
-          "Hits expected of a copy of that block here, less those that its space is worth to\n"
-          "others; 1.0 where the policy does not say.");
+          "Return the expected hits of a copy of that block in this pool, minus the hits that its\n"
+          "space is worth to other blocks; 1.0 if the policy gives no estimate.");
 }
 
 void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
-  m.def("eviction_names", &eviction_names, "Names of the eviction policies.");
+  m.def("eviction_names", &eviction_names, "Return the names of the eviction policies.");
   m.def("host_eviction_names", &host_eviction_names,
-        "Names of the eviction policies that the host tier takes.");
+        "Return the names of the eviction policies that the host tier supports.");
   pool->def(
           "hit",
           [](BlockPool& self, const py::object& ids) {
@@ -467,7 +481,7 @@ void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
             check_ids(self, array);
             self.hit(array.data(), array.size());
           },
-          py::arg("ids"), "Notifies the policy that these cached blocks were hits of a request.")
+          py::arg("ids"), "Notify the policy that these cached blocks were hits of a request.")
       .def(
           "notify_release", &notify_release, py::arg("ids"), py::arg("prefix_tokens"),
           py::kw_only(), py::arg("tokens_per_block") = 1, py::arg("turn") = 0,
@@ -475,9 +489,9 @@ void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
           py::arg("num_output_tokens") = 0, py::arg("request_class") = -1,
           py::arg("logical_time") = 0, py::arg("wall_ms") = 0, py::arg("retention") = py::list(),
           py::arg("tenant") = 0,
-          "Notifies the policy, before `release`, what these blocks were: prefix_tokens[i] tokens\n"
-          "end with block i. retention: (first token, stop, priority 0 to 100, ttl_s or None).\n"
-          "tenant: a number that stands for it, up to 2**32 - 1; 0 for none.")
+          "Describe these blocks to the policy before their release. prefix_tokens[i] tokens end\n"
+          "with block i. retention: (first token, stop, priority 0 to 100, ttl_s or None) ranges.\n"
+          "tenant: a number that identifies the tenant, up to 2**32 - 1; 0 for none.")
       .def(
           "access",
           [](BlockPool& self, const py::object& ids, const py::object& now) {
@@ -486,13 +500,13 @@ void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
             const double moment = number_argument(now, "now");
             self.access(array.data(), array.size(), self.begin_access(moment));
           },
-          py::arg("ids"), py::arg("now"), "Notifies the policy that these blocks were accessed.")
+          py::arg("ids"), py::arg("now"), "Notify the policy that these blocks were accessed.")
       .def(
           "set_now",
           [](BlockPool& self, const py::object& seconds) {
             self.set_now(milliseconds(seconds, "seconds"));
           },
-          py::arg("seconds"), "Sets the clock of the policy; it never goes back.")
+          py::arg("seconds"), "Set the clock of the policy. The clock never goes backwards.")
       .def(
           "pin",
           [](BlockPool& self, const py::object& ids) {
@@ -500,15 +514,16 @@ void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
             self.pin(array.data(), array.size());
           },
           py::arg("ids"),
-          "One pin more for each cached block: it is evicted only when no other cached block is\n"
-          "free. A pin ends with its block's hash.")
+          "Add a pin to each cached block. A pinned block is evicted only if no other cached "
+          "block\n"
+          "is free. A pin ends when its block loses the hash.")
       .def(
           "unpin",
           [](BlockPool& self, const py::object& ids) {
             const Int32Input array(ids, "ids");
             self.unpin(array.data(), array.size());
           },
-          py::arg("ids"), "One pin less for each.")
+          py::arg("ids"), "Remove a pin from each block.")
       .def(
           "is_pinned",
           [](const BlockPool& self, const py::object& id) {
@@ -520,28 +535,37 @@ void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
       .def_property_readonly("has_policy", &BlockPool::has_policy)
       .def_property_readonly("num_pinned", sound<&BlockPool::num_pinned>)
       .def_property_readonly("num_pins_broken", sound<&BlockPool::num_pins_broken>,
-                             "Blocks that were evicted though they were pinned.");
+                             "Number of evicted blocks that were pinned.");
 }
 
 void bind_pool(py::module_& m) {
-  py::class_<BlockPool> pool(m, "BlockPool",
-                             R"(Which block is free, held and cached; int32 ids, no bytes.
+  py::class_<BlockPool> pool(
+      m, "BlockPool",
+      R"(Tracks which blocks are free, held and cached, by int32 id. Holds no KV.
 
-Every call serves its whole batch or changes nothing. Where memory runs out in the midst of a change
-(MemoryError), the pool is broken, and every later call raises RuntimeError. Block 0 is the null block: never handed out,
-never cached, not counted in `num_total` and `num_free`. Ids out of range, a release of a block that
-is not held, a publish of a free or already published block: ValueError.
+Every call processes its whole batch or changes nothing. If memory runs out in the middle of a change
+(MemoryError), the pool becomes unusable, and every later call raises RuntimeError. Block 0 is the null
+block: it is never allocated, never cached, and not counted in `num_total` and `num_free`.
 
-`eviction` names the policy that chooses among free cached blocks (`eviction_names`), and
-`eviction_options` holds its options: protected_share of segmented_lru, small_share of s3_fifo,
-default_priority of priority. `copies_of` is the pool of another tier, whose blocks are copied to
-this one (`publish_copy`): then `eviction` is one of `host_eviction_names`.
+The constructor takes:
 
->>> pool = BlockPool(5)
->>> ids = pool.allocate(2)
->>> pool.release(ids[::-1])
->>> pool.num_free
-4
+- `num_blocks`: Number of blocks, including the null block.
+- `eviction`: The policy that chooses among free cached blocks, one of `eviction_names()`.
+- `eviction_options`: Options of the policy: protected_share of segmented_lru, small_share of s3_fifo,
+  default_priority of priority.
+- `copies_of`: The pool of another tier whose blocks are copied to this one (`publish_copy`). `eviction`
+  must then be one of `host_eviction_names()`.
+
+Raises:
+    ValueError: An id is out of range, a released block is not held, or a published block is free or
+        already published.
+
+Example:
+    >>> pool = BlockPool(5)
+    >>> ids = pool.allocate(2)
+    >>> pool.release(ids[::-1])
+    >>> pool.num_free
+    4
 )");
   def_init(pool, &make_pool, py::arg("num_blocks"), py::arg("eviction") = "lru",
            py::arg("eviction_options") = py::dict(), py::arg("copies_of") = py::none())
@@ -556,23 +580,25 @@ this one (`publish_copy`): then `eviction` is one of `host_eviction_names`.
             return std::move(out);
           },
           py::arg("n"),
-          "n block ids (int32[n]) with one reference each, or None when fewer are free.\n\n"
-          "Uncached blocks first, least recently released first, then cached ones, which are\n"
-          "evicted, as the policy says.")
+          "Return n block ids (int32[n]) with one reference each, or None if fewer are free.\n\n"
+          "Uncached blocks are allocated first, least recently released first. Then cached blocks "
+          "are\n"
+          "evicted, as chosen by the policy.")
       .def(
           "retain",
           [](BlockPool& self, const py::object& ids) {
             const Int32Input array(ids, "ids");
             self.retain(array.data(), array.size());
           },
-          py::arg("ids"), "One more reference each; a block must be held, or free and cached.")
+          py::arg("ids"), "Add a reference to each block, which must be held, or free and cached.")
       .def(
           "release",
           [](BlockPool& self, const py::object& ids) {
             const Int32Input array(ids, "ids");
             self.release(array.data(), array.size());
           },
-          py::arg("ids"), "One reference less each, in the order given: the order of eviction.")
+          py::arg("ids"),
+          "Drop a reference to each block. The order of `ids` is the order of eviction.")
       .def(
           "publish",
           [](BlockPool& self, const py::object& ids, const py::object& hashes,
@@ -592,9 +618,10 @@ this one (`publish_copy`): then `eviction` is one of `host_eviction_names`.
           },
           py::arg("ids"), py::arg("hashes"), py::arg("group") = 0, py::arg("parent") = py::none(),
           py::arg("is_chain") = true,
-          "Makes held blocks findable under hashes (uint8[n, 32]). Two may share a hash. Each is\n"
-          "the child of the one before, the first that of `parent` (bytes; None: of none), unless\n"
-          "not `is_chain`: policies evict children first.")
+          "Publish held blocks under hashes (uint8[n, 32]). Two blocks may share a hash. Each "
+          "block is\n"
+          "the child of the previous one, and the first is the child of `parent` (bytes or None),\n"
+          "unless `is_chain` is false. Policies evict children first.")
       .def(
           "lookup",
           [](const BlockPool& self, const py::object& hashes, const py::object& group,
@@ -608,16 +635,17 @@ this one (`publish_copy`): then `eviction` is one of `host_eviction_names`.
             return out;
           },
           py::arg("hashes"), py::arg("group") = 0, py::arg("prefix") = true,
-          "int32[n]: the oldest block under each hash, or -1; all -1 after the first miss where\n"
-          "`prefix`.")
+          "Return the oldest block under each hash, or -1, as int32[n]. With `prefix`, every "
+          "entry\n"
+          "after the first miss is -1.")
       .def(
           "evict",
           [](BlockPool& self, const py::object& ids) {
             const Int32Input array(ids, "ids");
             self.evict(array.data(), array.size());
           },
-          py::arg("ids"), "Forgets the hashes of these blocks, held or free.")
-      .def("reset", &BlockPool::reset, "Forgets every hash; False while any block is held.")
+          py::arg("ids"), "Remove these blocks, held or free, from the cache.")
+      .def("reset", &BlockPool::reset, "Clear the cache. Return False if a block is held.")
       .def(
           "ref_counts",
           [](const BlockPool& self, const py::object& ids) {
@@ -631,7 +659,7 @@ this one (`publish_copy`): then `eviction` is one of `host_eviction_names`.
           },
           py::arg("ids"))
       .def("check_invariants", sound<&BlockPool::check_invariants>,
-           "Walks the whole pool; for tests.")
+           "Check the whole pool. For tests.")
       .def_property_readonly("num_blocks", &BlockPool::num_blocks)
       .def_property_readonly("num_total", &BlockPool::num_total)
       .def_property_readonly("num_free", sound<&BlockPool::num_free>)
@@ -639,7 +667,7 @@ this one (`publish_copy`): then `eviction` is one of `host_eviction_names`.
       .def_property_readonly("num_evicted", sound<&BlockPool::num_evicted>)
       .def_property_readonly("peak_used", sound<&BlockPool::peak_used>)
       .def_property_readonly("num_bytes", sound<&BlockPool::num_bytes>,
-                             "Bytes of the pool itself when every block was used once.");
+                             "Memory of the pool in bytes, once every block was used.");
   bind_eviction(m, &pool);
   bind_copies(&pool);
   m.def(
@@ -651,7 +679,7 @@ this one (`publish_copy`): then `eviction` is one of `host_eviction_names`.
         for (BlockPool* pool : pools) pool->reset();
         return true;
       },
-      py::arg("pools"), "Resets all of them, or none: False while any block is held.");
+      py::arg("pools"), "Reset all pools, or none. Return False if a block is held.");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// `HashedTokens` for Python: a sequence of bytes to the engine whose request carries it.
+// `HashedTokens` for Python. The engine sees it as a sequence of bytes, one per block.
 #include "core/hashing/hashed_tokens.h"
 
 #include <pybind11/pybind11.h>
@@ -15,7 +15,7 @@
 namespace kvcache {
 namespace {
 
-// Hashes what the list has behind the tokens that are known.
+// Hashes the tokens of the list that follow the known ones.
 void extend(HashedTokens& self, const py::list& token_ids,
             const std::optional<std::vector<std::string>>& extras) {
   const auto size = static_cast<int64_t>(PyList_GET_SIZE(token_ids.ptr()));

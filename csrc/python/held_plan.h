@@ -1,5 +1,5 @@
-// The arrays of a step's plan in one piece of memory, behind a Python capsule. numpy arrays are
-// views of it, made when they are asked for: most plans are read in part, many not at all.
+// The arrays of a step's plan in one allocation, owned by a Python capsule. numpy arrays are views,
+// created on demand: most plans are read only in part, many not at all.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -18,7 +18,7 @@ namespace py = pybind11;
 
 class HeldPlan {
  public:
-  // Its arrays in the order in which they are kept; a group's come behind those of all.
+  // The arrays in the order in which they are stored. Arrays per group follow those for all groups.
   enum Section {
     kRows,
     kNumComputedTokens,
@@ -74,7 +74,7 @@ class HeldPlan {
   static int in_group(size_t group, GroupSection section) {
     return kFirstOfGroup + static_cast<int>(group) * kNumOfGroup + section;
   }
-  // int32[size], or [size / width, width]; views that keep `capsule`, which is the plan's.
+  // int32[size], or [size / width, width]. The view keeps `capsule`, which must be the plan's.
   py::object view(const py::object& capsule, int section, py::ssize_t width = 0) {
     const int32_t first = words_[section], size = words_[section + 1] - first;
     return width == 0 ? view_of(words_.get() + first, {size}, capsule)
@@ -108,7 +108,7 @@ class HeldPlan {
 
   size_t num_groups_, num_status_;
   int64_t num_running_, num_leaving_;
-  std::unique_ptr<int32_t[]> words_;  // where each section starts, the sections, the status bytes
+  std::unique_ptr<int32_t[]> words_;  // start of each section, the sections, the status bytes
 };
 
 }  // namespace kvcache

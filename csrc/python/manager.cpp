@@ -1,4 +1,4 @@
-// The manager and its attention kinds for Python. Converts arrays, nothing else.
+// Python bindings of the manager and its attention kinds. Only convert arguments and results.
 #include "core/manager/manager.h"
 
 #include <pybind11/numpy.h>
@@ -20,7 +20,6 @@
 #include "core/groups/full_attention.h"
 #include "core/groups/recurrent_state.h"
 #include "core/groups/sliding_window.h"
-#include "core/hashing/sha256.h"
 #include "core/limits.h"
 #include "python/arrays.h"
 #include "python/construct.h"
@@ -31,9 +30,9 @@
 namespace kvcache {
 namespace {
 
-// A kind written in Python. Asked once per position, so that its answers agree with each other. Its
-// errors cannot stop a step halfway: they are reported as unraisable, and 0 is answered, with which
-// every block is kept and needed.
+// A kind written in Python. Called once per position, so that its answers are consistent. Its
+// errors cannot stop a step halfway: they are reported as unraisable, and the answer is 0, with
+// which every block is kept and needed.
 class PythonKind : public AttentionKind {
  public:
   int64_t first_needed_token(int64_t num_computed_tokens) const override {
@@ -55,7 +54,7 @@ class PythonKind : public AttentionKind {
       return token;
     } catch (py::error_already_set& error) {
       if (error.matches(PyExc_KeyboardInterrupt))
-        PyErr_SetInterrupt();  // for when the call is over
+        PyErr_SetInterrupt();  // raised when the call ends
       error.discard_as_unraisable(method);
       return 0;
     }
@@ -63,15 +62,6 @@ class PythonKind : public AttentionKind {
 
   mutable std::unordered_map<int64_t, int64_t> answers_;
 };
-
-// Whether Python code may run within a call, and write to the caller's arrays.
-bool calls_python(const Manager& manager) {
-  if (libcrypto_name() == nullptr) return true;
-  for (const CacheGroup& group : manager.groups()) {
-    if (dynamic_cast<const PythonKind*>(group.kind.get()) != nullptr) return true;
-  }
-  return false;
-}
 
 template <class Kind>
 auto class_of(py::module_& m, const char* name) {
@@ -139,32 +129,13 @@ class OptionalInput {
   std::optional<Int32Input> input_;
 };
 
-std::vector<NewRow> new_rows(RequestRows::Asking* asking, const OptionalInput& num_tokens,
-                             const OptionalInput& max_host_blocks,
-                             const OptionalInput& num_external, const OptionalInput& receives) {
-  std::vector<NewRow> out(asking->chains.size());
-  for (size_t i = 0; i < out.size(); ++i) {
-    out[i].chain = std::move(asking->chains[i]);
-    if (max_host_blocks.is_given()) out[i].max_host_blocks = max_host_blocks.data()[i];
-    if (num_external.is_given()) out[i].num_external = num_external.data()[i];
-    if (receives.is_given()) out[i].receives = receives.data()[i] != 0;
-    const int64_t all = out[i].receives ? 0 : kMaxSize;
-    out[i].num_tokens = num_tokens.is_given() ? num_tokens.data()[i] : all;
-  }
-  return out;
-}
-
 py::object step(Manager& self, const py::object& rows, const py::object& num_tokens,
-                RequestRows& requests, const py::object& new_requests,
-                const py::object& new_num_tokens, const py::object& token_ids,
+                RequestRows& requests, const py::object& new_requests, const py::object& token_ids,
                 const py::object& num_token_ids, const py::object& num_rejected_tokens,
-                const py::object& num_lookahead_tokens, const py::object& num_reserved_blocks,
-                const py::object& swap_out, const py::object& max_host_blocks,
-                const py::object& num_external, const py::object& receives, int in_step_hits,
-                const std::optional<std::vector<std::optional<bool>>>& read_cache) {
+                const py::object& num_lookahead_tokens, const py::object& swap_out,
+                int in_step_hits) {
   Int32Input r(rows, "rows"), n(num_tokens, "num_tokens");
   OptionalInput out(swap_out, "swap_out");
-  const OptionalInput limits(new_num_tokens, "new_num_tokens");
   OptionalInput ids(token_ids, "token_ids"), num_ids(num_token_ids, "num_token_ids");
   OptionalInput rejected(num_rejected_tokens, "num_rejected_tokens");
   require_same_length(r.size(), "rows", n.size(), "num_tokens");
@@ -173,38 +144,19 @@ py::object step(Manager& self, const py::object& rows, const py::object& num_tok
     require_same_length(r.size(), "rows", rejected.size(), "num_rejected_tokens");
   }
   StepRequest request;
-  const OptionalInput most(max_host_blocks, "max_host_blocks");
-  const OptionalInput external(num_external, "num_external_computed_tokens");
-  const OptionalInput delays(receives, "delay_cache_blocks");
   RequestRows::Asking asking = requests.asking(new_requests);
-  const auto num_new = static_cast<py::ssize_t>(asking.ids.size());
-  const auto check_per_request = [&](const OptionalInput& each, const char* name) {
-    if (each.is_given()) require_same_length(num_new, "new", each.size(), name);
-  };
-  check_per_request(limits, "new_num_tokens");
-  check_per_request(most, "max_host_blocks");
-  check_per_request(external, "num_external_computed_tokens");
-  check_per_request(delays, "delay_cache_blocks");
-  request.new_rows = new_rows(&asking, limits, most, external, delays);
-  if (read_cache) {
-    require_same_length(num_new, "new", static_cast<py::ssize_t>(read_cache->size()), "read_cache");
-    for (size_t i = 0; i < read_cache->size(); ++i) {
-      request.new_rows[i].read_cache = (*read_cache)[i];
-    }
-  }
+  request.new_rows = std::move(asking.rows);
   const bool per_row = PySequence_Check(num_lookahead_tokens.ptr()) != 0;
   OptionalInput lookahead(per_row ? num_lookahead_tokens : py::none(), "num_lookahead_tokens");
   if (lookahead.is_given()) {
-    require_same_length(lookahead.size(), "num_lookahead_tokens", r.size() + num_new,
-                        "rows and new together");
+    require_same_length(r.size(), "rows", lookahead.size(), "num_lookahead_tokens");
   } else {
     request.num_lookahead = int_argument(num_lookahead_tokens, "num_lookahead_tokens");
   }
-  if (calls_python(self)) {
-    r.copy_values();
-    n.copy_values();
-    for (OptionalInput* each : {&ids, &num_ids, &rejected, &lookahead, &out}) each->copy_values();
-  }
+  // Signal handlers and attention kinds written in Python may modify the caller's arrays.
+  r.copy_values();
+  n.copy_values();
+  for (OptionalInput* each : {&ids, &num_ids, &rejected, &lookahead, &out}) each->copy_values();
   request.rows = r.data();
   request.num_tokens = n.data();
   request.num_rows = r.size();
@@ -215,7 +167,6 @@ py::object step(Manager& self, const py::object& rows, const py::object& num_tok
   request.lookahead = lookahead.data();
   request.swap_out_rows = out.data();
   request.num_swap_out_rows = out.size();
-  request.num_reserved_blocks = int_argument(num_reserved_blocks, "num_reserved_blocks");
   request.in_step_hits = static_cast<InStepHits>(in_step_hits);
   requests.check_new(asking);
   const StepPlan& plan = self.step(request);
@@ -230,7 +181,7 @@ py::list per_group(const std::vector<std::vector<BlockId>>& blocks) {
   return out;
 }
 
-// None where there are no slots, else the new blocks per group.
+// None without slots, otherwise the new blocks per group.
 py::object as_python(const Slots& slots) {
   if (slots.status != Status::kServed) return py::none();
   return per_group(slots.new_blocks);
@@ -240,13 +191,13 @@ py::object as_python(const std::optional<std::vector<BlockId>>& pairs) {
   return pairs ? list_of_pairs(*pairs) : py::object(py::none());
 }
 
-// What a call has answered; an answer that is lost breaks the manager, which has changed.
+// The result of a call. Losing the result breaks the manager, because its state has changed.
 template <class Answer>
 py::object answer(Manager& self, const char* call, const Answer& native) {
   const Soundness::Change change = self.change(call);
   return as_python(native);
 }
-// The same, by the ids of requests.
+// The same, by request id.
 py::dict answer(Manager& self, const RequestRows& requests, const char* call,
                 const Recompute& recompute) {
   const Soundness::Change change = self.change(call);
@@ -289,8 +240,8 @@ py::tuple stats_of(Manager& self) {
 }
 
 // (kinds uint8[n], mediums uint8[n], groups int32[n], hashes and parents uint8[n, hash_bytes],
-// tokens int32[...], first tokens, or dropped events of cleared ones, int32[n], is_reused uint8[n],
-// labels of requests or None)
+// tokens int32[...], int32[n] first tokens or, for cleared events, the number of dropped events,
+// is_reused uint8[n], labels of requests or None)
 py::tuple waiting_events(Manager& self) {
   const EventLog::Drained& drained = self.events();
   const auto n = static_cast<py::ssize_t>(drained.events.size());
@@ -320,7 +271,7 @@ py::tuple waiting_events(Manager& self) {
 void free_requests(Manager& self, RequestRows& requests, const py::tuple& named,
                    const ReleaseFeatures& features, int64_t after_step = -1,
                    bool keep_blocks = false) {
-  if (!self.is_broken()) self.check_caller();  // also where there is nothing to free
+  if (!self.is_broken()) self.check_caller();  // even if there is nothing to free
   const RequestRows::Leaving leaving = requests.leaving(named);
   LeavingBlocks blocks;
   blocks.after_step = after_step;
@@ -331,28 +282,33 @@ void free_requests(Manager& self, RequestRows& requests, const py::tuple& named,
   requests.forget(leaving);
 }
 
-// None where there are no slots, else the request's new blocks per group.
-py::object allocate(Manager& self, RequestRows& requests, const py::object& request,
-                    const py::object& num_tokens, const py::list& computed,
-                    const py::object& num_lookahead_tokens, const py::object& num_external,
-                    bool receives, const std::optional<bool>& read_cache) {
-  const RequestRows::Asking asking = requests.asking_alone(request, "request");
-  NewRow asked;
-  asked.read_cache = read_cache;
-  asked.chain = asking.chains[0];
-  asked.num_tokens = int_argument(num_tokens, "num_tokens");
-  asked.num_external = int_argument(num_external, "num_external_computed_tokens");
-  asked.receives = receives;
-  const auto blocks = int32_lists(computed, "computed_blocks");
-  const int64_t num_lookahead = int_argument(num_lookahead_tokens, "num_lookahead_tokens");
+// None where there are no slots, else the request's new blocks per group. `computed` is None for
+// the longest cached prefix.
+py::object admit(Manager& self, RequestRows& requests, const py::object& asked,
+                 const py::object& computed) {
+  RequestRows::Asking asking = requests.asking_alone(asked, "request");
+  NewRow& row = asking.rows[0];
+  if (row.max_host_blocks != kMaxSize) {
+    throw py::value_error("max_host_blocks is " + std::to_string(row.max_host_blocks) +
+                          ": expected None, because admit loads no blocks from the host");
+  }
+  std::vector<std::vector<BlockId>> blocks;
+  if (!computed.is_none()) {
+    blocks = int32_lists(computed, "computed_blocks");
+  } else {
+    const bool with_partial = row.num_external == 0;
+    const PrefixHit& hit =
+        self.lookup(*row.chain, /*with_host=*/false, with_partial, row.read_cache);
+    for (const CacheGroup& group : self.groups()) blocks.push_back(hit.ids(group));
+  }
   requests.check_new(asking);
-  const Slots slots = self.allocate(asked, blocks, num_lookahead);
-  const Soundness::Change change = self.change("allocate_slots");
+  const Slots slots = self.admit(row, blocks);
+  const Soundness::Change change = self.change("admit");
   if (slots.status == Status::kServed) requests.admit(asking, &slots.row);
   return as_python(slots);
 }
 
-// As lists per group, () where there are none.
+// Lists per group, or () without blocks.
 py::tuple as_lists(const std::vector<std::vector<BlockId>>& blocks) {
   const bool any = std::any_of(blocks.begin(), blocks.end(),
                                [](const std::vector<BlockId>& ids) { return !ids.empty(); });
@@ -366,7 +322,7 @@ py::tuple as_lists(const std::vector<std::vector<BlockId>>& blocks) {
   return out;
 }
 
-// For each request None where it does not fit, else its new blocks.
+// For each request, None if it does not fit, otherwise its new blocks.
 py::list advance(Manager& self, const py::object& rows, const py::object& starts,
                  const py::object& stops, const py::object& num_lookahead_tokens,
                  const py::object& token_ids, const py::object& num_token_ids) {
@@ -377,23 +333,24 @@ py::list advance(Manager& self, const py::object& rows, const py::object& starts
   require_same_length(n, "rows", last.size(), "stops");
   const int64_t num_lookahead = int_argument(num_lookahead_tokens, "num_lookahead_tokens");
   if (ids.size() > 0) require_same_length(n, "rows", num_ids.size(), "num_token_ids");
-  if (calls_python(self)) ids.copy_values();
-  std::vector<RowAdvance> all(static_cast<size_t>(n));
+  std::vector<RowAsk> all(static_cast<size_t>(n));
   int64_t num_named = 0;
   for (size_t i = 0; i < all.size(); ++i) {
     const int64_t k = ids.size() > 0 ? num_ids.data()[i] : 0;
-    all[i] = {named.data()[i], first.data()[i], last.data()[i], ids.data() + num_named, k};
+    const int64_t start = first.data()[i];
+    all[i] = {
+        named.data()[i], last.data()[i] - start, num_lookahead, ids.data() + num_named, k, start};
     num_named += k;
   }
   if (num_named != ids.size()) {
     throw py::value_error("token_ids has " + std::to_string(ids.size()) + " entries: expected " +
                           std::to_string(num_named) + ", the sum of num_token_ids");
   }
-  self.take_ids(all.data(), all.size(), num_lookahead);
+  self.take_in(all.data(), all.size());
   const Soundness::Change change = self.change("advance");
   py::list answers(all.size());
   for (size_t i = 0; i < all.size(); ++i) {
-    const Slots slots = self.advance(all[i], num_lookahead);
+    const Slots slots = self.serve(all[i]);
     if (slots.status == Status::kServed) {
       answers[i] = as_lists(slots.new_blocks);
     } else {
@@ -403,7 +360,7 @@ py::list advance(Manager& self, const py::object& rows, const py::object& starts
   return answers;
 }
 
-// The row of the child; -1: there is none.
+// The row of the child, or -1.
 int32_t fork(Manager& self, RequestRows& requests, const py::object& parent,
              const py::object& child) {
   const RequestRows::Asking asking = requests.asking_alone(child, "child");
@@ -411,16 +368,16 @@ int32_t fork(Manager& self, RequestRows& requests, const py::object& parent,
   requests.check_new(asking);
   if (!self.by_step(row)) {
     throw py::value_error("request " + short_repr(parent.attr("request_id")) +
-                          " was admitted by allocate_slots: expected one that step admitted, "
+                          " was admitted by admit: expected one that step admitted, "
                           "whose plans can say what is copied");
   }
-  const int32_t child_row = self.fork(row, asking.chains[0]).row;
+  const int32_t child_row = self.fork(row, asking.rows[0].chain).row;
   const Soundness::Change change = self.change("fork");
   requests.admit(asking, &child_row);
   return child_row;
 }
 
-// What a sound manager says of itself, to any thread.
+// A property of a sound manager, readable from any thread.
 template <auto kMethod>
 int64_t sound(const Manager& manager) {
   manager.check_sound();
@@ -431,6 +388,7 @@ int64_t sound(const Manager& manager) {
 
 void bind_manager(py::module_& m) {
   bind_kinds(m);
+  m.def("use_admit_types", &RequestRows::use_admit_types, py::arg("admit"), py::arg("external"));
   def_init(
       py::class_<RequestRows>(m, "RequestRows"),
       [](const py::tuple& chain_key, int64_t max_encoder_tokens) {
@@ -487,7 +445,8 @@ void bind_manager(py::module_& m) {
           py::arg("chain"), py::arg("read_cache") = py::none(), py::arg("with_partial") = false)
       .def("take_copies", [](Manager& self) { return list_of_pairs(self.take_copies()); })
       .def(
-          "lookup_tiers",  // (tokens on the device alone, tokens with the host, blocks from there)
+          // (tokens on the device only, tokens with the host, blocks from the host).
+          "lookup_tiers",
           [](Manager& self, TokenChain& chain, const std::optional<bool>& read_cache) {
             const int64_t on_device =
                 self.lookup(chain, /*with_host=*/false, /*with_partial=*/false, read_cache)
@@ -497,27 +456,11 @@ void bind_manager(py::module_& m) {
             return py::make_tuple(on_device, hit.num_tokens, hit.num_host_blocks);
           },
           py::arg("chain"), py::arg("read_cache") = py::none())
-      .def(
-          "would_fit",
-          [](Manager& self, const RequestRows& requests, const py::object& request,
-             const py::object& num_tokens, bool whole, const py::object& num_lookahead,
-             const py::object& num_reserved, const py::object& max_host_blocks,
-             const py::object& num_external, bool receives, const std::optional<bool>& read_cache) {
-            NewRow asked;
-            asked.read_cache = read_cache;
-            asked.chain = requests.asking_alone(request, "request").chains[0];
-            asked.num_tokens = int_argument(num_tokens, "num_tokens");
-            if (!max_host_blocks.is_none()) {
-              asked.max_host_blocks = int_argument(max_host_blocks, "max_host_blocks");
-            }
-            asked.num_external = int_argument(num_external, "num_external_computed_tokens");
-            asked.receives = receives;
-            StepRequest step;
-            step.new_rows = {asked};
-            step.num_lookahead = int_argument(num_lookahead, "num_lookahead_tokens");
-            step.num_reserved_blocks = int_argument(num_reserved, "num_reserved_blocks");
-            return static_cast<int>(self.would_fit(step, whole));
-          })
+      .def("would_fit",
+           [](Manager& self, const RequestRows& requests, const py::object& asked, bool whole) {
+             const RequestRows::Asking asking = requests.asking_alone(asked, "request");
+             return static_cast<int>(self.would_fit(asking.rows[0], whole));
+           })
       .def("would_extend",
            [](Manager& self, int32_t row, const py::object& num_tokens,
               const py::object& num_lookahead) {
@@ -531,7 +474,7 @@ void bind_manager(py::module_& m) {
              return self.checkpoint_tokens(chain, row, int_argument(num_tokens, "num_tokens"));
            })
       .def("step", &step)
-      .def("allocate", &allocate)
+      .def("admit", &admit)
       .def("finish_receiving",
            [](Manager& self, int32_t row, const py::object& num_tokens) {
              const int64_t n = num_tokens.is_none() ? self.num_external(row)
@@ -540,12 +483,14 @@ void bind_manager(py::module_& m) {
            })
       .def("is_receiving", &Manager::is_receiving)
       .def("release_kept", &Manager::release_kept)
-      .def("append",
+      .def("extend",
            [](Manager& self, int32_t row, const py::object& num_tokens,
               const py::object& num_lookahead_tokens) {
-             return answer(self, "append_slots",
-                           self.append(row, int_argument(num_tokens, "num_tokens"),
-                                       int_argument(num_lookahead_tokens, "num_lookahead_tokens")));
+             const RowAsk ask{row,
+                              checked_size("num_tokens", int_argument(num_tokens, "num_tokens"), 1),
+                              int_argument(num_lookahead_tokens, "num_lookahead_tokens")};
+             self.take_in(&ask, 1);
+             return answer(self, "extend", self.serve(ask));
            })
       .def("advance", &advance)
       .def("reject",
@@ -644,6 +589,7 @@ void bind_manager(py::module_& m) {
              return copy_int32(self.blocks(row, int_argument(group, "group")));
            })
       .def("num_computed_tokens", &Manager::num_computed_tokens)
+      .def("quiet_until", [](const Manager& self) { return copy_array(self.quiet_until()); })
       .def("check_invariants", &Manager::check_invariants)
       .def("clear_stats", &Manager::clear_stats)
       .def("stats", &stats_of)
@@ -657,8 +603,8 @@ void bind_manager(py::module_& m) {
       .def_property_readonly("num_fenced", sound<&Manager::num_fenced>)
       .def_property_readonly("num_kept", sound<&Manager::num_kept>)
       .def_property_readonly("num_loading", sound<&Manager::num_loading>)
-      // The pools are the manager's: who holds one holds the manager, too. (`reference_internal`
-      // would see to it, and ends the process where it has no memory to note that.)
+      // The pools belong to the manager, so a reference to a pool keeps the manager alive.
+      // (`reference_internal` would do the same, but ends the process if it runs out of memory.)
       .def_property_readonly(
           "host", [](Manager& self) { return self.host(); }, py::return_value_policy::reference)
       .def_property_readonly(

@@ -27,7 +27,7 @@ void bind_size(Binding& binding, const char* name, int64_t ManagerOptions::* fie
       });
 }
 
-// A size that is None in Python and 0 here where it is left open.
+// A size that is None in Python and 0 in C++ if unset.
 void bind_optional_size(Binding& binding, const char* name, int64_t ManagerOptions::* field) {
   binding.def_property(
       name,
@@ -59,7 +59,8 @@ void bind_options(py::module_& m) {
   def_init(
       eviction,
       [](const std::string& policy, const std::map<std::string, double>& options) {
-        make_eviction_policy(policy, options, /*num_blocks=*/2);  // says what is wrong
+        // Only to raise an error for invalid options.
+        make_eviction_policy(policy, options, /*num_blocks=*/2);
         return std::make_unique<Eviction>(Eviction{policy, options, /*make=*/{}});
       },
       py::arg("policy"), py::arg("options"))
@@ -82,7 +83,7 @@ void bind_options(py::module_& m) {
     return std::make_unique<ManagerOptions>();
   }).def("check_optional", &check_optional);
   options.def_property("groups", nullptr, [](ManagerOptions& self, const py::list& tuples) {
-    // (kind, tokens per block, drafts, cached, transferred) each
+    // (kind, tokens per block, drafts, cached, transferred) per group
     self.groups = groups_of_tuples(tuples);
   });
   bind_size(options, "num_gpu_blocks", &ManagerOptions::num_blocks);
@@ -104,10 +105,7 @@ void bind_options(py::module_& m) {
       .def_readwrite("host_eviction", &ManagerOptions::host_eviction)
       .def_readwrite("host_write", &ManagerOptions::host_write)
       .def_readwrite("min_gain_to_write", &ManagerOptions::min_gain_to_write)
-      .def_readwrite("engine_copies_states", &ManagerOptions::engine_copies_states)
-      .def_readwrite("computes_whole_prompt", &ManagerOptions::computes_whole_prompt)
-      .def_readwrite("publishes_when_marked", &ManagerOptions::publishes_when_marked)
-      .def_readwrite("caches_swapped_rows", &ManagerOptions::caches_swapped_rows);
+      .def_readwrite("engine_copies_states", &ManagerOptions::engine_copies_states);
 }
 
 }  // namespace kvcache

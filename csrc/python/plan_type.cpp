@@ -1,5 +1,4 @@
-// A plan as Python sees it: an object of the class of kvcache/step.py over the arrays of
-// `HeldPlan`.
+// A plan for Python: an object of the class in kvcache/step.py, with the arrays of a `HeldPlan`.
 #include "python/plan_type.h"
 
 #include <pybind11/numpy.h>
@@ -16,17 +15,18 @@
 namespace kvcache {
 namespace {
 
-// The StepPlan of kvcache/step.py: the native step makes one and sets its fields by name.
+// The StepPlan class of kvcache/step.py. The native step creates instances and sets their fields by
+// name.
 class PlanType {
  public:
-  // Arrays that all plans without entries share: int32[0], [1] (a 0), [0, 2] and [0, 3].
+  // Arrays shared by all plans without entries: int32[0], [1] (a 0), [0, 2] and [0, 3].
   struct EmptySections {
     py::object ids, splits, pairs, replace;
   };
 
-  // One per field that the native step sets: some at once, answers and changes each when the
-  // first of them is asked for. A plan is mostly asked for its answers, and a plan that changes
-  // nothing for nothing else.
+  // The fields that the native step sets. Some are set immediately. Answers and changes are each
+  // set at the first access to one of them: most plans are read only for their answers, and plans
+  // without changes for nothing else.
   enum Field {
     kStepId,
     kPreviousStepId,
@@ -57,7 +57,7 @@ class PlanType {
     return *type;
   }
 
-  // TypeError for a dataclass that lacks a field, or has another one without a default.
+  // TypeError if the dataclass lacks a field, or has an additional field without a default.
   void use(const py::type& dataclass, EmptySections sections) {
     static constexpr const char* kNames[kNumFields] = {"step_id",     "previous_step_id",
                                                        "is_empty",    "num_running",
@@ -97,7 +97,7 @@ class PlanType {
     empty = std::move(sections);
   }
 
-  // Without __init__, which costs as much as a small step.
+  // Skips __init__, which takes as long as a small step.
   py::object make() const {
     auto* type = reinterpret_cast<PyTypeObject*>(type_.ptr());
     auto plan = py::reinterpret_steal<py::object>(type->tp_new(type, no_arguments_.ptr(), nullptr));
@@ -110,15 +110,15 @@ class PlanType {
     set(plan, slots_[field], value);
   }
 
-  // The same where it was not set.
+  // Sets the field unless it was already set.
   void set_missing(const py::object& plan, Field field, const py::object& value) const {
     if (value_of(plan.ptr(), slots_[field]) == nullptr) set(plan, slots_[field], value);
   }
 
   void hold(const py::object& plan, const py::object& capsule) const { set(plan, held_, capsule); }
-  // The capsule that was held, borrowed; null for a plan that no step has made.
+  // The plan's capsule, borrowed; null for a plan that no step has created.
   PyObject* held(PyObject* plan) const { return value_of(plan, held_); }
-  // The answer or change of this name that is missing; kNumFields where none is.
+  // The missing answer or change with this name, or kNumFields.
   Field missing(PyObject* plan, PyObject* name) const {
     for (size_t i = kFirstAnswer; i < slots_.size(); ++i) {
       if (slots_[i].name.ptr() != name) continue;
@@ -130,7 +130,7 @@ class PlanType {
   EmptySections empty;
 
  private:
-  // A field, and where the plan keeps it; -1: behind its attribute.
+  // A field and its offset in the plan; -1: accessed as an attribute.
   struct Slot {
     py::object name;
     Py_ssize_t offset = -1;
@@ -147,13 +147,13 @@ class PlanType {
     return out;
   }
 
-  // Borrowed; null where it is not set.
+  // Borrowed; null if unset.
   static PyObject* value_of(PyObject* plan, const Slot& slot) {
     if (slot.offset < 0) return nullptr;
     return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(plan) + slot.offset);
   }
 
-  // Written in place, which takes a tenth of the time of an attribute.
+  // Written in place, which takes a tenth of the time of setting an attribute.
   static void set(const py::object& plan, const Slot& slot, const py::object& value) {
     if (slot.offset < 0) {
       if (PyObject_SetAttr(plan.ptr(), slot.name.ptr(), value.ptr()) != 0)
@@ -169,7 +169,7 @@ class PlanType {
   Slot held_;
   py::tuple no_arguments_;
   std::array<Slot, kNumFields> slots_;
-  std::vector<std::pair<Slot, py::object>> defaults_;  // of the other fields
+  std::vector<std::pair<Slot, py::object>> defaults_;  // of the remaining fields
 };
 
 void set_answers(const PlanType& type, const py::object& out, const py::object& capsule) {
@@ -213,7 +213,7 @@ void set_changes(const PlanType& type, const py::object& out, const py::object& 
   type.set_missing(out, PlanType::kDependsOn, pairs(HeldPlan::kDependsOn));
 }
 
-// An attribute of a plan: of its arrays, the first that is asked for comes with all of its kind.
+// An attribute of a plan. The first access to an array creates all arrays of its kind.
 PyObject* plan_attribute(PyObject* self, PyObject* name) {
   const PlanType& type = PlanType::get();
   const PlanType::Field field = type.missing(self, name);
@@ -245,7 +245,7 @@ py::object held_arrays_type() {
 
 }  // namespace
 
-// Its arrays are made by `plan_attribute`.
+// `plan_attribute` creates the arrays.
 py::object as_plan(const StepPlan& plan) {
   const PlanType& type = PlanType::get();
   py::object out = type.make();

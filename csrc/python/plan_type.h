@@ -1,4 +1,4 @@
-// Plans for Python, as objects of the class that `use_plan_type` was told of.
+// Plans for Python, as objects of the class registered by `use_plan_type`.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -12,7 +12,7 @@ namespace kvcache {
 
 namespace py = pybind11;
 
-// A plan whose arrays are made when they are asked for.
+// A plan whose arrays are created on demand.
 py::object as_plan(const StepPlan& plan);
 
 }  // namespace kvcache

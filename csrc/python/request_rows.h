@@ -1,13 +1,14 @@
-// The requests of a KVCacheManager: which row each has, and the chain that its hashes are in.
+// The requests of a KVCacheManager: the row of each request, and the chain with its hashes.
 //
-// A call changes the rows and the manager together, and runs no Python code from the first change
-// to the last: an exception from a signal handler comes before both or after both. So names are
-// exact strings, which compare and hash without Python code.
+// A call changes the rows and the manager together, and runs no Python code between the first and
+// the last change: an exception from a signal handler comes before both or after both. Names are
+// therefore exact strings, which compare and hash without Python code.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,6 +17,7 @@
 #include <vector>
 
 #include "core/hashing/token_chain.h"
+#include "core/manager/step_request.h"
 #include "python/arrays.h"
 
 namespace kvcache {
@@ -24,26 +26,35 @@ namespace py = pybind11;
 
 class RequestRows {
  public:
-  // `chain_key`: what the manager's requests are hashed for.
+  // `chain_key`: the hash parameters of the manager's requests.
   RequestRows(py::tuple chain_key, int64_t max_encoder_tokens)
       : chain_key_(std::move(chain_key)), max_encoder_tokens_(max_encoder_tokens) {}
 
-  // Requests that ask for a row: none of them has one.
+  // `Admit` of Python, a NamedTuple: (request, num_tokens, external, num_lookahead_tokens,
+  // num_reserved_blocks, max_host_blocks, read_cache), where external is None or a NamedTuple
+  // (num_tokens, delayed).
+  static void use_admit_types(const py::type& admit, const py::type& external) {
+    admit_type() = admit.inc_ref().ptr();  // they must outlive the interpreter
+    external_type() = external.inc_ref().ptr();
+  }
+
+  // Requests to admit: none of them has a row yet.
   struct Asking {
     std::vector<py::object> ids;
-    std::vector<std::shared_ptr<TokenChain>> chains;
+    std::vector<NewRow> rows;
   };
 
-  // TypeError for what are no requests; ValueError for one that is admitted already, that is named
-  // twice, or that has more encoder tokens than the manager takes.
+  // Reads requests and `Admit` values. Throws TypeError for anything else, and ValueError for a
+  // request that is admitted already, is named twice, or has more encoder tokens than the manager
+  // takes.
   Asking asking(const py::handle& requests) const {
     const py::object sequence = sequence_of(requests, "new");
     const py::ssize_t n = PySequence_Fast_GET_SIZE(sequence.ptr());
     Asking out;
     out.ids.reserve(static_cast<size_t>(n));
-    out.chains.reserve(static_cast<size_t>(n));
+    out.rows.reserve(static_cast<size_t>(n));
     for (py::ssize_t i = 0; i < n; ++i) {
-      // Borrowed anew each time: what is asked of a request is Python, and may change a list.
+      // Borrowed anew each time, because reading a request runs Python code that may change a list.
       add(item(sequence, i, n), [i] { return "new[" + std::to_string(i) + "]"; }, &out);
     }
     if (n > 1) check_once(out.ids);
@@ -54,25 +65,33 @@ class RequestRows {
     add(request, [name] { return std::string(name); }, &out);
     return out;
   }
-  // Again, behind the last Python code of a call: that may have admitted them.
+  // The request of an `Admit`, or the request itself.
+  static py::object request_of(const py::object& asked) {
+    if (!is_admit(asked)) return asked;
+    return py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(asked.ptr(), 0));
+  }
+  static bool is_admit(const py::handle& value) {
+    return admit_type() != nullptr && PyObject_TypeCheck(value.ptr(), admit_class()) != 0;
+  }
+  // Checks again after the last Python code of a call, which may have admitted these requests.
   void check_new(const Asking& asking) const {
     for (const py::object& id : asking.ids) check_new(id);
   }
 
-  // The rows that those who asked have got; -1: none.
+  // Records the rows of the new requests; -1: no row.
   void admit(const Asking& asking, const int32_t* rows) {
     for (size_t i = 0; i < asking.ids.size(); ++i) {
       if (rows[i] >= 0) rows_[asking.ids[i]] = py::int_(rows[i]);
     }
   }
 
-  // Admitted requests of these, each once.
+  // The admitted ones of these requests, each once.
   struct Leaving {
     std::vector<py::object> ids;
     std::vector<int32_t> rows;
   };
 
-  // TypeError for what are no requests; those that have no row are left out.
+  // TypeError for values that are not requests. Requests without a row are omitted.
   Leaving leaving(const py::tuple& requests) const {
     Leaving out;
     std::optional<py::set> seen;
@@ -82,7 +101,7 @@ class RequestRows {
     for (const py::handle& request : requests) {
       ids.push_back(id_of(request, [] { return std::string("request"); }));
     }
-    // Behind the last Python code, which may have freed and admitted requests.
+    // After the last Python code, which may have freed and admitted requests.
     for (py::object& id : ids) {
       PyObject* row = row_of(id);
       if (row == nullptr || (seen && !is_first(*seen, id))) continue;
@@ -97,22 +116,22 @@ class RequestRows {
     }
   }
 
-  // -1 where it has none.
+  // The row of the request, or -1.
   int32_t find(const py::object& request) const {
     PyObject* row = row_of(id_of(request, [] { return std::string("request"); }));
     return row == nullptr ? -1 : static_cast<int32_t>(PyLong_AsLong(row));
   }
-  // ValueError where it has none.
+  // The row of the request. ValueError if it has none.
   int32_t at(const py::object& request, const char* name) const {
     const py::object id = id_of(request, [name] { return std::string(name); });
     PyObject* row = row_of(id);
     if (row != nullptr) return static_cast<int32_t>(PyLong_AsLong(row));
     throw py::value_error("request " + repr(id) + " is not admitted: it has no blocks");
   }
-  // What is said of rows, by the ids of their requests.
+  // Values per row, by request id.
   py::dict by_id(const std::vector<int32_t>& rows, const std::vector<int32_t>& values) const {
     py::dict out;
-    if (rows.empty()) return out;  // most reports
+    if (rows.empty()) return out;  // true for most reports
     std::unordered_map<int32_t, py::handle> names;
     for (const auto& [id, row] : rows_) names.emplace(py::cast<int32_t>(row), id);
     for (size_t i = 0; i < rows.size(); ++i) out[names.at(rows[i])] = py::int_(values[i]);
@@ -120,19 +139,74 @@ class RequestRows {
   }
 
  private:
+  static PyObject*& admit_type() {
+    static PyObject* type = nullptr;
+    return type;
+  }
+  static PyObject*& external_type() {
+    static PyObject* type = nullptr;
+    return type;
+  }
+  static PyTypeObject* admit_class() { return reinterpret_cast<PyTypeObject*>(admit_type()); }
+
+  // `name()` says which argument the request is.
   template <class Name>
-  void add(const py::object& request, const Name& name, Asking* out) const {
+  void add(const py::object& asked, const Name& name, Asking* out) const {
+    const py::object request = request_of(asked);
     py::object id = id_of(request, name);
-    out->chains.push_back(chain_of(request, name));
+    NewRow row;
+    row.chain = chain_of(request, name);
+    row.takes_all = true;
+    if (is_admit(asked)) read_fields(asked, name, &row);
     check_new(id);
-    check_encoder_tokens(*out->chains.back(), id);
+    check_encoder_tokens(*row.chain, id);
+    out->rows.push_back(std::move(row));
     out->ids.push_back(std::move(id));
+  }
+  template <class Name>
+  static void read_fields(const py::object& asked, const Name& name, NewRow* row) {
+    const auto field = [&](py::ssize_t i) { return PyTuple_GET_ITEM(asked.ptr(), i); };
+    const auto integer = [&](PyObject* value, const char* what) {
+      return int_argument(py::handle(value), (name() + "." + what).c_str());
+    };
+    if (PyTuple_GET_SIZE(asked.ptr()) != 7) {
+      throw py::type_error(name() + " has " + std::to_string(PyTuple_GET_SIZE(asked.ptr())) +
+                           " fields: expected the 7 of Admit");
+    }
+    if (PyObject* external = field(2); external != Py_None) {
+      if (Py_TYPE(external) != reinterpret_cast<PyTypeObject*>(external_type())) {
+        throw py::type_error(name() + ".external is " + repr(external) +
+                             ": expected an External or None");
+      }
+      row->num_external = integer(PyTuple_GET_ITEM(external, 0), "external.num_tokens");
+      row->receives = flag(PyTuple_GET_ITEM(external, 1), name() + ".external.delayed");
+    }
+    if (field(1) != Py_None) {
+      row->num_tokens = integer(field(1), "num_tokens");
+    } else if (row->receives) {
+      row->num_tokens = 0;
+    }
+    row->takes_all = field(1) == Py_None;
+    row->num_lookahead = integer(field(3), "num_lookahead_tokens");
+    row->num_reserved_blocks = integer(field(4), "num_reserved_blocks");
+    if (field(5) != Py_None) row->max_host_blocks = integer(field(5), "max_host_blocks");
+    if (field(6) != Py_None) {
+      row->read_cache = flag(field(6), name() + ".read_cache");
+    }
+  }
+  // Reads a Python bool, as `flag_argument` does, or a NumPy bool.
+  static bool flag(PyObject* value, const std::string& name) {
+    const char* type = Py_TYPE(value)->tp_name;
+    if (std::strcmp(type, "numpy.bool") == 0 || std::strcmp(type, "numpy.bool_") == 0) {
+      return PyObject_IsTrue(value) == 1;
+    }
+    return flag_argument(value, name.c_str());
   }
   void check_new(const py::object& id) const {
     if (row_of(id) == nullptr) return;
     throw py::value_error("request " + repr(id) + " is admitted already");
   }
-  // As an exact string. `name()` says which argument the request is.
+  // The id as an exact string. `name()` describes the argument in an error.
   template <class Name>
   static py::object id_of(const py::handle& request, const Name& name) {
     py::object id = attribute(request, id_name(), name);
@@ -146,7 +220,7 @@ class RequestRows {
   }
 
   static std::string repr(const py::handle& value) { return short_repr(value); }
-  // Leaked: it must outlive the interpreter.
+  // Leaked, because it must outlive the interpreter.
   static const py::str& interned(const char* text) {
     return *new py::str(py::reinterpret_steal<py::str>(PyUnicode_InternFromString(text)));
   }
@@ -164,7 +238,7 @@ class RequestRows {
     return name;
   }
 
-  // A list or tuple as it is, any other iterable as a list.
+  // A list or tuple unchanged, any other iterable as a list.
   static py::object sequence_of(const py::handle& values, const char* name) {
     check_num_entries(values, name);
     if (PySequence_Check(values.ptr()) || PyObject_HasAttrString(values.ptr(), "__len__")) {
@@ -180,7 +254,7 @@ class RequestRows {
                          ": expected a sequence of requests");
   }
 
-  // What an iterator gives, which may be without an end.
+  // The values of an iterator, which may be infinite.
   static py::object listed(const py::object& iterator, const char* name) {
     constexpr size_t kMost = 1 << 20;
     py::list out;
@@ -206,21 +280,21 @@ class RequestRows {
     throw py::type_error(name + " is " + repr(request) + ": expected a Request");
   }
 
-  // `name()` says which argument the request is.
+  // `name()` describes the argument in an error.
   template <class Name>
   static py::object attribute(const py::handle& request, const py::str& attribute,
                               const Name& name) {
     auto out = py::reinterpret_steal<py::object>(PyObject_GetAttr(request.ptr(), attribute.ptr()));
     if (out) return out;
-    const py::error_already_set error;  // takes it
+    const py::error_already_set error;  // takes the current error
     if (!error.matches(PyExc_AttributeError)) throw error;
     fail_no_request(request, name());
   }
 
-  // `name()` says which argument the request is.
+  // `name()` describes the argument in an error.
   template <class Name>
   std::shared_ptr<TokenChain> chain_of(const py::handle& request, const Name& name) const {
-    // The chain that was asked for last, without calling Python.
+    // The most recently used chain, without calling Python.
     const auto last =
         py::reinterpret_steal<py::object>(PyObject_GetAttr(request.ptr(), last_name().ptr()));
     if (!last) {
@@ -233,12 +307,12 @@ class RequestRows {
     const auto chain = py::reinterpret_steal<py::object>(
         PyObject_VectorcallMethod(chain_name().ptr(), arguments, 2, nullptr));
     if (chain) return py::cast<std::shared_ptr<TokenChain>>(chain);
-    const py::error_already_set error;  // takes it
+    const py::error_already_set error;  // takes the current error
     if (PyObject_HasAttr(request.ptr(), chain_name().ptr())) throw error;
     fail_no_request(request, name());
   }
 
-  // Borrowed; null where it has none.
+  // Borrowed; null without a row.
   PyObject* row_of(const py::object& id) const {
     PyObject* row = PyDict_GetItemWithError(rows_.ptr(), id.ptr());
     if (row == nullptr && PyErr_Occurred()) throw py::error_already_set();

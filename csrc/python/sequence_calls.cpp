@@ -16,11 +16,19 @@ std::shared_ptr<TokenChain> chain_of(const py::handle& tokens) {
   return py::cast<std::shared_ptr<TokenChain>>(tokens.attr("chain"));
 }
 
-// Null where there is none.
+// Null if there is no entry.
 py::object entry_of(const py::dict& entries, const py::object& name) {
   PyObject* entry = PyDict_GetItemWithError(entries.ptr(), name.ptr());
   if (entry == nullptr && PyErr_Occurred()) throw py::error_already_set();
   return py::reinterpret_borrow<py::object>(entry);
+}
+
+// Its whole prompt is computed in one step, and its blocks are cached once that step has run.
+NewRow new_row(std::shared_ptr<TokenChain> chain) {
+  NewRow asked;
+  asked.chain = std::move(chain);
+  asked.computes_whole = asked.waits_for_marks = true;
+  return asked;
 }
 
 }  // namespace
@@ -35,7 +43,7 @@ void SequenceCalls::set_row(const py::object& seq_id, const py::object& owner, i
 bool SequenceCalls::take_rows(const py::list& sequences, const py::list& hits, int64_t num_cached,
                               bool skips_blocks, const py::object& encoder) {
   struct New {
-    py::object seq_id, owner;  // of an AllocatedSequence, in no row yet
+    py::object seq_id, owner;  // of an AllocatedSequence without a row
     std::shared_ptr<TokenChain> chain;
   };
   std::vector<New> all;
@@ -47,10 +55,9 @@ bool SequenceCalls::take_rows(const py::list& sequences, const py::list& hits, i
                                   : value_of(all[0].owner).forked(tokens);
     all.push_back({each[0], py::cast(std::move(begun)), chain_of(tokens)});
   }
-  NewRow asked;
-  asked.chain = all[0].chain;
+  NewRow asked = new_row(all[0].chain);
   asked.num_tokens = value_of(all[0].owner).num_tokens - num_cached;
-  const Slots slots = native_->allocate(asked, int32_lists(hits, "computed_blocks"), 0);
+  const Slots slots = native_->admit(asked, int32_lists(hits, "computed_blocks"));
   if (slots.status != kvcache::Status::kServed) return false;
   const Soundness::Change change = native_->change("allocate");
   for (const New& each : all) {
@@ -62,18 +69,22 @@ bool SequenceCalls::take_rows(const py::list& sequences, const py::list& hits, i
   return true;
 }
 
-// Blocks that a window leaves behind are not held of a prompt, but are of what comes later, and all
-// of an encoder's tokens are read: behind the first they come later.
+// For a prompt, blocks outside the window are not held; for later tokens they are. All tokens of an
+// encoder are read, so tokens after the first are added as later tokens.
 void SequenceCalls::take_encoder_row(const py::tuple& encoder) {
   const auto num_more = py::cast<int64_t>(encoder[3]) - 1;
-  NewRow asked;
-  asked.chain = chain_of(encoder[2]);
+  NewRow asked = new_row(chain_of(encoder[2]));
   asked.num_tokens = 1;
-  const Slots slots = native_->allocate(asked, {{}}, num_more);
+  asked.num_lookahead = num_more;
+  const Slots slots = native_->admit(asked, {{}});
   if (slots.status != kvcache::Status::kServed) {
     throw std::logic_error("an encoder that fits got no slots");
   }
-  if (num_more > 0) native_->append_known({slots.row, nullptr, num_more}, 0);
+  if (num_more > 0) {
+    const RowAsk more{slots.row, num_more, 0, nullptr, num_more};
+    native_->take_in(&more, 1);
+    native_->serve(more, /*lists_new=*/false);
+  }
   py::cast<py::dict>(encoder[0])[encoder[1]] = py::int_(slots.row);
 }
 
@@ -98,7 +109,7 @@ void SequenceCalls::free_encoder_row(const py::dict& rows, const py::object& req
   }
 }
 
-// The row and its entry go together: a name may compare by Python code, which may raise.
+// Removes row and entry together: comparing names may run Python code, which may raise.
 void SequenceCalls::free_entry(const py::dict& entries, const py::object& name, int32_t row) {
   native_->free(row);
   if (native_->is_broken()) return;
@@ -156,7 +167,7 @@ PyObject* SequenceCalls::can_append_slots(py::handle group, py::handle num_looka
   return py::bool_(!is_too_long && num_touched <= native_->pool().num_free()).release().ptr();
 }
 
-// The new token ids of a sequence; they are read where they matter, and no others.
+// Reads the new token ids of a sequence if they are needed.
 void SequenceCalls::read_ids(const AllocatedSequence& known, py::handle seq, int64_t num_new,
                              NewTokens* out) const {
   out->size = num_new;
@@ -187,7 +198,7 @@ void SequenceCalls::read_ids(const AllocatedSequence& known, py::handle seq, int
   }
 }
 
-// Whether there are slots; the copies are added to the pairs.
+// Returns whether there are slots, and adds the copies to the pairs.
 bool SequenceCalls::take(AllocatedSequence* known, int64_t num_new, const Slots& slots,
                          py::list* pairs) const {
   if (slots.status != kvcache::Status::kServed) return false;
@@ -211,7 +222,9 @@ PyObject* SequenceCalls::append_slots(py::handle seq, py::handle num_lookahead_s
   py::list pairs;
   if (num_new == 0 && lookahead == 0) return pairs.release().ptr();
   read_ids(known, seq, num_new, &tokens);
-  const Slots slots = native_->append_known({known.row, tokens.data(), tokens.size}, lookahead);
+  const RowAsk ask{known.row, tokens.size, lookahead, tokens.data(), tokens.size};
+  native_->take_in(&ask, 1);
+  const Slots slots = native_->serve(ask, /*lists_new=*/false);
   if (take(&known, num_new, slots, &pairs)) return pairs.release().ptr();
   throw py::value_error("seq " + repr_of(seq_id_of(seq)) + " does not get " +
                         std::to_string(num_new) + " slots and " + std::to_string(lookahead) +
@@ -221,25 +234,24 @@ PyObject* SequenceCalls::append_slots(py::handle seq, py::handle num_lookahead_s
 
 namespace {
 
-// New tokens of several sequences that their chains have taken: those that get no slots go back.
+// New tokens of several sequences that their chains have taken. Tokens without slots are rolled
+// back.
 class TakenTokens {
  public:
-  TakenTokens(Manager* native, std::vector<Manager::KnownTokens> all, int64_t num_lookahead)
-      : native_(native), all_(std::move(all)), num_lookahead_(num_lookahead) {
-    native_->take_known(all_.data(), all_.size(), num_lookahead_);
+  TakenTokens(Manager* native, std::vector<RowAsk> all) : native_(native), all_(std::move(all)) {
+    native_->take_in(all_.data(), all_.size());
   }
   TakenTokens(const TakenTokens&) = delete;
   ~TakenTokens() {
     for (; next_ < all_.size(); ++next_) native_->give_back(all_[next_]);
   }
-  // Of the next sequence, which keeps its tokens, where there are any slots for them.
-  Slots append_next() { return native_->append_taken(all_[next_++], num_lookahead_); }
+  // Appends the next sequence, which keeps its tokens if there are slots for them.
+  Slots append_next() { return native_->serve(all_[next_++], /*lists_new=*/false); }
   void skip_next() { ++next_; }
 
  private:
   Manager* native_;
-  std::vector<Manager::KnownTokens> all_;
-  int64_t num_lookahead_;
+  std::vector<RowAsk> all_;
   size_t next_ = 0;
 };
 
@@ -253,7 +265,7 @@ PyObject* SequenceCalls::append_group_slots(py::handle groups,
   };
   const int64_t lookahead = size_argument(num_lookahead_slots, "num_lookahead_slots");
   std::vector<Growing> all;
-  std::vector<size_t> ends;  // of the groups, in `all`
+  std::vector<size_t> ends;  // end of each group in `all`
   ++num_calls_;
   Sequences each_group(py::reinterpret_borrow<py::object>(groups), "seq_groups");
   while (const py::object group = each_group.next()) {
@@ -273,20 +285,21 @@ PyObject* SequenceCalls::append_group_slots(py::handle groups,
     }
     ends.push_back(all.size());
   }
-  // A group with a sequence that is too long does not fit, nor is one behind it served.
+  // A group with a sequence that is too long does not fit, and ends the batch.
   const auto too_long = std::find_if(all.begin(), all.end(), [&](const Growing& each) {
     return value_of(each.owner).num_tokens + each.tokens.size > max_model_len_;
   });
   const auto num_short = static_cast<size_t>(too_long - all.begin());
   while (!ends.empty() && ends.back() > num_short) ends.pop_back();
-  std::vector<Manager::KnownTokens> known_tokens;
+  std::vector<RowAsk> asks;
   for (size_t i = 0; i < (ends.empty() ? 0 : ends.back()); ++i) {
     const NewTokens& tokens = all[i].tokens;
-    known_tokens.push_back({value_of(all[i].owner).row, tokens.data(), tokens.size});
+    asks.push_back(
+        {value_of(all[i].owner).row, tokens.size, lookahead, tokens.data(), tokens.size});
   }
-  TakenTokens taken(native_, std::move(known_tokens), lookahead);
+  TakenTokens taken(native_, std::move(asks));
   py::list pairs;
-  std::optional<Soundness::Change> change;  // from the first sequence that is served on
+  std::optional<Soundness::Change> change;  // from the first served sequence on
   size_t num_served = 0, first = 0;
   for (; num_served < ends.size(); first = ends[num_served++]) {
     int64_t num_touched = 0;
@@ -309,8 +322,8 @@ PyObject* SequenceCalls::append_group_slots(py::handle groups,
   return py::make_tuple(num_served, pairs).release().ptr();
 }
 
-// Brings the views up to date when blocks from `first_written` on were given, or exchanged, and
-// leading ones have left a window.
+// Updates the views. Blocks from `first_written` on were added or replaced, and leading blocks may
+// have left a window.
 void SequenceCalls::refresh_table(AllocatedSequence* known, int64_t first_written) const {
   const std::vector<BlockId>& blocks = native_->blocks(known->row, 0);
   const auto size = static_cast<int64_t>(blocks.size());
@@ -372,7 +385,7 @@ PyObject* SequenceCalls::access_all_blocks_in_seq(py::handle seq, py::handle now
   Py_RETURN_NONE;
 }
 
-// The sum of all marks with `count` more.
+// The sum of all marks, including `count`.
 int64_t SequenceCalls::marks_with(const AllocatedSequence& known, int64_t count,
                                   py::handle seq) const {
   const int64_t num_marked = std::min(known.num_marked + count, known.num_tokens);
@@ -387,7 +400,7 @@ PyObject* SequenceCalls::mark_blocks_as_computed(py::handle group,
                                                  py::handle token_chunk_size) const {
   const int64_t count = size_argument(token_chunk_size, "token_chunk_size");
   if (!enable_caching_ && !window_) Py_RETURN_NONE;
-  std::vector<std::pair<py::object, int64_t>> more;  // behind the first
+  std::vector<std::pair<py::object, int64_t>> more;  // after the first sequence
   std::pair<py::object, int64_t> first;
   Sequences seqs = Sequences::of(group);
   while (const py::object seq = seqs.next()) {
@@ -401,7 +414,7 @@ PyObject* SequenceCalls::mark_blocks_as_computed(py::handle group,
       more.emplace_back(std::move(owner), num_marked);
     }
   }
-  std::optional<Soundness::Change> change;  // from the first sequence that is marked on
+  std::optional<Soundness::Change> change;  // from the first marked sequence on
   const auto mark = [&](const std::pair<py::object, int64_t>& each) {
     AllocatedSequence& known = value_of(each.first);
     if (enable_caching_) native_->mark_computed(known.row, known.num_computed(each.second));
@@ -414,7 +427,7 @@ PyObject* SequenceCalls::mark_blocks_as_computed(py::handle group,
   Py_RETURN_NONE;
 }
 
-// Leading blocks that were hits; sequences that were forked from one have one list.
+// The leading blocks that were hits. Sequences forked from one sequence share a list.
 const py::object& SequenceCalls::hits_of(AllocatedSequence* known) const {
   if (!known->hits) {
     const std::vector<BlockId>& blocks = native_->blocks(known->row, 0);

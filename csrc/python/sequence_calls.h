@@ -1,7 +1,7 @@
-// The calls that a scheduler makes for each sequence in each step: what Python objects say of a
-// sequence in, the native manager's answer out.
+// The calls that a scheduler makes for each sequence in each step: they read a sequence's Python
+// objects and return the native manager's answer.
 //
-// Lists that they answer are kept up to date, not made anew: none of them costs more for a longer
+// Returned lists are updated in place, so the cost of a call does not depend on the length of the
 // sequence.
 #pragma once
 
@@ -19,28 +19,29 @@
 
 namespace kvcache::sequences {
 
-// A sequence that has blocks: its row, its tokens, and how many of them are said to be computed.
+// A sequence with blocks: its row, its tokens, and how many of them are marked as computed.
 struct AllocatedSequence {
   int32_t row;
-  py::object tokens;  // kvcache.allocator.sequences.tokens.Tokens
-  bool reads_ids;     // whether its token ids are asked for
-  bool skips_blocks;  // of a prompt longer than the window none are held that its end does not read
-  int64_t num_tokens;   // that have slots
-  int64_t num_prompt;   // of these, when it was allocated
-  int64_t num_cached;   // of the prompt, hits when it was allocated
-  int64_t num_marked;   // the sum of all marks, at most `num_tokens`
-  int64_t num_with_kv;  // of them, after the last mark
-  // Views, made when they are first asked for: its blocks, and those of them that were hits.
+  py::object tokens;  // kvcache.compat.sequences.tokens.Tokens
+  bool reads_ids;     // whether token ids are read
+  // For a prompt longer than the window, blocks outside the window at its end are not held.
+  bool skips_blocks;
+  int64_t num_tokens;   // tokens with slots
+  int64_t num_prompt;   // tokens with slots at allocation
+  int64_t num_cached;   // prompt tokens that were hits at allocation
+  int64_t num_marked;   // sum of all marks, at most `num_tokens`
+  int64_t num_with_kv;  // tokens with KV after the last mark
+  // Views created on demand: the blocks of the sequence, and its hit blocks.
   int64_t num_dropped = 0;  // leading null entries of `table`
   py::object table, hits;
-  int64_t last_call = 0;  // that named it, of those that name several
+  int64_t last_call = 0;  // last call with several sequences that included this one
 
-  // Tokens that have KV where the marks come to `marked`. Behind the prompt a step may accept
-  // several tokens, whatever its mark says.
+  // The number of tokens with KV if the sum of marks is `marked`. After the prompt, a step may
+  // accept several tokens regardless of its mark.
   int64_t num_computed(int64_t marked) const {
     return marked < num_prompt ? marked : std::max(marked, num_tokens - 1);
   }
-  // A prompt of these tokens as it begins, in no row yet.
+  // The initial state of a prompt with these tokens, without a row.
   static AllocatedSequence begun(const py::object& tokens, int64_t num_cached, bool skips_blocks) {
     AllocatedSequence out{};
     out.row = -1;
@@ -51,7 +52,7 @@ struct AllocatedSequence {
     out.num_cached = out.num_with_kv = num_cached;
     return out;
   }
-  // A child as it begins, in no row yet.
+  // The initial state of a child, without a row.
   AllocatedSequence forked(const py::object& child_tokens) const {
     AllocatedSequence child = *this;
     child.row = -1;
@@ -66,12 +67,12 @@ struct AllocatedSequence {
   }
 };
 
-// Tokens that a sequence gets slots for.
+// Tokens that need slots.
 struct NewTokens {
   int64_t size = 0;
-  bool are_read = false;         // else it does not matter which
-  int32_t one = 0;               // where it is one
-  std::vector<int32_t> several;  // else
+  bool are_read = false;         // otherwise their values do not matter
+  int32_t one = 0;               // if there is one token
+  std::vector<int32_t> several;  // otherwise
 
   const int32_t* data() const {
     return !are_read ? nullptr : several.empty() ? &one : several.data();
@@ -104,7 +105,7 @@ class SequenceCalls {
   int64_t watermark_blocks() const { return watermark_blocks_; }
   void set_watermark_blocks(int64_t num_blocks) { watermark_blocks_ = num_blocks; }
 
-  // The AllocatedSequence of a sequence; null where it has no blocks.
+  // The AllocatedSequence of a sequence, or null if it has no blocks.
   py::object find(py::handle seq) const {
     const py::object seq_id = seq_id_of(seq);
     PyObject* known = PyDict_GetItemWithError(allocated_.ptr(), seq_id.ptr());
@@ -130,21 +131,21 @@ class SequenceCalls {
     return required + ceil_div(num_encoder_tokens, block_size_);
   }
 
-  // A row with slots for the prompt of `sequences`, (seq_id, Tokens) each, behind a hit, which the
-  // first of them gets and the others share; and one for an encoder, (rows of encoders, request_id,
-  // Tokens of one token, number of tokens) or None, which fits. False, with nothing changed, where
-  // the prompt does not fit.
+  // Creates rows with slots for the prompt of `sequences`, (seq_id, Tokens) each, after a hit: the
+  // first sequence gets the blocks, and the others share them. `encoder` is None, or (rows of
+  // encoders, request_id, Tokens of one token, number of tokens) for an encoder that fits. Returns
+  // false, with nothing changed, if the prompt does not fit.
   bool take_rows(const py::list& sequences, const py::list& hits, int64_t num_cached,
                  bool skips_blocks, const py::object& encoder);
-  // A row for a child that shares the blocks of `parent`.
+  // Creates a row for a child that shares the blocks of `parent`.
   void fork_row(const py::object& parent, const py::object& seq_id, const py::object& tokens);
-  // No-ops where there is no row.
+  // No effect without a row.
   void free_row(const py::object& seq_id);
   void free_encoder_row(const py::dict& rows, const py::object& request_id);
-  // The pairs that move, (device block, host block) each; None where they do not fit.
+  // The blocks to move as (device block, host block) pairs, or None if they do not fit.
   py::object swap_out_rows(const std::vector<int32_t>& rows, const py::list& sequences) const;
 
-  // The calls.
+  // The calls of the scheduler.
   PyObject* can_allocate(py::handle group, py::handle num_lookahead_slots) const;
   PyObject* can_append_slots(py::handle group, py::handle num_lookahead_slots) const;
   PyObject* append_slots(py::handle seq, py::handle num_lookahead_slots) const;
@@ -178,7 +179,7 @@ class SequenceCalls {
     }
   }
   int64_t marks_with(const AllocatedSequence& known, int64_t count, py::handle seq) const;
-  // Blocks in which slots `start` to `stop - 1` are.
+  // The number of blocks that contain slots `start` to `stop - 1`.
   int64_t num_touched_blocks(int64_t start, int64_t stop) const {
     return stop > start ? (stop - 1) / block_size_ - start / block_size_ + 1 : 0;
   }
@@ -188,7 +189,7 @@ class SequenceCalls {
   void refresh_table(AllocatedSequence* known, int64_t first_written) const;
   const py::object& hits_of(AllocatedSequence* known) const;
 
-  py::object owner_;  // of `native_`
+  py::object owner_;  // keeps `native_` alive
   Manager* native_;
   int64_t block_size_;
   std::optional<int64_t> window_;
@@ -196,7 +197,7 @@ class SequenceCalls {
   int64_t watermark_blocks_, max_model_len_;
   AllocStatuses statuses_;
   py::dict allocated_;             // by seq_id
-  mutable int64_t num_calls_ = 0;  // that name several sequences
+  mutable int64_t num_calls_ = 0;  // calls with several sequences
 };
 
 }  // namespace kvcache::sequences

@@ -1,5 +1,5 @@
-// What the engine's objects say: sequences and groups of `BlockSpaceManager`, asked by CPython's
-// own calls.
+// Reads the engine's objects: sequences and groups of `BlockSpaceManager`, through CPython's own
+// calls.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,10 +14,10 @@
 
 namespace kvcache::sequences {
 
-// Attributes of sequences and groups.
+// Names of attributes of sequences and groups.
 struct Names {
   static const Names& get() {
-    static const auto* names = new Names;  // leaked: it must outlive the interpreter
+    static const auto* names = new Names;  // leaked, because it must outlive the interpreter
     return *names;
   }
   py::str seq_id = interned("seq_id"), status = interned("status"), name = interned("name");
@@ -32,7 +32,8 @@ struct Names {
   }
 };
 
-// Of a sequence or group that has no such attribute. What its own code raises passes as it is.
+// Raises TypeError for a sequence or group without this attribute. Errors from its own code
+// propagate.
 [[noreturn]] inline void fail_attribute(py::handle of, const py::str& name) {
   py::error_already_set cause;
   if (!cause.matches(PyExc_AttributeError) || PyObject_HasAttr(of.ptr(), name.ptr()) != 0) {
@@ -59,7 +60,7 @@ inline py::object call_method(py::handle of, const py::str& name) {
   return py::reinterpret_steal<py::object>(value);
 }
 
-// A name in dictionaries: hashable.
+// A dictionary key, which must be hashable.
 inline py::object name_of(py::handle of, const py::str& attribute_name) {
   py::object value = attribute(of, attribute_name);
   if (PyLong_CheckExact(value.ptr()) || PyUnicode_CheckExact(value.ptr())) return value;
@@ -74,7 +75,7 @@ inline py::object request_id_of(py::handle group) {
   return name_of(group, Names::get().request_id);
 }
 
-// `name` says of whose argument an error speaks; called only for one.
+// `name` describes the argument and is called only for an error.
 template <class Name>
 int64_t whole_number(py::handle value, Name name, int64_t least, int64_t most) {
   int64_t number = 0;
@@ -140,8 +141,8 @@ inline Status status_named(PyObject* name) {
   return py::cast<bool>(text.attr("startswith")("FINISHED")) ? Status::kFinished : Status::kOther;
 }
 
-// The status of a sequence, an enum member or text. What members are called does not change: those
-// met before are known.
+// The status of a sequence, an enum member or text. Names of enum members do not change, so known
+// members are cached.
 inline Status status_of(py::handle seq) {
   constexpr size_t kMostKnown = 32;  // an engine has one enum
   static auto* known = new std::vector<std::pair<PyObject*, Status>>;
@@ -169,21 +170,21 @@ inline Status status_of(py::handle seq) {
   return value;
 }
 
-// The sequences of a group, while Python code may run.
+// The sequences of a group. Python code may run between them.
 class Sequences {
  public:
   Sequences(py::object seqs, const char* name) : seqs_(listed(std::move(seqs), name)) {}
   static Sequences of(py::handle group) {
     return Sequences(call_method(group, Names::get().get_seqs), "get_seqs() of seq_group");
   }
-  // The next one; null behind the last.
+  // The next sequence, or null at the end.
   py::object next() {
     if (at_ >= PySequence_Fast_GET_SIZE(seqs_.ptr())) return {};
     return py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(seqs_.ptr(), at_++));
   }
 
  private:
-  // Lists and tuples as they are; of others, only what says how many it has.
+  // Lists and tuples unchanged. Other values must have a length.
   static py::object listed(py::object seqs, const char* name) {
     if (PyList_CheckExact(seqs.ptr()) || PyTuple_CheckExact(seqs.ptr())) return seqs;
     check_num_entries(seqs, name);
@@ -203,7 +204,7 @@ class Sequences {
                         " has no " + status + " sequence: expected 1 or more");
 }
 
-// The group's sequences of this status, 1 or more.
+// The group's sequences with this status, at least one.
 inline py::list sequences_with(py::handle group, const py::str& status) {
   const Status wanted = status_named(status.ptr());
   Sequences seqs = Sequences::of(group);

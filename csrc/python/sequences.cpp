@@ -1,6 +1,6 @@
 // The calls of `SequenceCalls` as methods of the Python class `BlockSpaceManager`.
 //
-// They are CPython methods, not pybind11's, whose dispatch would cost more than they do.
+// They are CPython methods, because the dispatch of pybind11 would take longer than the calls.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -21,7 +21,7 @@
 namespace kvcache::sequences {
 namespace {
 
-// A call, its arguments, and the default of the last one.
+// A call, its arguments, and the default of the last argument.
 struct Spec {
   const char* name;
   PyObject* (SequenceCalls::*method)(py::handle, py::handle) const;
@@ -56,7 +56,7 @@ constexpr Spec kCalls[] = {
 };
 constexpr size_t kNumCalls = std::size(kCalls);
 
-// The arguments by position, as Python would bind them.
+// Binds arguments by position, as Python would.
 std::array<PyObject*, 2> bound(const Spec& spec, PyObject* const* args, Py_ssize_t num_positional,
                                PyObject* keywords) {
   const auto fail = [&](const std::string& what) {
@@ -86,7 +86,7 @@ std::array<PyObject*, 2> bound(const Spec& spec, PyObject* const* args, Py_ssize
   return out;
 }
 
-// What pybind11 does for its own functions.
+// Translates exceptions as pybind11 does for its own functions.
 void raise_current() {
   try {
     throw;
@@ -129,7 +129,8 @@ std::array<_PyCFunctionFastWithKeywords, kNumCalls> functions(std::index_sequenc
   return {&call<kCall>...};
 }
 
-// A decorator: the native method of this name, with the declaration's signature and docstring.
+// A decorator: returns the native method of this name, with the declaration's signature and
+// docstring.
 py::object native_method(const py::object& declaration) {
   const auto name = py::cast<std::string>(declaration.attr("__name__"));
   const auto spec = std::find_if(std::begin(kCalls), std::end(kCalls),
@@ -142,7 +143,7 @@ py::object native_method(const py::object& declaration) {
   text += ")\n--\n\n" + py::cast<std::string>(declaration.attr("__doc__"));
   const auto function =
       functions(std::make_index_sequence<kNumCalls>())[static_cast<size_t>(spec - kCalls)];
-  // Both live as long as the method, which is for ever.
+  // Leaked, because both must live as long as the method.
   auto* method = new PyMethodDef{
       spec->name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
       METH_FASTCALL | METH_KEYWORDS, (new std::string(text))->c_str()};

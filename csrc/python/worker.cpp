@@ -1,4 +1,4 @@
-// The worker's native host code for Python. Converts arrays, nothing else.
+// Python bindings of the worker's native host code. Only convert arguments and results.
 #include <deque>
 
 #include "python/arrays.h"
@@ -9,7 +9,7 @@
 namespace kvcache {
 namespace {
 
-// An array in whose memory the tables work, so it must not be a converted copy.
+// The tables work in the memory of this array, so it must not be a converted copy.
 int32_t* shared_int32(const py::object& value, const char* name, int64_t size) {
   if (!py::isinstance<Int32Array>(value)) {
     throw py::type_error(std::string(name) + ": expected a C-contiguous int32 array");
@@ -45,7 +45,7 @@ Int32Array replacements_of(const py::handle& value, size_t g) {
   return array;
 }
 
-// Ids of one group, ragged by row, kept alive while the call runs.
+// The ids of one group, ragged by row, kept alive during the call.
 struct GroupIds {
   GroupIds(const py::handle& splits, const py::handle& ids, const std::string& g)
       : splits(splits, ("append_splits[" + g + "]").c_str()),
@@ -53,12 +53,12 @@ struct GroupIds {
   Int32Input splits, ids;
 };
 
-// Values that lie in the tables are copied before the tables change.
+// Copies values that lie in the tables before the tables change.
 void let_go(const HostTables& tables, Int32Input* input) {
   if (tables.overlaps(input->data(), input->size())) input->copy_values();
 }
 
-// A section that has an entry per group.
+// A section with one entry per group.
 py::sequence per_group(const py::object& value, const char* name) {
   if (!PySequence_Check(value.ptr()) || PyUnicode_Check(value.ptr()) ||
       PyBytes_Check(value.ptr())) {
@@ -81,7 +81,7 @@ void apply(HostTables& self, const py::object& clear_rows, const py::object& app
   let_go(self, &append);
   require_same_length(static_cast<py::ssize_t>(append_splits.size()), "append_splits",
                       static_cast<py::ssize_t>(append_ids.size()), "append_ids");
-  std::deque<GroupIds> inputs;  // stays in place as it grows
+  std::deque<GroupIds> inputs;  // references stay valid as it grows
   std::vector<RaggedIds> ragged;
   for (size_t g = 0; g < append_ids.size(); ++g) {
     GroupIds& in = inputs.emplace_back(append_splits[g], append_ids[g], std::to_string(g));
@@ -104,7 +104,7 @@ void apply(HostTables& self, const py::object& clear_rows, const py::object& app
 
 using Int64Array = py::array_t<int64_t, py::array::c_style>;
 
-// The groups with slots, each as the numbers of GroupField.
+// The groups with slots, each given by the numbers of GroupField.
 std::vector<TableGroupView> table_views(const py::list& fields) {
   std::vector<TableGroupView> views;
   for (const py::handle& item : fields) {
@@ -131,7 +131,7 @@ std::shared_ptr<HostSlots> make_host_slots(const py::object& arena, const py::ob
   return over(std::move(made), arena, counts, py::object(slots));
 }
 
-// The data of a one-dimensional array of this type; null for any other object.
+// The data of a one-dimensional array of this type, or null for any other object.
 template <class Array>
 auto data_of(const py::object& value, int64_t* size) -> decltype(Array().data()) {
   if (!py::isinstance<Array>(value)) return nullptr;
@@ -141,7 +141,7 @@ auto data_of(const py::object& value, int64_t* size) -> decltype(Array().data())
   return array.data();
 }
 
-// The arguments of a slot mapping; null rows or positions: they are to be converted first.
+// The arguments of a slot mapping. Null rows or positions must be converted first.
 struct SlotArguments {
   SlotArguments(const py::object& row_values, const py::object& position_values,
                 const py::object& query_start_loc)
@@ -171,12 +171,12 @@ struct SlotArguments {
 };
 
 [[noreturn]] void fail_slots(std::string wrong) {
-  const std::string name = "rows[";  // as the op calls it
+  const std::string name = "rows[";  // prefix of the op's error messages
   if (wrong.compare(0, name.size(), name) == 0) wrong.replace(0, name.size(), "req_indices[");
   throw py::value_error(wrong);
 }
 
-// False, with nothing done, for arrays that are to be converted first.
+// Returns false, without any effect, for arrays that must be converted first.
 bool compute_slots(HostSlots& self, int64_t place, const py::object& rows,
                    const py::object& positions, const py::object& query_start_loc) {
   const SlotArguments in(rows, positions, query_start_loc);
@@ -196,7 +196,7 @@ bool compute_slots(HostSlots& self, int64_t place, const py::object& rows,
   return true;
 }
 
-// int64[n] in memory of its own; arrays are of the right type.
+// int64[n] in new memory. Arrays must have the right type.
 Int64Array slots_of(const HostSlots& self, int64_t place, const py::object& rows,
                     const py::object& positions, const py::object& query_start_loc) {
   const SlotArguments in(rows, positions, query_start_loc);

@@ -8,6 +8,7 @@
 
 #include "core/groups/cache_group.h"
 #include "core/groups/full_attention.h"
+#include "core/groups/rules/page_rules.h"
 #include "core/pool/block_pool.h"
 
 namespace kvcache::test {
@@ -28,10 +29,10 @@ inline std::vector<Hash> hashes_from(uint32_t first, size_t n) {
 inline CacheGroup group_of(std::shared_ptr<const AttentionKind> kind, int64_t block_size,
                            uint8_t id = 0, int64_t hash_block_size = 0) {
   CacheGroup group{};
-  group.pages = kind->pages();
+  group.rules = &kind->rules();
   group.keeps_all = kind->keeps_all();
   group.num_speculative = kind->num_speculative_blocks();
-  group.is_cached = !group.holds_encoder();
+  group.is_cached = group.rules->traits.has_hits;
   group.is_transferred = true;
   group.kind = std::move(kind);
   group.id = id;
@@ -39,6 +40,7 @@ inline CacheGroup group_of(std::shared_ptr<const AttentionKind> kind, int64_t bl
   group.num_hashes = hash_block_size == 0 ? 1 : block_size / hash_block_size;
   group.hit_unit = hash_block_size == 0 ? block_size : hash_block_size;
   group.max_blocks = 1000;
+  group.num_places = kUnbounded;
   return group;
 }
 

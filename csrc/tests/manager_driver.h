@@ -3,13 +3,13 @@
 #pragma once
 
 #include <algorithm>
-#include <cstring>
 #include <functional>
 #include <map>
 #include <memory>
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/eviction/registry.h"
@@ -18,7 +18,7 @@
 #include "core/groups/full_attention.h"
 #include "core/groups/recurrent_state.h"
 #include "core/groups/sliding_window.h"
-#include "core/hashing/sha256.h"
+#include "core/hashing/long_work.h"
 #include "core/manager/manager.h"
 #include "tests/check.h"
 
@@ -39,41 +39,32 @@ inline Request make_request(int64_t num_tokens, int32_t variant = 0, int64_t blo
 }
 
 // A step that only asks for a new row.
-inline StepRequest asking(const std::shared_ptr<TokenChain>& chain, int64_t num_tokens) {
-  StepRequest request;
-  request.new_rows = {{chain, num_tokens}};
-  return request;
-}
+// Calls `hook` after each block that is hashed, until it goes.
+class WhileHashing {
+ public:
+  explicit WhileHashing(std::function<void()> hook) {
+    hook_ = std::move(hook);
+    between_pieces = [](bool) { hook_(); };
+    tokens_per_piece = 1;
+  }
+  ~WhileHashing() {
+    between_pieces = nullptr;
+    tokens_per_piece = before_;
+  }
+  WhileHashing(const WhileHashing&) = delete;
 
-// The digest of these tests: no libcrypto is needed, and a test may put a hook into it.
-inline uint64_t mix(const uint8_t* data, size_t size) {
-  uint64_t state = 0xCBF29CE484222325ull;
-  for (size_t i = 0; i < size; ++i) state = (state ^ data[i]) * 0x100000001B3ull;
-  return state;
-}
-
-inline void use_digest(const std::function<void()>& hook) {
-  set_sha256_fallback(
-      [hook](const uint8_t* data, size_t size, uint8_t* out) {
-        if (hook) hook();
-        for (int i = 0; i < 4; ++i) {
-          const uint64_t word = mix(data, size) * (2 * i + 1);
-          std::memcpy(out + 8 * i, &word, 8);
-        }
-      },
-      /*force=*/true);
-}
+ private:
+  static inline std::function<void()> hook_;
+  int64_t before_ = tokens_per_piece;
+};
 
 // One manager, its requests and the tables that a worker would have.
 class ManagerDriver {
  public:
   explicit ManagerDriver(uint64_t seed)
-      : random_(seed), options_(draw_options()), manager_(options_) {
-    use_digest([this] {
-      if (raise_ && below(4) == 0) throw std::runtime_error("interrupted");
-    });
-  }
-  ~ManagerDriver() { use_digest({}); }
+      : random_(seed), options_(draw_options()), manager_(options_), hashing_([this] {
+          if (raise_ && below(4) == 0) throw std::runtime_error("interrupted");
+        }) {}
 
   // Tables and invariants are checked after one operation in `one_in`, and after the last.
   void run(int num_operations, int one_in = 1) {
@@ -135,10 +126,9 @@ class ManagerDriver {
     options.num_preallocate_tokens = below(12);
     options.max_num_reqs = below(6);
     options.watermark_blocks = below(3) == 0 ? below(4) : 0;
-    options.groups[0].drafts =
-        options.groups[0].kind->pages() == AttentionKind::Pages::kTokens && below(4) == 0;
+    options.groups[0].drafts = options.groups[0].kind->rules().traits.appends && below(4) == 0;
     auto& last = options.groups.back();
-    last.is_cached = last.kind->pages() == AttentionKind::Pages::kState || below(5) != 0;
+    last.is_cached = last.kind->rules().traits.updates_in_place || below(5) != 0;
     options.fence_frees = below(4) == 0;
     options.record_events = below(2) == 0;
     options.track_residency = below(2) == 0;
@@ -192,7 +182,11 @@ class ManagerDriver {
             manager_.is_on_host(row->first)) {
           break;
         }
-        manager_.append(row->first, 1 + below(room(row->first)), below(20));
+        {
+          const RowAsk ask{row->first, 1 + below(room(row->first)), below(20)};
+          manager_.take_in(&ask, 1);
+          manager_.serve(ask);
+        }
         break;
       case 5: {
         if (row == rows_.end()) break;
@@ -310,10 +304,11 @@ class ManagerDriver {
     for (int n = below(3); n > 0; --n) {
       requests.push_back(new_request());
       request.new_rows.push_back({requests.back().chain, 1 + below(100), below(3) * 10});
+      request.new_rows.back().num_lookahead = below(12);
     }
     request.swap_out_rows = leaving.data();
     request.num_swap_out_rows = static_cast<int64_t>(leaving.size());
-    for (size_t i = 0; i < asked.size() + requests.size(); ++i) ahead.push_back(below(12));
+    for (size_t i = 0; i < asked.size(); ++i) ahead.push_back(below(12));
     request.rows = asked.data();
     request.num_tokens = counts.data();
     request.num_rows = static_cast<int64_t>(asked.size());
@@ -343,7 +338,7 @@ class ManagerDriver {
   void ask() {
     const int64_t num_free = manager_.pool().num_free();
     const Request request = new_request();
-    const Status status = manager_.would_fit(asking(request.chain, options_.max_model_len), false);
+    const Status status = manager_.would_fit({request.chain, options_.max_model_len}, false);
     StepRequest alone;
     alone.new_rows = {{request.chain, options_.max_model_len}};
     waiting_.push_back(request);
@@ -374,22 +369,23 @@ class ManagerDriver {
     request.num_ids = 1;
     CHECK_THROWS(manager_.step(request), "token_ids has 1 entries: expected 0");
     request.num_ids = 0;
-    request.num_reserved_blocks = -1;
-    CHECK_THROWS(manager_.step(request), "num_reserved_blocks is -1");
+    NewRow greedy{new_request().chain, 1};
+    greedy.num_reserved_blocks = -1;
+    CHECK_THROWS(manager_.would_fit(greedy, false), "num_reserved_blocks is -1");
     const BlockId beyond = static_cast<BlockId>(options_.num_blocks);
     CHECK_THROWS(manager_.invalidate(&beyond, 1), "expected 1 to ");
     CHECK_THROWS(manager_.report(manager_.num_steps(), true, {}, {}), "step_id is ");
     CHECK_THROWS(manager_.abort(manager_.num_steps()), "step_id is ");
     CHECK_THROWS(manager_.free(-1), "row -1 is not in use");
-    CHECK_THROWS(manager_.append(1000, 1, 0), "row 1000 is not in use");
+    const RowAsk ask{1000, 1};
+    CHECK_THROWS(manager_.take_in(&ask, 1), "row 1000 is not in use");
     CHECK_THROWS(manager_.num_common_prefix_blocks(1000, 1, 0), "row 1000 is not in use");
     CHECK_THROWS(manager_.blocks(1000, 0), "row 1000 is not in use");
     const Request mine = make_request(1, 0, manager_.hash_block_size());
-    CHECK_THROWS(manager_.allocate({mine.chain, 0}, {}, 0), "num_tokens is 0");
-    if (!has_state_) CHECK_THROWS(manager_.allocate({mine.chain, 1}, {}, 0), "has 0 groups");
+    CHECK_THROWS(manager_.admit({mine.chain, 0}, {}), "num_tokens is 0");
+    if (!has_state_) CHECK_THROWS(manager_.admit({mine.chain, 1}, {}), "has 0 groups");
     const Request other = make_request(1, 0, manager_.hash_block_size() + 1);
-    CHECK_THROWS(manager_.would_fit(asking(other.chain, 1), false),
-                 "came to a manager with block_size");
+    CHECK_THROWS(manager_.would_fit({other.chain, 1}, false), "came to a manager with block_size");
     if (rows_.empty() || !rows_.begin()->second.by_step) return;
     const int32_t row = rows_.begin()->first;
     if (room(row) == 0) return;
@@ -430,7 +426,9 @@ class ManagerDriver {
     hit.blocks.resize(options_.groups.size());
     if (request.chain->read_cache()) hit = manager_.lookup(*request.chain);
     const int64_t most = options_.max_model_len - hit.num_tokens;
-    const Slots slots = manager_.allocate({request.chain, 1 + below(most)}, hit.blocks, below(20));
+    NewRow asked{request.chain, 1 + below(most)};
+    asked.num_lookahead = below(20);
+    const Slots slots = manager_.admit(asked, hit.blocks);
     if (slots.status == Status::kServed) rows_[slots.row] = {request, false};
   }
 
@@ -455,6 +453,7 @@ class ManagerDriver {
   std::vector<Request> waiting_;
   bool raise_ = false;
   int64_t now_ms_ = 1'000'000;
+  WhileHashing hashing_;
 };
 
 }  // namespace kvcache::test

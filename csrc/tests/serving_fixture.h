@@ -44,7 +44,7 @@ struct Serving {
   TokenIntake intake{{&rows, &publisher, &journal, &checks}, /*enable_caching=*/true};
   Clock clock{false};
   RowRelease release{context, 4, &clock};
-  RowSwap swap{context, &publisher, &release, /*caches_rows=*/true};
+  RowSwap swap{context, &publisher, &release};
   PrefixFinder finder{{&pool, &host.pages(), &groups, 4}, setup.options};
   RowServer server{
       context, {4, holders, &finder, &publisher, &swap, &intake, &stats}, setup.options};

@@ -32,18 +32,23 @@ struct Fixture {
   }
   Demand fresh(const Span& span, int64_t num_tokens, int64_t num_encoder_tokens = 0,
                int64_t num_reserved = 0) {
+    NewRow asked = asked_of(num_tokens, num_encoder_tokens);
+    asked.num_reserved_blocks = num_reserved;
+    return rules.of_new(&held, asked, span);
+  }
+  static NewRow asked_of(int64_t num_tokens, int64_t num_encoder_tokens = 0) {
     auto tokens = std::make_shared<TokenIds>();
     tokens->append(nullptr, num_tokens);
-    const TokenChain chain(tokens, 4, Hash{}, ExtraKeys(), true, true, num_encoder_tokens);
-    return rules.of_new(&held, chain, span, num_reserved);
+    NewRow asked;
+    asked.chain = std::make_shared<TokenChain>(tokens, 4, Hash{}, ExtraKeys(), true, true,
+                                               num_encoder_tokens);
+    return asked;
   }
   // In chunks like the first.
   Status whole(const Span& first, int64_t num_tokens) {
-    auto tokens = std::make_shared<TokenIds>();
-    tokens->append(nullptr, num_tokens);
-    const TokenChain chain(tokens, 4, Hash{}, ExtraKeys(), true, true);
-    const Demand demand = rules.of_new(&held, chain, first, 0);
-    return rules.of_whole(&held, chain, first, first.stop - first.start, demand);
+    const NewRow asked = asked_of(num_tokens);
+    const Demand demand = rules.of_new(&held, asked, first);
+    return rules.of_whole(&held, *asked.chain, first, first.stop - first.start, demand);
   }
 };
 
@@ -184,10 +189,10 @@ TEST(blocks_that_others_hold_are_replaced_where_they_are_written) {
 }
 
 TEST(a_prompt_computed_at_once_never_holds_what_its_window_has_left) {
-  ManagerOptions options{};
-  options.computes_whole_prompt = true;
-  Fixture f({window(4)}, options);
-  const Demand demand = f.fresh({0, 20, 0}, 20);
+  Fixture f({window(4)});
+  NewRow asked = Fixture::asked_of(20);
+  asked.computes_whole = true;
+  const Demand demand = f.rules.of_new(&f.held, asked, {0, 20, 0});
   CHECK_EQ(demand.groups[0].num_skipped, 4);
   CHECK_EQ(demand.groups[0].num_new, 1);
   CHECK_EQ(f.running({0, 20, 0}).groups[0].num_skipped, 0);  // not of a running row

@@ -20,7 +20,6 @@
 #include "core/groups/full_attention.h"
 #include "core/groups/recurrent_state.h"
 #include "core/groups/sliding_window.h"
-#include "core/hashing/sha256.h"
 #include "tests/check.h"
 #include "tests/manager_driver.h"
 
@@ -31,17 +30,17 @@ using kvcache::Hash;
 using kvcache::Manager;
 using kvcache::ManagerOptions;
 using kvcache::NewRow;
+using kvcache::RowAsk;
 using kvcache::Slots;
 using kvcache::Status;
 using kvcache::StepPlan;
 using kvcache::StepRequest;
 using kvcache::TokenChain;
 using kvcache::TokenIds;
-using kvcache::test::asking;
 using kvcache::test::make_request;
 using kvcache::test::ManagerDriver;
 using kvcache::test::Request;
-using kvcache::test::use_digest;
+using kvcache::test::WhileHashing;
 
 namespace {
 
@@ -56,7 +55,7 @@ ManagerOptions make_options(int64_t block_size, int64_t num_blocks, int64_t max_
 StepPlan step_new(Manager* manager, const std::vector<NewRow>& rows, int64_t lookahead = 0) {
   StepRequest request;
   request.new_rows = rows;
-  request.num_lookahead = lookahead;
+  for (NewRow& row : request.new_rows) row.num_lookahead = lookahead;
   return manager->step(request);
 }
 
@@ -68,11 +67,9 @@ TEST(random_calls_of_both_drivers_keep_tables_and_invariants) {
       kvcache::test::fail(__FILE__, __LINE__, "seed " + std::to_string(seed) + ": " + error.what());
     }
   }
-  use_digest({});
 }
 
 TEST(sizes_beyond_32_bits_are_refused_and_the_largest_do_not_overflow) {
-  use_digest({});
   constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
   constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
   for (int64_t size : {kLargest + 1, kHuge, -kHuge}) {
@@ -95,10 +92,11 @@ TEST(sizes_beyond_32_bits_are_refused_and_the_largest_do_not_overflow) {
   Manager manager(largest);
   const Request request = make_request(10);
   for (int64_t size : {kLargest + 1, kHuge, -kHuge}) {
-    CHECK_THROWS(step_new(&manager, {{request.chain, size}}), "new_num_tokens is ");
+    CHECK_THROWS(step_new(&manager, {{request.chain, size}}), "num_tokens is ");
     CHECK_THROWS(step_new(&manager, {{request.chain, 1}}, size), "num_lookahead_tokens is ");
-    CHECK_THROWS(manager.allocate({request.chain, size}, {{}}, 0), "num_tokens is ");
-    CHECK_THROWS(manager.append(0, size, 0), "row 0 is not in use");
+    CHECK_THROWS(manager.admit({request.chain, size}, {{}}), "num_tokens is ");
+    const RowAsk ask{0, size};
+    CHECK_THROWS(manager.take_in(&ask, 1), "row 0 is not in use");
   }
   CHECK_EQ(step_new(&manager, {{request.chain, kLargest}}, 20).groups[0].append_ids.size(), 8);
   const int32_t row = 0;
@@ -119,22 +117,121 @@ TEST(a_manager_belongs_to_the_thread_that_first_used_it) {
   CHECK_THROWS(step_new(&manager, {}), "called from thread ");
 }
 
-TEST(calls_from_within_the_digest_are_refused) {
+TEST(calls_made_while_hashing_are_refused) {
   Manager manager(make_options(4, 9, 100));
   const Request request = make_request(10);
   int num_calls = 0;
-  use_digest([&] {
-    ++num_calls;
-    const int32_t more = 1;
-    CHECK_THROWS(manager.free(0), "has not returned");
-    CHECK_THROWS(request.tokens->append(&more, 1), "token_ids came while");
-    CHECK_THROWS(request.chain->hashes(), "has not returned");
-  });
-  step_new(&manager, {{request.chain, 100}});
+  {
+    const WhileHashing hashing([&] {
+      ++num_calls;
+      const int32_t more = 1;
+      CHECK_THROWS(manager.free(0), "has not returned");
+      CHECK_THROWS(request.tokens->append(&more, 1), "token_ids came while");
+      CHECK_THROWS(request.chain->hashes(), "has not returned");
+    });
+    step_new(&manager, {{request.chain, 100}});
+  }
   CHECK_EQ(num_calls, 2);
-  use_digest({});
   manager.free(0);
   manager.check_invariants();
+}
+
+TEST(a_new_request_that_outgrows_the_model_while_another_is_hashed_is_refused) {
+  Manager manager(make_options(4, 9, 12));
+  const Request first = make_request(8), second = make_request(8, 1);
+  {
+    bool has_grown = false;
+    const WhileHashing hashing([&] {
+      const int32_t more[5] = {};
+      if (!has_grown) second.tokens->append(more, 5);
+      has_grown = true;
+    });
+    CHECK_THROWS(step_new(&manager, {{first.chain, 100}, {second.chain, 100}}), "a new request");
+  }
+  CHECK_EQ(manager.num_rows(), 0);
+  manager.check_invariants();
+}
+
+// Rows 0 (by step) and 1 (by allocate, with 4 slots) of 3 tokens, then 5 known tokens more each:
+// two blocks to hash.
+struct TwoRows {
+  Manager manager{make_options(4, 40, 100)};
+  Request stepped = make_request(3), allocated = make_request(3, 1);
+
+  TwoRows() {
+    step_new(&manager, {{stepped.chain, 100}});
+    manager.admit({allocated.chain, 4}, {{}});
+    const int32_t more[5] = {2, 2, 2, 2, 2};
+    for (const Request& each : {stepped, allocated}) each.tokens->append(more, 5);
+  }
+  std::vector<int64_t> state() const {
+    const auto num_cached = static_cast<int64_t>(manager.pool().num_cached());
+    return {manager.num_rows(),     manager.pool().num_free(),      num_cached,
+            manager.num_steps(),    manager.num_computed_tokens(0), manager.num_computed_tokens(1),
+            stepped.tokens->size(), allocated.tokens->size()};
+  }
+};
+
+TEST(a_call_that_is_interrupted_while_hashing_changes_nothing) {
+  const int32_t rows[] = {0}, counts[] = {6}, ids[] = {7};
+  const std::vector<std::function<void(TwoRows*, const Request&)>> calls = {
+      [&](TwoRows* t, const Request& fresh) {
+        StepRequest request;
+        request.rows = rows;
+        request.num_tokens = counts;
+        request.num_rows = 1;
+        request.token_ids = ids;
+        request.num_ids = 1;
+        request.new_rows = {{fresh.chain, 100}};
+        t->manager.step(request);
+      },
+      [](TwoRows* t, const Request& fresh) { t->manager.admit({fresh.chain, 9}, {{}}); },
+      [](TwoRows* t, const Request& fresh) { t->manager.lookup(*fresh.chain); },
+      [](TwoRows* t, const Request&) {
+        const RowAsk ask{1, 5};
+        t->manager.take_in(&ask, 1);
+        t->manager.serve(ask);
+      },
+      [](TwoRows* t, const Request&) { t->manager.free(1); },
+      [&](TwoRows* t, const Request&) {
+        const RowAsk ask{1, 5, 0, ids, 1, 4};
+        t->manager.take_in(&ask, 1);
+        t->manager.serve(ask);
+      },
+      [&](TwoRows* t, const Request&) {
+        const RowAsk ask{1, 1, 0, ids, 1};
+        t->manager.take_in(&ask, 1);
+        t->manager.serve(ask, /*lists_new=*/false);
+      },
+  };
+  for (const auto& call : calls) {
+    for (int num_hashed = 0;; ++num_hashed) {
+      TwoRows t;
+      const Request fresh = make_request(9, 3);
+      const std::vector<int64_t> before = t.state();
+      bool is_interrupted = false;
+      {
+        int left = num_hashed;
+        const WhileHashing hashing([&] {
+          if (left-- == 0) throw std::runtime_error("interrupted");
+        });
+        try {
+          call(&t, fresh);
+        } catch (const std::runtime_error& error) {
+          CHECK_EQ(std::string(error.what()), "interrupted");
+          is_interrupted = true;
+        }
+      }
+      t.manager.check_invariants();
+      if (!is_interrupted) {
+        CHECK(num_hashed > 0);
+        break;
+      }
+      CHECK(t.state() == before);
+      call(&t, fresh);
+      t.manager.check_invariants();
+    }
+  }
 }
 
 // Records its notifications; evicts in the order of release.
@@ -189,7 +286,6 @@ StepPlan serve(Manager* manager, int32_t row, int32_t num_tokens, int32_t token)
 }
 
 TEST(a_policy_is_told_what_requests_do) {
-  use_digest({});
   std::vector<std::string> log;
   ManagerOptions options = make_options(4, 9, 100);
   options.eviction.make = [&](int64_t) { return std::make_unique<Recorder>(&log); };
@@ -255,7 +351,6 @@ TEST(a_policy_is_told_what_requests_do) {
 }
 
 TEST(a_policy_is_told_of_hits_inside_blocks_and_of_each_group) {
-  use_digest({});
   std::vector<std::string> log;
   ManagerOptions options = make_options(8, 20, 100);
   options.groups.push_back({std::make_shared<kvcache::SlidingWindow>(9), 4});

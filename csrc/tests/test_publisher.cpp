@@ -40,7 +40,8 @@ struct Fixture {
       RowBlocks& held = rows.blocks(0)[group.id];
       const int64_t size = ceil_div(num_computed, group.block_size);
       while (held.size() < size) held.blocks.push_back(take(&pool, 1)[0]);
-      while (group.holds_state() && held.num_alive() > 1) held[held.num_dropped++] = kNullBlock;
+      while (group.rules->traits.updates_in_place && held.num_alive() > 1)
+        held[held.num_dropped++] = kNullBlock;
     }
     rows[0].chain->hashes();
   }
@@ -95,9 +96,8 @@ TEST(without_caching_nothing_is_published) {
 }
 
 TEST(blocks_wait_until_their_tokens_are_marked) {
-  ManagerOptions options{};
-  options.publishes_when_marked = true;
-  Fixture f(full_groups(4), options);
+  Fixture f;
+  f.rows[0].waits_for_marks = true;
   f.compute(8, 8);
   f.publish();
   CHECK_EQ(f.pool.num_cached(), 0);

@@ -81,7 +81,7 @@ TEST(blocks_that_a_row_of_an_aborted_step_left_behind_are_not_found) {
   const int32_t row = f.add_hashed_row();
   const std::vector<Hash> hashes = f.rows[row].chain->known_hashes();
   f.step(row, 0, 8);
-  f.release.release_row(row, /*with_encoder=*/true);
+  f.release.release_row(row, /*with_all=*/true);
   f.rows.give_up(row);
   CHECK(f.pool.find(hashes[0], 0) != kNullBlock);
   CHECK(f.abort_from(0).rows.empty());

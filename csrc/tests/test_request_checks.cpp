@@ -55,7 +55,7 @@ TEST(a_step_names_each_row_once_and_what_it_admitted) {
   f.checks.check_step(request);
   const int32_t other = 1, absent = 9;
   request.rows = &other;
-  CHECK_THROWS(f.checks.check_step(request), "row 1 was admitted by allocate_slots");
+  CHECK_THROWS(f.checks.check_step(request), "row 1 was admitted by admit");
   request.rows = &absent;
   CHECK_THROWS(f.checks.check_step(request), "row 9 is not in use");
   CHECK_THROWS(f.checks.check_driver(0, /*by_step=*/false), "row 0 was admitted by step");
@@ -89,7 +89,7 @@ TEST(a_state_takes_no_token_back) {
   const int32_t row = f.add_row(20);
   CHECK_THROWS(f.checks.check_rejected(row, 1), "a recurrent state takes no token back");
   CHECK_THROWS(f.checks.check_rejected(row, 1), "without num_speculative_blocks");
-  CHECK_THROWS(f.checks.check_has_no_state("allocate_slots"), "with a recurrent group");
+  CHECK_THROWS(f.checks.check_has_no_state("admit"), "with a recurrent group");
 }
 
 TEST(states_take_as_many_drafts_back_as_they_have_pages_for) {

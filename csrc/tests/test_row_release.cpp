@@ -15,7 +15,7 @@ TEST(a_row_releases_all_its_blocks) {
   Fixture f;
   const int32_t row = f.add_row(20);
   f.serve(row, 0, 12);
-  f.release.release_row(row, /*with_encoder=*/true);
+  f.release.release_row(row, /*with_all=*/true);
   CHECK_EQ(f.pool.num_free(), 19);
   CHECK(f.ids(row).empty());
   f.end();

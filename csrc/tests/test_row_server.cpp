@@ -1,6 +1,7 @@
 #include "core/manager/row_server.h"
 
 #include "core/groups/recurrent_state.h"
+#include "core/groups/sliding_window.h"
 #include "tests/serving_fixture.h"
 
 using namespace kvcache;
@@ -41,9 +42,7 @@ struct Fixture : Serving {
     server.publish_served();
   }
   Status fits(int64_t num_tokens, int64_t chunk, bool whole = false) {
-    StepRequest request;
-    request.new_rows = {{hashed_chain(num_tokens), chunk}};
-    return server.would_fit(request, whole);
+    return server.would_fit({hashed_chain(num_tokens), chunk}, whole);
   }
   // Leaves blocks 1 to n cached and free, under the hashes of a chain of tokens 0.
   Ids cache(int64_t n) {
@@ -71,6 +70,58 @@ TEST(a_row_that_is_asked_with_no_tokens_gets_nothing) {
   CHECK(plan.num_computed_tokens == Ids({7}) && plan.is_empty());
   CHECK_EQ(f.rows[row].num_computed, 7);
   CHECK_EQ(f.ids(row).size(), 2);
+}
+
+// The row's quiet_until, and whether its serve up to that many tokens leaves its blocks as they
+// are.
+int64_t served_to_its_quiet_end(Fixture* f, int32_t row) {
+  const int64_t until = f->rows.quiet_until(row);
+  const Ids before = f->ids(row);
+  f->end();
+  f->begin();
+  f->extend(row, static_cast<int32_t>(until - f->rows[row].num_computed));
+  CHECK(f->ids(row) == before);
+  CHECK_EQ(f->rows[row].start, f->journal.last().rows.back().start);
+  f->check();
+  return until;
+}
+
+TEST(a_row_is_quiet_up_to_its_slots) {
+  Fixture f;
+  f.admit({{hashed_chain(5), 5}});
+  CHECK_EQ(served_to_its_quiet_end(&f, 0), 8);
+  CHECK(f.end().is_empty());
+  f.begin();
+  f.extend(0, 1);
+  CHECK_EQ(f.ids(0).size(), 3);
+  CHECK_EQ(served_to_its_quiet_end(&f, 0), 12);
+}
+
+TEST(a_row_is_quiet_until_a_block_leaves_its_window) {
+  CacheGroup window = group_of(std::make_shared<SlidingWindow>(6), 4);
+  window.num_prealloc = 2;
+  Fixture f({window});
+  f.admit({{hashed_chain(6), 6}});
+  // The token at 9 reads from 4 on.
+  CHECK_EQ(served_to_its_quiet_end(&f, 0), 9);
+  f.end();
+  f.begin();
+  f.extend(0, 1);
+  CHECK(f.ids(0)[0] == kNullBlock && f.ids(0)[1] != kNullBlock);
+  f.rows[0].take_back(3);
+  CHECK_EQ(f.rows.quiet_until(0), 13);
+}
+
+TEST(a_row_that_shares_blocks_is_not_quiet) {
+  Fixture f;
+  f.admit({{hashed_chain(6), 6}});
+  CHECK_EQ(f.rows.quiet_until(0), 8);
+  f.server.fork(0, hashed_chain(6));
+  CHECK_EQ(f.rows.quiet_until(0), 0);
+  CHECK_EQ(f.rows.quiet_until(1), 0);
+  f.rows.set_quiet_until(1, 8);
+  CHECK_THROWS(f.check(), "row 1 would miss a change of its blocks");
+  f.rows.disturb(1);
 }
 
 TEST(a_request_gets_its_hit_and_blocks_for_the_rest) {
@@ -274,13 +325,12 @@ TEST(allocate_and_append_answer_the_new_blocks) {
   Fixture f;
   f.end();
   const Ids cached = f.cache(2);
-  const Slots slots =
-      f.server.allocate({hashed_chain(14), 3}, PrefixHit::of_device(8, {cached}), 0);
+  const Slots slots = f.server.allocate({hashed_chain(14), 3}, PrefixHit::of_device(8, {cached}));
   CHECK(slots.status == Status::kServed && slots.row == 0);
   CHECK(slots.new_blocks == std::vector<Ids>({{f.ids(0)[2]}}));
   CHECK(!f.rows[0].by_step);
   CHECK_EQ(f.rows.info(0).num_marked, 8);
-  const Slots more = f.server.append(0, 3, /*num_lookahead_tokens=*/4);
+  const Slots more = f.server.serve({0, 3, /*num_lookahead=*/4});
   CHECK(more.new_blocks == std::vector<Ids>({{f.ids(0)[3], f.ids(0)[4]}}));
   CHECK(more.copies.empty());
   CHECK_EQ(f.pool.num_cached(), 3);
@@ -289,17 +339,17 @@ TEST(allocate_and_append_answer_the_new_blocks) {
 TEST(a_fork_shares_blocks_until_one_of_both_writes) {
   Fixture f;
   f.end();
-  f.server.allocate({hashed_chain(6), 6}, PrefixHit::of_device(0, {{}}), 0);
+  f.server.allocate({hashed_chain(6), 6}, PrefixHit::of_device(0, {{}}));
   const Slots child = f.server.fork(0, hashed_chain(6));
   CHECK(child.status == Status::kServed && child.row == 1);
   CHECK(f.ids(0) == f.ids(1));
   CHECK_EQ(f.server.num_common_prefix_blocks(0, 2, 0), 2);
   CHECK_EQ(f.server.num_common_prefix_blocks(0, 1, 0), 0);
   const BlockId shared = f.ids(0)[1];
-  const Slots slots = f.server.append(1, 1, 0);
+  const Slots slots = f.server.serve({1, 1});
   CHECK(slots.copies == Ids({shared, f.ids(1)[1]}));
   CHECK(f.ids(0)[1] == shared && f.ids(1)[1] != shared);
-  CHECK(f.server.append(0, 1, 0).copies.empty());  // it has the block alone now
+  CHECK(f.server.serve({0, 1}).copies.empty());  // it has the block alone now
   CHECK_EQ(f.server.num_common_prefix_blocks(0, 2, 0), 1);
 }
 
@@ -320,7 +370,7 @@ TEST(a_row_restarts_from_what_the_cache_has) {
   f.end();
   const Ids before = f.ids(0);
   f.rows[0].is_stale = f.rows[0].may_share = f.rows[0].has_forked = true;
-  f.release.release_row(0, /*with_encoder=*/false);
+  f.release.release_row(0, /*with_all=*/false);
   f.server.restart(0);
   CHECK(f.ids(0) == Ids({before[0], before[1]}));
   CHECK_EQ(f.rows[0].num_computed, 8);

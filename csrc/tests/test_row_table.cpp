@@ -104,8 +104,8 @@ TEST(tails_come_before_heads_in_all_groups_alike) {
   Fixture f;
   const int32_t row = f.take({1, 2}, {0, 3, 4, 5}, {6, 7});
   f.rows.blocks(row)[1].num_dropped = 1;
-  CHECK(f.rows.tail_first(row, /*with_encoder=*/true) == Ids({7, 6, 5, 2, 4, 3, 1}));
-  CHECK(f.rows.tail_first(row, /*with_encoder=*/false) == Ids({5, 2, 4, 3, 1}));
+  CHECK(f.rows.tail_first(row, /*with_all=*/true) == Ids({7, 6, 5, 2, 4, 3, 1}));
+  CHECK(f.rows.tail_first(row, /*with_all=*/false) == Ids({5, 2, 4, 3, 1}));
 }
 
 TEST(references_are_the_blocks_of_the_tier_that_the_row_is_on) {

@@ -33,7 +33,7 @@ bool HostSlots::overlaps(const void* values, int64_t num_bytes) const {
 SlotMapping HostSlots::call_of(Places places, const int32_t* rows, int64_t num_rows_given,
                                const int32_t* query_start, const int64_t* positions,
                                int64_t num_tokens) const {
-  SlotMapping m;  // most of its groups stay unset
+  SlotMapping m;  // most groups stay unset
   m.groups.num_groups = static_cast<int32_t>(places.last - places.first);
   m.groups.num_rows = static_cast<int32_t>(num_rows_);
   m.groups.num_positions = INT32_MAX;
@@ -77,7 +77,7 @@ std::optional<std::string> HostSlots::compute(int64_t place, const int32_t* rows
   for (int64_t i = places.first; i < places.last; ++i) {
     const auto at = static_cast<size_t>(i);
     filled_[at] = on_host_[at] = num_tokens;
-    on_device_[at] = one_memory_ ? num_tokens : 0;  // until they are committed
+    on_device_[at] = one_memory_ ? num_tokens : 0;  // until the slots are committed
   }
   return std::nullopt;
 }
@@ -86,7 +86,8 @@ void HostSlots::commit(int64_t place, int64_t num_tokens) {
   const Places places = places_of(place);
   for (int64_t i = places.first; i < places.last; ++i) {
     const auto at = static_cast<size_t>(i);
-    // To the end, whoever wrote there: a captured graph replays with all of it.
+    // Fill to the end, including values that the caller wrote: a captured graph replays with all
+    // entries.
     fill(i, std::min(num_tokens, num_slots_), num_slots_);
     filled_[at] = std::min(filled_[at], num_tokens);
     on_host_[at] = on_device_[at] = std::min(on_host_[at], num_tokens);
@@ -104,7 +105,7 @@ void HostSlots::begin_step() {
 }
 
 void HostSlots::fill(int64_t place, int64_t begin, int64_t end) {
-  const int64_t item = wide_ ? 8 : 4;  // all bits of a -1 are set
+  const int64_t item = wide_ ? 8 : 4;  // all bits of -1 are set
   std::memset(slots_ + (place * num_slots_ + begin) * item, 0xFF,
               static_cast<size_t>((end - begin) * item));
 }

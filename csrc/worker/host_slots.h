@@ -1,8 +1,8 @@
-// The host side of a worker's slot mappings: which slot each token of a step has, for all groups or
+// The host side of a worker's slot mappings: the slot of each token of a step, for all groups or
 // one. Plain C++; the caller owns the memory.
 //
-// Invariant: behind the first filled_[place] entries of a group all are -1, unless the caller has
-// written there since the last commit.
+// Invariant: after the first filled_[place] entries of a group, all entries are -1, unless the
+// caller has written there since the last commit.
 #pragma once
 
 #include <cstdint>
@@ -17,9 +17,9 @@ namespace kvcache {
 class HostSlots {
  public:
   // `groups`: the groups with slots, in the order of their places. The first `num_shared` of them
-  // have the same positions: calls for all groups serve these. `tables`: the arena of all tables.
+  // have the same positions; calls for all groups serve these. `tables`: the arena of all tables.
   // `counts`: [any, num_rows] entries per row. `slots`: [groups, num_slots], all -1, int64 if
-  // `wide`, else int32. `one_memory`: the device reads these slots, not a copy.
+  // `wide`, otherwise int32. `one_memory`: the device reads these slots, not a copy.
   HostSlots(const int32_t* tables, const int32_t* counts, int64_t num_rows,
             std::vector<TableGroupView> groups, int64_t num_shared, void* slots, int64_t num_slots,
             bool wide, bool one_memory);
@@ -27,29 +27,29 @@ class HostSlots {
   static constexpr int64_t kShared = -1;  // instead of a place: all groups with shared positions
 
   int64_t num_slots() const { return num_slots_; }
-  // Whether these bytes lie in the slots.
+  // Whether these bytes overlap the slots.
   bool overlaps(const void* values, int64_t num_bytes) const;
 
-  // Slots of tokens at these positions, -1 behind them. `rows`: per token, or per request with
-  // `query_start` [num_rows_given + 1]. What is wrong, where a token cannot be served; nothing is
-  // written then.
+  // Computes the slots of tokens at these positions, followed by -1. `rows`: per token, or per
+  // request with `query_start` [num_rows_given + 1]. Returns an error message if a token is
+  // invalid; nothing is written then.
   std::optional<std::string> compute(int64_t place, const int32_t* rows, int64_t num_rows_given,
                                      const int32_t* query_start, const int64_t* positions,
                                      int64_t num_tokens);
-  // The same for any number of tokens of one group, into int64[num_tokens] of the caller; nothing
-  // is noted.
+  // Does the same for any number of tokens of one group, into the caller's int64[num_tokens],
+  // without recording anything.
   std::optional<std::string> compute_into(int64_t place, const int32_t* rows,
                                           int64_t num_rows_given, const int32_t* query_start,
                                           const int64_t* positions, int64_t num_tokens,
                                           int64_t* out) const;
-  // The device has the slots of the first num_tokens tokens at most. What lies behind becomes -1,
-  // also where the caller wrote.
+  // The device has at most the slots of the first num_tokens tokens. Later entries become -1,
+  // including values that the caller wrote.
   void commit(int64_t place, int64_t num_tokens);
-  // The device has computed slots of its own.
+  // Records that the device has computed slots itself.
   void note_on_device(int64_t place, int64_t num_tokens);
-  // Slots of the step before are not those of the next.
+  // Discards the slots of the previous step.
   void begin_step();
-  // Tokens whose slots the device has.
+  // The number of tokens whose slots are on the device.
   int64_t num_on_device(int64_t place) const { return on_device_[static_cast<size_t>(place)]; }
 
  private:
@@ -59,7 +59,7 @@ class HostSlots {
   Places places_of(int64_t place) const {
     return place == kShared ? Places{0, num_shared_} : Places{place, place + 1};
   }
-  // All of a call but where the slots go.
+  // All arguments of a call except the output.
   SlotMapping call_of(Places places, const int32_t* rows, int64_t num_rows_given,
                       const int32_t* query_start, const int64_t* positions,
                       int64_t num_tokens) const;

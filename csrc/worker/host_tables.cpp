@@ -11,14 +11,15 @@ namespace kvcache {
 
 namespace {
 
-// Longer changes are cut, so that the warps of the device have about equal work.
+// Longer changes are split, so that the device's warps have about equal work.
 constexpr int64_t kMaxSegment = 128;
 
 [[noreturn]] void fail(const std::string& text) { throw std::invalid_argument(text); }
 
 std::string str(int64_t value) { return std::to_string(value); }
 
-// The table entries of an allocation block: the block itself, or the kernel blocks it is cut into.
+// The table entries of an allocation block: the block itself, or the kernel blocks that it is
+// divided into.
 void expand(const int32_t* ids, int64_t n, int64_t ratio, int32_t* out) {
   if (ratio == 1) {
     std::memcpy(out, ids, static_cast<size_t>(n) * sizeof(int32_t));
@@ -115,7 +116,7 @@ void HostTables::check_replace(int64_t g, const Replacements& replace, int64_t n
 void HostTables::note(int64_t start, int64_t length) {
   if (!track_ || all_dirty_ || length == 0) return;
   num_dirty_ids_ += length + 3;
-  if (num_dirty_ids_ > num_ids_) {  // sending the whole arena is less
+  if (num_dirty_ids_ > num_ids_) {  // sending the whole arena is cheaper
     all_dirty_ = true;
     dirty_.clear();
     return;
@@ -131,7 +132,7 @@ void HostTables::reserve_notes(int64_t num_rows, int64_t num_entries) {
   int64_t widest = 0;
   for (const TableGroup& group : groups_) widest = std::max(widest, group.width);
   const int64_t needed = num_rows * (widest / kMaxSegment + 1) + num_entries;
-  // More changes than the arena has ids set all_dirty_.
+  // If there are more changes than ids in the arena, all_dirty_ is set.
   const auto wanted = dirty_.size() + static_cast<size_t>(std::min(needed, num_ids_));
   if (wanted > dirty_.capacity()) dirty_.reserve(std::max(wanted, 2 * dirty_.capacity()));
 }
@@ -245,7 +246,7 @@ void HostTables::move(int64_t g, int32_t src, int32_t tgt) {
   std::memcpy(row_of(g, tgt), row_of(g, src), static_cast<size_t>(n) * sizeof(int32_t));
   note(start_of(g, tgt), n);
   set_count(g, tgt, n);
-  empty_row(g, src);  // stale ids must not stay in the row that was moved
+  empty_row(g, src);  // the source row must not keep stale ids
 }
 
 void HostTables::swap(int64_t g, int32_t src, int32_t tgt) {
@@ -296,7 +297,7 @@ void HostTables::clear() {
 int64_t HostTables::pack(int32_t* out, int64_t capacity) const {
   if (all_dirty_) return -1;
   std::vector<Segment> segments = dirty_;
-  if (counts_dirty_) {  // few, so all are sent
+  if (counts_dirty_) {  // there are few counts, so all are sent
     for (int64_t at = 0; at < num_groups() * num_rows_; at += kMaxSegment) {
       const int64_t length = std::min(kMaxSegment, num_groups() * num_rows_ - at);
       segments.push_back({static_cast<int32_t>(num_ids_ + at), static_cast<int32_t>(length)});
@@ -309,7 +310,7 @@ int64_t HostTables::pack(int32_t* out, int64_t capacity) const {
   out[0] = static_cast<int32_t>(segments.size());
   int32_t* place = out + 1;
   int64_t values = header;
-  // Values are read from the tables now, so segments that overlap agree.
+  // Values are read from the tables now, so overlapping segments agree.
   for (const Segment& segment : segments) {
     place[0] = segment.start;
     place[1] = segment.length;

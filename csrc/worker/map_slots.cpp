@@ -12,7 +12,7 @@
 namespace kvcache {
 namespace {
 
-// Compiles a function twice, with and without AVX2; the loader chooses by the processor.
+// Compiles a function twice, with and without AVX2; the loader chooses by CPU.
 #ifdef KV_X86
 #define KV_VECTOR_CLONES __attribute__((target_clones("avx2", "default")))
 #else
@@ -28,8 +28,8 @@ bool has_avx2() {
 #endif
 }
 
-// Whether any of these tokens cannot be served, whatever its row holds. No early exit, so that the
-// loop is vectorized.
+// Whether any of these tokens is invalid, regardless of the content of its row. Without an early
+// exit, so that the loop is vectorized.
 KV_VECTOR_CLONES bool any_bad(const int32_t* rows, const int64_t* positions, int64_t n,
                               int32_t num_rows, int64_t num_positions) {
   int64_t bad = 0;
@@ -43,17 +43,17 @@ KV_VECTOR_CLONES bool any_bad(const int32_t* rows, const int64_t* positions, int
 
 // Tokens in any order -------------------------------------------------------------------------
 
-// The column of each token, its offset in there, and the index of its entry in the group's table.
-// A dummy request's index is 0, what its others are is of no matter. Indices are used only in
-// tables of fewer than 2^31 entries.
+// The column of each token, its offset in the column, and the index of its entry in the group's
+// table. The index of a dummy request is 0; its column and offset are arbitrary. Indices are used
+// only in tables with fewer than 2^31 entries.
 struct Places {
   int32_t* columns;
   int32_t* offsets;
   int32_t* indices;
 };
 
-// Finds the places of tokens; whether any of them cannot be served, as `any_bad` says it. In one
-// loop, so that both are read once.
+// Finds the places of tokens, and returns the result of `any_bad`. One loop, so that rows and
+// positions are read once.
 KV_VECTOR_CLONES bool find_places(const int32_t* __restrict rows,
                                   const int64_t* __restrict positions, int64_t n, int32_t num_rows,
                                   int64_t num_positions, FastDivisor by_column,
@@ -75,7 +75,7 @@ KV_VECTOR_CLONES bool find_places(const int32_t* __restrict rows,
   return bad != 0;
 }
 
-// The places of all groups, made once for groups of equal rows: as many columns, of as many tokens.
+// The places in all groups, computed once per row shape: number of columns and tokens per column.
 class PlacesByGroup {
  public:
   PlacesByGroup(const SlotMapping& m, const int32_t* rows) {
@@ -95,7 +95,7 @@ class PlacesByGroup {
                       columns + n, columns + 2 * n);
     }
   }
-  // Whether any token cannot be served, whatever its row holds.
+  // Whether any token is invalid, regardless of the content of its row.
   bool any_bad() const { return any_bad_; }
   const Places& operator[](int g) const { return places_[g]; }
 
@@ -109,11 +109,11 @@ class PlacesByGroup {
 };
 
 #ifdef KV_X86
-// Several tokens at a time; each returns where it stopped. benchmarks/tables.py compares them with
-// an engine's plain loop.
+// These functions process several tokens at a time and return the index at which they stopped.
+// benchmarks/tables.py compares them with an engine's plain loop.
 
-// The entries that the rows of eight tokens hold: one read where the rows follow each other, as
-// they mostly do in a decode step; 0 for a dummy request.
+// The number of entries in the rows of eight tokens; 0 for a dummy request. One load if the rows
+// are consecutive, as in most decode steps.
 __attribute__((target("avx2"))) inline __m256i counts_of_eight(const int32_t* counts, __m256i rows,
                                                                __m256i live) {
   const int32_t first = _mm256_extract_epi32(rows, 0);
@@ -142,7 +142,7 @@ __attribute__((target("avx2"))) int64_t find_behind_avx2(const int32_t* counts, 
   return i;
 }
 
-// The slots of four tokens: -1 where `without` is, whatever their offsets are.
+// The slots of four tokens; -1 where `without` is set, regardless of the offset.
 __attribute__((target("avx2"))) inline __m256i slots_of_four(__m128i blocks, __m128i offsets,
                                                              __m128i without, __m256i block_size) {
   const __m256i first = _mm256_mul_epi32(_mm256_cvtepi32_epi64(blocks), block_size);
@@ -150,8 +150,8 @@ __attribute__((target("avx2"))) inline __m256i slots_of_four(__m128i blocks, __m
   return _mm256_or_si256(slot, _mm256_cvtepi32_epi64(without));
 }
 
-// The table has an entry, and fewer than 2^31. They are read one by one: a gather takes longer
-// where most are not in the nearest cache (AMD Zen 3).
+// The table must have an entry, and fewer than 2^31. Entries are read one by one: a gather is
+// slower if most of them are not in the L1 cache (AMD Zen 3).
 __attribute__((target("avx2"))) int64_t map_avx2(const int32_t* table, const TableGroupView& group,
                                                  const int32_t* rows, const Places& places,
                                                  int64_t n, int64_t* out) {
@@ -162,7 +162,7 @@ __attribute__((target("avx2"))) int64_t map_avx2(const int32_t* table, const Tab
     const __m128i block = _mm_setr_epi32(table[at[0]], table[at[1]], table[at[2]], table[at[3]]);
     const __m128i row = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + i));
     const __m128i offset = _mm_loadu_si128(reinterpret_cast<const __m128i*>(places.offsets + i));
-    // No slot for a dummy request, nor for a token whose entry is no block id.
+    // No slot for a dummy request, or for a token whose entry is not a block id.
     const __m128i without = _mm_srai_epi32(_mm_or_si128(block, row), 31);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i),
                         slots_of_four(block, offset, without, block_size));
@@ -171,7 +171,7 @@ __attribute__((target("avx2"))) int64_t map_avx2(const int32_t* table, const Tab
 }
 #endif
 
-// Whether any of these tokens lies behind the entries of its row.
+// Whether any of these tokens lies beyond the entries of its row.
 bool any_behind(const int32_t* counts, const int32_t* rows, const int32_t* columns, int64_t n) {
   int64_t i = 0;
   bool found = false;
@@ -211,12 +211,12 @@ void map_sharded(const SlotMapping& m, int g, const int32_t* rows, Slot* out) {
 
 // Runs of tokens ------------------------------------------------------------------------------
 
-// Tokens [first, first + length): one row, consecutive positions.
+// Tokens [first, first + length) in one row, with consecutive positions.
 struct TokenRun {
   int64_t first, length;
 };
 
-// Writes the slots of a run, one block at a time.
+// Writes the slots of a run block by block.
 template <class Slot>
 KV_VECTOR_CLONES void map_run(const int32_t* ids, const TableGroupView& group, int64_t position,
                               int64_t length, Slot* out) {
@@ -236,8 +236,8 @@ KV_VECTOR_CLONES void map_run(const int32_t* ids, const TableGroupView& group, i
   }
 }
 
-// Sets breaks[i] where token i of [begin, end) does not follow token i - 1, and returns how many
-// there are. The loop is vectorized.
+// Sets breaks[i] if token i of [begin, end) does not follow token i - 1, and returns the number of
+// breaks. The loop is vectorized.
 KV_VECTOR_CLONES int64_t find_breaks(const int32_t* rows, const int64_t* positions, int64_t begin,
                                      int64_t end, uint8_t* breaks) {
   int64_t count = 0;
@@ -249,10 +249,10 @@ KV_VECTOR_CLONES int64_t find_breaks(const int32_t* rows, const int64_t* positio
   return count;
 }
 
-// The runs of the tokens; empty where they are too short to be worth it (a decode step).
+// The runs of the tokens; empty if they are too short to pay off (a decode step).
 std::vector<TokenRun> runs_of(const int32_t* rows, const int64_t* positions, int64_t n) {
-  constexpr int64_t kWorthwhile = 8;  // tokens per run, on average
-  constexpr int64_t kAtATime = 256;   // a decode step shows in its first tokens
+  constexpr int64_t kWorthwhile = 8;  // average tokens per run
+  constexpr int64_t kAtATime = 256;   // a decode step is recognized by its first tokens
   std::vector<TokenRun> runs;
   if (n < kWorthwhile) return runs;
   static thread_local std::vector<uint8_t> breaks;
@@ -277,7 +277,7 @@ std::vector<TokenRun> runs_of(const int32_t* rows, const int64_t* positions, int
 bool any_run_behind(const SlotMapping& m, int g, const int32_t* rows,
                     const std::vector<TokenRun>& runs) {
   return std::any_of(runs.begin(), runs.end(), [&](const TokenRun& run) {
-    const int64_t last = run.first + run.length - 1;  // has the highest position
+    const int64_t last = run.first + run.length - 1;  // the highest position
     return rows[last] >= 0 && m.positions[last] >= m.num_held(g, rows[last]);
   });
 }
@@ -324,7 +324,7 @@ void map_groups(const SlotMapping& m, const int32_t* rows, const PlacesByGroup* 
   }
 }
 
-// Expands rows that were given per request to one row per token.
+// Expands rows given per request to one row per token.
 const int32_t* rows_of_tokens(const SlotMapping& m) {
   static thread_local std::vector<int32_t> rows;
   rows.assign(static_cast<size_t>(m.num_tokens), -1);

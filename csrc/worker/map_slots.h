@@ -1,4 +1,4 @@
-// Slot mapping on the CPU, for the ops and for the host's tables. Plain C++.
+// Slot mapping on the CPU, for the ops and the host tables. Plain C++.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +9,12 @@
 
 namespace kvcache {
 
-// Writes the slots of all tokens in all groups, and -1 behind them: of group g up to entry
-// fill_to[g] (null: all m.num_out). Says what is wrong where a token cannot be served; then nothing
-// is written.
+// Writes the slots of all tokens in all groups, followed by -1 up to entry fill_to[g] of group g
+// (null: all m.num_out). Returns an error message if a token is invalid; then nothing is written.
 std::optional<std::string> map_slots(const SlotMapping& m, const int64_t* fill_to = nullptr);
 
-// The error of token i, which cannot be served. Its row and position are arguments, because
-// they may have come from a device.
+// The error message for token i, which is invalid. Row and position are arguments, because they may
+// come from a device.
 inline std::string wrong_token(const SlotMapping& m, int64_t i, int32_t row, int64_t position) {
   if (m.bad_row(row)) {
     return std::string(m.query_start ? "the row of token " : "rows[") + std::to_string(i) +
@@ -30,7 +29,7 @@ inline std::string wrong_token(const SlotMapping& m, int64_t i, int32_t row, int
   return text + ": expected less, as row " + std::to_string(row) + " holds no block for it";
 }
 
-// The error of entry r of query_start_loc.
+// The error message for entry r of query_start_loc.
 inline std::string wrong_query_start(int64_t r, int64_t num_tokens) {
   return "query_start_loc[" + std::to_string(r) + "] is wrong: expected numbers from 0 to " +
          std::to_string(num_tokens) + ", the number of positions, that never decrease";

@@ -1,5 +1,5 @@
-// Where the table of each cache group lies in the arena that all share, how its blocks hold tokens,
-// and the slot of a token. Plain C++, on the CPU and in kernels.
+// Views of the tables of all cache groups in their shared arena, and the slot formula. Plain C++,
+// for the CPU and for kernels.
 #pragma once
 
 #include <cstdint>
@@ -11,24 +11,24 @@ namespace kvcache {
 
 inline constexpr int64_t kNoSlot = -1;
 
-// One group, as plain data that is passed to a kernel.
+// One group, as plain data passed to a kernel.
 struct TableGroupView {
-  int64_t offset;             // where its table begins in the arena
+  int64_t offset;             // start of its table in the arena
   int32_t num_columns;        // kernel blocks per row
   int32_t block_size;         // tokens of a kernel block on one rank
-  int32_t window;             // tokens that a query sees, its own included; 0: all
+  int32_t window;             // tokens that a query sees, including its own; 0: all
   int32_t counts_row;         // the group's row in num_blocks_per_row
-  uint32_t rank;              // this worker's among `by_world.divisor` context-parallel ranks
-  FastDivisor by_column;      // block_size * world: the tokens that one column stands for
+  uint32_t rank;              // of this worker, among `by_world.divisor` context-parallel ranks
+  FastDivisor by_column;      // block_size * world: tokens per column
   FastDivisor by_interleave;  // consecutive tokens that stay on one rank
   FastDivisor by_world;
 
   KV_HOST_DEVICE int64_t num_positions() const { return int64_t{num_columns} * by_column.divisor; }
 
-  // The slot of the token at `position`, in [0, num_positions()), of the row with these ids. The
+  // The slot of the token at `position`, in [0, num_positions()), for a row with these ids. The
   // token lies in column pos / V with V = block_size * world. With o = pos % V and interleave I,
   // rank (o / I) % world holds it, at offset (o / I / world) * I + o % I of its block. -1 on other
-  // ranks, and where the entry is no block id.
+  // ranks, and if the entry is not a block id.
   KV_HOST_DEVICE int64_t slot(const int32_t* row, uint32_t position) const {
     const uint32_t column = by_column.divide(position);
     uint32_t offset = position - column * by_column.divisor;
@@ -42,11 +42,12 @@ struct TableGroupView {
     return block < 0 ? -1 : block * block_size + offset;
   }
 
-  // How many of the first `num_tokens` tokens of a column this rank holds. `num_tokens` is less
-  // than a column covers.
+  // How many of the first `num_tokens` tokens of a column this rank holds. `num_tokens` must be
+  // smaller than the tokens of a column.
   KV_HOST_DEVICE uint32_t num_local(uint32_t num_tokens) const {
     if (by_world.divisor == 1) return num_tokens;
-    const uint32_t chunk = by_interleave.divide(num_tokens);  // has the first token not counted
+    // Contains the first token that is not counted.
+    const uint32_t chunk = by_interleave.divide(num_tokens);
     const uint32_t round = by_world.divide(chunk);
     const uint32_t turn = chunk - round * by_world.divisor;
     uint32_t of_round = 0;  // this rank's tokens in the incomplete round
@@ -55,14 +56,14 @@ struct TableGroupView {
     return round * by_interleave.divisor + of_round;
   }
 
-  // Leading columns that the window hides from all queries from position `first` on.
+  // Number of leading columns that the window hides from all queries at or after position `first`.
   KV_HOST_DEVICE int64_t num_hidden_columns(int32_t first) const {
     const int64_t first_visible = int64_t{first} - window + 1;
     if (window == 0 || first_visible <= 0) return 0;
     return by_column.divide(static_cast<uint32_t>(first_visible));
   }
 
-  // Columns of a row of up to this many tokens.
+  // Number of columns of a row with up to this many tokens.
   KV_HOST_DEVICE int64_t num_columns_for(int64_t max_num_tokens) const {
     if (max_num_tokens <= 0) return 0;
     const int64_t last = (max_num_tokens < INT32_MAX ? max_num_tokens : INT32_MAX) - 1;
@@ -71,7 +72,7 @@ struct TableGroupView {
   }
 };
 
-inline constexpr int kMaxGroups = 32;  // groups are kernel parameters, of 4 KiB in total
+inline constexpr int kMaxGroups = 32;  // groups are kernel parameters, which have 4 KiB in total
 
 struct TableGroups {
   int32_t num_groups;
@@ -80,7 +81,7 @@ struct TableGroups {
   TableGroupView group[kMaxGroups];
 };
 
-// The numbers that describe a group, in this order.
+// The fields of a group, in this order.
 enum GroupField {
   kOffset,
   kColumns,
@@ -93,7 +94,7 @@ enum GroupField {
   kNumFields
 };
 
-// The group that kNumFields numbers describe; they are in range.
+// Creates a group from kNumFields numbers, which must be in range.
 inline TableGroupView table_view(const int64_t* fields) {
   TableGroupView view{};
   view.offset = fields[kOffset];
@@ -108,8 +109,8 @@ inline TableGroupView table_view(const int64_t* fields) {
   return view;
 }
 
-// The last of the ascending numbers [low, high) that is at most i; numbers[low] is. Whatever the
-// numbers are, nothing beyond them is read, and the result is among them.
+// The last of the ascending numbers [low, high) that is at most i; numbers[low] must be. For
+// arbitrary numbers, the function reads nothing outside the range, and the result is in it.
 KV_HOST_DEVICE int64_t last_up_to(const int32_t* numbers, int64_t low, int64_t high, int64_t i) {
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
@@ -118,7 +119,7 @@ KV_HOST_DEVICE int64_t last_up_to(const int32_t* numbers, int64_t low, int64_t h
   return low;
 }
 
-// The checked arguments of one call, as plain data that is passed to a kernel.
+// The checked arguments of one call, as plain data passed to a kernel.
 struct SlotMapping {
   TableGroups groups;
   const int32_t* tables;
@@ -132,8 +133,7 @@ struct SlotMapping {
   bool wide;        // out is int64, else int32
   void* out;        // [num_groups, num_out]
 
-  // The request that token i belongs to: the last that starts at or before i. -1 after the last
-  // request.
+  // The request of token i: the last one that starts at or before i. -1 after the last request.
   KV_HOST_DEVICE int64_t request_of(int64_t i) const {
     if (num_requests == 0 || i < query_start[0] || i >= query_start[num_requests]) return -1;
     return last_up_to(query_start, 0, num_requests, i);
@@ -153,25 +153,25 @@ struct SlotMapping {
     return row >= 0 &&
            (outside(positions[i]) || (counts != nullptr && group_without(row, positions[i]) >= 0));
   }
-  // The first group in which the row holds no entry for this position, or -1.
+  // The first group in which the row has no entry for this position, or -1.
   KV_HOST_DEVICE int group_without(int32_t row, int64_t position) const {
     for (int g = 0; g < groups.num_groups; ++g) {
       if (position >= num_held(g, row)) return g;
     }
     return -1;
   }
-  // Positions that the entries of a row cover.
+  // Number of positions that the entries of a row cover.
   KV_HOST_DEVICE int64_t num_held(int g, int32_t row) const {
     const TableGroupView& group = groups.group[g];
     return int64_t{counts[int64_t{group.counts_row} * groups.num_rows + row]} *
            group.by_column.divisor;
   }
-  // Whether token i cannot be served; reads nothing beyond its own entries.
+  // Whether token i is invalid. Reads only its own entries.
   KV_HOST_DEVICE bool operator()(int64_t i) const {
     const int32_t row = row_of(i);
     return bad_row(row) || bad_position(row, i);
   }
-  // The slot in group g of the token at a position of a row. Both are valid.
+  // The slot in group g of the token at this position of a row. Both must be valid.
   KV_HOST_DEVICE int64_t slot(int g, int32_t row, int64_t position) const {
     const TableGroupView& group = groups.group[g];
     const int32_t* ids = tables + group.offset + int64_t{row} * group.num_columns;
@@ -179,7 +179,8 @@ struct SlotMapping {
   }
 };
 
-// Finds an entry r of query_start_loc that is below the one before it, or beyond the tokens.
+// Finds an entry r of query_start_loc that is smaller than its predecessor, or larger than the
+// number of tokens.
 struct BadQueryStart {
   const int32_t* query_start;
   int64_t num_tokens;

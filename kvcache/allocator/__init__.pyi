@@ -1,30 +1,40 @@
 """The control plane, which decides the blocks of each request. Works without torch."""
 
 from kvcache._core import BlockPool, eviction_names, host_eviction_names
+from kvcache.allocator.admit import Admit, External
 from kvcache.allocator.hashing import DEFAULT_SEED, hash_blocks
 from kvcache.allocator.learned import LearnedReuse
-from kvcache.allocator.manager import BlockHashes, CachedTokens, FoundBlocks, KVCacheManager
+from kvcache.allocator.manager import KVCacheManager, check_invariants
 from kvcache.allocator.options import CacheArguments, CacheOptions, PolicyArguments
-from kvcache.allocator.request import Request
-from kvcache.allocator.sequences.block_space_manager import BlockSpaceManager
-from kvcache.allocator.sequences.demand import AllocStatus
+from kvcache.allocator.prefix_cache import (
+    BlockHashes,
+    CachedPrefix,
+    CachedTokens,
+    FoundBlocks,
+    PrefixCache,
+)
+from kvcache.allocator.request import Request, RequestState
 from kvcache.allocator.stats import PrefixCacheStats
 
 __all__ = [
     "DEFAULT_SEED",
-    "AllocStatus",
+    "Admit",
     "BlockHashes",
     "BlockPool",
-    "BlockSpaceManager",
     "CacheArguments",
     "CacheOptions",
+    "CachedPrefix",
     "CachedTokens",
+    "External",
     "FoundBlocks",
     "KVCacheManager",
     "LearnedReuse",
     "PolicyArguments",
+    "PrefixCache",
     "PrefixCacheStats",
     "Request",
+    "RequestState",
+    "check_invariants",
     "eviction_names",
     "hash_blocks",
     "host_eviction_names",

@@ -1,4 +1,4 @@
-"""Joins the events of the native log, one per block, into the events that are emitted."""
+"""Joins the native log's events, one per block, into the events that a manager emits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MEDIUMS = ("gpu", "cpu")
 
 
 class NativeEvents(NamedTuple):
-    """What the native log drains, one entry per event, and the tokens of those stored on the device."""
+    """Events of the native log, one entry per event, and the tokens of blocks stored on the device."""
 
     kinds: np.ndarray
     mediums: np.ndarray
@@ -26,13 +26,13 @@ class NativeEvents(NamedTuple):
     hashes: np.ndarray
     parents: np.ndarray
     tokens: np.ndarray
-    first_tokens: np.ndarray  # positions; of those that cleared all: dropped events
+    first_tokens: np.ndarray  # positions; for AllBlocksCleared, the number of dropped events
     is_reused: np.ndarray
     labels: list[RequestLabels | None]
 
 
 class RequestLabels:
-    """What events say of a request whose blocks are stored or hit; native code hands it through."""
+    """The labels of a request in events about its blocks; native code passes them through."""
 
     __slots__ = ("cache_salt", "hash_block_size", "lora", "mm_items", "prompt_embeds", "session")
 
@@ -53,7 +53,7 @@ class RequestLabels:
         self.session = session
 
     def extra_keys(self, first_token: int, stop: int) -> tuple[tuple | None, ...] | None:
-        """Per hash block its keys (csrc/core/hashing/extra_keys.h says which), or None."""
+        """Extra keys of each hash block (csrc/core/hashing/extra_keys.h), or None if none has any."""
         size = self.hash_block_size
         keys = tuple(self._keys_of(start, start + size) for start in range(first_token, stop, size))
         return keys if any(keys) else None
@@ -71,14 +71,15 @@ class RequestLabels:
 
 
 def digest_of_rows(rows: np.ndarray, start: int, stop: int) -> bytes:
-    """What stands for the rows of a block, which replace its tokens."""
-    return hashlib.sha256(rows[start:stop].tobytes()).digest()
+    """SHA-256 of a block's rows: their dtype, row shape and bytes."""
+    header = ",".join([rows.dtype.str, *map(str, rows.shape[1:])])
+    return hashlib.sha256(f"{header}:".encode() + rows[start:stop].tobytes()).digest()
 
 
 def events_of(
     drained: tuple, groups: Sequence[GroupSpec], block_sizes: Sequence[int], key: HashKey
 ) -> list[CacheEvent]:
-    """The events of what was drained (the fields of `NativeEvents`), for a manager with these groups."""
+    """Convert drained native events (the fields of `NativeEvents`) for a manager with these groups."""
     native = NativeEvents(*drained)
     emitted: list[CacheEvent] = []
     token = 0
@@ -128,7 +129,7 @@ def events_of(
 
 
 def _runs(native: NativeEvents) -> Iterator[tuple[int, int]]:
-    """(first, stop) of events that are emitted as one: of one kind and group, stored ones in a chain."""
+    """(first, stop) of native events that form one event: one kind and group, and one chain if stored."""
     kinds, mediums, groups, hashes, parents = native[:5]
     if len(kinds) == 0:
         return

@@ -1,13 +1,12 @@
-"""Block hashes: a digest chained over canonical CBOR, byte for byte the interoperable form.
+"""Block hashes: a digest chained over canonical CBOR, equal byte for byte to those of other engines.
 
-`H([parent, [token ids], extra keys or null])`, the first parent being `H(seed)`; the CBOR is that of
-RFC 8949 with every integer in its shortest form. Other programs and languages get the same hash. H is
-SHA-256 ("sha256_cbor", 32 bytes), or XXH3 with 128 bits ("xxh3_128_cbor", 16 bytes).
+The hash of a block is `H([parent, [token ids], extra keys or null])`, and the first parent is `H(seed)`.
+The CBOR follows RFC 8949, with every integer in its shortest form. H is SHA-256 ("sha256_cbor",
+32 bytes), or XXH3 with 128 bits ("xxh3_128_cbor", 16 bytes).
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -21,9 +20,6 @@ DEFAULT_ALGORITHM = "sha256_cbor"
 _ENGINE = "engine:"  # what the names of algorithms begin with that only the engine knows
 _MOST_BYTES = 32
 
-# The native part finds libcrypto when it runs; where there is none, it asks this, per block.
-core.set_sha256_fallback(lambda data: hashlib.sha256(data).digest())
-
 
 def hash_blocks(
     token_ids: np.ndarray | Iterable[int],
@@ -34,13 +30,25 @@ def hash_blocks(
     seed: str = DEFAULT_SEED,
     algorithm: str = DEFAULT_ALGORITHM,
 ) -> np.ndarray:
-    """Hashes of all full blocks of a prompt: uint8[num_tokens // block_size, 32], or 16 with XXH3.
+    """Hash all full blocks of a prompt.
 
-    `token_ids`: integers of 32 bits (an int32 array is the fast form). `parent`: the hash of the block
-    before, instead of the seed's. `extra_keys`: per full block None or a sequence of tuples of str, int,
-    bytes or None, in the order that `csrc/core/hashing/extra_keys.h` gives. `algorithm`: "sha256_cbor"
-    or "xxh3_128_cbor", which is faster and not cryptographic. Wrong lengths and values raise ValueError,
-    wrong types TypeError. Long prompts are hashed without the interpreter's lock.
+    Long prompts are hashed without the GIL.
+
+    Args:
+        token_ids: 32-bit integers; an int32 array is fastest.
+        block_size: Tokens per block.
+        parent: Hash of the block ahead of the first one; None for the seed's hash.
+        extra_keys: Per full block None or a sequence of tuples of str, int, bytes or None, in the order
+            that `csrc/core/hashing/extra_keys.h` gives.
+        seed: Seed of the first parent.
+        algorithm: "sha256_cbor", or "xxh3_128_cbor", which is faster and not cryptographic.
+
+    Returns:
+        uint8[num_tokens // block_size, 32], or 16 bytes per hash with XXH3.
+
+    Raises:
+        ValueError: A length or value is wrong.
+        TypeError: An argument has a wrong type.
 
     >>> hash_blocks(range(50), 16).shape
     (3, 32)
@@ -56,12 +64,12 @@ def hash_blocks(
 
 
 def hash_seed(seed: str, name: str, algorithm: str = DEFAULT_ALGORITHM) -> bytes:
-    """The parent of first blocks."""
+    """The parent hash of first blocks."""
     return core.hash_seed(text(seed, name), algorithm)
 
 
 class HashKey(NamedTuple):
-    """All that the hashes of a request's blocks depend on besides the request."""
+    """What block hashes depend on, apart from the request."""
 
     block_size: int  # tokens
     parent: bytes  # of first blocks; as long as every hash
@@ -69,12 +77,12 @@ class HashKey(NamedTuple):
 
     @property
     def is_given(self) -> bool:
-        """Whether only the engine knows the algorithm, and requests come with their hashes."""
+        """Whether only the engine knows the algorithm, so that requests come with their hashes."""
         return self.algorithm.startswith(_ENGINE)
 
 
 def hash_key(block_size: int, seed: str, algorithm: str, hash_bytes: int | None) -> HashKey:
-    """The key of a manager with these options, which are checked."""
+    """Check the options, and make the key of a manager's hashes."""
     num_bytes = hash_bytes_of(algorithm, hash_bytes)
     if algorithm.startswith(_ENGINE):
         return HashKey(block_size, bytes(num_bytes), algorithm)
@@ -88,9 +96,16 @@ def hash_bytes_of(
     name: str = "hash_algorithm",
     engines: bool = True,
 ) -> int:
-    """Bytes of this algorithm's hashes. ValueError for an unknown one, or another `hash_bytes`.
+    """Bytes per hash of an algorithm.
 
-    `engines`: whether "engine:NAME" is one, with hashes of `hash_bytes` (None: 32) bytes.
+    Args:
+        algorithm: Name of the algorithm.
+        hash_bytes: Bytes per hash for "engine:NAME" (None: 32); for other algorithms None or their size.
+        name: Name of the argument in messages.
+        engines: Whether "engine:NAME" is accepted.
+
+    Raises:
+        ValueError: The algorithm is unknown, or `hash_bytes` does not match it.
     """
     known = core.hash_algorithm_names()
     if not isinstance(algorithm, str):
@@ -109,14 +124,14 @@ def hash_bytes_of(
 
 
 def token_sequence(token_ids: np.ndarray | Iterable[int]) -> np.ndarray | list | tuple:
-    """Token ids as the native code takes them: others that have a length (a range) become a list."""
+    """Convert token ids for native code; other sized iterables, such as a range, become a list."""
     if isinstance(token_ids, np.ndarray | list | tuple):
         return token_ids
     return listed(token_ids, "token_ids", "integers")
 
 
 def encode_extra_keys(keys: Sequence[tuple] | None, name: str = "keys") -> bytes:
-    """Canonical CBOR of one block's extra keys; b"" for none (which the hash holds as null)."""
+    """Canonical CBOR of one block's extra keys; b"" if there are none (null in the hash)."""
     if keys is None:
         return b""
     if not isinstance(keys, list | tuple):

@@ -1,4 +1,4 @@
-"""What the eviction policy `learned` has counted: to look at, and to take along to the next process."""
+"""What the eviction policy `learned` has counted, to inspect and to pass to the next process."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ _MOST_BYTES = 1 << 22  # of a file; those that are written have fewer than 2**18
 
 @dataclass(frozen=True, eq=False)
 class LearnedReuse:
-    """Sampled blocks that were released, by class and age.
+    """Counts of sampled released blocks, by class and age.
 
-    `reached`: float64[101, 26], those that came to an age unused; `used`: those that were used again
-    there. What was counted long ago counts less, so `used` may be more than `reached`.
+    Attributes:
+        reached: float64[101, 26]. Blocks that reached an age unused.
+        used: float64[101, 26]. Blocks that were used again at that age. Old counts decay, so `used` may
+            exceed `reached`.
 
     Row 24 * request + 2 * (3 * turn + added) + answer: own blocks of a conversation by the caller's
     `request_class` (0: none; 1: 0; 2: 1; 3: more), its turn (0 to 3 and more), the tokens that it added
@@ -32,7 +34,8 @@ class LearnedReuse:
     conversations share, whose chain was seen to fork once, 2, 4, 16 times and more; row 100: others.
     Column k: ages, in tokens released since; it covers 40,960 * 2**(k / 2) of them.
 
-    ValueError for other shapes, and for numbers that are no counts.
+    Raises:
+        ValueError: A shape is wrong, or a number is not a count.
     """
 
     reached: np.ndarray
@@ -57,7 +60,7 @@ class LearnedReuse:
             object.__setattr__(self, name, counts)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes a file of JSON, atomically; OSError where it cannot be written."""
+        """Write a JSON file atomically; raises OSError if that fails."""
         path = Path(checked_path(path, "path"))
         if not path.name:
             raise ValueError(f"path is {shown(path)}: expected the name of a file")
@@ -73,9 +76,12 @@ class LearnedReuse:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> LearnedReuse | None:
-        """What a file holds. None, with a warning, for one that is missing, damaged, larger than 4 MiB or
-        of another kind or version: a policy that knows nothing is better than a process that does not
-        begin."""
+        """Read a file that `save` wrote.
+
+        Returns:
+            The counts. None, with a warning, if the file is missing, damaged, larger than 4 MiB, or of
+            another kind or version, so that a process can always start.
+        """
         path = checked_path(path, "path")
         try:
             with Path(path).open("rb") as file:
@@ -96,7 +102,7 @@ class LearnedReuse:
 
 
 def reuse_of(native: list[float]) -> LearnedReuse | None:
-    """From the numbers of the native policy; None of a policy that does not learn."""
+    """Convert the native policy's numbers; None for a policy that does not learn."""
     if not native:
         return None
     return LearnedReuse(*np.array(native).reshape(2, NUM_CLASSES, NUM_AGES))

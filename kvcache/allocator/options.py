@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 from kvcache.allocator.hashing import DEFAULT_ALGORITHM, DEFAULT_SEED, hash_bytes_of
 from kvcache.allocator.hashing import hash_seed as first_parent
@@ -12,6 +12,7 @@ from kvcache.checks import MAX_INT64, flag, integer, num_entries, number, shown,
 from kvcache.native.load import core
 
 _MOST_BYTES = 2**62
+IN_STEP_HITS = ("none", "wait", "share")
 HOST_WRITES = {
     "back": core.HostWrite.BACK,
     "through": core.HostWrite.THROUGH,
@@ -21,12 +22,13 @@ HOST_WRITES = {
 
 
 class PolicyArguments(TypedDict, total=False):
-    """The options of `CacheOptions` that no plan and no host tier gives, for type checkers."""
+    """The options of `CacheOptions` that neither a plan nor a host tier sets, for type checkers."""
 
     hash_block_size: int | None
     watermark: float
     fence_frees: bool
     engine_copies_states: bool
+    in_step_hits: Literal["none", "wait", "share"]
     enable_events: bool
     announce_reused: bool
     track_residency: bool
@@ -44,7 +46,7 @@ class PolicyArguments(TypedDict, total=False):
 
 
 class CacheArguments(PolicyArguments, total=False):
-    """The options of `CacheOptions` that calls take by keyword, for type checkers and editors."""
+    """The options of `CacheOptions` that calls take as keywords, for type checkers and editors."""
 
     max_num_reqs: int | None
     num_host_blocks: int
@@ -53,12 +55,12 @@ class CacheArguments(PolicyArguments, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """How a manager caches, evicts, reserves and counts; its sizes and groups are not here.
+    """How a manager caches, evicts and counts. Sizes and groups are arguments of the manager.
 
-    All sizes are at most 2**31 - 1. A wrong value is a ValueError or TypeError that names the option.
-    A new option is a field here with a line in `_native`, one of `PolicyArguments` or `CacheArguments`,
-    one of `ManagerOptions` (csrc/core/manager/options.h, its range in options.cpp) and a line of
-    csrc/python/options.cpp.
+    Sizes are at most 2**31 - 1. A wrong value raises ValueError or TypeError that names the option. To
+    add an option, add a field here with a line in `_native`, an entry in `PolicyArguments` or
+    `CacheArguments`, a field of `ManagerOptions` (csrc/core/manager/options.h, its range in
+    options.cpp), and a line of csrc/python/options.cpp.
 
     >>> CacheOptions(num_host_blocks=1)
     Traceback (most recent call last):
@@ -66,114 +68,126 @@ class CacheOptions:
     """
 
     enable_caching: bool = True
-    """Whether full blocks of known tokens are hits for later requests."""
+    """Whether full blocks of known tokens can be hit by later requests."""
 
     num_preallocate_tokens: int = 64
-    """Tokens. When a request needs a block, `ceil(num_preallocate_tokens / block_size)` more are
-    taken with it, never beyond `max_model_len` or what is free."""
+    """Tokens to preallocate. A request that needs a block gets `ceil(num_preallocate_tokens /
+    block_size)` more, but never beyond `max_model_len` or the free blocks."""
 
     max_num_reqs: int | None = None
-    """Rows, that is requests admitted at a time, 1 or more; None for as many as come."""
+    """Maximum number of admitted requests (rows), 1 or more; None for no limit."""
 
     hash_block_size: int | None = None
-    """Tokens per hash, a divisor of every block size. Finer than a block: what is found inside a
-    block is copied into the request's own, by the plan. None: the largest divisor, whole blocks
-    only."""
+    """Tokens per hash, a divisor of every block size. If it is finer than a block, hits may end inside a
+    block, and the plan copies the hit's part into the request's own block. None: the largest divisor, and
+    whole blocks only."""
 
     watermark: float = 0.0
-    """Share of the blocks, 0 to 1, that admissions and preallocation leave free."""
+    """Share of the blocks, from 0 to 1, that admissions and preallocation leave free."""
 
     fence_frees: bool = False
-    """Blocks that a request releases can be used again only when `report` has said that the steps
-    planned so far are done. For workers that read a step's pages outside its stream, and where loads
-    may fail; a worker on one stream needs no fences for its own steps."""
+    """Whether released blocks can be reused only after `report` for the steps planned so far. For workers
+    that read a step's pages outside its stream, and for loads that may fail. A worker on one stream needs
+    no fences for its own steps."""
 
     engine_copies_states: bool = False
-    """`allocate_slots`, `append_slots` and `advance` take recurrent groups: where a call moves a
-    request's state to a new page, the engine copies it there from the page that was the last of the
-    request's table. A page that is left so can be used again when the step that was issued last is
-    reported: such an engine calls `step()` before the calls of each of its own steps, and `report` for
-    the one before. With `step` alone, plans say what to copy."""
+    """Whether `admit`, `extend` and `advance` accept recurrent groups. When a call moves a request's
+    state to a new page, the engine copies the state from the page that was last in the request's table.
+    The old page can be reused after the report of the last step issued. Such an engine therefore calls
+    `step()` before the calls of each of its own steps, and `report` for the previous step. With `step`
+    alone, plans contain the copies."""
+
+    in_step_hits: Literal["none", "wait", "share"] = "none"
+    """What `step` does with a new request if an earlier row of the same step fills blocks of its prefix.
+    "none": the request computes these tokens as well. "wait": it is answered `WAIT`, and hits them in the
+    next step. "share": it reads them in this step; the plan's `depends_on` names the two rows, and the
+    worker must have filled them by then. Only whole blocks are shared. "share" is refused with recurrent
+    groups, whose states are copied before the step computes."""
 
     enable_events: bool = False
-    """`drain_events` returns what entered and left the cache."""
+    """Whether `drain_events` returns which blocks entered and left the cache."""
 
     announce_reused: bool = False
-    """Events also name the blocks of the device that a request hits, for readers that join late or keep
-    only what is used. Only with `enable_events`."""
+    """Whether events also name the device blocks that a request hits, for readers that join late or keep
+    only used blocks. Needs `enable_events`."""
 
     track_residency: bool = False
-    """`stats` says how long blocks stayed."""
+    """Whether `stats` reports how long blocks stayed."""
 
     stats_window: int = 1000
-    """Requests that `stats.recent` counts, 1 or more."""
+    """Number of requests that `stats.recent` covers, 1 or more."""
 
     hash_seed: str = DEFAULT_SEED
-    """Gives the parent of first blocks."""
+    """Seed of the parent of first blocks."""
 
     hash_algorithm: str = DEFAULT_ALGORITHM
-    """How blocks are hashed: "sha256_cbor", or "xxh3_128_cbor", which is faster, but not cryptographic:
-    who can choose tokens can then make two prompts of one hash. "engine:NAME" is an algorithm that only
-    the engine knows: every request comes with its hashes (`Request.block_hashes`). Events name it."""
+    """How blocks are hashed; events name it. "sha256_cbor", or "xxh3_128_cbor", which is faster but not
+    cryptographic: a client that chooses tokens can construct two prompts with the same hash.
+    "engine:NAME" is an algorithm that only the engine knows: every request must come with its hashes
+    (`Request.block_hashes`)."""
 
     hash_bytes: int | None = None
-    """Bytes of every hash, 1 to 32, where the algorithm is the engine's (None: 32)."""
+    """Bytes per hash, 1 to 32, for an algorithm of the engine; None for 32."""
 
     eviction: str = "lru"
-    """Which cached block goes first when its space is needed: "lru" (least recently released), or
-    another of `eviction_names()`. Whichever it is, no block goes before one that follows it in a
-    chain, and pinned ones (`pin`) go last."""
+    """Policy that chooses which cached block to evict: "lru" (least recently released), or another of
+    `eviction_names()`. Whatever the policy, no block is evicted ahead of a block that follows it in a
+    chain, and pinned blocks (`pin`) are evicted last."""
 
     eviction_options: Mapping[str, float] | None = None
-    """Options of that policy, by name; None for its defaults."""
+    """Options of that policy by name; None for its defaults."""
 
     num_host_blocks: int = 0
-    """Pages of a second tier in host memory, its null block counted: 2 or more, or 0 for none. It
-    takes rows that are swapped out (`swap_out` of `step`), and cached blocks that leave the device,
-    to be hit and loaded from there. Such a manager needs the reports of its steps: what is loaded
-    becomes a hit for others, and the host's page can be used again, when `report` has said that the
-    step is done."""
+    """Pages of a second tier in host memory, including its null block: 2 or more, or 0 for none. The host
+    tier takes rows that are swapped out (`swap_out` of `step`), and cached blocks that leave the device,
+    which can be hit and loaded from there. Such a manager needs the reports of its steps: loaded blocks
+    become hits for other requests, and host pages can be reused, after the report of their step."""
 
     host_eviction: str = "lru"
-    """The same choice for the host's pages, one of `host_eviction_names()`; another than "lru" only
-    with a host tier (`num_host_blocks`), and "learned" only where `eviction` is, too."""
+    """Eviction policy of the host's pages, one of `host_eviction_names()`. Policies other than "lru"
+    need a host tier (`num_host_blocks`), and "learned" also needs "learned" for `eviction`."""
 
     host_eviction_options: Mapping[str, float] | None = None
-    """Options of that policy, by name; None for its defaults."""
+    """Options of that policy by name; None for its defaults."""
 
     host_write: str = "back"
-    """When a cached block is written to the host: "back", when it is evicted from the device;
-    "through", by the plan after the one that filled it; "selective", after `num_hits_to_write` hits;
-    "learned", when it is evicted, but only if enough hits are expected of it there
-    (`min_gain_to_write`), which needs "learned" for `eviction` and `host_eviction`. What is evicted
-    is written in each mode that would have it there, if it is not there any more."""
+    """When a cached block is written to the host. "back": when the device evicts the block. "through": in
+    the plan after the one that filled it. "selective": after `num_hits_to_write` hits. "learned": when
+    the device evicts the block, but only if enough hits are expected on the host (`min_gain_to_write`);
+    needs "learned" for `eviction` and `host_eviction`. In every mode, evicted blocks that qualify are
+    written if the host does not have them."""
 
     num_hits_to_write: int = 2
-    """Hits, 1 or more; see `host_write`."""
+    """Number of hits for "selective", 1 or more; see `host_write`."""
 
     min_gain_to_write: float = 0.05
-    """Hits expected of a block on the host, less those that its page is worth to other blocks, 0 to 1;
-    see `host_write`. The higher, the fewer bytes are moved for each hit, and the fewer hits there are."""
+    """For "learned", from 0 to 1: the hits that a block must be expected to get on the host, beyond those
+    that its page would bring to other blocks. A higher value moves fewer bytes per hit, and gives fewer
+    hits; see `host_write`."""
 
     page_bytes: int = 0
-    """Bytes of a page (`CachePlan.page_bytes`), 0 to 2**62, so that plans can say how many they move;
-    0 where it is not known."""
+    """Bytes of a page (`CachePlan.page_bytes`), up to 2**62, so that plans can report how many bytes they
+    move; 0 if unknown."""
 
     def __post_init__(self) -> None:
         checked_watermark(self.watermark)
         integer(self.page_bytes, "page_bytes", most=_MOST_BYTES)
         first_parent(self.hash_seed, "hash_seed")
+        if not isinstance(self.in_step_hits, str) or self.in_step_hits not in IN_STEP_HITS:
+            raise ValueError(
+                f"in_step_hits is {shown(self.in_step_hits)}: expected one of {', '.join(IN_STEP_HITS)}"
+            )
         self._native().check_optional()
 
     @classmethod
     def from_arguments(cls, caller: str, /, **options: object) -> CacheOptions:
-        """The options of a call of `caller`; TypeError as `check_names` raises it."""
+        """The options of a call of `caller`; raises TypeError as `check_names` does."""
         cls.check_names(caller, options)
         return cls(**options)
 
     @classmethod
     def check_names(cls, caller: str, options: Iterable[str]) -> None:
-        """TypeError that names the public function and the known options for a name that is none."""
+        """Raise TypeError for an unknown option; the message names `caller` and the known options."""
         names = [field.name for field in fields(cls)]
         for name in options:
             if name not in names:
@@ -187,11 +201,12 @@ class CacheOptions:
         num_gpu_blocks: int,
         max_model_len: int,
     ) -> core.ManagerOptions:
-        """The native options of a manager with these groups.
+        """Make the native options of a manager with these groups.
 
-        `groups`: (kind, tokens per block, whether it drafts, is cached, is transferred) each.
-
-        `num_gpu_blocks` counts the null block, `max_model_len` is in tokens.
+        Args:
+            groups: (kind, tokens per block, drafts, cached, transferred) of each group.
+            num_gpu_blocks: Number of blocks, including the null block.
+            max_model_len: Maximum number of tokens of a request.
         """
         native = self._native()
         native.groups = list(groups)
@@ -231,17 +246,17 @@ class CacheOptions:
         return native
 
     def _integer(self, name: str) -> int:
-        """An option as an integer; its range is checked natively."""
+        """An option as an integer; native code checks its range."""
         return integer(getattr(self, name), name, -MAX_INT64, MAX_INT64)
 
 
 def watermark_blocks(watermark: float, num_gpu_blocks: int) -> int:
-    """Blocks that this share of all, 0 to 1, stands for."""
+    """Number of blocks in this share (0 to 1) of all blocks."""
     return int(checked_watermark(watermark) * num_gpu_blocks)
 
 
 def checked_watermark(watermark: float) -> float:
-    """A share of 0 to 1. TypeError or ValueError."""
+    """A share from 0 to 1; raises TypeError or ValueError otherwise."""
     share = number(watermark, "watermark", "a share of 0 to 1")
     if not 0 <= share <= 1:
         raise ValueError(f"watermark is {shown(watermark)}: expected a share of 0 to 1")
@@ -277,12 +292,12 @@ def _host_write(host_write: str) -> core.HostWrite:
 
 
 def checked_session(session: str) -> str:
-    """The name of a session that pins."""
+    """The name of a session for pins."""
     return text(session, "session")
 
 
 def checked_seconds(value: float, name: str, most: float = 2.0**50) -> float:
-    """Seconds of a clock, 0 or more and finite."""
+    """Seconds of a clock, finite and not negative."""
     seconds = number(value, name)
     if not 0 <= seconds < most:
         raise ValueError(f"{name} is {shown(value)}: expected 0 or more, and a finite number")
@@ -292,7 +307,7 @@ def checked_seconds(value: float, name: str, most: float = 2.0**50) -> float:
 def checked_retention(
     retention: Sequence[tuple[int, int, int, float | None]],
 ) -> list[tuple[int, int, int, int]]:
-    """(first token, stop, priority, milliseconds or -1 for ever) each."""
+    """(first token, end, priority, milliseconds or -1 for no limit) of each range."""
     if not isinstance(retention, list | tuple):
         raise TypeError(f"retention is {shown(retention)}: expected a list of tuples")
     return [_checked_range(f"retention[{i}]", each) for i, each in enumerate(retention)]

@@ -18,23 +18,46 @@ def _count(name: str, doc: str) -> property:
 
 
 class PoolView:
-    """Counts of blocks. Only the manager changes the pool."""
+    """Block counts of a manager's pool, read-only."""
 
     def __init__(self, pool: core.BlockPool, check: Callable[[], None]) -> None:
         self._pool = pool
-        # Raises in a thread that is not the manager's. A method of the manager, which the pool needs.
+        # Raises in any thread but the manager's. As a method of the manager, it keeps the manager alive.
         self._check = check
 
-    num_blocks = _count("num_blocks", "Blocks, the null block counted.")
-    num_total = _count("num_total", "Blocks without the null block.")
-    num_free = _count("num_free", "Blocks without references, cached or not.")
-    num_cached = _count("num_cached", "Blocks that are found under a hash, held or free.")
-    num_evicted = _count("num_evicted", "Cached blocks taken for other content, so far.")
-    num_pinned = _count("num_pinned", "Cached blocks that a session has pinned.")
-    peak_used = _count("peak_used", "The most blocks that were held at a time.")
-    num_bytes = _count("num_bytes", "Bytes of the pool itself when every block was used once.")
+    num_blocks = _count("num_blocks", "Number of blocks, including the null block.")
+    num_total = _count("num_total", "Number of blocks, excluding the null block.")
+    num_free = _count("num_free", "Blocks that no request holds, cached or not.")
+    num_cached = _count("num_cached", "Cached blocks, held or free.")
+    num_evicted = _count("num_evicted", "Cached blocks that were evicted so far.")
+    num_pinned = _count("num_pinned", "Cached blocks that sessions have pinned.")
+    peak_used = _count("peak_used", "Maximum number of blocks held at a time.")
+    num_bytes = _count("num_bytes", "Bytes of the pool's own data once every block has been used.")
 
     def ref_counts(self, ids: np.ndarray | Sequence[int]) -> np.ndarray:
-        """int32[n]: references of each block."""
+        """Reference count of each block: int32[n]."""
         self._check()
         return self._pool.ref_counts(ids)
+
+
+class DevicePoolView(PoolView):
+    """Block counts of the device pool, with blocks that wait for something."""
+
+    def __init__(self, manager: core.Manager) -> None:
+        super().__init__(manager.pool, manager.check_reader)
+        self._manager = manager
+
+    @property
+    def num_loading(self) -> int:
+        """Blocks that unreported steps load from the host."""
+        return self._manager.num_loading
+
+    @property
+    def num_kept(self) -> int:
+        """Block references that wait for `KVCacheManager.release_blocks`."""
+        return self._manager.num_kept
+
+    @property
+    def num_fenced(self) -> int:
+        """Block references that wait for a report; see `fence_frees`."""
+        return self._manager.num_fenced

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import Enum
 from operator import attrgetter, index
 
 import numpy as np
@@ -17,32 +18,51 @@ def _read_only(name: str, doc: str) -> property:
     return property(attrgetter(f"_{name}"), doc=doc)
 
 
+class RequestState(Enum):
+    """The state of an admitted request.
+
+    - `RUNNING`: it can be served.
+    - `RECEIVING`: its external tokens are under way; see `KVCacheManager.finish_receiving`.
+    - `SWAPPED_OUT`: its blocks are on the host.
+    """
+
+    RUNNING = "running"
+    RECEIVING = "receiving"
+    SWAPPED_OUT = "swapped out"
+
+
 class Request:
     """One request: its known tokens (prompt and generated tokens) and their block hashes.
 
-    `request_id` identifies it in managers; do not change it while it is admitted. `token_ids`: int32[n]
-    or any collection of integers 0 to 2**31 - 1; copied. With `mm_items`, `prompt_embeds` or
-    `block_hashes` they may also be below 0, as placeholders of what these name. There may be none yet:
-    `allocate_slots` gives such a request slots, and `step` takes it once it has tokens.
+    Tokens can be appended. Everything else that a hash depends on is read-only. Hashes are computed once,
+    survive preemption, and serve any number of managers.
 
-    The KV also depends on `lora` (name, path); `mm_items`, (identifier, first token, number of tokens)
-    per image or other item, whose tokens may be known later; `cache_salt`; and `prompt_embeds`, a numpy
-    array whose row i replaces token i and must not change (it is not copied). It may have rows for
-    tokens yet to come, which count when those come, and none for the last ones.
+    Args:
+        request_id: Identifies the request in managers. Do not change it while the request is admitted.
+        token_ids: int32[n], or any collection of integers from 0 to 2**31 - 1; copied. With `mm_items`,
+            `prompt_embeds` or `block_hashes`, negative values are placeholders. A request may start
+            without tokens: `KVCacheManager.admit` allocates its slots, and `step` takes it once it has
+            tokens.
+        lora: (name, path) of the adapter.
+        mm_items: (identifier, first token, number of tokens) of each image or other item. The tokens may
+            become known later.
+        cache_salt: Requests with different salts share no blocks.
+        prompt_embeds: Array whose row i replaces token i; not copied, and must not change. It may have
+            more rows than there are tokens, for tokens to come, or fewer.
+        read_cache: Whether the request takes hits. False for prompt log probabilities, for example.
+        write_cache: Whether the request's blocks are cached.
+        num_encoder_tokens: Tokens that cross-attention groups hold for the request. A request with
+            encoder tokens takes no hits and is not cached.
+        block_hashes: Hashes computed by the engine, one per full block (of `hash_block_size` tokens) of
+            the known tokens, each as long as the manager's `hash_bytes`; kvcache then hashes nothing. The
+            list is not copied. Extend it before you append the tokens of a further block, and do not
+            change entries. When a manager first meets the request, the list must have exactly as many
+            entries as full blocks, and afterwards at least as many. Otherwise the call (`step`,
+            `append_tokens`) raises ValueError and changes nothing.
+        session: Session that events name.
 
-    With `read_cache=False` (for prompt log-probabilities) the request takes no hits, with
-    `write_cache=False` its blocks are not cached. `num_encoder_tokens`: tokens that cross-attention
-    groups hold for it; such a request neither takes hits nor is cached. Tokens can be appended; all else
-    that a hash depends on is read-only. Hashes are computed once, survive preemption, and serve any
-    number of managers. `session`: what the request belongs to, for readers of events. Wrong values raise
-    ValueError, wrong types TypeError.
-
-    `block_hashes`: the hashes, where the engine computes them: a list of bytes, one entry per full block
-    (of `hash_block_size` tokens) of the tokens known, each as long as the manager's `hash_bytes`. It is
-    not copied. Extend it before the tokens of a further block are appended; entries do not change.
-    Nothing is hashed then. It must have exactly as many entries as blocks when a manager first meets the
-    request, and at least as many when tokens come: else that call (`step`, `append_tokens`) raises
-    ValueError and changes nothing.
+    Raises:
+        TypeError, ValueError: An argument has a wrong type or value.
 
     >>> request = Request("r1", range(40))
     >>> request.append_tokens([7, 8])
@@ -69,13 +89,15 @@ class Request:
 
     lora = _read_only("lora", "(name, path) of the adapter, or None.")
     mm_items = _read_only("mm_items", "Tuple of (identifier, first token, number of tokens).")
-    cache_salt = _read_only("cache_salt", "Keeps requests with other salts apart; or None.")
-    prompt_embeds = _read_only("prompt_embeds", "Rows that stand in for tokens, or None.")
-    read_cache = _read_only("read_cache", "Whether it may take hits.")
-    write_cache = _read_only("write_cache", "Whether others may hit its blocks.")
-    num_encoder_tokens = _read_only("num_encoder_tokens", "Tokens that cross-attention reads.")
+    cache_salt = _read_only("cache_salt", "Requests with different salts share no blocks; or None.")
+    prompt_embeds = _read_only("prompt_embeds", "Rows that replace tokens, or None.")
+    read_cache = _read_only("read_cache", "Whether the request takes hits.")
+    write_cache = _read_only("write_cache", "Whether the blocks of the request are cached.")
+    num_encoder_tokens = _read_only(
+        "num_encoder_tokens", "Encoder tokens, for cross-attention groups."
+    )
     block_hashes = _read_only("block_hashes", "The engine's list of hashes, or None.")
-    session = _read_only("session", "What events name as its session, or None.")
+    session = _read_only("session", "Session that events name, or None.")
 
     def __init__(
         self,
@@ -121,13 +143,13 @@ class Request:
         self._last: tuple = (None, None)  # the key asked for last, and its chain
 
     def __reduce__(self) -> tuple:
-        """A copy for another process: its tokens and options, without hashes that were computed."""
+        """Pickle tokens and options, without computed hashes."""
         options = {name: getattr(self, name) for name in _OPTIONS}
         return _unpickled, (self.request_id, self.token_ids, options)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known so far."""
+        """Number of known tokens."""
         return len(self._tokens)
 
     @property
@@ -136,11 +158,11 @@ class Request:
         return self._tokens.copy()
 
     def append_tokens(self, token_ids: np.ndarray | Iterable[int]) -> None:
-        """Appends tokens that were sampled or accepted; the next step caches the blocks they fill."""
+        """Append tokens that were sampled or accepted; the next step caches the blocks that they fill."""
         self._tokens.append(token_sequence(token_ids))
 
     def chain(self, key: HashKey) -> core.TokenChain:
-        """The native hashes for `key`; made once per key."""
+        """The native hashes for `key`, made once per key."""
         # A manager asks with the same tuple each time: no need to hash it.
         last_key, chain = self._last
         if key is last_key:
@@ -188,7 +210,7 @@ class Request:
         )
 
     def _given_hashes(self, block_size: int) -> tuple[list[bytes], str] | core.HashedTokens:
-        """The engine's list, and whose it is; or its hashed tokens."""
+        """The engine's list and the name of its request, or the engine's hashed tokens."""
         num_blocks = self.num_tokens // block_size
         if len(self._block_hashes) != num_blocks:
             raise ValueError(

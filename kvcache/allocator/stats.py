@@ -9,39 +9,39 @@ from kvcache.allocator.learned import LearnedReuse, reuse_of
 
 @dataclass(frozen=True)
 class HitStats:
-    """Requests that may read the cache, counted when they are admitted."""
+    """Hits of requests that may read the cache, counted when they are admitted."""
 
     num_requests: int
-    query_tokens: int  # their known tokens
-    hit_tokens: int  # of those, found in the cache
-    host_hit_tokens: int = 0  # of those, from the first one on whose block was on the host
+    query_tokens: int  # known tokens of these requests
+    hit_tokens: int  # the part of them found in the cache
+    host_hit_tokens: int = 0  # the part of the hits from the first block on the host onwards
 
     @property
     def hit_rate(self) -> float:
-        """Hit tokens per queried token, 0.0 before the first query."""
+        """Hit tokens per query token; 0.0 before the first query."""
         return self.hit_tokens / self.query_tokens if self.query_tokens else 0.0
 
 
 @dataclass(frozen=True)
 class GroupStats:
-    """Whole blocks of one cache group, of the requests that `HitStats` counts."""
+    """Whole blocks of one cache group, for the requests that `HitStats` counts."""
 
-    query_blocks: int  # of their known tokens
-    hit_blocks: int  # of those, within the hit: read, or left behind by a window
-    recent_query_blocks: int  # the same of the last requests alone
+    query_blocks: int  # blocks of known tokens
+    hit_blocks: int  # the part of them within the hit, including blocks that left a window
+    recent_query_blocks: int  # the same for the most recent requests
     recent_hit_blocks: int
-    stored_blocks: int  # put into the cache
-    evicted_blocks: int  # taken for other content while cached; since the manager was made
+    stored_blocks: int  # blocks that entered the cache
+    evicted_blocks: int  # cached blocks that were evicted, since the manager was created
 
     @property
     def hit_rate(self) -> float:
-        """Hit blocks per queried block, 0.0 before the first query."""
+        """Hit blocks per query block; 0.0 before the first query."""
         return self.hit_blocks / self.query_blocks if self.query_blocks else 0.0
 
 
 @dataclass(frozen=True)
 class DurationStats:
-    """Durations in seconds. `buckets[i]`: how many of less than `2**i` ms that none before counts."""
+    """Durations in seconds. `buckets[i]`: those below `2**i` ms that no earlier bucket counts."""
 
     count: int
     total_s: float
@@ -50,31 +50,35 @@ class DurationStats:
 
     @property
     def mean_s(self) -> float:
-        """0.0 where nothing was counted."""
+        """Mean duration; 0.0 if nothing was counted."""
         return self.total_s / self.count if self.count else 0.0
 
 
 @dataclass(frozen=True)
 class HostStats:
-    """Pages that moved between device and host."""
+    """Blocks that moved between device and host."""
 
-    written_blocks: int  # cached blocks that went to the host
-    unwritten_blocks: int  # that were to, and found no free page there
-    declined_blocks: int  # of which too few hits were expected: host_write="learned"
-    loaded_blocks: int  # of hits on the host
-    swapped_out_blocks: int  # of requests
+    written_blocks: int  # cached blocks that were written to the host
+    unwritten_blocks: int  # cached blocks that found no free host page
+    declined_blocks: int  # cached blocks with too few expected hits (host_write="learned")
+    loaded_blocks: int  # blocks loaded for hits on the host
+    swapped_out_blocks: int  # blocks of swapped-out requests
     swapped_in_blocks: int
-    evicted_blocks: int  # cached on the host, taken for other content; since the manager was made
+    evicted_blocks: int  # cached host pages that were evicted, since the manager was created
 
 
 @dataclass(frozen=True)
 class PrefixCacheStats(HitStats):
-    """In total since the start or the last `clear_stats()`; `recent`: the last requests alone.
+    """Statistics since the start or the last `clear_stats()`.
 
-    `lifetime`, `idle`: of evicted blocks, the time since they were cached, and since they were last
-    released; None unless residency is tracked. `host`: None without a host tier. `num_pins_broken`:
-    pinned blocks that were evicted all the same, since the manager was made. `learned`: what the
-    device's eviction policy has learned; None of a policy that does not learn.
+    Attributes:
+        recent: The same counts for the most recent requests (`stats_window`).
+        groups: Blocks of each cache group.
+        lifetime: Time from caching to eviction of evicted blocks; None unless residency is tracked.
+        idle: Time from the last release to eviction of evicted blocks; None unless residency is tracked.
+        host: Blocks that moved between device and host; None without a host tier.
+        num_pins_broken: Pinned blocks that were evicted, since the manager was created.
+        learned: What the device's eviction policy has learned; None for a policy that does not learn.
     """
 
     recent: HitStats = HitStats(0, 0, 0)
@@ -87,7 +91,7 @@ class PrefixCacheStats(HitStats):
 
 
 def stats_of(native: tuple, num_pins_broken: int, learned: list[float]) -> PrefixCacheStats:
-    """From what the native manager counts."""
+    """Convert the native manager's counts."""
     total, recent, groups, lifetime, idle, host = native
     return PrefixCacheStats(
         *total,

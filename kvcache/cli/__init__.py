@@ -1,12 +1,11 @@
-"""The command `kvcache`: replay a workload, a demo, a server, measurements, a look at the installation.
+"""The `kvcache` command: replay, bench, demo, serve and doctor.
 
-Exit codes: 0; 1 when verification found wrong KV, something is missing or the output cannot be
-written; 2 for wrong usage or a malformed trace; 130 when interrupted or when the output is
-no longer read.
+Exit codes: 0 for success; 1 if verification found wrong KV, a requirement is missing, or the output
+cannot be written; 2 for wrong usage or a malformed trace; 130 after an interrupt or a broken pipe.
 """
 
-# Heavy modules are imported where they are used, here and in the other files: --help and --json stay
-# quick, and nothing but --verify and bench needs torch.
+# Modules that take long to import are imported on first use, here and in the other files: --help
+# and --json stay fast, and only commands that compute need torch.
 from __future__ import annotations
 
 import argparse
@@ -27,7 +26,7 @@ _INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command line (default: the process's) and returns the exit code."""
+    """Run a command line (default: the arguments of the process) and return the exit code."""
     if sys.stderr is None:  # closed by the parent process: messages are lost
         sys.stderr = io.StringIO()
     try:
@@ -35,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise OutputError("standard output is closed: expected it open, /dev/null at least")
         code = _run(sys.argv[1:] if argv is None else list(argv))
         with writing():
-            sys.stdout.flush()  # so that a closed pipe or a full disk is noticed here, not at exit
+            sys.stdout.flush()  # so that a closed pipe or a full disk is detected here, not at exit
         return code
     except UsageError as error:
         return _complain(error, 2)
@@ -71,36 +70,36 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser("kvcache", description="The KV-cache layer of an LLM engine, at work.")
+    parser = _Parser("kvcache", description="Command-line tools for the kvcache library.")
     commands = parser.add_subparsers(dest="name", metavar="COMMAND", required=True)
     for name, text, run, add_options in (
         (
             "replay",
-            "replay a trace of requests, or generated chats, against the prefix cache",
+            "replay a trace of requests, or generated chats, through the prefix cache",
             run_replay,
             add_replay_options,
         ),
         (
             "bench",
-            "measure how fast pages move here, beside one contiguous copy",
+            "measure page copies on this machine, relative to one contiguous copy",
             run_bench,
             add_bench_options,
         ),
         (
             "demo",
-            "serve chats by a real model in a pool too small for them, compared with a dense cache",
+            "serve chats with a real model from a small pool, and compare with a dense cache",
             run_demo,
             add_demo_options,
         ),
         (
             "serve",
-            "serve a model at OpenAI's endpoints, with a page that shows its cache; a reference",
+            "serve a model with an OpenAI-compatible API and a cache page (reference server)",
             run_serve,
             add_serve_options,
         ),
         (
             "doctor",
-            "show what is installed and which native libraries are in use",
+            "show installed packages, native libraries and devices",
             _doctor,
             lambda sub: None,
         ),

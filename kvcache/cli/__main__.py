@@ -1,4 +1,4 @@
-"""`python -m kvcache.cli`."""
+"""Run the command line with `python -m kvcache.cli`."""
 
 import sys
 

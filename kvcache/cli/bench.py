@@ -1,4 +1,4 @@
-"""`kvcache bench`: measures page copies on this machine, and calibrates it."""
+"""`kvcache bench`: measures page copies on this machine, and calibrates swaps."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ if TYPE_CHECKING:
 
 
 def add_bench_options(sub: argparse.ArgumentParser) -> None:
-    """The options of `kvcache bench`."""
+    """Add the options of `kvcache bench`."""
     sub.add_argument(
         "--device",
         default=None,
         type=device_name,
-        help="swap between this and host memory; default cuda where there is one, else cpu",
+        help="device to swap with host memory; default cuda if available, else cpu",
     )
     sub.add_argument(
         "--mib",
         default=256,
         metavar="N",
         type=number("--mib", 8, 65_536),
-        help="how much moves per measurement; default 256",
+        help="MiB to copy per measurement; default 256",
     )
     sub.add_argument(
         "--pool-mib",
         default=2048,
         metavar="N",
         type=number("--pool-mib", 8, 1_048_576),
-        help="of a device and of the host: what the pages lie scattered over; default 2048",
+        help="MiB of the page pools on device and host; default 2048",
     )
     sub.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure which method is the fastest for which fragments, and store it for swaps",
+        help="find the fastest copy method per fragment size, and store it for swaps",
     )
-    sub.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    sub.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    """Runs the command; exit code 1 where what it needs is missing."""
+    """Run `kvcache bench` and return the exit code."""
     if importlib.util.find_spec("torch") is None:
         raise MissingError("bench needs torch: pip install torch")
     import torch
@@ -69,8 +69,8 @@ def run_bench(args: argparse.Namespace) -> int:
     num_bytes = args.mib << 20
     try:
         if not args.calibrate:
-            calibration_of(device)  # raises for an invalid file before anything is measured
-        # After a calibration, torch keeps the pinned memory of its contiguous copy.
+            calibration_of(device)  # raises an error for an invalid file before the measurements
+        # After a calibration, torch keeps the pinned memory of the contiguous copy.
         check_host_memory(host_rates_bytes(num_bytes) + (num_bytes if args.calibrate else 0))
         if device.type == "cuda":
             _check_pool(args, device)
@@ -82,7 +82,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 def _check_pool(args: argparse.Namespace, device: torch.device) -> None:
-    """ValueError where the pool and the other measured memory do not fit, on either side."""
+    """Raise ValueError if the pools and buffers of the benchmark do not fit on the device or the host."""
     import torch
 
     from kvcache.worker.pages.pinning import check_host_memory
@@ -162,12 +162,12 @@ def _line(rate: Rate) -> str:
 def _table(rates: list[Rate]) -> object:
     from rich.table import Table
 
-    table = Table(title="pages moved, GB/s, beside one contiguous copy of as many bytes")
+    table = Table(title="page copies, relative to one contiguous copy of the same size")
     for name, justify in (
         ("direction", "left"),
         ("fragment", "right"),
         ("pages", "left"),
-        ("by (thread blocks)", "left"),
+        ("method (thread blocks)", "left"),
         ("GB/s", "right"),
         ("contiguous", "right"),
         ("share", "right"),

@@ -1,4 +1,4 @@
-"""The command `kvcache demo`."""
+"""The `kvcache demo` command."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from kvcache.cli.replay import run_replay_demo
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvcache.serving import Engine
+    from kvcache.engine import Engine
 
 _USERS, _TURNS = 16, 4
 
 
 def add_demo_options(sub: argparse.ArgumentParser) -> None:
-    """All options, each value checked by itself."""
+    """Add the options of `kvcache demo`, each with a check of its value."""
     sub.add_argument(
         "--model",
         metavar="NAME",
         default="llama",
-        help="a tiny model by name (llama, qwen3, gemma3, deepseek_v3, bamba, qwen3_next, ...), or the "
-        "folder of a checkpoint; default llama",
+        help="name of a tiny model (llama, qwen3, gemma3, deepseek_v3, bamba, qwen3_next, ...) or "
+        "checkpoint folder; default llama",
     )
     for option, least, most, text in (
-        ("--users", 1, 1_000, f"chats at a time; default {_USERS}"),
-        ("--turns", 1, 100, f"messages of each; default {_TURNS}"),
-        ("--seed", 0, MAX_INT64, "of the chats; default 0"),
+        ("--users", 1, 1_000, f"number of concurrent chats; default {_USERS}"),
+        ("--turns", 1, 100, f"messages per chat; default {_TURNS}"),
+        ("--seed", 0, MAX_INT64, "seed of the generated chats; default 0"),
     ):
         sub.add_argument(option, metavar="N", type=number(option, least, most), help=text)
     sub.add_argument(
         "--plot",
         metavar="FILE.png",
         type=plot_file,
-        help="draw pool, hits and swaps over the steps",
+        help="plot pool usage, hits and swaps over the steps",
     )
-    sub.add_argument("--json", action="store_true", help="print the figures as JSON")
+    sub.add_argument("--json", action="store_true", help="print the results as JSON")
     sub.add_argument(
         "--replay",
         action="store_true",
-        help="without a model: replay generated chats with verification",
+        help="replay generated chats with verification, without a model",
     )
 
 
 def run_demo(args: argparse.Namespace) -> int:
-    """`kvcache demo`; returns the exit code."""
+    """Run `kvcache demo` and return the exit code."""
     if args.replay:
         given = ("users", "turns", "seed", "plot")
         others = [f"--{name}" for name in given if getattr(args, name) is not None]
@@ -113,7 +113,7 @@ def _serve(args: argparse.Namespace) -> int:
 def _progress(
     num_turns: int, is_quiet: bool
 ) -> Iterator[tuple[Callable[[Engine, int], None] | None, Callable[[], None] | None]]:
-    """Two bars on stderr: turns served, with the pool's state, and turns compared."""
+    """Show two progress bars on stderr: turns served, with the state of the pool, and turns compared."""
     if is_quiet:
         yield None, None
         return

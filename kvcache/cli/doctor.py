@@ -1,4 +1,4 @@
-"""`kvcache doctor`: versions, native libraries and their origin, tools to build with."""
+"""`kvcache doctor`: versions, native libraries and their origin, build tools."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table
 
-# Distribution -> the extra that it is of, and what wants it.
+# Distribution -> (extra that installs it, feature that needs it).
 _EXTRAS = {
     "rich": ("cli", "tables"),
     "matplotlib": ("cli", "--plot"),
@@ -25,7 +25,7 @@ _EXTRAS = {
 
 
 def table(rows: list[tuple[str, str, bool]]) -> Table:
-    """The rows of `diagnosis` as rich shows them."""
+    """Return the rows of `diagnosis` as a rich table."""
     from rich.table import Table
     from rich.text import Text
 
@@ -38,7 +38,7 @@ def table(rows: list[tuple[str, str, bool]]) -> Table:
 
 
 def diagnosis() -> list[tuple[str, str, bool]]:
-    """(what, what was found, whether the library works with that)."""
+    """Return (component, finding, whether the library works with it) per row."""
     import kvcache
 
     rows = [
@@ -47,7 +47,7 @@ def diagnosis() -> list[tuple[str, str, bool]]:
         _asked("numpy", _numpy, needed=True),
         _asked("torch", _torch, needed=True),
         _asked("_core", lambda: _library("_core"), needed=True),
-        _asked("libcrypto", _libcrypto),
+        _asked("SHA-256", _sha256),
         _asked("CPU ops", lambda: _library("libkvcache_cpu"), needed=True),
         _cuda_row(),
         _asked("CUDA driver", _cuda_driver),
@@ -61,13 +61,13 @@ def diagnosis() -> list[tuple[str, str, bool]]:
 def _asked(name: str, ask: Callable[[], str], needed: bool = False) -> tuple[str, str, bool]:
     try:
         return name, ask(), True
-    except Exception as error:  # whatever is broken: that is what a doctor is asked for
+    except Exception as error:  # the doctor reports any failure
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return name, f"missing: {lines[0]}", not needed
 
 
 def _cuda_row() -> tuple[str, str, bool]:
-    """CUDA ops that are missing matter where there is a device to run them on."""
+    """Report missing CUDA ops as an error only if there is a CUDA device."""
     name, found, ok = _asked("CUDA ops", _cuda_ops)
     if found.startswith("not ") and not found.startswith("not needed"):
         import torch
@@ -130,10 +130,11 @@ def _locked_memory() -> str:
     )
 
 
-def _libcrypto() -> str:
+def _sha256() -> str:
     from kvcache.native.load import core
 
-    return core.libcrypto_name() or "none: hashlib instead, slower"
+    name = core.sha256_implementations()[0]
+    return "portable C++: this processor has no instructions for it" if name == "portable" else name
 
 
 def _compiler() -> str:
@@ -145,7 +146,9 @@ def _compiler() -> str:
 def _ninja() -> str:
     from shutil import which
 
-    beside = Path(sys.executable).with_name("ninja")  # of a virtual environment not activated
+    beside = Path(sys.executable).with_name(
+        "ninja"
+    )  # of a virtual environment that is not activated
     found = which("ninja") or (str(beside) if beside.exists() else None)
     if found is None:
         raise LookupError("pip install ninja; only builds at run time want it")

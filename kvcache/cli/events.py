@@ -1,4 +1,4 @@
-"""The options --events, --events-replay and --events-topic: cache events for routers."""
+"""The options --events, --events-replay and --events-topic, which publish cache events for routers."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from kvcache.events import CacheEvent
     from kvcache.router_events import EventPublisher
 
-_SECONDS_TO_END = 60  # for what waits to be published when a replay ends
+_SECONDS_TO_END = 60  # limit for publishing the remaining events at the end of a replay
 
 
 def add_events_options(sub: argparse.ArgumentParser) -> None:
-    """All three; each is off by default."""
+    """Add the three event options, all off by default."""
     for option, metavar, text in (
-        ("--events", "ENDPOINT", "to publish cache events at, as tcp://127.0.0.1:5557"),
-        ("--events-replay", "ENDPOINT", "where readers ask for events that they missed"),
-        ("--events-topic", "TOPIC", "of the events, as kv@POD@MODEL"),
+        ("--events", "ENDPOINT", "publish cache events at this address, e.g. tcp://127.0.0.1:5557"),
+        ("--events-replay", "ENDPOINT", "replay missed events to readers at this address"),
+        ("--events-topic", "TOPIC", "topic of the events, e.g. kv@POD@MODEL"),
     ):
         sub.add_argument(option, metavar=metavar, help=text)
 
 
 def open_publisher(args: argparse.Namespace) -> EventPublisher | None:
-    """The publisher that was asked for. UsageError, or MissingError without its packages."""
+    """Open the requested publisher. Raise UsageError, or MissingError if packages are missing."""
     if args.events is None:
         for name in ("events_replay", "events_topic"):
             if (value := getattr(args, name)) is not None:
@@ -41,7 +41,7 @@ def open_publisher(args: argparse.Namespace) -> EventPublisher | None:
     from kvcache.router_events import EventPublisher
 
     try:
-        # The command line names the address, so other machines may be meant.
+        # The user chose the address, so it may be reachable from other machines.
         publisher = EventPublisher(
             args.events, args.events_replay, args.events_topic or "", allow_remote=True
         )
@@ -59,7 +59,7 @@ def events_published(
     drain_events: Callable[[], list[CacheEvent]],
     on_request: Callable[[], None] | None,
 ) -> Iterator[Callable[[], None] | None]:
-    """Yields what to call after each request; it also publishes, where there is a publisher."""
+    """Yield a function to call after each request. It also publishes events if there is a publisher."""
     if publisher is None:
         yield on_request
         return

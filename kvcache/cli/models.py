@@ -1,4 +1,4 @@
-"""Models that commands run: tiny ones by name, checkpoints by folder."""
+"""Loads models for commands: tiny models by name, checkpoints by folder."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 def load_model(
     name: str, option: str, dtype: str = "float32", device: str = "cpu"
 ) -> PreTrainedModel:
-    """A tiny model in float64, so that no rounding tells answers apart; or a checkpoint's folder.
+    """Load a tiny model in float64, so that answers do not differ by rounding, or a checkpoint folder.
 
-    UsageError, which names `option`, for what cannot be loaded.
+    Raises UsageError, which names `option`, if the model cannot be loaded.
     """
     import torch
 
-    # What transformers says of optional parts of its own means nothing here.
+    # Warnings of transformers about its own optional dependencies are irrelevant here.
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    from kvcache.integrations.transformers.tiny_models import tiny_model, tiny_model_names
+    from kvcache.engine.transformers.tiny_models import tiny_model, tiny_model_names
 
     given = f"{option} is {quoted(name)}"
     if name in tiny_model_names():
-        torch.set_num_threads(1)  # products so small are slower with more
+        torch.set_num_threads(1)  # more threads slow down such small matrix products
         return tiny_model(name, dtype=torch.float64).to(device)
     if not os.path.isdir(name):
         raise UsageError(f"{given}: expected one of {', '.join(tiny_model_names())}, or a folder")

@@ -1,4 +1,4 @@
-"""What a command needs and may not find: packages, the native libraries, a device."""
+"""Checks the requirements of a command: packages, native libraries, devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def require_module(module: str, purpose: str, remedy: str) -> None:
 
 
 def import_module(name: str) -> ModuleType:
-    """Imports a module that needs the native libraries, which may have to be built first."""
+    """Import a module that needs the native libraries, which may have to be built first."""
     try:
         return importlib.import_module(name)
     except (ImportError, RuntimeError) as error:

@@ -12,11 +12,11 @@ from kvcache.cli.errors import OutputError
 
 @contextmanager
 def writing() -> Iterator[None]:
-    """A context for writes to standard output; a full disk becomes an OutputError."""
+    """Return a context for writes to standard output that turns a full disk into an OutputError."""
     try:
         yield
     except OSError as error:
-        # The rest of the buffer is dropped: the flush at exit must not complain about it.
+        # Discard the rest of the buffer, so that the flush at exit raises no second error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise
@@ -24,13 +24,13 @@ def writing() -> Iterator[None]:
 
 
 def say(message: str) -> None:
-    """Writes one line to stderr; ignores that it cannot be written."""
+    """Write one line to stderr, and ignore failures."""
     with suppress(OSError):
         print(f"kvcache: {message}", file=sys.stderr)
 
 
 def show(what: object) -> None:
-    """A string or a rich table, on standard output."""
+    """Print a string or a rich table to standard output."""
     from rich.console import Console
 
     with writing():
@@ -39,7 +39,7 @@ def show(what: object) -> None:
 
 @contextmanager
 def progress(total: int | None) -> Iterator[Callable[[], None]]:
-    """A progress bar on stderr; yields what to call after each request."""
+    """Show a progress bar on stderr, and yield a function to call after each request."""
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 

@@ -1,4 +1,4 @@
-"""The options of `kvcache replay`: their names, and the values that they take."""
+"""The options of `kvcache replay` and the values they accept."""
 
 from __future__ import annotations
 
@@ -10,58 +10,60 @@ from collections.abc import Callable
 from kvcache.cli.errors import UsageError, quoted
 from kvcache.cli.events import add_events_options
 
-# As in kvcache.checks, which imports numpy: --help does without it.
+# The same as in kvcache.checks, which imports numpy: --help must not load numpy.
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
-# Defaults: a pool that holds part of the workload, so that hits and evictions both show.
+# Default sizes: the pool holds part of the workload, so that there are both hits and evictions.
 TRACE_BLOCK_SIZE, TRACE_NUM_BLOCKS = 512, 10_001
 TIMED_CONCURRENCY = 256
 CHAT_BLOCK_SIZE, CHAT_NUM_BLOCKS, CHAT_REQUESTS = 16, 1_025, 500
 
 
 def add_replay_options(sub: argparse.ArgumentParser) -> None:
-    """TRACE and all options, each value checked by itself."""
-    sub.add_argument("trace", nargs="?", metavar="TRACE", help="file of requests; default: chats")
+    """Add TRACE and all options, each with a check of its value."""
     sub.add_argument(
-        "--format", metavar="FORM", help="of TRACE; default: the one that its first lines show"
+        "trace", nargs="?", metavar="TRACE", help="trace file; default: generated chats"
     )
-    block_size = f"tokens; default {TRACE_BLOCK_SIZE}, for chats {CHAT_BLOCK_SIZE}"
-    num_blocks = f"null block counted; default {TRACE_NUM_BLOCKS}, for chats {CHAT_NUM_BLOCKS}"
+    sub.add_argument(
+        "--format", metavar="FORM", help="trace format; default: detected from the first lines"
+    )
+    block_size = f"tokens per block; default {TRACE_BLOCK_SIZE}, for chats {CHAT_BLOCK_SIZE}"
+    num_blocks = f"with the null block; default {TRACE_NUM_BLOCKS}, for chats {CHAT_NUM_BLOCKS}"
     for option, least, most, text in (
         ("--block-size", 1, MAX_INT32, block_size),
         ("--num-blocks", 2, MAX_INT32, num_blocks),
         ("--limit", 1, MAX_INT32, "replay at most N requests"),
-        ("--concurrency", 1, MAX_INT32, "requests that run at a time; default 1"),
-        ("--hash-block-size", 1, MAX_INT32, "tokens; finer than blocks: hits end inside them, too"),
+        ("--concurrency", 1, MAX_INT32, "number of concurrent requests; default 1"),
+        ("--hash-block-size", 1, MAX_INT32, "tokens per hash; smaller than a block: finer hits"),
         ("--chunk-tokens", 1, MAX_INT32, "compute prompts in chunks of at most N tokens"),
         (
             "--host-blocks",
             0,
             MAX_INT32,
-            "pages of a host tier, its null block counted; default none",
+            "size of the host tier, including its null block; default none",
         ),
         (
             "--store-blocks",
             0,
             MAX_INT32,
-            "blocks of a store under the other tiers, simulated by count; default none",
+            "size of a simulated store below the other tiers; default none",
         ),
-        ("--seed", 0, MAX_INT64, "of the chats; default 0"),
+        ("--seed", 0, MAX_INT64, "seed of the generated chats; default 0"),
         ("--requests", 1, MAX_INT32, f"number of chat turns; default {CHAT_REQUESTS}"),
     ):
         sub.add_argument(option, metavar="N", type=number(option, least, most), help=text)
     sub.add_argument(
         "--groups",
         metavar="LIST",
-        help="cache groups, kind[:option=value]... each, as full_attention,sliding_window:window=1024;"
-        " block_size=N is an option of all kinds; default: one full_attention",
+        help="cache groups as kind[:option=value],..., e.g. full_attention,sliding_window:window=1024;"
+        " every kind accepts block_size=N; default full_attention",
     )
     sub.add_argument(
         "--import",
         dest="imports",
         metavar="FILE.py",
         action="append",
-        help="run a Python file first, which registers attention kinds for --groups",
+        help="first run a Python file that registers attention kinds or trace formats",
     )
     add_policy_options(sub)
     sub.add_argument(
@@ -69,62 +71,65 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
         metavar="P,P",
         nargs="?",
         const="",
-        help="replay with each of these policies at several sizes, and say which to choose; default "
-        "policies: all that need no accesses and no priorities",
+        help="replay each policy at several pool sizes and recommend one; default: all policies that "
+        "need neither access times nor priorities",
     )
     sub.add_argument(
         "--sizes",
         metavar="N,N",
         type=_sizes,
-        help="of --compare, as --num-blocks; default: from an eighth of that to four times as much",
+        help="pool sizes for --compare; default: from 1/8 to 4 times --num-blocks",
     )
     sub.add_argument(
         "--timed",
         metavar="P,D",
         nargs="?",
         const="",
-        help="requests come as TRACE says, and hold their blocks while they run: prompts are computed "
-        "one after another at P tokens per second, answers side by side at D each; default 20000,50. "
-        f"--concurrency is then {TIMED_CONCURRENCY} unless it is given",
+        help="requests arrive at their trace times and hold their blocks while they run: prefill runs "
+        "one prompt at a time at P tokens/s, decode concurrently at D tokens/s each; default 20000,50. "
+        f"--concurrency then defaults to {TIMED_CONCURRENCY}",
     )
     sub.add_argument(
         "--disaggregate",
         metavar="N[:option=value]...",
-        help="prefill in a pool of N blocks, whose blocks a decode pool of --num-blocks loads under "
-        "leases; options lease_s=60, gb_per_s=10, bytes_per_token=131072; timed, as --timed",
+        help="prefill in a separate pool of N blocks; a decode pool of --num-blocks loads them under "
+        "leases; options lease_s=60, gb_per_s=10, bytes_per_token=131072; implies --timed",
     )
     sub.add_argument(
-        "--device", default="cpu", type=device_name, help="where --verify keeps KV; default cpu"
+        "--device",
+        default="cpu",
+        type=device_name,
+        help="device for the KV of --verify; default cpu",
     )
     for option, text in (
-        ("--verify", "write, read back and compare real KV (needs torch)"),
-        ("--json", "one JSON object on stdout instead of a table"),
+        ("--verify", "write, read and compare real KV (needs torch)"),
+        ("--json", "print one JSON object instead of a table"),
     ):
         sub.add_argument(option, action="store_true", help=text)
     sub.add_argument(
         "--plot",
         metavar="FILE.png",
         type=plot_file,
-        help="draw the course of the replay, or with --compare hit rates by size",
+        help="plot the progress of the replay or, with --compare, hit rates by pool size",
     )
     add_events_options(sub)
 
 
 def add_policy_options(sub: argparse.ArgumentParser) -> None:
-    """What `kvcache.cli.policies` reads."""
+    """Add the options that `kvcache.cli.policies` reads."""
     for option, metavar, text in (
         (
             "--eviction",
             "P",
-            "policy[:option=value]... that chooses the cached block to evict; default lru",
+            "eviction policy as policy[:option=value]...; default lru",
         ),
-        ("--host-eviction", "P", "the same of the host tier"),
+        ("--host-eviction", "P", "eviction policy of the host tier"),
         (
             "--host-write",
             "MODE",
-            "when cached blocks are offloaded: back (default; when evicted), through (at once), "
-            "selective[:N] (after N hits, default 2), or learned[:G] (when evicted, if so many "
-            "hits are expected of it, default 0.05)",
+            "when cached blocks are written to the host: back (default; on eviction), through (at once), "
+            "selective[:N] (after N hits, default 2), or learned[:G] (on eviction, if at least "
+            "G hits are expected, default 0.05)",
         ),
     ):
         sub.add_argument(option, metavar=metavar, help=text)
@@ -150,7 +155,8 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def plot_file(text: str) -> str:
-    # os.path, not pathlib: a name too long for the system is then no folder, and no exception.
+    # os.path, not pathlib: with a name that is too long for the system, pathlib raises an
+    # exception.
     folder = os.path.dirname(text) or "."
     if os.path.splitext(text)[1].lower() != ".png":
         raise UsageError(f"--plot is {text!r}: expected a file name that ends in .png")

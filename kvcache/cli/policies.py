@@ -9,10 +9,9 @@ from kvcache.cli.modules import import_module
 
 
 def policy_options(args: argparse.Namespace, host_option: str) -> dict:
-    """Fields of `CacheOptions` for those that were given.
+    """Return the `CacheOptions` fields of the options that were given.
 
-    UsageError for values that are malformed, and for those of a host tier where `host_option` asks for
-    none.
+    Raises UsageError for malformed values, and for host-tier options without `host_option`.
     """
     has_host = getattr(args, host_option.removeprefix("--").replace("-", "_"))
     found = {}

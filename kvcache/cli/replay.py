@@ -1,4 +1,4 @@
-"""The command `kvcache replay`, and the demo of it."""
+"""The commands `kvcache replay` and `kvcache demo --replay`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DEMO = ["--requests", "4000", "--concurrency", "4", "--verify"]
 
 
 def run_replay(args: argparse.Namespace) -> int:
-    """`kvcache replay`; returns the exit code."""
+    """Run `kvcache replay` and return the exit code."""
     _check_trace(args)
     _import_files(args)
     _resolve(args)
@@ -54,7 +54,7 @@ def run_replay(args: argparse.Namespace) -> int:
 
 
 def run_replay_demo() -> int:
-    """`kvcache demo --replay`; returns the exit code."""
+    """Run `kvcache demo --replay` and return the exit code."""
     parser = argparse.ArgumentParser()
     options.add_replay_options(parser)
     args = parser.parse_args(_DEMO)
@@ -69,17 +69,17 @@ def run_replay_demo() -> int:
 
 def _summary(report: ReplayReport) -> str:
     return (
-        f"Shown: {report.requests:,} turns of interleaved chats went through a cache of "
+        f"Shown: {report.requests:,} turns of interleaved chats ran through a cache of "
         f"{report.capacity_blocks:,} blocks; {report.token_hit_rate:.0%} of their prompt tokens "
-        "were found there instead of being computed again, "
-        f"{report.evicted_blocks:,} blocks were evicted on the way, "
-        f"and each of the {report.verified_tokens:,} tokens, read back through block "
-        "table and slot mapping and once more from its block itself, had exactly its own K and V."
+        "were cache hits, "
+        f"{report.evicted_blocks:,} blocks were evicted, "
+        f"and each of the {report.verified_tokens:,} tokens, read through block "
+        "table and slot mapping and again directly from its block, had exactly its own K and V."
     )
 
 
 def _check_trace(args: argparse.Namespace) -> None:
-    # After parsing: a mistyped option's value would be taken for the trace.
+    # Checked after parsing: the value of a mistyped option would be taken for TRACE.
     if args.trace is not None:
         if not os.path.exists(args.trace):
             raise UsageError(f"TRACE is {args.trace!r}: expected an existing file")
@@ -93,11 +93,11 @@ def _check_trace(args: argparse.Namespace) -> None:
 
 
 def _import_files(args: argparse.Namespace) -> None:
-    """Runs the files of --import, each once in a process; UsageError for one that fails."""
+    """Run the files of --import, each once per process. Raise UsageError if one fails."""
     for path in args.imports or ():
         if not (path.endswith(".py") and os.path.isfile(path)):
             raise UsageError(f"--import is {quoted(path)}: expected an existing file, FILE.py")
-        import_module("kvcache.kinds")  # where it is missing, the file is not to blame
+        import_module("kvcache.kinds")  # first, so that the file is not blamed for it
         name = f"kvcache_import:{os.path.realpath(path)}"
         if name in sys.modules:
             continue
@@ -114,7 +114,7 @@ def _import_files(args: argparse.Namespace) -> None:
 
 
 def _error_text(error: BaseException, path: str) -> str:
-    """Type and message of an error, and the last line of the file that led to it."""
+    """Return type and message of an error, and the last line of the file in its traceback."""
     lines = [f"{type(error).__name__}: {error}"]
     frames = traceback.extract_tb(error.__traceback__)
     lines += [f"line {frame.lineno}" for frame in reversed(frames) if frame.filename == path][:1]
@@ -122,7 +122,7 @@ def _error_text(error: BaseException, path: str) -> str:
 
 
 def _require(args: argparse.Namespace) -> None:
-    """MissingError for a module that the work needs, before it begins."""
+    """Raise MissingError before the work begins if a required module is missing."""
     if not args.json:
         require_module("rich", "tables (--json works without it)", "pip install 'kvcache[cli]'")
     if args.plot is not None:
@@ -135,13 +135,13 @@ def _require(args: argparse.Namespace) -> None:
 
 
 def _resolve(args: argparse.Namespace) -> None:
-    """Sets defaults, and parses groups and policies; UsageError for options that do not fit."""
+    """Set defaults, and parse groups and policies. Raise UsageError for options that conflict."""
     is_trace = args.trace is not None
     default = options.TRACE_BLOCK_SIZE if is_trace else options.CHAT_BLOCK_SIZE
     args.block_size = args.block_size or default
     default = options.TRACE_NUM_BLOCKS if is_trace else options.CHAT_NUM_BLOCKS
     args.num_blocks = args.num_blocks or default
-    # Each request holds a block at least.
+    # Each request holds at least one block.
     is_timed = args.timed is not None or args.disaggregate is not None
     default = options.TIMED_CONCURRENCY if is_timed else 1
     args.concurrency = min(args.concurrency or default, args.num_blocks - 1)
@@ -257,10 +257,10 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
         )
     except MemoryError as error:
         raise UsageError(
-            f"--num-blocks is {args.num_blocks}{_and_host(args)}: expected fewer, they do not fit "
-            f"into memory ({error})"
+            f"--num-blocks is {args.num_blocks}{_and_host(args)}: expected fewer, because this many do "
+            f"not fit into memory ({error})"
         ) from None
-    except ValueError as error:  # sizes that have no common multiple within reason
+    except ValueError as error:  # block sizes without a common multiple of reasonable size
         raise UsageError(f"--groups is {quoted(args.groups)}: {error}") from None
     name, workload = _workload(args)
     try:
@@ -277,7 +277,7 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    """`kvcache replay --compare`; returns the exit code."""
+    """Run `kvcache replay --compare` and return the exit code."""
     replay = import_module("kvcache.replay")
     policies = args.compared or replay.COMPARED
     name, workload = _workload(args)
@@ -304,7 +304,8 @@ def _compare(args: argparse.Namespace) -> int:
         raise UsageError(str(error)) from None
     except MemoryError as error:
         raise UsageError(
-            f"--sizes has {args.sizes[-1] + 1}: expected fewer, they do not fit into memory ({error})"
+            f"--sizes has {args.sizes[-1] + 1}: expected fewer, because this many do not fit into memory "
+            f"({error})"
         ) from None
     if args.plot is not None:
         _write_plot(args.plot, lambda plots: plots.draw_comparison(found, args.plot))
@@ -318,7 +319,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _disaggregate(args: argparse.Namespace) -> int:
-    """`kvcache replay --disaggregate`; returns the exit code."""
+    """Run `kvcache replay --disaggregate` and return the exit code."""
     replay = import_module("kvcache.replay")
     name, workload = _workload(args)
     try:
@@ -338,7 +339,7 @@ def _disaggregate(args: argparse.Namespace) -> int:
     except MemoryError as error:
         raise UsageError(
             f"--num-blocks is {args.num_blocks}, --disaggregate is {args.disaggregate}: expected fewer "
-            f"blocks, they do not fit into memory ({error})"
+            f"blocks, because this many do not fit into memory ({error})"
         ) from None
     except ValueError as error:
         given = "block size" if args.specs is None else f"--groups is {quoted(args.groups)}"
@@ -352,7 +353,7 @@ def _disaggregate(args: argparse.Namespace) -> int:
 
 
 def _groups(args: argparse.Namespace) -> dict:
-    """The groups as arguments of replayer and verifier."""
+    """Return the groups as arguments of replayer and verifier."""
     return {"block_size": args.block_size} if args.specs is None else {"groups": args.specs}
 
 
@@ -372,7 +373,7 @@ def _verifier(args: argparse.Namespace) -> KVVerifier | None:
             max_num_reqs=args.concurrency,
             device=args.device,
         )
-    except (MemoryError, ValueError) as error:  # pages or tables too large
+    except (MemoryError, ValueError) as error:  # pages or tables are too large
         given = f"--block-size {args.block_size}"
         if args.specs is not None:
             given = f"--groups {quoted(args.groups)}"
@@ -406,14 +407,14 @@ def _trace(path: str, form: str | None) -> Iterator[WorkloadRequest]:
 def _progress(
     args: argparse.Namespace, total: int | None = None
 ) -> AbstractContextManager[Callable[[], None] | None]:
-    """A progress bar on a terminal; yields a function to call after each request."""
+    """Show a progress bar on a terminal, and yield a function to call after each request."""
     if args.json or not sys.stderr.isatty():
         return nullcontext()
     return progress(_num_expected(args) if total is None else total)
 
 
 def _num_expected(args: argparse.Namespace) -> int | None:
-    """Requests to come; None where counting would consume them (a pipe)."""
+    """Return the number of requests, or None if counting would consume them (a pipe)."""
     if args.trace is None:
         num_requests = args.requests or options.CHAT_REQUESTS
     elif os.path.isfile(args.trace):
@@ -446,7 +447,7 @@ def _write_plot(path: str, draw: Callable[[ModuleType], None]) -> None:
 
 
 def _exit_code(report: ReplayReport) -> int:
-    """The exit code, after the wrong KV that was found is named."""
+    """Report wrong KV, if any was found, and return the exit code."""
     found = report.mismatched_requests or []
     for mismatch in found[:_NUM_SHOWN_MISMATCHES]:
         say(str(mismatch))

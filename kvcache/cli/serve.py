@@ -1,4 +1,4 @@
-"""The command `kvcache serve`."""
+"""The `kvcache serve` command."""
 
 from __future__ import annotations
 
@@ -15,47 +15,49 @@ from kvcache.cli.modules import check_cuda, require_module
 from kvcache.cli.output import say
 from kvcache.cli.parsing import MAX_INT32, MAX_INT64, add_policy_options, device_name, number
 from kvcache.cli.policies import policy_options
+from kvcache.cli.sources import add_source_options, check_source_options, make_sources
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from transformers import PreTrainedModel
 
     from kvcache.router_events import EventPublisher
-    from kvcache.serve import Texts
+    from kvcache.server import Texts
 
-_SWITCH_SECONDS = 0.0005  # after which the engine's thread and the event loop's let each other run
+_SWITCH_SECONDS = 0.0005  # interval at which the engine thread and the event loop switch
 
 
-_OF_MODEL = {  # defaults
-    "--max-model-len": "the model's, or as many as fit",
-    "--max-body-bytes": "64 KiB and 32 bytes for each token of --max-model-len",
+_OF_MODEL = {  # defaults that depend on the model
+    "--max-model-len": "the length of the model, or as many as fit",
+    "--max-body-bytes": "64 KiB, plus 32 bytes per token of --max-model-len",
 }
 
 
 def add_serve_options(sub: argparse.ArgumentParser) -> None:
-    """MODEL and all options, each value checked by itself."""
+    """Add MODEL and all options, each with a check of its value."""
     sub.add_argument(
         "model",
         metavar="MODEL",
-        help="the folder of a checkpoint, or a tiny model by name (llama, gemma3, ...), which says "
-        "nothing of sense",
+        help="checkpoint folder, or name of a tiny model (llama, gemma3, ...) with random weights, whose "
+        "output is gibberish",
     )
     for option, metavar, default, text in (
-        ("--host", "ADDRESS", "127.0.0.1", "to listen at; there is no authentication"),
-        ("--budget", "BYTES", "64MiB", "of the pool, as 2GiB"),
-        ("--host-budget", "BYTES", None, "of the tier in host memory"),
+        ("--host", "ADDRESS", "127.0.0.1", "address to listen on; there is no authentication"),
+        ("--budget", "BYTES", "64MiB", "memory of the block pool, e.g. 2GiB"),
+        ("--host-budget", "BYTES", None, "memory of the host tier"),
     ):
         text += f"; default {default or 'none'}"
         sub.add_argument(option, metavar=metavar, default=default, help=text)
     add_policy_options(sub)
     add_events_options(sub)
+    add_source_options(sub)
     for option, least, most, default, text in (
-        ("--port", 0, 65_535, 8_000, "0: any that is free"),
-        ("--max-body-bytes", 1, MAX_INT64, None, "of a request's body"),
-        ("--max-model-len", 1, MAX_INT32, None, "tokens of a prompt and its answer"),
-        ("--max-num-seqs", 1, 65_536, 32, "sequences at a time"),
-        ("--max-num-batched-tokens", 1, MAX_INT32, 512, "of a step"),
-        ("--block-size", 1, MAX_INT32, 16, "tokens"),
+        ("--port", 0, 65_535, 8_000, "port to listen on; 0 selects a free port"),
+        ("--max-body-bytes", 1, MAX_INT64, None, "maximum size of a request body"),
+        ("--max-model-len", 1, MAX_INT32, None, "maximum tokens of a prompt with its answer"),
+        ("--max-num-seqs", 1, 65_536, 32, "maximum number of concurrent sequences"),
+        ("--max-num-batched-tokens", 1, MAX_INT32, 512, "maximum tokens per step"),
+        ("--block-size", 1, MAX_INT32, 16, "tokens per block"),
     ):
         shown = _OF_MODEL.get(option) if default is None else default
         check = number(option, least, most)
@@ -63,14 +65,18 @@ def add_serve_options(sub: argparse.ArgumentParser) -> None:
             option, metavar="N", type=check, default=default, help=f"{text}; default {shown}"
         )
     for option, choices, text in (
-        ("--preemption", ("swap", "recompute"), "of sequences that no longer fit"),
-        ("--dtype", ("float32", "bfloat16", "float16"), "of a checkpoint"),
-        ("--drafts", ("none", "ngram"), "guesses of tokens to come, by the text so far"),
+        ("--preemption", ("swap", "recompute"), "how to preempt sequences that no longer fit"),
+        ("--dtype", ("float32", "bfloat16", "float16"), "dtype of a checkpoint"),
+        (
+            "--drafts",
+            ("none", "ngram"),
+            "speculative drafts: none, or n-grams of the preceding text",
+        ),
     ):
         sub.add_argument(option, choices=choices, default=choices[0], help=text)
     for option, default, text in (
-        ("--request-timeout", 30, "in which a whole request has to arrive"),
-        ("--grace", 10, "for answers that are under way when the server stops"),
+        ("--request-timeout", 30, "time limit for receiving a request"),
+        ("--grace", 10, "time for answers in flight to finish when the server stops"),
     ):
         sub.add_argument(
             option,
@@ -82,28 +88,32 @@ def add_serve_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--trust-clients",
         action="store_true",
-        help="take cache_salt and priority from requests, behind a proxy that sets them",
+        help="accept cache_salt and priority from requests; only behind a proxy that sets them",
     )
-    sub.add_argument("--device", default="cpu", type=device_name, help="of the model; default cpu")
+    sub.add_argument(
+        "--device", default="cpu", type=device_name, help="device of the model; default cpu"
+    )
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """`kvcache serve`; returns the exit code when the server is interrupted."""
+    """Run `kvcache serve` and return the exit code when the server is interrupted."""
     remedy = "pip install 'kvcache[serve]'"
     for name in ("torch", "transformers", "fastapi", "uvicorn", "prometheus_client"):
         require_module(name, "a server", remedy)
     if args.device != "cpu":
         check_cuda(args.device)
+    check_source_options(args)
     options = policy_options(args, "--host-budget")
     with _listening(args.host, args.port) as listener:
         publisher = open_publisher(args)
-        app = _app(args, options | {"enable_events": publisher is not None}, publisher)
+        has_events = publisher is not None or args.store is not None
+        app = _app(args, options | {"enable_events": has_events}, publisher)
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         say(
             f"serving {_name(args.model)} at http://{shown}:{port}/v1, the cache at http://{shown}:{port}/"
         )
-        from kvcache.serve import Server
+        from kvcache.server import Server
 
         sys.setswitchinterval(_SWITCH_SECONDS)
         Server(app, log_level="error").run(sockets=[listener])
@@ -111,7 +121,7 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def _name(model: str) -> str:
-    """What clients call the model."""
+    """Return the model name for clients."""
     return os.path.basename(os.path.normpath(model))
 
 
@@ -128,9 +138,9 @@ def _listening(host: str, port: int) -> socket.socket:
 
 def _app(args: argparse.Namespace, options: dict, publisher: EventPublisher | None) -> FastAPI:
     model = load_model(args.model, "MODEL", args.dtype, args.device)
-    from kvcache.integrations.transformers import attach
-    from kvcache.serve import EngineLoop, Limits, make_app
-    from kvcache.serving import Engine, NgramDrafter
+    from kvcache.engine import Engine, NgramDrafter
+    from kvcache.engine.transformers import attach
+    from kvcache.server import EngineLoop, Limits, make_app
 
     drafter = NgramDrafter() if args.drafts == "ngram" else None
     try:
@@ -147,7 +157,8 @@ def _app(args: argparse.Namespace, options: dict, publisher: EventPublisher | No
         )
     except ValueError as error:
         raise UsageError(str(error)) from None
-    engine = Engine(paged, preemption=args.preemption, drafter=drafter)
+    sources, connector = make_sources(args, model, paged.cache, announce=publisher is not None)
+    engine = Engine(paged, preemption=args.preemption, drafter=drafter, sources=sources)
     return make_app(
         EngineLoop(engine, publisher),
         _texts(args.model, model),
@@ -158,6 +169,7 @@ def _app(args: argparse.Namespace, options: dict, publisher: EventPublisher | No
             grace_seconds=args.grace,
         ),
         trust_clients=args.trust_clients,
+        connector=connector,
     )
 
 
@@ -166,19 +178,33 @@ def _byte_count(text: str) -> int | str:
 
 
 def _texts(name: str, model: PreTrainedModel) -> Texts:
-    """The checkpoint's own tokenizer; bytes, where it has none and the model has a token for each."""
-    from kvcache.serve import ByteTexts, TokenizerTexts
+    """Return the checkpoint's tokenizer, or a byte tokenizer if it has none and 256 tokens suffice."""
+    from kvcache.server import ByteTexts, TokenizerTexts
 
     if not os.path.isdir(name):
         return ByteTexts()
     from transformers import AutoTokenizer
 
+    ends = _end_token_ids(model)
     try:
-        return TokenizerTexts(AutoTokenizer.from_pretrained(name, local_files_only=True))
+        return TokenizerTexts(AutoTokenizer.from_pretrained(name, local_files_only=True), ends)
     except (OSError, ValueError) as error:
         if model.get_output_embeddings().weight.shape[0] < 256:
             raise UsageError(
                 f"MODEL is {name!r}: expected a tokenizer in it, or 256 tokens or more ({error})"
             ) from None
     say(f"{name} has no tokenizer: each byte is a token")
-    return ByteTexts()
+    return ByteTexts(ends)
+
+
+def _end_token_ids(model: PreTrainedModel) -> list[int]:
+    """Return the end tokens in the generation config and the config.
+
+    Chat models often define more end tokens there than their tokenizer does.
+    """
+    ends: set[int] = set()
+    for config in (model.generation_config, model.config, model.config.get_text_config()):
+        given = getattr(config, "eos_token_id", None)
+        ends.update(given if isinstance(given, list | tuple) else [given])
+    # Some configs use -1 for "no end token".
+    return sorted(end for end in ends if end is not None and end >= 0)

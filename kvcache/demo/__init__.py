@@ -1,4 +1,4 @@
-"""The demo: chats served by a real model in a pool too small for them, compared with a dense cache."""
+"""The demo: serves chats with a real model from a small pool, and compares them with a dense cache."""
 
 from kvcache.demo.chats import Chat, make_chats
 from kvcache.demo.report import DemoReport, report_table, summary

@@ -1,4 +1,4 @@
-"""Chats with a common system prompt: several users, each with several turns."""
+"""Chats of several users with several turns each, starting with a shared system prompt."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import numpy as np
 
 from kvcache.checks import MAX_INT64, integer, integers, listed
 
-_MOST_USERS, _MOST_TOKENS = 2**16, 2**20  # generated within seconds
+_MOST_USERS, _MOST_TOKENS = 2**16, 2**20  # can be generated within seconds
 
 
 @dataclass(slots=True)
 class Chat:
-    """One user's chat: the messages to come, and all tokens so far."""
+    """One user's chat: the remaining messages, and all tokens so far."""
 
     messages: list[list[int]]
     history: list[int]
-    num_samples: int = 1  # answers to the last message; the first of them goes on
+    num_samples: int = 1  # answers to each message; the chat continues after the first
     turns: list[tuple[list[int], list[list[int]]]] = field(default_factory=list)  # prompt, answers
 
     def next_prompt(self) -> list[int]:
-        """The history with the next message."""
+        """Return the history followed by the next message."""
         return [*self.history, *self.messages[len(self.turns)]]
 
     def end_turn(self, prompt: list[int], answers: list[list[int]]) -> None:
-        """Records the answers to a prompt. The chat continues after the first answer.
+        """Record the answers to a prompt. The chat continues after the first answer.
 
         Raises TypeError or ValueError if tokens are invalid or `answers` is empty.
         """
@@ -48,11 +48,11 @@ class Chat:
 def make_chats(
     num_users: int, num_turns: int, max_tokens: int, vocab_size: int, seed: int
 ) -> list[Chat]:
-    """Chats that begin with one of two system prompts, and are at most `max_tokens` long.
+    """Generate chats of at most `max_tokens` tokens that start with one of two system prompts.
 
-    An eighth of `max_tokens` is the system prompt, the rest is divided among the turns, half of each for
-    the answer. Every fourth user wants three answers to each message. Raises TypeError or ValueError
-    for sizes out of range.
+    One eighth of `max_tokens` is the system prompt. The rest is divided among the turns, and half of each
+    turn is for the answer. Every fourth user requests three answers to each message. Raises TypeError or
+    ValueError if a size is out of range.
     """
     seed = integer(seed, "seed", 0, MAX_INT64)
     num_users = integer(num_users, "num_users", most=_MOST_USERS)
@@ -72,5 +72,5 @@ def make_chats(
 
 
 def answer_length(num_turns: int, max_tokens: int) -> int:
-    """Tokens of an answer, with which chats of `make_chats` stay within `max_tokens`."""
+    """Return the answer length with which the chats of `make_chats` stay within `max_tokens`."""
     return (max_tokens - max_tokens // 8 - 1) // (2 * num_turns)

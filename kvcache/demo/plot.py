@@ -1,4 +1,4 @@
-"""The figure of a demo: the pool by state, hits, and swaps, step after step."""
+"""Plots a demo step by step: pool states, hits and swaps."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _HITS, _OUT, _IN, _WAITING = "#1b7837", "#b2182b", "#e08214", "#762a83"
 
 
 def draw(course: Course, report: DemoReport, path: str | os.PathLike) -> None:
-    """Writes the figure to `path`; needs matplotlib. OSError when it cannot be written."""
+    """Write the figure to `path`. Needs matplotlib. Raises OSError if the file cannot be written."""
     path = checked_path(path, "path")
     import matplotlib
 
-    matplotlib.use("Agg")  # files only: works without a display
+    matplotlib.use("Agg")  # writes files only, so it works without a display
     from matplotlib import pyplot as plt
 
     figure, (pool, hits, swaps) = plt.subplots(
@@ -28,7 +28,7 @@ def draw(course: Course, report: DemoReport, path: str | os.PathLike) -> None:
     steps = np.arange(1, len(course.held) + 1)
     by_state = [np.array(each) for each in (course.held, course.held_cached, course.cached)]
     empty = course.num_blocks - sum(by_state)
-    labels = ("held", "held, and a hit for others", "cached, free to be taken", "empty")
+    labels = ("held", "held and cached", "cached, can be evicted", "empty")
     colors = (_HELD, _SHARED, _CACHED, _EMPTY)
     pool.stackplot(steps, *by_state, empty, labels=labels, colors=colors)
     pool.set_ylim(0, course.num_blocks)
@@ -39,27 +39,26 @@ def draw(course: Course, report: DemoReport, path: str | os.PathLike) -> None:
     hits.set_ylim(0, 1)
     hits.yaxis.set_major_formatter("{x:.0%}")
     hits.set_title(
-        f"Prompt tokens found in the cache since the start: {report.hit_rate:.0%} of those of new "
-        "requests",
+        f"Cumulative hit rate of prompt tokens: {report.hit_rate:.0%} for new requests",
         loc="left",
         fontsize=10,
     )
 
-    swaps.plot(steps, course.pages_out, color=_OUT, linewidth=2, label="pages to the host")
+    swaps.plot(steps, course.pages_out, color=_OUT, linewidth=2, label="pages swapped out")
     swaps.plot(steps, course.pages_in, color=_IN, linewidth=2, label="pages back")
     swaps.set_ylim(bottom=0)
     swaps.yaxis.set_major_formatter("{x:,.0f}")
     others = swaps.twinx()
     others.plot(
         steps, np.add(course.swapped, course.waiting), color=_WAITING, linewidth=1, alpha=0.6,
-        label="sequences out or waiting (right)",
+        label="sequences swapped out or waiting (right)",
     )  # fmt: skip
     others.set_ylim(bottom=0)
-    swaps.set_title("Swaps, cumulative, and who waits", loc="left", fontsize=10)
+    swaps.set_title("Cumulative swaps, and waiting sequences", loc="left", fontsize=10)
     swaps.set_xlabel("steps")
     swaps.set_xlim(1, max(len(steps), 2))
     lines = [*swaps.get_lines(), *others.get_lines()]
-    # On the line of the title, so that no curve is hidden.
+    # Placed on the line of the title, so that no curve is hidden.
     above = {"loc": "lower right", "bbox_to_anchor": (1, 0.985), "fontsize": 8, "frameon": False}
     pool.legend(ncols=4, **above)
     swaps.legend(lines, [line.get_label() for line in lines], ncols=3, **above)

@@ -1,4 +1,4 @@
-"""The demo's figures, and how they are shown."""
+"""The results of the demo, and their presentation."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """What was served, and how it compares with a dense cache."""
+    """Counts and times of a demo, and its comparison with a dense cache."""
 
     model: str
     requests: int
     sequences: int
-    identical_sequences: int  # whose tokens are those of the model's own dense cache
+    identical_sequences: int  # sequences with the same tokens as the model's own dense cache
     prompt_tokens: int
     cached_prompt_tokens: int
     generated_tokens: int
     steps: int
     seconds: float
     kvcache_seconds: (
-        float  # of these, in this library: scheduling, tables, swaps; not K and V of layers
+        float  # part of `seconds` in this library: scheduling, tables, swaps; not K and V of layers
     )
     pool_bytes: int
     host_bytes: int
-    dense_bytes: int  # of as many sequences at a time, each with room for its final length
+    dense_bytes: int  # for as many concurrent sequences, each with room for its final length
     swapped_out_sequences: int
     recomputed_sequences: int
     swapped_out_pages: int
@@ -37,23 +37,23 @@ class DemoReport:
     copied_pages: int
     forked_sequences: int
     evicted_blocks: int
-    dense_seconds: float  # of the model with its own cache, one sequence after the other
+    dense_seconds: float  # for the model with its own cache, one sequence after another
 
     def __post_init__(self) -> None:
         plain_fields(self)
 
     @property
     def hit_rate(self) -> float:
-        """Of the prompts' tokens, those that were found in the cache."""
+        """Fraction of the prompt tokens that were cache hits."""
         return self.cached_prompt_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens."""
+        """Generated tokens per second."""
         return self.generated_tokens / self.seconds if self.seconds else 0.0
 
     def to_dict(self) -> dict[str, object]:
-        """All figures, for JSON."""
+        """Return all results for JSON."""
         return asdict(self) | {
             "hit_rate": self.hit_rate,
             "tokens_per_second": self.tokens_per_second,
@@ -61,7 +61,7 @@ class DemoReport:
 
 
 def report_table(report: DemoReport) -> Table:
-    """The figures as a table of rich."""
+    """Return the results as a rich table."""
     instance(report, DemoReport, "report")
     from rich.table import Table
 
@@ -77,7 +77,7 @@ def report_table(report: DemoReport) -> Table:
 
 
 def summary(report: DemoReport) -> str:
-    """The result in a sentence."""
+    """Return the result as one sentence."""
     instance(report, DemoReport, "report")
     return f"identical to a dense cache: {report.identical_sequences:,} of {report.sequences:,} sequences"
 

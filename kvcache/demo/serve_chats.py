@@ -1,4 +1,4 @@
-"""Serves chats by an engine, and compares every answer with the model's own dense cache."""
+"""Serves chats with an engine, and compares every answer with the model's own dense cache."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import TYPE_CHECKING
 
 from kvcache.demo.chats import Chat, answer_length, make_chats
 from kvcache.demo.report import DemoReport
-from kvcache.serving import Engine, Generation, SamplingParams, State, pool_states
+from kvcache.engine import Engine, Generation, SamplingParams, State, pool_states
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_HOST_SHARE = 4  # the host's tier, in pools
+_HOST_SHARE = 4  # size of the host tier, in multiples of the pool
 
 
 @dataclass(slots=True)
 class Course:
-    """The state after each step; lists of one length."""
+    """The state after each step. All lists have the same length."""
 
     num_blocks: int = 0
-    held: list[int] = field(default_factory=list)  # blocks of sequences that are no hits
+    held: list[int] = field(default_factory=list)  # blocks of sequences that cannot be hits
     held_cached: list[int] = field(default_factory=list)  # blocks of sequences that can be hits
     cached: list[int] = field(default_factory=list)  # free blocks that can be hits
-    hit_tokens: list[int] = field(default_factory=list)  # so far
-    prompt_tokens: list[int] = field(default_factory=list)  # so far, of the requests admitted
-    pages_out: list[int] = field(default_factory=list)  # so far
-    pages_in: list[int] = field(default_factory=list)  # so far
+    hit_tokens: list[int] = field(default_factory=list)  # cumulative
+    prompt_tokens: list[int] = field(default_factory=list)  # cumulative, of the admitted requests
+    pages_out: list[int] = field(default_factory=list)  # cumulative
+    pages_in: list[int] = field(default_factory=list)  # cumulative
     swapped: list[int] = field(default_factory=list)  # sequences on the host
     waiting: list[int] = field(default_factory=list)  # sequences without a row
 
@@ -47,12 +47,26 @@ def serve_chats(
     on_step: Callable[[Engine, int], None] | None = None,
     on_compared: Callable[[], None] | None = None,
 ) -> DemoReport:
-    """Serves `num_users` chats at a time in a pool for `pool_share` of them, then compares.
+    """Serve concurrent chats from a small pool, then compare the answers with a dense cache.
 
-    Answers are greedy; a user who wants several gets them drawn by a seed. `on_step` gets the engine and
-    the number of turns that ended in the step, `on_compared` is called for each turn compared.
+    Answers are greedy, except for users that request several: these answers are sampled with a seed.
+
+    Args:
+        model: The transformers model.
+        name: Name of the model in the report.
+        num_users: Number of concurrent chats.
+        num_turns: Messages per chat.
+        max_chat_tokens: Maximum length of a chat.
+        seed: Seed of the chats and samples.
+        pool_share: Size of the pool, as a fraction of the blocks that all chats need.
+        course: Receives the state after each step.
+        on_step: Called after each step with the engine and the number of turns that ended in it.
+        on_compared: Called after each compared turn.
+
+    Returns:
+        The results.
     """
-    from kvcache.integrations.transformers import attach, layer_specs
+    from kvcache.engine.transformers import attach, layer_specs
     from kvcache.memory_plan import plan_cache
 
     max_chat_tokens = min(max_chat_tokens, model.config.get_text_config().max_position_embeddings)
@@ -123,7 +137,7 @@ def _serve(
     course: Course | None,
     on_step: Callable[[Engine, int], None] | None,
 ) -> int:
-    """Until every chat is over; the most tokens that sequences at one time have in the end."""
+    """Serve all chats. Return the maximum, over steps, of the total final length of running requests."""
     serving: dict[str, tuple[Chat, Generation]] = {}
 
     def begin(chat: Chat) -> None:
@@ -168,11 +182,11 @@ def _params(chat: Chat, turn: int, max_tokens: int, seed: int) -> SamplingParams
 def _dense_answer(
     model: PreTrainedModel, prompt: list[int], params: SamplingParams, index: int
 ) -> list[int]:
-    """The answer that `generate` gives over the model's own cache."""
+    """Return the answer of `generate` with the model's own cache."""
     import torch
     from transformers import LogitsProcessorList
 
-    from kvcache.serving.sampling import Sampler
+    from kvcache.engine.sampling import Sampler
 
     sampler = Sampler(params, index)
 
@@ -197,7 +211,7 @@ def _dense_answer(
 
 def _note(course: Course, engine: Engine) -> None:
     pool, metrics, scheduler = engine.cache.manager.pool, engine.metrics, engine.scheduler
-    stats = engine.cache.manager.stats
+    stats = engine.cache.manager.cache.stats
     states = pool_states(engine.cache.manager)
     course.num_blocks = pool.num_total
     course.held.append(states.held)

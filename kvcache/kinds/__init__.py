@@ -1,10 +1,10 @@
-"""Attention kinds of layers and cache groups, one per file, known by name.
+"""Attention kinds of layers and cache groups, one per file, registered by name.
 
-A kind says which earlier tokens are still read. The manager derives from it which blocks a hit needs
-and which blocks leave a request's window; `plan_cache` derives how many pages a request holds. The
-kind also says which options it takes, what its pages hold and which window its table shows.
+A kind defines which earlier tokens are still read. The manager derives from it which blocks a hit
+needs and which blocks leave a request's window. `plan_cache` derives how many pages a request holds.
+A kind also defines its options, the content of its pages and the window that its block table shows.
 
-A kind of your own needs one function and a name (`docs/own_attention_kind.md`):
+A custom kind needs one function and a name (`docs/own_attention_kind.md`):
 
 >>> from kvcache.kinds import AttentionKind, register
 >>> @register("last_segment")
@@ -35,18 +35,18 @@ from kvcache.kinds.base import (
     AttentionKind,
     KindError,
     KindProperties,
-    Pages,
     check_planned_pages,
     checked_first_live_token,
     checked_max_pages,
 )
+from kvcache.kinds.contents import PageContent
 from kvcache.kinds.registry import kind_class, kind_names, make_kind, register
 
 __all__ = [
     "AttentionKind",
     "KindError",
     "KindProperties",
-    "Pages",
+    "PageContent",
     "check_planned_pages",
     "checked_first_live_token",
     "checked_max_pages",

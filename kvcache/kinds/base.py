@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 from array import array
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from kvcache.checks import MAX_INT64, instance, integer
+from kvcache.kinds.contents import TOKENS, PageContent
 from kvcache.native.load import core
-
-# The content of a kind's pages: KV of block_size tokens; the state of a request at the end of a
-# block; KV of the encoder's tokens, which no other request can use; KV of the last tokens of a request,
-# in blocks that are written round.
-Pages = Literal["tokens", "state", "encoder", "circular"]
 
 
 class KindError(ValueError):
-    """A method of a kind raised, or answered what it must not."""
+    """A method of a kind raised an exception or returned an invalid value."""
 
 
 class KindProperties:
-    """The questions that planning, tables, replay and verification ask a kind.
+    """The properties that planning, tables, replay and verification query from a kind.
 
-    Its options are the keyword arguments of its constructor, all integers.
+    The options of a kind are the keyword arguments of its constructor, all integers.
     """
 
-    pages: ClassVar[Pages] = "tokens"
+    pages: ClassVar[PageContent] = TOKENS
 
     def __init__(self) -> None:
         super().__init__()
 
     @property
     def window(self) -> int | None:
-        """Tokens that a query sees, itself included; None: not one number for every query.
+        """Tokens that a query attends to, itself included. None: the number varies between queries.
 
         A group's block table shows entries before the window as the null block.
         """
@@ -39,71 +35,101 @@ class KindProperties:
 
     @property
     def num_speculative_blocks(self) -> int:
-        """Of states: the most drafts of a step, each of which has a page and a column of the table."""
+        """For states, the maximum number of drafts in a step. Each has a page and a table column."""
         return 0
 
     def max_live_tokens(self, num_tokens: int, step_tokens: int) -> int:
-        """At most this many tokens of a request of `num_tokens` are needed in one step.
+        """Return an upper bound on the number of a request's tokens that one step needs.
 
-        From the first token that the step reads to the last that it computes, `step_tokens` at most:
-        `min(num_tokens, step_tokens)` or more.
+        These are the tokens from the first that the step reads to the last that it computes.
+
+        Args:
+            num_tokens: Tokens of the request.
+            step_tokens: Maximum number of tokens in a step.
+
+        Returns:
+            At least `min(num_tokens, step_tokens)`.
         """
         check_tokens(num_tokens, step_tokens)
         return num_tokens
 
     def max_pages(self, num_tokens: int, step_tokens: int, tokens_per_page: int) -> int:
-        """At most this many pages are held at a time by a request of `num_tokens`.
+        """Return an upper bound on the number of pages that a request holds at a time.
 
-        `step_tokens`: the most tokens of a step. `tokens_per_page`: over all context-parallel ranks.
-        1 or more.
+        Args:
+            num_tokens: Tokens of the request.
+            step_tokens: Maximum number of tokens in a step.
+            tokens_per_page: Tokens per page, over all context-parallel ranks.
+
+        Returns:
+            At least 1.
         """
         _check_asked(self, num_tokens, step_tokens, tokens_per_page)
         live_tokens = _max_live_tokens(self, num_tokens, step_tokens)
-        # One page more: the live tokens may begin inside a block.
+        # One additional page, because the live tokens may begin inside a block.
         return min(
             -(-num_tokens // tokens_per_page),
             -(-live_tokens // tokens_per_page) + 1,
         )
 
-    def check_rule(self, num_tokens: int) -> None:
-        """KindError where `first_needed_token` of a position below `num_tokens` is wrong.
+    def most_held(self, num_tokens: int, step_tokens: int, tokens_per_page: int) -> int | None:
+        """Return the most pages that a request holds; None if they follow from `first_needed_token`.
 
-        The rules of this package's kinds are native and right.
+        Planning checks `max_pages` against this number. The arguments are those of `max_pages`.
+
+        Raises:
+            KindError: The options leave too few pages for a step.
+        """
+        return None
+
+    def check_rule(self, num_tokens: int) -> None:
+        """Check `first_needed_token` at all positions below `num_tokens`.
+
+        The rules of this package's kinds are native and need no check.
+
+        Raises:
+            KindError: A value is invalid.
         """
 
 
 class AttentionKind(KindProperties, core.AttentionKind):
-    """Base of kinds written in Python: pages of KV, of which a query reads those from some token on.
+    """Base class of kinds written in Python, whose pages hold KV that a query reads from some token on.
 
-    A constructor with options calls `super().__init__()`. The manager calls `first_needed_token`
-    natively, once per position: an exception in it goes to `sys.unraisablehook` and counts as 0, with
-    which no block is dropped and none may be missing.
+    A constructor with options must call `super().__init__()`. The manager calls `first_needed_token`
+    natively. An exception in it is passed to `sys.unraisablehook`, and the result
+    counts as 0: then no block is dropped, and a hit needs all earlier blocks.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._longest_reach = array("q")  # [n]: most tokens before any of the tokens up to n
-        self._last_first = 0  # first needed token of the last position asked
+        self._longest_reach = array("q")  # [n]: how far back the tokens up to n read at most
+        self._last_first = 0  # first needed token of the last position queried
 
     def first_needed_token(self, num_computed_tokens: int) -> int:
-        """The first token that the token at `num_computed_tokens`, or any after it, reads.
+        """Return the first token that the token at `num_computed_tokens`, or any later token, reads.
 
-        0 to `num_computed_tokens`; never less for more computed tokens.
+        Args:
+            num_computed_tokens: Position of the token.
+
+        Returns:
+            0 to `num_computed_tokens`. Must not decrease as `num_computed_tokens` grows.
         """
         raise NotImplementedError
 
     def max_live_tokens(self, num_tokens: int, step_tokens: int) -> int:
-        """As in `KindProperties`; derived from `first_needed_token` of every position before the end.
+        """Derive the bound from `first_needed_token` of every position; see `KindProperties`.
 
-        Override it where a formula is known and requests have tens of millions of tokens. Raises
-        KindError.
+        Override it if a formula is known and requests have tens of millions of tokens.
+
+        Raises:
+            KindError: `first_needed_token` returned an invalid value.
         """
         check_tokens(num_tokens, step_tokens)
         self.check_rule(num_tokens)
         return self._longest_reach[num_tokens - 1] + step_tokens
 
     def check_rule(self, num_tokens: int) -> None:
-        """As in `KindProperties`; asks each position once."""
+        """Check each position once; see `KindProperties`."""
         reach = self._longest_reach
         window = self.window
         if window is not None and len(reach) < num_tokens:
@@ -128,16 +154,19 @@ class AttentionKind(KindProperties, core.AttentionKind):
 
 
 def check_tokens(num_tokens: int, step_tokens: int) -> None:
-    """Of a request, and of one of its steps. TypeError or ValueError."""
+    """Check the tokens of a request and of one of its steps. Raises TypeError or ValueError."""
     integer(num_tokens, "num_tokens", 1, MAX_INT64)
     integer(step_tokens, "step_tokens", 1, MAX_INT64)
 
 
 def checked_first_live_token(kind: KindProperties, start: int, stop: int) -> int:
-    """The first token that a step reads which computes the tokens [start, stop) of a request.
+    """Return the first token read by a step that computes tokens [start, stop) of a request.
 
-    Of no tokens: that the next token reads. KindError where the kind's rule is wrong before `stop`, or
-    more is read than the kind's `max_live_tokens` says.
+    If the range is empty, returns the first token that the next token reads.
+
+    Raises:
+        KindError: The kind's rule is invalid before `stop`, or the step reads more than
+            `max_live_tokens`.
     """
     instance(kind, KindProperties, "kind")
     start = integer(start, "start", 0, MAX_INT64 - 1)
@@ -157,7 +186,13 @@ def checked_first_live_token(kind: KindProperties, start: int, stop: int) -> int
 def checked_max_pages(
     kind: KindProperties, num_tokens: int, step_tokens: int, tokens_per_page: int
 ) -> int:
-    """`kind.max_pages(...)`; KindError for a wrong answer, TypeError or ValueError for what is asked."""
+    """Return `kind.max_pages(...)`.
+
+    Raises:
+        KindError: The kind returned an invalid value.
+        TypeError: An argument has a wrong type.
+        ValueError: An argument is out of range.
+    """
     _check_asked(kind, num_tokens, step_tokens, tokens_per_page)
     return _answer(kind, "max_pages", (num_tokens, step_tokens, tokens_per_page), 1)
 
@@ -173,34 +208,25 @@ def _check_asked(
 def check_planned_pages(
     kind: KindProperties, num_tokens: int, step_tokens: int, tokens_per_page: int
 ) -> None:
-    """KindError where `max_pages` is less than a request of `num_tokens` holds by the kind's rule.
+    """Check that `max_pages` covers the pages that a request holds according to the kind's rule.
 
-    Asks only kinds that bring a formula of their own, as the others follow from the rule, and those
-    whose blocks are written round: their buffer must hold what a step reads and writes.
+    Only kinds with their own formula are checked, because the others follow from the rule.
+
+    Raises:
+        KindError: `max_pages` is too small, or see `KindProperties.most_held`.
     """
     _check_asked(kind, num_tokens, step_tokens, tokens_per_page)
-    if kind.pages == "circular":
-        needed = min(kind.max_live_tokens(num_tokens, min(step_tokens, num_tokens)), num_tokens)
-        places = -(-kind.buffer // tokens_per_page) * tokens_per_page
-        if needed > places:
-            raise KindError(
-                f"options of {type(kind).__name__} have buffer {kind.buffer}: expected {needed} or more, "
-                f"window - 1 and the {min(step_tokens, num_tokens)} tokens of a step"
-            )
+    most = kind.most_held(num_tokens, step_tokens, tokens_per_page)
     if not _has_own_bound(type(kind)):
         return
     planned = checked_max_pages(kind, num_tokens, step_tokens, tokens_per_page)
-    name, num_all = type(kind).__name__, -(-num_tokens // tokens_per_page)
+    name = type(kind).__name__
     call = f"{name}.max_pages({num_tokens}, {step_tokens}, {tokens_per_page}) is {planned}"
-    if kind.pages != "tokens":
-        num_drafts = min(kind.num_speculative_blocks, num_tokens - 1)
-        held = {"encoder": num_all, "state": min(num_all, 2) + num_drafts}.get(kind.pages, 0)
-        if kind.pages == "circular":
-            held = -(-min(num_tokens, kind.buffer) // tokens_per_page)
-        if held > planned:
-            raise KindError(f"{call}: expected {held} or more, as its pages hold {kind.pages!r}")
+    if most is not None:
+        if most > planned:
+            raise KindError(f"{call}: expected {most} or more, as its pages hold {kind.pages!r}")
         return
-    # Of the steps whose last token is in the same page, the one that begins first holds most.
+    # Of the steps whose last token is in the same page, the earliest to begin holds the most pages.
     later = range(1 + -step_tokens % tokens_per_page, num_tokens, tokens_per_page)
     for start in (0, *later):
         first = _first_needed_token(kind, start)
@@ -213,7 +239,7 @@ def check_planned_pages(
 
 
 def _has_own_bound(kind: type[KindProperties]) -> bool:
-    """Whether planning asks a formula that this package did not write."""
+    """Return whether planning relies on a formula from outside this package."""
     methods = (getattr(kind, name) for name in ("max_pages", "max_live_tokens"))
     return not all(getattr(each, "__module__", "").startswith("kvcache.kinds.") for each in methods)
 
@@ -233,7 +259,7 @@ def _answer(
     call = f"{type(kind).__name__}.{method}({', '.join(map(str, arguments))})"
     try:
         answer = getattr(kind, method)(*arguments)
-    except KindError:  # of another method, which it asked
+    except KindError:  # raised by another method that it called
         raise
     except Exception as error:
         raise KindError(f"{call} raised {type(error).__name__}: {error}") from error

@@ -1,4 +1,4 @@
-"""A token reads those before it in its own chunk of the sequence."""
+"""Chunked local attention: a token reads earlier tokens of its own chunk."""
 
 from kvcache.kinds.base import KindProperties, check_tokens
 from kvcache.kinds.registry import register
@@ -7,13 +7,17 @@ from kvcache.native.load import core
 
 @register("chunked_local")
 class ChunkedLocal(KindProperties, core.ChunkedLocal):
-    """`chunk_size`: tokens, 1 or more."""
+    """Chunked local attention.
+
+    Args:
+        chunk_size: Tokens per chunk, at least 1.
+    """
 
     def __init__(self, *, chunk_size: int) -> None:
         core.ChunkedLocal.__init__(self, chunk_size)
         self._chunk_size = chunk_size
 
     def max_live_tokens(self, num_tokens: int, step_tokens: int) -> int:
-        """The tokens of a step, and the chunk that the first is in."""
+        """Return the tokens of a step plus the chunk that contains its first token."""
         check_tokens(num_tokens, step_tokens)
         return self._chunk_size + step_tokens

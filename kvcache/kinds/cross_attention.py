@@ -1,17 +1,22 @@
-"""Every token reads all tokens of the encoder: `Request.num_encoder_tokens` of them.
+"""Cross-attention: every token reads all `Request.num_encoder_tokens` tokens of the encoder.
 
-Their blocks are taken at admission, stay until the request is freed, and are never shared. The KV of
-the decoder depends on the encoder's input, so that requests with encoder tokens neither take hits
-nor leave any.
+The encoder's blocks are allocated at admission, held until the request is freed, and never shared. The
+decoder's KV depends on the encoder's input, so requests with encoder tokens neither use cached blocks nor
+leave any.
 """
 
 from kvcache.kinds.base import KindProperties
+from kvcache.kinds.contents import ENCODER
 from kvcache.kinds.registry import register
 from kvcache.native.load import core
 
 
 @register("cross_attention")
 class CrossAttention(KindProperties, core.CrossAttention):
-    """No options. Planning asks `max_pages` with the encoder's tokens (`max_encoder_tokens`)."""
+    """Cross-attention, without options. Planning queries `max_pages` with `max_encoder_tokens`."""
 
-    pages = "encoder"
+    pages = ENCODER
+
+    def most_held(self, num_tokens: int, step_tokens: int, tokens_per_page: int) -> int:
+        """Return the pages of all encoder tokens."""
+        return -(-num_tokens // tokens_per_page)

@@ -1,4 +1,4 @@
-"""Every token reads all before it."""
+"""Full attention: every token reads all earlier tokens."""
 
 from kvcache.kinds.base import KindProperties
 from kvcache.kinds.registry import register
@@ -7,4 +7,4 @@ from kvcache.native.load import core
 
 @register("full_attention")
 class FullAttention(KindProperties, core.FullAttention):
-    """No options."""
+    """Full attention, without options."""

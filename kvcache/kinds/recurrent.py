@@ -1,25 +1,30 @@
-"""A token reads the state that the token before it left (Mamba, linear attention).
+"""Recurrent layers (Mamba, linear attention): a token reads the state left by the previous token.
 
-`align` mode: a step updates the state in place, in the page of the block of its last token; where
-that is another block than before, the plan copies the state there first. The page left behind is
-cached, and can be hit, if a step ended exactly at its block's boundary; or, where `hash_block_size` is
-finer than the block, if a step of the prompt ended at a hash boundary. `checkpoint_tokens` of the
-manager says where a scheduler that wants hits ends its prefill chunks.
+In `align` mode, a step updates the state in place, in the page of its last token's block. If the
+previous step ended in another block, the plan first copies the state to the new page. The old page is
+cached, and can be hit, if a step ended exactly at the end of its block or, with a `hash_block_size`
+smaller than the block, if a step of the prompt ended at a hash boundary. `checkpoint_tokens` of the
+manager determines where a scheduler that wants hits should end its prefill chunks.
 
-With `num_speculative_blocks` a row has so many pages more, behind that of its state, and takes
-rejected drafts back: `docs/hybrid_models.md`, "Drafts and recurrent states".
+With `num_speculative_blocks`, a row has that many additional pages after the page of its state, so that
+rejected drafts can be rolled back: see "Drafts and recurrent states" in `docs/hybrid_models.md`.
 """
 
 from kvcache.kinds.base import KindProperties
+from kvcache.kinds.contents import STATE
 from kvcache.kinds.registry import register
 from kvcache.native.load import core
 
 
 @register("recurrent")
 class Recurrent(KindProperties, core.RecurrentState):
-    """`num_speculative_blocks`: the most drafts of a step, each of which has a page for its state."""
+    """Recurrent state.
 
-    pages = "state"
+    Args:
+        num_speculative_blocks: Maximum number of drafts in a step. Each has a page for its state.
+    """
+
+    pages = STATE
 
     def __init__(self, *, num_speculative_blocks: int = 0) -> None:
         core.RecurrentState.__init__(self, num_speculative_blocks)
@@ -27,13 +32,18 @@ class Recurrent(KindProperties, core.RecurrentState):
 
     @property
     def num_speculative_blocks(self) -> int:
-        """Pages for the states after a step's drafts."""
+        """Number of pages for the states after a step's drafts."""
         return self._num_speculative_blocks
 
     def max_pages(self, num_tokens: int, step_tokens: int, tokens_per_page: int) -> int:
-        """The running state and those of drafts, and states at the ends of blocks that a step leaves.
+        """Return the pages of the running state, of draft states, and of states left at block ends.
 
-        Each is left for one of the blocks that the tokens of the last step end: one without drafts.
+        The last step leaves one state for each block that its tokens may complete: one without drafts.
         """
         num_states = 1 + self._num_speculative_blocks
         return num_states + -(-num_states // tokens_per_page)
+
+    def most_held(self, num_tokens: int, step_tokens: int, tokens_per_page: int) -> int:
+        """Return the pages of a state that continues in a new page, and of draft states."""
+        num_drafts = min(self._num_speculative_blocks, num_tokens - 1)
+        return min(-(-num_tokens // tokens_per_page), 2) + num_drafts

@@ -7,17 +7,28 @@ from collections.abc import Callable, Mapping
 
 from kvcache.checks import check_name, instance, num_entries, shown
 from kvcache.kinds.base import AttentionKind, KindProperties
+from kvcache.kinds.contents import TOKENS
 from kvcache.native.load import core
 
 _KINDS: dict[str, type[KindProperties]] = {}
 
 
 def register(name: str) -> Callable[[type[KindProperties]], type[KindProperties]]:
-    """Decorator: makes a class of kinds known as `name`. TypeError or ValueError.
+    """Register a class as the attention kind `name`. Use it as a decorator.
 
-    The class derives from `AttentionKind`. Or it is a kind of this package, or derives from one and
-    leaves its `first_needed_token`, `pages` and `window` alone: their native form is what the
-    manager asks. All arguments of the constructor have names: they are the options of the kind.
+    The class must derive from `AttentionKind`, or from a kind of this package without overriding its
+    `first_needed_token`, `pages` and `window`, because the manager uses their native form. All
+    constructor arguments must be named: they are the options of the kind.
+
+    Args:
+        name: Name of the kind.
+
+    Returns:
+        The decorator, which returns the class unchanged.
+
+    Raises:
+        TypeError: The class does not derive from a kind, or a constructor argument is not named.
+        ValueError: The name is taken, or the class overrides what it must not.
     """
     check_name(name, "name")
 
@@ -32,22 +43,31 @@ def register(name: str) -> Callable[[type[KindProperties]], type[KindProperties]
 
 
 def kind_names() -> list[str]:
-    """Names of all registered kinds, sorted."""
+    """Return the sorted names of all registered kinds."""
     return sorted(_KINDS)
 
 
 def kind_class(name: str) -> type[KindProperties]:
-    """The class registered as `name`; ValueError for an unknown name."""
+    """Return the class registered under a name. Raises ValueError for an unknown name."""
     if not isinstance(name, str) or name not in _KINDS:
         raise ValueError(f"kind is {shown(name)}: expected one of {', '.join(kind_names())}")
     return _KINDS[name]
 
 
 def make_kind(name: str, options: Mapping[str, int]) -> KindProperties:
-    """An instance of the kind; ValueError for an unknown name, or options that it does not take.
+    """Create a kind.
 
-    TypeError for options that are no mapping, and for a kind whose constructor does not call that of its
-    base.
+    Args:
+        name: Name of the kind.
+        options: Its options.
+
+    Returns:
+        The kind.
+
+    Raises:
+        ValueError: The name is unknown, or the options do not fit the kind.
+        TypeError: `options` is not a mapping, or the kind's constructor does not call
+            `super().__init__()`.
     """
     kind = kind_class(name)
     instance(options, Mapping, "options")
@@ -87,7 +107,7 @@ def _check_class(kind: type[KindProperties], name: str) -> None:
                 f"the constructor of kind {name!r} takes {parameter}: expected arguments with names"
             )
     if base is AttentionKind:
-        if kind.pages != "tokens":  # the native manager takes it for one of tokens
+        if kind.pages is not TOKENS:  # the native manager treats it as a kind of token pages
             raise ValueError(f"pages of kind {name!r} is {shown(kind.pages)}: expected 'tokens'")
         if kind.first_needed_token is AttentionKind.first_needed_token:
             raise TypeError(f"kind {name!r} has no first_needed_token: expected one of its own")
@@ -102,7 +122,7 @@ def _check_class(kind: type[KindProperties], name: str) -> None:
 
 
 def _base_of(kind: type) -> type[KindProperties] | None:
-    """`AttentionKind`, or the kind of this package, that a class derives from; None for another."""
+    """Return the base among `AttentionKind` and this package's kinds, or None if there is none."""
     if not isinstance(kind, type):
         return None
     bases = [

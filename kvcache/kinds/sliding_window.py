@@ -1,4 +1,4 @@
-"""A token reads itself and the `window - 1` tokens before it."""
+"""Sliding-window attention: a token reads itself and the `window - 1` tokens before it."""
 
 from kvcache.kinds.base import KindProperties, check_tokens
 from kvcache.kinds.registry import register
@@ -7,7 +7,11 @@ from kvcache.native.load import core
 
 @register("sliding_window")
 class SlidingWindow(KindProperties, core.SlidingWindow):
-    """`window`: tokens, 1 or more."""
+    """Sliding-window attention.
+
+    Args:
+        window: Tokens that a query attends to, itself included; at least 1.
+    """
 
     def __init__(self, *, window: int) -> None:
         core.SlidingWindow.__init__(self, window)
@@ -15,10 +19,10 @@ class SlidingWindow(KindProperties, core.SlidingWindow):
 
     @property
     def window(self) -> int:
-        """Tokens that a query sees, itself included."""
+        """Tokens that a query attends to, itself included."""
         return self._window
 
     def max_live_tokens(self, num_tokens: int, step_tokens: int) -> int:
-        """The tokens of a step, and those in the window of the first."""
+        """Return the tokens of a step plus those in the window of its first token."""
         check_tokens(num_tokens, step_tokens)
         return self._window - 1 + step_tokens

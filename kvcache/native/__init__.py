@@ -1,1 +1,1 @@
-"""The native libraries: how they are built ahead of time, built at first use, and loaded."""
+"""The native libraries: built ahead of time or at first use, and loaded."""

@@ -1,8 +1,7 @@
-"""The native sources and the flags they are built with: one place for `setup.py`, CMake and the JIT.
+"""The native sources and their build flags, shared by `setup.py`, CMake and the JIT.
 
-Imports nothing of the package and nothing beyond the standard library, because `setup.py` loads this
-file by its path before the package exists. CMakeLists.txt takes the same files by the same rule: what
-lies in a folder belongs to that folder's library.
+Imports only the standard library, because `setup.py` loads this file by path before the package exists.
+CMakeLists.txt selects files by the same rule: all files in a folder belong to that folder's library.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-# LibTorch's stable ABI as of 2.10: one build loads in 2.10 and every later release.
+# LibTorch's stable ABI as of 2.10: one build runs with 2.10 and every later release.
 TORCH_TARGET = "TORCH_TARGET_VERSION=0x020a000000000000"
 
 CXX_FLAGS = ["-O3", "-DNDEBUG", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-g0"]
 NVCC_FLAGS = ["-O3", "-std=c++17", "-DUSE_CUDA", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-CUDA_ARCHS = ("80", "90", "100")  # by default, as far as the toolkit has them
+CUDA_ARCHS = ("80", "90", "100")  # the defaults, as far as the toolkit supports them
 
 INSTALL_HINT = "pip install --no-build-isolation -e ."
 
 
 def source_root() -> Path | None:
-    """The folder `csrc`: inside an installed package, beside it in a checkout; None without it."""
+    """Return the folder `csrc`, in the installed package or next to it in a checkout. None if missing."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "csrc", package.parent / "csrc"):
         if (folder / "ops" / "library.cpp").is_file():
@@ -45,7 +44,7 @@ def core_sources(root: Path) -> list[Path]:
 
 
 def cpu_sources(root: Path) -> list[Path]:
-    # Slots are mapped by the same code in both libraries.
+    # Both libraries use the same code to map slots.
     return [*sorted((root / "ops").glob("*.cpp")), root / "worker" / "map_slots.cpp"]
 
 
@@ -54,7 +53,7 @@ def cuda_sources(root: Path) -> list[Path]:
 
 
 def torch_dir() -> Path:
-    """Where torch is installed, found without importing it (an import costs seconds)."""
+    """Return torch's folder without importing torch, because an import takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise RuntimeError(f"torch is not installed: install torch>=2.10, then `{INSTALL_HINT}`")
@@ -62,7 +61,7 @@ def torch_dir() -> Path:
 
 
 def pybind11_include() -> Path:
-    """pybind11's headers: the package's own, or the copy that torch carries."""
+    """Return the folder of pybind11's headers, from its own package or from torch."""
     for package in ("pybind11", "torch"):
         spec = importlib.util.find_spec(package)
         if spec is not None and spec.origin is not None:
@@ -73,7 +72,7 @@ def pybind11_include() -> Path:
 
 
 def python_include() -> Path:
-    """Python's own headers, which distributions keep in a package apart."""
+    """Return the folder of Python's headers, which distributions package separately."""
     include = Path(sysconfig.get_path("include"))
     if not (include / "Python.h").is_file():
         raise RuntimeError(
@@ -84,9 +83,9 @@ def python_include() -> Path:
 
 
 def cxx_command() -> list[str]:
-    """The C++ compiler and its arguments: $CXX ("ccache g++", "g++ -m64"), else g++, else clang++."""
+    """Return the C++ compiler and its arguments: $CXX ("ccache g++", "g++ -m64"), else g++ or clang++."""
     asked = os.environ.get("CXX", "").strip()
-    # As one word first: a path may hold spaces.
+    # Tried as one word first, because a path may contain spaces.
     for words in [[asked], shlex.split(asked)] if asked else [["g++"], ["clang++"]]:
         found = shutil.which(words[0])
         if found:
@@ -98,12 +97,12 @@ def cxx_command() -> list[str]:
 
 
 def cxx() -> str:
-    """The compiler's program alone: g++ of "ccache g++ -m64"."""
+    """Return the compiler's program: g++ of "ccache g++ -m64"."""
     return cxx_command()[_place_of_program()]
 
 
 def cxx_arguments() -> list[str]:
-    """The arguments after the program: -m64 of "ccache g++ -m64"."""
+    """Return the arguments after the program: -m64 of "ccache g++ -m64"."""
     return cxx_command()[_place_of_program() + 1 :]
 
 
@@ -112,12 +111,12 @@ def _place_of_program() -> int:
 
 
 def object_name(source: Path) -> str:
-    """Unlike for files of one name in two folders."""
+    """Return an object name that is unique even for files of equal names in different folders."""
     return f"{source.parent.name}_{source.stem}.o"
 
 
 def wants_cuda() -> bool:
-    """Whether the CUDA library is built: with a CUDA build of torch, or as KVCACHE_CUDA=0/1 says."""
+    """Return whether to build the CUDA library: if torch has CUDA, unless KVCACHE_CUDA=0/1 is set."""
     asked = os.environ.get("KVCACHE_CUDA")
     if asked in ("0", "1"):
         return asked == "1"
@@ -125,7 +124,7 @@ def wants_cuda() -> bool:
 
 
 def cuda_home() -> Path | None:
-    """The CUDA toolkit with an nvcc ($CUDA_HOME, /usr/local/cuda, the PATH's), or None."""
+    """Return a CUDA toolkit with nvcc, from $CUDA_HOME, /usr/local/cuda or the PATH. None if missing."""
     on_path = shutil.which("nvcc")
     for folder in (
         os.environ.get("CUDA_HOME"),
@@ -138,17 +137,18 @@ def cuda_home() -> Path | None:
 
 
 def cudart_folder(home: Path, scratch: Path) -> Path:
-    """A folder in which the linker finds CUDA's runtime as ``-lcudart``.
+    """Return a folder in which the linker finds CUDA's runtime as ``-lcudart``.
 
-    Installers have it in ``lib64``, distributions in ``targets``, conda in ``lib``. pip's wheels have
-    ``lib/libcudart.so.13`` and no name without the version, which a link in ``scratch`` provides.
+    Installers place it in ``lib64``, distributions in ``targets``, and conda in ``lib``. pip's wheels
+    contain only ``lib/libcudart.so.13``, for which a link without the version is created in
+    ``scratch``.
 
     Args:
         home: The toolkit.
-        scratch: Where the link is made; the folder is created if needed.
+        scratch: Folder for the link, created if needed.
 
     Raises:
-        RuntimeError: the toolkit has no shared library of the runtime.
+        RuntimeError: The toolkit has no shared runtime library.
     """
     target = f"targets/{platform.machine()}-linux/lib"
     folders = [home / name for name in ("lib64", target, "lib")]
@@ -176,7 +176,7 @@ def cudart_folder(home: Path, scratch: Path) -> Path:
 
 @functools.cache
 def toolkit_archs(home: Path) -> tuple[str, ...]:
-    """The architectures that a toolkit compiles for ("75", "80", ...), as its nvcc lists them."""
+    """Return the architectures that a toolkit's nvcc can compile for ("75", "80", ...)."""
     nvcc = str(home / "bin" / "nvcc")
     done = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True)
     found = [line.strip().removeprefix("compute_") for line in done.stdout.splitlines()]
@@ -186,11 +186,15 @@ def toolkit_archs(home: Path) -> tuple[str, ...]:
 
 
 def cuda_archs(present: Sequence[str] = ()) -> list[str]:
-    """The architectures to compile for: $KVCACHE_CUDA_ARCHS ("80;90;100"), else those of the devices that
-    are `present`, else CUDA_ARCHS.
+    """Return the architectures to compile for.
 
-    RuntimeError where $KVCACHE_CUDA_ARCHS asks for one that the toolkit lacks; of the others those that
-    it has, or its newest one that runs there too.
+    $KVCACHE_CUDA_ARCHS ("80;90;100") takes precedence, then the architectures of the devices that are
+    `present`, then CUDA_ARCHS. Architectures that the toolkit lacks are omitted; if none remain, its
+    newest older one is used.
+
+    Raises:
+        RuntimeError: There is no nvcc, the toolkit lacks an architecture in $KVCACHE_CUDA_ARCHS, or it
+            has none that runs.
     """
     home = cuda_home()
     if home is None:
@@ -219,7 +223,7 @@ def cuda_archs(present: Sequence[str] = ()) -> list[str]:
 
 
 def gencode_flags(present: Sequence[str] = ()) -> list[str]:
-    """Machine code for each of `cuda_archs`, and PTX of the last for newer devices."""
+    """Return flags for machine code of each of `cuda_archs`, and PTX of the last for newer devices."""
     archs = cuda_archs(present)
     flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
     return [*flags, f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
@@ -231,6 +235,6 @@ def link_flags() -> list[str]:
     return ["-ldl"]
 
 
-if __name__ == "__main__":  # CMake asks
+if __name__ == "__main__":  # for CMake
     archs = cuda_archs()
     print(";".join([*(f"{arch}-real" for arch in archs[:-1]), archs[-1]]))

@@ -1,8 +1,8 @@
-"""Builds the native libraries at first use, where no built ones are found.
+"""Builds the native libraries at first use if no prebuilt ones are found.
 
-Into `$KVCACHE_JIT_DIR`, else `~/.cache/kvcache`, under a key of everything that matters (sources,
-flags, versions): what was built once is loaded at once, by every process. A lock that the kernel
-drops with its process keeps two from building at a time. A folder that other users may write is refused.
+Libraries are built in `$KVCACHE_JIT_DIR` (default: `~/.cache/kvcache`), in a folder named by a hash of
+sources, flags and versions, and shared by all processes. A file lock prevents concurrent builds. A
+folder that other users can write to is refused.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from kvcache.native import build
 
 
 class BuildError(ImportError):
-    """A native library is missing and could not be built; says what is missing and what to run."""
+    """A native library is missing and could not be built. The message explains how to fix it."""
 
 
 def build_core() -> ModuleType:
-    """Compiles and imports kvcache._core: a C++ compiler and pybind11's headers, no torch."""
+    """Compile and import kvcache._core. Needs a C++ compiler and pybind11's headers, but not torch."""
     root = _sources()
     sources = build.core_sources(root)
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
@@ -69,7 +69,7 @@ def _compile_core(command: list[str]) -> None:
 
 
 def build_ops(name: str) -> Path:
-    """Builds and registers `libkvcache_cpu` or `libkvcache_cuda` by torch.utils.cpp_extension."""
+    """Build and register `libkvcache_cpu` or `libkvcache_cuda` with torch.utils.cpp_extension."""
     import torch
 
     root = _sources()
@@ -88,16 +88,16 @@ def build_ops(name: str) -> Path:
 
         if cuda:
             _require_nvcc()
-            # torch takes the folder above an nvcc on the PATH for the toolkit, also where that nvcc is a
-            # link (/usr/local/bin) and the libraries are elsewhere.
+            # torch derives the toolkit's folder from an nvcc on the PATH, even if that is a link
+            # (/usr/local/bin) and the libraries are elsewhere.
             cpp_extension.CUDA_HOME = str(build.cuda_home())
         _require_ninja()
         arguments = build.cxx_arguments()
         libraries = []
-        if cuda:  # torch looks for it in lib64 or lib alone, by its name without a version
+        if cuda:  # torch searches only lib64 and lib, and only for the name without a version
             libraries.append(f"-L{build.cudart_folder(build.cuda_home(), folder)}")
         cuda_flags = ["-O3", "-DUSE_CUDA", f"-D{build.TORCH_TARGET}"] if cuda else []
-        cuda_flags += build.gencode_flags(present) if cuda else []  # torch's own only without any
+        cuda_flags += build.gencode_flags(present) if cuda else []  # else torch adds its own
         with _cxx_for_torch():
             _say_building(name, folder)
             cpp_extension.load(
@@ -113,19 +113,19 @@ def build_ops(name: str) -> Path:
             )
 
     library = _cached(name, f"{name}.so", root, facts, compile_into)
-    torch.ops.load_library(str(library))  # of the same file twice is one registration
+    torch.ops.load_library(str(library))  # loading the same file twice registers its ops once
     return library
 
 
 def _require_cuda() -> None:
-    """A device to build for; the nvcc is asked for only where the folder holds nothing built."""
+    """Check that there is a device and nvcc; nvcc is needed only if nothing is built yet."""
     import torch
 
     if not torch.cuda.is_available():
         _require_nvcc()
         raise BuildError(
-            "torch finds no CUDA device to build for: it is built at first use where there is one, "
-            f"or for any by `KVCACHE_CUDA=1 {build.INSTALL_HINT}`"
+            "torch finds no CUDA device to build for: run on a machine with one, or build without one by "
+            f"`KVCACHE_CUDA=1 {build.INSTALL_HINT}`"
         )
 
 
@@ -133,13 +133,13 @@ def _require_nvcc() -> None:
     if build.cuda_home() is None:
         raise BuildError(
             "no nvcc found (in CUDA_HOME, in /usr/local/cuda, on the PATH): install a CUDA toolkit; "
-            f"then it is built at first use, or by `{build.INSTALL_HINT}`"
+            f"the library is then built at first use, or by `{build.INSTALL_HINT}`"
         )
 
 
 @contextlib.contextmanager
 def _cxx_for_torch() -> Iterator[None]:
-    """Lets torch use our compiler; it takes $CXX for one program, and c++ without it."""
+    """Make torch use the selected compiler; torch takes $CXX for one program, and defaults to c++."""
     asked = os.environ.get("CXX")
     os.environ["CXX"] = build.cxx()
     try:
@@ -162,7 +162,7 @@ def _sources() -> Path:
 
 
 def _require_ninja() -> None:
-    # pip installs ninja next to the interpreter, which need not be on the PATH.
+    # pip installs ninja next to the interpreter, which may not be on the PATH.
     beside = str(Path(sys.executable).parent)
     if beside not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), beside])
@@ -176,7 +176,7 @@ def _require_ninja() -> None:
 def _cached(
     name: str, file: str, root: Path, facts: list[str], compile_into: Callable[[Path], None]
 ) -> Path:
-    """The path of `file`, built into a folder of its own where it is not there yet."""
+    """Return the path of `file`, built in its own folder if it is missing."""
     base = _base_folder()
     folder = base / f"{name}-{_key(root, facts)}"
     try:
@@ -184,20 +184,20 @@ def _cached(
         _check_private(base)
         folder.mkdir(mode=0o700, exist_ok=True)
         _check_private(folder)
-        # Beside the folder: within it, torch's own builder keeps a file of that name.
+        # Next to the folder, because torch's builder keeps a file of that name within it.
         lock = folder.with_suffix(".lock").open("w")
     except OSError as error:
         raise BuildError(f"cannot write {folder} ({error}): set KVCACHE_JIT_DIR") from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "complete").exists():
-            # Torch waits for ever on what a killed build of its own left behind; we hold the lock.
+            # torch would wait forever for a killed build; the lock proves that none is running.
             (folder / "lock").unlink(missing_ok=True)
             try:
                 compile_into(folder)
             except BuildError:
                 raise
-            except RuntimeError as error:  # what `native.build` misses, or torch says
+            except RuntimeError as error:  # an error of `native.build` or of torch
                 raise BuildError(f"building {name} failed: {error}") from error
             (folder / "complete").touch()
     return folder / file
@@ -216,17 +216,19 @@ def _base_folder() -> Path:
 
 
 def _check_private(folder: Path) -> None:
-    """BuildError where others than this user and root may write: what lies there is run."""
+    """Raise BuildError if others than this user and root can write to the folder, whose code is
+    executed.
+    """
     found = folder.stat()
     if found.st_uid not in (os.geteuid(), 0):
         raise BuildError(
             f"{folder} belongs to user {found.st_uid}, this is user {os.geteuid()}: expected a folder "
-            "of one's own, as what lies there is run; set KVCACHE_JIT_DIR"
+            "of the same user, because its files are executed; set KVCACHE_JIT_DIR"
         )
     if found.st_mode & 0o022:
         raise BuildError(
             f"{folder} has mode {found.st_mode & 0o777:o}: expected one that only its owner may write, "
-            f"as what lies there is run; `chmod go-w {folder}`, or set KVCACHE_JIT_DIR"
+            f"because its files are executed; `chmod go-w {folder}`, or set KVCACHE_JIT_DIR"
         )
 
 

@@ -1,7 +1,7 @@
-"""Finds the native libraries: built ahead of time, or built now (`jit`) where they are not.
+"""Loads the native libraries: prebuilt ones, or else built at first use (`jit`).
 
-`core` is the control plane's module and never needs torch; `load_ops()` registers
-`torch.ops.kvcache`. KVCACHE_JIT=1 passes over what was built ahead of time.
+`core` is the control plane's module and never needs torch. `load_ops()` registers `torch.ops.kvcache`.
+KVCACHE_JIT=1 ignores prebuilt libraries.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _CPU, _CUDA = "libkvcache_cpu", "libkvcache_cuda"
 _found: dict[str, str] = {}
 _missing: dict[str, str] = {}
-_stubs: list[object] = []  # registrations, which end with these objects
+_stubs: list[object] = []  # registrations last as long as these objects
 
 
 def _forced_jit() -> bool:
@@ -25,7 +25,7 @@ def _forced_jit() -> bool:
 
 
 def _load_core() -> ModuleType:
-    # In this package and nowhere else: an editable install would also find another checkout's.
+    # Only in this package: an editable install would also find those of another checkout.
     spec = PathFinder.find_spec("kvcache._core", [str(_PACKAGE)])
     if spec is not None and not _forced_jit():
         module = importlib.util.module_from_spec(spec)
@@ -41,15 +41,15 @@ def _load_core() -> ModuleType:
 
 
 def load_ops() -> None:
-    """Registers `torch.ops.kvcache`, once; the CUDA library only with a CUDA build of torch.
+    """Register `torch.ops.kvcache`, once. The CUDA library is loaded only with a CUDA build of torch.
 
-    A CUDA library that is missing takes nothing from the CPU: a call with CUDA tensors then raises a
-    RuntimeError that says why it is missing.
+    Without the CUDA library, the CPU ops still work, and a call with CUDA tensors raises a RuntimeError
+    that explains why the library is missing.
     """
     import torch
 
     if _CPU not in _found:
-        # A second definition of the namespace kills the process: another copy may have been here.
+        # A second definition of the namespace would abort the process: another copy may be loaded.
         others = hasattr(torch.ops.kvcache, "slot_mapping")
         _found[_CPU] = "registered by another copy of kvcache" if others else _load(_CPU)
     if torch.version.cuda and _CUDA not in _found and _CUDA not in _missing:
@@ -72,7 +72,7 @@ def load_ops() -> None:
 
 
 def _load(name: str) -> str:
-    """Loads one library of ops; says where from."""
+    """Load a library of ops. Returns its origin."""
     import torch
 
     library = _PACKAGE / f"{name}.so"
@@ -85,7 +85,7 @@ def _load(name: str) -> str:
 
 
 def _advice(error: str) -> str:
-    """Advice about a library that does not load."""
+    """Return advice about a library that does not load."""
     import torch
 
     if "undefined symbol: cu" in error or "libcudart" in error:
@@ -97,8 +97,8 @@ def _advice(error: str) -> str:
 
 
 def _driver_problem(compiled: int, driver: int) -> str | None:
-    """The problem of a driver that is too old for the toolkit; versions as CUDA numbers them (13000)."""
-    # Any driver of the same major version runs what is compiled; 0: there is no driver.
+    """Return a message if the driver is too old for the toolkit. Versions are CUDA's numbers (13000)."""
+    # Any driver of the same major version runs the compiled code. 0: there is no driver.
     if driver == 0 or driver // 1000 >= compiled // 1000:
         return None
     return (
@@ -113,7 +113,7 @@ def _dotted(version: int) -> str:
 
 
 def _ops_with_tensors() -> list[str]:
-    """Those that a device's dispatch key leads to; the others begin with "_"."""
+    """Return the ops that dispatch on a tensor's device. Others begin with "_"."""
     import torch
 
     names = torch._C._dispatch_get_all_op_names()
@@ -128,7 +128,7 @@ def _ops_without_cuda() -> list[str]:
 
 
 def _refuse_cuda(names: list[str]) -> None:
-    """Gives ops in the place of a CUDA kernel one that says why there is none."""
+    """Register an op in place of a CUDA kernel that raises an error with the reason."""
     import torch
 
     library = torch.library.Library("kvcache", "IMPL", "CUDA")
@@ -142,7 +142,7 @@ def _refuse_cuda(names: list[str]) -> None:
 
 
 def why_no_cuda() -> str | None:
-    """Why the CUDA ops are missing or cannot be used; None where they can."""
+    """Return why the CUDA ops are missing or unusable. None if they can be used."""
     import torch
 
     if _CUDA in _missing:
@@ -151,7 +151,7 @@ def why_no_cuda() -> str | None:
 
 
 def cuda_versions() -> str | None:
-    """CUDA versions of the driver and of the library; None without a CUDA library."""
+    """Return the CUDA versions of the driver and of the library. None without a CUDA library."""
     import torch
 
     if not hasattr(torch.ops.kvcache, "_driver_version"):
@@ -162,7 +162,7 @@ def cuda_versions() -> str | None:
 
 
 def describe() -> dict[str, str]:
-    """Where each native library of this process came from, or why it is missing."""
+    """Return the origin of each native library of this process, or why it is missing."""
     return {**_found, **{name: reason.splitlines()[0] for name, reason in _missing.items()}}
 
 

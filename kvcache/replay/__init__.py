@@ -1,6 +1,6 @@
-"""Replay: recorded and generated workloads against the manager, measured and, on demand, verified.
+"""Replays recorded and generated workloads through the manager, with optional verification.
 
-Works without torch unless `verify` is asked for.
+Torch is required only with `verify`.
 """
 
 from kvcache.replay.chat import ChatShape, chat_workload

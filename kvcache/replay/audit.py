@@ -1,4 +1,4 @@
-"""Runs a verifier along a replay, and sums up its results."""
+"""Runs a verifier along with a replay, and sums up its results."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ if TYPE_CHECKING:
 
 
 class Audit:
-    """Every plan is applied, every computed chunk written and read, every held request read again.
+    """Apply every plan, write and read every computed chunk, and read every held request again.
 
-    Times are not the replay's: `ns` is kept apart.
+    Verification is timed separately (`ns`), so the times of the replay do not include it.
     """
 
     def __init__(self, verifier: KVVerifier, manager: KVCacheManager) -> None:
         self.verifier = verifier
         self.num_mismatches = 0
-        self.mismatches: dict[int, Mismatch] = {}  # first of each request
+        self.mismatches: dict[int, Mismatch] = {}  # the first one of each request
         self.ns = 0
         self._manager = manager
         self._num_plans = 0
 
     def reserve(self, num_tokens: int) -> None:
-        """Before a request of `num_tokens` tokens is admitted."""
+        """Prepare the admission of a request with `num_tokens` tokens."""
         with self._timed():
             self.verifier.reserve(num_tokens)
 
     def apply(self, plan: StepPlan, served: Sequence[tuple[Running, int]]) -> None:
-        """After a plan: `served` are its requests, and from which token on each was computed."""
+        """Verify a plan. `served` has its requests and the first computed token of each."""
         with self._timed():
             self._num_plans += 1
-            # A plan that admits no request still clears rows of those that left: every plan is applied.
+            # Every plan is applied: even a plan that admits no request clears rows of finished
+            # requests.
             self.verifier.apply(plan)
             spans = [self._span(running, start) for running, start in served]
-            # As in an engine, the step reads what all its rows have written.
+            # As in an engine, the step reads what earlier steps of all its rows have written.
             self._count(self.verifier.check_arrival, spans)
             for span in spans:
                 self.verifier.write(span)
@@ -51,7 +52,7 @@ class Audit:
                 running.checked_at = self._num_plans
 
     def finish(self, running: Running) -> None:
-        """Before a request is freed: did its blocks stay its own when others were admitted?"""
+        """Before a request is freed, check that later admissions have not overwritten its blocks."""
         if running.checked_at != self._num_plans:
             with self._timed():
                 self._count(self.verifier.check, [self._span(running, running.num_computed)])

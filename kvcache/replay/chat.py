@@ -1,4 +1,4 @@
-"""A generated multi-turn chat workload: conversations interleaved over shared system prompts."""
+"""A generated multi-turn chat workload: interleaved conversations with shared system prompts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,19 @@ _MOST_PAUSE_MS = 1e12
 
 @dataclass(frozen=True)
 class ChatShape:
-    """The shape of the conversations; ranges are (least, most), both included.
+    """The shape of the conversations. Ranges are (least, most), both inclusive.
 
-    `num_conversations` run at a time; one that ends makes room for a new one. The first turn's
-    prompt is one of `num_system_prompts` and a user message; every later one is the whole history,
-    answers included, and a new user message. `mean_pause_ms` lies between answer and next turn.
+    The prompt of the first turn is a system prompt and a user message. The prompt of a later turn is the
+    whole history, including answers, and a new user message. When a conversation ends, a new one begins.
+
+    Args:
+        num_conversations: Number of concurrent conversations.
+        num_system_prompts: Number of distinct system prompts.
+        system_tokens: Range of the length of a system prompt.
+        user_tokens: Range of the length of a user message.
+        answer_tokens: Range of the length of an answer.
+        turns: Range of the number of turns.
+        mean_pause_ms: Mean time between an answer and the next turn, in milliseconds.
     """
 
     num_conversations: int = 16
@@ -55,10 +63,19 @@ class ChatShape:
 def chat_workload(
     num_requests: int, seed: int = 0, shape: ChatShape | None = None
 ) -> Iterator[WorkloadRequest]:
-    """`num_requests` turns in the order of their arrival; equal arguments, equal workload.
+    """Generate chat turns in order of arrival. Equal arguments give equal workloads.
 
-    >>> [request.index for request in chat_workload(3, seed=1)]
-    [0, 1, 2]
+    Args:
+        num_requests: Number of turns.
+        seed: Seed of the generator.
+        shape: Shape of the conversations. None: the defaults of `ChatShape`.
+
+    Yields:
+        The requests.
+
+    Example:
+        >>> [request.index for request in chat_workload(3, seed=1)]
+        [0, 1, 2]
     """
     num_requests = integer(num_requests, "num_requests", 0, MAX_INT64)
     seed = integer(seed, "seed", 0, MAX_INT64)
@@ -68,7 +85,7 @@ def chat_workload(
 
 
 class _History:
-    """Tokens of one conversation with their content keys, grown by segments."""
+    """Tokens of one conversation with their content keys, extended segment by segment."""
 
     def __init__(self, num_turns: int) -> None:
         self.token_ids = np.empty(0, np.int32)
@@ -91,7 +108,7 @@ class _Generator:
 
     def run(self, num_requests: int) -> Iterator[WorkloadRequest]:
         histories = [self._open() for _ in range(self.shape.num_conversations)]
-        turns = [(self._pause_ms(), i) for i in range(len(histories))]  # (when, which)
+        turns = [(self._pause_ms(), i) for i in range(len(histories))]  # (arrival, conversation)
         heapq.heapify(turns)
         for index in range(num_requests):
             now_ms, which = turns[0]

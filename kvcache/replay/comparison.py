@@ -1,4 +1,4 @@
-"""Eviction policies side by side: one workload, replayed with each at several sizes of the pool."""
+"""Compares eviction policies: replays one workload with each policy at several pool sizes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,22 @@ from kvcache.replay.workload import WorkloadRequest, checked_requests
 if TYPE_CHECKING:
     from rich.table import Table
 
-# Those that learn from requests alone: a trace has no accesses and no priorities.
+# Policies that learn from requests alone: a trace has neither access times nor priorities.
 COMPARED = ("lru", "learned", "s3_fifo", "segmented_lru")
-_CLOSE = 0.01  # of the hits; less is not worth a slower policy
+_CLOSE = 0.01  # of the hits; a smaller gain does not justify a slower policy
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Token hit rates of policies, as `name[:option=value]...`, by number of blocks.
+    """Token hit rates of eviction policies by pool size.
 
-    `sizes`: blocks, the null block not counted. `optimum`: with knowledge of the future, see `optimum`.
+    Attributes:
+        trace: Name of the trace.
+        requests: Number of requests.
+        block_size: Tokens per block.
+        sizes: Numbers of blocks, without the null block.
+        token_hit_rates: Hit rates per size, by policy as `name[:option=value]...`.
+        optimum: Hit rates per size with knowledge of the future, see `optimum`.
     """
 
     trace: str
@@ -50,16 +56,17 @@ class Comparison:
                 raise ValueError(f"{what} are {shown(of)}: expected {num_sizes}, one per size")
 
     def to_dict(self) -> dict:
-        """As plain data for JSON."""
+        """Return the comparison as plain data for JSON."""
         return {**asdict(self), "choose": self.choice}
 
     @property
     def choice(self) -> str:
-        """Which policy to choose, and why.
+        """The recommended policy and the reason.
 
-        >>> rates = {"lru": [0.2, 0.5], "learned": [0.3, 0.502]}
-        >>> Comparison("", 9, 16, (10, 20), rates).choice
-        'learned: most hits at 2 of 2 sizes, up to 50.0 % more than lru'
+        Example:
+            >>> rates = {"lru": [0.2, 0.5], "learned": [0.3, 0.502]}
+            >>> Comparison("", 9, 16, (10, 20), rates).choice
+            'learned: most hits at 2 of 2 sizes, up to 50.0 % more than lru'
         """
         rates = self.token_hit_rates
         best = [max(at_size) for at_size in zip(*rates.values(), strict=True)]
@@ -92,11 +99,22 @@ def compare(
     on_request: Callable[[], None] | None = None,
     **options,
 ) -> Comparison:
-    """Replays the requests with each policy at each size.
+    """Replay the requests with each policy at each pool size.
 
-    `policies`: as `name[:option=value]...`; `sizes`: blocks, the null block not counted, one or more of
-    each. `options`: of `Replayer`. `on_request` is called after each request of each replay.
-    `with_optimum`: for one group of full attention, of `block_size`. ValueError for an unknown policy.
+    Args:
+        requests: The workload.
+        policies: Policies as `name[:option=value]...`, at least one.
+        sizes: Numbers of blocks, without the null block, at least one.
+        trace: Name of the trace in the result.
+        with_optimum: Also compute the optimum, for one full-attention group of `block_size`.
+        on_request: Called after each request of each replay.
+        options: Options of `Replayer`.
+
+    Returns:
+        The hit rates.
+
+    Raises:
+        ValueError: A policy is unknown, or an argument is invalid.
     """
     requests = checked_requests(requests, "requests")
     sizes = _checked_sizes(sizes)
@@ -135,19 +153,25 @@ def _parsed(i: int, text: str) -> tuple[str, dict[str, float]]:
 
 
 def optimum(requests: Sequence[WorkloadRequest], block_size: int, num_blocks: int) -> float:
-    """The token hit rate where the block whose next use is farthest goes first (Belady 1966).
+    """Return the token hit rate if the block with the farthest next use is evicted first (Belady 1966).
 
-    One request at a time. Only full blocks take space; of those of one request the deepest goes first.
+    Requests run one at a time. Only full blocks take space. Among blocks of one request, the deepest is
+    evicted first.
+
+    Args:
+        requests: The workload.
+        block_size: Tokens per block.
+        num_blocks: Pool size, without the null block.
     """
     requests = checked_requests(requests, "requests")
     block_size = integer(block_size, "block_size", 1)
     num_blocks = integer(num_blocks, "num_blocks", 1)
     chains = [[bytes(each) for each in hash_blocks(r.token_ids, block_size)] for r in requests]
-    uses: dict[bytes, list[int]] = {}  # the requests that use a block, last one first
+    uses: dict[bytes, list[int]] = {}  # requests that use a block, the last one first
     for i in reversed(range(len(chains))):
         for key in chains[i]:
             uses.setdefault(key, []).append(i)
-    cached: dict[bytes, int] = {}  # the next use
+    cached: dict[bytes, int] = {}  # next use by block
     farthest: list[tuple[int, int, bytes]] = []
     num_hits = 0
     for chain in chains:
@@ -164,7 +188,7 @@ def optimum(requests: Sequence[WorkloadRequest], block_size: int, num_blocks: in
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """The comparison as a rich table; needs the extra `cli`."""
+    """Return the comparison as a rich table. Requires the extra `cli`."""
     from rich.markup import escape
     from rich.table import Table
 

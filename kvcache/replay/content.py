@@ -1,21 +1,21 @@
-"""Content keys and the KV made from them: fixed mixes, so that the KV of any token can be computed again.
+"""Content keys and KV derived from them by a fixed mix, so that the KV of any token can be recomputed.
 
-All arithmetic is modulo 2**64. Multiplication and xor-shifts by odd constants are bijections: a mix
-loses nothing before the last step cuts it to the wanted width.
+All arithmetic is modulo 2**64. Multiplication by odd constants and xor-shifts are bijections: a mix loses
+no information until the last step truncates it.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-VOCABULARY = 128_000  # the token ids of every workload are below this
+VOCABULARY = 128_000  # upper bound of the token ids of every workload
 
-_ROLL = np.uint64(0xD6E8FEB86659FD93)  # odd, so that it has an inverse modulo 2**64
+_ROLL = np.uint64(0xD6E8FEB86659FD93)  # odd, and therefore invertible modulo 2**64
 _ROLL_INVERSE = np.uint64(pow(int(_ROLL), -1, 1 << 64))
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser (Steele et al., OOPSLA 2014): uint64[...] to uint64[...]."""
+    """Apply the finaliser of SplitMix64 (Steele et al., OOPSLA 2014): uint64[...] to uint64[...]."""
     x = values + np.uint64(0x9E3779B97F4A7C15)
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)
@@ -26,11 +26,11 @@ def mix64(values: np.ndarray) -> np.ndarray:
 
 
 def prefix_keys(token_ids: np.ndarray, before: int = 0) -> np.ndarray:
-    """Content keys int64[n] of tokens behind a prefix whose last key is `before`; 0 for none.
+    """Return content keys int64[n] of tokens after a prefix with last key `before` (0 for no prefix).
 
-    A rolling polynomial, key[i] = key[i - 1] * M + mix(token[i]): computed by segments it gives the
-    same keys as computed at once, and equal keys of unequal prefixes are a 2**-64 accident. The
-    recurrence is solved as M**i * (before + sum of mix(token[j]) / M**j), which numpy does in bulk.
+    The keys are a rolling polynomial, key[i] = key[i - 1] * M + mix(token[i]). Computing them by segments
+    gives the same keys as computing them at once. Different prefixes have equal keys with a probability
+    of 2**-64. The recurrence is solved in bulk as M**i * (before + sum of mix(token[j]) / M**j).
     """
     n = len(token_ids)
     powers = np.cumprod(np.full(n, _ROLL))
@@ -41,14 +41,14 @@ def prefix_keys(token_ids: np.ndarray, before: int = 0) -> np.ndarray:
 
 
 def feature_factors(num_features: int) -> np.ndarray:
-    """One odd multiplier per feature, uint64[num_features]."""
+    """Return one odd multiplier per feature, uint64[num_features]."""
     return mix64(np.arange(num_features, dtype=np.uint64)) | np.uint64(1)
 
 
 def kv_of_content(keys: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    """int32[k, n, f]: the features of n tokens with these content keys, for factors uint64[k, f].
+    """Return the features int32[k, n, f] of n tokens with these content keys, for factors uint64[k, f].
 
-    `k` runs over K and V of every layer, `f` over heads and head elements.
+    `k` enumerates K and V of every layer, and `f` enumerates heads and head elements.
     """
     mixed = mix64(keys.view(np.uint64))
     products = mixed[None, :, None] * factors[:, None, :]

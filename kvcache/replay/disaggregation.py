@@ -1,7 +1,7 @@
-"""Replays a workload against two pools, one that prefills and one that decodes, with simulated transfers.
+"""Replays a workload with a prefill pool and a decode pool, and with simulated transfers.
 
-Managers, leases and the connector are the real ones. Bytes are not moved: a load takes as long as its
-tokens at a given bandwidth.
+Managers, leases and the connector are real. No bytes are moved: a load takes as long as its tokens take
+at a given bandwidth.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Unpack
 
-from kvcache.allocator import CacheArguments, KVCacheManager, Request
+from kvcache.allocator import Admit, CacheArguments, External, KVCacheManager, Request
 from kvcache.checks import instance, integer, number, plain_fields, shown
 from kvcache.checks import text as checked_text
-from kvcache.disaggregation.connector import Connector, Loaded
-from kvcache.disaggregation.layout import GroupLayout
-from kvcache.disaggregation.leases import Leases, Progress, done_message, read_slot
-from kvcache.disaggregation.offer import RankAddress
-from kvcache.disaggregation.options import ConnectorOptions
-from kvcache.disaggregation.steps import RankHandshake, Results, Step
 from kvcache.kinds import kind_class
 from kvcache.replay.groups import checked_groups
 from kvcache.replay.service import Service
 from kvcache.replay.workload import WorkloadRequest, checked_workload
+from kvcache.sources.base import Arrived
+from kvcache.sources.disaggregation.connector import Connector
+from kvcache.sources.disaggregation.layout import GroupLayout
+from kvcache.sources.disaggregation.leases import Leases, Progress, done_message, read_slot
+from kvcache.sources.disaggregation.offer import RankAddress
+from kvcache.sources.disaggregation.options import ConnectorOptions
+from kvcache.sources.disaggregation.steps import RankHandshake, Results, Step
 from kvcache.specs import GroupSpec
 from kvcache.step import Status
 from kvcache.transfer.description import CacheDescription
@@ -39,18 +40,25 @@ _NO_LENGTH_LIMIT = 2**31 - 1
 
 @dataclass(frozen=True)
 class Disaggregation:
-    """What is between the two pools. ValueError or TypeError.
+    """The prefill pool and the link between the two pools.
 
-    prefill_blocks: of the prefill pool, its null block counted. lease_s: how long it keeps the blocks of
-    a prompt. bytes_per_token: of K and V of all layers. gb_per_s: of each load, 10**9 bytes.
+    Args:
+        prefill_blocks: Size of the prefill pool, including its null block.
+        lease_s: Seconds for which the prefill pool keeps the blocks of a prompt.
+        bytes_per_token: K and V of a token in all layers.
+        gb_per_s: Bandwidth of each load in 10**9 bytes per second.
 
-    >>> Disaggregation.parse("5001:lease_s=10")
-    Disaggregation(prefill_blocks=5001, lease_s=10.0, bytes_per_token=131072.0, gb_per_s=10.0)
+    Raises:
+        TypeError, ValueError: An argument is invalid.
+
+    Example:
+        >>> Disaggregation.parse("5001:lease_s=10")
+        Disaggregation(prefill_blocks=5001, lease_s=10.0, bytes_per_token=131072.0, gb_per_s=10.0)
     """
 
     prefill_blocks: int
     lease_s: float = 60.0
-    bytes_per_token: float = 131_072.0  # 32 layers, 8 heads of 128 elements of 2 bytes
+    bytes_per_token: float = 131_072.0  # 32 layers with 8 heads of 128 elements of 2 bytes
     gb_per_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -62,7 +70,7 @@ class Disaggregation:
 
     @classmethod
     def parse(cls, text: str) -> Disaggregation:
-        """From `blocks[:option=value]...`; TypeError or ValueError for anything else."""
+        """Parse `blocks[:option=value]...`. Raises TypeError or ValueError for any other text."""
         checked_text(text, "text")
         blocks, *options = text.split(":")
         known = [each.name for each in fields(cls)][1:]
@@ -89,11 +97,18 @@ class Disaggregation:
 class DisaggregationReport:
     """Totals of one replay.
 
-    Of `requests`, `loaded_requests` got tokens from the prefill pool; `local_requests` found all in the
-    decode pool's own cache. The others were computed by the decode side: `lease_over_requests` came too
-    late, `prefill_full_requests` found no room in the prefill pool, `unfinished_loads` arrived and found
-    no room for a further token; `rejected_requests` fit into no pool. Hit tokens are those that a side
-    had cached. Times are in milliseconds, from the arrival to the first token.
+    Hit tokens are tokens that a pool had cached. Times are in milliseconds, from arrival to first token.
+
+    Attributes:
+        requests: Requests of the workload.
+        loaded_requests: Requests that loaded tokens from the prefill pool.
+        local_requests: Requests that found all tokens in the decode pool's own cache.
+        lease_over_requests: Requests whose lease expired; computed by the decode side.
+        prefill_full_requests: Requests that did not fit into the prefill pool; computed by the decode
+        side.
+        unfinished_loads: Loads that arrived without room for a further token; computed by the decode
+        side.
+        rejected_requests: Requests that do not fit into the decode pool.
     """
 
     trace: str
@@ -133,22 +148,22 @@ class DisaggregationReport:
         plain_fields(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data for JSON."""
+        """Return the report as plain data for JSON."""
         return asdict(self)
 
 
 @dataclass
 class _Task:
-    """A request of the workload on its way."""
+    """A request of the workload in progress."""
 
     item: WorkloadRequest
     request: Request
     offer: dict | None = None
-    num_read: int = 0  # tokens that are being loaded
+    num_read: int = 0  # tokens being loaded
 
 
 class _SimulatedRank:
-    """A rank without bytes: real leases, and loads that take time."""
+    """A rank without bytes: leases are real, and loads only take time."""
 
     def __init__(self, layouts: tuple[GroupLayout, ...], now: Callable[[], float]) -> None:
         address = RankAddress("simulated", "", tuple(((0,),) * len(layouts)), 0)
@@ -157,7 +172,7 @@ class _SimulatedRank:
         self.seconds_of: Callable[[int], float] = lambda num_tokens: 0.0
         self.sender: _SimulatedRank | None = None
         self._loads: dict[str, tuple[float, Any]] = {}
-        self.next_end: float | None = None  # of the load that began last
+        self.next_end: float | None = None  # of the most recent load
 
     def begin(self, step: Step) -> None:
         for request_id, lease in step.leases.items():
@@ -196,7 +211,7 @@ class _SimulatedRank:
 
 @dataclass
 class _Side:
-    """A pool and its connector."""
+    """A pool with its rank and connector."""
 
     manager: KVCacheManager
     rank: _SimulatedRank
@@ -204,18 +219,19 @@ class _Side:
 
 
 class DisaggregatedReplayer:
-    """Requests come when the workload says. Prompts are computed one after another in the prefill pool,
-    and published under a lease; the decode pool loads them in the order in which they were published, as
-    soon as it has room, and holds them while the answer runs.
+    """Replay timed requests with separate prefill and decode pools.
 
-    A prompt that finds no room in the prefill pool is computed by the decode side, and so is one whose
-    lease is over when its load ends. Answers take no blocks. The decode side computes at the speed of
-    the prefill side, and does not make other prompts wait for that.
+    Prompts are computed one after another in the prefill pool and published under a lease. The decode
+    pool loads them in the order of publication as soon as it has room, and holds the blocks while the
+    answer runs. If a prompt finds no room in the prefill pool, or its lease expires during the load, the
+    decode side computes the prompt, at the speed of the prefill side and without delaying other prompts.
+    Answers take no blocks.
 
-    >>> from kvcache.replay import chat_workload
-    >>> replayer = DisaggregatedReplayer(Disaggregation(4_001), block_size=16, num_blocks=4_001)
-    >>> replayer.run(chat_workload(100)).requests
-    100
+    Example:
+        >>> from kvcache.replay import chat_workload
+        >>> replayer = DisaggregatedReplayer(Disaggregation(4_001), block_size=16, num_blocks=4_001)
+        >>> replayer.run(chat_workload(100)).requests
+        100
     """
 
     def __init__(
@@ -244,13 +260,13 @@ class DisaggregatedReplayer:
         self._numbers = itertools.count()
         self._waiting: deque[_Task] = deque()
         self._loading: dict[str, _Task] = {}
-        self._num_running = 0  # answers
+        self._num_running = 0  # running answers
         self._to_prefill: deque[_Task] = deque()
         self._is_prefilling = False
         self._first_ms: list[float] = []
         self.report = DisaggregationReport(
             trace="",
-            block_size=self._decode.manager.block_size,
+            block_size=self._decode.manager.block_sizes[0],
             prefill_blocks=between.prefill_blocks,
             decode_blocks=num_blocks,
             lease_s=between.lease_s,
@@ -265,11 +281,20 @@ class DisaggregatedReplayer:
         trace: str = "",
         on_request: Callable[[], None] | None = None,
     ) -> DisaggregationReport:
-        """Replays all requests to their end; `on_request` is called as each comes, for progress."""
+        """Replay all requests to their end.
+
+        Args:
+            workload: The requests in order of arrival.
+            trace: Name of the trace in the report.
+            on_request: Called when a request arrives.
+
+        Returns:
+            The report.
+        """
         instance(trace, str, "trace")
         for item in checked_workload(workload, on_request):
             self._at(item.arrival_ms / 1000, lambda item=item: self._arrive(item))
-            # Events up to this one's time; later ones may come in between the next arrivals.
+            # Play events up to this arrival; later events may happen before the next arrival.
             self._play(item.arrival_ms / 1000)
             if on_request is not None:
                 on_request()
@@ -304,7 +329,7 @@ class DisaggregatedReplayer:
         heapq.heappush(self._events, (seconds, next(self._numbers), event))
 
     def _play(self, until: float) -> None:
-        """All events up to then."""
+        """Play all events up to this time."""
         while self._events and self._events[0][0] <= until:
             seconds, _, event = heapq.heappop(self._events)
             self._now = max(self._now, seconds)
@@ -314,15 +339,15 @@ class DisaggregatedReplayer:
             self._admit_waiting()
 
     def _poll(self) -> None:
-        self._prefill.connector.poll()  # leases that are over by now
+        self._prefill.connector.poll()  # releases expired leases
         for loaded in self._decode.connector.poll():
             self._take(self._loading.pop(loaded.request.request_id), loaded)
-        self._prefill.connector.poll()  # those whose reader is done
+        self._prefill.connector.poll()  # releases leases whose reader is done
 
     # The prefill side.
 
     def _arrive(self, item: WorkloadRequest) -> None:
-        """Prompts are computed in the order of their arrival, one at a time."""
+        """Compute prompts one at a time in order of arrival."""
         self.report.requests += 1
         self.report.prompt_tokens += item.num_tokens
         self._to_prefill.append(_Task(item, Request(str(item.index), item.token_ids)))
@@ -349,7 +374,8 @@ class DisaggregatedReplayer:
     def _publish(self, task: _Task) -> None:
         task.offer = self._prefill.connector.publish(task.request)
         report, connector = self.report, self._prefill.connector
-        pool = self._prefill.manager.pool  # no prompt is computed now, so none else holds blocks
+        # No prompt is being computed, so no other request holds blocks.
+        pool = self._prefill.manager.pool
         report.peak_leased_blocks = max(report.peak_leased_blocks, pool.num_total - pool.num_free)
         report.peak_leased_requests = max(
             report.peak_leased_requests, connector.num_leased_requests
@@ -361,7 +387,7 @@ class DisaggregatedReplayer:
     # The decode side.
 
     def _wait_for_decode(self, task: _Task) -> None:
-        """With the first token, which the prefill side has sampled."""
+        """Add the first token, which the prefill side has sampled, and queue the request for decoding."""
         tokens = [*task.item.token_ids.tolist(), 0]
         task.request = Request(task.request.request_id, tokens)
         self._waiting.append(task)
@@ -380,7 +406,7 @@ class DisaggregatedReplayer:
         connector, manager = self._decode.connector, self._decode.manager
         num_read = 0
         if task.offer is not None:
-            num_read = connector.num_external_tokens(task.request, task.offer)
+            num_read = connector.match(task.request, task.offer)
         if num_read == 0:
             plan = manager.step(new=[task.request])
             if plan.status[0] == Status.SERVED:
@@ -388,9 +414,7 @@ class DisaggregatedReplayer:
                 self.report.local_requests += task.offer is not None
                 self._answer(task, num_hit)
             return Status(plan.status[0])
-        plan = manager.step(
-            new=[task.request], num_external_computed_tokens=[num_read], delay_cache_blocks=[True]
-        )
+        plan = manager.step(new=[Admit(task.request, external=External(num_read, delayed=True))])
         if plan.status[0] == Status.SERVED:
             task.num_read = num_read
             self.report.decode_hit_tokens += int(plan.num_computed_tokens[0]) - num_read
@@ -399,7 +423,7 @@ class DisaggregatedReplayer:
             self._at(self._decode.rank.next_end, lambda: None)
         return Status(plan.status[0])
 
-    def _take(self, task: _Task, loaded: Loaded) -> None:
+    def _take(self, task: _Task, loaded: Arrived) -> None:
         manager, report = self._decode.manager, self.report
         if loaded.error is None:
             report.loaded_requests += 1
@@ -420,7 +444,7 @@ class DisaggregatedReplayer:
         self._run(task, task.request.num_tokens - num_hit)
 
     def _run(self, task: _Task, num_computed: int) -> None:
-        """Computes tokens, then the answer; the blocks are held to its end."""
+        """Compute the missing tokens, then the answer. The blocks are held until the answer ends."""
         self.report.decode_computed_tokens += num_computed
         first = self._now + num_computed / self._service.prefill_speed
         self._first_ms.append(first * 1000 - task.item.arrival_ms)
@@ -436,7 +460,7 @@ class DisaggregatedReplayer:
         report = self.report
         report.trace = trace
         report.duration_s = round(self._now, 3)
-        self._now += self._between.lease_s  # those that no one has read
+        self._now += self._between.lease_s  # lets leases without a reader expire
         self._poll()
         for side, manager in (("prefill", self._prefill.manager), ("decode", self._decode.manager)):
             setattr(report, f"{side}_evicted_blocks", manager.pool.num_evicted)
@@ -450,7 +474,7 @@ class DisaggregatedReplayer:
 
 
 def disaggregation_table(report: DisaggregationReport) -> Table:
-    """The report as a rich table; needs the extra `cli`."""
+    """Return the report as a rich table. Requires the extra `cli`."""
     instance(report, DisaggregationReport, "report")
     from rich.markup import escape
     from rich.table import Table
@@ -466,15 +490,15 @@ def disaggregation_table(report: DisaggregationReport) -> Table:
         [
             ("requests", report.requests, f"{report.prompt_tokens:,} prompt tokens"),
             ("loaded", report.loaded_requests, "from the prefill pool"),
-            ("local", report.local_requests, "all was cached in the decode pool"),
+            ("local", report.local_requests, "fully cached in the decode pool"),
             ("lease over", report.lease_over_requests, "computed by the decode side"),
             ("prefill full", report.prefill_full_requests, "computed by the decode side"),
-            ("no room behind", report.unfinished_loads, "loads, taken up again"),
+            ("no room after load", report.unfinished_loads, "loads, computed by the decode side"),
             ("rejected", report.rejected_requests, "did not fit into the decode pool"),
         ],
         [
             ("moved", f"{report.loaded_bytes / 1e9:,.2f} GB", f"{report.loaded_tokens:,} tokens"),
-            ("leased at most", report.peak_leased_blocks, f"blocks, for {report.lease_s:g} s"),
+            ("peak leased", report.peak_leased_blocks, f"blocks, for {report.lease_s:g} s"),
             ("", report.peak_leased_requests, "requests"),
         ],
     ]
@@ -483,7 +507,7 @@ def disaggregation_table(report: DisaggregationReport) -> Table:
         sections.append(
             [
                 (f"{side} pool", of["blocks"] - 1, size),
-                ("hit", of["hit_tokens"], "tokens, cached there"),
+                ("hit", of["hit_tokens"], "tokens cached in the pool"),
                 ("computed", of["computed_tokens"], "tokens"),
                 ("evicted", of["evicted_blocks"], "blocks"),
                 ("peak in use", of["peak_used_blocks"], "blocks"),
@@ -493,7 +517,7 @@ def disaggregation_table(report: DisaggregationReport) -> Table:
         [
             ("duration", f"{report.duration_s:,.1f}", "seconds of the workload"),
             ("first token", f"{report.mean_ms_to_first_token:,.1f}", "ms after arrival, mean"),
-            ("", f"{report.p99_ms_to_first_token:,.1f}", "ms after arrival, of 99 % at most"),
+            ("", f"{report.p99_ms_to_first_token:,.1f}", "ms after arrival, 99th percentile"),
         ]
     )
     for section in sections:
@@ -507,8 +531,8 @@ _OF_SIDE = ("blocks", "hit_tokens", "computed_tokens", "evicted_blocks", "peak_u
 
 
 def _layout(engine_id: str, spec: GroupSpec, num_blocks: int) -> GroupLayout:
-    """Of a model with one byte per token; no byte is moved."""
-    if kind_class(spec.kind).pages == "state":
+    """Return the layout of a model with one byte per token. No bytes are moved."""
+    if not kind_class(spec.kind).pages.has_slots:
         tensors = (StateTensor(sections=[(1, 1)], dtype="uint8"),)
         description = StateDescription(engine_id=engine_id, num_layers=1, tensors=tensors)
     else:

@@ -1,4 +1,4 @@
-"""The cache groups of a replay, as the command line writes them."""
+"""Parses the cache groups of a replay in command-line syntax."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from kvcache.specs import MAX_GROUPS, GroupSpec
 
 
 def parse_groups(text: str, block_size: int) -> list[GroupSpec]:
-    """Groups from `kind[:option=value]...`, separated by commas.
+    """Parse groups from `kind[:option=value]...`, separated by commas.
 
-    The option `block_size` is the group's allocation block (default: `block_size`, tokens), `cached=0`
-    says that it is not cached; all others are the kind's. ValueError names the group, what came and
-    what was expected.
+    Args:
+        text: The groups. The option `block_size` sets the allocation block of a group in tokens, and
+            `cached=0` disables caching. All other options belong to the kind.
+        block_size: Default allocation block, in tokens.
 
-    >>> for group in parse_groups("full_attention,sliding_window:window=1024:block_size=16", 32):
-    ...     print(group.kind, group.block_size, group.options)
-    full_attention 32 {}
-    sliding_window 16 {'window': 1024}
+    Raises:
+        ValueError: The text is invalid. The message names the group, the value and the expected value.
+
+    Example:
+        >>> for group in parse_groups("full_attention,sliding_window:window=1024:block_size=16", 32):
+        ...     print(group.kind, group.block_size, group.options)
+        full_attention 32 {}
+        sliding_window 16 {'window': 1024}
     """
     groups = [_parse_group(part.strip(), block_size) for part in text.split(",")]
     if len(groups) > MAX_GROUPS:
@@ -29,7 +34,7 @@ def parse_groups(text: str, block_size: int) -> list[GroupSpec]:
 
 
 def checked_groups(block_size: int | None, groups: Sequence[GroupSpec] | None) -> list[GroupSpec]:
-    """The groups, or one of full attention; ValueError unless exactly one of the two is given."""
+    """Return the groups, or one of full attention. ValueError unless exactly one argument is given."""
     if (block_size is None) == (groups is None):
         raise ValueError(
             f"block_size is {block_size} and groups is {groups}: expected exactly one of the two"
@@ -44,8 +49,8 @@ def checked_groups(block_size: int | None, groups: Sequence[GroupSpec] | None) -
 
 
 def check_replayable(group: GroupSpec) -> None:
-    """ValueError for an unknown kind, options that it does not take, or a kind with an encoder."""
-    if make_kind(group.kind, group.options).pages == "encoder":
+    """Raise ValueError for an unknown kind, invalid options, or a kind with an encoder."""
+    if make_kind(group.kind, group.options).pages.of_encoder:
         raise ValueError(
             f"kind is {group.kind!r}: expected {_replayable()} in a replay, "
             "whose prompts have no encoder tokens"
@@ -82,5 +87,5 @@ def _parse_number(name: str, value: str, text: str) -> int:
 
 
 def _replayable() -> str:
-    names = [name for name in kind_names() if kind_class(name).pages != "encoder"]
+    names = [name for name in kind_names() if not kind_class(name).pages.of_encoder]
     return "one of " + ", ".join(names)

@@ -1,4 +1,4 @@
-"""A wrong token that a verified replay found, and its text."""
+"""A wrong token found by a verified replay, and its description."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A token whose stored KV is not its own; `block_column`: its place in the block table.
+    """A token whose stored KV differs from the expected KV.
 
-    `group`: where there are several. `is_state`: it is the recurrent state behind the token that is
-    wrong (of token 0, maybe the zeros before it); else None.
+    Attributes:
+        request: Index of the request.
+        token: Position of the token.
+        block_column: Column of the block in the block table.
+        block_id: The block.
+        group: The cache group, if there are several.
+        is_state: Whether the recurrent state after the token is wrong (for token 0, possibly the zeros
+            before it). None otherwise.
     """
 
     request: int

@@ -1,4 +1,4 @@
-"""`name[:option=value]...`: how the command line writes groups and policies."""
+"""The command-line syntax of groups and policies: `name[:option=value]...`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def split_options(text: str) -> tuple[str, dict[str, str]]:
-    """The name, and the options as written; ValueError for a malformed or a repeated option."""
+    """Return the name and the options as text. ValueError for malformed or repeated options."""
     name, *settings = text.split(":")
     options: dict[str, str] = {}
     for setting in settings:
@@ -24,14 +24,15 @@ def split_options(text: str) -> tuple[str, dict[str, str]]:
 
 
 def join_options(name: str, options: Mapping[str, float]) -> str:
-    """The inverse of `split_options`.
+    """Return the inverse of `split_options`.
 
-    >>> join_options("s3_fifo", {"small_share": 0.2})
-    's3_fifo:small_share=0.2'
+    Example:
+        >>> join_options("s3_fifo", {"small_share": 0.2})
+        's3_fifo:small_share=0.2'
     """
     return ":".join([name, *(f"{option}={value:g}" for option, value in options.items())])
 
 
 def quoted(text: str) -> str:
-    """A value for an error message: in quotes, and cut after 60 characters."""
+    """Quote a value for an error message, truncated to 60 characters."""
     return repr(text if len(text) <= 60 else text[:57] + "...")

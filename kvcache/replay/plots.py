@@ -1,4 +1,4 @@
-"""Figures: the course of a replay (hit rate, evictions, blocks in use), and policies by size."""
+"""Plots the progress of a replay (hit rate, evictions, blocks in use), and policies by pool size."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 _HITS, _EVICTIONS, _USED = "#1b7837", "#b2182b", "#2166ac"
 _GRAY = "#444444"
-_COLORS = ("#2166ac", "#1b7837", "#b2182b", "#e08214", "#762a83", "#35978f")  # of policies
-_WINDOW_SHARE = 50  # moving values look back over 1/50 of the requests
+_COLORS = ("#2166ac", "#1b7837", "#b2182b", "#e08214", "#762a83", "#35978f")  # one per policy
+_WINDOW_SHARE = 50  # moving averages cover 1/50 of the requests
 
 
 def draw(series: Series, report: ReplayReport, path: str | os.PathLike) -> None:
-    """Writes the figure to `path`; needs matplotlib. OSError when it cannot be written."""
+    """Write the figure to `path`. Requires matplotlib. Raises OSError if the file cannot be written."""
     import matplotlib
 
-    matplotlib.use("Agg")  # files only: works without a display
+    matplotlib.use("Agg")  # writes files only, so it works without a display
     from matplotlib import pyplot as plt
     from matplotlib.ticker import MaxNLocator
 
@@ -54,7 +54,7 @@ def draw(series: Series, report: ReplayReport, path: str | os.PathLike) -> None:
 
 
 def draw_comparison(comparison: Comparison, path: str | os.PathLike) -> None:
-    """Hit rates of all policies over the number of blocks; as `draw`."""
+    """Plot the hit rates of all policies by pool size. Same errors as `draw`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -96,7 +96,7 @@ def _title(report: ReplayReport) -> str:
     shared = f"for {len(groups)} groups" if len(groups) > 1 else f"of {report.block_size} tokens"
     return (
         f"Prefix cache replay of {report.trace}\n"
-        f"{report.requests:,} requests{rejected}, {report.concurrency} at a time, "
+        f"{report.requests:,} requests{rejected}, {report.concurrency} concurrent, "
         f"{report.capacity_blocks:,} blocks {shared}"
     )
 
@@ -107,18 +107,18 @@ def _draw_hit_rate(axes: Axes, requests: np.ndarray, series: Series, report: Rep
     recent = _moving_sum(series.hit_tokens) / np.maximum(_moving_sum(series.prompt_tokens), 1)
     label = f"last {_window(len(requests)):,} requests"
     axes.plot(requests, recent, color=_HITS, alpha=0.35, linewidth=1, label=label)
-    axes.plot(requests, since_start, color=_HITS, linewidth=2, label="since the start")
+    axes.plot(requests, since_start, color=_HITS, linewidth=2, label="cumulative")
     highest = max([0.1, *recent, *since_start])
     axes.set_ylim(0, min(1.0, np.ceil(11 * highest) / 10))
     axes.yaxis.set_major_formatter("{x:.0%}")
-    _finish(axes, f"Token hit rate: {report.token_hit_rate:.2%} in all")
+    _finish(axes, f"Token hit rate: {report.token_hit_rate:.2%} in total")
 
 
 def _draw_evictions(axes: Axes, requests: np.ndarray, series: Series) -> None:
     evicted = np.array(series.evicted_blocks, np.int64)
     axes.plot(requests, evicted, color=_EVICTIONS, linewidth=2)
     axes.set_ylim(0, 1.05 * max([1, *evicted]))
-    _finish(axes, f"Evicted blocks, cumulative: {max([0, *evicted]):,} in all")
+    _finish(axes, f"Evicted blocks: {max([0, *evicted]):,} in total")
 
 
 def _draw_used_blocks(
@@ -129,15 +129,13 @@ def _draw_used_blocks(
     axes.plot(
         requests, series.used_blocks, color=_USED, alpha=0.35, linewidth=0.7, label="each request"
     )
-    axes.plot(requests, mean, color=_USED, linewidth=2, label=f"mean of last {window:,}")
+    axes.plot(requests, mean, color=_USED, linewidth=2, label=f"mean of the last {window:,}")
     most = max([1, *series.used_blocks])
     axes.set_ylim(0, 1.05 * most)
-    if report.capacity_blocks <= 1.3 * most:  # otherwise it would press the curve flat
+    if report.capacity_blocks <= 1.3 * most:  # otherwise the limit would flatten the curve
         axes.set_ylim(0, 1.05 * report.capacity_blocks)
         axes.axhline(report.capacity_blocks, color=_GRAY, linewidth=1, ls="--", label="capacity")
-    _finish(
-        axes, f"Blocks in use: at most {report.peak_used_blocks:,} of {report.capacity_blocks:,}"
-    )
+    _finish(axes, f"Blocks in use: peak {report.peak_used_blocks:,} of {report.capacity_blocks:,}")
 
 
 def _finish(axes: Axes, title: str) -> None:
@@ -147,7 +145,8 @@ def _finish(axes: Axes, title: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[1]:
         place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.1}
-        axes.legend(ncols=3, frameon=False, fontsize=9, **place)  # above: inside it hides lines
+        # Above the plot: a legend inside hides lines.
+        axes.legend(ncols=3, frameon=False, fontsize=9, **place)
 
 
 def _window(num_requests: int) -> int:
@@ -155,7 +154,7 @@ def _window(num_requests: int) -> int:
 
 
 def _moving_sum(values: list[int]) -> np.ndarray:
-    """Per entry the sum of it and those before it, within the window."""
+    """Return per entry the sum of the entries in the window that ends with it."""
     sums = np.cumsum([0, *values])
     ends = np.arange(1, len(values) + 1)
     return sums[ends] - sums[np.maximum(ends - _window(len(values)), 0)]

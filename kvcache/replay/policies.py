@@ -1,4 +1,4 @@
-"""Eviction policies and host writes of a replay, as the command line writes them."""
+"""Parses eviction policies and host write modes of a replay in command-line syntax."""
 
 from __future__ import annotations
 
@@ -12,33 +12,41 @@ from kvcache.replay.option_text import quoted, split_options
 
 
 def parse_eviction(text: str) -> tuple[str, dict[str, float]]:
-    """Name and options of a policy of the device, from `name[:option=value]...`.
+    """Parse an eviction policy of the device from `name[:option=value]...`.
 
-    ValueError names the policy, what came and what was expected.
+    Returns:
+        Name and options.
 
-    >>> parse_eviction("s3_fifo:small_share=0.2")
-    ('s3_fifo', {'small_share': 0.2})
+    Raises:
+        ValueError: The text is invalid. The message names the policy, the value and the expected value.
+
+    Example:
+        >>> parse_eviction("s3_fifo:small_share=0.2")
+        ('s3_fifo', {'small_share': 0.2})
     """
     return _parse_policy(text, eviction_names(), core.Eviction)
 
 
 def parse_host_eviction(text: str) -> tuple[str, dict[str, float]]:
-    """The same of the host tier, which takes fewer policies.
+    """Parse an eviction policy of the host tier, which supports fewer policies.
 
-    >>> parse_host_eviction("priority")
-    Traceback (most recent call last):
-    ValueError: 'priority': expected one of learned, lru, s3_fifo, segmented_lru
+    Example:
+        >>> parse_host_eviction("priority")
+        Traceback (most recent call last):
+        ValueError: 'priority': expected one of learned, lru, s3_fifo, segmented_lru
     """
     return _parse_policy(text, host_eviction_names(), core.Eviction.for_host)
 
 
 def parse_host_write(text: str) -> dict[str, str | int | float]:
-    """Options of `KVCacheManager` from `back`, `through`, `selective[:N]` or `learned[:G]`.
+    """Parse `back`, `through`, `selective[:N]` or `learned[:G]` into options of `KVCacheManager`.
 
-    ValueError for others.
+    Raises:
+        ValueError: The text is anything else.
 
-    >>> parse_host_write("selective:3")
-    {'host_write': 'selective', 'num_hits_to_write': 3}
+    Example:
+        >>> parse_host_write("selective:3")
+        {'host_write': 'selective', 'num_hits_to_write': 3}
     """
     mode, colon, count = text.partition(":")
     if mode not in HOST_WRITES or (colon and mode not in ("selective", "learned")):
@@ -65,7 +73,7 @@ def _parse_policy(
     try:
         make(name, options)
     except ValueError as error:
-        reason = str(error).partition(": ")[2]  # behind the name of the policy
+        reason = str(error).partition(": ")[2]  # the part after the name of the policy
         raise ValueError(f"{quoted(text)}: {reason}") from None
     return name, options
 

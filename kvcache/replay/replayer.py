@@ -1,4 +1,4 @@
-"""Replays a workload against the manager: admits, steps and frees requests, and counts hits."""
+"""Replays a workload through the manager: admits, steps and frees requests, and counts hits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Unpack
 
-from kvcache.allocator import CacheArguments, KVCacheManager, Request
+from kvcache.allocator import Admit, CacheArguments, External, KVCacheManager, Request
 from kvcache.checks import MAX_INT32, instance, integer
 from kvcache.events import CacheEvent
 from kvcache.kinds import kind_class
@@ -25,45 +25,51 @@ from kvcache.step import Status, StepPlan, StepReport
 if TYPE_CHECKING:
     from kvcache.replay.verifier import KVVerifier
 
-_NO_LENGTH_LIMIT = 2**31 - 1  # the pool alone decides what fits
+_NO_LENGTH_LIMIT = 2**31 - 1  # only the pool size limits a request
 
 
 @dataclass
 class Series:
-    """One entry per request of the workload, taken right after it was admitted, for the plots."""
+    """One entry per request of the workload, recorded right after its admission, for plots."""
 
     prompt_tokens: list[int] = field(default_factory=list)  # of this request; 0 if rejected
     hit_tokens: list[int] = field(default_factory=list)  # of this request
-    evicted_blocks: list[int] = field(default_factory=list)  # so far
+    evicted_blocks: list[int] = field(default_factory=list)  # cumulative
     used_blocks: list[int] = field(default_factory=list)  # held by running requests
 
 
 class Replayer:
-    """Replays prompts through `KVCacheManager.step` and `free`, as a simulated scheduler.
+    """Replay prompts through `KVCacheManager.step` and `free`, like a scheduler.
 
-    `block_size`: of one group of full attention; or `groups`. `num_blocks` counts the null block. Up to
-    `concurrency` requests run at a time; when another one needs their place or their blocks, the
-    oldest finishes. A request that does not fit even then counts as rejected. `verifier`: of the same
-    groups; writes and reads real KV behind every plan. `series`: filled per request.
+    When a request needs a place or blocks, the oldest running request finishes. A request that does not
+    fit even then is rejected. With a host tier, each step is reported as completed before the next one,
+    so later steps can hit all loaded blocks. Nothing is preallocated.
 
-    `num_store_blocks`: of a store under the other tiers, by count (`SimulatedStore`); not with a
-    `verifier`.
+    A prompt is computed in one step or, with `chunk_tokens`, in several steps that also compute chunks of
+    all other unfinished prompts. With recurrent states, chunks end where states are kept
+    (`KVCacheManager.checkpoint_tokens`). If a chunk does not fit, the oldest computed request finishes;
+    if there is none, the request of the chunk is rejected.
 
-    `options`: fields of `CacheOptions`; nothing is preallocated. With a host tier, each step is
-    reported as completed before the next: blocks that it loads can be hit by all later ones.
+    With a `service`, requests arrive at the times of the workload, wait for a place and blocks, and hold
+    the blocks of their prompts until they end. The request with the earliest end finishes first. Answers
+    take no blocks.
 
-    A prompt is computed in one step, or with `chunk_tokens` in several of at most so many tokens, each
-    together with the chunks of all other prompts that are not computed yet. Where there are recurrent
-    states, chunks end where these are kept (`KVCacheManager.checkpoint_tokens`). A chunk that does not
-    fit lets the oldest computed request finish; where there is none, its own request is rejected.
+    Args:
+        block_size: Tokens per block of one full-attention group. Alternative to `groups`.
+        groups: The cache groups.
+        num_blocks: Pool size, including the null block.
+        concurrency: Maximum number of running requests.
+        verifier: Verifier of the same groups, which writes and reads real KV after every plan.
+        series: Receives one entry per request.
+        num_store_blocks: Size of a `SimulatedStore` below the other tiers. Incompatible with `verifier`.
+        chunk_tokens: Maximum tokens of a prefill chunk.
+        service: Speeds of a timed replay.
+        options: Fields of `CacheOptions`.
 
-    With a `service`, requests come when the workload says, wait for their place and their blocks, and
-    hold the blocks of their prompts until they end; the answers take none. The one that ends first
-    finishes first. `concurrency` is then how many may run at a time.
-
-    >>> from kvcache.replay import chat_workload
-    >>> Replayer(block_size=16, num_blocks=4_001).run(chat_workload(100)).requests
-    100
+    Example:
+        >>> from kvcache.replay import chat_workload
+        >>> Replayer(block_size=16, num_blocks=4_001).run(chat_workload(100)).requests
+        100
     """
 
     def __init__(
@@ -115,11 +121,12 @@ class Replayer:
         self._reports_groups = groups is not None
         self._num_blocks = num_blocks
         self._has_states = any(
-            kind_class(group.kind).pages == "state" for group in self.manager.groups
+            not kind_class(group.kind).pages.has_slots for group in self.manager.groups
         )
         self._running: list[Running] = []  # oldest first
         self._clock = None if service is None else ServiceClock(service)
-        self._first_token_ms: list[float] = []  # from the arrival on, of those that were served
+        self._last_arrival_ms = 0
+        self._first_token_ms: list[float] = []  # from arrival, for served requests
         self._peak_running = 0
         self._num_requests = self._num_rejected = 0
         self._prompt_tokens = self._hit_tokens = self._host_hit_tokens = 0
@@ -132,7 +139,16 @@ class Replayer:
         trace: str = "",
         on_request: Callable[[], None] | None = None,
     ) -> ReplayReport:
-        """Replays all requests and frees them; `on_request` is called after each, for progress."""
+        """Replay all requests and free them.
+
+        Args:
+            workload: The requests.
+            trace: Name of the trace in the report.
+            on_request: Called after each request.
+
+        Returns:
+            The report.
+        """
         instance(trace, str, "trace")
         for item in checked_workload(workload, on_request):
             self._replay(item)
@@ -143,18 +159,24 @@ class Replayer:
         return self._report(trace)
 
     def drain_events(self) -> list[CacheEvent]:
-        """The events of the cache since the last call, those of the store included."""
-        return (self.manager if self._store is None else self._store).drain_events()
+        """Return the cache events since the last call, including those of the store."""
+        return (self.manager.cache if self._store is None else self._store).drain_events()
 
     def _replay(self, item: WorkloadRequest) -> None:
-        self._num_requests += 1
         if self._clock is not None:
+            if item.arrival_ms < self._last_arrival_ms:
+                raise ValueError(
+                    f"request {item.index} arrives at {item.arrival_ms} ms, the request before it at "
+                    f"{self._last_arrival_ms} ms: expected a timed trace in order of arrival"
+                )
+            self._last_arrival_ms = item.arrival_ms
             self._let_time_pass(item.arrival_ms)
+        self._num_requests += 1
         while len(self._running) >= self.concurrency:
             self._make_room()
         request = Request(str(item.index), item.token_ids)
         start = perf_counter_ns()
-        self.manager.block_hashes(request)
+        self.manager.cache.hashes(request)
         self._hash_ns += perf_counter_ns() - start
         if self._audit is not None:
             self._audit.reserve(item.num_tokens)
@@ -170,14 +192,14 @@ class Replayer:
             self._record(new, is_served)
 
     def _admit(self, new: Running) -> bool:
-        """Whether the request was admitted; otherwise it is rejected."""
+        """Admit the request, or reject it and return False."""
         if self.chunk_tokens is not None and self._never_fits(new):
-            return False  # its first chunks alone might fit
+            return False  # although its first chunks might fit
         while True:
             status = self._step(new)
             if status == Status.SERVED:
                 return True
-            if new.num_store_hit:  # without the store's tokens it may fit
+            if new.num_store_hit:  # it may fit without the store's tokens
                 new.num_store_hit, new.may_load = 0, False
                 continue
             if status == Status.NEVER or not self._running:
@@ -185,40 +207,42 @@ class Replayer:
             self._make_room()
 
     def _never_fits(self, new: Running) -> bool:
-        """Whether the pool is too small for the prompt, even if nothing else were in it."""
+        """Return whether the prompt does not fit even into an empty pool."""
         start = perf_counter_ns()
-        status = self.manager.would_fit(new.request, self.chunk_tokens, whole=True)
+        status = self.manager.would_fit(
+            Admit(new.request, num_tokens=self.chunk_tokens), whole=True
+        )
         self._step_ns += perf_counter_ns() - start
         return status == Status.NEVER
 
     def _let_time_pass(self, until_ms: float) -> None:
-        """Until then; requests that end before finish."""
+        """Advance the clock to `until_ms`. Requests that end earlier finish."""
         while self._running and self._next(self._running).end_ms <= until_ms:
             self._make_room()
         self._clock.reach(until_ms)
-        self.manager.set_now(self._clock.now_ms / 1000)
+        self.manager.cache.set_now(self._clock.now_ms / 1000)
 
     @staticmethod
     def _next(running: Sequence[Running]) -> Running:
-        """The one that finishes first; the oldest where none has an end."""
+        """Return the request that finishes first, or the oldest in a replay that is not timed."""
         return min(running, key=lambda each: each.end_ms)
 
     def _make_room(self) -> None:
-        """Lets the next request finish; steps until its prompt is computed."""
+        """Finish the next request. Steps are run until its prompt is computed."""
         first = self._next(self._running)
         while first.num_left:
             self._step()
-            if first not in self._running:  # rejected
+            if first not in self._running:  # the request was rejected
                 return
         self._finish(first)
 
     def _step(self, new: Running | None = None) -> Status | None:
-        """Computes a chunk of every prompt that is not computed, and admits a request if it can.
+        """Compute a chunk of every unfinished prompt, and admit a request if possible.
 
-        Returns the status of the new request; None without one.
+        Returns the status of the new request, or None without one.
         """
         has_host = self.manager.host_pool is not None
-        num_host_hit = self.manager.stats.host_hit_tokens if has_host else 0
+        num_host_hit = self.manager.cache.stats.host_hit_tokens if has_host else 0
         computing = []
         if self.chunk_tokens is not None:
             computing = [each for each in self._running if each.num_left]
@@ -238,7 +262,7 @@ class Replayer:
             if new.num_store_hit:
                 self._store.load(new.request, new.num_hit, new.num_store_hit)
             if has_host:
-                new.num_host_hit = self.manager.stats.host_hit_tokens - num_host_hit
+                new.num_host_hit = self.manager.cache.stats.host_hit_tokens - num_host_hit
             served.append((new, new.num_hit))
         if self._audit is not None:
             self._audit.apply(plan, served)
@@ -258,26 +282,28 @@ class Replayer:
         if computing:
             arguments["rows"], arguments["num_tokens"] = [each.row for each in computing], counts
         if new is not None:
-            arguments["new"] = [new.request]
+            external, count, num_reserved = None, None, 0
             if self._store is not None and new.may_load:
                 new.num_store_hit = self._store.match(new.request)
-                arguments["num_external_computed_tokens"] = [new.num_store_hit]
+                external = External(new.num_store_hit)
             if self.chunk_tokens is not None:
                 count = self._chunk(new, 0)
-                arguments["new_num_tokens"] = [count]
             if computing:
-                # A new request leaves room for all that these prompts still need, and has room for
-                # its own: only a prompt that is computed alone can ever be stuck.
-                arguments["num_reserved_blocks"] = self._num_blocks_left(new, count) + sum(
+                # A new request must fit completely, next to everything that unfinished prompts
+                # still need: only a prompt that runs alone can get stuck.
+                num_reserved = self._num_blocks_left(new, count) + sum(
                     self._num_blocks_left(each, each.num_computed) for each in computing
                 )
+            arguments["new"] = [
+                Admit(new.request, count, external, num_reserved_blocks=num_reserved)
+            ]
         start = perf_counter_ns()
         plan = self.manager.step(**arguments)
         self._step_ns += perf_counter_ns() - start
         return plan
 
     def _chunk(self, running: Running, start: int) -> int:
-        """Tokens of the next step of a prompt that is computed up to `start`, or is new."""
+        """Return the tokens that the next step computes of a prompt with `start` computed tokens."""
         num_tokens = running.item.num_tokens
         if self.chunk_tokens is None:
             return num_tokens - start
@@ -286,12 +312,12 @@ class Replayer:
         return min(self.chunk_tokens, num_tokens - start)
 
     def _num_blocks_left(self, running: Running, num_computed: int) -> int:
-        """The most blocks that a prompt takes from here to its end."""
+        """Return the maximum number of blocks that the rest of a prompt needs."""
         num_tokens, sizes = running.item.num_tokens, self.manager.block_sizes
         return sum(-(-num_tokens // size) - num_computed // size for size in sizes)
 
     def _handle_unserved(self, running: Running, status: Status) -> None:
-        """A chunk did not fit: the oldest computed request finishes, or this one is rejected."""
+        """After a chunk did not fit, finish the oldest computed request or reject this one."""
         computed = [each for each in self._running if not each.num_left]
         if computed and status == Status.WAIT:
             self._finish(self._next(computed))
@@ -301,7 +327,7 @@ class Replayer:
     def _finish(self, running: Running) -> None:
         if self._clock is not None:
             self._clock.reach(running.end_ms)
-            self.manager.set_now(self._clock.now_ms / 1000)
+            self.manager.cache.set_now(self._clock.now_ms / 1000)
         if self._audit is not None:
             self._audit.finish(running)
         self._prompt_tokens += running.item.num_tokens
@@ -330,7 +356,7 @@ class Replayer:
         series.used_blocks.append(pool.num_total - pool.num_free)
 
     def _report(self, trace: str) -> ReplayReport:
-        pool, block_size = self.manager.pool, self.manager.block_size
+        pool, block_size = self.manager.pool, self.manager.block_sizes[0]
         groups = self._groups()
         is_hybrid = len(groups) > 1
         options = self.manager.options
@@ -370,13 +396,13 @@ class Replayer:
             self._add_times(report)
         if self._audit is not None:
             report.verify_us_per_request = self._us(self._audit.ns)
-            report.verified_tokens = self._prompt_tokens  # of all that finished
+            report.verified_tokens = self._prompt_tokens  # of all finished requests
             report.mismatches = self._audit.num_mismatches
             report.mismatched_requests = list(self._audit.mismatches.values())
         return report
 
     def _add_host_counts(self, report: ReplayReport) -> None:
-        counts = self.manager.stats.host
+        counts = self.manager.cache.stats.host
         report.host_blocks = self.manager.host_pool.num_blocks
         options = self.manager.options
         report.host_write = options.host_write
@@ -404,7 +430,7 @@ class Replayer:
         report.p99_ms_to_first_token = round(sorted(times)[(99 * len(times) - 1) // 100], 3)
 
     def _groups(self) -> list[dict]:
-        """Spec and counts of each group."""
+        """Return the spec and counts of each group."""
         return [
             {
                 "kind": group.kind,
@@ -412,7 +438,7 @@ class Replayer:
                 "options": dict(group.options),
                 **asdict(stats),
             }
-            for group, stats in zip(self.manager.groups, self.manager.stats.groups)
+            for group, stats in zip(self.manager.groups, self.manager.cache.stats.groups)
         ]
 
     def _us_per_request(self) -> dict[str, float]:

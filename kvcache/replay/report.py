@@ -1,4 +1,4 @@
-"""The totals of a replay: as data, as JSON and as a table."""
+"""The totals of a replay, as data, JSON or a table."""
 
 from __future__ import annotations
 
@@ -15,31 +15,46 @@ if TYPE_CHECKING:
 
 @dataclass
 class ReplayReport:
-    """Totals of one replay.
+    """Totals of one replay. Fields that do not apply to the replay are None.
 
-    `requests`: all of the workload, of which `rejected_requests` did not fit into the pool;
-    `prompt_tokens`, `hit_blocks`, `hit_tokens` and `token_hit_rate` are over the others.
-    `num_blocks` counts the null block, `capacity_blocks` does not. `us_per_request`: microseconds
-    in the manager per request of the workload, by phase; `total` is the sum of the three. The four
-    fields from `verify_us_per_request` on are None without verification: `verified_tokens` counts
-    each served prompt token once, `mismatches` every token found wrong, `mismatched_requests` has the
-    first of each request.
-
-    The next three are None unless asked for: tokens per hash, tokens per chunk of a prompt, and per
-    group (where groups were given) `kind`, `block_size`, `options`, and the `hit_blocks`,
-    `stored_blocks` and `evicted_blocks` that the manager counted. With several groups, `block_size`
-    is the first one's, and `hit_blocks` the sum over all.
-
-    `eviction`: None where it is the default. The fields from `host_blocks` (null block counted) on are
-    None without a host tier: `host_hit_tokens` are those of `hit_tokens` from a request's first block
-    on that was loaded from the host; `written_blocks` went there, `unwritten_blocks` were to and found
-    no free page, `declined_blocks` were not worth it (None but for host_write="learned"),
-    `loaded_blocks` came back for hits. The fields from `store_blocks` on are None without a store:
-    `store_hit_tokens` are those of `hit_tokens` that it had behind the other tiers' hit;
-    `store_stored_blocks` were put there, `store_loaded_blocks` came from there, and
-    `store_evicted_blocks` gave way to others, all counted per group. The fields from `service` on are
-    None but for timed replays: its speeds, the time from the start to the last end, how many requests
-    ran at a time at most, and the milliseconds from the arrival of a served request to its first token.
+    Attributes:
+        trace: Name of the trace.
+        block_size: Tokens per block; with several groups, of the first one.
+        num_blocks: Pool size, including the null block.
+        capacity_blocks: Pool size, without the null block.
+        concurrency: Maximum number of running requests.
+        requests: Requests of the workload, including rejected ones.
+        prompt_tokens: Prompt tokens of the served requests.
+        hit_blocks: Hit blocks of the served requests, over all groups.
+        hit_tokens: Hit tokens of the served requests.
+        token_hit_rate: `hit_tokens` per prompt token.
+        rejected_requests: Requests that did not fit into the pool.
+        us_per_request: Microseconds in the manager per request, by phase; `total` is the sum.
+        verify_us_per_request: Microseconds of verification per request.
+        verified_tokens: Verified prompt tokens, each counted once.
+        mismatches: Number of wrong tokens.
+        mismatched_requests: The first wrong token of each request.
+        hash_block_size: Tokens per hash, if set.
+        chunk_tokens: Tokens per prefill chunk, if set.
+        groups: Per given group, its `kind`, `block_size` and `options`, and the manager's counts
+            `hit_blocks`, `stored_blocks` and `evicted_blocks`.
+        eviction: The eviction policy. None: the default.
+        host_blocks: Size of the host tier, including its null block.
+        host_hit_tokens: Part of `hit_tokens`, from the first block of each request that was loaded from
+            the host.
+        written_blocks: Blocks written to the host.
+        unwritten_blocks: Blocks not written because no host page was free.
+        declined_blocks: Blocks not written because `host_write="learned"` expected too few hits.
+        loaded_blocks: Blocks loaded from the host for hits.
+        store_blocks: Size of the simulated store.
+        store_hit_tokens: Part of `hit_tokens` that the store had after the hit of the other tiers.
+        store_stored_blocks: Blocks put into the store, counted per group.
+        store_loaded_blocks: Blocks loaded from the store, counted per group.
+        store_evicted_blocks: Blocks that the store evicted, counted per group.
+        service: Speeds of a timed replay.
+        duration_s: Time from the start to the last end, in seconds of the workload.
+        peak_running: Maximum number of concurrently running requests.
+        mean_ms_to_first_token: Mean time from the arrival of a served request to its first token.
     """
 
     trace: str
@@ -89,7 +104,7 @@ class ReplayReport:
         plain_fields(self)
 
     def to_dict(self) -> dict:
-        """The report as plain data for JSON, without the fields that are None."""
+        """Return the report as plain data for JSON, without the fields that are None."""
         return asdict(self, dict_factory=_without_none)
 
 
@@ -98,7 +113,7 @@ def _without_none(items: list[tuple[str, object]]) -> dict:
 
 
 def report_table(report: ReplayReport) -> Table:
-    """The report as a rich table; needs the extra `cli`."""
+    """Return the report as a rich table. Requires the extra `cli`."""
     instance(report, ReplayReport, "report")
     from rich.markup import escape
     from rich.table import Table
@@ -121,41 +136,41 @@ def _sections(report: ReplayReport) -> list[list[tuple[str, str, str]]]:
         (
             "requests",
             f"{report.requests:,}",
-            f"{'at most ' if report.service else ''}{report.concurrency} at a time",
+            f"{'at most ' if report.service else ''}{report.concurrency} concurrent",
         ),
         ("rejected", f"{report.rejected_requests:,}", "did not fit into the pool"),
-        ("prompt tokens", f"{report.prompt_tokens:,}", "of the requests served"),
+        ("prompt tokens", f"{report.prompt_tokens:,}", "of the served requests"),
     ]
     size = "over all groups" if is_hybrid else f"of {report.block_size} tokens"
     cache = [
         ("token hit rate", f"{report.token_hit_rate:.4f}", f"{report.hit_tokens:,} tokens"),
         ("hit blocks", f"{report.hit_blocks:,}", size),
-        ("evicted blocks", f"{report.evicted_blocks:,}", "cached, taken for other content"),
+        ("evicted blocks", f"{report.evicted_blocks:,}", "cached blocks that were reused"),
     ]
     pool = [
         ("capacity", f"{report.capacity_blocks:,}", "blocks" if is_hybrid else f"blocks{held}"),
-        ("peak in use", f"{report.peak_used_blocks:,}", "blocks held at a time"),
+        ("peak in use", f"{report.peak_used_blocks:,}", "blocks held at once"),
         ("cached at the end", f"{report.cached_blocks:,}", "blocks"),
     ]
     phases = {
         "hash": "hash",
-        "step": "look up, allocate",
+        "step": "lookup, allocation",
         "free": "free",
-        "total": "manager, in all",
+        "total": "manager, total",
     }
     times = [
         (name, f"{report.us_per_request[key]:,.1f}", "microseconds per request")
         for key, name in phases.items()
     ]
     if report.eviction is not None:
-        cache.append(("eviction", report.eviction, "which cached block goes first"))
+        cache.append(("eviction", report.eviction, "eviction policy"))
     sections = [workload, cache, _groups(report), pool, _host(report), _store(report)]
     sections += [_times(report), times]
     return [*sections, _verification(report)]
 
 
 def _groups(report: ReplayReport) -> list[tuple[str, str, str]]:
-    """One line per group that was given."""
+    """Return one row per given group."""
     return [
         (
             " ".join([group["kind"], *(f"{k}={v}" for k, v in group["options"].items())]),
@@ -174,9 +189,9 @@ def _times(report: ReplayReport) -> list[tuple[str, str, str]]:
     return [
         ("timed", report.service, speeds),
         ("duration", f"{report.duration_s:,.1f}", "seconds of the workload"),
-        ("peak running", f"{report.peak_running:,}", "requests at a time"),
+        ("peak running", f"{report.peak_running:,}", "concurrent requests"),
         ("first token", f"{report.mean_ms_to_first_token:,.1f}", "ms after arrival, mean"),
-        ("", f"{report.p99_ms_to_first_token:,.1f}", "ms after arrival, of 99 % at most"),
+        ("", f"{report.p99_ms_to_first_token:,.1f}", "ms after arrival, 99th percentile"),
     ]
 
 
@@ -186,10 +201,10 @@ def _host(report: ReplayReport) -> list[tuple[str, str, str]]:
     how = f"blocks, write {report.host_write}, {report.host_eviction}"
     return [
         ("host capacity", f"{report.host_blocks - 1:,}", how),
-        ("host hits", f"{report.host_hit_tokens:,}", "tokens of those hit"),
-        ("host writes", f"{report.written_blocks:,}", "blocks, from the device"),
-        ("host loads", f"{report.loaded_blocks:,}", "blocks, to the device"),
-        ("host evictions", f"{report.host_evicted_blocks:,}", "cached there, taken for others"),
+        ("host hits", f"{report.host_hit_tokens:,}", "of the hit tokens"),
+        ("host writes", f"{report.written_blocks:,}", "blocks written by the device"),
+        ("host loads", f"{report.loaded_blocks:,}", "blocks loaded to the device"),
+        ("host evictions", f"{report.host_evicted_blocks:,}", "cached pages that were reused"),
     ]
 
 
@@ -197,11 +212,11 @@ def _store(report: ReplayReport) -> list[tuple[str, str, str]]:
     if report.store_blocks is None:
         return []
     return [
-        ("store capacity", f"{report.store_blocks:,}", "blocks, by count"),
-        ("store hits", f"{report.store_hit_tokens:,}", "tokens of those hit"),
+        ("store capacity", f"{report.store_blocks:,}", "simulated blocks"),
+        ("store hits", f"{report.store_hit_tokens:,}", "of the hit tokens"),
         ("store writes", f"{report.store_stored_blocks:,}", "blocks"),
-        ("store loads", f"{report.store_loaded_blocks:,}", "blocks, to the device"),
-        ("store evictions", f"{report.store_evicted_blocks:,}", "gave way to others"),
+        ("store loads", f"{report.store_loaded_blocks:,}", "blocks loaded to the device"),
+        ("store evictions", f"{report.store_evicted_blocks:,}", "blocks evicted by the store"),
     ]
 
 
@@ -210,7 +225,7 @@ def _verification(report: ReplayReport) -> list[tuple[str, str, str]]:
         return []
     style = "red" if report.mismatches else "green"
     return [
-        ("verified tokens", f"{report.verified_tokens:,}", "written or hit, read back, compared"),
-        ("mismatches", f"[{style}]{report.mismatches:,}[/]", "tokens with KV not their own"),
+        ("verified tokens", f"{report.verified_tokens:,}", "written or hit, read, compared"),
+        ("mismatches", f"[{style}]{report.mismatches:,}[/]", "tokens with wrong KV"),
         ("verification", f"{report.verify_us_per_request:,.1f}", "microseconds per request"),
     ]

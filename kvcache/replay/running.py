@@ -1,4 +1,4 @@
-"""An admitted request of a replay, and the chunk of it that a step computes."""
+"""An admitted request of a replay, and the part of it that a step computes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kvcache.replay.workload import WorkloadRequest
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A request of the workload until it is freed."""
+    """A request of the workload, from admission until it is freed."""
 
     item: WorkloadRequest
     request: Request
-    place: int  # in the workload as far as it was replayed, from 0
-    row: int = -1  # while it is admitted
-    num_hit: int = 0  # tokens
-    num_host_hit: int = 0  # of those, from the first block on that was loaded from the host
-    num_store_hit: int = 0  # of those, the last ones, that a store had
-    may_load: bool = True  # from a store
-    num_computed: int = 0  # tokens, the hit included
-    end_ms: float = 0.0  # of a timed replay, once it was admitted
-    checked_at: int = -1  # number of plans applied when its KV was last read
+    place: int  # position in the replayed part of the workload, from 0
+    row: int = -1  # while admitted
+    num_hit: int = 0  # hit tokens
+    num_host_hit: int = 0  # hit tokens from the first block that was loaded from the host
+    num_store_hit: int = 0  # hit tokens from a store, the last ones of the hit
+    may_load: bool = True  # whether it may load from a store
+    num_computed: int = 0  # computed tokens, including the hit
+    end_ms: float = 0.0  # in a timed replay, after admission
+    checked_at: int = -1  # number of applied plans when its KV was last read
 
     @property
     def num_left(self) -> int:
@@ -35,14 +35,14 @@ class Running:
 
 
 class Span(NamedTuple):
-    """Tokens [start, stop) of an admitted request: those that one step computes.
+    """The tokens [start, stop) of an admitted request that one step computes.
 
-    With start = stop no token is computed; reading it reads what the next token would attend to.
+    If start equals stop, no token is computed, and a check reads what the next token would attend to.
     """
 
     request: WorkloadRequest
     row: int
-    block_ids: Sequence[np.ndarray]  # per group int32[k], the request's as the manager has them
+    block_ids: Sequence[np.ndarray]  # per group int32[k], according to the manager
     start: int
     stop: int
     num_hit: int = 0  # tokens that the request did not compute

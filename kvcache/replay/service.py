@@ -1,4 +1,4 @@
-"""How long requests of a timed replay run: a simple engine."""
+"""How long the requests of a timed replay run: a simple model of an engine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from kvcache.checks import text as checked_text
 
 @dataclass(frozen=True)
 class Service:
-    """Prompts are computed one after another, answers side by side; both at a constant speed.
+    """Speeds of prefill and decode. Prompts run one after another, and answers run concurrently.
 
-    Speeds are in tokens per second, above 0. A hit is not computed. ValueError for another speed.
+    Args:
+        prefill_speed: Prompt tokens per second, in total. Hits are not computed.
+        decode_speed: Tokens per second of each answer.
 
-    >>> Service.parse("20000,50")
-    Service(prefill_speed=20000.0, decode_speed=50.0)
+    Raises:
+        ValueError: A speed is not above 0.
+
+    Example:
+        >>> Service.parse("20000,50")
+        Service(prefill_speed=20000.0, decode_speed=50.0)
     """
 
     prefill_speed: float = 20_000.0  # of all prompts together
@@ -29,7 +35,10 @@ class Service:
 
     @classmethod
     def parse(cls, text: str) -> Service:
-        """From `prefill,decode`, in tokens per second; TypeError or ValueError for anything else."""
+        """Parse `prefill,decode` in tokens per second.
+
+        Raises TypeError or ValueError for any other text.
+        """
         checked_text(text, "text")
         try:
             prefill, decode = map(float, text.split(","))
@@ -44,7 +53,7 @@ class Service:
 
 
 class ServiceClock:
-    """The time of a timed replay, in milliseconds since its first request could have come."""
+    """The time of a timed replay in milliseconds, starting at 0."""
 
     def __init__(self, service: Service) -> None:
         self.now_ms = 0.0
@@ -52,13 +61,13 @@ class ServiceClock:
         self._prefill_free_ms = 0.0
 
     def reach(self, ms: float) -> None:
-        """It is that late now; a time that has passed changes nothing."""
+        """Advance the clock to `ms`. A time in the past has no effect."""
         self.now_ms = max(self.now_ms, ms)
 
     def admit(self, num_computed: int, num_answer: int) -> tuple[float, float]:
-        """When a request that is admitted now has its first token, and when it ends.
+        """Return when a request admitted now has its first token, and when it ends.
 
-        `num_computed`: tokens of its prompt that are computed, hits left out.
+        `num_computed` is the number of prompt tokens to compute, without hits.
         """
         begin = max(self.now_ms, self._prefill_free_ms)
         first = self._prefill_free_ms = begin + 1000 * num_computed / self._service.prefill_speed

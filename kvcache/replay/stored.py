@@ -1,4 +1,4 @@
-"""A store under the tiers of a replayed cache, by count: its blocks have keys and no content."""
+"""A simulated store below the tiers of a replayed cache. Its blocks have keys and no content."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections import OrderedDict
 
 from kvcache.allocator import KVCacheManager, Request
 from kvcache.events import CacheEvent
-from kvcache.store.announcements import removed_event, stored_event
-from kvcache.store.prefixes import StoredPrefixes
-from kvcache.store.values import BlockKey
-from kvcache.store.writes import WaitingBlocks
+from kvcache.sources.store.announcements import removed_event, stored_event
+from kvcache.sources.store.prefixes import StoredPrefixes
+from kvcache.sources.store.values import BlockKey
+from kvcache.sources.store.writes import WaitingBlocks
 
 _NO_LIMIT = 2**62
 
 
 class SimulatedStore:
-    """At most `num_blocks` blocks, over all groups; the least recently used goes first.
+    """A store of at most `num_blocks` blocks over all groups, with LRU eviction.
 
-    It is asked and filled as by a `StoreTier`: for the tokens behind the hit, and with what the manager
-    writes to its host tier, or, without one, with what fills on the device. All of it happens at once.
-    ValueError for groups that a store cannot fill.
+    It is queried and filled as by a `StoreTier`: queried for the tokens after the hit, and filled with
+    the blocks that the manager writes to its host tier (or, without one, with blocks that fill on the
+    device). Calls take effect immediately. Raises ValueError for groups that a store does not support.
     """
 
     def __init__(self, manager: KVCacheManager, num_blocks: int, *, announce: bool) -> None:
@@ -33,20 +33,20 @@ class SimulatedStore:
         self._events: list[CacheEvent] = []
 
     def match(self, request: Request) -> int:
-        """Tokens behind the hit that it has."""
+        """Return the number of tokens after the hit that the store has."""
         first = self._prefixes.hit_tokens(request)
         found = [key for key in self._prefixes.candidates(request, first) if key in self._blocks]
         return self._prefixes.reach(request, first, found) - first if found else 0
 
     def load(self, request: Request, num_hit: int, num_tokens: int) -> None:
-        """These blocks are used: `num_tokens` tokens that end at token `num_hit`."""
+        """Record the use of the blocks of `num_tokens` tokens that end at token `num_hit`."""
         for block in self._prefixes.needed(request, num_hit - num_tokens, num_hit):
             self._blocks.move_to_end(block.key)
             self.num_loaded += 1
 
     def save(self) -> None:
-        """Takes what the last step has cached."""
-        events = self._manager.drain_events()
+        """Store the blocks that the last step has cached."""
+        events = self._manager.cache.drain_events()
         self._waiting.observe(events)
         changes = []
         for key, _, _ in self._waiting.take(self._manager, len(self._waiting)):
@@ -62,7 +62,7 @@ class SimulatedStore:
             self._events += [*events, *changes]
 
     def drain_events(self) -> list[CacheEvent]:
-        """The manager's events since the last call, and its own."""
+        """Return the events of the manager and of the store since the last call."""
         self.save()
         events, self._events = self._events, []
         return events

@@ -1,8 +1,7 @@
-"""Verifies one cache group: compares the content of its pages with the content that they must hold.
+"""Verifies one cache group: compares the content of its pages with the expected content.
 
-Content is read in two ways: through the block table (and slot mapping, where there are slots), as it was
-written; and by plain indexing, from the blocks that the manager names. An error that writing and reading
-share shows only in the second way.
+Content is read in two ways: through the block table and slot mapping, as it was written, and by indexing
+the blocks that the manager reports. Only the second way detects an error that writes and reads share.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kvcache.replay.content import kv_of_content
 from kvcache.replay.mismatch import Mismatch
 from kvcache.replay.running import Span
 from kvcache.replay.workload import WorkloadRequest
-from kvcache.worker import BlockTable, KVStorage
+from kvcache.worker import GroupTable, KVStorage
 
 NOTHING_WRONG = (0, None)
 Found = tuple[int, Mismatch | None]  # number of wrong tokens, and the first of them
@@ -27,23 +26,24 @@ Found = tuple[int, Mismatch | None]  # number of wrong tokens, and the first of 
 class VerifiedGroup:
     """A group whose pages hold tokens or states.
 
-    `storage`: the group's view of the pages, of float32: content is integers of as many bits, which move
-    as they are. `factors`: uint64[2 * layers, features], other
-    ones in each group, so that content of another group is wrong here. `index`: place among the
-    groups, named in a mismatch where there are several.
+    Args:
+        storage: The group's float32 view of the pages. Content is 32-bit integers, moved as they are.
+        factors: uint64[2 * layers, features], different in each group, so that the content of another
+            group is detected as wrong.
+        index: Index of the group, reported in a mismatch if there are several groups.
     """
 
     index: int
     is_alone: bool
     kind: KindProperties
     storage: KVStorage
-    table: BlockTable
+    table: GroupTable
     factors: np.ndarray
     chunk_tokens: int
     is_cached: bool = True
 
     def check_arrival(self, span: Span) -> Found:
-        """Reads content that the plan had to move for these tokens, before they are written."""
+        """Check the content that the plan had to move for these tokens, before they are written."""
         return NOTHING_WRONG
 
     def _mismatch(
@@ -53,7 +53,7 @@ class VerifiedGroup:
         return Mismatch(span.request.index, token, column, block_id, group, is_state)
 
     def _content(self, request: WorkloadRequest, start: int, stop: int) -> np.ndarray:
-        """int32[2 * layers, n, heads, head_size]: K and V of each layer in turn."""
+        """Return K and V of each layer, interleaved: int32[2 * layers, n, heads, head_size]."""
         kv = kv_of_content(request.content[start:stop], self.factors)
         shape = (self.storage.num_kv_heads, self.storage.head_size)
         return kv.reshape(len(self.factors), stop - start, *shape)
@@ -66,31 +66,33 @@ class VerifiedGroup:
     def _wrong(
         self, expected: np.ndarray, slots: torch.Tensor, blocks: np.ndarray, offsets: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """bool[n] twice: the tokens that differ when read at slots, and when read from the blocks."""
+        """Return which tokens differ when read through slots, and when read from blocks: bool[n] each."""
         layers = range(self.storage.num_layers)
         mapped = _differing(expected, [x for i in layers for x in self._gather(i, slots)])
         placed = _differing(expected, [x for i in layers for x in self._read(i, blocks, offsets)])
         return mapped, placed
 
     def _gather(self, layer: int, slots: torch.Tensor) -> list[np.ndarray]:
-        """Key and value of the tokens at these slots, by the op."""
+        """Read K and V of the tokens at these slots with the op."""
         return [tensor.cpu().numpy().view(np.int32) for tensor in self.storage.gather(layer, slots)]
 
     def _read(self, layer: int, blocks: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
-        """Key and value of the tokens at these block offsets, without slot mapping and ops."""
+        """Read K and V of the tokens at these block offsets, without slot mapping and ops."""
         caches = (self.storage.key_cache(layer), self.storage.value_cache(layer))
         if self.storage.device.type == "cpu":
-            # Not by torch: where cores are shared, its threads wait milliseconds for each other.
+            # Not with torch: on shared cores, its threads wait milliseconds for each other.
             return [cache.numpy()[blocks, offsets].view(np.int32) for cache in caches]
         place = [torch.from_numpy(x).to(self.storage.device) for x in (blocks, offsets)]
         return [cache[tuple(place)].cpu().numpy().view(np.int32) for cache in caches]
 
 
 class TokenGroup(VerifiedGroup):
-    """Pages of KV; a token reads from the first needed token of the kind on."""
+    """Pages of KV. A token reads from the kind's first needed token on."""
 
     def check_arrival(self, span: Span) -> Found:
-        """Where a hit of the other groups ends inside a block of this one: zeros before its end."""
+        """Check for zeros before the end of a hit, if a hit of other groups ends inside a block of this
+        group.
+        """
         first = span.num_hit - span.num_hit % self.storage.block_size
         if self.is_cached or span.start != span.num_hit or first == span.num_hit:
             return NOTHING_WRONG
@@ -98,16 +100,16 @@ class TokenGroup(VerifiedGroup):
         return self._compare(span, first, zeros)
 
     def write(self, span: Span) -> None:
-        """Writes the KV of the tokens."""
+        """Write the KV of the tokens."""
         for first, last in self._chunks(span.start, span.stop):
             slots = self._slots(span.row, first, last)
             self._write(self._content(span.request, first, last), slots)
 
     def check(self, span: Span) -> Found:
-        """Reads all that the tokens attend to, themselves included; KindError."""
+        """Read everything that the tokens attend to, including themselves. Raises KindError."""
         count, found = 0, None
         start = checked_first_live_token(self.kind, span.start, span.stop)
-        if not self.is_cached:  # a hit of the other groups brings nothing
+        if not self.is_cached:  # a hit of other groups provides no content here
             start = max(start, span.num_hit)
         for first, last in self._chunks(start, span.stop):
             number, mismatch = self._compare(span, first, self._content(span.request, first, last))
@@ -115,11 +117,11 @@ class TokenGroup(VerifiedGroup):
         return count, found
 
     def _compare(self, span: Span, first: int, expected: np.ndarray) -> Found:
-        """Reads the tokens from `first` on that have this content."""
+        """Read the tokens from `first` on, and compare them with the expected content."""
         last = first + expected.shape[1]
         columns, offsets = np.divmod(np.arange(first, last), self.storage.block_size)
-        if self.table.layout.is_circular:
-            columns %= self.table.layout.max_num_blocks
+        if self.table.shape.circular:
+            columns %= self.table.shape.max_num_blocks
         slots = self._slots(span.row, first, last)
         blocks = span.block_ids[self.index][columns].astype(np.int64)
         mapped, placed = self._wrong(expected, slots, blocks, offsets)
@@ -135,7 +137,7 @@ class TokenGroup(VerifiedGroup):
         return [(first, min(first + self.chunk_tokens, stop)) for first in starts]
 
     def _slots(self, row: int, start: int, stop: int) -> torch.Tensor:
-        """int64[stop - start] on the device; valid until the next call."""
+        """Return int64[stop - start] on the device, valid until the next call."""
         n = stop - start
         self.table.compute_slot_mapping(np.full(n, row, np.int32), np.arange(start, stop))
         self.table.commit_slot_mapping(n)
@@ -143,26 +145,26 @@ class TokenGroup(VerifiedGroup):
 
 
 class StateGroup(VerifiedGroup):
-    """Pages of states: the state after a token is a function of the token's content key.
+    """Pages of states. The state after a token is a function of the token's content key.
 
-    Its storage has one token per page, as wide as the state, so that a block id is a slot.
+    The storage has one token per page, as wide as the state, so that a block id is a slot.
     """
 
     def check_arrival(self, span: Span) -> Found:
-        """The page that the step updates must hold the state before it; zeros for none."""
+        """Check that the page that the step updates holds the previous state, or zeros without one."""
         return self._check(span, span.start)
 
     def write(self, span: Span) -> None:
-        """Writes the state behind the last of the tokens."""
+        """Write the state after the last of the tokens."""
         slot = self._slot(span.row, self._column(span.stop))
         self._write(self._content(span.request, span.stop - 1, span.stop), slot)
 
     def check(self, span: Span) -> Found:
-        """Reads the state behind the last of the tokens."""
+        """Read the state after the last of the tokens."""
         return self._check(span, span.stop)
 
     def _check(self, span: Span, num_tokens: int) -> Found:
-        """The page of the last of the tokens must hold the state after `num_tokens`."""
+        """Check that the page of the last token holds the state after `num_tokens` tokens."""
         first, column = max(num_tokens - 1, 0), self._column(span.stop)
         expected = self._content(span.request, first, first + 1)
         if num_tokens == 0:
@@ -176,7 +178,7 @@ class StateGroup(VerifiedGroup):
         return 1, self._mismatch(span, first, column, block_id, is_state=True)
 
     def _column(self, num_tokens: int) -> int:
-        """The column of the block that the last of `num_tokens` tokens is in."""
+        """Return the column of the block with the last of `num_tokens` tokens."""
         return (num_tokens - 1) // self.table.block_size
 
     def _slot(self, row: int, column: int) -> torch.Tensor:
@@ -184,7 +186,7 @@ class StateGroup(VerifiedGroup):
 
 
 def _differing(expected: np.ndarray, found: list[np.ndarray]) -> np.ndarray:
-    """bool[n]: the tokens of which any layer's K or V, in turn, differs from `expected`."""
+    """Return the tokens whose K or V differs from `expected` in any layer: bool[n]."""
     wrong = np.zeros(expected.shape[1], bool)
     for wanted, values in zip(expected, found):
         differs = values != wanted

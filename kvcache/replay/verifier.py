@@ -1,9 +1,9 @@
-"""Verification: real storage behind the replayed manager, every token's KV checked by its content.
+"""Verification: attaches real storage to the replayed manager and checks the KV of every token.
 
-The KV of a token is a fixed mix of its content key, so all that a request reads is known beforehand.
-A hit on the wrong block, a wrong slot or a block handed out while still held shows up as a difference.
-So does a block that left a window too early, a state or a part of a block that was not copied, and a
-page given to two groups: all groups lie in the same pages, and mix differently.
+The KV of a token is a fixed mix of its content key, so the expected content of every read is known. A hit
+on the wrong block, a wrong slot, or a block that is reused while held shows up as a difference. So does a
+block that left a window too early, a state or part of a block that was not copied, and a page that was
+given to two groups: all groups share the pages, and their mixes differ.
 """
 
 from __future__ import annotations
@@ -21,22 +21,28 @@ from kvcache.replay.running import Span
 from kvcache.replay.verified_group import Found, StateGroup, TokenGroup, VerifiedGroup
 from kvcache.specs import GroupSpec
 from kvcache.step import StepPlan
-from kvcache.worker import BlockTable, KVStorage, MultiGroupBlockTable, Worker
+from kvcache.worker import BlockTables, GroupTable, KVStorage, TableShape, Worker
 from kvcache.worker.pages.pages import Pages
 
 _ELEMENT_BYTES = 4  # int32
 
 
 class KVVerifier:
-    """Storage and block tables behind a manager; writes each request's new KV and reads it back.
+    """Storage and block tables for a manager: writes the new KV of each request and reads it back.
 
-    `block_size`: of one group of full attention; or `groups`, those of the manager. `num_blocks` and
-    `num_host_blocks` (0: no host tier) count the null block. `chunk_tokens` bounds the
-    working memory, not the length of a request: 4,096 to 131,072 were equally fast within noise on the
-    development machine. Raises MemoryError when there is no room.
+    In each step, call `reserve` before it, `apply` its plan, `check_arrival` of all its rows, then
+    `write` and `check` of all rows.
 
-    Per step: `reserve` before it, `apply` its plan, `check_arrival` of all its rows, `write` all,
-    `check` all.
+    Args:
+        block_size: Tokens per block of one full-attention group. Alternative to `groups`.
+        groups: The groups of the manager.
+        num_blocks: Pool size, including the null block.
+        num_host_blocks: Size of the host tier, including its null block. 0: no host tier.
+        chunk_tokens: Bounds the working memory, not the length of a request. 4,096 to 131,072 were
+            equally fast within noise on the development machine.
+
+    Raises:
+        MemoryError: There is not enough memory.
     """
 
     def __init__(
@@ -56,16 +62,16 @@ class KVVerifier:
     ) -> None:
         specs = checked_groups(block_size, groups)
         kinds = [make_kind(spec.kind, spec.options) for spec in specs]
-        # Columns of a buffer that is written round.
+        # Columns of a circular buffer.
         self._buffers = [
-            -(-kind.buffer // spec.block_size) if kind.pages == "circular" else None
+            -(-kind.buffer // spec.block_size) if kind.pages.wraps else None
             for spec, kind in zip(specs, kinds)
         ]
         self._specs, self._device = specs, device
-        self._has_slots = [kind.pages != "state" for kind in kinds]
+        self._has_slots = [kind.pages.has_slots for kind in kinds]
         self._max_num_reqs, self._num_blocks = max_num_reqs, num_blocks
         self._chunk_tokens = chunk_tokens
-        # K of a page, or V: the largest block of tokens, or a state that fills as much.
+        # Elements of K or V of a page: the largest block of tokens, or a state of the same size.
         features = num_kv_heads * head_size
         sizes = [spec.block_size for spec, slots in zip(specs, self._has_slots) if slots]
         page_features = features * max(sizes, default=1)
@@ -87,23 +93,23 @@ class KVVerifier:
         self.storages = [
             KVStorage.over(pages, *shape, dtype=torch.float32, layout=layout) for shape in shapes
         ]
-        # A request holds at most every block but the null one; where a window slides, its row may
-        # become longer still, and `reserve` widens the tables.
+        # A request holds at most every block except the null block. With a sliding window, its row
+        # may grow longer, and `reserve` widens the tables.
         self._make_tables([max(num_blocks - 1, 1)] * len(specs), last_step_id=-1)
         self.groups = self._make_groups(kinds, num_layers)
 
     @property
     def storage(self) -> KVStorage:
-        """The one of the first group."""
+        """The storage of the first group."""
         return self.storages[0]
 
     @property
-    def table(self) -> BlockTable:
-        """The one of the first group."""
+    def table(self) -> GroupTable:
+        """The block table of the first group."""
         return self.tables[0]
 
     def reserve(self, num_tokens: int) -> None:
-        """Makes room in the tables for a request of `num_tokens` tokens."""
+        """Make room in the tables for a request with `num_tokens` tokens."""
         widths = [table.max_num_blocks_per_req for table in self.tables.block_tables]
         needed = [
             1 if buffer else -(-num_tokens // spec.block_size)
@@ -124,39 +130,44 @@ class KVVerifier:
             group.table = table
 
     def apply(self, plan: StepPlan) -> None:
-        """Applies the plan to pages and block tables; every plan, in order."""
+        """Apply the plan to pages and block tables. Every plan must be applied in order."""
         self.worker.apply(plan)
 
     def check_arrival(self, span: Span) -> Found:
-        """Reads content that the plan had to move for these tokens, before the step writes."""
+        """Check the content that the plan had to move for these tokens, before the step writes."""
         return _all(group.check_arrival(span) for group in self.groups)
 
     def write(self, span: Span) -> None:
-        """Writes the KV of the tokens, and the states behind them."""
+        """Write the KV of the tokens, and the states after them."""
         for group in self.groups:
             group.write(span)
 
     def check(self, span: Span) -> Found:
-        """Reads what the tokens attend to, themselves included, in all groups.
+        """Read what the tokens attend to, including themselves, in all groups.
 
-        Returns the number of wrong tokens, and the first. A token is right when block table and
-        manager's block both lead to exactly its K and V.
+        Returns the number of wrong tokens, and the first of them. A token is correct if the block table
+        and the manager's block both lead to exactly its K and V.
         """
         return _all(group.check(span) for group in self.groups)
 
     def _make_tables(self, widths: list[int], last_step_id: int) -> None:
-        sizes = [spec.block_size for spec in self._specs]
-        self.tables = MultiGroupBlockTable(
-            self._max_num_reqs,
-            1,  # widths are given
-            self._chunk_tokens,
-            False,
-            self._device,
-            sizes,
-            sizes,
-            max_num_blocks=[buffer or width for buffer, width in zip(self._buffers, widths)],
-            circular=[buffer is not None for buffer in self._buffers],
-            slot_mapping=self._has_slots,
+        shapes = [
+            TableShape(
+                spec.block_size,
+                buffer or width,
+                circular=buffer is not None,
+                slot_mapping=has_slots,
+            )
+            for spec, buffer, width, has_slots in zip(
+                self._specs, self._buffers, widths, self._has_slots
+            )
+        ]
+        self.tables = BlockTables(
+            shapes,
+            max_num_reqs=self._max_num_reqs,
+            max_num_tokens=self._chunk_tokens,
+            device=self._device,
+            pin_memory=False,
         )
         self.worker = Worker(self.storages, self.tables, self._host, last_step_id=last_step_id)
 
@@ -180,7 +191,7 @@ class KVVerifier:
 
 
 def _all(found: Iterable[Found]) -> Found:
-    """Over all groups: how many tokens are wrong, and the first."""
+    """Return the number of wrong tokens over all groups, and the first of them."""
     count, first = 0, None
     for number, mismatch in found:
         count += number
@@ -189,7 +200,7 @@ def _all(found: Iterable[Found]) -> Found:
 
 
 def _check_memory(num_bytes: int, device: str) -> None:
-    """Refuses what would not fit instead of letting the system kill the process half-way."""
+    """Raise MemoryError for sizes that do not fit, before the system kills the process."""
     if torch.device(device).type == "cuda":
         available = torch.cuda.mem_get_info(device)[0]
     elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:

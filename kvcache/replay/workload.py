@@ -1,4 +1,4 @@
-"""One request of a workload. Readers and generators make them, the replayer takes them."""
+"""Requests of a workload. Readers and generators create them, and the replayer consumes them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,17 @@ from kvcache.checks import MAX_INT32, check_range, instance, instances, plain_fi
 class WorkloadRequest:
     """A request as it arrives.
 
-    `index`: position in the workload, from 0. `arrival_ms`: milliseconds since its start.
-    `token_ids`: int32[n], the prompt. `output_length`: tokens of the answer. `content`: int64[n], a
-    key per token that stands for the token's whole prefix: equal keys mean equal prompts up to and
-    including that token, unequal keys unequal ones. The KV of a token is a function of its key.
-    TypeError or ValueError for anything else.
+    Args:
+        index: Position in the workload, from 0.
+        arrival_ms: Milliseconds since the start of the workload.
+        token_ids: int32[n], the prompt.
+        output_length: Tokens of the answer.
+        content: int64[n], one key per token that stands for the prefix up to and including this token.
+            Keys are equal if and only if the prefixes are equal. The KV of a token is a function of its
+            key.
+
+    Raises:
+        TypeError, ValueError: An argument is invalid.
     """
 
     index: int
@@ -49,19 +55,22 @@ class WorkloadRequest:
 def checked_workload(
     workload: Iterable[WorkloadRequest], on_request: Callable[[], None] | None
 ) -> Iterator[WorkloadRequest]:
-    """Its requests; those of a list are checked before the first is yielded. TypeError."""
+    """Yield the requests of a workload.
+
+    A list is checked before its first request is yielded. TypeError.
+    """
     if on_request is not None and not callable(on_request):
         raise TypeError(f"on_request is {shown(on_request)}: expected a function or None")
     if isinstance(workload, list | tuple):
         checked_requests(workload, "workload")
     try:
         return _checked_each(iter(workload))
-    except (TypeError, RuntimeError):  # RuntimeError: of a tensor of too many rows
+    except (TypeError, RuntimeError):  # RuntimeError: from a tensor with too many rows
         raise TypeError(f"workload is {shown(workload)}: expected requests") from None
 
 
 def checked_requests(requests: Sequence[WorkloadRequest], name: str) -> list[WorkloadRequest]:
-    """A list of requests. TypeError or ValueError."""
+    """Return a list of requests. Raises TypeError or ValueError."""
     return instances(requests, WorkloadRequest, name, "requests")
 
 

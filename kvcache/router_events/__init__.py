@@ -1,6 +1,6 @@
-"""Cache events for routers: a publisher on ZMQ with replay, and a subscriber with a view of the cache.
+"""Cache events for routers: a ZMQ publisher with replay, and a subscriber that mirrors the cache.
 
-Needs the packages `msgspec` and `pyzmq` (`pip install kvcache[events]`).
+Requires the packages `msgspec` and `pyzmq` (`pip install kvcache[events]`).
 """
 
 try:

@@ -1,4 +1,4 @@
-"""Blocks in the order of their chains, so that a reader knows a block's parent before the block."""
+"""Orders blocks by their chains, so that a reader receives each parent before its children."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from kvcache.router_events.wire import WireHash
 
 
 def chains(parents: Mapping[WireHash, WireHash | None]) -> Iterator[list[WireHash]]:
-    """Splits blocks, given with the parent of each, into runs in which each is the parent of the next.
+    """Split blocks into runs in which each block is the parent of the next.
 
-    A run comes after the run that its parent is in. A block whose parent is not among them begins one.
+    Args:
+        parents: The parent of each block, by hash.
+
+    Yields:
+        The hashes of each run. A run follows the run of its parent. A block whose parent is not in
+        `parents` starts a run.
     """
     children: dict[WireHash | None, list[WireHash]] = {}
     heads = []

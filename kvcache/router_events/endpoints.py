@@ -1,4 +1,4 @@
-"""Checks where a socket listens, and makes sockets that do."""
+"""Checks endpoints and binds sockets."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _TRANSPORTS = ("tcp", "ipc", "inproc")
 
 
 def checked_endpoint(endpoint: str, name: str, allow_remote: bool) -> str:
-    """An endpoint to bind: tcp at a loopback address, ipc or inproc; with `allow_remote` any of tcp.
+    """Return an endpoint to bind: tcp on a loopback address, ipc or inproc; with `allow_remote`, any tcp.
 
-    TypeError or ValueError, which names the argument.
+    Raises TypeError or ValueError, which names the argument.
     """
     text(endpoint, name)
     transport, separator, place = endpoint.partition("://")
@@ -33,7 +33,7 @@ def checked_endpoint(endpoint: str, name: str, allow_remote: bool) -> str:
 def checked_context(
     context: zmq.Context[zmq.Socket[bytes]] | None,
 ) -> zmq.Context[zmq.Socket[bytes]]:
-    """None: the process's own. TypeError."""
+    """Return the given context, or the process's own for None. Raises TypeError."""
     if context is None:
         return zmq.Context.instance()
     instance(context, zmq.Context, "context")
@@ -45,11 +45,11 @@ def _is_loopback(place: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # a name, which may mean any address; or *
+        return False  # a host name, which may resolve to any address; or *
 
 
 def bound(socket: zmq.Socket[bytes], endpoint: str, name: str) -> str:
-    """Binds, and returns where; OSError, with the socket closed, where that cannot be."""
+    """Bind the socket and return its endpoint. On failure, close the socket and raise OSError."""
     try:
         socket.ipv6 = "[" in endpoint
         socket.bind(endpoint)

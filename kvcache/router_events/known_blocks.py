@@ -1,4 +1,4 @@
-"""The blocks that readers of a stream of events know, with what was said of each."""
+"""The blocks that the readers of an event stream know, with their published attributes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvcache.events import BlockStored
 from kvcache.router_events.chains import chains
 from kvcache.router_events.wire import CPU, GPU, STORAGE, WireHash, WireStored
 
-# As routers and vLLM call them; other kinds go by their own name.
+# The names used by routers and vLLM. Other kinds keep their own names.
 _WIRE_KINDS = {
     "chunked_local": "chunked_local_attention",
     "circular_window": "sliding_window",
@@ -21,7 +21,7 @@ _MEDIUM_BITS = {GPU: 1, CPU: 2, STORAGE: 4}
 
 
 class KnownBlock:
-    """What is the same for a block on every medium. `tokens`: int32 bytes; b"": unknown."""
+    """Attributes of a block that are the same on every medium. `tokens`: int32 bytes; b"" if unknown."""
 
     __slots__ = ("extra_keys", "lora_name", "mediums", "parent", "tokens")
 
@@ -30,11 +30,11 @@ class KnownBlock:
         self.tokens = b""
         self.lora_name: str | None = None
         self.extra_keys: tuple[Any, ...] | None = None
-        self.mediums = 0  # bits
+        self.mediums = 0  # bit mask
 
 
 class GroupBlocks:
-    """Those of one cache group, by hash. A block stays known until `forget_removed`."""
+    """The blocks of one cache group by hash. A removed block stays known until `forget_removed`."""
 
     def __init__(self, group: int, event: BlockStored) -> None:
         self._group, self._block_size = group, event.block_size
@@ -44,7 +44,7 @@ class GroupBlocks:
         self._removed: set[WireHash] = set()
 
     def store(self, stored: WireStored, tokens: bytes) -> None:
-        """Blocks that come with their parent; the tokens as int32 bytes besides."""
+        """Record stored blocks with their parents. `tokens` are their token ids as int32 bytes."""
         parent = stored.parent_block_hash
         size = 4 * self._block_size
         for i, block_hash in enumerate(stored.block_hashes):
@@ -59,14 +59,14 @@ class GroupBlocks:
             parent = block_hash
 
     def store_known(self, hashes: Iterable[WireHash], medium: str) -> Iterator[WireStored]:
-        """Blocks that a medium has from now on, with what is known of them from another one."""
+        """Record blocks that a medium now has. Yield their events with attributes from other mediums."""
         hashes = list(hashes)
         for block_hash in hashes:
             self._blocks.setdefault(block_hash, KnownBlock()).mediums |= _MEDIUM_BITS[medium]
         yield from self._stored(hashes, medium)
 
     def remove(self, hashes: Iterable[WireHash], medium: str) -> None:
-        """Blocks that a medium no longer has."""
+        """Record that a medium no longer has these blocks."""
         for block_hash in hashes:
             block = self._blocks.get(block_hash)
             if block is None:
@@ -76,20 +76,23 @@ class GroupBlocks:
                 self._removed.add(block_hash)
 
     def hashes(self, medium: str) -> list[WireHash]:
-        """Those of the blocks that a medium has."""
+        """Return the hashes of a medium's blocks."""
         bit = _MEDIUM_BITS[medium]
         return [each for each, block in self._blocks.items() if block.mediums & bit]
 
     def forget_removed(self) -> None:
-        """Forgets blocks that no medium has. A step that evicts a block may write it to the host only
-        at its end, so this comes after all events of the step."""
+        """Discard blocks that no medium has.
+
+        Called after all events of a step, because a step may write an evicted block to the host at its
+        end.
+        """
         for block_hash in self._removed:
             if self._blocks[block_hash].mediums == 0:
                 del self._blocks[block_hash]
         self._removed.clear()
 
     def everything(self, medium: str) -> Iterator[WireStored]:
-        """All blocks that a medium has, for a reader that knows none."""
+        """Yield events for all blocks of a medium, for a reader that knows none."""
         yield from self._stored(self.hashes(medium), medium)
 
     def _stored(self, hashes: list[WireHash], medium: str) -> Iterator[WireStored]:
@@ -116,7 +119,7 @@ class GroupBlocks:
 
     @property
     def labels(self) -> dict[str, Any]:
-        """What every stored event of the group says of it."""
+        """Return the attributes that every stored event of the group has."""
         return {
             "group_idx": self._group,
             "kv_cache_spec_kind": self._kind,

@@ -1,4 +1,4 @@
-"""Publishes the events of a manager to routers, in a thread of its own."""
+"""Publishes the events of a manager to routers from a background thread."""
 
 from __future__ import annotations
 
@@ -23,49 +23,56 @@ from kvcache.router_events.translator import EventTranslator, check_event
 from kvcache.router_events.wire import WireBatch, encode_batch, encode_sequence
 
 _log = logging.getLogger(__name__)
-_BUSY_POLL_MS = 5  # while a reader that replays takes nothing
+_BUSY_POLL_MS = 5  # while a reader of a replay accepts no data
 _QUEUE_CHECK_SECONDS = 0.1
 _LONGEST_SECONDS = (
-    86_400.0  # of waiting while it closes; ZMQ and threads count no more than some days
+    86_400.0  # limit of the wait in `close`; ZMQ and threads cannot wait longer than some days
 )
 _MOST_BYTES_OF_A_SUBSCRIPTION = 4096
 
 
 class PublisherCounts(NamedTuple):
-    """What a publisher has done so far."""
+    """Cumulative counts of a publisher."""
 
     batches: int
     payload_bytes: int
-    replays: int  # that were begun
-    snapshots: int  # that were made for readers behind the buffer
-    refused_requests: int  # for replay, that were not of the format
-    given_up_replays: (
-        int  # of readers that went away, asked again, or took nothing while many waited
-    )
+    replays: int  # replays that were started
+    snapshots: int  # snapshots for readers that requested batches older than the buffer
+    refused_requests: int  # malformed replay requests
+    given_up_replays: int  # replays dropped: the reader left, asked again or stalled
 
 
 class EventPublisher:
-    """Publishes cache events on ZMQ, and replays them; docs/events.md has the wire format.
+    """Publish cache events on ZMQ, with replay. docs/events.md describes the wire format.
 
-    `publish(manager.drain_events())` after each step. It only queues; a thread translates and sends.
+    Call `publish(manager.cache.drain_events())` after each step. The call only queues the events; a
+    thread translates and sends them. A publisher belongs to one manager and receives all of its events,
+    starting with the first.
 
-    `endpoint`: where readers subscribe. `replay_endpoint`: where they ask for what they missed; None for
-    no replay. Both are bound as they are given: each data-parallel rank needs its own. Other places than
-    the loopback, ipc and inproc need `allow_remote`: whoever reaches them reads the tokens of all
-    prompts. `topic`: "kv@POD@MODEL" for routers that expect it. `data_parallel_rank`: named in every
-    batch. `hash_seed`: the manager's. `buffer_steps`, `buffer_bytes`: the batches that can be replayed,
-    at most so many, and so many bytes; a reader that asks for older ones gets everything that is
-    cached. `hwm`: batches that wait for a slow reader; it misses those beyond. `max_queue_size`: batches
-    that wait for the thread; `publish` waits while there are as many. `context`: of ZMQ; None for the
-    process's own.
+    Args:
+        endpoint: Address that readers subscribe to.
+        replay_endpoint: Address for replay requests. None disables replay. Both addresses are bound as
+            given, so each data-parallel rank needs its own.
+        allow_remote: Allow addresses other than loopback, ipc and inproc. Anyone who can reach such an
+            address can read the tokens of all prompts.
+        topic: Topic of the messages, "kv@POD@MODEL" for routers that expect this form.
+        data_parallel_rank: Rank that every batch names.
+        hash_seed: The manager's `hash_seed`.
+        buffer_steps: Maximum number of batches kept for replay. A reader that requests older ones
+            receives a snapshot of everything that is cached.
+        buffer_bytes: Maximum total size of these batches.
+        hwm: Batches queued for a slow reader, which misses any further ones.
+        max_queue_size: Batches queued for the thread. `publish` blocks while the queue is full.
+        context: The ZMQ context. None: the process's own.
 
-    A publisher belongs to one manager, from the manager's first event on, and gets all of its events.
+    Raises:
+        TypeError, ValueError: An argument is invalid.
+        OSError: An endpoint cannot be bound.
 
-    TypeError or ValueError for wrong arguments; OSError where an endpoint cannot be bound.
-
-    >>> from kvcache.events import AllBlocksCleared
-    >>> with EventPublisher("tcp://127.0.0.1:0", topic="kv@pod-1@llama") as publisher:
-    ...     publisher.publish([AllBlocksCleared()])
+    Example:
+        >>> from kvcache.events import AllBlocksCleared
+        >>> with EventPublisher("tcp://127.0.0.1:0", topic="kv@pod-1@llama") as publisher:
+        ...     publisher.publish([AllBlocksCleared()])
     """
 
     def __init__(
@@ -100,7 +107,7 @@ class EventPublisher:
         self._num_bytes = 0
         self._failure: BaseException | None = None
         self._is_closing = False
-        self._close_by = 0.0  # of the monotonic clock
+        self._close_by = 0.0  # on the monotonic clock
 
         context = checked_context(context)
         self._socket = context.socket(zmq.PUB)
@@ -126,10 +133,14 @@ class EventPublisher:
         self._thread.start()
 
     def publish(self, events: Sequence[CacheEvent]) -> None:
-        """Queues the events of one `drain_events()`, whole, as one batch; no event, no batch.
+        """Queue the events of one `drain_events()` call as one batch. Without events, no batch is sent.
 
-        TypeError or ValueError for what is no event of a manager. RuntimeError when the publisher is
-        closed, or its thread failed.
+        Args:
+            events: The complete result of `drain_events()`.
+
+        Raises:
+            TypeError, ValueError: An entry is not a valid event of a manager.
+            RuntimeError: The publisher is closed, or its thread has failed.
         """
         events = listed(events, "events", "a list of events")
         for i, event in enumerate(events):
@@ -142,13 +153,13 @@ class EventPublisher:
             try:
                 self._waiting.put(item, timeout=_QUEUE_CHECK_SECONDS)
             except queue.Full:
-                continue  # unless the thread has failed
+                continue  # retry unless the thread has failed
             self._wake_up()
             return
 
     @property
     def counts(self) -> PublisherCounts:
-        """What was done so far, as of a moment ago."""
+        """Cumulative counts, possibly a moment old."""
         server = self._server
         replays = (
             (server.num_replays, server.num_snapshots, server.num_refused, server.num_given_up)
@@ -158,10 +169,13 @@ class EventPublisher:
         return PublisherCounts(self._buffer.stop, self._num_bytes, *replays)
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Publishes what waits, for at most about so many seconds, and stops; may be called again.
+        """Publish queued batches and stop. Replays in progress end. May be called repeatedly.
 
-        Replays that are under way end. TypeError or ValueError for a timeout that is no finite number
-        of seconds, 0 or more; the publisher goes on then.
+        Args:
+            timeout_s: Approximate limit in seconds, finite and at least 0.
+
+        Raises:
+            TypeError, ValueError: `timeout_s` is invalid. The publisher continues to run.
         """
         timeout_s = min(seconds(timeout_s, "timeout_s"), _LONGEST_SECONDS)
         if self._is_closing:
@@ -185,10 +199,11 @@ class EventPublisher:
             raise RuntimeError("the publisher is closed")
 
     def _wake_up(self) -> None:
-        with contextlib.suppress(OSError):  # it is full, so the thread wakes up; or it has ended
+        # If the pipe is full, the thread wakes up anyway; or the thread has ended.
+        with contextlib.suppress(OSError):
             self._wake.send(b"\0")
 
-    # In the thread.
+    # Called in the thread.
 
     def _run(self) -> None:
         try:
@@ -213,7 +228,7 @@ class EventPublisher:
             poller.poll(_BUSY_POLL_MS if is_busy else None)
             self._clear_wake()
             if not self._publish_some():
-                self._wake_up()  # there is more
+                self._wake_up()  # more batches are queued
             if self._server is not None:
                 self._server.hear()
                 self._server.serve()
@@ -226,7 +241,7 @@ class EventPublisher:
                 pass
 
     def _publish_some(self) -> bool:
-        """A number of batches, so that replays have their turn; whether no more wait."""
+        """Publish up to 64 batches, to leave time for replays. Return whether the queue is empty."""
         for _ in range(64):
             try:
                 seconds, events = self._waiting.get_nowait()

@@ -1,4 +1,4 @@
-"""The last batches that were published, for readers that missed some."""
+"""The most recent batches, for readers that missed some."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections import deque
 
 
 class ReplayBuffer:
-    """Payloads of consecutive sequence numbers, at most so many and of so many bytes in all.
+    """Payloads with consecutive sequence numbers, limited in number and in total bytes.
 
-    The oldest go first. The last one stays, however large it is.
+    The oldest payloads are dropped first. The last payload is kept regardless of its size.
     """
 
     def __init__(self, max_batches: int, max_bytes: int) -> None:
         self._max_batches, self._max_bytes = max_batches, max_bytes
         self._payloads: deque[bytes] = deque()
-        self.first = 0  # sequence number of the oldest one
+        self.first = 0  # sequence number of the oldest payload
         self.num_bytes = 0
 
     @property
@@ -23,7 +23,7 @@ class ReplayBuffer:
         return self.first + len(self._payloads)
 
     def append(self, payload: bytes) -> None:
-        """Keeps the batch `stop`."""
+        """Add a batch with the sequence number `stop`."""
         self._payloads.append(payload)
         self.num_bytes += len(payload)
         while len(self._payloads) > 1 and (
@@ -33,7 +33,7 @@ class ReplayBuffer:
             self.first += 1
 
     def __getitem__(self, number: int) -> bytes:
-        """The batch of this sequence number. IndexError where it is not kept (any more)."""
+        """Return the batch with this sequence number. Raises IndexError if it is not kept."""
         if not self.first <= number < self.stop:
             raise IndexError(
                 f"batch {number} is not kept: expected {self.first} to {self.stop - 1}"

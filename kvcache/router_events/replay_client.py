@@ -1,4 +1,4 @@
-"""Asks a publisher for batches that it has published before."""
+"""Requests earlier batches from a publisher."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from kvcache.router_events.wire import END_OF_REPLAY, WireError, decode_sequence
 
 
 class ReplayTimeout(Exception):
-    """A publisher does not answer, or no longer."""
+    """A publisher does not answer, or has stopped answering."""
 
 
 def replay(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int, timeout_s: float
 ) -> Generator[tuple[int, bytes], None, None]:
-    """(sequence number, payload) of the batches from `first` on, as far as the publisher has them.
+    """Yield (sequence number, payload) of the publisher's batches from `first` on.
 
-    Each call is a connection of its own, so that no answer to an earlier one comes in between.
-    ReplayTimeout where it has not ended within `timeout_s` seconds; what came before counts. WireError
-    for an answer of another form.
+    Each call opens a new connection, so answers to earlier calls cannot interfere. Raises ReplayTimeout
+    if the replay has not ended within `timeout_s` seconds; batches yielded before remain valid. Raises
+    WireError for a malformed answer.
     """
     socket = context.socket(zmq.DEALER)
     socket.linger = 0

@@ -1,14 +1,14 @@
-"""Answers requests for replay, a few batches at a time, so that publishing goes on meanwhile.
+"""Answers replay requests a few batches at a time, so that publishing continues meanwhile.
 
-A request is [identity, b"", first sequence number]; the empty frame may be missing, and is then missing
-in the answers. Each batch is an answer, [identity, b"", topic, sequence number, payload], and the last
-answer has sequence number -1. A reader that asks for batches which the buffer no longer has gets one
-that clears its view and stores everything that is cached, under the last sequence number.
+A request is [identity, b"", first sequence number]. The empty frame is optional, and answers omit it if
+the request does. Each batch is one answer, [identity, b"", topic, sequence number, payload]. The last
+answer has sequence number -1. A reader that requests batches that the buffer no longer has receives a
+batch that clears its view and stores everything that is cached, under the last sequence number.
 
-What waits for readers is bounded in bytes: a batch is handed to ZMQ only while less than
-`MOST_BYTES_OF_A_READER` waits for its reader and less than `MOST_BYTES` for all. ZMQ says when it has let
-go of a batch, so bytes count until the kernel has them. A reader that takes nothing for `SLOW_SECONDS` is
-dropped: its replay here, and its connection by the kernel.
+The data queued for readers is bounded: a batch is passed to ZMQ only while less than
+`MOST_BYTES_OF_A_READER` is queued for its reader and less than `MOST_BYTES` for all readers. ZMQ reports
+when it releases a batch, so bytes count until the kernel has them. If a reader accepts no data for
+`SLOW_SECONDS`, the server drops its replay and the kernel drops its connection.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from kvcache.router_events.wire import END_OF_REPLAY, WireError, decode_sequence
 MOST_REQUESTS_WAITING = 64
 _BATCHES_AT_A_TIME = 32
 _MOST_BYTES_OF_A_FRAME = 256  # of a request
-_SEND_HWM = 1_000  # messages to a reader that it has not taken yet; then its replay waits
-_KERNEL_BYTES = 2**18  # of a connection, in the kernel's buffer
-MOST_BYTES = 2**26  # that wait for all readers
+_SEND_HWM = 1_000  # messages queued for a reader; beyond this, its replay pauses
+_KERNEL_BYTES = 2**18  # kernel buffer of a connection
+MOST_BYTES = 2**26  # queued for all readers
 MOST_BYTES_OF_A_READER = (
     MOST_BYTES // MOST_REQUESTS_WAITING
-)  # so that idle ones leave room for others
+)  # so that idle replays make room for others
 SLOW_SECONDS = 10.0
 
 
@@ -39,17 +39,17 @@ SLOW_SECONDS = 10.0
 class _Replay:
     identity: bytes
     prefix: list[bytes]
-    next: int  # sequence numbers
+    next: int  # sequence number
     stop: int
 
 
 @dataclass
-class _Held:
-    """Batches that ZMQ holds for a reader, the oldest first."""
+class _HeldBatches:
+    """Batches that ZMQ holds for a reader, oldest first."""
 
     batches: deque[tuple[zmq.MessageTracker, int]] = field(default_factory=deque)
     num_bytes: int = 0
-    since: float = 0.0  # of the monotonic clock: when it has last taken one
+    since: float = 0.0  # monotonic time at which the reader last accepted a batch
 
     def take_in(self, tracker: zmq.MessageTracker, size: int) -> None:
         if not self.batches:
@@ -58,18 +58,18 @@ class _Held:
         self.num_bytes += size
 
     def waiting(self) -> int:
-        """Bytes that ZMQ still holds, also where `let_go` was not called since."""
+        """Bytes that ZMQ still holds, even if `let_go` was not called since."""
         return sum(size for tracker, size in list(self.batches) if not tracker.done)
 
     def let_go(self) -> None:
-        """Forgets those that ZMQ no longer holds."""
+        """Drop the batches that ZMQ has released."""
         while self.batches and self.batches[0][0].done:
             self.num_bytes -= self.batches.popleft()[1]
             self.since = time.monotonic()
 
 
 class ReplayServer:
-    """Serves readers on a bound ROUTER socket. `snapshot`: the payload that stores everything."""
+    """Serve readers on a bound ROUTER socket. `snapshot` returns the payload that stores everything."""
 
     def __init__(
         self,
@@ -80,34 +80,37 @@ class ReplayServer:
     ) -> None:
         self._socket, self._topic, self._buffer = socket, topic, buffer
         self._make_snapshot = snapshot
-        self._snapshot: tuple[int, bytes] = (-1, b"")  # the sequence number after it
-        self._replays: dict[bytes, _Replay] = {}  # by identity, the oldest first
-        self._held: dict[bytes, _Held] = {}  # by identity, also of those that were given up
+        # With the sequence number at which it was made.
+        self._snapshot: tuple[int, bytes] = (-1, b"")
+        self._replays: dict[bytes, _Replay] = {}  # by identity, oldest first
+        # By identity, including replays that were dropped.
+        self._held: dict[bytes, _HeldBatches] = {}
         self.num_replays = self.num_snapshots = self.num_refused = self.num_given_up = 0
 
     @staticmethod
     def prepare(socket: zmq.Socket[bytes]) -> None:
-        """Options that must be set before the socket is bound."""
-        socket.router_mandatory = True  # a full queue and a lost reader are told, not ignored
+        """Set the options that must precede the bind."""
+        # Report full queues and lost readers instead of ignoring them.
+        socket.router_mandatory = True
         socket.maxmsgsize = _MOST_BYTES_OF_A_FRAME
         socket.sndhwm = _SEND_HWM
         socket.rcvhwm = _SEND_HWM
         socket.sndbuf = _KERNEL_BYTES
-        socket.tcp_maxrt = int(1000 * SLOW_SECONDS)  # ends connections that take nothing
-        socket.copy_threshold = 0  # batches are shared with the buffer, and tracked
+        socket.tcp_maxrt = int(1000 * SLOW_SECONDS)  # close connections that accept no data
+        socket.copy_threshold = 0  # share batches with the buffer, and track them
 
     @property
     def is_busy(self) -> bool:
-        """Whether replays are under way."""
+        """Whether replays are in progress."""
         return bool(self._replays)
 
     @property
     def held_bytes(self) -> dict[bytes, int]:
-        """Bytes that wait for readers, by identity."""
+        """Bytes queued for readers, by identity."""
         return {identity: each.waiting() for identity, each in list(self._held.items())}
 
     def hear(self) -> None:
-        """Takes in the requests that have come."""
+        """Read the requests that have arrived."""
         for _ in range(MOST_REQUESTS_WAITING):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -136,7 +139,7 @@ class ReplayServer:
         self.num_replays += 1
 
     def serve(self) -> None:
-        """Sends a few batches to each reader that takes them."""
+        """Send a few batches to each reader that accepts them."""
         self._let_go()
         for replay in list(self._replays.values()):
             try:
@@ -148,11 +151,11 @@ class ReplayServer:
                         del self._replays[replay.identity]
                         break
             except zmq.Again:
-                continue  # its queue is full
+                continue  # the reader's queue is full
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
-                del self._replays[replay.identity]  # it is gone
+                del self._replays[replay.identity]  # the reader has disconnected
                 self.num_given_up += 1
 
     def _let_go(self) -> None:
@@ -162,7 +165,10 @@ class ReplayServer:
                 del self._held[identity]
 
     def _has_room(self, replay: _Replay) -> bool:
-        """Whether the next batch may wait for this reader; one may where none does, however large."""
+        """Return whether the next batch may be queued for this reader.
+
+        If nothing is queued, any size may.
+        """
         if replay.next >= replay.stop or not self._held:
             return True
         size = len(self._payload(replay)[1])
@@ -178,18 +184,18 @@ class ReplayServer:
             self.num_given_up += 1
 
     def _send_next(self, replay: _Replay) -> bool:
-        """Whether more is to come."""
+        """Send the next batch. Return whether more batches remain."""
         if replay.next >= replay.stop:
             self._send(replay, b"", END_OF_REPLAY, b"")
             return False
         number, payload = self._payload(replay)
         tracker = self._send(replay, self._topic, encode_sequence(number), payload)
-        self._held.setdefault(replay.identity, _Held()).take_in(tracker, len(payload))
+        self._held.setdefault(replay.identity, _HeldBatches()).take_in(tracker, len(payload))
         replay.next = number + 1
         return True
 
     def _payload(self, replay: _Replay) -> tuple[int, bytes]:
-        """The batch that comes next, under its number."""
+        """Return the next batch and its sequence number."""
         if replay.next < self._buffer.first:
             return self._buffer.stop - 1, self._snapshot_payload()
         return replay.next, self._buffer[replay.next]

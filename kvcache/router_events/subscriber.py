@@ -1,4 +1,4 @@
-"""Subscribes to one publisher and keeps a view of its cache, over lost messages and restarts."""
+"""Subscribes to one publisher and mirrors its cache across lost messages and restarts."""
 
 from __future__ import annotations
 
@@ -22,37 +22,42 @@ from kvcache.router_events.wire import (
 )
 
 _log = logging.getLogger(__name__)
-_MOST_MESSAGES = 1024  # of one `poll`
-_LONGEST_SECONDS = 86_400.0  # of one `poll`; ZMQ counts milliseconds in 32 bits
+_MOST_MESSAGES = 1024  # per `poll`
+_LONGEST_SECONDS = 86_400.0  # per `poll`; ZMQ counts milliseconds in 32 bits
 
 
 class SubscriberCounts(NamedTuple):
-    """What a subscriber has met so far."""
+    """Cumulative counts of a subscriber."""
 
-    batches: int  # applied, replayed ones included
-    gaps: int  # in the numbers of what came
-    restarts: int  # of the publisher
-    malformed: int  # messages that were ignored
+    batches: int  # applied batches, including replayed ones
+    gaps: int  # gaps in the sequence numbers
+    restarts: int  # restarts of the publisher
+    malformed: int  # ignored messages
 
 
 class EventSubscriber:
-    """A view of one publisher's cache. No thread: `poll` takes in what has come.
+    """Mirror one publisher's cache. There is no thread: `poll` reads what has arrived.
 
-    `endpoint`, `replay_endpoint`: where the publisher is. Without the second, what is missed stays
-    missing. `topic`: batches of exactly this one; "" for all. `replay_timeout_s`: how long a replay may
-    take; a longer one goes on with the next `poll`, and after one without any answer the next is tried
-    no sooner. `context`: of ZMQ; None for the process's own.
+    While `is_exact` is true, `view` is exact as of `next_seq`: every earlier batch, or a snapshot, was
+    applied. A lost batch is detected when a later one arrives, and is then replayed, or when `catch_up`
+    is called. A restarted publisher is detected by its sequence numbers. In addition, each new connection
+    starts with a replay that compares the last applied batch.
 
-    `view` is exact, as of `next_seq`, while `is_exact`: every batch before was applied, or one that
-    names everything. A batch that was lost is noticed when a later one comes, and replayed then, or
-    when `catch_up` asks. A publisher that begins anew is noticed by its numbers, and because each new
-    connection is followed by a replay, which begins with the last batch that was applied and compares it.
+    Args:
+        endpoint: The publisher's endpoint.
+        replay_endpoint: The publisher's replay endpoint. None: lost batches are not recovered.
+        topic: Accept only batches with exactly this topic. "": all topics.
+        replay_timeout_s: Time limit of a replay. The next `poll` continues an unfinished replay. After a
+            replay without any answer, the next attempt is delayed by the same time.
+        context: The ZMQ context. None: the process's own.
 
-    TypeError or ValueError for wrong arguments.
+    Raises:
+        TypeError, ValueError: An argument is invalid.
 
-    >>> with EventSubscriber("tcp://127.0.0.1:5557") as subscriber:
-    ...     subscriber.poll(timeout_s=0), len(subscriber.view)
-    (0, 0)
+    Example:
+        >>> with EventSubscriber("tcp://127.0.0.1:5557") as subscriber:
+        ...     subscriber.poll(timeout_s=0), len(subscriber.view)
+        (0, 0)
     """
 
     def __init__(
@@ -77,9 +82,9 @@ class EventSubscriber:
         self._last_payload: bytes | None = (
             None  # of the batch before `next_seq`, if it can be replayed
         )
-        self._last_live = -1  # the number that came last, not replayed
+        self._last_live = -1  # the last sequence number that arrived without a replay
         self._must_catch_up = replay_endpoint is not None
-        self._retry_at = 0.0  # of the monotonic clock
+        self._retry_at = 0.0  # on the monotonic clock
         self._num_batches = self._num_gaps = self._num_restarts = self._num_malformed = 0
 
         self._socket = self._context.socket(zmq.SUB)
@@ -95,15 +100,19 @@ class EventSubscriber:
             raise ValueError(f"endpoint is {endpoint!r}: {error.strerror}") from None
 
     def poll(self, timeout_s: float = 0.0) -> int:
-        """Applies what has come, at most 1,024 messages; returns the number of batches.
+        """Apply the messages that have arrived, at most 1,024.
 
-        Waits for something at most `timeout_s`, and for a replay at most `replay_timeout_s` more.
+        Args:
+            timeout_s: Seconds to wait for the first message. A replay may take `replay_timeout_s` more.
+
+        Returns:
+            The number of applied batches.
         """
         before = self._num_batches
         wait_ms = int(min(seconds(timeout_s, "timeout_s"), _LONGEST_SECONDS) * 1000)
         self._note_connections()
         self._try_to_catch_up()
-        for _ in range(_MOST_MESSAGES):  # a publisher may be faster than this side
+        for _ in range(_MOST_MESSAGES):  # a publisher may be faster than this loop
             if not self._socket.poll(wait_ms if self._num_batches == before else 0):
                 break
             self._take(self._socket.recv_multipart())
@@ -111,9 +120,13 @@ class EventSubscriber:
         return self._num_batches - before
 
     def catch_up(self) -> bool:
-        """Asks for all that was published by now; whether the view is exact then.
+        """Request everything published so far.
 
-        ValueError without a replay endpoint.
+        Returns:
+            Whether the view is exact.
+
+        Raises:
+            ValueError: There is no replay endpoint.
         """
         if self._replay_endpoint is None:
             raise ValueError("replay_endpoint is None: expected one, to catch up")
@@ -124,13 +137,13 @@ class EventSubscriber:
 
     @property
     def counts(self) -> SubscriberCounts:
-        """What was met so far."""
+        """Cumulative counts."""
         return SubscriberCounts(
             self._num_batches, self._num_gaps, self._num_restarts, self._num_malformed
         )
 
     def close(self) -> None:
-        """Ends the connection; the view stays."""
+        """Close the connection. The view remains."""
         if not self._socket.closed:
             self._socket.disable_monitor()
             self._socket.close(linger=0)
@@ -144,13 +157,13 @@ class EventSubscriber:
     def _take(self, frames: list[bytes]) -> None:
         if self._note_connections():
             self._try_to_catch_up()
-            return  # it was published before the replay, or by the publisher before
+            return  # the message precedes the replay, or comes from the previous publisher
         try:
             if len(frames) != 3:
                 raise WireError(f"message has {len(frames)} frames: expected 3")
             topic, sequence, payload = frames
             if self._topic and topic != self._topic:
-                return  # it only begins in the same way
+                return  # only a prefix of the topic matches
             seq = decode_sequence(sequence)
         except WireError as error:
             self._note_malformed(error)
@@ -169,12 +182,12 @@ class EventSubscriber:
             self._must_catch_up = self._can_replay
         if self._must_catch_up:
             self._try_to_catch_up()
-            return  # it was replayed, or will be
+            return  # the batch was replayed, or will be
         if seq >= self.next_seq:
             self._apply(seq, batch, payload)
 
     def _note_connections(self) -> bool:
-        """Whether a new connection asks for a replay: behind it there may be another publisher."""
+        """Return whether a new connection requires a replay: it may belong to another publisher."""
         is_new = False
         while self._connections.poll(0):
             self._connections.recv_multipart()
@@ -188,7 +201,7 @@ class EventSubscriber:
         return is_new and self._can_replay
 
     def _drop_queued(self) -> None:
-        """Messages that came before a replay is asked for say nothing that it does not."""
+        """Drop queued messages, which the requested replay supersedes."""
         self._last_live = -1
         try:
             while True:
@@ -220,12 +233,12 @@ class EventSubscriber:
         self.is_exact = names_all or seq == 0 or (self.is_exact and not is_jump)
         self.view.apply(batch.events)
         self.next_seq = seq + 1
-        # One that names everything is made for a replay: the batch of this number is another one.
+        # A snapshot is made for a replay. It differs from the batch with the same sequence number.
         self._last_payload = None if is_jump and names_all else payload
         self._num_batches += 1
 
     def _try_to_catch_up(self) -> None:
-        """Replays, where that is needed; it stays needed where it fails."""
+        """Run a replay if one is needed. After a failure, it remains needed."""
         if self._replay_endpoint is None or not self._must_catch_up:
             return
         if time.monotonic() < self._retry_at:
@@ -236,7 +249,7 @@ class EventSubscriber:
             if not is_done:
                 self._begin_anew()
                 self._drop_queued()
-                # False: it has begun anew once more.
+                # False: the publisher has restarted again.
                 is_done = self._replay(self._replay_endpoint, deadline)
             self._must_catch_up = not is_done
         except ReplayTimeout as error:
@@ -248,7 +261,7 @@ class EventSubscriber:
             self._retry_at = time.monotonic() + self._replay_timeout_s
 
     def _replay(self, endpoint: str, deadline: float) -> bool:
-        """Applies what came behind the last batch; False where the publisher has another one there."""
+        """Apply the batches after the last one. Return False if the publisher's last batch differs."""
         last = None if self._last_payload is None else self.next_seq - 1
         is_first = True
         answers = replay(self._context, endpoint, last or 0, deadline - time.monotonic())
@@ -263,7 +276,7 @@ class EventSubscriber:
                     self._forget()
                 is_first = False
                 self._apply_replayed(seq, payload)
-        if is_first:  # it has published nothing so far, or less than before
+        if is_first:  # the publisher has published nothing, or less than before
             if self.next_seq > 0:
                 return False
             self.is_exact = True
@@ -274,7 +287,7 @@ class EventSubscriber:
             raise WireError(f"replay has batch {seq}: expected {self.next_seq} or a later one")
         try:
             self._apply(seq, decode_batch(payload), payload)
-        except WireError as error:  # it would come again and again
+        except WireError as error:  # a repeated replay would fail in the same way
             self._note_malformed(error)
             self.is_exact = False
             self.next_seq, self._last_payload = seq + 1, payload

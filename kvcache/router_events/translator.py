@@ -1,4 +1,4 @@
-"""Translates the events of a manager into those of the wire."""
+"""Translates the events of a manager into wire events."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from kvcache.router_events.wire import (
 )
 
 _MEDIUMS = {"gpu": GPU, "cpu": CPU, "storage": STORAGE}
-_ENGINE = "engine:"  # such hashes come from the engine: their first blocks have no parent
+_ENGINE = "engine:"  # prefix of hashes computed by the engine, whose first blocks have no parent
 
 
 class EventTranslator:
-    """Translates one manager's events, in their order, and knows all that its readers know.
+    """Translate one manager's events in order, and track everything that its readers know.
 
-    The manager's events of the host tier name hashes alone, and so do those of what a store had from
-    before (medium "storage"). Here they get the parents and tokens that the device's events had, because
-    every block of the host was on the device before. Where those events were dropped
-    (`AllBlocksCleared.num_dropped`), a host block has no parent and no tokens.
+    Events of the host tier, and of blocks that a store already had (medium "storage"), contain only
+    hashes. The translator adds the parents and tokens from the device's events, because every host block
+    was on the device before. If those events were dropped (`AllBlocksCleared.num_dropped`), a host block
+    has neither parent nor tokens.
 
-    `seed`: the manager's `hash_seed`, from which the parent of first blocks follows: it is None on the
+    `seed` is the manager's `hash_seed`. It determines the parent of first blocks, which is None on the
     wire.
     """
 
     def __init__(self, seed: str) -> None:
         self._seed = seed
-        hash_seed(seed, "hash_seed")  # its errors come at once
+        hash_seed(seed, "hash_seed")  # raises errors of the seed immediately
         self._roots: dict[str, int] = {}  # by hash algorithm
         self._groups: dict[int, GroupBlocks] = {}
 
     def translate(self, events: Sequence[CacheEvent]) -> list[WireEvent]:
-        """What to publish of one `drain_events()`, whole."""
+        """Return the wire events of one complete `drain_events()` result."""
         translated: list[WireEvent] = []
         for i, event in enumerate(events):
             if isinstance(event, BlockStored):
@@ -62,7 +62,7 @@ class EventTranslator:
         return translated
 
     def snapshot(self) -> list[WireEvent]:
-        """Everything that is cached, for a reader that knows nothing, or what is no longer so."""
+        """Return everything that is cached, for a reader without a valid view."""
         stored = (
             each
             for medium in _MEDIUMS.values()
@@ -113,7 +113,7 @@ class EventTranslator:
     def _cleared(
         self, event: AllBlocksCleared, following: CacheEvent | None
     ) -> Iterable[WireEvent]:
-        """The wire clears all mediums at once. The manager clears its own one after the other."""
+        """Clear all mediums with one event, although the manager clears its tiers one after another."""
         is_followed = isinstance(following, AllBlocksCleared) and following.medium != event.medium
         cleared = {event.medium, following.medium} if is_followed else {event.medium}
         others = [medium for medium in _MEDIUMS if medium not in cleared]
@@ -131,7 +131,7 @@ class EventTranslator:
 
 
 def _extra_keys(event: BlockStored) -> list[tuple[Any, ...] | None] | None:
-    """One entry per block, untagged: names of adapters, (item, start), salts, digests of embeddings."""
+    """Return one entry per block, untagged: adapter names, (item, start), salts, embedding digests."""
     if event.extra_keys is None:
         return None
     per_block = event.block_size // event.hash_block_size
@@ -144,7 +144,7 @@ def _extra_keys(event: BlockStored) -> list[tuple[Any, ...] | None] | None:
 def _keys_of_block(
     hash_blocks: Sequence[tuple[tuple[Any, ...], ...] | None], hash_block_size: int
 ) -> tuple[Any, ...] | None:
-    found: dict[Any, None] = {}  # in order, each once
+    found: dict[Any, None] = {}  # ordered, without duplicates
     for i, keys in enumerate(hash_blocks):
         for kind, value, *more in keys or ():
             found[(value, more[0] + i * hash_block_size) if kind == "mm" else value] = None
@@ -152,9 +152,9 @@ def _keys_of_block(
 
 
 def check_event(event: CacheEvent, name: str) -> None:
-    """Whether it is an event as a manager makes them; costs the same however many blocks it has.
+    """Check that an event is valid, in constant time.
 
-    TypeError or ValueError that names what of it is wrong.
+    Raises TypeError or ValueError, which names the invalid field.
     """
     if not isinstance(event, CacheEvent):
         raise TypeError(f"{name} is {shown(event)}: expected an event of kvcache.events")

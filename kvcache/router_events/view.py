@@ -1,4 +1,4 @@
-"""What a reader of cache events knows of a cache."""
+"""A reader's view of a cache."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from kvcache.router_events.wire import (
 
 
 class CachedBlock(NamedTuple):
-    """A block as its event has described it.
+    """A block as described by its event.
 
-    `parent`: hash of the block before; None for the first of a prompt, and where it is unknown.
-    `token_ids`: `block_size` of them; empty where they are unknown.
+    Attributes:
+        parent: Hash of the previous block. None for the first block of a prompt, or if unknown.
+        token_ids: `block_size` token ids. Empty if unknown.
     """
 
     parent: WireHash | None
     token_ids: tuple[int, ...]
-    block_size: int  # tokens
+    block_size: int  # tokens per block
     lora_name: str | None
     extra_keys: tuple[Any, ...] | None
 
@@ -32,16 +33,23 @@ class CachedBlock(NamedTuple):
 class CacheView:
     """The blocks that a publisher has stored and not removed, by medium, cache group and hash.
 
-    Mediums are those of the wire: "GPU", "CPU", "STORAGE". Hashes are unsigned integers of 64 bits, or
-    bytes from publishers that send whole digests. An event that names no medium means "GPU", one that
-    names no group means group 0.
+    Mediums are "GPU", "CPU" and "STORAGE", as on the wire. Hashes are unsigned 64-bit integers, or bytes
+    from publishers that send complete digests. An event without a medium refers to "GPU", and an event
+    without a group to group 0.
     """
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[str, int], dict[WireHash, CachedBlock]] = {}
 
     def apply(self, events: Iterable[WireEvent]) -> None:
-        """The events of a batch that was decoded, in their order. TypeError for what is no event."""
+        """Apply the events of a decoded batch in order.
+
+        Args:
+            events: The events.
+
+        Raises:
+            TypeError: An entry is not a wire event.
+        """
         events = listed(events, "events", "events of a batch")
         for i, event in enumerate(events):
             instance(event, WireEvent, f"events[{i}]")
@@ -57,22 +65,22 @@ class CacheView:
                     blocks.pop(block_hash, None)
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Remove all blocks."""
         self._blocks.clear()
 
     @property
     def places(self) -> list[tuple[str, int]]:
-        """(medium, group) of all blocks."""
+        """Return (medium, group) of all blocks."""
         return [place for place, blocks in self._blocks.items() if blocks]
 
     def hashes(self, medium: str = "GPU", group: int = 0) -> set[WireHash]:
-        """Those that are found on a medium for a group."""
+        """Return the hashes of a group's blocks on a medium."""
         return set(self._at(medium, group))
 
     def block(
         self, block_hash: WireHash, medium: str = "GPU", group: int = 0
     ) -> CachedBlock | None:
-        """What is known of a block; None where it is not cached there."""
+        """Return a block, or None if it is not cached there."""
         return self._at(medium, group).get(_checked_hash(block_hash, "block_hash"))
 
     def num_leading(
@@ -81,7 +89,13 @@ class CacheView:
         group: int = 0,
         mediums: Sequence[str] = ("GPU", "CPU", "STORAGE"),
     ) -> int:
-        """How many of a prompt's blocks, from its first on, are on any of these mediums."""
+        """Return how many leading blocks of a prompt are on any of the mediums.
+
+        Args:
+            block_hashes: The prompt's block hashes, in order.
+            group: The cache group.
+            mediums: The mediums that count.
+        """
         mediums = listed(mediums, "mediums", "a sequence of mediums")
         tiers = [self._at(medium, group, f"mediums[{i}]") for i, medium in enumerate(mediums)]
         hashes = listed(block_hashes, "block_hashes", "a sequence of hashes")
@@ -92,12 +106,12 @@ class CacheView:
         return len(hashes)
 
     def _at(self, medium: str, group: int, name: str = "medium") -> dict[WireHash, CachedBlock]:
-        """The blocks on a medium for a group. TypeError or ValueError."""
+        """Return the blocks of a group on a medium. Raises TypeError or ValueError."""
         check_name(medium, name)
         return self._blocks.get((medium, integer(group, "group")), {})
 
     def __len__(self) -> int:
-        """Blocks, those on two mediums counted twice."""
+        """Return the number of blocks, counting a block once per medium."""
         return sum(map(len, self._blocks.values()))
 
 
@@ -109,7 +123,7 @@ def _checked_hash(value: WireHash, name: str) -> WireHash:
 
 def _store(blocks: dict[WireHash, CachedBlock], event: WireStored) -> None:
     size, parent = event.block_size, event.parent_block_hash
-    knows_chain = bool(event.token_ids)  # without tokens the blocks need not be of one chain
+    knows_chain = bool(event.token_ids)  # without tokens, the blocks may belong to several chains
     for i, block_hash in enumerate(event.block_hashes):
         blocks[block_hash] = CachedBlock(
             parent if knows_chain else None,

@@ -1,10 +1,10 @@
-"""The wire format of cache events, as cache-aware routers read it: msgpack in three frames of ZMQ.
+"""The wire format of cache events for cache-aware routers: msgpack in three ZMQ frames.
 
 topic | sequence number, 8 bytes big-endian | [time, [events], data-parallel rank]
 
-An event is a map with "type". Keys without a default are always there, nil where there is nothing to
-say; the others are left out. A hash is a uint64, the low 64 bits of the digest; other publishers may
-send whole digests.
+An event is a map with a "type" key. Keys without a default are always present, nil if empty; keys with a
+default are omitted if unset. A hash is a uint64, the low 64 bits of the digest. Other publishers may send
+complete digests.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ WireHash = int | bytes
 GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"  # mediums
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _SEQUENCE_BYTES = 8
-_MOST_SEQUENCE = 2**63 - 1  # what is above reads as below 0
+_MOST_SEQUENCE = 2**63 - 1  # larger numbers decode as negative
 
 
 class WireStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
-    """Blocks of one chain, each the parent of the next, are found from now on."""
+    """Blocks of one chain, each the parent of the next, are cached from now on."""
 
     block_hashes: list[WireHash]
-    parent_block_hash: WireHash | None  # of the block before the first; None: it begins a prompt
-    token_ids: list[int]  # of all blocks; empty: unknown
-    block_size: int  # tokens
+    parent_block_hash: WireHash | None  # of the block before the first one; None: start of a prompt
+    token_ids: list[int]  # of all blocks; empty if unknown
+    block_size: int  # tokens per block
     lora_id: int | None
     medium: str | None
     lora_name: str | None
@@ -42,7 +42,7 @@ class WireStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False
 
 
 class WireRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
-    """These blocks are no longer found on this medium."""
+    """These blocks are no longer cached on this medium."""
 
     block_hashes: list[WireHash]
     medium: str | None
@@ -50,14 +50,14 @@ class WireRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=Fal
 
 
 class WireCleared(msgspec.Struct, tag="AllBlocksCleared", omit_defaults=True, gc=False):
-    """No block is found any more, on any medium."""
+    """No blocks are cached any more, on any medium."""
 
 
 WireEvent = WireStored | WireRemoved | WireCleared
 
 
 class WireBatch(msgspec.Struct, array_like=True, gc=False):
-    """Events that came together. `ts`: seconds since 1970."""
+    """Events that were sent together. `ts`: seconds since 1970."""
 
     ts: float
     events: list[WireEvent]
@@ -65,7 +65,7 @@ class WireBatch(msgspec.Struct, array_like=True, gc=False):
 
 
 class WireError(ValueError):
-    """A message that is not of this format; it says why."""
+    """A message does not conform to this format. The error text gives the reason."""
 
 
 encode_batch = msgspec.msgpack.Encoder().encode
@@ -73,7 +73,7 @@ _decode_batch = msgspec.msgpack.Decoder(WireBatch).decode
 
 
 def decode_batch(payload: bytes) -> WireBatch:
-    """The batch of the third frame; WireError for anything else, or unequal lists."""
+    """Decode the third frame. Raises WireError for malformed data and lists of unequal length."""
     try:
         batch = _decode_batch(payload)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -98,12 +98,12 @@ def _check_lengths(event: WireStored) -> None:
 
 
 def encode_sequence(number: int) -> bytes:
-    """The second frame."""
+    """Encode the second frame."""
     return number.to_bytes(_SEQUENCE_BYTES, "big")
 
 
 def decode_sequence(frame: bytes) -> int:
-    """The number of a second frame, or of a request; WireError for another size, or below 0."""
+    """Decode the second frame or a request. Raises WireError for a wrong size or a negative number."""
     if len(frame) != _SEQUENCE_BYTES:
         raise WireError(f"sequence number has {len(frame)} bytes: expected {_SEQUENCE_BYTES}")
     number = int.from_bytes(frame, "big")
@@ -113,12 +113,12 @@ def decode_sequence(frame: bytes) -> int:
 
 
 def wire_hash(digest: bytes) -> int:
-    """The low 64 bits of a digest."""
+    """Return the low 64 bits of a digest."""
     return int.from_bytes(digest[-8:], "big")
 
 
 def wire_hashes(event: BlockStored | BlockRemoved) -> list[WireHash]:
-    """Those of an event's blocks."""
+    """Return the hashes of an event's blocks."""
     hashes = event.block_hashes
     if hashes.shape[1] < 8:
         return [wire_hash(each.tobytes()) for each in hashes]

@@ -1,7 +1,6 @@
-"""Transfers between engines: topology, transfer plans, copied and received blocks, workers' reports.
+"""Transfers between engines: cache descriptions, transfer plans, transports and received blocks.
 
-Names are imported when first used, so plans and topology work without torch. Functions that move bytes
-import it.
+Names are imported on first use, so plans work without torch. Functions that move bytes import torch.
 """
 
 from __future__ import annotations
@@ -25,29 +24,19 @@ _HOME = {
     "Transfer": "kvcache.transfer.transport.base",
     "TransferError": "kvcache.transfer.transport.base",
     "Transport": "kvcache.transfer.transport.base",
-    "make_transport": "kvcache.transfer.transport.base",
+    "make_transport": "kvcache.transfer.transport.factory",
     "source_readers": "kvcache.transfer.plan.readers",
-    "copy_kv_blocks": "kvcache.transfer.blocks",
     "permute_pages": "kvcache.transfer.memory",
     "region_addresses": "kvcache.transfer.memory",
     "AttentionBackend": "kvcache.layouts",
-    "KVCacheEvents": "kvcache.transfer.connector.cache_events",
-    "KVConnectorOutput": "kvcache.transfer.connector.aggregate",
-    "KVOutputAggregator": "kvcache.transfer.connector.aggregate",
-    "KVTopology": "kvcache.transfer.topology",
-    "RemoteEngine": "kvcache.transfer.topology",
     "backend": "kvcache.layouts",
     "choose_layout": "kvcache.layouts",
     "register_backend": "kvcache.layouts",
-    "kv_postprocess_blksize_and_layout_on_receive": "kvcache.transfer.receive",
-    "kv_postprocess_blksize_on_receive": "kvcache.transfer.receive",
-    "kv_postprocess_layout_on_receive": "kvcache.transfer.receive",
     "permute_received_blocks": "kvcache.transfer.receive",
     "heads_of_rank": "kvcache.transfer.sharding",
     "layers_of_rank": "kvcache.transfer.sharding",
     "ranks_of_head": "kvcache.transfer.sharding",
     "replica_for": "kvcache.transfer.sharding",
-    "yield_req_data": "kvcache.transfer.connector.requests",
 }
 
 __all__ = [*_HOME]  # noqa: PLE0604

@@ -1,8 +1,8 @@
-"""The description of a KV cache that engines exchange: which rank holds what, and where in a page.
+"""The description of a KV cache that engines exchange: the content of each rank, and its page layout.
 
 A page is one fragment in each of several regions (`Pages`). The regions, and the position of each element
-in them, follow from a dozen numbers, without torch and without addresses. There are as few regions as the
-memory order allows; `region_addresses` finds them in a storage's `Pages`.
+in them, follow from a dozen numbers, without torch and without addresses. The number of regions is the
+smallest that the memory order allows. `region_addresses` locates them in a storage's `Pages`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvcache.checks import (
     integer,
     shown,
 )
-from kvcache.layouts import Placement, check_memory_order, layout_of, place_elements
+from kvcache.placement import Placement, check_memory_order, layout_of, place_elements
 from kvcache.specs import ELEMENT_BYTES, GroupSpec, LayerSpec
 from kvcache.transfer.sharding import (
     PipelineStage,
@@ -43,7 +43,7 @@ DESCRIPTION_VERSION = 1
 
 
 def check_identity(version: object, engine_id: object) -> None:
-    """ValueError for a description of another version of the format, TypeError for a wrong engine_id."""
+    """Raise ValueError for another version of the format, TypeError for an invalid engine_id."""
     if type(version) is not int or version != DESCRIPTION_VERSION:
         raise ValueError(
             f"version is {shown(version)}, of engine {shown(engine_id)}: "
@@ -63,12 +63,14 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StageCache:
-    """What each rank of one pipeline stage holds.
+    """The content of each rank of one pipeline stage.
 
-    layers: the model's. tp_size: the stage's ranks, numbered from `first_rank` on among those of one
-    context-parallel rank. placement: where the elements of a page lie; layers and heads are numbered
-    within the rank, and scales are its last part, as if they were another V. region_strides: int64[r],
-    bytes from page to page.
+    Attributes:
+        layers: The model's layers in this stage.
+        tp_size: Number of ranks in the stage, numbered from `first_rank` within a context-parallel rank.
+        placement: Position of a page's elements. Layers and heads are numbered within the rank. Scales
+            are stored like an additional V, as the last part.
+        region_strides: int64[r]. Bytes between pages.
     """
 
     layers: range
@@ -81,63 +83,77 @@ class StageCache:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheDescription:
-    """An engine's KV cache. All ranks have the same description, for their own tokens, layers and heads.
+    """An engine's KV cache. All ranks share one description and hold different tokens, layers and heads.
 
-    Tokens are spread over context-parallel ranks. With N = `cp_world_size` (PCP times DCP) and I =
-    `cp_interleave`, the token at position p is on rank `p // I % N`, as its token number
-    `p // (N * I) * I + p % I`, in blocks of `block_size`. Layers are spread over pipeline ranks, heads
-    over tensor-parallel ranks (`kvcache.transfer.sharding`). A rank's number is
-    `(cp_rank * pp_size + pp_rank) * tp_size + tp_rank`. `tp_size` counts no rank twice: an engine
-    whose context parallelism reuses n of its TP ranks gives `tp_size // n`. `stages`: (layers, tp_size)
-    of every pipeline stage, where these are not all alike; `pp_size` and `tp_size` are then left 1, and
-    ranks are numbered stage by stage within a context-parallel rank.
+    Tokens are spread over context-parallel ranks. With N = `cp_world_size` (PCP times DCP) and
+    I = `cp_interleave`, the token at position p is on rank `p // I % N`, as token number
+    `p // (N * I) * I + p % I` of that rank, in blocks of `block_size`. Layers are spread over pipeline
+    ranks, and heads over tensor-parallel ranks (`kvcache.transfer.sharding`). The number of a rank is
+    `(cp_rank * pp_size + pp_rank) * tp_size + tp_rank`.
 
-    `memory_order`: the dimensions in memory, outermost first, as `AttentionBackend.memory_order` gives
-    them (`kvcache.layouts`): "layer" (without it, each layer has its own memory), "kv" (without it, V of
-    a head follows its K), "block", "token", "head" (without it, there is one head) and "element".
-    Dimensions before "block" count regions; "head" may be one of them. `page_stride` is for padded pages
-    (shared with other cache groups), where K and V of a page lie in one region; one for all stages, or
-    one each. `is_mla`: one
-    latent vector of `head_size` elements per token, on every tensor-parallel rank; then
-    `total_num_kv_heads` is 1. A rotary part that is given as `v_head_size` is counted in `head_size`,
-    and `v_head_size` becomes 0.
+    Bytes are transferred without applying scales, so both engines need the same scales.
 
-    `scale_bytes_per_head`: bytes of scales that each token has per head, K's and V's together. They lie
-    in the page behind K and V of a layer (or have a region of their own, where "kv" comes before
-    "block"), token by token: a storage's `scale_bytes_per_token` is that times the heads of a rank.
-    They move with their heads. `k_scale`, `v_scale`: the scales of fp8 values, [num_layers][1 or
-    total_num_kv_heads], as `KVStorage.set_scales` gets them for a rank; None: all are 1. Bytes move
-    unscaled, so both engines must have the same.
+    A description consists of plain values: it can be pickled, and `to_dict` returns values for JSON.
 
-    `hash_algorithm`: how the engine hashes blocks (`CacheOptions.hash_algorithm`), so that both sides
-    know whether a hash of one names a block of the other.
+    Args:
+        engine_id: Name of the engine.
+        num_layers: Layers of the model in this cache.
+        total_num_kv_heads: KV heads of the model. 1 for MLA.
+        head_size: Elements of K per head.
+        block_size: Tokens per page on one context-parallel rank.
+        v_head_size: Elements of V per head. None: `head_size`, or 0 for MLA. For MLA, a rotary part given
+            here is added to `head_size`, and `v_head_size` becomes 0.
+        tp_size: Tensor-parallel ranks, counting each rank once: if context parallelism reuses n of them,
+            pass `tp_size // n`.
+        stages: (layers, tp_size) of each pipeline stage, if stages differ. `pp_size` and `tp_size` then
+            stay 1, and ranks are numbered stage by stage within a context-parallel rank.
+        memory_order: Dimensions in memory, outermost first, from `AttentionBackend.memory_order`
+            (`kvcache.layouts`): "layer" (if missing, each layer has its own memory), "kv" (if missing, a
+            head's V follows its K), "block", "token", "head" (if missing, there is one head) and
+            "element". Each combination of indices before "block" has its own region; "head" may be
+            among them.
+        page_stride: Bytes between padded pages (shared with other cache groups): one value for all
+            stages, or one per stage. Requires K and V of a page in one region.
+        is_mla: Whether each token has one latent vector of `head_size` elements, on every tensor-parallel
+            rank.
+        scale_bytes_per_head: Bytes of each token's scales per head, K and V together. Scales follow a
+            layer's K and V in the page, token by token, or have their own region if "kv" precedes
+            "block". They move together with their heads. A storage's `scale_bytes_per_token` is
+            `scale_bytes_per_head` times the heads per rank.
+        k_scale: Scales of fp8 values, per layer or per layer and KV head, as in
+            `KVStorage.set_scales`. None: all are 1.
+        v_scale: The same for V.
+        hash_algorithm: How the engine hashes blocks (`CacheOptions.hash_algorithm`), so that both sides
+            know whether their block hashes are comparable.
 
-    Holds plain values: it pickles, and `to_dict` gives values for JSON. ValueError or TypeError for
-    values out of range, sizes that do not divide, or another version.
+    Raises:
+        TypeError: A value has a wrong type.
+        ValueError: A value is out of range, sizes do not divide each other, or the version differs.
 
-    >>> from kvcache.layouts import backend
-    >>> cache = CacheDescription(engine_id="prefill-0", num_layers=32, total_num_kv_heads=8,
-    ...     head_size=128, block_size=16, tp_size=4,
-    ...     memory_order=backend("FLASH_ATTN").memory_order("HND"))
-    >>> cache.heads(rank=1), cache.region_bytes[:2].tolist()
-    (range(2, 4), [8192, 8192])
-    >>> CacheDescription.from_dict(cache.to_dict()) == cache
-    True
+    Example:
+        >>> from kvcache.layouts import backend
+        >>> cache = CacheDescription(engine_id="prefill-0", num_layers=32, total_num_kv_heads=8,
+        ...     head_size=128, block_size=16, tp_size=4,
+        ...     memory_order=backend("FLASH_ATTN").memory_order("HND"))
+        >>> cache.heads(rank=1), cache.region_bytes[:2].tolist()
+        (range(2, 4), [8192, 8192])
+        >>> CacheDescription.from_dict(cache.to_dict()) == cache
+        True
     """
 
     engine_id: str
     num_layers: int
     total_num_kv_heads: int
     head_size: int  # elements
-    block_size: int  # tokens of a page on one context-parallel rank
-    v_head_size: int | None = None  # elements; None: as head_size, or 0 with MLA
+    block_size: int  # tokens per page on one context-parallel rank
+    v_head_size: int | None = None  # elements; None: head_size, or 0 with MLA
     is_mla: bool = False
     tp_size: int = 1
     pp_size: int = 1
     cp_world_size: int = 1
     cp_interleave: int = 1  # tokens
     memory_order: tuple[str, ...] = ("kv", "block", "token", "head", "element")
-    page_stride: int | tuple[int, ...] | None = None  # bytes from page to page; None: contiguous
+    page_stride: int | tuple[int, ...] | None = None  # bytes between pages; None: contiguous
     dtype: str = "bfloat16"  # or the torch.dtype of that name
     stages: tuple[PipelineStage, ...] | None = None
     scale_bytes_per_head: int = 0
@@ -178,7 +194,7 @@ class CacheDescription:
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, self._checked_scale(given, name))
         self._check_page_stride()
-        _ = self.stage_caches  # ValueError where the sizes cannot be placed
+        _ = self.stage_caches  # raises ValueError if the sizes cannot be placed
 
     def _check_stages(self) -> None:
         if self.stages is None:
@@ -232,25 +248,37 @@ class CacheDescription:
         cp_world_size: int = 1,
         **sizes: object,
     ) -> CacheDescription:
-        """The description of one group of a plan: of `plan.groups[g]` and `plan.layers`.
+        """Create the description of one group of a plan, `plan.groups[g]` with `plan.layers`.
 
-        Layers, heads per rank, head sizes, block size and dtype are those of the group.
-        `total_num_kv_heads`: of the model; by default each rank has heads of its own. Of a replicated
-        group `cp_world_size` is 1. `sizes`: the other fields. With `stages`, whose ranks hold
-        unlike numbers of heads, `total_num_kv_heads` must be given. ValueError for a group whose blocks
-        are not transferred or hold no tokens, and for one that is written round.
+        Layers, heads per rank, head sizes, block size and dtype are taken from the group.
 
-        >>> from kvcache import plan_cache
-        >>> layers = [LayerSpec("a", "full_attention", 16, 2, 64)]
-        >>> layers += [LayerSpec("b", "full_attention", 16, 2, 64, transferred=False)]
-        >>> plan = plan_cache(layers, 2**20, max_model_len=64)
-        >>> cache = CacheDescription.of_group(plan.groups[0], plan.layers, engine_id="x", tp_size=4)
-        >>> cache.total_num_kv_heads, cache.block_size
-        (8, 16)
-        >>> CacheDescription.of_group(plan.groups[1], plan.layers, engine_id="x")
-        Traceback (most recent call last):
-        ...
-        ValueError: group with layers ('b',) has transferred=False: expected one that is transferred
+        Args:
+            group: The group.
+            layers: The plan's layers.
+            engine_id: Name of the engine.
+            total_num_kv_heads: KV heads of the model. None: each rank has different heads. Required with
+                `stages`, whose ranks hold different numbers of heads.
+            cp_world_size: Number of context-parallel ranks. Treated as 1 for a replicated group.
+            sizes: Other fields of the description.
+
+        Returns:
+            The description.
+
+        Raises:
+            ValueError: The group's blocks are not transferred, hold no tokens, or form a circular buffer.
+
+        Example:
+            >>> from kvcache import plan_cache
+            >>> layers = [LayerSpec("a", "full_attention", 16, 2, 64)]
+            >>> layers += [LayerSpec("b", "full_attention", 16, 2, 64, transferred=False)]
+            >>> plan = plan_cache(layers, 2**20, max_model_len=64)
+            >>> cache = CacheDescription.of_group(plan.groups[0], plan.layers, engine_id="x", tp_size=4)
+            >>> cache.total_num_kv_heads, cache.block_size
+            (8, 16)
+            >>> CacheDescription.of_group(plan.groups[1], plan.layers, engine_id="x")
+            Traceback (most recent call last):
+            ...
+            ValueError: group with layers ('b',) has transferred=False: expected one that is transferred
         """
         instance(group, GroupSpec, "group")
         layers = instances(layers, LayerSpec, "layers")
@@ -270,7 +298,9 @@ class CacheDescription:
         if layer.state_bytes:
             raise ValueError(f"layer {layer.name!r} keeps a state: expected a group of K and V")
         is_mla = layer.is_mla or (layer.num_kv_heads == 1 and layer.v_head_size == 0)
-        if group.kind == "circular_window":
+        from kvcache.kinds import kind_class  # loads the native library, which sizes do not need
+
+        if kind_class(group.kind).pages.wraps:
             raise ValueError(
                 f"group with layers {group.layers} is circular: its blocks hold no run of tokens, and "
                 "only other groups are transferred"
@@ -300,12 +330,12 @@ class CacheDescription:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """The fields by name, as values for JSON."""
+        """Return the fields by name, as values for JSON."""
         return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> CacheDescription:
-        """The inverse of `to_dict`. ValueError for another version, unknown or missing fields."""
+        """Create a description from `to_dict`. Raises ValueError if the version or fields differ."""
         if not isinstance(values, Mapping):
             raise TypeError(f"values is a {type(values).__name__}: expected a mapping")
         if values.get("version") != DESCRIPTION_VERSION:
@@ -327,12 +357,12 @@ class CacheDescription:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the engine."""
+        """Number of ranks of the engine."""
         return self.cp_world_size * self._ranks_per_cp_rank
 
     @cached_property
     def pipeline_stages(self) -> tuple[PipelineStage, ...]:
-        """Every stage's layers and ranks: `stages`, or `pp_size` equal ones."""
+        """The layers and ranks of every stage: `stages`, or `pp_size` equal ones."""
         if self.stages is not None:
             return self.stages
         equal = PipelineStage(self.num_layers // self.pp_size, self.tp_size)
@@ -340,7 +370,7 @@ class CacheDescription:
 
     @cached_property
     def stage_caches(self) -> tuple[StageCache, ...]:
-        """What each rank holds, by pipeline stage."""
+        """The content of each rank, by pipeline stage."""
         found, first_rank = [], 0
         strides: dict[tuple[PipelineStage, int | None], np.ndarray] = {}
         page_strides = self.page_stride
@@ -372,39 +402,40 @@ class CacheDescription:
 
     @property
     def tokens_per_page(self) -> int:
-        """Tokens that one page on each context-parallel rank holds together."""
+        """Number of tokens in one page on every context-parallel rank together."""
         return self.block_size * self.cp_world_size
 
     @property
     def heads_per_rank(self) -> int:
-        """Heads that each rank holds. ValueError where stages differ, as for all that follow."""
+        """Heads per rank. Like the following properties, raises ValueError if stages differ."""
         return self._each_rank("heads_per_rank").heads_per_rank
 
     @property
     def layers_per_rank(self) -> int:
-        """Layers that each rank holds."""
+        """Layers per rank."""
         return len(self._each_rank("layers_per_rank").layers)
 
     @property
     def layout(self) -> str:
-        """ "NHD" or "HND": which of tokens and heads comes first in memory."""
+        """The layout, "NHD" or "HND": whether tokens or heads come first in memory."""
         return layout_of(self.memory_order)
 
     @property
     def placement(self) -> Placement:
-        """Where the elements of each rank's pages lie. Layers and heads are numbered within the rank.
+        """Position of the elements of each rank's pages. Layers and heads are numbered within the rank.
 
-        >>> from kvcache.layouts import backend
-        >>> cache = CacheDescription(engine_id="", num_layers=2, total_num_kv_heads=1, head_size=8,
-        ...     block_size=4, memory_order=backend("BLOCK_MAJOR").memory_order(cross_layers=True))
-        >>> cache.placement.regions.tolist(), cache.placement.kv_offsets.tolist()
-        ([[0, 0], [0, 0]], [[0, 64], [128, 192]])
+        Example:
+            >>> from kvcache.layouts import backend
+            >>> cache = CacheDescription(engine_id="", num_layers=2, total_num_kv_heads=1, head_size=8,
+            ...     block_size=4, memory_order=backend("BLOCK_MAJOR").memory_order(cross_layers=True))
+            >>> cache.placement.regions.tolist(), cache.placement.kv_offsets.tolist()
+            ([[0, 0], [0, 0]], [[0, 64], [128, 192]])
         """
         return self._each_rank("placement").placement
 
     @property
     def head_bytes(self) -> np.ndarray:
-        """int64[p]: bytes of one head of one token in K, in V and in scales, as far as there are any."""
+        """int64[p]: bytes of one head of one token in K, in V and in scales, if present."""
         return self._placements[0].head_bytes
 
     @property
@@ -414,11 +445,11 @@ class CacheDescription:
 
     @property
     def region_strides(self) -> np.ndarray:
-        """int64[r]: bytes from page to page in each region."""
+        """int64[r]: bytes between pages in each region."""
         return self._each_rank("region_strides").region_strides
 
     def stage_of(self, rank: int) -> StageCache:
-        """What a rank holds, where stages may differ. ValueError for a rank out of range."""
+        """Return the content of a rank, if stages may differ. ValueError if the rank is out of range."""
         return self.stage_caches[self.coordinates(rank).pp_rank]
 
     def _each_rank(self, name: str) -> StageCache:
@@ -430,7 +461,7 @@ class CacheDescription:
 
     @cached_property
     def _placements(self) -> tuple[Placement, ...]:
-        """By stage; stages of the same sizes share one."""
+        """The placement of each stage. Stages of equal sizes share one."""
         made: dict[PipelineStage, Placement] = {}
         for stage in self.pipeline_stages:
             if stage in made:
@@ -458,23 +489,23 @@ class CacheDescription:
         return sum(stage.tp_size for stage in self.pipeline_stages)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The coordinates of a rank; ValueError for a rank out of range."""
+        """Return the coordinates of a rank. Raises ValueError if the rank is out of range."""
         rank = integer(rank, "rank", 0, self.world_size - 1)
         cp_rank, rest = divmod(rank, self._ranks_per_cp_rank)
         pp_rank = bisect_right(self._first_ranks, rest) - 1
         return Coordinates(cp_rank, pp_rank, rest - self._first_ranks[pp_rank])
 
     def rank_of(self, at: Coordinates) -> int:
-        """The number of the rank at these coordinates."""
+        """Return the number of the rank at these coordinates."""
         instance(at, Coordinates, "at")
         return at.cp_rank * self._ranks_per_cp_rank + self._first_ranks[at.pp_rank] + at.tp_rank
 
     def layers(self, rank: int) -> range:
-        """The model's layers that a rank holds."""
+        """Return the model's layers on a rank."""
         return self.stage_of(rank).layers
 
     def heads(self, rank: int) -> range:
-        """The model's KV heads that a rank holds."""
+        """Return the model's KV heads on a rank."""
         at = self.coordinates(rank)
         tp_size = self.pipeline_stages[at.pp_rank].tp_size
         return heads_of_rank(self.total_num_kv_heads, tp_size, at.tp_rank)
@@ -482,17 +513,24 @@ class CacheDescription:
     def offset_of(
         self, layer: np.ndarray, kv: np.ndarray, token: np.ndarray, head: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(region, offset) of the first element of heads; the arguments broadcast.
+        """Return (region, offset) of the first element of heads. The arguments broadcast.
 
-        layer, head: numbered within the rank. kv: 0 for K, 1 for V, the last one for scales. token:
-        within the page. offset: in bytes, from where the page begins in the region.
+        Args:
+            layer: Layer, numbered within the rank.
+            kv: 0 for K, 1 for V, the last index for scales.
+            token: Token within the page.
+            head: Head, numbered within the rank.
 
-        >>> from kvcache.layouts import backend
-        >>> cache = CacheDescription(engine_id="", num_layers=2, total_num_kv_heads=2, head_size=8,
-        ...     block_size=4, memory_order=backend("FLASHINFER").memory_order("NHD"))
-        >>> region, offset = cache.offset_of(1, np.array([0, 1]), 0, 1)
-        >>> region.tolist(), offset.tolist()
-        ([1, 1], [16, 144])
+        Returns:
+            Regions, and offsets in bytes from the start of the page in the region.
+
+        Example:
+            >>> from kvcache.layouts import backend
+            >>> cache = CacheDescription(engine_id="", num_layers=2, total_num_kv_heads=2, head_size=8,
+            ...     block_size=4, memory_order=backend("FLASHINFER").memory_order("NHD"))
+            >>> region, offset = cache.offset_of(1, np.array([0, 1]), 0, 1)
+            >>> region.tolist(), offset.tolist()
+            ([1, 1], [16, 144])
         """
         placed = self.placement
         sizes = (*placed.regions.shape, self.block_size, placed.head_count)
@@ -528,7 +566,7 @@ _SIZES = (
 
 
 def _indices(values: np.ndarray, name: str, size: int) -> np.ndarray:
-    """Integers of [0, size) in any shape. TypeError or ValueError."""
+    """Check integers in [0, size), of any shape. Raises TypeError or ValueError."""
     array = as_array(values, name)
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
@@ -537,11 +575,11 @@ def _indices(values: np.ndarray, name: str, size: int) -> np.ndarray:
 
 
 def _plain(value: object) -> object:
-    """A field's value with lists in place of tuples."""
+    """Return a field's value with lists in place of tuples."""
     return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
 def _fixed(array: np.ndarray) -> np.ndarray:
-    """The array made read-only, because all callers get the same one."""
+    """Make the array read-only, because all callers share it."""
     array.setflags(write=False)
     return array

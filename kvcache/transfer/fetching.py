@@ -1,4 +1,4 @@
-"""Fetches a request's tokens from another engine: plans, a transport and pages together."""
+"""Fetches a request's tokens from another engine, combining plans, a transport and pages."""
 
 from __future__ import annotations
 
@@ -29,10 +29,13 @@ _POLL_S = 50e-6
 class GroupFetch:
     """One cache group of a request.
 
-    plan: that of this rank. local_ids: int[n], the request's block table, or pages of states; 0 is the
-    null page. remote_ids: the peer's, one for all remote ranks or by rank. local_addresses: int64[r],
-    where the plan's regions begin (`region_addresses`). remote_addresses: the same by remote rank, as the
-    peers have told them. storage: in which pages are permuted; needed where the plan has a permutation.
+    Args:
+        plan: The plan of this rank.
+        local_ids: int[n]. The request's block table, or state pages. 0 is the null page.
+        remote_ids: int[n]. The peer's block table, one array for all remote ranks or one per rank.
+        local_addresses: int64[r]. Start of each of the plan's regions (`region_addresses`).
+        remote_addresses: int64[r] per remote rank, as received from the peers.
+        storage: The storage in which pages are permuted. Required if the plan has a permutation.
     """
 
     plan: TransferPlan | StateTransferPlan
@@ -44,10 +47,11 @@ class GroupFetch:
 
 
 class Fetch:
-    """A request's pages on their way; made by `fetch`.
+    """A request's pages in flight. Created by `fetch`.
 
-    missing: per group int64[k], local pages of which the remote side has no token. num_bytes: of all
-    groups.
+    Attributes:
+        missing: Per group int64[k], local pages for which the remote side has no token.
+        num_bytes: Bytes of all groups.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class Fetch:
             if len(each.permuted)
         ]
         self._is_done, self._error = False, None
-        self._permuting: list[Event] | None = None  # begun; what has not ended yet
+        self._permuting: list[Event] | None = None  # events still pending, once permuting has begun
         self.transfers: list[Transfer] = []
         try:
             for group, each in zip(groups, found):
@@ -83,13 +87,16 @@ class Fetch:
         except BaseException as error:
             self.cancel(f"another part was refused: {error}")
             if not self.transfers or not isinstance(error, TransferError | ValueError):
-                raise  # else `poll` raises: what has begun may still write to pages
+                raise  # else `poll` raises, because transfers in flight may still write to pages
 
     def poll(self) -> bool:
-        """Whether all pages are here, in local order, and the peers know. TransferError if it failed.
+        """Return whether all pages have arrived in local order and the peers have been notified.
 
-        On a CUDA device pages are permuted on a stream of their own, and it is true once that is done:
-        work that is launched then, on any stream, finds them.
+        On a CUDA device, pages are permuted on a separate stream. Work launched on any stream after this
+        method returns True sees the final pages.
+
+        Raises:
+            TransferError: The fetch failed.
         """
         if self._is_done:
             return True
@@ -123,7 +130,14 @@ class Fetch:
             self._permuting.append(streams.record(stream))
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until all pages are here. TransferError where it fails or is not done in time."""
+        """Wait until all pages have arrived.
+
+        Args:
+            timeout_s: Seconds to wait at most.
+
+        Raises:
+            TransferError: The fetch failed or did not finish in time.
+        """
         timeout_s = seconds(timeout_s, "timeout_s")
         deadline = time.monotonic() + timeout_s
         for transfer in self.transfers:
@@ -139,7 +153,7 @@ class Fetch:
             time.sleep(_POLL_S)
 
     def cancel(self, reason: str) -> None:
-        """Gives it up; see `Transfer.cancel`."""
+        """Cancel the fetch; see `Transfer.cancel`."""
         if not self._is_done and self._error is None:
             self._error = reason
             for transfer in self.transfers:
@@ -147,7 +161,7 @@ class Fetch:
 
     @property
     def is_released(self) -> bool:
-        """Whether nothing writes to its pages any longer; until then they must not be used again."""
+        """Whether nothing writes to the pages any more. Until then, they must not be reused."""
         ended = self._is_done or self._error is not None
         return (
             ended
@@ -166,17 +180,30 @@ def fetch(
     notify: bytes = b"",
     timeout_s: float = 30.0,
 ) -> Fetch:
-    """Begins to read tokens [first_token, end_token) of a request, in all its groups; returns at once.
+    """Start reading tokens [first_token, end_token) of a request in all its groups, without waiting.
 
-    peers: the names of the remote ranks' transports. Pages of states move whole. Null pages of either
-    side are skipped; see `plan_range`. Fragments go factored to the transport, which packs small ones.
-    notify: what all peers that were read get once the pages are here (with `poll` or `wait`).
+    State pages move as a whole. Null pages on either side are skipped; see `plan_range`. Fragments are
+    passed to the transport in factored form, and the transport packs small ones. Reads start one after
+    the other. If a later one is rejected, earlier ones are canceled and `poll` and `wait` raise
+    TransferError; the pages must not be reused before `is_released`.
 
-    TypeError or ValueError, and nothing moves, for ids and tokens that do not fit the plans and unknown
-    ranks. Reads begin one after the other: where the first one is refused, as for memory that either
-    side has not registered or a peer that is not connected, its ValueError or TransferError is raised.
-    Where a later one is, those before are given up, and `poll` and `wait` raise TransferError: pages
-    must not be used again before `is_released`.
+    Args:
+        transport: The transport.
+        peers: Name of the transport of each remote rank.
+        groups: The request's cache groups.
+        first_token: First token to read.
+        end_token: End of the tokens, exclusive.
+        notify: Message to all peers that were read, sent by `poll` or `wait` once the pages have arrived.
+        timeout_s: Deadline of the transfers, in seconds.
+
+    Returns:
+        The fetch in flight.
+
+    Raises:
+        TypeError: Ids or tokens have a wrong type. Nothing has moved.
+        ValueError: Ids or tokens do not fit the plans, a rank is unknown, or the first read is rejected,
+            for example because memory is not registered. Nothing has moved.
+        TransferError: The first read is rejected because its peer is not connected.
     """
     timeout_s = seconds(timeout_s, "timeout_s")
     if not hasattr(transport, "read_spans"):
@@ -199,7 +226,7 @@ def fetch(
 
 
 def spans_of(group: GroupFetch, runs: Runs) -> tuple[Spans, Spans]:
-    """The local and the remote fragments of runs, still factored."""
+    """Return the local and remote fragments of runs, still factored."""
     remote_region, remote_at, local_region, local_at = runs.descriptors.T
     local = np.asarray(group.local_addresses, np.int64)[local_region] + local_at
     remote = np.asarray(group.remote_addresses[runs.remote_rank], np.int64)[remote_region]

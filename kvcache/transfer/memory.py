@@ -1,11 +1,11 @@
-"""Applies a transfer plan to memory: region addresses and the permutation of pages. Needs torch."""
+"""Applies a transfer plan to memory: region addresses and page permutation. Needs torch."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from kvcache.checks import instance
-from kvcache.layouts import Placement
+from kvcache.placement import Placement
 from kvcache.transfer.description import CacheDescription
 from kvcache.transfer.plan.transfer_plan import ReceivePermutation
 from kvcache.transfer.receive import permute_received_blocks
@@ -17,18 +17,29 @@ from kvcache.worker.pages.storage import KVStorage
 def region_addresses(
     description: CacheDescription | StateDescription, pages: Pages, rank: int | None = None
 ) -> np.ndarray:
-    """int64[r]: the address where each region of a description begins, in the pages of one rank.
+    """Return the start address of each region of a description, in the pages of one rank.
 
-    Byte b of region r in a plan is at `addresses[r] + b`. rank: whose pages they are; None where all
-    ranks hold equal pages. Of a `StateDescription` pages have one fragment per layer, a state or more.
-    ValueError where the pages are not laid out as described: other layers,
-    sizes, memory order or `page_stride`, or bytes that the description does not have.
+    Byte b of region r in a plan is at `addresses[r] + b`. For a `StateDescription`, pages have one
+    fragment per layer, which holds at least one state.
 
-    >>> storage = KVStorage(9, 4, num_kv_heads=2, head_size=8, num_layers=2, backend="FLASHINFER")
-    >>> cache = CacheDescription(engine_id="a", num_layers=2, total_num_kv_heads=2, head_size=8,
-    ...     block_size=4, memory_order=storage.memory_order)
-    >>> (region_addresses(cache, storage.pages) - storage.pages.base).tolist()
-    [0, 2304]
+    Args:
+        description: The description.
+        pages: The pages of the rank.
+        rank: The rank. None: all ranks have equal pages.
+
+    Returns:
+        int64[r].
+
+    Raises:
+        ValueError: The pages differ from the description in layers, sizes, memory order or `page_stride`,
+            or contain bytes that it lacks.
+
+    Example:
+        >>> storage = KVStorage(9, 4, num_kv_heads=2, head_size=8, num_layers=2, backend="FLASHINFER")
+        >>> cache = CacheDescription(engine_id="a", num_layers=2, total_num_kv_heads=2, head_size=8,
+        ...     block_size=4, memory_order=storage.memory_order)
+        >>> (region_addresses(cache, storage.pages) - storage.pages.base).tolist()
+        [0, 2304]
     """
     instance(description, CacheDescription | StateDescription, "description")
     instance(pages, Pages, "pages")
@@ -59,10 +70,16 @@ def region_addresses(
 def permute_pages(
     storage: KVStorage, pages: np.ndarray, permutation: ReceivePermutation | None
 ) -> None:
-    """Permutes received pages, int[groups, pages per group], into the local order.
+    """Permute received pages into the local order, in K and V of all layers.
 
-    permutation: that of the transfer plan; None does nothing. Covers K and V of all layers of the
-    storage. TypeError or ValueError as for `permute_received_blocks`.
+    Args:
+        storage: The storage.
+        pages: int[groups, pages per group]. The pages.
+        permutation: Permutation of the transfer plan. None: does nothing.
+
+    Raises:
+        TypeError: The pages are not integers.
+        ValueError: As for `permute_received_blocks`.
     """
     instance(storage, KVStorage, "storage")
     if permutation is None:
@@ -106,10 +123,10 @@ def _state_addresses(description: StateDescription, pages: Pages, rank: int | No
 def _matched(
     placed: Placement, strides: np.ndarray, pages: Pages, layer: int
 ) -> list[tuple[tuple[int, int, int], tuple[int, int]]]:
-    """The runs of a layer, (region, offset, length), each with (address, bytes from page to page).
+    """Return a layer's runs (region, offset, length), each with (address, bytes between pages).
 
-    The pages may have K and V of a layer as separate fragments, or as one where they are contiguous; so
-    may they have scales.
+    K and V of a layer may be separate fragments of a page, or one fragment if they are contiguous. The
+    same applies to scales.
     """
     own = np.flatnonzero(pages.layers == layer)
     sizes = pages.sizes[own].tolist()

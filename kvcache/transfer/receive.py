@@ -1,7 +1,7 @@
-"""Permutes received blocks of another engine into the local block size and layout, in place.
+"""Permutes blocks received from another engine into the local block size and layout, in place.
 
-The function names are vLLM's. There the blocks are gathered, permuted as a copy and scattered back, which
-moves every byte three to four times. `ops.permute_blocks_` moves each byte once.
+`ops.permute_blocks_` moves each byte once. vLLM gathers the blocks, permutes a copy and scatters it back,
+which moves every byte three to four times.
 """
 
 from __future__ import annotations
@@ -20,51 +20,8 @@ from kvcache.worker.pages.regions import check_apart, regions_of
 Indices = Sequence[int] | np.ndarray | torch.Tensor
 Caches = torch.Tensor | Sequence[torch.Tensor]
 
-# Errors of the op about an argument begin with its name. They become a ValueError here.
+# The op's errors about an argument begin with its name. They are converted to ValueError here.
 _ARGUMENT = re.compile(r"(cache|offsets|indices|remote_block_size)\b")
-
-
-def kv_postprocess_blksize_on_receive(
-    cache: Caches, indices: Indices, block_size_ratio: int, *, dims: str = "NHD"
-) -> None:
-    """Permutes remote HND blocks of another size into local HND blocks.
-
-    cache, dims: as for `permute_received_blocks`, stored as HND. block_size_ratio r > 0: a local block
-    holds r remote ones, `[r, num_kv_heads, block_size / r, head_size]`. r = -k: k local blocks,
-    consecutive in indices, hold the bytes of one remote block. ValueError as there, for NHD storage, and
-    where r does not divide the block size.
-
-    >>> cache = torch.arange(8.0).view(1, 2, 4, 1).transpose(1, 2)  # one block, 4 tokens, 2 heads: HND
-    >>> kv_postprocess_blksize_on_receive(cache, [0], 2)
-    >>> cache[0, :, 0, 0].tolist()  # the tokens of head 0
-    [0.0, 1.0, 4.0, 5.0]
-    """
-    layers = _layers(cache, dims)
-    _require_storage(layers[0], "HND", dims)
-    _permute(layers, indices, _remote_block_size(layers[0], block_size_ratio), "HND")
-
-
-def kv_postprocess_layout_on_receive(cache: Caches, indices: Indices, *, dims: str = "NHD") -> None:
-    """Permutes remote HND blocks of the local size into local NHD blocks.
-
-    cache, dims: as for `permute_received_blocks`, stored as NHD. ValueError as there, and for HND
-    storage.
-    """
-    layers = _layers(cache, dims)
-    _require_storage(layers[0], "NHD", dims)
-    _permute(layers, indices, layers[0].shape[1], "HND")
-
-
-def kv_postprocess_blksize_and_layout_on_receive(
-    cache: Caches, indices: Indices, block_size_ratio: int, *, dims: str = "NHD"
-) -> None:
-    """Permutes remote HND blocks of another size into local NHD blocks.
-
-    As `kv_postprocess_blksize_on_receive`, for a cache stored as NHD.
-    """
-    layers = _layers(cache, dims)
-    _require_storage(layers[0], "NHD", dims)
-    _permute(layers, indices, _remote_block_size(layers[0], block_size_ratio), "HND")
 
 
 def permute_received_blocks(
@@ -75,28 +32,37 @@ def permute_received_blocks(
     remote_layout: str = "HND",
     dims: str = "NHD",
 ) -> None:
-    """Permutes the listed blocks into the local layout, in place; other blocks keep every byte.
+    """Permute the listed blocks into the local layout, in place. Other blocks remain unchanged.
 
-    caches: `[num_blocks, block_size, num_kv_heads, head_size]`, any dtype, any strides, except that the
-    last dimension is dense. The strides determine the local layout, NHD or HND. dims: the order in which
-    the shape names tokens and heads, whatever the strides are; "HND" is
-    `[num_blocks, num_kv_heads, block_size, head_size]`. It is never guessed: with one token or one head
-    the strides do not tell. `[num_blocks, block_size, head_size]` is a cache of one head. A sequence of
-    caches, one per layer (K and V count as two), is permuted in one call; all have the same shape,
-    strides, dtype and device.
-    indices: the blocks; integers in a list, an array or a tensor. remote_block_size: tokens of a remote
-    block (None: block_size), a divisor or a multiple of block_size. Where it is k * block_size, k
-    consecutive indices, `[n, k]` or flat, are the blocks that hold the bytes of one remote block.
-    remote_layout: "HND" or "NHD".
+    On a GPU the operation is enqueued on the current stream. Indices on the device are copied to the host
+    for checking, which synchronizes; `ops.permute_blocks_` accepts them without synchronization.
 
-    On a GPU this is enqueued on the current stream. Indices on the device are first copied to the host
-    to be checked, which synchronizes; `ops.permute_blocks_` takes them without that.
+    Args:
+        caches: One cache, or one per layer (K and V count as two) with equal shape, strides, dtype and
+            device, permuted in one call. Shape [num_blocks, block_size, num_kv_heads, head_size], or
+            [num_blocks, block_size, head_size] for a single head. The last dimension is contiguous. The
+            other strides determine whether the local layout is NHD or HND.
+        indices: The blocks, as a list, array or tensor of integers. If `remote_block_size` is k times the
+            local block size, k consecutive indices ([n, k] or flat) hold the bytes of one remote block.
+        remote_block_size: Tokens per remote block: a divisor or multiple of `block_size`. None:
+            `block_size`.
+        remote_layout: "HND" or "NHD".
+        dims: Order of tokens and heads in the shape, independent of the strides. "HND" means
+            [num_blocks, num_kv_heads, block_size, head_size]. It is not inferred, because strides are
+            ambiguous for a single token or head.
 
-    ValueError, with nothing changed, for blocks named twice or out of range, sizes of which neither
-    divides the other, a number of indices that is not a multiple of k, layers that differ or share
-    memory, and strides other than the above.
+    Raises:
+        ValueError: A block is repeated or out of range, neither block size divides the other, the number
+            of indices is not a multiple of k, layers differ or share memory, or strides are unsupported.
+            Nothing has changed.
+
+    Example:
+        >>> cache = torch.tensor([0.0, 0, 0, 0, 10, 11, 20, 21]).view(2, 2, 2, 1)  # block 1 is HND
+        >>> permute_received_blocks(cache, [1], remote_layout="HND")
+        >>> cache[1].flatten().tolist()
+        [10.0, 20.0, 11.0, 21.0]
     """
-    layers = _layers(caches, dims)
+    layers = checked_layers(caches, dims)
     if not isinstance(remote_layout, str) or remote_layout not in ("HND", "NHD"):
         raise ValueError(f"remote_layout is {shown(remote_layout)}: expected 'HND' or 'NHD'")
     size = layers[0].shape[1] if remote_block_size is None else remote_block_size
@@ -105,9 +71,9 @@ def permute_received_blocks(
     _permute(layers, indices, int(size), remote_layout)
 
 
-def _layers(caches: Caches, dims: str) -> list[torch.Tensor]:
-    """The layers as [num_blocks, block_size, num_kv_heads, head_size] each; checks that all are alike."""
-    if not isinstance(dims, str) or dims not in _SHAPES:
+def checked_layers(caches: Caches, dims: str) -> list[torch.Tensor]:
+    """Return each layer as [num_blocks, block_size, num_kv_heads, head_size], checking that all match."""
+    if not isinstance(dims, str) or dims not in SHAPES:
         raise ValueError(f"dims is {shown(dims)}: expected 'NHD' or 'HND'")
     layers = [caches] if isinstance(caches, torch.Tensor) else listed(caches, "caches")
     if not layers:
@@ -118,7 +84,7 @@ def _layers(caches: Caches, dims: str) -> list[torch.Tensor]:
     first = layers[0]
     if first.dim() not in (3, 4):
         raise ValueError(
-            f"cache has shape {list(first.shape)}: expected {_SHAPES[dims]} or "
+            f"cache has shape {list(first.shape)}: expected {SHAPES[dims]} or "
             "[num_blocks, block_size, head_size]"
         )
     expected = _kind(first)
@@ -135,7 +101,7 @@ def _layers(caches: Caches, dims: str) -> list[torch.Tensor]:
 
 
 def _check_apart(layers: list[torch.Tensor]) -> None:
-    """ValueError where layers of the same shape and strides share memory."""
+    """Raise ValueError if layers of the same shape and strides share memory."""
     first = layers[0]
     if first.numel() == 0 or len(layers) == 1:
         return
@@ -143,12 +109,12 @@ def _check_apart(layers: list[torch.Tensor]) -> None:
     begins = sorted(layer.data_ptr() for layer in layers)
     if all(b - a >= extent * first.element_size() for a, b in pairwise(begins)):
         return
-    # The layers' spans overlap: they are packed together, or share memory.
+    # The layers' spans overlap, so the layers are either packed together or share memory.
     found = [(r, i) for i, layer in enumerate(layers) for r in regions_of(layer, 0, f"layer {i}")]
     check_apart(np.array([r for r, _ in found]), [i for _, i in found], first.shape[0])
 
 
-_SHAPES = {
+SHAPES = {
     "NHD": "[num_blocks, block_size, num_kv_heads, head_size]",
     "HND": "[num_blocks, num_kv_heads, block_size, head_size]",
 }
@@ -159,34 +125,8 @@ def _kind(layer: torch.Tensor) -> tuple:
     return tuple(layer.shape), layer.stride(), layer.dtype, layer.device
 
 
-def _require_storage(layer: torch.Tensor, layout: str, dims: str) -> None:
-    """ValueError for the other layout. With one token or one head, NHD and HND are the same."""
-    _, block_size, heads, _ = layer.shape
-    _, token, head, _ = layer.stride()
-    found = "HND" if head > token else "NHD"
-    if block_size > 1 and heads > 1 and found != layout:
-        raise ValueError(
-            f"cache is stored as {found} (strides {list(layer.stride())} of its shape as "
-            f"{_SHAPES['NHD']}, with dims={dims!r}): expected {layout}"
-        )
-
-
-def _remote_block_size(layer: torch.Tensor, ratio: int) -> int:
-    if isinstance(ratio, bool) or not isinstance(ratio, int | np.integer) or ratio == 0:
-        raise ValueError(
-            f"block_size_ratio is {shown(ratio)}: expected how many remote blocks one block holds, "
-            "or -k where a remote block fills k"
-        )
-    block_size = layer.shape[1]
-    if ratio > 0 and block_size % ratio:
-        raise ValueError(
-            f"block_size_ratio {shown(ratio)} does not divide the block size {block_size}"
-        )
-    return block_size // int(ratio) if ratio > 0 else block_size * -int(ratio)
-
-
 def _ids(indices: Indices, group_size: int) -> torch.Tensor:
-    """int32[n, group_size] on the CPU."""
+    """Convert indices to int32[n, group_size] on the CPU."""
     if isinstance(indices, torch.Tensor):
         if indices.is_floating_point():
             raise ValueError(f"indices has dtype {indices.dtype}: expected integers")

@@ -1,12 +1,12 @@
-"""Which KV heads and which layers a rank of an engine holds.
+"""The distribution of KV heads and layers over the ranks of an engine.
 
-Heads are spread over tensor-parallel ranks in one of two ways. With at most as many ranks as heads they
-are *sharded*: each rank holds an equal run of consecutive heads. With more ranks than heads they are
-*replicated*: each rank holds one head, and consecutive ranks hold the same one. MLA's latent is one
-head, which every rank holds.
+Heads are spread over tensor-parallel ranks in one of two ways. If there are at most as many ranks as
+heads, the heads are *sharded*: each rank holds an equal number of consecutive heads. If there are more
+ranks, the heads are *replicated*: each rank holds one head, and consecutive ranks hold the same one.
+MLA's latent is one head that every rank holds.
 
-Layers are spread over pipeline stages, each with tensor-parallel ranks of its own: mostly equal runs of
-layers and equally many ranks, else as `PipelineStage`s say.
+Layers are spread over pipeline stages, each with its own tensor-parallel ranks. By default all stages
+have equally many layers and ranks; otherwise they are listed as `PipelineStage`s.
 """
 
 from __future__ import annotations
@@ -16,24 +16,32 @@ from typing import NamedTuple
 
 from kvcache.checks import integer
 
-MAX_RANKS = 4096  # of an engine: plans look at each rank of both engines
+MAX_RANKS = 4096  # per engine: plans iterate over the ranks of both engines
 
 
 class PipelineStage(NamedTuple):
-    """A pipeline stage of an engine: how many layers it holds, over how many tensor-parallel ranks."""
+    """A pipeline stage of an engine: its number of layers and of tensor-parallel ranks."""
 
     num_layers: int
     tp_size: int
 
 
 def size_ratio(local: int, remote: int, what: str) -> int:
-    """How many times as large the local size is; negative where the remote size is larger.
+    """Return how many times the local size is as large as the remote size, negative for the inverse.
 
-    1 where both are equal, and never 0 or -1. `what` names the size in the error: ValueError where
-    neither divides the other or one is less than 1.
+    The result is 1 if both sizes are equal, and never 0 or -1.
 
-    >>> size_ratio(8, 2, "tp_size"), size_ratio(2, 8, "tp_size"), size_ratio(4, 4, "tp_size")
-    (4, -4, 1)
+    Args:
+        local: The local size.
+        remote: The remote size.
+        what: Name of the size, for the error message.
+
+    Raises:
+        ValueError: Neither size divides the other, or a size is less than 1.
+
+    Example:
+        >>> size_ratio(8, 2, "tp_size"), size_ratio(2, 8, "tp_size"), size_ratio(4, 4, "tp_size")
+        (4, -4, 1)
     """
     local = integer(local, f"local {what}", 1)
     remote = integer(remote, f"remote {what}", 1)
@@ -46,14 +54,22 @@ def size_ratio(local: int, remote: int, what: str) -> int:
 
 
 def heads_of_rank(total_num_kv_heads: int, tp_size: int, tp_rank: int) -> range:
-    """The heads that a tensor-parallel rank holds, of all the model's: `range(total_num_kv_heads)`.
+    """Return the heads of a tensor-parallel rank, among the model's `range(total_num_kv_heads)`.
 
-    Sharded: an equal run for each rank. Replicated (more ranks than heads): rank r holds head
-    `r * total_num_kv_heads // tp_size`. ValueError where neither size divides the other, and for a
-    rank out of range.
+    Sharded heads: an equal range per rank. Replicated heads (more ranks than heads): rank r holds head
+    `r * total_num_kv_heads // tp_size`.
 
-    >>> heads_of_rank(8, 4, 1), heads_of_rank(2, 8, 5)
-    (range(2, 4), range(1, 2))
+    Args:
+        total_num_kv_heads: KV heads of the model.
+        tp_size: Number of tensor-parallel ranks.
+        tp_rank: The rank.
+
+    Raises:
+        ValueError: Neither size divides the other, or the rank is out of range.
+
+    Example:
+        >>> heads_of_rank(8, 4, 1), heads_of_rank(2, 8, 5)
+        (range(2, 4), range(1, 2))
     """
     total_num_kv_heads, tp_size = _checked_heads(total_num_kv_heads, tp_size)
     tp_rank = integer(tp_rank, "tp_rank", 0, tp_size - 1)
@@ -62,10 +78,19 @@ def heads_of_rank(total_num_kv_heads: int, tp_size: int, tp_rank: int) -> range:
 
 
 def ranks_of_head(total_num_kv_heads: int, tp_size: int, head: int) -> range:
-    """The tensor-parallel ranks that hold a head: one, or all its replicas. ValueError as above.
+    """Return the tensor-parallel ranks that hold a head: one rank, or all replicas.
 
-    >>> ranks_of_head(8, 4, 3), ranks_of_head(2, 8, 1)
-    (range(1, 2), range(4, 8))
+    Args:
+        total_num_kv_heads: KV heads of the model.
+        tp_size: Number of tensor-parallel ranks.
+        head: The head.
+
+    Raises:
+        ValueError: Neither size divides the other, or the head is out of range.
+
+    Example:
+        >>> ranks_of_head(8, 4, 3), ranks_of_head(2, 8, 1)
+        (range(1, 2), range(4, 8))
     """
     total_num_kv_heads, tp_size = _checked_heads(total_num_kv_heads, tp_size)
     head = integer(head, "head", 0, total_num_kv_heads - 1)
@@ -74,12 +99,19 @@ def ranks_of_head(total_num_kv_heads: int, tp_size: int, head: int) -> range:
 
 
 def layers_of_rank(num_layers: int, pp_size: int, pp_rank: int) -> range:
-    """The layers that a pipeline rank holds: equal runs, in the order of ranks.
+    """Return the layers of a pipeline rank: equal ranges in rank order.
 
-    ValueError where `pp_size` does not divide `num_layers`, and for a rank out of range.
+    Args:
+        num_layers: Layers of the model.
+        pp_size: Number of pipeline ranks.
+        pp_rank: The rank.
 
-    >>> layers_of_rank(32, 4, 1)
-    range(8, 16)
+    Raises:
+        ValueError: `pp_size` does not divide `num_layers`, or the rank is out of range.
+
+    Example:
+        >>> layers_of_rank(32, 4, 1)
+        range(8, 16)
     """
     num_layers, pp_size = integer(num_layers, "num_layers", 1), integer(pp_size, "pp_size", 1)
     pp_rank = integer(pp_rank, "pp_rank", 0, pp_size - 1)
@@ -94,14 +126,23 @@ def layers_of_rank(num_layers: int, pp_size: int, pp_rank: int) -> range:
 def replica_for(
     head: int, total_num_kv_heads: int, tp_size: int, reader: int = 0, num_readers: int = 1
 ) -> int:
-    """The tensor-parallel rank that a reader reads a head from, among those that hold it.
+    """Return the tensor-parallel rank from which a reader reads a head, among the ranks that hold it.
 
-    `num_readers` ranks of the other engine read this head; `reader` numbers them from 0. They are
-    spread evenly over the replicas: the numbers of readers differ by at most one. ValueError for sizes
-    that do not divide, and for a head or reader out of range.
+    Readers are distributed evenly over the replicas: the numbers of readers differ by at most one.
 
-    >>> [replica_for(1, 2, 8, reader, 2) for reader in (0, 1)]  # ranks 4 to 7 hold head 1
-    [4, 6]
+    Args:
+        head: The head.
+        total_num_kv_heads: KV heads of the model.
+        tp_size: Number of tensor-parallel ranks that are read.
+        reader: Index of the reader, from 0.
+        num_readers: Number of ranks of the other engine that read this head.
+
+    Raises:
+        ValueError: Sizes do not divide each other, or the head or reader is out of range.
+
+    Example:
+        >>> [replica_for(1, 2, 8, reader, 2) for reader in (0, 1)]  # ranks 4 to 7 hold head 1
+        [4, 6]
     """
     ranks = ranks_of_head(total_num_kv_heads, tp_size, head)
     integer(num_readers, "num_readers", 1)
@@ -110,7 +151,7 @@ def replica_for(
 
 
 def check_world_size(world_size: int) -> None:
-    """ValueError for an engine of more ranks than `MAX_RANKS`."""
+    """Raise ValueError for an engine with more than `MAX_RANKS` ranks."""
     if world_size > MAX_RANKS:
         raise ValueError(f"world_size is {world_size} ranks: expected at most {MAX_RANKS}")
 
@@ -118,7 +159,7 @@ def check_world_size(world_size: int) -> None:
 def check_stages(
     stages: Sequence[Sequence[int]], name: str = "stages"
 ) -> tuple[PipelineStage, ...]:
-    """The stages as tuples. TypeError or ValueError unless each is (layers, ranks), 1 or more of both."""
+    """Convert stages to tuples. Each needs at least 1 layer and 1 rank, else TypeError or ValueError."""
     if isinstance(stages, str) or not isinstance(stages, Sequence) or len(stages) == 0:
         raise TypeError(f"{name} is {stages!r}: expected a sequence of (num_layers, tp_size)")
     found = []
@@ -135,7 +176,7 @@ def check_stages(
 def check_stages_of(
     stages: Sequence[Sequence[int]], num_layers: int, *, pp_size: int, tp_size: int
 ) -> tuple[PipelineStage, ...]:
-    """As `check_stages`; ValueError too unless they hold all layers, and both sizes are left at 1."""
+    """Check that stages hold all layers and that both sizes are left at 1; see `check_stages`."""
     checked = check_stages(stages)
     for name, size in (("pp_size", pp_size), ("tp_size", tp_size)):
         if size != 1:
@@ -150,7 +191,7 @@ def check_stages_of(
 def check_page_stride(
     page_stride: int | Sequence[int], page_bytes: Sequence[int]
 ) -> int | tuple[int, ...]:
-    """One distance for all stages, or one each: no less than a page's bytes, which are given by stage."""
+    """Check strides, one or one per stage: at least the page bytes, which are given per stage."""
     if not isinstance(page_stride, Sequence):
         return integer(page_stride, "page_stride", max(page_bytes))
     if len(page_stride) != len(page_bytes):
@@ -162,10 +203,11 @@ def check_page_stride(
 
 
 def layers_of_stages(stages: Sequence[PipelineStage]) -> tuple[range, ...]:
-    """The layers that each stage holds: one run after the other.
+    """Return the layers of each stage, as consecutive ranges.
 
-    >>> layers_of_stages([PipelineStage(3, 2), PipelineStage(5, 1)])
-    (range(0, 3), range(3, 8))
+    Example:
+        >>> layers_of_stages([PipelineStage(3, 2), PipelineStage(5, 1)])
+        (range(0, 3), range(3, 8))
     """
     found, first = [], 0
     for stage in stages:
@@ -175,7 +217,7 @@ def layers_of_stages(stages: Sequence[PipelineStage]) -> tuple[range, ...]:
 
 
 def equal_stages(num_layers: int, pp_size: int, tp_size: int) -> tuple[PipelineStage, ...]:
-    """Stages that are all alike. ValueError where `pp_size` does not divide `num_layers`."""
+    """Return equal stages. Raises ValueError if `pp_size` does not divide `num_layers`."""
     per_stage = len(layers_of_rank(num_layers, pp_size, 0))
     return (PipelineStage(per_stage, integer(tp_size, "tp_size", 1)),) * pp_size
 
@@ -187,13 +229,14 @@ def sources_of_rank(
     pp_rank: int,
     tp_rank: int,
 ) -> list[tuple[int, int]]:
-    """The (pp_rank, tp_rank) of a source that a reader's rank reads from, ascending.
+    """Return the source ranks, (pp_rank, tp_rank), from which a reader's rank reads, in ascending order.
 
-    Both hold the same layers. Each head of each layer is read from exactly one.
+    Both engines hold the same layers. Each head of each layer is read from exactly one rank.
 
-    >>> two, four = equal_stages(4, 1, 2), [PipelineStage(3, 1), PipelineStage(1, 4)]
-    >>> sources_of_rank(two, four, 8, 0, 1)  # heads 4 to 7 of 3 layers, and of the last one
-    [(0, 0), (1, 2), (1, 3)]
+    Example:
+        >>> two, four = equal_stages(4, 1, 2), [PipelineStage(3, 1), PipelineStage(1, 4)]
+        >>> sources_of_rank(two, four, 8, 0, 1)  # heads 4 to 7 of 3 layers, and of the last one
+        [(0, 0), (1, 2), (1, 3)]
     """
     mine, theirs = layers_of_stages(readers), layers_of_stages(sources)
     found = set()
@@ -225,15 +268,16 @@ def reader_of_head(
     cp_rank: int = 0,
     cp_world_size: int = 1,
 ) -> tuple[int, int]:
-    """(reader, num_readers) for `replica_for`: which of a source's readers a rank is, and of how many.
+    """Return (reader, num_readers) for `replica_for`: a rank's index among the readers of a head.
 
-    The readers of a head of one stage of the source are all ranks that hold the head in the stages which
-    share layers with it; `tp_sizes` are these stages' numbers of ranks. They are numbered by where among
-    its stage's holders a rank is, then by context-parallel rank, then by stage; so where all sizes are
-    those of the source, rank r reads from rank r.
+    The readers of a head in one stage of the source are all ranks that hold the head in stages which
+    share layers with it. `tp_sizes` are the numbers of ranks of these stages. Readers are numbered first
+    by their position among the holders in their stage, then by context-parallel rank, then by stage.
+    Therefore rank r reads from rank r if all sizes equal the sizes of the source.
 
-    >>> [reader_of_head(0, 1, [2, 2], stage=s, tp_rank=r) for r in (0, 1) for s in (0, 1)]
-    [(0, 4), (1, 4), (2, 4), (3, 4)]
+    Example:
+        >>> [reader_of_head(0, 1, [2, 2], stage=s, tp_rank=r) for r in (0, 1) for s in (0, 1)]
+        [(0, 4), (1, 4), (2, 4), (3, 4)]
     """
     holders = ranks_of_head(total_num_kv_heads, tp_sizes[stage], head)
     at = holders.index(tp_rank)
@@ -241,7 +285,7 @@ def reader_of_head(
     for other, tp_size in enumerate(tp_sizes):
         count = len(ranks_of_head(total_num_kv_heads, tp_size, head))
         num_readers += count * cp_world_size
-        before, rest = divmod(at * count, len(holders))  # holders that are as far or less far
+        before, rest = divmod(at * count, len(holders))  # holders up to the same position
         reader += (before + (rest > 0)) * cp_world_size
         reader += 0 if rest else cp_rank + (other < stage)
     return reader, num_readers

@@ -1,9 +1,9 @@
-"""Transfers of recurrent states: which slices of a state a rank holds, and a plan of what it reads.
+"""Transfers of recurrent states: the slices of a state on each rank, and plans for reading them.
 
-A state is a few tensors (the last inputs of a convolution, the state of an SSM or of linear attention),
-each with a dimension of channels that is spread over tensor-parallel ranks section by section: Mamba-2's
-convolution has sections x, B and C, of each of which a rank holds a slice. A page holds one state of a
-layer.
+A state consists of a few tensors, such as the last inputs of a convolution, or the state of an SSM or of
+linear attention. Each has a channel dimension that is spread over tensor-parallel ranks section by
+section. For example, Mamba-2's convolution has sections x, B and C, and a rank holds a slice of each. A
+page holds one state of a layer.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from kvcache.transfer.sharding import (
 
 
 class Section(NamedTuple):
-    """A run of a tensor's channels that is spread over ranks by itself.
+    """A range of a tensor's channels that is spread over ranks independently.
 
-    `units` (heads, groups or single channels) of `unit_size` channels each: they are spread over
-    tensor-parallel ranks as KV heads are, so a unit is never cut, and ranks share units where they are
-    more than these.
+    The section has `units` (heads, groups or single channels) of `unit_size` channels each. They are
+    spread over tensor-parallel ranks like KV heads: a unit is never split, and ranks share units if there
+    are more ranks than units.
     """
 
     units: int
@@ -50,14 +50,17 @@ class Section(NamedTuple):
 class StateTensor:
     """One tensor of a recurrent state.
 
-    sections: (units, channels of a unit) each, in the order of channels. row_size: elements of each
-    channel. channels_last: whether in memory a channel's elements lie apart, [row_size, channels]; else
-    it is [channels, row_size].
+    Args:
+        sections: (units, channels per unit) of each section, in channel order.
+        row_size: Elements per channel.
+        dtype: Element type.
+        channels_last: Whether the memory order is [row_size, channels] instead of [channels, row_size].
 
-    >>> ssm = StateTensor(sections=[(128, 1)], row_size=64 * 128, dtype="float32")  # heads
-    >>> conv = StateTensor(sections=[(128, 64), (8, 128), (8, 128)], row_size=3, channels_last=True)
-    >>> conv.num_bytes(tp_size=4), ssm.num_bytes(tp_size=4)
-    (15360, 1048576)
+    Example:
+        >>> ssm = StateTensor(sections=[(128, 1)], row_size=64 * 128, dtype="float32")  # heads
+        >>> conv = StateTensor(sections=[(128, 64), (8, 128), (8, 128)], row_size=3, channels_last=True)
+        >>> conv.num_bytes(tp_size=4), ssm.num_bytes(tp_size=4)
+        (15360, 1048576)
     """
 
     sections: tuple[Section, ...]
@@ -89,7 +92,7 @@ class StateTensor:
         object.__setattr__(self, "dtype", dtype_name(self.dtype, ELEMENT_BYTES))
 
     def channels(self, tp_size: int) -> int:
-        """Channels that each of `tp_size` ranks holds. ValueError where a section cannot be spread."""
+        """Return the channels per rank for `tp_size` ranks. ValueError if a section cannot be spread."""
         tp_size = integer(tp_size, "tp_size", 1)
         for number, (units, _) in enumerate(self.sections):
             if units % tp_size and tp_size % units:
@@ -103,29 +106,36 @@ class StateTensor:
         )
 
     def num_bytes(self, tp_size: int) -> int:
-        """Bytes of the tensor on each of `tp_size` ranks."""
+        """Return the tensor's bytes per rank for `tp_size` ranks."""
         return self.channels(tp_size) * self.row_size * ELEMENT_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateDescription:
-    """An engine's recurrent states, for one group of layers with equal tensors.
+    """The recurrent states of an engine, for one group of layers with equal tensors.
 
-    Each layer has a region of its own; a page holds one state, its `tensors` one behind the other
-    (tensors in memory of their own are descriptions of their own). `page_stride`: bytes from page to
-    page where pages are padded (shared with attention groups); one for all stages, or one each. Sizes
-    and ranks are those of `CacheDescription`; context-parallel ranks all hold the same states.
+    Each layer has its own region. A page holds one state, with its `tensors` concatenated. Tensors in
+    separate memory need separate descriptions. Sizes and ranks are defined as in `CacheDescription`; all
+    context-parallel ranks hold the same states. A description consists of plain values: it can be
+    pickled, and `to_dict` returns values for JSON.
 
-    Holds plain values: it pickles, and `to_dict` gives values for JSON. ValueError or TypeError for
-    values out of range and sizes that do not divide.
+    Args:
+        tensors: The tensors of a state.
+        page_stride: Bytes between pages, if pages are padded (shared with attention groups): one value
+            for all stages, or one per stage.
 
-    >>> mamba = StateDescription(engine_id="prefill", num_layers=4, tp_size=2, tensors=[
-    ...     StateTensor(sections=[(8, 16), (2, 32), (2, 32)], row_size=3, channels_last=True),
-    ...     StateTensor(sections=[(8, 1)], row_size=16 * 32, dtype="float32")])
-    >>> mamba.state_bytes(rank=0)
-    8960
-    >>> StateDescription.from_dict(mamba.to_dict()) == mamba
-    True
+    Raises:
+        TypeError: A value has a wrong type.
+        ValueError: A value is out of range, or sizes do not divide each other.
+
+    Example:
+        >>> mamba = StateDescription(engine_id="prefill", num_layers=4, tp_size=2, tensors=[
+        ...     StateTensor(sections=[(8, 16), (2, 32), (2, 32)], row_size=3, channels_last=True),
+        ...     StateTensor(sections=[(8, 1)], row_size=16 * 32, dtype="float32")])
+        >>> mamba.state_bytes(rank=0)
+        8960
+        >>> StateDescription.from_dict(mamba.to_dict()) == mamba
+        True
     """
 
     engine_id: str
@@ -155,14 +165,14 @@ class StateDescription:
             )
             object.__setattr__(self, "stages", stages)
         check_world_size(self.world_size)
-        # ValueError where a stage's ranks cannot share the state.
+        # Raises ValueError if a stage's ranks cannot share the state.
         page_bytes = [self._bytes_of(stage.tp_size) for stage in self.pipeline_stages]
         if self.page_stride is not None:
             page_stride = check_page_stride(self.page_stride, page_bytes)
             object.__setattr__(self, "page_stride", page_stride)
 
     def to_dict(self) -> dict[str, object]:
-        """The fields by name, as values for JSON."""
+        """Return the fields by name, as values for JSON."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         values["tensors"] = [
             {
@@ -181,7 +191,7 @@ class StateDescription:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> StateDescription:
-        """The inverse of `to_dict`. ValueError for another version, unknown or missing fields."""
+        """Create a description from `to_dict`. Raises ValueError if the version or fields differ."""
         if not isinstance(values, Mapping):
             raise TypeError(f"values is a {type(values).__name__}: expected a mapping")
         _check_fields(cls, values, "")
@@ -191,18 +201,18 @@ class StateDescription:
 
     @cached_property
     def pipeline_stages(self) -> tuple[PipelineStage, ...]:
-        """Every stage's layers and ranks: `stages`, or `pp_size` equal ones."""
+        """The layers and ranks of every stage: `stages`, or `pp_size` equal ones."""
         if self.stages is not None:
             return self.stages
         return equal_stages(self.num_layers, self.pp_size, self.tp_size)
 
     @property
     def world_size(self) -> int:
-        """Ranks of the engine."""
+        """Number of ranks of the engine."""
         return self.cp_world_size * self._ranks_per_cp_rank
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The coordinates of a rank; ValueError for a rank out of range."""
+        """Return the coordinates of a rank. Raises ValueError if the rank is out of range."""
         rank = integer(rank, "rank", 0, self.world_size - 1)
         cp_rank, rest = divmod(rank, self._ranks_per_cp_rank)
         pp_rank = 0
@@ -212,21 +222,21 @@ class StateDescription:
         return Coordinates(cp_rank, pp_rank, rest)
 
     def rank_of(self, at: Coordinates) -> int:
-        """The number of the rank at these coordinates."""
+        """Return the number of the rank at these coordinates."""
         instance(at, Coordinates, "at")
         before = sum(stage.tp_size for stage in self.pipeline_stages[: at.pp_rank])
         return at.cp_rank * self._ranks_per_cp_rank + before + at.tp_rank
 
     def layers(self, rank: int) -> range:
-        """The layers that a rank holds, as numbered in the group."""
+        """Return the layers on a rank, as numbered in the group."""
         return layers_of_stages(self.pipeline_stages)[self.coordinates(rank).pp_rank]
 
     def state_bytes(self, rank: int) -> int:
-        """Bytes of one layer's state on a rank: the `state_bytes` of its `LayerSpec`."""
+        """Return the bytes of a layer's state on a rank: `state_bytes` of its `LayerSpec`."""
         return self._bytes_of(self.pipeline_stages[self.coordinates(rank).pp_rank].tp_size)
 
     def stride_of(self, pp_rank: int) -> int:
-        """Bytes from page to page, on the ranks of a pipeline stage."""
+        """Return the bytes between pages on the ranks of a pipeline stage."""
         pp_rank = integer(pp_rank, "pp_rank", 0, len(self.pipeline_stages) - 1)
         if isinstance(self.page_stride, tuple):
             return self.page_stride[pp_rank]
@@ -242,10 +252,10 @@ class StateDescription:
 
 @dataclass(frozen=True, eq=False)
 class StateTransferPlan(PatternPlan):
-    """How one local rank fills pages of states from a remote engine; made by `plan_states`.
+    """A plan for filling one local rank's state pages from a remote engine. Created by `plan_states`.
 
-    A group is one page on both sides. `remote_ranks`, `patterns`, `fragments` and `bytes_per_group` are
-    those of one state of all the rank's layers.
+    A group is one page on both sides. `remote_ranks`, `patterns`, `fragments` and `bytes_per_group`
+    describe one state of all layers on the rank.
     """
 
     local: StateDescription
@@ -255,9 +265,11 @@ class StateTransferPlan(PatternPlan):
     def apply(
         self, local_pages: np.ndarray, remote_pages: Mapping[int, np.ndarray] | np.ndarray
     ) -> TransferRuns:
-        """The runs of bytes for given pages, as `TransferPlan.apply`.
+        """Return the byte runs for given pages; see `TransferPlan.apply`.
 
-        local_pages: int[n]; remote_pages: int[n] for all remote ranks, or by remote rank.
+        Args:
+            local_pages: int[n]. Local pages.
+            remote_pages: int[n]. Remote pages, for all remote ranks or by remote rank.
         """
         if isinstance(remote_pages, Mapping):
             remote = {rank: _column(ids, "remote_pages") for rank, ids in remote_pages.items()}
@@ -269,19 +281,30 @@ class StateTransferPlan(PatternPlan):
 def plan_states(
     local: StateDescription, remote: StateDescription, local_rank: int
 ) -> StateTransferPlan:
-    """The plan by which a local rank fills its pages with the same states of a remote engine.
+    """Plan how a local rank fills its pages with the same states of a remote engine.
 
-    Parallel sizes, padding and the order of channels in memory may differ. Every unit of each section is
-    read from one rank; where several hold it, local ranks are spread over them. ValueError where layers
-    or tensors differ in anything but `channels_last`, and for a rank out of range.
+    Parallel sizes, padding and the memory order of channels may differ. Each unit of a section is read
+    from one rank; if several ranks hold it, local ranks are distributed over them.
 
-    >>> from dataclasses import replace
-    >>> mamba = StateDescription(engine_id="prefill", num_layers=2, tp_size=4, tensors=[
-    ...     StateTensor(sections=[(8, 16), (2, 32), (2, 32)], row_size=3),
-    ...     StateTensor(sections=[(8, 1)], row_size=16 * 32, dtype="float32")])
-    >>> plan = plan_states(replace(mamba, engine_id="decode", tp_size=2), mamba, local_rank=1)
-    >>> plan.remote_ranks, plan.num_fragments  # x and heads of both, B and C of one: 4 of each layer
-    ((2, 3), 8)
+    Args:
+        local: The local engine.
+        remote: The remote engine.
+        local_rank: The local rank.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: Layers or tensors differ in more than `channels_last`, or the rank is out of range.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> mamba = StateDescription(engine_id="prefill", num_layers=2, tp_size=4, tensors=[
+        ...     StateTensor(sections=[(8, 16), (2, 32), (2, 32)], row_size=3),
+        ...     StateTensor(sections=[(8, 1)], row_size=16 * 32, dtype="float32")])
+        >>> plan = plan_states(replace(mamba, engine_id="decode", tp_size=2), mamba, local_rank=1)
+        >>> plan.remote_ranks, plan.num_fragments  # x and heads of both, B and C of one: 4 of each layer
+        ((2, 3), 8)
     """
     for name, description in (("local", local), ("remote", remote)):
         if not isinstance(description, StateDescription):
@@ -310,7 +333,7 @@ def plan_states(
         layers[:, 2] = np.array(shared) - mine.start
         strides = remote.stride_of(pp_rank), local.stride_of(at.pp_rank)
         for tp_rank, runs in _runs_by_source(local, remote, at, pp_rank):
-            # All context-parallel ranks hold the state; equal engines read from the same rank.
+            # All context-parallel ranks hold the state. Equal engines read from the same rank.
             source = Coordinates(at.cp_rank % remote.cp_world_size, pp_rank, tp_rank)
             joins = len(runs) == 1 and (runs[0, 4] == strides).all()
             offsets = np.zeros((1, 2), np.int64)
@@ -323,11 +346,11 @@ def plan_states(
 def _runs_by_source(
     local: StateDescription, remote: StateDescription, at: Coordinates, remote_pp_rank: int
 ) -> list[tuple[int, np.ndarray]]:
-    """By remote tensor-parallel rank the runs of one layer, as `Pattern.runs`, contiguous ones merged."""
+    """Return one layer's merged runs (see `Pattern.runs`), by remote tensor-parallel rank."""
     tp_size = local.pipeline_stages[at.pp_rank].tp_size
     remote_tp_size = remote.pipeline_stages[remote_pp_rank].tp_size
     columns = []  # source, remote byte, local byte, length
-    begins = np.zeros(2, np.int64)  # of the tensor, in the remote and the local page
+    begins = np.zeros(2, np.int64)  # of the tensor in the remote and the local page
     for theirs, mine in zip(remote.tensors, local.tensors):
         source, remote_channel, local_channel = _channels(
             local, remote, at, remote_pp_rank, mine.sections
@@ -335,7 +358,7 @@ def _runs_by_source(
         item, rows = ELEMENT_BYTES[mine.dtype], mine.row_size
         if mine.channels_last or theirs.channels_last:
             row, length = np.arange(rows), item
-        else:  # a channel's elements lie together on both sides
+        else:  # a channel's elements are contiguous on both sides
             row, length = np.zeros(1, np.int64), rows * item
         found = []
         for tensor, channel, size, begin in (
@@ -371,8 +394,10 @@ def _channels(
     remote_pp_rank: int,
     sections: tuple[Section, ...],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each channel that a local rank holds: the remote tensor-parallel rank, and its number there and
-    here; int64[n] each."""
+    """Return, for each channel of a local rank: remote tensor-parallel rank, remote and local number.
+
+    All are int64[n].
+    """
     tp_size = local.pipeline_stages[at.pp_rank].tp_size
     remote_tp_size = remote.pipeline_stages[remote_pp_rank].tp_size
     found = []
@@ -383,7 +408,7 @@ def _channels(
     for (units, unit_size), remote_first, local_first in zip(sections, *firsts):
         held = heads_of_rank(units, tp_size, at.tp_rank)
         unit = np.array(held)
-        if units >= remote_tp_size:  # one rank has it
+        if units >= remote_tp_size:  # held by a single rank
             source = unit * remote_tp_size // units
         else:
             source = np.array(
@@ -410,7 +435,7 @@ def _replica(
     units: int,
     unit: int,
 ) -> int:
-    """The remote tensor-parallel rank that a local rank reads a unit from, of several that hold it."""
+    """Return the remote tensor-parallel rank, among the holders of a unit, that a local rank reads."""
     layers = layers_of_stages(remote.pipeline_stages)[remote_pp_rank]
     sharing = [
         stage
@@ -441,7 +466,7 @@ def _check_fields(cls: type, values: Mapping[str, object], where: str) -> None:
     required = {each.name for each in fields(cls) if each.default is MISSING}
     if not isinstance(values, Mapping):
         raise TypeError(f"values{where} is a {type(values).__name__}: expected a mapping")
-    if unknown := sorted(set(values) - known):
+    if unknown := sorted(set(values) - known, key=str):
         raise ValueError(f"unknown fields {unknown}{where}: expected {sorted(known)}")
     if missing := sorted(required - set(values)):
         raise ValueError(f"missing fields {missing}{where}: expected {sorted(required)}")

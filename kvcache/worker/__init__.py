@@ -9,23 +9,25 @@ from kvcache.worker.tables.attention_metadata import (
     AttentionMetadataBuilder,
     GroupMetadata,
 )
-from kvcache.worker.tables.block_table import BlockTable
+from kvcache.worker.tables.block_tables import BlockTables
 from kvcache.worker.tables.buffer import HostDeviceBuffer
-from kvcache.worker.tables.multi_group import MultiGroupBlockTable
+from kvcache.worker.tables.group_table import GroupTable
+from kvcache.worker.tables.table_shape import TableShape
 from kvcache.worker.worker import PendingStep, Worker
 
 __all__ = [
     "AttentionMetadata",
     "AttentionMetadataBuilder",
-    "BlockTable",
+    "BlockTables",
     "GroupMetadata",
+    "GroupTable",
     "HostDeviceBuffer",
     "KVStorage",
-    "MultiGroupBlockTable",
     "Pages",
     "PendingStep",
     "SwapEngine",
     "SwapError",
     "SwapJob",
+    "TableShape",
     "Worker",
 ]

@@ -1,4 +1,4 @@
-"""The worker's side of a step: applies a `StepPlan` to tables and storage."""
+"""The worker's half of a step: applies a `StepPlan` to block tables and storage."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import NoReturn
 import numpy as np
 
 from kvcache.checks import MAX_INT64, instance, integer, integers, refuse_pickle, shown
-from kvcache.step import PLAN_VERSION, StepPlan, StepReport
+from kvcache.step import NO_IDS, PLAN_VERSION, StepPlan, StepReport
 from kvcache.worker.pages.page_checks import PageMoves, checked_page_moves
+from kvcache.worker.pages.page_copy import PageCopy
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.pages.storage import KVStorage
 from kvcache.worker.swap.engine import SwapEngine
 from kvcache.worker.swap.job import SwapError, SwapJob, until
-from kvcache.worker.swap.page_copy import PageCopy
 from kvcache.worker.swap.streams import streams_of
-from kvcache.worker.tables.block_table import BlockTable
-from kvcache.worker.tables.multi_group import MultiGroupBlockTable
+from kvcache.worker.tables.block_tables import BlockTables
+from kvcache.worker.tables.group_table import GroupTable
 
 
 class PendingStep:
-    """A step whose plan has been started: its swaps may still be under way."""
+    """A started step, whose swaps may still be in flight."""
 
     def __init__(
         self, step_id: int, engine: SwapEngine | None, earlier: PendingStep | None
     ) -> None:
         self.step_id = step_id
-        self.errors: list[SwapError] = []  # known when the report is
+        self.errors: list[SwapError] = []  # set together with the report
         self._engine = engine
         self._earlier = earlier
         self._report: StepReport | None = None
@@ -36,10 +36,12 @@ class PendingStep:
         self._in: SwapJob | None = None
 
     def poll(self) -> StepReport | None:
-        """The report, once all bytes of this step and of all earlier ones have moved; None before.
+        """Return the step's report once its bytes, and those of all earlier steps, have moved.
 
-        It lists pages with invalid content. A manager takes a report as one for all earlier steps too, so
-        reports come in order.
+        Reports come in step order, because the manager takes a report as covering every earlier step.
+
+        Returns:
+            The report, which lists pages with invalid content, or None while bytes are still moving.
         """
         if self._report is not None:
             return self._report
@@ -59,22 +61,35 @@ class PendingStep:
         return self._report
 
     def wait(self, timeout_s: float | None = None) -> StepReport:
-        """The report, when it is there. TimeoutError where that takes longer."""
+        """Wait for the step's report.
+
+        Args:
+            timeout_s: Seconds to wait at most. None waits indefinitely.
+
+        Returns:
+            The report, as from `poll`.
+
+        Raises:
+            TimeoutError: The report did not arrive in time.
+        """
         names = ", ".join(job.name for job in self._jobs()) or "a step before"
         until(lambda: self.poll() is not None, timeout_s, names)
         return self._report
 
     def wait_layer(self, layer: int) -> None:
-        """Makes the calling stream wait until this layer of the plan's swap-ins has arrived.
+        """Make the calling stream wait until one layer of the step's swap-ins has arrived.
 
-        Call it before each layer of the step if the worker has `layers_per_event`. Without that, `start`
-        has made the stream wait for all layers.
+        Call it before computing each layer if the worker was created with `layers_per_event`. Otherwise
+        `Worker.start` has already made the stream wait for all layers.
+
+        Args:
+            layer: The layer that is about to be computed.
         """
         if self._in is not None:
             self._engine.before_read(self._in, layer)
 
     def may_wait(self) -> bool:
-        """Whether the report may have to wait for bytes that move."""
+        """Return whether the report may have to wait for bytes in flight."""
         return self._report is None and bool(self._earlier or self._out or self._in)
 
     def _jobs(self) -> list[SwapJob]:
@@ -87,34 +102,39 @@ class PendingStep:
 class Worker:
     """Applies plans to the storage and block tables of one device.
 
-    `tables`: a `MultiGroupBlockTable`, its groups in the manager's order, or one group's `BlockTable`.
-    `storage`: one that serves all groups, or one per group, all over the same pages
-    (`KVStorage.over`). Block sizes of storage and table must agree, except where a group has no slots
-    (recurrent state). `host`: the pages of the manager's host tier, if it has one (`Pages.on_host`);
-    `last_step_id`: the step whose plan tables that were filled by another worker have already, its
-    `last_step_id`; -1: none. `swap_options`: what `SwapEngine` takes.
+    Args:
+        storage: One storage that serves all groups, or one per group, all over the same pages
+            (`KVStorage.over`). Storage and table must have the same block size, except for groups without
+            slots (recurrent state).
+        tables: `BlockTables` with the manager's groups in order, or the `GroupTable` of a
+            single group.
+        host: The pages of the manager's host tier (`Pages.on_host`), if it has one.
+        last_step_id: The last step that `tables` already contain, if another worker filled them (that
+            worker's `last_step_id`). -1 if no plan was applied.
+        swap_options: Options of `SwapEngine`. Except for `streams`, they require `host`.
 
-    >>> storage = KVStorage(num_blocks=9, block_size=16, num_kv_heads=1, head_size=8)
-    >>> host = storage.pages.on_host(num_blocks=33)
-    >>> table = BlockTable(
-    ...     block_size=16, max_num_reqs=4, max_num_blocks_per_req=8, max_num_batched_tokens=64
-    ... )
-    >>> worker = Worker(storage, table, host)
+    Example:
+        >>> from kvcache import TableShape
+        >>> storage = KVStorage(num_blocks=9, block_size=16, num_kv_heads=1, head_size=8)
+        >>> host = storage.pages.on_host(num_blocks=33)
+        >>> shape = TableShape(block_size=16, max_num_blocks=8)
+        >>> tables = BlockTables([shape], max_num_reqs=4, max_num_tokens=64)
+        >>> worker = Worker(storage, tables, host)
     """
 
     def __init__(
         self,
         storage: KVStorage | Sequence[KVStorage],
-        tables: BlockTable | MultiGroupBlockTable,
+        tables: GroupTable | BlockTables,
         host: Pages | None = None,
         *,
         last_step_id: int = -1,
         **swap_options: object,
     ) -> None:
-        instance(tables, BlockTable | MultiGroupBlockTable, "tables")
-        # The last plan that was applied to the tables.
+        instance(tables, GroupTable | BlockTables, "tables")
+        # The last plan applied to the tables.
         self._last_step_id = integer(last_step_id, "last_step_id", -1, MAX_INT64)
-        groups = [tables] if isinstance(tables, BlockTable) else tables.block_tables
+        groups = [tables] if isinstance(tables, GroupTable) else tables.block_tables
         if host is not None:
             instance(host, Pages, "host")
         if isinstance(storage, list | tuple):
@@ -148,9 +168,9 @@ class Worker:
         self._within = PageCopy(self.pages, self.pages)
         self._streams = swap_options.get("streams") or streams_of(self.pages.device)
         self._last: PendingStep | None = (
-            None  # whose bytes, or those of a step before, may still move
+            None  # bytes of this step or an earlier one may still be moving
         )
-        # The step that is being carried out, or that broke the worker.
+        # The step in progress, or the step that broke the worker.
         self._begun: int | None = None
         self._process = os.getpid()
 
@@ -159,22 +179,31 @@ class Worker:
 
     @property
     def last_step_id(self) -> int:
-        """The step whose plan was carried out last; -1: none."""
+        """The ID of the last applied step, or -1 if there is none."""
         return self._last_step_id
 
     def apply(self, plan: StepPlan) -> StepReport:
-        """Carries a plan out, swaps included, and waits for them; a plan without swaps waits for none.
+        """Apply a plan and wait for its swaps.
 
-        Each plan is applied once, in the order of the steps; one that changes nothing too. ValueError
-        for a plan that came before, and for one that follows a step whose plan did not come: apply that
-        one first, or abort its step (`KVCacheManager.abort`). Plans of aborted steps need not come.
+        Apply every plan exactly once and in step order, including plans that change nothing. Plans of
+        aborted steps may be skipped. Clearing a row beyond the table is allowed.
 
-        A plan that does not fit raises, and changes nothing; so does, with RuntimeError, a plan with
-        swaps, or any while swaps are under way, on a stream that is captured in a CUDA graph. One that
-        fails in the midst of its moves breaks the worker, and every later plan says so. Abort the
-        step of a plan that was refused: the next plan sends what it should have said. Where tables have
-        too few rows for the requests, free requests too; a row that the tables have not is empty there,
-        so plans may clear it.
+        If a plan is rejected, nothing changes. Abort its step (`KVCacheManager.abort`); the next plan
+        then repeats the missing changes. If the tables have too few rows, free requests as well. A
+        failure after the plan's moves have begun breaks the worker: every later plan raises
+        RuntimeError.
+
+        Args:
+            plan: The plan of the next step.
+
+        Returns:
+            The report of the completed step. It lists pages with invalid content.
+
+        Raises:
+            ValueError: The plan does not fit the storage or tables, was already applied, or follows a
+                step whose plan was never applied. Apply the missing plan first or abort its step.
+            RuntimeError: A CUDA graph is being captured on the stream while the plan has swaps or earlier
+                swaps are in flight; or the worker is broken or belongs to another process.
         """
         instance(plan, StepPlan, "plan")
         if plan.is_empty and self._has_no_moves():
@@ -183,8 +212,17 @@ class Worker:
         return self.start(plan).wait()
 
     def start(self, plan: StepPlan) -> PendingStep:
-        """As `apply`, but does not wait: work launched next on the calling stream finds pages and tables
-        as the plan says, while swaps may still run."""
+        """Apply a plan without waiting for its swaps.
+
+        Work launched next on the calling stream sees the pages and tables of this plan, even while
+        swaps are in flight. Rules and errors are the same as for `apply`.
+
+        Args:
+            plan: The plan of the next step.
+
+        Returns:
+            The started step. Poll it, or wait for it, to get the report.
+        """
         instance(plan, StepPlan, "plan")
         if plan.is_empty and self._has_no_moves():
             self._begin_empty(plan)
@@ -201,10 +239,14 @@ class Worker:
             if swaps or not self.engine.is_idle:
                 self.engine.check_not_captured("Worker.start")
         step = PendingStep(plan.step_id, self.engine, self._earlier())
+        may_overlap = self.engine is not None and (len(moves.swap_out) or not self.engine.is_idle)
+        written = _written_pages(plan, moves) if may_overlap else NO_IDS
         self._apply_to_tables(plan)
         if self.engine is not None:
             self.engine.order_after_swap_ins()
-            self._swap_out(plan, moves, step)  # first: its pages are read before any is written
+            self._swap_out(
+                written, moves, step
+            )  # first: reads its pages before any page is written
         self._copy(moves)
         self._zero(moves)
         self._swap_in(moves, step)
@@ -214,7 +256,7 @@ class Worker:
         return step
 
     def _apply_to_tables(self, plan: StepPlan) -> None:
-        """On the host only, and checked as a whole: what it refuses has moved no byte yet."""
+        """Apply the plan to the host tables in one checked call, before any byte moves."""
         num_applied = self._table_set.num_applied
         self._begun = plan.step_id
         try:
@@ -255,30 +297,25 @@ class Worker:
             )
 
     def _has_no_moves(self) -> bool:
-        """Whether no bytes move that a step would have to wait for, or be ordered after."""
+        """Whether no bytes are in flight that a step would have to wait for."""
         return self._last is None and (self.engine is None or self.engine.is_idle)
 
     def _begin_empty(self, plan: StepPlan) -> None:
-        """A step whose plan changes nothing."""
+        """Apply a plan that changes nothing."""
         self._check_order(plan)
         self._table_set.begin_step()
         self._last_step_id = plan.step_id
 
     def _earlier(self) -> PendingStep | None:
-        """The step before, unless it is over."""
+        """The previous step, unless it has completed."""
         last = self._last
         return None if last is None or last.poll() is not None else last
 
-    def _swap_out(self, plan: StepPlan, moves: PageMoves, step: PendingStep) -> None:
+    def _swap_out(self, written: np.ndarray, moves: PageMoves, step: PendingStep) -> None:
         if len(moves.swap_out):
             step._out = self.engine.swap_out(moves.swap_out)
-        if self.engine.is_idle:
-            return
-        # All that the step writes, here or by computing, lies in pages that it takes.
-        replaced = [np.asarray(each).reshape(-1, 3)[:, 2] for each in plan.replace]
-        taken = [*plan.append_ids, *replaced, moves.copy[:, 1], moves.zero]
-        # int64 also of lists, and where there are none.
-        self.engine.before_write(np.concatenate(taken).astype(np.int64))
+        if not self.engine.is_idle:
+            self.engine.before_write(written)
 
     def _copy(self, moves: PageMoves) -> None:
         if len(moves.copy):
@@ -296,12 +333,19 @@ class Worker:
             self.engine.before_read(step._in)
 
     def _launch(self, work: Callable[[], None]) -> None:
-        """Runs `work` on the calling stream."""
+        """Run `work` on the calling stream."""
         self._streams.launch(self._streams.current(), work)
 
 
-def _check_fits(group: int, storage: KVStorage, table: BlockTable) -> None:
-    if table.layout.has_slots and table.block_size != storage.block_size:
+def _written_pages(plan: StepPlan, moves: PageMoves) -> np.ndarray:
+    """Return the newly allocated pages that the plan or the model writes in this step, int64[n]."""
+    appended = [integers(each, f"append_ids[{g}]", ()) for g, each in enumerate(plan.append_ids)]
+    replaced = [integers(each, f"replace[{g}]", (3,))[:, 2] for g, each in enumerate(plan.replace)]
+    return np.concatenate([*appended, *replaced, moves.copy[:, 1], moves.zero])
+
+
+def _check_fits(group: int, storage: KVStorage, table: GroupTable) -> None:
+    if table.shape.slot_mapping and table.block_size != storage.block_size:
         raise ValueError(
             f"storage has block_size {storage.block_size}, group {group} {table.block_size}: "
             "expected the same"

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from tests.gpu_less.build import TREE, Built
 
 NUM_SHARES = 4  # of the test files, each in its own process
+# Stands in each file with tests marked gpu; the others take long to import.
+_MARKED = re.compile(r"mark\.gpu|tests\.backends")
 SWAP_STEPS = 12  # of each race and seed
 PYTEST = [
     "python",
@@ -50,7 +52,11 @@ def run_suite(built: Built, num_seeds: int) -> int:
         for pattern in ("test_swap*.py", "test_worker*.py")
         for path in (TREE / "tests").glob(pattern)
     )
-    files = sorted(str(path.relative_to(TREE)) for path in (TREE / "tests").glob("test_*.py"))
+    files = sorted(
+        str(path.relative_to(TREE))
+        for path in (TREE / "tests").glob("test_*.py")
+        if _MARKED.search(path.read_text())
+    )
     jobs = [
         Job(
             f"tests marked gpu, {share + 1} of {NUM_SHARES}",

@@ -79,6 +79,8 @@ def body_of(rng: random.Random, path: str) -> dict:
     }
     for name in rng.sample([*options], rng.randint(0, 4)):
         body[name] = options[name]
+    if "stream" not in body:
+        body.pop("stream_options", None)
     return body
 
 

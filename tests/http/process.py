@@ -7,12 +7,15 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from typing import NamedTuple
 
-from tests.shared import REPO
+import torch
+
+from kvcache.cli import main
+from tests.forked import context
 
 
 class Reply(NamedTuple):
@@ -23,46 +26,58 @@ class Reply(NamedTuple):
 
 
 class ServeProcess:
-    """A server of the tiny llama; a context manager that ends it.
+    """A server of a tiny model; a context manager that ends it.
 
     `args`: options of `kvcache serve`. What it writes to stderr is `log` when it has ended.
     """
 
-    def __init__(self, *args: str) -> None:
+    def __init__(self, *args: str, model: str = "llama") -> None:
         self.log = ""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvcache.cli", "serve", "llama", "--port", "0", *args],
-            cwd=REPO,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
-        )
-        line = self._process.stderr.readline()
+        self._pipe, theirs = context.Pipe(duplex=False)
+        argv = ["serve", model, "--port", "0", *args]
+        self._process = context.Process(target=_serve, args=(argv, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._errors = os.fdopen(os.dup(self._pipe.fileno()))
+        line = self._errors.readline()
         found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", line)
         if found is None:
-            raise RuntimeError(f"no server: {line}{self._process.stderr.read()}")
+            raise RuntimeError(f"no server: {line}{self._end()}")
         self.port = int(found[1])
 
     def __enter__(self) -> ServeProcess:
         until = time.monotonic() + 60
         while ask(self.port, "GET", "/v1/models").status != 200:
             assert time.monotonic() < until, "the server does not answer"
-            time.sleep(0.05)
+            time.sleep(0.02)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.is_running:
-            self._process.send_signal(signal.SIGTERM)
-        try:
-            _, self.log = self._process.communicate(timeout=60)
-        except subprocess.TimeoutExpired:
+            self.send_signal(signal.SIGTERM)
+        self.log = self._end()
+
+    def _end(self) -> str:
+        """Wait until the process has ended, and return the rest of its stderr."""
+        self._process.join(60)
+        is_late = self.is_running
+        if is_late:
             self._process.kill()
-            raise
+            self._process.join()
+        with self._pipe, self._errors:
+            log = self._errors.read()
+        if is_late:
+            raise TimeoutError(f"the server did not end within 60 s: {log}")
+        return log
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal to the process."""
+        os.kill(self._process.pid, number)
 
     @property
     def is_running(self) -> bool:
         """Whether it has not ended."""
-        return self._process.poll() is None
+        return self._process.is_alive()
 
     def state(self) -> dict:
         """What the server says of itself."""
@@ -78,6 +93,15 @@ class ServeProcess:
                 return
             assert time.monotonic() < until, state
             time.sleep(0.1)
+
+
+def _serve(argv: list[str], errors: Connection) -> None:
+    """Runs a command line in a forked process, with stderr on a pipe."""
+    os.dup2(errors.fileno(), 2)
+    errors.close()
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    torch.set_num_threads(1)
+    sys.exit(main(argv))
 
 
 def request_of(method: str, path: str, body: bytes | dict = b"", *, more: str = "") -> bytes:

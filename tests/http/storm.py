@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import multiprocessing
 import os
 import random
 import socket
@@ -23,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.sharedctypes import Synchronized
 
+from tests.forked import context
 from tests.http.process import Reply, ServeProcess, ask, connect, reply_of, request_of, text_of
 
 PATH = "/v1/completions"
@@ -35,7 +35,7 @@ BODY = {"model": "llama", "temperature": 0}
 # --- honest clients -------------------------------------------------------------------------------
 
 
-def honest_bodies(seed: int) -> list[list[dict]]:
+def honest_bodies(seed: int, per_turn: int) -> list[list[dict]]:
     """What each honest client asks for in a turn, one after the other."""
     rng = random.Random(seed)
     return [
@@ -46,7 +46,7 @@ def honest_bodies(seed: int) -> list[list[dict]]:
                 "max_tokens": rng.randint(16, 32),
                 "stream": rng.random() < 0.5,
             }
-            for _ in range(PER_TURN)
+            for _ in range(per_turn)
         ]
         for _ in range(NUM_HONEST)
     ]
@@ -55,8 +55,8 @@ def honest_bodies(seed: int) -> list[list[dict]]:
 class Honest:
     """The honest clients: the latencies of a turn, and whether answers are right."""
 
-    def __init__(self, port: int, seed: int) -> None:
-        self._port, self._bodies = port, honest_bodies(seed)
+    def __init__(self, port: int, seed: int, per_turn: int) -> None:
+        self._port, self._bodies = port, honest_bodies(seed, per_turn)
         self._wanted: list[list[str | None]] = [
             [text_of(ask(port, "POST", PATH, body)) for body in bodies] for bodies in self._bodies
         ]
@@ -194,7 +194,6 @@ def be_hostile(port: int, seed: int, pause: float, is_over: object, num_acts: ob
 @contextlib.contextmanager
 def hostile_clients(port: int, seed: int, pause: float) -> Iterator[Synchronized]:
     """They run while the block does; the number of their acts so far."""
-    context = multiprocessing.get_context("spawn")
     is_over, num_acts = context.Event(), context.Value("q", 0)
     process = context.Process(target=be_hostile, args=(port, seed, pause, is_over, num_acts))
     process.start()
@@ -217,12 +216,12 @@ def p99(seconds: list[float]) -> float:
     return statistics.quantiles(seconds, n=100, method="inclusive")[98]
 
 
-def storm(turns: int, seed: int, pause: float) -> tuple[float, int]:
-    """Runs it; the ratio of the medians, and the number of wrong answers."""
+def storm(turns: int, seed: int, pause: float, per_turn: int = PER_TURN) -> tuple[float, int]:
+    """Runs it, with `per_turn` requests of each client; the ratio of the medians, the wrong answers."""
     alone: list[list[float]] = []
     together: list[list[float]] = []
     with ServeProcess(*OPTIONS) as server:
-        honest = Honest(server.port, seed)
+        honest = Honest(server.port, seed, per_turn)
         honest.turn()  # warms up
         for turn in range(turns):
             alone.append(honest.turn())

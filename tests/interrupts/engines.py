@@ -6,8 +6,9 @@ import random
 import signal
 from collections.abc import Callable
 
-from kvcache.integrations.transformers import attach
-from kvcache.serving import Engine, Generation, NgramDrafter, SamplingParams
+from kvcache.allocator import check_invariants
+from kvcache.engine import Engine, Generation, NgramDrafter, SamplingParams
+from kvcache.engine.transformers import attach
 from tests.dense_models import VOCAB_SIZE, dense
 from tests.interrupts.instants import Alarm, Interrupt, interrupted_at
 
@@ -69,7 +70,7 @@ class Served:
                 assert sample.finish_reason in ("stop", "length")
                 assert self.got[generation.request_id, index] == sample.token_ids
         manager = self.engine.cache.manager
-        manager.check_invariants()
+        check_invariants(manager)
         assert manager.pool.num_free == manager.pool.num_total
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 

@@ -6,7 +6,8 @@ import contextlib
 import random
 from collections.abc import Callable
 
-from kvcache import GroupSpec, KVCacheManager, Request, StepReport
+from kvcache import Admit, External, GroupSpec, KVCacheManager, Request, StepReport
+from kvcache.allocator import RequestState, check_invariants
 from tests.interrupts.instants import Alarm
 
 GROUPS = {
@@ -42,19 +43,19 @@ class Managed:
 
     def check(self) -> None:
         """What is admitted has blocks, and nothing else has."""
-        self.manager.check_invariants()
+        check_invariants(self.manager)
         admitted = [r for r in self.requests.values() if is_admitted(self.manager, r)]
         rows = [self.manager.row(r) for r in admitted]
         assert len({*rows}) == len(rows) == self.manager._native.num_rows
         for request in admitted:
             assert self.manager.num_computed_tokens(request) <= request.num_tokens
-            if not self.manager.is_swapped_out(request):
+            if self.manager.state(request) is not RequestState.SWAPPED_OUT:
                 self.manager.block_ids(request)
 
     def free(self, request: Request) -> None:
         """On whichever way it is there."""
         manager = self.manager
-        if is_admitted(manager, request) and manager.is_receiving(request):
+        if is_admitted(manager, request) and manager.state(request) is RequestState.RECEIVING:
             manager.free(request, keep_blocks=True)
         manager.free(request)
         with contextlib.suppress(ValueError):  # none were kept
@@ -76,17 +77,15 @@ class Managed:
         self.manager.free(*self.requests.values())  # one that was freed before
         assert pool.num_free == num_free and is_admitted(self.manager, other)
         self.manager.free(other)
-        self.manager.check_invariants()
+        check_invariants(self.manager)
 
 
 def _running(**options: object) -> Managed:
     """Two requests that run, one that computed blocks were given to, and one that receives."""
     s = Managed(**options)
     s.manager.step(new=[s.request("a"), s.request("b", 9, 100)])
-    s.manager.allocate_slots(s.request("c", 12, 200), 6)
-    s.manager.allocate_slots(
-        s.request("d", 13, 300), 0, num_external_computed_tokens=8, delay_cache_blocks=True
-    )
+    s.manager.admit(Admit(s.request("c", 12, 200), num_tokens=6), ())
+    s.manager.admit(Admit(s.request("d", 13, 300), external=External(8, delayed=True)), ())
     return s
 
 
@@ -97,14 +96,11 @@ CALLS: dict[str, Call] = {
         [0, 1], [1, 1], token_ids=[7, 8], new=[s.request("e"), s.request("f", 60, 400)]
     ),
     "step that receives": lambda s: s.manager.step(
-        new=[s.request("e", 10, 600)],
-        num_external_computed_tokens=[8],
-        delay_cache_blocks=[True],
-        read_cache=[None],
+        new=[Admit(s.request("e", 10, 600), external=External(8, delayed=True))]
     ),
     "step that swaps": lambda s: s.manager.step([1], [1], swap_out=[0], token_ids=[7]),
-    "allocate_slots": lambda s: s.manager.allocate_slots(s.request("e", 10, 600), 10),
-    "append_slots": lambda s: s.manager.append_slots(s.requests["c"], 5),
+    "admit": lambda s: s.manager.admit(Admit(s.request("e", 10, 600), num_tokens=10), ()),
+    "extend": lambda s: s.manager.extend(s.requests["c"], 5),
     "fork": lambda s: s.manager.fork(s.requests["a"], s.request("e")),
     "free": lambda s: s.manager.free(s.requests["a"]),
     "free all": lambda s: s.manager.free(*[s.requests[name] for name in "abc"]),
@@ -118,12 +114,12 @@ CALLS: dict[str, Call] = {
     "invalidate": lambda s: s.manager.invalidate([1]),
     "take_cached": lambda s: s.manager.take_cached(s.requests["a"]),
     "reject_tokens": lambda s: s.manager.reject_tokens(s.requests["c"], 1),
-    "pin": lambda s: s.manager.pin("session", s.requests["a"]),
+    "pin": lambda s: s.manager.cache.pin("session", s.requests["a"]),
     "would_fit": lambda s: s.manager.would_fit(s.request("e", 30, 600)),
-    "cached_tokens": lambda s: s.manager.cached_tokens(s.requests["a"]),
-    "drain_events": lambda s: s.manager.drain_events(),
+    "cached_tokens": lambda s: s.manager.cache.cached_tokens(s.requests["a"]),
+    "drain_events": lambda s: s.manager.cache.drain_events(),
     "append_tokens": lambda s: s.requests["a"].append_tokens([1, 2, 3]),
-    "start_epoch": lambda s: s.manager.start_epoch(),
+    "start_epoch": lambda s: s.manager.cache.start_epoch(),
 }
 
 OPTIONS = {
@@ -157,7 +153,7 @@ class Serving(Managed):
             for r in self.requests.values()
             if is_admitted(self.manager, r)
             and self.manager._native.by_step(self.manager.row(r))
-            and not self.manager.is_receiving(r)
+            and self.manager.state(r) is not RequestState.RECEIVING
             and self.manager.num_computed_tokens(r) < 60
         ]
         chosen = self.random.sample(running, min(len(running), 3))
@@ -180,7 +176,7 @@ class Serving(Managed):
     def _allocate(self) -> object:
         self.num_named += 1
         request = self.request(f"r{self.num_named}", self.random.randint(1, 30))
-        return lambda: self.manager.allocate_slots(request, request.num_tokens)
+        return lambda: self.manager.admit(Admit(request, num_tokens=request.num_tokens), ())
 
     def _fork(self) -> object:
         parent = self._some()
@@ -203,7 +199,7 @@ class Serving(Managed):
             lambda: lambda: self.manager.abort(last),
             lambda: lambda: self.manager.take_cached(some),
             lambda: lambda: self.manager.invalidate([self.random.randint(1, 60)]),
-            lambda: lambda: self.manager.drain_events(),
+            lambda: lambda: self.manager.cache.drain_events(),
         ]
         call = self.random.choice(calls)()
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache import BlockSpaceManager, BlockTable, KVCacheManager, Request
-from kvcache.transfer import KVConnectorOutput, KVOutputAggregator
+from kvcache import BlockTables, GroupTable, KVCacheManager, Request, TableShape
+from kvcache.compat import BlockSpaceManager, KVConnectorOutput, KVOutputAggregator
 from kvcache.worker.tables import buffer
 from tests.interrupts.instants import interrupted_at
 from tests.out_of_memory.workers import Tabled, _plan
@@ -99,13 +99,15 @@ def check_worker(with_moves: bool) -> int:
     return each_instant(Tabled, lambda made: made.worker.apply(plan), check)
 
 
-def _with_device() -> BlockTable:
+def _with_device() -> GroupTable:
     """Its device side is memory of its own."""
     other = mock.patch.object(
         buffer, "device_zeros", lambda shape, dtype, _: torch.zeros(shape, dtype=dtype)
     )
     with other:
-        table = BlockTable(4, 4, 8, 16, pin_memory=False, device=torch.device("meta"))
+        table = BlockTables(
+            [TableShape(4, 8)], max_num_reqs=4, max_num_tokens=16, device=torch.device("meta")
+        )[0]
     table.add_row([1, 2, 3], 0)
     table.commit_updates()
     return table
@@ -124,7 +126,7 @@ TABLE_CALLS = {
 def check_table(call: str) -> int:
     """What changed on the host reaches the device with the next `commit_updates`."""
 
-    def check(table: BlockTable) -> None:
+    def check(table: GroupTable) -> None:
         table.commit_updates()
         arena = table._tables._arena
         assert (arena.np == arena.gpu.numpy()).all()
@@ -160,7 +162,7 @@ def check_events() -> int:
         return manager
 
     def check(manager: KVCacheManager) -> None:
-        events = manager.drain_events()
+        events = manager.cache.drain_events()
         assert [len(event.block_hashes) for event in events] in ([2], [])
 
-    return each_instant(make, lambda manager: manager.drain_events(), check)
+    return each_instant(make, lambda manager: manager.cache.drain_events(), check)

@@ -18,21 +18,23 @@ import numpy as np
 import torch
 
 import kvcache
-from kvcache import GroupSpec, LayerSpec, Request, ops, plan_cache
-from kvcache.disaggregation import CacheRank, Connector, ConnectorOptions, layouts_of_plan
-from kvcache.integrations.transformers import attach, layer_specs
-from kvcache.integrations.transformers.tiny_models import tiny_model
-from kvcache.replay.content import prefix_keys
-from kvcache.replay.workload import WorkloadRequest
-from kvcache.serving import Engine, SamplingParams
-from kvcache.transfer import (
-    CacheDescription,
-    GroupFetch,
+from kvcache import Admit, External, GroupSpec, LayerSpec, Request, ops, plan_cache
+from kvcache.compat import (
     copy_kv_blocks,
-    fetch,
     kv_postprocess_blksize_and_layout_on_receive,
     kv_postprocess_blksize_on_receive,
     kv_postprocess_layout_on_receive,
+)
+from kvcache.engine import Engine, SamplingParams
+from kvcache.engine.transformers import attach, layer_specs
+from kvcache.engine.transformers.tiny_models import tiny_model
+from kvcache.replay.content import prefix_keys
+from kvcache.replay.workload import WorkloadRequest
+from kvcache.sources.disaggregation import CacheRank, Connector, ConnectorOptions, layouts_of_plan
+from kvcache.transfer import (
+    CacheDescription,
+    GroupFetch,
+    fetch,
     make_transport,
     permute_received_blocks,
     plan_transfer,
@@ -40,12 +42,12 @@ from kvcache.transfer import (
 )
 from kvcache.worker import (
     AttentionMetadataBuilder,
-    BlockTable,
+    BlockTables,
     HostDeviceBuffer,
     KVStorage,
-    MultiGroupBlockTable,
     Pages,
     SwapEngine,
+    TableShape,
 )
 from tests import stores
 from tests.shared import manager_of
@@ -69,14 +71,17 @@ CASES: dict[str, Case] = {}
 
 # Whose public names are in the matrix, unless their modules do without torch.
 PACKAGES = (
-    *("kvcache", "kvcache.worker", "kvcache.transfer", "kvcache.serving", "kvcache.store"),
-    *("kvcache.disaggregation", "kvcache.integrations.transformers"),
+    *("kvcache", "kvcache.worker", "kvcache.transfer", "kvcache.engine", "kvcache.sources.store"),
+    *("kvcache.sources.disaggregation", "kvcache.engine.transformers"),
 )
 NO_TENSORS = {
     *(
+        "PrefillStats",
+        "RemotePrefill",
         "UnsupportedModel",
         "source_readers",
         "Delta",
+        "TableShape",
         "Generation",
         "Metrics",
         "NgramDrafter",
@@ -211,12 +216,10 @@ def _(device: str) -> object:
     return buffer.gpu
 
 
-@case("BlockTable")
+@case("GroupTable")
 def _(device: str) -> object:
-    table = BlockTable(
-        block_size=32, max_num_reqs=4, max_num_blocks_per_req=8, max_num_batched_tokens=64,
-        device=device, kernel_block_size=16,
-    )  # fmt: skip
+    shape = TableShape(32, max_num_blocks=8, kernel_block_size=16)
+    table = BlockTables([shape], max_num_reqs=4, max_num_tokens=64, device=device)[0]
     found = []
 
     def note() -> None:
@@ -258,16 +261,16 @@ HYBRID = (
 )
 
 
-def hybrid_tables(device: str) -> MultiGroupBlockTable:
-    sizes = {"max_num_reqs": 4, "max_model_len": 64, "max_num_batched_tokens": 32}
-    tables = MultiGroupBlockTable.for_groups(HYBRID, **sizes, device=device)
+def hybrid_tables(device: str) -> BlockTables:
+    sizes = {"max_num_reqs": 4, "max_model_len": 64, "max_num_tokens": 32}
+    tables = BlockTables.for_groups(HYBRID, **sizes, device=device)
     tables.add_row([[1, 2], [3], [0, 5, 8, 9], [3, 4, 5, 6]], 0)
     tables.append_row([[4], [5], [6], [7]], 1)
     tables.commit_updates()
     return tables
 
 
-@case("MultiGroupBlockTable")
+@case("BlockTables")
 def _(device: str) -> object:
     tables, found = hybrid_tables(device), []
     rows, positions = ints([0, 0, 1], device), ints([3, 17, 2], device, torch.int64)
@@ -619,10 +622,8 @@ def _(device: str) -> object:
         key, value = (randn(2, _TOKENS, 2, 8, seed=i).to(device) for i in range(2))
         storage.write_layers(key, value, _slots(manager, request, storage, device))
         loaded = Request("r", [*tokens, 7])
-        count = receiver.num_external_tokens(loaded, sender.publish(request))
-        to_manager.step(
-            new=[loaded], num_external_computed_tokens=[count], delay_cache_blocks=[True]
-        )
+        count = receiver.match(loaded, sender.publish(request))
+        to_manager.step(new=[Admit(loaded, external=External(count, delayed=True))])
         receiver.begin(loaded)
         deadline = time.monotonic() + 30
         while not (done := receiver.poll()):
@@ -644,7 +645,7 @@ def _slots(manager: object, request: Request, storage: KVStorage, device: str) -
 # Store, model and engine -------------------------------------------------------------------------------
 
 
-@case("StoreTier", "Received", ops_needed=True)
+@case("StoreTier", ops_needed=True)
 def _(device: str) -> object:
     """The second user loads what the first has computed; every token that either reads is checked."""
     verifier, stores.KVVerifier = stores.KVVerifier, partial(stores.KVVerifier, device=device)

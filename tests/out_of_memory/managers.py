@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 
-from kvcache import GroupSpec, KVCacheManager, Request, StepReport, eviction_names
+from kvcache import Admit, External, GroupSpec, KVCacheManager, Request, StepReport, eviction_names
+from kvcache.allocator import RequestState, check_invariants
 from tests.out_of_memory.trial import Case, Trial
 
 FULL = GroupSpec("full_attention", 4)
@@ -34,7 +35,7 @@ class Managed:
             fence_frees=True,
             **options,
         )
-        m.set_now(1)
+        m.cache.set_now(1)
         tokens = {name: range(i * 100, i * 100 + 13 + 2 * i) for i, name in enumerate(NAMES)} | {
             "h": [*range(13), *range(800, 811)],
             "f": [*range(400, 417), 3, 4, 5, 6],
@@ -44,17 +45,17 @@ class Managed:
         m.step(new=[r["e"], r["f"]])
         m.free(r["e"], r["f"])
         m.step(new=[r[name] for name in "abcd"])
-        m.pin("s", r["b"])
+        m.cache.pin("s", r["b"])
         m.report(StepReport(1, True))
-        m.set_now(2)
+        m.cache.set_now(2)
         m.step(self.rows("abcd"), [1] * 4, token_ids=[5, 6, 7, 8])
-        m.drain_events()
+        m.cache.drain_events()
         if m.host_pool is not None:
             m.step(swap_out=self.rows("d"))
         else:
             m.step(self.rows("d"), [1], token_ids=[9])
         for name in "ghi":  # what a request keeps for a manager is not the question
-            m.get_computed_blocks(r[name])
+            m.cache.find_prefix(r[name])
 
     def rows(self, names: str) -> list[int]:
         return [self.manager.row(self.requests[name]) for name in names]
@@ -68,30 +69,30 @@ class Managed:
     def refusals(self) -> list[Callable[[], object]]:
         m, (a, g) = self.manager, self.of("a", "g")
         return [
-            m.check_invariants,
+            lambda: check_invariants(m),
             lambda: m.step(),
             lambda: m.pool.num_free,
-            lambda: m.get_computed_blocks(g),
+            lambda: m.cache.find_prefix(g),
             lambda: m.report(StepReport(0, True)),
             lambda: m.abort(0),
             lambda: m.block_ids(a),
-            lambda: m.stats,
-            lambda: m.drain_events(),
-            lambda: m.num_fenced_blocks,
-            lambda: m.set_now(9),
+            lambda: m.cache.stats,
+            lambda: m.cache.drain_events(),
+            lambda: m.pool.num_fenced,
+            lambda: m.cache.set_now(9),
             lambda: m.num_computed_tokens(a),
             lambda: m.fork(a, Request("z", a.token_ids)),
-            lambda: m.append_slots(a, 1),
-            lambda: m.is_swapped_out(a),
+            lambda: m.extend(a, 1),
+            lambda: m.state(a) is RequestState.SWAPPED_OUT,
             lambda: m.finish_receiving(a),
-            lambda: m.allocate_slots(Request("y", range(9)), 4),
-            lambda: m.evict([1]),
-            lambda: m.reset_prefix_cache(),
+            lambda: m.admit(Admit(Request("y", range(9)), num_tokens=4), ()),
+            lambda: m.cache.evict([1]),
+            lambda: m.cache.reset(),
         ]
 
     def state(self) -> Iterator[Callable[[], object]]:
         m, groups = self.manager, range(len(self.manager.groups))
-        yield m.check_invariants
+        yield lambda: check_invariants(m)
         for name in NAMES:
             request = self.requests[name]
             for g in groups:
@@ -101,12 +102,12 @@ class Managed:
         for pool in filter(None, (m.pool, m.host_pool)):
             for count in ("num_free", "num_cached", "num_evicted", "num_pinned", "peak_used"):
                 yield lambda p=pool, c=count: getattr(p, c)
-        yield lambda: (m.num_fenced_blocks, m.num_kept_blocks, m.num_loading_blocks)
-        yield lambda: m.stats
-        yield lambda: [(type(e).__name__, e) for e in m.drain_events()]
+        yield lambda: (m.pool.num_fenced, m.pool.num_kept, m.pool.num_loading)
+        yield lambda: m.cache.stats
+        yield lambda: [(type(e).__name__, e) for e in m.cache.drain_events()]
         for name in "aefghi":
-            yield lambda r=self.requests[name]: m.cached_tokens(r)
-            yield lambda r=self.requests[name]: m.get_computed_blocks(r)
+            yield lambda r=self.requests[name]: m.cache.cached_tokens(r)
+            yield lambda r=self.requests[name]: m.cache.find_prefix(r)
         yield m.step  # rows that are cleared or sent anew
         yield lambda: m.abort(3)
         yield lambda: m.step(self.rows("abcd"), [3, 2, 1, 4])
@@ -114,16 +115,16 @@ class Managed:
         yield lambda: m.report(StepReport(5, True))
         yield lambda: m.abort(6)
         yield lambda: m.free(*self.requests.values())
-        yield lambda: m.unpin("s")
+        yield lambda: m.cache.unpin("s")
         yield m.step
         yield lambda: m.report(StepReport(7, True))
-        yield m.check_invariants
+        yield lambda: check_invariants(m)
         # The order of eviction.
         for i in range(4):
             yield lambda i=i: m.step(new=[Request(f"x{i}", range(5000 + 40 * i, 5037 + 40 * i))])
-        yield lambda: m.stats
-        yield lambda: [(type(e).__name__, e) for e in m.drain_events()]
-        yield m.check_invariants
+        yield lambda: m.cache.stats
+        yield lambda: [(type(e).__name__, e) for e in m.cache.drain_events()]
+        yield lambda: check_invariants(m)
 
 
 def _calls(groups: list[GroupSpec], has_host: bool) -> dict[str, Callable[[Managed], object]]:
@@ -137,10 +138,12 @@ def _calls(groups: list[GroupSpec], has_host: bool) -> dict[str, Callable[[Manag
             new=[Request("j", range(1200, 1320))]
         ),
         "step, rows and new": lambda s: s.manager.step(
-            s.rows("ab"), [7, 6], new=s.of("g", "e", "i"), num_lookahead_tokens=3
+            s.rows("ab"),
+            [7, 6],
+            new=[Admit(each, num_lookahead_tokens=3) for each in s.of("g", "e", "i")],
         ),
         "step, external tokens": lambda s: s.manager.step(
-            new=s.of("g"), num_external_computed_tokens=[8]
+            new=[Admit(each, external=External(8)) for each in s.of("g")]
         ),
         "free": lambda s: s.manager.free(*s.of("a")),
         "free several": lambda s: s.manager.free(*s.of("a", "b", "c", "d")),
@@ -154,40 +157,40 @@ def _calls(groups: list[GroupSpec], has_host: bool) -> dict[str, Callable[[Manag
         "report, not completed": lambda s: s.manager.report(StepReport(2, False, s.blocks("b", 1))),
         "abort": lambda s: s.manager.abort(2),
         "invalidate": lambda s: s.manager.invalidate(s.blocks("a", 3)),
-        "pin": lambda s: s.manager.pin("t", s.requests["a"]),
-        "pin again": lambda s: s.manager.pin("s", s.requests["a"]),
-        "unpin": lambda s: s.manager.unpin("s"),
-        "evict": lambda s: s.manager.evict(s.blocks("a", 3)),
-        "start_epoch": lambda s: s.manager.start_epoch(),
-        "reset_prefix_cache": lambda s: s.manager.reset_prefix_cache(),
-        "drain_events": lambda s: s.manager.drain_events(),
-        "clear_stats": lambda s: s.manager.clear_stats(),
-        "set_now": lambda s: s.manager.set_now(5),
+        "pin": lambda s: s.manager.cache.pin("t", s.requests["a"]),
+        "pin again": lambda s: s.manager.cache.pin("s", s.requests["a"]),
+        "unpin": lambda s: s.manager.cache.unpin("s"),
+        "evict": lambda s: s.manager.cache.evict(s.blocks("a", 3)),
+        "start_epoch": lambda s: s.manager.cache.start_epoch(),
+        "reset_prefix_cache": lambda s: s.manager.cache.reset(),
+        "drain_events": lambda s: s.manager.cache.drain_events(),
+        "clear_stats": lambda s: s.manager.cache.clear_stats(),
+        "set_now": lambda s: s.manager.cache.set_now(5),
         "take_cached": lambda s: s.manager.take_cached(s.requests["c"]),
-        "stats": lambda s: s.manager.stats,
-        "cached_tokens": lambda s: s.manager.cached_tokens(s.requests["h"]),
+        "stats": lambda s: s.manager.cache.stats,
+        "cached_tokens": lambda s: s.manager.cache.cached_tokens(s.requests["h"]),
         "would_fit": lambda s: s.manager.would_fit(s.requests["h"]).name,
-        "get_computed_blocks": lambda s: s.manager.get_computed_blocks(s.requests["e"]),
-        "block_hashes": lambda s: s.manager.block_hashes(s.requests["e"]),
+        "find_prefix": lambda s: s.manager.cache.find_prefix(s.requests["e"]),
+        "block_hashes": lambda s: s.manager.cache.hashes(s.requests["e"]),
         "append_tokens": lambda s: s.requests["a"].append_tokens(range(600)),
-        "new request": lambda s: s.manager.block_hashes(Request("k", range(90))).shape,
+        "new request": lambda s: s.manager.cache.hashes(Request("k", range(90))).shape,
     }
     if STATE not in groups:
         calls |= {
             "step, share": lambda s: s.manager.step(
-                new=[Request("j", range(1200, 1230)), Request("k", range(1200, 1240))],
-                in_step_hits="share",
+                new=[Request("j", range(1200, 1230)), Request("k", range(1200, 1240))]
             ),
             "step, rejected": lambda s: s.manager.step(
                 s.rows("ab"), [3, 3], num_rejected_tokens=[1, 0], token_ids=[4, 5]
             ),
             "reject_tokens": lambda s: s.manager.reject_tokens(s.requests["a"], 1),
             "fork": lambda s: s.manager.fork(s.requests["a"], _child(s)),
-            "allocate_slots": lambda s: s.manager.allocate_slots(
-                s.requests["h"], 9, s.manager.get_computed_blocks(s.requests["h"])[0]
+            "admit": lambda s: s.manager.admit(
+                Admit(s.requests["h"], num_tokens=9),
+                s.manager.cache.find_prefix(s.requests["h"]).block_ids,
             ),
             "receive": _receive,
-            "append_slots": _append_slots,
+            "extend": _extend,
         }
     if has_host:
         calls |= {
@@ -230,14 +233,12 @@ def _child(s: Managed) -> Request:
 def _receive(s: Managed) -> object:
     """Two calls: where the second fails, the first has been carried out, as in the twin's."""
     if s.manager._requests.find(s.requests["g"]) < 0:
-        s.manager.allocate_slots(
-            s.requests["g"], 0, num_external_computed_tokens=16, delay_cache_blocks=True
-        )
+        s.manager.admit(Admit(s.requests["g"], external=External(16, delayed=True)), ())
     return s.manager.finish_receiving(s.requests["g"], 9)
 
 
-def _append_slots(s: Managed) -> object:
-    return s.manager.append_slots(s.requests["i"], 20, 2)
+def _extend(s: Managed) -> object:
+    return s.manager.extend(s.requests["i"], 20, 2)
 
 
 def _trial(groups, options, call, prepare) -> Trial:
@@ -253,10 +254,10 @@ def _trial(groups, options, call, prepare) -> Trial:
 
 
 _PREPARED: dict[str, Callable[[Managed], object]] = {
-    "receive": lambda s: s.manager.allocate_slots(
-        s.requests["g"], 0, num_external_computed_tokens=16, delay_cache_blocks=True
+    "receive": lambda s: s.manager.admit(
+        Admit(s.requests["g"], external=External(16, delayed=True)), ()
     ),
-    "append_slots": lambda s: s.manager.allocate_slots(s.requests["i"], 9),
+    "extend": lambda s: s.manager.admit(Admit(s.requests["i"], num_tokens=9), ()),
     **dict.fromkeys([name for name in _DRAFT_CALLS if name != "step, drafts"], _draft),
 }
 

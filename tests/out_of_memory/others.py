@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 import torch
 
 from kvcache import (
+    Admit,
     BlockPool,
-    BlockSpaceManager,
+    BlockTables,
     GroupSpec,
     KVCacheManager,
     KVStorage,
     LayerSpec,
-    MultiGroupBlockTable,
     Request,
     SwapEngine,
     build,
@@ -22,13 +22,9 @@ from kvcache import (
     ops,
     plan_cache,
 )
-from kvcache.transfer import (
-    CacheDescription,
-    copy_kv_blocks,
-    permute_pages,
-    permute_received_blocks,
-    plan_transfer,
-)
+from kvcache.allocator import check_invariants
+from kvcache.compat import BlockSpaceManager, copy_kv_blocks
+from kvcache.transfer import CacheDescription, permute_pages, permute_received_blocks, plan_transfer
 from tests.out_of_memory.trial import Case, Trial
 
 _GROUPS = {
@@ -51,8 +47,8 @@ _GROUPS = {
 
 def _manager(groups: list[GroupSpec], **options: object) -> object:
     manager = KVCacheManager.for_groups(groups, num_gpu_blocks=40, max_model_len=64, **options)
-    manager.check_invariants()
-    return manager.pool.num_free, manager.stats
+    check_invariants(manager)
+    return manager.pool.num_free, manager.cache.stats
 
 
 def _sequence_manager() -> object:
@@ -61,8 +57,8 @@ def _sequence_manager() -> object:
 
 
 def _tables() -> object:
-    tables = MultiGroupBlockTable.for_groups(
-        _GROUPS["three groups"], max_num_reqs=4, max_model_len=64, max_num_batched_tokens=32
+    tables = BlockTables.for_groups(
+        _GROUPS["three groups"], max_num_reqs=4, max_model_len=64, max_num_tokens=32
     )
     return [table.get_numpy_array() for table in tables.block_tables]
 
@@ -121,7 +117,7 @@ class Given:
         self.manager = KVCacheManager(4, 30, 64, num_preallocate_tokens=0)
         self.hashes = [bytes([i]) * 32 for i in range(5)]
         self.request = Request("a", range(20), block_hashes=self.hashes)
-        self.manager.get_computed_blocks(self.request)
+        self.manager.cache.find_prefix(self.request)
 
     def append(self) -> object:
         while len(self.hashes) < 40:
@@ -131,25 +127,25 @@ class Given:
         return self.request.num_tokens
 
     def state(self) -> Iterator[Callable[[], object]]:
-        yield self.manager.check_invariants
+        yield lambda: check_invariants(self.manager)
         yield lambda: self.request.num_tokens
-        yield lambda: self.manager.step(new=[self.request], new_num_tokens=[20])
-        yield lambda: self.manager.block_hashes(self.request)
-        yield self.manager.check_invariants
+        yield lambda: self.manager.step(new=[Admit(self.request, num_tokens=20)])
+        yield lambda: self.manager.cache.hashes(self.request)
+        yield lambda: check_invariants(self.manager)
         yield lambda: self.manager.free(self.request)
         again = Request("b", range(24), block_hashes=[bytes([i]) * 32 for i in range(6)])
-        yield lambda: self.manager.get_computed_blocks(again)
+        yield lambda: self.manager.cache.find_prefix(again)
 
 
 def _new_with_hashes(given: Given) -> object:
     hashes = [bytes([i]) * 32 for i in range(30)]
     request = Request("c", range(120), block_hashes=hashes)
-    return given.manager.get_computed_blocks(request)[1]
+    return given.manager.cache.find_prefix(request).num_tokens
 
 
 _GIVEN: dict[str, Callable[[Given], object]] = {
     "append_tokens": Given.append,
-    "get_computed_blocks": _new_with_hashes,
+    "find_prefix": _new_with_hashes,
 }
 
 

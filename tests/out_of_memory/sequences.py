@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvcache import BlockSpaceManager
+from kvcache.compat import BlockSpaceManager
 from tests.out_of_memory.trial import Case, Trial
 from tests.sequence_driver import Group, Seq, Status
 

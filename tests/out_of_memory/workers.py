@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from kvcache import GroupSpec, KVStorage, MultiGroupBlockTable, StepPlan, SwapEngine, Worker
+from kvcache import BlockTables, GroupSpec, KVStorage, StepPlan, SwapEngine, Worker
 from kvcache.step import NO_REPLACE
 from kvcache.worker import SwapError
 from tests.out_of_memory.trial import Case, Trial
@@ -41,8 +41,8 @@ class Tabled:
     """Tables with three rows, their slots computed, over pages that differ, with a host."""
 
     def __init__(self) -> None:
-        self.tables = MultiGroupBlockTable.for_groups(
-            GROUPS, max_num_reqs=6, max_model_len=64, max_num_batched_tokens=32
+        self.tables = BlockTables.for_groups(
+            GROUPS, max_num_reqs=6, max_model_len=64, max_num_tokens=32
         )
         storage = KVStorage(num_blocks=20, block_size=4, num_kv_heads=2, head_size=2)
         self.pages = storage.pages
@@ -97,8 +97,8 @@ _CALLS: dict[str, Callable[[Tabled], object]] = {
     "clear_rows": lambda s: s.tables.clear_rows([1, 3]),
     "move_rows": lambda s: s.tables.move_rows([1, 3], [4, 5]),
     "swap_rows": lambda s: s.tables.swap_rows([1, 3], [3, 0]),
-    "BlockTable.append_row": lambda s: s.tables[0].append_row([7, 8], 1),
-    "BlockTable.move_row": lambda s: s.tables[0].move_row(1, 5),
+    "GroupTable.append_row": lambda s: s.tables[0].append_row([7, 8], 1),
+    "GroupTable.move_row": lambda s: s.tables[0].move_row(1, 5),
     "compute_slot_mapping": lambda s: s.tables.compute_slot_mapping(
         _ids(0, 1, 3), np.array([1, 4, 7])
     ),

@@ -5,9 +5,9 @@ import torch
 
 import kvcache
 from kvcache import (
+    Admit,
     BlockPool,
-    BlockSpaceManager,
-    BlockTable,
+    BlockTables,
     GroupSpec,
     KVCacheManager,
     KVStorage,
@@ -16,10 +16,12 @@ from kvcache import (
     Request,
     Status,
     StepReport,
+    TableShape,
     Worker,
     hash_blocks,
     plan_cache,
 )
+from kvcache.compat import BlockSpaceManager
 from kvcache.transfer import CacheDescription, plan_transfer
 
 
@@ -41,7 +43,7 @@ def serve() -> int:
     request = Request("r1", range(40), cache_salt="tenant")
     plan = manager.step(new=[request])
     ids = manager.block_ids(request)
-    status = manager.would_fit(request, 1)
+    status = manager.would_fit(Admit(request, 1))
     if status is not Status.SERVED:
         manager.free(request)
     manager.report(StepReport(plan.step_id, True))
@@ -50,10 +52,8 @@ def serve() -> int:
 
 def move() -> torch.Tensor:
     storage = KVStorage(num_blocks=9, block_size=16, num_kv_heads=2, head_size=8)
-    table = BlockTable(
-        block_size=16, max_num_reqs=4, max_num_blocks_per_req=8, max_num_batched_tokens=64
-    )
-    worker = Worker(storage, table, storage.pages.on_host(3))
+    tables = BlockTables([TableShape(16, 8)], max_num_reqs=4, max_num_tokens=64)
+    worker = Worker(storage, tables, storage.pages.on_host(3))
     storage.write(0, torch.zeros(1, 2, 8), torch.zeros(1, 2, 8), torch.tensor([17]))
     pages = Pages.allocate(3, [[64, 64]])
     return storage.gather(0, torch.tensor([17 + worker.last_step_id, pages.num_blocks]))[0]

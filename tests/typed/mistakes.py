@@ -3,7 +3,8 @@
 
 import torch
 
-from kvcache import BlockPool, BlockSpaceManager, KVCacheManager, KVStorage, Pages, Request
+from kvcache import BlockPool, KVCacheManager, KVStorage, Pages, Request
+from kvcache.compat import BlockSpaceManager
 from kvcache import Manager  # error: [attr-defined]
 
 manager = KVCacheManager("16", 9, 128)  # error: [arg-type]
@@ -11,10 +12,10 @@ KVCacheManager(16, 9, 128, evicton="lru")  # error: [call-arg]
 KVCacheManager(16, 9)  # error: [call-arg]
 request = Request(7, [1, 2])  # error: [arg-type]
 manager.step(new=request)  # error: [arg-type]
-manager.step(new=[request], in_step_hits="all")  # error: [arg-type]
+manager.step(new=[request], read_cache=True)  # error: [call-arg]
 manager.free("r1")  # error: [arg-type]
 manager.block_id(request)  # error: [attr-defined]
-manager.append_slots(request, 1.5)  # error: [arg-type]
+manager.extend(request, 1.5)  # error: [arg-type]
 length: str = manager.num_computed_tokens(request)  # error: [assignment]
 
 storage = KVStorage(9, 16, 2, 8, layuot="HND")  # error: [call-arg]

@@ -22,11 +22,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="default: drawn, and printed")
     parser.add_argument("--first", type=int, default=0, help="number of the first call")
     parser.add_argument("--scene", action="append", default=None)
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        driver.child(options.seed, options.first, options.calls, options.scene)
-        return 0
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
     surface.targets()

@@ -17,8 +17,6 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -26,11 +24,13 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from tests.forked import context
 from tests.wrong_calls.messages import is_clear
 
 SLOW_S = 2.0
@@ -46,7 +46,6 @@ BAD = {
     "leak": "leaks of files or threads",
     "closed": "closed standard streams",
 }
-_REPO = Path(__file__).parents[2]
 _JOURNAL = 900  # the file to which a child writes what it finds; no argument is this number
 _ERRORS = ".stderr"  # of a child, in its folder
 _OWN_FAULT = 99  # exit code of a worker for an error of the fuzzer itself
@@ -95,20 +94,19 @@ def run(
 ) -> Counts:
     """Calls `first` to `first + count - 1` of a seed, in a process of their own."""
     counts = Counts() if counts is None else counts
-    command = [sys.executable, "-m", "tests.wrong_calls", "--child"]
-    command += ["--seed", str(seed), "--first", str(first), "--calls", str(count)]
-    command += [f"--scene={name}" for name in scenes or ()]
     folder = tempfile.mkdtemp()  # what a call writes to a file of a wrong name goes here
     errors = Path(folder) / _ERRORS
+    events, theirs = context.Pipe(duplex=False)
+    arguments = theirs, folder, dict(os.environ), seed, first, count, scenes
+    process = context.Process(target=_begin, args=arguments)
     try:
-        with errors.open("a") as file:
-            environment = {**os.environ, "PYTHONPATH": str(_REPO)}
-            child = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=file, text=True, cwd=folder, env=environment
-            )
-            for line in child.stdout:
+        process.start()
+        theirs.close()
+        with events, os.fdopen(os.dup(events.fileno())) as lines:
+            for line in lines:
                 counts.add(json.loads(line))
-        if child.wait() != 0:
+        process.join()
+        if process.exitcode != 0:
             raise RuntimeError(errors.read_text(errors="replace")[-4000:])
         return counts
     finally:
@@ -116,6 +114,17 @@ def run(
 
 
 # --- in the child
+
+
+def _begin(events: Connection, folder: str, environment: dict[str, str], *arguments: Any) -> None:
+    """In a forked process: what it finds goes to the pipe, its stderr to a file in the folder."""
+    os.environ.update(environment)
+    os.chdir(folder)
+    with open(_ERRORS, "a") as file:
+        os.dup2(file.fileno(), 2)
+    os.dup2(events.fileno(), 1)
+    events.close()
+    child(*arguments)
 
 
 class _Note:

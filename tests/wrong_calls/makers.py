@@ -22,9 +22,11 @@ import kvcache
 import kvcache.layouts as layouts
 import kvcache.transfer as transfer
 from kvcache import (
+    Admit,
     BlockPool,
-    BlockTable,
+    External,
     GroupSpec,
+    GroupTable,
     KVCacheManager,
     KVStorage,
     LayerSpec,
@@ -33,6 +35,7 @@ from kvcache import (
     StepPlan,
     StepReport,
     SwapEngine,
+    compat,
     hash_blocks,
     plan_cache,
 )
@@ -79,16 +82,22 @@ class Tokenizer:
         return [1, 2, 3]
 
 
-def table() -> BlockTable:
-    table = BlockTable(4, 4, 8, 16)
+def table() -> GroupTable:
+    shape = kvcache.TableShape(4, 8)
+    table = kvcache.BlockTables([shape], max_num_reqs=4, max_num_tokens=16)[0]
     table.add_row([3, 4], 0)
     return table
 
 
-def tables() -> kvcache.MultiGroupBlockTable:
+def filled(tables: object, ids: list) -> object:
+    tables.add_row(ids, 0)
+    return tables
+
+
+def tables() -> kvcache.BlockTables:
     groups = [GroupSpec("full_attention", 4), GroupSpec("sliding_window", 8, {"window": 12})]
-    sizes = {"max_num_reqs": 4, "max_model_len": 32, "max_num_batched_tokens": 16}
-    tables = kvcache.MultiGroupBlockTable.for_groups(groups, **sizes)
+    sizes = {"max_num_reqs": 4, "max_model_len": 32, "max_num_tokens": 16}
+    tables = kvcache.BlockTables.for_groups(groups, **sizes)
     tables.add_row(([5, 6, 7], [2, 3]), 0)
     return tables
 
@@ -113,13 +122,11 @@ def steps(w: World) -> SimpleNamespace:
     report = StepReport(plan.step_id, completed=True)
     manager.report(report)
     manager.free(old)
-    manager.allocate_slots(slots, TOKENS)
+    manager.admit(Admit(slots, num_tokens=TOKENS), ())
     receiving = Request("r", tokens[4])
-    plan = manager.step(
-        new=[receiving], num_external_computed_tokens=[8], delay_cache_blocks=[True]
-    )
+    plan = manager.step(new=[Admit(receiving, external=External(8, delayed=True))])
     cache.worker.apply(plan)
-    manager.pin("pinned", request)
+    manager.cache.pin("pinned", request)
     cache.tables.compute_slot_mapping(np.array([0], np.int32), np.array([TOKENS - 1]))
     cache.tables.commit_slot_mapping(1)
     return SimpleNamespace(
@@ -223,7 +230,7 @@ def fetch(w: World) -> transfer.Fetch:
 
 
 def engine(w: World) -> object:
-    from kvcache.serving import Engine, SamplingParams
+    from kvcache.engine import Engine, SamplingParams
 
     engine = Engine(Model(w.get("KVCache")))
     for name in ("running", "waiting"):
@@ -233,7 +240,7 @@ def engine(w: World) -> object:
 
 
 def scheduler(w: World) -> object:
-    from kvcache.serving import Scheduler, Sequence
+    from kvcache.engine import Scheduler, Sequence
 
     scheduler = Scheduler(w.get("manager alone"), max_num_batched_tokens=64)
     sequence = Sequence(Request("q", range(10)), num_rows=2)
@@ -259,7 +266,7 @@ def ended_step(w: World) -> object:
 
 
 def answer(w: World) -> object:
-    from kvcache.serve.engine_loop import Answer
+    from kvcache.server.engine_loop import Answer
 
     async def make() -> Answer:
         return Answer(w.get("EngineLoop"), 1)
@@ -285,7 +292,7 @@ def connectors(w: World) -> SimpleNamespace:
 
 
 def tier(w: World) -> object:
-    from kvcache.store import StoreTier
+    from kvcache.sources.store import StoreTier
     from tests.stores import MemoryStore
 
     manager = KVCacheManager.for_groups(
@@ -312,7 +319,7 @@ def of_tier(name: str) -> Callable[[World], object]:
 
 
 def disk(w: World) -> object:
-    from kvcache.store import DiskStore
+    from kvcache.sources.store import DiskStore
 
     store, memory = DiskStore(w.get("folder") / "store", 2**16), w.get("store memory")
     store.open(memory.reshape(-1), 64)
@@ -359,17 +366,17 @@ def subscriber(w: World) -> object:
 
 
 def learned(w: World) -> kvcache.LearnedReuse:
-    return KVCacheManager(4, 20, 64, eviction="learned").stats.learned
+    return KVCacheManager(4, 20, 64, eviction="learned").cache.stats.learned
 
 
 def tiny(w: World) -> object:
-    from kvcache.integrations.transformers.tiny_models import tiny_model
+    from kvcache.engine.transformers.tiny_models import tiny_model
 
     return tiny_model("llama")
 
 
 def attached(w: World) -> object:
-    from kvcache.integrations.transformers import attach
+    from kvcache.engine.transformers import attach
 
     paged = attach(w.get("PreTrainedModel"), "1MiB", max_model_len=64, max_num_seqs=4)
     w.on_close.append(paged.detach)
@@ -377,7 +384,7 @@ def attached(w: World) -> object:
 
 
 def batch(w: World) -> object:
-    from kvcache.serving import Batch
+    from kvcache.engine import Batch
 
     cache = w.get("KVCache")
     plan = cache.manager.step(new=[Request("b", range(9)), Request("b2", range(30, 33))])
@@ -392,7 +399,7 @@ def buffer(w: World) -> object:
 
 
 def connector_output(w: World) -> object:
-    return SimpleNamespace(kv_connector_output=transfer.KVConnectorOutput(finished_sending={"a"}))
+    return SimpleNamespace(kv_connector_output=compat.KVConnectorOutput(finished_sending={"a"}))
 
 
 def metadata(w: World) -> object:
@@ -449,7 +456,7 @@ def scaled(w: World) -> KVStorage:
 
 
 def state_batch(w: World) -> object:
-    from kvcache.serving import Batch
+    from kvcache.engine import Batch
 
     layer = LayerSpec("s", "recurrent", 4, state_bytes=64, dtype="float32")
     cache = kvcache.build(plan_cache([layer], 2**14, max_model_len=32), max_num_reqs=2)
@@ -469,25 +476,32 @@ def begun(w: World) -> Request:
     """A request of the receiver that was admitted with an offer and is to be loaded."""
     made = w.get("connectors")
     request = Request("new", range(2 * TOKENS))
-    count = made.other.connector.num_external_tokens(request, made.offer)
-    plan = made.other.manager.step(
-        new=[request], num_external_computed_tokens=[count], delay_cache_blocks=[True]
-    )
+    count = made.other.connector.match(request, made.offer)
+    plan = made.other.manager.step(new=[Admit(request, external=External(count, delayed=True))])
     made.other.apply(plan)
     return request
 
 
 def to_load(w: World) -> Request:
-    w.get("StoreTier")
-    manager, request = w._made["store manager"], Request("loaded", range(50, 50 + TOKENS))
-    manager.step(new=[request], num_external_computed_tokens=[8], delay_cache_blocks=[True])
+    """A request that was admitted to be loaded from the store, which has another one's tokens."""
+    tier, manager = w.get("StoreTier"), w._made["store manager"]
+    manager.report(w._made["stored report"])
+    tier.save(w._made["stored report"])
+    while tier.num_waiting_blocks:
+        tier.save(w._made["stored report"])
+    manager.free(w._made["stored request"])
+    manager.cache.reset()
+    request = Request("loaded", range(TOKENS))
+    while (count := tier.match(request)) is None:
+        pass
+    manager.step(new=[Admit(request, external=External(count, delayed=True))])
     return request
 
 
-def states_table(w: World) -> BlockTable:
+def states_table(w: World) -> GroupTable:
     groups = [GroupSpec("recurrent", 4)]
-    sizes = {"max_num_reqs": 4, "max_model_len": 32, "max_num_batched_tokens": 16}
-    tables = kvcache.MultiGroupBlockTable.for_groups(groups, **sizes)
+    sizes = {"max_num_reqs": 4, "max_model_len": 32, "max_num_tokens": 16}
+    tables = kvcache.BlockTables.for_groups(groups, **sizes)
     tables.add_row(([5],), 0)
     return tables[0]
 
@@ -513,7 +527,7 @@ def third(w: World) -> bytes:
 
 
 def paged_batch(w: World) -> object:
-    from kvcache.serving import Batch
+    from kvcache.engine import Batch
 
     cache = w.get("PagedModel").cache
     plan = cache.manager.step(new=[Request("p", range(9))])
@@ -525,13 +539,14 @@ MAKERS: dict[str, Callable[[World], object]] = {
     "CachePlan": plan,
     "KVCache": cache,
     "steps": steps,
+    "PrefixCache": lambda w: w.get("KVCacheManager").cache,
     "KVCacheManager": lambda w: (w.get("KVCache").manager, w.get("steps"))[0],
     "manager alone": lambda w: KVCacheManager(4, 40, 64, max_num_reqs=4, num_preallocate_tokens=0),
     "Worker": lambda w: w.get("KVCache").worker,
     "Request": lambda w: w.get("steps").request,
     "StepReport": lambda w: w.get("steps").report,
     "BlockPool": pool,
-    "BlockSpaceManager": lambda w: kvcache.BlockSpaceManager(4, 40, 20, enable_caching=True),
+    "BlockSpaceManager": lambda w: compat.BlockSpaceManager(4, 40, 20, enable_caching=True),
     "sequences": sequences,
     "KVStorage": storage,
     "Pages": lambda w: w.get("KVStorage").pages,
@@ -539,8 +554,12 @@ MAKERS: dict[str, Callable[[World], object]] = {
     "SwapEngine": swap_engine,
     "SwapJob": lambda w: w.get("SwapEngine").swap_out(np.array([[1, 2]], np.int32)),
     "PendingStep": lambda w: w.get("Worker").start(next_plan(w)),
-    "BlockTable": lambda w: table(),
-    "MultiGroupBlockTable": lambda w: tables(),
+    "GroupTable": lambda w: table(),
+    "BlockTables": lambda w: tables(),
+    "BlockTable": lambda w: filled(compat.BlockTable(4, 4, 8, 16), [3, 4]),
+    "MultiGroupBlockTable": lambda w: filled(
+        compat.MultiGroupBlockTable(4, 32, 16, False, "cpu", [4, 8]), [[5, 6, 7], [2, 3]]
+    ),
     "AttentionMetadata": metadata,
     "GroupMetadata": lambda w: w.get("AttentionMetadata").groups[0],
     "HostDeviceBuffer": buffer,
@@ -568,8 +587,8 @@ MAKERS: dict[str, Callable[[World], object]] = {
     "GroupFetch": group_fetch,
     "Fetch": fetch,
     "ReceivePermutation": lambda w: transfer.ReceivePermutation(4, "HND"),
-    "KVTopology": lambda w: transfer.KVTopology("a", 0, 2, total_num_kv_heads=2, block_size=4)
-    .with_remote("b", transfer.RemoteEngine(2, block_size=4)),
+    "KVTopology": lambda w: compat.KVTopology("a", 0, 2, total_num_kv_heads=2, block_size=4)
+    .with_remote("b", compat.RemoteEngine(2, block_size=4)),
     "Engine": engine,
     "Generation": lambda w: w.get("Engine").generations[0],
     "Model": lambda w: Model(w.get("KVCache")),
@@ -580,21 +599,22 @@ MAKERS: dict[str, Callable[[World], object]] = {
     "Batch": batch,
     "Context": lambda w: w.get("Batch").context(0),
     "EngineError": lambda w: __import__(
-        "kvcache.serve.engine_loop"
-    ).serve.engine_loop.EngineError("stopped"),
-    "FastAPI": lambda w: __import__("kvcache.serve").serve.make_app(
+        "kvcache.server.engine_loop"
+    ).server.engine_loop.EngineError("stopped"),
+    "FastAPI": lambda w: __import__("kvcache.server").server.make_app(
         w.get("EngineLoop"), w.get("Texts"), "m"
     ),
-    "EngineLoop": lambda w: __import__("kvcache.serve").serve.EngineLoop(w.get("Engine")),
+    "EngineLoop": lambda w: __import__("kvcache.server").server.EngineLoop(w.get("Engine")),
     "Answer": answer,
-    "Texts": lambda w: __import__("kvcache.serve").serve.ByteTexts(),
-    "TokenizerTexts": lambda w: __import__("kvcache.serve").serve.TokenizerTexts(Tokenizer()),
+    "Texts": lambda w: __import__("kvcache.server").server.ByteTexts(),
+    "TokenizerTexts": lambda w: __import__("kvcache.server").server.TokenizerTexts(Tokenizer()),
     "connectors": connectors,
     "Connector": lambda w: w.get("connectors").one.connector,
     "CacheRank": lambda w: w.get("connectors").one.ranks[0],
-    "Offer": lambda w: kvcache.disaggregation.Offer.from_dict(w.get("connectors").offer),
+    "Offer": lambda w: kvcache.sources.disaggregation.Offer.from_dict(w.get("connectors").offer),
     "GroupLayout": lambda w: w.get("Offer").groups[0],
-    "Loaded": lambda w: kvcache.disaggregation.Loaded(w.get("Request"), 8),
+    "Arrived": lambda w: kvcache.sources.Arrived(w.get("Request"), 8),
+    "LoadStats": lambda w: kvcache.sources.LoadStats(),
     "StoreTier": tier,
     "stored request": of_tier("stored request"),
     "stored report": of_tier("stored report"),
@@ -614,7 +634,8 @@ MAKERS: dict[str, Callable[[World], object]] = {
 # What methods are called on, where it is not the instance of their class.
 ON: dict[str, Callable[[World], object]] = {
     "KVStorage.set_scales": lambda w: fp8(w),
-    "BlockTable.state_pages": lambda w: states_table(w),
+    "GroupTable.state_pages": lambda w: states_table(w),
+    "BlockTable.state_pages": lambda w: compat.BlockTable(4, 4, 8, 16, slot_mapping=False),
     "KVStorage.scale_cache": lambda w: scaled(w),
     "Connector.begin": lambda w: w.get("connectors").other.connector,
     "Pages.layer": lambda w: Pages.allocate(8, [[256]]),

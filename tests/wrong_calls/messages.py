@@ -38,7 +38,7 @@ _WORDS = {
     "dcp_world_size": ("dcp_",),
     "pcp_world_size": ("pcp_",),
     "values": ("version", "value"),
-    "num_tokens": ("tokens", "num_tokens", "num_rejected_tokens", "delay_cache_blocks"),
+    "num_tokens": ("tokens", "num_tokens", "num_rejected_tokens", "external.delayed"),
     "previous_step_id": ("step",),
     "pp_size": ("pp_",),
     "block_size": ("full block",),

@@ -12,7 +12,7 @@ import torch
 import kvcache
 import kvcache.layouts as layouts
 import kvcache.transfer as transfer
-from kvcache import GroupSpec, KVCacheManager, LayerSpec, Pages, Request, StepReport
+from kvcache import GroupSpec, KVCacheManager, LayerSpec, Pages, Request, StepReport, compat
 from tests.wrong_calls import makers as m
 from tests.wrong_calls.makers import SIZES, TOKENS
 from tests.wrong_calls.ops import ARGUMENTS
@@ -43,7 +43,7 @@ PLAIN: dict[str, Callable[[], object]] = {
     "PathLike": lambda: "a",
 }
 
-_MULTI = "MultiGroupBlockTable"
+_MULTI = "BlockTables"
 
 
 # Optional arguments that right calls need, where one of several must be given.
@@ -53,9 +53,9 @@ WITH = {
     "DisaggregatedReplayer": ("block_size",),
     "compare": ("block_size",),
     "LayerSpec": ("num_kv_heads", "head_size"),
-    "BlockTable.compute_slot_mapping": ("req_indices", "positions"),
-    "BlockTable.slots_of": ("req_indices", "positions"),
-    "MultiGroupBlockTable.compute_slot_mapping": ("req_indices", "positions"),
+    "GroupTable.compute_slot_mapping": ("req_indices", "positions"),
+    "GroupTable.slots_of": ("req_indices", "positions"),
+    "BlockTables.compute_slot_mapping": ("req_indices", "positions"),
     "Request": ("cache_salt",),
     "write_kv": ("k_scale", "v_scale"),
     "gather_kv": ("k_scale", "v_scale"),
@@ -112,13 +112,12 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "requests": lambda w: w.get("Request"),
     "parent": lambda w: w.get("Request"),
     "child": lambda w: w.get("steps").child,
-    "KVCacheManager.allocate_slots.request": lambda w: w.get("steps").waiting,
+    "KVCacheManager.admit.request": lambda w: w.get("steps").waiting,
     "KVCacheManager.would_fit.request": lambda w: w.get("steps").waiting,
-    "KVCacheManager.append_slots.request": lambda w: w.get("steps").slots,
+    "KVCacheManager.extend.request": lambda w: w.get("steps").slots,
     "KVCacheManager.finish_receiving.request": lambda w: w.get("steps").receiving,
-    "KVCacheManager.find_prefix.request": lambda w: w.get("steps").waiting,
-    "KVCacheManager.get_computed_blocks.request": lambda w: w.get("steps").waiting,
-    "KVCacheManager.cached_tokens.request": lambda w: w.get("steps").waiting,
+    "PrefixCache.find_prefix.request": lambda w: w.get("steps").waiting,
+    "PrefixCache.cached_tokens.request": lambda w: w.get("steps").waiting,
     "KVCacheManager.take_cached.request": lambda w: w.get("steps").slots,
     "KVCacheManager.step_id": lambda w: w.get("steps").plan.step_id,
     "KVCacheManager.abort.step_id": lambda w: w.get("steps").plan.step_id,
@@ -199,10 +198,10 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "row": lambda w: 0,
     "src": lambda w: [0],
     "tgt": lambda w: [2],
-    "BlockTable.move_row.src": lambda w: 0,
-    "BlockTable.move_row.tgt": lambda w: 2,
-    "BlockTable.swap_row.src": lambda w: 0,
-    "BlockTable.swap_row.tgt": lambda w: 2,
+    "GroupTable.move_row.src": lambda w: 0,
+    "GroupTable.move_row.tgt": lambda w: 2,
+    "GroupTable.swap_row.src": lambda w: 0,
+    "GroupTable.swap_row.tgt": lambda w: 2,
     f"{_MULTI}.move_row.src": lambda w: 0,
     f"{_MULTI}.move_row.tgt": lambda w: 2,
     f"{_MULTI}.swap_row.src": lambda w: 0,
@@ -212,16 +211,16 @@ RIGHT: dict[str, Callable[[World], object]] = {
     f"{_MULTI}.add_row.block_ids": lambda w: [[1, 2], [3]],
     f"{_MULTI}.append_row.block_ids": lambda w: [[1], [3]],
     f"{_MULTI}.apply.plan": m.multi_plan,
-    f"{_MULTI}.block_sizes": lambda w: [4, 8],
+    "MultiGroupBlockTable.block_sizes": lambda w: [4, 8],
     f"{_MULTI}.num_speculative_tokens": lambda w: 0,
     "blocks_per_kv_block": lambda w: 2,
     "num_reqs": lambda w: 1,
     "req_indices": lambda w: np.array([0], np.int32),
     "positions": lambda w: np.array([3]),
     "idx_mapping": lambda w: torch.tensor([0], dtype=torch.int32),
-    "BlockTable.state_pages.num_tokens": lambda w: np.array([3]),
-    "BlockTable.state_pages.num_drafts": lambda w: np.array([0]),
-    "tables": lambda w: w.get("MultiGroupBlockTable"),
+    "GroupTable.state_pages.num_tokens": lambda w: np.array([3]),
+    "GroupTable.state_pages.num_drafts": lambda w: np.array([0]),
+    "tables": lambda w: w.get("BlockTables"),
     "query_lens": lambda w: [1],
     "seq_lens": lambda w: [5],
     "group": lambda w: 0,
@@ -274,7 +273,7 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "tensors": lambda w: (transfer.StateTensor(sections=((2, 4),)),),
     "local": lambda w: m.descriptions("a"),
     "remote": lambda w: m.descriptions("b"),
-    "KVTopology.with_remote.remote": lambda w: transfer.RemoteEngine(2, block_size=4),
+    "KVTopology.with_remote.remote": lambda w: compat.RemoteEngine(2, block_size=4),
     "KVTopology.with_remote.engine_id": lambda w: "c",
     "plan_states.local": lambda w: m.states("a"),
     "plan_states.remote": lambda w: m.states("b"),
@@ -371,7 +370,10 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "Connector.cancel.request": lambda w: w.get("connectors").request,
     "Connector.begin.request": m.begun,
     "Connector.advance.request": lambda w: w.get("connectors").request,
-    "Connector.num_external_tokens.request": lambda w: Request("new", range(2 * TOKENS)),
+    "Connector.match.request": lambda w: Request("new", range(2 * TOKENS)),
+    "Connector.check_peer.values": lambda w: w.get("connectors").other.connector.describe(),
+    "Connector.hit_tokens.request": lambda w: Request("new", range(TOKENS)),
+    "Connector.save.report": lambda w: w.get("StepReport"),
     "offer": lambda w: w.get("connectors").offer,
     "Offer.from_dict.values": lambda w: w.get("connectors").offer,
     "GroupLayout.from_dict.values": lambda w: w.get("GroupLayout").to_dict(),
@@ -381,9 +383,9 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "Offer.check_answers.hashing": lambda w: w.get("Offer").hashing,
     "Offer.check_answers.model": lambda w: w.get("Offer").model,
     "CacheRank.begin.step": lambda w: __import__(
-        "kvcache.disaggregation.steps").disaggregation.steps.Step(),
+        "kvcache.sources.disaggregation.steps").sources.disaggregation.steps.Step(),
     "CacheRank.advance.progress": lambda w: __import__(
-        "kvcache.disaggregation.leases").disaggregation.leases.Progress(4),
+        "kvcache.sources.disaggregation.leases").sources.disaggregation.leases.Progress(4),
     "Offer.engine_id": lambda w: "one",
     **{
         f"Offer.{each}": lambda w, each=each: getattr(w.get("Offer"), each)
@@ -394,17 +396,18 @@ RIGHT: dict[str, Callable[[World], object]] = {
     # serving
     "prompt": lambda w: [1, 2, 3],
     "prompts": lambda w: [[1, 2, 3]],
-    "params": lambda w: __import__("kvcache.serving").serving.SamplingParams(max_tokens=2),
+    "params": lambda w: __import__("kvcache.engine").engine.SamplingParams(max_tokens=2),
     "Engine.abort.request_id": lambda w: "waiting",
     "Engine.stop.request_id": lambda w: "running",
     "index": lambda w: 0,
     "Scheduler.manager": lambda w: w.get("manager alone"),
-    "Scheduler.add.sequence": lambda w: __import__("kvcache.serving").serving.Sequence(
+    "StoreTier.start_epoch.model": lambda w: "m of newer weights",
+    "Scheduler.add.sequence": lambda w: __import__("kvcache.engine").engine.Sequence(
         Request("another", range(5))),
     "Scheduler.accept.sequence": lambda w: w.get("ended sequence"),
     "Scheduler.finish.sequence": lambda w: w.get("ended sequence"),
     "Scheduler.fork.parent": lambda w: w.get("ended sequence"),
-    "Scheduler.fork.child": lambda w: __import__("kvcache.serving").serving.Sequence(
+    "Scheduler.fork.child": lambda w: __import__("kvcache.engine").engine.Sequence(
         Request("fork", range(10))),
     "Scheduler.accept.token_ids": lambda w: [5],
     "num_drafts": lambda w: [0],
@@ -425,8 +428,8 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "attach.model": lambda w: w.get("PreTrainedModel"),
     "layer_specs.model": lambda w: w.get("PreTrainedModel"),
     "PagedModel.shapes": lambda w: __import__(
-        "kvcache.integrations.transformers.layer_shapes"
-    ).integrations.transformers.layer_shapes.layer_shapes(w.get("PreTrainedModel")),
+        "kvcache.engine.transformers.layer_shapes"
+    ).engine.transformers.layer_shapes.layer_shapes(w.get("PreTrainedModel")),
     "PagedModel.model": lambda w: w.get("PreTrainedModel"),
     "PagedModel.cache": lambda w: w.get("PagedModel").cache,
     "attention": lambda w: "sdpa",
@@ -437,9 +440,9 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "StoreTier.manager": lambda w: KVCacheManager(4, 12, 64, enable_events=True),
     **{
         f"StoreTier.{call}.request": lambda w: w.get("stored request")
-        for call in ("cancel", "load", "match")
+        for call in ("begin", "cancel", "match")
     },
-    "StoreTier.load.request": m.to_load,
+    "StoreTier.begin.request": m.to_load,
     "StoreTier.match.request": lambda w: Request("new", range(TOKENS)),
     "StoreTier.save.report": lambda w: w.get("stored report"),
     "StoreTier.invalidate.ids": lambda w: np.array([1]),
@@ -492,3 +495,12 @@ RIGHT: dict[str, Callable[[World], object]] = {
         for i, name in enumerate(names.split())
     },
 }  # fmt: skip
+
+# The inherited calls of the engines' names take what the calls of the classes below take.
+for _below, _engine in (("GroupTable", "BlockTable"), ("BlockTables", "MultiGroupBlockTable")):
+    for _table in (WITH, RIGHT):
+        _table |= {
+            name.replace(_below, _engine, 1): value
+            for name, value in _table.items()
+            if name.startswith(f"{_below}.")
+        }

@@ -18,27 +18,31 @@ import torch
 import kvcache
 import kvcache.transfer as transfer
 from kvcache import (
+    Admit,
     AttentionMetadataBuilder,
     BlockPool,
-    BlockSpaceManager,
-    BlockTable,
+    BlockTables,
     CacheOptions,
     ContextParallel,
+    External,
     GroupSpec,
     KVCacheManager,
     KVStorage,
     LayerSpec,
-    MultiGroupBlockTable,
     Pages,
     Request,
     StepPlan,
     StepReport,
     SwapEngine,
+    TableShape,
     Worker,
+    compat,
     hash_blocks,
     layouts,
     plan_cache,
 )
+from kvcache.allocator import check_invariants
+from kvcache.compat import BlockSpaceManager
 
 Call = tuple[str, Callable, dict[str, object]]
 
@@ -127,16 +131,24 @@ class ManagerScene(Scene):
             num_host_blocks=20 if host else 0,
         )
         m = self.manager
-        m.set_now(1.0)
+        m.cache.set_now(1.0)
         tokens = [list(range(100 * i, 100 * i + 18)) for i in range(8)]
         self.a, self.b, self.c = (Request(name, tokens[i]) for i, name in enumerate("abc"))
         self.new, self.same = Request("new", tokens[3]), Request("same", [*tokens[0], 5, 7])
         self.by_slots = Request("slots", tokens[4])
         old = Request("old", tokens[5])
-        plans = [m.step(new=[self.a, self.b, old], new_num_tokens=[18, 10, 18])]
+        plans = [
+            m.step(
+                new=[
+                    Admit(self.a, num_tokens=18),
+                    Admit(self.b, num_tokens=10),
+                    Admit(old, num_tokens=18),
+                ]
+            )
+        ]
         plans.append(m.step([0, 1], [1, 2], token_ids=[5], num_token_ids=[1, 0]))
         m.free(old)
-        m.allocate_slots(self.by_slots, 18)
+        m.admit(Admit(self.by_slots, num_tokens=18), ())
         if host:
             plans.append(m.step(swap_out=[1]))
         self.plan = plans[-1]
@@ -148,40 +160,40 @@ class ManagerScene(Scene):
     def calls(self) -> Iterator[Call]:
         m, a, new = self.manager, self.a, self.new
         requests = {
-            **{"block_hashes": {}, "num_computed_tokens": {}, "row": {}, "is_swapped_out": {}},
-            **{"cached_tokens": {"read_cache": None}, "take_cached": {}, "is_receiving": {}},
-            **{"release_blocks": {}, "block_ids": {"group": 0}, "access": {"now": 2.0}},
-            **{"get_computed_blocks": {"read_cache": True}, "finish_receiving": {"num_tokens": 1}},
+            **{"num_computed_tokens": {}, "row": {}, "state": {}, "take_cached": {}},
+            **{"release_blocks": {}, "block_ids": {"group": 0}},
+            **{"finish_receiving": {"num_tokens": 1}},
             **{"reject_tokens": {"num_tokens": 1}, "checkpoint_tokens": {"num_tokens": 3}},
-            "get_num_common_prefix_blocks": {"num_running_requests": 1, "group": 0},
         }
-        for name, further in requests.items():
-            yield name, getattr(m, name), {"request": a, **further}
-        yield "append_slots", m.append_slots, {"request": self.by_slots, "num_tokens": 1}
+        of_cache = {
+            **{"hashes": {}, "cached_tokens": {"read_cache": None}, "access": {"now": 2.0}},
+            "find_prefix": {"read_cache": True},
+            "num_common_prefix_blocks": {"num_running_requests": 1, "group": 0},
+        }
+        for owner, calls in ((m, requests), (m.cache, of_cache)):
+            for name, further in calls.items():
+                yield name, getattr(owner, name), {"request": a, **further}
+        yield "extend", m.extend, {"request": self.by_slots, "num_tokens": 1}
         yield "free", self.free, {"request": a}
         yield "free", m.free, {"retention": [(0, 4, 5, None)], "turn": 1}
-        yield "would_fit", m.would_fit, {"request": new, "num_tokens": 4}
-        yield "allocate_slots", m.allocate_slots, {"request": new, "num_tokens": 4}
+        yield "would_fit", m.would_fit, {"request": Admit(new, 4)}
+        yield "admit", m.admit, {"request": Admit(new, 4), "computed_blocks": ()}
         yield "fork", m.fork, {"parent": a, "child": self.same}
-        yield "pin", m.pin, {"session": "s", "request": a}
-        yield "unpin", m.unpin, {"session": "s"}
-        yield "set_now", m.set_now, {"seconds": 3.0}
-        yield "find_hashes", m.find_hashes, {"hashes": m.block_hashes(a), "group": 0}
-        yield "hashes_of_blocks", m.hashes_of_blocks, {"ids": [1, 2], "medium": "gpu"}
-        yield "evict", m.evict, {"ids": [1, 2]}
+        yield "pin", m.cache.pin, {"session": "s", "request": a}
+        yield "unpin", m.cache.unpin, {"session": "s"}
+        yield "set_now", m.cache.set_now, {"seconds": 3.0}
+        yield "find", m.cache.find, {"hashes": m.cache.hashes(a), "group": 0}
+        yield "hashes_of", m.cache.hashes_of, {"ids": [1, 2], "medium": "gpu"}
+        yield "evict", m.cache.evict, {"ids": [1, 2]}
         yield "invalidate", m.invalidate, {"ids": [1]}
         yield "abort", m.abort, {"step_id": self.plan.step_id}
-        yield "reset_prefix_cache", m.reset_prefix_cache, {"group": 0}
+        yield "reset_prefix_cache", m.cache.reset, {"group": 0}
         yield "report", m.report, {"report": StepReport(self.plan.step_id, True, [1], [])}
         rows = {"rows": [0], "num_tokens": [2], "token_ids": [3, 4], "num_token_ids": [2]}
         yield "step", m.step, {**rows, "num_rejected_tokens": [0], "num_lookahead_tokens": 1}
-        yield "step", m.step, {"new": [new], "new_num_tokens": [4], "num_reserved_blocks": 1}
-        yield "step", m.step, {"new": [new, self.c], "read_cache": [None, True]}
-        yield (
-            "step",
-            m.step,
-            {"new": [new], "num_external_computed_tokens": [4], "delay_cache_blocks": [False]},
-        )
+        yield "step", m.step, {"new": [Admit(new, 4, num_reserved_blocks=1)]}
+        yield "step", m.step, {"new": [new, Admit(self.c, read_cache=True)]}
+        yield "step", m.step, {"new": [Admit(new, external=External(4))]}
         yield "append_tokens", a.append_tokens, {"token_ids": [1, 2]}
 
     def free(self, request: Request) -> object:
@@ -189,14 +201,14 @@ class ManagerScene(Scene):
 
     def follow(self) -> object:
         m = self.manager
-        m.check_invariants()
-        out = [self.a.token_ids, self.b.token_ids, m.pool.num_free, m.drain_events()]
+        check_invariants(m)
+        out = [self.a.token_ids, self.b.token_ids, m.pool.num_free, m.cache.drain_events()]
         out.append(m.step([0, 1], [1, 1], token_ids=[8, 9], new=[self.new, self.c]))
         out += [m.block_ids(each) for each in (self.a, self.by_slots)]
         out.append(m.step(new=[Request("again", [*range(500, 518), 3])]))
         out.append(m.free(self.a))
-        out += [m.drain_events(), m.pool.num_free, m.pool.num_cached, m.num_loading_blocks]
-        m.check_invariants()
+        out += [m.cache.drain_events(), m.pool.num_free, m.pool.num_cached, m.pool.num_loading]
+        check_invariants(m)
         return plain(out)
 
 
@@ -395,10 +407,11 @@ class TableScene(Scene):
 
     def __init__(self) -> None:
         groups = [GroupSpec("full_attention", 4), GroupSpec("sliding_window", 8, {"window": 12})]
-        sizes = {"max_num_reqs": 4, "max_model_len": 32, "max_num_batched_tokens": 16}
-        self.tables = MultiGroupBlockTable.for_groups(groups, **sizes)
+        sizes = {"max_num_reqs": 4, "max_model_len": 32, "max_num_tokens": 16}
+        self.tables = BlockTables.for_groups(groups, **sizes)
         self.tables.add_row(([5, 6, 7], [2, 3]), 1)
-        self.one = BlockTable(4, 4, 8, 16, kernel_block_size=2)
+        shape = TableShape(4, 8, kernel_block_size=2)
+        self.one = BlockTables([shape], max_num_reqs=4, max_num_tokens=16)[0]
         self.one.add_row([3, 4], 0)
         self.builder = AttentionMetadataBuilder(self.tables)
 
@@ -409,12 +422,30 @@ class TableScene(Scene):
         t, o = self.tables, self.one
         sizes = {"block_size": 4, "max_num_reqs": 4, "max_num_blocks_per_req": 8}
         sizes["max_num_batched_tokens"] = 16
-        yield "BlockTable", BlockTable, {**sizes, "kernel_block_size": 2, "device": "cpu"}
-        multi = {"max_num_reqs": 4, "max_model_len": 32, "max_num_batched_tokens": 16}
+        yield (
+            "compat.BlockTable",
+            compat.BlockTable,
+            {**sizes, "kernel_block_size": 2, "device": "cpu"},
+        )
+        multi = {"max_num_reqs": 4, "max_model_len": 32, "max_num_tokens": 16}
         groups = [GroupSpec("full_attention", 4)]
-        yield "tables.for_groups", MultiGroupBlockTable.for_groups, {"groups": groups, **multi}
+        yield "tables.for_groups", BlockTables.for_groups, {"groups": groups, **multi}
         more = {"pin_memory": False, "device": "cpu", "block_sizes": [4, 8]}
-        yield "MultiGroupBlockTable", MultiGroupBlockTable, {**multi, **more}
+        engines = {"max_num_reqs": 4, "max_model_len": 32, "max_num_batched_tokens": 16, **more}
+        yield "compat.MultiGroupBlockTable", compat.MultiGroupBlockTable, engines
+        shape = {
+            "block_size": 8,
+            "max_num_blocks": 4,
+            "kernel_block_size": 4,
+            "cp_kv_cache_interleave_size": 2,
+        }
+        yield "TableShape", TableShape, {**shape, "window": 9, "circular": True}
+        shapes = [TableShape(4, 8), TableShape(8, 4)]
+        yield (
+            "BlockTables",
+            BlockTables,
+            {"shapes": shapes, "max_num_reqs": 4, "max_num_tokens": 16},
+        )
         yield "tables.add_row", t.add_row, {"block_ids": [[1, 2], [3]], "row": 0}
         yield "tables.append_row", t.append_row, {"block_ids": [[1], [3]], "row": 1}
         for name in ("move_rows", "swap_rows"):
@@ -440,7 +471,7 @@ class TableScene(Scene):
         yield "tables.apply", t.apply, {"plan": _table_plan(), "num_blocks": 20}
         yield "table.getitem", t.__getitem__, {"group": 0}
         mapped = {"block_ids": [1, 2], "blocks_per_kv_block": 2}
-        yield "map_to_kernel_blocks", BlockTable.map_to_kernel_blocks, mapped
+        yield "map_to_kernel_blocks", o.map_to_kernel_blocks, mapped
         yield "get_device_tensor", o.get_device_tensor, {"num_reqs": 2}
         builder = {"tables": t, "max_num_reqs": 3, "groups": [0]}
         yield "AttentionMetadataBuilder", AttentionMetadataBuilder, builder
@@ -485,7 +516,8 @@ class WorkerScene(Scene):
         pages.memory.copy_(torch.arange(pages.memory.numel()).to(torch.uint8))
         self.pages, self.host = pages, pages.on_host(10)
         self.host.memory.fill_(9)
-        self.table = BlockTable(4, 4, 8, 16)
+        shape = TableShape(4, 8)
+        self.table = BlockTables([shape], max_num_reqs=4, max_num_tokens=16)[0]
         self.worker = Worker(self.storage, self.table, self.host)
         self.worker.apply(self.plan(1, append_ids=[[1, 2, 3]]))
         self.engine = SwapEngine(self.pages, self.host)
@@ -600,12 +632,12 @@ class TransferScene(Scene):
         yield "for_tokens", self.plan.for_tokens, {"num_tokens": 3, "first_token": 0}
         copied = {"src_kv_caches": self.source, "dst_kv_caches": self.destination}
         copied |= {"src_block_ids": [1, 2], "dst_block_ids": [3, 4], "direction": "h2d"}
-        yield "copy_kv_blocks", transfer.copy_kv_blocks, copied
+        yield "copy_kv_blocks", compat.copy_kv_blocks, copied
         received = {"caches": [self.received], "indices": [1, 2], "remote_block_size": 2}
         yield "permute_received_blocks", transfer.permute_received_blocks, received
         ratio = {"cache": self.received, "indices": [1, 2], "block_size_ratio": 2}
-        yield "blksize_on_receive", transfer.kv_postprocess_blksize_on_receive, ratio
-        yield "RemoteEngine", transfer.RemoteEngine, {"tp_size": 2, "stages": None}
+        yield "blksize_on_receive", compat.kv_postprocess_blksize_on_receive, ratio
+        yield "RemoteEngine", compat.RemoteEngine, {"tp_size": 2, "stages": None}
         yield (
             "heads_of_rank",
             transfer.heads_of_rank,
@@ -626,8 +658,8 @@ class TransferScene(Scene):
         )
         topology = {"tp_rank": 0, "tp_size": 2, "block_size": 4, "total_num_kv_heads": 4}
         topology |= {"is_mla": False, "engine_id": "a"}
-        known = inspect.signature(transfer.KVTopology).parameters
-        yield "KVTopology", transfer.KVTopology, {k: v for k, v in topology.items() if k in known}
+        known = inspect.signature(compat.KVTopology).parameters
+        yield "KVTopology", compat.KVTopology, {k: v for k, v in topology.items() if k in known}
 
     def follow(self) -> object:
         return plain([self.source["l"], self.destination["l"], self.received])

@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from kvcache.allocator import check_invariants
+
 _DEEPEST = 9
 _MOST = 400  # entries of a list or a mapping that are looked at
 _MOST_BYTES = 1 << 20
@@ -50,10 +52,10 @@ _BLIND = (
 
 
 def _manager(manager: object) -> object:
-    manager.check_invariants()
+    check_invariants(manager)
     tiers = [each for each in (manager.pool, manager.host_pool) if each is not None]
     counts = [(each.num_free, each.num_cached, each.num_pinned) for each in tiers]
-    return [counts, manager.num_loading_blocks, _plain(manager.stats, 0, {})]
+    return [counts, manager.pool.num_loading, _plain(manager.cache.stats, 0, {})]
 
 
 def _pool(pool: object) -> object:

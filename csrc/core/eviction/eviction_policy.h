@@ -1,6 +1,6 @@
 // The interface of eviction policies, which choose the next cached block to evict.
 //
-// The pool enforces what holds for every policy: a block that is held, pinned, or has a cached
+// The pool enforces the rules common to all policies: a block that is held, pinned, or has a cached
 // child is not a candidate, and uncached blocks are taken first. A policy only ranks candidates.
 #pragma once
 
@@ -12,92 +12,92 @@
 
 namespace kvcache {
 
-// How long a caller wants the tokens [first, stop) of a request to stay.
+// Retention priority that a caller gives to tokens [first, stop) of a request.
 struct Retention {
   int64_t first, stop;
-  int32_t priority;  // 0 to 100; the lowest goes first
-  int64_t ttl_ms;    // from the release; negative: for ever
+  int32_t priority;  // 0 to 100; the lowest is evicted first
+  int64_t ttl_ms;    // counted from the release; negative: unlimited
 };
 
-// Facts about the request segment whose blocks are released.
+// Features of a request segment whose blocks are released.
 struct ReleaseFeatures {
-  int32_t turn = 0;               // of the conversation
+  int32_t turn = 0;               // turn of the conversation
   int64_t num_prefix_tokens = 0;  // hit length at admission
   int64_t num_new_blocks = 0;
-  int64_t num_output_tokens = -1;  // -1, to a manager: those that were appended to the prompt
-  int32_t request_class = -1;      // the caller's; -1: none
+  int64_t num_output_tokens = -1;  // -1, to a manager: tokens appended to the prompt
+  int32_t request_class = -1;      // chosen by the caller; -1: none
   int64_t logical_time = 0;        // number of releases so far
-  int64_t wall_ms = 0;             // a clock of the caller's
-  int64_t tokens_per_block = 1;    // blocks begin at its multiples
+  int64_t wall_ms = 0;             // the caller's clock
+  int64_t tokens_per_block = 1;    // blocks begin at multiples of it
   const Retention* retention = nullptr;
   int64_t num_retention = 0;
-  uint32_t tenant = 0;          // stands for the salt; 0: none
-  bool is_swapped_out = false;  // the request goes on later, from copies on the host
+  uint32_t tenant = 0;          // derived from the cache salt; 0: none
+  bool is_swapped_out = false;  // the request continues later, from copies on the host
 };
 
-// What a policy that learns takes a released block for.
+// A learning policy's classification of a released block.
 struct ReleasedAs {
-  int64_t segment = 0;     // the same of blocks that were released together; 0: nothing is known
-  int64_t time = 0;        // of the policy's clock
-  float cost = 1;          // of computing the block anew, in those of a first block
-  uint16_t num_forks = 0;  // that were seen of its chain
+  int64_t segment = 0;     // equal for blocks released together; 0: unknown
+  int64_t time = 0;        // on the policy's clock
+  float cost = 1;          // of recomputing the block, relative to a first block
+  uint16_t num_forks = 0;  // forks observed in its chain
   uint8_t reuse_class = 0;
 };
 
-// One access of a request. Its blocks are said to have had it when it releases them, not at once:
-// most requests are accessed far more often than they have blocks that leave.
+// One access of a request. It is attributed to the request's blocks when they are released, because
+// most requests are accessed far more often than they release blocks.
 struct Access {
   double now = 0;      // the caller's clock
-  int64_t number = 0;  // among all accesses, in order; 0: none
+  int64_t number = 0;  // number in the order of accesses; 0: none
 };
 
-// A policy is notified only of blocks of its pool. What it has recorded about a block holds until
-// the block is forgotten or allocated again.
+// A policy is notified only of blocks of its pool. Its records of a block are valid until the block
+// is forgotten or reallocated.
 class EvictionPolicy {
  public:
   virtual ~EvictionPolicy() = default;
 
-  // Cached, not held, not pinned, without a cached child: a candidate from now on. Comes
-  // again when a child or a pin has gone, so a candidate's rank may not depend on when this is
-  // called.
+  // The block becomes a candidate: it is cached, not held and not pinned, and has no cached child.
+  // Called again after a child or pin is removed, so the rank must not depend on the time of the
+  // call.
   virtual void insert(BlockId id) = 0;
   virtual void remove(BlockId id) = 0;  // no longer a candidate
-  // The next candidate to evict; the null block when there is none. Does not remove it.
+  // Returns the next candidate to evict, without removing it, or the null block if there is none.
   virtual BlockId victim() = 0;
 
   // Notifications to learn from, each before the `insert` or after the `remove` that it causes.
   virtual void on_allocate(const BlockId*, int64_t) {}  // allocated for new content
-  // Cached from now on; `hash` is null while only a part of the block is, and may follow.
+  // The block becomes cached. `hash` is null while the block is only partially cached.
   virtual void on_publish(BlockId, const Hash*, uint8_t /*group*/) {}
-  virtual void on_hit(const BlockId*, int64_t) {}  // cached blocks that a request takes
-  // A request releases these blocks; prefix_tokens[i]: tokens of the prefix that ends with block
-  // i. Behind a fence they become idle later. Of blocks that leave a request which goes on (out of
-  // a window, for a copy, or invalid) only `on_released` is called.
+  virtual void on_hit(const BlockId*, int64_t) {}  // a request hits these cached blocks
+  // A request releases these blocks. prefix_tokens[i] counts the tokens up to the end of block i.
+  // After a fence, the blocks become idle later. For blocks released by a continuing request
+  // (outside a window, for a copy, or invalid), only `on_released` is called.
   virtual void on_release(const BlockId*, const int64_t* /*prefix_tokens*/, int64_t,
                           const ReleaseFeatures&) {}
-  virtual void on_released(const BlockId*, int64_t) {}  // whatever the reason
-  virtual void on_idle(BlockId) {}  // cached, and just now no longer held: in the order of release
-  // Something is accessed now: the next access. Without a policy that asks for them there are none.
+  virtual void on_released(const BlockId*, int64_t) {}  // for any reason
+  virtual void on_idle(BlockId) {}  // a cached block is no longer held; in release order
+  // Starts a new access. Called only if the policy uses accesses.
   virtual Access begin_access(double /*now*/) { return {}; }
-  // Blocks had this access; of those that were allocated, forgotten or accessed later it says
-  // nothing.
+  // These blocks had this access. Blocks that were reallocated, forgotten or accessed later are
+  // ignored.
   virtual void on_access(const BlockId*, int64_t, const Access&) {}
-  // Not cached any more; `evicted`: because its space was needed.
+  // The block is no longer cached; `evicted`: to free space.
   virtual void on_forget(BlockId, const Hash*, uint8_t /*group*/, bool /*evicted*/) {}
   virtual void set_now(int64_t /*ms*/) {}
-  virtual void clear() {}  // nothing is cached any more
-  // Between the policies of two tiers: what this one takes a block for, and, of one that holds a
-  // copy of another tier's block, what that tier's policy takes it for. `on_copy` comes again when
-  // the other tier has evicted its block once more. Blocks that are told are cached and held.
+  virtual void clear() {}  // no block is cached any more
+  // Exchange between the policies of two tiers. `released_as` returns this policy's classification
+  // of a block. `on_copy` passes the classification of a copied block to the policy of the copy's
+  // tier, and is called again after each further eviction from the other tier. Copied blocks are
+  // cached and held.
   virtual ReleasedAs released_as(BlockId) const { return {}; }
   virtual void on_copy(BlockId, const ReleasedAs&) {}
-  virtual void on_load(BlockId) {}  // what this block holds is in the other tier again
-  // Hits expected of a copy of a block that was released as this, less those that its space is
-  // worth to others; `evicts`: no uncached block is left for it. 1 or more: of what nothing is
-  // known.
+  virtual void on_load(BlockId) {}  // the copied block is cached in the other tier again
+  // Returns the expected hits of a copy of a block with this classification, minus the value of its
+  // space for other blocks; at least 1 without any data. `evicts`: no uncached block is left.
   virtual double gain_of_copy(const ReleasedAs&, bool /*evicts*/) { return 1; }
-  // What was learned of reuse, as numbers for another policy of the same kind; none where nothing
-  // is learned. `learn` replaces it: as many numbers, checked by whoever calls.
+  // Returns the learned reuse statistics, for another policy of the same kind; empty if there are
+  // none. `learn` replaces the statistics; the caller checks their number.
   virtual std::vector<double> learned() const { return {}; }
   virtual void learn(const std::vector<double>&) {}
   virtual size_t num_bytes() const { return 0; }

@@ -1,4 +1,4 @@
-// The priority that a release gives a block.
+// The priority that a release assigns to a block.
 #pragma once
 
 #include <algorithm>
@@ -9,15 +9,15 @@
 
 namespace kvcache {
 
-// A block takes the highest of those that overlap its tokens; among equal ones, the one that lasts
-// longest.
+// If several ranges overlap a block's tokens, the highest priority applies; among equal priorities,
+// the one that lasts longest.
 struct GivenPriority {
   static constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
-  int32_t priority = -1;  // -1: none is given
+  int32_t priority = -1;  // -1: none
   int64_t end = 0;        // ms
 
-  // Of the block that ends with this prefix.
+  // Returns the priority of the block that ends with this prefix.
   static GivenPriority of(int64_t prefix_tokens, const ReleaseFeatures& features, int64_t now) {
     const int64_t last = prefix_tokens - 1;
     const int64_t first = last - last % features.tokens_per_block;

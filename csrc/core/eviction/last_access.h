@@ -1,9 +1,9 @@
-// By last access, then longest prefix, then order of release.
+// Evicts by last access, then longest prefix, then release order.
 //
-// A block's access time is the `now` of its last access, however often it is released after.
-// A block that no access ever named has that of its last release: the caller's clock as it was set
-// (the largest `now` so far, 0 before the first), and among those the release's logical time. So
-// without any access the least recent release goes first, and of one release the longest prefix.
+// A block's access time is the `now` of its last access, regardless of later releases. A block
+// without any access has the time of its last release: the caller's clock at that time (the largest
+// `now` so far, 0 before the first), and then the logical time of the release. Without accesses,
+// the least recent release is therefore evicted first, and within a release the longest prefix.
 #pragma once
 
 #include <algorithm>
@@ -83,16 +83,16 @@ class LastAccess : public EvictionPolicy {
   }
 
  private:
-  // Among blocks with one time, those that were accessed then go first: releases came after it.
+  // Among blocks with equal times, accessed ones are evicted first, because releases came later.
   static constexpr int64_t kAccessed = INT64_MIN;
   struct State {
     double time;
     int64_t tick;  // logical time of the release, or kAccessed
     int64_t num_prefix_tokens;
-    int64_t idle;           // when it was released, among all blocks
-    double announced_time;  // the same, of a release that was announced and has not come yet
+    int64_t idle;           // release number among all blocks
+    double announced_time;  // of a release that was announced but has not happened yet
     int64_t told_tick;
-    int64_t last_access;  // that counts: its own, or the last one of all when it began anew
+    int64_t last_access;  // effective: its own, or the latest of all when it was reallocated
     bool is_told;
     bool is_accessed;
   };
@@ -100,7 +100,7 @@ class LastAccess : public EvictionPolicy {
     states_[id] = {};
     states_[id].last_access = num_accesses_;
   }
-  void refresh(BlockId id) {  // a candidate, where its rank has changed
+  void refresh(BlockId id) {  // updates the rank of a candidate
     if (candidates_.has(id)) insert(id);
   }
 

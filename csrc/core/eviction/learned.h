@@ -1,13 +1,13 @@
-// Evicts the blocks that are least worth keeping, by what was learned of the reuse of blocks like
-// them.
+// Evicts the blocks that are least worth keeping, based on the observed reuse of similar blocks.
 //
-// Blocks that a request releases are segments: those that other conversations share, and its own.
-// The class of a segment says what is like it. Of a sample of blocks the policy notes when they
-// were released and when they are used again, cached or not. From that follows what a block of each
-// class is worth at each age. The oldest or youngest segment of a class that is worth least is
-// chosen, and used up before the next, deepest block first. Ages are counted in tokens released, so
-// the choice depends on the calls alone, and on no clock. While too little is remembered to judge
-// the oldest segments, the oldest goes first.
+// The blocks that a request releases form segments: those shared with other conversations, and its
+// own. A segment's class describes similar segments. For a sample of blocks, the policy records
+// when they were released and when they are used again, whether cached or not. These records give
+// the value of a block for each class and age. The policy chooses the oldest or youngest segment of
+// the class with the lowest value, and evicts all its blocks, deepest first, before it chooses the
+// next. Ages are counted in released tokens, so decisions depend only on the calls and not on a
+// clock. While there are too few records to judge the oldest segments, the oldest segment is
+// evicted first.
 #pragma once
 
 #include <algorithm>
@@ -27,9 +27,9 @@ namespace kvcache {
 
 class Learned : public EvictionPolicy {
  public:
-  // `double_cost_tokens`: a block behind a prefix of so many tokens costs twice as much to compute
-  // anew as the first one, and is worth twice as much; 0: all cost the same.
-  // `tenant_share`: of the blocks, that those of one salt may keep while others need room; 1: all.
+  // `double_cost_tokens`: a block after a prefix of this length costs twice as much to recompute as
+  // the first block, and is worth twice as much; 0: all cost the same. `tenant_share`: fraction of
+  // the blocks that one salt may keep while others need space; 1: all.
   Learned(int64_t num_blocks, double double_cost_tokens, double tenant_share = 1)
       : double_cost_tokens_(double_cost_tokens),
         model_(std::make_shared<ReuseModel>(num_blocks)),
@@ -100,7 +100,7 @@ class Learned : public EvictionPolicy {
     const int64_t n = num_in_chain();
     int64_t num_hit = 0;
     while (num_hit < n && chain_[num_hit].prefix_tokens <= features.num_prefix_tokens) ++num_hit;
-    // As far as the chain is known, and whether a request ended there, which this one continues.
+    // The known part of the chain, and whether this request continues one that ended there.
     int64_t num_known = n;
     const GhostRing::Record* last = nullptr;
     for (; num_known > 0; --num_known) {
@@ -118,8 +118,9 @@ class Learned : public EvictionPolicy {
     release_segment(num_shared, n, reuse_class, 0, turn, features);
   }
 
-  // Segments of what other conversations share, one per segment that its blocks had before. Here
-  // the chain forks behind so many blocks; 0: it does not. How many blocks these are.
+  // Releases the segments shared with other conversations, one per previous segment of the blocks.
+  // The chain forks after `num_to_fork` blocks; 0: it does not fork. Returns the number of these
+  // blocks.
   int64_t release_shared(int64_t num_to_fork, const ReleaseFeatures& features) {
     const auto shares = [&](int64_t i) { return ReuseClass::is_shared(segment_of(i).reuse_class); };
     const int64_t n = num_in_chain();
@@ -137,7 +138,7 @@ class Learned : public EvictionPolicy {
     return num_shared;
   }
 
-  // Blocks [first, stop) of the chain, deepest first.
+  // Releases blocks [first, stop) of the chain, deepest first.
   void release_segment(int64_t first, int64_t stop, int reuse_class, int num_forks, int64_t turn,
                        const ReleaseFeatures& features) {
     Levels::Level* last = nullptr;
@@ -163,7 +164,7 @@ class Learned : public EvictionPolicy {
     const Segments& segments = levels_.of(chain_[i].id).segments;
     return segments[segments.of(chain_[i].id)];
   }
-  // Of the block in the middle.
+  // Uses the block in the middle.
   float cost_of(int64_t first, int64_t stop) const {
     if (double_cost_tokens_ <= 0) return 1;
     const auto tokens = static_cast<double>(chain_[(first + stop) / 2].prefix_tokens);
@@ -173,7 +174,7 @@ class Learned : public EvictionPolicy {
   double double_cost_tokens_;
   std::shared_ptr<ReuseModel> model_;
   Levels levels_;
-  std::vector<Released> chain_;  // of the release that is told, first block first
+  std::vector<Released> chain_;  // of the current release, first block first
 };
 
 }  // namespace kvcache

@@ -1,8 +1,8 @@
-// Evicts the pages of a second tier that are least worth keeping, by what the policy of the first
-// one has learned.
+// Evicts the pages of a second tier that are least worth keeping, using what the policy of the
+// first tier has learned.
 //
-// A page is a copy of a block: of its class and time of release. What was loaded into the first
-// tier goes before everything else, as what is there need not be here.
+// A page holds a copy of a block, with that block's class and release time. Copies of blocks that
+// were loaded into the first tier are evicted first, because they are redundant.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// The least recently released first, as a pool without a policy does, but leaves first whatever the
-// order of release. For the host tier, to which heads may come before tails.
+// Evicts the least recently released block, like a pool without a policy, but always leaves first.
+// For the host tier, where heads of chains may arrive before tails.
 #pragma once
 
 #include "core/eviction/eviction_policy.h"
@@ -23,7 +23,7 @@ class LeastRecent : public EvictionPolicy {
   }
 
  private:
-  ZeroedArray<int64_t> idle_;  // when it was released, among all blocks
+  ZeroedArray<int64_t> idle_;  // release number among all blocks
   Ranked<int64_t> candidates_;
   int64_t num_idle_ = 0;
 };

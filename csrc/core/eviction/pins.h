@@ -1,5 +1,5 @@
-// Blocks that callers asked to keep. A pin is not a reference: pinned blocks are evicted when no
-// other cached block is left.
+// Blocks that callers want to keep. A pin is not a reference: pinned blocks are evicted if no other
+// cached block is left.
 #pragma once
 
 #include <cstddef>
@@ -19,8 +19,8 @@ class Pins {
   int64_t num_pinned() const { return num_pinned_; }  // blocks
   int64_t num_broken() const { return num_broken_; }
   void add(BlockId id) { num_pinned_ += counts_[id]++ == 0; }
-  void take(BlockId id) { num_pinned_ -= --counts_[id] == 0; }  // of a pinned block
-  // The block is not cached any more; `evicted`: because its space was needed.
+  void take(BlockId id) { num_pinned_ -= --counts_[id] == 0; }  // a pinned block
+  // The block is no longer cached; `evicted`: to free space.
   void forget(BlockId id, bool evicted) {
     if (!has(id)) return;
     counts_[id] = 0;
@@ -28,7 +28,7 @@ class Pins {
     num_broken_ += evicted;
   }
 
-  // Whether eviction has passed the block over: it is then in a free list of its own.
+  // Whether eviction has skipped the block, which is then in a separate free list.
   bool is_passed(BlockId id) const { return passed_[id] != 0; }
   void set_passed(BlockId id, bool passed) { passed_[id] = passed; }
 

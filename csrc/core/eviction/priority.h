@@ -1,9 +1,9 @@
-// By priority, lowest first, then least recently released.
+// Evicts by priority, lowest first, then least recently released.
 //
-// A release may give priorities to ranges of its tokens, with a time after which they end. A block
-// takes the highest of those that overlap its tokens (among equal ones, the one that lasts
-// longest), in place of an earlier one. A release without a priority for a block does not change
-// the block's. Blocks without a priority, or whose priority has ended, have the default.
+// A release may assign priorities, with a time to live, to ranges of its tokens. A block takes the
+// highest priority that overlaps its tokens (among equal ones, the one that lasts longest),
+// replacing an earlier priority. A release without a priority for a block does not change its
+// priority. Blocks without a priority, or with an expired one, have the default priority.
 #pragma once
 
 #include <algorithm>
@@ -70,15 +70,15 @@ class Priority : public EvictionPolicy {
 
  private:
   struct State {
-    int64_t end;   // of the priority
-    int64_t idle;  // when it was released, among all blocks
+    int64_t end;   // end of the priority
+    int64_t idle;  // release number among all blocks
     int32_t priority;
     bool is_given;
   };
   int32_t default_priority_;
   ZeroedArray<State> states_;
   Ranked<std::pair<int32_t, int64_t>> candidates_;
-  Ranked<std::pair<int64_t, BlockId>> ends_;  // candidates whose priority was given
+  Ranked<std::pair<int64_t, BlockId>> ends_;  // candidates with an assigned priority
   int64_t now_ = 0;
   int64_t num_idle_ = 0;
 };

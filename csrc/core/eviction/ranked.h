@@ -1,4 +1,4 @@
-// Blocks in the order of a key, smallest first: a binary heap that knows where each block is.
+// Blocks ordered by a key, smallest first: a binary heap that records each block's position.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace kvcache {
 
-// O(log n) per change, O(1) for the first. The order of blocks with equal keys is not defined.
+// O(log n) per change, O(1) for the first block. Blocks with equal keys have no defined order.
 template <class Key>
 class Ranked {
  public:
@@ -18,10 +18,10 @@ class Ranked {
 
   bool has(BlockId id) const { return place_[id] != 0; }
   BlockId top() const { return heap_.empty() ? kNullBlock : heap_.front().id; }
-  const Key& top_key() const { return heap_.front().key; }  // of a heap that is not empty
+  const Key& top_key() const { return heap_.front().key; }  // the heap must not be empty
   size_t size() const { return heap_.size(); }
 
-  // Inserts the block, or updates its key.
+  // Inserts a block, or updates its key.
   void set(BlockId id, const Key& key) {
     if (!has(id)) {
       heap_.push_back({key, id});
@@ -82,7 +82,7 @@ class Ranked {
   }
 
   std::vector<Entry> heap_;
-  ZeroedArray<int32_t> place_;  // in the heap, from 1; 0: not in
+  ZeroedArray<int32_t> place_;  // in the heap, counted from 1; 0: absent
 };
 
 }  // namespace kvcache

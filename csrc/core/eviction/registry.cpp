@@ -25,14 +25,14 @@ struct Option {
   bool is_integer = false;
 };
 
-using Values = std::map<std::string, double>;  // of all options of a policy
+using Values = std::map<std::string, double>;  // all options of a policy
 
 struct Entry {
   const char* name;
   std::vector<Option> options;
-  bool serves_host;  // the host tier is notified of no accesses and priorities
+  bool serves_host;  // needs neither accesses nor priorities, which the host tier does not track
   std::unique_ptr<EvictionPolicy> (*make)(int64_t num_blocks, const Values& values);
-  // Of one that serves the host only with the same policy on the device, and has no option there.
+  // Serves the host only with the same policy on the device, and has no options there.
   std::unique_ptr<EvictionPolicy> (*make_beside)(int64_t num_blocks,
                                                  const EvictionPolicy* device) = nullptr;
 };
@@ -81,7 +81,7 @@ const Entry kEntries[] = {
      }},
 };
 
-// The pool that a policy is chosen for, and the argument that names the policy.
+// The pool for which a policy is chosen, and the argument that names the policy.
 struct Target {
   const char* argument;
   bool is_host;
@@ -138,7 +138,7 @@ void check_option(const Target& target, const Entry& entry, const std::string& n
   throw std::invalid_argument(text.str());
 }
 
-// A policy of the registry with the values of its options.
+// A registered policy with the values of its options.
 struct Choice {
   Choice(const Target& target, const std::string& name, const Values& options)
       : entry(entry_of(target, name)), values(options) {

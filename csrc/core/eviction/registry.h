@@ -13,22 +13,22 @@ namespace kvcache {
 
 std::vector<std::string> eviction_names();
 
-// Those that can serve a pool on the host, which is notified of no accesses and priorities.
+// Policies for a host pool, where accesses and priorities are not tracked.
 std::vector<std::string> host_eviction_names();
 
-// A policy for a pool of `num_blocks`; null for "lru", which is the pool's own. Throws
-// std::invalid_argument for a name or an option that there is not, or a value out of its range.
+// Creates a policy for a pool of `num_blocks`; null for "lru", which the pool implements. Throws
+// std::invalid_argument for an unknown name or option, or a value out of range.
 std::unique_ptr<EvictionPolicy> make_eviction_policy(const std::string& name,
                                                      const std::map<std::string, double>& options,
                                                      int64_t num_blocks);
 
-// The same for a pool on the host, beside that policy of the device's (null: the pool's own); the
-// errors name `host_eviction`. Never null.
+// Creates a policy for a host pool, given the device's policy (null: the pool's own). Errors name
+// `host_eviction`. Never returns null.
 std::unique_ptr<EvictionPolicy> make_host_eviction_policy(
     const std::string& name, const std::map<std::string, double>& options, int64_t num_blocks,
     const EvictionPolicy* device);
 
-// Throw the same errors, and make none.
+// Throw the same errors without creating a policy.
 void check_host_eviction(const std::string& name, const std::map<std::string, double>& options);
 void check_host_eviction_beside(const std::string& host, const std::string& device);
 

@@ -1,13 +1,12 @@
 // S3-FIFO (Yang, Zhang, Qiu, Yue, Vigfusson: FIFO queues are all you need for cache eviction,
 // SOSP 2023): most blocks are never hit, and a small queue lets them leave early.
 //
-// A block enters the small queue when it is published, or the main queue where its hash left the
-// small one not long ago (the ghosts: the last `num_blocks` such hashes). Hits are counted up to 3.
-// While the small queue has its share of the pool's blocks, its oldest candidate goes; one that was
-// hit twice or more moves to the main queue instead. Else the oldest candidate of the main queue
-// goes; one that was hit goes round once more, for one hit less. Where the chosen queue has no
-// candidate, the other is taken. Blocks that are held, or have
-// cached children, keep their place.
+// A block enters the small queue when it is published, or the main queue if its hash is among the
+// ghosts, the last `num_blocks` hashes that left the small queue. Hits are counted up to 3. While
+// the small queue has reached its share of the pool, its oldest candidate is evicted, or moved to
+// the main queue if it was hit at least twice. Otherwise the oldest candidate of the main queue is
+// evicted, or reinserted with one hit less if it was hit. If the chosen queue has no candidate, the
+// other one is used. Blocks that are held or have cached children keep their places.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +20,7 @@
 
 namespace kvcache {
 
-// The last hashes that left, each once.
+// The last hashes that left the small queue, without duplicates.
 class Ghosts {
  public:
   explicit Ghosts(size_t most) : most_(most) {}
@@ -31,7 +30,7 @@ class Ghosts {
     where_.emplace(key, std::prev(order_.end()));
     if (order_.size() > most_) take(order_.front());
   }
-  bool take(uint64_t key) {  // whether it was there
+  bool take(uint64_t key) {  // returns whether the key was present
     const auto found = where_.find(key);
     if (found == where_.end()) return false;
     order_.erase(found->second);
@@ -120,7 +119,7 @@ class S3Fifo : public EvictionPolicy {
     Queue queue;
     uint8_t num_hits;
   };
-  void enter(BlockId id, Queue queue) {  // as its youngest
+  void enter(BlockId id, Queue queue) {  // as the youngest
     num_small_ += (queue == kSmall) - (states_[id].queue == kSmall);
     states_[id].queue = queue;
     states_[id].place = ++num_entered_;
@@ -130,7 +129,7 @@ class S3Fifo : public EvictionPolicy {
   ZeroedArray<State> states_;
   Ranked<int64_t> small_, main_;  // candidates, oldest first
   Ghosts ghosts_;
-  int64_t num_small_ = 0;  // all that are cached
+  int64_t num_small_ = 0;  // all cached blocks in it
   int64_t num_entered_ = 0;
 };
 

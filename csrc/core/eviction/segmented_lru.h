@@ -1,9 +1,10 @@
-// Segmented LRU (Karedla, Love, Wherry 1994): what was hit once outlives what never was.
+// Segmented LRU (Karedla, Love, Wherry 1994): blocks with a hit outlive blocks without one.
 //
-// A cached block is on probation until it is hit, then protected. The protected ones, whether held,
-// with cached children or candidates, are at most a share of the pool's blocks: beyond that the
-// least recently hit or released of them goes back on probation, as its most recent. Probation goes
-// first, and within a segment the least recently released. The share's default is in registry.cpp.
+// A cached block is on probation until it is hit, and then protected. Protected blocks (held, with
+// cached children, or candidates) may take up to a share of the pool. Beyond that, the least
+// recently hit or released one returns to probation as its most recent block. Probation is evicted
+// first, and within a segment the least recently released block. The default share is in
+// registry.cpp.
 #pragma once
 
 #include <utility>
@@ -54,13 +55,13 @@ class SegmentedLru : public EvictionPolicy {
 
  private:
   void touch(BlockId id) { recency_[id] = ++num_touched_; }
-  void refresh(BlockId id) {  // a candidate, where its rank has changed
+  void refresh(BlockId id) {  // updates the rank of a candidate
     if (candidates_.has(id)) insert(id);
   }
 
   size_t most_protected_;
   ZeroedArray<int64_t> recency_;
-  Ranked<int64_t> protected_;                    // all that are cached
+  Ranked<int64_t> protected_;                    // all cached blocks in it
   Ranked<std::pair<bool, int64_t>> candidates_;  // probation first
   int64_t num_touched_ = 0;
 };

@@ -1,38 +1,35 @@
-// A kind of attention, for the cache: which earlier tokens it still reads.
+// A kind of attention, as the cache sees it: which earlier tokens are still read.
 //
-// From that one function follow both what may be dropped while a request runs, and which blocks
-// must be found for a prefix to be a hit: those that the tokens behind it read.
+// This one function determines which blocks can be dropped while a request runs, and which blocks
+// must be found for a prefix hit: those that later tokens read.
 #pragma once
 
 #include <cstdint>
 
 namespace kvcache {
 
+class PageRules;
+
 class AttentionKind {
  public:
-  // The content of a page of the group.
-  enum class Pages {
-    kTokens,   // KV of block_size tokens: one page per block of tokens that are still read
-    kState,    // the state after the last token of its block: one page, and one per boundary stored
-    kEncoder,  // KV of encoder tokens: taken at admission, released at the end, never shared
-    kCircular,  // KV of the last `buffer` tokens, in blocks that are written round: never cached
-  };
-
   virtual ~AttentionKind() = default;
 
-  // The first token that is read by the token at `num_computed_tokens`, or by any after it: at
-  // least 0, at most `num_computed_tokens`, and never less for more computed tokens.
+  // The first token that the token at `num_computed_tokens` or any later token reads. Must be
+  // between 0 and `num_computed_tokens`, and must not decrease as that number grows.
   virtual int64_t first_needed_token(int64_t num_computed_tokens) const = 0;
 
-  // Whether that is 0 always.
+  // Whether first_needed_token is always 0.
   virtual bool keeps_all() const { return false; }
 
-  virtual Pages pages() const { return Pages::kTokens; }
+  // The page rules (core/groups/rules). The default is the rules of tokens.
+  virtual const PageRules& rules() const;
 
-  // kState: drafts of a step whose states a row has pages for, so that they can be rejected.
+  // For states: the number of drafts per step with a page for their state, so that they can be
+  // rejected.
   virtual int64_t num_speculative_blocks() const { return 0; }
 
-  // kCircular: the most tokens from the first that a step reads to the last that it writes.
+  // The maximum distance from the first token that a step reads to the last token that it writes;
+  // 0: unlimited.
   virtual int64_t buffer() const { return 0; }
 };
 

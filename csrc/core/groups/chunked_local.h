@@ -1,4 +1,4 @@
-// A token reads those before it in its own chunk of the sequence.
+// Each token reads the earlier tokens of its own chunk of the sequence.
 #pragma once
 
 #include "core/groups/attention_kind.h"

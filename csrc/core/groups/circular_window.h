@@ -1,12 +1,13 @@
-// A token reads itself and the window - 1 tokens before it, out of a buffer that is written round.
+// Each token reads itself and the window - 1 tokens before it, from a circular buffer.
 //
-// A request has the buffer's blocks for good: the token at position p takes the place of the one a
-// whole number of buffers before. So nothing of it can be hit.
+// A request keeps the blocks of the buffer until it ends. The token at position p overwrites the
+// token one buffer length before it, so blocks of the buffer are never hit.
 #pragma once
 
 #include <algorithm>
 
 #include "core/groups/attention_kind.h"
+#include "core/groups/rules/circular.h"
 #include "core/limits.h"
 
 namespace kvcache {
@@ -20,7 +21,7 @@ class CircularWindow final : public AttentionKind {
   int64_t first_needed_token(int64_t num_computed_tokens) const override {
     return std::max<int64_t>(num_computed_tokens - window_ + 1, 0);
   }
-  Pages pages() const override { return Pages::kCircular; }
+  const PageRules& rules() const override { return kCircularRules; }
   int64_t buffer() const override { return buffer_; }
 
  private:

@@ -1,7 +1,8 @@
-// Every token reads all tokens of the encoder, whose KV no other request can use.
+// Every token reads all encoder tokens. No other request can use their KV.
 #pragma once
 
 #include "core/groups/attention_kind.h"
+#include "core/groups/rules/encoder.h"
 
 namespace kvcache {
 
@@ -9,7 +10,7 @@ class CrossAttention final : public AttentionKind {
  public:
   int64_t first_needed_token(int64_t) const override { return 0; }
   bool keeps_all() const override { return true; }
-  Pages pages() const override { return Pages::kEncoder; }
+  const PageRules& rules() const override { return kEncoderRules; }
 };
 
 }  // namespace kvcache

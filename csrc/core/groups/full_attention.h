@@ -1,4 +1,4 @@
-// Every token reads all before it.
+// Every token reads all earlier tokens.
 #pragma once
 
 #include "core/groups/attention_kind.h"

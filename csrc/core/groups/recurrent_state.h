@@ -1,19 +1,21 @@
-// A token reads the state that the token before it left (Mamba, linear attention).
+// Each token reads the state after the previous token (Mamba, linear attention).
 //
-// A step updates the state in place, in the page of the block that its last token lies in; where
-// that is another block than before, the plan copies the state there first. The page that is left
-// behind holds the state at a block boundary only if a step ended there: then it can be hit.
-// So can a state inside a block, where a step of the prompt ended at a hash boundary: then the next
-// step goes on in another page, too.
+// A step updates the state in place, in the page of the block that contains its last token. If the
+// step enters another block, the plan first copies the state to the new page. The old page contains
+// the state at a block boundary only if a step ended there; then it can be hit. A state inside a
+// block can be hit if a step of the prompt ended at a hash boundary; the next step then also
+// continues in another page.
 //
-// With speculative blocks a row has so many pages more behind that of its state: a step writes the
-// state after its i-th draft into the i-th of them. When drafts are rejected, the row goes on from
-// the page of the last one that was accepted; the pages change places, no state is copied.
+// With speculative blocks, a row has this number of pages after the page of its state: a step
+// writes the state after its i-th draft to the i-th of them. If drafts are rejected, the row
+// continues from the page of the last accepted draft: the pages change places, and no state is
+// copied.
 #pragma once
 
 #include <algorithm>
 
 #include "core/groups/attention_kind.h"
+#include "core/groups/rules/state.h"
 #include "core/limits.h"
 
 namespace kvcache {
@@ -27,7 +29,7 @@ class RecurrentState final : public AttentionKind {
   int64_t first_needed_token(int64_t num_computed_tokens) const override {
     return std::max<int64_t>(num_computed_tokens - 1, 0);
   }
-  Pages pages() const override { return Pages::kState; }
+  const PageRules& rules() const override { return kStateRules; }
   int64_t num_speculative_blocks() const override { return num_speculative_blocks_; }
 
  private:

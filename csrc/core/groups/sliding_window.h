@@ -1,4 +1,4 @@
-// A token reads itself and the window - 1 tokens before it.
+// Each token reads itself and the window - 1 tokens before it.
 #pragma once
 
 #include <algorithm>

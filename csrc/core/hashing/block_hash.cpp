@@ -66,7 +66,7 @@ Hash BlockHasher::hash(HashAlgorithm algorithm, const Hash& parent, const int32_
   std::memcpy(p, parent.bytes, parent_size);
   p = write_head(p + parent_size, kArray, static_cast<uint32_t>(num_tokens));
   for (int64_t i = 0; i < num_tokens; ++i) {
-    // -1 - t is ~t: the value of a negative integer's head.
+    // CBOR encodes a negative integer t as the value -1 - t, which equals ~t.
     const auto id = static_cast<uint32_t>(tokens[i]);
     p = tokens[i] >= 0 ? write_head(p, kUnsigned, id) : write_head(p, kNegative, ~id);
   }

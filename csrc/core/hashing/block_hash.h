@@ -1,10 +1,10 @@
-// Block hashes: a digest chained over canonical CBOR, the interoperable form.
+// Block hashes: a digest chained over canonical CBOR, in the form that other engines use.
 //
 //   none_hash  = H(CBOR text string of the seed)
 //   hash of a block = H(CBOR of [parent hash, [token ids], extra keys or null])
 //
-// CBOR is RFC 8949, canonical: every integer in its shortest form. Extra keys come in encoded. H is
-// SHA-256 (32 bytes), or XXH3 with 128 bits (16 bytes) for those who choose speed.
+// Canonical CBOR (RFC 8949) writes every integer in its shortest form. Extra keys are passed
+// already encoded. H is SHA-256 (32 bytes), or 128-bit XXH3 (16 bytes) if speed matters more.
 #pragma once
 
 #include <cstdint>
@@ -18,17 +18,17 @@ namespace kvcache {
 
 enum class HashAlgorithm : uint8_t { kSha256Cbor, kXxh3Cbor };
 
-// Throws std::invalid_argument that lists the algorithms.
+// Throws std::invalid_argument with a list of the algorithms.
 HashAlgorithm hash_algorithm_of(std::string_view name);
 std::vector<std::string> hash_algorithm_names();
 inline int64_t digest_bytes(HashAlgorithm algorithm) {
   return algorithm == HashAlgorithm::kSha256Cbor ? 32 : 16;
 }
 
-// The parent of a first block.
+// The parent hash of a first block.
 Hash hash_seed(std::string_view seed, HashAlgorithm algorithm);
 
-// Hashes blocks of one chain, one after the other; keeps its buffer between calls.
+// Hashes the blocks of a chain in order, reusing its buffer.
 class BlockHasher {
  public:
   // `extra` is the CBOR of the block's extra keys; empty means null.
@@ -39,8 +39,8 @@ class BlockHasher {
   std::vector<uint8_t> buffer_;
 };
 
-// Hashes of all full blocks; `extras` is empty, or has one entry per full block. Touches nothing
-// but its arguments, so that it may run without the interpreter's lock.
+// Returns the hashes of all full blocks. `extras` is empty, or has one entry per full block.
+// Accesses only its arguments, so it may run without the GIL.
 std::vector<Hash> hash_blocks(HashAlgorithm algorithm, const std::vector<int32_t>& tokens,
                               int64_t block_size, const Hash& parent,
                               const std::vector<std::string>& extras);

@@ -17,13 +17,13 @@ enum CborMajor : uint8_t {
 };
 inline constexpr uint8_t kCborNull = 0xF6;
 inline constexpr int64_t kMaxHeadBytes = 5;  // one byte, and a value of up to 32 bits
-inline constexpr int64_t kBytesWritten = 8;  // by write_head; those behind the head mean nothing
+inline constexpr int64_t kBytesWritten = 8;  // by write_head; bytes after the head are undefined
 
-// Returns the end of what it wrote. Without branches: token ids of a prompt have heads of all
-// sizes, in an order that no processor foretells.
+// Returns the end of the head. Branch-free, because the head sizes of a prompt's token ids are
+// unpredictable.
 inline uint8_t* write_head(uint8_t* p, uint8_t major, uint32_t value) {
-  static constexpr uint8_t kUnused[] = {24, 24, 16, 0};  // bits of the value, by bytes of the head
-  static constexpr uint8_t kBehind[] = {0, 8, 8, 8};     // bits of the head's first byte
+  static constexpr uint8_t kUnused[] = {24, 24, 16, 0};  // unused bits of the value, by head size
+  static constexpr uint8_t kBehind[] = {0, 8, 8, 8};     // bits in the first byte of a longer head
   static constexpr uint8_t kMark[] = {0, 24, 25, 26};
   static constexpr uint8_t kSize[] = {1, 2, 3, 5};
   const int form = (value >= 24) + (value > 0xFF) + (value > 0xFFFF);
@@ -39,7 +39,7 @@ inline void append_head(std::string* out, uint8_t major, uint32_t value) {
   out->append(reinterpret_cast<const char*>(head), static_cast<size_t>(end - head));
 }
 
-// An integer from -2**31 to 2**32 - 1.
+// Writes an integer from -2**31 to 2**32 - 1.
 inline void append_int(std::string* out, int64_t value) {
   if (value >= 0) return append_head(out, kUnsigned, static_cast<uint32_t>(value));
   append_head(out, kNegative, static_cast<uint32_t>(-1 - value));

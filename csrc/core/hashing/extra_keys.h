@@ -1,7 +1,8 @@
-// Extra keys: the KV of a request depends on them besides its tokens. Per block, as CBOR.
+// Extra keys: everything besides its tokens that the KV of a request depends on. Per block, as
+// CBOR.
 //
-// The keys of a block, in this order: ["lora", name, path] on every block; ["mm", identifier, first
-// token of the item - first token of the block] on every block that the item touches;
+// A block's keys, in this order: ["lora", name, path] on every block; ["mm", identifier, first
+// token of the item - first token of the block] on every block that overlaps the item;
 // ["cache_salt", salt] on block 0; ["prompt_embeds", digest of the block's rows].
 #pragma once
 
@@ -17,7 +18,7 @@
 
 namespace kvcache {
 
-// An image, or whatever else stands in for a run of tokens.
+// An image or other item that stands for a run of tokens.
 struct MmItem {
   std::string identifier;
   int64_t first, length;  // tokens
@@ -26,51 +27,51 @@ struct MmItem {
   }
 };
 
-// What stands for the rows that replace a request's tokens: a digest of each block's.
+// Digests, one per block, of the rows that replace a request's tokens.
 class RowDigests {
  public:
   virtual ~RowDigests() = default;
-  virtual int64_t num_blocks() const = 0;  // the first ones, that have rows
-  // Throws where it cannot be computed.
+  virtual int64_t num_blocks() const = 0;  // number of leading blocks with rows
+  // Throws if the digest cannot be computed.
   virtual Hash of_block(int64_t block) const = 0;
 };
 
 class ExtraKeys {
  public:
   ExtraKeys() = default;
-  // Keys of a block name items in the order of `items`, which may overlap. Tokens they cover need
-  // not be known yet: a block's keys do not depend on when they are asked for.
+  // A block's keys list items in the order of `items`, which may overlap. The tokens that items
+  // cover need not be known yet: keys do not depend on the time of the call.
   ExtraKeys(const std::optional<std::pair<std::string, std::string>>& lora,
             std::vector<MmItem> items, const std::optional<std::string>& cache_salt,
-            std::shared_ptr<const RowDigests> embeds);  // null: there are none
+            std::shared_ptr<const RowDigests> embeds);  // null: no rows
 
-  // Whether the first blocks have the same keys. Throws whatever a digest of rows does.
+  // Whether the first blocks have equal keys. Throws the errors of row digests.
   bool begins_like(const ExtraKeys& other, int64_t num_blocks) const;
 
-  // A number that stands for the salt, the same in each process; 0: there is none.
+  // A number derived from the salt, equal in every process; 0: no salt.
   uint32_t tenant() const { return tenant_; }
 
-  // CBOR of the block's keys, empty for none; valid until the next call. Ask for blocks in
-  // ascending order (one may be asked again): items are walked once.
+  // Returns the CBOR of a block's keys, empty without keys, valid until the next call. Blocks must
+  // be requested in ascending order (repeats are allowed), because items are traversed once.
   std::string_view of_block(int64_t block, int64_t block_size);
-  // The variant (core/pool/variants.h) of the block last asked for, behind a block of variant
-  // `parent`: by the lengths of the items that it touches, which its keys do not name.
+  // The variant (core/pool/variants.h) of the last requested block, after a block of variant
+  // `parent`. It covers the lengths of the block's items, which the keys do not contain.
   uint64_t variant_behind(uint64_t parent) const;
   bool has_items() const { return !items_.empty(); }
 
  private:
-  void find_items(int64_t start, int64_t stop);  // those that touch tokens start to stop - 1
+  void find_items(int64_t start, int64_t stop);  // those that overlap tokens [start, stop)
   int64_t num_blocks_with_rows() const { return embeds_ == nullptr ? 0 : embeds_->num_blocks(); }
   const Hash& embed_digest(int64_t block) const;
 
-  std::string lora_, cache_salt_;  // their CBOR, empty for none
+  std::string lora_, cache_salt_;  // CBOR, empty if unset
   uint32_t tenant_ = 0;
   std::vector<MmItem> items_;
   std::shared_ptr<const RowDigests> embeds_;
-  mutable std::vector<Hash> embed_digests_;  // of the first blocks: computed when asked for
+  mutable std::vector<Hash> embed_digests_;  // of the first blocks; computed on demand
   std::vector<size_t> by_first_;             // items by first token
-  size_t next_ = 0;               // of by_first_: the first that no block has reached yet
-  std::vector<size_t> touching_;  // items that the block last asked for touches, ascending
+  size_t next_ = 0;               // in by_first_: the first item that no block has reached
+  std::vector<size_t> touching_;  // items that overlap the last requested block, ascending
   std::string buffer_;
 };
 

@@ -1,5 +1,5 @@
-// A request's tokens, and the hashes of their full blocks, packed: what an engine's request carries
-// in place of a list with an object per block.
+// A request's tokens and the packed hashes of their full blocks, which an engine's request holds
+// instead of a list of objects.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,11 @@
 
 namespace kvcache {
 
-// Tokens are kept until the manager's own request takes them, and those of the last block, which is
-// not full. Used by one thread at a time; only `hash_behind` may run beside others' reading.
+// Keeps all tokens until the manager's request takes them, and then only those of the partial last
+// block. Used by one thread at a time; only `hash_behind` may run concurrently with readers.
 class HashedTokens : public GivenHashes {
  public:
-  // `parent`: of the first block.
+  // `parent`: hash before the first block.
   HashedTokens(HashAlgorithm algorithm, int64_t block_size, const Hash& parent)
       : algorithm_(algorithm), block_size_(block_size), parent_(parent) {}
 
@@ -23,20 +23,20 @@ class HashedTokens : public GivenHashes {
   int64_t num_bytes() const { return digest_bytes(algorithm_); }
   int64_t block_size() const { return block_size_; }
   int64_t num_blocks() const { return static_cast<int64_t>(hashes_.size()); }
-  // Blocks that are full once `num_new` tokens have come.
+  // Number of full blocks after `num_new` more tokens.
   int64_t num_filled_by(int64_t num_new) const {
     return (num_tokens() + num_new) / block_size_ - num_blocks();
   }
 
-  // Hashes of the blocks that `tokens` fill behind the known ones; `extras` is empty, or has the
-  // CBOR of each block's extra keys. Changes nothing.
+  // Returns the hashes of the blocks that `tokens` fill after the known ones. `extras` is empty, or
+  // has the CBOR of each block's extra keys. Changes nothing.
   std::vector<Hash> hash_behind(const std::vector<int32_t>& tokens,
                                 const std::vector<std::string>& extras) const;
-  // Appends tokens, with what `hash_behind` says of them.
+  // Appends tokens, with the result of `hash_behind`.
   void append(std::vector<int32_t> tokens, std::vector<Hash> hashes);
-  // Removes all blocks but the first ones, of which there are as many, and all tokens behind these.
+  // Removes all blocks after the first ones, which must exist, and all later tokens.
   void truncate(int64_t num_blocks);
-  // All tokens, without a copy; none where they were taken before.
+  // Takes all tokens without a copy; none if they were already taken.
   std::vector<int32_t> take_tokens();
 
   void read(int64_t first, int64_t stop, Hash* out) const override;
@@ -47,7 +47,7 @@ class HashedTokens : public GivenHashes {
   HashAlgorithm algorithm_;
   int64_t block_size_;
   Hash parent_;
-  std::vector<int32_t> kept_;  // tokens, from this one on:
+  std::vector<int32_t> kept_;  // tokens from this one on
   int64_t first_kept_ = 0;
   std::vector<Hash> hashes_;
 };

@@ -1,4 +1,4 @@
-// Long work in pieces, between which whoever embeds the library may stop it.
+// Long computations in pieces, between which the embedding application may interrupt them.
 #pragma once
 
 #include <chrono>
@@ -7,20 +7,20 @@
 
 namespace kvcache {
 
-// Called between pieces of work that changes nothing that others see; may throw. Null: nothing is.
-// `is_long`: other threads have waited for some milliseconds.
+// Called between pieces of work whose effects are not visible yet; may throw. Null: no calls.
+// `is_long`: other threads have been waiting for milliseconds.
 inline void (*between_pieces)(bool is_long) = nullptr;
 
-// Tokens hashed in a piece: a part of a millisecond, or some.
-constexpr int64_t kTokensPerPiece = int64_t{1} << 16;
+// Tokens hashed per piece, in at most a few milliseconds. Tests use pieces of one block.
+inline int64_t tokens_per_piece = int64_t{1} << 16;
 constexpr std::chrono::milliseconds kLong{5};
 
-// Counts tokens of long work, and ends a piece where there were enough.
+// Counts processed tokens, and ends a piece when it has enough.
 class Pieces {
  public:
   void pass(int64_t num_tokens) {
     num_tokens_ += num_tokens;
-    if (num_tokens_ < kTokensPerPiece) return;
+    if (num_tokens_ < tokens_per_piece) return;
     num_tokens_ = 0;
     if (between_pieces == nullptr) return;
     const auto now = std::chrono::steady_clock::now();
@@ -31,7 +31,7 @@ class Pieces {
 
  private:
   int64_t num_tokens_ = 0;
-  std::optional<std::chrono::steady_clock::time_point> since_;  // the first piece, or the last call
+  std::optional<std::chrono::steady_clock::time_point> since_;  // first piece or last call
 };
 
 }  // namespace kvcache

@@ -1,74 +1,207 @@
 #include "core/hashing/sha256.h"
 
-#include <dlfcn.h>
+#include <algorithm>
+#include <cstring>
 
-#include <stdexcept>
-#include <utility>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#if defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+#endif
 
 namespace kvcache {
 
 namespace {
 
-// The three-call interface of libcrypto: deprecated since 3.0 in favour of EVP, but present in
-// every release, and without EVP's allocation and algorithm look-up per digest, which cost as much
-// as the digest of a block itself.
-struct LibCrypto {
-  const char* name = nullptr;
-  int (*init)(void*) = nullptr;
-  int (*update)(void*, const void*, size_t) = nullptr;
-  int (*final)(unsigned char*, void*) = nullptr;
-};
+constexpr size_t kChunkBytes = 64;
+constexpr int kNumRounds = 64;
 
-LibCrypto open_libcrypto() {
-  for (const char* name :
-       {"libcrypto.so.3", "libcrypto.so.1.1", "libcrypto.so", "libcrypto.dylib"}) {
-    void* library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-    if (library == nullptr) continue;
-    LibCrypto found;
-    found.name = name;
-    found.init = reinterpret_cast<int (*)(void*)>(dlsym(library, "SHA256_Init"));
-    found.update =
-        reinterpret_cast<int (*)(void*, const void*, size_t)>(dlsym(library, "SHA256_Update"));
-    found.final = reinterpret_cast<int (*)(unsigned char*, void*)>(dlsym(library, "SHA256_Final"));
-    if (found.init != nullptr && found.update != nullptr && found.final != nullptr) return found;
-    dlclose(library);
-  }
-  return {};
+// The first 32 bits of the fractional parts of the cube roots of the first 64 primes.
+alignas(16) constexpr uint32_t kConstants[kNumRounds] = {
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
+
+// Single bytes would suffice, but gcc generates slow vector code for the bytes of eight words.
+inline uint32_t load_big_endian(const uint8_t* p) {
+  uint32_t word;
+  std::memcpy(&word, p, sizeof(word));
+  return __builtin_bswap32(word);
 }
 
-const LibCrypto& libcrypto() {
-  static const LibCrypto found = open_libcrypto();
+inline void store_big_endian(uint32_t word, uint8_t* p) {
+  word = __builtin_bswap32(word);
+  std::memcpy(p, &word, sizeof(word));
+}
+
+inline uint32_t rotate_right(uint32_t word, int n) { return word >> n | word << (32 - n); }
+
+void compress_portable(uint32_t* state, const uint8_t* chunks, size_t num_chunks) {
+  for (; num_chunks > 0; --num_chunks, chunks += kChunkBytes) {
+    uint32_t schedule[16];  // words of this round and the next 15
+    uint32_t words[8];      // a to h of FIPS 180-4; their places shift by one each round
+    for (int i = 0; i < 16; ++i) schedule[i] = load_big_endian(chunks + 4 * i);
+    std::copy_n(state, 8, words);
+    for (int first = 0; first < kNumRounds; first += 16) {
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) {
+        const auto word = [&](int n) -> uint32_t& { return words[(n - i + 16) % 8]; };
+        const uint32_t a = word(0), b = word(1), c = word(2), e = word(4), f = word(5), g = word(6);
+        const uint32_t sum = word(7) + kConstants[first + i] + schedule[i] + (g ^ (e & (f ^ g))) +
+                             (rotate_right(e, 6) ^ rotate_right(e, 11) ^ rotate_right(e, 25));
+        word(3) += sum;
+        word(7) = sum + (b ^ ((a ^ b) & (b ^ c))) +
+                  (rotate_right(a, 2) ^ rotate_right(a, 13) ^ rotate_right(a, 22));
+        if (first + 16 == kNumRounds) continue;  // no later round needs more words
+        const uint32_t near = schedule[(i + 14) % 16], far = schedule[(i + 1) % 16];
+        schedule[i] += schedule[(i + 9) % 16] +
+                       (rotate_right(near, 17) ^ rotate_right(near, 19) ^ near >> 10) +
+                       (rotate_right(far, 7) ^ rotate_right(far, 18) ^ far >> 3);
+      }
+    }
+    for (int i = 0; i < 8; ++i) state[i] += words[i];
+  }
+}
+
+#if defined(__x86_64__)
+
+// SHA requires SSE4.1 and its predecessors. The CPU is queried directly, because not every
+// compiler's __builtin_cpu_supports knows "sha". Kernels always save the SSE registers.
+bool has_sha_ni() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (b & bit_SHA) == 0) return false;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_SSE4_1) != 0;
+}
+
+__attribute__((target("sha,sse4.1"))) void compress_sha_ni(uint32_t* state, const uint8_t* chunks,
+                                                           size_t num_chunks) {
+  const __m128i to_big_endian = _mm_set_epi8(12, 13, 14, 15, 8, 9, 10, 11, 4, 5, 6, 7, 0, 1, 2, 3);
+  auto* const words = reinterpret_cast<__m128i*>(state);
+  const auto* const constants = reinterpret_cast<const __m128i*>(kConstants);
+  // The instructions expect the words as (a, b, e, f) and (c, d, g, h), the first one highest.
+  const __m128i badc = _mm_shuffle_epi32(_mm_loadu_si128(words), 0xB1);
+  const __m128i hgfe = _mm_shuffle_epi32(_mm_loadu_si128(words + 1), 0x1B);
+  __m128i abef = _mm_alignr_epi8(badc, hgfe, 8);
+  __m128i cdgh = _mm_blend_epi16(hgfe, badc, 0xF0);
+  for (; num_chunks > 0; --num_chunks, chunks += kChunkBytes) {
+    const __m128i abef_before = abef, cdgh_before = cdgh;
+    __m128i schedule[4];  // the last 16 words
+#pragma GCC unroll 16
+    for (int i = 0; i < kNumRounds / 4; ++i) {
+      __m128i& next = schedule[i % 4];
+      if (i < 4) {
+        next = _mm_loadu_si128(reinterpret_cast<const __m128i*>(chunks) + i);
+        next = _mm_shuffle_epi8(next, to_big_endian);
+      } else {
+        const __m128i last = schedule[(i + 3) % 4];
+        const __m128i seven_back = _mm_alignr_epi8(last, schedule[(i + 2) % 4], 4);
+        next = _mm_sha256msg1_epu32(next, schedule[(i + 1) % 4]);
+        next = _mm_sha256msg2_epu32(_mm_add_epi32(next, seven_back), last);
+      }
+      const __m128i sums = _mm_add_epi32(next, _mm_load_si128(constants + i));
+      cdgh = _mm_sha256rnds2_epu32(cdgh, abef, sums);
+      abef = _mm_sha256rnds2_epu32(abef, cdgh, _mm_shuffle_epi32(sums, 0x0E));
+    }
+    abef = _mm_add_epi32(abef, abef_before);
+    cdgh = _mm_add_epi32(cdgh, cdgh_before);
+  }
+  const __m128i feba = _mm_shuffle_epi32(abef, 0x1B);
+  const __m128i dchg = _mm_shuffle_epi32(cdgh, 0xB1);
+  _mm_storeu_si128(words, _mm_blend_epi16(feba, dchg, 0xF0));
+  _mm_storeu_si128(words + 1, _mm_alignr_epi8(dchg, feba, 8));
+}
+
+#elif defined(__aarch64__)
+
+bool has_sha2() {
+#if defined(__ARM_FEATURE_SHA2)  // supported by every CPU of this build's target
+  return true;
+#elif defined(__linux__)
+  return (getauxval(AT_HWCAP) & HWCAP_SHA2) != 0;
+#else
+  return false;
+#endif
+}
+
+#if defined(__clang__)
+__attribute__((target("sha2")))
+#else
+__attribute__((target("+crypto")))
+#endif
+void compress_armv8(uint32_t* state, const uint8_t* chunks, size_t num_chunks) {
+  uint32x4_t abcd = vld1q_u32(state), efgh = vld1q_u32(state + 4);
+  for (; num_chunks > 0; --num_chunks, chunks += kChunkBytes) {
+    const uint32x4_t abcd_before = abcd, efgh_before = efgh;
+    uint32x4_t schedule[4];  // the last 16 words
+#pragma GCC unroll 16
+    for (int i = 0; i < kNumRounds / 4; ++i) {
+      uint32x4_t& next = schedule[i % 4];
+      if (i < 4) {
+        next = vreinterpretq_u32_u8(vrev32q_u8(vld1q_u8(chunks + 16 * i)));
+      } else {
+        next = vsha256su0q_u32(next, schedule[(i + 1) % 4]);
+        next = vsha256su1q_u32(next, schedule[(i + 2) % 4], schedule[(i + 3) % 4]);
+      }
+      const uint32x4_t sums = vaddq_u32(next, vld1q_u32(kConstants + 4 * i));
+      const uint32x4_t abcd_old = abcd;
+      abcd = vsha256hq_u32(abcd, efgh, sums);
+      efgh = vsha256h2q_u32(efgh, abcd_old, sums);
+    }
+    abcd = vaddq_u32(abcd, abcd_before);
+    efgh = vaddq_u32(efgh, efgh_before);
+  }
+  vst1q_u32(state, abcd);
+  vst1q_u32(state + 4, efgh);
+}
+
+#endif
+
+std::vector<Sha256Implementation> find_implementations() {
+  std::vector<Sha256Implementation> found;
+#if defined(__x86_64__)
+  if (has_sha_ni()) found.push_back({"sha_ni", &compress_sha_ni});
+#elif defined(__aarch64__)
+  if (has_sha2()) found.push_back({"armv8", &compress_armv8});
+#endif
+  found.push_back({"portable", &compress_portable});
   return found;
 }
 
-Sha256Function& fallback() {
-  static Sha256Function function;
-  return function;
-}
-
-bool fallback_forced = false;
-
 }  // namespace
 
-const char* libcrypto_name() { return libcrypto().name; }
-
-void set_sha256_fallback(Sha256Function function, bool force) {
-  fallback() = std::move(function);
-  fallback_forced = force;
+const std::vector<Sha256Implementation>& sha256_implementations() {
+  static const std::vector<Sha256Implementation> found = find_implementations();
+  return found;
 }
 
-void sha256(const uint8_t* data, size_t size, uint8_t* out) {
-  const LibCrypto& crypto = libcrypto();
-  if (crypto.name != nullptr && !fallback_forced) {
-    alignas(16) unsigned char context[256];  // SHA256_CTX is 112 bytes in every release
-    crypto.init(context);
-    crypto.update(context, data, size);
-    crypto.final(out, context);
-    return;
-  }
-  if (!fallback())
-    throw std::runtime_error("no libcrypto was found and no SHA-256 fallback is set");
-  fallback()(data, size, out);
+void sha256(const uint8_t* data, size_t size, uint8_t* out,
+            const Sha256Implementation& implementation) {
+  // The first 32 bits of the fractional parts of the square roots of the first 8 primes.
+  uint32_t state[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                       0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+  const size_t num_whole = size / kChunkBytes, num_left = size % kChunkBytes;
+  // The remainder, a set bit, zeros, and the number of bits in 8 bytes.
+  uint8_t tail[2 * kChunkBytes] = {};
+  const size_t num_tail = num_left + 1 + 8 <= kChunkBytes ? 1 : 2;
+  std::copy_n(data + num_whole * kChunkBytes, num_left, tail);
+  tail[num_left] = 0x80;
+  uint8_t* const end = tail + num_tail * kChunkBytes;
+  const uint64_t num_bits = uint64_t{size} * 8;
+  store_big_endian(static_cast<uint32_t>(num_bits >> 32), end - 8);
+  store_big_endian(static_cast<uint32_t>(num_bits), end - 4);
+  implementation.compress(state, data, num_whole);
+  implementation.compress(state, tail, num_tail);
+  for (int i = 0; i < 8; ++i) store_big_endian(state[i], out + 4 * i);
 }
 
 }  // namespace kvcache

@@ -1,22 +1,24 @@
-// SHA-256: libcrypto's, found at run time, or whatever the caller supplies. Never our own.
+// SHA-256 (FIPS 180-4), with the CPU's SHA instructions if available, otherwise in plain C++.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
+#include <vector>
 
 namespace kvcache {
 
+// An implementation of the compression function.
+struct Sha256Implementation {
+  const char* name;  // "sha_ni", "armv8" or "portable"
+  // Folds `num_chunks` chunks of 64 bytes into the eight words of `state`.
+  void (*compress)(uint32_t* state, const uint8_t* chunks, size_t num_chunks);
+};
+
+// The implementations that this CPU supports, fastest first. The last is "portable".
+const std::vector<Sha256Implementation>& sha256_implementations();
+
 // Writes the 32-byte digest of `size` bytes at `data` to `out`.
-using Sha256Function = std::function<void(const uint8_t* data, size_t size, uint8_t* out)>;
-
-// Name of the libcrypto in use ("libcrypto.so.3"), or nullptr when none was found.
-const char* libcrypto_name();
-
-// The digest in use: libcrypto's where there is one, else the fallback that was set.
-void sha256(const uint8_t* data, size_t size, uint8_t* out);
-
-// The digest to use without libcrypto. With `force`, it is used in any case (for tests).
-void set_sha256_fallback(Sha256Function function, bool force);
+void sha256(const uint8_t* data, size_t size, uint8_t* out,
+            const Sha256Implementation& implementation = sha256_implementations().front());
 
 }  // namespace kvcache

@@ -10,13 +10,13 @@
 
 namespace kvcache {
 
-void TokenIds::append(const int32_t* tokens, int64_t n) {
+void TokenIds::append_any(const int32_t* tokens, int64_t n) {
   if (num_hashing_ > 0) {
     throw std::runtime_error(
         "token_ids came while blocks of the same request are being hashed: "
         "append them when that call has returned");
   }
-  // Room for what is generated: the first token of it does not move a long prompt.
+  // Reserve for generated tokens, so that the first one does not move a long prompt.
   if (ids_.capacity() == 0) ids_.reserve(static_cast<size_t>(n) + 256);
   if (tokens == nullptr) {
     ids_.resize(ids_.size() + static_cast<size_t>(n));
@@ -117,8 +117,8 @@ const std::vector<Hash>& TokenChain::hashes() {
   const size_t num_full = static_cast<size_t>(num_tokens() / block_size_);
   static thread_local BlockHasher hasher;
   const int32_t* tokens = tokens_->ids().data();
-  // Exactly what a prompt needs; then by doubling, so that generated blocks do not copy it each
-  // time.
+  // A prompt gets exactly the capacity that it needs. Later the capacity doubles, so that generated
+  // blocks do not copy it each time.
   if (num_full > hashes_.capacity()) hashes_.reserve(std::max(num_full, 2 * hashes_.size()));
   Pieces pieces;
   while (hashes_.size() < num_full) {
@@ -142,7 +142,7 @@ void TokenChain::read_given() {
   const size_t num_known = hashes_.size();
   const auto num_full = static_cast<size_t>(num_tokens() / block_size_);
   if (num_full <= num_known) return;
-  hashes_.resize(num_full);  // where `read` throws, the tokens are taken back, and these with them
+  hashes_.resize(num_full);  // if `read` throws, these are removed with the tokens
   scheme_.given->read(static_cast<int64_t>(num_known), static_cast<int64_t>(num_full),
                       hashes_.data() + num_known);
 }

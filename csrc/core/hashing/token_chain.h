@@ -1,8 +1,8 @@
-// The tokens of one request, and the hashes of its full blocks. Both belong to the request, so that
-// hashes computed once survive preemption.
+// The tokens of one request, and the hashes of its full blocks. Both belong to the request, so
+// computed hashes survive preemption.
 //
-// Used by one thread at a time. A digest in Python may call back, or let other threads run, while a
-// block is hashed; calls that must not happen then are refused.
+// Used by one thread at a time. Hashing many tokens lets signal handlers and other threads run
+// (long_work.h); calls that are not allowed meanwhile are rejected.
 #pragma once
 
 #include <cstdint>
@@ -18,25 +18,33 @@ namespace kvcache {
 
 class TokenChain;
 
-// Known token ids; shared by the chains of a request.
+// Known token ids, shared by the chains of a request.
 class TokenIds {
  public:
-  // Ids are 0 or more; with `takes_placeholders` also below, where something else says what they
-  // stand for.
+  // Ids are at least 0. With `takes_placeholders`, negative ids are also allowed, and other data
+  // defines their content.
   explicit TokenIds(bool takes_placeholders = false) : takes_placeholders_(takes_placeholders) {}
   TokenIds(std::vector<int32_t> ids, bool takes_placeholders)
       : takes_placeholders_(takes_placeholders), ids_(std::move(ids)) {}
   TokenIds(const TokenIds&) = delete;
 
-  // Null stands for zeros. Throws std::invalid_argument on a negative id, std::runtime_error while
-  // a chain hashes these tokens, and whatever the given hashes of a chain throw, with nothing
-  // appended.
-  void append(const int32_t* tokens, int64_t n);
+  // Appends tokens; null stands for zeros. Throws std::invalid_argument on a negative id,
+  // std::runtime_error while a chain hashes these tokens, and the errors of a chain's given hashes.
+  // Nothing is appended then.
+  void append(const int32_t* tokens, int64_t n) {
+    // Most calls append one sampled token.
+    if (n == 1 && tokens != nullptr && (*tokens >= 0 || takes_placeholders_) && num_hashing_ == 0 &&
+        readers_.empty() && ids_.size() < ids_.capacity()) {
+      ids_.push_back(*tokens);
+    } else {
+      append_any(tokens, n);
+    }
+  }
   // Removes the last n tokens, which the caller has just appended.
   void take_back(int64_t n);
 
   bool takes_placeholders() const { return takes_placeholders_; }
-  // Throws std::invalid_argument that names the i-th id, which is negative.
+  // Throws std::invalid_argument about the negative i-th id.
   [[noreturn]] static void fail_negative(int64_t i, int32_t id);
 
   int64_t size() const { return static_cast<int64_t>(ids_.size()); }
@@ -44,37 +52,38 @@ class TokenIds {
 
  private:
   friend class TokenChain;
+  void append_any(const int32_t* tokens, int64_t n);
+
   bool takes_placeholders_;
   std::vector<int32_t> ids_;
-  int num_hashing_ = 0;               // chains that are hashing now
-  std::vector<TokenChain*> readers_;  // chains that read given hashes as tokens come
+  int num_hashing_ = 0;               // chains that are currently hashing
+  std::vector<TokenChain*> readers_;  // chains that read given hashes when tokens arrive
 };
 
-// Hashes of a request's blocks that its engine has computed, and goes on computing.
+// Hashes of a request's blocks that the engine computes.
 class GivenHashes {
  public:
   virtual ~GivenHashes() = default;
-  // Writes those of blocks `first` to `stop - 1`. Throws where they are not there, or of another
-  // length.
+  // Writes the hashes of blocks [first, stop). Throws if they are missing or have another length.
   virtual void read(int64_t first, int64_t stop, Hash* out) const = 0;
 };
 
-// How a chain gets its hashes.
+// The source of a chain's hashes.
 struct HashScheme {
   HashAlgorithm algorithm = HashAlgorithm::kSha256Cbor;
-  std::shared_ptr<const GivenHashes> given;  // null: they are computed here
+  std::shared_ptr<const GivenHashes> given;  // null: computed here
 };
 
-// The caller's, for those who read events; nothing is known of it here. Null: there is none.
+// The caller's labels for event readers, opaque here. Null: none.
 using EventLabels = std::shared_ptr<const void>;
 
-// A request's block hashes for one block size and one first parent. Given ones are read when the
-// chain is made and when tokens come, so that no later call lacks any.
+// A request's block hashes for one block size and one root. Given hashes are read when the chain is
+// created and when tokens arrive, so later calls always find them.
 class TokenChain {
  public:
-  // `read_cache`, `write_cache`: whether the request may take hits, and whether its blocks are
-  // cached. `num_encoder_tokens`: tokens that it needs in groups that hold an encoder's KV.
-  // Throws whatever the given hashes throw.
+  // `read_cache`, `write_cache`: whether the request may hit cached blocks, and whether its blocks
+  // are cached. `num_encoder_tokens`: tokens in groups that hold an encoder's KV. Throws the errors
+  // of the given hashes.
   TokenChain(std::shared_ptr<TokenIds> tokens, int64_t block_size, const Hash& parent,
              ExtraKeys extra_keys, bool read_cache, bool write_cache,
              int64_t num_encoder_tokens = 0, HashScheme scheme = {}, EventLabels labels = nullptr);
@@ -83,7 +92,7 @@ class TokenChain {
 
   int64_t block_size() const { return block_size_; }
   bool read_cache() const { return read_cache_; }
-  // Where a call says whether it reads; with encoder tokens it never does.
+  // For calls that specify whether to read; never with encoder tokens.
   bool reads(std::optional<bool> read_cache) const {
     return read_cache.value_or(read_cache_) && num_encoder_tokens_ == 0;
   }
@@ -93,35 +102,35 @@ class TokenChain {
   bool takes_placeholders() const { return tokens_->takes_placeholders(); }
   const int32_t* tokens() const { return tokens_->ids().data(); }
   const Hash& parent() const { return parent_; }         // of the first block
-  const EventLabels& labels() const { return labels_; }  // of events of its blocks
+  const EventLabels& labels() const { return labels_; }  // for the events of its blocks
   uint32_t tenant() const { return extra_keys_.tenant(); }
-  bool is_given() const { return scheme_.given != nullptr; }  // its hashes, by the engine
+  bool is_given() const { return scheme_.given != nullptr; }  // hashes are given by the engine
   bool has_unhashed_blocks() const {
     return (static_cast<int64_t>(hashes_.size()) + 1) * block_size_ <= num_tokens();
   }
 
-  // Hashes of the full blocks; missing ones are computed now. Throws std::runtime_error while an
-  // earlier call computes them, and whatever the digest throws; blocks before keep their hashes
-  // then.
+  // Returns the hashes of the full blocks, computing missing ones. Throws std::runtime_error while
+  // an earlier call computes them, and the error of an interruption; already computed hashes are
+  // kept.
   const std::vector<Hash>& hashes();
 
-  // Hashes computed so far; computes none.
+  // The hashes computed so far; computes none.
   const std::vector<Hash>& known_hashes() const { return hashes_; }
-  // Beside the known hashes: variants (core/pool/variants.h). Null: all are 0.
+  // The variant (core/pool/variants.h) of each hash. Null: all are 0.
   const uint64_t* variants() const { return variants_.empty() ? nullptr : variants_.data(); }
   uint64_t variant(int64_t i) const {
     return variants_.empty() ? 0 : variants_[static_cast<size_t>(i)];
   }
 
   void append(const int32_t* tokens, int64_t n) { tokens_->append(tokens, n); }
-  // Whether both have the same KV for their first num_tokens tokens. Hashes that both know must
+  // Whether both chains have equal KV for their first num_tokens tokens. Hashes known to both must
   // agree.
   bool begins_like(const TokenChain& other, int64_t num_tokens) const;
   // Copies the hashes of another chain's blocks within its first num_tokens tokens, which are
   // equal.
   void adopt_hashes(const TokenChain& other, int64_t num_tokens);
 
-  // Removes the last n tokens, which only the caller has seen, and the hashes of their blocks.
+  // Removes the last n tokens, which nobody but the caller has used, and their blocks' hashes.
   void take_back(int64_t n) {
     tokens_->take_back(n);
     forget_removed();
@@ -130,7 +139,7 @@ class TokenChain {
  private:
   friend class TokenIds;
   void read_given();
-  void forget_removed();  // hashes of blocks that are not full any more
+  void forget_removed();  // removes hashes of blocks that are no longer full
 
   std::shared_ptr<TokenIds> tokens_;
   int64_t block_size_;
@@ -142,7 +151,7 @@ class TokenChain {
   EventLabels labels_;
   bool is_hashing_ = false;
   std::vector<Hash> hashes_;
-  std::vector<uint64_t> variants_;  // as many as hashes, where the request has items; else none
+  std::vector<uint64_t> variants_;  // one per hash if the request has items, otherwise empty
 };
 
 }  // namespace kvcache

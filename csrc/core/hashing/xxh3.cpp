@@ -36,7 +36,7 @@ struct Digest {
   uint64_t low, high;
 };
 
-// Little-endian, like every machine that this is built for.
+// Little-endian, like every supported machine.
 inline uint32_t read32(const uint8_t* p) {
   uint32_t value;
   std::memcpy(&value, p, sizeof(value));
@@ -49,7 +49,7 @@ inline uint64_t read64(const uint8_t* p) {
   return value;
 }
 
-// Two words of the secret, folded.
+// Folds two words with the secret.
 inline uint64_t flip64(size_t at) { return read64(kSecret + at) ^ read64(kSecret + at + 8); }
 
 inline Digest multiply(uint64_t a, uint64_t b) {
@@ -67,7 +67,7 @@ inline uint64_t avalanche(uint64_t h) {
   return h ^ (h >> 32);
 }
 
-inline uint64_t avalanche_short(uint64_t h) {  // that of XXH64
+inline uint64_t avalanche_short(uint64_t h) {  // the avalanche of XXH64
   h = (h ^ (h >> 33)) * kPrime64[1];
   h = (h ^ (h >> 29)) * kPrime64[2];
   return h ^ (h >> 32);
@@ -165,13 +165,13 @@ uint64_t merge(const uint64_t* lanes, const uint8_t* secret, uint64_t start) {
 Digest digest_long(const uint8_t* p, size_t n) {
   uint64_t lanes[kLanes] = {kPrime32[2], kPrime64[0], kPrime64[1], kPrime64[2],
                             kPrime64[3], kPrime32[1], kPrime64[4], kPrime32[0]};
-  const size_t num_stripes = (n - 1) / kStripe;  // before the last one, which may overlap
+  const size_t num_stripes = (n - 1) / kStripe;  // without the last one, which may overlap
   for (size_t i = 0; i < num_stripes; ++i) {
     const size_t of_block = i % kStripesPerBlock;
     if (i > 0 && of_block == 0) scramble(lanes);
     add_stripe(lanes, p + kStripe * i, kSecret + kSecretStep * of_block);
   }
-  // A block's end scrambles where another byte follows it.
+  // A block ends with a scramble if more bytes follow.
   if (num_stripes > 0 && num_stripes % kStripesPerBlock == 0) scramble(lanes);
   add_stripe(lanes, p + n - kStripe, kSecret + kSecretSize - kStripe - 7);
   return {merge(lanes, kSecret + 11, n * kPrime64[0]),

@@ -1,5 +1,5 @@
-// XXH3 with 128 bits, seed 0 and the default secret, by its public specification. Not
-// cryptographic: who can choose tokens can make two blocks of one hash.
+// 128-bit XXH3 with seed 0 and the default secret, by its public specification. Not cryptographic:
+// anyone who can choose tokens can construct two blocks with the same hash.
 #pragma once
 
 #include <cstddef>

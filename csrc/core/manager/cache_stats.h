@@ -1,4 +1,4 @@
-// How much of what was asked for was found: in total, and over the last requests.
+// Cache hit statistics: in total, and over the most recent requests.
 #pragma once
 
 #include <algorithm>
@@ -9,32 +9,32 @@
 namespace kvcache {
 
 struct HitCount {
-  int64_t num_requests = 0;     // admitted with reading allowed
-  int64_t query_tokens = 0;     // their tokens
-  int64_t hit_tokens = 0;       // of those, found in the cache
-  int64_t host_hit_tokens = 0;  // of those, from the first one on whose block was on the host
+  int64_t num_requests = 0;     // admitted requests that read the cache
+  int64_t query_tokens = 0;     // tokens of these requests
+  int64_t hit_tokens = 0;       // the part of them found in the cache
+  int64_t host_hit_tokens = 0;  // the part of hit_tokens from the first host block on
 };
 
 // Pages that moved between the tiers.
 struct TierCount {
-  int64_t written_blocks = 0;      // cached blocks that went to the host
-  int64_t unwritten_blocks = 0;    // that were to, and found no free page there
-  int64_t declined_blocks = 0;     // of which too few hits were expected: kLearned
-  int64_t loaded_blocks = 0;       // of hits on the host
-  int64_t swapped_out_blocks = 0;  // of rows
+  int64_t written_blocks = 0;      // cached blocks written to the host
+  int64_t unwritten_blocks = 0;    // not written because no host page was free
+  int64_t declined_blocks = 0;     // kLearned: not written because too few hits were expected
+  int64_t loaded_blocks = 0;       // blocks of hits, loaded from the host
+  int64_t swapped_out_blocks = 0;  // blocks of rows
   int64_t swapped_in_blocks = 0;
 };
 
 // Whole blocks of one group.
 struct GroupCount {
-  int64_t query_blocks = 0;   // of the requests counted
-  int64_t hit_blocks = 0;     // of those, within the hit; read, or left behind by a window
-  int64_t stored_blocks = 0;  // published
+  int64_t query_blocks = 0;   // whole blocks of all counted requests
+  int64_t hit_blocks = 0;     // the part of them within the hit, including blocks before a window
+  int64_t stored_blocks = 0;  // published blocks
 };
 
 class CacheStats {
  public:
-  // `block_sizes`: tokens, per group; 0 for a group that is not cached.
+  // `block_sizes`: tokens per block, by group; 0 for a group that is not cached.
   CacheStats(std::vector<int64_t> block_sizes, int64_t window)
       : block_sizes_(std::move(block_sizes)),
         groups_(block_sizes_.size()),
@@ -86,7 +86,7 @@ class CacheStats {
   std::vector<int64_t> block_sizes_;
   HitCount total_, window_;
   std::vector<GroupCount> groups_;
-  std::vector<HitCount> recent_;  // a ring
+  std::vector<HitCount> recent_;  // ring buffer
   size_t next_ = 0;
 };
 

@@ -1,9 +1,9 @@
-// The two tiers of blocks: the device's pool and, where there is one, the host's.
+// The two tiers of blocks: the pool of the device and, if configured, the pool of the host.
 //
-// One clock and one log of events for both. Released blocks of the device that a step may still
-// read wait here, too.
-// Invariant: a block or page has as many references as rows, onboards and fences hold; the tiers
-// agree on the time.
+// The tiers share one clock and one event log. The class also holds released device blocks that a
+// step may still read.
+// Invariant: the references of a block or page are those held by rows, onboards and fences; both
+// tiers have the same time.
 #pragma once
 
 #include <cstdint>
@@ -24,15 +24,15 @@ namespace kvcache {
 
 class CacheTiers {
  public:
-  // Offloads and onboards of the host tier go into the plans of `steps`. Throws
-  // std::invalid_argument that names the option which no pool can be made of.
+  // Offloads and onboards of the host tier are added to the plans of `steps`. Throws
+  // std::invalid_argument, naming the option, if a pool cannot be created.
   CacheTiers(const ManagerSetup* setup, Steps* steps);
   CacheTiers(const CacheTiers&) = delete;
   CacheTiers& operator=(const CacheTiers&) = delete;
 
   BlockPool& pool() { return pool_; }
   const BlockPool& pool() const { return pool_; }
-  // Null where there is none.
+  // Null without a host tier.
   HostTier* host() { return host_.get(); }
   const HostTier* host() const { return host_.get(); }
   BlockPool* host_pages() { return host_ ? &host_->pages() : nullptr; }
@@ -42,13 +42,13 @@ class CacheTiers {
   BlockHolders holders() const { return {&pool_, &frees_, host_.get(), &steps_->plan()}; }
   const Clock& clock() const { return clock_; }
 
-  // Both pools are as sound as their manager.
+  // Makes both pools share the soundness state of their manager.
   void share(Soundness* soundness) {
     pool_.share(soundness);
     if (host_ != nullptr) host_->pages().share(soundness);
   }
 
-  // As Clock says; both pools are notified.
+  // Sets the clock (see Clock::set) and notifies both pools.
   void set_now(int64_t ms) {
     clock_.set(ms);
     notify_clock();
@@ -60,17 +60,18 @@ class CacheTiers {
   const EventLog::Drained& events() const { return events_.waiting(); }
   EventLog::Drained drain_events() { return events_.drain(); }
   const TierCount& counts() const;
-  void clear_counts();  // and residency times
+  void clear_counts();  // also clears residency times
 
-  // Within a step: the first n cached blocks that wait for it go to the host.
+  // Within a step: writes the first n queued cached blocks to the host.
   size_t num_queued() const { return host_ == nullptr ? 0 : host_->num_queued(); }
   void offload_queued(size_t n, const StepFills& fills);
-  // At a step's end: blocks that its plan reads are released behind it.
+  // At the end of a step: releases the blocks that its plan reads, after the plan has run.
   void release_read();
 
-  bool any_held() const;  // on any tier
+  bool any_held() const;  // whether any block is held, on either tier
 
-  // With the references that rows hold, of the device and of the host. Throws std::logic_error.
+  // Checks reference counts, given the references that rows hold on the device and on the host.
+  // Throws std::logic_error.
   void check_invariants(PerBlock<int32_t> device, PerBlock<int32_t> host) const;
 
  private:

@@ -1,8 +1,8 @@
-// One thread, one call at a time, of a manager that is sound.
+// Allows one thread, and one call at a time, to use a manager that is not broken.
 //
-// A digest or an attention kind that comes from Python may call the manager again, or let another
-// thread run, while a call is under way: both are refused by name.
-// Invariant: at most one Scope is alive, and it belongs to the owner's thread.
+// During a call, a signal handler or an attention kind written in Python may call the manager again
+// or let another thread run. Both kinds of calls are rejected with an error that states the reason.
+// Invariant: at most one Scope exists, and it belongs to the owning thread.
 #pragma once
 
 #include <thread>
@@ -13,7 +13,7 @@ namespace kvcache {
 
 class CallGuard {
  public:
-  // A call that may change something, from its checks to its end.
+  // A call that may change the manager, from its checks to its end.
   class Scope {
    public:
     explicit Scope(CallGuard* guard) : guard_(guard) {
@@ -28,14 +28,14 @@ class CallGuard {
     CallGuard* guard_;
   };
 
-  // Makes the calling thread the owner where there is none. Throws std::runtime_error in any other
-  // thread, while a Scope is alive, and where the manager is broken.
+  // Makes the calling thread the owner if there is none. Throws std::runtime_error if another
+  // thread owns the manager, during another call, or if the manager is broken.
   void check_caller() {
     if (owner_ == std::thread::id()) owner_ = std::this_thread::get_id();
     check_reader();
   }
 
-  // The same without making an owner.
+  // Does the same without making the thread the owner.
   void check_reader() const {
     const bool is_owner = owner_ == std::thread::id() || owner_ == std::this_thread::get_id();
     if (!is_owner || in_call_) fail_caller(is_owner);
@@ -50,7 +50,7 @@ class CallGuard {
   [[noreturn]] void fail_caller(bool is_owner) const;
 
   Soundness soundness_{"manager"};
-  std::thread::id owner_;  // of no thread until the first call
+  std::thread::id owner_;  // no thread until the first call
   bool in_call_ = false;
 };
 

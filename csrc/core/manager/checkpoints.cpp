@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "core/groups/rules/page_rules.h"
+
 namespace kvcache {
 
 Checkpoints::Checkpoints(const std::vector<CacheGroup>& groups, int64_t unit,
@@ -10,13 +12,14 @@ Checkpoints::Checkpoints(const std::vector<CacheGroup>& groups, int64_t unit,
     : unit_(unit), hash_block_size_(hash_block_size), interval_(unit) {
   for (const CacheGroup& group : groups) {
     num_redone_ = std::max(num_redone_, group.num_redone(/*with_partial=*/true));
-    if (!group.holds_state()) continue;
+    if (!group.rules->traits.updates_in_place) continue;
     has_states_ = true;
     interval_ = std::lcm(interval_, group.block_size);
   }
 }
 
-// Its last token is computed in any case, and what a drafting group finds behind the hit is full.
+// The last token is computed in any case. The tokens that a drafting group must find after the hit
+// end at a hash boundary.
 int64_t Checkpoints::last_hit(int64_t num_tokens) const {
   const int64_t num_hashed = num_tokens / hash_block_size_ * hash_block_size_;
   const int64_t most = std::min(num_tokens - 1, num_hashed - num_redone_);

@@ -1,4 +1,5 @@
-// Where a step of a prompt ends so that the states it leaves are hit by later requests.
+// Chooses where the steps of a prompt end, so that later requests can hit the states at these
+// positions.
 //
 // Invariant: changes nothing.
 #pragma once
@@ -13,28 +14,29 @@ namespace kvcache {
 class Checkpoints {
  public:
   struct Prompt {
-    int64_t num_computed;  // tokens that are computed, or hit
+    int64_t num_computed;  // computed tokens, including hits
     int64_t num_tokens;
-    int64_t num_shared;  // tokens that all groups but the states would have hit
-    bool is_cached;      // what it computes may be hit by others
+    int64_t num_shared;  // tokens that all groups except those of states would hit
+    bool is_cached;      // whether its blocks may become hits
   };
 
-  // `unit`: tokens, hits end at multiples of it.
+  // `unit`: hits end at multiples of this number of tokens.
   Checkpoints(const std::vector<CacheGroup>& groups, int64_t unit, int64_t hash_block_size);
 
-  // How many of the next num_tokens tokens to compute: up to the end of what is shared; else up to
-  // the last place where an equal prompt's hit can end; else up to the last boundary of the states'
-  // blocks; else, and where no states are kept, all.
+  // The number of tokens to compute, out of the next num_tokens. The step ends at the end of the
+  // shared tokens, or else at the last position where the hit of an equal prompt can end, or else
+  // at the last block boundary of the states. It includes all tokens if none of these positions
+  // lies in range or no states are kept.
   int64_t num_tokens_to_next(const Prompt& prompt, int64_t num_tokens) const;
 
  private:
-  // Where the longest hit of a prompt ends that equals one of so many tokens.
+  // Where the longest hit ends for a prompt equal to one of num_tokens tokens.
   int64_t last_hit(int64_t num_tokens) const;
 
   bool has_states_ = false;
   int64_t unit_, hash_block_size_;  // tokens
-  int64_t num_redone_ = 0;          // tokens behind a hit that a drafting group finds, too
-  int64_t interval_ = 1;            // tokens: all groups' states can be kept at multiples of it
+  int64_t num_redone_ = 0;          // tokens after a hit that a drafting group must also find
+  int64_t interval_ = 1;            // tokens: states of all groups can be kept at its multiples
 };
 
 }  // namespace kvcache

@@ -1,7 +1,8 @@
-// The time of residency and of eviction policies: the caller's, or the system's steady clock, to a
-// few milliseconds: each call reads it, so it must not take long.
+// The clock for residency times and eviction policies: set by the caller, or the steady clock of
+// the system with a resolution of a few milliseconds. Every call reads the clock, so reads must be
+// fast.
 //
-// Invariant: time does not go back.
+// Invariant: time never decreases.
 #pragma once
 
 #include <time.h>
@@ -15,13 +16,13 @@ namespace kvcache {
 
 class Clock {
  public:
-  // Without `reads_system` time stands still unless it is set: nothing asks for it.
+  // Without `reads_system`, time changes only when it is set, for managers that do not use it.
   explicit Clock(bool reads_system = true) : reads_system_(reads_system) {}
 
   int64_t now_ms() const { return now_ms_; }
 
-  // Milliseconds since any moment, from now on. Throws std::invalid_argument where time would go
-  // back, with nothing changed.
+  // Sets the time in milliseconds, relative to any fixed moment. Throws std::invalid_argument,
+  // without any change, if time would decrease.
   void set(int64_t ms) {
     if (ms < now_ms_) {
       throw std::invalid_argument("the clock is set to " + std::to_string(ms) + " ms: expected " +
@@ -32,7 +33,7 @@ class Clock {
     now_ms_ = ms;
   }
 
-  // Reads the system's clock, unless the caller sets this one. Whether it did.
+  // Reads the system clock unless the caller sets the time. Returns whether it was read.
   bool read() {
     if (is_set_ || !reads_system_) return false;
     now_ms_ = system_ms() - made_at_ms_;

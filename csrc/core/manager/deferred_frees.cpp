@@ -37,7 +37,7 @@ void DeferredFrees::release_after(const BlockId* ids, int64_t n, int64_t step_id
 }
 
 void DeferredFrees::add_fence(const BlockId* ids, int64_t n, int64_t step_id) {
-  // In the order of their ends: what a step reads may be released before what it lets go of.
+  // Fences are ordered by the step they wait for, which is not always the order of the releases.
   auto at = fences_.end();
   while (at != fences_.begin() && std::prev(at)->step_id > step_id) --at;
   fences_.insert(at, {step_id, {ids, ids + n}});
@@ -68,7 +68,7 @@ void DeferredFrees::await_copies(const std::vector<BlockId>& pairs) {
 std::vector<BlockId> DeferredFrees::take_copies() {
   std::vector<BlockId> pairs = std::exchange(copies_, {});
   for (BlockId id : pairs) --kept_of_[id];
-  // Nothing that is issued from now on writes to them before the copies are made.
+  // Steps issued from now on run after the copies, so they cannot overwrite the blocks too early.
   release_or_defer(pairs.data(), static_cast<int64_t>(pairs.size()));
   return pairs;
 }

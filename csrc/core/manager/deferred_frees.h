@@ -1,9 +1,8 @@
-// Released blocks that may still be read: a step in flight, until the report on it; a
-// connector that sends them, until it is done. And blocks that are to be copied, until the caller
-// has taken the copies.
+// Released blocks that may still be read.
 //
-// Invariant: per block, the references counted here are those of fences, of kept blocks and of
-// copies.
+// A step in flight may read a block until the step is reported done, and a connector until it has
+// sent the block. The source and destination of a copy are held until the caller takes the copies.
+// Invariant: the per-block counts equal the references held by fences, under names and by copies.
 #pragma once
 
 #include <cstdint>
@@ -20,46 +19,47 @@ namespace kvcache {
 
 class DeferredFrees {
  public:
-  // Without `is_enabled` only what is said to waits: streams protect what steps in flight read.
+  // Without `is_enabled`, only explicit requests wait: CUDA streams order the reads of steps in
+  // flight.
   DeferredFrees(BlockPool* pool, const StepNumbers* steps, bool is_enabled);
 
-  // Whether blocks that this step reads must wait for a report.
+  // Whether blocks that this step reads must wait for the report on it.
   bool defers(int64_t step_id) const { return is_enabled_ && step_id >= steps_->num_completed; }
 
-  // One reference less each, in the order given: now, or once step `step_id` is done.
+  // Removes one reference from each block, in this order: immediately, or once step `step_id` is
+  // done.
   void release_or_defer(const BlockId* ids, int64_t n, int64_t step_id);
-  // The same for blocks that no step reads but those issued.
+  // Releases blocks that only issued steps read.
   void release_or_defer(const BlockId* ids, int64_t n) {
     release_or_defer(ids, n, steps_->last_issued);
   }
 
-  // The same, and at least until step `step_id` is done, enabled or not.
+  // Does the same, but always waits until step `step_id` is done, even if not enabled.
   void release_after(const BlockId* ids, int64_t n, int64_t step_id);
 
-  // Keeps one reference each under this name, which must be new, until it is released.
+  // Keeps one reference to each block under this name, which must be new, until release_kept.
   void keep(const std::string& name, std::vector<BlockId> ids);
   bool keeps(const std::string& name) const { return kept_.count(name) != 0; }
   void release_kept(const std::string& name);
 
-  // Takes over one reference each of source and destination of these copies, until they are taken.
+  // Takes over one reference to the source and to the destination of each copy, until take_copies.
   void await_copies(const std::vector<BlockId>& pairs);
-  // (source, destination) each, in the order in which they came; none waits from now on.
+  // Returns the pending (source, destination) pairs in order of arrival, and removes them.
   std::vector<BlockId> take_copies();
   bool awaits_copies() const { return !copies_.empty(); }
 
-  // Releases what waits for steps that are done.
+  // Releases the blocks that wait for completed steps.
   void release_completed();
-  // Nothing reads any more for the steps behind the last issued one: what waits for them waits for
-  // that one.
+  // After steps have been aborted: blocks that wait for an aborted step wait for the last issued
+  // step instead.
   void forget_aborted();
 
-  int64_t num_waiting() const { return num_waiting_; }  // references of fences
-  int64_t num_kept() const { return num_kept_; }        // references under names
+  int64_t num_waiting() const { return num_waiting_; }  // references held by fences
+  int64_t num_kept() const { return num_kept_; }        // references held under names
   int32_t num_waiting_of(BlockId id) const { return waiting_[id]; }
   int32_t num_kept_of(BlockId id) const { return kept_of_[id]; }
 
-  // Adds to `references` what is held here. Throws std::logic_error where it is not what was
-  // counted.
+  // Adds the references held here to `references`. Throws std::logic_error if the counts are wrong.
   void check_invariants(PerBlock<int32_t>* references) const;
 
  private:
@@ -73,11 +73,11 @@ class DeferredFrees {
   BlockPool* pool_;
   const StepNumbers* steps_;
   bool is_enabled_;
-  std::deque<Fence> fences_;  // by step
+  std::deque<Fence> fences_;  // ordered by step
   std::unordered_map<std::string, std::vector<BlockId>> kept_;
-  std::vector<BlockId> copies_;  // (source, destination) each
-  PerBlock<int32_t> waiting_;    // references that fences hold
-  PerBlock<int32_t> kept_of_;    // references that names and copies hold
+  std::vector<BlockId> copies_;  // (source, destination) pairs
+  PerBlock<int32_t> waiting_;    // references held by fences
+  PerBlock<int32_t> kept_of_;    // references held under names and by copies
   int64_t num_waiting_ = 0, num_kept_ = 0;
 };
 

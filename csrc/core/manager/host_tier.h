@@ -1,10 +1,10 @@
-// Cached blocks on the host: offloaded from the device, onboarded for those that hit them.
+// Cached blocks on the host: offloaded from the device, and onboarded for requests that hit them.
 //
-// The host has a pool of pages of its own. A plan that offloads a block writes it to a page, which
-// is found by later plans; a plan that onboards a page reads it into a block of the device, until a
-// report says that it has arrived.
-// Invariant: a page that a plan reads, and the block that it is read into, are held until then, so
-// that neither is reused.
+// The host has its own pool of pages. A plan that offloads a block writes it to a page, which later
+// plans can find. A plan that onboards a page loads it into a device block; the block arrives when
+// the step is reported done.
+// Invariant: a page that a plan loads, and its destination block, are held until the block arrives,
+// so that neither is reused.
 #pragma once
 
 #include <cstdint>
@@ -34,20 +34,21 @@ struct HostWrites {
 
 class HostTier : public EvictionListener {
  public:
-  struct Onboard {  // of a page, until a report says that it has arrived
+  struct Onboard {  // a load of a host page, until it arrives
     int64_t step_id;
-    BlockId page, block;  // one reference each
+    BlockId page, block;  // holds one reference to each
     int64_t column;       // block of the sequence
     uint8_t group;
-    std::shared_ptr<TokenChain> chain;  // of a hit: the block is found once it has arrived
+    std::shared_ptr<TokenChain>
+        chain;  // of a hit: the block is published on arrival; otherwise null
   };
 
   struct Context {
     BlockPool* device;
     const std::vector<CacheGroup>* groups;
-    PlanBuilder* plan;  // which offloads and onboards go into
+    PlanBuilder* plan;  // receives the offloads and onboards
   };
-  // To be made the listener of the device's pool.
+  // The object must be set as the eviction listener of the device pool.
   HostTier(std::unique_ptr<BlockPool> pages, const Context& context, const HostWrites& writes);
 
   BlockPool& pages() { return *pages_; }
@@ -55,57 +56,56 @@ class HostTier : public EvictionListener {
   const TierCount& counts() const { return counts_; }
   TierCount* mutable_counts() { return &counts_; }
 
-  // Events of the device's pool: blocks were published or hit, or are, within a step, about to be
-  // taken for other content. As the mode has it, they are offloaded, by this plan or a later one.
+  // Events of the device pool: blocks were published, were hit, or are about to be evicted within a
+  // step. Depending on the mode, the current plan or a later one offloads them.
   void on_published(const BlockId* ids, int64_t n);
   void on_hit(const BlockId* ids, int64_t n) {
     if (!num_hits_.empty()) count_hits(ids, n);
   }
   void on_eviction(BlockId id) override;
 
-  // Offloads the first n blocks of those that became cached, or were hit often enough, in steps
-  // before; not what was forgotten since, and not yet what this step fills. With `holds_blocks` the
-  // plan holds them, as nothing else protects what it reads.
+  // Offloads the first n queued blocks, which earlier steps published or hit often enough. Blocks
+  // without a hash are skipped; blocks that this step fills stay queued. With `holds_blocks`, the
+  // plan holds the offloaded blocks, because nothing else protects them while they are read.
   size_t num_queued() const { return queue_.size(); }
   void offload_queued(size_t n, bool holds_blocks, const StepFills& fills = {});
-  // Forgets every hash, and what is queued.
+  // Removes all hashes and all queued blocks.
   void clear();
 
-  // A page of a swapped row holds what this cached block does: it is found there, too.
+  // The page of a swapped-out row contains a copy of this cached block, and is published too.
   void add_row_page(BlockId page, BlockId block);
 
-  // Makes findable what this step writes. Until now the pages were held: nothing else of the step
-  // could take them. The pages that are new under their hash.
+  // Publishes the pages that this step writes. Until then they are held, so that no other write of
+  // the step can take them. Returns the written pages.
   std::vector<BlockId> publish_offloaded();
 
-  // The plan reads a page into a block. Takes over one reference of the page, and adds one to the
-  // block.
+  // Adds the load to the plan. Takes over one reference to the page, and adds one to the block.
   void onboard(Onboard onboard);
 
-  // Onboards that have arrived, as their steps are below num_completed; or that never will, as
-  // their steps came behind the last one issued. Oldest first; to be handed to `finish`.
+  // Removes and returns, oldest first, the onboards of steps below num_completed, which have
+  // arrived, or those of aborted steps after last_issued. Pass the result to `finish`.
   std::vector<Onboard> take_arrived(int64_t num_completed);
   std::vector<Onboard> take_aborted(int64_t last_issued);
-  // Whether the page still holds what it was onboarded for, and the block may be published.
+  // Whether the page still has the content it was onboarded for, and the block can be published.
   bool may_publish(const Onboard& onboard) const;
-  void note_loaded(const Onboard& onboard);  // it has arrived, and its block was published
-  // Releases blocks and pages, tails before heads.
+  void note_loaded(const Onboard& onboard);  // after the block has arrived and was published
+  // Releases the blocks and pages of these onboards, tails before heads.
   void finish(const std::vector<Onboard>& over);
 
-  const std::deque<Onboard>& onboards() const { return onboards_; }  // under way
+  const std::deque<Onboard>& onboards() const { return onboards_; }  // in flight
   int64_t num_onboards() const { return static_cast<int64_t>(onboards_.size()); }
   int32_t num_onboards_into(BlockId block) const { return num_onboards_[block]; }
 
-  // Adds what onboards hold to the references, of the device and of the host. Throws
-  // std::logic_error where their count differs, or a step has left something behind.
+  // Adds the references held by onboards on the device and on the host. Throws std::logic_error if
+  // their count is wrong or offloads of a step are left.
   void check_invariants(PerBlock<int32_t>* device, PerBlock<int32_t>* host) const;
 
  private:
   struct Offload {
     BlockId page;
     Copied content;
-    bool is_row;    // a row's page: it stays held
-    bool is_there;  // written before, and found there when the block was evicted again
+    bool is_row;    // page of a row, which remains held
+    bool is_there;  // the page already existed when the block was evicted again
   };
 
   Copied content_of(BlockId id) const;
@@ -122,11 +122,11 @@ class HostTier : public EvictionListener {
   TierCount counts_;
   std::vector<BlockId> queue_;  // cached blocks that the next step offloads
   PerBlock<uint8_t> is_queued_;
-  PerBlock<int32_t> num_hits_;     // kSelective: of cached blocks; else empty
-  std::vector<Offload> offloads_;  // of the step that is being made
-  std::unordered_map<Hash, uint32_t, HashOf> offloading_;  // the same; bit g is group g
+  PerBlock<int32_t> num_hits_;     // kSelective: hits per cached block; otherwise empty
+  std::vector<Offload> offloads_;  // of the current step
+  std::unordered_map<Hash, uint32_t, HashOf> offloading_;  // hashes in offloads_; bit g: group g
   std::deque<Onboard> onboards_;
-  PerBlock<int32_t> num_onboards_;  // references that onboards hold
+  PerBlock<int32_t> num_onboards_;  // references held by onboards
 };
 
 }  // namespace kvcache

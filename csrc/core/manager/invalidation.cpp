@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "core/groups/rules/page_rules.h"
+
 namespace kvcache {
 
 void Invalidation::add_failed(const std::vector<BlockId>& blocks,
@@ -17,7 +19,8 @@ void Invalidation::add_failed(const std::vector<BlockId>& blocks,
   std::vector<BlockId> failed = blocks;
   if (context_.host != nullptr) {
     for (const HostTier::Onboard& onboard : context_.host->onboards()) {
-      // The page does not hold what the block is to get: it is never onboarded again.
+      // The page does not have the content that the block should get, so it is never onboarded
+      // again.
       const bool is_named = std::find(blocks.begin(), blocks.end(), onboard.block) != blocks.end();
       if (!is_named && pages_.count(onboard.page) == 0) continue;
       pages_.insert(onboard.page);
@@ -40,8 +43,8 @@ void Invalidation::spread() {
   }
 }
 
-// Lowers the limits of rows that use invalid content, and adds what they have computed behind them.
-// Whether anything changed.
+// Lowers the limits of rows that use invalid content, and adds the blocks that they have computed
+// after their limits. Returns whether anything changed.
 bool Invalidation::spread_once() {
   bool changed = false;
   const RowTable& rows = *context_.rows;
@@ -93,7 +96,7 @@ int64_t Invalidation::limit_by_blocks(int32_t row) const {
     const RowBlocks& each = context_.rows->blocks(row)[group.id];
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
       if (on_host) {
-        if (pages_.count(each[b]) != 0) return 0;  // it starts anew in any case
+        if (pages_.count(each[b]) != 0) return 0;  // it starts again in any case
         continue;
       }
       const auto found = blocks_.find(each[b]);
@@ -111,7 +114,7 @@ int64_t Invalidation::limit_by_hashes(int32_t row) const {
     const auto found = hashes_.find(hashes[i]);
     if (found == hashes_.end()) continue;
     const InvalidHash& what = found->second;
-    // The first token of its last hash block.
+    // The first token of the last hash block.
     const int64_t last = static_cast<int64_t>(i) * context_.hash_block_size;
     const int64_t of_block = last / what.block_size * what.block_size;
     limit = std::min(limit, std::max(of_block, what.num_valid));
@@ -119,8 +122,8 @@ int64_t Invalidation::limit_by_hashes(int32_t row) const {
   return limit;
 }
 
-// Blocks that left a window, and pages that states left, are known for as long as their steps may
-// be in flight.
+// Blocks before a window, and pages that states have left, are known while their steps may be in
+// flight.
 void Invalidation::limit_by_drops(const std::vector<BlockId>& ids) {
   const std::unordered_set<BlockId> failed(ids.begin(), ids.end());
   for (const StepJournal::Step& step : context_.journal->in_flight()) {
@@ -132,20 +135,20 @@ void Invalidation::limit_by_drops(const std::vector<BlockId>& ids) {
   }
 }
 
-// A row that had the block may have computed its tokens from `first_token` on, into blocks that it
-// has let go of, too.
+// A row that held the block may have used it for its tokens from `first_token` on, including tokens
+// in blocks that it has released.
 void Invalidation::add_used(const TokenChain& chain, int64_t first_token) {
   const auto num_hashed = static_cast<int64_t>(chain.known_hashes().size());
   for (const CacheGroup& group : *context_.groups) {
-    if (group.holds_encoder()) continue;
+    if (!group.rules->traits.follows_sequence) continue;
     for (int64_t b = first_token / group.block_size; b * group.num_hashes < num_hashed; ++b) {
       add_dropped(chain, group, b, std::max(first_token, b * group.block_size));
     }
   }
 }
 
-// Tokens at the end of a row's last step may be drafts whose rejection is not known yet. Where
-// not all of the step was prompt, only what must have been accepted stays valid.
+// The last tokens of a row's last step may be drafts that are not accepted or rejected yet. If the
+// step computed more than prompt tokens, only tokens that must have been accepted stay valid.
 int64_t Invalidation::confirmed_limit(int32_t row, int64_t limit) const {
   const Row& r = (*context_.rows)[row];
   const int64_t num_known = r.chain->num_tokens();
@@ -153,39 +156,34 @@ int64_t Invalidation::confirmed_limit(int32_t row, int64_t limit) const {
   return std::max(r.start, std::min(limit, num_known - 1));
 }
 
-// A row may go on inside a block only where no other row can hold that block: one of its own.
+// Iterates to a fixed point, because a limit that one group lowers applies to all groups.
 int64_t Invalidation::own_limit(int32_t row, int64_t limit) const {
   for (int64_t before = -1; limit != before;) {
     before = limit;
     for (const CacheGroup& group : *context_.groups) {
-      if (!group.holds_tokens() ||
-          limit / group.block_size >= context_.rows->blocks(row)[group.id].num_hits) {
-        continue;
-      }
-      limit -= limit % group.block_size;
+      limit = group.rules->resume_point(group, context_.rows->blocks(row)[group.id], limit);
     }
   }
   return limit;
 }
 
-// Adds the blocks that the row has computed from token `limit` on. Whether any is new.
+// Adds the blocks that the row has computed from token `limit` on. Returns whether any is new.
 bool Invalidation::add_computed(int32_t row, int64_t limit) {
   bool changed = false;
   const Row& r = (*context_.rows)[row];
   for (const CacheGroup& group : *context_.groups) {
-    if (group.holds_encoder()) continue;
+    if (!group.rules->traits.follows_sequence) continue;
     const RowBlocks& each = context_.rows->blocks(row)[group.id];
     const int64_t size = context_.rows->num_written(row, group);
-    // Circular: any of its blocks, which only forks share, may hold tokens behind the limit.
-    const int64_t first =
-        group.is_circular() ? 0 : std::max<int64_t>(each.num_hits, limit / group.block_size);
-    for (int64_t b = first; b < size; ++b) {
-      const int64_t num_valid = group.is_circular() ? limit : std::max(limit, b * group.block_size);
+    for (int64_t b = group.rules->first_computed(group, each, limit); b < size; ++b) {
+      const int64_t num_valid = group.rules->num_valid(group, b, limit);
       const BlockId id = r.on_host ? kNullBlock : each[b];
       if (id != kNullBlock) {
         changed |= add_invalid_block(id, num_valid);
         if (by_hash_) changed |= add_found(row, group, b, id, num_valid);
-        if (by_hash_ && group.holds_state()) changed |= add_kept_states(row, group, b, num_valid);
+        if (by_hash_ && group.rules->traits.updates_in_place) {
+          changed |= add_kept_states(row, group, b, num_valid);
+        }
       } else if (by_hash_) {
         changed |= add_dropped(*r.chain, group, b, num_valid);
       }
@@ -201,7 +199,7 @@ bool Invalidation::add_invalid_block(BlockId id, int64_t num_valid) {
   return true;
 }
 
-// The hashes under which others may have found what the row computed into this block.
+// Adds the hashes under which other rows may have found the row's tokens in this block.
 bool Invalidation::add_found(int32_t row, const CacheGroup& group, int64_t block, BlockId id,
                              int64_t num_valid) {
   const std::vector<Hash>& hashes = (*context_.rows)[row].chain->known_hashes();
@@ -218,8 +216,8 @@ bool Invalidation::add_found(int32_t row, const CacheGroup& group, int64_t block
   return changed;
 }
 
-// The hashes under which others may have found states inside the block, in pages that the row has
-// left.
+// Adds the hashes under which other rows may have found states inside the block, in pages that the
+// row has left.
 bool Invalidation::add_kept_states(int32_t row, const CacheGroup& group, int64_t block,
                                    int64_t num_valid) {
   const Row& r = (*context_.rows)[row];
@@ -234,14 +232,14 @@ bool Invalidation::add_kept_states(int32_t row, const CacheGroup& group, int64_t
   return changed;
 }
 
-// The same of a block without an id, because its row has dropped it or has left: as long as it is
-// found. Of partial blocks that is not known.
+// Does the same for a block without an id, which its row has dropped or released, if it can still
+// be found. For partial blocks, this is unknown, so all are added.
 bool Invalidation::add_dropped(const TokenChain& chain, const CacheGroup& group, int64_t block,
                                int64_t num_valid) {
   const std::vector<Hash>& hashes = chain.known_hashes();
   const int64_t end = (block + 1) * group.num_hashes;
   bool changed = false;
-  // Others may have used it while it was found, and be found themselves.
+  // Other rows may have used the block while it was published, and may have published results.
   if (!hashes.empty()) roots_.insert(short_tag_of(hashes[0]));
   for (int64_t i = num_valid / context_.hash_block_size;
        i < std::min(end, static_cast<int64_t>(hashes.size())); ++i) {

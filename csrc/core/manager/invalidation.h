@@ -1,8 +1,9 @@
-// Which rows are affected by invalid content, and from where each recomputes.
+// Finds the rows affected by invalid content, and where each must recompute.
 //
-// Starts from blocks, pages of the host or rows that are known to be invalid, and follows what was
+// Starts from blocks, host pages or rows that are known to be invalid, and follows everything
 // computed from them until nothing new is found.
-// Invariant: changes nothing but itself; what is found only grows, and limits only fall.
+// Invariant: changes only its own state; the set of invalid content only grows, and limits only
+// decrease.
 #pragma once
 
 #include <cstdint>
@@ -20,45 +21,47 @@
 
 namespace kvcache {
 
-// Everything that an invalidation looks at.
+// The state that an invalidation reads.
 struct InvalidationContext {
   const std::vector<CacheGroup>* groups;
   int64_t hash_block_size;
   const BlockPool* pool;
-  const HostTier* host;  // null where there is none
+  const HostTier* host;  // null without a host tier
   const RowTable* rows;
   const StepJournal* journal;
 };
 
 class Invalidation {
  public:
-  using Limits = std::map<int32_t, int64_t>;  // by row: tokens that are valid at most
+  using Limits = std::map<int32_t, int64_t>;  // by row: maximum number of valid tokens
 
-  // With `by_hash`, rows whose tokens run through the content of an invalid block are affected
-  // whether they hold that very block or not: they may have dropped it, copied it, or hit what was
+  // With `by_hash`, a row is affected if its tokens include the content of an invalid block, even
+  // if it does not hold that block: it may have dropped or copied the block, or hit content
   // computed from it.
   Invalidation(const InvalidationContext& context, bool by_hash)
       : context_(context), by_hash_(by_hash) {}
 
-  // Blocks and pages of the host whose content is not what it should be. Onboards into these
-  // blocks, or from these pages, are invalid too.
+  // Adds device blocks and host pages with wrong content. Onboards into these blocks or from these
+  // pages become invalid too.
   void add_failed(const std::vector<BlockId>& blocks, const std::vector<BlockId>& pages);
-  // So many tokens of the prefix that the block ends are valid.
+  // The first num_valid tokens of the prefix that ends with the block are valid.
   void add_block(BlockId id, int64_t num_valid) { add_invalid_block(id, num_valid); }
-  // No more than so many tokens of this row are valid.
+  // At most num_tokens tokens of this row are valid.
   void limit_row(int32_t row, int64_t num_tokens);
 
-  // Follows what was computed from all that.
+  // Finds everything that was computed from the invalid content.
   void spread();
 
-  const Limits& limits() const { return limits_; }  // of rows that recompute, and of some others
-  std::vector<BlockId> blocks() const;              // ascending
-  InvalidChains chains() const;                     // of both tiers
+  const Limits& limits() const {
+    return limits_;
+  }  // of rows that must recompute, and of some others
+  std::vector<BlockId> blocks() const;  // in ascending order
+  InvalidChains chains() const;         // of both tiers
 
  private:
   struct InvalidHash {
-    int64_t num_valid;   // tokens of the prefix that are valid all the same,
-    int64_t block_size;  // but for those of the block of this size that the hash ends in: none less
+    int64_t num_valid;   // valid tokens of the prefix, at least up to the start of the block
+    int64_t block_size;  // size of the block in which the prefix of the hash ends
   };
 
   bool spread_once();
@@ -82,10 +85,10 @@ class Invalidation {
   InvalidationContext context_;
   bool by_hash_;
   Limits limits_;
-  std::unordered_map<BlockId, int64_t> blocks_;  // tokens of the prefix that are valid
+  std::unordered_map<BlockId, int64_t> blocks_;  // block -> valid tokens of the prefix
   std::unordered_map<Hash, InvalidHash, HashOf> hashes_;
   std::unordered_set<BlockId> pages_;
-  std::unordered_set<uint32_t> roots_;  // short tags, of chains that dropped blocks run in
+  std::unordered_set<uint32_t> roots_;  // short tags of the roots of chains with dropped blocks
 };
 
 }  // namespace kvcache

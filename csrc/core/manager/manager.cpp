@@ -1,4 +1,5 @@
-// The manager's calls: each checks, takes in and hashes what came, and has a component do the work.
+// The manager's calls. Each checks, appends and hashes its input, and delegates the work to a
+// component.
 #include "core/manager/manager.h"
 
 #include <algorithm>
@@ -18,7 +19,8 @@ RowContext row_context(const ManagerSetup& setup, CacheTiers* tiers, RowTable* r
 
 bool copies_hits(const std::vector<CacheGroup>& groups) {
   return std::none_of(groups.begin(), groups.end(), [](const CacheGroup& group) {
-    return group.holds_state() || (group.holds_tokens() && !group.is_cached);
+    const PageTraits& traits = group.rules->traits;
+    return traits.updates_in_place || (traits.appends && !group.is_cached);
   });
 }
 
@@ -42,8 +44,7 @@ Manager::Manager(const ManagerOptions& options)
       intake_({&rows_, &publisher_, &steps_.journal(), &checks_}, setup_.options.enable_caching),
       release_(row_context(setup_, &tiers_, &rows_, &steps_), setup_.hash_block_size,
                &tiers_.clock()),
-      swap_(row_context(setup_, &tiers_, &rows_, &steps_), &publisher_, &release_,
-            setup_.options.caches_swapped_rows),
+      swap_(row_context(setup_, &tiers_, &rows_, &steps_), &publisher_, &release_),
       server_(row_context(setup_, &tiers_, &rows_, &steps_),
               {setup_.hash_block_size, tiers_.holders(), &finder_, &publisher_, &swap_, &intake_,
                &stats_},
@@ -133,8 +134,8 @@ std::vector<BlockId> Manager::take_copies() {
   return tiers_.frees().take_copies();
 }
 
-// The hit that `lookup` has answered with these blocks, if it ends inside a block: the last block
-// of a group is then the one to copy from.
+// The hit that `lookup` returned as these blocks, if it ends inside a block. The last block of each
+// group is then the one to copy from.
 std::optional<PrefixHit> Manager::partial_hit(const NewRow& asked,
                                               const std::vector<std::vector<BlockId>>& computed) {
   if (!copies_hits_ || !asked.reads()) return std::nullopt;
@@ -145,31 +146,25 @@ std::optional<PrefixHit> Manager::partial_hit(const NewRow& asked,
   }
   if (asked.num_external > 0) {
     throw std::invalid_argument(
-        "num_external_computed_tokens is " + std::to_string(asked.num_external) +
-        " behind a hit of " + std::to_string(hit.num_tokens) +
+        "external.num_tokens is " + std::to_string(asked.num_external) + " behind a hit of " +
+        std::to_string(hit.num_tokens) +
         " tokens that ends inside a block: expected computed_blocks of whole blocks "
         "(whole_blocks=True)");
   }
   return hit;
 }
 
-Status Manager::would_fit(const StepRequest& request, bool whole) {
+Status Manager::would_fit(const NewRow& asked, bool whole) {
   const Call call(this);
-  const NewRow& asked = request.new_rows[0];
-  checks_.check_counts(asked, "num_tokens");
-  checked_size("max_host_blocks", asked.max_host_blocks, 0);
-  checked_size("num_lookahead_tokens", request.num_lookahead, 0);
-  checked_size("num_reserved_blocks", request.num_reserved_blocks, 0);
+  checks_.check_counts(asked);
   if (whole && asked.receives) {
-    throw std::invalid_argument("whole with delay_cache_blocks: expected one of them");
+    throw std::invalid_argument("whole with external.delayed: expected one of them");
   }
   checks_.check_new(*asked.chain);
-  if (asked.num_external == 0) {
-    checks_.check_new_places(asked, /*start=*/0, request.num_lookahead);
-  }
+  if (asked.num_external == 0) checks_.check_new_places(asked, /*start=*/0);
   if (asked.reads()) intake_.hash_ahead(*asked.chain, /*reads=*/true);
-  external_hits(request);
-  return server_.would_fit(request, whole);
+  external_hits({asked});
+  return server_.would_fit(asked, whole);
 }
 
 Status Manager::would_extend(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) {
@@ -222,9 +217,9 @@ void Manager::evict(const BlockId* ids, int64_t n) {
 const StepPlan& Manager::step(const StepRequest& request) {
   const Call call(this);
   checks_.check_step(request);
-  const std::vector<int64_t> hits = external_hits(request);
+  const std::vector<int64_t> hits = external_hits(request.new_rows);
   intake_.take_in(request);
-  // From here on nothing is refused.
+  // From here on, nothing is rejected.
   const Soundness::Change change = this->change("step");
   steps_.begin();
   steps_.plan().set_parts(request.num_rows, request.num_swap_out_rows);
@@ -233,16 +228,15 @@ const StepPlan& Manager::step(const StepRequest& request) {
   server_.serve_rows(request);
   swap_.answer(request, have_left);
   server_.serve_new(request, hits);
-  tiers_.offload_queued(num_queued, server_.fills());  // behind the rows, which come first
+  tiers_.offload_queued(num_queued, server_.fills());  // after the rows, which have priority
   server_.publish_served();
   publisher_.publish_offloaded();
   tiers_.release_read();
   return steps_.end(rows_);
 }
 
-// External tokens follow a hit: that of each request that has some.
-std::vector<int64_t> Manager::external_hits(const StepRequest& request) {
-  const std::vector<NewRow>& requests = request.new_rows;
+// The hits before external tokens, for the requests that have such tokens.
+std::vector<int64_t> Manager::external_hits(const std::vector<NewRow>& requests) {
   std::vector<int64_t> hits;
   for (size_t i = 0; i < requests.size(); ++i) {
     const NewRow& asked = requests[i];
@@ -251,43 +245,43 @@ std::vector<int64_t> Manager::external_hits(const StepRequest& request) {
     hits.resize(requests.size());
     hits[i] = server_.num_hit_tokens(asked);
     checks_.check_external(asked, hits[i]);
-    checks_.check_new_places(asked, hits[i] + asked.num_external, request.lookahead_of_new(i));
+    checks_.check_new_places(asked, hits[i] + asked.num_external);
   }
   return hits;
 }
 
-Slots Manager::allocate(const NewRow& asked, const std::vector<std::vector<BlockId>>& computed,
-                        int64_t num_lookahead_tokens) {
+Slots Manager::admit(NewRow asked, const std::vector<std::vector<BlockId>>& computed) {
   const Call call(this);
-  checks_.check_counts(asked, "num_tokens");
-  checked_size("num_lookahead_tokens", num_lookahead_tokens, 0);
-  if (!setup_.options.engine_copies_states) checks_.check_has_no_state("allocate_slots");
+  checks_.check_counts(asked);
+  if (!setup_.options.engine_copies_states) checks_.check_has_no_state("admit");
   const std::shared_ptr<TokenChain>& chain = asked.chain;
-  checks_.check_new(*chain, /*least_tokens=*/0);  // they may come later
+  checks_.check_new(*chain, /*least_tokens=*/0);  // tokens may arrive later
   const bool any_computed =
       std::any_of(computed.begin(), computed.end(),
                   [](const std::vector<BlockId>& ids) { return !ids.empty(); });
   intake_.hash_ahead(*chain, any_computed);
-  checks_.check_new(*chain, /*least_tokens=*/0);  // a digest may call back
   const std::optional<PrefixHit> partial =
       any_computed ? partial_hit(asked, computed) : std::nullopt;
   const int64_t num_computed =
       partial ? partial->num_tokens : checks_.check_computed(*chain, computed, asked.reads());
   checks_.check_external(asked, num_computed);
+  if (asked.takes_all && !asked.receives) {
+    asked.num_tokens = chain->num_tokens() - num_computed - asked.num_external;
+    checked_size("num_tokens", asked.num_tokens, 1);
+  }
   checks_.check_length(num_computed + asked.num_external + asked.num_tokens, "a new request");
   const int64_t start = asked.num_external == 0 ? 0 : num_computed + asked.num_external;
-  checks_.check_places(start, asked.num_tokens + num_lookahead_tokens, "a new request");
+  checks_.check_places(start, asked.num_tokens + asked.num_lookahead, "a new request");
   const PrefixHit hit = partial ? *partial : PrefixHit::of_device(num_computed, computed);
-  const Soundness::Change change = this->change("allocate_slots");
-  return server_.allocate(asked, hit, num_lookahead_tokens);
+  const Soundness::Change change = this->change("admit");
+  return server_.allocate(asked, hit);
 }
 
-// Rows that go on must hold what their hits said.
+// Rows that continue must already contain the blocks of their hits.
 void Manager::check_copies_taken() const {
   if (!tiers_.frees().awaits_copies()) return;
   throw std::invalid_argument(
-      "hits of allocate_slots end inside blocks, and their copies were not taken: expected a call "
-      "of "
+      "hits of admit end inside blocks, and their copies were not taken: expected a call of "
       "take_copies before requests go on");
 }
 
@@ -300,83 +294,33 @@ int64_t Manager::finish_receiving(int32_t row, int64_t num_tokens) {
   return rows_[row].num_computed;
 }
 
-Slots Manager::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) {
-  const Call call(this);
-  check_copies_taken();
-  checks_.check_append(row, num_tokens, /*least=*/1, num_lookahead_tokens);
-  intake_.hash_ahead(*rows_[row].chain, /*reads=*/false);
-  const Soundness::Change change = this->change("append_slots");
-  return server_.append(row, num_tokens, num_lookahead_tokens);
-}
-
-void Manager::take_ids(const RowAdvance* all, size_t size, int64_t num_lookahead_tokens) {
+void Manager::take_in(const RowAsk* asks, size_t n) {
   const Call call(this);
   check_copies_taken();
   rows_.begin_call();
-  for (size_t i = 0; i < size; ++i) checks_.check_advance(all[i], num_lookahead_tokens);
-  const auto tokens_of = [all](size_t i) {
-    return KnownTokens{all[i].row, all[i].ids, all[i].num_ids};
-  };
-  append_to_chains(size, tokens_of, [all](size_t i) { return all[i].stop; });
-}
-
-Slots Manager::advance(const RowAdvance& each, int64_t num_lookahead_tokens) {
-  const Call call(this);
-  const Soundness::Change change = this->change("advance");
-  const Slots slots = server_.advance(each.row, {each.start, each.stop, num_lookahead_tokens});
-  if (slots.status != Status::kServed) give_back({each.row, each.ids, each.num_ids});
-  return slots;
-}
-
-Slots Manager::append_known(const KnownTokens& tokens, int64_t num_lookahead_tokens) {
-  const Call call(this);
-  take_in(&tokens, 1, num_lookahead_tokens);
-  return append_or_give_back(tokens, num_lookahead_tokens);
-}
-
-void Manager::take_known(const KnownTokens* all, size_t size, int64_t num_lookahead_tokens) {
-  const Call call(this);
-  take_in(all, size, num_lookahead_tokens);
-}
-
-Slots Manager::append_taken(const KnownTokens& tokens, int64_t num_lookahead_tokens) {
-  const Call call(this);
-  return append_or_give_back(tokens, num_lookahead_tokens);
-}
-
-void Manager::take_in(const KnownTokens* all, size_t size, int64_t num_lookahead_tokens) {
-  for (size_t i = 0; i < size; ++i) {
-    checks_.check_append(all[i].row, all[i].n, /*least=*/0, num_lookahead_tokens);
-  }
-  append_to_chains(
-      size, [all](size_t i) { return all[i]; },
-      [this, all](size_t i) { return rows_[all[i].row].num_computed + all[i].n; });
-}
-
-// `stop_of`: the tokens that the row is to have computed then.
-template <class TokensOf, class StopOf>
-void Manager::append_to_chains(size_t size, const TokensOf& tokens_of, const StopOf& stop_of) {
+  for (size_t i = 0; i < n; ++i) checks_.check_ask(asks[i]);
   size_t num_taken = 0;
   try {
-    for (; num_taken < size; ++num_taken) {
-      const KnownTokens each = tokens_of(num_taken);
-      rows_[each.row].chain->append(each.ids, each.n);
+    for (; num_taken < n; ++num_taken) {
+      const RowAsk& ask = asks[num_taken];
+      if (ask.num_ids > 0) rows_[ask.row].chain->append(ask.ids, ask.num_ids);
     }
-    for (size_t i = 0; i < size; ++i) {
-      const Row& r = rows_[tokens_of(i).row];
-      if (stop_of(i) >= r.next_publish) intake_.hash_ahead(*r.chain, /*reads=*/false);
+    for (size_t i = 0; i < n; ++i) {
+      const Row& r = rows_[asks[i].row];
+      const int64_t stop = asks[i].start.value_or(r.num_computed) + asks[i].num_tokens;
+      if (stop >= r.next_publish) intake_.hash_ahead(*r.chain, /*reads=*/false);
     }
   } catch (...) {
-    for (size_t i = 0; i < num_taken; ++i) give_back(tokens_of(i));
+    for (size_t i = 0; i < num_taken; ++i) give_back(asks[i]);
     throw;
   }
 }
 
-Slots Manager::append_or_give_back(const KnownTokens& tokens, int64_t num_lookahead_tokens) {
-  const Soundness::Change change = this->change("append_slots");
-  const Slots slots =
-      server_.append(tokens.row, tokens.n, num_lookahead_tokens, /*lists_new=*/false);
-  if (slots.status != Status::kServed) give_back(tokens);
+Slots Manager::serve(const RowAsk& ask, bool lists_new) {
+  const Call call(this);
+  const Soundness::Change change = this->change("extend");
+  const Slots slots = server_.serve(ask, lists_new);
+  if (slots.status != Status::kServed) give_back(ask);
   return slots;
 }
 
@@ -390,11 +334,9 @@ void Manager::reject(int32_t row, int64_t num_tokens) {
 
 Slots Manager::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   const Call call(this);
-  checks_.check_fork(row, *child);
-  if (publisher_.may_publish(row)) {
-    intake_.hash_filled(row);
-    checks_.check_fork(row, *child);  // a digest may call back
-  }
+  rows_.at(row);
+  intake_.hash_filled(row);
+  checks_.check_fork(row, *child);  // including all hashes that the row will have
   const Soundness::Change change = this->change("fork");
   return server_.fork(row, child);
 }
@@ -417,7 +359,6 @@ std::optional<std::vector<BlockId>> Manager::swap_out(const std::vector<int32_t>
   checks_.check_has_host("swap_out was called");
   checks_.check_swap(rows, /*on_host=*/false);
   for (int32_t row : rows) intake_.hash_filled(row);
-  checks_.check_swap(rows, /*on_host=*/false);  // a digest may call back
   const Soundness::Change change = this->change("swap_out");
   return swap_.swap_out(rows);
 }
@@ -466,7 +407,7 @@ void Manager::mark_computed(int32_t row, int64_t num_tokens) {
   checked_size("num_tokens", num_tokens, 0);
   Row& r = rows_[row];
   if (!r.on_host) {
-    // Hashed before anything changes.
+    // Computes hashes before anything changes.
     if (std::min(r.num_computed, num_tokens) >= r.next_publish) {
       intake_.hash_ahead(*r.chain, /*reads=*/false);
     }
@@ -483,12 +424,12 @@ void Manager::access(int32_t row, double now) {
   rows_.info(row).access = tiers_.pool().begin_access(now);
 }
 
-// All of it is checked before anything changes.
+// Checks all arguments before anything changes.
 Recompute Manager::report(int64_t step_id, bool completed, const std::vector<BlockId>& failed,
                           const std::vector<BlockId>& failed_on_host) {
   const Call call(this);
   checks_.check_report(step_id, completed, failed, failed_on_host);
-  // Else nothing becomes invalid: most reports.
+  // Most reports invalidate nothing and need no hashes.
   if (!completed || !failed.empty() || !failed_on_host.empty()) intake_.hash_rows();
   const Soundness::Change change = this->change(completed ? "report" : "abort");
   return recovery_.report(step_id, completed, failed, failed_on_host);
@@ -496,7 +437,7 @@ Recompute Manager::report(int64_t step_id, bool completed, const std::vector<Blo
 
 Recompute Manager::invalidate(const BlockId* ids, int64_t n) {
   const Call call(this);
-  // A digest from Python could change the caller's.
+  // A copy, because a signal handler may modify the caller's array while rows are hashed.
   const std::vector<BlockId> invalid(ids, ids + n);
   checks_.check_ids(invalid, "ids");
   intake_.hash_rows();
@@ -510,10 +451,7 @@ int64_t Manager::take_cached(int32_t row) {
   checks_.check_not_receiving(row);
   TokenChain& chain = *rows_[row].chain;
   const bool reads = rows_[row].reads;
-  if (reads) {
-    intake_.hash_ahead(chain, /*reads=*/true);
-    checks_.check_on_device(row);  // a digest may call back
-  }
+  if (reads) intake_.hash_ahead(chain, /*reads=*/true);
   const PrefixHit& hit = finder_.find(chain, /*with_partial=*/false, /*with_host=*/false, reads);
   if (hit.num_tokens > rows_[row].num_computed) {
     const Soundness::Change change = this->change("take_cached");

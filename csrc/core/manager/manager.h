@@ -1,18 +1,19 @@
-// The request-level manager: rows of requests over a block pool, a whole batch per call.
+// The manager of requests: maps requests to rows, and allocates blocks for a whole batch per call.
 //
-// Two tiers of one page size: the device's pool and, where there is one, the host's. Pages move
-// between them by pairs of the plan: rows that are swapped out and back, and cached blocks that
-// live on on the host when the device has evicted them.
+// There are two tiers with one page size: the pool of the device and, if configured, the pool of
+// the host. Plans list the pages to move between them as pairs: pages of rows that are swapped out
+// or in, and cached blocks that stay on the host after the device has evicted them.
 //
-// A row is a request's stable place in the tables. `step` decides for every asked row which blocks
-// it gets in every cache group; what changed in the tables leaves as one StepPlan. `allocate` and
-// `append` decide for one request of a caller that keeps its own tables. A row belongs to the
-// driver that admitted it; the other calls serve both.
+// A row is the stable place of a request in the block tables. `step` decides which blocks each row
+// gets in each cache group, and returns the changes of the tables as one StepPlan. `admit` and
+// `serve` decide for single requests of a caller that keeps its own tables. A row belongs to the
+// driver that admitted it; all other calls accept rows of both.
 //
 // A manager belongs to the thread that first uses it. Every call that changes something first
-// checks, then hashes what it will need, then changes: a digest from Python may raise or call back,
-// and nothing may have been changed by then, or be changed by others before the call ends. Where
-// memory runs out after that, the manager is broken, and every later call but `free` says so.
+// checks its arguments, then computes the hashes it needs, then makes its changes. Hashing a long
+// prompt can be interrupted, and lets signal handlers and other threads run; their calls are
+// rejected. If memory runs out during the changes, the manager is broken: every later call except
+// `free` throws.
 #pragma once
 
 #include <cstdint>
@@ -55,169 +56,163 @@ class Manager {
   const std::vector<CacheGroup>& groups() const { return setup_.groups; }
   const BlockPool& pool() const { return tiers_.pool(); }
   BlockPool& pool() { return tiers_.pool(); }
-  // The host's pool; null where there is none.
+  // The pool of the host; null without a host tier.
   const BlockPool* host() const { return tiers_.host_pages(); }
   BlockPool* host() { return tiers_.host_pages(); }
   const CacheStats& stats() const { return stats_; }
   const TierCount& tiers() const { return tiers_.counts(); }
   void clear_stats();
-  // What the device's eviction policy has learned; none where it does not. `learn`: as many
-  // numbers.
+  // The learned statistics of the device's eviction policy, empty if it does not learn. `learn`
+  // takes the same number of values.
   std::vector<double> learned() const;
   void learn(const std::vector<double>& numbers);
-  const EventLog::Drained& events();  // that wait to be drained
+  const EventLog::Drained& events();  // events that wait to be drained
   EventLog::Drained drain_events();
 
-  // As CallGuard says. All calls up to `check_invariants` check it.
+  // See CallGuard. All calls up to `check_invariants` include this check.
   void check_caller() { guard_.check_caller(); }
   void check_reader() const { guard_.check_reader(); }
   bool is_broken() const { return guard_.is_broken(); }
   void check_sound() const { guard_.check_sound(); }
-  // Until it ends, an exception breaks the manager: for what belongs to a call and follows on it.
+  // While the result exists, an exception breaks the manager. For changes that belong to a call and
+  // follow it.
   Soundness::Change change(const char* call) { return {soundness(), call}; }
   Soundness* soundness() { return &guard_.soundness(); }
 
-  // The clock of residency times and of eviction policies: milliseconds since any moment, for all
-  // calls from now on. Throws where it would go back. Without it, each call that may publish,
-  // release or evict asks the system's steady clock, since when the manager was made.
+  // Sets the clock for residency times and eviction policies, in milliseconds relative to any fixed
+  // moment, for all later calls. Throws if time would decrease. If it is never set, each call that
+  // may publish, release or evict reads the steady clock of the system, relative to the manager's
+  // creation.
   void set_now(int64_t ms);
 
   const std::vector<Hash>& hashes(TokenChain& chain);
 
-  // out[i]: the oldest block of the group that is found under hashes[i] on the device, or on the
-  // host; -1 where there is none.
+  // Sets out[i] to the oldest block of the group that is published under hashes[i] on the device or
+  // on the host, or to -1.
   void find_hashes(const Hash* hashes, int64_t n, int64_t group, bool on_host, BlockId* out) const;
-  // The hash that a block is found under, and its group in `*group`; null where there is none.
+  // The hash under which a block is published, with its group in `*group`; null if it is not
+  // published.
   const Hash* hash_of(BlockId id, bool on_host, int32_t* group) const;
 
-  // Longest cached prefix, of whole blocks unless `with_partial`, at most num_tokens - 1 tokens:
-  // the last token must run. None where the request opted out of reading. Changes nothing; valid
-  // until the next call. `read_cache`: of this call, else the chain's.
+  // Returns the longest cached prefix: whole blocks unless `with_partial`, at most num_tokens - 1
+  // tokens, because the last token must be computed. Empty if the request does not read the cache.
+  // `read_cache` overrides the setting of the chain. Changes nothing. The result is valid until the
+  // next call.
   const PrefixHit& lookup(TokenChain& chain, bool with_host = false, bool with_partial = false,
                           std::optional<bool> read_cache = std::nullopt);
 
-  // The copies that hits of `allocate` need, (source, destination) each, since the last call.
+  // Returns the copies, as (source, destination) pairs, that hits of `admit` require since the last
+  // call.
   std::vector<BlockId> take_copies();
 
-  // The answer that a step would give its only new request now. `whole`: that of all its known
-  // tokens, in chunks of as many tokens as it asks for.
-  Status would_fit(const StepRequest& request, bool whole);
-  // The answer that a row would get which asks for so many tokens more.
+  // The status that a step with only this new request would return now. With `whole`, the status
+  // for all known tokens, in chunks of num_tokens tokens.
+  Status would_fit(const NewRow& asked, bool whole);
+  // The status that a row would get for this number of further tokens.
   Status would_extend(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
 
-  // How many of the next num_tokens tokens of a request, in this row or -1, a step is to compute so
-  // that it ends where recurrent states are kept; see Checkpoints.
+  // How many of the next num_tokens tokens a step should compute so that it ends where recurrent
+  // states are kept (see Checkpoints). `row`: the row of the request, or -1.
   int64_t checkpoint_tokens(TokenChain& chain, int32_t row, int64_t num_tokens);
 
-  // Serves running rows, then new ones, in the order given. Throws on a request that cannot be
-  // meant (unknown row, a row twice, no tokens, beyond max_model_len) before anything changes.
-  // The plan is valid until the next call.
+  // Serves running rows, then new requests, in the given order. Throws on an invalid request
+  // (unknown row, repeated row, no tokens, more than max_model_len tokens) before any change. The
+  // plan is valid until the next call.
   const StepPlan& step(const StepRequest& request);
 
-  // A row with these blocks per group, which the caller looked up, and slots for its external
-  // tokens and num_tokens more. `new_blocks` are without the computed ones.
-  Slots allocate(const NewRow& asked, const std::vector<std::vector<BlockId>>& computed,
-                 int64_t num_lookahead_tokens);
+  // Creates a row with blocks per group from a lookup of the caller, and with slots for its
+  // external tokens and num_tokens more. `new_blocks` in the result excludes the computed blocks.
+  Slots admit(NewRow asked, const std::vector<std::vector<BlockId>>& computed);
 
-  // So many of a receiving row's external tokens are there, and no more will come: what they fill
-  // is published, and the row goes on behind them. Where it goes on.
+  // Ends the receiving of a row: this number of its external tokens have arrived, and no more will.
+  // Publishes the blocks that they fill. Returns the row's number of computed tokens, where it
+  // continues.
   int64_t finish_receiving(int32_t row, int64_t num_tokens);
 
-  // Slots for num_tokens tokens more in a row that `allocate` gave.
-  Slots append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
+  // Serves rows created by `admit`, in two calls. First, `take_in` checks all asks and appends
+  // their ids to the chains; if an ask is rejected or hashing is interrupted, no chain changes.
+  // Then `serve` allocates the slots of one row or, if they do not fit, removes its ids again and
+  // changes nothing else. Pass an ask that will not be served to `give_back`. `lists_new`: whether
+  // the result lists the new blocks.
+  void take_in(const RowAsk* asks, size_t n);
+  Slots serve(const RowAsk& ask, bool lists_new = true);
+  void give_back(const RowAsk& ask) { rows_[ask.row].chain->take_back(ask.num_ids); }
 
-  // The same of several rows by token positions. First the chains of all take the ids that have
-  // become known; where one is refused or a digest raises, those of none. Then each row is served
-  // or, where that does not fit, left as it was.
-  void take_ids(const RowAdvance* all, size_t size, int64_t num_lookahead_tokens);
-  Slots advance(const RowAdvance& each, int64_t num_lookahead_tokens);
-
-  // The same for tokens that have become known: the chain takes them, unless they do not fit. The
-  // answer does not name the new blocks.
-  struct KnownTokens {
-    int32_t row;
-    const int32_t* ids;  // null: it does not matter which
-    int64_t n;           // may be 0, for lookahead slots alone
-  };
-  Slots append_known(const KnownTokens& tokens, int64_t num_lookahead_tokens);
-  // The same of several rows in two parts. First the chains of all take their tokens; where one is
-  // refused or a digest raises, those of none. Then, row after row, they get slots or go back.
-  void take_known(const KnownTokens* all, size_t size, int64_t num_lookahead_tokens);
-  Slots append_taken(const KnownTokens& tokens, int64_t num_lookahead_tokens);
-  void give_back(const KnownTokens& tokens) { rows_[tokens.row].chain->take_back(tokens.n); }
-
-  // Takes back the last num_tokens tokens of a row: drafts that were rejected. Their slots are the
-  // row's next ones.
+  // Takes back the last num_tokens tokens of a row, which are rejected drafts. The next tokens of
+  // the row reuse their slots.
   void reject(int32_t row, int64_t num_tokens);
 
-  // A row for `child`, which begins with all tokens that the row has computed, and shares its
-  // blocks. Whoever writes to a shared block first gets its own: the plan copies and replaces.
+  // Creates a row for `child`, which starts with all computed tokens of the row and shares its
+  // blocks. Copy-on-write: the first row that writes to a shared block gets its own copy.
   Slots fork(int32_t row, const std::shared_ptr<TokenChain>& child);
 
-  // For rows that `allocate` gave, all of them or, where they do not fit, none: (device page, host
-  // page) each, and back. A block that several of them hold moves once. To be carried out in the
-  // order of the calls.
+  // Swaps out rows created by `admit`, all or, if they do not fit, none. Returns (device page, host
+  // page) pairs; a block that several rows hold moves once. `swap_in` does the reverse. The moves
+  // must be executed in the order of the calls.
   std::optional<std::vector<BlockId>> swap_out(const std::vector<int32_t>& rows);
   std::optional<std::vector<BlockId>> swap_in(const std::vector<int32_t>& rows);
   bool is_on_host(int32_t row) const { return row_at(row).on_host; }
   bool by_step(int32_t row) const { return row_at(row).by_step; }
-  int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;  // that hold KV; of one tier
-  // As RowSwap says. 0 slots or more, per row.
+  int64_t num_unique_blocks(
+      const std::vector<int32_t>& rows) const;  // blocks with KV; all rows on one tier
+  // See RowSwap. num_slots: at least 0 per row.
   RowSwap::BlocksBack num_blocks_back(const std::vector<int32_t>& rows,
                                       const std::vector<int64_t>& num_slots) const;
 
-  // The first num_tokens tokens of a row that `allocate` gave have their KV now.
+  // The first num_tokens tokens of a row created by `admit` now have KV.
   void mark_computed(int32_t row, int64_t num_tokens);
 
-  // The row's blocks were used; what that means is the eviction policy's.
+  // Notifies the eviction policy that the blocks of the row were used.
   void access(int32_t row, double now);
 
-  // Row after row: publishes what has filled since the row was last served, then releases its
-  // blocks, tail first, and the row; the next step's plan clears it, if a step admitted it.
-  // `features`: what the caller says of the conversations, for the eviction policy.
-  // A broken manager has nothing to release.
+  // Frees rows one by one: publishes the blocks filled since the row was last served, then releases
+  // its blocks, tail first, and the row. If a step admitted the row, the next plan clears it.
+  // `features`: the caller's data about the conversations, for the eviction policy. Has no effect
+  // on a broken manager.
   void free(const int32_t* rows, int64_t n, const ReleaseFeatures& features = {},
             const LeavingBlocks& blocks = {});
   void free(int32_t row, const ReleaseFeatures& features = {}) { free(&row, 1, features); }
-  // Blocks that were kept under this name are released.
+  // Releases the blocks that were kept under this name.
   void release_kept(const std::string& name);
 
-  // The report of a worker. Completed: this step and all before it are done, what was released
-  // until then can be used again. If not, the plan of this step and of every later one will not be
-  // carried out, or came to nothing: what they computed leaves the cache, and the rows go back to
-  // where they were. The `failed` blocks are invalidated. The next plan sends the rows' tables
-  // anew. All of it or, where something is refused, nothing. `failed_on_host`: pages of the host
-  // that were not written.
+  // Processes the report of a worker on a step. If completed, this step and all earlier ones are
+  // done, and blocks released before can be reused. Otherwise, this step and all later ones are
+  // aborted: their results leave the cache, the rows return to their earlier state, and the next
+  // plan sends the tables of these rows again. The `failed` device blocks and the `failed_on_host`
+  // pages, which were not written correctly, are invalidated. Throws, without any change, if an
+  // argument is rejected.
   Recompute report(int64_t step_id, bool completed, const std::vector<BlockId>& failed,
                    const std::vector<BlockId>& failed_on_host);
   Recompute abort(int64_t step_id) { return report(step_id, /*completed=*/false, {}, {}); }
 
-  // These blocks do not hold what they should: they and all that was computed from them leave the
-  // cache, and the rows that used them go back to what is left.
+  // Invalidates blocks with wrong content: these blocks, and everything computed from them, leave
+  // the cache, and the rows that used them return to their valid tokens.
   Recompute invalidate(const BlockId* ids, int64_t n);
 
-  // The row goes on from what the device's cache has by now, if that is more than it has computed.
-  // Its computed tokens.
+  // Lets the row continue from the current hit in the device cache, if the hit is longer than its
+  // computed tokens. Returns its number of computed tokens.
   int64_t take_cached(int32_t row);
 
-  // Pins, for a session, what the device's cache has of the request's full blocks; see
-  // BlockPool::pin. What the session had pinned before is not any more. The number of blocks.
+  // Pins the cached device blocks of the request's full blocks for a session (see BlockPool::pin),
+  // in place of its earlier pins. Returns the number of pinned blocks.
   int64_t pin(const std::string& session, TokenChain& chain);
-  // How many of its blocks have been evicted all the same; of a session that pins nothing, none.
+  // Removes the pins of a session. Returns how many of its blocks were evicted despite their pins;
+  // 0 if the session has no pins.
   int64_t unpin(const std::string& session);
 
-  // Forgets what these blocks hold, held or free; see BlockPool::evict.
+  // Removes the hashes of these blocks, held or free; see BlockPool::evict.
   void evict(const BlockId* ids, int64_t n);
 
-  // Leading blocks of the row's group that as many rows hold as are running.
+  // The number of leading blocks of the row's group that exactly num_running rows hold.
   int64_t num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group);
 
   bool reset_prefix_cache();
-  // The same for one group: false, and nothing changed, while a row holds blocks of it, or loads
-  // are under way.
+  // Does the same for one group. Returns false, without any change, while rows hold blocks of the
+  // group or loads are in flight.
   bool reset_group(int64_t group);
 
-  // The weights changed: no hash of before is found again, and rows of before publish nothing more.
+  // Called after the weights have changed: no earlier hash is found again, and existing rows
+  // publish nothing more.
   void start_epoch();
 
   int64_t num_rows() const { return rows_.num_in_use(); }
@@ -225,7 +220,7 @@ class Manager {
   int64_t last_step_id() const { return steps_.numbers().last_issued; }
   int64_t num_fenced() const { return tiers_.frees().num_waiting(); }
   int64_t num_kept() const { return tiers_.frees().num_kept(); }
-  int64_t num_external(int32_t row) const {  // of a receiving row
+  int64_t num_external(int32_t row) const {  // external tokens of a receiving row
     return row_at(row).num_computed - rows_.info(row).num_hit;
   }
   bool is_receiving(int32_t row) const { return row_at(row).is_receiving; }
@@ -234,13 +229,17 @@ class Manager {
   }
   const std::vector<BlockId>& blocks(int32_t row, int64_t group) const;
   int64_t num_computed_tokens(int32_t row) const { return row_at(row).num_computed; }
-  // Whether the next plan sends the row's whole table.
+  const std::vector<int64_t>& quiet_until() const {  // by row; see RowTable
+    check_reader();
+    return rows_.quiet_until();
+  }
+  // Whether the next plan sends the whole table of the row.
   bool must_resend(int32_t row) const {
     rows_.at(row);
     return steps_.plan().must_resend(row);
   }
 
-  // The pool's invariants, and that references are exactly what rows and fences hold.
+  // Checks the invariants of the pools, and that all references are those held by rows and fences.
   void check_invariants() const;
 
  private:
@@ -252,17 +251,13 @@ class Manager {
     return rows_.at(row);
   }
 
-  // A call that may change something, or asks what only its thread may ask.
+  // A call that may change the manager or read data of its thread.
   struct Call {
     explicit Call(Manager* manager) : scope(&manager->guard_) { manager->tiers_.read_clock(); }
     CallGuard::Scope scope;
   };
 
-  void take_in(const KnownTokens* all, size_t size, int64_t num_lookahead_tokens);
-  template <class TokensOf, class StopOf>
-  void append_to_chains(size_t size, const TokensOf& tokens_of, const StopOf& stop_of);
-  Slots append_or_give_back(const KnownTokens& tokens, int64_t num_lookahead_tokens);
-  std::vector<int64_t> external_hits(const StepRequest& request);
+  std::vector<int64_t> external_hits(const std::vector<NewRow>& requests);
 
   ManagerSetup setup_;
   CallGuard guard_;
@@ -271,8 +266,8 @@ class Manager {
   CacheTiers tiers_;
   CacheStats stats_;
   PrefixFinder finder_;
-  // Whether hits of `allocate` may end inside blocks: not where a state would be copied, or a group
-  // that is not cached would need zeros.
+  // Whether hits of `admit` may end inside blocks. False if a state would have to be copied, or if
+  // a group that is not cached would need zeros.
   bool copies_hits_;
   Checkpoints checkpoints_;
   Publisher publisher_;

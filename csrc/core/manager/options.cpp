@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/eviction/registry.h"
+#include "core/groups/rules/page_rules.h"
 #include "core/limits.h"
 
 namespace kvcache {
@@ -46,14 +47,14 @@ ManagerOptions checked(const ManagerOptions& options) {
   }
   for (size_t g = 0; g < options.groups.size(); ++g) {
     const GroupOptions& group = options.groups[g];
-    const AttentionKind::Pages pages = group.kind->pages();
+    const PageTraits& traits = group.kind->rules().traits;
     checked_size("block_size", group.block_size, 1);
-    if (!group.is_cached && pages == AttentionKind::Pages::kState) {
+    if (!group.is_cached && traits.updates_in_place) {
       throw std::invalid_argument(
           "cached is False for a group of recurrent states: expected True, as its state would be "
           "missing behind a hit of other groups; enable_caching=False caches nothing");
     }
-    if (!group.drafts || pages == AttentionKind::Pages::kTokens) continue;
+    if (!group.drafts || traits.appends) continue;
     throw std::invalid_argument("groups[" + std::to_string(g) +
                                 "] drafts, and its kind keeps no K and V of tokens: expected a "
                                 "drafter's layers in a group of another kind");
@@ -62,11 +63,10 @@ ManagerOptions checked(const ManagerOptions& options) {
   checked_size("max_model_len", options.max_model_len, 1);
   check_optional(options);
   ManagerOptions out = options;
-  // What is written round is gone: behind a hit such a group lacks its window.
+  // A circular buffer overwrites its tokens, so such a group would lack its window after a hit.
   for (const GroupOptions& group : options.groups) {
-    if (group.is_cached && group.kind->pages() == AttentionKind::Pages::kCircular) {
-      out.enable_caching = false;
-    }
+    const PageTraits& traits = group.kind->rules().traits;
+    if (group.is_cached && traits.follows_sequence && !traits.has_hits) out.enable_caching = false;
   }
   return out;
 }
@@ -88,9 +88,9 @@ std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_bl
   for (const GroupOptions& each : options.groups) {
     CacheGroup group{};
     group.kind = each.kind;
-    group.pages = each.kind->pages();
+    group.rules = &each.kind->rules();
     group.keeps_all = each.kind->keeps_all();
-    group.is_cached = each.is_cached && !group.holds_encoder() && !group.is_circular();
+    group.is_cached = each.is_cached && group.rules->traits.has_hits;
     group.is_transferred = each.is_transferred;
     group.drafts = each.drafts;
     group.has_partial =
@@ -99,8 +99,10 @@ std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_bl
     group.block_size = each.block_size;
     group.num_hashes = each.block_size / hash_block_size;
     group.max_blocks = ceil_div(options.max_model_len, each.block_size);
-    if (group.is_circular()) {
+    group.num_places = kUnbounded;
+    if (each.kind->buffer() > 0) {
       group.max_blocks = std::min(group.max_blocks, ceil_div(each.kind->buffer(), each.block_size));
+      group.num_places = group.max_blocks * each.block_size;
     }
     group.num_speculative = each.kind->num_speculative_blocks();
     group.num_prealloc = ceil_div(options.num_preallocate_tokens, each.block_size);

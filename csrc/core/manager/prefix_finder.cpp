@@ -35,9 +35,9 @@ PrefixFinder::PrefixFinder(const Context& context, const ManagerOptions& options
                   std::any_of(groups_->begin(), groups_->end(),
                               [](const CacheGroup& group) { return group.is_cached; })) {
   for (const CacheGroup& group : *groups_) {
-    has_tokens_ |= group.holds_tokens() && group.is_cached;
-    has_states_ |= group.holds_state();
-    if (group.holds_encoder() || group.is_circular()) continue;
+    has_tokens_ |= group.rules->traits.appends && group.is_cached;
+    has_states_ |= group.rules->traits.updates_in_place;
+    if (!group.rules->traits.has_hits) continue;
     const char* name = "the least common multiple of the groups' block sizes";
     unit_ = group.hit_unit;
     whole_unit_ = checked_size(name, std::lcm(whole_unit_, group.block_size), 1);
@@ -66,10 +66,10 @@ BlockId PrefixFinder::host_page(const CacheGroup& group, int64_t block) const {
   return host_->find(hash_at(end), group.id, variant_at(end));
 }
 
-// How many of the first num_blocks blocks of a group are found before one is not.
+// The number of leading blocks of a group that are found, out of the first num_blocks.
 int64_t PrefixFinder::find_leading(const CacheGroup& group, int64_t num_blocks) {
   std::vector<BlockId>& found = hit_.blocks[group.id];
-  // A cold prompt is known by its first block: nothing is made ready for the others.
+  // The first block identifies a cold prompt; nothing is prepared for the other blocks.
   const bool any = num_blocks > 0 && is_found(group, 0);
   found.resize(any ? static_cast<size_t>(num_blocks) : 0);
   int64_t n = 0;
@@ -94,7 +94,7 @@ int64_t PrefixFinder::find_leading(const CacheGroup& group, int64_t num_blocks) 
     n += search(*host_);
     if (n == first) break;
     for (int64_t i = first; i < n; ++i) {
-      // The device may have a later block, and lack those before it.
+      // The device may contain a later block without the blocks before it.
       const BlockId id = device_block(group, i);
       if (id == kNullBlock) hit_.on_host[group.id].push_back({i, found[i]});
       found[i] = id;
@@ -107,7 +107,7 @@ BlockId PrefixFinder::partial_block_of(const CacheGroup& group, int64_t num_toke
   return pool_->find_partial(hash_at(num_tokens), group.id, variant_at(num_tokens));
 }
 
-// Whether the group finds the block in which the last of so many tokens is, filled as far.
+// Whether the group finds the block with the last of num_tokens tokens, filled up to this token.
 bool PrefixFinder::is_end_found(const CacheGroup& group, int64_t num_tokens) const {
   return num_tokens % group.block_size == 0 ? is_found(group, num_tokens / group.block_size - 1)
                                             : partial_block_of(group, num_tokens) != kNullBlock;
@@ -138,15 +138,15 @@ const PrefixHit& PrefixFinder::find(const TokenChain& chain, bool with_partial, 
   return hit_;
 }
 
-// A fixed point: what one group takes less, all take less.
+// Iterates to a fixed point, because a hit that one group shortens is shorter for all groups.
 int64_t PrefixFinder::accepted_by_all(int64_t num_tokens, bool with_states) {
   num_tokens -= num_tokens % step_;
   for (int64_t before = -1; num_tokens != before && num_tokens > 0;) {
     before = num_tokens;
-    // Groups that need the whole prefix first: a cold prompt is then known by one miss.
+    // Groups that need the whole prefix come first, so that one miss identifies a cold prompt.
     for (bool whole : {true, false}) {
       for (const CacheGroup& group : *groups_) {
-        if (group.holds_state() && !with_states) continue;
+        if (group.rules->traits.updates_in_place && !with_states) continue;
         if (group.keeps_all == whole && num_tokens > 0) num_tokens = accepted(group, num_tokens);
       }
     }
@@ -167,7 +167,7 @@ int64_t PrefixFinder::accepted_by_prefix(const CacheGroup& group, int64_t num_to
   if (num_leading < 0) {
     num_leading = find_leading(group, std::max<int64_t>(num_tokens + redone, 0) / bs);
   }
-  // Beyond the whole blocks at most a part of the next one.
+  // The hit ends in the block after the whole blocks at the latest.
   num_tokens = std::min(num_tokens, (num_leading + 1) * bs - hash_block_size_ - redone);
   num_tokens -= num_tokens % step_;
   const auto is_missing = [&](int64_t n) {
@@ -192,11 +192,11 @@ int64_t PrefixFinder::accepted_by_window(const CacheGroup& group, int64_t num_to
       num_tokens -= step_;
       continue;
     }
-    // Backwards: the last block that is missing says at once where the hit must end instead.
+    // Searches backwards: the last missing block determines where the hit must end instead.
     int64_t block = num_tokens / bs - 1;
     while (block >= first_token / bs && is_found(group, block)) --block;
     if (block < first_token / bs) break;
-    num_tokens = (block + 1) * bs - hash_block_size_;  // at most a part of it
+    num_tokens = (block + 1) * bs - hash_block_size_;  // at most a part of the block
     num_tokens -= num_tokens % step_;
   }
   return std::max<int64_t>(num_tokens, 0);
@@ -206,7 +206,7 @@ void PrefixFinder::collect(const CacheGroup& group) {
   std::vector<BlockId>& blocks = hit_.blocks[group.id];
   std::vector<PrefixHit::HostBlock>& on_host = hit_.on_host[group.id];
   const int64_t n = hit_.num_tokens;
-  if (n == 0 || group.holds_encoder() || group.is_circular()) {
+  if (n == 0 || !group.rules->traits.has_hits) {
     blocks.clear();
     on_host.clear();
     return;

@@ -1,11 +1,12 @@
-// The longest prefix that all cache groups of a manager can take from the cache, be it the device's
-// or the host's.
+// Finds the longest prefix that all cache groups of a manager can take from the cache, on the
+// device or on the host.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
 #include "core/groups/cache_group.h"
+#include "core/groups/rules/page_rules.h"
 #include "core/hashing/token_chain.h"
 #include "core/manager/options.h"
 #include "core/pool/block_pool.h"
@@ -13,35 +14,36 @@
 namespace kvcache {
 
 struct PrefixHit {
-  struct HostBlock {  // of a hit, that is on the host
+  struct HostBlock {  // a block of the hit that is on the host
     int64_t column;   // block of the sequence
     BlockId page;
   };
   int64_t num_tokens = 0;
-  // What the groups of tokens would hit, whatever states are kept; 0 where there are none.
+  // The hit of the groups of tokens alone, regardless of states; 0 without such groups.
   int64_t num_shared_tokens = 0;
-  // Per group: whole blocks; null where they are not read any more, or are on the host.
+  // Per group: whole blocks; null if the block is no longer read, or is on the host.
   std::vector<std::vector<BlockId>> blocks;
-  std::vector<std::vector<HostBlock>> on_host;  // per group, by column
+  std::vector<std::vector<HostBlock>> on_host;  // per group, in order of columns
   int64_t num_host_blocks = 0;
-  // Per group: the block whose first num_tokens % block_size tokens are to be copied, or null.
+  // Per group: the block whose first num_tokens % block_size tokens are copied, or null.
   std::vector<BlockId> sources;
 
-  // The hit of a caller that has looked up whole blocks of the device.
+  // The hit of a caller that looked up whole blocks on the device.
   static PrefixHit of_device(int64_t num_tokens, const std::vector<std::vector<BlockId>>& blocks);
 
-  // From here on, the hit rests on pages of the host; num_tokens where it has none.
+  // The first token of the hit whose block is on the host; num_tokens if there is none.
   int64_t first_host_token(const std::vector<CacheGroup>& groups) const;
 
-  // The group's blocks; with the one that is to be copied, last.
+  // The blocks of the group, followed by the block to copy, if there is one.
   std::vector<BlockId> ids(const CacheGroup& group) const {
     std::vector<BlockId> out = blocks[group.id];
     if (has_part_of(group)) out.push_back(sources[group.id]);
     return out;
   }
-  // Whether the hit ends inside a block of the group; where that is not read, its source is null.
+  // Whether the hit ends inside a block of the group. If that block is not read, its source is
+  // null.
   bool has_part_of(const CacheGroup& group) const {
-    return num_tokens % group.block_size != 0 && !group.holds_encoder() && !group.is_circular();
+    return num_tokens % group.block_size != 0 && group.rules->traits.has_hits;
   }
 
   bool copies_partial() const {
@@ -56,25 +58,27 @@ class PrefixFinder {
  public:
   struct Context {
     const BlockPool* pool;
-    const BlockPool* host;  // null where there is none
+    const BlockPool* host;  // null without a host tier
     const std::vector<CacheGroup>* groups;
     int64_t hash_block_size;
   };
-  // A drafter needs the hidden states of the tokens before those that are computed, so the last
-  // block that its group finds is computed anew: the group finds one block more than the hit takes,
-  // be it behind the last token but one. Where hits end inside blocks, one hash block is enough.
+  // A drafter needs the hidden states of the tokens before the computed ones, so the last block
+  // that its group finds is recomputed: the group must find one block more than the hit, even if
+  // this block ends after the last token that a hit may include. If hits can end inside blocks, one
+  // hash block is enough.
   PrefixFinder(const Context& context, const ManagerOptions& options);
 
-  // The hit of a request, at most all its tokens but the last; valid until the next call. None
-  // where caching is off or the request does not read the cache. Changes no pool. The chain's
-  // hashes must be known. Partial blocks are found on the device only.
+  // Finds the hit of a request, at most all its tokens except the last; valid until the next call.
+  // Empty if caching is disabled or the request does not read the cache. Does not change the pools.
+  // The hashes of the chain must be known. Partial blocks are found only on the device.
   const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host) {
     return find(chain, with_partial, with_host, chain.read_cache());
   }
-  // The same where the call says whether the request reads.
+  // Overrides the setting of the chain with `reads`.
   const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host, bool reads);
 
-  // Tokens: hits end at multiples of them, with and without those that end inside blocks.
+  // Hits end at multiples of this number of tokens: `unit` for all hits, `whole_unit` for hits of
+  // whole blocks.
   int64_t unit() const { return unit_; }
   int64_t whole_unit() const { return whole_unit_; }
 
@@ -83,7 +87,7 @@ class PrefixFinder {
   int64_t accepted(const CacheGroup& group, int64_t num_tokens);
   int64_t accepted_by_prefix(const CacheGroup& group, int64_t num_tokens);
   int64_t accepted_by_window(const CacheGroup& group, int64_t num_tokens);
-  // Of the prefix of so many tokens.
+  // The hash of the first num_tokens tokens.
   const Hash& hash_at(int64_t num_tokens) const;
   uint64_t variant_at(int64_t num_tokens) const;
   bool is_end_found(const CacheGroup& group, int64_t num_tokens) const;
@@ -100,17 +104,17 @@ class PrefixFinder {
   const BlockPool* host_;
   const std::vector<CacheGroup>* groups_;
   int64_t hash_block_size_;
-  // Hits end at multiples of it, with and without those that end inside blocks.
+  // See unit() and whole_unit().
   int64_t unit_ = 1, whole_unit_ = 1;
   bool is_enabled_, has_tokens_ = false, has_states_ = false;
-  // The search at hand:
+  // State of the current search:
   const std::vector<Hash>* hashes_ = nullptr;
   const uint64_t* variants_ = nullptr;
   bool with_partial_ = false;
   int64_t step_ = 1;        // unit_ or whole_unit_
   int64_t num_hashed_ = 0;  // tokens
   bool with_host_ = false;
-  std::vector<int64_t> num_leading_;  // per group: blocks found from the start; -1: not asked yet
+  std::vector<int64_t> num_leading_;  // per group: leading blocks found; -1: unknown
   PrefixHit hit_;
 };
 

@@ -1,7 +1,7 @@
-// Filled blocks become findable: under the hashes of the tokens that they hold, and in events.
+// Publishes filled blocks under the hashes of their tokens, and in events.
 //
-// Invariant: nothing is published that may not be computed: neither lookahead slots nor tokens that
-// are not known, nor what a row holds from an earlier epoch.
+// Invariant: nothing is published that may never be computed (lookahead slots, unknown tokens) or
+// that a row holds from an earlier epoch.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ namespace kvcache {
 
 class Publisher {
  public:
-  // Everything that publishing touches; `host` is null where there is none.
+  // All state that publishing uses. `host` is null without a host tier.
   struct Context {
     const std::vector<CacheGroup>* groups;
     int64_t hash_block_size;
@@ -33,34 +33,41 @@ class Publisher {
   };
   Publisher(const Context& context, const ManagerOptions& options);
 
-  // Whether blocks are found under hashes at all.
+  // Whether blocks are published at all.
   bool is_enabled() const { return is_enabled_; }
-  // Whether blocks of the row may have filled since it was published last.
+  // Whether blocks of the row may have filled since it was last published.
   bool may_publish(int32_t row) const {
     return (*c_.rows)[row].num_computed >= (*c_.rows)[row].next_publish;
   }
-  // Publishes what has filled since. What it publishes must have been hashed.
+  // Publishes the blocks filled since the last call. Their hashes must have been computed.
   void publish(int32_t row) {
     if (may_publish(row)) publish_filled(row);  // few rows of a step
   }
-  // The same of whole blocks of tokens alone, for later rows of the step that fills them.
+  // Publishes only whole blocks of tokens, for later rows of the step that fills them.
   void publish_blocks(int32_t row);
-  // The state after num_tokens tokens, which this page holds, if that is a block boundary.
-  void publish_state(int32_t row, const CacheGroup& group, int64_t num_tokens, BlockId page);
-  // Pages of the host that the plan at hand writes.
+  // Publishes the host pages that the current plan writes.
   void publish_offloaded();
-  // Blocks of hits on the host whose steps are done, unless what their pages hold was reported
-  // invalid since.
+  // Publishes the device blocks of host hits whose steps are done, unless the content of their
+  // pages was reported invalid in the meantime.
   void publish_arrived();
-  // Says in events that a row has taken these blocks of the device, where that is wanted.
+  // If enabled, records events for the device blocks that a row has taken from a hit.
   void announce_hit(int32_t row, const PrefixHit& hit) const {
     if (announces_reused_) announce(row, hit);
   }
-  // To be called when the row's blocks, or what is published of them, have changed otherwise.
+  // Must be called when the blocks of the row, or what is published of them, have changed by other
+  // means.
   void refresh(int32_t row) { (*c_.rows)[row].next_publish = next_publish(row); }
 
-  // Tokens of the row that have KV, as far as that is known.
+  // The number of tokens of the row that are known to have KV.
   int64_t num_with_kv(int32_t row) const;
+
+  // For page rules: publishes the row's blocks from first_block on; or the part of a block that
+  // ends with this hash block of the row.
+  void publish_run(int32_t row, const CacheGroup& group, int64_t first_block, const BlockId* ids,
+                   int64_t n);
+  void publish_part(int32_t row, const CacheGroup& group, int64_t block, int64_t hash);
+  RowTable& rows() const { return *c_.rows; }
+  const BlockPool& pool() const { return *c_.pool; }
 
   void check_invariants() const;
 
@@ -68,19 +75,13 @@ class Publisher {
   int64_t next_publish(int32_t row) const;
   int64_t num_hashed(int32_t row) const;  // hash blocks of the row with KV
   void publish_filled(int32_t row);
-  void publish_whole(int32_t row, const CacheGroup& group, int64_t num_hashed);
-  void publish_partial(int32_t row, const CacheGroup& group, int64_t num_hashed);
-  void publish_states(int32_t row, const CacheGroup& group);
-  void keep_state(int32_t row, const CacheGroup& group);
-  void publish_run(int32_t row, const CacheGroup& group, int64_t first_block, const BlockId* ids,
-                   int64_t n);
   Content content_of(const TokenChain& chain, const CacheGroup& group, int64_t first_block) const;
   void announce(int32_t row, const PrefixHit& hit) const;
   void publish_ids(const Content& content, const CacheGroup& group, const BlockId* ids, int64_t n);
   void note(int32_t row, const CacheGroup& group, int64_t block, BlockId id);
 
   Context c_;
-  bool is_enabled_, waits_for_marks_, records_events_, announces_reused_;
+  bool is_enabled_, records_events_, announces_reused_;
 };
 
 }  // namespace kvcache

@@ -10,7 +10,8 @@ Recompute Recovery::report(int64_t step_id, bool completed, const std::vector<Bl
   Recompute all;
   if (!completed) all = abort_from(step_id);
   if (!failed.empty() || !failed_on_host.empty()) {
-    // Before the step is done: its journal knows who has used these pages and let go of them.
+    // Before the step is done, because its journal records which rows used these blocks and dropped
+    // them.
     const Recompute more = invalidate(failed, failed_on_host);
     all.rows.insert(all.rows.end(), more.rows.begin(), more.rows.end());
     all.num_computed_tokens.insert(all.num_computed_tokens.end(), more.num_computed_tokens.begin(),
@@ -38,7 +39,7 @@ Recompute Recovery::abort_from(int64_t step_id) {
   for (const StepJournal::Step& step : aborted) {
     for (const StepJournal::Published& each : step.published) add_published(each, left, &invalid);
   }
-  // Nothing reads any more for these steps.
+  // Blocks no longer wait for the aborted steps.
   c_.frees->forget_aborted();
   if (c_.host != nullptr) {
     c_.host->finish(c_.host->take_aborted(c_.journal->numbers().last_issued));
@@ -51,7 +52,7 @@ Recompute Recovery::abort_from(int64_t step_id) {
   return recompute(invalid.limits());
 }
 
-// Undoes what the step did to rows, to pages of the host, and to the worker's tables.
+// Undoes the effects of the step on rows, host pages and the tables of the worker.
 void Recovery::undo(const StepJournal::Step& step, Invalidation* invalid) {
   for (const StepJournal::Served& served : step.rows) {
     if (!c_.rows->is_still(served.row, served.admission)) continue;
@@ -73,12 +74,12 @@ void Recovery::undo(const StepJournal::Step& step, Invalidation* invalid) {
   }
 }
 
-// Blocks that an aborted step made findable, unless they were computed before. `left`: of rows that
-// have let go of blocks.
+// Adds blocks that an aborted step published, unless they were computed earlier. `left`: chains of
+// rows that have released blocks.
 void Recovery::add_published(const StepJournal::Published& published, const Chains& left,
                              Invalidation* invalid) const {
   if (c_.pool->generation(published.id) != published.generation) return;
-  int64_t num_valid = 0;  // of a row that has left, nothing is known
+  int64_t num_valid = 0;  // for a freed row, nothing is known
   if (c_.rows->is_still(published.row, published.admission)) {
     const auto limit = invalid->limits().find(published.row);
     const int64_t end = published.first_token + (*c_.groups)[published.group].block_size;
@@ -86,16 +87,17 @@ void Recovery::add_published(const StepJournal::Published& published, const Chai
     num_valid = std::max(limit->second, published.first_token);
   }
   invalid->add_block(published.id, num_valid);
-  // An earlier step may have written to it, too, and the row computed from it: what a state says of
-  // that is noted where its page is left.
+  // An earlier step may have written to the block too, and the row may have used it for later
+  // tokens. For states, this was recorded when their page was left.
   const auto chain = left.find(published.admission);
-  if (chain == left.end() || (*c_.groups)[published.group].holds_state()) return;
+  if (chain == left.end() || (*c_.groups)[published.group].rules->traits.updates_in_place) return;
   c_.journal->note_forgotten(published, chain->second);
 }
 
 Recompute Recovery::invalidate(const std::vector<BlockId>& blocks,
                                const std::vector<BlockId>& pages) {
-  // Without caching equal hashes are blocks of their own: hashes may be known of another manager.
+  // Without caching, equal hashes do not identify shared content; they may come from another
+  // manager.
   Invalidation invalid(invalidation_context(), /*by_hash=*/parts_.publisher->is_enabled());
   invalid.add_failed(blocks, pages);
   invalid.spread();
@@ -106,9 +108,9 @@ Recompute Recovery::invalidate(const std::vector<BlockId>& blocks,
   return recompute(invalid.limits());
 }
 
-// Rows whose valid tokens end before what they have computed go back to that end, or, where their
-// own blocks do not hold all that they read from there, start anew. One that receives does so when
-// it is done.
+// Rows with invalid computed tokens go back to the end of their valid tokens. If their own blocks
+// do not contain everything that they read from there, they start again. A row that receives does
+// so when it has received its tokens.
 Recompute Recovery::recompute(const Invalidation::Limits& limits) {
   RowTable& rows = *c_.rows;
   Recompute out;

@@ -4,17 +4,16 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/groups/rules/page_rules.h"
 #include "core/limits.h"
 
 namespace kvcache {
 
 RequestChecks::RequestChecks(const Context& context)
-    : c_(context), max_drafts_(max_drafts(context.setup->groups)) {
-  for (const CacheGroup& group : c_.setup->groups) {
-    has_state_ |= group.holds_state();
-    has_circular_ |= group.is_circular();
-  }
-}
+    : c_(context),
+      has_state_(has_states(context.setup->groups)),
+      max_drafts_(max_drafts(context.setup->groups)),
+      has_bound_(has_bound(context.setup->groups)) {}
 
 void RequestChecks::check_group(int64_t group) const {
   if (group >= 0 && group < static_cast<int64_t>(c_.setup->groups.size())) return;
@@ -28,23 +27,23 @@ void RequestChecks::fail_length(int64_t num_total, const char* what) const {
                               std::to_string(c_.setup->options.max_model_len));
 }
 
-void RequestChecks::check_circular(int64_t start, int64_t num_slots, const char* what) const {
+void RequestChecks::check_bound(int64_t start, int64_t num_slots, const char* what) const {
   const int64_t stop = std::min(start + num_slots, c_.setup->options.max_model_len);
   for (const CacheGroup& group : c_.setup->groups) {
-    if (!group.is_circular() || group.has_places_for(start, stop)) continue;
+    if (group.has_places_for(start, stop)) continue;
     const int64_t num_read = start - group.first_needed_token(start);
     throw std::invalid_argument(std::string(what) + " asks for " + std::to_string(num_slots) +
                                 " slots, lookahead included: expected at most " +
-                                std::to_string(group.num_places() - num_read) + ", as group " +
+                                std::to_string(group.num_places - num_read) + ", as group " +
                                 std::to_string(group.id) + " has places for " +
-                                std::to_string(group.num_places()) + " tokens and reads " +
+                                std::to_string(group.num_places) + " tokens and reads " +
                                 std::to_string(num_read) + " of them");
   }
 }
 
 void RequestChecks::fail_driver(int32_t row, bool by_step) {
   throw std::invalid_argument("row " + std::to_string(row) + " was admitted by " +
-                              (by_step ? "allocate_slots: expected append_slots to serve it"
+                              (by_step ? "admit: expected extend to serve it"
                                        : "step: expected its row among the rows of step"));
 }
 
@@ -77,28 +76,30 @@ void RequestChecks::check_new(const TokenChain& chain, int64_t least_tokens) con
       " came to a manager with block_size " + std::to_string(c_.setup->hash_block_size));
 }
 
-void RequestChecks::check_counts(const NewRow& asked, const char* name) const {
-  checked_size("num_external_computed_tokens", asked.num_external, 0);
+void RequestChecks::check_counts(const NewRow& asked) const {
+  checked_size("max_host_blocks", asked.max_host_blocks, 0);
+  checked_size("num_lookahead_tokens", asked.num_lookahead, 0);
+  checked_size("num_reserved_blocks", asked.num_reserved_blocks, 0);
+  checked_size("external.num_tokens", asked.num_external, 0);
   if (asked.num_external > 0) check_all_transferred(asked.num_external);
   if (!asked.receives) {
-    checked_size(name, asked.num_tokens, 1);
+    checked_size("num_tokens", asked.num_tokens, 1);
     return;
   }
   if (asked.num_external == 0) {
     throw std::invalid_argument(
-        "delay_cache_blocks of a request without external tokens: expected "
-        "num_external_computed_tokens of 1 or more");
+        "external.delayed is True, and external.num_tokens is 0: expected 1 or more tokens");
   }
   if (asked.num_tokens == 0) return;
-  throw std::invalid_argument(std::string(name) + " is " + std::to_string(asked.num_tokens) +
-                              ": expected 0 with delay_cache_blocks, as the request computes "
+  throw std::invalid_argument("num_tokens is " + std::to_string(asked.num_tokens) +
+                              ": expected 0 with external.delayed, as the request computes "
                               "nothing before its external tokens are there");
 }
 
 void RequestChecks::check_all_transferred(int64_t num_external) const {
   for (const CacheGroup& group : c_.setup->groups) {
     if (group.is_transferred || !group.is_cached) continue;
-    throw std::invalid_argument("num_external_computed_tokens is " + std::to_string(num_external) +
+    throw std::invalid_argument("external.num_tokens is " + std::to_string(num_external) +
                                 ": expected 0, as group " + std::to_string(group.id) +
                                 " is cached and not transferred, so their KV in it would be "
                                 "missing");
@@ -108,10 +109,10 @@ void RequestChecks::check_all_transferred(int64_t num_external) const {
 void RequestChecks::check_external(const NewRow& asked, int64_t num_hit) const {
   const int64_t num_known = asked.chain->num_tokens();
   if (num_hit + asked.num_external < num_known || asked.num_external == 0) return;
-  throw std::invalid_argument("num_external_computed_tokens is " +
-                              std::to_string(asked.num_external) + ": expected at most " +
-                              std::to_string(num_known - 1 - num_hit) + ", as the request has " +
-                              std::to_string(num_known) + " tokens, " + std::to_string(num_hit) +
+  throw std::invalid_argument("external.num_tokens is " + std::to_string(asked.num_external) +
+                              ": expected at most " + std::to_string(num_known - 1 - num_hit) +
+                              ", as the request has " + std::to_string(num_known) + " tokens, " +
+                              std::to_string(num_hit) +
                               " of them are cached, and the last one must run");
 }
 
@@ -119,8 +120,9 @@ void RequestChecks::check_receive(int32_t row, int64_t num_tokens) const {
   const Row& r = c_.rows->at(row);
   const int64_t most = r.num_computed - c_.rows->info(row).num_hit;
   if (!r.is_receiving) {
-    throw std::invalid_argument("row " + std::to_string(row) +
-                                " is not receiving: expected a request with delay_cache_blocks");
+    throw std::invalid_argument(
+        "row " + std::to_string(row) +
+        " is not receiving: expected a request that was admitted with external.delayed");
   }
   if (num_tokens >= 0 && num_tokens <= most) return;
   throw std::invalid_argument("num_tokens is " + std::to_string(num_tokens) + ": expected 0 to " +
@@ -186,9 +188,9 @@ int64_t RequestChecks::check_computed(const TokenChain& chain,
     const auto n = static_cast<int64_t>(computed[group.id].size());
     most_blocks = std::max(most_blocks, computed[group.id].size());
     const int64_t covered = n * group.block_size;
-    const bool has_none = group.holds_encoder() || group.is_circular();
-    if (has_none ? n == 0 : num_tokens < 0 || covered == num_tokens) {
-      if (!has_none) num_tokens = covered;
+    const bool has_hits = group.rules->traits.has_hits;
+    if (has_hits ? num_tokens < 0 || covered == num_tokens : n == 0) {
+      if (has_hits) num_tokens = covered;
       continue;
     }
     throw std::invalid_argument("computed_blocks[" + std::to_string(group.id) + "] covers " +
@@ -282,7 +284,7 @@ void RequestChecks::check_token_ids(const StepRequest& request) const {
         (request.num_token_ids == nullptr ? "one per row" : "the sum of num_token_ids"));
   }
   for (int64_t i = 0; i < request.num_rows && request.num_ids > 0; ++i) {
-    // The last one may be sampled and never run.
+    // The last token may be sampled and never computed.
     const int64_t n = request.num_token_ids == nullptr ? 1 : request.num_token_ids[i];
     if (n > 0) check_length((*c_.rows)[request.rows[i]].chain->num_tokens() + n - 1, "a request");
   }
@@ -298,11 +300,9 @@ void RequestChecks::check_token_ids(const StepRequest& request) const {
 }
 
 void RequestChecks::check_step(const StepRequest& request) const {
-  checked_size("num_reserved_blocks", request.num_reserved_blocks, 0);
   checked_size("num_lookahead_tokens", request.num_lookahead, 0);
-  const auto num_asked = request.num_rows + static_cast<int64_t>(request.new_rows.size());
   if (request.lookahead != nullptr) {
-    for (int64_t i = 0; i < num_asked; ++i) {
+    for (int64_t i = 0; i < request.num_rows; ++i) {
       checked_size("num_lookahead_tokens", request.lookahead[i], 0);
     }
   }
@@ -315,62 +315,57 @@ void RequestChecks::check_step(const StepRequest& request) const {
   check_token_ids(request);
   for (size_t i = 0; i < request.new_rows.size(); ++i) {
     const NewRow& row = request.new_rows[i];
-    check_counts(row, "new_num_tokens");
-    checked_size("max_host_blocks", row.max_host_blocks, 0);
+    check_counts(row);
     check_new(*row.chain);
-    // With external tokens that is known only with the hit that they follow.
-    if (row.num_external == 0) check_new_places(row, /*start=*/0, request.lookahead_of_new(i));
+    // With external tokens, the places depend on the hit, which is not known yet.
+    if (row.num_external == 0) check_new_places(row, /*start=*/0);
   }
 }
 
-void RequestChecks::check_append(int32_t row, int64_t num_tokens, int64_t least,
-                                 int64_t num_lookahead_tokens) const {
-  check_driver(row, /*by_step=*/false);
-  check_on_device(row);
-  check_not_receiving(row);
-  checked_size("num_tokens", num_tokens, least);
-  checked_size("num_lookahead_tokens", num_lookahead_tokens, 0);
-  check_length((*c_.rows)[row].num_computed + num_tokens, "a row");
-  check_places((*c_.rows)[row].num_computed, num_tokens + num_lookahead_tokens, "a row");
+void RequestChecks::check_ask(const RowAsk& ask) const {
+  check_driver(ask.row, /*by_step=*/false);
+  check_on_device(ask.row);
+  check_not_receiving(ask.row);
+  checked_size("num_lookahead_tokens", ask.num_lookahead, 0);
+  const Row& r = (*c_.rows)[ask.row];
+  if (ask.start) {
+    check_start(ask);
+  } else {
+    checked_size("num_tokens", ask.num_tokens, 0);
+  }
+  const int64_t start = ask.start.value_or(r.num_computed);
+  check_length(start + ask.num_tokens, "a row");
+  check_places(start, ask.num_tokens + ask.num_lookahead, "a row");
+  if (ask.ids == nullptr) return;
+  // The last token may be sampled and never computed.
+  if (ask.num_ids > 0) check_length(r.chain->num_tokens() + ask.num_ids - 1, "a request");
+  for (int64_t i = 0; i < ask.num_ids && !r.chain->takes_placeholders(); ++i) {
+    if (ask.ids[i] < 0) TokenIds::fail_negative(i, ask.ids[i]);
+  }
 }
 
-void RequestChecks::check_advance(const RowAdvance& each, int64_t num_lookahead_tokens) const {
-  const auto [row, start, stop, ids, num_ids] = each;
-  check_driver(row, /*by_step=*/false);
-  check_on_device(row);
-  check_not_receiving(row);
-  const auto what = [row = row](const char* name, int64_t value) {
+void RequestChecks::check_start(const RowAsk& ask) const {
+  const int32_t row = ask.row;
+  const int64_t start = *ask.start, num_computed = (*c_.rows)[row].num_computed;
+  const auto what = [row](const char* name, int64_t value) {
     return std::string(name) + " of row " + std::to_string(row) + " is " + std::to_string(value);
   };
-  checked_size("num_lookahead_tokens", num_lookahead_tokens, 0);
   if (!c_.rows->name(row)) {
     throw std::invalid_argument("rows names row " + std::to_string(row) + " twice");
   }
-  const int64_t num_computed = (*c_.rows)[row].num_computed;
   if (start < 0) throw std::invalid_argument(what("start", start) + ": expected at least 0");
   if (start < num_computed) check_rejected(row, num_computed - start);
   int64_t num_slots = kMaxSize;
   for (const CacheGroup& group : c_.setup->groups) {
-    if (!group.holds_tokens()) continue;
-    const int64_t size = c_.rows->blocks(row)[group.id].size() * group.block_size;
-    num_slots = std::min(num_slots, group.is_circular() ? num_computed : size);
+    num_slots = std::min(num_slots, group.rules->num_slots(group, c_.rows->blocks(row)[group.id]));
   }
   if (start > num_slots) {
     throw std::invalid_argument(what("start", start) + ": expected at most " +
                                 std::to_string(num_slots) + ", the slots that it has");
   }
-  if (stop <= start) {
-    throw std::invalid_argument(what("stop", stop) + ": expected more than its start, " +
-                                std::to_string(start));
-  }
-  check_length(stop, "a row");
-  check_places(start, stop - start + num_lookahead_tokens, "a row");
-  const TokenChain& chain = *(*c_.rows)[row].chain;
-  // The last one may be sampled and never run.
-  if (num_ids > 0) check_length(chain.num_tokens() + num_ids - 1, "a request");
-  for (int64_t i = 0; i < num_ids && !chain.takes_placeholders(); ++i) {
-    if (ids[i] < 0) TokenIds::fail_negative(i, ids[i]);
-  }
+  if (ask.num_tokens > 0) return;
+  throw std::invalid_argument(what("stop", start + ask.num_tokens) +
+                              ": expected more than its start, " + std::to_string(start));
 }
 
 void RequestChecks::check_fork(int32_t row, const TokenChain& child) const {

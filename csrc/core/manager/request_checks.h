@@ -1,6 +1,6 @@
-// Requests that cannot be meant are refused by name before anything changes.
+// Rejects invalid requests before anything changes.
 //
-// Invariant: changes nothing but which rows the call has named.
+// Invariant: changes nothing except the record of the rows that the call has named.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@
 
 namespace kvcache {
 
-// All throw std::invalid_argument that names the argument, what came and what was expected.
+// All functions throw std::invalid_argument with the argument, the value and the expected value.
 class RequestChecks {
  public:
   struct Context {
@@ -27,7 +27,7 @@ class RequestChecks {
     RowTable* rows;
     const StepJournal* journal;
     const BlockPool* pool;
-    const BlockPool* host;  // null where there is none
+    const BlockPool* host;  // null without a host tier
     const DeferredFrees* frees;
   };
   explicit RequestChecks(const Context& context);
@@ -36,25 +36,26 @@ class RequestChecks {
   void check_length(int64_t num_total, const char* what) const {
     if (num_total > c_.setup->options.max_model_len) fail_length(num_total, what);
   }
-  // Which driver admitted the row: `step`, or a caller that keeps its own tables.
+  // Checks the driver of the row: `step`, or a caller that keeps its own tables.
   void check_driver(int32_t row, bool by_step) const {
     if (c_.rows->at(row).by_step != by_step) fail_driver(row, by_step);
   }
   void check_not_receiving(int32_t row) const {
     if ((*c_.rows)[row].is_receiving) fail_receiving(row);
   }
-  // That the slots of one step leave all that it reads, where blocks are written round. `what` asks
-  // for `num_slots`, lookahead included, from token `start` on.
+  // For circular buffers: checks that the slots of one step do not overwrite tokens that the step
+  // reads. `what` requests `num_slots` slots, including lookahead, from token `start` on.
   void check_places(int64_t start, int64_t num_slots, const char* what) const {
-    if (has_circular_) check_circular(start, num_slots, what);
+    if (has_bound_) check_bound(start, num_slots, what);
   }
-  // Of a request whose external tokens end at `start`: its own tokens, which follow them. Of the
-  // external ones the last come, as many as there are places for.
-  void check_new_places(const NewRow& asked, int64_t start, int64_t lookahead) const {
+  // Checks a request whose external tokens end at `start`, for its own tokens after them. Of the
+  // external tokens, only the last ones arrive, as many as fit.
+  void check_new_places(const NewRow& asked, int64_t start) const {
     const int64_t num_tokens = std::min(asked.num_tokens, asked.chain->num_tokens() - start);
-    check_places(start, num_tokens + lookahead, "a new request");
+    check_places(start, num_tokens + asked.num_lookahead, "a new request");
   }
-  // Drafts of a running row, which has num_known tokens known: no more than states are kept for.
+  // Checks that a running row with num_known known tokens has no more drafts than states are kept
+  // for.
   void check_drafts(int32_t row, int64_t start, int64_t num_tokens, int64_t num_known) const {
     const int64_t num_sure = std::max(start + 1, num_known) - start;
     if (max_drafts_ > 0 && num_tokens > num_sure + max_drafts_)
@@ -68,21 +69,19 @@ class RequestChecks {
   void check_ids(const std::vector<BlockId>& ids, const char* name) const;
 
   void check_new(const TokenChain& chain, int64_t least_tokens = 1) const;
-  // Counts of a request that asks for a row; `name`: of its number of tokens.
-  void check_counts(const NewRow& asked, const char* name) const;
+  // Checks the counts of a request for a row.
+  void check_counts(const NewRow& asked) const;
   void check_rejected(int32_t row, int64_t num_rejected) const;
-  void check_append(int32_t row, int64_t num_tokens, int64_t least,
-                    int64_t num_lookahead_tokens) const;
-  // Of a call that names its rows.
-  void check_advance(const RowAdvance& each, int64_t num_lookahead_tokens) const;
-  // Tokens that come from elsewhere, behind a hit of num_hit tokens.
+  // Checks the request for one row outside of a step.
+  void check_ask(const RowAsk& ask) const;
+  // Checks the external tokens that follow a hit of num_hit tokens.
   void check_external(const NewRow& asked, int64_t num_hit) const;
   void check_receive(int32_t row, int64_t num_tokens) const;
   void check_kept(const std::string& name) const;
   void check_fork(int32_t row, const TokenChain& child) const;
   void check_swap(const std::vector<int32_t>& rows, bool on_host) const;
   void check_leaving(const int32_t* rows, int64_t n, const LeavingBlocks& blocks) const;
-  // The number of tokens of these blocks, which a caller has looked up.
+  // The number of tokens in these blocks, which the caller has looked up.
   int64_t check_computed(const TokenChain& chain, const std::vector<std::vector<BlockId>>& computed,
                          bool reads = true) const;
   void check_step(const StepRequest& request) const;
@@ -90,6 +89,7 @@ class RequestChecks {
                     const std::vector<BlockId>& failed_on_host) const;
 
  private:
+  void check_start(const RowAsk& ask) const;
   void check_departure(int32_t row, const Departure& departure) const;
   [[noreturn]] void fail_length(int64_t num_total, const char* what) const;
   [[noreturn]] static void fail_on_host(int32_t row);
@@ -99,12 +99,12 @@ class RequestChecks {
   void check_step_rows(const StepRequest& request) const;
   void check_token_ids(const StepRequest& request) const;
   void check_all_transferred(int64_t num_external) const;
-  void check_circular(int64_t start, int64_t num_slots, const char* what) const;
+  void check_bound(int64_t start, int64_t num_slots, const char* what) const;
 
   Context c_;
-  bool has_state_ = false;     // a group of pages that hold states
-  int64_t max_drafts_;         // of a step of a row
-  bool has_circular_ = false;  // a group of blocks that are written round
+  bool has_state_;      // whether a group updates pages in place
+  int64_t max_drafts_;  // maximum per step and row
+  bool has_bound_;      // whether a group has circular buffers
 };
 
 }  // namespace kvcache

@@ -1,4 +1,4 @@
-// The state shared by the components that move rows' blocks.
+// State shared by the components that allocate, move and release the blocks of rows.
 #pragma once
 
 #include <algorithm>
@@ -18,28 +18,29 @@ namespace kvcache {
 struct RowContext {
   const std::vector<CacheGroup>* groups;
   BlockPool* pool;
-  HostTier* host;  // null where there is none
+  HostTier* host;  // null without a host tier
   RowTable* rows;
   PlanBuilder* plan;
   StepJournal* journal;
   DeferredFrees* frees;
 
-  // Before the row releases these blocks: they had its last access.
+  // Called before the row releases these blocks: records its last access to them.
   void note_access(int32_t row, const BlockId* ids, int64_t n) const {
     pool->access(ids, n, rows->info(row).access);
   }
 
-  // For the journal: the row lets go of a block that it had in this column.
+  // Notes in the journal that the row drops the block in this column.
   void note_dropped(int32_t row, const CacheGroup& group, int64_t column, BlockId id) const {
     journal->note_dropped(row, (*rows)[row], rows->first_token(row, group, column), id);
   }
 
-  // The row releases its blocks from the size-th on, last ones first.
+  // Releases the blocks of the row from column `size` on, last ones first.
   void release_tail(int32_t row, const CacheGroup& group, int64_t size) const {
     RowBlocks& each = rows->blocks(row)[group.id];
     if (each.size() <= size) return;
+    rows->disturb(row);
     std::vector<BlockId> ids(each.blocks.rbegin(), each.blocks.rend() - size);
-    // The tail of a table may already be gone.
+    // The end of the table may already be null.
     ids.erase(std::remove(ids.begin(), ids.end(), kNullBlock), ids.end());
     note_access(row, ids.data(), static_cast<int64_t>(ids.size()));
     frees->release_or_defer(ids.data(), static_cast<int64_t>(ids.size()));
@@ -47,7 +48,7 @@ struct RowContext {
     each.lower_hits(size);
   }
 
-  // The next plan sends the row's table anew, if plans have it at all.
+  // If plans contain the row, the next plan sends its whole table.
   void resend(int32_t row) const {
     if ((*rows)[row].by_step) plan->resend(row);
   }

@@ -4,6 +4,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "core/groups/rules/page_rules.h"
 namespace kvcache {
 
 void RowRelease::leave(int32_t row, const ReleaseFeatures& features, const Departure& departure) {
@@ -12,7 +13,7 @@ void RowRelease::leave(int32_t row, const ReleaseFeatures& features, const Depar
     note_left(row);
     notify_release(row, features);
   }
-  release_row(row, /*with_encoder=*/true, departure);
+  release_row(row, /*with_all=*/true, departure);
   if (r.by_step) c_.plan->clear_later(row);
   c_.plan->forget_resend(row);
   c_.rows->give_up(row);
@@ -20,30 +21,29 @@ void RowRelease::leave(int32_t row, const ReleaseFeatures& features, const Depar
 
 void RowRelease::let_go(int32_t row) {
   if (!(*c_.rows)[row].on_host) note_left(row);
-  release_row(row, /*with_encoder=*/false);
+  release_row(row, /*with_all=*/false);
 }
 
-// For the journal: what a row that leaves has computed and nothing finds, and what it onboards.
+// Records, for the journal, computed blocks of a released row that cannot be found, and its
+// onboards.
 void RowRelease::note_left(int32_t row) const {
   if (!c_.journal->notes((*c_.rows)[row])) return;
   c_.journal->note_left((*c_.rows)[row]);
   if (c_.host != nullptr) note_onboards(row);
   for (const CacheGroup& group : *c_.groups) {
     const RowBlocks& each = c_.rows->blocks(row)[group.id];
-    if (group.holds_encoder()) continue;
-    int64_t size = c_.rows->num_written(row, group);
-    if (group.holds_state()) {  // with the pages of drafts
-      size = std::min(each.num_dropped + (*c_.rows)[row].num_drafts + 1, each.size());
-    }
-    // Published blocks are found, unless no hit can read them or one of these has happened.
+    if (!group.rules->traits.follows_sequence) continue;
+    const int64_t size = std::min(c_.rows->computed(row, group).stop, each.size());
+    // A published block can be found, unless no hit can read it or one of these conditions applies.
     const bool may_be_lost =
         !group.keeps_all || has_forgotten_ || c_.host != nullptr || (*c_.rows)[row].has_forked;
     const int64_t first =
         may_be_lost ? each.num_dropped : std::max(each.num_dropped, each.num_published);
     for (int64_t b = first; b < size; ++b) {
       const BlockId id = each[b];
-      // The hash of a state says nothing of the blocks before its own that its step has computed.
-      const bool is_found = c_.pool->hash_of(id) != nullptr && !group.holds_state();
+      // The hash of a state does not cover the earlier blocks that its step has computed.
+      const bool is_found =
+          c_.pool->hash_of(id) != nullptr && !group.rules->traits.updates_in_place;
       if (!is_found) c_.note_dropped(row, group, b, id);
     }
   }
@@ -58,8 +58,8 @@ void RowRelease::note_onboards(int32_t row) const {
   }
 }
 
-void RowRelease::release_row(int32_t row, bool with_encoder, const Departure& departure) {
-  std::vector<BlockId> ids = c_.rows->tail_first(row, with_encoder);
+void RowRelease::release_row(int32_t row, bool with_all, const Departure& departure) {
+  std::vector<BlockId> ids = c_.rows->tail_first(row, with_all);
   const auto n = static_cast<int64_t>(ids.size());
   if ((*c_.rows)[row].on_host) {
     c_.host->pages().release(ids.data(), n);
@@ -73,11 +73,11 @@ void RowRelease::release_row(int32_t row, bool with_encoder, const Departure& de
   }
   c_.rows->info(row).access = {};
   for (const CacheGroup& group : *c_.groups) {
-    if (with_encoder || !group.holds_encoder()) c_.rows->blocks(row)[group.id].clear();
+    if (with_all || group.rules->traits.follows_sequence) c_.rows->blocks(row)[group.id].clear();
   }
 }
 
-// All of the row's blocks are kept for a connector, but those of groups that it does not transfer.
+// Keeps the blocks of the row for a connector, except blocks of groups that are not transferred.
 void RowRelease::keep(int32_t row, const std::string& name, std::vector<BlockId> ids) {
   std::unordered_set<BlockId> own;
   for (const CacheGroup& group : *c_.groups) {
@@ -128,31 +128,15 @@ void RowRelease::notify_release(int32_t row, ReleaseFeatures features) {
 bool RowRelease::can_resume(int32_t row, int64_t num_tokens) const {
   const RowBlocks* held = c_.rows->blocks(row);
   const AdmissionInfo& info = c_.rows->info(row);
-  if (num_tokens == 0) return false;  // the cache may still have something
-  for (const CacheGroup& group : *c_.groups) {
-    if (group.holds_state()) return false;  // it was updated in place
-    if (group.is_circular() &&
-        info.num_slots - group.first_needed_token(num_tokens) > group.num_places()) {
-      return false;  // it was written over
-    }
-    if (!group.holds_tokens()) continue;
-    const int64_t first = group.first_needed_token(num_tokens);
-    // Inside the hit, what only shorter hits read was never there, even where its block is.
-    if (group.is_cached && num_tokens < info.hit_end &&
-        first < std::min(num_tokens, group.first_needed_token(info.hit_end))) {
-      return false;
-    }
-    const bool needs_any = num_tokens % group.block_size != 0 || first < num_tokens;
-    if (needs_any && held[group.id].num_dropped > group.first_needed_block(num_tokens)) {
-      return false;
-    }
-  }
-  return true;
+  if (num_tokens == 0) return false;  // the cache may contain a hit
+  return std::all_of(c_.groups->begin(), c_.groups->end(), [&](const CacheGroup& group) {
+    return group.rules->can_resume(group, held[group.id], info, num_tokens);
+  });
 }
 
 void RowRelease::truncate(int32_t row, int64_t num_tokens) {
   for (const CacheGroup& group : *c_.groups) {
-    if (group.holds_encoder()) continue;
+    if (!group.rules->traits.follows_sequence) continue;
     RowBlocks& each = c_.rows->blocks(row)[group.id];
     const int64_t kept = ceil_div(num_tokens, group.block_size);
     c_.release_tail(row, group, kept);
@@ -162,6 +146,7 @@ void RowRelease::truncate(int32_t row, int64_t num_tokens) {
         static_cast<int32_t>(std::min<int64_t>(each.num_partial, num_tokens / hash_block_size_));
   }
   Row& r = (*c_.rows)[row];
+  c_.rows->disturb(row);
   r.num_computed = r.start = num_tokens;
   r.num_drafts = 0;
   int64_t& hit_end = c_.rows->info(row).hit_end;

@@ -1,7 +1,7 @@
-// Rows that release their blocks: all when they leave, or those behind what is valid of them.
+// Releases the blocks of rows: all when a row leaves, or those after its valid tokens.
 //
-// Invariant: what is released is known to the journal, as far as nothing finds it otherwise, and to
-// the eviction policy before it is.
+// Invariant: before blocks are released, the eviction policy is notified, and the journal records
+// the blocks that cannot be found otherwise.
 #pragma once
 
 #include <cstdint>
@@ -15,13 +15,13 @@
 
 namespace kvcache {
 
-// The fate of the blocks of a row that leaves.
+// What happens to the blocks of a row that leaves.
 struct Departure {
-  int64_t after_step = -1;               // they wait until this step is done
-  const std::string* keep_as = nullptr;  // they are kept under this name
+  int64_t after_step = -1;               // the blocks wait until this step is done
+  const std::string* keep_as = nullptr;  // the blocks are kept under this name
 };
 
-// The same of several rows.
+// The same for several rows.
 struct LeavingBlocks {
   int64_t after_step = -1;
   std::vector<std::string> keep_as = {};  // one name per row, or none
@@ -36,25 +36,28 @@ class RowRelease {
   RowRelease(const RowContext& context, int64_t hash_block_size, const Clock* clock)
       : c_(context), hash_block_size_(hash_block_size), clock_(clock) {}
 
-  // The row releases its blocks and is free; the next plan clears it, if plans have it at all.
+  // Releases the blocks of the row and frees the row. If plans contain the row, the next plan
+  // clears it.
   void leave(int32_t row, const ReleaseFeatures& features, const Departure& departure);
 
-  // Hashes were forgotten of blocks that rows hold: not all that was published is found.
+  // Called when hashes of held blocks are removed: from then on, a published block may not be
+  // found.
   void note_forgotten() { has_forgotten_ = true; }
 
-  // For the eviction policy, before the row's blocks are released.
+  // Notifies the eviction policy. Called before the blocks of the row are released.
   void notify_release(int32_t row, ReleaseFeatures features);
 
-  // All blocks of the row, tail first; `with_encoder`: those of an encoder, too.
-  void release_row(int32_t row, bool with_encoder, const Departure& departure = {});
+  // Releases the blocks of the row, tail first. `with_all`: including those that do not follow the
+  // sequence.
+  void release_row(int32_t row, bool with_all, const Departure& departure = {});
 
-  // The row starts anew: it lets go of all but an encoder's blocks.
+  // The row starts again: releases its blocks that follow the sequence.
   void let_go(int32_t row);
 
-  // Whether the row's own blocks hold all that the token at `num_tokens` reads, and the block that
-  // it goes into.
+  // Whether the row holds all blocks that the token at `num_tokens` reads, and the block that it is
+  // written to.
   bool can_resume(int32_t row, int64_t num_tokens) const;
-  // Takes the row, which can resume there, back to so many computed tokens.
+  // Takes the row back to num_tokens computed tokens, where it must be able to resume.
   void truncate(int32_t row, int64_t num_tokens);
 
  private:

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "core/groups/rules/page_rules.h"
 namespace kvcache {
 
 RowServer::RowServer(const RowContext& context, const Parts& parts, const ManagerOptions& options)
@@ -10,24 +11,24 @@ RowServer::RowServer(const RowContext& context, const Parts& parts, const Manage
       parts_(parts),
       rules_(c_.groups, c_.pool, c_.frees, &c_.journal->numbers(), parts.holders, options),
       growth_(c_, parts.holders),
+      has_state_(has_states(*c_.groups)),
+      has_bound_(has_bound(*c_.groups)),
       max_drafts_(max_drafts(*c_.groups)),
-      candidate_(c_.groups->size()) {
-  for (const CacheGroup& group : *c_.groups) has_state_ |= group.holds_state();
-}
+      candidate_(c_.groups->size()) {}
 
-// Inlined, as every row of a step is answered.
+// Inlined, because it runs for every row of a step.
 inline void RowServer::answer(const ServedRow& served, Status status) {
   const Span& span = served.span;
   const bool is_served = status == Status::kServed;
   c_.plan->answer(served.row, status, span.start, is_served ? span.stop - span.start : 0);
   if (!is_served) return;
   c_.journal->note_served(served.row, (*c_.rows)[served.row], served.safe_start);
-  if (c_.plan->must_resend(served.row)) return;  // sent whole when all are served
+  if (c_.plan->must_resend(served.row)) return;  // sent as a whole when all rows are served
   c_.plan->append(served.row, c_.rows->blocks(served.row), served.num_before.data());
 }
 
-// Of a row that runs: its tokens behind those that are known are drafts, but for the first.
-// Inlined, as every row of a step asks it.
+// The span of a running row. Its tokens after the known ones are drafts, except the first one.
+// Inlined, because it runs for every row of a step.
 inline Span RowServer::span_of(int32_t row, int64_t num_rejected, int64_t num_tokens,
                                int64_t num_lookahead) const {
   const Row& r = (*c_.rows)[row];
@@ -40,23 +41,46 @@ inline Span RowServer::span_of(int32_t row, int64_t num_rejected, int64_t num_to
   return span;
 }
 
+// In most steps, a row only advances: its blocks, and all that depends on them, do not change.
+inline bool RowServer::pass_quietly(int32_t row, const Span& span) {
+  if (span.stop + span.lookahead > c_.rows->quiet_until(row)) return false;
+  Row& r = (*c_.rows)[row];
+  r.start = span.start;
+  r.num_computed = span.stop;
+  note_slots(row, span);
+  return true;
+}
+
+inline void RowServer::note_slots(int32_t row, const Span& span) {
+  if (!has_bound_) return;
+  int64_t& num_slots = c_.rows->info(row).num_slots;
+  num_slots = std::max(num_slots, span.stop + span.lookahead);
+}
+
 void RowServer::serve_rows(const StepRequest& request) {
   fills_.begin();
   for (int64_t i = 0; i < request.num_rows; ++i) {
     const int32_t row = request.rows[i];
     const int64_t rejected = request.num_rejected == nullptr ? 0 : request.num_rejected[i];
     const int64_t start = (*c_.rows)[row].num_computed - rejected;
-    if (request.num_tokens[i] == 0) {  // gets nothing, wherever it is
+    if (request.num_tokens[i] == 0) {  // no allocation, on either tier
       (*c_.rows)[row].take_back(rejected);
       c_.plan->answer(row, Status::kServed, start, /*num_tokens=*/0);
       continue;
     }
-    ServedRow served;
-    served.row = row;
-    served.span = span_of(row, rejected, request.num_tokens[i], request.lookahead_of(i));
-    const Status status = extend(&served);
-    if (status != Status::kServed) parts_.intake->take_back_ids_of(request, i);
-    answer(served, status);
+    const Span span = span_of(row, rejected, request.num_tokens[i], request.lookahead_of(i));
+    Status status = Status::kServed;
+    if (pass_quietly(row, span)) {
+      c_.plan->answer(row, status, span.start, request.num_tokens[i]);
+      c_.journal->note_served(row, (*c_.rows)[row], span.start);
+    } else {
+      ServedRow served;
+      served.row = row;
+      served.span = span;
+      status = extend(&served);
+      if (status != Status::kServed) parts_.intake->take_back_ids_of(request, i);
+      answer(served, status);
+    }
     if (request.in_step_hits == InStepHits::kShare && status == Status::kServed) share_filled(row);
   }
 }
@@ -74,22 +98,22 @@ void RowServer::serve_new(const StepRequest& request, const std::vector<int64_t>
   }
 }
 
-// With the longest hit that fits: never is said of a request only where it never fits without one.
+// Tries the longest hit first. Returns kNever only if the request never fits even without a hit.
 Status RowServer::admit_new(ServedRow* served, const StepRequest& request, size_t i,
                             int64_t external_hit) {
   const NewRow& asked = request.new_rows[i];
   Status answer = Status::kNever;
   for (HitChoice choice : kHitChoices) {
     const PrefixHit& hit = find_hit(asked, choice);
-    served->span = span_of(asked, hit, request.lookahead_of_new(i));
+    served->span = span_of(asked, hit);
     served->row = -1;
-    // Rows of this step may have changed what is cached: the load would be of other tokens.
+    // Earlier rows of this step have changed the cache, so the load would be for other tokens.
     if (asked.num_external > 0 && hit.num_tokens != external_hit) return Status::kWait;
     if (request.in_step_hits == InStepHits::kWait && asked.reads() &&
         waits_for_earlier(*asked.chain, hit.num_tokens)) {
       return Status::kWait;
     }
-    const Status status = admit(served, asked, hit, request.num_reserved_blocks, /*by_step=*/true);
+    const Status status = admit(served, asked, hit, /*by_step=*/true);
     if (status == Status::kServed) note_shared(served, hit);
     answer = std::min(answer, status);
     if (!tries_less(asked, hit, status)) break;
@@ -97,15 +121,16 @@ Status RowServer::admit_new(ServedRow* served, const StepRequest& request, size_
   return answer;
 }
 
-// Whether a request that got this answer with the hit may do with less of a hit. External tokens
-// were counted from the hit's end.
+// Whether a request with this status should be tried with a shorter hit. External tokens were
+// counted from the end of the hit, so they rule this out.
 bool RowServer::tries_less(const NewRow& asked, const PrefixHit& hit, Status status) {
   if (asked.num_external > 0) return false;
   return status == Status::kWait ? hit.copies_partial()
                                  : status == Status::kNever && hit.num_tokens > 0;
 }
 
-// With external tokens, which were counted from the end of whole blocks, these alone.
+// External tokens were counted from the end of whole blocks, so only whole blocks are used before
+// them.
 const PrefixHit& RowServer::find_hit(const NewRow& asked, HitChoice choice) {
   const bool with_partial = choice == HitChoice::kPartial && asked.num_external == 0;
   const bool reads = choice != HitChoice::kNone && asked.reads();
@@ -114,15 +139,15 @@ const PrefixHit& RowServer::find_hit(const NewRow& asked, HitChoice choice) {
   return parts_.finder->find(*asked.chain, with_partial, /*with_host=*/false, reads);
 }
 
-// What comes from elsewhere lies between the hit and the start.
-Span RowServer::span_of(const NewRow& asked, const PrefixHit& hit, int64_t num_lookahead) {
+// Tokens between the hit and the start come from elsewhere.
+Span RowServer::span_of(const NewRow& asked, const PrefixHit& hit) {
   const int64_t num_known = asked.chain->num_tokens();
   const int64_t start = hit.num_tokens + asked.num_external;
   const int64_t stop = asked.receives ? start : std::min(start + asked.num_tokens, num_known);
-  return {start, stop, num_lookahead};
+  return {start, stop, asked.num_lookahead};
 }
 
-// Whether an earlier row of the step fills blocks that the next step finds for this request.
+// Whether an earlier row of the step fills blocks that this request will find in the next step.
 bool RowServer::waits_for_earlier(const TokenChain& chain, int64_t num_hit) const {
   const int64_t unit = has_state_ ? parts_.finder->unit() : parts_.finder->whole_unit();
   const std::vector<Hash>& hashes = chain.known_hashes();
@@ -130,7 +155,7 @@ bool RowServer::waits_for_earlier(const TokenChain& chain, int64_t num_hit) cons
     const Row& r = (*c_.rows)[served.row];
     if (r.next_publish == kUnbounded) continue;
     const int64_t first = std::max(served.start, num_hit);
-    // The first boundary that the row passes and the hit does not; of states, the step's end.
+    // The first boundary that the row passes and the hit does not; for states, the end of the step.
     const int64_t stop = has_state_ ? r.num_computed - r.num_drafts : (first / unit + 1) * unit;
     if (stop % unit != 0 || stop <= first || !keeps_states_at(served.row, stop)) continue;
     if (stop > r.num_computed || stop >= chain.num_tokens()) continue;
@@ -141,15 +166,16 @@ bool RowServer::waits_for_earlier(const TokenChain& chain, int64_t num_hit) cons
   return false;
 }
 
-// Whether states of the row after so many tokens may stay: inside blocks those of its prompt alone.
+// Whether states of the row after num_tokens tokens can be kept: inside blocks, only those of its
+// prompt.
 bool RowServer::keeps_states_at(int32_t row, int64_t num_tokens) const {
   if (num_tokens <= c_.rows->info(row).num_prompt) return true;
   return std::all_of(c_.groups->begin(), c_.groups->end(), [&](const CacheGroup& group) {
-    return !group.holds_state() || num_tokens % group.block_size == 0;
+    return group.rules->may_end_at(group, num_tokens);
   });
 }
 
-// Later rows of the step find the whole blocks that this one fills.
+// Publishes the whole blocks that this row fills, for later rows of the step.
 void RowServer::share_filled(int32_t row) {
   const RowBlocks* held = c_.rows->blocks(row);
   std::array<int64_t, kMaxGroups> before;
@@ -176,17 +202,16 @@ void RowServer::note_shared(ServedRow* served, const PrefixHit& hit) {
   }
 }
 
-Status RowServer::would_fit(const StepRequest& request, bool whole) {
-  const NewRow& asked = request.new_rows[0];
+Status RowServer::would_fit(const NewRow& asked, bool whole) {
   Status answer = Status::kNever;
   for (HitChoice choice : kHitChoices) {
     const PrefixHit& hit = find_hit(asked, choice);
-    const Span span = span_of(asked, hit, request.num_lookahead);
-    const Demand demand = demand_of_new(*asked.chain, hit, span, request.num_reserved_blocks);
+    const Span span = span_of(asked, hit);
+    const Demand demand = demand_of_new(asked, hit, span);
     const Status status =
         whole ? rules_.of_whole(candidate_.data(), *asked.chain, span, asked.num_tokens, demand)
               : demand.status;
-    // As `step` does, which knows of no further chunk.
+    // Like `step`, which does not consider further chunks.
     if (demand.status == Status::kServed) return status;
     answer = std::min(answer, status);
     if (!tries_less(asked, hit, demand.status)) break;
@@ -203,8 +228,9 @@ Status RowServer::would_extend(int32_t row, int64_t num_tokens,
 }
 
 void RowServer::publish_left_states() {
-  for (const RowGrowth::LeftState& left : growth_.left_states()) {
-    parts_.publisher->publish_state(left.row, (*c_.groups)[left.group], left.num_tokens, left.page);
+  for (const LeftState& left : growth_.left_states()) {
+    const CacheGroup& group = (*c_.groups)[left.group];
+    group.rules->publish_left(parts_.publisher, left.row, group, left.num_tokens, left.page);
   }
 }
 
@@ -229,12 +255,14 @@ Status RowServer::extend(ServedRow* served) {
   r.num_computed = span.stop;
   r.num_drafts = static_cast<int32_t>(span.num_drafts);
   growth_.serve(served, demand);
+  note_slots(row, span);
   if (r.may_share) r.may_share = rules_.shares_from(c_.rows->blocks(row), span.start);
   if (r.has_forked) keep_own_blocks(*served);
+  c_.rows->set_quiet_until(row, c_.rows->next_quiet_until(row));
   return Status::kServed;
 }
 
-// Brings back from the host what the row still reads, if it fits.
+// Loads the host pages that the row still reads, if they fit.
 Demand RowServer::bring_back(ServedRow* served) {
   const RowSwap::Return back = parts_.swap->return_of(served->row, served->span, rules_);
   if (back.demand.status != Status::kServed) return back.demand;
@@ -244,36 +272,34 @@ Demand RowServer::bring_back(ServedRow* served) {
   return back.demand;
 }
 
-// The row has computed the blocks that it writes, though it began in another's block.
+// The row itself has computed the blocks that it writes, even if they started as another row's
+// blocks.
 void RowServer::keep_own_blocks(const ServedRow& served) {
   const Span& span = served.span;
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = c_.rows->blocks(served.row)[group.id];
-    const int64_t first =
-        group.holds_state() ? span.state_column(group) : span.start / group.block_size;
-    each.lower_hits(first);
+    each.lower_hits(group.rules->first_written(group, span));
   }
 }
 
-// The demand of a request that takes this hit; its first blocks are in `candidate_`.
-Demand RowServer::demand_of_new(const TokenChain& chain, const PrefixHit& hit, const Span& span,
-                                int64_t num_reserved) {
+// The demand of a request that takes this hit. Stores its first blocks in `candidate_`.
+Demand RowServer::demand_of_new(const NewRow& asked, const PrefixHit& hit, const Span& span) {
   for (const CacheGroup& group : *c_.groups) {
     RowGrowth::set_hit(&candidate_[group.id], group, hit, span.start);
   }
-  Demand demand = rules_.of_new(candidate_.data(), chain, span, num_reserved);
+  Demand demand = rules_.of_new(candidate_.data(), asked, span);
   if (demand.status == Status::kServed && !c_.rows->has_free()) demand.status = Status::kWait;
   return demand;
 }
 
 Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit& hit,
-                        int64_t num_reserved, bool by_step) {
+                        bool by_step) {
   const std::shared_ptr<TokenChain>& chain = asked.chain;
   served->row = -1;
-  const Demand demand = demand_of_new(*chain, hit, served->span, num_reserved);
+  const Demand demand = demand_of_new(asked, hit, served->span);
   if (demand.status != Status::kServed) return demand.status;
   const int32_t row = served->row = c_.rows->take();
-  // What is received comes whatever becomes of the step.
+  // Received tokens do not depend on this step.
   served->safe_start = asked.receives ? served->span.start : hit.num_tokens;
   Row& r = (*c_.rows)[row];
   c_.rows->info(row) = {chain->num_tokens(), hit.num_tokens, 0, hit.num_shared_tokens, {}};
@@ -283,11 +309,14 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
   r.num_computed = served->span.stop;
   r.reads = asked.reads();
   r.is_receiving = asked.receives;
+  r.waits_for_marks = asked.waits_for_marks;
   r.by_step = by_step;
   std::swap_ranges(candidate_.begin(), candidate_.end(), c_.rows->blocks(row));
   growth_.take_hit(served, hit);
   parts_.publisher->announce_hit(row, hit);  // before anything may be evicted
   growth_.serve(served, demand);
+  note_slots(row, served->span);
+  c_.rows->set_quiet_until(row, c_.rows->next_quiet_until(row));
   served->num_before.fill(0);
   parts_.publisher->refresh(row);
   if (asked.reads()) {
@@ -299,6 +328,7 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
 
 void RowServer::restart(int32_t row) {
   Row& r = (*c_.rows)[row];
+  c_.rows->disturb(row);
   r.on_host = r.on_host && r.chain->num_encoder_tokens() > 0;
   r.has_forked = r.may_share = false;
   const PrefixHit& hit =
@@ -307,7 +337,7 @@ void RowServer::restart(int32_t row) {
   info.num_slots = 0;
   info.num_hit = info.hit_end = hit.num_tokens;
   for (const CacheGroup& group : *c_.groups) {
-    if (!group.holds_encoder()) {
+    if (group.rules->traits.follows_sequence) {
       RowGrowth::set_hit(&c_.rows->blocks(row)[group.id], group, hit, hit.num_tokens);
     }
   }
@@ -320,12 +350,13 @@ void RowServer::restart(int32_t row) {
   parts_.publisher->refresh(row);
 }
 
-Slots RowServer::allocate(const NewRow& asked, const PrefixHit& hit, int64_t num_lookahead_tokens) {
+Slots RowServer::allocate(const NewRow& asked, const PrefixHit& hit) {
   c_.plan->begin_direct();
   const int64_t start = hit.num_tokens + asked.num_external;
   ServedRow served;
-  served.span = {start, start + asked.num_tokens, num_lookahead_tokens};  // not clipped: drafts
-  const Status status = admit(&served, asked, hit, /*num_reserved=*/0, /*by_step=*/false);
+  served.span = {start, start + asked.num_tokens,
+                 asked.num_lookahead};  // not clipped, because of drafts
+  const Status status = admit(&served, asked, hit, /*by_step=*/false);
   Slots slots{status, served.row, {}, {}};
   if (status != Status::kServed) return slots;
   if (hit.copies_partial()) await_copies();
@@ -339,7 +370,8 @@ Slots RowServer::allocate(const NewRow& asked, const PrefixHit& hit, int64_t num
   return slots;
 }
 
-// The copies of a hit that ends inside blocks wait for the caller, who has no plan.
+// Outside of steps, there is no plan: the copies of a hit that ends inside blocks wait for the
+// caller.
 void RowServer::await_copies() {
   const std::vector<int32_t>& pairs = c_.plan->direct_pairs();
   c_.pool->retain(pairs.data(), static_cast<int64_t>(pairs.size()));
@@ -348,18 +380,20 @@ void RowServer::await_copies() {
   c_.frees->release_or_defer(held.data(), static_cast<int64_t>(held.size()));
 }
 
-Slots RowServer::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens,
-                        bool lists_new) {
-  return advance(row, span_of(row, /*num_rejected=*/0, num_tokens, num_lookahead_tokens),
-                 lists_new);
-}
-
-Slots RowServer::advance(int32_t row, const Span& span, bool lists_new) {
-  c_.plan->begin_direct();
+Slots RowServer::serve(const RowAsk& ask, bool lists_new) {
+  const int32_t row = ask.row;
   ServedRow served;
   served.row = row;
-  served.span = span;
-  Slots slots{extend(&served), row, {}, {}};
+  served.span = ask.start ? Span{*ask.start, *ask.start + ask.num_tokens, ask.num_lookahead}
+                          : span_of(row, /*num_rejected=*/0, ask.num_tokens, ask.num_lookahead);
+  Slots slots{Status::kServed, row, {}, {}};
+  if (pass_quietly(row, served.span)) {
+    if (lists_new) slots.new_blocks.resize(c_.groups->size());
+    parts_.publisher->publish(row);
+    return slots;
+  }
+  c_.plan->begin_direct();
+  slots.status = extend(&served);
   if (slots.status != Status::kServed) return slots;
   slots.copies = c_.plan->direct_pairs();
   if (lists_new) add_new_blocks(row, served.num_before.data(), &slots);
@@ -375,7 +409,7 @@ void RowServer::publish_direct(int32_t row) {
   parts_.publisher->publish(row);
 }
 
-// The row's blocks from from[g] on, in every group g.
+// Adds the blocks of the row, from block from[g] on in each group g.
 void RowServer::add_new_blocks(int32_t row, const int64_t* from, Slots* slots) const {
   for (const CacheGroup& group : *c_.groups) {
     const std::vector<BlockId>& blocks = c_.rows->blocks(row)[group.id].blocks;
@@ -385,7 +419,7 @@ void RowServer::add_new_blocks(int32_t row, const int64_t* from, Slots* slots) c
 
 Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   if (!c_.rows->has_free()) return {Status::kWait, -1, {}, {}};
-  // Filled blocks are published now: none that both hold is left to be.
+  // Publishes filled blocks now, so that neither row has to publish blocks that both hold.
   parts_.publisher->publish(row);
   accept_drafts(row);
   child->adopt_hashes(*(*c_.rows)[row].chain, (*c_.rows)[row].num_computed);
@@ -394,6 +428,7 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   Row& parent = (*c_.rows)[row];
   Row& r = (*c_.rows)[other];
   parent.has_forked = parent.may_share = true;
+  c_.rows->disturb(row);
   const int64_t admission = r.admission;
   r = parent;
   r.chain = child;
@@ -407,9 +442,9 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = c_.rows->blocks(other)[group.id];
     each = c_.rows->blocks(row)[group.id];
-    if (group.holds_state()) each.resize(std::min(each.size(), each.num_dropped + 1));
+    group.rules->fork(&each);
     c_.pool->retain(each.blocks.data() + each.num_dropped, each.num_alive());
-    if (group.holds_encoder()) continue;
+    if (!group.rules->traits.follows_sequence) continue;
     each.num_hits = static_cast<int32_t>(each.size());
     each.num_published = std::max(each.num_published, r.num_computed / group.block_size);
     each.num_partial = static_cast<int32_t>(
@@ -421,16 +456,11 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   return {Status::kServed, other, {}, {}};
 }
 
-// The drafts of the row's last step, all of which are known, can be rejected no more.
+// Makes the drafts of the row's last step, which are all known, final.
 void RowServer::accept_drafts(int32_t row) {
   Row& r = (*c_.rows)[row];
   if (r.num_drafts == 0) return;
-  for (const CacheGroup& group : *c_.groups) {
-    if (!group.holds_state()) continue;
-    growth_.settle_state(row, group, {r.num_computed, 0, 0, 0, r.num_drafts},
-                         /*keeps_passed=*/true);
-  }
-  growth_.release_left_states();
+  growth_.accept_drafts(row, {r.num_computed, 0, 0, 0, r.num_drafts});
   r.num_drafts = 0;
   c_.resend(row);
 }

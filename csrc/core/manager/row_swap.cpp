@@ -4,6 +4,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "core/groups/rules/page_rules.h"
 namespace kvcache {
 
 int64_t RowSwap::num_unique_blocks(const std::vector<int32_t>& rows) const {
@@ -22,8 +23,8 @@ RowSwap::BlocksBack RowSwap::num_blocks_back(const std::vector<int32_t>& rows,
           num_blocks_back(rows, num_slots, {})};
 }
 
-// Pages of rows on the host with full blocks of computed tokens, from their first one on, that the
-// device's cache has too.
+// For rows on the host: the leading pages with full blocks of computed tokens that are also in the
+// device cache.
 RowSwap::Twins RowSwap::cached_twins(const std::vector<int32_t>& rows) const {
   Twins twins;
   for (int32_t row : rows) {
@@ -33,7 +34,7 @@ RowSwap::Twins RowSwap::cached_twins(const std::vector<int32_t>& rows) const {
     const int64_t num_known = std::min(publisher_->num_with_kv(row),
                                        static_cast<int64_t>(hashes.size()) * r.chain->block_size());
     for (const CacheGroup& group : *c_.groups) {
-      if (!group.holds_tokens()) continue;
+      if (!group.rules->traits.appends) continue;
       const RowBlocks& each = c_.rows->blocks(row)[group.id];
       const int64_t num_full = std::min(num_known / group.block_size, each.size());
       for (int64_t b = each.num_dropped; b < num_full; ++b) {
@@ -50,7 +51,7 @@ RowSwap::Twins RowSwap::cached_twins(const std::vector<int32_t>& rows) const {
 
 int64_t RowSwap::num_blocks_back(const std::vector<int32_t>& rows,
                                  const std::vector<int64_t>& num_slots, const Twins& twins) const {
-  // Of each block that is shared, and of each page that moves (below 0).
+  // The number of holders of each shared block (key > 0) and of each page to move (key < 0).
   std::unordered_map<int64_t, int64_t> num_holders;
   int64_t num_taken = 0, most = 0;
   const auto key_of = [&](BlockId page) -> int64_t {
@@ -70,13 +71,13 @@ int64_t RowSwap::num_blocks_back(const std::vector<int32_t>& rows,
     if (num_slots[i] == 0) continue;
     const int64_t start = (*c_.rows)[rows[i]].num_computed, stop = start + num_slots[i];
     for (const CacheGroup& group : *c_.groups) {
-      if (!group.holds_tokens()) continue;
+      if (!group.rules->traits.appends) continue;
       const RowBlocks& each = c_.rows->blocks(rows[i])[group.id];
       const int64_t drop_to = std::min(group.first_needed_block(start), each.size());
       for (int64_t b = each.num_dropped; b < drop_to; ++b) {
         num_taken -= --num_holders[key_of(each[b])] == 0;
       }
-      // Of a page that several write, the last one keeps the block.
+      // If several rows write a page, the last one keeps the block.
       const int64_t num_blocks = std::min(ceil_div(stop, group.block_size), group.max_blocks);
       for (int64_t b = start / group.block_size; b < std::min(num_blocks, each.size()); ++b) {
         int64_t& holders = num_holders[key_of(each[b])];
@@ -109,7 +110,7 @@ std::optional<std::vector<BlockId>> RowSwap::swap_in(const std::vector<int32_t>&
   if (num_taken > c_.pool->num_free()) return std::nullopt;
   c_.plan->begin_direct();
   begin();
-  // Held first: what moves evicts nothing of it.
+  // The shared blocks are held first, so that loading does not evict any of them.
   const auto num_shared = static_cast<int64_t>(shared.size());
   c_.pool->retain(shared.data(), num_shared);
   c_.pool->hit(shared.data(), num_shared);
@@ -137,10 +138,10 @@ void RowSwap::answer(const StepRequest& request, const std::vector<bool>& have_l
     c_.plan->answer(row, have_left[i] ? Status::kServed : Status::kWait,
                     (*c_.rows)[row].num_computed, /*num_tokens=*/0);
   }
-  begin();  // no row moves any more: the next one is another step's
+  begin();  // later rows belong to another step
 }
 
-// Moves the row to the host. Whether it fits there.
+// Moves the row to the host, or returns false if it does not fit.
 bool RowSwap::leave(int32_t row) {
   const std::optional<Departure> departure = departure_of(row);
   if (!departure) return false;
@@ -152,7 +153,7 @@ bool RowSwap::leave(int32_t row) {
   return true;
 }
 
-// None where the row's blocks that are not there yet do not fit on the host.
+// Returns nullopt if the host has too few free pages for blocks of the row without a copy there.
 std::optional<RowSwap::Departure> RowSwap::departure_of(int32_t row) const {
   const BlockPool& pages = c_.host->pages();
   Departure departure{{}, 0};
@@ -168,7 +169,7 @@ std::optional<RowSwap::Departure> RowSwap::departure_of(int32_t row) const {
       ++departure.num_new;
     } else {
       departure.known.insert(departure.known.end(), {id, page});
-      // Two blocks may hold the same.
+      // Two blocks may have the same content.
       num_free -= pages.ref_count(page) == 0 && to_hold.insert(page).second;
     }
   }
@@ -176,34 +177,35 @@ std::optional<RowSwap::Departure> RowSwap::departure_of(int32_t row) const {
   return departure;
 }
 
-// Lookahead blocks hold nothing: they are released.
+// Lookahead blocks have no content, so they are only released.
 void RowSwap::move_out(int32_t row, const Departure& departure) {
   BlockPool& host = c_.host->pages();
-  std::unordered_set<BlockId> taken;  // whose reference is the row's already
+  const bool is_cached = (*c_.rows)[row].by_step;
+  std::unordered_set<BlockId> taken;  // the row already has a reference to their pages
   for (size_t i = 0; i < departure.known.size(); i += 2) {
     const BlockId id = departure.known[i], page = departure.known[i + 1];
-    host.retain(&page, 1);  // nothing new may take its place
+    host.retain(&page, 1);  // so that no new page replaces it
     moved_.emplace(id, page);
     taken.insert(id);
   }
   std::vector<BlockId> pages(static_cast<size_t>(departure.num_new));
   host.allocate(departure.num_new, pages.data());
   const BlockId* next = pages.data();
-  const std::vector<BlockId> released = c_.rows->tail_first(row, /*with_encoder=*/true);
+  const std::vector<BlockId> released = c_.rows->tail_first(row, /*with_all=*/true);
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = c_.rows->blocks(row)[group.id];
-    if (group.holds_state()) keep_state_alone(row, group);
+    group.rules->leave_device(c_, row, group);
     each.resize(std::max(each.num_dropped, c_.rows->num_written(row, group)));
     each.keeps_state = false;
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
       const BlockId id = each[b];
-      // Had, and not kept.
+      // The row held the block and gives it up.
       c_.note_dropped(row, group, b, id);
       const auto [to, is_first] = moved_.emplace(id, kNullBlock);
       if (is_first) {
         to->second = *next++;
         c_.plan->swap_out(id, to->second);
-        if (caches_rows_ && c_.pool->hash_of(id) != nullptr) c_.host->add_row_page(to->second, id);
+        if (is_cached && c_.pool->hash_of(id) != nullptr) c_.host->add_row_page(to->second, id);
       } else if (taken.count(id) == 0) {
         host.retain(&to->second, 1);
       }
@@ -213,62 +215,45 @@ void RowSwap::move_out(int32_t row, const Departure& departure) {
   c_.host->mutable_counts()->swapped_out_blocks += departure.num_new;
   c_.note_access(row, released.data(), static_cast<int64_t>(released.size()));
   c_.rows->info(row).access = {};
-  // The plan that is being made reads them.
+  // The current plan reads these blocks.
   c_.frees->release_or_defer(released.data(), static_cast<int64_t>(released.size()),
                              c_.journal->numbers().num_steps);
+  c_.rows->disturb(row);
   (*c_.rows)[row].on_host = true;
   (*c_.rows)[row].num_drafts = 0;
-}
-
-// The pages for drafts do not leave with the row: their tokens count as accepted.
-void RowSwap::keep_state_alone(int32_t row, const CacheGroup& group) const {
-  const Row& r = (*c_.rows)[row];
-  RowBlocks& each = c_.rows->blocks(row)[group.id];
-  if (each.num_alive() <= 1) return;
-  const int64_t first = each.num_dropped;
-  for (int64_t b = first; b < first + r.num_drafts; ++b) {
-    c_.note_dropped(row, group, first, each[b]);  // had, and not kept
-  }
-  each.set_pages((r.num_computed - 1) / group.block_size, each[first + r.num_drafts], {});
 }
 
 RowSwap::Return RowSwap::return_of(int32_t row, const Span& span, const DemandRules& rules) const {
   const RowBlocks* held = c_.rows->blocks(row);
   Return back;
-  // Blocks on the host that leave a window free nothing on the device.
+  // Host pages that fall out of a window free no device blocks.
   std::vector<RowBlocks> on_device(c_.groups->size());
   int64_t num_onboards = 0, num_blocks = 0;
   for (const CacheGroup& group : *c_.groups) {
     const RowBlocks& each = held[group.id];
-    int64_t first = each.num_dropped;
-    if (group.holds_tokens()) {
-      first = std::max(first, std::min(group.first_needed_block(span.start), each.size()));
-    }
+    const PageRules::Returning returning = group.rules->returning(group, each, span);
+    const int64_t first = returning.first;
     back.first[group.id] = on_device[group.id].num_dropped = first;
     on_device[group.id].resize(each.size());
-    // A state that moves on is onboarded into its new page.
-    const bool moves =
-        group.holds_state() && span.start > 0 && span.moves_state(group, /*has_page=*/true);
-    for (int64_t b = first; b < each.size() && !moves; ++b) {
+    for (int64_t b = first; b < each.size() && returning.is_onboarded; ++b) {
       num_onboards += !shares_onboard(group, b, span.start, each[b]);
       ++num_blocks;
     }
   }
-  // Where nothing else is held, there is nothing to leave free for.
+  // If nothing else is held, no blocks have to be left free.
   const bool is_alone = c_.pool->num_free() == c_.pool->num_total();
   const Supply supply{c_.pool->num_free() - num_onboards, is_alone ? 0 : rules.watermark_blocks()};
-  back.demand = rules.of(on_device.data(), span, supply, /*is_new=*/true, /*may_share=*/false);
+  back.demand = rules.of(on_device.data(), span, supply, /*skip_for=*/span.start);
   if (back.demand.status == Status::kServed) return back;
   for (const CacheGroup& group : *c_.groups) num_blocks += back.demand[group].num_new;
   back.demand.status = rules.never_or_wait(num_blocks);
   return back;
 }
 
-// Whether another row has just brought back the same page, and this one does not write it at once.
+// Whether another row has just loaded the same page, and this row does not write it next.
 bool RowSwap::shares_onboard(const CacheGroup& group, int64_t column, int64_t start,
                              BlockId page) const {
-  if (moved_.count(page) == 0 || group.holds_state() || group.is_circular()) return false;
-  return group.holds_encoder() || (column + 1) * group.block_size <= start;
+  return moved_.count(page) != 0 && group.rules->may_share_onboard(group, column, start);
 }
 
 void RowSwap::move_in(int32_t row, int64_t start, const Return& back) {
@@ -276,7 +261,7 @@ void RowSwap::move_in(int32_t row, int64_t start, const Return& back) {
   c_.journal->note_swapped(row, (*c_.rows)[row]);
 }
 
-// Without `back` all of its pages.
+// Without `back`, loads all pages of the row.
 void RowSwap::move_in(int32_t row, int64_t start, const Return* back) {
   Row& r = (*c_.rows)[row];
   std::vector<BlockId> left;
@@ -287,11 +272,11 @@ void RowSwap::move_in(int32_t row, int64_t start, const Return* back) {
       left.push_back(std::exchange(each[each.num_dropped], kNullBlock));
     }
     each.state_start = static_cast<int32_t>(start);
-    int64_t first_own = each.size(), num_own = 0;  // blocks that no other row has brought back
+    int64_t first_own = each.size(), num_own = 0;  // blocks that no other row has loaded
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
       BlockId& id = each[b];
       const BlockId page = id;
-      if (moves) {  // alone: a state is one page
+      if (moves) {  // a state has only this page
         each.host_source = page;
         id = kNullBlock;
         each.num_dropped = b + 1;
@@ -316,11 +301,11 @@ void RowSwap::move_in(int32_t row, int64_t start, const Return* back) {
         left.push_back(page);
       }
     }
-    if (back == nullptr && group.holds_tokens()) {
+    if (back == nullptr && group.rules->traits.appends) {
       note_returned(row, group, first_own, num_own == each.size() - first_own);
     }
   }
-  if (back == nullptr) {  // all groups are back
+  if (back == nullptr) {  // all groups are loaded
     publisher_->refresh(row);
     publisher_->publish(row);
   }
@@ -330,8 +315,8 @@ void RowSwap::move_in(int32_t row, int64_t start, const Return* back) {
   r.may_share = r.has_forked;
 }
 
-// The blocks that came back by a call, behind `num_shared` that are others' too, are to be found
-// again once their tokens are known to be computed; `is_whole`: none of those behind is another's.
+// Marks the blocks loaded outside of a step, after the first `num_shared` ones, for publishing once
+// their tokens are known to be computed. `is_whole`: none of them is shared with another row.
 void RowSwap::note_returned(int32_t row, const CacheGroup& group, int64_t num_shared,
                             bool is_whole) {
   const int64_t num_full = (*c_.rows)[row].num_computed / group.block_size;

@@ -1,6 +1,6 @@
-// Rows that leave the device for the host, and come back.
+// Moves rows from the device to the host, and back.
 //
-// Invariant: a row lives in one tier; a block or page that several rows of a call hold moves once.
+// Invariant: a row is on one tier; a block or page that several rows of a call hold moves once.
 #pragma once
 
 #include <array>
@@ -22,58 +22,56 @@ class RowSwap {
  public:
   struct Return {
     Demand demand;                          // on the device
-    std::array<int64_t, kMaxGroups> first;  // per group: blocks below it stay behind
+    std::array<int64_t, kMaxGroups> first;  // per group: earlier blocks do not return
   };
 
-  // Without a host no row may leave or come back. `caches_rows`: what a row takes to the
-  // host is found there by others.
-  RowSwap(const RowContext& context, Publisher* publisher, RowRelease* release, bool caches_rows)
-      : c_(context), publisher_(publisher), release_(release), caches_rows_(caches_rows) {}
+  // Without a host tier, no row may be moved.
+  RowSwap(const RowContext& context, Publisher* publisher, RowRelease* release)
+      : c_(context), publisher_(publisher), release_(release) {}
 
-  // Blocks that hold KV of these rows, which are of one tier; shared ones count once.
+  // The number of blocks with KV of these rows, which are on one tier. Shared blocks count once.
   int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;
 
-  // Blocks of the device that rows on the host take: when they come back together and each then
-  // gets num_slots[i] slots more, in this order, the most that they take at a time. `alone`: where
-  // the device holds nothing else.
+  // The maximum number of free device blocks taken when these rows return together and then each
+  // gets num_slots[i] further slots, in this order. `alone`: if the device holds nothing else.
   struct BlocksBack {
     int64_t num_taken, alone;
   };
   BlocksBack num_blocks_back(const std::vector<int32_t>& rows,
                              const std::vector<int64_t>& num_slots) const;
 
-  // Outside of steps: (device page, host page) each, and back, of all rows or, where they do not
-  // fit, of none. Blocks that the device's cache still has do not move back: they are shared.
+  // Outside of steps: moves all rows or, if they do not fit, none. Returns (device page, host page)
+  // pairs; swap_in returns the reverse. Blocks that the device cache still contains do not move
+  // back: the rows share them.
   std::optional<std::vector<BlockId>> swap_out(const std::vector<int32_t>& rows);
   std::optional<std::vector<BlockId>> swap_in(const std::vector<int32_t>& rows);
 
-  // Within a step, before others are served: its rows that fit leave for the host; which have left.
-  // Their answers come behind those of the rows served.
+  // Within a step, before rows are served: moves its rows that fit to the host. Returns which rows
+  // have moved. Their answers follow those of the running rows.
   std::vector<bool> leave(const StepRequest& request);
   void answer(const StepRequest& request, const std::vector<bool>& have_left);
 
   // The demand of a row on the host that a step is to serve: the pages that it still reads, and new
   // blocks.
   Return return_of(int32_t row, const Span& span, const DemandRules& rules) const;
-  // Brings the row's pages back for a step, but for those that it does not read any more, and a
-  // state that moves on.
+  // Loads the pages of the row for a step, except pages that it no longer reads. A state that
+  // continues in a new page is loaded there.
   void move_in(int32_t row, int64_t start, const Return& back);
 
  private:
   struct Departure {             // of a row that fits on the host
-    std::vector<BlockId> known;  // (block, page that holds the same already) each
-    int64_t num_new;             // pages for the others
+    std::vector<BlockId> known;  // (block, page with the same content) pairs
+    int64_t num_new;             // new pages for the other blocks
   };
 
-  // Rows that move from here on share what they move; those before do not.
+  // Rows that move after this call share what they move, but not with rows that moved earlier.
   void begin() { moved_.clear(); }
   bool leave(int32_t row);
   std::optional<Departure> departure_of(int32_t row) const;
   void move_out(int32_t row, const Departure& departure);
-  void keep_state_alone(int32_t row, const CacheGroup& group) const;
   bool shares_onboard(const CacheGroup& group, int64_t column, int64_t start, BlockId page) const;
   void move_in(int32_t row, int64_t start, const Return* back);
-  using Twins = std::unordered_map<BlockId, BlockId>;  // page -> block
+  using Twins = std::unordered_map<BlockId, BlockId>;  // host page -> device block
   Twins cached_twins(const std::vector<int32_t>& rows) const;
   int64_t num_blocks_back(const std::vector<int32_t>& rows, const std::vector<int64_t>& num_slots,
                           const Twins& twins) const;
@@ -82,8 +80,7 @@ class RowSwap {
   RowContext c_;
   Publisher* publisher_;
   RowRelease* release_;
-  bool caches_rows_;
-  std::unordered_map<BlockId, BlockId> moved_;  // from -> to
+  std::unordered_map<BlockId, BlockId> moved_;  // source -> destination
 };
 
 }  // namespace kvcache

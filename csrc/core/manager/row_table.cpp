@@ -17,6 +17,7 @@ int32_t RowTable::take() {
   if (free_.empty()) {
     rows_.emplace_back();
     info_.emplace_back();
+    quiet_until_.push_back(0);
     blocks_.resize(blocks_.size() + num_groups_);
   } else {
     row = free_.top();
@@ -28,34 +29,46 @@ int32_t RowTable::take() {
 
 void RowTable::give_up(int32_t row) {
   rows_[row] = Row{};
+  disturb(row);
   free_.push(row);
   --num_in_use_;
 }
 
+int64_t RowTable::next_quiet_until(int32_t row) const {
+  const Row& r = rows_[row];
+  if (r.has_forked || r.may_share || r.on_host || r.is_receiving || r.num_drafts > 0) return 0;
+  int64_t until = kUnbounded;
+  const RowBlocks* held = blocks(row);
+  for (const CacheGroup& group : *groups_) {
+    until = std::min(until, group.rules->quiet_until(group, held[group.id], r.num_computed));
+  }
+  return until;
+}
+
 int64_t RowTable::num_written(int32_t row, const CacheGroup& group) const {
-  const int64_t size = blocks(row)[group.id].size();
-  if (group.holds_encoder()) return size;
-  return std::min(size, ceil_div(rows_[row].num_computed, group.block_size));
+  return group.rules->num_written(group, blocks(row)[group.id], rows_[row].num_computed);
+}
+
+PageRules::Columns RowTable::computed(int32_t row, const CacheGroup& group) const {
+  const RowBlocks& each = blocks(row)[group.id];
+  const int64_t size = rows_[row].on_host ? each.size() : num_written(row, group);
+  return group.rules->computed(each, size, rows_[row].num_drafts);
 }
 
 std::vector<BlockId> RowTable::written_blocks(int32_t row) const {
   std::vector<BlockId> out;
   for (const CacheGroup& group : *groups_) {
     const RowBlocks& each = blocks(row)[group.id];
-    auto first = each.blocks.begin() + each.num_dropped;
-    int64_t size = rows_[row].on_host ? each.size() : num_written(row, group);
-    if (group.holds_state() && each.num_alive() > 0) {  // without the pages for drafts
-      first += rows_[row].num_drafts;
-      size = each.num_dropped + rows_[row].num_drafts + 1;
-    }
-    out.insert(out.end(), first, std::max(first, each.blocks.begin() + size));
+    const PageRules::Columns columns = computed(row, group);
+    const auto first = each.blocks.begin() + columns.first;
+    out.insert(out.end(), first, std::max(first, each.blocks.begin() + columns.stop));
   }
   return out;
 }
 
-std::vector<BlockId> RowTable::tail_first(int32_t row, bool with_encoder) const {
+std::vector<BlockId> RowTable::tail_first(int32_t row, bool with_all) const {
   const RowBlocks* held = blocks(row);
-  if (num_groups_ == 1 && !groups_->front().holds_encoder()) {
+  if (num_groups_ == 1 && groups_->front().rules->traits.follows_sequence) {
     return {held->blocks.rbegin(), held->blocks.rend() - held->num_dropped};
   }
   std::array<int64_t, kMaxGroups> left;
@@ -65,8 +78,8 @@ std::vector<BlockId> RowTable::tail_first(int32_t row, bool with_encoder) const 
   out.reserve(num_blocks);
   for (const CacheGroup& group : *groups_) {
     left[group.id] = held[group.id].size();
-    if (!group.holds_encoder()) continue;
-    for (int64_t b = left[group.id]; with_encoder && b-- > 0;) out.push_back(held[group.id][b]);
+    if (group.rules->traits.follows_sequence) continue;
+    for (int64_t b = left[group.id]; with_all && b-- > 0;) out.push_back(held[group.id][b]);
     left[group.id] = 0;
   }
   for (;;) {
@@ -87,9 +100,13 @@ void RowTable::check_invariants(PerBlock<int32_t>* device, PerBlock<int32_t>* ho
   int64_t num_in_use = 0;
   for (int32_t row = 0; row < size(); ++row) {
     num_in_use += is_in_use(row);
+    if (quiet_until(row) > (is_in_use(row) ? next_quiet_until(row) : 0)) {
+      throw std::logic_error("row " + std::to_string(row) + " would miss a change of its blocks");
+    }
     for (const CacheGroup& group : *groups_) {
       const RowBlocks& each = blocks(row)[group.id];
-      if (group.holds_state() && rows_[row].num_drafts >= std::max<int64_t>(each.num_alive(), 1)) {
+      if (group.rules->traits.updates_in_place &&
+          rows_[row].num_drafts >= std::max<int64_t>(each.num_alive(), 1)) {
         throw std::logic_error("row " + std::to_string(row) + " has a draft without a page");
       }
       for (int64_t b = 0; b < each.size(); ++b) {

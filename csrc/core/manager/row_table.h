@@ -1,47 +1,46 @@
-// The rows of requests, their blocks per group, and the rows that are free.
+// The rows of requests, their blocks per group, and the free rows.
 //
-// Invariant: the number of rows in use is counted; a row's blocks are null exactly below
-// num_dropped; what a row refers to is its blocks, on the device or, once it is swapped out, on the
-// host.
+// Invariant: the count of rows in use is exact; the blocks of a row are null exactly in the columns
+// below num_dropped; a row holds references on the device or, after it was swapped out, on the
+// host; serving a row up to its `quiet_until` changes no block.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <functional>
-#include <limits>
 #include <memory>
 #include <queue>
 #include <vector>
 
 #include "core/eviction/eviction_policy.h"
 #include "core/groups/cache_group.h"
+#include "core/groups/row_blocks.h"
+#include "core/groups/rules/page_rules.h"
 #include "core/hashing/token_chain.h"
-#include "core/manager/row_blocks.h"
 #include "core/pool/per_block.h"
 
 namespace kvcache {
 
-inline constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
-
 struct Row {
   std::shared_ptr<TokenChain> chain;  // null: the row is not in use
-  int64_t num_computed = 0;           // tokens with a slot and, once the plans ran, with KV in it
+  int64_t num_computed = 0;           // tokens with a slot, and with KV once the plans have run
   int64_t start = 0;                  // num_computed before the row was last served
-  int64_t next_publish = kUnbounded;  // with fewer computed tokens there is nothing to publish
-  int64_t admission = 0;              // how many rows had been admitted when it was
-  uint32_t stamp = 0;                 // of the last call that named it
+  int64_t next_publish = kUnbounded;  // below this number of computed tokens, nothing to publish
+  int64_t admission = 0;              // number of the admission that created the row
+  uint32_t stamp = 0;                 // of the last call that named the row
   // Groups of states: computed tokens of the last step that may be rejected. The state after all
-  // computed tokens is in the page so many behind the first that the row holds.
+  // computed tokens is in the page this many columns after the first page of the row.
   int32_t num_drafts = 0;
-  bool by_step = false;       // admitted by `step`
-  bool reads = false;         // takes hits where it starts anew
-  bool is_stale = false;      // holds KV of an earlier epoch: publishes nothing
-  bool has_forked = false;    // shares blocks that are not full, or did
-  bool may_share = false;     // of those that it writes next
-  bool on_host = false;       // its blocks are pages of the host
-  bool is_receiving = false;  // KV of its tokens behind the hit is still to come
+  bool by_step = false;          // admitted by `step`
+  bool reads = false;            // whether a restarted row takes hits
+  bool is_stale = false;         // holds KV of an earlier epoch, so it publishes nothing
+  bool has_forked = false;       // shares blocks that are not full, or has shared some
+  bool may_share = false;        // may share blocks that it writes next
+  bool on_host = false;          // its blocks are host pages
+  bool is_receiving = false;     // KV of external tokens has not arrived
+  bool waits_for_marks = false;  // see NewRow
 
-  // The last n computed tokens were drafts that are rejected.
+  // Removes the last n computed tokens, which were rejected drafts.
   void take_back(int64_t n) {
     num_computed -= n;
     num_drafts = static_cast<int32_t>(num_drafts_after(n));
@@ -51,32 +50,32 @@ struct Row {
   }
 };
 
-struct AdmissionInfo {     // for those who ask later
-  int64_t num_prompt = 0;  // tokens known when it was admitted
-  int64_t num_hit = 0;     // of these; a restart counts anew
-  int64_t num_marked = 0;  // tokens that were marked as computed
-  int64_t num_shared = 0;  // of the prompt: what groups of tokens would have hit, with any states
-  Access access;           // the last one, which its blocks have not been said to have had
-  int64_t num_valid = kUnbounded;  // while it receives: tokens that are valid at most
-  int64_t num_slots = 0;           // slots up to here were given, and may have been written
-  int64_t hit_end = 0;  // of the tokens before it, the blocks hold those that are read behind it
+struct AdmissionInfo {     // data that is needed after the admission
+  int64_t num_prompt = 0;  // known tokens at admission
+  int64_t num_hit = 0;     // the part of them that was hit; updated at a restart
+  int64_t num_marked = 0;  // tokens marked as computed
+  int64_t num_shared = 0;  // prompt tokens that groups of tokens would hit, regardless of states
+  Access access;           // the last access, not yet recorded for the row's blocks
+  int64_t num_valid = kUnbounded;  // maximum number of valid tokens while the row receives
+  int64_t num_slots = 0;           // slots given so far, which may have been written
+  int64_t hit_end = 0;  // end of the hit; earlier tokens are kept only if later ones read them
 };
 
 class RowTable {
  public:
-  // `max_rows` 0: as many as needed.
+  // `max_rows`: 0 means unlimited.
   RowTable(const std::vector<CacheGroup>* groups, int64_t max_rows)
       : groups_(groups), num_groups_(groups->size()), max_rows_(max_rows) {}
 
-  int32_t size() const { return static_cast<int32_t>(rows_.size()); }  // in use or not
+  int32_t size() const { return static_cast<int32_t>(rows_.size()); }  // including free rows
   int64_t num_in_use() const { return num_in_use_; }
   bool is_in_use(int32_t row) const { return rows_[row].chain != nullptr; }
-  // Whether the row is still that of this admission.
+  // Whether the row still belongs to this admission.
   bool is_still(int32_t row, int64_t admission) const {
     return is_in_use(row) && rows_[row].admission == admission;
   }
 
-  // Throws std::invalid_argument where the row is not in use. Any number may be asked.
+  // Throws std::invalid_argument if the row is not in use. Accepts any number.
   const Row& at(int32_t row) const {
     if (row < 0 || row >= size() || !is_in_use(row)) fail_not_in_use(row);
     return rows_[row];
@@ -85,18 +84,32 @@ class RowTable {
   const Row& operator[](int32_t row) const { return rows_[row]; }
   AdmissionInfo& info(int32_t row) { return info_[row]; }
   const AdmissionInfo& info(int32_t row) const { return info_[row]; }
+  // The number of tokens, including lookahead, up to which serving the row changes no block; 0 if
+  // unknown. Set when the row is served; `disturb` resets it when the blocks of the row change by
+  // other means.
+  int64_t quiet_until(int32_t row) const { return quiet_until_[static_cast<size_t>(row)]; }
+  const std::vector<int64_t>& quiet_until() const { return quiet_until_; }  // by row
+  void set_quiet_until(int32_t row, int64_t num_tokens) {
+    quiet_until_[static_cast<size_t>(row)] = num_tokens;
+  }
+  void disturb(int32_t row) { set_quiet_until(row, 0); }
+  // The value that the page rules return now; 0 for a row that shares blocks, receives or is on the
+  // host.
+  int64_t next_quiet_until(int32_t row) const;
+
   RowBlocks* blocks(int32_t row) { return &blocks_[first_of(row)]; }  // by group
   const RowBlocks* blocks(int32_t row) const { return &blocks_[first_of(row)]; }
 
   bool has_free() const {
     return !free_.empty() || max_rows_ == 0 || static_cast<int64_t>(rows_.size()) < max_rows_;
   }
-  // The smallest free row, with a new admission number and without blocks; there must be one.
+  // Takes the smallest free row, with a new admission number and without blocks. A row must be
+  // free.
   int32_t take();
-  // The row has released its blocks.
+  // Frees the row, which has released its blocks.
   void give_up(int32_t row);
 
-  // Rows that a call names: it begins, and each is named for the first time or not.
+  // `begin_call` starts a call; `name` returns whether the call names the row for the first time.
   void begin_call() { ++call_stamp_; }
   bool name(int32_t row) {
     const bool is_first = rows_[row].stamp != call_stamp_;
@@ -104,23 +117,20 @@ class RowTable {
     return is_first;
   }
 
-  // Of the row's tokens, the first that the block in this column has a part in: where its content
-  // is invalid, so are that token and those behind it. A state has a part in all tokens since it
-  // came into its page, and in what comes next: a row without it does not go on where it is.
+  // See PageRules.
   int64_t first_token(int32_t row, const CacheGroup& group, int64_t column) const {
-    if (group.holds_encoder()) return 0;
-    if (!group.holds_state()) return column * group.block_size;
-    return std::min<int64_t>(blocks(row)[group.id].state_start, rows_[row].num_computed - 1);
+    return group.rules->first_token(group, blocks(row)[group.id], rows_[row].num_computed, column);
   }
 
-  // Blocks of the row with KV in them, dropped ones counted; the others are lookahead.
   int64_t num_written(int32_t row, const CacheGroup& group) const;
-  std::vector<BlockId> written_blocks(int32_t row) const;  // of all groups; no null ones
-  // All its blocks. Tails are evicted before heads, in all groups alike: what lies further back in
-  // the sequence comes first, but for what an encoder computed.
-  std::vector<BlockId> tail_first(int32_t row, bool with_encoder) const;
+  PageRules::Columns computed(int32_t row, const CacheGroup& group) const;
+  std::vector<BlockId> written_blocks(int32_t row) const;  // of all groups, without null blocks
+  // All blocks of the row. Tails are evicted before heads in all groups, so blocks later in the
+  // sequence come first. `with_all`: blocks that do not follow the sequence come before all others;
+  // otherwise they are omitted.
+  std::vector<BlockId> tail_first(int32_t row, bool with_all) const;
 
-  // Adds what rows hold to the references, of the device and of the host. Throws std::logic_error.
+  // Adds the references that rows hold on the device and on the host. Throws std::logic_error.
   void check_invariants(PerBlock<int32_t>* device, PerBlock<int32_t>* host) const;
 
  private:
@@ -133,6 +143,7 @@ class RowTable {
   std::vector<Row> rows_;
   std::vector<AdmissionInfo> info_;  // by row
   std::vector<RowBlocks> blocks_;    // [rows, groups]
+  std::vector<int64_t> quiet_until_;
   std::priority_queue<int32_t, std::vector<int32_t>, std::greater<int32_t>> free_;
   int64_t num_in_use_ = 0;
   int64_t num_admissions_ = 0;

@@ -12,7 +12,7 @@ int64_t SessionPins::pin(const std::string& session, const std::vector<Hash>& ha
                          const std::vector<CacheGroup>& groups) {
   std::vector<Pinned> pinned = found(hashes, groups);
   forget_dead_sessions();
-  std::vector<Pinned>& of_session = pins_[session];  // before anything is pinned: it may throw
+  std::vector<Pinned>& of_session = pins_[session];  // first, because it may throw
   for (const Pinned& each : pinned) pool_->pin(&each.id, 1);
   unpin_all(of_session);
   of_session = std::move(pinned);
@@ -57,7 +57,7 @@ void SessionPins::unpin_all(const std::vector<Pinned>& pinned) {
   }
 }
 
-// Sessions that are never ended must not grow without bound. Amortised: looks when they have
+// Sessions that are never unpinned must not accumulate. Amortized: runs when their number has
 // doubled.
 void SessionPins::forget_dead_sessions() {
   if (pins_.size() < num_sessions_to_look_through_) return;

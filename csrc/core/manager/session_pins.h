@@ -1,6 +1,6 @@
-// Which cached blocks a session has pinned.
+// The cached blocks that each session has pinned.
 //
-// Invariant: a pin dies with its block's hash; a session counts only what is pinned still.
+// Invariant: a pin ends with the hash of its block; a session counts only pins that still exist.
 #pragma once
 
 #include <cstddef>
@@ -19,16 +19,16 @@ class SessionPins {
  public:
   explicit SessionPins(BlockPool* pool) : pool_(pool) {}
 
-  // Pins what the pool has of the blocks with these hashes; what the session had pinned before is
-  // not any more. The number of blocks.
+  // Pins the blocks of the pool with these hashes for a session, in place of its earlier pins.
+  // Returns the number of pinned blocks.
   int64_t pin(const std::string& session, const std::vector<Hash>& hashes,
               const std::vector<CacheGroup>& groups);
-  // How many of the session's blocks have been evicted all the same; 0 where it pins nothing.
+  // Returns how many blocks of the session were evicted despite their pins; 0 without pins.
   int64_t unpin(const std::string& session);
 
   size_t num_sessions() const { return pins_.size(); }
 
-  // Throws std::logic_error where the pool has fewer pinned blocks than sessions hold.
+  // Throws std::logic_error if the pool has fewer pinned blocks than the sessions.
   void check_invariants() const;
 
  private:

@@ -8,7 +8,7 @@
 namespace kvcache {
 
 void StepJournal::begin() {
-  // By number, not by count: aborts leave gaps.
+  // By number instead of by count, because aborts leave gaps.
   while (!in_flight_.empty() && in_flight_.front().id <= numbers_.num_steps - kMaxStepsInFlight) {
     forget_oldest();
   }
@@ -25,7 +25,7 @@ void StepJournal::forget_oldest() {
   spare_.written.clear();
   spare_.clear_rows.clear();
   spare_.published.clear();
-  spare_.dropped.clear();  // with the chains that it refers to
+  spare_.dropped.clear();  // releases the chains
   spare_.left.clear();
 }
 

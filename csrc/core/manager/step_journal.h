@@ -1,6 +1,6 @@
-// A journal of what steps in flight have done, to undo it when one of them comes to nothing.
+// Records the effects of steps in flight, so that an aborted step can be undone.
 //
-// Invariant: at most kMaxStepsInFlight steps, by their numbers, none of them done.
+// Invariant: contains at most kMaxStepsInFlight steps, in order, none of them done.
 #pragma once
 
 #include <cstdint>
@@ -17,27 +17,27 @@ namespace kvcache {
 
 class StepJournal {
  public:
-  // Steps whose plans may not have been carried out yet; older ones cannot be aborted.
+  // The maximum number of recorded steps. Older ones cannot be aborted.
   static constexpr int64_t kMaxStepsInFlight = 64;
 
   struct Served {
     int32_t row;
     int64_t admission;
-    int64_t start;  // tokens before it are valid whatever becomes of the step
+    int64_t start;  // earlier tokens are valid even if the step is aborted
   };
   struct Published {
     int32_t row;
     BlockId id;
     int64_t admission, first_token;
-    uint8_t group, generation;  // the block may be another request's by now
+    uint8_t group, generation;  // the generation detects that the block was reallocated
   };
   struct Dropped {
     int32_t row;
     BlockId id;
     int64_t admission, first_token;
-    std::shared_ptr<TokenChain> chain;  // of the row, which may have left
+    std::shared_ptr<TokenChain> chain;  // of the row, which may have been freed
   };
-  struct Left {  // a row that has let go of its blocks
+  struct Left {  // a row that has released its blocks
     int64_t admission;
     std::shared_ptr<TokenChain> chain;
   };
@@ -48,8 +48,8 @@ class StepJournal {
   struct Step {
     int64_t id;
     std::vector<Served> rows;
-    std::vector<Swapped> swapped;  // to the host, or back
-    std::vector<BlockId> written;  // pages of the host
+    std::vector<Swapped> swapped;  // to the host, or from it
+    std::vector<BlockId> written;  // host pages
     std::vector<int32_t> clear_rows;
     std::vector<Published> published;
     std::vector<Dropped> dropped;
@@ -57,18 +57,18 @@ class StepJournal {
   };
 
   const StepNumbers& numbers() const { return numbers_; }
-  const std::deque<Step>& in_flight() const { return in_flight_; }  // by number
+  const std::deque<Step>& in_flight() const { return in_flight_; }  // in ascending order
 
-  // Opens the next step: until the one after it begins, notes are its own.
+  // Opens the next step. Until the following step is opened, notes belong to this one.
   void begin();
-  // The step's plan is made, and clears these rows.
+  // Called when the plan of the step is complete; the plan clears these rows.
   void issue(const std::vector<int32_t>& clear_rows);
-  const Step& last() const { return in_flight_.back(); }  // there must be one
-  // The last step that was issued and not aborted; -1: none.
+  const Step& last() const { return in_flight_.back(); }  // the journal must not be empty
+  // The last issued step that was not aborted, or -1.
   int64_t last_kept() const { return in_flight_.empty() ? last_left_ : in_flight_.back().id; }
 
-  // Notes on the step that was opened last, also between steps. Only of rows that `step` admitted,
-  // and only while a step is in flight.
+  // Notes on the last opened step, also between steps. Recorded only for rows admitted by `step`,
+  // while a step is in flight.
   void note_served(int32_t row, const Row& r, int64_t start) {
     in_flight_.back().rows.push_back({row, r.admission, start});
   }
@@ -81,33 +81,35 @@ class StepJournal {
   }
   void note_dropped(int32_t row, const Row& r, int64_t first_token, BlockId id);
   void note_left(const Row& r);
-  // What an aborted step made findable and a row had let go of: nothing finds it any more.
+  // Records a block that an aborted step published and its row had released: it is no longer found.
   void note_forgotten(const Published& published, const std::shared_ptr<TokenChain>& chain);
-  // Whether notes on this row would be kept.
+  // Whether notes on this row are recorded.
   bool notes(const Row& r) const { return !in_flight_.empty() && r.by_step; }
-  // A child shares the fate of the steps that computed its parent's blocks.
+  // Copies the notes of the parent to a child, which holds the same blocks.
   void inherit(int32_t row, const Row& r, int32_t child, const Row& c);
 
-  // Throw std::invalid_argument: on a step that there was not, or that cannot be aborted any more.
+  // These throw std::invalid_argument for a step that does not exist, or that can no longer be
+  // aborted.
   void check_step_id(int64_t step_id) const;
   void check_may_abort(int64_t step_id) const;
 
-  // The step and all before it are done.
+  // Removes this step and all earlier ones, which are done.
   void complete_to(int64_t step_id);
-  // Takes out the step and all behind it, newest first; none where it was aborted before. What they
-  // published or dropped may have been computed by a step before them, which keeps these notes.
+  // Removes and returns this step and all later ones, newest first; nothing if the step was already
+  // aborted. Their published and dropped blocks may contain results of the step before them, so
+  // that step keeps these notes.
   std::vector<Step> abort_from(int64_t step_id);
 
   void check_invariants() const;
 
  private:
-  // The oldest step cannot be aborted any more.
+  // From then on, the oldest step cannot be aborted.
   void forget_oldest();
 
   StepNumbers numbers_;
   std::deque<Step> in_flight_;
-  Step spare_{};            // empty: its memory is the next step's
-  int64_t last_left_ = -1;  // the last step that is not in flight any more, and was not aborted
+  Step spare_{};            // empty; its memory is reused for the next step
+  int64_t last_left_ = -1;  // last step that was removed but not aborted
 };
 
 }  // namespace kvcache

@@ -1,4 +1,4 @@
-// Which steps there were: made, issued, done.
+// The numbers of the steps that were created, issued and completed.
 #pragma once
 
 #include <algorithm>
@@ -9,9 +9,9 @@ namespace kvcache {
 
 // Invariant: last_issued < num_steps, num_completed <= num_steps.
 struct StepNumbers {
-  int64_t num_steps = 0;      // of the next step, or of the one that is being made
-  int64_t last_issued = -1;   // the last step that was not aborted
-  int64_t num_completed = 0;  // steps below it are done
+  int64_t num_steps = 0;      // number of the next step, or of the current one
+  int64_t last_issued = -1;   // the last issued step that was not aborted
+  int64_t num_completed = 0;  // all steps below this number are done
 
   void issue() { last_issued = num_steps++; }
   void complete(int64_t step_id) { num_completed = std::max(num_completed, step_id + 1); }

@@ -22,7 +22,7 @@ void Steps::resend_tables(const RowTable& rows) {
   static constexpr std::array<int64_t, kMaxGroups> kFromFirst{};
   for (int32_t row : plan_.take_resent()) {
     plan_.clear(row);
-    // One on the host is sent when it comes back.
+    // The table of a row on the host is sent when the row returns.
     if (!rows[row].on_host) plan_.append(row, rows.blocks(row), kFromFirst.data());
   }
 }
@@ -30,7 +30,7 @@ void Steps::resend_tables(const RowTable& rows) {
 void Steps::check_invariants() const {
   if (plan_.is_step()) throw std::logic_error("a plan was begun and not ended");
   plan_.check_invariants();
-  journal_.check_invariants();  // no step that was not issued
+  journal_.check_invariants();  // throws if a step was not issued
 }
 
 }  // namespace kvcache

@@ -1,6 +1,6 @@
-// The plan of the step that is being made, and the journal of those in flight.
+// The plan of the current step, and the journal of the steps in flight.
 //
-// Invariant: outside of a step no plan is being made, and all steps of the journal were issued.
+// Invariant: outside of a step, no plan is open, and all steps in the journal were issued.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ namespace kvcache {
 
 class Steps {
  public:
-  // `num_blocks`: of the device's pool.
+  // `num_blocks`: blocks of the device pool.
   Steps(size_t num_groups, int64_t num_blocks) : plan_(num_groups, num_blocks) {}
 
   PlanBuilder& plan() { return plan_; }
@@ -24,9 +24,9 @@ class Steps {
   const StepJournal& journal() const { return journal_; }
   const StepNumbers& numbers() const { return journal_.numbers(); }
 
-  // Opens the plan and the journal of the next step.
+  // Opens the plan and the journal entry of the next step.
   void begin();
-  // Issues the step. Its plan, with the tables that are to be sent anew; valid until the next
+  // Issues the step. Returns its plan, including the whole tables to send; valid until the next
   // `begin`.
   const StepPlan& end(const RowTable& rows);
 

@@ -6,6 +6,8 @@ void TokenIntake::take_in(const StepRequest& request) const {
   append_ids(request);
   try {
     hash_ahead(request);
+    // Checks again, because a signal handler may have appended tokens while another chain was
+    // hashed.
     for (const NewRow& row : request.new_rows) c_.checks->check_new(*row.chain);
   } catch (...) {
     take_back_ids(request, request.num_rows);
@@ -21,7 +23,7 @@ void TokenIntake::hash_ahead(TokenChain& chain, bool reads) const {
   if (must_hash(chain, reads)) chain.hashes();
 }
 
-// Tokens that came since the row was last served may have filled blocks.
+// Tokens that arrived since the row was last served may have filled blocks.
 void TokenIntake::hash_filled(int32_t row) const {
   if (c_.publisher->may_publish(row)) hash_ahead(*(*c_.rows)[row].chain, /*reads=*/false);
 }
@@ -29,7 +31,7 @@ void TokenIntake::hash_filled(int32_t row) const {
 void TokenIntake::hash_ahead(const StepRequest& request) const {
   for (int64_t i = 0; i < request.num_rows; ++i) {
     const Row& row = (*c_.rows)[request.rows[i]];
-    // Most rows of a step fill no block: their chains stay untouched.
+    // In most steps, a row fills no block; its chain is not accessed.
     if (row.num_computed + request.num_tokens[i] >= row.next_publish) {
       hash_ahead(*row.chain, /*reads=*/false);
     }
@@ -64,7 +66,7 @@ void TokenIntake::take_back_ids_of(const StepRequest& request, int64_t i) const 
   if (n > 0) (*c_.rows)[request.rows[i]].chain->take_back(n);
 }
 
-// Blocks that a row has dropped are known by their hashes alone; restarted rows look theirs up.
+// Dropped blocks are known only by their hashes, and restarted rows look up theirs.
 void TokenIntake::hash_rows() const {
   for (int32_t row = 0; row < c_.rows->size(); ++row) {
     if (c_.rows->is_in_use(row)) hash_ahead(*(*c_.rows)[row].chain, /*reads=*/true);

@@ -1,7 +1,9 @@
-// Token ids that came, and the hashes of the blocks that they fill, before anything else changes.
+// Appends new token ids, and computes the hashes of the blocks that they fill, before anything else
+// changes.
 //
-// A digest from Python may raise, or call back: what a call will need is hashed ahead, and ids that
-// it does not come to use are taken back. Hashes that the engine gives come with the ids.
+// Hashing can be interrupted. Therefore all hashes that a call needs are computed in advance, and
+// ids that the call does not use are removed again. Hashes computed by the engine are read when
+// their tokens arrive.
 #pragma once
 
 #include <cstdint>
@@ -26,15 +28,15 @@ class TokenIntake {
   TokenIntake(const Context& context, bool enable_caching)
       : c_(context), is_enabled_(enable_caching) {}
 
-  // All ids of the step, and the hashes that it needs; where one is refused or a digest raises,
-  // none of the ids. The ids of its i-th row, back again.
+  // Appends all ids of the step and computes the hashes it needs; on an error or interruption,
+  // removes all ids again. take_back_ids_of removes the ids of the i-th row.
   void take_in(const StepRequest& request) const;
   void take_back_ids_of(const StepRequest& request, int64_t i) const;
 
-  // `reads`: whether hashes are needed to look something up.
+  // `reads`: whether hashes are needed for a lookup.
   void hash_ahead(TokenChain& chain, bool reads) const;
   void hash_filled(int32_t row) const;
-  void hash_rows() const;  // all, and those that have left rows in flight
+  void hash_rows() const;  // of all rows, and of dropped blocks in the journal
 
  private:
   bool must_hash(const TokenChain& chain, bool reads) const;

@@ -7,14 +7,14 @@
 
 namespace kvcache {
 
-// One block, besides its place in a free list.
+// A block, without its free-list links.
 struct alignas(16) Block {
   Hash hash;               // valid while indexed
   BlockId older, younger;  // ring of blocks published under one (hash, group); null: not indexed
   int32_t ref_count;       // > 0: held
-  uint8_t group;           // cache group that its content belongs to
-  uint8_t generation;      // how often it was handed out, modulo 256
-  uint16_t epoch;          // the pool's: cached; any other: not
+  uint8_t group;           // cache group of its content
+  uint8_t generation;      // number of allocations, modulo 256
+  uint16_t epoch;          // equal to the pool's epoch if cached
 };
 static_assert(sizeof(Block) == 48, "every byte here is paid once per block");
 

@@ -13,8 +13,8 @@ namespace kvcache {
 
 namespace {
 
-// How far ahead a batch loop touches the cache line that it will need: enough to hide a miss to
-// memory behind the work on the blocks before it.
+// How far ahead a batch loop prefetches: far enough to hide a cache miss behind the work on earlier
+// blocks.
 constexpr int64_t kPrefetchBlocks = 8;
 
 std::string named(const char* what, BlockId id) {
@@ -83,8 +83,8 @@ void BlockPool::forget_hashes(BlockId id, uint32_t tag) {
 
 void BlockPool::take_evicted(int64_t n, BlockId* out) {
   if (!is_plain_) return take_chosen(n, out);
-  // The list is walked first: then the blocks, and the index entries that their hashes lead to, are
-  // known far enough ahead to be loaded before they are needed.
+  // The list is traversed first, so that blocks, and the index entries of their hashes, can be
+  // prefetched.
   for (int64_t i = 0; i < n; ++i) {
     out[i] = cached_free_.head();
     cached_free_.remove(links_.data(), out[i]);
@@ -169,13 +169,13 @@ void BlockPool::release(const BlockId* ids, int64_t n) {
       }
       continue;
     }
-    // Backwards, each push is the tail that is removed: the lists come back exactly as they were.
+    // In reverse order, each push is the removed tail, so the lists are restored exactly.
     for (int64_t j = i; j-- > 0;) {
       if (blocks_[ids[j]].ref_count++ > 0) continue;
       list_of(blocks_[ids[j]]).remove(links_.data(), ids[j]);
       --num_free_;
     }
-    at(id, "ids");  // throws where the id is not of this pool
+    at(id, "ids");  // throws if the id is not in this pool
     throw std::invalid_argument(named("ids", id) +
                                 " more often than it is held: it was released already");
   }
@@ -185,13 +185,13 @@ void BlockPool::release(const BlockId* ids, int64_t n) {
 }
 
 void BlockPool::check_publish(const BlockId* ids, int64_t n, uint8_t group) {
-  // Marked in a link that unindexed blocks do not use, so that an id that repeats is noticed.
+  // Marked in a link that unindexed blocks do not use, to detect repeated ids.
   constexpr BlockId kMarked = -1;
   int64_t i = 0;
   const auto fail = [&](const char* what) {
     const BlockId id = ids[i];
     while (i-- > 0) blocks_[ids[i]].younger = kNullBlock;
-    at(id, "ids");  // throws where the id is not of this pool
+    at(id, "ids");  // throws if the id is not in this pool
     throw std::invalid_argument(named("ids", id) + what);
   };
   for (; i < n; ++i) {
@@ -224,7 +224,7 @@ void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, u
     if (!is_cached(block)) {
       set_cached(ids[i], group, parent, content.root ? root : static_cast<uint32_t>(lineage));
     }
-    lineage_[ids[i]].set_parent(parent);  // partial hashes were published without
+    lineage_[ids[i]].set_parent(parent);  // partial hashes were published without it
     block.hash = hash;
     variants_.note(ids[i], content.variant(i));
     const bool is_first = index_.insert(tag, ids[i]);
@@ -295,7 +295,7 @@ void BlockPool::publish_partial(BlockId id, const Hash& hash, const Hash& root, 
 
 int64_t BlockPool::lookup(const Hash* hashes, int64_t n, uint8_t group, bool prefix, BlockId* out,
                           int64_t stride) const {
-  // A hash's bucket is loaded first, then its block.
+  // Prefetches a hash's bucket first, then its block.
   auto tags = tags_ahead<2 * kPrefetchBlocks>(
       index_, n, [&](int64_t i) -> HashOfGroup { return {hashes[i * stride], group}; });
   int64_t num_leading = -1;
@@ -349,7 +349,7 @@ void BlockPool::clear() {
   if (!is_plain_) clear_places();
   uncached_free_.take_over(links_.data(), &cached_free_);
   num_cached_ = 0;
-  if (++epoch_ == 0) {  // epochs begin anew: no block may keep the number of an earlier one
+  if (++epoch_ == 0) {  // the epoch wrapped around: no block may keep an earlier equal number
     for (BlockId id = 1; id < next_fresh_; ++id) blocks_[id].epoch = 0;
     epoch_ = 1;
   }
@@ -395,7 +395,7 @@ void BlockPool::check_invariants() const {
     ++num_cached;
     require(is_indexed(block) || partial_.has(id), "a cached block is under no hash", id);
     if (!is_indexed(block)) continue;
-    // Reached from the index: the oldest of its ring is what a lookup finds.
+    // Reachable from the index, which finds the oldest block of a ring.
     const BlockId oldest = index_.find(block.hash, block.group);
     require(oldest != kNullBlock, "a cached block is not in the index", id);
     BlockId other = oldest;

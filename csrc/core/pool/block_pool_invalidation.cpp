@@ -1,4 +1,4 @@
-// Invalid content leaves a pool, with all that may have been computed from it.
+// Removes invalid content from a pool, with everything that may have been computed from it.
 #include <algorithm>
 
 #include "core/pool/block_pool.h"
@@ -7,7 +7,7 @@ namespace kvcache {
 
 namespace {
 
-// Stands for all blocks under a hash, in place of one of them.
+// Stands for all blocks under a hash.
 constexpr BlockId kUntouched = -1;
 constexpr BlockId kTouched = kNullBlock;
 
@@ -24,10 +24,10 @@ void BlockPool::add_chains(const BlockId* ids, int64_t n, InvalidChains* invalid
 }
 
 void BlockPool::evict_derived(const InvalidChains& invalid, bool is_uniform) {
-  // Once per incident: one walk over the blocks that were ever used.
+  // One traversal of all used blocks per incident.
   if (invalid.roots.empty()) return;
   std::vector<BlockId> found;
-  std::unordered_map<uint64_t, BlockId> by_hash;  // any block under it, or what is known
+  std::unordered_map<uint64_t, BlockId> by_hash;  // any block under the hash, or its known state
   for (BlockId id = 1; id < next_fresh_; ++id) {
     const Block& block = blocks_[id];
     if (!is_cached(block) || invalid.roots.count(lineage_[id].root) == 0) continue;
@@ -41,7 +41,7 @@ void BlockPool::evict_derived(const InvalidChains& invalid, bool is_uniform) {
   evict(found.data(), static_cast<int64_t>(found.size()));
 }
 
-// Walks up the chain; what it finds out it notes in `by_hash`, so that a chain is walked once.
+// Walks up the chain and records the results in `by_hash`, so that each chain is walked once.
 bool BlockPool::is_untouched(BlockId id, const std::unordered_set<uint64_t>& invalid,
                              std::unordered_map<uint64_t, BlockId>* by_hash) const {
   std::vector<uint64_t> path;

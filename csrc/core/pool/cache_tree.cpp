@@ -14,14 +14,14 @@ uint64_t key_of(const Block& block) { return key_of(block.group, tag_of(block.ha
 
 }  // namespace
 
-// Whether this block, which once was a parent, still has that hash. Without entries none that had
-// children has gone.
+// Whether this former parent still has that hash. If there are no entries, no block with children
+// has been removed.
 bool CacheTree::is_known(BlockId parent, uint64_t key) const {
   if (parent <= kNullBlock || entries_.empty()) return parent > kNullBlock;
   return blocks_[parent].older != kNullBlock && key_of(blocks_[parent]) == key;
 }
 
-// Children that were there before any block under their parent's hash.
+// Children that arrived before any block under their parent's hash.
 void CacheTree::adopt(BlockId id, uint64_t key) {
   const auto found = finds_by_tag_ ? entries_.try_emplace(key).first : entries_.find(key);
   if (found == entries_.end()) return;
@@ -63,8 +63,8 @@ void CacheTree::remove(BlockId id, uint64_t parent_tag, std::vector<BlockId>* ch
   if (!is_alone(id)) {
     const BlockId twin = block.younger;
     places_[twin].num_children += place.num_children;
-    if (block.older == twin) changed->push_back(twin);  // it is the only one
-    // Children may remember this block, which is theirs no more.
+    if (block.older == twin) changed->push_back(twin);  // it is now the only one
+    // Children may refer to this block, which is no longer their parent.
     if (leaves_children || entries_.count(key_of(block)) > 0) entries_[key_of(block)] = {twin, 0};
   } else if (leaves_children) {
     entries_[key_of(block)] = {kNullBlock, static_cast<int32_t>(place.num_children)};
@@ -85,7 +85,7 @@ void CacheTree::drop_child(BlockId id, uint64_t parent_tag, std::vector<BlockId>
   if (--found->second.num_children == 0) entries_.erase(found);
 }
 
-// Any block of the ring may have the count.
+// Any block of the ring may hold the count.
 void CacheTree::drop_child_of(BlockId parent, std::vector<BlockId>* changed) {
   BlockId each = parent;
   while (places_[each].num_children == 0) {

@@ -1,5 +1,5 @@
-// The order of cached blocks in their chains. A block should not be evicted before its cached
-// successors, because nothing would find them any more.
+// The chains of cached blocks. A block should not be evicted before its cached successors, because
+// no lookup would find them afterwards.
 #pragma once
 
 #include <cstddef>
@@ -13,15 +13,15 @@
 
 namespace kvcache {
 
-// Counts the cached children of each hash of a group. The count lies with the blocks that are
-// published under the hash: its sum over their ring is what counts. A child remembers the block
-// that its parent was when it came. Where no block is left under a hash that has children, or one
-// is published after them, the hash has an entry in a map; that is rare, but for pools of copies,
-// whose blocks come with tags alone: there every hash has one.
+// Counts the cached children of each (hash, group). The counts are stored with the blocks published
+// under the hash, and only their sum over the ring is meaningful. A child records the block that
+// was its parent when it was added. If no block is left under a hash that has children, or one is
+// published after them, the hash has an entry in a map. This is rare, except in pools of copies,
+// which know parents only by tag: there, every hash has an entry.
 //
-// Hashes are known by their tags: where two of one group have the same, which none that was not
-// searched for has, one may count a child of the other as its own, and is evicted later than it
-// could be.
+// Hashes are identified by tags. If two hashes of a group have equal tags, which
+// practically never happens by chance, one may count a child of the other as its own, and is then
+// evicted later than necessary.
 class CacheTree {
  public:
   CacheTree(const Block* blocks, int64_t num_blocks)
@@ -32,38 +32,38 @@ class CacheTree {
   bool is_leaf(BlockId id) const {
     return places_[id].num_children == 0 || blocks_[id].younger != id;
   }
-  // A bit of each block for the caller, lost when it is added.
+  // One bit per block for the caller, lost when the block is added.
   bool is_marked(BlockId id) const { return places_[id].is_marked != 0; }
   void mark(BlockId id, bool is_marked) { places_[id].is_marked = is_marked; }
-  // The block was just published, and is in the ring of its hash. `parent_tag`: of its parent's
-  // hash; null for the first block of a chain. `parent`: a block under that hash; the null block
-  // where there is none or, in a tree that finds by tag, where it is not known. Adds other blocks
-  // that have become leaves, or no longer are, to `changed`.
+  // Adds a block that was just published and is in the ring of its hash. `parent_tag`: tag of its
+  // parent's hash; null for the first block of a chain. `parent`: a block under that hash; the null
+  // block if there is none or, in a tree that finds parents by tag, if it is unknown. Appends other
+  // blocks that have become leaves, or no longer are, to `changed`.
   void add(BlockId id, BlockId parent, const uint64_t* parent_tag, std::vector<BlockId>* changed);
-  // The block will leave the ring of its hash; it need not have been added. Adds blocks to
-  // `changed` that will then have become leaves, or no longer be.
+  // Removes a block, which need not have been added, before it leaves the ring of its hash. Appends
+  // blocks that become leaves, or no longer are, to `changed`.
   void remove(BlockId id, uint64_t parent_tag, std::vector<BlockId>* changed);
   void clear();
   size_t num_bytes() const;
-  // Throws std::logic_error unless all that is counted agrees with these blocks: the published
-  // ones, with the tags of their hashes and of their parents'.
+  // Throws std::logic_error unless all counts agree with the published blocks and the tags of their
+  // hashes and parents.
   struct Member {
     BlockId id;
     uint64_t tag, parent_tag;
   };
   void check_invariants(const std::vector<Member>& members) const;
-  // From now on parents are found by their tags. `members`: what is published.
+  // Finds parents by tags from now on. `members`: the published blocks.
   void find_by_tag(const std::vector<Member>& members);
   bool finds_by_tag() const { return finds_by_tag_; }
 
  private:
   struct Place {
-    BlockId parent;  // when it came; kUnknown: none was there; the null block: it has none
+    BlockId parent;  // when added; kUnknown: its hash had no block; null block: no parent
     uint32_t num_children : 31;
     uint32_t is_marked : 1;
   };
-  // Of a hash whose children may know no block that has it: one that has it, or how many children
-  // there are while none has.
+  // An entry for a hash whose children may not know a block under it: one such block, or the number
+  // of children while no block has the hash.
   struct Entry {
     BlockId block;
     int32_t num_children;

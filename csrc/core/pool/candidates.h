@@ -1,4 +1,4 @@
-// The blocks that a policy may choose from: only leaves, whatever the policy.
+// The blocks from which a policy may choose: always leaves.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ class Candidates {
   const CacheTree& tree() const { return tree_; }
   bool has(BlockId id) const { return tree_.is_marked(id); }
 
-  // `is_idle`: cached, not held and not pinned. It is a candidate if it is a leaf, too.
+  // `is_idle`: cached, not held and not pinned. The block is a candidate if it is also a leaf.
   void set_idle(BlockId id, bool is_idle) {
     const bool is_in = is_idle && tree_.is_leaf(id);
     if (is_in == has(id)) return;

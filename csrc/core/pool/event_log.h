@@ -1,6 +1,6 @@
-// Events: hashes that became findable in a cache and those that left it, in order, until drained.
-// A log that nobody drains is bounded: when it is full, all that waits is dropped, and a cleared
-// event of each tier tells the reader to forget what it knows.
+// Events in order until drained: hashes that became available in a cache, and those removed from
+// it. The log is bounded. When it is full, all waiting events are dropped, and one cleared event
+// per tier makes the reader discard its state.
 #pragma once
 
 #include <cstdint>
@@ -23,23 +23,23 @@ class EventLog {
     uint8_t group;
     Tier tier;
     Hash hash;
-    // Of one stored on the device:
+    // For blocks stored on the device:
     Hash parent = {};
-    bool is_reused = false;  // it was there before, and a request has hit it
+    bool is_reused = false;  // already stored, and hit by a request
     int64_t first_token = 0;
-    int64_t num_dropped = 0;                       // of a cleared one: events since the last drain
-    std::shared_ptr<const void> labels = nullptr;  // of the request that has computed or hit it
+    int64_t num_dropped = 0;                       // cleared: since the last drain
+    std::shared_ptr<const void> labels = nullptr;  // of the request that computed or hit it
   };
   struct Drained {
     std::vector<Event> events;
-    std::vector<int32_t> tokens;  // of the stored ones, one after the other
+    std::vector<int32_t> tokens;  // of the stored blocks, concatenated
   };
 
   static constexpr size_t kMostEvents = size_t{1} << 20, kMostTokens = size_t{1} << 24;
   explicit EventLog(size_t most_events = kMostEvents, size_t most_tokens = kMostTokens)
       : most_events_(most_events), most_tokens_(most_tokens) {}
 
-  // Block i of this content.
+  // Records that block i of this content was stored, or is reused.
   void stored(const Content& content, int64_t i, uint8_t group, bool is_reused) {
     make_room();
     Event event{Kind::kStored, group, Tier::kDevice, content.hash(i), content.parent_of(i)};
@@ -90,9 +90,9 @@ class EventLog {
   }
 
   const size_t most_events_, most_tokens_;
-  bool has_host_ = false;  // events were stored there
+  bool has_host_ = false;  // events were stored on the host
   int64_t num_dropped_ = 0;
-  int64_t num_notices_ = 0;  // that `waiting_` begins with
+  int64_t num_notices_ = 0;  // number of leading cleared events in `waiting_`
   Drained waiting_;
 };
 

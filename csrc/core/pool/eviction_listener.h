@@ -1,4 +1,4 @@
-// Hears of each cached block that is about to be taken for other content.
+// A listener for cached blocks that are about to be evicted.
 #pragma once
 
 #include "core/hash.h"
@@ -7,8 +7,7 @@ namespace kvcache {
 
 class EvictionListener {
  public:
-  // The block is still found under its hash, and is the only one under it. Must not change the
-  // pool that calls.
+  // The block is still published, as the only one under its hash. Must not change the calling pool.
   virtual void on_eviction(BlockId id) = 0;
 
  protected:

@@ -1,19 +1,18 @@
-// The order in which free blocks are handed out.
+// The order in which free blocks are allocated.
 #pragma once
 
 #include "core/hash.h"
 
 namespace kvcache {
 
-// Neighbours in a free list. Apart from Block and small, because eviction walks a list from its
-// head, where the next id is known only once the link was read: these stay in the processor's
-// caches.
+// Free-list links, stored apart from Block to stay small: eviction walks a list from its head,
+// where the next id is known only after the link is read, so links should stay in the CPU caches.
 struct Link {
   BlockId prev, next;
 };
 
-// First in, first out: push at the tail, remove anywhere, O(1). Released blocks enter at the tail,
-// so the head is the least recently released one.
+// A FIFO queue with O(1) push at the tail and O(1) removal anywhere. Released blocks enter at the
+// tail, so the head is the least recently released block.
 class FreeList {
  public:
   BlockId head() const { return head_; }
@@ -29,7 +28,7 @@ class FreeList {
     (link.prev == kNullBlock ? head_ : links[link.prev].next) = link.next;
     (link.next == kNullBlock ? tail_ : links[link.next].prev) = link.prev;
   }
-  // All of `other`, in its order, behind what is here.
+  // Appends all of `other`, in its order.
   void take_over(Link* links, FreeList* other) {
     if (other->head_ == kNullBlock) return;
     (tail_ == kNullBlock ? head_ : links[tail_].next) = other->head_;

@@ -6,14 +6,14 @@
 namespace kvcache {
 
 HashIndex::HashIndex(Block* blocks, int64_t num_blocks, const SecretKey& key)
-    // Four of seven slots taken when every block is cached: then 5 % of the buckets overflow.
+    // Four of seven slots are used when every block is cached. Then 5 % of the buckets overflow.
     : blocks_(blocks),
       key_(key),
       num_buckets_((num_blocks + 3) / 4),
       buckets_(static_cast<size_t>(num_buckets_)) {}
 
 void HashIndex::add(uint32_t tag, BlockId id) {
-  // There is an empty slot: the table has more of them than there are blocks.
+  // There is an empty slot, because the table has more slots than the pool has blocks.
   int64_t walk = 1;
   for (int64_t b = home_of(tag);; b = after(b), ++walk) {
     Bucket& bucket = buckets_[b];
@@ -43,9 +43,9 @@ void HashIndex::draw_new_key() {
       }
     }
   } catch (const std::exception&) {
-    // No memory, or no random bytes: the index stays as it is, correct and slow.
+    // No memory or no random bytes: the index remains unchanged, correct and slow.
   }
-  // Where that did not help, the next attempt waits, so that all attempts together stay cheap.
+  // If that did not help, the next attempt is delayed, so that all attempts together stay cheap.
   most_walk_ = std::max(kLongestWalk, 2 * longest_walk_);
 }
 
@@ -58,7 +58,8 @@ bool HashIndex::insert(uint32_t tag, BlockId id) {
     if (longest_walk_ > most_walk_) draw_new_key();
     return true;
   }
-  // The ring is circular: what is "older" than the oldest is the youngest, where `id` goes in.
+  // The ring is circular: the block "older" than the oldest is the youngest. `id` is inserted
+  // there.
   const BlockId oldest = buckets_[place.bucket].ids[place.slot];
   const BlockId youngest = blocks_[oldest].older;
   block.older = youngest;
@@ -85,7 +86,7 @@ bool HashIndex::erase(uint32_t tag, BlockId id) {
       const int slot = __builtin_ctz(slots);
       if (bucket.ids[slot] != id) continue;
       if (!alone) {
-        bucket.ids[slot] = next;  // the next oldest takes the entry over
+        bucket.ids[slot] = next;  // the next oldest takes over the entry
         return false;
       }
       bucket.tags[slot] = 0;
@@ -94,7 +95,7 @@ bool HashIndex::erase(uint32_t tag, BlockId id) {
       }
       return true;
     }
-    if (bucket.num_displaced == 0) break;  // not the oldest of its ring: it has no entry
+    if (bucket.num_displaced == 0) break;  // not the oldest of its ring, so it has no entry
   }
   return false;
 }

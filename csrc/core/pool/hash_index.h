@@ -1,4 +1,4 @@
-// Which blocks hold the content of a hash.
+// Maps a hash to the blocks with its content.
 #pragma once
 
 #if defined(__SSE2__)
@@ -15,17 +15,18 @@
 
 namespace kvcache {
 
-// (hash, group) -> blocks published under it, oldest first. A table of buckets, one cache line
-// each, searched without a branch per entry; entries hold 32 bits of the key, so that a search
-// touches a block only where it is almost surely the one. An entry is the oldest of a ring of
-// duplicates: insertion and removal stay O(1) however many there are.
+// Maps (hash, group) to the blocks published under it, oldest first. The table consists of buckets
+// of one cache line each, which are searched without a branch per entry. Entries contain 32 bits of
+// the key, so that a search accesses a block only if it almost certainly matches. An entry is the
+// oldest block of a ring of duplicates: insertion and removal are O(1) for any number of
+// duplicates.
 class HashIndex {
  public:
   HashIndex(Block* blocks, int64_t num_blocks, const SecretKey& key = SecretKey::drawn());
-  // What a hash is searched by. Callers who go through many hashes fold each once. Tags hold for
-  // one key; an insertion may draw another.
+  // The tag of a hash, which searches use. Callers that process many hashes compute each tag once.
+  // Tags are valid for one key, which an insertion may replace.
   uint32_t tag_of(const Hash& hash, uint8_t group) const {
-    return static_cast<uint32_t>(key_.fold(hash, group) >> 32) | 1u;  // never that of an empty slot
+    return static_cast<uint32_t>(key_.fold(hash, group) >> 32) | 1u;  // 0 marks an empty slot
   }
   BlockId find(uint32_t tag, const Hash& hash, uint8_t group) const {
     const Place place = place_of(tag, hash, group);
@@ -34,18 +35,18 @@ class HashIndex {
   BlockId find(const Hash& hash, uint8_t group) const {
     return find(tag_of(hash, group), hash, group);
   }
-  // Hash and group of the block are set, and `tag` is theirs; joins the ring as the youngest.
-  // Whether it is the first.
+  // Inserts a block, whose hash and group are set and have this tag, as the youngest. Returns
+  // whether it is the first under its hash.
   bool insert(uint32_t tag, BlockId id);
   bool insert(BlockId id) { return insert(tag_of(id), id); }
-  bool erase(uint32_t tag, BlockId id);  // whether it was the last under its hash
+  bool erase(uint32_t tag, BlockId id);  // returns whether it was the last one under its hash
   bool erase(BlockId id) { return erase(tag_of(id), id); }
   void clear() {
     buckets_.zero();
     longest_walk_ = 1;
   }
-  // Starts loading what `find` of the same tag will read: first the bucket, then, once that has
-  // arrived, the block it names.
+  // Prefetches what `find` with this tag will read: the bucket in the first call, and the block in
+  // it in a second call, once the bucket has arrived.
   void prefetch_bucket(uint32_t tag) const { __builtin_prefetch(&buckets_[home_of(tag)], 1); }
   void prefetch_block(uint32_t tag) const {
     const Bucket& bucket = buckets_[home_of(tag)];
@@ -53,17 +54,17 @@ class HashIndex {
     if (slots != 0) __builtin_prefetch(&blocks_[bucket.ids[__builtin_ctz(slots)]], 1);
   }
   size_t num_bytes() const { return buckets_.num_bytes(); }
-  // Buckets that a search reads at most. With a key that nobody knows, more than kLongestWalk are
-  // all but impossible; where they come, the index draws another key and is built anew.
+  // Maximum buckets per search. With a secret key, more than kLongestWalk are practically
+  // impossible. If it happens, the index draws another key and is rebuilt.
   int64_t longest_walk() const { return longest_walk_; }
   static constexpr int64_t kLongestWalk = 16;
-  int64_t num_keys() const { return num_keys_; }  // that were drawn
+  int64_t num_keys() const { return num_keys_; }  // number of keys drawn
 
  private:
   static constexpr int kSlots = 7;
   struct alignas(64) Bucket {
     uint32_t tags[kSlots];   // 0: the slot is empty
-    uint32_t num_displaced;  // entries whose home is here or before, and that lie further on
+    uint32_t num_displaced;  // entries stored after this bucket, with a home up to it
     BlockId ids[kSlots];
   };
   struct Place {
@@ -73,7 +74,7 @@ class HashIndex {
   // Bit i: slot i has this tag.
   static unsigned slots_with(const Bucket& bucket, uint32_t tag) {
 #if defined(__SSE2__)
-    // The tags, and num_displaced behind them, are two registers.
+    // The tags and num_displaced fit in two registers.
     const auto* words = reinterpret_cast<const __m128i*>(&bucket);
     const __m128i wanted = _mm_set1_epi32(static_cast<int>(tag));
     const auto equal = [&](const __m128i* four) {
@@ -93,8 +94,8 @@ class HashIndex {
   }
   int64_t after(int64_t bucket) const { return bucket + 1 == num_buckets_ ? 0 : bucket + 1; }
   Place place_of(uint32_t tag, const Hash& hash, uint8_t group) const {
-    // No entry lies further on, and no bucket may be left without displaced entries to end a
-    // search.
+    // Bounded, because there may be no bucket without displaced entries to end the search. All
+    // entries lie within this distance of their home.
     int64_t b = home_of(tag);
     for (int64_t left = longest_walk_; left > 0; --left, b = after(b)) {
       const Bucket& bucket = buckets_[b];
@@ -116,7 +117,7 @@ class HashIndex {
   ZeroedArray<Bucket> buckets_;
   int64_t num_keys_ = 1;
   int64_t longest_walk_ = 1;
-  int64_t most_walk_ = kLongestWalk;  // a longer one is answered by a new key
+  int64_t most_walk_ = kLongestWalk;  // a longer search triggers a new key
 };
 
 }  // namespace kvcache

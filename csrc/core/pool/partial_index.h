@@ -1,8 +1,8 @@
-// Partially filled blocks: hashes of prefixes that end inside a block.
+// Partially filled blocks, by the hashes of prefixes that end inside a block.
 //
-// Only managers whose hash blocks are finer than their allocation blocks have any: there, a hit
-// inside a block is copied. Blocks under one hash form a list, oldest first; so do a block's
-// entries: all is O(1) per entry, however many blocks share a prefix.
+// Only managers with hash blocks smaller than their allocation blocks have any; they copy the block
+// on such a hit. Blocks under one hash form a list, oldest first, and so do the entries of a block.
+// Every operation is O(1) per entry, for any number of blocks with equal prefixes.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ namespace kvcache {
 
 class PartialIndex {
  public:
-  // The oldest block that holds what this hash stands for, or the null block, also where it is of
-  // another variant.
+  // The oldest block with the content of this hash, or the null block if there is none or its
+  // variant differs.
   BlockId find(const Hash& hash, uint8_t group, uint64_t variant = 0) const {
     if (by_hash_.empty()) return kNullBlock;
     const auto found = by_hash_.find({hash, group});
@@ -49,7 +49,7 @@ class PartialIndex {
     Key key;
     BlockId block;
     int32_t older, younger;  // under the same hash
-    int32_t next_of_block;   // the part before it, or the next unused entry
+    int32_t next_of_block;   // the next shorter part, or the next unused entry
     uint64_t variant;
   };
   struct Ends {
@@ -59,7 +59,7 @@ class PartialIndex {
   std::vector<Part> parts_;
   int32_t unused_ = kNone;
   std::unordered_map<Key, Ends, KeyHash> by_hash_;
-  std::unordered_map<BlockId, int32_t> of_block_;  // its youngest part
+  std::unordered_map<BlockId, int32_t> of_block_;  // the block's latest part
 };
 
 }  // namespace kvcache

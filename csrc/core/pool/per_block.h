@@ -10,7 +10,7 @@
 
 namespace kvcache {
 
-// Empty for 0 blocks: then nothing may be asked but that.
+// With 0 blocks, the array is empty and must not be accessed.
 template <class T>
 class PerBlock {
  public:

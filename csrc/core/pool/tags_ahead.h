@@ -1,4 +1,4 @@
-// The tags of a batch of hashes, by which an index is searched.
+// The tags of a batch of hashes, for searches in an index.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@ struct HashOfGroup {
   uint8_t group;
 };
 
-// Folds each hash once, kAhead places before it is needed, and starts loading its bucket then.
-// `hash_at(i)`: the i-th, of n.
+// Computes each tag once, kAhead places before it is needed, and prefetches its bucket.
+// `hash_at(i)` returns the i-th of n hashes.
 template <int64_t kAhead, class HashAt>
 class TagsAhead {
  public:
@@ -22,14 +22,14 @@ class TagsAhead {
       : index_(index), n_(n), hash_at_(hash_at) {
     fold_from(0);
   }
-  // Of the i-th, by the key that the index has now; those before are not kept.
+  // The i-th tag, for the current key of the index. Earlier tags are not kept.
   uint32_t next(int64_t i) {
     if (index_->num_keys() != num_keys_) fold_from(i);
     const uint32_t tag = tags_[i % kAhead];
     fold(i + kAhead);
     return tag;
   }
-  // Of one that `next` comes to within kAhead calls, if the index keeps its key.
+  // A tag that `next` reaches within kAhead calls, if the key does not change.
   uint32_t operator[](int64_t i) const { return tags_[i % kAhead]; }
 
  private:

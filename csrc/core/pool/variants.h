@@ -1,9 +1,9 @@
-// What tells contents apart whose hashes are equal.
+// Distinguishes contents with equal hashes.
 //
-// The interoperable hash names an image's identifier and where it begins, not how many tokens it
-// has. Two requests that give one identifier different lengths may have equal hashes and other KV:
-// a pool notes the variant of such content beside its hash, and finds it only for a chain of the
-// same variant. Content without images has variant 0, and costs nothing here.
+// The interoperable hash contains an image's identifier and start, but not its number of tokens.
+// Two requests that give one identifier different lengths may have equal hashes and different KV. A
+// pool therefore records the variant of such content, and finds it only for a chain of the same
+// variant. Content without images has variant 0, at no cost.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ class Variants {
     const auto found = by_block_.find(id);
     return found == by_block_.end() ? 0 : found->second;
   }
-  // Of a block that is not noted yet.
+  // For a block that is not recorded yet.
   void note(BlockId id, uint64_t variant) {
     if (variant != 0) by_block_[id] = variant;
   }
@@ -33,7 +33,7 @@ class Variants {
   std::unordered_map<BlockId, uint64_t> by_block_;
 };
 
-// Whether content of variant `found` is what is asked for; 0 asks for any.
+// Whether content of variant `found` matches `asked`; 0 matches any.
 inline bool is_variant(uint64_t found, uint64_t asked) { return asked == 0 || found == asked; }
 
 }  // namespace kvcache

@@ -1,8 +1,8 @@
-// The begin and end of every function of the runtime's C interface: the lock, the sticky error and
-// the thread's last error.
+// The prologue and epilogue of every function in the runtime's C interface: the lock, the sticky
+// error and the thread's last error.
 //
-// One lock guards all state of the runtime. It is recursive because work that runs on a stream (a
-// host function) runs under it.
+// One lock guards all state of the runtime. It is recursive, because host functions on a stream run
+// while the lock is held.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,8 +15,8 @@ namespace kvcache::gpuless {
 
 std::recursive_mutex& runtime_mutex();
 
-// Holds the lock. A Python thread that waits for it releases the interpreter's lock, because the
-// thread that holds this lock may need that one, to run an operator that a graph captured.
+// Holds the lock. A Python thread that waits for the lock releases the GIL, because the thread that
+// holds the lock may need the GIL to run an operator captured by a graph.
 class RuntimeLock {
  public:
   RuntimeLock();
@@ -27,21 +27,21 @@ class RuntimeLock {
 // The calling thread's last error, as cudaGetLastError reports it. Returns `error`.
 cudaError_t failed(cudaError_t error);
 
-// An error that no later call recovers from: an illegal access, a trap. The first one stays.
+// Sets an error from which no later call recovers: an illegal access, a trap. The first one stays.
 void set_sticky(cudaError_t error);
 cudaError_t sticky_error();
 
-// Prints a line that begins with "gpu-less: ", for faults that a return code does not explain.
+// Prints a line that starts with "gpu-less: ", for faults that a return code does not explain.
 void say(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
-// Runs `body`, which returns a cudaError_t, under the lock; returns the sticky error if there is
+// Runs `body`, which returns a cudaError_t, under the lock. Returns the sticky error if there is
 // one.
 template <class Body>
 cudaError_t call(Body&& body) {
   const RuntimeLock lock;
   if (sticky_error() != cudaSuccess) return failed(sticky_error());
   const cudaError_t error = body();
-  if (sticky_error() != cudaSuccess) return failed(sticky_error());  // met while work ran
+  if (sticky_error() != cudaSuccess) return failed(sticky_error());  // raised while work ran
   return error == cudaSuccess ? error : failed(error);
 }
 

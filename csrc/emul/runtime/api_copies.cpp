@@ -17,7 +17,7 @@ cudaError_t on_stream(cudaStream_t handle, Body&& body) {
   });
 }
 
-// As `body`, and the host waits for the null stream.
+// Calls `body`, and the host waits for the null stream.
 template <class Body>
 cudaError_t and_wait(Body&& body) {
   return on_stream(nullptr, [&](Stream& stream) {

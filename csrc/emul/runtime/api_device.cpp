@@ -1,4 +1,4 @@
-// The runtime's C interface: the one device, with the properties of an H200 where callers read
+// The runtime's C interface: the only device, with the properties of an H200 as far as callers read
 // them.
 #include <cstdio>
 #include <cstring>

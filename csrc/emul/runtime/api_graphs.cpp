@@ -42,7 +42,7 @@ KV_GPULESS_API cudaError_t cudaStreamIsCapturing(cudaStream_t handle,
   });
 }
 
-// Does not report dependencies: its callers only ask for the status, the id and the graph.
+// Does not report dependencies: callers only request the status, the id and the graph.
 #undef cudaStreamGetCaptureInfo
 KV_GPULESS_API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle,
                                                     cudaStreamCaptureStatus* status,
@@ -81,7 +81,7 @@ KV_GPULESS_API cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStrea
   return call([&] {
     Stream* stream = stream_of(handle);
     if (stream == nullptr || executable == nullptr) return cudaErrorInvalidResourceHandle;
-    if (stream->capture != nullptr) return cudaErrorNotSupported;  // a graph within a graph
+    if (stream->capture != nullptr) return cudaErrorNotSupported;  // a graph inside a graph
     if (const cudaError_t error = refuse_implicit_dependency(*stream)) return error;
     if (stream->is_null()) count(Counter::kLegacyWork);
     launch_graph(*graph_of(executable), *stream);
@@ -96,7 +96,7 @@ KV_GPULESS_API cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   });
 }
 
-// Launches that are under way have their own copies of the work.
+// Launches in flight have their own copies of the work.
 KV_GPULESS_API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
   return call([&] {
     delete graph_of(executable);

@@ -1,4 +1,5 @@
-// The runtime's C interface: what nvcc's generated code calls, launches, attributes of kernels.
+// The runtime's C interface: functions called by nvcc's generated code, launches, kernel
+// attributes.
 #include <cuda_runtime_api.h>
 
 #include <vector>
@@ -86,7 +87,7 @@ KV_GPULESS_API cudaError_t cudaLaunchCooperativeKernel(const void* stub, dim3 gr
   return launch_on(stub, grid, block, arguments, shared_bytes, stream);
 }
 
-// Of the attributes of a launch, clusters along x are simulated.
+// The only simulated launch attribute is the cluster size along x.
 KV_GPULESS_API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* stub,
                                                void** arguments) {
   unsigned cluster = 1;

@@ -10,7 +10,7 @@ using namespace kvcache::gpuless;
 
 namespace {
 
-// As the driver does: waits for all work first, which may still use the memory.
+// Waits for all work first, like the driver, because work in flight may use the memory.
 cudaError_t remove(void* memory, RangeKind kind) {
   return call([&] {
     if (memory == nullptr && kind != RangeKind::kRegistered) return cudaSuccess;

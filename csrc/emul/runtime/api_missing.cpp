@@ -1,4 +1,4 @@
-// Functions that torch links against but that are not simulated: each prints a line and is an
+// Functions that torch links against but that are not simulated. Each prints a line and returns an
 // error.
 #include "emul/runtime/api.h"
 
@@ -13,7 +13,7 @@ cudaError_t missing(const char* name) {
   });
 }
 
-// For driver functions that are looked up by name.
+// Stands in for driver functions that are looked up by name.
 int missing_in_driver() {
   say("a function of the driver, asked for by name, is not simulated");
   return cudaErrorNotSupported;

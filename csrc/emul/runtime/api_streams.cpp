@@ -10,17 +10,17 @@ using namespace kvcache::gpuless;
 
 namespace {
 
-// An event is what it recorded last: a completion, or a place in a capture.
+// An event holds its last record: a completion, or a position in a capture.
 struct Event {
   unsigned flags = 0;
-  CompletionPtr recorded;  // none: never recorded, which counts as reached
+  CompletionPtr recorded;  // null: never recorded, which counts as reached
   Capture* capture = nullptr;
   std::vector<int> leaves;
 };
 
 Event* event_of(cudaEvent_t handle) { return reinterpret_cast<Event*>(handle); }
 
-// Work in a stream that captures is recorded, so neither its end nor its state can be asked for.
+// Work in a capturing stream is recorded, so its state cannot be queried or waited for.
 cudaError_t refuse_waiting(Stream* stream) {
   if (stream == nullptr) return cudaErrorInvalidResourceHandle;
   if (const cudaError_t error = refuse_if_capturing(*stream)) return error;
@@ -60,7 +60,7 @@ KV_GPULESS_API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* handle, un
                                                         int priority) {
   return call([&] {
     if ((flags & ~unsigned(cudaStreamNonBlocking)) != 0) return cudaErrorInvalidValue;
-    // CUDA clamps to the range it reports.
+    // CUDA clamps priorities to the range that it reports.
     *handle = reinterpret_cast<cudaStream_t>(create_stream(flags, std::clamp(priority, -5, 0)));
     return cudaSuccess;
   });
@@ -169,7 +169,7 @@ KV_GPULESS_API cudaError_t cudaEventCreate(cudaEvent_t* handle) {
   return cudaEventCreateWithFlags(handle, cudaEventDefault);
 }
 
-// Destroying an event is safe: tasks that wait for it hold its completion.
+// Destroying an event is safe, because tasks that wait for it hold its completion.
 KV_GPULESS_API cudaError_t cudaEventDestroy(cudaEvent_t handle) {
   return call([&] {
     if (handle == nullptr) return cudaErrorInvalidResourceHandle;
@@ -204,7 +204,7 @@ KV_GPULESS_API cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaE
     const Event* event = event_of(handle);
     Stream* stream = stream_of(stream_handle);
     if (event == nullptr || stream == nullptr) return cudaErrorInvalidResourceHandle;
-    // A graph has what it marked: there is no work of this process that could be waited for.
+    // A graph contains the marked work, so there is no work of this process to wait for.
     if (event->capture != nullptr && event->capture->ended) {
       if (stream->capture != nullptr) stream->capture->invalid = true;
       return cudaErrorCapturedEvent;

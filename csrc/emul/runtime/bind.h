@@ -1,7 +1,7 @@
-// Kernels compiled for the emulator, as the runtime finds and launches them: by demangled name and
-// with their parameters copied at the launch.
+// Kernels compiled for the emulator, in the form in which the runtime finds and launches them: by
+// demangled name, with their parameters copied at the launch.
 //
-// KV_LAUNCH uses Registered<kernel> in that build, so that each kernel that is launched anywhere is
+// In that build, KV_LAUNCH uses Registered<kernel>, so every kernel that is launched anywhere is
 // registered when the library loads.
 #pragma once
 

@@ -21,7 +21,7 @@ std::vector<Capture*> captures() {
   return found;
 }
 
-// Whether `capture` forbids the calling thread an unsafe call.
+// Whether `capture` forbids unsafe calls of the calling thread.
 bool forbids(const Capture& capture) {
   if (thread_mode == cudaStreamCaptureModeRelaxed) return false;
   if (capture.mode == cudaStreamCaptureModeRelaxed) return false;
@@ -29,7 +29,7 @@ bool forbids(const Capture& capture) {
   return capture.mode == cudaStreamCaptureModeGlobal && thread_mode == cudaStreamCaptureModeGlobal;
 }
 
-// Whether each node comes before some leaf of the origin.
+// Whether each node precedes some leaf of the origin stream.
 bool all_joined(const Capture& capture) {
   const std::vector<Node>& nodes = capture.graph->nodes;
   std::vector<bool> reached(nodes.size());
@@ -96,7 +96,7 @@ cudaError_t end_capture(Stream& stream, Graph** graph) {
     s->capture_leaves.clear();
   }
   capture->ended = true;
-  // The capture's object stays: events recorded in it still point to it.
+  // The capture object remains, because events recorded in it still point to it.
   if (capture->invalid) return cudaErrorStreamCaptureInvalidated;
   if (!joined) {
     capture->invalid = true;
@@ -150,7 +150,7 @@ void launch_graph(const Graph& graph, Stream& stream) {
   for (size_t i = 0; i < waiting.size(); ++i) waiting[i] = i;
   std::vector<bool> taken(graph.nodes.size());
   while (!waiting.empty()) {
-    std::vector<size_t> ready;  // places in `waiting`
+    std::vector<size_t> ready;  // indices in `waiting`
     for (size_t at = 0; at < waiting.size() && ready.size() < 8; ++at) {
       const std::vector<int>& after = graph.nodes[waiting[at]].after;
       if (std::all_of(after.begin(), after.end(), [&](int n) { return taken[size_t(n)]; })) {

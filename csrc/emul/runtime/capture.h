@@ -1,8 +1,8 @@
 // Stream capture and graphs. Callers hold the runtime's lock.
 //
-// A capture begins in one stream and takes in each stream that waits for an event recorded in it.
-// What it may not do is refused as CUDA does; most refusals invalidate the capture, and its end
-// then reports that. A graph is its nodes in the order of capture, each with what it depends on.
+// A capture starts in one stream and includes each stream that waits for an event recorded in it.
+// Forbidden calls are rejected as in CUDA. Most rejections invalidate the capture, which its end
+// then reports. A graph is its nodes in capture order, each with its dependencies.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -29,19 +29,18 @@ struct Capture {
   cudaStreamCaptureMode mode;
   std::thread::id thread;
   Stream* origin;
-  std::set<Stream*> streams;  // the origin among them
+  std::set<Stream*> streams;  // including the origin
   bool invalid = false;
   bool ended = false;
-  Graph* graph;  // the caller's from the end on
+  Graph* graph;  // owned by the caller after the end
 };
 
-// For calls that are unsafe while a capture is under way (cudaMalloc, cudaEventQuery, ...). Where
-// the calling thread may not make them, invalidates the captures that forbid it and returns the
-// error.
+// For calls that are unsafe during a capture (cudaMalloc, cudaEventQuery, ...). If the calling
+// thread may not make them, invalidates the captures that forbid them and returns the error.
 cudaError_t refuse_while_capturing();
-// For calls on one stream that a capture never allows (a synchronisation).
+// For calls on a stream that a capture never allows (synchronization).
 cudaError_t refuse_if_capturing(Stream& stream);
-// For work in the null stream while a stream that waits for it captures.
+// For work in the null stream while a stream that waits for the null stream is capturing.
 cudaError_t refuse_implicit_dependency(const Stream& stream);
 
 cudaError_t begin_capture(Stream& stream, cudaStreamCaptureMode mode);
@@ -49,11 +48,11 @@ cudaError_t end_capture(Stream& stream, Graph** graph);
 void join_capture(Stream& stream, Capture& capture, const std::vector<int>& leaves);
 cudaError_t exchange_thread_mode(cudaStreamCaptureMode* mode);
 
-// Runs or records `work`. Every operation on a stream ends here.
+// Runs or records `work`. Every stream operation calls this function.
 cudaError_t submit_or_capture(Stream& stream, Work work);
-// The same for a pause.
+// Does the same for a pause.
 cudaError_t pause_or_capture(Stream& stream, double milliseconds);
-// As tasks of the stream, in an order that the dependencies allow.
+// Runs the nodes as tasks of the stream, in an order that the dependencies allow.
 void launch_graph(const Graph& graph, Stream& stream);
 
 }  // namespace kvcache::gpuless

@@ -11,7 +11,7 @@ constexpr const char* kNames[kNum] = {
     "launches",       "legacy_work",     "waits",          "event_queries",   "pointer_queries",
     "device_queries", "capture_queries", "allocations",
 };
-// Atomic, as not every call holds the runtime's lock.
+// Atomic, because not every call holds the runtime's lock.
 std::atomic<long> counts[kNum];
 
 }  // namespace

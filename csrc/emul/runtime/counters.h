@@ -1,5 +1,5 @@
-// What was asked of the runtime so far, by kind: tests assert what a path costs by differences.
-// Performance faults that only a device would show as time become numbers here.
+// Counts of runtime calls by kind. Tests compare counts to assert the cost of a path. Performance
+// faults that would only show as time on a device become numbers here.
 #pragma once
 
 #include <cstddef>
@@ -9,23 +9,23 @@ namespace kvcache::gpuless {
 enum class Counter {
   kCopies,          // single copies
   kBatches,         // calls of cudaMemcpyBatchAsync
-  kBatchedCopies,   // copies in them
-  kPageableCopies,  // single or batched, with one side that is pageable host memory
+  kBatchedCopies,   // copies in batches
+  kPageableCopies,  // single or batched copies with pageable host memory on one side
   kFills,
-  kLaunches,        // of this project's kernels
+  kLaunches,        // of kernels of this project
   kLegacyWork,      // copies, fills, launches, host functions, operators on the legacy stream
-  kWaits,           // of the host for a stream, an event, the device, or a pageable copy
+  kWaits,           // host waits for a stream, an event, the device, or a pageable copy
   kEventQueries,    // of events and streams
-  kPointerQueries,  // what an address is
+  kPointerQueries,  // queries of the kind of an address
   kDeviceQueries,   // attributes of the device and of kernels, free memory
-  kCaptureQueries,  // whether a stream is captured
+  kCaptureQueries,  // queries of the capture status of a stream
   kAllocations,     // on the device, pinned, registered
   kNum,
 };
 
 void count(Counter counter, long n = 1);
 long count_of(Counter counter);
-// The name that tests use; nullptr past the last.
+// The name used in tests, or nullptr past the last counter.
 const char* name_of_counter(size_t i);
 
 }  // namespace kvcache::gpuless

@@ -16,13 +16,14 @@ namespace kvcache::gpuless {
 namespace {
 
 constexpr size_t kPage = 4096;
-constexpr size_t kAlignment = 2 << 20;           // as cudaMalloc has for large allocations
+constexpr size_t kAlignment = 2 << 20;           // as in cudaMalloc for large allocations
 constexpr size_t kArenaBytes = size_t{1} << 42;  // address space only
-constexpr size_t kPoisonedBytes = 32 << 20;      // fresh memory up to this size is not left zero
+// Fresh memory up to this size is filled with a pattern.
+constexpr size_t kPoisonedBytes = 32 << 20;
 
 size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
-// Read by the signal handler without the lock: pointers are set once.
+// Read by the signal handler without the lock, because pointers are set once.
 struct Arena {
   char* device = nullptr;
   char* alias = nullptr;
@@ -38,7 +39,7 @@ struct sigaction previous_action;
 
 void write_text(const char* text) { (void)!write(STDERR_FILENO, text, std::strlen(text)); }
 
-// Prints the address and who accessed it, then lets the process die as without this handler.
+// Prints the address and the accessor, then lets the process die as it would without this handler.
 void on_fault(int, siginfo_t* info, void*) {
   const char* address = static_cast<const char*>(info->si_addr);
   const bool in_device = address >= arena->device && address < arena->device + kArenaBytes;
@@ -52,7 +53,7 @@ void on_fault(int, siginfo_t* info, void*) {
     write_text(in_device ? ": device memory that is freed or was never allocated\n"
                          : ": host memory that is not there, or not by its device pointer\n");
   }
-  sigaction(SIGSEGV, &previous_action, nullptr);  // the access repeats with the previous handler
+  sigaction(SIGSEGV, &previous_action, nullptr);  // repeats the access with the previous handler
 }
 
 void* reserve(size_t bytes) {
@@ -108,7 +109,8 @@ void* allocate_device(size_t bytes) {
       !map_shared(a.alias + offset, whole, PROT_READ | PROT_WRITE, offset)) {
     return nullptr;
   }
-  a.next = offset + round_up(whole + kPage, kAlignment);  // at least a page lies between two
+  // At least one unmapped page between allocations.
+  a.next = offset + round_up(whole + kPage, kAlignment);
   a.in_use += whole;
   a.allocations[a.device + offset] = whole;
   if (whole <= kPoisonedBytes) std::memset(a.alias + offset, 0xCD, whole);
@@ -120,7 +122,7 @@ void free_device(void* memory) {
   const auto found = a.allocations.find(static_cast<char*>(memory));
   const size_t bytes = found->second;
   const size_t offset = size_t(found->first - a.device);
-  madvise(a.alias + offset, bytes, MADV_REMOVE);  // gives the pages back
+  madvise(a.alias + offset, bytes, MADV_REMOVE);  // returns the pages to the system
   unmap(a.device + offset, bytes);
   unmap(a.alias + offset, bytes);
   a.in_use -= bytes;

@@ -1,5 +1,5 @@
-// libcuda.so.1 without a driver: enough for torch to load. Functions that torch looks up and never
-// calls here report that they are not supported.
+// A substitute for libcuda.so.1 without a driver, sufficient for torch to load. Functions that
+// torch looks up but never calls here report that they are not supported.
 #define KV_DRIVER_API extern "C" __attribute__((visibility("default")))
 
 namespace {

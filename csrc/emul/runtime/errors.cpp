@@ -1,5 +1,4 @@
-// Errors: the last one of each thread, the sticky one, and the names and texts that CUDA gives
-// them.
+// Errors: the last one of each thread, the sticky one, and CUDA's names and texts.
 #include <cstdarg>
 #include <cstdio>
 

@@ -21,13 +21,13 @@
 namespace kvcache::gpuless {
 namespace {
 
-constexpr unsigned kMostClusterBlocks = 8;  // that every device with clusters launches
+constexpr unsigned kMostClusterBlocks = 8;  // supported by every device with clusters
 
 struct Kernel {
   const char* mangled;
-  size_t asked_shared_bytes = 0;  // dynamic shared memory, by cudaFuncSetAttribute
+  size_t asked_shared_bytes = 0;  // dynamic shared memory requested by cudaFuncSetAttribute
   long num_launches = 0;
-  bool is_loaded = false;  // by a launch, or because its attributes were asked for
+  bool is_loaded = false;  // by a launch or a query of its attributes
 };
 
 std::unordered_map<const void*, Kernel>& kernels() {
@@ -35,7 +35,8 @@ std::unordered_map<const void*, Kernel>& kernels() {
   return *all;
 }
 
-// Kernels of others that may be left out: no tensor that a caller sees depends on them.
+// Kernels of other libraries that may be skipped, because no tensor visible to a caller depends on
+// them.
 struct LeftOut {
   const char* part_of_name;
   const char* why;
@@ -44,7 +45,7 @@ constexpr LeftOut kLeftOut[] = {
     {"FillFunctor<long>", "torch writes its random state of a graph; no graph here draws numbers"},
 };
 
-// torch.cuda._sleep: a thread that spins for so many cycles of this clock.
+// torch.cuda._sleep: a thread that spins for a number of clock cycles.
 constexpr const char* kSpinKernel = "at::cuda::(anonymous namespace)::spin_kernel";
 constexpr double kCyclesPerMillisecond = 2e6;
 
@@ -56,12 +57,12 @@ std::string demangled(const char* mangled) {
   return name;
 }
 
-// "void kvcache::f<int>(long)" as a compiler names a kernel -> "kvcache::f<int>(long)".
+// "void kvcache::f<int>(long)", a compiler's name of a kernel -> "kvcache::f<int>(long)".
 std::string without_result(std::string name) {
   return name.compare(0, 5, "void ") == 0 ? name.substr(5) : name;
 }
 
-// "kvcache::f(long)" -> "kvcache::f"; as it is where nothing in parentheses ends the name.
+// "kvcache::f(long)" -> "kvcache::f". Unchanged if the name does not end with parentheses.
 std::string without_parameters(const std::string& name) {
   if (name.empty() || name.back() != ')') return name;
   size_t at = name.size();
@@ -72,7 +73,7 @@ std::string without_parameters(const std::string& name) {
   return name;
 }
 
-// The kernel's name within that of Named<&kernel>.
+// The kernel's name in the name of Named<&kernel>.
 std::string name_in_type(const char* type_name) {
   std::string name = demangled(type_name);
   const size_t begin = name.find('<') + 1, end = name.rfind('>');
@@ -103,8 +104,8 @@ BoundByName load_bound() {
   for (size_t i = 0; i < count; ++i) {
     const std::string name = name_in_type(bound[i].type_name);
     const auto [at, is_new] = found.emplace(name, &bound[i]);
-    // Weak symbols make one registration of what several sources instantiate; two different
-    // kernels of one name would be launched one for the other.
+    // Weak symbols merge the registrations of a template that several sources instantiate. Two
+    // different kernels with the same name would be confused at launch.
     if (!is_new && std::strcmp(at->second->type_name, bound[i].type_name) != 0) {
       say("two emulated kernels are called %s", name.c_str());
       std::abort();
@@ -118,7 +119,7 @@ const BoundByName& bound() {
   return *all;
 }
 
-// Kernel names as a launch has them.
+// Converts kernel names to the form used in launches.
 std::string name_of(const char* mangled) { return without_result(demangled(mangled)); }
 
 const LimitsByName& all_limits() {
@@ -131,7 +132,7 @@ Limits limits_of(const std::string& name) {
   return found == all_limits().end() ? Limits{} : found->second;
 }
 
-// CUDA's documents say that such launches fail, and not always with which error.
+// CUDA's documentation states that such launches fail, but not always with which error.
 cudaError_t refuse_beyond_limits(const Kernel& kernel, const std::string& name, dim3 block,
                                  size_t shared_bytes) {
   if (is_own(name) && !all_limits().empty() && all_limits().count(name) == 0) {
@@ -184,8 +185,8 @@ Work run_kernel(const std::string& name, std::function<void()> body) {
   };
 }
 
-// The kernel of a demangled name; nullptr where there is none. Kernels that are not templates stand
-// in a type's name without their parameters.
+// The kernel with a demangled name, or nullptr. In a type's name, kernels that are not templates
+// have no parameters.
 const Bound* find_bound(const std::string& name) {
   for (const std::string& key : {name, without_parameters(name)}) {
     const auto found = bound().find(key);
@@ -239,7 +240,7 @@ cudaError_t launch(const void* stub, dim3 grid, dim3 block, void** arguments, si
   if (const cudaError_t error = refuse_beyond_limits(kernel, name, block, shared_bytes)) {
     return error;
   }
-  // Loading allocates, as drivers before 12.3 do at a kernel's first launch.
+  // Loading allocates memory. Drivers before 12.3 load a kernel at its first launch.
   if (!kernel.is_loaded && settings().no_loading_in_captures) {
     if (const cudaError_t error = refuse_while_capturing()) return error;
   }
@@ -267,7 +268,7 @@ cudaError_t describe(const void* stub, cudaFuncAttributes* attributes) {
   attributes->maxThreadsPerBlock = limits.max_threads;
   attributes->maxDynamicSharedSizeBytes =
       int(std::max(kernel.asked_shared_bytes, kSharedBytes - limits.static_shared_bytes));
-  // Of kernels whose code is not known callers want a number above zero.
+  // Callers expect a number above zero, even for kernels whose code is unknown.
   attributes->numRegs = limits.registers > 0 ? limits.registers : 32;
   attributes->ptxVersion = attributes->binaryVersion = 90;
   return cudaSuccess;

@@ -2,8 +2,8 @@
 //
 // nvcc's code registers each kernel under the address of its host stub. Kernels of this project run
 // on the emulator: the library at KVCACHE_GPULESS_KERNELS, the same .cu sources compiled by g++,
-// has a Bound for each (see bind.h), found by its demangled name. A launch of any other kernel is
-// an error, unless it is listed with a reason in kernels.cpp.
+// has a Bound for each kernel (see bind.h), which is found by its demangled name. A launch of any
+// other kernel is an error, unless kernels.cpp lists the kernel with a reason.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,18 +17,18 @@ namespace kvcache::gpuless {
 
 void register_kernel(const void* stub, const char* mangled_name);
 bool is_kernel(const void* stub);
-// As is_kernel; the kernel is loaded from now on.
+// Like is_kernel; also marks the kernel as loaded.
 bool load_kernel(const void* stub);
-// The shared memory beyond 48 KiB that cudaFuncSetAttribute allows the kernel.
+// Sets the shared memory beyond 48 KiB that cudaFuncSetAttribute allows the kernel.
 cudaError_t allow_shared_bytes(const void* stub, int bytes);
-// As cudaFuncGetAttributes; the kernel is loaded from now on.
+// Like cudaFuncGetAttributes; also marks the kernel as loaded.
 cudaError_t describe(const void* stub, cudaFuncAttributes* attributes);
-// As cudaOccupancyMaxActiveBlocksPerMultiprocessor.
+// Like cudaOccupancyMaxActiveBlocksPerMultiprocessor.
 cudaError_t occupancy(const void* stub, int threads, size_t shared_bytes, int* blocks);
-// `cluster`: thread blocks of a cluster, along x.
+// `cluster`: thread blocks per cluster, along x.
 cudaError_t launch(const void* stub, dim3 grid, dim3 block, void** arguments, size_t shared_bytes,
                    unsigned cluster, Stream& stream);
-// Demangled names of this project's kernels that a loaded library has and the emulator does not.
+// Demangled names of this project's kernels that are in a loaded library but not in the emulator.
 std::vector<std::string> unbound_kernels();
 size_t num_bound_kernels();
 void print_launches();

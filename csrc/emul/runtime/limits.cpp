@@ -11,8 +11,8 @@ namespace kvcache::gpuless {
 namespace {
 
 constexpr int kWarp = 32;
-constexpr int kRegistersPerStep = 256;       // a warp's registers are allocated in such steps
-constexpr size_t kSharedBytesPerStep = 128;  // and a block's shared memory in these
+constexpr int kRegistersPerStep = 256;       // allocation granularity of a warp's registers
+constexpr size_t kSharedBytesPerStep = 128;  // allocation granularity of a block's shared memory
 
 template <class T>
 T up_to_multiple(T n, T step) {

@@ -1,5 +1,4 @@
-// The runtime's lock, and how it works together with the lock of Python's interpreter, which may be
-// absent.
+// The runtime's lock, and its interaction with Python's GIL, if there is an interpreter.
 #include <dlfcn.h>
 
 #include "emul/runtime/api.h"
@@ -14,7 +13,7 @@ Function* of_python(const char* name) {
 
 }  // namespace
 
-// Never destroyed: other libraries call in while the process ends.
+// Never destroyed, because other libraries make calls while the process exits.
 std::recursive_mutex& runtime_mutex() {
   static auto* const mutex = new std::recursive_mutex;
   return *mutex;

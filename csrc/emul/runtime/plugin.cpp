@@ -1,4 +1,4 @@
-// Functions beside CUDA's, for the Python plug-in that runs torch's own operators on the CPU.
+// Functions besides CUDA's, for the Python plug-in that runs torch's own operators on the CPU.
 #include <cstring>
 #include <numeric>
 
@@ -10,7 +10,7 @@
 
 using namespace kvcache::gpuless;
 
-// Where the host reaches device memory; nullptr for memory that is freed.
+// The host address of device memory, or nullptr for freed memory.
 KV_GPULESS_API void* kvcache_gpuless_alias(const void* device) {
   void* alias = nullptr;
   call([&] {
@@ -21,7 +21,8 @@ KV_GPULESS_API void* kvcache_gpuless_alias(const void* device) {
   return alias;
 }
 
-// Runs what was submitted to the stream; not an error while others capture, unlike CUDA's.
+// Runs the submitted work of the stream. Unlike CUDA's synchronization, allowed while other streams
+// capture.
 KV_GPULESS_API int kvcache_gpuless_drain(cudaStream_t stream) {
   return call([&] {
     drain(*stream_of(stream));
@@ -29,8 +30,8 @@ KV_GPULESS_API int kvcache_gpuless_drain(cudaStream_t stream) {
   });
 }
 
-// Writes `num_items` items, dense at `from`, to a strided place in device memory, when the stream
-// gets there. `from` is read now.
+// Writes `num_items` contiguous items from `from` to a strided destination in device memory, in
+// stream order. `from` is read immediately.
 KV_GPULESS_API int kvcache_gpuless_write(cudaStream_t stream, void* to, const char* from,
                                          size_t item_bytes, int num_dims, const int64_t* sizes,
                                          const int64_t* strides) {
@@ -52,7 +53,7 @@ KV_GPULESS_API int kvcache_gpuless_write(cudaStream_t stream, void* to, const ch
   });
 }
 
-// Calls `function(number)` whenever the graph runs that the stream captures.
+// Calls `function(number)` whenever the graph captured by the stream runs.
 KV_GPULESS_API int kvcache_gpuless_capture(cudaStream_t stream, void (*function)(int64_t),
                                            int64_t number) {
   return call([&] { return submit_or_capture(*stream_of(stream), [=] { function(number); }); });

@@ -15,7 +15,7 @@ namespace {
 
 constexpr uintptr_t kPage = 4096;
 
-// By the first byte. Never destroyed: memory is freed while the process ends.
+// By first byte. Never destroyed, because memory is freed while the process exits.
 std::map<char*, Range>& ranges() {
   static auto* const all = new std::map<char*, Range>;
   return *all;
@@ -48,7 +48,7 @@ bool shares_a_page(const char* begin, const char* end) {
   return false;
 }
 
-// The pointer by which a kernel reaches `memory`, which lies in pages [begin, end).
+// The pointer with which a kernel accesses `memory` in the pages [begin, end).
 char* device_pointer(void* memory, char* begin, char* end) {
   auto* const host = static_cast<char*>(memory);
   if (!settings().other_pointers) return host;
@@ -142,7 +142,7 @@ bool is_operand(const void* p, size_t bytes) {
     }
     return end <= r->begin + r->bytes;
   }
-  if (in_device_arena(p)) return false;  // freed, or never allocated
+  if (in_device_arena(p)) return false;  // freed or never allocated
   const auto next = ranges().lower_bound(const_cast<char*>(begin));
   return next == ranges().end() || next->first >= end;
 }

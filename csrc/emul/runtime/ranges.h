@@ -1,5 +1,4 @@
-// The ranges of memory that the runtime knows: device allocations, pinned and registered host
-// memory.
+// The memory ranges known to the runtime: device allocations, pinned and registered host memory.
 //
 // Invariant: ranges do not overlap; registered ranges do not even share a page. All other memory is
 // pageable host memory. Callers hold the runtime's lock.
@@ -17,7 +16,7 @@ struct Range {
   char* begin;
   size_t bytes;
   RangeKind kind;
-  char* device_begin;  // kernels use it; `begin` unless KVCACHE_GPULESS_DEVICE_POINTERS says
+  char* device_begin;  // for kernels; `begin` unless KVCACHE_GPULESS_DEVICE_POINTERS is set
   unsigned flags;
 };
 
@@ -27,12 +26,12 @@ bool is_pageable(const void* p);
 cudaError_t add_device(void** memory, size_t bytes);
 cudaError_t add_pinned(void** memory, size_t bytes, unsigned flags);
 cudaError_t add_registered(void* memory, size_t bytes, unsigned flags);
-// Errors where `memory` is not the begin of a range of this kind.
+// Returns an error unless `memory` is the start of a range of this kind.
 cudaError_t remove_range(void* memory, RangeKind kind);
 
-// An operand of a copy lies within one range, or wholly in pageable memory.
+// Whether an operand of a copy lies within one range, or entirely in pageable memory.
 bool is_operand(const void* p, size_t bytes);
-// Where the runtime reaches p: the alias of device memory, or p.
+// The address at which the runtime accesses p: the alias of device memory, or p.
 char* reachable(const void* p);
 
 }  // namespace kvcache::gpuless

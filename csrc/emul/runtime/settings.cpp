@@ -21,8 +21,8 @@ uint64_t number(const char* name, uint64_t otherwise) {
   std::abort();
 }
 
-// True where the variable holds `word`, false where it holds `other`; aborts on any other word, so
-// that a typo is noticed.
+// True if the variable is `word`, false if it is `other`; aborts for any other value, so that typos
+// are detected.
 bool holds(const char* name, const char* word, const char* other = "") {
   const std::string value = text(name);
   if (value.empty() || value == word) return !value.empty();

@@ -1,4 +1,4 @@
-// Settings of the runtime, read once from the environment. docs/gpu_less.md lists them.
+// Settings of the runtime, read once from the environment. docs/gpu_less.md documents them.
 #pragma once
 
 #include <cstddef>

@@ -13,7 +13,7 @@
 namespace kvcache::gpuless {
 namespace {
 
-// A device goes on without calls of the host: after so long without one, tasks run anyway.
+// A device proceeds without host calls: after this time without a call, tasks run anyway.
 constexpr auto kQuiet = std::chrono::milliseconds(20);
 
 std::vector<Stream*>& streams() {
@@ -45,7 +45,7 @@ void run_first(Stream& stream) {
   ++num_run;
 }
 
-// Whether a task that waits for nothing else is a pause that lasts; begins it.
+// Whether the task is a pause in progress. Starts a pause whose dependencies are met.
 bool pauses(Task& task) {
   if (task.pause_ms == 0) return false;
   if (task.until_ms == 0) task.until_ms = now_ms() + task.pause_ms;
@@ -72,7 +72,7 @@ Ran run_any() {
 
 void nap() { std::this_thread::sleep_for(std::chrono::microseconds(200)); }
 
-// The task that `done` needs next: the first of its stream, or what that one waits for.
+// Runs a task that `done` depends on: the first of its stream, or a task that this task waits for.
 void run_toward(const CompletionPtr& done) {
   Completion* needed = done.get();
   while (const CompletionPtr* earlier = unreached(needed->stream->tasks.front())) {
@@ -119,7 +119,7 @@ Stream* create_stream(unsigned flags, int priority) {
   return stream;
 }
 
-// The object stays: completions point to it.
+// The object remains, because completions point to it.
 void destroy_stream(Stream* stream) {
   drain(*stream);
   auto& all = streams();
@@ -172,7 +172,7 @@ CompletionPtr submit_pause(Stream& stream, double milliseconds) {
 void run_until(const CompletionPtr& done) {
   while (!done->reached) {
     if (random_below(4) == 0) {
-      run_any();  // others go on too
+      run_any();  // other streams proceed, too
     } else {
       run_toward(done);
     }

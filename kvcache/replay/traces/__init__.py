@@ -1,6 +1,6 @@
-"""Traces that users have: one file per form, registered by name."""
+"""Readers of common trace formats: one file per format, registered by name."""
 
-# The order in which a line is tried: the first form that it shows.
+# Imported in the order in which formats are tried on a line.
 import kvcache.replay.traces.bailian
 from kvcache.replay.traces.fields import TraceError
 from kvcache.replay.traces.mooncake import read_mooncake

@@ -1,7 +1,7 @@
-"""Alibaba's traces of Qwen on Bailian: JSON lines, content as ids of blocks of 16 tokens.
+"""Alibaba's traces of Qwen on Bailian: JSON lines, with ids of blocks of 16 tokens as content.
 
-`chat_id`, `timestamp` (seconds), `input_length`, `output_length` (tokens), `hash_ids`: one per block of
-the prompt. Where a last, partial block has none, its tokens are taken for such that come once.
+Fields are `chat_id`, `timestamp` (seconds), `input_length`, `output_length` (tokens) and `hash_ids`, one
+per block of the prompt. If a partial last block has no id, its tokens are treated as unique.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvcache.replay.traces.fields import (
 from kvcache.replay.traces.registry import register
 from kvcache.replay.workload import WorkloadRequest
 
-_NUM_TOKENS = 16  # of a block
+_NUM_TOKENS = 16  # per block
 
 
 def _is_bailian(_: Line, record: dict | None) -> bool:
@@ -36,7 +36,7 @@ def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
     for index, line in enumerate(lines):
         record = record_of(line)
         arrival = seconds(record, "timestamp", line)
-        length = count(record, "input_length", 1, line, most=math.inf)  # checked by hash_ids
+        length = count(record, "input_length", 1, line, most=math.inf)  # bounded by hash_ids
         output_length = count(record, "output_length", 0, line)
         ids = whole_numbers(record, "hash_ids", MAX_BLOCK_ID, line)
         num_full, has_rest = length // _NUM_TOKENS, length % _NUM_TOKENS > 0

@@ -1,6 +1,6 @@
-"""Tokens and content of prompts of which a trace has ids of blocks alone.
+"""Tokens and content of prompts in traces that contain only block ids.
 
-Equal ids mean equal content and equal prefix. The tokens are made from the ids.
+Equal ids mean equal content and equal prefixes. The tokens are derived from the ids.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import numpy as np
 
 from kvcache.replay.content import VOCABULARY, mix64
 
-MAX_BLOCK_ID = VOCABULARY**2 - 1  # two tokens spell an id
+MAX_BLOCK_ID = VOCABULARY**2 - 1  # two tokens encode an id
 
 
 def block_tokens(ids: np.ndarray, num_tokens: int) -> np.ndarray:
-    """int32[k, num_tokens]: the tokens of the blocks int64[k], all below `VOCABULARY`.
+    """Return the tokens int32[k, num_tokens] of blocks int64[k], all below `VOCABULARY`.
 
-    The first two spell the id, so different ids give different blocks, for certain and for every
-    allocation block that begins where they do; the others are a mix of id and offset.
+    The first two tokens encode the id, so different ids always give different blocks, in every allocation
+    block that starts at the same token. The other tokens are a mix of id and offset.
     """
     mixed = mix64(ids.astype(np.uint64))[:, None] ^ _mixed_offsets(num_tokens)
     mixed *= np.uint64(0x9E3779B97F4A7C15)
@@ -32,11 +32,12 @@ def block_tokens(ids: np.ndarray, num_tokens: int) -> np.ndarray:
 
 
 def block_content(ids: np.ndarray, num_tokens: int) -> np.ndarray:
-    """int64[k, num_tokens]: content keys of the blocks int64[k] of one prompt: id and offset.
+    """Return content keys int64[k, num_tokens] of the blocks int64[k] of one prompt, from id and offset.
 
-    The first token alone does not spell its block's id: two blocks behind the same one may both
-    begin with it, and a cache whose blocks have one token, or straddle, rightly hits there. Its key
-    is therefore made of the block before and the token, and is negative, unlike all others.
+    The first token does not encode the whole id of its block. Two blocks after the same block may start
+    with the same token, and a cache whose blocks have one token, or straddle these blocks, correctly hits
+    there. The key of a first token is therefore derived from the previous block and the token. It is
+    negative, unlike all other keys.
     """
     keys = ids[:, None] * num_tokens + np.arange(num_tokens, dtype=np.int64)
     before = np.concatenate([[0], ids[:-1] + 1])

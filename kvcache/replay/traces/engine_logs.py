@@ -1,10 +1,10 @@
-"""Request logs of engines: of vLLM (`--enable-log-requests`) and of SGLang (`--log-requests`).
+"""Request logs of engines: vLLM (`--enable-log-requests`) and SGLang (`--log-requests`).
 
-Other lines are skipped. Of vLLM's, each line with `prompt_token_ids: [...]` of a request counts; newer
-versions write them at level DEBUG alone. Of SGLang's, each line `Receive: obj=GenerateReqInput(...)`, by
-its `input_ids`, or where there are none by the words of its `text`; the level must be one that writes
-prompts in full. Arrival times are those that begin the lines, to the second, if they do. How long
-answers were is not known.
+Other lines are skipped. In vLLM logs, each request line with `prompt_token_ids: [...]` counts; newer
+versions write them only at level DEBUG. In SGLang logs, each line `Receive: obj=GenerateReqInput(...)`
+counts, with its `input_ids` or, without these, the words of its `text`; the log level must include
+complete prompts. Arrival times are the timestamps at the start of the lines, if any, in seconds. The
+lengths of the answers are unknown.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _TIME = re.compile(r"(?:\d\d(\d\d)-)?(\d\d-\d\d \d\d:\d\d:\d\d)")
 
 
 def _vllm_ids(line: Line) -> re.Match[str] | None:
-    """The ids of a line that logs a request: the last ones, as a prompt may hold such text itself.
+    """Return the ids in a request line: the last match, because a prompt may contain similar text.
 
-    In steps, as one expression for the whole line would try every pair of its colons.
+    The search has several steps, because a single expression would try every pair of colons in the line.
     """
     text = _decoded(line)
     request = _VLLM_REQUEST.search(text)
@@ -91,7 +91,7 @@ def _token(line: Line, text: str) -> int:
 
 
 def _literal(line: Line, text: str) -> str:
-    """The text that a literal of Python stands for."""
+    """Return the value of a Python string literal."""
     try:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):
@@ -114,7 +114,7 @@ def _requests(prompts: Iterator[tuple[Line, np.ndarray]]) -> Iterator[WorkloadRe
 
 
 def _time(line: Line) -> datetime | None:
-    """When the line was written, as far as it says; vLLM leaves out the year."""
+    """Return the time at which the line was written, as far as it is known; vLLM omits the year."""
     found = _TIME.search(_decoded(line)[:80])
     if found is None:
         return None

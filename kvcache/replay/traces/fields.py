@@ -1,4 +1,4 @@
-"""Lines of traces, and their fields as JSON objects: checked, each error with its place."""
+"""Trace lines and their JSON fields, with checks that report the location of an error."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 
 from kvcache.checks import MAX_INT32
 
-_MOST_TIME = 2**53 - 1  # seconds or milliseconds, which a float still counts
+_MOST_TIME = 2**53 - 1  # seconds or milliseconds; floats represent integers up to here exactly
 
 
 class TraceError(ValueError):
-    """A trace line that is malformed; names file, line, field and value."""
+    """A trace line is malformed. The message names file, line, field and value."""
 
 
 class Line(NamedTuple):
     text: bytes
-    where: str  # file and number, as an error begins
+    where: str  # file and line number, the start of an error message
 
 
 def record_of(line: Line) -> dict:
@@ -40,18 +40,27 @@ def field(record: dict, name: str, line: Line) -> object:
 
 
 def count(record: dict, name: str, least: int, line: Line, *, most: float = MAX_INT32) -> int:
-    """A number of tokens."""
+    """Return a number of tokens."""
     return _whole(record, name, least, most, line)
 
 
 def milliseconds(record: dict, name: str, line: Line) -> int:
-    """A time in milliseconds."""
+    """Return a time in milliseconds."""
     return _whole(record, name, 0, _MOST_TIME, line)
+
+
+def check_times(record: dict, line: Line, expected: bool | None) -> bool:
+    """Return whether a line has a `timestamp`; TraceError if earlier lines differ (`expected`)."""
+    found = "timestamp" in record
+    if expected not in (None, found):
+        what = "is missing" if expected else f"is {quoted(record['timestamp'])}"
+        raise TraceError(f"{line.where}: timestamp {what}: expected it in each line or in none")
+    return found
 
 
 def _whole(record: dict, name: str, least: int, most: float, line: Line) -> int:
     value = field(record, name, line)
-    if type(value) is not int or value < least:  # a bool is an int, and no count
+    if type(value) is not int or value < least:  # a bool is an int, but not a count
         raise TraceError(
             f"{line.where}: {name} is {quoted(value)}: expected a whole number of {least} or more"
         )
@@ -61,7 +70,7 @@ def _whole(record: dict, name: str, least: int, most: float, line: Line) -> int:
 
 
 def seconds(record: dict, name: str, line: Line) -> int:
-    """A time in seconds, as milliseconds."""
+    """Return a time in seconds, converted to milliseconds."""
     value = field(record, name, line)
     if type(value) not in (int, float) or not 0 <= value < _MOST_TIME:
         raise TraceError(
@@ -71,7 +80,7 @@ def seconds(record: dict, name: str, line: Line) -> int:
 
 
 def whole_numbers(record: dict, name: str, most: int, line: Line) -> list[int]:
-    """A list of numbers from 0 to `most`."""
+    """Return a list of integers from 0 to `most`."""
     values = field(record, name, line)
     if not isinstance(values, list):
         raise TraceError(
@@ -87,7 +96,7 @@ def whole_numbers(record: dict, name: str, most: int, line: Line) -> list[int]:
 
 
 def token_ids(record: dict, name: str, line: Line) -> np.ndarray:
-    """int32[n], one token at least."""
+    """Return int32[n] with at least one token."""
     ids = whole_numbers(record, name, MAX_INT32, line)
     if not ids:
         raise TraceError(f"{line.where}: {name} is []: expected one token at least")
@@ -95,7 +104,7 @@ def token_ids(record: dict, name: str, line: Line) -> np.ndarray:
 
 
 def quoted(value: object) -> str:
-    """As JSON has it, cut off where it is long."""
+    """Return a value in JSON syntax, truncated if long."""
     try:
         text = json.dumps(value)
     except RecursionError:

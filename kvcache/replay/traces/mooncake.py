@@ -1,7 +1,7 @@
-"""Mooncake's traces (FAST'25): JSON lines, one request each, content as ids of blocks of 512 tokens.
+"""Mooncake's traces (FAST'25): JSON lines, with ids of blocks of 512 tokens as content.
 
-`timestamp` (ms), `input_length`, `output_length` (tokens), `hash_ids`: one per block of the prompt, of
-which the last may be partial.
+Fields are `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`, one per block of the
+prompt. The last block may be partial.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from kvcache.replay.traces.fields import (
 from kvcache.replay.traces.registry import read_trace, register
 from kvcache.replay.workload import WorkloadRequest
 
-_NUM_TOKENS = 512  # of a block
+_NUM_TOKENS = 512  # per block
 
 
 def read_mooncake(path: str | os.PathLike) -> Iterator[WorkloadRequest]:
-    """`read_trace` of a file of this form."""
+    """Read a trace of this format, as `read_trace` does."""
     return read_trace(path, "mooncake")
 
 
@@ -38,7 +38,7 @@ def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
     for index, line in enumerate(lines):
         record = record_of(line)
         arrival = milliseconds(record, "timestamp", line)
-        length = count(record, "input_length", 1, line, most=math.inf)  # checked by hash_ids
+        length = count(record, "input_length", 1, line, most=math.inf)  # bounded by hash_ids
         output_length = count(record, "output_length", 0, line)
         ids = whole_numbers(record, "hash_ids", MAX_BLOCK_ID, line)
         expected = -(-length // _NUM_TOKENS)

@@ -1,4 +1,4 @@
-"""Forms of traces by name, and the one that a file has."""
+"""Trace formats by name, and the detection of a file's format."""
 
 from __future__ import annotations
 
@@ -14,50 +14,62 @@ from kvcache.replay.traces.fields import Line, TraceError
 from kvcache.replay.workload import WorkloadRequest
 
 Reader = Callable[[Iterator[Line]], Iterator[WorkloadRequest]]
-_MOST_LOOKED_AT = 10_000  # lines of a log, before the first request
-MOST_LINE_BYTES = 2**26  # a prompt of some million tokens has fewer
+_MOST_LOOKED_AT = 10_000  # lines of a log before the first request
+MOST_LINE_BYTES = 2**26  # larger than a prompt of several million tokens
 
 
-class _Form(NamedTuple):
+class _TraceFormat(NamedTuple):
     read: Reader
     has: Callable[[Line, dict | None], bool]
 
 
-_FORMS: dict[str, _Form] = {}
+_FORMS: dict[str, _TraceFormat] = {}
 
 
 def register(name: str, has: Callable[[Line, dict | None], bool]) -> Callable[[Reader], Reader]:
-    """Registers a reader. It gets the lines that are not blank, and yields their requests.
+    """Register a reader of a trace format.
 
-    `has`: whether a line, and the JSON object that it holds (None: none), shows that a file is of this
-    form. ValueError for a name that is registered already.
+    Args:
+        name: Name of the format.
+        has: Returns whether a line, and the JSON object in it (or None), identify this format.
+
+    Returns:
+        A decorator for a reader, which receives the lines that are not blank and yields their requests.
+
+    Raises:
+        ValueError: The name is already registered.
     """
 
     def registered(read: Reader) -> Reader:
         if name in _FORMS:
             raise ValueError(f"name is {shown(name)}: expected one that is not registered yet")
-        _FORMS[name] = _Form(read, has)
+        _FORMS[name] = _TraceFormat(read, has)
         return read
 
     return registered
 
 
 def trace_forms() -> list[str]:
-    """The names of all forms."""
+    """Return the names of all formats."""
     return sorted(_FORMS)
 
 
 def read_trace(path: str | os.PathLike, form: str | None = None) -> Iterator[WorkloadRequest]:
-    """The requests of a file, read line by line; blank lines are skipped.
+    """Yield the requests of a trace file, read line by line. Blank lines are skipped.
 
-    `form`: one of `trace_forms()`; None: the one that its first lines show, Mooncake's where none does.
+    Args:
+        path: The file.
+        form: One of `trace_forms()`. None: detected from the first lines, with Mooncake's format as the
+            default.
 
-    TypeError or ValueError, at once, for what is no path (a file descriptor is none) and for an unknown
-    form. TraceError when a malformed line is reached, or one of more than 64 MiB; OSError when the file
-    cannot be read.
+    Raises:
+        TypeError, ValueError: `path` is not a path or the format is unknown. Raised by the call itself.
+        TraceError: A line is malformed, or has more than 64 MiB. Raised when the line is reached.
+        OSError: The file cannot be read.
 
-    >>> next(read_trace("mooncake_conversation.jsonl")).num_tokens  # doctest: +SKIP
-    6758
+    Example:
+        >>> next(read_trace("mooncake_conversation.jsonl")).num_tokens  # doctest: +SKIP
+        6758
     """
     name = checked_path(path, "path")
     if form is not None and not (isinstance(form, str) and form in _FORMS):
@@ -79,7 +91,7 @@ def _requests(name: str, form: str | None) -> Iterator[WorkloadRequest]:
 
 
 def _lines(file: BinaryIO, name: str) -> Iterator[Line]:
-    """Those that are not blank."""
+    """Yield the lines that are not blank."""
     for number in itertools.count(1):
         text = file.readline(MOST_LINE_BYTES + 1)
         if not text:
@@ -93,7 +105,7 @@ def _lines(file: BinaryIO, name: str) -> Iterator[Line]:
 
 
 def _shown(lines: Iterator[Line]) -> tuple[str, Iterator[Line]]:
-    """The form that lines show, and the lines again."""
+    """Return the format that the lines identify, and an iterator over all lines."""
     seen: list[Line] = []
     for line in itertools.islice(lines, _MOST_LOOKED_AT):
         seen.append(line)
@@ -102,7 +114,7 @@ def _shown(lines: Iterator[Line]) -> tuple[str, Iterator[Line]]:
             if form.has(line, record):
                 return name, itertools.chain(seen, lines)
         if line.text.lstrip().startswith((b"{", b"[{")):
-            break  # no log begins so
+            break  # logs do not start with such lines
     return "mooncake", itertools.chain(seen, lines)
 
 

@@ -1,8 +1,8 @@
-"""Traces with texts: JSON lines with `prompt`, or with `messages` of `role` and `content`.
+"""Traces with text: JSON lines with `prompt`, or with `messages` of `role` and `content`.
 
-Each word and each sign between words is taken for one token: of a real tokenizer there are somewhat
-more. Equal beginnings stay equal, which is what a replay is about. `timestamp` (ms) and `output_length`
-(tokens) may be given, in each line or in none.
+Each word and each punctuation mark is one token; a real tokenizer yields slightly more. Equal prefixes
+remain equal, which is sufficient for a replay. `timestamp` (ms) and `output_length` (tokens) are optional
+and must be present in either all lines or none.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from kvcache.replay.content import VOCABULARY, prefix_keys
 from kvcache.replay.traces.fields import (
     Line,
     TraceError,
+    check_times,
     count,
     field,
     milliseconds,
@@ -30,7 +31,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 def tokens_of_text(text: str) -> np.ndarray:
-    """int32[n]: one token per word or sign, below `VOCABULARY`."""
+    """Return int32[n] with one token per word or punctuation mark, below `VOCABULARY`."""
     words = _WORD.findall(text)
     keys = (zlib.crc32(word.encode(errors="surrogatepass")) for word in words)
     return np.array([key % VOCABULARY for key in keys], np.int32)
@@ -42,8 +43,10 @@ def _is_text(_: Line, record: dict | None) -> bool:
 
 @register("text", _is_text)
 def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
+    has_times = None
     for index, line in enumerate(lines):
         record = record_of(line)
+        has_times = check_times(record, line, has_times)
         name = "messages" if "messages" in record else "prompt"
         text = _messages(record, line) if name == "messages" else _text(record, name, line)
         tokens = tokens_of_text(text)
@@ -51,7 +54,7 @@ def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
             raise TraceError(
                 f"{line.where}: {name} is {quoted(record[name])}: expected a word at least"
             )
-        arrival = milliseconds(record, "timestamp", line) if "timestamp" in record else 0
+        arrival = milliseconds(record, "timestamp", line) if has_times else 0
         answer = count(record, "output_length", 0, line) if "output_length" in record else 0
         yield WorkloadRequest(index, arrival, tokens, answer, prefix_keys(tokens))
 

@@ -1,1 +1,1 @@
-"""Transfer plans: which bytes a local rank reads from which remote rank."""
+"""Transfer plans: the bytes that a local rank reads from each remote rank."""

@@ -1,8 +1,8 @@
 """The fragments of a transfer plan in factored form, and their application to page numbers.
 
-All layers of a page, and K and V, move in the same way, and so do most pages. So a plan is a few
-patterns, each the product of *descriptors* (where in a page's regions) and *runs* (which pages). Ten
-thousand blocks of 80 layers have millions of fragments, but only tens of thousands of runs.
+All layers of a page, K and V, and most pages move in the same way. A plan is therefore a few patterns,
+each the product of *descriptors* (positions in a page's regions) and *runs* (pages). Ten thousand blocks
+of 80 layers have millions of fragments, but only tens of thousands of runs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kvcache.checks import MAX_INT32, as_array
 
 
 class GroupFragments(NamedTuple):
-    """Fragments of one group of pages, one per row; every column int64[n], offsets and length in bytes.
+    """Fragments of one group of pages, one per row. Each column is int64[n]; offsets and length in bytes.
 
-    A page is numbered from 0 within the group's pages of its rank. An offset counts from where the page
-    begins in the region.
+    A page number counts from 0 within the group's pages on its rank. An offset counts from the start of
+    the page in the region.
     """
 
     remote_rank: np.ndarray
@@ -35,7 +35,7 @@ class GroupFragments(NamedTuple):
 
 
 class Fragments(NamedTuple):
-    """Fragments of given pages, one per row; every column int64[n], in bytes from a region's start."""
+    """Fragments of given pages, one per row. Each column is int64[n], in bytes from a region's start."""
 
     remote_rank: np.ndarray
     remote_region: np.ndarray
@@ -49,12 +49,17 @@ class Fragments(NamedTuple):
 class Pattern:
     """Fragments of a group from one remote rank: the product of `descriptors` and `runs`.
 
-    layers: int64[n, 4], (remote region, byte in it, local region, byte in it): K or V of a layer, or
-    several together. offsets: int64[k, 2], (remote, local), bytes that are added to those of `layers`.
-    descriptors: each offset of each of `layers`. runs: int64[m, 5], (remote page, byte in it, local
-    page, byte in it, length). A fragment lies at the sum of the bytes of its descriptor and its run.
-    remote_stride, local_stride: bytes from page to page, equal in all regions of the pattern. joins:
-    whether runs of consecutive pages can be contiguous.
+    A fragment's position is the sum of the bytes of its descriptor and of its run. Descriptors combine
+    each entry of `layers` with each of `offsets`.
+
+    Attributes:
+        layers: int64[n, 4], (remote region, byte in it, local region, byte in it). K or V of a layer, or
+            several together.
+        offsets: int64[k, 2], (remote, local) bytes to add to those of `layers`.
+        runs: int64[m, 5], (remote page, byte in it, local page, byte in it, length).
+        remote_stride: Bytes between remote pages, equal in all regions of the pattern.
+        local_stride: Bytes between local pages, likewise.
+        joins: Whether runs of consecutive pages can be contiguous.
     """
 
     remote_rank: int
@@ -74,26 +79,26 @@ class Pattern:
 
     @property
     def num_fragments(self) -> int:
-        """The number of fragments of a group."""
+        """Number of fragments per group."""
         return len(self.layers) * len(self.offsets) * len(self.runs)
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of a group."""
+        """Bytes per group."""
         return len(self.layers) * len(self.offsets) * int(self.runs[:, 4].sum())
 
     @property
     def is_whole_pages(self) -> bool:
-        """Whether each fragment is all bytes of a page in a region, on both sides."""
+        """Whether each fragment covers all bytes of a page in a region, on both sides."""
         length = self.runs[:, 4]
         return bool((length == self.remote_stride).all() and (length == self.local_stride).all())
 
     def apply(
         self, local_ids: np.ndarray, remote_ids: np.ndarray, kept: np.ndarray | None = None
     ) -> Runs:
-        """The runs of bytes for pages int64[groups, pages] of both sides, contiguous ones merged.
+        """Return the byte runs for pages int64[groups, pages] on both sides, merging contiguous ones.
 
-        kept: bool[groups, m], which of the runs are wanted; None: all.
+        `kept`: bool[groups, m], the runs to keep. None: all.
         """
         remote_page, remote_at, local_page, local_at, length = self.runs.T
         remote = _addresses(remote_ids, remote_page, self.remote_stride, remote_at)
@@ -104,7 +109,7 @@ class Pattern:
             chosen = np.flatnonzero(kept.ravel())
             remote, local, lengths = remote[chosen], local[chosen], lengths[chosen]
         meets = np.empty(0, np.int64)
-        if self.joins:  # then all runs have the same length
+        if self.joins:  # all runs then have the same length
             meets = np.flatnonzero(remote[1:] - remote[:-1] == size)
             meets = meets[local[meets + 1] - local[meets] == size]
         if len(meets) == 0:
@@ -120,10 +125,14 @@ class Pattern:
 class Runs:
     """Fragments of given pages from one remote rank: the product of `descriptors` and runs.
 
-    descriptors: int64[d, 4], (remote region, byte in it, local region, byte in it). remote_offset,
-    local_offset, length: int64[m], bytes. Run m at descriptor d goes from byte
-    `remote_offset[m] + descriptors[d, 1]` of the remote region `descriptors[d, 0]` to byte
-    `local_offset[m] + descriptors[d, 3]` of the local region `descriptors[d, 2]`.
+    Run m at descriptor d copies from byte `remote_offset[m] + descriptors[d, 1]` of remote region
+    `descriptors[d, 0]` to byte `local_offset[m] + descriptors[d, 3]` of local region `descriptors[d, 2]`.
+
+    Attributes:
+        descriptors: int64[d, 4], (remote region, byte in it, local region, byte in it).
+        remote_offset: int64[m], bytes.
+        local_offset: int64[m], bytes.
+        length: int64[m], bytes.
     """
 
     remote_rank: int
@@ -134,16 +143,16 @@ class Runs:
 
     @property
     def num_fragments(self) -> int:
-        """The number of fragments."""
+        """Number of fragments."""
         return len(self.descriptors) * len(self.length)
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all fragments."""
+        """Bytes of all fragments."""
         return len(self.descriptors) * int(self.length.sum())
 
     def expand(self) -> Fragments:
-        """One row per fragment: descriptor by descriptor, each in the order of runs."""
+        """Return one row per fragment: descriptor by descriptor, each in the order of runs."""
         num_descriptors, num_runs = len(self.descriptors), len(self.length)
         remote_region, remote_at, local_region, local_at = self.descriptors.T
         return Fragments(
@@ -158,27 +167,27 @@ class Runs:
 
 @dataclass(frozen=True, eq=False)
 class TransferRuns:
-    """The result of `TransferPlan.apply`: runs of bytes, those of consecutive pages merged."""
+    """Byte runs of a transfer, with consecutive pages merged. Returned by `TransferPlan.apply`."""
 
-    by_rank: tuple[Runs, ...]  # a rank may come more than once
+    by_rank: tuple[Runs, ...]  # a rank may occur several times
 
     @property
     def num_fragments(self) -> int:
-        """The number of fragments of all remote ranks."""
+        """Number of fragments over all remote ranks."""
         return sum(runs.num_fragments for runs in self.by_rank)
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all remote ranks."""
+        """Bytes over all remote ranks."""
         return sum(runs.num_bytes for runs in self.by_rank)
 
     def expand(self) -> Fragments:
-        """One row per fragment. The result is long: use it for few pages."""
+        """Return one row per fragment. The result is long, so use it for few pages only."""
         return joined(Fragments, [runs.expand() for runs in self.by_rank])
 
 
 def expand_pattern(pattern: Pattern) -> GroupFragments:
-    """One row per fragment of a group: descriptor by descriptor, each in the order of runs."""
+    """Return one row per fragment of a group: descriptor by descriptor, each in the order of runs."""
     num_descriptors, num_runs = len(pattern.descriptors), len(pattern.runs)
     remote_region, remote_at, local_region, local_at = pattern.descriptors.T
     remote_page, remote_offset, local_page, local_offset, length = pattern.runs.T
@@ -195,7 +204,7 @@ def expand_pattern(pattern: Pattern) -> GroupFragments:
 
 
 def _addresses(ids: np.ndarray, page: np.ndarray, stride: int, at: np.ndarray) -> np.ndarray:
-    """int64[groups * runs]: where the runs begin in a region, group by group."""
+    """Return int64[groups * runs]: the start of each run in a region, group by group."""
     if ids.shape[1] == 1:
         found = ids * stride + at  # one page for all runs
     elif len(page) == ids.shape[1] and (page == np.arange(len(page))).all():
@@ -209,14 +218,14 @@ def _addresses(ids: np.ndarray, page: np.ndarray, stride: int, at: np.ndarray) -
 
 
 def joined(kind: Callable, tables: list[tuple]) -> tuple:
-    """The tables concatenated."""
+    """Concatenate the tables."""
     if not tables:
         return kind(*[np.empty(0, np.int64)] * len(kind._fields))
     return kind(*(np.concatenate(columns) for columns in zip(*tables)))
 
 
 def page_ids(ids: np.ndarray, used: np.ndarray, name: str) -> np.ndarray:
-    """ids as int64[groups, len(used)]; TypeError or ValueError where a used entry is not a page."""
+    """Convert ids to int64[groups, len(used)]. TypeError or ValueError if a used entry is no page."""
     given = as_array(ids, name)
     width = len(used)
     if given.size and given.dtype.kind not in "iu":
@@ -231,11 +240,11 @@ def page_ids(ids: np.ndarray, used: np.ndarray, name: str) -> np.ndarray:
 
 
 def check_each_once(ids: np.ndarray, name: str) -> None:
-    """ValueError where a page is named twice. Pages are 0 or more."""
+    """Raise ValueError if a page occurs twice. Pages are non-negative."""
     if ids.size == 0:
         return
     most = int(ids.max())
-    if most < 64 * ids.size:  # marking them is cheaper than sorting
+    if most < 64 * ids.size:  # marking pages is cheaper than sorting them
         named = np.zeros(most + 1, bool)
         named[ids] = True
         if np.count_nonzero(named) == ids.size:
@@ -248,8 +257,10 @@ def check_each_once(ids: np.ndarray, name: str) -> None:
 def remote_page_ids(
     ids: Mapping[int, np.ndarray] | np.ndarray, used: dict[int, np.ndarray], num_groups: int
 ) -> dict[int, np.ndarray]:
-    """int64[groups, pages] by remote rank. ids: by rank, or one array for all ranks; `used`: by rank
-    bool[pages]."""
+    """Return int64[groups, pages] by remote rank.
+
+    `ids`: by rank, or one array for all ranks. `used`: bool[pages] by rank.
+    """
     if not isinstance(ids, Mapping):
         if not used:  # nothing is read
             return {}

@@ -1,9 +1,10 @@
-"""Finds the patterns of a transfer plan: matches and merges the runs of a group's pages on both sides.
+"""Finds the patterns of a transfer plan by matching and merging the runs of a group's pages.
 
-One head of one token in K or V of one layer is contiguous in every layout. Offsets are first counted in
-units (a head of a token, or less where strides are not multiples of it). In units all layers are equal,
-and mostly K and V too. So heads of tokens are matched and merged once, then converted to bytes and
-repeated for every layer. Where heads or tokens lie outside of layers, layers are matched together.
+In every layout, one head of one token is contiguous in K or V of a layer. Offsets are first counted in
+units: a head of a token, or less if strides are not multiples of it. In units, all layers are equal, and
+usually K and V as well. Heads of tokens are therefore matched and merged once, then converted to bytes
+and repeated for every layer. If heads or tokens are outside of layers in memory, layers are matched
+together.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.layouts import full_memory_order
+from kvcache.placement import full_memory_order
 from kvcache.transfer.description import CacheDescription, Coordinates, StageCache
 from kvcache.transfer.plan.fragments import Pattern
 from kvcache.transfer.sharding import (
@@ -26,7 +27,7 @@ from kvcache.transfer.sharding import (
 
 
 class UnitRuns(NamedTuple):
-    """Runs that are contiguous on both sides, int64[n] each; units count from where K or V begins."""
+    """Runs that are contiguous on both sides. Columns are int64[n]; units count from K or V."""
 
     source: np.ndarray  # cp_rank * tp_size + tp_rank of the remote rank
     remote_page: np.ndarray
@@ -37,19 +38,19 @@ class UnitRuns(NamedTuple):
 
 
 class UnitPattern(NamedTuple):
-    """Runs in units that repeat: each of `offsets` added to each of `first_runs`."""
+    """Repeated runs in units: each of `offsets` added to each of `first_runs`."""
 
     offsets: np.ndarray  # int64[k, 2]: units after the first run, (remote, local)
     first_runs: np.ndarray  # int64[m, 4]: remote page, unit in it, local page, unit in it
-    length: int  # units of a run
+    length: int  # units per run
 
 
 class UnitGroup(NamedTuple):
-    """What is matched together, and the descriptors that the result is repeated for.
+    """Parts that are matched together, and the descriptors for which the result is repeated.
 
-    strides: int64[s, 7] in units, each row K, V or scales, of one layer or for all: where it begins,
-    from token to token and from head to head on the remote side, the same on the local side, and the
-    length of a head of a token. layers: int64[n, 4], as `Pattern.layers`; unit_bytes: int64[n].
+    strides: int64[s, 7] in units, one row for K, V or scales of one layer or of all: start, token stride
+    and head stride on the remote side, the same on the local side, and the length of a head of a token.
+    layers: int64[n, 4], as `Pattern.layers`. unit_bytes: int64[n].
     """
 
     strides: np.ndarray
@@ -59,7 +60,7 @@ class UnitGroup(NamedTuple):
 
 
 class TokensOfGroup(NamedTuple):
-    """int64[n] each: a token's page in the group, and its number in the page, on both sides."""
+    """A token's page in the group and its number in the page, on both sides; int64[n] each."""
 
     local_page: np.ndarray
     local_token: np.ndarray
@@ -69,14 +70,14 @@ class TokensOfGroup(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """A local rank and one remote pipeline stage that has layers of it."""
+    """A local rank and one remote pipeline stage that shares layers with it."""
 
     local: CacheDescription
     remote: CacheDescription
     at: Coordinates
     remote_pp_rank: int
-    heads: tuple[int, ...]  # of the local rank, that are matched; numbered in the model
-    sources: tuple[int, ...]  # the remote tensor-parallel rank of each
+    heads: tuple[int, ...]  # heads of the local rank to match, numbered in the model
+    sources: tuple[int, ...]  # remote tensor-parallel rank of each head
     mine: StageCache
     theirs: StageCache
 
@@ -84,19 +85,19 @@ class Sides(NamedTuple):
     def of(
         cls, local: CacheDescription, remote: CacheDescription, at: Coordinates, remote_pp_rank: int
     ) -> Sides:
-        """All heads of the local rank."""
+        """Return the sides with all heads of the local rank."""
         mine, theirs = local.stage_caches[at.pp_rank], remote.stage_caches[remote_pp_rank]
         heads = tuple(heads_of_rank(local.total_num_kv_heads, mine.tp_size, at.tp_rank))
         sources = tuple(sources_of_heads(local, remote, at, remote_pp_rank))
         return cls(local, remote, at, remote_pp_rank, heads, sources, mine, theirs)
 
     def remote_heads(self) -> np.ndarray:
-        """int64[heads]: which of its source's heads each is."""
+        """Return int64[heads]: each head's number on its source."""
         first = np.array(self.sources) * self.remote.total_num_kv_heads // self.theirs.tp_size
         return np.array(self.heads) - first
 
     def by_head(self) -> list[Sides]:
-        """One for each head, as if its ranks had no other, where a side keeps heads outside of blocks."""
+        """Split into single heads if a side keeps heads outside of blocks."""
         if not (self.mine.placement.head_regions or self.theirs.placement.head_regions):
             return [self]
         found = []
@@ -113,10 +114,10 @@ class Sides(NamedTuple):
 def find_patterns(
     local: CacheDescription, remote: CacheDescription, local_rank: int, *, received: bool
 ) -> tuple[Pattern, ...]:
-    """The patterns that fill a group's pages of one local rank.
+    """Find the patterns that fill a group's pages of one local rank.
 
-    `received`: pages arrive in the remote order of heads and tokens, and a permutation follows; else
-    every fragment goes to its final position.
+    `received`: whether pages arrive in the remote order of heads and tokens, to be permuted later.
+    Otherwise every fragment is written to its final position.
     """
     at = local.coordinates(local_rank)
     patterns: list[Pattern] = []
@@ -130,7 +131,7 @@ def find_patterns(
             remote_heads = sides.remote_heads() if sides is together else np.zeros(1, np.int64)
             for group in _unit_groups(sides):
                 exact = not received or group.is_scales
-                # Stages of the same sizes, and heads of the same source, have the same runs.
+                # Stages of equal sizes, and heads with the same source, have the same runs.
                 key = (group.strides.tobytes(), sides.sources, sides.theirs.tp_size, exact)
                 if key not in matched:
                     runs = _matching_runs(sides, remote_heads, group.strides, not exact)
@@ -143,7 +144,7 @@ def find_patterns(
 
 
 def shared_stages(cache: CacheDescription, layers: range) -> list[int]:
-    """The pipeline stages of an engine that hold any of the layers."""
+    """Return the pipeline stages of an engine that hold any of the layers."""
     return [
         pp_rank
         for pp_rank, stage in enumerate(cache.stage_caches)
@@ -154,7 +155,7 @@ def shared_stages(cache: CacheDescription, layers: range) -> list[int]:
 def sources_of_heads(
     local: CacheDescription, remote: CacheDescription, at: Coordinates, remote_pp_rank: int
 ) -> list[int]:
-    """For each head of a local rank, the tensor-parallel rank of a remote stage to read it from."""
+    """Return the tensor-parallel rank of a remote stage from which to read each local head."""
     heads, stages = local.total_num_kv_heads, local.pipeline_stages
     sharing = shared_stages(local, remote.stage_caches[remote_pp_rank].layers)
     tp_sizes = [stages[pp_rank].tp_size for pp_rank in sharing]
@@ -175,7 +176,7 @@ def sources_of_heads(
 
 
 def _holds_equal_pages(sides: Sides) -> bool:
-    """Whether K or V is not contiguous in pages that are equal on both sides: these move whole."""
+    """Whether pages are equal on both sides with non-contiguous K or V, and therefore move as a whole."""
     return (
         not sides.mine.placement.is_contiguous
         and sides.local.memory_order == sides.remote.memory_order
@@ -185,17 +186,19 @@ def _holds_equal_pages(sides: Sides) -> bool:
 
 
 def _have_equal_tokens(sides: Sides) -> bool:
-    """Whether a page of either side holds the tokens of one of the other."""
+    """Whether a page of either side holds the same tokens as a page of the other."""
     same = ("block_size", "cp_world_size", "cp_interleave")
     return all(getattr(sides.local, name) == getattr(sides.remote, name) for name in same)
 
 
 def _have_equal_layers(sides: Sides) -> bool:
-    """Whether what one layer has of a token or head, where these lie outside of layers, is the same on
-    both sides: then its end can meet the next layer's on both."""
+    """Whether both sides store equal data per token or head of a layer, with these outside of layers.
+
+    If so, the end of a layer can adjoin the next layer on both sides.
+    """
     orders = [full_memory_order(each.memory_order) for each in (sides.remote, sides.local)]
     if any(order.index("layer") < order.index("block") for order in orders):
-        return False  # each layer has a region of its own
+        return False  # each layer has its own region
     within = {role for order in orders for role in order[order.index("layer") :]}
     return ("token" not in within or _have_equal_tokens(sides)) and (
         "head" not in within or sides.mine.heads_per_rank == sides.theirs.heads_per_rank
@@ -203,7 +206,7 @@ def _have_equal_layers(sides: Sides) -> bool:
 
 
 def _whole_pages(sides: Sides) -> list[Pattern]:
-    """Patterns that copy each region of a page whole, from the remote rank with the same coordinates."""
+    """Return patterns that copy whole page regions from the remote rank with the same coordinates."""
     patterns = []
     (tp_rank,) = set(sides.sources)
     source = Coordinates(sides.at.cp_rank, sides.remote_pp_rank, tp_rank)
@@ -230,11 +233,11 @@ def _whole_pages(sides: Sides) -> list[Pattern]:
 
 
 def _unit_groups(sides: Sides) -> list[UnitGroup]:
-    """What is matched together. K and V of equal strides are matched once, for both.
+    """Group the parts that are matched together. K and V with equal strides are matched once for both.
 
-    Where either is not contiguous in a page, and V lies at the same distance from K in all layers, they
-    are matched jointly: their descriptors begin where K does. Where besides a run can go on from one
-    layer to the next, all layers are matched jointly, and there is one descriptor.
+    If K or V is not contiguous in a page, and V is at the same distance from K in all layers, they are
+    matched jointly and their descriptors begin at K. If a run can also continue from one layer to the
+    next, all layers are matched jointly with a single descriptor.
     """
     placements = sides.theirs.placement, sides.mine.placement
     rows = _layer_rows(sides)
@@ -273,7 +276,7 @@ def _unit_groups(sides: Sides) -> list[UnitGroup]:
 
 
 def _layer_rows(sides: Sides) -> tuple[slice, slice]:
-    """The layers that both hold, as numbered within the remote and the local rank."""
+    """Return the layers that both sides hold, as numbered within the remote and the local rank."""
     mine, theirs = sides.mine.layers, sides.theirs.layers
     first, last = max(mine.start, theirs.start), min(mine.stop, theirs.stop)
     return tuple(slice(first - held.start, last - held.start) for held in (theirs, mine))
@@ -303,7 +306,7 @@ def _matching_runs(
 def tokens_of_group(
     local: CacheDescription, remote: CacheDescription, cp_rank: int
 ) -> TokensOfGroup:
-    """The tokens of a group that a local context-parallel rank holds, in order, and where they are."""
+    """Return the tokens of a group on a local context-parallel rank, in order, with their positions."""
     tokens_per_group = lcm(local.tokens_per_page, remote.tokens_per_page)
     token = np.arange(tokens_per_group // local.cp_world_size)
     local_page, local_token = np.divmod(token, local.block_size)
@@ -318,7 +321,7 @@ def tokens_of_group(
 
 
 def _units_of(strides: np.ndarray, token: np.ndarray, head: np.ndarray) -> np.ndarray:
-    """int64[s, tokens, heads]: the unit at which each head of each token begins in a page."""
+    """Return int64[s, tokens, heads]: the unit at which each head of each token begins in a page."""
     begin, token_stride, head_stride = strides.T[:, :, None, None]
     return begin + token[:, None] * token_stride + head * head_stride
 
@@ -326,7 +329,7 @@ def _units_of(strides: np.ndarray, token: np.ndarray, head: np.ndarray) -> np.nd
 def _received_units(
     local: CacheDescription, remote: CacheDescription, token: np.ndarray, head: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(page, unit in it) in the remote order. K and V are contiguous, and a unit is a head of a token."""
+    """Return (page, unit in it) in the remote order. A unit is one head of one token in K or V."""
     block, in_block = np.divmod(token, remote.block_size)
     if remote.layout == "NHD":
         unit = token * len(head) + head
@@ -336,7 +339,7 @@ def _received_units(
 
 
 def _merged(runs: UnitRuns) -> UnitRuns:
-    """The runs sorted by source and local position, those that are contiguous on both sides merged."""
+    """Sort runs by source and local position, and merge runs that are contiguous on both sides."""
     page_end = int(runs.local_unit.max()) + 1
     group_end = (int(runs.local_page.max()) + 1) * page_end
     order = np.argsort(
@@ -357,7 +360,7 @@ def _merged(runs: UnitRuns) -> UnitRuns:
 
 
 def _by_source(runs: UnitRuns, tp_size: int) -> Iterator[tuple[int, int, list[UnitPattern]]]:
-    """(cp_rank, tp_rank, patterns) of each source."""
+    """Yield (cp_rank, tp_rank, patterns) of each source."""
     first_of_source = np.flatnonzero(np.diff(runs.source, prepend=-1))
     for first, last in zip(first_of_source, [*first_of_source[1:], len(runs.source)]):
         of_source = UnitRuns(*(column[first:last] for column in runs))
@@ -365,7 +368,7 @@ def _by_source(runs: UnitRuns, tp_size: int) -> Iterator[tuple[int, int, list[Un
 
 
 def _unit_patterns(runs: UnitRuns) -> list[UnitPattern]:
-    """The runs of one source, factored: page pairs with the same offsets share one pattern."""
+    """Factor the runs of one source: page pairs with the same offsets share one pattern."""
     pair = runs.local_page * (int(runs.remote_page.max()) + 1) + runs.remote_page
     order = np.lexsort((pair, runs.length))  # stable: keeps the local order within a pair
     pair, length = pair[order], runs.length[order]
@@ -386,7 +389,7 @@ def _unit_patterns(runs: UnitRuns) -> list[UnitPattern]:
 def _in_bytes(
     sides: Sides, source: int, unit_pattern: UnitPattern, group: UnitGroup
 ) -> list[Pattern]:
-    """Converts units to bytes and repeats them for all layers, K and V. Contiguous layers are merged."""
+    """Convert units to bytes and repeat them for all layers, K and V, merging contiguous layers."""
     layers, unit_bytes = group.layers, group.unit_bytes
     length = int(group.strides[:, 6].sum())
     mine, theirs = (
@@ -426,7 +429,7 @@ def _in_bytes(
 
 
 def _merged_layers(layers: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Merges K and V that begin where the one before ends on both sides; with the bytes of each."""
+    """Merge parts that adjoin the previous part on both sides. Returns them with their bytes."""
     order = np.lexsort((layers[:, 1], layers[:, 0]))
     layers, sizes = layers[order], sizes[order]
     begins = np.ones(len(layers), bool)
@@ -438,7 +441,7 @@ def _merged_layers(layers: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, n
 
 
 def _may_join(runs: np.ndarray, remote_stride: int, local_stride: int) -> bool:
-    """Whether some page numbers let a run begin where the one before it ends, on both sides."""
+    """Whether, for some page numbers, a run can begin at the end of the previous one on both sides."""
     ends = runs[:, 1:5:2] + runs[:, 4:]
-    begins_next = np.concatenate([runs[1:, 1:5:2], runs[:1, 1:5:2]])  # after the last the first
+    begins_next = np.concatenate([runs[1:, 1:5:2], runs[:1, 1:5:2]])  # the first follows the last
     return bool(((ends - begins_next) % (remote_stride, local_stride) == 0).all(axis=1).any())

@@ -1,4 +1,4 @@
-"""Which ranks of an engine read from each rank of another: how many a sender has to wait for."""
+"""The ranks of one engine that read from each rank of another; a sender waits for these readers."""
 
 from __future__ import annotations
 
@@ -25,27 +25,36 @@ def source_readers(
     *,
     first_token: int = 0,
 ) -> tuple[tuple[int, ...], ...]:
-    """The ranks of `readers` that read from each rank of `source`, ascending.
+    """Return the ranks of `readers` that read from each rank of `source`, in ascending order.
 
-    A rank of the source may release a request's pages when that many readers have said that they are
-    done. The result is that of all readers' plans: rank r is among the readers of s where s is in the
-    `remote_ranks` of `plan_transfer(readers, source, r)`. A replica that no rank reads from has no
-    readers, and waits for none.
+    A source rank may release a request's pages once this many readers have reported that they are done.
+    Rank r is a reader of s if s is in the `remote_ranks` of `plan_transfer(readers, source, r)`. A
+    replica from which no rank reads has no readers and waits for none. `StateDescription`s have no
+    tokens, because a rank reads a state as a whole (`plan_states`).
 
-    num_tokens: of the request; None: at least a group of pages, so that every reader has some. Fewer
-    tokens matter with context parallelism, where a rank may hold none of them. first_token: those
-    before it are not read (a prefix hit of the readers, a multiple of their `tokens_per_page`). Two
-    `StateDescription`s have no tokens: a rank reads a state whole (`plan_states`).
+    Args:
+        readers: The engine that reads.
+        source: The engine that is read.
+        num_tokens: Tokens of the request. With context parallelism, a rank may hold none of the tokens of
+            a short request. None: at least one group of pages, so that every reader has tokens.
+        first_token: Earlier tokens are not read (a prefix hit of the readers). A multiple of their
+            `tokens_per_page`.
 
-    ValueError or TypeError as `plan_transfer` and `plan_states`, and for tokens out of range.
+    Returns:
+        The readers of each rank of `source`.
 
-    >>> from dataclasses import replace
-    >>> decode = CacheDescription(engine_id="d", num_layers=2, total_num_kv_heads=2, head_size=64,
-    ...     block_size=16, tp_size=4)
-    >>> source_readers(decode, replace(decode, engine_id="p", tp_size=1, pp_size=2))
-    ((0, 1, 2, 3), (0, 1, 2, 3))
-    >>> source_readers(replace(decode, tp_size=1), decode)  # two replicas of each head
-    ((0,), (), (0,), ())
+    Raises:
+        TypeError: As for `plan_transfer` and `plan_states`.
+        ValueError: As for `plan_transfer` and `plan_states`, or tokens are out of range.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> decode = CacheDescription(engine_id="d", num_layers=2, total_num_kv_heads=2, head_size=64,
+        ...     block_size=16, tp_size=4)
+        >>> source_readers(decode, replace(decode, engine_id="p", tp_size=1, pp_size=2))
+        ((0, 1, 2, 3), (0, 1, 2, 3))
+        >>> source_readers(replace(decode, tp_size=1), decode)  # two replicas of each head
+        ((0,), (), (0,), ())
     """
     kind = StateDescription if isinstance(readers, StateDescription) else CacheDescription
     for name, description in (("readers", readers), ("source", source)):
@@ -68,7 +77,7 @@ def source_readers(
             f"first_token is {first_token}: expected a multiple of the "
             f"{readers.tokens_per_page} tokens of a page of the readers"
         )
-    # Groups are alike, so one in the middle stands for all between the first and the last.
+    # Groups are alike, so one in the middle represents all between the first and the last.
     spans = set()
     first_group, last_group = first_token // group, (num_tokens - 1) // group
     for number in {first_group, min(first_group + 1, last_group), last_group}:
@@ -101,7 +110,7 @@ def _readers_of_states(
 def _sources(
     readers: CacheDescription, source: CacheDescription
 ) -> tuple[tuple[int, int, int, tuple[tuple[int, int], ...]], ...]:
-    """For each reader its coordinates, and (pp_rank, tp_rank) of all that it reads from."""
+    """Return each reader's coordinates, and all (pp_rank, tp_rank) from which it reads."""
     found = []
     for rank in range(readers.world_size):
         at = readers.coordinates(rank)
@@ -118,8 +127,10 @@ def _sources(
 def _cp_ranks_with_tokens(
     readers: CacheDescription, source: CacheDescription, span: tuple[int, int]
 ) -> frozenset[tuple[int, int]]:
-    """Pairs of context-parallel ranks, (reader, source), with a token in common in pages that hold tokens
-    of a span of a group."""
+    """Return the pairs of context-parallel ranks, (reader, source), that share a token.
+
+    Only pages that hold tokens of a given span of a group count.
+    """
     if readers.cp_world_size == source.cp_world_size == 1:
         return frozenset([(0, 0)])
     group = lcm(readers.tokens_per_page, source.tokens_per_page)

@@ -1,4 +1,4 @@
-"""Any range of a request's tokens: which runs of a plan move it, with null pages on either side."""
+"""Selects the runs of a plan that move an arbitrary range of a request's tokens, with null pages."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from kvcache.transfer.plan.transfer_plan import TransferPlan, pages_with
 
 @dataclass(frozen=True, eq=False)
 class RangeRuns:
-    """What moves a range of tokens.
+    """The runs that move a range of tokens.
 
-    runs: as of `TransferPlan.apply`. permuted: int64[groups, local pages per group], local pages that
-    `permute_pages` must put in order once they have arrived. missing: int64[k], local pages of the
-    range of which no remote page has a token.
+    Attributes:
+        runs: The runs, as from `TransferPlan.apply`.
+        permuted: int64[groups, local pages per group]. Local pages to permute with `permute_pages` after
+            they have arrived.
+        missing: int64[k]. Local pages of the range for which no remote page has a token.
     """
 
     runs: TransferRuns
@@ -33,25 +35,37 @@ def plan_range(
     first_token: int,
     end_token: int,
 ) -> RangeRuns:
-    """The runs that move tokens [first_token, end_token) of one request, in one cache group.
+    """Return the runs that move tokens [first_token, end_token) of a request in one cache group.
 
-    local_ids: int[n], the request's block table on this rank: entry i holds the tokens from
-    `i * tokens_per_page` on. remote_ids: that of the peers, one for all or by remote rank. 0 is the null
-    page, and what lies behind a table's end is null too: of null pages on either side nothing moves.
-    Fragments are not cut: of a page that two sides share all tokens move, those outside the range too.
-    Groups of pages that are complete may arrive in the remote order (`permuted`), others do not.
+    0 is the null page, and entries beyond the end of a table are null. Null pages on either side are not
+    moved. Fragments are not split: all tokens of a page shared by two sides move, including tokens
+    outside the range. Only complete groups of pages may arrive in the remote order (`permuted`).
 
-    TypeError or ValueError for other shapes and values, a missing rank, a local page that is written
-    twice, and tokens that the local table does not hold.
+    Args:
+        plan: The plan of this rank.
+        local_ids: int[n]. The request's block table on this rank. Entry i holds the tokens starting at
+            `i * tokens_per_page`.
+        remote_ids: int[n]. The block table of the peers, for all or by remote rank.
+        first_token: First token to move.
+        end_token: End of the tokens, exclusive.
 
-    >>> from dataclasses import replace
-    >>> from kvcache.transfer import CacheDescription, plan_transfer
-    >>> small = CacheDescription(engine_id="a", num_layers=1, total_num_kv_heads=1, head_size=8,
-    ...     block_size=16, memory_order=("block", "kv", "token", "head", "element"))
-    >>> plan = plan_transfer(replace(small, block_size=64), small, 0)
-    >>> found = plan_range(plan, np.array([0, 7]), np.array([0, 0, 0, 0, 0, 3, 4, 5]), 64, 128)
-    >>> found.runs.num_fragments, found.runs.num_bytes, found.missing.tolist()  # tokens 80 to 127
-    (6, 1536, [])
+    Returns:
+        The runs.
+
+    Raises:
+        TypeError: A table does not contain integers.
+        ValueError: A shape or value is wrong, a rank is missing, a local page is written twice, or the
+            local table does not hold the tokens.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> from kvcache.transfer import CacheDescription, plan_transfer
+        >>> small = CacheDescription(engine_id="a", num_layers=1, total_num_kv_heads=1, head_size=8,
+        ...     block_size=16, memory_order=("block", "kv", "token", "head", "element"))
+        >>> plan = plan_transfer(replace(small, block_size=64), small, 0)
+        >>> found = plan_range(plan, np.array([0, 7]), np.array([0, 0, 0, 0, 0, 3, 4, 5]), 64, 128)
+        >>> found.runs.num_fragments, found.runs.num_bytes, found.missing.tolist()  # tokens 80 to 127
+        (6, 1536, [])
     """
     instance(plan, TransferPlan, "plan")
     end_token = integer(end_token, "end_token", 0)
@@ -100,12 +114,12 @@ def plan_range(
 
 
 def _kept(pattern: Pattern, here: np.ndarray, there: np.ndarray) -> np.ndarray:
-    """bool[groups, m]: the runs of which both pages are wanted."""
+    """Return bool[groups, m]: the runs whose pages are wanted on both sides."""
     return here[:, pattern.runs[:, 2]] & there[:, pattern.runs[:, 0]]
 
 
 class _Wanted:
-    """Which pages of the groups hold a token of the range: bool[groups, pages]."""
+    """The pages of the groups that hold a token of the range: bool[groups, pages]."""
 
     def __init__(
         self, plan: TransferPlan, first_token: int, end_token: int, first_group: int, groups: int
@@ -117,7 +131,7 @@ class _Wanted:
         self.local = self._of(plan.local, at.cp_rank, plan.local_pages_per_group)
 
     def of_rank(self, rank: int) -> np.ndarray:
-        """Those of a remote rank."""
+        """Return the wanted pages of a remote rank."""
         remote = self._plan.remote
         cp_rank = remote.coordinates(rank).cp_rank
         return self._of(remote, cp_rank, self._plan.remote_pages_per_group)
@@ -127,7 +141,7 @@ class _Wanted:
         if not self._groups:
             return pages
         tokens, last = self._plan.tokens_per_group, self._groups - 1
-        for group in {0, last}:  # those between are wanted whole
+        for group in {0, last}:  # all pages of the groups in between are wanted
             low = max(self._first - group * tokens, 0)
             high = min(self._end - group * tokens, tokens)
             pages[group] = pages_with(cache, cp_rank, (low, high), per_group)
@@ -135,7 +149,7 @@ class _Wanted:
 
 
 def _table(ids: np.ndarray, name: str) -> np.ndarray:
-    """ids as int64[n]. TypeError or ValueError for what is no block table."""
+    """Convert a block table to int64[n]. Raises TypeError or ValueError for anything else."""
     given = as_array(ids, name)
     if given.size and given.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {given.dtype}: expected integers")
@@ -157,7 +171,7 @@ def _remote_tables(
 
 
 def _grouped(table: np.ndarray, per_group: int, first_group: int, groups: int) -> np.ndarray:
-    """int64[groups, per_group]: a part of a table, with null pages behind its end."""
+    """Return a part of a table as int64[groups, per_group], padded with null pages."""
     found = np.zeros(groups * per_group, np.int64)
     part = table[first_group * per_group :][: len(found)]
     found[: len(part)] = part

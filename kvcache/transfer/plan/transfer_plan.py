@@ -1,4 +1,4 @@
-"""The transfer plan of a local rank: which bytes of which remote rank's pages fill its pages."""
+"""The transfer plan of a local rank: which remote bytes fill its pages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvcache.transfer.plan.fragments import (
 )
 from kvcache.transfer.plan.patterns import find_patterns, shared_stages
 
-_MOST_HEADS = 1 << 22  # heads of all tokens in a group; planning looks at each once
+_MOST_HEADS = 1 << 22  # heads of all tokens in a group; planning visits each once
 # Fields that must be equal in both engines. The first difference is reported.
 _SAME = (
     "is_mla",
@@ -39,7 +39,7 @@ _SAME = (
 
 
 class ReceivePermutation(NamedTuple):
-    """Arguments of `permute_received_blocks` for pages that have arrived; see `permute_pages`."""
+    """Arguments of `permute_received_blocks` for received pages; see `permute_pages`."""
 
     remote_block_size: int  # tokens
     remote_layout: str
@@ -47,9 +47,9 @@ class ReceivePermutation(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PatternPlan:
-    """The fragments that fill groups of pages of one local rank from remote ranks, factored.
+    """Factored fragments that fill groups of pages of one local rank from remote ranks.
 
-    `patterns` are the fragments of one group, `fragments` lists them. A group is
+    `patterns` are the fragments of one group, and `fragments` lists them. A group is
     `local_pages_per_group` pages of this rank and `remote_pages_per_group` pages of each remote rank.
     """
 
@@ -64,12 +64,12 @@ class PatternPlan:
 
     @property
     def num_fragments(self) -> int:
-        """The number of fragments of a group, of all remote ranks."""
+        """Number of fragments per group, over all remote ranks."""
         return sum(pattern.num_fragments for pattern in self.patterns)
 
     @property
     def bytes_per_group(self) -> dict[int, int]:
-        """The bytes of a group by remote rank."""
+        """Bytes per group, by remote rank."""
         count = Counter()
         for pattern in self.patterns:
             count[pattern.remote_rank] += pattern.num_bytes
@@ -77,9 +77,9 @@ class PatternPlan:
 
     @property
     def is_whole_pages(self) -> bool:
-        """Whether each fragment is all bytes of a page in a region, on both sides.
+        """Whether each fragment covers all bytes of a page in a region, on both sides.
 
-        Then a run of consecutive pages is one fragment, however long.
+        If so, a run of consecutive pages of any length is one fragment.
         """
         return all(pattern.is_whole_pages for pattern in self.patterns)
 
@@ -91,26 +91,35 @@ class PatternPlan:
     def apply(
         self, local_pages: np.ndarray, remote_pages: Mapping[int, np.ndarray] | np.ndarray
     ) -> TransferRuns:
-        """The runs of bytes for given pages; those of consecutive pages are merged.
+        """Return the byte runs for given pages, merging consecutive pages.
 
-        local_pages: int[groups, local_pages_per_group]; remote_pages: by remote rank
-        int[groups, remote_pages_per_group], or one array where all ranks use the same numbers. Pages
-        that a partial plan leaves out may have any number. The cost grows with the pages, not with the
-        fragments; `expand` lists fragments, for a transport that needs them.
+        The cost grows with the number of pages, not of fragments. If a transport needs single fragments,
+        use `expand`. Pages that a partial plan leaves out may have any number.
 
-        TypeError or ValueError for other shapes, a missing rank of `remote_ranks`, pages below 1 (0 is
-        the null block: tokens behind a sliding window are not fetched), and a local page that is named
-        twice.
+        Args:
+            local_pages: int[groups, local_pages_per_group].
+            remote_pages: int[groups, remote_pages_per_group] by remote rank, or one array if all ranks
+                use the same page numbers.
 
-        >>> cache = CacheDescription(engine_id="a", num_layers=2, total_num_kv_heads=2, head_size=8,
-        ...     block_size=4)
-        >>> plan = plan_transfer(cache, cache, 0)
-        >>> runs = plan.apply(np.array([[7], [8], [3]]), np.array([[1], [2], [9]]))
-        >>> runs = runs.by_rank[0]  # pages 3, and 7 and 8 together, in each of four regions
-        >>> runs.local_offset.tolist(), runs.remote_offset.tolist(), runs.length.tolist()
-        ([384, 896], [1152, 128], [128, 256])
-        >>> runs.descriptors[:, [0, 2]].tolist()
-        [[0, 0], [1, 1], [2, 2], [3, 3]]
+        Returns:
+            The runs.
+
+        Raises:
+            TypeError: Pages are not integers.
+            ValueError: A shape is wrong, a rank of `remote_ranks` is missing, a local page occurs twice,
+                or a page is below 1. Page 0 is the null block: tokens outside a sliding window are not
+                fetched.
+
+        Example:
+            >>> cache = CacheDescription(engine_id="a", num_layers=2, total_num_kv_heads=2, head_size=8,
+            ...     block_size=4)
+            >>> plan = plan_transfer(cache, cache, 0)
+            >>> runs = plan.apply(np.array([[7], [8], [3]]), np.array([[1], [2], [9]]))
+            >>> runs = runs.by_rank[0]  # pages 3, and 7 and 8 together, in each of four regions
+            >>> runs.local_offset.tolist(), runs.remote_offset.tolist(), runs.length.tolist()
+            ([384, 896], [1152, 128], [128, 256])
+            >>> runs.descriptors[:, [0, 2]].tolist()
+            [[0, 0], [1, 1], [2, 2], [3, 3]]
         """
         local_used, remote_used = self._used
         local_ids = page_ids(local_pages, local_used, "local_pages")
@@ -118,7 +127,7 @@ class PatternPlan:
         remote_ids = remote_page_ids(remote_pages, remote_used, len(local_ids))
         if any(pattern.joins for pattern in self.patterns):
             first = local_ids[:, 0]
-            if (first[1:] < first[:-1]).any():  # only neighbours in the list are merged
+            if (first[1:] < first[:-1]).any():  # only adjacent entries are merged
                 order = np.argsort(first)
                 local_ids = local_ids[order]
                 remote_ids = {rank: ids[order] for rank, ids in remote_ids.items()}
@@ -128,7 +137,7 @@ class PatternPlan:
 
     @cached_property
     def _used(self) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-        """Which pages of a group are written, and by remote rank which are read: bool[pages]."""
+        """Return bool[pages]: a group's written pages, and its read pages by remote rank."""
         local = np.zeros(self.local_pages_per_group, bool)
         remote = {rank: np.zeros(self.remote_pages_per_group, bool) for rank in self.remote_ranks}
         for pattern in self.patterns:
@@ -139,13 +148,13 @@ class PatternPlan:
 
 @dataclass(frozen=True, eq=False)
 class TransferPlan(PatternPlan):
-    """How one local rank fills groups of pages from a remote engine; made by `plan_transfer`.
+    """A plan for filling groups of pages of one local rank from a remote engine. See `plan_transfer`.
 
-    A *group* is the smallest number of pages on both sides that hold the same tokens:
-    `tokens_per_group` tokens of a request, counted from its beginning, in `local_pages_per_group` pages
-    of this rank and `remote_pages_per_group` pages of each remote rank. `patterns` are the fragments of
-    one group, factored; `fragments` lists them. `permutation`: to be applied (`permute_pages`) to the
-    pages `[groups, local_pages_per_group]` once they have arrived; None where none is needed.
+    A *group* is the smallest number of pages that hold the same tokens on both sides: `tokens_per_group`
+    tokens of a request, counted from its beginning, in `local_pages_per_group` pages of this rank and
+    `remote_pages_per_group` pages of each remote rank. `patterns` are the factored fragments of one
+    group, and `fragments` lists them. After the pages [groups, local_pages_per_group] have arrived, apply
+    `permutation` to them with `permute_pages`, unless it is None.
     """
 
     local: CacheDescription
@@ -153,24 +162,36 @@ class TransferPlan(PatternPlan):
     local_rank: int
     permutation: ReceivePermutation | None
     tokens_per_group: int
-    # Patterns without a permutation, for groups of which only some pages exist.
+    # Patterns without a permutation, for incomplete groups of pages.
     exact_patterns: tuple[Pattern, ...]
-    is_partial: bool = False  # made by `for_tokens`
+    is_partial: bool = False  # created by `for_tokens`
 
     def for_tokens(self, num_tokens: int, *, first_token: int = 0) -> TransferPlan:
-        """The plan for a group of which only some tokens are needed: a request's last group, or first.
+        """Return the plan for a partially needed group, such as the first or last one of a request.
 
-        The group's first `num_tokens` tokens exist; those before `first_token`, a multiple of the
-        local `tokens_per_page`, are already local (a prefix hit). Fragments are not cut; those of pages
-        without a needed token on either side are left out, and such pages may be given any number.
-        `tokens_per_group` and the pages per group become those that exist. ValueError for tokens that
-        a group does not have.
+        Fragments are not split. Fragments of pages without a needed token on either side are left out,
+        and such pages may have any number. `tokens_per_group` and the pages per group count only those
+        that exist.
 
-        >>> small = CacheDescription(engine_id="a", num_layers=1, total_num_kv_heads=1, head_size=8,
-        ...     block_size=4)
-        >>> plan = plan_transfer(replace(small, block_size=16), small, 0).for_tokens(9)
-        >>> plan.local_pages_per_group, plan.remote_pages_per_group, plan.fragments.remote_page.tolist()
-        (1, 3, [0, 1, 2, 0, 1, 2])
+        Args:
+            num_tokens: Number of tokens in the group.
+            first_token: Earlier tokens are already local (a prefix hit). A multiple of the local
+                `tokens_per_page`.
+
+        Returns:
+            The partial plan.
+
+        Raises:
+            ValueError: A group does not have these tokens.
+
+        Example:
+            >>> small = CacheDescription(engine_id="a", num_layers=1, total_num_kv_heads=1, head_size=8,
+            ...     block_size=4)
+            >>> plan = plan_transfer(replace(small, block_size=16), small, 0).for_tokens(9)
+            >>> plan.local_pages_per_group, plan.remote_pages_per_group
+            (1, 3)
+            >>> plan.fragments.remote_page.tolist()
+            [0, 1, 2, 0, 1, 2]
         """
         if self.is_partial:
             raise ValueError("the plan is of some tokens already: expected that of whole groups")
@@ -217,26 +238,37 @@ def plan_transfer(
     *,
     allow_permutation: bool = True,
 ) -> TransferPlan:
-    """The plan by which a local rank fills its pages with the same tokens of a remote engine.
+    """Plan how a local rank fills its pages with the same tokens of a remote engine.
 
-    Parallel sizes, block size and memory order may differ. Where several remote ranks hold a head, it is
-    read from one of them, and local ranks are spread over them. `allow_permutation`: where that makes
-    fewer fragments, pages arrive in the remote order of heads and tokens and are then permuted by
-    `permute_received_blocks`; else every fragment goes to its final position.
+    Parallel sizes, block size and memory order may differ. If several remote ranks hold a head, it is
+    read from one of them, and local ranks are distributed over them. The plan depends only on the
+    arguments, and planning time does not depend on the number of blocks.
 
-    ValueError where `is_mla`, layers, heads, head sizes, dtype or scales differ, for block sizes whose
-    least common multiple is millions of tokens, and for a rank out of range. The plan depends only on
-    the arguments, and the time does not depend on the number of blocks.
+    Args:
+        local: The local engine.
+        remote: The remote engine.
+        local_rank: The local rank.
+        allow_permutation: Whether pages may arrive in the remote order of heads and tokens, if this needs
+            fewer fragments, to be permuted by `permute_received_blocks`. Otherwise every fragment is
+            written to its final position.
 
-    >>> from kvcache.layouts import backend
-    >>> decode = CacheDescription(engine_id="d", num_layers=2, total_num_kv_heads=8, head_size=64,
-    ...     block_size=64, tp_size=2, memory_order=backend("FLASH_ATTN").memory_order("HND"))
-    >>> prefill = replace(decode, engine_id="p", tp_size=4, block_size=16)
-    >>> plan = plan_transfer(decode, prefill, local_rank=1)
-    >>> plan.permutation, plan.remote_ranks, plan.num_fragments  # 4 pages of 2 ranks, 4 regions
-    (ReceivePermutation(remote_block_size=16, remote_layout='HND'), (2, 3), 32)
-    >>> plan_transfer(decode, prefill, 1, allow_permutation=False).num_fragments  # head by head
-    64
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: `is_mla`, layers, heads, head sizes, dtype or scales differ; the least common multiple
+            of the block sizes is millions of tokens; or the rank is out of range.
+
+    Example:
+        >>> from kvcache.layouts import backend
+        >>> decode = CacheDescription(engine_id="d", num_layers=2, total_num_kv_heads=8, head_size=64,
+        ...     block_size=64, tp_size=2, memory_order=backend("FLASH_ATTN").memory_order("HND"))
+        >>> prefill = replace(decode, engine_id="p", tp_size=4, block_size=16)
+        >>> plan = plan_transfer(decode, prefill, local_rank=1)
+        >>> plan.permutation, plan.remote_ranks, plan.num_fragments  # 4 pages of 2 ranks, 4 regions
+        (ReceivePermutation(remote_block_size=16, remote_layout='HND'), (2, 3), 32)
+        >>> plan_transfer(decode, prefill, 1, allow_permutation=False).num_fragments  # head by head
+        64
     """
     instance(local, CacheDescription, "local")
     instance(remote, CacheDescription, "remote")
@@ -275,7 +307,7 @@ def plan_transfer(
 def check_same_content(
     local: CacheDescription, remote: CacheDescription, sides: tuple[str, str] = ("local", "remote")
 ) -> None:
-    """TypeError or ValueError unless both engines hold the same of a token. sides: how to call them."""
+    """Check that both engines store the same data per token. `sides`: their names in errors."""
     here, there = sides
     for name, description in zip(sides, (local, remote)):
         instance(description, CacheDescription, name)
@@ -292,7 +324,7 @@ def check_same_content(
 def _check_scales(
     local: CacheDescription, remote: CacheDescription, sides: tuple[str, str]
 ) -> None:
-    """ValueError where fp8 values of the two engines have different scales."""
+    """Raise ValueError if the fp8 scales of the two engines differ."""
     shape = (local.num_layers, local.total_num_kv_heads)
     for name in ("k_scale", "v_scale"):
         mine, theirs = (
@@ -309,8 +341,7 @@ def _check_scales(
 
 
 def _permutable(local: CacheDescription, remote: CacheDescription, local_rank: int) -> bool:
-    """Whether remote pages can arrive whole: ranks hold the same tokens, one block size divides the
-    other."""
+    """Whether whole remote pages can arrive: same tokens per rank, and block sizes divide."""
     same_tokens = local.cp_world_size == remote.cp_world_size and (
         local.cp_interleave == remote.cp_interleave or local.cp_world_size == 1
     )
@@ -332,14 +363,14 @@ def _num_fragments(patterns: tuple[Pattern, ...]) -> int:
 def pages_with(
     cache: CacheDescription, cp_rank: int, tokens: tuple[int, int], num_pages: int
 ) -> np.ndarray:
-    """bool[num_pages]: which of a rank's pages of a group hold any of the tokens [first, last)."""
+    """Return bool[num_pages]: the pages of a rank's group that hold any of the tokens [first, last)."""
     first, last = (_tokens_on_rank(cache, cp_rank, token) for token in tokens)
     begin = np.arange(num_pages) * cache.block_size
     return (begin < last) & (begin + cache.block_size > first) & (first < last)
 
 
 def _tokens_on_rank(cache: CacheDescription, cp_rank: int, num_tokens: int) -> int:
-    """How many of a request's first `num_tokens` tokens a context-parallel rank holds."""
+    """Return the number of a request's first `num_tokens` tokens on a context-parallel rank."""
     chunk = cache.cp_interleave
     whole, rest = divmod(num_tokens, chunk * cache.cp_world_size)
     return whole * chunk + min(max(rest - cp_rank * chunk, 0), chunk)

@@ -1,1 +1,1 @@
-"""Transports: how bytes of registered memory move between the processes of two engines."""
+"""Transports: move bytes of registered memory between the processes of two engines."""

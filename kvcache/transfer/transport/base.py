@@ -1,8 +1,7 @@
-"""The interface of a transport: registered memory, peers, reads and writes with deadlines."""
+"""The transport interface: registered memory, peers, and reads and writes with deadlines."""
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,24 +9,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcache.checks import seconds, shown
+from kvcache.checks import seconds
 from kvcache.transfer.transport.spans import Spans, check_match, joined
 
 if TYPE_CHECKING:
     from kvcache.worker.pages.pages import Pages
 
-TRANSPORTS = ("nixl", "gloo")  # in the order in which they are chosen
-
 
 class TransferError(RuntimeError):
-    """A transfer that failed or was given up; the message says why."""
+    """A transfer failed or was canceled. The message contains the reason."""
 
 
 class Transfer(ABC):
-    """A read or a write under way.
+    """A read or write in flight.
 
-    peer: whose memory it touches. num_bytes: of all fragments. A transfer ends by itself: it is done, or
-    it fails, at the latest `timeout_s` after it began.
+    Every transfer ends: it completes, or it fails no later than `timeout_s` after its start.
+
+    Attributes:
+        peer: The peer whose memory is accessed.
+        num_bytes: Bytes of all fragments.
     """
 
     peer: str
@@ -35,33 +35,39 @@ class Transfer(ABC):
 
     @abstractmethod
     def poll(self) -> bool:
-        """Whether all bytes have moved. TransferError where the transfer has failed."""
+        """Return whether all bytes have moved. Raises TransferError if the transfer has failed."""
 
     @abstractmethod
     def cancel(self, reason: str) -> None:
-        """Gives a transfer up that is under way; `poll` raises then. No effect once it has ended.
+        """Cancel the transfer, so that `poll` raises. Has no effect after the transfer has ended.
 
-        Others of the same peer go on. A peer that does not let go of it in time is disconnected.
+        Other transfers of the peer continue. A peer that does not release the transfer in time is
+        disconnected.
+
+        Args:
+            reason: Reason, for the error message.
         """
 
     @property
     @abstractmethod
     def is_released(self) -> bool:
-        """Whether the transport no longer writes to local memory for this transfer, nor reads from it.
+        """Whether the transport no longer accesses local memory for this transfer.
 
-        Of a transfer that failed it may become true later than the failure. Until then its pages must
-        not be used again.
+        After a failure, this may become true later. Until then, the transfer's pages must not be reused.
         """
 
     @abstractmethod
     def _wait_for_end(self, timeout_s: float) -> None:
-        """Returns once the transfer has ended, or after some of `timeout_s` at the latest."""
+        """Return once the transfer has ended, or after at most `timeout_s`."""
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until all bytes have moved.
+        """Wait until all bytes have moved. A transfer that is not done in time is canceled.
 
-        TransferError where the transfer fails, or is not done within `timeout_s` seconds: then it is
-        given up.
+        Args:
+            timeout_s: Seconds to wait at most.
+
+        Raises:
+            TransferError: The transfer failed or was not done in time.
         """
         timeout_s = seconds(timeout_s, "timeout_s")
         deadline = time.monotonic() + timeout_s
@@ -76,25 +82,29 @@ class Transfer(ABC):
 class Transport(ABC):
     """Moves bytes between registered memory of this process and of its peers.
 
-    One thread at a time may call it, and any thread `connect`. Reads and writes of peers are answered by
-    threads of its own, also while the calling thread is busy, until `close`.
+    Only one thread at a time may call a transport, except for `connect`, which any thread may call. Until
+    `close`, the transport's own threads serve reads and writes of peers, even while the calling thread is
+    busy.
 
     Transfers are not ordered with the caller's CUDA streams. On both sides, work that accesses the memory
-    must have finished before a transfer begins. Work launched after the transfer is done, on any stream,
+    must have finished before a transfer starts. Work launched on any stream after the transfer is done
     sees its bytes.
 
-    name: "gloo" or "nixl". agent: this side's name, by which peers know it.
+    Attributes:
+        name: "gloo" or "nixl".
+        agent: The name by which peers know this side.
 
-    >>> from kvcache.transfer.transport.base import make_transport
-    >>> a, b = make_transport("a", "gloo"), make_transport("b", "gloo")
-    >>> mine, theirs = np.zeros(64, np.uint8), np.arange(64, dtype=np.uint8)
-    >>> a.register([(mine.ctypes.data, 64)]); b.register([(theirs.ctypes.data, 64)])
-    >>> peer = a.connect(b.metadata())
-    >>> local, remote = mine.ctypes.data + np.array([0, 8]), theirs.ctypes.data + np.array([32, 16])
-    >>> a.read(peer, local, remote, np.array([8, 8]), notify=b"read").wait(timeout_s=5)
-    >>> mine[:16].tolist()
-    [32, 33, 34, 35, 36, 37, 38, 39, 16, 17, 18, 19, 20, 21, 22, 23]
-    >>> a.close(); b.close()
+    Example:
+        >>> from kvcache.transfer.transport.factory import make_transport
+        >>> a, b = make_transport("a", "gloo"), make_transport("b", "gloo")
+        >>> mine, theirs = np.zeros(64, np.uint8), np.arange(64, dtype=np.uint8)
+        >>> a.register([(mine.ctypes.data, 64)]); b.register([(theirs.ctypes.data, 64)])
+        >>> peer = a.connect(b.metadata())
+        >>> local, remote = mine.ctypes.data + np.array([0, 8]), theirs.ctypes.data + np.array([32, 16])
+        >>> a.read(peer, local, remote, np.array([8, 8]), notify=b"read").wait(timeout_s=5)
+        >>> mine[:16].tolist()
+        [32, 33, 34, 35, 36, 37, 38, 39, 16, 17, 18, 19, 20, 21, 22, 23]
+        >>> a.close(); b.close()
     """
 
     name: str
@@ -102,28 +112,44 @@ class Transport(ABC):
 
     @abstractmethod
     def register(self, memory: Pages | Sequence[tuple[int, int]]) -> None:
-        """Adds memory that reads and writes of both sides may touch.
+        """Register memory that reads and writes of both sides may access.
 
-        memory: the pages of a pool, or (address, bytes) of host memory. The caller keeps it alive until
-        `close`. Peers learn of it with `metadata`, so register before that. Memory that is registered
-        already may come again; a fragment lies in one region, so that it does not go over the border of
-        two calls, nor over the end of an allocation of pages. ValueError, and nothing is added, for no
-        bytes and for memory that is registered as of another device. RuntimeError where NIXL cannot share
-        it.
+        Register memory before calling `metadata`, which reports it to peers. Registering memory again is
+        allowed. A fragment must lie in a single region: it must not cross the boundary between two calls,
+        or the end of an allocation of pages.
+
+        Args:
+            memory: The pages of a pool, or (address, bytes) of host memory. The caller must keep the
+                memory alive until `close`.
+
+        Raises:
+            ValueError: A size is zero, or the memory is registered under another device. Nothing was
+                registered.
+            RuntimeError: NIXL cannot share the memory.
         """
 
     @abstractmethod
     def metadata(self) -> bytes:
-        """What a peer needs to connect, as JSON: version, agent, address, registered memory."""
+        """Return what a peer needs to connect, as JSON: version, agent, address and registered memory."""
 
     @abstractmethod
     def connect(self, metadata: bytes, *, timeout_s: float = 10.0) -> str:
-        """Connects to the peer that made `metadata`, and returns its name.
+        """Connect to the peer that created `metadata`.
 
-        A peer that is connected already, by either side, is not connected anew; one that was started
-        again is. Both sides may call at the same time. ValueError for metadata that is malformed, of
-        another version or transport, or of a name that another live peer has; ConnectionError where the
-        peer is not reached within `timeout_s` or refuses.
+        A peer that is already connected, from either side, is not reconnected, unless it was restarted.
+        Both sides may call at the same time.
+
+        Args:
+            metadata: The peer's `metadata`.
+            timeout_s: Seconds to wait at most.
+
+        Returns:
+            The peer's name.
+
+        Raises:
+            ValueError: The metadata is malformed, is of another version or transport, or has the name of
+                another live peer.
+            ConnectionError: The peer was not reached in time or refused the connection.
         """
 
     def read(
@@ -136,13 +162,23 @@ class Transport(ABC):
         notify: bytes = b"",
         timeout_s: float | None = None,
     ) -> Transfer:
-        """Copies bytes of the peer's memory into local memory; returns at once.
+        """Start copying the peer's memory into local memory, without waiting.
 
-        local, remote: int64[n] addresses, those of the peer as in its metadata. length: int64[n] bytes.
-        notify: a message that the peer gets once all bytes were read. timeout_s: by when the transfer is
-        done or fails; None: the transport's. ValueError, and nothing moves, for an unknown peer,
-        memory that is not registered, or local bytes that are written twice; TransferError for a peer
-        that is no longer connected.
+        Args:
+            peer: Name of the peer.
+            local: int64[n]. Local addresses.
+            remote: int64[n]. Addresses in the peer's process.
+            length: int64[n]. Bytes.
+            notify: Message that the peer receives once all bytes were read.
+            timeout_s: Deadline in seconds, after which the transfer fails. None: the transport's default.
+
+        Returns:
+            The transfer in flight.
+
+        Raises:
+            ValueError: The peer is unknown, memory is not registered, or local bytes are written twice.
+                Nothing has moved.
+            TransferError: The peer is no longer connected.
         """
         spans = self._joined(peer, local, remote, length)
         return self._begin("pull", peer, *spans, notify, timeout_s)
@@ -157,7 +193,10 @@ class Transport(ABC):
         notify: bytes = b"",
         timeout_s: float | None = None,
     ) -> Transfer:
-        """Copies bytes of local memory into the peer's; as `read`, with `notify` once all have landed."""
+        """Start copying local memory into the peer's; see `read`.
+
+        `notify` is delivered once all bytes have arrived.
+        """
         spans = self._joined(peer, local, remote, length)
         return self._begin("push", peer, *spans, notify, timeout_s)
 
@@ -168,7 +207,7 @@ class Transport(ABC):
         return joined(mine, mine.beside(remote, "remote"), self._borders(peer))
 
     def _borders(self, peer: str) -> tuple[np.ndarray, np.ndarray]:
-        """Where registered regions begin, local and remote ones: fragments are not joined over that."""
+        """Starts of the local and remote registered regions, across which fragments are not joined."""
         return np.empty(0, np.int64), np.empty(0, np.int64)
 
     @abstractmethod
@@ -181,7 +220,7 @@ class Transport(ABC):
         notify: bytes,
         timeout_s: float | None,
     ) -> Transfer:
-        """Begins a transfer, "pull" or "push", of spans that are `checked` and match."""
+        """Start a transfer, "pull" or "push", of matching spans that are `checked`."""
 
     def read_spans(
         self,
@@ -192,7 +231,7 @@ class Transport(ABC):
         notify: bytes = b"",
         timeout_s: float | None = None,
     ) -> Transfer:
-        """`read` of factored fragments: both sides have as many bases, and runs of the same lengths."""
+        """Start a `read` of factored fragments, with equal numbers of bases and equal run lengths."""
         check_match(local, remote)
         return self._begin("pull", peer, local, remote, notify, timeout_s)
 
@@ -205,58 +244,26 @@ class Transport(ABC):
         notify: bytes = b"",
         timeout_s: float | None = None,
     ) -> Transfer:
-        """`write` of factored fragments."""
+        """Start a `write` of factored fragments; see `read_spans`."""
         check_match(local, remote)
         return self._begin("push", peer, local, remote, notify, timeout_s)
 
     @abstractmethod
     def send(self, peer: str, message: bytes) -> None:
-        """Sends a message, which `notifications` of the peer returns. ValueError or TransferError."""
+        """Send a message, returned by the peer's `notifications`. Raises ValueError or TransferError."""
 
     @abstractmethod
     def notifications(self) -> list[tuple[str, bytes]]:
-        """The messages (peer, message) that have come since the last call, in the order of each peer."""
+        """Return (peer, message) for all messages since the last call, in the order of each peer."""
 
     @abstractmethod
     def peers(self) -> list[str]:
-        """The names of connected peers, also of those that connected themselves."""
+        """Return the names of connected peers, including peers that initiated the connection."""
 
     @abstractmethod
     def disconnect(self, peer: str) -> None:
-        """Ends the connection; transfers under way fail. ValueError for a peer that never connected."""
+        """Disconnect a peer, failing transfers in flight. ValueError if the peer never connected."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends all connections and threads, and stops listening. A second call does nothing."""
-
-
-def make_transport(
-    agent: str,
-    name: str | None = None,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    **options: object,
-) -> Transport:
-    """A transport that listens at `host` and `port` (0: any free one).
-
-    agent: its name among its peers, unique. name: "nixl" or "gloo"; None: NIXL where it is installed,
-    else gloo. options: `secret` (bytes that both sides must have), `timeout_s` of a transfer (30),
-    `piece_bytes` of staging memory (8 MiB; a connection has eight pieces), `digest` (False; True: what
-    arrives is compared with a digest of what was sent, and a transfer fails where it differs),
-    `advertise` (the address that peers are told; None: host. Needed where host is every address),
-    `accepts_writes` (True; False: writes of peers are refused. Over NIXL all bytes go through staging
-    memory then, as with `direct_bytes=None`: a peer could write to registered pages unasked), and over
-    NIXL `direct_bytes` ("auto": fragments of as many bytes are not packed; see docs/transports.md).
-    ValueError or TypeError for other options, ImportError where NIXL is named and not installed, OSError
-    where the address is taken.
-    """
-    if name is None:
-        name = "nixl" if importlib.util.find_spec("nixl") else "gloo"
-    if not isinstance(name, str) or name not in TRANSPORTS:
-        raise ValueError(f"name is {shown(name)}: expected one of {', '.join(TRANSPORTS)}, or None")
-    if name == "nixl":
-        from kvcache.transfer.transport.nixl import NixlTransport as Chosen
-    else:
-        from kvcache.transfer.transport.gloo import GlooTransport as Chosen
-    return Chosen(agent, host=host, port=port, **options)
+        """End all connections and threads, and stop listening. Further calls have no effect."""

@@ -1,4 +1,4 @@
-"""Frames over a TCP connection: a JSON header and a payload of bytes."""
+"""Frames over a TCP connection: a JSON header followed by a binary payload."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvcache.native.load import core
 
 MOST_HEADER = 1 << 16  # bytes
 MOST_PAYLOAD = 64 << 20
-MOST_QUEUED = 1 << 16  # frames that a peer has not taken yet
+MOST_QUEUED = 1 << 16  # queued frames that the peer has not received yet
 _LENGTHS = struct.Struct("<II")
 _DIGEST_BYTES = 16
 
@@ -25,13 +25,13 @@ Frame = tuple[dict, bytes]
 
 
 class ChannelError(ConnectionError):
-    """The connection ended, or what came over it is no frame."""
+    """The connection ended, or received data is not a frame."""
 
 
 def send_frame(
     sock: socket.socket, header: dict, payload: bytes = b"", *, number: int | None = None
 ) -> None:
-    """Sends a frame, with a digest where it has a number. OSError."""
+    """Send a frame, with a digest if it is numbered. Raises OSError."""
     text = json.dumps(header).encode()
     head = _LENGTHS.pack(len(text), len(payload)) + text
     sock.sendall(head)
@@ -48,10 +48,12 @@ def receive_frame(
     deadline: float | None = None,
     number: int | None = None,
 ) -> Frame:
-    """The next frame, which has a digest where it has a number.
+    """Receive the next frame, which has a digest if it is numbered.
 
-    ChannelError where the peer ended the connection, sent no frame of allowed size, or a frame whose
-    digest differs; TimeoutError after `deadline`, a time of `time.monotonic`.
+    Raises:
+        ChannelError: The peer ended the connection, sent a frame of a size that is not allowed, or sent
+            one with a wrong digest.
+        TimeoutError: `deadline` (by `time.monotonic`) has passed.
     """
     lengths = bytes(_receive(sock, _LENGTHS.size, deadline))
     text_bytes, payload_bytes = _LENGTHS.unpack(lengths)
@@ -95,11 +97,11 @@ def _receive(sock: socket.socket, size: int, deadline: float | None) -> bytearra
 
 
 class Channel:
-    """Frames to and from a connected peer, each direction with a thread of its own.
+    """Frames to and from a connected peer, with one thread per direction.
 
-    on_frame(header, payload) is called by one thread, in order; on_end(reason) once. `put` never waits
-    for the peer. A frame that the peer does not take within `timeout_s` ends the channel. has_digest:
-    each frame has one, of its number and content, and one that differs ends the channel.
+    One thread calls `on_frame(header, payload)` in order, and `on_end(reason)` once. `put` never waits
+    for the peer. If the peer does not receive a frame within `timeout_s`, the channel ends. With
+    `has_digest`, each frame has a digest of its number and content, and a mismatch ends the channel.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class Channel:
         *,
         has_digest: bool = False,
     ) -> None:
-        self._sent, self._received = (  # numbers of frames, where they have digests
+        self._sent, self._received = (  # numbers of frames, if they have digests
             itertools.count() if has_digest else itertools.repeat(None) for _ in range(2)
         )
         self._sock, self._on_frame, self._on_end = sock, on_frame, on_end
@@ -131,19 +133,19 @@ class Channel:
         ]
 
     def start(self) -> None:
-        """Begins to call `on_frame`."""
+        """Start calling `on_frame`."""
         for thread in self.threads:
             thread.start()
 
     def put(self, header: dict, payload: bytes = b"") -> None:
-        """Queues a frame. ChannelError where the peer has left too many."""
+        """Queue a frame. Raises ChannelError if the peer has too many unread frames."""
         try:
             self._queue.put_nowait((header, payload))
         except queue.Full:
             raise ChannelError(f"the peer has not taken {MOST_QUEUED} frames") from None
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """Ends the connection, once what is queued was sent, or `timeout_s` have passed."""
+        """Close the connection once queued frames were sent, or after `timeout_s`."""
         try:
             self._queue.put_nowait(None)
         except queue.Full:
@@ -151,7 +153,7 @@ class Channel:
         writer = self.threads[1]
         if timeout_s and writer.is_alive() and threading.current_thread() is not writer:
             writer.join(timeout_s)
-        with suppress(OSError):  # the peer was faster
+        with suppress(OSError):  # the peer closed first
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def _read(self) -> None:

@@ -1,4 +1,4 @@
-"""A connected peer: requests in both directions, and the transfers that they make."""
+"""A connected peer: requests in both directions, and the transfers that they start."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcache.checks import shown
@@ -19,18 +20,29 @@ from kvcache.transfer.transport.metadata import Metadata
 from kvcache.transfer.transport.spans import Spans
 
 if TYPE_CHECKING:
-    from kvcache.transfer.transport.staged import StagedTransport
+    from kvcache.transfer.transport.registered import RegisteredMemory
 
 MOST_MESSAGE = 1 << 20  # bytes
-MOST_NOTIFICATIONS = 1 << 16  # that `notifications` has not returned yet
-_MOST_WAITING = 1 << 12  # reads of a peer, and writes that it announces and does not begin
-_MOST_TIMES = 4  # that one request may name each registered byte, on average
-_MOST_STOPPED = 1 << 14  # more than a peer may have begun
+MOST_NOTIFICATIONS = 1 << 16  # not yet returned by `notifications`
+_MOST_WAITING = 1 << 12  # reads of a peer, and writes that it announces but does not start
+_MOST_TIMES = 4  # average number of times that one request may reference each registered byte
+_MOST_STOPPED = 1 << 14  # exceeds the number of jobs that a peer may have started
 _MOST_ID = 1 << 28
 
 
+@dataclass(frozen=True)
+class LocalSide:
+    """The options and memory of a transport, as needed by its connections."""
+
+    memory: RegisteredMemory
+    timeout_s: float
+    piece_bytes: int
+    digest: bool
+    accepts_writes: bool
+
+
 class StagedTransfer(Transfer):
-    """A transfer whose bytes go through staging memory. Local memory is touched by `Flow` alone."""
+    """A transfer whose bytes go through staging memory. Only `Flow` accesses local memory."""
 
     def __init__(self, connection: Connection, num_bytes: int, timeout_s: float) -> None:
         self.peer, self.num_bytes = connection.peer.agent, num_bytes
@@ -41,7 +53,7 @@ class StagedTransfer(Transfer):
         self._is_done, self._error = False, None
         self._has_ended = threading.Event()
         self.number = -1  # on its connection
-        self.request = ""  # its digest, with digests
+        self.request = ""  # digest of the request, if enabled
         self._job: Job | None = None
 
     def poll(self) -> bool:
@@ -63,7 +75,7 @@ class StagedTransfer(Transfer):
 
     @property
     def job(self) -> Job | None:
-        """What moves its bytes; None as long as the peer has not answered."""
+        """The job that moves the bytes. None until the peer has answered."""
         return self._job
 
     @job.setter
@@ -79,14 +91,14 @@ class StagedTransfer(Transfer):
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is done, or has failed."""
+        """Whether the transfer has completed or failed."""
         return self._is_done or self._error is not None
 
     def _wait_for_end(self, timeout_s: float) -> None:
         self._has_ended.wait(min(timeout_s, max(self.deadline - time.monotonic(), 0.0) + 1e-3))
 
     def finish(self, tell: Callable[[bool], None] = lambda is_done: None) -> None:
-        """All bytes have moved. tell: is called with whether it is done, or else had failed."""
+        """Mark all bytes as moved. `tell` receives True, or False if the transfer had already failed."""
         with self._lock:
             tell(self._error is None)
             if self._error is None:
@@ -94,50 +106,55 @@ class StagedTransfer(Transfer):
         self._has_ended.set()
 
     def fail(self, reason: str) -> bool:
-        """Whether it was under way until now."""
+        """Mark the transfer as failed. Returns whether it was in flight until now."""
         with self._lock:
             if self._is_done or self._error is not None:
                 return False
             if self._job is not None:
-                self._job.stop()  # first: `is_released` is read without the lock
+                self._job.stop()  # first, because `is_released` is read without the lock
             self._error = reason
         self._has_ended.set()
         return True
 
 
 class Connection:
-    """One peer. Its frames:
+    """A connection to one peer, which exchanges frames:
 
-    `pull` (id, spans): the peer reads; answered with `start` (id), then bytes, then `done` (id, message).
-    `push` (id, spans): the peer writes; answered with `accept` (id), then `start`, bytes, and `landed`.
-    `refused` (id, reason) in place of an answer. `more` and `end` (tag): of the bytes that follow a
-    `start` one more piece will come, or none. `digest` (tag, digest): of the next piece; `spoiled` (id)
-    in place of `landed` where it differs. With digests `pull` and `push` have one too, and so does each
-    frame (`Channel`). `cancel` (id): the peer has given a transfer of its own
-    up; answered with `cancelled` where it has pushed. `message`: a notification. `lane` is for the lane.
-    `ready`, once: the lane of the side that was connected to is open. Only then is the call over, so
-    that both sides may begin transfers from then on.
-    Bytes of one direction flow in the order of the `start` frames.
+    - `pull` (id, spans): the peer reads. Answered with `start` (id), then bytes, then `done` (id,
+      message).
+    - `push` (id, spans): the peer writes. Answered with `accept` (id), then `start`, bytes, and `landed`.
+    - `refused` (id, reason): sent instead of an answer.
+    - `more` and `end` (tag): one more piece, or no further piece, follows among the bytes after a
+      `start`.
+    - `digest` (tag, digest): the digest of the next piece. On a mismatch, `spoiled` (id) is sent instead
+      of `landed`. With digests, `pull`, `push` and every frame (`Channel`) also have one.
+    - `cancel` (id): the peer has canceled its own transfer. Answered with `cancelled` for a push.
+    - `message`: a notification.
+    - `lane`: a frame that is passed to the lane.
+    - `ready`: sent once by the listener when its lane is open. Only then does `connect` return, so that
+      both sides may start transfers.
+
+    The bytes of one direction flow in the order of the `start` frames.
     """
 
-    def __init__(self, owner: StagedTransport, peer: Metadata, *, is_caller: bool) -> None:
+    def __init__(self, local: LocalSide, peer: Metadata, *, is_caller: bool) -> None:
         self.peer = peer
         self.bounds, self.kinds = peer.bounds(), peer.kinds()
-        self.piece_bytes = min(peer.piece_bytes, owner.piece_bytes)
-        self.has_digest = peer.digest or owner.digest
-        self.reason: str | None = None  # why it ended
-        self.is_ready = threading.Event()  # or it has ended
-        self._is_open = threading.Event()  # this side's lane; or it has ended
+        self.piece_bytes = min(peer.piece_bytes, local.piece_bytes)
+        self.has_digest = peer.digest or local.digest
+        self.reason: str | None = None  # why the connection ended
+        self.is_ready = threading.Event()  # or the connection has ended
+        self._is_open = threading.Event()  # this side's lane; or the connection has ended
         self._peer_is_open = not is_caller
-        self._owner, self.is_caller = owner, is_caller
+        self._local, self.is_caller = local, is_caller
         self._lock = threading.Lock()
-        self._ordering = threading.Lock()  # of a write's `start` and `cancel`
+        self._ordering = threading.Lock()  # orders a write's `start` and `cancel`
         self._ids = itertools.count()
         self._transfers: dict[int, tuple[StagedTransfer, Spans, str, bytes]] = {}
         self._given_up: dict[
             int, float
-        ] = {}  # transfers of which the peer has not let go, since when
-        # Of the peer: what it writes, by id and, once that is under way, by tag; what it reads.
+        ] = {}  # transfers that the peer has not released, and since when
+        # The peer's writes, by id and, once in flight, by tag; and the peer's reads.
         self._pushes: dict[int, tuple[Spans, bytes, str]] = {}
         self._pulls: dict[int, Job] = {}
         self._incoming: dict[int, Job] = {}  # by tag
@@ -149,21 +166,21 @@ class Connection:
         self._on_lane_frame: Callable[[dict, bytes], None] = lambda header, payload: None
 
     def attach(self, channel: Channel) -> None:
-        """Begins to read frames."""
+        """Start reading frames."""
         self.channel = channel
         channel.start()
 
     def on_lane_frame(self, handler: Callable[[dict, bytes], None]) -> None:
-        """Calls `handler` for frames of the lane."""
+        """Call `handler` for frames of the lane."""
         self._on_lane_frame = handler
 
     def open(self, lane: Lane) -> None:
-        """Begins to move bytes."""
+        """Start moving bytes."""
         self.lane = lane
         self._flows = [
             Flow(
                 lane,
-                self._owner.memory,
+                self._local.memory,
                 self.piece_bytes,
                 self.fail,
                 self._say,
@@ -180,16 +197,16 @@ class Connection:
         if self.reason is not None:
             self.close()
         elif not self.is_caller:
-            with suppress(TransferError):  # it has ended
+            with suppress(TransferError):  # the connection has ended
                 self.put({"op": "ready"})
 
     def is_calling(self, peer: Metadata) -> bool:
-        """Whether this side is connecting to that very peer."""
+        """Return whether this side is connecting to exactly this peer."""
         is_it = self.peer.incarnation == peer.incarnation
         return is_it and self.is_caller and not self.is_ready.is_set()
 
     def wait_until_ready(self, deadline: float) -> None:
-        """Returns once both sides may begin transfers. ConnectionError, or TimeoutError at `deadline`."""
+        """Wait until both sides may start transfers. ConnectionError, or TimeoutError at `deadline`."""
         if not self.is_ready.wait(max(deadline - time.monotonic(), 0)):
             raise TimeoutError("the peer did not answer in time")
         if self.reason is not None:
@@ -197,7 +214,7 @@ class Connection:
 
     @property
     def threads(self) -> list[threading.Thread]:
-        """Those that end with it."""
+        """Return the threads that end with the connection."""
         found = [flow.thread for flow in self._flows]
         for part in (self.channel, self.lane):
             found += part.threads if part is not None else ()
@@ -206,7 +223,7 @@ class Connection:
     def begin(
         self, kind: str, local: Spans, remote: Spans, notify: bytes, timeout_s: float
     ) -> StagedTransfer:
-        """A transfer of checked spans: kind is "pull" or "push"."""
+        """Start a transfer of checked spans. `kind`: "pull" or "push"."""
         transfer = StagedTransfer(self, local.num_bytes, timeout_s)
         if local.num_fragments == 0:
             transfer.finish()
@@ -227,7 +244,7 @@ class Connection:
         return transfer
 
     def track(self, transfer: StagedTransfer, local: Spans, kind: str, notify: bytes) -> int:
-        """The number of a new transfer, which fails with the connection. TransferError as for `put`."""
+        """Number a new transfer, which fails with the connection. Raises TransferError like `put`."""
         with self._lock:
             if self.reason is not None:
                 raise TransferError(f"agent {self.peer.agent!r} is not connected: {self.reason}")
@@ -236,13 +253,13 @@ class Connection:
         return number
 
     def untrack(self, number: int) -> None:
-        """Both sides have let go of a transfer."""
+        """Forget a transfer that both sides have released."""
         with self._lock:
             self._transfers.pop(number, None)
             self._given_up.pop(number, None)
 
     def give_up(self, transfer: StagedTransfer) -> None:
-        """Tells the peer that a transfer has failed. Others go on, if the peer lets go of it in time."""
+        """Inform the peer of a failed transfer. Others continue if the peer releases it in time."""
         with self._ordering:
             with self._lock:
                 if transfer.number not in self._transfers:
@@ -252,14 +269,14 @@ class Connection:
                 self.put({"op": "cancel", "id": transfer.number})
 
     def check_alive(self) -> None:
-        """Ends the connection to a peer that has not let go of a transfer in time."""
+        """End the connection if its peer has not released a transfer in time."""
         with self._lock:
             since = min(self._given_up.values(), default=None)
-        if since is not None and time.monotonic() > since + self._owner.timeout_s:
-            self.fail(f"the peer has not answered for {self._owner.timeout_s:g} s")
+        if since is not None and time.monotonic() > since + self._local.timeout_s:
+            self.fail(f"the peer has not answered for {self._local.timeout_s:g} s")
 
     def put(self, header: dict, payload: bytes = b"") -> None:
-        """Queues a frame. TransferError where the connection has ended."""
+        """Queue a frame. Raises TransferError if the connection has ended."""
         if self.reason is not None:
             raise TransferError(f"agent {self.peer.agent!r} is not connected: {self.reason}")
         try:
@@ -269,11 +286,11 @@ class Connection:
             raise TransferError(f"agent {self.peer.agent!r} is not connected: {error}") from None
 
     def take_messages(self) -> list[bytes]:
-        """The messages that have come since the last call."""
+        """Return the messages since the last call."""
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def fail(self, reason: str) -> None:
-        """Ends the connection: all its transfers fail."""
+        """End the connection, failing all its transfers."""
         with self._lock:
             if self.reason is not None:
                 return
@@ -284,7 +301,7 @@ class Connection:
         self.close()
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """Ends the channel and the flows; what is queued is sent within `timeout_s`."""
+        """Close the channel and the flows, after sending queued frames for up to `timeout_s`."""
         if self.channel is not None:
             self.channel.close(timeout_s)
         for flow in self._flows:
@@ -294,10 +311,10 @@ class Connection:
         self._is_open.set()
         self.is_ready.set()
 
-    # What the peer sends. An exception ends the connection.
+    # Handlers of the peer's frames. An exception ends the connection.
 
     def on_frame(self, header: dict, payload: bytes) -> None:
-        """Handles a frame of the peer; ValueError for one that breaks the protocol."""
+        """Handle a frame of the peer. Raises ValueError if it violates the protocol."""
         op = header["op"]
         if op == "lane":
             self._on_lane_frame(header, payload)
@@ -305,7 +322,7 @@ class Connection:
         if op == "ready":
             self._on_ready()
             return
-        self._is_open.wait()  # the peer may be faster; all frames of the lane came before
+        self._is_open.wait()  # the peer may be faster; the lane's frames have all arrived
         if self.reason is not None:
             return
         if op == "message":
@@ -351,7 +368,7 @@ class Connection:
         if self._are_too_many(self._pulls, number):
             return
         tag = self._tag(number, mine=False)
-        job = Job(spans, tag, self._owner.timeout_s, lambda: None, request)
+        job = Job(spans, tag, self._local.timeout_s, lambda: None, request)
         self._pulls[number] = job
         self._start(number, job)
 
@@ -359,7 +376,7 @@ class Connection:
         size = header.get("message")
         if type(size) is not int or not 0 <= size <= min(len(payload), MOST_MESSAGE):
             raise ValueError(f"message of a push is {shown(size)}: expected its bytes")
-        if not self._owner.accepts_writes:
+        if not self._local.accepts_writes:
             reason = "accepts_writes of this agent is False: expected reads alone"
             self.put({"op": "refused", "id": number, "reason": reason})
             return
@@ -376,7 +393,7 @@ class Connection:
         self.put({"op": "accept", "id": number})
 
     def _are_too_many(self, waiting: dict, number: int) -> bool:
-        """Whether a request is refused because others of its kind wait."""
+        """Refuse a request if too many of its kind are waiting. Returns whether it was refused."""
         if len(waiting) < _MOST_WAITING:
             return False
         reason = f"{len(waiting)} requests of its kind wait: expected fewer than {_MOST_WAITING}"
@@ -386,7 +403,7 @@ class Connection:
     def _digest(
         self, kind: str, number: int, header: dict, payload: bytes, message: bytes
     ) -> str | None:
-        """That of a request as it came ("" without digests), or None where it is refused."""
+        """Return the digest of a received request ("" without digests), or None if it is refused."""
         if not self.has_digest:
             return ""
         found = digest_of_request(kind, self._tag(number, mine=False), payload, message)
@@ -397,18 +414,18 @@ class Connection:
         return None
 
     def _checked(self, number: int, payload: bytes) -> Spans | None:
-        """The spans of a request, or None where they are refused."""
+        """Return the spans of a request, or None if they are refused."""
         try:
             spans = Spans.from_bytes(payload)
             if spans.num_fragments == 0:
                 raise ValueError("spans have no fragments: expected one or more")
-            most = _MOST_TIMES * self._owner.memory.num_bytes
+            most = _MOST_TIMES * self._local.memory.num_bytes
             if spans.num_bytes > most:
                 raise ValueError(
                     f"the request has {spans.num_bytes} bytes: expected at most {most}, "
                     f"{_MOST_TIMES} times those that are registered"
                 )
-            self._owner.memory.check(spans, "the request")
+            self._local.memory.check(spans, "the request")
         except ValueError as error:
             self.put({"op": "refused", "id": number, "reason": str(error)})
             return None
@@ -417,23 +434,25 @@ class Connection:
     def _on_accept(self, number: int, header: dict, payload: bytes) -> None:
         transfer, local = self._transfer(number, "push")
         tag = self._tag(number, mine=True)
-        job = Job(local, tag, self._owner.timeout_s, lambda: None, transfer.request)
-        with self._ordering:  # a `cancel` that comes before `start` ends the write at the peer
+        job = Job(local, tag, self._local.timeout_s, lambda: None, transfer.request)
+        with self._ordering:  # a `cancel` before `start` ends the write at the peer
             if number in self._given_up:
-                return  # the peer learns of it
+                return  # the peer will be informed
             transfer.job = job
             self._start(number, job)
 
     def _start(self, number: int, job: Job) -> None:
-        """Sends bytes. Jobs are queued in the order in which the peer learns of them: only the thread
-        that reads frames does it."""
+        """Start sending bytes. Only the thread that reads frames does this.
+
+        Jobs are therefore queued in the order in which the peer is informed of them.
+        """
         self.put({"op": "start", "id": number, "tag": job.tag, "bytes": job.spans.num_bytes})
         self._flows[0].put(job)
 
     def _on_start(self, number: int, header: dict, payload: bytes) -> None:
         tag, size = header.get("tag"), header.get("bytes")
-        timeout_s = self._owner.timeout_s
-        if tag == self._tag(number, mine=True):  # of a read of this side
+        timeout_s = self._local.timeout_s
+        if tag == self._tag(number, mine=True):  # a read of this side
             transfer, local = self._transfer(number, "pull")
             job = transfer.job = Job(
                 local, tag, timeout_s, lambda: self._have_read(number), transfer.request
@@ -472,7 +491,7 @@ class Connection:
         job.end()
 
     def _ended_job(self, tag: int) -> Job:
-        """An incoming job, of which nothing but late digests may come."""
+        """Remove an incoming job, for which only late digests may still arrive."""
         job = self._incoming[tag]
         if self.has_digest and job.is_stopped:
             self._stopped[tag] = None
@@ -524,7 +543,7 @@ class Connection:
             self.put({"op": "cancelled", "id": number})
         elif (job := self._incoming.get(self._tag(number, mine=False))) is not None:
             job.stop()
-        # Else the answer is on its way.
+        # Otherwise the answer is already in flight.
 
     def _on_cancelled(self, number: int, header: dict, payload: bytes) -> None:
         if number not in self._given_up or self._transfers[number][2] != "push":
@@ -545,7 +564,7 @@ class Connection:
         return known[:2]
 
     def _tag(self, number: int, *, mine: bool) -> int:
-        """A tag that no other transfer of this connection has."""
+        """Return a tag that is unique among the transfers of this connection."""
         return 2 * number + (self.is_caller == mine)
 
     def _notify(self, message: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The transport over gloo, which comes with torch: bytes go through the host's memory and TCP."""
+"""The gloo transport, included in torch: bytes go through host memory and TCP."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ import torch.distributed as dist
 
 from kvcache.transfer.transport.channel import Channel
 from kvcache.transfer.transport.connection import Connection
-from kvcache.transfer.transport.lane import PIECES_AHEAD, Lane, Staging
+from kvcache.transfer.transport.lane import PIECES_AHEAD, Lane, PieceStaging
 from kvcache.transfer.transport.registered import RegisteredMemory
 from kvcache.transfer.transport.staged import StagedTransport, is_everywhere
 
 _MOST_KEYS = 16  # that a peer may set; gloo sets one
-_POLL_S = 0.1  # between two looks whether a connection that is being made has ended
+_POLL_S = 0.1  # polling interval while a connection is being established
 
 
 class GlooTransport(StagedTransport):
-    """Each pair of peers has a process group of its own, of two ranks; the engine's default group is not
-    touched. A pair that failed is not used again: connecting anew makes another group.
+    """A transport with a separate process group of two ranks for each pair of peers.
+
+    The engine's default group is not used. A failed pair is not reused: reconnecting creates another
+    group.
     """
 
     name = "gloo"
@@ -31,7 +33,7 @@ class GlooTransport(StagedTransport):
         if not dist.is_available() or not dist.is_gloo_available():
             raise ImportError("this build of torch has no gloo: use the transport 'nixl'")
         super().__init__(agent, host=host, port=port, **options)
-        # gloo tells peers where it listens, so it cannot listen everywhere.
+        # gloo reports its listening address to peers, so it cannot listen on every address.
         at = self.address if is_everywhere(host) else host
         try:
             self._device = dist.ProcessGroupGloo.create_device(hostname=at)
@@ -53,9 +55,9 @@ class GlooTransport(StagedTransport):
 
 
 class _PairStore(dist.Store):
-    """The store in which gloo's two ranks exchange their addresses: frames of the channel.
+    """The store through which gloo's two ranks exchange addresses, using frames of the channel.
 
-    So no store listens, and nobody but the peer can write to it.
+    No store listens on a port, so only the peer can write to it.
     """
 
     def __init__(self, connection: Connection, channel: Channel, timeout_s: float) -> None:
@@ -65,7 +67,7 @@ class _PairStore(dist.Store):
         self._changed = threading.Condition()
 
     def on_frame(self, header: dict, payload: bytes) -> None:
-        """A key that the peer has set; ValueError where it sets too many."""
+        """Store a key that the peer has set. Raises ValueError if there are too many."""
         key = header.get("key")
         if not isinstance(key, str) or len(self._values) >= _MOST_KEYS or len(payload) > 1 << 16:
             raise ValueError("the peer sets a key of the store: expected one, and a short value")
@@ -114,8 +116,8 @@ class _GlooLane(Lane):
         self._group: dist.ProcessGroupGloo | None = group
         self._other, self._piece_bytes, self._memory = other, piece_bytes, memory
 
-    def staging(self, *, is_outgoing: bool) -> tuple[Sequence[torch.Tensor], Staging]:
-        staging = Staging(PIECES_AHEAD, self._piece_bytes, self._memory.cuda_device)
+    def staging(self, *, is_outgoing: bool) -> tuple[Sequence[torch.Tensor], PieceStaging]:
+        staging = PieceStaging(PIECES_AHEAD, self._piece_bytes, self._memory.cuda_device)
         return list(staging.pieces), staging
 
     def send(self, piece: torch.Tensor, tag: int) -> _GlooWork:
@@ -125,7 +127,7 @@ class _GlooLane(Lane):
         return _GlooWork(self._alive().recv([piece], self._other, tag))
 
     def close(self) -> None:
-        self._group = None  # its sockets are closed once no piece is under way
+        self._group = None  # its sockets close once no piece is in flight
 
     def _alive(self) -> dist.ProcessGroupGloo:
         group = self._group

@@ -1,10 +1,11 @@
-"""How two sides of a connection find out who they are, before anything else is read.
+"""The handshake in which both sides of a connection authenticate each other.
 
-The side that connects says hello, the other one answers with proof that it has the same secret, then the
-first one proves it. Only then is the metadata of the first side read, and is it told that it is ready.
+The connecting side sends hello, the listener answers with proof that it knows the secret, and the
+connecting side then proves the same. Only after that is the connecting side's metadata read, and the side
+informed that the connection is ready.
 
-The proofs name the address that was dialled and the one that the listener advertises, so that a side
-that was lured to another address refuses what is relayed from there.
+The proofs contain the dialed address and the address that the listener advertises. A side that was lured
+to another address therefore rejects data relayed from there.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from kvcache.transfer.transport.metadata import (
     parse_metadata,
 )
 
-_HANDSHAKE_S = 5.0  # of a side that connects, before it is dropped
+_HANDSHAKE_S = 5.0  # until a connecting side is dropped
 _NONCE_BYTES = 32
-CROSSING = "both sides connect at the same time, and the other call stands"  # why one is refused
+CROSSING = "both sides connect at the same time, and the other call stands"  # reason of a refusal
 
 
 class RefusedError(ConnectionError):
-    """The other side refused the connection; the message says why."""
+    """The other side refused the connection. The message contains the reason."""
 
 
 def greet(
     sock: socket.socket, mine: Metadata, theirs: Metadata, secret: bytes, deadline: float
 ) -> None:
-    """The handshake of the side that connects. ConnectionError or TimeoutError."""
+    """Perform the handshake of the connecting side. Raises ConnectionError or TimeoutError."""
     nonce = secrets.token_hex(_NONCE_BYTES)
     hello = {
         "op": "hello",
@@ -66,9 +67,10 @@ def welcome(
     secret: bytes,
     admit: Callable[[Metadata], str | None],
 ) -> Metadata | None:
-    """The handshake of the side that was connected to; the peer's metadata, or None where it is refused.
+    """Perform the listener's handshake. Returns the peer's metadata, or None if it was refused.
 
-    admit: says why a peer is refused, or None. OSError where the peer leaves or does not answer.
+    `admit` returns the reason to refuse a peer, or None. Raises OSError if the peer leaves or does not
+    answer.
     """
     deadline = time.monotonic() + _HANDSHAKE_S
     hello, _ = receive_frame(sock, most_payload=0, deadline=deadline)
@@ -113,12 +115,12 @@ def welcome(
 
 
 def address_of(side: Metadata) -> str:
-    """Where a side is dialled, as its metadata say."""
+    """Return the address of a side, from its metadata."""
     return f"{side.host}:{side.port}"
 
 
 def _proof(secret: bytes, role: str, nonces: tuple[str, str], between: tuple[str, str, str]) -> str:
-    """between: the incarnations of the caller and the listener, and the listener's address."""
+    """Return a proof. `between`: incarnations of caller and listener, and the listener's address."""
     said = "\n".join(("kvcache transport", role, *nonces, *between))
     return hmac.new(secret, said.encode(), "sha256").hexdigest()
 

@@ -17,13 +17,15 @@ from kvcache.transfer.transport.registered import CopyStreams, RegisteredMemory
 from kvcache.transfer.transport.spans import Spans
 from kvcache.worker.pages.pinning import pin
 
-_LEAST_PART = 1 << 20  # bytes: moving a piece costs as much as copying some 1 MiB
-PIECES_AHEAD = 4  # in staging memory, and promised to the other side, at a time
+_LEAST_PART = 1 << 20  # bytes: moving a piece costs as much as copying about 1 MiB
+PIECES_AHEAD = 4  # pieces in staging memory, and promised to the other side, at a time
 
 
-class Staging:
-    """Memory for pieces, uint8[num_pieces, piece_bytes], zeros at first; pinned for the device, where one
-    is given, until it is freed."""
+class PieceStaging:
+    """Zeroed memory for pieces, uint8[num_pieces, piece_bytes].
+
+    If a device is given, the memory is pinned for it until it is freed.
+    """
 
     def __init__(self, num_pieces: int, piece_bytes: int, device: torch.device | None) -> None:
         self.mapped = mmap.mmap(-1, num_pieces * piece_bytes)
@@ -33,50 +35,58 @@ class Staging:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether kernels reach it."""
+        """Whether kernels can access the memory."""
         return self._pin is not None
 
 
 class PieceWork(Protocol):
-    """A piece under way."""
+    """A piece in flight."""
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until the piece has arrived, or may be overwritten. Any exception: it never will."""
+        """Wait until the piece has arrived or may be overwritten. Any exception means never."""
 
 
 class Lane(ABC):
-    """Moves pieces of staging memory to and from one peer; pieces of one tag arrive in order.
+    """Moves pieces of staging memory to and from one peer. Pieces with equal tags arrive in order.
 
-    threads: those that end with the lane.
+    Attributes:
+        threads: The threads that end with the lane.
     """
 
     threads: Sequence[threading.Thread] = ()
 
     @abstractmethod
-    def staging(self, *, is_outgoing: bool) -> tuple[Sequence[torch.Tensor], Staging]:
-        """The pieces that are sent, or received, and the memory that they are of. The peer gets to see
-        them where a transfer is given up."""
+    def staging(self, *, is_outgoing: bool) -> tuple[Sequence[torch.Tensor], PieceStaging]:
+        """Return the pieces to send or receive, and their memory.
+
+        The peer may see their content if a transfer is canceled.
+        """
 
     @abstractmethod
     def send(self, piece: torch.Tensor, tag: int) -> PieceWork:
-        """Begins to send a piece."""
+        """Start sending a piece."""
 
     @abstractmethod
     def receive(self, piece: torch.Tensor, tag: int) -> PieceWork:
-        """Begins to receive a piece, which has as many bytes as the one that is sent."""
+        """Start receiving a piece of the same size as the one that is sent."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the lane; pieces under way fail, at the latest when their time is over."""
+        """Close the lane. Pieces in flight fail, no later than their deadline."""
 
 
 class Job:
-    """Fragments of local memory that are sent or received, piece by piece.
+    """Fragments of local memory to send or receive, piece by piece.
 
-    tag: that of its pieces. on_done is called once all pieces have moved, by the thread that moved them.
-    timeout_s: of each piece. request: the digest of what was asked for, with digests. Once
-    `stop` was called, memory is touched no more when `is_idle`; pieces that the other side counts on
+    After `stop`, memory is no longer accessed once the job `is_idle`. Pieces that the other side expects
     still go through staging memory.
+
+    Args:
+        spans: The fragments.
+        tag: Tag of the job's pieces.
+        timeout_s: Deadline of each piece, in seconds.
+        on_done: Called once all pieces have moved, by the thread that moved them.
+        request: Digest of the request, if digests are enabled.
     """
 
     def __init__(
@@ -92,14 +102,14 @@ class Job:
         self._copying = threading.Lock()
         self._changed = threading.Condition()
         self._stopped = False
-        self._is_over = False  # no piece is promised any more
+        self._is_over = False  # no more pieces are promised
         self.num_promised = PIECES_AHEAD
         self._digests: deque[str] = deque()  # of pieces that were not checked yet
         self._num_digests = 0
-        self.is_spoiled = False  # other bytes have arrived than were sent
+        self.is_spoiled = False  # the received bytes differ from those sent
 
     def stop(self) -> None:
-        """No further copy begins."""
+        """Prevent further copies."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -111,33 +121,33 @@ class Job:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no copy is under way."""
+        """Whether no copy is running."""
         return not self._copying.locked()
 
     def copy(self, run: Callable[[], None]) -> bool:
-        """Runs a copy, unless the job was stopped. Whether it ran."""
+        """Run a copy unless the job was stopped. Returns whether it ran."""
         with self._copying:
             if self._stopped:
                 return False
             run()
             return True
 
-    # Which pieces the sender will send for certain, as the receiver hears of it.
+    # The pieces that the sender is certain to send, as reported to the receiver.
 
     def promise(self) -> None:
-        """One more piece will come."""
+        """Record that one more piece will arrive."""
         with self._changed:
             self.num_promised += 1
             self._changed.notify_all()
 
     def end(self) -> None:
-        """No piece will come beyond those that were promised; or nobody waits for one any more."""
+        """Record that no further piece will arrive, or that none is expected."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
 
     def is_promised(self, number: int) -> bool:
-        """Whether a piece will come, once that is known. TimeoutError where it is not in time."""
+        """Wait to find out whether a piece will arrive. TimeoutError if it is not known in time."""
 
         def is_known() -> bool:
             return number < self.num_promised or self._is_over
@@ -148,11 +158,11 @@ class Job:
             return number < self.num_promised
 
     def digest_of(self, number: int, piece: torch.Tensor) -> str:
-        """What the other side has to have sent as, or to find for, the piece of this number."""
+        """Return the expected digest of the piece with this number."""
         return digest_of_answer(self.request, number, digest_of(piece))
 
     def put_digest(self, digest: str) -> None:
-        """That of the next piece. ValueError where there are more than promised pieces."""
+        """Record the next piece's digest. ValueError if digests outnumber promised pieces."""
         with self._changed:
             if self._num_digests >= self.num_promised:
                 raise ValueError("a digest came: expected that of a piece that was promised")
@@ -161,7 +171,7 @@ class Job:
             self._changed.notify_all()
 
     def check(self, number: int, piece: torch.Tensor) -> None:
-        """Compares the piece of this number with its digest; stops where they differ."""
+        """Compare the piece of this number with its digest, and stop on a mismatch."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._digests or self._stopped, self.timeout_s):
                 raise TimeoutError("the peer did not send a digest in time")
@@ -172,10 +182,11 @@ class Job:
 
 
 class Flow:
-    """One direction of a lane: a thread that moves jobs one after the other, a few pieces at a time.
+    """One direction of a lane: a thread that moves jobs in order, with a few pieces at a time.
 
-    While pieces are under way, another one is gathered or scattered. say: tells the other side of a
-    job that one more piece comes ("more") or none ("end"), and with has_digest each piece's ("digest").
+    While pieces are in flight, the next one is gathered or scattered. `say` informs the other side of a
+    job that one more piece follows ("more") or none ("end") and, with `has_digest`, of each piece's
+    digest ("digest").
     """
 
     def __init__(
@@ -195,7 +206,7 @@ class Flow:
         self._is_outgoing, self._has_digest = is_outgoing, has_digest
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._staging: Sequence[torch.Tensor] = ()
-        self._kept: Staging | None = None  # pinned as long as copies may be under way
+        self._kept: PieceStaging | None = None  # pinned while copies may be running
         self._streams = CopyStreams()
         self._current: Job | None = None
         self._is_closed = False
@@ -203,11 +214,11 @@ class Flow:
         self.thread.start()
 
     def put(self, job: Job) -> None:
-        """Queues a job."""
+        """Queue a job."""
         self._jobs.put(job)
 
     def close(self) -> None:
-        """The thread ends; of the job that it is at no further piece is copied."""
+        """End the thread. No further piece of the current job is copied."""
         self._is_closed = True
         if (job := self._current) is not None:
             job.stop()
@@ -229,15 +240,17 @@ class Flow:
                     return
                 job.on_done()
                 self._current = None
-        except Exception as error:  # of the lane: the peer is gone, or does not answer
+        except Exception as error:  # raised by the lane: the peer is gone or does not answer
             self._on_failure(f"{type(error).__name__}: {error}")
         finally:
             self._streams.close()
             self._staging, self._kept = (), None
 
     def _tiles(self, job: Job) -> Iterator[Spans]:
-        """The pieces of a job, the same on both sides: a short one is parted too, so that one piece is
-        gathered or scattered while another one is under way."""
+        """Yield the pieces of a job, which are the same on both sides.
+
+        A short job is split too, so that one piece is gathered or scattered while another is in flight.
+        """
         part = -(-job.spans.num_bytes // PIECES_AHEAD)
         return job.spans.tiles(min(self._piece_bytes, max(part, _LEAST_PART)))
 
@@ -248,7 +261,7 @@ class Flow:
         self._memory.scatter(piece, tile, self._streams)
 
     def _send(self, job: Job) -> None:
-        # In the order of the pieces, in which they are waited for.
+        # Pieces are started in the order in which they are awaited.
         under_way: deque[PieceWork] = deque()
         tiles = _with_more(self._tiles(job))
         for number, (tile, has_more) in enumerate(tiles):
@@ -273,7 +286,7 @@ class Flow:
     def _receive(self, job: Job) -> None:
         under_way: deque[tuple[int, Spans, torch.Tensor, PieceWork]] = deque()
         tiles = self._tiles(job)
-        tile, following = next(tiles, None), 0  # the next one, and its number
+        tile, following = next(tiles, None), 0  # the next piece and its number
 
         def begin() -> None:
             nonlocal tile, following
@@ -292,11 +305,11 @@ class Flow:
             job.copy(lambda to=to, piece=piece: self._scatter(piece, to))
             begin()
         if tile is not None:
-            job.stop()  # the sender has given it up
+            job.stop()  # the sender has canceled the transfer
 
 
 def _with_more(tiles: Iterator[Spans]) -> Iterator[tuple[Spans, bool]]:
-    """The tiles; to each whether there is one that comes `PIECES_AHEAD` behind it."""
+    """Yield each tile, and whether another tile follows `PIECES_AHEAD` after it."""
     window: deque[Spans] = deque()
     for tile in tiles:
         window.append(tile)

@@ -1,4 +1,4 @@
-"""What a peer needs to connect, as JSON that is checked in full."""
+"""The information that a peer needs to connect, as fully validated JSON."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ LEAST_PIECE, MOST_PIECE = 1 << 12, 1 << 28  # bytes
 class Metadata:
     """A side's version, transport, name, address and memory.
 
-    incarnation: drawn at each start, so that a side that was started again is another one. regions:
-    (address, bytes, kind of memory: "cpu", "cuda:<number>", or "other"). piece_bytes: of its staging
-    memory; the smaller one of both sides is used. digest: whether it has contents compared on arrival;
-    they are if one side wants it.
+    Attributes:
+        incarnation: Random value drawn at each start, so that a restarted side can be told apart.
+        regions: (address, bytes, kind of memory: "cpu", "cuda:<number>", or "other").
+        piece_bytes: Piece size of the staging memory. The smaller size of both sides is used.
+        digest: Whether received data is to be verified. One side is sufficient to enable it.
     """
 
     transport: str
@@ -37,24 +38,26 @@ class Metadata:
     version: int = TRANSPORT_VERSION
 
     def to_bytes(self) -> bytes:
-        """JSON."""
+        """Serialize to JSON."""
         return json.dumps(asdict(self)).encode()
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """int64[r] each: where the regions begin, sorted, and end."""
+        """Return the starts and ends of the regions, sorted; int64[r] each."""
         rows = [each[:2] for each in sorted(self.regions)]
         table = np.array(rows, np.int64).reshape(-1, 2)
         return table[:, 0], np.maximum.accumulate(table[:, 0] + table[:, 1])
 
     def kinds(self) -> np.ndarray:
-        """str[r]: the regions' kinds of memory, in the same order."""
+        """Return the kinds of memory of the regions in the same order, str[r]."""
         return np.array([kind for *_, kind in sorted(self.regions)], str)
 
 
 def parse_metadata(data: bytes, transport: str) -> Metadata:
-    """The inverse of `Metadata.to_bytes`.
+    """Deserialize metadata.
 
-    ValueError or TypeError for what is no metadata, or that of another version or transport.
+    Raises:
+        TypeError: A field has a wrong type.
+        ValueError: The data is invalid, or is of another version or transport.
     """
     if not isinstance(data, bytes | bytearray | memoryview):
         raise TypeError(f"metadata is {shown(data)}: expected bytes")
@@ -119,7 +122,7 @@ def parse_metadata(data: bytes, transport: str) -> Metadata:
 
 
 def check_agent(agent: str) -> str:
-    """A side's name: 1 to 256 printable characters. TypeError or ValueError."""
+    """Check a side's name: 1 to 256 printable characters. Raises TypeError or ValueError."""
     if not isinstance(agent, str):
         raise TypeError(f"agent is {shown(agent)}: expected a string")
     if not 0 < len(agent) <= MOST_NAME or not agent.isprintable():

@@ -1,8 +1,8 @@
-"""The transport over NIXL, the library of production systems: RDMA, shared memory or TCP, through UCX.
+"""The NIXL transport, as used in production systems: RDMA, shared memory or TCP, through UCX.
 
-Fragments move directly between registered memory, where NIXL reaches that without the peer's help. Small
-ones, and those over TCP, are packed by the side that has them, written into staging memory of the other
-one, and scattered there.
+Fragments move directly between registered memory if NIXL can access it without the peer's help. Small
+fragments, and those over TCP, are packed by the sender, written to the receiver's staging memory, and
+scattered there.
 """
 
 from __future__ import annotations
@@ -22,20 +22,26 @@ from kvcache.transfer.transport.registered import Region, kind_within
 from kvcache.transfer.transport.spans import Spans
 from kvcache.transfer.transport.staged import StagedTransport
 
-# Where NIXL reaches the peer's memory: smaller fragments are packed as fast or faster. Measured in host
-# memory; on one machine cuda_ipc takes some 20 times as long for a descriptor (vllm-project/vllm#55434).
+# Where NIXL can access the peer's memory directly, packing smaller fragments is at least as fast.
+# Measured in host memory; within one machine, cuda_ipc takes about 20 times as long per descriptor
+# (vllm-project/vllm#55434).
 _DIRECT_BYTES, _DIRECT_BYTES_BESIDE = 8 << 10, 256 << 10
-# UCX keeps up to seven sockets of a peer that NIXL has forgotten until the agent ends (NIXL 1.5.1, three
-# threads), so an agent serves as many connections and then gives way. A new one takes 0.2 to 0.4 s.
+# UCX keeps up to seven sockets of a forgotten peer until the agent ends (NIXL 1.5.1, three threads). An
+# agent therefore serves a limited number of connections before it is replaced. A new one takes 0.2 to 0.4
+# s.
 _MOST_CONNECTIONS = 16
 
 
 class NixlTransport(StagedTransport):
-    """direct_bytes: fragments that have as many on average move directly, unless contents are digested.
-    "auto": those of 8 KiB where NIXL reaches the peer's memory without its help (on the same machine, or
-    by RDMA devices on both; of 256 KiB on the same machine from or to a CUDA device), and none over TCP,
-    where packing is faster. None: none does, and pages are not registered with NIXL, so that peers reach
-    staging memory alone. Each transfer's path is that of the regions that it touches.
+    """The NIXL transport.
+
+    Args:
+        direct_bytes: Fragments of at least this mean size move directly, unless contents are digested.
+            "auto": 8 KiB if NIXL can access the peer's memory without its help (on the same machine, or
+            with RDMA devices on both), 256 KiB from or to a CUDA device on the same machine, and never
+            over TCP, where packing is faster. None: fragments never move directly, and pages are not
+            registered with NIXL, so that peers can access only staging memory. The path of a transfer
+            depends on the regions that it accesses.
     """
 
     name = "nixl"
@@ -53,9 +59,9 @@ class NixlTransport(StagedTransport):
             direct_bytes = byte_count(direct_bytes, "direct_bytes", 0)
         self._direct_bytes = direct_bytes
         self._kept: list[object] = []
-        self._regions: list[Region] = []  # that agents know
+        self._regions: list[Region] = []  # known to the agents
         self._agent_lock = threading.Lock()
-        self._agent: Agent | None = None  # of the next connection
+        self._agent: Agent | None = None  # for the next connection
         self._host = host
         super().__init__(agent, host=host, port=port, **options)
         if not self.accepts_writes:
@@ -68,7 +74,7 @@ class NixlTransport(StagedTransport):
 
     @property
     def is_direct(self) -> bool:
-        """Whether pages are registered with NIXL, so that peers reach them."""
+        """Whether pages are registered with NIXL, so that peers can access them."""
         return self._direct_bytes is not None
 
     def close(self) -> None:
@@ -79,20 +85,16 @@ class NixlTransport(StagedTransport):
             agent.release()
 
     def agent_for_connection(self) -> Agent:
-        """An agent that knows all registered memory, to be released. RuntimeError once it is closed."""
+        """Return an agent that knows all registered memory; release it later. RuntimeError if closed."""
         with self._agent_lock:
             if self._agent is None:
                 raise RuntimeError(f"the transport of agent {self.agent!r} is closed")
             if self._agent.num_shared >= _MOST_CONNECTIONS:
                 following = Agent(self.incarnation, self._host)
                 following.register(self._regions)
-                self._agent.release()  # it ends with its last connection
+                self._agent.release()  # the agent ends with its last connection
                 self._agent = following
             return self._agent.share()
-
-    def keep(self, memory: object) -> None:
-        """Keeps memory that a lost peer may still write to, until the transport is deleted."""
-        self._kept.append(memory)
 
     def _on_registered(self, memory: list[Region]) -> None:
         if self.is_direct and memory:
@@ -101,7 +103,14 @@ class NixlTransport(StagedTransport):
                 self._regions += memory
 
     def _open_lane(self, connection: Connection, channel: Channel, *, timeout_s: float) -> Lane:
-        lane = NixlLane(self, self.agent_for_connection(), connection, channel)
+        lane = NixlLane(
+            self.agent_for_connection(),
+            connection,
+            channel,
+            self.memory,
+            pages_are_registered=self.is_direct,
+            keep=self._kept.append,
+        )
         connection.on_lane_frame(lane.on_frame)
         connection.attach(channel)
         try:
@@ -130,7 +139,7 @@ class NixlTransport(StagedTransport):
     def _direct_kinds(
         self, connection: Connection, local: Spans, remote: Spans
     ) -> tuple[tuple[str, int], tuple[str, int]] | None:
-        """NIXL's kinds of the memory of fragments, local and remote; None where they are packed."""
+        """Return NIXL's kinds of memory of local and remote fragments. None if they are packed."""
         lane, count, least = connection.lane, local.num_fragments, self._direct_bytes
         if not lane.is_direct or count == 0 or connection.has_digest:
             return None

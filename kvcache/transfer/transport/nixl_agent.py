@@ -19,19 +19,28 @@ import numpy as np
 from kvcache.checks import shown
 from kvcache.transfer.transport.registered import Region
 
-# In turns, 300 reads of 256 x 64 KiB on two overloaded cores: 2 ms 0.72 GB/s, 10 ms 0.71, 0.2 ms 0.58.
+# Alternating, 300 reads of 256 x 64 KiB on two overloaded cores: 2 ms 0.72 GB/s, 10 ms 0.71, 0.2 ms 0.58.
 _SPIN_S, _POLL_S = 2e-3, 50e-6
-_NUM_THREADS = 3  # that share a list of 1,024 descriptors and more; they sleep when idle
-_PROGRESS_US = 1000  # the agent's thread sleeps for as long, unless an event of UCX wakes it
-_making = threading.Lock()  # an agent, which sets what all of the process see
+_NUM_THREADS = 3  # that share lists of at least 1,024 descriptors; they sleep when idle
+_PROGRESS_US = 1000  # sleep of the agent's thread, unless a UCX event wakes it
+_making = (
+    threading.Lock()
+)  # held while an agent is created, which changes settings of the whole process
 
 
 class Agent:
-    """One agent with the UCX backend. Every method may be called by any thread.
+    """An agent with the UCX backend. Any thread may call any method.
 
-    It lives as long as somebody has it: who makes it, and whoever calls `share`, until each has called
-    `release`. host: where it may listen; on the loopback UCX is restricted to it, unless UCX_NET_DEVICES
-    is set. ImportError where NIXL is not installed.
+    The agent is owned by its creator and by every caller of `share`. It ends when each owner has called
+    `release`.
+
+    Args:
+        name: Name of the agent.
+        host: Address on which it may listen. UCX is restricted to the loopback device for a loopback
+            address, unless UCX_NET_DEVICES is set.
+
+    Raises:
+        ImportError: NIXL is not installed.
     """
 
     def __init__(self, name: str, host: str) -> None:
@@ -52,17 +61,17 @@ class Agent:
         self._num_users = 1
         self._peers: set[str] = set()
         self._kept: list[object] = []
-        self.num_shared = 0  # calls of `share`
+        self.num_shared = 0  # number of `share` calls
 
     def share(self) -> Agent:
-        """This agent, for one more user."""
+        """Return this agent for one more owner."""
         with self._changed:
             self._num_users += 1
             self.num_shared += 1
         return self
 
     def release(self) -> None:
-        """A user less. The last one ends the agent, once the transfers under way have let go of it."""
+        """Drop an owner. The last one ends the agent, once transfers in flight have released it."""
         with self._changed:
             self._num_users -= 1
             if self._num_users == 0:
@@ -70,11 +79,11 @@ class Agent:
                 self._kept.clear()
 
     def keep(self, memory: object) -> None:
-        """Keeps memory as long as the agent lives."""
+        """Keep memory alive as long as the agent."""
         self._kept.append(memory)
 
     def register(self, regions: list[Region]) -> list:
-        """Registers memory; what `deregister` takes. RuntimeError, and nothing is, where NIXL refuses."""
+        """Register all or no memory. Returns what `deregister` takes. RuntimeError if NIXL refuses."""
         by_kind: dict[str, list[tuple[int, int, int, str]]] = {}
         for region in regions:
             if (found := nixl_kind(region.kind)) is None:
@@ -86,7 +95,7 @@ class Agent:
         for kind, rows in by_kind.items():
             try:
                 registered.append(self._agent.register_memory(rows, kind))
-            except Exception as error:  # NIXL's
+            except Exception as error:  # raised by NIXL
                 self.deregister(registered)
                 raise RuntimeError(
                     f"NIXL does not register memory of kind {kind} for other processes ({error}): "
@@ -96,20 +105,21 @@ class Agent:
         return registered
 
     def deregister(self, registered: list) -> None:
-        """The inverse of `register`."""
+        """Undo a `register`."""
         for each in registered:
-            with suppress(Exception):  # NIXL has let go of it
+            with suppress(Exception):  # NIXL has already released it
                 self._agent.deregister_memory(each)
 
     def metadata(self) -> bytes:
-        """What a peer's agent needs to reach the memory that is registered so far."""
+        """Return what a peer's agent needs to access the memory registered so far."""
         return self._agent.get_agent_metadata()
 
     def add(self, metadata: bytes, name: str, timeout_s: float) -> None:
-        """Adds the peer of this name, once it is forgotten from before.
+        """Add a peer, after NIXL has forgotten any earlier peer of the same name.
 
-        RuntimeError where that takes longer, and for metadata of another name; any exception for what is
-        no metadata.
+        Raises:
+            RuntimeError: Transfers with an earlier peer of this name do not end in time, or the metadata
+                belongs to another peer. Invalid metadata may raise other exceptions.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: name not in self._peers, timeout_s):
@@ -128,12 +138,12 @@ class Agent:
             raise
 
     def remove(self, name: str) -> None:
-        """Forgets a peer that was added."""
+        """Forget a peer that was added."""
         self._forget(name)
         self._free_name(name)
 
     def _forget(self, name: str) -> None:
-        with suppress(Exception):  # it is gone, which is why it is removed
+        with suppress(Exception):  # the peer is gone, which is why it is removed
             self._agent.remove_remote_agent(name)
 
     def _free_name(self, name: str) -> None:
@@ -148,10 +158,16 @@ class Agent:
         sides: list[tuple[np.ndarray, str, int]],
         length: np.ndarray,
     ) -> Handle:
-        """Begins to move bytes: "READ" or "WRITE".
+        """Start moving bytes.
 
-        sides: local and remote, each int64[n] addresses, kind of memory and device. RuntimeError or
-        another exception of NIXL where it refuses.
+        Args:
+            operation: "READ" or "WRITE".
+            peer: Name of the peer.
+            sides: Local and remote side, each int64[n] addresses, kind of memory and device.
+            length: int64[n]. Bytes.
+
+        Raises:
+            RuntimeError: NIXL refuses. NIXL may also raise other exceptions.
         """
         lists = []
         for (addresses, kind, device), name in zip(sides, ("NIXL_INIT_AGENT", peer)):
@@ -164,14 +180,14 @@ class Agent:
 
 
 class Handle:
-    """A transfer of NIXL's."""
+    """A NIXL transfer."""
 
     def __init__(self, agent: object, request: object, lists: list) -> None:
         self._agent, self._request, self._lists = agent, request, lists
         self._state = agent.transfer(request)
 
     def is_done(self) -> bool:
-        """Whether all bytes have moved. RuntimeError, or an exception of NIXL's, where it failed."""
+        """Return whether all bytes have moved. RuntimeError, or an exception of NIXL, on failure."""
         if self._state == "PROC":
             self._state = self._agent.check_xfer_state(self._request)
         if self._state == "ERR":
@@ -179,7 +195,7 @@ class Handle:
         return self._state == "DONE"
 
     def wait(self, deadline: float, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Waits. TimeoutError after `deadline`, or once `is_over`."""
+        """Wait for the transfer. TimeoutError after `deadline`, or once `is_over()`."""
         begin = time.monotonic()
         while not self.is_done():
             now = time.monotonic()
@@ -189,31 +205,32 @@ class Handle:
                 time.sleep(_POLL_S)
 
     def has_ended(self) -> bool:
-        """Whether NIXL no longer moves bytes, be it done or failed."""
+        """Return whether NIXL no longer moves bytes, after success or failure."""
         try:
             return self.is_done()
         except Exception:
             return True
 
     def release(self) -> None:
-        """Gives back what NIXL holds for a transfer that has ended."""
-        with suppress(Exception):  # of a peer that is gone
+        """Free NIXL's resources of a transfer that has ended."""
+        with suppress(Exception):  # the peer may be gone
             self._agent.release_xfer_handle(self._request)
         for each in self._lists:
             self._agent.release_dlist_handle(each)
         self._lists = []
 
 
-# Transports of UCX that reach memory of another process without its help.
+# UCX transports that access memory of another process without its help.
 _WITHIN_A_MACHINE = {"all", "sm", "shm", "cma", "knem", "xpmem", "cuda_ipc"}
 _RDMA = {"all", "ib", "rc", "dc", "ud"}
 
 
 class Reach(NamedTuple):
-    """By what a process reaches memory of others without their help.
+    """How a process can access the memory of other processes without their help.
 
-    machine: the same for processes that reach each other's within one machine. has_rdma: whether this
-    machine has RDMA devices.
+    Attributes:
+        machine: Equal for processes that can access each other's memory within one machine.
+        has_rdma: Whether this machine has RDMA devices.
     """
 
     machine: str | None
@@ -221,18 +238,21 @@ class Reach(NamedTuple):
 
     @classmethod
     def of_this(cls) -> Reach:
-        """That of this process, as far as UCX_TLS allows: a list of transports, or "^" and those that
-        are not allowed. Names that it does not know are taken for TCP."""
+        """Return the reach of this process, as permitted by UCX_TLS.
+
+        UCX_TLS is a list of transports, or "^" followed by those that are excluded. Unknown names count
+        as TCP.
+        """
         text = os.environ.get("UCX_TLS", "all").strip()
         listed = {each.strip() for each in text.removeprefix("^").split(",")}
-        kinds = {each.split("_")[0] for each in listed}  # as "rc" of "rc_mlx5"
+        kinds = {each.split("_")[0] for each in listed}  # for example, "rc" of "rc_mlx5"
 
         def allows(names: set[str], family: set[str]) -> bool:
             return not names & family if text.startswith("^") else bool(names & family)
 
         machine = None
         if allows(listed, _WITHIN_A_MACHINE):
-            with suppress(OSError):  # no Linux
+            with suppress(OSError):  # not Linux
                 boot = Path("/proc/sys/kernel/random/boot_id").read_text()
                 names = "".join(os.readlink(f"/proc/self/ns/{each}") for each in ("pid", "user"))
                 machine = hashlib.sha256((boot + names).encode()).hexdigest()
@@ -240,17 +260,19 @@ class Reach(NamedTuple):
         return cls(machine, has_device and allows(kinds, _RDMA))
 
     def is_beside(self, other: Reach) -> bool:
-        """Whether they are on one machine, and reach each other's memory there."""
+        """Return whether both processes are on one machine and can access each other's memory there."""
         return self.machine is not None and self.machine == other.machine
 
     def reaches(self, other: Reach) -> bool:
-        """Whether each of two processes reaches the other's memory."""
+        """Return whether each of two processes can access the other's memory."""
         return self.is_beside(other) or (self.has_rdma and other.has_rdma)
 
 
 def nixl_kind(kind: str | None) -> tuple[str, int] | None:
-    """NIXL's kind of memory, and the device's number, of a `Region.kind`. None for one that no other
-    process reaches: it goes through host memory."""
+    """Return NIXL's kind of memory, and the device number, of a `Region.kind`.
+
+    None for memory that no other process can access and that goes through host memory.
+    """
     if kind == "cpu":
         return "DRAM", 0
     if kind is not None and kind.startswith("cuda:"):
@@ -260,7 +282,7 @@ def nixl_kind(kind: str | None) -> tuple[str, int] | None:
 
 @contextmanager
 def _network_devices(host: str) -> Iterator[None]:
-    """UCX listens on every network device that it may use, so for the loopback it gets that one."""
+    """Restrict UCX to the loopback device for a loopback address. It would listen on every device."""
     try:
         is_loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -277,8 +299,11 @@ def _network_devices(host: str) -> Iterator[None]:
 
 @contextmanager
 def _sleeping_thread(api: ModuleType) -> Iterator[None]:
-    """Agents made meanwhile have a thread that sleeps between events. NIXL's Python API has no option for
-    it, and says 0: that thread never sleeps, and keeps a core from the engine and from the transfer."""
+    """Make new agents use a thread that sleeps between events.
+
+    NIXL's Python API has no such option and passes 0: that thread never sleeps, and occupies a core that
+    the engine and the transfer need.
+    """
     bindings = api.nixlBind
     make = bindings.nixlAgent
 

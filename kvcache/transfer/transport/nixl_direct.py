@@ -1,4 +1,4 @@
-"""Transfers that NIXL moves directly between registered memory of two sides."""
+"""Transfers that NIXL moves directly between the registered memory of two sides."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvcache.transfer.transport.connection import Connection, StagedTransfer
 from kvcache.transfer.transport.nixl_agent import Agent, Handle
 from kvcache.transfer.transport.spans import Spans
 
-_MOST_DESCRIPTORS = 1 << 14  # of one list: 400 KiB
+_MOST_DESCRIPTORS = 1 << 14  # per list: 400 KiB
 _RETRY_S = 0.05
 
 
 class DirectTransfer(StagedTransfer):
-    """A transfer without staging memory: NIXL reads and writes pages itself.
+    """A transfer without staging memory: NIXL itself reads and writes pages.
 
-    kinds: NIXL's kind of memory and device, local and remote.
+    `kinds`: NIXL's kind of memory and device, local and remote.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class DirectTransfer(StagedTransfer):
         connection.track(self, local, "direct", notify)
 
     def cancel(self, reason: str) -> None:
-        self.fail(reason)  # the thread that moves it lets go of it
+        self.fail(reason)  # the thread that moves the transfer releases it
 
     @property
     def is_released(self) -> bool:
@@ -48,10 +48,10 @@ class DirectTransfer(StagedTransfer):
 
 
 class DirectFlow:
-    """A thread that begins transfers one after the other, and tells the peer when they are done.
+    """A thread that starts transfers in order, and informs the peer when they are done.
 
-    It forgets the peer, and calls `on_end`, once it is closed and NIXL has let go of all: of a peer that
-    is forgotten earlier, NIXL says that transfers have ended, and goes on with them.
+    It forgets the peer, and calls `on_end`, once it is closed and NIXL has released everything. If a peer
+    is forgotten earlier, NIXL reports its transfers as ended but continues them.
     """
 
     def __init__(
@@ -64,18 +64,18 @@ class DirectFlow:
         self._agent, self._connection, self._on_end = agent, connection, on_end
         self._enter_device = enter_device
         self._transfers: queue.SimpleQueue[DirectTransfer | None] = queue.SimpleQueue()
-        self._held: list[tuple[Handle, DirectTransfer]] = []  # of which NIXL has not let go yet
+        self._held: list[tuple[Handle, DirectTransfer]] = []  # not yet released by NIXL
         self.thread = threading.Thread(
             target=self._run, name=f"kvcache direct {connection.peer.agent}", daemon=True
         )
         self.thread.start()
 
     def put(self, transfer: DirectTransfer) -> None:
-        """Queues a transfer."""
+        """Queue a transfer."""
         self._transfers.put(transfer)
 
     def close(self) -> None:
-        """The thread ends once NIXL has let go of local memory."""
+        """End the thread once NIXL has released local memory."""
         self._transfers.put(None)
 
     def _run(self) -> None:
@@ -95,7 +95,7 @@ class DirectFlow:
             try:
                 self._enter_device()
                 self._move(transfer)
-            except Exception as error:  # NIXL's: the peer is gone
+            except Exception as error:  # raised by NIXL: the peer is gone
                 self._connection.fail(f"{type(error).__name__}: {error}")
             self._connection.untrack(transfer.number)
         self._agent.remove(self._connection.peer.incarnation)
@@ -133,9 +133,9 @@ class DirectFlow:
         )
 
     def _let_go(self, handle: Handle, transfer: DirectTransfer) -> bool:
-        """Whether NIXL has: the pages are not used again before, however long that takes.
+        """Return whether NIXL has released the transfer. Until then, its pages are not reused.
 
-        A handle is not released earlier: NIXL forgets it then, and goes on to write.
+        A handle is not released earlier, because NIXL would forget it and continue writing.
         """
         if not handle.has_ended():
             return False
@@ -145,7 +145,7 @@ class DirectFlow:
 
 
 def _lists(spans: Spans) -> list[Spans]:
-    """The spans in parts of at most `_MOST_DESCRIPTORS` fragments."""
+    """Split spans into parts of at most `_MOST_DESCRIPTORS` fragments."""
     runs = max(1, min(len(spans.length), _MOST_DESCRIPTORS))
     bases = max(1, _MOST_DESCRIPTORS // runs)
     return [

@@ -1,4 +1,4 @@
-"""Packed pieces over NIXL: the sender writes them into staging memory of the receiver."""
+"""Packed pieces over NIXL: the sender writes them into the receiver's staging memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,33 +15,46 @@ import torch
 from kvcache.checks import shown
 from kvcache.transfer.transport.channel import Channel
 from kvcache.transfer.transport.connection import Connection
-from kvcache.transfer.transport.lane import PIECES_AHEAD, Lane, Staging
+from kvcache.transfer.transport.lane import PIECES_AHEAD, Lane, PieceStaging
 from kvcache.transfer.transport.nixl_agent import Agent, Handle, Reach
 from kvcache.transfer.transport.nixl_direct import DirectFlow
 from kvcache.transfer.transport.registered import Region
 
 if TYPE_CHECKING:
-    from kvcache.transfer.transport.nixl import NixlTransport
+    from kvcache.transfer.transport.registered import RegisteredMemory
 
 _SLOTS = PIECES_AHEAD  # pieces of staging memory in each direction
-_MOST_TAGS = 1 << 12  # for which a peer has room at a time
+_MOST_TAGS = 1 << 12  # tags for which a peer has room at a time
 _MOST_NAME = 128
 _HOST = ("DRAM", 0)
 
 
 class NixlLane(Lane):
-    """Frames of a lane: `hello` (staging memory and NIXL's metadata), `room` (a slot of the receiver is
-    free for the next piece of a tag) and `arrived` (the piece was written).
+    """A lane whose frames are:
+
+    - `hello`: staging memory and NIXL's metadata.
+    - `room`: a slot of the receiver is free for the next piece of a tag.
+    - `arrived`: the piece was written.
     """
 
     def __init__(
-        self, owner: NixlTransport, agent: Agent, connection: Connection, channel: Channel
+        self,
+        agent: Agent,
+        connection: Connection,
+        channel: Channel,
+        memory: RegisteredMemory,
+        *,
+        pages_are_registered: bool,
+        keep: Callable[[object], None],
     ) -> None:
-        self._owner, self._agent = owner, agent
+        self._agent, self._registered_memory = agent, memory
+        # Whether peers can access pages without this side's help; and a callback that keeps memory to
+        # which a lost peer may still write.
+        self._pages_are_registered, self._keep = pages_are_registered, keep
         self._connection, self._channel = connection, channel
         self._piece_bytes = connection.piece_bytes
-        device = owner.memory.cuda_device
-        self._staging: Staging | None = Staging(2 * _SLOTS, self._piece_bytes, device)
+        device = memory.cuda_device
+        self._staging: PieceStaging | None = PieceStaging(2 * _SLOTS, self._piece_bytes, device)
         self._mapped = self._staging.mapped
         self._memory = self._staging.pieces.view(2, _SLOTS, self._piece_bytes)
         begin = self._memory.data_ptr()
@@ -57,20 +70,19 @@ class NixlLane(Lane):
         self._arrived: dict[int, int] = {}
         self._is_closed = False
         self._peer_slots: list[int] = []
-        self.unsent: deque[_Sending] = deque()  # of the thread that sends
-        self._under_way: deque[_Sending] = deque()  # of it too: the peer was not told of them yet
+        self.unsent: deque[_Sending] = deque()  # accessed by the sending thread
+        self._under_way: deque[_Sending] = deque()  # likewise; not yet announced to the peer
         self.is_direct = False  # pages of both sides are registered with NIXL
-        self.is_reached = False  # the peer's memory, without its help
-        self.is_beside = False  # the peer, on this machine
+        self.is_reached = False  # the peer's memory can be accessed without its help
+        self.is_beside = False  # the peer is on this machine
         self.direct: DirectFlow | None = None
 
     def open(self, timeout_s: float) -> None:
-        """Exchanges what NIXL needs. RuntimeError where the peer does not answer, or what it says is no
-        metadata."""
+        """Exchange NIXL's metadata. RuntimeError if the peer does not send valid metadata."""
         nixl, deadline = self._agent, time.monotonic() + timeout_s
         slots = [self._memory[1, slot].data_ptr() for slot in range(_SLOTS)]
         reach = Reach.of_this()
-        is_direct = self._owner.is_direct
+        is_direct = self._pages_are_registered
         header = {"op": "lane", "kind": "hello", "slots": slots, "direct": is_direct}
         header["reach"] = list(reach)
         self._channel.put(header, nixl.metadata())
@@ -92,7 +104,7 @@ class NixlLane(Lane):
         with self._changed:
             if not self._is_closed:
                 self.direct = DirectFlow(
-                    nixl, self._connection, self._owner.memory.enter_device, self._let_go
+                    nixl, self._connection, self._registered_memory.enter_device, self._let_go
                 )
                 self.threads = [self.direct.thread]
                 return
@@ -100,7 +112,7 @@ class NixlLane(Lane):
         raise RuntimeError("the connection has ended")
 
     def on_frame(self, header: dict, payload: bytes) -> None:
-        """A frame of the peer; ValueError for one that breaks the protocol."""
+        """Handle a frame of the peer. Raises ValueError if it violates the protocol."""
         kind = header.get("kind")
         with self._changed:
             if kind == "hello" and self._hello is None:
@@ -122,7 +134,7 @@ class NixlLane(Lane):
                 raise ValueError(f"kind is {shown(kind)}: expected room or arrived")
             self._changed.notify_all()
 
-    def staging(self, *, is_outgoing: bool) -> tuple[Sequence[torch.Tensor], Staging]:
+    def staging(self, *, is_outgoing: bool) -> tuple[Sequence[torch.Tensor], PieceStaging]:
         if (staging := self._staging) is None:
             raise ConnectionError("the connection has ended")
         return list(self._memory[0 if is_outgoing else 1]), staging
@@ -141,7 +153,7 @@ class NixlLane(Lane):
                 return
             self._is_closed = True
             self._changed.notify_all()
-        self.unsent.clear()  # a thread that still sends finds out, and ends
+        self.unsent.clear()  # a thread that still sends will notice, and end
         self._under_way.clear()
         if self.direct is not None:
             self.direct.close()
@@ -149,21 +161,21 @@ class NixlLane(Lane):
             self._let_go()
 
     def _let_go(self) -> None:
-        """Gives back what the ended lane has.
+        """Release the resources of the ended lane.
 
-        A lost peer that reaches memory without this side's help may still write to it: its addresses stay
-        this lane's, without memory behind them.
+        A lost peer that can access memory without this side's help may still write to it. The lane
+        therefore keeps its addresses reserved, without memory at them.
         """
         self._agent.deregister(self._registered)
-        self._staging = None  # unpinned, once no copy is under way
+        self._staging = None  # unpinned once no copy is running
         self._mapped.madvise(mmap.MADV_DONTNEED)
-        (self._owner if self.is_reached else self._agent).keep(self._mapped)
+        (self._keep if self.is_reached else self._agent.keep)(self._mapped)
         self._agent.release()
 
-    # For the pieces.
+    # Used by the pieces.
 
     def take_room(self, tag: int, timeout_s: float) -> int | None:
-        """The slot for the next piece of a tag; None where the peer has none within `timeout_s`."""
+        """Return the slot for the next piece of a tag. None if the peer has none within `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or tag in self._rooms, timeout_s)
             self._check_open()
@@ -176,14 +188,14 @@ class NixlLane(Lane):
             return slot
 
     def begin_unsent(self) -> None:
-        """Begins to write pieces for which there is room, in their order, and tells of those written."""
+        """Start writing pieces, in order, for which there is room, and announce those written."""
         while self.unsent and self.unsent[0].begin():
             self.unsent.popleft()
             self._announce_written()
         self._announce_written()
 
     def take_arrived(self, tag: int, timeout_s: float) -> None:
-        """Waits for the next piece of a tag."""
+        """Wait for the next piece of a tag."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or tag in self._arrived, timeout_s)
             self._check_open()
@@ -194,7 +206,7 @@ class NixlLane(Lane):
                 del self._arrived[tag]
 
     def write(self, sending: _Sending, slot: int) -> None:
-        """Begins to write a piece into a slot of the peer."""
+        """Start writing a piece into a slot of the peer."""
         sides = [
             (np.array([sending.piece.data_ptr()]), *_HOST),
             (np.array([self._peer_slots[slot]]), *_HOST),
@@ -204,13 +216,13 @@ class NixlLane(Lane):
         self._under_way.append(sending)
 
     def wait_until_written(self, sending: _Sending, deadline: float) -> None:
-        """Waits for a piece that is under way, and for those before it."""
+        """Wait for a piece in flight, and for those before it."""
         while not sending.is_announced:
             self._under_way[0].handle.wait(deadline, lambda: self._is_closed)
             self._announce_written()
 
     def _announce_written(self) -> None:
-        """Tells the peer of pieces that were written, in their order."""
+        """Announce written pieces to the peer, in order."""
         while self._under_way and self._under_way[0].handle.is_done():
             first = self._under_way.popleft()
             first.handle.release()
@@ -223,17 +235,17 @@ class NixlLane(Lane):
 
 
 class _Sending:
-    """A piece that is written as soon as the peer has room and those before it were begun."""
+    """A piece that is written once the peer has room and earlier pieces have started."""
 
     def __init__(self, lane: NixlLane, piece: torch.Tensor, tag: int) -> None:
         self._lane, self.piece, self.tag = lane, piece, tag
         self.handle: Handle | None = None
-        self.is_announced = False  # the peer knows that it was written
+        self.is_announced = False  # the peer was informed that it was written
         lane.unsent.append(self)
         lane.begin_unsent()
 
     def begin(self, timeout_s: float = 0.0) -> bool:
-        """Whether there is room within `timeout_s`, and the piece is on its way."""
+        """Start the piece if there is room within `timeout_s`. Returns whether it was started."""
         slot = self._lane.take_room(self.tag, timeout_s)
         if slot is not None:
             self._lane.write(self, slot)
@@ -241,7 +253,7 @@ class _Sending:
 
     def wait(self, timeout_s: float) -> None:
         lane, deadline = self._lane, time.monotonic() + timeout_s
-        # Those before it come first: rooms are given in the order of the pieces.
+        # Earlier pieces come first: room is granted in the order of the pieces.
         while self.handle is None:
             if not lane.unsent[0].begin(max(deadline - time.monotonic(), 0.0)):
                 raise TimeoutError("the peer did not make room in time")

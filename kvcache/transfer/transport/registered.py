@@ -1,4 +1,4 @@
-"""Memory that a transport may touch, and the copies between it and staging memory."""
+"""Memory that a transport may access, and copies between it and staging memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ONE_PAIR = np.zeros((1, 2), np.int32)
 
 
 class Region(NamedTuple):
-    """Registered memory, [begin, end), and a tensor in whose storage it lies."""
+    """Registered memory, [begin, end), and a tensor whose storage contains it."""
 
     begin: int
     end: int
@@ -28,7 +28,7 @@ class Region(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Of memory: "cpu", "cuda:<number>", or "other", which no other process reaches."""
+        """The kind of memory: "cpu", "cuda:<number>", or "other", which no other process can access."""
         device = self.memory.device
         if device.type == "cuda":
             return f"cuda:{device.index or 0}"
@@ -36,7 +36,7 @@ class Region(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """Sorted regions as columns. Immutable, so other threads can read it while it is being replaced.
+    """Sorted regions as columns. Immutable, so that other threads can read it while it is being replaced.
 
     kinds: str[r]. places: int64[r, 2], indices of device and storage. owners: one tensor per storage.
     """
@@ -61,22 +61,26 @@ class _Known(NamedTuple):
 
 
 class RegisteredMemory:
-    """The memory that reads and writes of both sides may touch."""
+    """The memory that reads and writes of both sides may access."""
 
     def __init__(self) -> None:
         self._known = _Known.of([])
 
     @property
     def regions(self) -> list[Region]:
-        """All regions, sorted."""
+        """Return all regions, sorted."""
         return self._known.regions
 
     def add(self, memory: Pages | Sequence[tuple[int, int]]) -> list[Region]:
-        """Adds pages, or (address, bytes) of host memory. Returns the new regions; adjacent ones of an
-        allocation are merged.
+        """Add pages, or (address, bytes) of host memory.
 
-        Raises TypeError or ValueError for other values, for sizes below 1, and for memory that is already
-        registered under another device. Nothing is added then.
+        Returns:
+            The new regions, with adjacent regions of an allocation merged.
+
+        Raises:
+            TypeError: A value has a wrong type. Nothing was added.
+            ValueError: A size is below 1, or the memory is already registered under another device.
+                Nothing was added.
         """
         found = _of_pages(memory) if isinstance(memory, Pages) else _of_host(memory)
         for each in found:
@@ -87,7 +91,7 @@ class RegisteredMemory:
         return new
 
     def remove(self, regions: list[Region]) -> None:
-        """Undoes an `add`, of what it returned."""
+        """Undo an `add`, given its result."""
         gone = {(each.begin, each.end) for each in regions}
         self._known = _Known.of(
             [each for each in self.regions if (each.begin, each.end) not in gone]
@@ -103,46 +107,46 @@ class RegisteredMemory:
 
     @property
     def begins(self) -> np.ndarray:
-        """int64[r], sorted: where the regions begin."""
+        """int64[r], sorted: the start of each region."""
         return self._known.begins
 
     def kind_of(self, spans: Spans) -> str | None:
-        """The kind of the regions in which fragments lie, that are checked; None for several."""
+        """Return the kind of the regions that contain checked fragments. None if there are several."""
         return kind_within(spans, self._known.begins, self._known.kinds)
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all regions."""
+        """Return the bytes of all regions."""
         return int((self._known.ends - self._known.begins).sum())
 
     @property
     def cuda_device(self) -> torch.device | None:
-        """The first CUDA device in whose memory regions lie."""
+        """Return the first CUDA device with registered memory."""
         kinds = self._known.kinds.tolist()
         kind = next((each for each in kinds if each.startswith("cuda")), None)
         return None if kind is None else torch.device(kind)
 
     def enter_device(self) -> None:
-        """Makes that device current in the calling thread, which must belong to the transport."""
+        """Make that device current in the calling thread, which must belong to the transport."""
         if (device := self.cuda_device) is not None:
             CudaStreams(device).enter()
 
     def check(self, spans: Spans, name: str) -> None:
-        """ValueError for fragments that do not lie in one registered region each."""
+        """Raise ValueError unless each fragment lies in a single registered region."""
         check_within(spans, self._known.begins, self._known.ends, name)
 
     def gather(self, tile: Spans, staging: torch.Tensor, streams: CopyStreams) -> None:
-        """Copies the fragments of a tile to the beginning of staging memory, one behind the other."""
+        """Copy a tile's fragments, concatenated, to the start of staging memory."""
         self._copy(tile, staging, streams, to_staging=True)
 
     def scatter(self, staging: torch.Tensor, tile: Spans, streams: CopyStreams) -> None:
-        """The inverse of `gather`."""
+        """Copy from staging memory to a tile's fragments, the inverse of `gather`."""
         self._copy(tile, staging, streams, to_staging=False)
 
     def _copy(
         self, tile: Spans, staging: torch.Tensor, streams: CopyStreams, *, to_staging: bool
     ) -> None:
-        """One call of the op for all fragments of a device."""
+        """Copy all fragments of a device with one call of the op."""
         known, sizes = self._known, np.tile(tile.length, len(tile.bases))
         addresses, staged = tile.addresses(), np.cumsum(sizes) - sizes
         numbers = np.searchsorted(known.begins, addresses, "right") - 1
@@ -172,12 +176,15 @@ class RegisteredMemory:
 
 
 def _factored(tile: Spans, memory: torch.Tensor) -> tuple[np.ndarray, np.ndarray] | None:
-    """Table and pairs of `ops.copy_blocks` for fragments in one storage: a row per run, a pair per base.
+    """Return the table and pairs of `ops.copy_blocks` for fragments in one storage.
 
-    This form needs far fewer launches than a row per fragment. None if the fragments do not have it.
+    With a row per run and a pair per base, far fewer launches are needed than with a row per fragment.
+    Returns None if the fragments do not have this form.
     """
     bases, runs, length = tile.bases, tile.offsets, tile.length
-    if len(bases) == 1 and (length == length[0]).all():  # as many bases of one run
+    if (
+        len(bases) == 1 and (length == length[0]).all()
+    ):  # one run: use the bases as runs of a single base
         bases, runs, length = bases[0] + runs, np.zeros(1, np.int64), length[:1]
     first = int(bases.min())
     step = int(np.gcd.reduce(bases - first))
@@ -192,10 +199,10 @@ def _factored(tile: Spans, memory: torch.Tensor) -> tuple[np.ndarray, np.ndarray
 
 
 class CopyStreams:
-    """The streams on which one thread copies, one per CUDA device, apart from the engine's streams.
+    """The streams on which one thread copies, one per CUDA device, separate from the engine's streams.
 
-    A copy is awaited by polling its event, which disturbs no graph capture. If `staging_is_pinned` is
-    False, kernels cannot access staging memory, and the slower copy engine is used.
+    A copy is awaited by polling its event, which does not disturb graph captures. If `staging_is_pinned`
+    is False, kernels cannot access staging memory, and the slower copy engine is used.
     """
 
     def __init__(self) -> None:
@@ -203,7 +210,7 @@ class CopyStreams:
         self._by_device: dict[torch.device, tuple[CudaStreams, torch.cuda.Stream]] = {}
 
     def run(self, device: torch.device, copy: Callable[[int], None]) -> None:
-        """Calls copy(engine), and returns once it is done. RuntimeError where the device has failed."""
+        """Call `copy(engine)` and wait until it is done. RuntimeError if the device has failed."""
         if device.type != "cuda":
             copy(ops.COPY_ENGINE)
             return
@@ -217,30 +224,30 @@ class CopyStreams:
         until(streams.record(stream).query, None, "a copy")
 
     def close(self) -> None:
-        """Ends the streams, behind their work."""
+        """Destroy the streams after their work is done."""
         while self._by_device:
             _, (streams, stream) = self._by_device.popitem()
             streams.close([stream])
 
 
 def kind_within(spans: Spans, begins: np.ndarray, kinds: np.ndarray) -> str | None:
-    """The kind of the regions in which fragments lie, that are `check_within`; None for several."""
+    """Return the kind of the regions that contain checked fragments. None if there are several."""
     first = spans.bases + (spans.offsets if len(spans.bases) == 1 else int(spans.offsets.min()))
     found = set(kinds[np.searchsorted(begins, first, "right") - 1].tolist())
     return found.pop() if len(found) == 1 else None
 
 
 def check_within(spans: Spans, begins: np.ndarray, ends: np.ndarray, name: str) -> None:
-    """ValueError for fragments that do not lie in one of the regions [begins, ends), sorted."""
+    """Raise ValueError unless each fragment lies in one of the sorted regions [begins, ends)."""
     if spans.num_fragments == 0:
         return
     if len(spans.bases) == 1:
         first = spans.bases[0] + spans.offsets
         last = first + spans.length
-    else:  # a base and all its runs lie in one region
+    else:  # a base and all its runs are in one region
         first = spans.bases + int(spans.offsets.min())
         last = spans.bases + int((spans.offsets + spans.length).max())
-    grows = last > first  # not so where a sum was too large for an int64
+    grows = last > first  # false if a sum overflowed int64
     if len(begins) == 1 and grows.all() and begins[0] <= first.min() and last.max() <= ends[0]:
         return
     at = np.searchsorted(begins, first, "right") - 1
@@ -255,7 +262,7 @@ def check_within(spans: Spans, begins: np.ndarray, ends: np.ndarray, name: str) 
 
 
 def check_apart(spans: Spans, name: str) -> None:
-    """ValueError for fragments that overlap."""
+    """Raise ValueError if fragments overlap."""
     if spans.num_fragments == 0:
         return
     if len(spans.bases) == 1:
@@ -264,7 +271,7 @@ def check_apart(spans: Spans, name: str) -> None:
     bases, offsets, longest = np.sort(spans.bases), spans.offsets, int(spans.length.max())
     first = int(offsets.min())
     extent = int((offsets + spans.length).max()) - first
-    if int(np.diff(bases).min()) >= extent:  # each base's runs lie before those of the next one
+    if int(np.diff(bases).min()) >= extent:  # all runs of a base precede those of the next base
         _check_apart(offsets, spans.length, name)
         return
     by_run = np.diff(np.sort(offsets))
@@ -272,7 +279,7 @@ def check_apart(spans: Spans, name: str) -> None:
     is_by_run = not len(by_run) or int(by_run.min()) >= reach
     if (
         is_by_run and int(np.diff(bases).min()) >= longest
-    ):  # or each run's bases, before the next run
+    ):  # or all bases of a run precede those of the next run
         return
     _check_apart(spans.addresses(), np.tile(spans.length, len(spans.bases)), name)
 
@@ -306,7 +313,7 @@ def _of_host(memory: Sequence[tuple[int, int]]) -> list[Region]:
             raise ValueError(f"memory[{i}] has {len(row)} entries: expected (address, bytes)")
         address = integer(row[0], f"memory[{i}][0]", 1, MAX_INT64)
         size = integer(row[1], f"memory[{i}][1]", 1, MAX_INT64 - address)
-        found.append((address, address + size, 0))  # as of one storage
+        found.append((address, address + size, 0))  # treated as one storage
     return [Region(begin, end, _host_view(begin, end)) for begin, end, _ in _merged(found)]
 
 
@@ -315,9 +322,9 @@ def _host_view(begin: int, end: int) -> torch.Tensor:
 
 
 def _merged(ranges: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """(begin, end, storage) with adjacent and overlapping ranges of one storage merged.
+    """Merge adjacent and overlapping ranges of a storage. `ranges`: (begin, end, storage).
 
-    Ranges of different storages stay apart, because RDMA registers one allocation at a time.
+    Ranges of different storages stay separate, because RDMA registers one allocation at a time.
     """
     merged: list[tuple[int, int, int]] = []
     for begin, end, storage in sorted(ranges):
@@ -333,7 +340,7 @@ def _storage(memory: torch.Tensor) -> int:
 
 
 def _bounds(regions: list[Region]) -> tuple[np.ndarray, np.ndarray]:
-    """Sorted begins; and to each the furthest end of a region that begins there or before."""
+    """Return the sorted starts, each with the furthest end of a region that starts no later."""
     begins = np.array([each.begin for each in regions], np.int64)
     ends = np.array([each.end for each in regions], np.int64)
     return begins, np.maximum.accumulate(ends) if len(ends) else ends

@@ -1,4 +1,4 @@
-"""Fragments of one side of a transfer, factored, and cut into tiles of a piece of staging memory."""
+"""Factored fragments of one side of a transfer, and their division into pieces of staging memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,19 @@ _MOST = 2**62
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Fragments of memory: the product of `bases` and of runs.
+    """Fragments of memory: the product of `bases` and runs.
 
-    bases: int64[d], addresses. offsets, length: int64[m], bytes. Fragment (d, m) is the `length[m]` bytes
-    from address `bases[d] + offsets[m]` on.
+    Fragment (d, m) is the `length[m]` bytes starting at address `bases[d] + offsets[m]`.
 
-    >>> spans = Spans(np.array([1000, 9000]), np.array([0, 64]), np.array([16, 32]))
-    >>> spans.num_fragments, spans.num_bytes, spans.addresses().tolist()
-    (4, 96, [1000, 1064, 9000, 9064])
+    Args:
+        bases: int64[d]. Addresses.
+        offsets: int64[m]. Bytes.
+        length: int64[m]. Bytes.
+
+    Example:
+        >>> spans = Spans(np.array([1000, 9000]), np.array([0, 64]), np.array([16, 32]))
+        >>> spans.num_fragments, spans.num_bytes, spans.addresses().tolist()
+        (4, 96, [1000, 1064, 9000, 9064])
     """
 
     bases: np.ndarray
@@ -31,14 +36,14 @@ class Spans:
 
     @classmethod
     def of(cls, addresses: np.ndarray, length: np.ndarray, name: str) -> Spans:
-        """One fragment per address. TypeError or ValueError unless both are int64[n], lengths above 0."""
+        """Create one fragment per address, from int64[n]. TypeError or ValueError for other values."""
         instance(name, str, "name")
         offsets, length = _column(addresses, name), _column(length, "length")
         _check_as_many(offsets, length, name)
         return cls(np.zeros(1, np.int64), offsets, length).checked(name)
 
     def beside(self, addresses: np.ndarray, name: str) -> Spans:
-        """Fragments of the same lengths at other addresses, for spans that `of` has made."""
+        """Create fragments of equal lengths at other addresses, for spans created by `of`."""
         instance(name, str, "name")
         offsets = _column(addresses, name)
         _check_as_many(offsets, self.length, name)
@@ -46,7 +51,7 @@ class Spans:
         return Spans(self.bases, offsets, self.length)
 
     def checked(self, name: str) -> Spans:
-        """These spans. ValueError for a length below 1, or numbers whose sums an int64 does not hold."""
+        """Return these spans. ValueError for a length below 1, or sums that overflow int64."""
         for what in ("bases", "offsets", "length"):
             array = getattr(self, what)
             instance(array, np.ndarray, f"{what} of {name}")
@@ -68,22 +73,22 @@ class Spans:
 
     @property
     def num_fragments(self) -> int:
-        """The number of fragments."""
+        """Number of fragments."""
         return len(self.bases) * len(self.length)
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all fragments."""
+        """Bytes of all fragments."""
         return len(self.bases) * int(self.length.sum())
 
     def addresses(self) -> np.ndarray:
-        """int64[d * m]: where each fragment begins, base by base. Long: use it for a tile."""
+        """Return int64[d * m]: the start of each fragment, base by base. Long, so use it for a tile."""
         return np.add.outer(self.bases, self.offsets).ravel()
 
     def tiles(self, piece_bytes: int) -> Iterator[Spans]:
-        """Spans of at most `piece_bytes` that together are these; runs longer than that are cut.
+        """Split these spans into spans of at most `piece_bytes`, splitting longer runs.
 
-        Two sides of a transfer, whose lengths are the same, are cut in the same way.
+        The two sides of a transfer have equal lengths and are split in the same way.
         """
         piece_bytes = integer(piece_bytes, "piece_bytes", 1, MAX_INT64)
         if self.num_fragments == 0:
@@ -102,14 +107,14 @@ class Spans:
                 yield Spans(self.bases[base : base + together], offsets[group], length[group])
 
     def to_bytes(self) -> bytes:
-        """The form in which a peer gets them: little-endian int64."""
+        """Serialize the spans for a peer, as little-endian int64."""
         header = np.array([len(self.bases), len(self.length)])
         columns = (header, self.bases, self.offsets, self.length)
         return np.concatenate(columns).astype("<i8").tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Spans:
-        """The inverse of `to_bytes`. ValueError for bytes that are none of it."""
+        """Deserialize the result of `to_bytes`. Raises ValueError for invalid data."""
         instance(data, bytes | bytearray | memoryview, "data")
         if len(data) % 8 or len(data) < 8 * _NUM_HEADER:
             raise ValueError(
@@ -126,7 +131,7 @@ class Spans:
 
 
 def _column(values: np.ndarray, name: str) -> np.ndarray:
-    """A copy as int64[n]. TypeError or ValueError for what is none."""
+    """Copy values to int64[n]. Raises TypeError or ValueError for other values."""
     array = as_array(values, name)
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
@@ -148,7 +153,7 @@ def _check_addresses(values: np.ndarray, name: str, what: str) -> None:
 
 
 def _cut(offsets: np.ndarray, length: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """The runs, those longer than `most` bytes cut."""
+    """Return the runs, with those longer than `most` bytes split."""
     parts = -(-length // most)
     if int(parts.max()) == 1:
         return offsets, length
@@ -158,7 +163,7 @@ def _cut(offsets: np.ndarray, length: np.ndarray, most: int) -> tuple[np.ndarray
 
 
 def check_match(local: Spans, remote: Spans) -> None:
-    """ValueError unless both sides are `checked`, and have as many bases and runs of the same lengths."""
+    """Raise ValueError unless both checked sides have the same number of bases and equal run lengths."""
     for side, name in ((local, "local"), (remote, "remote")):
         instance(side, Spans, name)
         side.checked(name)
@@ -175,15 +180,16 @@ _NO_BORDERS = (np.empty(0, np.int64), np.empty(0, np.int64))
 def joined(
     local: Spans, remote: Spans, borders: tuple[np.ndarray, np.ndarray] = _NO_BORDERS
 ) -> tuple[Spans, Spans]:
-    """Both sides, with runs joined that are contiguous on both, one behind the other.
+    """Join runs that are contiguous on both sides. Both sides have the single base 0.
 
-    borders: local and remote addresses at which nothing is joined to what comes before. Both sides have
-    one base, 0.
+    `borders`: local and remote addresses at which runs are not joined to the previous run.
 
-    >>> length = np.array([8, 8, 8])
-    >>> local, remote = Spans.of([0, 8, 16], length, "local"), Spans.of([32, 40, 64], length, "remote")
-    >>> [each.length.tolist() for each in joined(local, remote)]
-    [[16, 8], [16, 8]]
+    Example:
+        >>> length = np.array([8, 8, 8])
+        >>> local = Spans.of([0, 8, 16], length, "local")
+        >>> remote = Spans.of([32, 40, 64], length, "remote")
+        >>> [each.length.tolist() for each in joined(local, remote)]
+        [[16, 8], [16, 8]]
     """
     length = local.length
     if len(length) < 2:

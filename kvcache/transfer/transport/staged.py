@@ -1,4 +1,4 @@
-"""A transport whose peers ask for bytes over a channel, and get them packed over a lane."""
+"""A transport whose peers request bytes over a channel and receive them packed over a lane."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import numpy as np
 from kvcache.checks import byte_count, flag, instance, integer, seconds, shown
 from kvcache.transfer.transport.base import Transfer, TransferError, Transport
 from kvcache.transfer.transport.channel import MOST_PAYLOAD, Channel
-from kvcache.transfer.transport.connection import MOST_MESSAGE, Connection
+from kvcache.transfer.transport.connection import MOST_MESSAGE, Connection, LocalSide
 from kvcache.transfer.transport.handshake import CROSSING, greet, welcome
 from kvcache.transfer.transport.lane import Lane
 from kvcache.transfer.transport.metadata import (
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from kvcache.worker.pages.pages import Pages
 
 _MOST_GREETING = 64  # sides that connect at the same time
-_PIECE_BYTES = 8 << 20  # a first choice: measured on two busy cores only
-_CALL_S = 0.005  # between looks for a peer's call
-_RETRY_S = 0.05  # after a call that could not be accepted
-_LINGER_S = 1.0  # in which `close` sends what is queued
+_PIECE_BYTES = 8 << 20  # an initial choice, measured only on two busy cores
+_CALL_S = 0.005  # interval for checking whether a peer has connected
+_RETRY_S = 0.05  # after a connection that could not be accepted
+_LINGER_S = 1.0  # time for `close` to send queued frames
 
 
 _open: weakref.WeakSet[StagedTransport] = weakref.WeakSet()
@@ -52,7 +52,7 @@ _open: weakref.WeakSet[StagedTransport] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Ends threads that wait in native code, before the interpreter ends them in the middle of it."""
+    """End threads that wait in native code, before the interpreter terminates them there."""
     for transport in list(_open):
         transport.close()
 
@@ -88,8 +88,11 @@ class StagedTransport(Transport):
         self._secret = secret
         self.incarnation = secrets.token_hex(16)
         self.memory = RegisteredMemory()
+        self._side = LocalSide(
+            self.memory, self.timeout_s, self.piece_bytes, self.digest, self.accepts_writes
+        )
         self._connections: dict[str, Connection] = {}
-        self._ended: list[tuple[str, Connection]] = []  # with messages that nobody has taken yet
+        self._ended: list[tuple[str, Connection]] = []  # with messages that were not taken yet
         self._lock = threading.Lock()
         self._greeting = threading.Semaphore(_MOST_GREETING)
         self._is_closed = False
@@ -104,14 +107,14 @@ class StagedTransport(Transport):
         self._thread.start()
         _open.add(self)
 
-    # What an engine adds.
+    # Implemented by each transport.
 
     def _on_registered(self, memory: list[Region]) -> None:
-        """Makes new regions known to the engine."""
+        """Make new regions known to the transport."""
 
     @abstractmethod
     def _open_lane(self, connection: Connection, channel: Channel, *, timeout_s: float) -> Lane:
-        """Attaches the channel, and opens the lane to a peer; both sides do so at the same time."""
+        """Attach the channel and open the lane to a peer. Both sides do so at the same time."""
 
     # The interface.
 
@@ -134,14 +137,16 @@ class StagedTransport(Transport):
         theirs = parse_metadata(metadata, self.name)
         if theirs.agent == self.agent:
             raise ValueError(f"agent of the metadata is {theirs.agent!r}: expected another agent's")
-        if theirs.incarnation == self.incarnation:  # whoever answers may reflect this side's proof
+        if (
+            theirs.incarnation == self.incarnation
+        ):  # an answering peer might reflect this side's proof
             raise ValueError("incarnation of the metadata is this side's own: expected another's")
         with self._lock:
             known = connection = self._live(theirs.agent)
             if known is not None:
                 self._check_same(known, theirs)
             else:
-                connection = Connection(self, theirs, is_caller=True)
+                connection = Connection(self._side, theirs, is_caller=True)
                 self._admit(connection)
         try:
             if known is None:
@@ -153,7 +158,7 @@ class StagedTransport(Transport):
                 with self._lock:
                     if self._connections.get(theirs.agent) is connection:
                         del self._connections[theirs.agent]
-            if not isinstance(error, OSError | ValueError):  # as of a host that is no name
+            if not isinstance(error, OSError | ValueError):  # for example, an invalid host name
                 raise
             if CROSSING in (str(error), connection.reason) and self._await_call(theirs, deadline):
                 return theirs.agent
@@ -196,7 +201,7 @@ class StagedTransport(Transport):
                 return
             self._is_closed = True
             connections = list(self._connections.values())
-        with suppress(OSError):  # some systems say that a listening socket is not connected
+        with suppress(OSError):  # some systems report that a listening socket is not connected
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._thread.join(self.timeout_s)
@@ -206,7 +211,7 @@ class StagedTransport(Transport):
         for connection in connections:
             for thread in connection.threads:
                 if thread.is_alive() and thread is not threading.current_thread():
-                    thread.join(_LINGER_S)  # one that is not alive may not have begun
+                    thread.join(_LINGER_S)  # a thread that is not alive may not have started
 
     # Connections.
 
@@ -230,22 +235,22 @@ class StagedTransport(Transport):
             except OSError:
                 if self._is_closed:
                     return
-                time.sleep(_RETRY_S)  # as of a process that has no descriptor left
+                time.sleep(_RETRY_S)  # for example, the process is out of file descriptors
                 continue
             if not self._greeting.acquire(blocking=False):
-                sock.close()  # too many that say nothing
+                sock.close()  # too many silent connections
                 continue
             try:
                 threading.Thread(
                     target=self._welcome, args=(sock,), name="kvcache greeting", daemon=True
                 ).start()
-            except RuntimeError:  # the process has no thread left
+            except RuntimeError:  # the process cannot start a thread
                 self._greeting.release()
                 sock.close()
                 time.sleep(_RETRY_S)
 
     def _welcome(self, sock: socket.socket) -> None:
-        """Answers a side that connects, in a thread of its own."""
+        """Answer a connecting side in a separate thread."""
         self.memory.enter_device()
         admitted: list[Connection] = []
 
@@ -261,7 +266,7 @@ class StagedTransport(Transport):
                     known = None
                 if theirs.agent == self.agent or known is not None:
                     return f"agent {theirs.agent!r} is connected already: expected another name"
-                admitted.append(Connection(self, theirs, is_caller=False))
+                admitted.append(Connection(self._side, theirs, is_caller=False))
                 self._admit(admitted[0])
             return None
 
@@ -280,7 +285,7 @@ class StagedTransport(Transport):
                 connection.fail(str(error))
 
     def _await_call(self, theirs: Metadata, deadline: float) -> bool:
-        """Waits for the call of a peer, which stands in place of this side's. Whether it is connected."""
+        """Wait for a peer's connection to replace this side's. Returns whether the peer is connected."""
         while time.monotonic() < deadline:
             with self._lock:
                 known = self._live(theirs.agent)
@@ -321,7 +326,7 @@ class StagedTransport(Transport):
         connection.open(lane)
 
     def _admit(self, connection: Connection) -> None:
-        """Replaces an ended connection of the same name. With the lock held."""
+        """Replace an ended connection of the same name. The caller holds the lock."""
         self._retire(connection.peer.agent)
         self._connections[connection.peer.agent] = connection
 
@@ -379,7 +384,7 @@ class StagedTransport(Transport):
         notify: bytes,
         timeout_s: float,
     ) -> Transfer:
-        """Begins a transfer of checked spans."""
+        """Start a transfer of checked spans."""
         return connection.begin(kind, local, remote, notify, timeout_s)
 
     def _of_peer(self, peer: str) -> Connection:
@@ -400,15 +405,15 @@ class StagedTransport(Transport):
 
 
 def is_everywhere(host: str) -> bool:
-    """Whether a host stands for every address of this machine."""
+    """Return whether a host stands for every address of this machine."""
     try:
         return not host or ipaddress.ip_address(host).is_unspecified
-    except ValueError:  # a name
+    except ValueError:  # a host name
         return False
 
 
 def _address(host: str, advertise: str | None) -> str:
-    """What peers connect to."""
+    """Return the address to which peers connect."""
     for value, name in ((host, "host"), (advertise, "advertise")):
         if not isinstance(value, str) and (name == "host" or value is not None):
             raise TypeError(f"{name} is {shown(value)}: expected a name or an address")

@@ -1,1 +1,1 @@
-"""The memory of a pool by page, and the tensors that attention kernels see over it."""
+"""The memory of a pool's pages, and the tensors over it that attention kernels read."""

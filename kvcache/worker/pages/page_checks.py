@@ -1,4 +1,4 @@
-"""Checks a plan's page moves before a byte moves: pages are in range, and each is written once."""
+"""Checks a plan's page moves before any byte moves: pages are in range and written at most once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcache.step import StepPlan
 
 @dataclass(frozen=True)
 class PageMoves:
-    """The checked sections of a plan that move pages: int64[n, 2] and int64[n]."""
+    """The checked sections of a plan that move pages, as int64[n, 2] and int64[n]."""
 
     swap_out: np.ndarray
     copy: np.ndarray
@@ -21,11 +21,14 @@ class PageMoves:
 
 
 def checked_page_moves(plan: StepPlan, num_blocks: int, num_host_blocks: int) -> PageMoves:
-    """ValueError or TypeError unless the plan's pages are in range and each is written at most once.
+    """Return a plan's page moves, after checking that pages are in range and written at most once.
 
-    Within a section the order does not matter. Only swap_out may read a page that another section
-    writes, so copies, clearing and swap-ins do not depend on each other. A host page is not both written
-    and read: no plan needs that.
+    Order within a section does not matter. Only swap_out may read a page that another section writes, so
+    copies, zeroing and swap-ins are independent of each other. No plan both writes and reads a host page.
+
+    Raises:
+        TypeError: A section does not contain integers.
+        ValueError: A page is out of range, written twice, or both written and read.
     """
     moves = PageMoves(
         integers(plan.swap_out, "swap_out", (2,)),

@@ -1,4 +1,4 @@
-"""Host memory that a device can access: mapped on page boundaries, pinned in parallel chunks."""
+"""Host memory that a device can access, mapped at page boundaries and pinned in parallel chunks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ import torch
 _log = logging.getLogger("kvcache")
 _CHUNK_BYTES = 256 << 20
 _HUGE_PAGE_BYTES = 2 << 20
-_PAGES_PER_STEP = 64  # 64 pages of whole cache lines end where a page of the system does
+_PAGES_PER_STEP = 64  # 64 pages of whole cache lines end at a system page boundary
 _SECONDS_BETWEEN_LOGS = 5.0
-_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: too little host memory, or too little may be locked
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: too little host memory, or too low a lock limit
 _MADV_POPULATE_WRITE = (
-    23  # Linux 5.14; Python's mmap has no name for it, and keeps its lock in madvise
+    23  # Linux 5.14; Python's mmap lacks this constant, and its madvise holds the GIL
 )
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -35,13 +35,24 @@ def allocate_host(
     pin_for: torch.device | None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[torch.Tensor, int, object]:
-    """Allocates host memory: (uint8[num_blocks * block_bytes], blocks per pinned chunk, an owner).
+    """Allocate host memory, pinned if `pin_for` is given.
 
-    The number of blocks is 0 where there is one chunk. The owner must be kept: the memory is unpinned
-    when it is freed. Pinning is slow (the system touches and locks every page) and one call uses one
-    thread, so chunks are touched, and then pinned, by several threads. `block_bytes` is a multiple of 64.
-    `pin_for`: the device that accesses the memory; None: nothing is pinned. MemoryError where the host
-    has less memory. Where it cannot be pinned, a warning says so and the memory stays pageable.
+    Pinning is slow, because the system touches and locks every page, and each call uses one thread.
+    Several threads therefore touch and then pin the memory in chunks. If pinning fails, a warning is
+    issued and the memory stays pageable.
+
+    Args:
+        num_blocks: Number of blocks.
+        block_bytes: Bytes per block, a multiple of 64.
+        pin_for: The device that accesses the memory. None: the memory is not pinned.
+        progress: Called as `progress(done, total)`, in bytes.
+
+    Returns:
+        The memory, uint8[num_blocks * block_bytes]; the number of blocks per pinned chunk, or 0 for a
+        single chunk; and an owner to keep alive, because freeing it unpins the memory.
+
+    Raises:
+        MemoryError: The host has too little memory.
     """
     total = num_blocks * block_bytes
     check_host_memory(total)
@@ -61,11 +72,12 @@ def pin(
     chunk_bytes: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> object | None:
-    """Pins uint8[n] within a mapping, in chunks; it is unpinned when the owner that is returned is freed.
+    """Pin uint8[n] within a mapping, in chunks.
 
-    None, and a warning, where it cannot be pinned.
+    Returns:
+        An owner whose release unpins the memory. None, with a warning, if the memory cannot be pinned.
     """
-    # Pinned pages must not move, so a fork would copy them all at once.
+    # Pinned pages must not move, so a fork would copy all of them at once.
     _advise(mapping, "MADV_DONTFORK")
     try:
         return _Pinned(memory, chunk_bytes, progress or _Logged(), device)
@@ -81,10 +93,10 @@ def pin(
 
 
 def _mapped(num_bytes: int) -> tuple[torch.Tensor, mmap.mmap | None]:
-    """uint8[num_bytes] at the start of a huge page, and its mapping (None for 0 bytes).
+    """Map uint8[num_bytes] at the start of a huge page. The mapping is None for 0 bytes.
 
-    The tensor's storage begins there too: torch and the ops look at a storage's first byte to find
-    whether it is pinned. The memory is mapped, not touched, and the tensor keeps the mapping alive.
+    The storage also begins there, because torch and the ops check a storage's first byte to find out
+    whether it is pinned. The memory is mapped but not touched, and the tensor keeps the mapping alive.
     """
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu"), None
@@ -97,7 +109,7 @@ def _mapped(num_bytes: int) -> tuple[torch.Tensor, mmap.mmap | None]:
             f"this needs {num_bytes / 2**30:,.1f} GiB: the system maps no more ({error.strerror})"
         ) from error
     _advise(mapping, "MADV_HUGEPAGE")
-    # The default device may be another one, and frombuffer must not follow it.
+    # The default device may differ, and frombuffer must not follow it.
     with torch.device("cpu"):
         start = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
         offset = -start % _HUGE_PAGE_BYTES
@@ -106,14 +118,14 @@ def _mapped(num_bytes: int) -> tuple[torch.Tensor, mmap.mmap | None]:
 
 
 def _advise(mapping: mmap.mmap, name: str) -> None:
-    """Calls madvise with the named advice, where the system knows it."""
+    """Call madvise with the named advice, if the system supports it."""
     if hasattr(mmap, name):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             mapping.madvise(getattr(mmap, name))
 
 
 class _Pinned:
-    """Pins memory in chunks on several threads; unpins it when this object is freed."""
+    """Pins memory in chunks on several threads, and unpins it when the object is freed."""
 
     def __init__(
         self,
@@ -125,7 +137,7 @@ class _Pinned:
         start, total = memory.data_ptr(), memory.numel()
         chunks = [(start + at, min(chunk_bytes, total - at)) for at in range(0, total, chunk_bytes)]
         pinned: list[int] = []
-        # The memory must outlive the registration, so the finaliser holds it.
+        # The finalizer holds the memory, which must outlive the registration.
         self._finalizer = weakref.finalize(self, _unpin, pinned, device, memory)
 
         def pin_one(chunk: tuple[int, int]) -> int:
@@ -150,8 +162,11 @@ class _PinningError(Exception):
 
 
 def _populate(address: int, num_bytes: int) -> None:
-    """Touches all pages. Threads do so side by side, while the driver, which would touch the others, pins
-    under a lock. Where the system cannot, or has too little memory, registering does it, or fails."""
+    """Touch all pages, if the system can; otherwise registration touches them.
+
+    Threads touch pages in parallel, whereas the driver pins under a lock. If memory is short,
+    registration fails.
+    """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "madvise"):
         libc.madvise(
@@ -160,10 +175,10 @@ def _populate(address: int, num_bytes: int) -> None:
 
 
 def _register(address: int, num_bytes: int, device: torch.device) -> None:
-    # Here, as this import builds libraries that are missing: the size of the host's memory needs none.
+    # Imported here, as the import builds missing libraries and `host_memory_bytes` needs none.
     from kvcache.native import load
 
-    # The op, unlike torch's cudart, does not invalidate captures of other threads.
+    # Unlike torch's cudart, the op does not invalidate captures of other threads.
     problem = load.why_no_cuda()
     if problem is None and device.type != "cuda":
         problem = f"device is {device}: expected a CUDA device"
@@ -172,7 +187,7 @@ def _register(address: int, num_bytes: int, device: torch.device) -> None:
     _populate(address, num_bytes)
     try:
         error = torch.ops.kvcache._host_register(device.index, address, num_bytes)
-    except RuntimeError as why:  # there is no device
+    except RuntimeError as why:  # no device
         raise _PinningError(str(why)) from why
     if error != 0:
         advice = f". {_advice()}" if error == _OUT_OF_MEMORY else ""
@@ -185,7 +200,7 @@ def _error_text(error: int) -> str:
 
 
 def _advice() -> str:
-    """Advice for an error message about memory that the system does not lock."""
+    """Return advice for errors about memory that the system refuses to lock."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     fewer = "or ask for fewer host pages (pin_memory=False keeps them pageable)"
     if limit == resource.RLIM_INFINITY:
@@ -216,7 +231,7 @@ class _Logged:
 
 
 def host_memory_bytes() -> int | None:
-    """Memory of the host, or the limit of its container if that is less; None where unknown."""
+    """Return the memory of the host, or its container's limit if lower. None if unknown."""
     limits = []
     if "SC_PHYS_PAGES" in os.sysconf_names:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -226,7 +241,7 @@ def host_memory_bytes() -> int | None:
 
 
 def check_host_memory(num_bytes: int) -> None:
-    """MemoryError where the host or the container has less than `num_bytes`."""
+    """Raise MemoryError if the host or the container has less than `num_bytes`."""
     limit = host_memory_bytes()
     if limit is not None and num_bytes > limit:
         raise MemoryError(

@@ -1,23 +1,23 @@
-"""New memory for pages whose elements have been placed (`kvcache.layouts.place_elements`)."""
+"""New memory for pages whose elements were placed by `kvcache.placement.place_elements`."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from kvcache.layouts import Placement
+from kvcache.placement import Placement
 from kvcache.worker.pages.pages import ALIGNMENT, Pages
 
 
 def region_starts(placed: Placement, num_blocks: int) -> np.ndarray:
-    """int64[r + 1]: the byte at which each region of pages begins, and the end of all.
+    """Return int64[r + 1]: the byte at which each region of pages begins, and the end of the last.
 
-    Separate regions of K and V are contiguous, so that both are one tensor. Each layer begins at a
+    Separate regions of K and V are contiguous, so that both form one tensor. Each layer begins at a
     multiple of `ALIGNMENT`.
     """
     sizes = placed.region_bytes * num_blocks
     own = np.arange(len(sizes))
-    own[placed.regions] = placed.regions[:, :1]  # the region that a layer begins with
+    own[placed.regions] = placed.regions[:, :1]  # first region of the layer
     own[placed.scale_regions] = placed.regions[:, 0]
     room = np.bincount(own, weights=sizes, minlength=len(sizes)).astype(np.int64)
     room = -(-room // ALIGNMENT) * ALIGNMENT
@@ -35,10 +35,10 @@ def region_starts(placed: Placement, num_blocks: int) -> np.ndarray:
 def placed_pages(
     placed: Placement, num_blocks: int, starts: np.ndarray, device: torch.device | str
 ) -> Pages:
-    """Pages in new memory; not initialised, except page 0, the null block, which is zero.
+    """Allocate pages. Only page 0, the null block, is initialized (to zero).
 
-    K, V and scales of a layer are one fragment each where they are contiguous in a page. Otherwise the
-    fragments of a layer are the contiguous runs of K and V together.
+    K, V and scales of a layer form one fragment each if they are contiguous in a page. Otherwise the
+    layer's fragments are the contiguous runs of K and V together.
     """
     runs, layers = [], []
     for layer in range(len(placed.regions)):

@@ -1,4 +1,4 @@
-"""The regions of a tensor: where each contiguous fragment that it has of a block lies."""
+"""The regions of a tensor: the position of each contiguous fragment of a block."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 
 # (address of block 0's fragment, bytes from block to block, bytes of a fragment)
 Region = tuple[int, int, int]
-# Fragments of a block. With more, block_dim is probably the wrong dimension.
+# Fragments per block. A higher number suggests a wrong block_dim.
 _MAX_FRAGMENTS = 4096
 
 
 def regions_of(tensor: torch.Tensor, block_dim: int, name: str) -> list[Region]:
-    """The regions of a tensor, in memory order. ValueError where elements share memory."""
+    """Return the regions of a tensor in memory order. Raises ValueError if elements share memory."""
     item = tensor.element_size()
     block_dim %= tensor.ndim
     if math.prod(tensor.shape) == 0:
         return []
-    # The stride of a dimension of one element has no meaning.
+    # The stride of a dimension of size 1 has no meaning.
     dims = sorted(
         (tensor.stride(d), tensor.shape[d])
         for d in range(tensor.ndim)
@@ -56,9 +56,10 @@ def regions_of(tensor: torch.Tensor, block_dim: int, name: str) -> list[Region]:
 def matched_regions(
     source: torch.Tensor, destination: torch.Tensor, block_dim: int, name: str
 ) -> tuple[list[Region], list[Region]]:
-    """The regions of two tensors of one shape but for blocks, fragment by fragment the same elements.
+    """Return the regions of two tensors whose shapes differ only in the number of blocks.
 
-    Fragments are as long as elements are contiguous on both sides. ValueError where that makes too many.
+    Matching regions hold the same elements. Fragments extend as far as elements are contiguous on both
+    sides. Raises ValueError if there are too many fragments.
     """
     both = (source, destination)
     item = source.element_size()
@@ -86,10 +87,10 @@ def matched_regions(
 
 
 def check_apart(regions: np.ndarray, layers: Sequence[int], num_blocks: int) -> None:
-    """ValueError where two regions share memory. regions: int64[r, 3], as `regions_of` returns them."""
+    """Raise ValueError if two regions share memory. `regions`: int64[r, 3] from `regions_of`."""
     ends = regions[:, 0] + (num_blocks - 1) * regions[:, 1] + regions[:, 2]
     order = np.argsort(regions[:, 0], kind="stable")
-    # Regions whose spans overlap, as those of packed pages do, must be disjoint within every page.
+    # Regions whose spans overlap, as in packed pages, must be disjoint within every page.
     together = [int(order[0])]
     reach = ends[order[0]]
     for i in map(int, order[1:]):
@@ -116,10 +117,10 @@ def _check_together(regions: np.ndarray, layers: Sequence[int], which: list[int]
 
 
 def format_of(tensor: torch.Tensor, block_dim: int) -> tuple:
-    """The format of a block: dtype, shape, and the order of its dimensions in memory."""
+    """Return the format of a block: dtype, shape, and the order of its dimensions in memory."""
     block_dim %= tensor.ndim
     dims = [d for d in range(tensor.ndim) if d != block_dim]
-    # Dimensions of one element are left out of the order.
+    # Dimensions of size 1 are left out of the order.
     order = sorted((d for d in dims if tensor.shape[d] > 1), key=tensor.stride)
     indices = [dims.index(d) for d in order]
     return (str(tensor.dtype), tuple(tensor.shape[d] for d in dims), tuple(indices))

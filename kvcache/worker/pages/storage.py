@@ -1,4 +1,4 @@
-"""KV storage: the tensors that attention kernels see over the pages of a pool."""
+"""KV storage: the tensors over a pool's pages that attention kernels read and write."""
 
 from __future__ import annotations
 
@@ -17,59 +17,67 @@ from kvcache.checks import (
     num_entries,
     shown,
 )
-from kvcache.layouts import (
-    AttentionBackend,
-    EngineBackend,
-    Placement,
-    described_backend,
-    full_memory_order,
-    place_elements,
-)
+from kvcache.layouts import AttentionBackend, EngineBackend, described_backend
 from kvcache.memory_plan import CachePlan
+from kvcache.placement import Placement, full_memory_order, place_elements
 from kvcache.specs import ELEMENT_BYTES, LayerSpec
-from kvcache.worker.pages.contents import PageContents
 from kvcache.worker.pages.pages import Pages, Tensors
+from kvcache.worker.pages.parts import BlockParts, contents_of
 from kvcache.worker.pages.placed import placed_pages, region_starts
 from kvcache.worker.pages.regions import format_of
 from kvcache.worker.pages.views import as_indexed, key_and_value, stacked
 
 
 class KVStorage:
-    """K and V of all layers in pages, as views for attention kernels.
+    """K and V of all layers, stored in pages and exposed as views for attention kernels.
 
-    `backend` says how a kernel indexes a layer's cache and in which order its dimensions lie in memory:
-    a name of `kvcache.layouts`, your own `AttentionBackend`, or an engine's own backend class
-    (`AttentionBackend.from_engine`). `layout` is the order in memory of tokens (N), heads (H) and head
-    elements (D) within a block; the views have the same shape for both, but different strides. With
-    `cross_layers` all layers of a page are contiguous, in the backend's order for that. `memory_order`
-    is the resulting order, and `kv_caches[layer]` is the tensor for a kernel:
+    `kv_caches[layer]` is the tensor for a kernel. Its shape depends on the backend:
 
     - FLASH_ATTN: [2, num_blocks, block_size, num_kv_heads, head_size];
     - FLASHINFER, TRITON_ATTN, BLOCK_MAJOR: [num_blocks, 2, block_size, num_kv_heads, head_size];
-    - MLA: [num_blocks, block_size, head_size + v_head_size], K (the latent) and V (its rotary part,
-      which may be counted in K, then V is empty) of a token next to each other; one head;
+    - MLA: [num_blocks, block_size, head_size + v_head_size], with a single head. K is the latent, and V
+      is its rotary part, adjacent to K. V is empty if K includes the rotary part;
     - FLASH_ATTN_DIFFKV: [num_blocks, block_size, num_kv_heads, head_size + v_head_size];
-    - K and V of unequal head size in a backend with a dimension of both: the pair (K, V), each
+    - Backends with a dimension for K and V, if their head sizes differ: the pair (K, V), each
       [num_blocks, block_size, num_kv_heads, ...].
 
-    `dtype`: a torch.dtype or its name. `scale_bytes_per_token` > 0 gives every token room for the scales
-    of your own quantisation (`scale_cache`), which move with its page. For the scales of a layer (fp8)
-    use `set_scales`.
+    Only block 0, the null block, is initialized (to zero), because kernels read it for padding entries
+    and for entries outside a sliding window. `pages` is the same memory by page, and `memory_order` is
+    its resulting order of dimensions.
 
-    Memory is not initialised, except block 0, the null block, which is zero: padded table entries, and
-    those behind a sliding window, read it. `over` makes the storage of one group over pages that several
-    groups share, `for_plan` the storages of all groups of a plan, `from_tensors` a storage over an
-    engine's own tensors. `pages` is the memory by page.
+    `over` creates the storage of one group over pages that several groups share, `for_plan` the storages
+    of all groups of a plan, and `from_tensors` a storage over an engine's own tensors.
 
-    ValueError for an order that has no pages of blocks (`kvcache.layouts.check_memory_order`), and for
-    sizes that the backend cannot hold.
+    Args:
+        num_blocks: Number of blocks, including the null block.
+        block_size: Tokens per block.
+        num_kv_heads: KV heads on this rank.
+        head_size: Elements of K per head.
+        v_head_size: Elements of V per head. None: `head_size`, or 0 for a backend without V.
+        num_layers: Number of layers.
+        dtype: A torch.dtype or its name.
+        device: Device of the pages.
+        backend: How a kernel indexes a layer's cache, and the order of its dimensions in memory: a name
+            from `kvcache.layouts`, an `AttentionBackend`, or an engine's backend class
+            (`AttentionBackend.from_engine`).
+        layout: Memory order of tokens (N), heads (H) and elements (D) within a block, "NHD" or "HND". The
+            views have the same shape for both, but different strides.
+        cross_layers: Whether all layers of a page are contiguous, in the backend's order for packed
+            layers.
+        scale_bytes_per_token: Bytes per token for the scales of your own quantization (`scale_cache`),
+            which move together with their page. For one fp8 scale per layer or head, use `set_scales`.
 
-    >>> storage = KVStorage(num_blocks=4, block_size=16, num_kv_heads=2, head_size=8, layout="HND")
-    >>> storage.key_cache(0).shape, storage.key_cache(0).stride()
-    (torch.Size([4, 16, 2, 8]), (256, 8, 128, 1))
-    >>> packed = KVStorage(4, 16, 2, 8, num_layers=3, backend="FLASHINFER", cross_layers=True)
-    >>> packed.kv_caches[1].shape, packed.kv_caches[1].stride()
-    (torch.Size([4, 2, 16, 2, 8]), (1536, 256, 16, 8, 1))
+    Raises:
+        ValueError: The memory order has no pages of blocks (`kvcache.placement.check_memory_order`), or
+            the backend does not support the sizes.
+
+    Example:
+        >>> storage = KVStorage(num_blocks=4, block_size=16, num_kv_heads=2, head_size=8, layout="HND")
+        >>> storage.key_cache(0).shape, storage.key_cache(0).stride()
+        (torch.Size([4, 16, 2, 8]), (256, 8, 128, 1))
+        >>> packed = KVStorage(4, 16, 2, 8, num_layers=3, backend="FLASHINFER", cross_layers=True)
+        >>> packed.kv_caches[1].shape, packed.kv_caches[1].stride()
+        (torch.Size([4, 2, 16, 2, 8]), (1536, 256, 16, 8, 1))
     """
 
     def __init__(
@@ -105,7 +113,7 @@ class KVStorage:
         self.pages = placed_pages(placed, num_blocks, starts, device)
         for layer in range(num_layers):
             self._add_layer(self.pages.memory, 0, starts, placed.region_bytes, placed, layer)
-        self.pages.contents = PageContents.of(self.pages, [self])
+        self.pages.contents = contents_of(self.pages, [self.parts])
 
     @classmethod
     def over(
@@ -123,19 +131,39 @@ class KVStorage:
         scale_bytes_per_token: int = 0,
         num_null_blocks: int = 1,
     ) -> KVStorage:
-        """The storage of one group over pages that all groups share; a page has one group at a time.
+        """Create the storage of one group over pages that all groups share.
 
-        A layer's bytes of a page are contiguous: K and V of the block in the order of `backend`, then the
-        scales, then padding. ValueError where a block does not fit, and for a backend that keeps K and V
-        of a block in separate regions. `layers`: the pages' layers that the group uses (default: all). A
-        recurrent state is stored as one token that is as wide as the state. `num_null_blocks`: the first
-        blocks, in which nothing is written or read; more than one where `pages` are parts of pages.
+        Each page belongs to one group at a time. A layer's bytes in a page are contiguous: K and V of the
+        block in the order of `backend`, then scales, then padding. A recurrent state is stored as a
+        single token whose head holds the whole state.
 
-        >>> pages = Pages.allocate(num_blocks=9, sizes=[[1024]])
-        >>> full = KVStorage.over(pages, 16, num_kv_heads=2, head_size=8)
-        >>> local = KVStorage.over(pages, 32, num_kv_heads=1, head_size=8)
-        >>> full.key_cache(0).shape, local.key_cache(0).shape
-        (torch.Size([9, 16, 2, 8]), torch.Size([9, 32, 1, 8]))
+        Args:
+            pages: The shared pages.
+            block_size: Tokens per block.
+            num_kv_heads: KV heads on this rank.
+            head_size: Elements of K per head.
+            v_head_size: Elements of V per head, as in the constructor.
+            dtype: A torch.dtype or its name.
+            backend: The attention backend, as in the constructor.
+            layout: "NHD" or "HND".
+            layers: The layers of `pages` that the group uses. None: all.
+            scale_bytes_per_token: Bytes per token for your own scales.
+            num_null_blocks: Number of leading blocks that are never read or written. Greater than 1 if
+                blocks are parts of pages.
+
+        Returns:
+            The storage.
+
+        Raises:
+            ValueError: A block does not fit into a page, or the backend keeps K and V of a block in
+                separate regions.
+
+        Example:
+            >>> pages = Pages.allocate(num_blocks=9, sizes=[[1024]])
+            >>> full = KVStorage.over(pages, 16, num_kv_heads=2, head_size=8)
+            >>> local = KVStorage.over(pages, 32, num_kv_heads=1, head_size=8)
+            >>> full.key_cache(0).shape, local.key_cache(0).shape
+            (torch.Size([9, 16, 2, 8]), torch.Size([9, 32, 1, 8]))
         """
         if not isinstance(pages, Pages):
             raise TypeError(f"pages is a {type(pages).__name__}: expected Pages")
@@ -163,8 +191,11 @@ class KVStorage:
         self.pages = pages
         num_bytes, item = int(placed.region_bytes[0]), self.dtype.itemsize
         chosen = range(pages.num_layers) if layers is None else listed(layers, "layers")
+        most = pages.num_layers
+        if len(chosen) > most:
+            raise ValueError(f"layers has {len(chosen)} entries: expected at most {most}")
         for i, layer in enumerate(chosen):
-            page = pages.layer(integer(layer, f"layers[{i}]", most=pages.num_layers - 1))
+            page = pages.layer(integer(layer, f"layers[{i}]", most=most - 1))
             if page.shape[1] < num_bytes or page.stride(0) % item or page.data_ptr() % item:
                 raise ValueError(
                     f"pages have {page.shape[1]} bytes, {page.stride(0)} apart: expected a multiple of "
@@ -184,23 +215,33 @@ class KVStorage:
         backend: str | AttentionBackend | EngineBackend | None = None,
         layout: str = "NHD",
     ) -> list[KVStorage]:
-        """One storage per group of the plan, all over the same new `pages`.
+        """Create one storage per group of a plan, all over the same new `pages`.
 
-        Heads, sizes, dtype and scales are those of the group's layers; the i-th layer of a storage is
-        `plan.groups[g].layers[i]`. `backend` is that of layers with K and V, by default FLASHINFER; a
-        layer with `is_mla`, or with one head and `v_head_size` 0, is MLA. Of a layer with `state_bytes`
-        a page is one token: one head, as many elements of `dtype` as the state has, no V, shaped as MLA.
-        Scales of fp8 layers are set with `set_scales`.
+        Heads, sizes, dtype and scales are taken from the group's layers. Layer `i` of a storage is
+        `plan.groups[g].layers[i]`. Layers with `is_mla`, or with one head and `v_head_size` 0, use MLA.
+        In layers with `state_bytes`, a page holds one token with one head whose elements are the state,
+        shaped as MLA without V. Set the scales of fp8 layers with `set_scales`.
 
-        ValueError for layers of one group that differ in heads, sizes or dtype, and for a state that
-        is no whole number of elements.
+        Args:
+            plan: The plan.
+            device: Device of the pages.
+            backend: Backend of layers with K and V. None: FLASHINFER.
+            layout: "NHD" or "HND".
 
-        >>> from kvcache import LayerSpec, plan_cache
-        >>> layers = [LayerSpec("a", "full_attention", 16, num_kv_heads=2, head_size=8)]
-        >>> layers += [LayerSpec("b", "recurrent", 1, dtype="float32", state_bytes=4096)]
-        >>> plan = plan_cache(layers, 2**20, max_model_len=256)
-        >>> [tuple(storage.key_cache(0).shape) for storage in KVStorage.for_plan(plan)]
-        [(256, 64, 2, 8), (256, 1, 1, 1024)]
+        Returns:
+            One storage per group.
+
+        Raises:
+            ValueError: Layers of a group differ in heads, sizes or dtype, or a state is not a whole
+                number of elements.
+
+        Example:
+            >>> from kvcache import LayerSpec, plan_cache
+            >>> layers = [LayerSpec("a", "full_attention", 16, num_kv_heads=2, head_size=8)]
+            >>> layers += [LayerSpec("b", "recurrent", 1, dtype="float32", state_bytes=4096)]
+            >>> plan = plan_cache(layers, 2**20, max_model_len=256)
+            >>> [tuple(storage.key_cache(0).shape) for storage in KVStorage.for_plan(plan)]
+            [(256, 64, 2, 8), (256, 1, 1, 1024)]
         """
         if not isinstance(plan, CachePlan):
             raise TypeError(f"plan is a {type(plan).__name__}: expected a CachePlan")
@@ -212,7 +253,12 @@ class KVStorage:
             (group.block_size, [specs[name] for name in group.layers]) for group in plan.groups
         ]
         shapes = [_shape_of_group(block_size, layers) for block_size, layers in groups]
-        layers_per_page = plan.page_bytes // plan.layer_page_bytes
+        layers_per_page = max((len(group.layers) for group in plan.groups), default=0)
+        if plan.page_bytes != layers_per_page * plan.layer_page_bytes:
+            raise ValueError(
+                f"plan.page_bytes is {plan.page_bytes}: expected {layers_per_page} layers of "
+                f"plan.layer_page_bytes {plan.layer_page_bytes}, as many as the largest group has"
+            )
         sizes = [[plan.layer_page_bytes]] * layers_per_page
         pages = Pages.allocate(plan.num_pages, sizes, device=device)
         storages = []
@@ -222,7 +268,7 @@ class KVStorage:
             seen = "MLA" if has_one_part else "FLASHINFER" if backend is None else backend
             options = {"backend": seen, "layout": layout, "layers": range(len(layers))}
             storages.append(cls.over(pages, **shape, **options))
-        pages.contents = PageContents.of(pages, storages)
+        pages.contents = contents_of(pages, [each.parts for each in storages])
         return storages
 
     @classmethod
@@ -233,15 +279,25 @@ class KVStorage:
         backend: str | AttentionBackend | EngineBackend | None = None,
         v_head_size: int | None = None,
     ) -> KVStorage:
-        """A storage over an engine's own tensors; one entry per layer, all with the same format.
+        """Create a storage over an engine's own tensors.
 
-        Each is indexed as `backend` says; its strides determine NHD or HND. `backend` None: determined by
-        the shape, [2, num_blocks, block_size, num_kv_heads, head_size], [num_blocks, 2, ...],
-        [num_blocks, block_size, head_size] (MLA), or a pair (K, V) of
-        [num_blocks, block_size, num_kv_heads, (v_)head_size]. `v_head_size`: for a backend that keeps K
-        and V of a head in one dimension (default: half of it; 0 for MLA). ValueError where the shape does
-        not fit the backend or fits two, or layers differ. For other content (recurrent states) use
-        `Pages.over`, which moves any bytes.
+        Strides determine whether the layout is NHD or HND. For other content, such as recurrent states,
+        use `Pages.over`, which moves arbitrary bytes.
+
+        Args:
+            kv_caches: One tensor, or pair (K, V), per layer, all with the same format.
+            backend: How the tensors are indexed. None: determined by the shape, which is
+                [2, num_blocks, block_size, num_kv_heads, head_size], [num_blocks, 2, ...],
+                [num_blocks, block_size, head_size] (MLA), or a pair (K, V) of
+                [num_blocks, block_size, num_kv_heads, (v_)head_size].
+            v_head_size: Elements of V per head, for a backend that keeps K and V of a head in one
+                dimension. None: half of that dimension, or 0 for MLA.
+
+        Returns:
+            The storage.
+
+        Raises:
+            ValueError: The shape does not fit the backend, the shape is ambiguous, or the layers differ.
         """
         if isinstance(kv_caches, Mapping):
             raise TypeError("kv_caches is a mapping: expected a sequence, one entry per layer")
@@ -280,9 +336,9 @@ class KVStorage:
             num_blocks, block_size, num_kv_heads, head_size, value.shape[3], key.dtype, layout
         )
         self.backend = described
-        self.memory_order = None  # not known; the strides are the engine's
+        self.memory_order = None  # unknown; the engine determines the strides
         self.pages = Pages.over(kv_caches, dims)
-        self.pages.contents = PageContents.of(self.pages, [self])
+        self.pages.contents = contents_of(self.pages, [self.parts])
         return self
 
     def _start(self) -> None:
@@ -303,7 +359,7 @@ class KVStorage:
         layout: str,
         backend: str | AttentionBackend | EngineBackend,
     ) -> None:
-        """Sets the sizes of caches that a backend describes."""
+        """Set the sizes of caches that a backend describes."""
         self._start()
         self.backend = described_backend(backend)
         dtype = _torch_dtype(dtype)
@@ -362,12 +418,12 @@ class KVStorage:
 
     @property
     def num_layers(self) -> int:
-        """Layers, counted from 0."""
+        """Number of layers."""
         return len(self._keys)
 
     @property
     def blocks_per_page(self) -> int:
-        """Blocks that the first page has, the null page: more than one over parts of pages."""
+        """Number of blocks in the null page. Greater than 1 if blocks are parts of pages."""
         return self._num_null_blocks
 
     @property
@@ -381,24 +437,40 @@ class KVStorage:
         caches = [*self._keys, *self._values]
         return sum(cache.numel() * cache.element_size() for cache in caches)
 
+    @property
+    def parts(self) -> BlockParts:
+        """The caches of all layers, by part. Missing parts are omitted."""
+        layers = range(self.num_layers)
+        views = {"key": [self.key_cache(layer) for layer in layers]}
+        if self.v_head_size:
+            views["value"] = [self.value_cache(layer) for layer in layers]
+        if self.has_scales:
+            views["scales"] = [self.scale_cache(layer).unsqueeze(2) for layer in layers]
+        return BlockParts(self.blocks_per_page, views if self.num_layers else {})
+
     def key_cache(self, layer: int) -> torch.Tensor:
-        """[num_blocks, block_size, num_kv_heads, head_size], a view."""
+        """Return a view [num_blocks, block_size, num_kv_heads, head_size]."""
         return self._keys[self._checked(layer)]
 
     def value_cache(self, layer: int) -> torch.Tensor:
-        """[num_blocks, block_size, num_kv_heads, v_head_size], a view."""
+        """Return a view [num_blocks, block_size, num_kv_heads, v_head_size]."""
         return self._values[self._checked(layer)]
 
     def scale_cache(self, layer: int) -> torch.Tensor:
-        """uint8[num_blocks, block_size, scale_bytes_per_token], a view."""
+        """Return a view uint8[num_blocks, block_size, scale_bytes_per_token]."""
         if not self.has_scales:
             raise ValueError("the storage has no scales: expected scale_bytes_per_token > 0")
         return self._scale_caches[self._checked(layer)]
 
     def set_scales(self, k_scale: torch.Tensor, v_scale: torch.Tensor) -> None:
-        """Sets the scales of fp8 values: float32[num_layers, 1], or [num_layers, num_kv_heads].
+        """Set the scales of fp8 values.
 
-        ValueError for storage of another dtype, and for scales that are not above 0.
+        Args:
+            k_scale: float32[num_layers, 1] or float32[num_layers, num_kv_heads], positive.
+            v_scale: The same for V.
+
+        Raises:
+            ValueError: The storage is not fp8, or a scale is not positive.
         """
         if self.dtype.itemsize != 1 or not self.dtype.is_floating_point:
             raise ValueError(
@@ -420,8 +492,10 @@ class KVStorage:
             on_host = scale.cpu()
             if not (torch.isfinite(on_host) & (on_host > 0)).all():
                 raise ValueError(f"{name} is {scale.tolist()}: expected finite numbers above 0")
-        self.k_scale = k_scale.to(self.device).contiguous()
-        self.v_scale = v_scale.to(self.device).contiguous()
+        # Copies: the caller's tensors may change.
+        self.k_scale, self.v_scale = (
+            scale.to(self.device, copy=True).contiguous() for scale in (k_scale, v_scale)
+        )
 
     def write(
         self,
@@ -430,13 +504,19 @@ class KVStorage:
         value: torch.Tensor | None,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Writes key, value [n, num_kv_heads, (v_)head_size] at slots int64[n]; see `ops.write_kv`.
+        """Write the K and V of tokens to their slots; see `ops.write_kv`.
 
-        Tokens and heads may lie in any order in memory: K that was computed in HND order, as
-        [num_kv_heads, n, head_size], is `key.transpose(0, 1)`. Tokens at slot -1 and in the null block
-        (block 0: what slid out of a window, padding) are not written.
-        For fp8 storage they may be bfloat16, float16 or float32, and are divided by the scales. value
-        is None where V has no elements (MLA without a rotary part).
+        Tokens at slot -1 and in the null block (block 0) are skipped: they are padding or have left a
+        window.
+
+        Args:
+            layer: The layer.
+            key: [n, num_kv_heads, head_size], with any strides for tokens and heads. For K in HND order,
+                [num_kv_heads, n, head_size], pass `key.transpose(0, 1)`. For fp8 storage, bfloat16,
+                float16 and float32 are accepted and divided by the scales.
+            value: [n, num_kv_heads, v_head_size], as `key`. None if V is empty (MLA without a rotary
+                part).
+            slot_mapping: int64[n].
         """
         cache = self.key_cache(layer)
         given = key if value is None else value
@@ -450,11 +530,16 @@ class KVStorage:
     def gather(
         self, layer: int, slot_mapping: torch.Tensor, dtype: torch.dtype | str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(key, value), [n, num_kv_heads, (v_)head_size], of the tokens at slots int64[n].
+        """Read the K and V of tokens at the given slots. Slot -1 and the null block yield zeros.
 
-        Zeros for tokens at slot -1 and in the null block.
-        `dtype`: the dtype of the result, for fp8 storage (values are multiplied by the scales); default
-        the storage's.
+        Args:
+            layer: The layer.
+            slot_mapping: int64[n].
+            dtype: Dtype of the result, for fp8 storage: values are multiplied by the scales. None: the
+                storage's dtype.
+
+        Returns:
+            (key, value), each [n, num_kv_heads, (v_)head_size].
         """
         _check_tensors(slot_mapping=slot_mapping)
         shape = (len(slot_mapping), self.num_kv_heads)
@@ -469,7 +554,7 @@ class KVStorage:
     def write_layers(
         self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """As `write`, for all layers: key, value [num_layers, n, num_kv_heads, (v_)head_size]."""
+        """Write all layers; see `write`. key, value: [num_layers, n, num_kv_heads, (v_)head_size]."""
         _check_tensors(key=key, value=value, slot_mapping=slot_mapping)
         slots, stacks = self._of_tokens(slot_mapping), self._stacks()
         self._check_all_layers(key, "key", len(stacks) == 1)
@@ -481,9 +566,12 @@ class KVStorage:
     def gather_layers(
         self, slot_mapping: torch.Tensor, dtype: torch.dtype | str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `gather`, for all layers: (key, value), [num_layers, n, num_kv_heads, (v_)head_size].
+        """Read all layers, for example to offload single tokens; see `gather`.
 
-        For offloading single tokens. One launch where layers lie at equal distances.
+        Layers at a constant stride take a single launch.
+
+        Returns:
+            (key, value), each [num_layers, n, num_kv_heads, (v_)head_size].
         """
         _check_tensors(slot_mapping=slot_mapping)
         dtype = self.dtype if dtype is None else _torch_dtype(dtype)
@@ -497,7 +585,7 @@ class KVStorage:
         return key, value
 
     def _check_all_layers(self, tokens: torch.Tensor, name: str, in_one_call: bool) -> None:
-        """That a call per layer is refused in the first, before any layer is written."""
+        """Raise the errors of a call per layer, before any layer is written."""
         if tokens.ndim != 4 or tokens.shape[0] != self.num_layers:
             raise ValueError(
                 f"{name} has shape {list(tokens.shape)}: expected "
@@ -511,7 +599,7 @@ class KVStorage:
             raise ValueError(f"{name} shares memory with the storage: expected memory of its own")
 
     def _of_tokens(self, slots: torch.Tensor) -> torch.Tensor:
-        """The slots, those in null blocks as -1; the ops know the first block."""
+        """Replace slots in null blocks by -1. The ops themselves recognize the first block."""
         if self._num_null_blocks == 1:
             return slots
         # Other devices may lack these operations.
@@ -520,7 +608,7 @@ class KVStorage:
         return torch.where(is_null, -1, computed).to(slots.device)
 
     def _stacks(self) -> list[tuple[slice | int, torch.Tensor, torch.Tensor]]:
-        """K and V of all layers as one [num_layers, num_blocks, ...] each, or layer by layer."""
+        """Return K and V of all layers stacked, [num_layers, num_blocks, ...] each, or layer by layer."""
         whole = [stacked(caches) for caches in (self._keys, self._values)]
         if None not in whole:
             return [(slice(None), *whole)]
@@ -545,7 +633,7 @@ class KVStorage:
         placed: Placement,
         layer: int,
     ) -> None:
-        """Adds the views of a layer; regions begin at byte `begin + starts` of memory's storage."""
+        """Add the views of a layer. Regions begin at byte `begin + starts` of the storage of `memory`."""
         storage = memory.untyped_storage()
         caches = []
         for p in range(len(placed.head_bytes)):
@@ -577,7 +665,7 @@ class KVStorage:
 
 
 def _check_tensors(**arguments: object) -> None:
-    """TypeError for an argument that is no tensor, ValueError for one without a dimension or an end."""
+    """Raise TypeError for arguments that are not tensors, ValueError for 0 dimensions or unknown size."""
     for name, value in arguments.items():
         instance(value, torch.Tensor, name)
         if value.ndim == 0:
@@ -586,12 +674,12 @@ def _check_tensors(**arguments: object) -> None:
 
 
 def _torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """A dtype that caches have, given as that or by its name. TypeError or ValueError."""
+    """Convert a dtype of caches, or its name, to a torch.dtype. Raises TypeError or ValueError."""
     return getattr(torch, dtype_name(dtype, ELEMENT_BYTES))
 
 
 def _shape_of_group(block_size: int, layers: Sequence[LayerSpec]) -> dict[str, object]:
-    """The arguments of `KVStorage.over` that the layers of one group agree on."""
+    """Return the arguments of `KVStorage.over` on which all layers of a group agree."""
     first, shape = layers[0], _shape_of_layer(layers[0], block_size)
     for layer in layers[1:]:
         if (other := _shape_of_layer(layer, block_size)) != shape:

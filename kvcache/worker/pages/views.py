@@ -1,4 +1,4 @@
-"""Views of an attention backend's cache as K and V, and the reverse."""
+"""Conversion between an attention backend's cache and K and V views."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _ROLES = ("block", "token", "head", "element")
 
 
 def as_indexed(key: torch.Tensor, value: torch.Tensor, dims: tuple[str, ...]) -> Tensors:
-    """K and V [num_blocks, block_size, num_kv_heads, ...] as one view that a backend indexes by `dims`.
+    """Combine K and V [num_blocks, block_size, num_kv_heads, ...] into one view with a backend's `dims`.
 
-    The pair (K, V) where `dims` has "kv" and their shapes differ.
+    Returns the pair (K, V) if `dims` contains "kv" and their shapes differ.
     """
     sizes = dict(zip(_ROLES, key.shape))
     strides = dict(zip(_ROLES, key.stride()))
@@ -26,13 +26,13 @@ def as_indexed(key: torch.Tensor, value: torch.Tensor, dims: tuple[str, ...]) ->
         sizes["kv"] = 2
         strides["kv"] = (value.data_ptr() - key.data_ptr()) // key.element_size()
     else:
-        sizes["element"] += value.shape[3]  # behind K
+        sizes["element"] += value.shape[3]  # after K
     shape, steps = ([each[role] for role in dims] for each in (sizes, strides))
     return key.as_strided(shape, steps, key.storage_offset())
 
 
 def stacked(caches: list[torch.Tensor]) -> torch.Tensor | None:
-    """One view [num_layers, ...] of tensors that lie at equal distances in one storage; else None."""
+    """Return one view [num_layers, ...] of evenly spaced tensors in one storage, otherwise None."""
     first = caches[0]
     begins = [cache.data_ptr() for cache in caches]
     steps = {later - earlier for earlier, later in pairwise(begins)}
@@ -51,7 +51,7 @@ def stacked(caches: list[torch.Tensor]) -> torch.Tensor | None:
 def key_and_value(
     cache: Tensors, described: AttentionBackend | None, v_head_size: int | None, name: str
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """K, V and the block dimension of an engine's cache of one layer."""
+    """Return K, V and the block dimension of a layer's cache in an engine's format."""
     if not isinstance(cache, torch.Tensor):
         cache = listed(cache, name, "a tensor or a pair of tensors")
         for each in cache:

@@ -1,1 +1,1 @@
-"""Page copies between device and host that overlap with computing, and their bandwidth."""
+"""Page copies between device and host that overlap with computation, and their bandwidth."""

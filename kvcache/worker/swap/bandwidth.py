@@ -1,4 +1,4 @@
-"""Measures page copies on a machine, and in the same run one contiguous copy of the same bytes."""
+"""Benchmarks page copies against a contiguous copy of the same number of bytes in the same run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from itertools import product
 import numpy as np
 import torch
 
+from kvcache.worker.pages.page_copy import PageCopy
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.swap.calibration import (
     DEFAULT,
@@ -26,16 +27,17 @@ from kvcache.worker.swap.calibration import (
     steps_of,
 )
 from kvcache.worker.swap.engine import SwapEngine
-from kvcache.worker.swap.page_copy import PageCopy
 
 FRAGMENTS = tuple(2**n for n in range(12, 23))  # 4 KiB to 4 MiB
 BOTH, HOST = "both", "host"  # both directions at once; from host memory to host memory
-POOL_BYTES = 2 << 30  # pages are scattered over so much: more than a device's address caches cover
-_COUNTS = (32, 256, 2048)  # numbers of fragments per swap that a calibration measures
+POOL_BYTES = (
+    2 << 30
+)  # pages are scattered over this pool: more than a device's address caches cover
+_COUNTS = (32, 256, 2048)  # fragments per swap that a calibration measures
 _THREAD_BLOCKS = (1, 2, 4, 8, 12, 16, 24, 32)
-_RUN = 16  # neighbouring pages
+_RUN = 16  # consecutive pages
 _PATTERNS = ("scattered", "runs")
-# Of the clock that `hold` counts: no device's is faster, so a hold is at least as long as asked for.
+# Upper bound of the clock that `hold` counts: no device is faster, so a hold is never too short.
 _MOST_CYCLES_PER_S = 2e9
 _LEAST_HOLD_S, _MOST_HOLD_S = 200e-6, 0.1
 _STAGING_BYTES = 64 << 20  # per direction: SwapEngine's default
@@ -45,10 +47,19 @@ _STAGING_BYTES = 64 << 20  # per direction: SwapEngine's default
 class Rate:
     """One measurement.
 
-    `direction`: out, in, both or host. `fragment`: bytes of a fragment. `num_fragments`: fragments per
-    swap. Both count before fragments of consecutive pages are merged. `pattern`: pages "scattered", or in
-    "runs" of 16. `submit_us`: what submitting took the host, which is not in the rate, unless
-    `submission_is_hidden` is false: then the device waited for it.
+    Attributes:
+        direction: "out", "in", "both" or "host".
+        fragment: Bytes per fragment, before fragments of consecutive pages are merged.
+        pattern: "scattered" pages, or "runs" of 16 consecutive pages.
+        method: The copy method.
+        gb_per_s: Measured bandwidth.
+        contiguous_gb_per_s: Bandwidth of a contiguous copy.
+        num_thread_blocks: Thread blocks of the kernel. None if no kernel accesses host memory.
+        num_fragments: Fragments per swap, before merging.
+        submit_us: Time that the host spent on submission. It does not count toward the bandwidth unless
+            `submission_is_hidden` is false.
+        submission_is_hidden: Whether submission completed before the device started. If not, the device
+            waited for it.
     """
 
     direction: str
@@ -57,22 +68,26 @@ class Rate:
     method: str
     gb_per_s: float
     contiguous_gb_per_s: float
-    num_thread_blocks: int | None = None  # None: no kernel accesses the host's memory
+    num_thread_blocks: int | None = None  # None: no kernel accesses host memory
     num_fragments: int | None = None
     submit_us: float | None = None
     submission_is_hidden: bool | None = None
 
     @property
     def share(self) -> float:
-        """Share of the contiguous copy's bandwidth."""
+        """Fraction of the contiguous copy's bandwidth."""
         return self.gb_per_s / self.contiguous_gb_per_s
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Median seconds of the device's work, and of the host that submits it.
+    """Median times of a launch, in seconds.
 
-    `is_hidden`: whether all was submitted before the device began, so that `device_s` is its work alone.
+    Attributes:
+        device_s: Time that the device worked.
+        submit_s: Time that the host spent on submission.
+        is_hidden: Whether submission completed before the device started, so that `device_s` contains
+            only the device's work.
     """
 
     device_s: float
@@ -81,7 +96,7 @@ class Timing:
 
 
 def median_times(*functions: Callable[[], object], rounds: int = 7) -> list[float]:
-    """Median seconds per call of each function, measured in turns so that noise affects all equally."""
+    """Return median seconds per call, interleaving the functions so that noise affects all equally."""
     times: list[list[float]] = [[] for _ in functions]
     for function in functions:
         function()  # warm caches, allocator and branch predictor
@@ -94,17 +109,17 @@ def median_times(*functions: Callable[[], object], rounds: int = 7) -> list[floa
 
 
 def host_rates(num_bytes: int, fragments: tuple[int, ...] = FRAGMENTS) -> Iterator[Rate]:
-    """Copies of scattered pages within host memory, with as many threads as torch has."""
+    """Measure copies of scattered pages within host memory, with as many threads as torch uses."""
     whole = _memcpy(num_bytes, torch.get_num_threads())
     for fragment in fragments:
         yield _host_rate(fragment, num_bytes, whole)
 
 
 def _host_rate(fragment: int, num_bytes: int, whole: Callable[[], None]) -> Rate:
-    """The rate for one fragment size. Its pages are freed before those of the next are made."""
+    """Measure one fragment size. Its pages are freed before the next size allocates."""
     source, pairs = _pages(fragment, num_bytes, "scattered", "cpu")
     host = source.on_host(source.num_blocks)
-    # Memory that was never written is one physical page of zeros, which stays in the caches.
+    # Memory that was never written maps to a single physical zero page, which stays in the caches.
     source.memory.random_(0, 256)
     host.memory.fill_(1)
     page_copy = PageCopy(source, host)
@@ -114,13 +129,13 @@ def _host_rate(fragment: int, num_bytes: int, whole: Callable[[], None]) -> Rate
 
 
 def host_rates_bytes(num_bytes: int) -> int:
-    """Bytes that `host_rates` needs at a time: both sides of the pages and of the contiguous copy."""
+    """Return the peak bytes that `host_rates` needs, for both sides of pages and contiguous copy."""
     pool, _ = _largest_pool(num_bytes, 0, ("scattered",))
     return 2 * pool + 2 * num_bytes
 
 
 def device_rates_bytes(num_bytes: int, pool_bytes: int = POOL_BYTES) -> tuple[int, int]:
-    """Bytes that `device_rates` needs at a time, (of the device, of the host).
+    """Return the peak bytes that `device_rates` needs, as (device bytes, host bytes).
 
     They include the memory of the contiguous copy, which torch's allocators keep, and on the device the
     staging memory of both directions.
@@ -142,18 +157,31 @@ def device_rates(
     counts: tuple[int, ...] = (),
     thread_blocks: tuple[int, ...] = (),
 ) -> Iterator[Rate]:
-    """Swaps between a device and pinned host memory. Method None: the one that the calibration chooses.
+    """Measure swaps between a device and pinned host memory.
 
-    A swap moves `num_bytes`, in pages that are scattered over `pool_bytes` on both sides. `counts`: swaps
-    of these numbers of fragments instead, as far as `num_bytes` suffices. `thread_blocks`: the kernel
-    with each of these numbers in turn, instead of the calibration's, over the same pool.
+    Args:
+        device: The device.
+        num_bytes: Bytes per swap.
+        fragments: Fragment sizes in bytes.
+        methods: Copy methods. None: the method that the calibration chooses.
+        calibration: The calibration. None: the one for this machine.
+        directions: Directions to measure.
+        patterns: "scattered" or "runs".
+        rounds: Repetitions per measurement.
+        pool_bytes: Size of the pool, on each side, over which pages are scattered.
+        counts: Fragments per swap to measure instead of `num_bytes`, which also limits them.
+        thread_blocks: Numbers of thread blocks to measure over the same pool, instead of the
+            calibration's.
+
+    Yields:
+        One measurement per combination.
     """
     base = calibration or calibration_of(device)
     trials = [replace(base, num_thread_blocks=n) for n in thread_blocks] or [base]
     limits = _contiguous_gb_per_s(device, num_bytes, directions)
 
     def of_one_pool(fragment: int, pattern: str) -> Iterator[Rate]:
-        """The rates for one pool. It is freed before the next pool is made."""
+        """Measure one pool. It is freed before the next pool is allocated."""
         pages, pairs = _pages(fragment, num_bytes, pattern, device, pool_bytes)
         host = pages.on_host(pages.num_blocks)
         pages.memory.random_(0, 256)
@@ -167,7 +195,7 @@ def device_rates(
                 for number in sorted(numbers or {len(pairs)}):
                     some = pairs[:number]
                     timing = _swap_timing(engine, some, direction, rounds)
-                    # With both directions, each moves one half.
+                    # For both directions, each direction moves half of the bytes.
                     rate = number * pages.page_bytes / timing.device_s / 1e9
                     used = method or engine.method_for(IN if direction == BOTH else direction, some)
                     blocks = engine.calibration.num_thread_blocks if used == KERNEL else None
@@ -183,7 +211,7 @@ def device_rates(
                         timing.submit_s * 1e6,
                         timing.is_hidden,
                     )
-            del engine  # frees its staging memory before the next engine is made
+            del engine  # frees its staging memory before the next engine is created
 
     for pattern in patterns:
         for fragment in fragments:
@@ -196,8 +224,17 @@ def calibrate(
     progress: Callable[[Rate], None] = lambda rate: None,
     pool_bytes: int = POOL_BYTES,
 ) -> Calibration:
-    """Measures the fastest method by number and size of fragments, and the fewest thread blocks that
-    suffice."""
+    """Measure the fastest copy methods, and the smallest sufficient number of thread blocks.
+
+    Args:
+        device: The device.
+        num_bytes: Bytes per swap.
+        progress: Called with each measurement.
+        pool_bytes: Size of the pool, on each side, over which pages are scattered.
+
+    Returns:
+        The calibration of this machine.
+    """
     by_blocks: dict[int | None, float] = {}
     for rate in device_rates(
         device,
@@ -231,12 +268,12 @@ def calibrate(
     ):
         progress(rate)
         case = (rate.direction, rate.fragment, rate.num_fragments)
-        # Another method must be clearly faster, so that noise makes no steps.
+        # Another method must be clearly faster, so that noise creates no steps.
         if case not in best or rate.gb_per_s > 1.03 * best[case].gb_per_s:
             best[case] = rate
 
     def method(direction: str, size: int, count: int) -> str:
-        """The best method measured at the number of fragments nearest to `count`."""
+        """Return the best method at the measured number of fragments nearest to `count`."""
         numbers = [n for way, fragment, n in best if (way, fragment) == (direction, size)]
         return best[direction, size, min(numbers, key=lambda n: abs(n - count))].method
 
@@ -254,9 +291,9 @@ def calibrate(
 def _pages(
     fragment: int, num_bytes: int, pattern: str, device: torch.device | str, pool_bytes: int = 0
 ) -> tuple[Pages, np.ndarray]:
-    """Pages with fragments of this size, and pairs that move `num_bytes` of them.
+    """Allocate pages with fragments of this size, and pairs that move `num_bytes`.
 
-    The pairs are scattered over a pool of `pool_bytes`, or of `num_bytes` if that is more.
+    The pairs are scattered over a pool of `pool_bytes`, or of `num_bytes` if that is larger.
     """
     chance = np.random.default_rng(0)
     sizes, unit, in_pool, num_moved = _shape(fragment, num_bytes, pattern, pool_bytes)
@@ -269,7 +306,10 @@ def _pages(
 def _shape(
     fragment: int, num_bytes: int, pattern: str, pool_bytes: int
 ) -> tuple[list[list[int]], int, int, int]:
-    """(a page's sizes, pages per group, groups in the pool, groups that move); groups are contiguous."""
+    """Return (fragment sizes of a page, pages per group, groups in the pool, groups to move).
+
+    The pages of a group are contiguous.
+    """
     if (
         pattern == "runs"
     ):  # a page is one fragment, and groups of 16 pages are contiguous on both sides
@@ -282,7 +322,7 @@ def _shape(
 
 
 def _largest_pool(num_bytes: int, pool_bytes: int, patterns: tuple[str, ...]) -> tuple[int, int]:
-    """Bytes of the largest pool for any of `FRAGMENTS` on one side, and of the largest page."""
+    """Return the bytes of the largest one-sided pool over all `FRAGMENTS`, and of the largest page."""
     pool = page = 0
     for pattern in patterns:
         for fragment in FRAGMENTS:
@@ -313,18 +353,18 @@ def _swap_timing(engine: SwapEngine, pairs: np.ndarray, direction: str, rounds: 
 
 
 def hold(seconds: float) -> None:
-    """Keeps the current stream from going on for at least so long; the host does not wait."""
+    """Block the current stream for at least this many seconds without blocking the host."""
     torch.cuda._sleep(int(seconds * _MOST_CYCLES_PER_S))
 
 
 def device_seconds(launch: Callable[[], object], rounds: int = 7) -> Timing:
-    """Measures the work that `launch` launches and the current stream of the current device waits for.
+    """Measure the device time of work launched by `launch` and awaited by the current stream.
 
-    By the device's clock. The stream is held until all is submitted, so that the submission does not
-    count; a round in which the device came first is repeated, with a longer hold.
+    The stream is held until everything is submitted, so that submission time does not count. If the
+    device overtakes the submission, the round is repeated with a longer hold.
     """
     stream = torch.cuda.current_stream()
-    rounds_left, repeats_left = 1 + rounds, rounds  # the first warms caches and allocator
+    rounds_left, repeats_left = 1 + rounds, rounds  # the first round warms caches and allocator
     hold_s, taken, submitting, is_hidden = _LEAST_HOLD_S, [], [], True
     while rounds_left:
         torch.cuda.synchronize()
@@ -352,7 +392,7 @@ def device_seconds(launch: Callable[[], object], rounds: int = 7) -> Timing:
 def _contiguous_gb_per_s(
     device: torch.device, num_bytes: int, directions: tuple[str, ...]
 ) -> dict[str, float]:
-    """GB/s of one pinned copy of all bytes; for both directions, of two copies of half on two streams."""
+    """Return GB/s of a contiguous pinned copy, or of two half copies on two streams for "both"."""
     host = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     current = torch.cuda.current_stream(device)
@@ -383,14 +423,14 @@ def _contiguous_gb_per_s(
 
 
 def _memcpy(num_bytes: int, num_threads: int) -> Callable[[], None]:
-    """A function that makes one contiguous copy with the C library, divided among threads."""
+    """Return a function that makes one contiguous copy with the C library, split over threads."""
     source, target = (torch.ones(num_bytes, dtype=torch.uint8, device="cpu") for _ in range(2))
     cuts = np.linspace(0, num_bytes, num_threads + 1).astype(np.int64).tolist()
     pool = ThreadPoolExecutor(num_threads)
 
     def copy_part(part: int) -> None:
         begin, end = cuts[part], cuts[part + 1]
-        # ctypes releases the interpreter's lock.
+        # ctypes releases the GIL.
         ctypes.memmove(target.data_ptr() + begin, source.data_ptr() + begin, end - begin)
 
     def copy() -> None:

@@ -1,4 +1,4 @@
-"""The fastest method of moving pages on a machine, by direction, number and size of fragments."""
+"""The fastest copy method on a machine, by direction and by number and size of fragments."""
 
 from __future__ import annotations
 
@@ -16,27 +16,33 @@ import torch
 
 from kvcache.checks import shown
 
-# kernel: a kernel that accesses pinned host memory. copy_engine: the copy engine, fragment by fragment.
-# staging: a kernel that gathers pages into the host's layout on the device, and the copy engine.
+# kernel: a kernel accesses pinned host memory. copy_engine: the copy engine copies fragment by
+# fragment. staging: a kernel packs pages into the host layout on the device, and the copy engine
+# transfers them.
 KERNEL, COPY_ENGINE, STAGING = METHODS = ("kernel", "copy_engine", "staging")
 OUT, IN = DIRECTIONS = ("out", "in")  # device to host, host to device
 
-Steps = tuple[tuple[int, str], ...]  # (smallest fragment in bytes, method), ascending from 0
-Table = tuple[tuple[int, Steps], ...]  # (fewest fragments, steps), ascending from 0
-VERSION = 2  # file version; version 1 had no numbers of fragments
+Steps = tuple[tuple[int, str], ...]  # (minimum fragment size in bytes, method), ascending from 0
+Table = tuple[tuple[int, Steps], ...]  # (minimum number of fragments, steps), ascending from 0
+VERSION = 2  # file version; version 1 lacked the number of fragments
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The method of swaps by direction, number of fragments and their size, measured on `machine`.
+    """The copy method for a swap, by its direction and by the number and size of its fragments.
 
-    `out`, `in_`: (fewest fragments, ((smallest fragment in bytes, method), ...)), both ascending from
-    0. `num_thread_blocks`: of a kernel that accesses the host's memory.
+    Args:
+        machine: Name of the machine that the figures were measured on.
+        out: Device to host, as a tuple of (minimum number of fragments, ((minimum fragment size in
+            bytes, method), ...)). Both minimums ascend from 0.
+        in_: The same for host to device.
+        num_thread_blocks: Thread blocks of a kernel that accesses host memory.
 
-    >>> DEFAULT.method("in", 16 * 1024, 1000), DEFAULT.method("in", 64 * 1024, 1000)
-    ('kernel', 'copy_engine')
-    >>> DEFAULT.method("in", 16 * 1024, num_fragments=8)
-    'copy_engine'
+    Example:
+        >>> DEFAULT.method("in", 16 * 1024, 1000), DEFAULT.method("in", 64 * 1024, 1000)
+        ('kernel', 'copy_engine')
+        >>> DEFAULT.method("in", 16 * 1024, num_fragments=8)
+        'copy_engine'
     """
 
     machine: str
@@ -57,18 +63,18 @@ class Calibration:
             raise ValueError(f"num_thread_blocks is {self.num_thread_blocks}: expected 1 or more")
 
     def method(self, direction: str, fragment_bytes: float, num_fragments: int) -> str:
-        """The method for `num_fragments` fragments of `fragment_bytes` bytes."""
+        """Return the method for `num_fragments` fragments of `fragment_bytes` bytes."""
         return _last_up_to(_last_up_to(self._table(direction), num_fragments), fragment_bytes)
 
     def methods(self, direction: str) -> set[str]:
-        """All methods that may be chosen for a direction."""
+        """Return all methods that may be chosen for a direction."""
         return {method for _, steps in self._table(direction) for _, method in steps}
 
     def _table(self, direction: str) -> Table:
         return self.out if direction == OUT else self.in_
 
     def save(self, path: Path) -> None:
-        """Writes the calibration to a file, atomically."""
+        """Write the calibration to a file atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}.tmp")
         content = {"version": VERSION, **asdict(self)}
@@ -94,11 +100,11 @@ def _last_up_to(steps: tuple, number: float) -> object:
     return steps[max(bisect_right([start for start, _ in steps], number) - 1, 0)][1]
 
 
-# Published figures, not measured by this project. On an H100 (PCIe Gen5), host to device, the copy engine
-# falls from 40 to 6 GB/s below about 28 KiB per fragment, while a kernel fills the bus. Device to host
-# the copy engine is faster than the kernel, so small fragments are first gathered by staging. On an H100
-# and an A30 (vllm-project/vllm#57555), host to device, the copy engine is faster at every size below
-# about 32 fragments.
+# Published figures, not measured by this project. Host to device on an H100 (PCIe Gen5), the copy
+# engine falls from 40 to 6 GB/s below about 28 KiB per fragment, while a kernel saturates the bus.
+# Device to host, the copy engine is faster than the kernel, so staging packs small fragments first.
+# Host to device on an H100 and an A30 (vllm-project/vllm#57555), the copy engine is faster at every
+# size below about 32 fragments.
 DEFAULT = Calibration(
     machine="NVIDIA H100, PCIe Gen5 (published figures)",
     out=((0, ((0, COPY_ENGINE),)), (32, ((0, STAGING), (28 * 1024, COPY_ENGINE)))),
@@ -110,7 +116,10 @@ T = TypeVar("T")
 
 
 def steps_of(measured: Iterable[tuple[int, T]]) -> tuple[tuple[int, T], ...]:
-    """Steps of measured (size or number, best choice), ascending; a step begins midway between two."""
+    """Convert measured (size or number, best choice) pairs to ascending steps.
+
+    A step begins midway between two measured values.
+    """
     steps: list[tuple[int, T]] = []
     before = 0
     for size, best in measured:
@@ -123,7 +132,7 @@ def steps_of(measured: Iterable[tuple[int, T]]) -> tuple[tuple[int, T], ...]:
 
 
 def path_for(machine: str) -> Path:
-    """Where a machine's calibration is kept: $KVCACHE_CALIBRATION, or a file in ~/.cache/kvcache."""
+    """Return a machine's calibration file: `$KVCACHE_CALIBRATION`, or a file in `~/.cache/kvcache`."""
     given = os.environ.get("KVCACHE_CALIBRATION")
     if given:
         return Path(given)
@@ -133,7 +142,7 @@ def path_for(machine: str) -> Path:
 
 
 def load(path: Path) -> Calibration:
-    """Reads a calibration that was saved. ValueError, naming the file, where it holds none."""
+    """Load a saved calibration. Raises ValueError, with the file's name, if the file is invalid."""
     try:
         found = json.loads(path.read_text())
         version = found.pop("version", 1) if isinstance(found, dict) else None
@@ -147,9 +156,9 @@ def load(path: Path) -> Calibration:
 
 
 def calibration_of(device: torch.device) -> Calibration:
-    """The calibration measured on this machine, else the built-in one.
+    """Return the calibration measured on this machine, or the built-in one if there is none.
 
-    Warns where the file was measured on another machine. ValueError for a file without a calibration.
+    Warns if the file was measured on another machine. Raises ValueError for an invalid file.
     """
     if device.type != "cuda":
         return DEFAULT

@@ -1,4 +1,4 @@
-"""Swaps pages between a device and the host while the engine computes."""
+"""Swaps pages between device and host while the engine computes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from kvcache.checks import (
     integers,
     shown,
 )
+from kvcache.worker.pages.page_copy import PageCopy
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.swap.calibration import (
     COPY_ENGINE,
@@ -30,44 +31,56 @@ from kvcache.worker.swap.calibration import (
     calibration_of,
 )
 from kvcache.worker.swap.job import SwapJob, SwapStream, until
-from kvcache.worker.swap.page_copy import PageCopy
-from kvcache.worker.swap.staging import Staging
+from kvcache.worker.swap.staging import SwapStaging
 from kvcache.worker.swap.streams import CpuStreams, CudaStreams, streams_of
 
 _NAMES = {OUT: "swap-out", IN: "swap-in"}
 
 
 class SwapEngine:
-    """Swaps pages between a device and the host on its own streams, one per direction.
+    """Swaps pages between device and host on its own streams, one per direction.
 
-    Ordering: a swap-out reads what the calling stream has computed so far, and `before_write` makes the
-    calling stream wait until pages have been read, so that it may overwrite them. A swap-in begins after
-    the work that is in the calling stream so far, and `before_read` makes the calling stream wait until
-    pages have arrived. Jobs of the two directions that share a page, on either side, run one after the
-    other. Nothing else may write to a job's pages.
+    A swap-out reads what the calling stream has computed so far. Before overwriting swapped-out pages,
+    call `before_write`, which makes the calling stream wait until they have been read. A swap-in starts
+    after the work that is in the calling stream. Before reading swapped-in pages, call `before_read`,
+    which makes the calling stream wait until they have arrived. Jobs of opposite directions that share
+    a page, on either side, run one after the other. Nothing else may write to a job's pages.
 
-    `method`: "kernel", "copy_engine" or "staging"; None chooses by `calibration` (default: the one that
-    `kvcache bench --calibrate` measured on this machine) from direction, number and mean size of the
-    fragments. Staging gathers pages in `staging_bytes` of device memory, so that one fragment per page
-    crosses the bus, and a swapped-out page may be written once it has been copied there. One half of
-    that memory is filled while the other is emptied. `batch_copies=False` passes fragments to the copy
-    engine one by one (as KVCACHE_BATCH_COPIES=0 does for the process), for drivers that hang in batches.
-    `layers_per_event` > 0 lets swapped-in layers be used while later ones still arrive (not with
-    `method` "staging", which brings whole pages).
+    On the CPU, and on devices that are neither CPU nor CUDA, a job is done when the call returns.
 
-    On the CPU, and on devices that are neither CPU nor CUDA, a job is done when the call returns. Swaps
-    are not captured in CUDA graphs: `swap_out`, `swap_in`, `before_read`, `before_write` and
-    `order_after_swap_ins` raise RuntimeError on a stream that is being captured, and launch nothing. Jobs
-    may be polled while any thread captures a graph. One thread at a time may call an engine's methods;
-    any thread may call `poll` of a job. The engine's streams have high priority. They are destroyed,
-    after their work is done, when the engine is garbage-collected. ValueError where the pages of the
-    two sides do not match, or `method` is "kernel" and the host's pages are not pinned.
+    Swaps cannot be captured in a CUDA graph: `swap_out`, `swap_in`, `before_read`, `before_write` and
+    `order_after_swap_ins` raise RuntimeError on a capturing stream and launch nothing. Polling a job is
+    allowed while any thread captures. Only one thread at a time may call an engine's methods, but any
+    thread may call `poll` of a job. The engine's streams have high priority. When the engine is
+    garbage-collected, they are destroyed after their work is done.
 
-    >>> device = Pages.allocate(9, [[512, 512]] * 4)
-    >>> engine = SwapEngine(device, device.on_host(100))
-    >>> engine.swap_out(np.array([[3, 70], [4, 71]])).wait(timeout_s=5)
-    >>> engine.swap_in(np.array([[70, 8]])).poll()
-    True
+    Args:
+        device: Pages on the device.
+        host: Pages in host memory, with fragments of the same sizes (`Pages.on_host`).
+        method: "kernel", "copy_engine" or "staging". None: chosen by `calibration` from the direction
+            and the number and mean size of the fragments. Staging packs pages in device memory, so that
+            each page crosses the bus as one fragment. A swapped-out page may be overwritten once it is
+            staged.
+        calibration: The calibration. None: the result of `kvcache bench --calibrate` on this machine,
+            or the built-in figures.
+        staging_bytes: Device memory for staging, per direction. One half is filled while the other is
+            emptied.
+        layers_per_event: If positive, swapped-in layers can be used while later layers are still
+            arriving. Method "staging" does not support it, because it transfers whole pages.
+        batch_copies: If false, pass fragments to the copy engine one at a time, for drivers that hang
+            in batched copies. `KVCACHE_BATCH_COPIES=0` does the same for the whole process.
+        streams: The streams to use. None: the default streams for the device.
+
+    Raises:
+        ValueError: The pages of the two sides do not match, or `method` is "kernel" and the host pages
+            are not pinned.
+
+    Example:
+        >>> device = Pages.allocate(9, [[512, 512]] * 4)
+        >>> engine = SwapEngine(device, device.on_host(100))
+        >>> engine.swap_out(np.array([[3, 70], [4, 71]])).wait(timeout_s=5)
+        >>> engine.swap_in(np.array([[70, 8]])).poll()
+        True
     """
 
     def __init__(
@@ -109,7 +122,7 @@ class SwapEngine:
         self.calibration = calibration or calibration_of(device.device)
         self._streams = streams_of(device.device) if streams is None else streams
         self._method = method
-        self._is_cpu = isinstance(self._streams, CpuStreams)  # the CPU has one method
+        self._is_cpu = isinstance(self._streams, CpuStreams)  # the CPU has a single method
         self._kernel_reaches_host = host.is_pinned or not on_cuda
         self.layers_per_event = layers_per_event
         by_layer = layers_per_event > 0
@@ -117,7 +130,7 @@ class SwapEngine:
         self._engines = {KERNEL: ops.KERNEL, COPY_ENGINE: copy_engine}
         if isinstance(self._streams, CudaStreams):
             ops.warm_up(device.device)
-        # Streams end with the engine; the pages live until then.
+        # The engine owns its streams. The finalizer keeps the pages alive until their work is done.
         self._own_streams, kept = [], [device, host]
         weakref.finalize(self, _close, self._streams, self._own_streams, kept)
         self._swap_streams = {
@@ -128,31 +141,48 @@ class SwapEngine:
             if self._may_stage(direction):
                 kept.append(self._make_staging(direction, swap_stream, staging_bytes))
         self._num_jobs = 0
-        self._begun: str | None = None  # the job that is being launched, or was interrupted then
+        self._begun: str | None = None  # the job being launched, or interrupted during its launch
 
     @property
     def is_idle(self) -> bool:
-        """Whether no job was under way when jobs were last polled."""
+        """Whether no job was in flight when jobs were last polled."""
         return not any(swap_stream.in_flight for swap_stream in self._swap_streams.values())
 
     def swap_out(self, pairs: np.ndarray) -> SwapJob:
-        """Starts a swap-out. pairs: int[n, 2], device page and host page.
+        """Start a swap-out.
 
-        ValueError, and nothing moves, for pages out of range or written twice; RuntimeError, and nothing
-        moves, while the calling stream is captured. A failure of the device does not raise here; it is
-        the job's `error`.
+        Args:
+            pairs: int[n, 2]. Device page and host page.
+
+        Returns:
+            The job. If the device fails, this call does not raise; the job's `error` is set.
+
+        Raises:
+            ValueError: A page is out of range or written twice. Nothing has moved.
+            RuntimeError: A CUDA graph is being captured on the calling stream. Nothing has moved.
         """
         return self._start(OUT, pairs)
 
     def swap_in(self, pairs: np.ndarray) -> SwapJob:
-        """Starts a swap-in. pairs: int[n, 2], host page and device page. Errors as for `swap_out`."""
+        """Start a swap-in.
+
+        Args:
+            pairs: int[n, 2]. Host page and device page.
+
+        Returns:
+            The job. Errors are the same as for `swap_out`.
+        """
         return self._start(IN, pairs)
 
     def before_write(self, pages: np.ndarray) -> None:
-        """Makes the calling stream wait until no job reads or writes these device pages (int[n]).
+        """Make the calling stream wait until no job reads or writes these device pages.
 
-        ValueError for pages out of range. RuntimeError while the calling stream is captured, unless no
-        job is under way.
+        Args:
+            pages: int[n]. Device pages.
+
+        Raises:
+            ValueError: A page is out of range.
+            RuntimeError: A CUDA graph is being captured on the calling stream while jobs are in flight.
         """
         self._check_whole()
         pages = integers(pages, "before_write", ())
@@ -165,9 +195,15 @@ class SwapEngine:
         self._after(stream, self._swap_streams[IN].last_writing(pages), "done")
 
     def before_read(self, job: SwapJob, layer: int | None = None) -> None:
-        """Makes the calling stream wait until a swapped-in layer (None: all layers) has arrived.
+        """Make the calling stream wait until a swapped-in layer has arrived.
 
-        ValueError for a layer out of range; RuntimeError while the calling stream is captured.
+        Args:
+            job: A swap-in.
+            layer: The layer. None: all layers.
+
+        Raises:
+            ValueError: The layer is out of range.
+            RuntimeError: A CUDA graph is being captured on the calling stream.
         """
         instance(job, SwapJob, "job")
         if layer is not None:
@@ -180,9 +216,11 @@ class SwapEngine:
             self._streams.wait(self._streams.current(), event)
 
     def order_after_swap_ins(self) -> None:
-        """Makes the calling stream wait for all swap-ins so far.
+        """Make the calling stream wait for all swap-ins started so far.
 
-        RuntimeError while the calling stream is captured, unless no swap-in is under way.
+        Raises:
+            RuntimeError: A CUDA graph is being captured on the calling stream while swap-ins are in
+                flight.
         """
         swap_stream = self._swap_streams[IN]
         job = swap_stream.in_flight.get(swap_stream.last)
@@ -192,10 +230,13 @@ class SwapEngine:
         self._after(self._streams.current(), job, "done")
 
     def check_not_captured(self, name: str) -> None:
-        """RuntimeError, naming the call, while the calling stream is captured in a CUDA graph.
+        """Raise RuntimeError if a CUDA graph is being captured on the calling stream.
 
         A capture cannot wait for an event recorded outside it, and nothing outside can wait for its
         events.
+
+        Args:
+            name: Name of the call, for the message.
         """
         if self._streams.is_capturing():
             raise RuntimeError(
@@ -204,10 +245,14 @@ class SwapEngine:
             )
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until no job is under way.
+        """Wait until no job is in flight.
 
-        SwapError where a job failed since the last call; TimeoutError where the jobs together take longer
-        than `timeout_s`.
+        Args:
+            timeout_s: Seconds to wait for all jobs together. None waits indefinitely.
+
+        Raises:
+            SwapError: A job failed since the last call.
+            TimeoutError: The jobs took longer than `timeout_s`.
         """
         jobs = [
             job
@@ -222,12 +267,12 @@ class SwapEngine:
                 raise job.error
 
     def fragment_bytes(self, direction: str, pairs: np.ndarray) -> float:
-        """Mean bytes of the fragments, those of consecutive pages merged. direction: "out" or "in"."""
+        """Return the mean bytes per fragment ("out" or "in"), with consecutive pages merged."""
         num_fragments = self.num_fragments(direction, pairs)
         return len(pairs) * self.device.page_bytes / num_fragments
 
     def num_fragments(self, direction: str, pairs: np.ndarray) -> int:
-        """The number of fragments, those of consecutive pages merged; at least 1."""
+        """Return the number of fragments, with consecutive pages merged; at least 1."""
         if not isinstance(direction, str) or direction not in self._swap_streams:
             raise ValueError(f"direction is {shown(direction)}: expected {OUT!r} or {IN!r}")
         pairs = integers(pairs, "pairs", (2,))
@@ -239,7 +284,7 @@ class SwapEngine:
         return max(num_runs * len(page_copy.regions), 1)
 
     def method_for(self, direction: str, pairs: np.ndarray) -> str:
-        """The method by which these pages would move."""
+        """Return the method that would move these pages."""
         if self._method is not None or self._is_cpu:
             return self._method or KERNEL
         num_fragments = self.num_fragments(direction, pairs)
@@ -247,7 +292,7 @@ class SwapEngine:
         method = self.calibration.method(direction, fragment_bytes, num_fragments)
         swap_stream = self._swap_streams[direction]
         by_layer = direction == IN and self.layers_per_event > 0
-        # Staged pages arrive whole, and staging does not help pages that are one fragment already.
+        # Staged pages arrive whole, and staging does not help pages that already are one fragment.
         if method == STAGING and (
             by_layer or swap_stream.staging is None or len(swap_stream.page_copy.regions) == 1
         ):
@@ -270,7 +315,7 @@ class SwapEngine:
     def _make_staging(
         self, direction: str, swap_stream: SwapStream, num_bytes: int
     ) -> Pages | None:
-        """The staging memory of one direction. None where there is too little: another method is used."""
+        """Allocate a direction's staging memory. None if memory is short; another method is then used."""
         try:
             memory = self.device.staging(num_bytes)
         except RuntimeError as error:  # torch's out-of-memory error is a RuntimeError
@@ -286,7 +331,7 @@ class SwapEngine:
         first, last = (
             (relayout, swap_stream.stream) if direction == OUT else (swap_stream.stream, relayout)
         )
-        swap_stream.staging = Staging(
+        swap_stream.staging = SwapStaging(
             swap_stream.source, swap_stream.destination, memory, first, last, self._streams
         )
         return memory
@@ -315,16 +360,18 @@ class SwapEngine:
         try:
             streams.wait(begin, streams.record(streams.current()))
             self._after_the_job_before(swap_stream, begin, end)
-            # Jobs of the other direction that write what this one reads, or read what this one writes.
+            # Wait for jobs of the other direction that write this job's sources or read its
+            # destinations.
             filler = other.last_writing(pairs[:, 0])
             self._after(begin, filler, "done")
             self._after(begin, other.last_reading(pairs[:, 1]), "released")
-            # Host pages that no swap-out still fills may be read at once, whatever is in the stream.
+            # Host pages that no swap-out is still filling may be read at once, regardless of the
+            # stream.
             settled = direction == IN and (filler is None or filler.poll())
             self._carry(direction, swap_stream, job, method, settled)
         except (RuntimeError, MemoryError) as error:
             job.fail(error)
-        # The event comes after everything that was launched, also of a job that failed half-way.
+        # Record the event after everything that was launched, even if the job failed halfway.
         try:
             if job.error is not None and staging is not None:
                 staging.join()
@@ -337,7 +384,7 @@ class SwapEngine:
         return job
 
     def _check_whole(self) -> None:
-        """RuntimeError where a job was launched, and an interrupt came before it was recorded."""
+        """Raise RuntimeError if an interrupt came between a job's launch and its record."""
         if self._begun is not None:
             raise RuntimeError(
                 f"the swap engine is broken: an interrupt came while {self._begun} was launched, whose "
@@ -345,10 +392,16 @@ class SwapEngine:
             )
 
     def invalid_pages(self, job: SwapJob) -> np.ndarray:
-        """Destination pages of a finished job whose content is invalid.
+        """Return the destination pages of a finished job whose content is invalid.
 
-        All pages of a job that failed; of a swap-in also those whose host page a failed swap-out should
-        have filled.
+        These are all pages of a failed job and, for a swap-in, pages whose host page was to be filled
+        by a failed swap-out.
+
+        Args:
+            job: A finished job.
+
+        Returns:
+            int64[n].
         """
         instance(job, SwapJob, "job")
         if job.error is not None:
@@ -365,8 +418,7 @@ class SwapEngine:
             self._streams.wait(stream, event)
 
     def _after_the_job_before(self, swap_stream: SwapStream, begin: object, end: object) -> None:
-        """Orders a job after the last one of its direction. Where both use the same CUDA streams, the
-        streams do that."""
+        """Order a job after the previous one of its direction, unless shared CUDA streams already do."""
         if swap_stream.begin is not begin or swap_stream.end is not end:
             self._after(begin, swap_stream.in_flight.get(swap_stream.last), "done")
         swap_stream.begin, swap_stream.end = begin, end
@@ -395,7 +447,7 @@ class SwapEngine:
             self._copy(swap_stream.stream, swap_stream.page_copy, job.pairs, engine)
 
     def _engine(self, method: str, settled: bool) -> int:
-        """The op's engine for a method; `settled`: nothing under way writes the source's host pages."""
+        """Return the op's engine for a method. `settled`: no job in flight writes the host pages."""
         engine = self._engines[method]
         return ops.COPY_ENGINE_SETTLED if settled and engine == ops.COPY_ENGINE else engine
 
@@ -416,6 +468,6 @@ class SwapEngine:
 
 
 def _close(streams: CudaStreams | CpuStreams, own: list[object], kept: list[object]) -> None:
-    """Destroys an engine's streams once their work is done; until then keeps the memory they use."""
+    """Destroy an engine's streams once their work is done, and keep the memory alive until then."""
     streams.close(own)
     kept.clear()

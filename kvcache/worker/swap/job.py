@@ -1,4 +1,4 @@
-"""The jobs of a swap engine, and the jobs of each direction in order."""
+"""Jobs of a swap engine, and their order in each direction."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ import numpy as np
 
 from kvcache.checks import instance
 from kvcache.checks import number as checked_number
+from kvcache.worker.pages.page_copy import PageCopy
 from kvcache.worker.pages.pages import Pages
-from kvcache.worker.swap.page_copy import PageCopy
-from kvcache.worker.swap.staging import Staging
+from kvcache.worker.swap.staging import SwapStaging
 
 _POLL_SECONDS = 50e-6
 
 
 class SwapError(RuntimeError):
-    """A swap failed: the message names the job, and the content of its pages is invalid."""
+    """A swap failed. The message names the job, and the content of its pages is invalid."""
 
 
 class SwapJob:
-    """A swap of pages in one direction. `pairs`: int64[n, 2], source page and destination page.
+    """A swap of pages in one direction, created by `SwapEngine`.
 
-    number: counts the jobs of a direction. failed: the set to which the number is added where the job
-    fails.
+    Args:
+        name: Name for messages.
+        pairs: int64[n, 2]. Source page and destination page.
+        number: Sequence number within the direction.
+        failed: Set that receives `number` if the job fails.
     """
 
     def __init__(self, name: str, pairs: np.ndarray, number: int, failed: set[int]) -> None:
@@ -32,14 +35,16 @@ class SwapJob:
         self.pairs = pairs
         self.number = number
         self._failed = failed
-        # For a swap-in: the numbers of the swap-outs that filled its source pages.
+        # For a swap-in: numbers of the swap-outs that filled its source pages.
         self.fillers: np.ndarray | None = None
         self.error: SwapError | None = None
-        self.released = self.done = None  # events: sources may be written; all pages have arrived
+        self.released = self.done = (
+            None  # events: sources may be overwritten; all pages have arrived
+        )
         self.layers: list[tuple[int, object]] = []  # (end of the layers, event of their arrival)
 
     def poll(self) -> bool:
-        """Whether the job is over: all pages have arrived, or it has failed (`error`)."""
+        """Return whether the job is over: all pages have arrived, or it has failed (see `error`)."""
         try:
             return self.done is None or self.done.query()
         except RuntimeError as error:
@@ -47,16 +52,21 @@ class SwapJob:
         return True
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until all pages have arrived.
+        """Wait until all pages have arrived.
 
-        SwapError where the job failed, TimeoutError where it takes longer than `timeout_s`.
+        Args:
+            timeout_s: Seconds to wait at most. None waits indefinitely.
+
+        Raises:
+            SwapError: The job failed.
+            TimeoutError: The job took longer than `timeout_s`.
         """
         until(self.poll, timeout_s, self.name)
         if self.error is not None:
             raise self.error
 
     def fail(self, error: Exception) -> None:
-        """Records the first error."""
+        """Record the job's first error."""
         instance(error, BaseException, "error")
         if self.error is not None:
             return
@@ -66,9 +76,9 @@ class SwapJob:
 
 
 class SwapStream:
-    """One direction: its stream, its jobs in order, and per page the last jobs that use it.
+    """One direction: its stream, its jobs in order, and the last jobs that use each page.
 
-    Jobs end, and release their sources, in the order of their numbers.
+    Jobs complete, and release their sources, in the order of their numbers.
     """
 
     def __init__(
@@ -76,20 +86,20 @@ class SwapStream:
     ) -> None:
         self.source, self.destination, self.stream = source, destination, stream
         self.page_copy = PageCopy(source, destination, by_layer=by_layer)
-        self.staging: Staging | None = None
+        self.staging: SwapStaging | None = None
         self.begin = self.end = stream  # streams in which the last job begins and ends
-        self.in_flight: dict[int, SwapJob] = {}  # in the order of the stream
+        self.in_flight: dict[int, SwapJob] = {}  # in stream order
         self.last = 0
         self.failed: set[int] = set()  # numbers of jobs that did not fill their pages
         self._reads = np.zeros(source.num_blocks, np.int64)
         self._writes = np.zeros(destination.num_blocks, np.int64)
 
     def new_job(self, name: str, pairs: np.ndarray) -> SwapJob:
-        """Makes the job that is passed to `add` once it is launched."""
+        """Create a job. Pass it to `add` after launching it."""
         return SwapJob(name, pairs, self.last + 1, self.failed)
 
     def add(self, job: SwapJob) -> None:
-        """Records a job that was launched."""
+        """Record a launched job."""
         self.forget()
         self.last = job.number
         self.in_flight[self.last] = job
@@ -97,22 +107,22 @@ class SwapStream:
         self._writes[job.pairs[:, 1]] = self.last
 
     def forget(self) -> None:
-        """Drops jobs that are over, oldest first. After a job under way no later one is over."""
+        """Drop completed jobs, oldest first. No job completes before an earlier one."""
         for number, job in list(self.in_flight.items()):
             if not job.poll():
                 break
             self.in_flight.pop(number, None)  # another thread may have removed it
 
     def last_reading(self, pages: np.ndarray) -> SwapJob | None:
-        """The last job under way that reads these pages. Once it is over, all earlier ones are."""
+        """Return the last job in flight that reads these pages. All earlier ones complete before it."""
         return self._last(self._reads, pages)
 
     def last_writing(self, pages: np.ndarray) -> SwapJob | None:
-        """As `last_reading`, for jobs that write these pages."""
+        """Return the last job in flight that writes these pages."""
         return self._last(self._writes, pages)
 
     def writers(self, pages: np.ndarray) -> np.ndarray:
-        """Numbers of the last jobs that wrote to these pages; 0 where there is none."""
+        """Return the numbers of the last jobs that wrote to these pages; 0 if there was none."""
         return self._writes[pages]
 
     def _last(self, jobs: np.ndarray, pages: np.ndarray) -> SwapJob | None:
@@ -122,7 +132,7 @@ class SwapStream:
 
 
 def until(is_over: Callable[[], bool], timeout_s: float | None, name: str) -> None:
-    """Polls until `is_over()`. TimeoutError with `name` after `timeout_s`."""
+    """Poll until `is_over()`. Raises TimeoutError, with `name`, after `timeout_s`."""
     deadline = None
     if timeout_s is not None:
         deadline = time.monotonic() + checked_number(timeout_s, "timeout_s")

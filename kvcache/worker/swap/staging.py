@@ -1,4 +1,4 @@
-"""Staging memory on the device: one half is filled with pages while the other crosses the bus."""
+"""Staging memory on the device: one half is filled while the other crosses the bus."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvcache.worker.pages.page_copy import PageCopy
 from kvcache.worker.pages.pages import Pages
-from kvcache.worker.swap.page_copy import PageCopy
 from kvcache.worker.swap.streams import CpuStreams, CudaStreams
 
 
-class Staging:
-    """Two halves of staging memory between `source` and `destination`, with one stream for each side.
+class SwapStaging:
+    """Two halves of staging memory between `source` and `destination`, with one stream per side.
 
-    Chunks of a job use the halves in turn. Stream `first` copies a chunk into its half, `last` copies it
-    out. Events order this: a half is filled after it was emptied, and emptied after it was filled. The
-    memory belongs to the stream that is current when this is made. It may be freed when the work of both
-    streams is done.
+    Chunks of a job alternate between the halves. Stream `first` copies a chunk into its half, and stream
+    `last` copies it out. Events ensure that a half is filled only after it was emptied, and emptied only
+    after it was filled. The memory belongs to the stream that is current at construction. It may be freed
+    when both streams have completed their work.
     """
 
     def __init__(
@@ -41,9 +41,10 @@ class Staging:
     def carry(
         self, pairs: np.ndarray, copy: Callable[[object, PageCopy, np.ndarray], None]
     ) -> object:
-        """Launches the copies of all pages with `copy(stream, page_copy, pairs)`.
+        """Launch the copies of all pages with `copy(stream, page_copy, pairs)`.
 
-        Returns the event after which no copy reads the sources any more.
+        Returns:
+            The event after which no copy reads the sources.
         """
         read = None
         for at in range(0, len(pairs), self._pages_per_half):
@@ -59,7 +60,7 @@ class Staging:
         return read
 
     def join(self) -> None:
-        """After a failure: orders `last`, and the next use of each half, after all launched copies."""
+        """After a failure, order `last` and the next use of each half after all launched copies."""
         self._wait_until_filled(self._streams.record(self.first))
         self._emptied = [self._streams.record(self.last)] * 2
 

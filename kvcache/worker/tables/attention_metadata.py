@@ -1,4 +1,4 @@
-"""The metadata of a batch for attention kernels, built from the block tables."""
+"""Builds attention kernels' metadata of a batch from the block tables."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ import numpy as np
 import torch
 
 from kvcache.checks import MAX_INT64, flag, integer, listed, shown
-from kvcache.worker.tables.block_table import BlockTable
+from kvcache.worker.tables.block_tables import BlockTables
 from kvcache.worker.tables.buffer import HostDeviceBuffer
-from kvcache.worker.tables.multi_group import MultiGroupBlockTable
-from kvcache.worker.tables.table_layout import TableLayout
+from kvcache.worker.tables.group_table import GroupTable
 from kvcache.worker.tables.table_set import host_tensor, is_on_device
+from kvcache.worker.tables.table_shape import TableShape
 
 Lengths = Sequence[int] | np.ndarray | torch.Tensor
-MAX_CACHED_VIEWS = 64  # batch sizes whose views are kept: making them costs more than the launch
+MAX_CACHED_VIEWS = 64  # batch sizes with cached views: creating views costs more than the launch
 
 
 @dataclass(slots=True)
 class GroupMetadata:
-    """One cache group's part. N: requests with padding. All int32, on the tables' device.
+    """Attention metadata of one cache group. All tensors are int32 on the tables' device.
 
-    FlashAttention: `seqused_k`, `block_table`, `max_seqlen_k`. FlashInfer: the three `paged_kv_*`, and
-    their copies on the host, which its `plan` reads; those are None where the lengths came from a
-    device, and everything of a backend that the builder leaves out is None.
+    N is the number of requests, including padding. FlashAttention uses `seqused_k`, `block_table` and
+    `max_seqlen_k`. FlashInfer uses the three `paged_kv_*` tensors; its `plan` reads their host copies,
+    which are None if the lengths came from a device. Tensors of a backend that the builder omits are
+    None.
     """
 
     block_size: int  # of the attention kernel, in tokens of one rank; FlashInfer's page_size
-    window: int | None  # tokens a query sees, itself included; None: all
-    max_seqlen_k: int  # no seqused_k is greater
-    seqused_k: torch.Tensor  # [N] tokens held by this context-parallel rank; 0: padded
-    block_table: torch.Tensor | None  # [N, columns], null where hidden by the window or padded
+    window: int | None  # tokens that a query attends to, itself included; None: all
+    max_seqlen_k: int  # upper bound of seqused_k
+    seqused_k: torch.Tensor  # [N] tokens held by this context-parallel rank; 0: padding
+    block_table: torch.Tensor | None  # [N, columns], null for padding and outside the window
     paged_kv_indptr: torch.Tensor | None  # [N + 1]
     paged_kv_indices: torch.Tensor | None  # [pages], or [N * columns] for lengths from a device
     paged_kv_last_page_len: torch.Tensor | None  # [N] 1 to block_size; 0 without pages
@@ -42,17 +43,17 @@ class GroupMetadata:
 
 @dataclass(slots=True)
 class AttentionMetadata:
-    """Metadata of one batch, made by `AttentionMetadataBuilder.build`; `[g]` is group g's part.
+    """Metadata of one batch; `batch[g]` is the part of group `g`. Built by `AttentionMetadataBuilder`.
 
-    The tensors are views of the builder's buffers: at one address, valid until its next `build`.
+    The tensors are views of the builder's buffers at fixed addresses, valid until its next `build`.
     """
 
-    num_reqs: int  # with padding
-    num_tokens: int  # with padding
-    max_query_len: int  # no request has more tokens in this step
-    max_seq_len: int  # no request is longer after it
+    num_reqs: int  # including padding
+    num_tokens: int  # including padding
+    max_query_len: int  # most tokens of a request in this step
+    max_seq_len: int  # length of the longest request after this step
     query_start_loc: torch.Tensor  # int32[num_reqs + 1], also called cu_seqlens_q or qo_indptr
-    query_start_loc_cpu: torch.Tensor | None  # None for lengths from a device
+    query_start_loc_cpu: torch.Tensor | None  # None if the lengths came from a device
     groups: dict[int, GroupMetadata]
 
     def __getitem__(self, group: int) -> GroupMetadata:
@@ -64,96 +65,103 @@ class AttentionMetadata:
 
 
 class AttentionMetadataBuilder:
-    """Builds `AttentionMetadata` of batches over the rows of `tables`, in buffers of its own.
+    """Builds `AttentionMetadata` from rows of the block tables, into buffers that it owns.
 
-    Room for `max_num_reqs` requests with padding (default: as many as the tables serve). `groups`: the
-    groups to serve (default: those with a slot mapping, so none of recurrent state, but encoders and
-    circular ones). `flash_attn`, `flashinfer`: which backend's tensors to build; with neither,
-    `query_start_loc` and `seqused_k` alone. TypeError or ValueError for groups that are not there, and
-    for a group that has a window while its tokens are spread over context-parallel ranks: a kernel
-    counts its window in the tokens of one rank, of which a window over all ranks' tokens covers
-    sometimes more and sometimes fewer.
+    Encoder groups (cross-attention) have different sequence lengths, so they need a builder of their
+    own. Circular groups have no metadata: their kernels read the token at position `p` from column
+    `p // block_size % columns`. Chunked local attention is not supported either, because backends treat
+    each chunk as a separate request.
 
-    Groups of encoders (cross-attention), whose sequences have other lengths, need a builder of their
-    own: ValueError for `groups` with such and others. Groups of circular buffers have none: a kernel
-    for them reads the token at position p in column `p // block_size % columns`. Not for chunked local
-    attention, whose chunks a backend takes as requests of their own.
+    Args:
+        tables: The block tables.
+        max_num_reqs: Maximum number of requests in a batch, including padding. None: as many as the
+            tables serve.
+        groups: The groups to serve. None: all groups with a slot mapping except encoder and circular
+            groups.
+        flash_attn: Whether to build tensors for FlashAttention. Without either backend, only
+            `query_start_loc` and `seqused_k` are built.
+        flashinfer: Whether to build tensors for FlashInfer.
 
-    >>> from kvcache import GroupSpec
-    >>> groups = [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, {"window": 20})]
-    >>> sizes = {"max_num_reqs": 4, "max_model_len": 64, "max_num_batched_tokens": 32}
-    >>> tables = MultiGroupBlockTable.for_groups(groups, **sizes)
-    >>> tables.add_row(([5, 6, 7], [2, 3, 4]), 1)
-    >>> builder = AttentionMetadataBuilder(tables)
-    >>> batch = builder.build(rows=[1], query_lens=[1], seq_lens=[40], num_padded_reqs=2)
-    >>> batch.query_start_loc.tolist(), batch[0].seqused_k.tolist()
-    ([0, 1, 1], [40, 0])
-    >>> batch[0].block_table.tolist()
-    [[5, 6, 7, 0], [0, 0, 0, 0]]
-    >>> batch[1].block_table.tolist()  # token 39 sees 20 to 39: the first block is out of its sight
-    [[0, 3, 4, 0], [0, 0, 0, 0]]
-    >>> batch[1].paged_kv_indptr.tolist(), batch[1].paged_kv_indices.tolist()
-    ([0, 2, 2], [3, 4])
-    >>> batch[1].paged_kv_last_page_len.tolist()
-    [8, 0]
+    Raises:
+        TypeError: `groups` is not a list of integers.
+        ValueError: A group does not exist or is circular, encoder groups are mixed with others, or a
+            group has both a window and tokens spread over context-parallel ranks. A kernel counts its
+            window in tokens of one rank, but a window over all ranks contains a varying number of them.
+
+    Example:
+        >>> from kvcache import GroupSpec
+        >>> groups = [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, {"window": 20})]
+        >>> sizes = {"max_num_reqs": 4, "max_model_len": 64, "max_num_tokens": 32}
+        >>> tables = BlockTables.for_groups(groups, **sizes)
+        >>> tables.add_row(([5, 6, 7], [2, 3, 4]), 1)
+        >>> builder = AttentionMetadataBuilder(tables)
+        >>> batch = builder.build(rows=[1], query_lens=[1], seq_lens=[40], num_padded_reqs=2)
+        >>> batch.query_start_loc.tolist(), batch[0].seqused_k.tolist()
+        ([0, 1, 1], [40, 0])
+        >>> batch[0].block_table.tolist()
+        [[5, 6, 7, 0], [0, 0, 0, 0]]
+        >>> batch[1].block_table.tolist()  # token 39 sees 20 to 39: the first block is out of its sight
+        [[0, 3, 4, 0], [0, 0, 0, 0]]
+        >>> batch[1].paged_kv_indptr.tolist(), batch[1].paged_kv_indices.tolist()
+        ([0, 2, 2], [3, 4])
+        >>> batch[1].paged_kv_last_page_len.tolist()
+        [8, 0]
     """
 
     def __init__(
         self,
-        tables: MultiGroupBlockTable | BlockTable,
+        tables: BlockTables | GroupTable,
         max_num_reqs: int | None = None,
         *,
         groups: Sequence[int] | None = None,
         flash_attn: bool = True,
         flashinfer: bool = True,
     ) -> None:
-        if not isinstance(tables, MultiGroupBlockTable | BlockTable):
+        if not isinstance(tables, BlockTables | GroupTable):
             raise TypeError(
-                f"tables is a {type(tables).__name__}: expected a MultiGroupBlockTable or a BlockTable"
+                f"tables is a {type(tables).__name__}: expected BlockTables or a GroupTable"
             )
         flash_attn, flashinfer = flag(flash_attn, "flash_attn"), flag(flashinfer, "flashinfer")
-        one = isinstance(tables, BlockTable)
+        one = isinstance(tables, GroupTable)
         self._tables = tables._tables
-        layouts = self._tables.layouts
+        shapes = self._tables.shapes
         serves = tables.max_num_reqs if one else tables[0].max_num_reqs
         self.max_num_reqs = integer(
             serves if max_num_reqs is None else max_num_reqs, "max_num_reqs", least=1
         )
         if groups is None:
             shared = [
-                g
-                for g, x in enumerate(layouts)
-                if x.has_slots and not (x.is_encoder or x.is_circular)
+                g for g, x in enumerate(shapes) if x.slot_mapping and not (x.encoder or x.circular)
             ]
             groups = [tables._group] if one else shared
-        self.groups = _checked_groups(groups, len(layouts))
-        encoders = [g for g in self.groups if layouts[g].is_encoder]
+        self.groups = _checked_groups(groups, len(shapes))
+        encoders = [g for g in self.groups if shapes[g].encoder]
         if len(encoders) not in (0, len(self.groups)):
             raise ValueError(
                 f"groups is {self.groups}: expected a builder of their own for the encoders {encoders}"
             )
-        circular = [g for g in self.groups if layouts[g].is_circular]
+        circular = [g for g in self.groups if shapes[g].circular]
         if circular:
             raise ValueError(
                 f"groups is {self.groups}: expected none of the circular ones {circular}, whose columns "
                 "are no longer in the order of the tokens"
             )
-        self._layouts = [layouts[g] for g in self.groups]
-        for g, layout in zip(self.groups, self._layouts):
-            if layout.window and layout.world_size > 1:
+        self._shapes = [shapes[g] for g in self.groups]
+        for g, shape in zip(self.groups, self._shapes):
+            if shape.window and shape.world_size > 1:
                 raise ValueError(
-                    f"group {g} has a window of {layout.window} and its tokens on "
-                    f"{layout.world_size} context-parallel ranks: expected no window, or a "
+                    f"group {g} has a window of {shape.window} and its tokens on "
+                    f"{shape.world_size} context-parallel ranks: expected no window, or a "
                     "replicated group"
                 )
-        num_columns = sum(layout.num_columns for layout in self._layouts)
+        num_columns = sum(shape.num_columns for shape in self._shapes)
         if self.max_num_reqs * num_columns >= 2**31:
             raise ValueError(
                 f"max_num_reqs is {self.max_num_reqs}: expected fewer than 2^31 table entries, "
                 f"there are {num_columns} per request"
             )
         self._most_tokens = min(
-            2**31 - 1, *(x.num_columns * x.tokens_per_column for x in self._layouts)
+            2**31 - 1, *(x.num_columns * x.tokens_per_column for x in self._shapes)
         )
         self._fields = self._tables.fields(self.groups)
         self.device = self._tables.device
@@ -168,14 +176,14 @@ class AttentionMetadataBuilder:
         self._indptr = buffer(num_groups, n + 1) if flashinfer else None
         self._indices = buffer(n * num_columns) if flashinfer else None
         self._last_page_len = buffer(num_groups, n) if flashinfer else None
-        # Two, in turns: the next step's lengths do not wait for the last one's launch.
+        # Two buffers alternate: writing the next step's lengths does not wait for the last launch.
         self._requests = [
             HostDeviceBuffer((3 * n,), torch.int32, self.device, self._tables.pin_memory)
             for _ in range(2 if self.device.type == "cuda" else 0)
         ]
         self._views: dict[int, _Views] = {}
-        # Tokens whose columns may hold ids, for each place in the batch; and those that the replay of
-        # a captured build may bring back at any time.
+        # Per batch position, the number of tokens whose columns may hold block IDs; and the same for
+        # IDs that a replayed build may write at any time.
         self._filled = np.zeros(n, np.int64)
         self._replayed = np.zeros(n, np.int64)
 
@@ -190,29 +198,44 @@ class AttentionMetadataBuilder:
         max_query_len: int | None = None,
         max_seq_len: int | None = None,
     ) -> AttentionMetadata:
-        """The metadata of a batch, by one launch for all groups.
+        """Build the metadata of a batch, with one launch for all groups.
 
-        rows: each request's row, -1 for a padded one (None: request i has row i). query_lens: its
-        tokens in this step. seq_lens: its tokens after this step, for which its row must hold blocks
-        (`commit_updates` comes first). num_padded_reqs, num_padded_tokens: the sizes that a CUDA
-        graph was captured with; the padded requests have no tokens, and the padded tokens belong to
-        no request. max_query_len, max_seq_len: bounds to report (default: the longest).
+        Each row of a block table shows all blocks that the request holds, so subsequent draft steps may
+        increase `seqused_k` themselves. The page lists end at the sequence length.
 
-        Lengths from the host describe the tables of the host: RuntimeError where these have changes
-        that `commit_updates` has not brought to a GPU, and while a CUDA graph is captured.
+        Lists, numpy arrays and CPU tensors are uploaded in one copy. They must match the host tables,
+        so call `commit_updates` first.
 
-        A row of a block table shows all blocks that the request's row holds, so draft steps that
-        follow may lengthen `seqused_k` by themselves; the page lists end with the length.
+        int32 tensors on the device are used in place. Nothing is copied, allocated or waited for, so
+        the call can be captured in a CUDA graph. In this case:
 
-        Lists, numpy arrays and CPU tensors travel to the device in one copy. int32 tensors on the
-        device are used where they are: nothing is copied, allocated or waited for, so that the call
-        can be captured in a CUDA graph. Bounds not given are then the most that the tables allow, and
-        block tables show the columns of max_seq_len tokens; a request longer than that is refused.
-        Query lengths on the device are not compared with num_padded_tokens or max_query_len: that
-        they stay within these is up to the caller. There are no copies on the host (`*_cpu`).
+        - Bounds that are not given default to the maximum that the tables allow.
+        - Block tables show the columns of `max_seq_len` tokens. A longer request is rejected.
+        - Query lengths are not checked against `num_padded_tokens` or `max_query_len`; that is up to
+          the caller.
+        - The host copies (`*_cpu`) are None.
 
-        ValueError or RuntimeError on lengths, rows or sizes out of range; nothing is then changed.
-        Values on a GPU: with KVCACHE_CHECKED=1, else such a request becomes a padded one.
+        Args:
+            rows: int32[r]. Each request's row, or -1 for a padding request. None: request `i` has row
+                `i`.
+            query_lens: int32[r]. Each request's tokens in this step.
+            seq_lens: int32[r]. Each request's tokens after this step. Its row must hold blocks for
+                them.
+            num_padded_reqs: Number of requests that a CUDA graph was captured with. Padding requests
+                have no tokens.
+            num_padded_tokens: Number of tokens that a CUDA graph was captured with. Padding tokens
+                belong to no request.
+            max_query_len: Upper bound of the query lengths to report. None: the longest.
+            max_seq_len: Upper bound of the sequence lengths to report. None: the longest.
+
+        Returns:
+            The metadata, valid until the next call.
+
+        Raises:
+            ValueError: A length, row or size is out of range. Nothing has changed.
+            RuntimeError: Lengths from the host were given while a CUDA graph is captured, or while the
+                tables have changes that `commit_updates` has not uploaded. Values on a GPU are checked
+                only with `KVCACHE_CHECKED=1`; otherwise an invalid request is treated as padding.
         """
         given = {"query_lens": query_lens, "seq_lens": seq_lens}
         if rows is not None:
@@ -256,11 +279,11 @@ class AttentionMetadataBuilder:
         if on_device:
             shown = max_seq_len
             captured = torch.cuda.is_current_stream_capturing()
-            # The op takes one bound for columns and lengths, so what an earlier batch left behind
-            # the columns of max_seq_len is zeroed apart. Before a replay, that may be anywhere; whole
-            # tensors are set to zero without a kernel, which a capture may be unable to load.
-            columns = [min(x.num_columns, -(-shown // x.tokens_per_column)) for x in self._layouts]
-            if captured and columns != [x.num_columns for x in self._layouts]:
+            # The op takes one bound for columns and lengths, so columns of an earlier batch beyond
+            # max_seq_len are zeroed separately. Before a replay they may be anywhere. Whole tensors are
+            # zeroed without a kernel, because a capture may be unable to load one.
+            columns = [min(x.num_columns, -(-shown // x.tokens_per_column)) for x in self._shapes]
+            if captured and columns != [x.num_columns for x in self._shapes]:
                 views.zero_ids([0] * len(columns))
             self._launch(requests, shown, views)
             if captured:
@@ -268,9 +291,9 @@ class AttentionMetadataBuilder:
             elif stale > shown:
                 views.zero_ids(columns)
         else:
-            # All blocks of every row, those for draft tokens behind its length, too.
+            # All blocks of every row, including blocks for draft tokens beyond its length.
             shown = max(longest, self._tables.longest_row(self.groups, on_rows[0]))
-            # Entries that an earlier batch left behind these become null, once.
+            # Entries of an earlier batch beyond these become null, once.
             self._from_host(requests, min(max(shown, stale), 2**31 - 1), views)
         self._filled[:num_reqs] = np.maximum(self._replayed[:num_reqs], shown)
         return AttentionMetadata(
@@ -281,13 +304,13 @@ class AttentionMetadataBuilder:
             views.query_start_loc,
             None if on_device else views.query_start_loc_cpu,
             {
-                g: views.group(i, layout, max_seq_len, on_device)
-                for i, (g, layout) in enumerate(zip(self.groups, self._layouts))
+                g: views.group(i, shape, max_seq_len, on_device)
+                for i, (g, shape) in enumerate(zip(self.groups, self._shapes))
             },
         )
 
     def _on_host(self, rows: object, query_lens: object, seq_lens: object) -> tuple:
-        """The three as int32 tensors on the CPU, of one length."""
+        """Return the three arguments as int32 CPU tensors of equal length."""
         queries = host_tensor(query_lens, torch.int32, "query_lens")
         lengths = host_tensor(seq_lens, torch.int32, "seq_lens")
         if queries.dim() != 1:
@@ -306,7 +329,7 @@ class AttentionMetadataBuilder:
         return rows, queries, lengths
 
     def _from_host(self, requests: tuple, max_num_tokens: int, views: _Views) -> None:
-        """Builds on the CPU what the host needs, or all where the device cannot; else launches."""
+        """Build the host outputs on the CPU, or all outputs if the device has no kernels."""
         on_cuda = self.device.type == "cuda"
         if on_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -314,7 +337,7 @@ class AttentionMetadataBuilder:
                 "give int32 tensors on the device"
             )
         self._tables.require_committed(self.groups)
-        # On a GPU, too: this checks all values, before the device is asked for anything.
+        # Also on a GPU: this checks all values before anything is launched.
         small = views.host_lengths if on_cuda else views.host
         self._tables.attention_metadata(self._fields, requests, max_num_tokens, small, on_host=True)
         if on_cuda:
@@ -336,7 +359,7 @@ class AttentionMetadataBuilder:
         )
 
     def _buffers(self) -> tuple[HostDeviceBuffer | None, ...]:
-        """In the order of the op's outputs."""
+        """Return the buffers in the order of the op's outputs."""
         return (
             self._query_start,
             self._seqused,
@@ -350,13 +373,13 @@ class AttentionMetadataBuilder:
         if num_reqs not in self._views:
             if len(self._views) == MAX_CACHED_VIEWS:
                 del self._views[next(iter(self._views))]
-            columns = [layout.num_columns for layout in self._layouts]
+            columns = [shape.num_columns for shape in self._shapes]
             self._views[num_reqs] = _Views(self._buffers(), num_reqs, self.max_num_reqs, columns)
         return self._views[num_reqs]
 
 
 class _Views:
-    """The part of the buffers that a batch of so many requests uses."""
+    """The part of the buffers that a batch of a given size uses."""
 
     def __init__(
         self,
@@ -397,24 +420,22 @@ class _Views:
             self._indices = [self.device[4][at : at + n * c] for at, c in zip(offsets, columns)]
 
     def zero_ids(self, columns: list[int]) -> None:
-        """Entries behind so many columns per group become null on the device, in stream order."""
+        """Null the entries beyond the given columns of each group on the device, in stream order."""
         for ids, c in zip(self._tables or [], columns):
             ids[:, c:].zero_()
         for ids, c in zip(self._indices or [], columns):
             ids[len(self._seqused[0]) * c :].zero_()
 
-    def group(
-        self, i: int, layout: TableLayout, max_seq_len: int, on_device: bool
-    ) -> GroupMetadata:
-        """The part of the batch just built that belongs to group i of the builder."""
-        turn = layout.interleave * layout.world_size
-        most = min(max_seq_len, -(-max_seq_len // turn) * layout.interleave)
+    def group(self, i: int, shape: TableShape, max_seq_len: int, on_device: bool) -> GroupMetadata:
+        """Return the metadata of the builder's group `i` for the batch just built."""
+        turn = shape.cp_kv_cache_interleave_size * shape.world_size
+        most = min(max_seq_len, -(-max_seq_len // turn) * shape.cp_kv_cache_interleave_size)
         listed = self._indptr is not None
         known = listed and not on_device
         indices = self._indices[i] if listed else None
         return GroupMetadata(
-            layout.kernel_block_size,
-            layout.window or None,
+            shape.kernel_block_size,
+            shape.window,
             most,
             self._seqused[i],
             None if self._tables is None else self._tables[i],

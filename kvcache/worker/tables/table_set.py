@@ -1,4 +1,4 @@
-"""The tables of all cache groups in one memory: changed, uploaded and read by one call for all."""
+"""The tables of all cache groups in one memory; each call serves all groups."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from kvcache import ops
-from kvcache.checks import as_array, flag, instance, integer, num_entries, shown
+from kvcache.checks import as_array, instance, integer, num_entries, shown
 from kvcache.native.load import core
-from kvcache.specs import MAX_GROUPS, ContextParallel
+from kvcache.specs import MAX_GROUPS
 from kvcache.step import StepPlan
 from kvcache.worker.tables.buffer import BufferView, HostDeviceBuffer
-from kvcache.worker.tables.table_layout import TableLayout
+from kvcache.worker.tables.table_shape import TableShape
 
 Ids = Sequence[int] | np.ndarray
 ALL_GROUPS = -1
@@ -22,24 +22,24 @@ SHARED_PLACES = -1
 
 
 class _SlotCall(NamedTuple):
-    """The part of the slot mappings that a call for one group, or for all, fills."""
+    """The part of the slot mappings that one call fills, for one group or for all."""
 
-    place: int  # of the group, in the buffer of slots; SHARED_PLACES: all with the same positions
+    place: int  # group's index in the slot buffer; SHARED_PLACES: all groups that share positions
     fields: torch.Tensor  # the op's argument `groups`
     slots: BufferView
 
 
 class TableSet:
-    """Tables, counts and slot mappings of all groups; `BlockTable` shows one of them.
+    """Tables, counts and slot mappings of all groups. `GroupTable` is a view of one group.
 
-    Rows are changed on the host, natively, for any number of rows and groups per call. On a CUDA
-    device `commit_updates` brings the device's tables up to date: what changed since the last time
-    travels in one copy and is put in place by one launch. `commit_rows` uploads whole rows instead.
+    Rows are changed natively on the host, for any number of rows and groups per call. On a CUDA device,
+    `commit_updates` uploads the changes since the last call in one copy and applies them in one launch.
+    `commit_rows` uploads whole rows instead.
     """
 
     def __init__(
         self,
-        layouts: Sequence[TableLayout],
+        shapes: Sequence[TableShape],
         max_num_reqs: int,
         num_rows: int,
         num_slots: int,
@@ -47,26 +47,26 @@ class TableSet:
         device: torch.device,
         slot_dtype: torch.dtype,
     ) -> None:
-        self.layouts = list(layouts)
+        self.shapes = list(shapes)
         self.max_num_reqs = max_num_reqs
         self.num_rows = num_rows
         self.num_slots = num_slots
         self.device = device
         self.pin_memory = pin_memory
-        num_groups = len(self.layouts)
-        sizes = [num_rows * layout.num_columns for layout in layouts]
+        num_groups = len(self.shapes)
+        sizes = [num_rows * shape.num_columns for shape in shapes]
         offsets = [sum(sizes[:g]) for g in range(num_groups)]
         num_ids = sum(sizes)
-        _check_sizes(self.layouts, num_ids + num_groups * num_rows)
+        _check_sizes(self.shapes, num_ids + num_groups * num_rows)
 
-        # All tables, then the counts: kernel blocks per row of each group.
+        # All tables, followed by the counts: kernel blocks per row of each group.
         shape = (num_ids + num_groups * num_rows,)
         self._arena = HostDeviceBuffer(shape, torch.int32, device, pin_memory)
         self._counts = BufferView(self._arena, num_ids, (num_groups, num_rows))
         self.counts: np.ndarray = self._counts.np
         self.tables = [
             BufferView(self._arena, at, (num_rows, each.num_columns))
-            for at, each in zip(offsets, layouts)
+            for at, each in zip(offsets, shapes)
         ]
         self._on_cuda = device.type == "cuda"
         slots_fit = 2**31 if slot_dtype == torch.int32 else 2**63
@@ -80,7 +80,7 @@ class TableSet:
                     each.ratio,
                     min(2**31 // each.ratio, slots_fit // each.block_size),
                 )
-                for at, each in zip(offsets, layouts)
+                for at, each in zip(offsets, shapes)
             ],
             track=self._on_cuda,
         )
@@ -91,44 +91,44 @@ class TableSet:
                 each.kernel_block_size,
                 each.world_size,
                 each.rank,
-                each.interleave,
-                each.window,
+                each.cp_kv_cache_interleave_size,
+                each.window or 0,
                 g,
             )
-            for g, (at, each) in enumerate(zip(offsets, layouts))
+            for g, (at, each) in enumerate(zip(offsets, shapes))
         ]
         self._fields = torch.tensor(fields, dtype=torch.int64, device="cpu")
         self._identity = torch.arange(num_rows, dtype=torch.int32, device="cpu")
         self._device_identity = self._identity.to(device) if self._on_cuda else self._identity
         self._make_slots(slot_dtype, pin_memory)
-        # A quarter of the tables: with more changed than that, whole tables travel as fast. Two
-        # buffers, in turns: packing the next step does not wait for the last one's launch.
+        # A quarter of the tables: beyond that, uploading whole tables is as fast. Two buffers
+        # alternate, so that packing the next step does not wait for the last launch.
         capacity = max(shape[0] // 4, 1024)
         self._updates = [
             HostDeviceBuffer((capacity,), torch.int32, device, pin_memory)
             for _ in range(2 if self._on_cuda else 0)
         ]
-        # Rows in batch order, at one address for captured graphs. Zero, that is null, and lazily
-        # committed on a CPU.
+        # Rows in batch order, at a fixed address for captured graphs. Zeros are null blocks; on a CPU
+        # their memory is committed lazily.
         self._batch_arena = torch.zeros(
             num_ids, dtype=torch.int32, device=device if self._on_cuda else "cpu"
         )
         self._batch = [
             self._batch_arena[at : at + size].view(num_rows, each.num_columns)
-            for at, size, each in zip(offsets, sizes, layouts)
+            for at, size, each in zip(offsets, sizes, shapes)
         ]
-        self._batch_tokens = 0  # the most that any gather so far has filled
+        self._batch_tokens = 0  # the most tokens that any gather has filled so far
 
     def _make_slots(self, dtype: torch.dtype, pin_memory: bool) -> None:
-        """Slot mappings of the groups that have one, and what the op takes for each choice of them."""
+        """Create the slot mappings, and precompute the op's arguments for one group and for all."""
         n = self.num_slots
-        with_slots = [g for g, each in enumerate(self.layouts) if each.has_slots]
-        # The groups that share positions come first: calls for all groups serve these.
-        # Behind them those whose columns are written round, each with positions of its own.
-        self._circular = [g for g in with_slots if self.layouts[g].is_circular]
-        own = [g for g in with_slots if self.layouts[g].is_encoder or self.layouts[g].is_circular]
+        with_slots = [g for g, each in enumerate(self.shapes) if each.slot_mapping]
+        # Groups that share positions come first, because calls for all groups serve them together.
+        # Circular groups follow; each has its own positions.
+        self._circular = [g for g in with_slots if self.shapes[g].circular]
+        own = [g for g in with_slots if self.shapes[g].encoder or self.shapes[g].circular]
         shared = [g for g in with_slots if g not in own]
-        encoders = [g for g in with_slots if self.layouts[g].is_encoder]
+        encoders = [g for g in with_slots if self.shapes[g].encoder]
         groups = shared + self._circular + encoders
         self._slots = HostDeviceBuffer((len(groups) * n,), dtype, self.device, pin_memory)
         self._slots.cpu.fill_(-1)
@@ -152,32 +152,34 @@ class TableSet:
             n,
             self._slots_in_one_memory,
         )
-        self._compute = self._host_slots.compute  # looked up once: a decode step is short
+        self._compute = self._host_slots.compute  # cached attribute lookup: a decode step is short
         self._num_shared = len(shared)
-        self._replayed: set[int] = set()  # places that a captured graph may compute again
+        self._replayed: set[int] = set()  # groups whose slots a replayed graph may recompute
 
     def slot_mapping(self, group: int) -> BufferView:
-        """[num_slots] of a group; ValueError for a group without slot mapping."""
-        self._slot_call(group)  # raises for a group without
+        """Return the slot mapping [num_slots] of a group. Raises ValueError if the group has none."""
+        self._slot_call(group)  # raises for a group without a slot mapping
         return self._slot_views[group]
 
     def num_computed_slots(self, group: int) -> int | None:
-        """Tokens whose slots the device has of a group; None where a graph's replay may have changed
-        them. ValueError for a group without slot mapping."""
+        """Number of tokens whose slots are on the device.
+
+        None if a graph replay may have changed them. Raises ValueError for a group without a slot
+        mapping.
+        """
         at = self._slot_call(group).place
         return None if at in self._replayed else self._host_slots.num_on_device(at)
 
     # Rows ------------------------------------------------------------------------------------------
-    # The native tables know what the device lacks, so that an interrupt loses no change.
+    # The native tables track changes not yet on the device, so an interrupt loses none.
 
     @property
     def num_applied(self) -> int:
-        """Plans that were carried out."""
+        """Number of plans applied so far."""
         return self._native.num_applied
 
     def apply(self, plan: StepPlan, num_blocks: int = -1) -> None:
-        """The table part of a plan, for all groups; an unknown row, an overflow, a column that a row
-        has not or an id outside [0, num_blocks) is a ValueError, and nothing is changed."""
+        """Apply the table changes of a plan to all groups; see `BlockTables.apply`."""
         instance(plan, StepPlan, "plan")
         self._arena.before_write()
         self._native.apply(
@@ -191,34 +193,33 @@ class TableSet:
         )
 
     def begin_step(self) -> None:
-        """A step without changes of its own: those made before go to the device, and slots of the step
-        before are not those of the next."""
+        """Begin a step without changes: upload earlier ones and invalidate the last step's slots."""
         if self._native.is_changed:
             self.commit_updates()
         self._host_slots.begin_step()
 
     def append_row(self, group: int, block_ids: Ids, row: int, reset: bool = False) -> None:
-        """Adds allocation blocks to a row of one group, which is emptied first where asked."""
+        """Append allocation blocks to a row of one group, after clearing the row if `reset` is true."""
         self._arena.before_write()
         self._native.append_row(group, row, block_ids, reset)
 
     def move_rows(self, src: Ids, tgt: Ids, group: int = ALL_GROUPS) -> None:
-        """Each row src[i] moves to tgt[i], one after the other, and leaves an empty row."""
+        """Move each row `src[i]` to `tgt[i]`, one after the other, and clear `src[i]`."""
         self._arena.before_write()
         self._native.move_rows(src, tgt, group)
 
     def swap_rows(self, src: Ids, tgt: Ids, group: int = ALL_GROUPS) -> None:
-        """Exchanges each pair of rows, one after the other."""
+        """Swap each pair of rows, one after the other."""
         self._arena.before_write()
         self._native.swap_rows(src, tgt, group)
 
     def clear_rows(self, rows: Ids, group: int = ALL_GROUPS) -> None:
-        """Empties rows: their ids become the null block."""
+        """Clear rows: their block IDs become the null block."""
         self._arena.before_write()
         self._native.clear_rows(rows, group)
 
     def clear(self, group: int = ALL_GROUPS) -> None:
-        """Zeroes ids and counts, on the host and on the device."""
+        """Zero block IDs and counts, on the host and on the device."""
         self._arena.before_write()
         if group == ALL_GROUPS:
             self._native.clear()
@@ -227,7 +228,7 @@ class TableSet:
             self._native.mark_clean()
             return
         self._native.clear_rows(np.arange(self.num_rows, dtype=np.int32), group)
-        self.tables[group].np[:] = 0  # also what was written there by hand
+        self.tables[group].np[:] = 0  # also entries that a caller wrote directly
         self.tables[group].gpu.zero_()
         self._counts.gpu[group].zero_()
         self._native.mark_sent(group)
@@ -235,7 +236,7 @@ class TableSet:
     # Uploads ---------------------------------------------------------------------------------------
 
     def commit_updates(self) -> None:
-        """Brings the device's tables up to date with every change made here since the last time."""
+        """Upload all changes since the last call to the device."""
         if not self._native.is_changed:
             return
         if not self._on_cuda:
@@ -254,17 +255,17 @@ class TableSet:
                 updates.note_use()
         else:
             self._arena.upload(0, len(self._arena.cpu))
-        self._native.mark_clean()  # last: an interrupt before has them sent again
+        self._native.mark_clean()  # last, so that an interrupt makes the next call resend them
 
     def commit_rows(self, group: int, num_rows: int) -> None:
-        """Uploads the first rows of one group whole, and the counts."""
+        """Upload the first rows of one group as a whole, and the counts."""
         self.tables[group].upload(integer(num_rows, "num_reqs", most=self.num_rows))
-        self._counts.upload(len(self.layouts))
+        self._counts.upload(len(self.shapes))
         self._native.mark_sent(group)  # the caller knows which rows it needs
 
     def require_committed(self, groups: list[int]) -> None:
-        """RuntimeError where a GPU lacks changes of these groups' rows."""
-        if not self._on_cuda:  # elsewhere the host's tables are the ones read
+        """Raise RuntimeError if a GPU lacks changes to these groups' rows."""
+        if not self._on_cuda:  # other devices read the host tables
             return
         lacking = [g for g in groups if self._native.is_group_changed(g)]
         if lacking:
@@ -274,7 +275,7 @@ class TableSet:
             )
 
     def commit_slots(self, num_tokens: int, group: int = ALL_GROUPS) -> None:
-        """Uploads slot mappings whole, -1 behind `num_tokens`."""
+        """Upload whole slot mappings, with -1 after `num_tokens`."""
         call = self._slot_call(group)
         self._slots.before_write()
         circular = self._circular if group == ALL_GROUPS else ()
@@ -292,7 +293,7 @@ class TableSet:
         query_start_loc: np.ndarray | torch.Tensor | None = None,
         group: int = ALL_GROUPS,
     ) -> None:
-        """Slots of all groups, or of one, by one launch; see `BlockTable.compute_slot_mapping`."""
+        """Compute slots of one group, or of all; see `GroupTable.compute_slot_mapping`."""
         call = self._slot_calls.get(group)
         if type(positions) is np.ndarray and call is not None and not self._circular:
             self._slots.before_write()
@@ -308,7 +309,7 @@ class TableSet:
                 self._compute_slots(rows, self._in_places(positions, g), query_start_loc, g)
 
     def _check_circular(self, rows: object, positions: object, query_start_loc: object) -> None:
-        """Raises for what a circular group refuses on the host, before any group has new slots."""
+        """Check a circular group's arguments on the host before any group's slots change."""
         given = (rows, positions, query_start_loc)
         if not any(map(is_on_device, given)):
             for g in self._circular:
@@ -321,12 +322,12 @@ class TableSet:
         query_start_loc: np.ndarray | torch.Tensor | None,
         group: int,
     ) -> None:
-        """Of the groups that share a launch, or of one whose positions are places already."""
+        """Compute slots of groups that share a launch, or of a circular group at wrapped positions."""
         if positions is None:
             raise TypeError("positions is missing: expected int64[num_tokens]")
         given = (rows, positions, query_start_loc)
         on_device = any(map(is_on_device, given))
-        if on_device and not self._on_cuda:  # a device without kernels of ours: on the host
+        if on_device and not self._on_cuda:  # no kernels for this device: compute on the host
             rows, positions, query_start_loc = _on_cpu(*given)
             self._compute_slots(rows, positions, query_start_loc, group)
             self.commit_slots(len(positions), group)
@@ -349,7 +350,7 @@ class TableSet:
         query_start_loc: np.ndarray | torch.Tensor | None,
         group: int,
     ) -> torch.Tensor:
-        """Slots of one group in memory of their own; see `BlockTable.slots_of`."""
+        """Return slots of one group in new memory; see `GroupTable.slots_of`."""
         if positions is None:
             raise TypeError("positions is missing: expected int64[num_tokens]")
         call = self._slot_call(group)
@@ -363,25 +364,25 @@ class TableSet:
     def _in_places(
         self, positions: np.ndarray | torch.Tensor, group: int
     ) -> np.ndarray | torch.Tensor:
-        """The positions of tokens in a circular group's columns; those of other groups as they are."""
-        if group == ALL_GROUPS or not self.layouts[group].is_circular:
+        """Wrap positions to the columns of a circular group; other groups keep theirs."""
+        if group == ALL_GROUPS or not self.shapes[group].circular:
             return positions
         if isinstance(positions, torch.Tensor):
-            # Devices other than a GPU may lack these operations.
+            # Devices other than GPUs may lack these operations.
             of, given = (
                 torch,
                 positions if positions.is_cuda else cpu_tensor(positions, "positions"),
             )
         else:
             of, given = np, _one_dimensional(positions, torch.int64, "positions")
-        # A position below 0 stays, and is refused.
-        places = of.where(given < 0, given, given % self.layouts[group].num_places)
+        # Keep negative positions, so that they are rejected later.
+        places = of.where(given < 0, given, given % self.shapes[group].num_places)
         return places.to(positions.device) if of is torch else places
 
     def _on_host(
         self, rows: object, positions: object, query_start_loc: object
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """The arguments of a slot mapping as the host's takes them."""
+        """Convert the arguments of a slot mapping to numpy arrays for the host implementation."""
         if rows is None:
             rows = self._identity_of(query_start_loc, on_host=True)
         if query_start_loc is not None:
@@ -400,7 +401,7 @@ class TableSet:
         query_start_loc: object,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Slots from the device's tables, by one launch, into `out` or memory of their own."""
+        """Compute slots from the device tables in one launch, into `out` or new memory."""
         if rows is None:
             rows = self._identity_of(query_start_loc, on_host=False)
         if query_start_loc is not None:
@@ -426,7 +427,7 @@ class TableSet:
         num_computed_tokens: torch.Tensor | None = None,
         max_num_tokens: int | None = None,
     ) -> list[torch.Tensor]:
-        """Rows in batch order, all groups by one launch; see `MultiGroupBlockTable`."""
+        """Gather all groups' rows in batch order; see `BlockTables.gather`."""
         if max_num_tokens is None:
             max_num_tokens = self.longest_row()
         else:
@@ -434,12 +435,12 @@ class TableSet:
         instance(idx_mapping, torch.Tensor, "idx_mapping")
         if num_computed_tokens is not None:
             instance(num_computed_tokens, torch.Tensor, "num_computed_tokens")
-        # Never fewer columns than before: what an earlier batch left there must not stay.
+        # Never use fewer columns than before, or entries of an earlier batch would remain.
         if not self._on_cuda:
             idx_mapping = cpu_tensor(idx_mapping, "idx_mapping")
             if num_computed_tokens is not None:
                 num_computed_tokens = cpu_tensor(num_computed_tokens, "num_computed_tokens")
-        # Set first: an interrupt behind the launch leaves what it has filled known.
+        # Set before the launch, so that an interrupt after it leaves the filled range known.
         before = self._batch_tokens
         self._batch_tokens = most = min(max(before, max_num_tokens), 2**31 - 1)
         on_cpu = not self._on_cuda
@@ -453,7 +454,7 @@ class TableSet:
                 most,
                 self._batch_arena,
             )
-        except RuntimeError:  # refused: nothing is filled
+        except RuntimeError:  # rejected: nothing was filled
             self._batch_tokens = before
             raise
         rows = [table[: len(idx_mapping)] for table in self._batch]
@@ -467,9 +468,11 @@ class TableSet:
         outputs: tuple[torch.Tensor | None, ...],
         on_host: bool,
     ) -> None:
-        """Metadata of a batch, from the tables on either side; see `ops.attention_metadata`.
+        """Build a batch's metadata from the host or device tables; see `ops.attention_metadata`.
 
-        fields: `fields()` of the groups. requests: rows, query lengths, sequence lengths.
+        Args:
+            fields: `fields()` of the groups.
+            requests: Rows, query lengths and sequence lengths.
         """
         ops.attention_metadata(
             self._arena.cpu if on_host else self._arena.gpu,
@@ -482,25 +485,27 @@ class TableSet:
         )
 
     def longest_row(self, groups: list[int] | None = None, rows: np.ndarray | None = None) -> int:
-        """Tokens that the blocks of the longest of these rows hold in any of these groups, from the
-        host's counts. None: of all. Rows that are not there count as empty."""
+        """Token capacity of the longest of these rows in any of these groups, from the host's counts.
+
+        None means all rows or all groups. Rows out of range count as empty.
+        """
         if groups is None:
-            groups = range(len(self.layouts))
+            groups = range(len(self.shapes))
         if rows is not None:
             rows = rows[(rows >= 0) & (rows < self.num_rows)]
         longest = 0
         for g in groups:
             counts = self.counts[g] if rows is None else self.counts[g][rows]
             columns = int(counts.max(initial=0))
-            longest = max(longest, columns * self.layouts[g].tokens_per_column)
+            longest = max(longest, columns * self.shapes[g].tokens_per_column)
         return longest
 
     def fields(self, groups: list[int]) -> torch.Tensor:
-        """The ops' argument `groups` for these groups."""
+        """Return the ops' argument `groups` for these groups."""
         return self._fields[groups].contiguous()
 
     def identity(self, n: int, on_host: bool) -> torch.Tensor:
-        """int32[n]: row i for request i."""
+        """Return int32[n] that maps request i to row i."""
         if n > self.num_rows:
             raise ValueError(
                 f"there are {n} requests without rows: expected at most {self.num_rows}"
@@ -510,7 +515,7 @@ class TableSet:
     def _identity_of(
         self, query_start_loc: Ids | torch.Tensor | None, on_host: bool
     ) -> torch.Tensor:
-        """Row i for request i, of as many requests as there are starts."""
+        """Map request i to row i, for as many requests as `query_start_loc` describes."""
         if query_start_loc is None:
             raise ValueError("neither req_indices nor query_start_loc is given: expected one")
         num_requests = len(query_start_loc) - 1
@@ -526,32 +531,32 @@ class TableSet:
         return self._slot_calls[group]
 
 
-def _check_sizes(layouts: Sequence[TableLayout], num_entries: int) -> None:
-    """Refuses sizes that the ops would refuse later, before anything is allocated."""
-    if len(layouts) > MAX_GROUPS:
-        raise ValueError(f"there are {len(layouts)} groups: expected at most {MAX_GROUPS}")
+def _check_sizes(shapes: Sequence[TableShape], num_entries: int) -> None:
+    """Reject sizes that the ops would reject later, before anything is allocated."""
+    if len(shapes) > MAX_GROUPS:
+        raise ValueError(f"there are {len(shapes)} groups: expected at most {MAX_GROUPS}")
     if num_entries >= 2**31:
         raise ValueError(f"the tables would have {num_entries} entries: expected fewer than 2^31")
-    for g, layout in enumerate(layouts):
-        if layout.tokens_per_column >= 2**31:
+    for g, shape in enumerate(shapes):
+        if shape.tokens_per_column >= 2**31:
             raise ValueError(
-                f"group {g} has {layout.tokens_per_column} tokens per block over all ranks: "
+                f"group {g} has {shape.tokens_per_column} tokens per block over all ranks: "
                 "expected fewer than 2^31"
             )
 
 
 def is_on_device(value: object) -> bool:
-    """Whether an argument is a tensor that does not lie on the host."""
+    """Return whether an argument is a tensor on a device other than the CPU."""
     return isinstance(value, torch.Tensor) and value.device.type != "cpu"
 
 
 def _tensor(values: object, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Tensors as they are; integer arrays and lists as a CPU tensor of the dtype the op takes."""
+    """Return tensors unchanged, and integer arrays and lists as CPU tensors of the op's dtype."""
     return values if isinstance(values, torch.Tensor) else host_tensor(values, dtype, name)
 
 
 def _on_cpu(rows: object, positions: object, query_start_loc: object) -> list:
-    """The arguments of a slot mapping; tensors on the CPU."""
+    """Return the arguments of a slot mapping, with tensors moved to the CPU."""
     names = ("req_indices", "positions", "query_start_loc")
     return [
         cpu_tensor(each, name) if isinstance(each, torch.Tensor) else each
@@ -560,7 +565,7 @@ def _on_cpu(rows: object, positions: object, query_start_loc: object) -> list:
 
 
 def cpu_tensor(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """A tensor on the CPU. TypeError for one without data, ValueError for one without end."""
+    """Move a tensor to the CPU. Raises TypeError or ValueError if it has no data or no fixed size."""
     num_entries(tensor, name)
     try:
         return tensor.cpu()
@@ -569,7 +574,7 @@ def cpu_tensor(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _one_dimensional(values: object, dtype: torch.dtype, name: str) -> np.ndarray:
-    """Integers of any kind as an array of the dtype that the host's slot mapping takes."""
+    """Convert integers of any type to an array of the dtype that the host's slot mapping expects."""
     array = host_tensor(values, dtype, name).numpy()
     if array.ndim != 1:
         raise ValueError(f"{name} has shape {list(array.shape)}: expected one dimension")
@@ -577,7 +582,7 @@ def _one_dimensional(values: object, dtype: torch.dtype, name: str) -> np.ndarra
 
 
 def host_tensor(values: object, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Integers of any kind as a CPU tensor of the dtype the op takes: int32 or int64."""
+    """Convert integers of any type to a CPU tensor of the op's dtype: int32 or int64."""
     if isinstance(values, torch.Tensor):
         values = cpu_tensor(values, name)
     array = as_array(values, name)
@@ -592,55 +597,17 @@ def host_tensor(values: object, dtype: torch.dtype, name: str) -> torch.Tensor:
         if wrong.size:
             raise ValueError(f"{name}[{wrong[0]}] is {array[wrong[0]]}: expected {wanted.__name__}")
     array = np.ascontiguousarray(array, wanted)
-    is_plain = array.flags.writeable and min(array.strides) >= 0  # one entry has any stride
+    is_plain = (
+        array.flags.writeable and min(array.strides) >= 0
+    )  # with one entry, any stride is valid
     return torch.from_numpy(array if is_plain else array.copy())
 
 
-def make_table_set(
-    layouts: list[TableLayout],
-    cp: ContextParallel,
-    max_num_reqs: int,
-    max_num_batched_tokens: int,
-    num_speculative_tokens: int,
-    pin_memory: bool,
-    device: torch.device | str,
-    slot_mapping_dtype: torch.dtype,
-    pcp_padding: bool,
-) -> TableSet:
-    """The tables of all groups, rows and slots counted from what an engine says of itself."""
-    max_num_reqs = integer(max_num_reqs, "max_num_reqs", least=1)
-    max_num_batched_tokens = integer(max_num_batched_tokens, "max_num_batched_tokens", least=1)
-    num_speculative_tokens = integer(num_speculative_tokens, "num_speculative_tokens")
-    if not isinstance(pin_memory, bool):
-        raise TypeError(
-            f"pin_memory is {shown(pin_memory)}: expected True or False (by position, pin_memory and "
-            "device follow max_num_batched_tokens)"
-        )
-    device = checked_device(device)
-    if not any(slot_mapping_dtype is dtype for dtype in (torch.int64, torch.int32)):
-        raise ValueError(
-            f"slot_mapping_dtype is {shown(slot_mapping_dtype)}: expected int64 or int32"
-        )
-    rows = max_num_reqs * (1 + num_speculative_tokens if cp.world_size > 1 else 1)
-    padding = 2 * cp.pcp_world_size * max_num_reqs if flag(pcp_padding, "pcp_padding") else 0
-    return TableSet(
-        layouts,
-        max_num_reqs,
-        rows,
-        max_num_batched_tokens + padding,
-        pin_memory,
-        device,
-        slot_mapping_dtype,
-    )
-
-
 def checked_device(device: torch.device | str) -> torch.device:
-    """A device by its name or as it is. TypeError or ValueError."""
+    """Convert a device or its name to a `torch.device`. Raises TypeError or ValueError."""
     expected = "expected a torch.device or its name"
     if not isinstance(device, str | torch.device):
-        raise TypeError(
-            f"device is {shown(device)}: {expected} (by position, device follows pin_memory)"
-        )
+        raise TypeError(f"device is {shown(device)}: {expected}")
     try:
         return torch.device(device)
     except RuntimeError:

@@ -1,4 +1,4 @@
-// Ages in buckets, each wider than the one before by the square root of two.
+// Age buckets, each wider than the previous one by a factor of the square root of two.
 #pragma once
 
 #include <algorithm>
@@ -8,12 +8,12 @@
 
 namespace kvcache {
 
-// An age is a number of ticks of a policy's clock. The last bucket has no end.
+// An age is a number of ticks of a policy's clock. The last bucket is unbounded.
 class AgeBuckets {
  public:
   static constexpr int kNum = 26;
 
-  explicit AgeBuckets(double unit) {  // ticks of the first bucket
+  explicit AgeBuckets(double unit) {  // width of the first bucket
     double width = unit;
     for (int b = 0; b < kNum; ++b) {
       begin_[b + 1] = begin_[b] + width;
@@ -23,7 +23,7 @@ class AgeBuckets {
   }
 
   double begin(int bucket) const { return begin_[bucket]; }
-  int64_t first(int bucket) const { return first_[bucket]; }  // age that is in it
+  int64_t first(int bucket) const { return first_[bucket]; }  // lowest age in it
   double width(int bucket) const { return begin_[bucket + 1] - begin_[bucket]; }
   int of(int64_t age) const {
     const auto above = std::upper_bound(first_.begin() + 1, first_.begin() + kNum, age);

@@ -1,4 +1,4 @@
-// The segment of blocks that were one segment elsewhere, and came here one after another.
+// The segment of blocks that formed one segment in another tier and arrive here one by one.
 #pragma once
 
 #include <cstdint>

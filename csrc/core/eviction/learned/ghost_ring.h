@@ -1,4 +1,4 @@
-// What is remembered of blocks that were released, whether they are still cached or not.
+// Records of released blocks, whether they are still cached or not.
 #pragma once
 
 #include <algorithm>
@@ -8,17 +8,18 @@
 
 namespace kvcache {
 
-// The youngest records, each found by the key of its block; of two with one key, the younger.
+// The most recent records, found by block key. Of two records with equal keys, the later one is
+// found.
 class GhostRing {
  public:
   struct Record {
     int64_t time;
     uint32_t key;
     uint8_t reuse_class, turn;
-    int8_t bucket;       // of ages, that it has reached as a sample
+    int8_t bucket;       // age bucket reached so far, if sampled
     bool is_sample : 1;  // counted
     bool is_end : 1;     // the last block of a request
-    bool is_used : 1;    // again
+    bool is_used : 1;    // was used again
   };
 
   explicit GhostRing(int64_t num)  // a power of two
@@ -31,7 +32,7 @@ class GhostRing {
   }
 
   bool is_full() const { return num_added_ >= num(); }
-  // Whether there may be a record of the key that is none of a sample: mostly there is none.
+  // Whether an unsampled record of this key may exist. Usually there is none.
   bool may_have_unsampled(uint32_t key) const { return num_unsampled_[key / 2 % kNumCounts] != 0; }
   Record* find(uint32_t key) {
     for (int32_t i = heads_[slot_of(key)]; i != kNone; i = next_[i]) {
@@ -39,7 +40,8 @@ class GhostRing {
     }
     return nullptr;
   }
-  // The oldest leaves where there is no room, and one with the same key is not found any more.
+  // Overwrites the oldest record if the ring is full. An earlier record of the same key is not
+  // found any more.
   void add(const Record& record) {
     unlink(record.key, kNone);
     const auto i = static_cast<int32_t>(place_of(num_added_));
@@ -54,7 +56,7 @@ class GhostRing {
     head = i;
     ++num_added_;
   }
-  // By number, from 0 in the order of `add`: those of [first, num_added) are still there.
+  // By number, counted from 0 in the order of `add`. Records [first, num_added) still exist.
   int64_t first() const { return std::max<int64_t>(num_added_ - num(), 0); }
   int64_t num_added() const { return num_added_; }
   Record& at(int64_t number) { return records_[place_of(number)]; }
@@ -80,7 +82,7 @@ class GhostRing {
   size_t slot_of(uint32_t key) const {
     return (key * uint64_t{0x9E3779B97F4A7C15} >> 32) & (heads_.size() - 1);
   }
-  // The record of this key, and, unless `only` is none, of this place.
+  // Finds the record of this key; with `only`, only at this place.
   void unlink(uint32_t key, int32_t only) {
     for (int32_t* i = &heads_[slot_of(key)]; *i != kNone; i = &next_[*i]) {
       if (only == kNone ? records_[*i].key != key : *i != only) continue;
@@ -91,7 +93,7 @@ class GhostRing {
 
   std::vector<Record> records_;
   std::vector<int32_t> heads_, next_;
-  std::vector<uint16_t> num_unsampled_;  // of the records, by key
+  std::vector<uint16_t> num_unsampled_;  // number of records, by key
   int64_t num_added_ = 0;
 };
 

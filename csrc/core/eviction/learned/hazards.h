@@ -1,5 +1,5 @@
-// How probable it is that a block is used again, by its class and age, and what it is worth to
-// keep.
+// The probability that a block is used again, by class and age, and the resulting value of keeping
+// it.
 #pragma once
 
 #include <algorithm>
@@ -12,9 +12,9 @@
 
 namespace kvcache {
 
-// Counts, per class and bucket of ages, of sampled blocks that reached the bucket, and of those
-// that were used again within it. From these the index of a class at an age: the best ratio, over
-// all ages to stop at, of the hits expected to the time that the block is kept (Gittins' index).
+// Counts, per class and age bucket, the sampled blocks that reached the bucket, and those used
+// again within it. They yield the Gittins index of a class at an age: the highest ratio, over all
+// stopping ages, of expected hits to the time that the block is kept.
 class Hazards {
  public:
   static constexpr int kBuckets = AgeBuckets::kNum;
@@ -27,7 +27,8 @@ class Hazards {
   }
   void use(int reuse_class, int bucket) { counts_[reuse_class][bucket].used += 1; }
 
-  // All counts: of all classes and buckets how many reached them, then how many were used.
+  // All counts, over classes and buckets: first how many blocks reached each, then how many were
+  // used.
   std::vector<double> counts() const {
     std::vector<double> found;
     for (const auto count : {&Count::reached, &Count::used}) {
@@ -48,7 +49,7 @@ class Hazards {
     solve();
   }
 
-  // What was counted long ago counts less.
+  // Decays old counts.
   void fade() {
     for (auto& of_class : counts_) {
       for (Count& each : of_class) {
@@ -58,7 +59,7 @@ class Hazards {
     }
   }
 
-  // Hits per tick that a block of this class and age is worth.
+  // Expected hits per tick of a block of this class and age.
   double index(int reuse_class, int64_t age) const {
     const int b = ages_.of(age);
     const double here = solved_[reuse_class].index[b];
@@ -67,13 +68,13 @@ class Hazards {
     return here + share * (solved_[reuse_class].index[b + 1] - here);
   }
 
-  // Hits expected of a block of this class and age, less the price of each tick that it is kept,
-  // where it is given up when that is best. A hit counts `cost`.
+  // Expected hits of a block of this class and age, minus the price of each tick until the optimal
+  // stopping age. A hit counts `cost`.
   double gain(int reuse_class, int64_t age, double cost, double price) const {
     const int first = ages_.of(age);
     double alive = 1, gain = 0, best = 0;
     for (int b = first; b < kBuckets; ++b) {
-      double share = 1;  // of the bucket that is still to come
+      double share = 1;  // remaining part of the bucket
       if (b == first && b + 1 < kBuckets) {
         share = (ages_.begin(b + 1) - static_cast<double>(age)) / ages_.width(b);
       }
@@ -85,7 +86,7 @@ class Hazards {
     return best;
   }
 
-  // Computes every index anew.
+  // Recomputes all indices.
   void solve() {
     Row of_all;
     for (int b = 0; b < kBuckets; ++b) {
@@ -114,18 +115,18 @@ class Hazards {
     Row hazard, index;
   };
 
-  static constexpr double kKept = 0.997;     // of the counts, each time
-  static constexpr double kOfClass = 20;     // samples that the counts of all classes stand for
-  static constexpr double kOfAll = 30;       // samples that the prior stands for
-  static constexpr double kPrior = 0.02;     // of use in a bucket: per tick it falls with age
-  static constexpr double kLeastFall = 0.8;  // from bucket to bucket, over all classes
+  static constexpr double kKept = 0.997;     // decay factor of the counts
+  static constexpr double kOfClass = 20;     // weight of the counts of all classes, in samples
+  static constexpr double kOfAll = 30;       // weight of the prior, in samples
+  static constexpr double kPrior = 0.02;     // prior of use per bucket; per tick it falls with age
+  static constexpr double kLeastFall = 0.8;  // least factor between buckets, over all classes
 
-  // What is not known of a class, `prior` says.
+  // `prior` supplies what is unknown about a class.
   Solved solved(const Counts& counts, const Row& prior) const {
     Row hazard;
     for (int b = 0; b < kBuckets; ++b) {
       const Count& count = counts[b];
-      // Who reached a bucket was counted before the use, and faded since.
+      // Blocks that reached a bucket were counted before their use, and have decayed since.
       hazard[b] = std::min((count.used + kOfClass * prior[b]) / (count.reached + kOfClass), 1.0);
     }
     return {hazard, index_of(hazard)};
@@ -144,8 +145,8 @@ class Hazards {
     }
     return index;
   }
-  // A class of own blocks, without and with the caller's classes. These are taken for all of them
-  // together as long as little is known.
+  // Classes of own blocks, without and with the caller's classes. While there is little data, they
+  // are pooled.
   void solve_requests(int own, const Solved& unknown) {
     constexpr int kStep = ReuseClass::kOfRequest;
     solved_[own] = is_counted_[own] ? solved(counts_[own], unknown.hazard) : unknown;

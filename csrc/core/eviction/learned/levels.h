@@ -1,4 +1,4 @@
-// Segments of blocks by priority and tenant.
+// Segments of blocks, by priority and tenant.
 #pragma once
 
 #include <algorithm>
@@ -22,10 +22,10 @@
 
 namespace kvcache {
 
-// A lower priority goes first, whatever its blocks are worth. Among equal ones, the tenant goes
-// first that has most blocks of those that have more than their share; where none has, what is
-// worth least. Mostly no block has a priority and no share is set: then there is one level, and
-// nothing is searched.
+// Lower priorities are evicted first, regardless of value. Within a priority, the victim is taken
+// from the tenant with the most blocks among those that exceed their share, or from the lowest
+// value if none does. In most pools no block has a priority and no share is set. Then there is only
+// one level, and no search.
 class Levels {
  public:
   struct Level {
@@ -41,10 +41,11 @@ class Levels {
     Segments segments;
     WorthOrder order;
     LooseSegment loose{ReuseClass::kLoose};
-    CopiedSegment ended;  // blocks whose priority ended
+    CopiedSegment ended;  // blocks whose priority has ended
   };
 
-  // `tenant_share`: of the blocks, that one tenant may keep while others need room; 1: all.
+  // `tenant_share`: fraction of the blocks that one tenant may keep while others need space; 1:
+  // all.
   Levels(int64_t num_blocks, const ReuseModel* model, double tenant_share)
       : num_blocks_(num_blocks),
         model_(model),
@@ -52,16 +53,16 @@ class Levels {
         most_(static_cast<int64_t>(tenant_share * static_cast<double>(num_blocks - 1))),
         default_(num_blocks, model) {}
 
-  // The level of a block, which all that is said of it concerns.
+  // The level that owns this block's segment.
   Level& of(BlockId id) { return places_.empty() ? default_ : *level_of(id); }
   const Level& of(BlockId id) const { return const_cast<Levels*>(this)->of(id); }
-  // Keys are kept here, whatever the level.
+  // Keys are kept here for all levels.
   Segments& keys() { return default_.segments; }
   const Segments& keys() const { return default_.segments; }
 
-  // The level of a block that is released now, and no candidate; it leaves the one before. A
-  // release that gives no priority leaves the block its own, until that ends. `tenant`: a number
-  // that stands for it, 0 for none, which has no share.
+  // Moves a block that is released now, and is not a candidate, to its level. If the release gives
+  // no priority, the block keeps its own until it ends. `tenant`: a number for the tenant; 0: no
+  // tenant, and no share.
   Level& move(BlockId id, const GivenPriority& given, uint32_t tenant) {
     const int bucket = has_shares_ && tenant != 0 ? static_cast<int>(1 + tenant % kTenants) : 0;
     if (given.priority < 0 && bucket == 0 && places_.empty()) return default_;
@@ -78,7 +79,7 @@ class Levels {
     leave(id);
     return enter(id, wanted);
   }
-  void forget(BlockId id) { leave(id); }  // it has no segment, priority and tenant any more
+  void forget(BlockId id) { leave(id); }  // drops segment, priority and tenant
   void set_now(int64_t ms) { now_ = std::max(now_, ms); }
   int64_t now() const { return now_; }
 
@@ -110,7 +111,7 @@ class Levels {
     return kNullBlock;
   }
 
-  // Segments of different levels have different numbers there.
+  // Segments of different levels have different numbers.
   ReleasedAs released_as(BlockId id) const {
     ReleasedAs as = of(id).segments.released_as(id);
     if (as.segment == 0) return as;
@@ -128,19 +129,19 @@ class Levels {
     num_of_.fill(0);
   }
   size_t num_bytes() const {
-    constexpr size_t kPlaceBytes = 128;  // nodes of a map and of a set, and its place in a level
+    constexpr size_t kPlaceBytes = 128;  // a map node, a set node, and the place in a level
     return default_.segments.num_bytes() + places_.size() * kPlaceBytes;
   }
 
  private:
   static constexpr int32_t kDefault = 35;   // priority
-  static constexpr uint32_t kTenants = 63;  // more of them share their shares
-  using Key = std::pair<int32_t, int>;      // priority, and bucket of tenants; 0: of none
+  static constexpr uint32_t kTenants = 63;  // further tenants share these buckets
+  using Key = std::pair<int32_t, int>;      // priority and tenant bucket; 0: no tenant
 
-  struct Place {  // of a block that is not in the default level
+  struct Place {  // of a block outside the default level
     Level* level;
     Key key;
-    int64_t end;  // of the priority
+    int64_t end;  // end of the priority
   };
 
   Level* level_of(BlockId id) {
@@ -164,7 +165,7 @@ class Levels {
     ++num_of_[place.key.second];
     return *place.level;
   }
-  // The block has no segment then, and is of the default level.
+  // The block must have no segment; it returns to the default level.
   void leave(BlockId id) {
     of(id).segments.assign(id, Segments::kNone);
     if (places_.empty()) return;
@@ -174,7 +175,7 @@ class Levels {
     --num_of_[found->second.key.second];
     places_.erase(found);
   }
-  // What lasted until now has the default priority from now on.
+  // Resets expired priorities to the default.
   void end_priorities() {
     while (!ends_.empty() && ends_.begin()->first <= now_) {
       const BlockId id = ends_.begin()->second;
@@ -194,13 +195,13 @@ class Levels {
   int64_t num_blocks_;
   const ReuseModel* model_;
   bool has_shares_;
-  int64_t most_;  // blocks of a tenant
+  int64_t most_;  // maximum blocks per tenant
   Level default_;
-  std::map<Key, Level*> levels_;  // with the default one; none until there is another
+  std::map<Key, Level*> levels_;  // empty until a second level exists
   std::vector<std::unique_ptr<Level>> others_;
   std::unordered_map<BlockId, Place> places_;
-  std::set<std::pair<int64_t, BlockId>> ends_;  // of priorities that do not last for ever
-  std::array<int64_t, kTenants + 1> num_of_{};  // blocks, by bucket of tenants
+  std::set<std::pair<int64_t, BlockId>> ends_;  // of temporary priorities
+  std::array<int64_t, kTenants + 1> num_of_{};  // blocks per tenant bucket
   int64_t now_ = 0;                             // ms
 };
 

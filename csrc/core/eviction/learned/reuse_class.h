@@ -1,4 +1,4 @@
-// Kinds of released blocks that are reused by laws of their own.
+// Classes of released blocks with different reuse statistics.
 #pragma once
 
 #include <algorithm>
@@ -6,18 +6,18 @@
 
 namespace kvcache {
 
-// Own blocks of one conversation, by the caller's class of its request, its turn, the tokens that
-// the turn added and the length of the answer; blocks that several conversations share, by how
-// often their chain was seen to fork; and blocks of no release that the policy was told of.
+// Own blocks of a conversation are classified by the caller's request class, the turn, the tokens
+// that the turn added, and the answer length. Blocks shared by several conversations are classified
+// by the number of observed forks. Blocks without a reported release have a class of their own.
 class ReuseClass {
  public:
   static constexpr int kTurns = 4, kAdded = 3, kAnswers = 2, kForks = 4;
-  static constexpr int kRequests = 4;  // none; the caller's 0, 1, and the others
+  static constexpr int kRequests = 4;  // none; the caller's 0 and 1; all others
   static constexpr int kOfRequest = kTurns * kAdded * kAnswers;
   static constexpr int kOwn = kRequests * kOfRequest;
   static constexpr int kLoose = kOwn + kForks;
-  static constexpr int kNum = kLoose + 1;  // that are counted
-  static constexpr int kLoaded = kNum;     // of copies whose blocks are in the other tier, too
+  static constexpr int kNum = kLoose + 1;  // counted classes
+  static constexpr int kLoaded = kNum;     // copies of blocks that are also in the other tier
 
   static int of_own(int64_t turn, int64_t num_added_tokens, int64_t num_output_tokens,
                     int64_t request_class) {

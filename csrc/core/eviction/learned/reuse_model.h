@@ -1,5 +1,5 @@
-// What is known of the reuse of blocks: records of those that were released, and what was counted
-// of them.
+// What is known about the reuse of blocks: records of released blocks, and counts derived from
+// them.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +16,8 @@
 
 namespace kvcache {
 
-// Blocks are known by keys of their hashes, cached or not. Ages are counted in tokens released, so
-// that what is learned depends on the calls alone, and on no clock.
+// Blocks are identified by keys of their hashes, cached or not. Ages are counted in released
+// tokens, so that learning depends only on the calls and not on a clock.
 class ReuseModel {
  public:
   static constexpr double kFirstBucket = 40'960;  // tokens
@@ -27,13 +27,13 @@ class ReuseModel {
     sample();
   }
 
-  // So many blocks more are cached, in another tier.
+  // Adds the capacity of another tier, in blocks.
   void add_blocks(int64_t num_blocks) {
     num_blocks_ += num_blocks;
     sample();
   }
 
-  // Even, and never 0. The same in each process: what is sampled must not depend on a secret.
+  // Even, never 0, and equal in every process: sampling must not depend on a secret.
   static uint32_t key_of(const Hash& hash, uint8_t group) {
     uint64_t word;
     std::memcpy(&word, hash.bytes, sizeof(word));
@@ -43,12 +43,12 @@ class ReuseModel {
   int64_t clock() const { return clock_; }  // tokens released
   void advance(int64_t num_tokens) { clock_ += num_tokens; }
 
-  // What was recorded of a block; null: nothing, or too long ago.
+  // The record of a block; null if there is none or it was overwritten.
   const GhostRing::Record* find(uint32_t key) {
     return is_sampled(key) || ghosts_.may_have_unsampled(key) ? ghosts_.find(key) : nullptr;
   }
 
-  // Notes that a block is used, if it is one of the sample.
+  // Records the use of a block, if it is sampled.
   void note_use(uint32_t key) {
     if (!is_sampled(key)) return;
     GhostRing::Record* record = ghosts_.find(key);
@@ -59,8 +59,8 @@ class ReuseModel {
     hazards_.use(record->reuse_class, bucket);
   }
 
-  // Notes that a block is released now: always if it is the last of its segment, which tells turns
-  // and forks, else if it is one of the sample.
+  // Records the release of a block, if it is sampled or the last block of its segment. The last
+  // blocks reveal turns and forks.
   void note_release(uint32_t key, int reuse_class, int64_t turn, bool is_last, bool is_end) {
     GhostRing::Record record{};
     record.is_sample = is_sampled(key);
@@ -74,8 +74,8 @@ class ReuseModel {
     if (record.is_sample) hazards_.reach(reuse_class, 0);
   }
 
-  // A release is over. Every 32 of them are counted; what blocks are worth changes more slowly, but
-  // for the first thousand.
+  // Ends a release. Values are recomputed every 32 releases, because after the first thousand they
+  // change slowly.
   void learn() {
     if (++num_releases_ % 32 != 0) return;
     age_samples();
@@ -83,15 +83,15 @@ class ReuseModel {
     if (num_releases_ < 1'024 || num_releases_ % 128 == 0) hazards_.solve();
   }
 
-  // Hits per token released that a block is worth which was released then.
+  // Hits per released token that keeping a block is worth, given its release.
   double index(int reuse_class, int64_t time) const {
     return hazards_.index(reuse_class, clock_ - time);
   }
-  // Hits expected of a block, less the price of each token released while it is kept.
+  // Expected hits of a block, minus the price of each released token while it is kept.
   double gain(const ReleasedAs& as, double price) const {
     return hazards_.gain(as.reuse_class, clock_ - as.time, double{as.cost}, price);
   }
-  // Whether records reach back twice as far as this time.
+  // Whether records reach back at least twice as far as this time.
   bool knows_since(int64_t time) const {
     return !ghosts_.is_full() || clock_ - ghosts_.at(ghosts_.first()).time >= 2 * (clock_ - time);
   }
@@ -109,7 +109,7 @@ class ReuseModel {
   }
   bool is_sampled(uint32_t key) const { return key <= last_sampled_; }
 
-  // Counts each sample that has come to a bucket of ages unused.
+  // Counts each sample that reached an age bucket unused.
   void age_samples() {
     for (int b = 1; b < AgeBuckets::kNum; ++b) {
       int64_t& number = aged_to_[b];
@@ -125,11 +125,11 @@ class ReuseModel {
   }
 
   int64_t num_blocks_;
-  uint32_t last_sampled_;  // keys up to this one are
+  uint32_t last_sampled_;  // keys up to this one are sampled
   AgeBuckets ages_;
   Hazards hazards_;
   GhostRing ghosts_;
-  std::array<int64_t, AgeBuckets::kNum> aged_to_{};  // numbers of records
+  std::array<int64_t, AgeBuckets::kNum> aged_to_{};  // record numbers
   int64_t clock_ = 0;                                // tokens released
   int64_t num_releases_ = 0;
 };

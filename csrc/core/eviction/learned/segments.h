@@ -1,4 +1,4 @@
-// Blocks that were released together: runs of a chain with one time of release and one class.
+// Blocks that were released together: runs of a chain with one release time and one class.
 #pragma once
 
 #include <array>
@@ -14,19 +14,19 @@
 
 namespace kvcache {
 
-// A segment lives while a block belongs to it. Segments with candidates for eviction are listed by
-// class, oldest first; within a segment candidates are in the order in which they were assigned.
+// A segment exists while it contains a block. Segments with eviction candidates are listed by
+// class, oldest first. Within a segment, candidates are ordered by assignment.
 class Segments {
  public:
   static constexpr int32_t kNone = 0;
 
   struct Segment {
-    int64_t number;  // of segments in the order in which they were opened
-    int64_t time;    // does not go back from one to the next
+    int64_t number;  // in the order of `open`
+    int64_t time;    // never decreases between segments
     int32_t num_blocks;
     BlockId first, last;     // candidates
-    int32_t older, younger;  // of the class, with candidates; `younger` also of unused ones
-    float cost;              // of computing a block of it anew, in those of a first block
+    int32_t older, younger;  // neighbors in the class list; `younger` also links unused ones
+    float cost;              // of recomputing a block, relative to a first block
     uint16_t num_forks;
     uint8_t reuse_class;
     bool is_listed;
@@ -46,10 +46,10 @@ class Segments {
   int32_t youngest(int reuse_class) { return end(&lists_[reuse_class].youngest); }
   size_t num_bytes() const { return places_.num_bytes() + all_.capacity() * sizeof(Segment); }
 
-  // The key of a block with a hash; 0: it has none.
+  // The key of a block with a hash; 0: no hash.
   uint32_t key(BlockId id) const { return places_[id].key & ~kTold; }
   void set_key(BlockId id, uint32_t key) { places_[id].key = key; }
-  // Whether a request has released the block, since this was asked.
+  // Whether a request has released the block since the last `take_told`.
   void set_told(BlockId id) { places_[id].key |= kTold; }
   bool take_told(BlockId id) {
     const bool is_told = (places_[id].key & kTold) != 0;
@@ -57,7 +57,7 @@ class Segments {
     return is_told;
   }
 
-  // What a block was released as.
+  // The classification of the block at its release.
   ReleasedAs released_as(BlockId id) const {
     const int32_t s = of(id);
     if (s == kNone) return {};
@@ -65,7 +65,7 @@ class Segments {
     return {segment.number, segment.time, segment.cost, segment.num_forks, segment.reuse_class};
   }
 
-  // An empty one, which is to be given blocks at once.
+  // Opens an empty segment, to which blocks must be assigned immediately.
   int32_t open(int64_t time, int reuse_class, int num_forks = 0, float cost = 1) {
     if (unused_ == kNone) {
       unused_ = static_cast<int32_t>(all_.size());
@@ -81,7 +81,7 @@ class Segments {
     all_[s].reuse_class = static_cast<uint8_t>(reuse_class);
     return s;
   }
-  // A block that is no candidate belongs to it from now on; kNone: to none.
+  // Assigns a block that is not a candidate; kNone: to no segment.
   void assign(BlockId id, int32_t s) {
     Place& place = places_[id];
     const int32_t before = std::exchange(place.segment, s);
@@ -97,7 +97,7 @@ class Segments {
   void insert(BlockId id) {
     Place& place = places_[id];
     Segment& s = all_[place.segment];
-    // Mostly it is the last; not where its last child or a pin has gone.
+    // Usually the last one, unless its last child or a pin was removed.
     BlockId before = s.last, after = kNullBlock;
     while (before != kNullBlock && is_before(place, places_[before])) {
       after = before;
@@ -125,20 +125,20 @@ class Segments {
   }
 
  private:
-  static constexpr uint32_t kTold = 1;  // no key has this bit
+  static constexpr uint32_t kTold = 1;  // not used by any key
 
   struct Place {
     int32_t segment;
-    uint32_t order;      // modulo 2**32, of which blocks of a segment have few in a row
-    BlockId prev, next;  // of a candidate
-    uint32_t key;        // and kTold
+    uint32_t order;      // modulo 2**32, unique among the few blocks of a segment
+    BlockId prev, next;  // neighboring candidates
+    uint32_t key;        // with the bit kTold
   };
   struct List {
     int32_t oldest, youngest;
   };
 
-  // The end of a list, without the segments there that have no candidates any more. They stay that
-  // long: mostly the parent of the last one is the next.
+  // Returns the end of a list, after removing segments without candidates there. They are kept
+  // until then, because the parent of the last candidate usually becomes the next one.
   int32_t end(const int32_t* s) {
     while (*s != kNone && !has_candidate(*s)) unlist(*s);
     return *s;
@@ -146,7 +146,7 @@ class Segments {
   static bool is_before(const Place& a, const Place& b) {
     return static_cast<int32_t>(a.order - b.order) < 0;
   }
-  // Mostly it is the youngest of its class; else one whose last child has gone, among old ones.
+  // Usually the youngest of its class; an old one if its last child was removed.
   void list(int32_t s) {
     List& list = lists_[all_[s].reuse_class];
     int32_t older = list.youngest, younger = kNone;
@@ -173,8 +173,8 @@ class Segments {
   }
 
   ZeroedArray<Place> places_;
-  std::vector<Segment> all_;                        // the first is none
-  std::array<List, ReuseClass::kNum + 1> lists_{};  // and of kLoaded
+  std::vector<Segment> all_;                        // the first stands for none
+  std::array<List, ReuseClass::kNum + 1> lists_{};  // including kLoaded
   int32_t unused_ = kNone;
   uint32_t num_assigned_ = 0;
   int64_t num_opened_ = 0;

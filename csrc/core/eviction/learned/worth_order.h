@@ -1,4 +1,4 @@
-// Which segment of a pool is worth least.
+// Chooses the segment of a pool that is worth least.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,14 @@
 
 namespace kvcache {
 
-// Copies of what is in the other tier, too, are chosen first; then the oldest or youngest segment
-// of a class that is worth least. It is used up before the next. While too little is recorded to
-// judge the oldest segments, the oldest goes first.
+// Copies of blocks that are also in the other tier are chosen first, then the oldest or youngest
+// segment of the class with the lowest value. A chosen segment is evicted completely before the
+// next. While there are too few records to judge the oldest segments, the oldest is chosen.
 class WorthOrder {
  public:
   WorthOrder(const ReuseModel* model, Segments* segments) : model_(model), segments_(segments) {}
 
-  // Of the chosen segment the first candidate; the null block where there is none.
+  // Returns the first candidate of the chosen segment; the null block if there is none.
   BlockId victim() {
     const Segments& all = *segments_;
     if (!all.has_candidate(chosen_) || all[chosen_].number != number_) {
@@ -27,7 +27,7 @@ class WorthOrder {
     }
     return all[chosen_].first;
   }
-  // Hits per token released that a segment's blocks are worth.
+  // Hits per released token that keeping a segment's blocks is worth.
   double worth(int32_t s) const {
     const Segments::Segment& segment = (*segments_)[s];
     if (segment.reuse_class == ReuseClass::kLoaded) return 0;

@@ -1,0 +1,9 @@
+#include "core/groups/attention_kind.h"
+
+#include "core/groups/rules/tokens.h"
+
+namespace kvcache {
+
+const PageRules& AttentionKind::rules() const { return kTokenRules; }
+
+}  // namespace kvcache

@@ -1,0 +1,60 @@
+#include "core/groups/rules/circular.h"
+
+#include "core/groups/rules/growth.h"
+
+namespace kvcache {
+
+void CircularRules::demand(const DemandBasis& on, const CacheGroup& group, const RowBlocks& held,
+                           const DemandFor& asked, GroupDemand* needs, int64_t*) const {
+  const int64_t stop = ceil_div(asked.span.stop + asked.span.lookahead, group.block_size);
+  needs->num_new = std::max<int64_t>(std::min(stop, group.max_blocks) - held.size(), 0);
+  if (!asked.may_share) return;
+  const int64_t first = asked.span.start / group.block_size;
+  for (int64_t b = first; b < std::min(stop, first + group.max_blocks); ++b) {
+    const int64_t column = column_of(group, b);
+    needs->num_shared += column < held.size() && on.holders->is_shared(held[column]);
+  }
+}
+
+// After a hit or external tokens, new blocks are zeroed: they contain no earlier tokens.
+const BlockId* CircularRules::grow(Growth* growth, ServedRow* served, const CacheGroup& group,
+                                   const Take& take, const BlockId* own) const {
+  RowBlocks& each = growth->held(served->row, group);
+  const int64_t first = served->span.start / group.block_size;
+  for (int64_t block = first, left = take.num_shared; left > 0; ++block) {
+    const int64_t b = column_of(group, block);
+    if (b >= each.size() || !growth->holders.is_shared(each[b])) continue;  // not shared, or new
+    growth->c.plan->replace(served->row, group.id, b, *own);
+    growth->replace_shared(served, group, b, *own++, /*copies=*/true);
+    --left;
+  }
+  if (take.num_new > 0 && each.size() == 0 && served->span.start > 0 && growth->c.plan->is_step()) {
+    for (int64_t i = 0; i < take.num_new; ++i) growth->c.plan->zero(own[i]);
+    served->depends_from(0);
+  }
+  each.blocks.insert(each.blocks.end(), own, own + take.num_new);
+  return own + take.num_new;
+}
+
+// The row never drops a block.
+PageRules::ChunkDemand CircularRules::chunk_demand(const CacheGroup& group, const RowBlocks& held,
+                                                   const Span&, const Span& span) const {
+  const int64_t stop =
+      std::min(ceil_div(span.stop + span.lookahead, group.block_size), group.max_blocks);
+  return {stop, std::max<int64_t>(stop - held.size(), 0), 0};
+}
+
+// False if the blocks were overwritten.
+bool CircularRules::can_resume(const CacheGroup& group, const RowBlocks&, const AdmissionInfo& info,
+                               int64_t num_tokens) const {
+  return group.has_places_for(num_tokens, info.num_slots);
+}
+
+// Any block may be written again.
+bool CircularRules::shares_from(const BlockHolders& holders, const CacheGroup&,
+                                const RowBlocks& held, int64_t) const {
+  return std::any_of(held.blocks.begin(), held.blocks.end(),
+                     [&](BlockId id) { return holders.is_shared(id); });
+}
+
+}  // namespace kvcache

@@ -1,0 +1,242 @@
+// The rules of a group's pages: how rows allocate, write, share and release pages of one content.
+//
+// Each content has one file with one stateless object. Every difference between contents is a
+// method or a trait of this class; the default methods suit pages that store the tokens of the
+// sequence, block by block. Rules read and change the records of rows
+// (core/manager/row_context.h). The components that serve, publish and release rows call them.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "core/groups/cache_group.h"
+#include "core/groups/row_blocks.h"
+#include "core/hashing/token_chain.h"
+#include "core/limits.h"
+
+namespace kvcache {
+
+class BlockHolders;
+class BlockPool;
+class Publisher;
+struct AdmissionInfo;
+struct Growth;
+struct PrefixHit;
+struct RowContext;
+struct ServedRow;
+
+// Properties of a content that do not depend on a row.
+struct PageTraits {
+  bool follows_sequence;  // blocks grow with the sequence; otherwise admission allocates them
+  bool has_hits;          // blocks can be prefix hits
+  bool appends;           // block b stores the tokens from b * block_size on, each written once
+  bool updates_in_place;  // a page stores a summary of all tokens up to the end of a step
+};
+
+// Tokens start to stop - 1 get slots, followed by `lookahead` slots for drafts.
+struct Span {
+  int64_t start, stop, lookahead;
+  // For states: tokens at the end that may be rejected, and accepted drafts of the previous step.
+  int64_t num_drafts = 0, num_accepted = 0;
+};
+
+struct GroupDemand {
+  int64_t num_new;      // blocks to add after those that the row holds
+  int64_t drop_to;      // blocks below this column are dropped
+  int64_t num_shared;   // shared blocks that the row writes, and therefore replaces by its own
+  int64_t num_skipped;  // blocks after those that the row holds that stay null
+  int64_t num_surplus;  // blocks at the end to give up, because the row lacks blocks elsewhere
+  bool moves;           // for states: the state continues in a new page
+};
+
+// The records that the demand of a row depends on.
+struct DemandBasis {
+  const BlockPool* pool;
+  const BlockHolders* holders;
+  bool frees_at_once;  // dropped blocks are free at once, because no step may still read them
+};
+
+// What a demand is computed for. `skip_for`: for a new row, its first token; blocks ahead of those
+// that this token reads stay null.
+struct DemandFor {
+  Span span;
+  int64_t skip_for;
+  bool may_share;  // other rows may hold blocks that this row writes
+  bool gives_up;   // the row makes do with as few blocks as possible
+};
+
+class PageRules {
+ public:
+  constexpr explicit PageRules(const PageTraits& of) : traits(of) {}
+
+  // Blocks to allocate at admission, regardless of the number of computed tokens.
+  virtual int64_t num_upfront(const CacheGroup&, const TokenChain&) const { return 0; }
+
+  // Adds the blocks that a running or new row needs to `needs`, and the blocks that it drops to
+  // `num_free`.
+  virtual void demand(const DemandBasis& on, const CacheGroup& group, const RowBlocks& held,
+                      const DemandFor& asked, GroupDemand* needs, int64_t* num_free) const = 0;
+
+  // The demand of a row that gives up every block it can, because it lacks blocks in other groups.
+  struct LeastDemand {
+    int64_t num_surplus;  // blocks at the end without a slot of the span, which the row gives up
+    int64_t num_freed;    // the part of them that becomes free
+    int64_t num_blocks;   // blocks that the row holds afterwards, none of them shared
+  };
+  virtual LeastDemand least_demand(const DemandBasis&, const CacheGroup&, const RowBlocks& held,
+                                   const Span&, const GroupDemand& needs) const {
+    return {0, 0, held.size() - needs.drop_to + needs.num_new};
+  }
+
+  // The demand of one chunk of a prompt, whose first chunk is `first`, for a row that starts with
+  // the hit `held`.
+  struct ChunkDemand {
+    int64_t num_held;  // blocks of the row after the chunk
+    int64_t num_new;   // the part of them that is not from the hit
+    int64_t num_left;  // leading blocks of the hit that the row has dropped by then
+  };
+  virtual ChunkDemand chunk_demand(const CacheGroup& group, const RowBlocks& held,
+                                   const Span& first, const Span& span) const = 0;
+
+  // Whether other rows hold a block that the row may write from token `start` on.
+  virtual bool shares_from(const BlockHolders& holders, const CacheGroup& group,
+                           const RowBlocks& held, int64_t start) const = 0;
+
+  // The number of tokens, lookahead included, up to which a row that continues after num_computed
+  // tokens, and shares no block, can be served without a change of these blocks; 0 if none is sure.
+  virtual int64_t quiet_until(const CacheGroup&, const RowBlocks&, int64_t num_computed) const = 0;
+
+  // Removes the blocks that a new row does not take over from its hit. `held` has the hit's blocks
+  // that are still read from token `start` on.
+  virtual void take_hit(RowBlocks*, const CacheGroup&, const PrefixHit&, int64_t /*start*/) const {}
+
+  // The new blocks that a row gets: at least its demand.
+  struct Take {
+    int64_t num_new, num_shared;
+    bool moves;  // for states
+  };
+  // Drops the blocks that a served row no longer needs. Blocks to preallocate beyond the demand are
+  // subtracted from `num_spare`.
+  virtual Take prepare(const Growth&, const ServedRow&, const CacheGroup&, const GroupDemand& needs,
+                       int64_t* /*num_spare*/) const {
+    return {needs.num_new, needs.num_shared, needs.moves};
+  }
+  // Adds the blocks `own` to the row; returns the first block that was not used.
+  virtual const BlockId* grow(Growth* growth, ServedRow* served, const CacheGroup& group,
+                              const Take& take, const BlockId* own) const = 0;
+  // Called before the row gives up its surplus.
+  virtual void give_up(Growth*, ServedRow*, const CacheGroup&, const GroupDemand&) const {}
+
+  // The column of the block in which the first token of the span is written.
+  virtual int64_t first_written(const CacheGroup& group, const Span& span) const {
+    return span.start / group.block_size;
+  }
+  // Makes the drafts of the row's last step, up to span.start, final.
+  virtual void accept_drafts(Growth*, int32_t /*row*/, const CacheGroup&, const Span&) const {}
+  // Removes the blocks that a fork does not share from its copy of the parent's blocks.
+  virtual void fork(RowBlocks*) const {}
+
+  // The first token to which the block in this column contributes. If the block's content is
+  // invalid, this token and all later ones are invalid.
+  virtual int64_t first_token(const CacheGroup& group, const RowBlocks&, int64_t /*num_computed*/,
+                              int64_t column) const {
+    return column * group.block_size;
+  }
+
+  // Blocks that contain KV, including dropped ones; the others are for lookahead.
+  virtual int64_t num_written(const CacheGroup& group, const RowBlocks& held,
+                              int64_t num_computed) const {
+    return std::min(held.size(), ceil_div(num_computed, group.block_size));
+  }
+
+  // The columns, out of num_written, that contain computed tokens; pages for drafts are excluded.
+  struct Columns {
+    int64_t first, stop;
+  };
+  virtual Columns computed(const RowBlocks& held, int64_t num_written, int64_t /*drafts*/) const {
+    return {held.num_dropped, num_written};
+  }
+
+  // The number of tokens with slots in these blocks, or kMaxSize if the blocks set no limit.
+  virtual int64_t num_slots(const CacheGroup&, const RowBlocks&) const { return kMaxSize; }
+
+  // Whether the row's own blocks suffice to recompute the token at `num_tokens`: all blocks that it
+  // reads, and the block that it is written to.
+  virtual bool can_resume(const CacheGroup& group, const RowBlocks& held, const AdmissionInfo& info,
+                          int64_t num_tokens) const = 0;
+  // How many of its first `limit` tokens, which are valid, a row can keep.
+  virtual int64_t resume_point(const CacheGroup&, const RowBlocks&, int64_t limit) const {
+    return limit;
+  }
+  // The first block with tokens that the row computed after the first `limit` tokens, and the
+  // number of leading tokens up to which a block stays valid.
+  virtual int64_t first_computed(const CacheGroup& group, const RowBlocks& held,
+                                 int64_t limit) const {
+    return std::max<int64_t>(held.num_hits, limit / group.block_size);
+  }
+  virtual int64_t num_valid(const CacheGroup& group, int64_t block, int64_t limit) const {
+    return std::max(limit, block * group.block_size);
+  }
+
+  // Publishes blocks that have been filled since the last call, out of num_hashed hash blocks.
+  // Called for cached groups only.
+  virtual void publish(Publisher*, int32_t /*row*/, const CacheGroup&,
+                       int64_t /*num_hashed*/) const {}
+  // As `publish`, for whole blocks only, so that later rows of the same step can share them.
+  virtual void publish_whole(Publisher*, int32_t /*row*/, const CacheGroup&,
+                             int64_t /*num_hashed*/) const {}
+  // Publishes a page that the row leaves; it contains the state after num_tokens tokens.
+  virtual void publish_left(Publisher*, int32_t /*row*/, const CacheGroup&, int64_t /*num_tokens*/,
+                            BlockId) const {}
+  // Whether a partly filled block that ends at a hash boundary may be published.
+  virtual bool publishes_part(const AdmissionInfo&, int64_t /*num_tokens*/) const { return true; }
+  // Whether the result of a step that ends after num_tokens tokens can be published.
+  virtual bool may_end_at(const CacheGroup&, int64_t /*num_tokens*/) const { return true; }
+
+  // Called before the row's blocks move to the host; releases the blocks that do not move.
+  virtual void leave_device(const RowContext&, int32_t /*row*/, const CacheGroup&) const {}
+  // The host pages that a swapped-out row needs for the span: those from column `first` on.
+  // is_onboarded: whether they are loaded into blocks of their own.
+  struct Returning {
+    int64_t first;
+    bool is_onboarded;
+  };
+  virtual Returning returning(const CacheGroup&, const RowBlocks& held, const Span&) const {
+    return {held.num_dropped, true};
+  }
+  // Whether a row that returns from the host and continues at token `start` may share the block in
+  // this column with a row that has just loaded it. True if the row does not write the block next.
+  virtual bool may_share_onboard(const CacheGroup& group, int64_t column, int64_t start) const {
+    return (column + 1) * group.block_size <= start;
+  }
+
+  const PageTraits traits;
+
+ protected:
+  ~PageRules() = default;
+};
+
+// The number of drafts of a step that every group of states can reject; 0 without such groups.
+inline int64_t max_drafts(const std::vector<CacheGroup>& groups) {
+  int64_t most = -1;
+  for (const CacheGroup& group : groups) {
+    if (!group.rules->traits.updates_in_place) continue;
+    most = most < 0 ? group.num_speculative : std::min(most, group.num_speculative);
+  }
+  return std::max<int64_t>(most, 0);
+}
+
+// Whether any group limits the tokens for which a row has slots at a time.
+inline bool has_bound(const std::vector<CacheGroup>& groups) {
+  return std::any_of(groups.begin(), groups.end(),
+                     [](const CacheGroup& group) { return group.num_places != kUnbounded; });
+}
+
+// Whether any group's pages are updated in place.
+inline bool has_states(const std::vector<CacheGroup>& groups) {
+  return std::any_of(groups.begin(), groups.end(),
+                     [](const CacheGroup& group) { return group.rules->traits.updates_in_place; });
+}
+
+}  // namespace kvcache

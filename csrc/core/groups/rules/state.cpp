@@ -1,0 +1,286 @@
+#include "core/groups/rules/state.h"
+
+#include <vector>
+
+#include "core/groups/rules/growth.h"
+#include "core/manager/prefix_finder.h"
+#include "core/manager/publisher.h"
+
+namespace kvcache {
+
+namespace {
+
+// Pages with states at block ends that accepted drafts have passed, which the row leaves.
+int64_t num_passed(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
+                   const Span& span, bool gives_up) {
+  const int64_t before = span.start - span.num_accepted;
+  if (!gives_up) return (span.start - 1) / group.block_size - (before - 1) / group.block_size;
+  int64_t n = 0;
+  for (int64_t i = 0; i < span.num_accepted; ++i) {
+    n += (before + i) % group.block_size == 0 && holders.is_shared(held[held.num_dropped + i]);
+  }
+  return n;
+}
+
+// Replaces the table entries from column `first` on that differ in the worker's table.
+void replace_changed(const Growth& growth, int32_t row, const CacheGroup& group, int64_t first) {
+  const RowBlocks& each = growth.held(row, group);
+  for (size_t i = 0; i < growth.pages_before.size(); ++i) {
+    const int64_t column = first + static_cast<int64_t>(i);
+    if (each[column] == growth.pages_before[i]) continue;
+    growth.c.plan->replace(row, group.id, column, each[column]);
+  }
+}
+
+}  // namespace
+
+// A row that gives up blocks continues in its own page if it can.
+bool StateRules::moves(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
+                       const Span& span, bool gives_up) {
+  const bool has_any = held.num_alive() > 0;
+  return leaves_page(group, span, has_any) &&
+         !(gives_up && has_any && !holders.is_shared(held[held.num_dropped + span.num_accepted]));
+}
+
+// One page for the state, and one for each draft. The row's pages are reused, except for states at
+// block ends.
+void StateRules::demand(const DemandBasis& on, const CacheGroup& group, const RowBlocks& held,
+                        const DemandFor& asked, GroupDemand* needs, int64_t*) const {
+  const Span& span = asked.span;
+  needs->moves = moves(*on.holders, group, held, span, asked.gives_up);
+  int64_t num_spare = 0;
+  if (held.num_alive() > 0) {
+    num_spare = held.num_alive() - 1 - num_passed(*on.holders, group, held, span, asked.gives_up);
+  }
+  needs->num_new = needs->moves + std::max<int64_t>(span.num_drafts - num_spare, 0);
+  if (asked.may_share && !needs->moves) {
+    needs->num_shared = on.holders->is_shared(held[held.num_dropped + span.num_accepted]);
+  }
+}
+
+// The row gives up its last pages, for drafts beyond those of the span, but keeps the page in which
+// the state continues, and shared pages that drafts have passed. A row that is alone shares no page
+// and continues in its own.
+PageRules::LeastDemand StateRules::least_demand(const DemandBasis& on, const CacheGroup& group,
+                                                const RowBlocks& held, const Span& span,
+                                                const GroupDemand&) const {
+  const int64_t num_passed_shared = num_passed(*on.holders, group, held, span, /*gives_up=*/true);
+  const int64_t num_surplus =
+      std::max<int64_t>(held.num_alive() - 1 - num_passed_shared - span.num_drafts, 0);
+  const int64_t kept = held.num_dropped + span.num_accepted;
+  int64_t num_left = num_surplus, num_freed = 0;
+  for (int64_t b = held.size() - 1; num_left > 0; --b) {
+    if (b == kept) continue;
+    if (b < kept && (span.start - (kept - b)) % group.block_size == 0 &&
+        on.holders->is_shared(held[b])) {
+      continue;
+    }
+    num_freed += on.pool->ref_count(held[b]) == 1;
+    --num_left;
+  }
+  return {num_surplus, num_freed, 1 + span.num_drafts};
+}
+
+// After the first chunk, the state continues in place if no page is free.
+PageRules::ChunkDemand StateRules::chunk_demand(const CacheGroup& group, const RowBlocks& held,
+                                                const Span& first, const Span& span) const {
+  const bool begins = span.start == first.start;
+  const int64_t num_before = begins ? held.num_alive() : 1;
+  const int64_t num_more = (begins && leaves_page(group, span, num_before > 0)) +
+                           std::min(first.lookahead, group.num_speculative);
+  return {num_before + num_more, !begins + num_more, begins ? held.num_dropped : held.size()};
+}
+
+bool StateRules::shares_from(const BlockHolders& holders, const CacheGroup&, const RowBlocks& held,
+                             int64_t) const {
+  return held.num_alive() > 0 && holders.is_shared(held[held.num_dropped]);
+}
+
+// A state on the host is loaded into the page that continues from it.
+void StateRules::take_hit(RowBlocks* held, const CacheGroup& group, const PrefixHit& hit,
+                          int64_t start) const {
+  if (start != hit.num_tokens || hit.on_host[group.id].empty()) return;
+  held->host_source = hit.on_host[group.id].back().page;
+  held->num_dropped = held->num_published;
+}
+
+PageRules::Take StateRules::prepare(const Growth& growth, const ServedRow& served,
+                                    const CacheGroup& group, const GroupDemand& needs,
+                                    int64_t* num_spare) const {
+  RowBlocks& each = growth.held(served.row, group);
+  Take take{needs.num_new, needs.num_shared, needs.moves};
+  if (!each.keeps_state) return take;
+  each.keeps_state = false;
+  if (needs.moves || needs.num_shared > 0) return take;
+  if (*num_spare > 0) {
+    --*num_spare;
+    return {needs.num_new + 1, 0, true};
+  }
+  // The next tokens overwrite the state, so it is no longer a hit.
+  growth.c.pool->evict(&each[each.num_dropped], 1);
+  return take;
+}
+
+// The state continues in the first page, or in a new page if it must; pages for drafts follow.
+const BlockId* StateRules::grow(Growth* growth, ServedRow* served, const CacheGroup& group,
+                                const Take& take, const BlockId* own) const {
+  const bool settles = served->span.num_accepted > 0;
+  if (!settles && take.num_new + take.num_shared == 0) return own;
+  RowBlocks& each = growth->held(served->row, group);
+  const int64_t first = each.num_dropped;
+  growth->pages_before.assign(each.blocks.begin() + first, each.blocks.end());
+  if (settles) settle(growth, served->row, group, served->span, /*keeps_passed=*/true);
+  if (take.num_shared > 0) {
+    growth->replace_shared(served, group, column_of(group, served->span), *own++, /*copies=*/true);
+  }
+  if (take.moves) move(growth, served, group, *own);
+  each.blocks.insert(each.blocks.end(), own + take.moves, own + take.num_new);
+  replace_changed(*growth, served->row, group, first);
+  return own + take.num_new;
+}
+
+void StateRules::give_up(Growth* growth, ServedRow* served, const CacheGroup& group,
+                         const GroupDemand& needs) const {
+  const Span& span = served->span;
+  RowBlocks& each = growth->held(served->row, group);
+  if (span.num_accepted > 0) {
+    settle(growth, served->row, group, span, /*keeps_passed=*/false);
+  }
+  if (each.num_alive() == 0 || needs.moves || !leaves_page(group, span, /*has_page=*/true)) return;
+  // The state continues in place.
+  growth->c.pool->evict(&each[each.num_dropped], 1);
+  const std::vector<BlockId> pages(each.blocks.begin() + each.num_dropped, each.blocks.end());
+  each.set_pages(column_of(group, span), pages[0], {pages.begin() + 1, pages.end()});
+}
+
+void StateRules::accept_drafts(Growth* growth, int32_t row, const CacheGroup& group,
+                               const Span& span) const {
+  settle(growth, row, group, span, /*keeps_passed=*/true);
+}
+
+// Moves the state of a row that continues at token span.start back into its first page. Pages of
+// accepted drafts become spare pages. They are left if other rows hold them, or if they contain
+// states at block ends that are kept.
+void StateRules::settle(Growth* growth, int32_t row, const CacheGroup& group, const Span& span,
+                        bool keeps_passed) {
+  RowBlocks& each = growth->held(row, group);
+  const RowContext& c = growth->c;
+  const int64_t first = each.num_dropped, current = first + span.num_accepted;
+  const int64_t first_token = c.rows->first_token(row, group, first);
+  std::vector<BlockId> spare;
+  for (int64_t b = first; b < each.size(); ++b) {
+    const int64_t num_tokens = span.start - (current - b);
+    if (b == current) continue;
+    const bool ends_block = b < current && num_tokens % group.block_size == 0;
+    if (ends_block && (keeps_passed || growth->holders.is_shared(each[b]))) {
+      growth->left_states.push_back({row, group.id, each[b], num_tokens, first_token});
+      continue;
+    }
+    if (b < current) {
+      c.note_dropped(row, group, first, each[b]);  // no longer held
+      c.pool->evict(&each[b], 1);                  // overwritten: no longer a hit
+    }
+    spare.push_back(each[b]);
+  }
+  each.set_pages((span.start - 1) / group.block_size, each[current], spare);
+  each.state_start = static_cast<int32_t>(span.start);
+}
+
+// The state continues in this page, and the pages for drafts follow it.
+void StateRules::move(Growth* growth, ServedRow* served, const CacheGroup& group, BlockId page) {
+  RowBlocks& each = growth->held(served->row, group);
+  const RowContext& c = growth->c;
+  const int64_t column = column_of(group, served->span), first = each.num_dropped;
+  const int64_t start = served->span.start;
+  std::vector<BlockId> spare;
+  if (each.host_source != kNullBlock) {
+    growth->onboard(served, group, column, each.host_source, page, /*is_hit=*/false);
+    each.host_source = kNullBlock;
+  } else if (each.source == kNullBlock) {  // otherwise a hit inside a block is copied below
+    if (each.num_alive() > 0) {
+      c.plan->copy(each[first], page);
+      growth->left_states.push_back({served->row, group.id, each[first], start,
+                                     c.rows->first_token(served->row, group, first)});
+      spare.assign(each.blocks.begin() + first + 1, each.blocks.end());
+    } else if (start == 0 && c.plan->is_step()) {  // otherwise the state comes from outside
+      c.plan->zero(page);
+    }
+  }
+  each.set_pages(column, page, spare);
+  each.state_start = static_cast<int32_t>(start);
+  if (each.source != kNullBlock) growth->copy_source(served, group, page);
+}
+
+// Publishes the state after the last token that is not a draft, and states after known drafts.
+void StateRules::publish(Publisher* publisher, int32_t row, const CacheGroup& group,
+                         int64_t /*num_hashed*/) const {
+  const Row& r = publisher->rows()[row];
+  const RowBlocks& each = publisher->rows().blocks(row)[group.id];
+  if (each.num_alive() > 0) {
+    const int64_t first = r.num_computed - r.num_drafts;
+    publish_left(publisher, row, group, first, each[each.num_dropped]);
+    for (int64_t n = (first / group.block_size + 1) * group.block_size; n <= r.num_computed;
+         n += group.block_size) {
+      publish_left(publisher, row, group, n, each[each.num_dropped + n - first]);
+    }
+  }
+  if (group.has_partial) keep(publisher, row, group);
+}
+
+// A state at a block boundary is kept if a step or an accepted draft ended there.
+void StateRules::publish_left(Publisher* publisher, int32_t row, const CacheGroup& group,
+                              int64_t num_tokens, BlockId page) const {
+  const Row& r = publisher->rows()[row];
+  RowBlocks& each = publisher->rows().blocks(row)[group.id];
+  if (r.next_publish == kUnbounded) return;
+  const int64_t num_passed = num_tokens / group.block_size;
+  if (num_tokens % group.block_size != 0) {
+    each.num_published = std::max(each.num_published, num_passed);
+    return;
+  }
+  const auto num_known = static_cast<int64_t>(r.chain->known_hashes().size());
+  if (num_passed <= each.num_published || num_passed * group.num_hashes > num_known) return;
+  if (group.may_be_hit(num_passed - 1))
+    publisher->publish_run(row, group, num_passed - 1, &page, 1);
+  each.num_published = num_passed;
+}
+
+// A state inside a block is kept if a step of the prompt ended there at a hash boundary, unless it
+// is cached already. The row's next step then leaves the page.
+void StateRules::keep(Publisher* publisher, int32_t row, const CacheGroup& group) {
+  const Row& r = publisher->rows()[row];
+  RowBlocks& each = publisher->rows().blocks(row)[group.id];
+  const int64_t hash_block_size = group.block_size / group.num_hashes;
+  const int64_t num_hashed = r.num_computed / hash_block_size;
+  if (r.num_drafts > 0) return;  // not a step of a prompt
+  if (r.next_publish == kUnbounded || num_hashed <= each.num_partial) return;
+  each.num_partial = static_cast<int32_t>(num_hashed);
+  if (r.num_computed % hash_block_size != 0 || r.num_computed % group.block_size == 0 ||
+      r.num_computed > publisher->rows().info(row).num_prompt) {
+    return;
+  }
+  const Hash& hash = r.chain->known_hashes()[static_cast<size_t>(num_hashed - 1)];
+  if (publisher->pool().find_partial(hash, group.id) != kNullBlock) return;
+  publisher->publish_part(row, group, each.num_dropped, num_hashed - 1);
+  each.keeps_state = true;
+  publisher->rows().disturb(row);
+}
+
+bool StateRules::publishes_part(const AdmissionInfo& info, int64_t num_tokens) const {
+  return num_tokens <= info.num_prompt;
+}
+
+// Pages for drafts do not move to the host, because their tokens count as accepted.
+void StateRules::leave_device(const RowContext& context, int32_t row,
+                              const CacheGroup& group) const {
+  const Row& r = (*context.rows)[row];
+  RowBlocks& each = context.rows->blocks(row)[group.id];
+  if (each.num_alive() <= 1) return;
+  const int64_t first = each.num_dropped;
+  for (int64_t b = first; b < first + r.num_drafts; ++b) {
+    context.note_dropped(row, group, first, each[b]);  // no longer held
+  }
+  each.set_pages((r.num_computed - 1) / group.block_size, each[first + r.num_drafts], {});
+}
+
+}  // namespace kvcache

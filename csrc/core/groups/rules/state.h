@@ -1,0 +1,94 @@
+// Pages with recurrent states: a page contains the state after the last token of its block.
+#pragma once
+
+#include "core/groups/rules/page_rules.h"
+
+namespace kvcache {
+
+class StateRules final : public PageRules {
+ public:
+  constexpr StateRules()
+      : PageRules({/*follows_sequence=*/true, /*has_hits=*/true, /*appends=*/false,
+                   /*updates_in_place=*/true}) {}
+
+  void demand(const DemandBasis& on, const CacheGroup& group, const RowBlocks& held,
+              const DemandFor& asked, GroupDemand* needs, int64_t* num_free) const override;
+  LeastDemand least_demand(const DemandBasis& on, const CacheGroup& group, const RowBlocks& held,
+                           const Span& span, const GroupDemand& needs) const override;
+  ChunkDemand chunk_demand(const CacheGroup& group, const RowBlocks& held, const Span& first,
+                           const Span& span) const override;
+  // A state continues in its page up to the end of the page's block.
+  int64_t quiet_until(const CacheGroup& group, const RowBlocks& held,
+                      int64_t num_computed) const override {
+    const bool may_change = held.num_alive() == 0 || held.keeps_state || group.num_speculative > 0;
+    return may_change ? 0 : ceil_div(num_computed, group.block_size) * group.block_size;
+  }
+  void take_hit(RowBlocks* held, const CacheGroup& group, const PrefixHit& hit,
+                int64_t start) const override;
+  Take prepare(const Growth& growth, const ServedRow& served, const CacheGroup& group,
+               const GroupDemand& needs, int64_t* num_spare) const override;
+  const BlockId* grow(Growth* growth, ServedRow* served, const CacheGroup& group, const Take& take,
+                      const BlockId* own) const override;
+  void give_up(Growth* growth, ServedRow* served, const CacheGroup& group,
+               const GroupDemand& needs) const override;
+  int64_t first_written(const CacheGroup& group, const Span& span) const override {
+    return column_of(group, span);
+  }
+  void accept_drafts(Growth* growth, int32_t row, const CacheGroup& group,
+                     const Span& span) const override;
+  void fork(RowBlocks* held) const override {
+    held->resize(std::min(held->size(), held->num_dropped + 1));  // without the pages for drafts
+  }
+  bool shares_from(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
+                   int64_t start) const override;
+  // A state contributes to all tokens computed since it entered its page, and to the next token, so
+  // a row cannot continue at its position without it.
+  int64_t first_token(const CacheGroup&, const RowBlocks& held, int64_t num_computed,
+                      int64_t) const override {
+    return std::min<int64_t>(held.state_start, num_computed - 1);
+  }
+  Columns computed(const RowBlocks& held, int64_t num_written, int64_t num_drafts) const override {
+    if (held.num_alive() == 0) return {held.num_dropped, num_written};
+    return {held.num_dropped + num_drafts, held.num_dropped + num_drafts + 1};
+  }
+  bool can_resume(const CacheGroup&, const RowBlocks&, const AdmissionInfo&,
+                  int64_t) const override {
+    return false;  // it was updated in place
+  }
+  void publish(Publisher* publisher, int32_t row, const CacheGroup& group,
+               int64_t num_hashed) const override;
+  void publish_left(Publisher* publisher, int32_t row, const CacheGroup& group, int64_t num_tokens,
+                    BlockId page) const override;
+  bool publishes_part(const AdmissionInfo& info, int64_t num_tokens) const override;
+  bool may_end_at(const CacheGroup& group, int64_t num_tokens) const override {
+    return num_tokens % group.block_size == 0;
+  }
+  void leave_device(const RowContext& context, int32_t row, const CacheGroup& group) const override;
+  // A state that continues in a new page is loaded into that page.
+  Returning returning(const CacheGroup& group, const RowBlocks& held,
+                      const Span& span) const override {
+    const bool moves = span.start > 0 && leaves_page(group, span, /*has_page=*/true);
+    return {held.num_dropped, !moves};
+  }
+  bool may_share_onboard(const CacheGroup&, int64_t, int64_t) const override { return false; }
+
+ private:
+  static void keep(Publisher* publisher, int32_t row, const CacheGroup& group);
+  // The column of the first of the row's pages.
+  static int64_t column_of(const CacheGroup& group, const Span& span) {
+    return (span.stop - span.num_drafts - 1) / group.block_size;
+  }
+  // Whether the state continues in a new page: the row has no page, or one of an earlier block.
+  static bool leaves_page(const CacheGroup& group, const Span& span, bool has_page) {
+    return !has_page || column_of(group, span) >= ceil_div(span.start, group.block_size);
+  }
+  static bool moves(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
+                    const Span& span, bool gives_up);
+  static void settle(Growth* growth, int32_t row, const CacheGroup& group, const Span& span,
+                     bool keeps_passed);
+  static void move(Growth* growth, ServedRow* served, const CacheGroup& group, BlockId page);
+};
+
+inline constexpr StateRules kStateRules;
+
+}  // namespace kvcache

@@ -1,0 +1,136 @@
+#include "core/groups/rules/tokens.h"
+
+#include "core/manager/publisher.h"
+
+namespace kvcache {
+
+void TokenRules::drop(const Growth& growth, int32_t row, const CacheGroup& group, int64_t drop_to) {
+  const RowContext& c = growth.c;
+  RowBlocks& each = growth.held(row, group);
+  std::vector<BlockId> dropped;
+  for (int64_t b = each.num_dropped; b < drop_to; ++b) {
+    dropped.push_back(each[b]);
+    c.note_dropped(row, group, b, each[b]);
+    each[b] = kNullBlock;
+    c.plan->replace(row, group.id, b, kNullBlock);
+  }
+  each.num_dropped = drop_to;
+  std::reverse(dropped.begin(), dropped.end());  // tails are evicted before heads
+  c.note_access(row, dropped.data(), static_cast<int64_t>(dropped.size()));
+  c.frees->release_or_defer(dropped.data(), static_cast<int64_t>(dropped.size()));
+}
+
+const BlockId* TokenRules::grow(Growth* growth, ServedRow* served, const CacheGroup& group,
+                                const Take& take, const BlockId* own) const {
+  PlanBuilder* plan = growth->c.plan;
+  RowBlocks& each = growth->held(served->row, group);
+  const int64_t start = served->span.start;
+  // A shared block with tokens of the row is copied; one without is only replaced.
+  for (int64_t b = start / group.block_size, left = take.num_shared; left > 0; ++b) {
+    if (!growth->holders.is_shared(each[b])) continue;
+    plan->replace(served->row, group.id, b, *own);
+    growth->replace_shared(served, group, b, *own++, /*copies=*/b * group.block_size < start);
+    --left;
+  }
+  if (take.num_new == 0) return own;
+  // After a hit or external tokens, a group that is not cached has no KV of the earlier tokens, so
+  // their blocks are zeroed.
+  const int64_t token = each.size() * group.block_size;
+  if (!group.is_cached && plan->is_step() && token < start) {
+    const int64_t num_before = ceil_div(start - token, group.block_size);
+    for (int64_t i = 0; i < std::min(num_before, take.num_new); ++i) plan->zero(own[i]);
+    served->depends_from(token);
+  }
+  each.blocks.insert(each.blocks.end(), own, own + take.num_new);
+  if (each.source != kNullBlock) {
+    growth->copy_source(served, group, each[served->num_before[group.id]]);
+  }
+  return own + take.num_new;
+}
+
+int64_t TokenRules::quiet_until(const CacheGroup& group, const RowBlocks& held, int64_t) const {
+  const int64_t num_slots = held.size() * group.block_size;
+  if (group.keeps_all) return held.size() < group.max_blocks ? num_slots : kUnbounded;
+  // The number of tokens after which a block leaves the window: no kind needs less for more tokens,
+  // and all need at most the tokens that there are.
+  int64_t first = held.num_dropped * group.block_size, last = num_slots;
+  while (first < last) {
+    const int64_t middle = first + (last - first) / 2;
+    if (group.first_needed_block(middle) > held.num_dropped) {
+      last = middle;
+    } else {
+      first = middle + 1;
+    }
+  }
+  return first;
+}
+
+// The surplus are blocks without a token of the span, from preallocation or an earlier step's
+// lookahead.
+PageRules::LeastDemand TokenRules::least_demand(const DemandBasis& on, const CacheGroup& group,
+                                                const RowBlocks& held, const Span& span,
+                                                const GroupDemand& needs) const {
+  const int64_t needed = ceil_div(span.stop + span.lookahead, group.block_size);
+  const int64_t kept = std::min(std::max(needed, held.num_dropped), held.size());
+  int64_t num_freed = 0;
+  for (int64_t b = kept; b < held.size(); ++b) num_freed += on.pool->ref_count(held[b]) == 1;
+  return {held.size() - kept, num_freed, kept - needs.drop_to + needs.num_new};
+}
+
+PageRules::ChunkDemand TokenRules::chunk_demand(const CacheGroup& group, const RowBlocks& held,
+                                                const Span&, const Span& span) const {
+  const int64_t stop =
+      std::min(ceil_div(span.stop + span.lookahead, group.block_size), group.max_blocks);
+  // Null columns of the hit stay null.
+  const int64_t needed = std::max(group.first_needed_block(span.start), held.num_dropped);
+  return {std::max<int64_t>(stop - needed, 0),
+          std::max<int64_t>(stop - std::max(needed, held.size()), 0),
+          std::min(needed, held.size())};
+}
+
+bool TokenRules::can_resume(const CacheGroup& group, const RowBlocks& held,
+                            const AdmissionInfo& info, int64_t num_tokens) const {
+  const int64_t first = group.first_needed_token(num_tokens);
+  // Blocks inside the hit that only shorter hits read were never there, even if the row
+  // holds a block in their column.
+  if (group.is_cached && num_tokens < info.hit_end &&
+      first < std::min(num_tokens, group.first_needed_token(info.hit_end))) {
+    return false;
+  }
+  const bool needs_any = num_tokens % group.block_size != 0 || first < num_tokens;
+  return !needs_any || held.num_dropped <= group.first_needed_block(num_tokens);
+}
+
+void TokenRules::publish(Publisher* publisher, int32_t row, const CacheGroup& group,
+                         int64_t num_hashed) const {
+  RowBlocks& each = publisher->rows().blocks(row)[group.id];
+  for (; group.has_partial && each.num_partial < num_hashed; ++each.num_partial) {
+    const int64_t block = each.num_partial / group.num_hashes;
+    const bool is_whole = (int64_t{each.num_partial} + 1) % group.num_hashes == 0;
+    if (is_whole || block < each.num_dropped) continue;
+    publisher->publish_part(row, group, block, each.num_partial);
+  }
+  publish_whole(publisher, row, group, num_hashed);
+}
+
+// Blocks that no hit can read are not published, and are reused ahead of all cached blocks.
+void TokenRules::publish_whole(Publisher* publisher, int32_t row, const CacheGroup& group,
+                               int64_t num_hashed) const {
+  RowBlocks& each = publisher->rows().blocks(row)[group.id];
+  const int64_t num_full = num_hashed / group.num_hashes;
+  const int64_t first = std::max(each.num_published, each.num_dropped);
+  for (int64_t b = first; b < num_full; ++b) {
+    const int64_t run = b;
+    b = group.keeps_all ? num_full : b;
+    while (b < num_full && group.may_be_hit(b)) ++b;
+    if (b > run) publisher->publish_run(row, group, run, each.blocks.data() + run, b - run);
+  }
+  each.num_published = std::max(each.num_published, num_full);
+}
+
+bool TokenRules::shares_from(const BlockHolders& holders, const CacheGroup& group,
+                             const RowBlocks& held, int64_t start) const {
+  return num_shared(holders, group, held, start, held.size() * group.block_size) > 0;
+}
+
+}  // namespace kvcache

@@ -1,0 +1,329 @@
+"""The view of a manager's prefix cache: what is cached, under which hashes, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvcache.allocator.event_stream import events_of
+from kvcache.allocator.hashing import HashKey
+from kvcache.allocator.learned import LearnedReuse
+from kvcache.allocator.options import checked_seconds, checked_session
+from kvcache.allocator.request import Request
+from kvcache.allocator.stats import PrefixCacheStats, stats_of
+from kvcache.checks import flag, instance, num_entries, shown
+from kvcache.events import CacheEvent
+from kvcache.native.load import core
+from kvcache.specs import ContextParallel, GroupSpec
+
+Ids = np.ndarray | Sequence[int]
+
+
+class CachedTokens(NamedTuple):
+    """Cached tokens of a request: on the device, with the host tier, and the cost of loading them."""
+
+    on_device: int
+    with_host: int
+    num_host_blocks: int
+    num_host_bytes: int  # 0 where the manager has no `page_bytes`
+
+
+class FoundBlocks(NamedTuple):
+    """Where hashes are cached: int32[n] device blocks and host pages, -1 for hashes that are not."""
+
+    device: np.ndarray
+    host: np.ndarray
+
+
+class BlockHashes(NamedTuple):
+    """The hashes of cached blocks, uint8[n, hash_bytes], and their groups, int32[n]; -1 if not cached."""
+
+    hashes: np.ndarray
+    groups: np.ndarray
+
+
+class CachedPrefix(NamedTuple):
+    """The cached prefix of a request."""
+
+    block_ids: np.ndarray | list[np.ndarray]  # int32[k], of several groups one array each
+    num_tokens: int
+    num_shared_tokens: int  # tokens that all groups but those of recurrent states have
+
+
+class PrefixCache:
+    """The cached blocks of a `KVCacheManager`, as `manager.cache`.
+
+    It has the manager's lookups by content, its eviction, statistics and events. Rows and their blocks
+    are the manager's.
+
+    >>> from kvcache.allocator import KVCacheManager
+    >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128)
+    >>> plan = manager.step(new=[Request("r1", range(40))])
+    >>> manager.cache.find_prefix(Request("r2", range(40))).num_tokens
+    32
+    """
+
+    def __init__(
+        self,
+        native: core.Manager,
+        requests: core.RequestRows,
+        chain_key: HashKey,
+        groups: tuple[GroupSpec, ...],
+        block_sizes: tuple[int, ...],
+        context_parallel: ContextParallel,
+        page_bytes: int,
+    ) -> None:
+        self._native, self._requests, self._chain_key = native, requests, chain_key
+        self._groups, self._block_sizes, self._page_bytes = groups, block_sizes, page_bytes
+        self._context_parallel = context_parallel
+        self._epoch = 0
+
+    @property
+    def context_parallel(self) -> ContextParallel:
+        """The parallel sizes and ranks over which blocks are distributed."""
+        return self._context_parallel
+
+    @property
+    def hash_block_size(self) -> int:
+        """Tokens per hash."""
+        return self._native.hash_block_size
+
+    @property
+    def hash_bytes(self) -> int:
+        """Bytes per hash."""
+        return len(self._chain_key.parent)
+
+    @property
+    def hash_algorithm(self) -> str:
+        """Name of the hash algorithm, as in events."""
+        return self._chain_key.algorithm
+
+    def hashes(self, request: Request) -> np.ndarray:
+        """Hashes of the request's full blocks: uint8[n, hash_bytes]. Computes missing ones."""
+        return self._native.hashes(self._chain(request))
+
+    def find(self, hashes: np.ndarray | Sequence[bytes], group: int = 0) -> FoundBlocks:
+        """Look up the blocks that are cached under these hashes, on each tier; changes nothing.
+
+        Each hash is looked up on its own, whether or not earlier blocks of its chain are cached. Partly
+        filled blocks are not found.
+
+        Args:
+            hashes: uint8[n, hash_bytes], or n bytes objects.
+            group: The cache group.
+
+        Raises:
+            TypeError, ValueError: A hash has another length, or the group is unknown.
+
+        >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128)
+        >>> request = Request("r1", range(40))
+        >>> plan = manager.step(new=[request])
+        >>> manager.cache.find(manager.cache.hashes(request)).device
+        array([1, 2], dtype=int32)
+        """
+        if not isinstance(hashes, np.ndarray):
+            hashes = self._stacked(hashes)
+        num_entries(hashes, "hashes")
+        return FoundBlocks(*self._native.find_hashes(np.ascontiguousarray(hashes), group))
+
+    def hashes_of(self, ids: Ids, medium: str = "gpu") -> BlockHashes:
+        """Return the hashes under which blocks are cached.
+
+        Args:
+            ids: int32[n]. Device blocks ("gpu") or host pages ("cpu"), held or free.
+            medium: "gpu" or "cpu".
+
+        Returns:
+            Hashes and groups; zeros and group -1 for blocks that are not cached.
+
+        Raises:
+            ValueError: An id is out of range, the medium is unknown, or there is no host tier.
+        """
+        if not isinstance(medium, str) or medium not in ("gpu", "cpu"):
+            raise ValueError(f"medium is {shown(medium)}: expected gpu or cpu")
+        return BlockHashes(*self._native.hashes_of_blocks(ids, medium == "cpu"))
+
+    def _stacked(self, hashes: Sequence[bytes]) -> np.ndarray:
+        if not isinstance(hashes, list | tuple):
+            raise TypeError(f"hashes is {shown(hashes)}: expected an array or a list of bytes")
+        for i, each in enumerate(hashes):
+            if not isinstance(each, bytes):
+                raise TypeError(f"hashes[{i}] is {shown(each)}: expected bytes")
+            if len(each) != self.hash_bytes:
+                raise ValueError(
+                    f"hashes[{i}] has {len(each)} bytes: expected {self.hash_bytes}, the hash_bytes "
+                    "of the manager"
+                )
+        return np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, self.hash_bytes)
+
+    def cached_tokens(self, request: Request, *, read_cache: bool | None = None) -> CachedTokens:
+        """Count the cached tokens of a request on each tier, in whole blocks; changes nothing.
+
+        External tokens (`Admit.external`) follow these tokens.
+
+        Args:
+            request: The request.
+            read_cache: Whether the request takes hits; None for the request's own `read_cache`.
+        """
+        reads = _choice(read_cache, "read_cache")
+        on_device, with_host, num_blocks = self._native.lookup_tiers(self._chain(request), reads)
+        return CachedTokens(on_device, with_host, num_blocks, num_blocks * self._page_bytes)
+
+    def find_prefix(
+        self, request: Request, *, read_cache: bool | None = None, whole_blocks: bool = False
+    ) -> CachedPrefix:
+        """Find the longest cached prefix on the device; changes nothing.
+
+        If `hash_block_size` is finer than a group's blocks, the prefix may end inside a block, as in
+        `step`. The last id is then the block to copy these tokens from (see `take_copies`); it never
+        becomes the request's own block. Managers with recurrent groups or with groups of `cached=False`
+        find whole blocks only: their hits inside blocks exist in `step` alone.
+
+        Args:
+            request: The request.
+            read_cache: Whether the request takes hits; None for the request's own `read_cache`.
+            whole_blocks: Whether to find whole blocks only.
+
+        Returns:
+            The prefix: at most `num_tokens - 1` tokens, because the last token must be computed. Several
+            groups have one array of ids each; in window groups, blocks that are not read any more are
+            null.
+
+        >>> manager = KVCacheManager(16, 9, 128, hash_block_size=4, num_preallocate_tokens=0)
+        >>> plan = manager.step(new=[Request("r1", range(30))])
+        >>> manager.cache.find_prefix(Request("r2", range(30)))[:2]
+        (array([1, 2], dtype=int32), 28)
+        >>> manager.cache.find_prefix(Request("r2", range(30)), whole_blocks=True)[:2]
+        (array([1], dtype=int32), 16)
+        """
+        ids, num_tokens, num_shared_tokens = self._native.lookup(
+            self._chain(request),
+            _choice(read_cache, "read_cache"),
+            not flag(whole_blocks, "whole_blocks"),
+        )
+        return CachedPrefix(by_group(ids), num_tokens, num_shared_tokens)
+
+    def access(self, request: Request, now: float) -> None:
+        """Notify the eviction policy of an access to the request's blocks, at `now` seconds."""
+        self._native.access(self._requests.at(request), checked_seconds(now, "now"))
+
+    def pin(self, session: str, request: Request) -> int:
+        """Pin the request's cached blocks on the device for a session; returns their number.
+
+        The session's earlier pins end. Pinned blocks are evicted only if no other cached block is left;
+        `stats.num_pins_broken` counts these.
+        """
+        return self._native.pin(checked_session(session), self._chain(request))
+
+    def unpin(self, session: str) -> int:
+        """End the pins of a session; returns how many of its pinned blocks had been evicted."""
+        return self._native.unpin(checked_session(session))
+
+    def set_now(self, seconds: float) -> None:
+        """Set the clock of residency times and of expiring priorities, for replays.
+
+        By default, the clock is the system's, and starts when the manager is created.
+
+        Raises:
+            ValueError: `seconds` is earlier than the clock.
+        """
+        self._native.set_now(int(checked_seconds(seconds, "seconds") * 1000))
+
+    def learn_from(self, learned: LearnedReuse | None) -> None:
+        """Replace what the eviction policy `learned` has learned.
+
+        Args:
+            learned: `stats.learned` of an earlier manager, or a file read by `LearnedReuse.load`. None
+                changes nothing.
+
+        Raises:
+            TypeError: `learned` has another type.
+            ValueError: The eviction policy is not "learned".
+
+        >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128, eviction="learned")
+        >>> manager.cache.learn_from(manager.cache.stats.learned)
+        """
+        if learned is None:
+            return
+        if not isinstance(learned, LearnedReuse):
+            raise TypeError(
+                f"learned has type {type(learned).__name__}: expected LearnedReuse or None"
+            )
+        if not self._native.learned():
+            raise ValueError("learn_from: the eviction policy does not learn: expected 'learned'")
+        self._native.learn(np.concatenate([learned.reached, learned.used]).ravel())
+
+    def evict(self, ids: Ids) -> None:
+        """Remove blocks from the cache, held or free; blocks that are not cached do not change."""
+        self._native.evict(ids)
+
+    def reset(self, group: int | None = None) -> bool:
+        """Remove every block from the cache.
+
+        Args:
+            group: Remove only the blocks of this group, on both tiers. Other groups' blocks are then no
+                hits either, as a hit needs all groups.
+
+        Returns:
+            False, with nothing changed, while a request holds a block (of this group), or while blocks of
+            the group are loaded from the host.
+        """
+        if group is None:
+            return self._native.reset_prefix_cache()
+        return self._native.reset_group(group)
+
+    def start_epoch(self) -> None:
+        """Make all current hashes unreachable, because the weights changed.
+
+        Running requests keep their blocks, and do not cache tokens that were computed before.
+        """
+        self._native.start_epoch()
+        self._epoch += 1
+
+    @property
+    def epoch(self) -> int:
+        """Number of `start_epoch` calls so far."""
+        return self._epoch
+
+    def num_common_prefix_blocks(
+        self, request: Request, num_running_requests: int, group: int = 0
+    ) -> int:
+        """Number of leading blocks of a request that `num_running_requests` (all) requests hold."""
+        return self._native.num_common_prefix_blocks(
+            self._requests.at(request), num_running_requests, group
+        )
+
+    @property
+    def stats(self) -> PrefixCacheStats:
+        """Hit rates, stored and evicted blocks, residency times, and learned reuse."""
+        self._native.check_reader()
+        native = self._native
+        return stats_of(native.stats(), native.pool.num_pins_broken, native.learned())
+
+    def clear_stats(self) -> None:
+        """Reset the counts of `stats`."""
+        self._native.clear_stats()
+
+    def drain_events(self) -> list[CacheEvent]:
+        """Return the events since the last call, in order: blocks that entered or left the cache."""
+        events = events_of(
+            self._native.waiting_events(), self._groups, self._block_sizes, self._chain_key
+        )
+        self._native.drop_events()  # an interrupt before leaves them waiting
+        return events
+
+    def _chain(self, request: Request) -> core.TokenChain:
+        instance(request, Request, "request")
+        return request.chain(self._chain_key)
+
+
+def by_group(ids: list[np.ndarray]) -> np.ndarray | list[np.ndarray]:
+    """Return the ids of one group, or a list of several groups' ids."""
+    return ids[0] if len(ids) == 1 else ids
+
+
+def _choice(value: bool | None, name: str) -> bool | None:
+    """True or False from a call, or None for the request's own choice."""
+    return None if value is None else flag(value, name)

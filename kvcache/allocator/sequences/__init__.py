@@ -1,1 +1,0 @@
-"""Requests that are groups of sequences, as objects of the engine."""

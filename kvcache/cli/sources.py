@@ -1,0 +1,170 @@
+"""The options --store, --prefill and --prefill-from: sources of outside KV."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import uuid
+from typing import TYPE_CHECKING
+
+from kvcache.cli.errors import UsageError, quoted
+from kvcache.cli.modules import require_module
+from kvcache.cli.parsing import number
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvcache.assembly import KVCache
+    from kvcache.sources import KVSource
+    from kvcache.sources.disaggregation import Connector
+
+
+def add_source_options(sub: argparse.ArgumentParser) -> None:
+    """Add the options of all sources, which are off by default."""
+    sub.add_argument(
+        "--store",
+        metavar="DIR",
+        help="store computed KV blocks in this folder, and load them from there, also after a restart",
+    )
+    sub.add_argument(
+        "--store-capacity",
+        metavar="BYTES",
+        help="size of the store; the least recently used blocks are evicted; default 10GiB",
+    )
+    sub.add_argument(
+        "--prefill",
+        action="store_true",
+        help="prefill prompts for other servers, which load their KV (their --prefill-from)",
+    )
+    sub.add_argument(
+        "--prefill-from",
+        metavar="HOST:PORT",
+        help="have this server (its --prefill) prefill prompts, and load their KV from it; prompts are "
+        "computed here while it does not answer",
+    )
+    sub.add_argument(
+        "--prefill-timeout",
+        metavar="SECONDS",
+        type=number("--prefill-timeout", 1, 86_400),
+        default=10,
+        help="time limit for a prefill, and for the load of its KV; default 10",
+    )
+    sub.add_argument(
+        "--transport",
+        choices=("gloo", "nixl"),
+        default="gloo",
+        help="transport of KV between servers; default gloo",
+    )
+
+
+def check_source_options(args: argparse.Namespace) -> None:
+    """Check the options before a model is loaded; raises UsageError or MissingError."""
+    if args.store is None and args.store_capacity is not None:
+        raise UsageError("--store-capacity is given: expected only with --store")
+    for is_given, option in (
+        (args.store is not None, "--store"),
+        (args.transport == "nixl", "--transport nixl"),
+    ):
+        if is_given:
+            require_module("nixl", option, "pip install 'kvcache[nixl]'")
+    if args.prefill_from is not None:
+        from kvcache.sources.disaggregation.prefill import host_and_port
+
+        try:
+            host_and_port(args.prefill_from)
+        except ValueError:
+            given = quoted(args.prefill_from)
+            raise UsageError(f"--prefill-from is {given}: expected HOST:PORT") from None
+
+
+def make_sources(
+    args: argparse.Namespace, model: PreTrainedModel, cache: KVCache, *, announce: bool
+) -> tuple[list[KVSource], Connector | None]:
+    """Make the sources for the cache of a model.
+
+    Args:
+        args: Parsed options.
+        model: The model; its weights identify the KV.
+        cache: The model's cache.
+        announce: Whether cache events are published, including those of the store.
+
+    Returns:
+        The sources in order of preference, and the connector if this server prefills for others.
+    """
+    is_transferring = args.prefill or args.prefill_from is not None
+    sources: list[KVSource] = []
+    if args.store is None and not is_transferring:
+        return sources, None
+    weights, connector = weights_digest(model), None
+    if is_transferring:
+        connector = _connector(args, weights, cache)
+    if args.store is not None:
+        sources.append(_store(args, weights, cache, announce))
+    if args.prefill_from is not None:
+        from kvcache.sources.disaggregation import RemotePrefill
+
+        timeout_s = args.prefill_timeout
+        sources.append(RemotePrefill(connector, args.prefill_from, timeout_s=timeout_s))
+    elif connector is not None:
+        sources.append(connector)
+    return sources, connector if args.prefill else None
+
+
+def _connector(args: argparse.Namespace, weights: str, cache: KVCache) -> Connector:
+    from kvcache.kinds import kind_class
+    from kvcache.sources.disaggregation import (
+        CacheRank,
+        Connector,
+        ConnectorOptions,
+        layouts_of_plan,
+    )
+
+    option = "--prefill" if args.prefill else "--prefill-from"
+    if any(not kind_class(group.kind).pages.has_slots for group in cache.plan.groups):
+        raise UsageError(f"{option}: MODEL has recurrent layers: expected attention layers only")
+    engine_id = uuid.uuid4().hex
+    try:
+        layouts = layouts_of_plan(cache.plan, cache.storages, engine_id=engine_id)
+        options = ConnectorOptions(
+            host=args.host, transport=args.transport, timeout_s=args.prefill_timeout
+        )
+        rank = CacheRank(layouts, cache.storages, options=options)
+        model = {"weights": weights}
+        return Connector(cache.manager, [rank], engine_id=engine_id, model=model, options=options)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{option}: {error}") from None
+
+
+def _store(args: argparse.Namespace, weights: str, cache: KVCache, announce: bool) -> KVSource:
+    from kvcache.sources.store import DiskStore, StoreError, StoreTier
+
+    try:
+        return StoreTier(
+            cache.manager,
+            cache.pages,
+            DiskStore(args.store, args.store_capacity or "10GiB"),
+            model=weights,
+            host_pages=cache.host_pages,
+            write_from="device",
+            announce=announce,
+        )
+    except (OSError, StoreError, ValueError) as error:
+        raise UsageError(f"--store: {error}") from None
+
+
+def weights_digest(model: PreTrainedModel) -> str:
+    """Digest of a model's configuration and weights, so that KV of another model is never loaded."""
+    import torch
+
+    config = {
+        name: value
+        for name, value in model.config.to_dict().items()
+        if name not in ("_name_or_path", "transformers_version")
+    }
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        values = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+        digest.update(values.cpu().numpy())
+    return digest.hexdigest()

@@ -1,0 +1,75 @@
+"""Reads the requests of a scheduler step and their new blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvcache.checks import instances, shown
+from kvcache.specs import GroupSpec
+
+
+def yield_req_data(
+    scheduler_output: object, groups: Sequence[GroupSpec] | None = None
+) -> Iterator[tuple]:
+    """Yield the new block ids of every request of a step, new requests first.
+
+    Args:
+        scheduler_output: An object with `scheduled_new_reqs`, a sequence of objects with `req_id` and
+            `block_ids`, and `scheduled_cached_reqs`, an object with `req_ids`, `new_block_ids` (one entry
+            per request) and `resumed_req_ids`.
+        groups: The manager's cache groups. The block ids of groups with `transferred=False` are replaced
+            by an empty list. None returns the ids of all groups.
+
+    Yields:
+        `(req_id, new_block_id_groups, resumed)`. `new_block_id_groups` has one sequence of block ids per
+        cache group, or is None if the request got no blocks. `resumed` is False for new requests.
+
+    Raises:
+        ValueError: `req_ids` and `new_block_ids` differ in length (raised before the first item), or a
+            request has block ids for a different number of groups.
+
+    Example:
+        >>> from types import SimpleNamespace as Some
+        >>> cached = Some(req_ids=["b", "c"], new_block_ids=[([4],), ([5],)], resumed_req_ids={"c"})
+        >>> step = Some(
+        ...     scheduled_new_reqs=[Some(req_id="a", block_ids=([1, 2],))], scheduled_cached_reqs=cached
+        ... )
+        >>> list(yield_req_data(step))
+        [('a', ([1, 2],), False), ('b', ([4],), False), ('c', ([5],), True)]
+    """
+    if groups is not None:
+        groups = instances(groups, GroupSpec, "groups")
+    try:
+        new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
+    except AttributeError as error:
+        raise TypeError(
+            f"scheduler_output is {shown(scheduler_output)}: expected an object with "
+            "scheduled_new_reqs and scheduled_cached_reqs"
+        ) from error
+    if len(cached.req_ids) != len(cached.new_block_ids):
+        raise ValueError(
+            f"scheduled_cached_reqs has {len(cached.req_ids)} req_ids, "
+            f"{len(cached.new_block_ids)} new_block_ids: expected the same number"
+        )
+    entries = _entries(new, cached)
+    if groups is None or all(group.transferred for group in groups):
+        return entries
+    return ((req_id, _transferred(ids, groups), resumed) for req_id, ids, resumed in entries)
+
+
+def _entries(new: object, cached: object) -> Iterator[tuple]:
+    for request in new:
+        yield request.req_id, request.block_ids, False
+    for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        yield req_id, block_ids, req_id in cached.resumed_req_ids
+
+
+def _transferred(block_ids: Sequence | None, groups: Sequence[GroupSpec]) -> tuple | None:
+    if block_ids is None:
+        return None
+    if len(block_ids) != len(groups):
+        raise ValueError(
+            f"a request has block ids of {len(block_ids)} groups: expected {len(groups)}, as many as "
+            "groups has"
+        )
+    return tuple(ids if group.transferred else [] for ids, group in zip(block_ids, groups))

@@ -1,0 +1,1 @@
+"""Block management for groups of sequences, which are objects of the engine."""

@@ -1,0 +1,66 @@
+"""Checks of the arguments of `BlockSpaceManager`, made before anything changes."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NoReturn
+
+from kvcache.checks import integer, shown
+from kvcache.compat.sequences.protocol import SequenceGroupLike, SequenceLike, extra_hash
+from kvcache.native.load import core
+
+
+def checked_window(sliding_window: int | None) -> int | None:
+    """Return the window, at least 2 tokens, or None for no window."""
+    if sliding_window is None:
+        return None
+    window = integer(sliding_window, "sliding_window")
+    if window < 2:
+        raise ValueError(
+            f"sliding_window is {window}: expected 2 or more, a token that reads itself alone needs "
+            "no cache"
+        )
+    return window
+
+
+def check_one_prompt(
+    seq_group: SequenceGroupLike, seqs: list[SequenceLike], reads_ids: bool
+) -> None:
+    """Check that the sequences of a group are distinct and share the first one's prompt."""
+    first = seqs[0]
+    seen = {first.seq_id}
+    for seq in seqs[1:]:
+        if seq.seq_id in seen:
+            raise ValueError(
+                f"seq_group {seq_group.request_id!r} has seq {seq.seq_id!r} twice: expected it once"
+            )
+        seen.add(seq.seq_id)
+        same = core.length_of(seq) == core.length_of(first) and (
+            not reads_ids
+            or (
+                ([*seq.get_token_ids()] == [*first.get_token_ids()])
+                and extra_hash(seq) == extra_hash(first)
+            )
+        )
+        if not same:
+            raise ValueError(
+                f"seq {seq.seq_id!r} of seq_group {seq_group.request_id!r} has other tokens, or "
+                f"another extra_hash, than seq {shown(first.seq_id)}: expected one prompt"
+            )
+
+
+def device_name(device: Enum | str) -> str:
+    """Return "gpu" or "cpu"."""
+    name = device if isinstance(device, str) else getattr(device, "name", None)
+    if not isinstance(name, str):
+        raise TypeError(
+            f"device is {shown(device)}: expected 'gpu', 'cpu' or an enum member so named"
+        )
+    if name.lower() not in ("gpu", "cpu"):
+        raise ValueError(f"device is {shown(device)}: expected 'gpu' or 'cpu'")
+    return name.lower()
+
+
+def fail_to_fit(what: str, num_free: int, question: str) -> NoReturn:
+    """Raise ValueError for a request that needs more than the free blocks."""
+    raise ValueError(f"{what}, {num_free} blocks are free: expected {question} to be asked first")

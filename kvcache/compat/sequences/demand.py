@@ -1,0 +1,18 @@
+"""Computes how many blocks a sequence needs, and whether they are available."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+
+class AllocStatus(Enum):
+    """Result of `can_allocate` and `can_swap_in`."""
+
+    OK = auto()
+    LATER = auto()  # fits once other blocks are free
+    NEVER = auto()  # needs more blocks than the device has
+
+
+def num_skipped_blocks(num_tokens: int, block_size: int, window: int | None) -> int:
+    """Return the number of leading prompt blocks outside the window of all later tokens."""
+    return 0 if window is None else max(num_tokens - window + 1, 0) // block_size

@@ -1,0 +1,97 @@
+"""Swaps the sequences of a group between device and host."""
+
+from __future__ import annotations
+
+from kvcache.checks import integer
+from kvcache.compat.sequences.checks import fail_to_fit
+from kvcache.compat.sequences.demand import AllocStatus
+from kvcache.compat.sequences.protocol import RUNNING, SWAPPED, SequenceGroupLike
+from kvcache.compat.sequences.tables import Pairs, SequenceTables
+from kvcache.native.load import core
+
+
+class SequenceSwaps(SequenceTables):
+    """Block tables that can be swapped. A block shared by several sequences of a group is moved once."""
+
+    def can_swap_out(self, seq_group: SequenceGroupLike) -> bool:
+        """Return whether the blocks of the group's RUNNING sequences fit on the host."""
+        if self._host is None:
+            return False
+        rows = self._rows(seq_group, core.sequences_with(seq_group, RUNNING), on_host=False)
+        return self._native.num_unique_blocks(rows) <= self._host.num_free
+
+    def swap_out(self, seq_group: SequenceGroupLike) -> Pairs:
+        """Move the RUNNING sequences and the encoder of a group to the host.
+
+        Shared blocks are moved once, and lookahead slots are released.
+
+        Args:
+            seq_group: The group.
+
+        Returns:
+            Copies to carry out, as (device block, host block) pairs.
+
+        Raises:
+            ValueError: The blocks do not fit on the host.
+        """
+        self._check_has_host()
+        seqs = core.sequences_with(seq_group, RUNNING)
+        rows = self._rows(seq_group, seqs, on_host=False)
+        pairs = self._swap_out_rows(rows, [self._known(seq) for seq in seqs])
+        if pairs is None:
+            what = f"seq_group {seq_group.request_id!r} does not fit on the host"
+            fail_to_fit(what, self._host.num_free, "can_swap_out")
+        return pairs
+
+    def can_swap_in(self, seq_group: SequenceGroupLike, num_lookahead_slots: int) -> AllocStatus:
+        """Return whether the SWAPPED sequences, their new tokens and the lookahead fit on the device.
+
+        Covers a `swap_in` followed by `append_slots` of each sequence in the order of the group.
+
+        Args:
+            seq_group: The group.
+            num_lookahead_slots: Extra slots per sequence for draft tokens.
+        """
+        lookahead = integer(num_lookahead_slots, "num_lookahead_slots")
+        if self._host is None:
+            return AllocStatus.NEVER
+        seqs = core.sequences_with(seq_group, SWAPPED)
+        rows = self._rows(seq_group, seqs, on_host=True)
+        new = [self._num_new(seq) for seq in seqs]
+        slots = [count + lookahead for count in new]
+        too_long = any(
+            self._known(seq).num_tokens + count > self.max_model_len
+            for seq, count in zip(seqs, new)
+        )
+        slots += [0] * (len(rows) - len(slots))  # for the row of the encoder
+        required, alone = self._native.num_blocks_back(rows, slots)
+        if self._pool.num_free - required >= self.watermark_blocks and not too_long:
+            return AllocStatus.OK
+        never = too_long or alone > self._pool.num_total
+        return AllocStatus.NEVER if never else AllocStatus.LATER
+
+    def swap_in(self, seq_group: SequenceGroupLike) -> Pairs:
+        """Move the SWAPPED sequences and the encoder of a group back to the device.
+
+        Full blocks that are still cached on the device are shared instead of moved.
+
+        Args:
+            seq_group: The group.
+
+        Returns:
+            Copies to carry out, as (host block, device block) pairs.
+
+        Raises:
+            ValueError: The blocks do not fit on the device.
+        """
+        self._check_has_host()
+        rows = self._rows(seq_group, core.sequences_with(seq_group, SWAPPED), on_host=True)
+        pairs = self._native.swap_in(rows)
+        if pairs is None:
+            what = f"seq_group {seq_group.request_id!r} does not fit on the device"
+            fail_to_fit(what, self._pool.num_free, "can_swap_in")
+        return pairs
+
+    def _check_has_host(self) -> None:
+        if self._host is None:
+            raise ValueError("there is no host pool: expected num_cpu_blocks of 2 or more")

@@ -1,0 +1,118 @@
+"""Converts the tokens of sequences for the native manager: token ids, or only their number."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import numpy as np
+
+from kvcache.allocator.event_stream import RequestLabels
+from kvcache.allocator.hashing import HashKey, token_sequence
+from kvcache.checks import shown
+from kvcache.compat.sequences.protocol import SequenceLike, extra_hash
+from kvcache.native.load import core
+
+
+class Tokens:
+    """Known tokens and their block hashes. Also records tokens that native code appends."""
+
+    __slots__ = ("are_read", "chain", "extra", "ids")
+
+    def __init__(
+        self, ids: core.TokenIds, are_read: bool, extra: str | None, chain: core.TokenChain
+    ) -> None:
+        self.ids = ids
+        self.are_read = are_read  # whether `ids` are real token ids
+        self.extra = extra
+        self.chain = chain
+
+
+class TokenSource:
+    """Creates `Tokens`, and keeps those of queried sequences, so that each sequence is hashed once."""
+
+    def __init__(self, key: HashKey) -> None:
+        self.key = key
+        self._kept: dict[object, tuple[SequenceLike, Tokens]] = {}  # by seq_id
+
+    def read(self, seq: SequenceLike) -> Tokens:
+        """Return all tokens of a sequence. For a kept sequence, only new tokens are read."""
+        extra, num_tokens = extra_hash(seq), core.length_of(seq)
+        owner, kept = self._kept.get(core.seq_id_of(seq), (None, None))
+        if owner is seq and kept.extra == extra and len(kept.ids) <= num_tokens:
+            if len(kept.ids) < num_tokens:
+                kept.ids.append(_tokens_from(seq, len(kept.ids), num_tokens))
+            return kept
+        return self._make(core.TokenIds(_tokens_from(seq, 0, num_tokens)), True, extra)
+
+    def unread(self, num_tokens: int) -> Tokens:
+        """Return unspecified tokens, which neither take nor create hits."""
+        return self._make(core.TokenIds(num_zeros=num_tokens), False, None)
+
+    def copy_of(self, tokens: Tokens) -> Tokens:
+        """Return an independent copy of the tokens."""
+        if not tokens.are_read:
+            return self.unread(len(tokens.ids))
+        return self._make(core.TokenIds(tokens.ids.copy()), True, tokens.extra)
+
+    def of_child(self, child_seq: SequenceLike, tokens: Tokens, num_tokens: int) -> Tokens:
+        """Return a copy for a child that begins with these tokens.
+
+        Compares the last block of known ids.
+        """
+        length = core.length_of(child_seq)
+        if length < num_tokens:
+            raise ValueError(
+                f"child_seq {child_seq.seq_id!r} has {length} tokens: expected those of its parent, "
+                f"{num_tokens}, and any more"
+            )
+        if not tokens.are_read:
+            return self.unread(num_tokens)
+        extra, child_ids = extra_hash(child_seq), child_seq.get_token_ids()
+        if extra != tokens.extra:
+            raise ValueError(
+                f"extra_hash() of child_seq {child_seq.seq_id!r} is {shown(extra)}: expected that of "
+                f"its parent, {shown(tokens.extra)}"
+            )
+        if len(child_ids) != length:
+            fail_ids(child_seq, len(child_ids))
+        first, ids = max(num_tokens - self.key.block_size, 0), tokens.ids.copy()
+        if [*child_ids[first:num_tokens]] != ids[first:].tolist():
+            raise ValueError(
+                f"child_seq {child_seq.seq_id!r} has other tokens than its parent among {first} to "
+                f"{num_tokens - 1}: expected the parent's {num_tokens} tokens, and any more"
+            )
+        return self._make(core.TokenIds(ids), True, extra)
+
+    def keep(self, seq: SequenceLike, tokens: Tokens) -> None:
+        """Keep the tokens until `forget`."""
+        self._kept[core.seq_id_of(seq)] = (seq, tokens)
+
+    def forget(self, seq_id: object) -> None:
+        """Discard kept tokens, if any."""
+        if self._kept:
+            self._kept.pop(seq_id, None)
+
+    def _make(self, ids: core.TokenIds, are_read: bool, extra: str | None) -> Tokens:
+        block_size, parent, algorithm = self.key
+        plain = (ids, block_size, parent, are_read, are_read)
+        if extra is None:
+            chain = core.TokenChain(*plain, algorithm=algorithm)
+            return Tokens(ids, are_read, extra, chain)
+        labels = RequestLabels(block_size, None, (), extra, None, None)
+        chain = core.TokenChain(*plain, None, (), extra, algorithm=algorithm, labels=labels)
+        return Tokens(ids, are_read, extra, chain)
+
+
+def fail_ids(seq: SequenceLike, num_ids: int) -> NoReturn:
+    """Raise ValueError for a sequence whose number of token ids differs from its length."""
+    raise ValueError(
+        f"get_token_ids() of seq {seq.seq_id!r} has {num_ids} tokens: expected {seq.get_len()}, as "
+        "get_len() says"
+    )
+
+
+def _tokens_from(seq: SequenceLike, first: int, num_tokens: int) -> np.ndarray | list | tuple:
+    ids = token_sequence(seq.get_token_ids()[first:] if first else seq.get_token_ids())
+    if len(ids) != num_tokens - first:
+        fail_ids(seq, first + len(ids))
+    return ids

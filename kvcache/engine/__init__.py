@@ -1,0 +1,29 @@
+"""A small reference engine: scheduler, batches and sampling. Meant for reading, testing and extending."""
+
+from kvcache.engine.batch import Batch, Context
+from kvcache.engine.drafters import NgramDrafter
+from kvcache.engine.engine import Engine
+from kvcache.engine.generation import Delta, Generation, Sample
+from kvcache.engine.metrics import Metrics
+from kvcache.engine.pool_states import PoolStates, pool_states
+from kvcache.engine.sampling import SamplingParams
+from kvcache.engine.scheduler import ScheduledStep, Scheduler
+from kvcache.engine.sequence import Sequence, State
+
+__all__ = [
+    "Batch",
+    "Context",
+    "Delta",
+    "Engine",
+    "Generation",
+    "Metrics",
+    "NgramDrafter",
+    "PoolStates",
+    "Sample",
+    "SamplingParams",
+    "ScheduledStep",
+    "Scheduler",
+    "Sequence",
+    "State",
+    "pool_states",
+]

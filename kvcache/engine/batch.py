@@ -1,0 +1,194 @@
+"""The inputs of a model's forward pass for one step: tokens, positions, slots and contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvcache.assembly import KVCache
+from kvcache.checks import MAX_INT32, check_range, instance, integer, integers, listed
+from kvcache.kinds import KindProperties, make_kind
+from kvcache.worker import AttentionMetadata, AttentionMetadataBuilder
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The slots that the queries of a batch attend to in one cache group, concatenated over requests.
+
+    `slots` is int64[c] on the device. Request i owns `slots[ends[i] - lengths[i] : ends[i]]`, and its
+    first slot holds token `firsts[i]`. Tokens that no query of the step attends to are left out.
+    """
+
+    slots: torch.Tensor
+    firsts: np.ndarray
+    lengths: np.ndarray
+    ends: np.ndarray
+
+
+class Batch:
+    """Rows of a step that are computed together, with their tokens concatenated.
+
+    Create a batch after the worker has applied the plan: it reads the tables in their current state. Use
+    one batch at a time, because slots are stored in the tables' buffers. Below, n is the number of
+    requests and t the total number of tokens.
+
+    - `rows`: int32[n], on the host like the other arrays over requests.
+    - `starts`: int64[n]. Tokens computed before this step.
+    - `query_lens`: int64[n]. Tokens computed in this step.
+    - `seq_lens`: int64[n]. Tokens after this step.
+    - `num_drafts`: int64[n]. How many of the last tokens are drafts.
+    - `query_start_loc`: int64[n + 1]. Offset of each request's first token.
+    - `token_ids`, `positions`: int64[t] on the device.
+    - `logits_indices`: int64[m] on the device. Tokens whose logits are needed: the last `num_logits[i]`
+      tokens of request i.
+
+    `slots(group)` and `context(group)` locate K and V, `state_pages(group)` locates recurrent states, and
+    `metadata()` returns the inputs of paged attention kernels.
+
+    Raises:
+        TypeError: A list contains something other than integers.
+        ValueError: The lists differ in length, or a request has no token or more drafts than tokens.
+
+    >>> from kvcache import LayerSpec, Request, build, plan_cache
+    >>> plan = plan_cache([LayerSpec("a", "full_attention", 16, 2, 64)], 2**20, max_model_len=64)
+    >>> cache = build(plan, max_num_reqs=4)
+    >>> step = cache.manager.step(new=[Request("r1", range(20)), Request("r2", range(50, 53))])
+    >>> report = cache.worker.apply(step)
+    >>> batch = Batch(cache, step.rows, step.num_computed_tokens, [range(20), range(50, 53)])
+    >>> batch.query_start_loc, batch.positions[-3:], batch.logits_indices
+    (array([ 0, 20, 23]), tensor([0, 1, 2]), tensor([19, 22]))
+    >>> batch.slots(0).shape, batch.context(0).lengths
+    (torch.Size([23]), array([20,  3]))
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        rows: Sequence[int] | np.ndarray,
+        starts: Sequence[int] | np.ndarray,
+        token_ids: Sequence[Sequence[int] | np.ndarray],
+        *,
+        num_drafts: Sequence[int] | np.ndarray | None = None,
+        num_logits: Sequence[int] | np.ndarray | None = None,
+    ) -> None:
+        instance(cache, KVCache, "cache")
+        rows = integers(rows, "rows", ())
+        n = len(rows)
+        self.cache = cache
+        self.starts = integers(starts, "starts", ())
+        self.num_drafts = integers([0] * n if num_drafts is None else num_drafts, "num_drafts", ())
+        self.num_logits = integers([1] * n if num_logits is None else num_logits, "num_logits", ())
+        for name in ("starts", "num_drafts", "num_logits"):
+            counts = getattr(self, name)
+            if len(counts) != n:
+                raise ValueError(f"{name} has {len(counts)} entries: expected {n}, one per row")
+            check_range(name, "is", counts, 0, MAX_INT32)
+        token_ids = listed(token_ids, "token_ids", "a list of the tokens of each request")
+        if len(token_ids) != n or n == 0:
+            raise ValueError(f"token_ids has {len(token_ids)} entries: expected {n}, 1 or more")
+        check_range("rows", "is", rows, 0, cache.manager.options.max_num_reqs or MAX_INT32)
+        self.rows = rows.astype(np.int32)
+        tokens = _joined(token_ids)
+        self.query_lens = np.fromiter(map(len, token_ids), np.int64, n)
+        wrong = (self.query_lens < 1) | (self.num_drafts >= self.query_lens)
+        wrong |= self.num_logits > self.query_lens
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise ValueError(
+                f"token_ids[{i}] has {self.query_lens[i]} tokens, num_drafts[{i}] is "
+                f"{self.num_drafts[i]}, num_logits[{i}] {self.num_logits[i]}: expected more tokens than "
+                "drafts, and at least as many as logits"
+            )
+        self.seq_lens = self.starts + self.query_lens
+        self.query_start_loc = np.concatenate([[0], np.cumsum(self.query_lens)])
+        offsets = np.repeat(self.starts - self.query_start_loc[:-1], self.query_lens)
+        positions = np.arange(self.query_start_loc[-1]) + offsets
+        wanted = np.repeat(
+            self.query_start_loc[1:] - self.num_logits - _starts_of(self.num_logits),
+            self.num_logits,
+        )
+        device = cache.pages.device
+        self.positions = torch.from_numpy(positions).to(device)
+        self.token_ids = torch.from_numpy(tokens).to(device)
+        self.logits_indices = torch.from_numpy(np.arange(len(wanted)) + wanted).to(device)
+        cache.tables.compute_slot_mapping(np.repeat(self.rows, self.query_lens), positions)
+        cache.tables.commit_slot_mapping(len(positions))
+        self._contexts: dict[int, Context] = {}
+        self._kinds: dict[int, KindProperties] = {}
+
+    def __len__(self) -> int:
+        """Return the number of requests."""
+        return len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all requests."""
+        return int(self.query_start_loc[-1])
+
+    def kind(self, group: int) -> KindProperties:
+        """Return the attention kind of a group."""
+        group = self._checked(group)
+        if group not in self._kinds:
+            spec = self.cache.plan.groups[group]
+            self._kinds[group] = make_kind(spec.kind, spec.options)
+        return self._kinds[group]
+
+    def _checked(self, group: int) -> int:
+        return integer(group, "group", most=len(self.cache.plan.groups) - 1)
+
+    def slots(self, group: int) -> torch.Tensor:
+        """Return where the K and V of each token are written in this group, int64[t] on the device."""
+        group = self._checked(group)
+        return self.cache.tables[group].slot_mapping.gpu[: self.num_tokens]
+
+    def context(self, group: int) -> Context:
+        """Return the tokens that the step's queries attend to in this group, including their own."""
+        group = self._checked(group)
+        if group not in self._contexts:
+            first_needed = self.kind(group).first_needed_token
+            firsts = np.array([first_needed(int(start)) for start in self.starts], np.int64)
+            lengths = self.seq_lens - firsts
+            offsets = np.repeat(firsts - _starts_of(lengths), lengths)
+            slots = self.cache.tables[group].slots_of(
+                np.repeat(self.rows, lengths), np.arange(len(offsets)) + offsets
+            )
+            # The tables reuse one buffer for these slots: the next group would overwrite them.
+            context = Context(slots.clone(), firsts, lengths, np.cumsum(lengths))
+            self._contexts[group] = context
+        return self._contexts[group]
+
+    def state_pages(self, group: int) -> np.ndarray:
+        """Return pages of recurrent states, int32[n, 1 + max drafts]; see `GroupTable.state_pages`."""
+        group = self._checked(group)
+        table = self.cache.tables[group]
+        return table.state_pages(self.rows, self.seq_lens, self.num_drafts).cpu().numpy()
+
+    def metadata(self, builder: AttentionMetadataBuilder) -> AttentionMetadata:
+        """Return this batch's attention metadata for FlashAttention and FlashInfer."""
+        instance(builder, AttentionMetadataBuilder, "builder")
+        return builder.build(
+            self.rows,
+            self.query_lens.astype(np.int32),
+            self.seq_lens.astype(np.int32),
+        )
+
+
+def _joined(token_ids: list) -> np.ndarray:
+    """Concatenate the tokens of all requests, int64[t]; raises TypeError or ValueError."""
+    try:
+        joined = np.concatenate(token_ids)
+    except (TypeError, ValueError, OverflowError):  # not integers, or nested lists
+        joined = None
+    if joined is None or joined.ndim != 1 or joined.dtype.kind not in "iu":
+        # Find the wrong list. An empty list is fine, although its default dtype is not an integer.
+        each = [integers(tokens, f"token_ids[{i}]", ()) for i, tokens in enumerate(token_ids)]
+        joined = np.concatenate(each)
+    return joined.astype(np.int64)
+
+
+def _starts_of(lengths: np.ndarray) -> np.ndarray:
+    """Return the start offset of each part when parts of these lengths are concatenated."""
+    return np.cumsum(lengths) - lengths

@@ -1,0 +1,645 @@
+"""A small engine: continuous batching over a `KVCache` and a model that accesses it by slots."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+
+from kvcache.allocator import Request
+from kvcache.assembly import KVCache
+from kvcache.checks import check_name, instance, integer, integers, listed, seconds, shown, text
+from kvcache.engine.batch import Batch
+from kvcache.engine.beams import Beams
+from kvcache.engine.drafters import Drafter
+from kvcache.engine.generation import Delta, FinishReason, Generation, Sample
+from kvcache.engine.metrics import Metrics
+from kvcache.engine.sampling import Sampler, SamplingParams
+from kvcache.engine.scheduler import ScheduledStep, Scheduler
+from kvcache.engine.sequence import State
+from kvcache.engine.signals import SignalHold
+from kvcache.events import CacheEvent
+from kvcache.sources.base import KVSource
+from kvcache.step import StepReport
+
+# Prefix of the request ids that managers see. They are unique and never equal a caller's id.
+_NUMBERS = itertools.count()
+_MAX_PRIORITY = 2**31
+_IDLE_S = 0.0005  # pause between steps that only wait for sources
+
+
+class Model(Protocol):
+    """The model interface of `Engine`; `kvcache.engine.transformers.attach` creates an implementation."""
+
+    cache: KVCache
+    vocab_size: int
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Compute a batch and write its K and V; returns logits [len(logits_indices), vocab_size]."""
+
+
+class Engine:
+    """Serves requests with a model whose K and V are stored in a `KVCache`.
+
+    `add` adds a request, `step` computes one step and returns the new tokens, and `abort` ends a request
+    at any time. `generate` does all of this for a list of prompts, `stream` for a single prompt.
+
+    - `preemption`: see `Scheduler`.
+    - `drafter`: proposes draft tokens, which the same step verifies. A drafter does not change the
+      answers.
+    - `sources`: sources of outside KV, in order of preference. A request loads from the first source that
+      has more of its tokens than the local cache. Tokens that do not arrive in time are computed, so
+      answers do not depend on sources. Sources must belong to the cache's manager. A store also receives
+      the blocks that steps compute.
+
+    An engine must be used from a single thread. `step` handles these failures:
+
+    - The model raises: the exception propagates, the step is undone, and the next `step` computes it
+      again.
+    - One request fails, because its logits contain NaN or inf or because its drafter or sampler raises:
+      the request ends with `finish_reason` "error", and its last `Delta` and its `Sample` hold the
+      `error`. Other requests are not affected. Logits of -inf are allowed as long as a row has a finite
+      value.
+    - A signal arrives (Ctrl-C): its handler runs after the step, including the model, has completed. If
+      the handler raises, the next `step` returns the tokens, so none are lost or duplicated.
+      `num_unfinished` includes requests whose last tokens have not been returned. `add`, `abort` and
+      `stop` delay handlers in the same way.
+
+    >>> from kvcache.engine.transformers import attach
+    >>> from kvcache.engine.transformers.tiny_models import tiny_model
+    >>> engine = Engine(attach(tiny_model("llama"), "1MiB", max_model_len=128))
+    >>> for delta in engine.stream(range(40), SamplingParams(max_tokens=2)):
+    ...     print(delta.index, len(delta.token_ids), delta.finish_reason)
+    0 1 None
+    0 1 length
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        preemption: Literal["swap", "recompute"] = "swap",
+        max_num_batched_tokens: int | None = None,
+        drafter: Drafter | None = None,
+        sources: SequenceOf[KVSource] = (),
+    ) -> None:
+        instance(getattr(model, "cache", None), KVCache, "model.cache")
+        self.model, self.cache, self.drafter = model, model.cache, drafter
+        integer(model.vocab_size, "model.vocab_size", least=1)
+        if drafter is not None and not callable(drafter):
+            raise TypeError(f"drafter is {shown(drafter)}: expected a function of a request")
+        planned = self.cache.plan.max_num_batched_tokens
+        most = planned if max_num_batched_tokens is None else max_num_batched_tokens
+        # The cache was planned for this number of draft tokens.
+        most = integer(most, "max_num_batched_tokens", least=1, most=planned)
+        self.scheduler = Scheduler(
+            self.cache.manager,
+            max_num_batched_tokens=most,
+            preemption=preemption,
+            sources=sources,
+        )
+        self.sources = tuple(self.scheduler.sources)
+        taps = [source for source in self.sources if hasattr(source, "drain_events")]
+        if len(taps) > 1:
+            raise ValueError(
+                f"sources has {len(taps)} stores: expected one at most, as it takes the cache's events"
+            )
+        self._event_tap = taps[0] if taps else self.cache.manager.cache
+        self._last_report: StepReport | None = None
+        self._is_saved = True  # sources have received the last report
+        self.metrics = Metrics()
+        self._generations: dict[str, Generation] = {}  # unfinished
+        self._deltas: list[Delta] = []  # not yet returned by `step`
+        self._num_added = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of requests that have not ended, or whose end `step` has not returned yet."""
+        if not self._deltas:
+            return len(self._generations)
+        return len(self._generations.keys() | {delta.request_id for delta in self._deltas})
+
+    @property
+    def generations(self) -> list[Generation]:
+        """The unfinished requests, in order of arrival."""
+        return list(self._generations.values())
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `step` has work left: unfinished requests, loads in quarantine, or blocks to store."""
+        is_saved = self._is_saved or not self.sources
+        return self.num_unfinished > 0 or not is_saved or any(s.is_busy for s in self.sources)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End all requests, let a store take the waiting blocks, and close the sources.
+
+        Args:
+            timeout_s: Time limit for the store in seconds. Blocks that are still waiting then are not
+                stored.
+        """
+        until = time.monotonic() + seconds(timeout_s, "timeout_s")
+        for generation in self.generations:
+            self.abort(generation.request_id)
+        while self.is_busy and self._is_storing and time.monotonic() < until:
+            self.step()
+        for source in self.sources:
+            source.close()
+
+    @property
+    def _is_storing(self) -> bool:
+        """Whether a working store has not yet received all blocks of the steps so far."""
+        if self._event_tap is self.cache.manager or self._event_tap.is_dead:
+            return False
+        return not self._is_saved or self._event_tap.num_waiting_blocks > 0
+
+    def drain_events(self) -> list[CacheEvent]:
+        """Return the cache events since the last call, also if a store among the sources reads them."""
+        return self._event_tap.drain_events()
+
+    def add(
+        self,
+        prompt: SequenceOf[int] | np.ndarray,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        free: Callable[[Request], object] | None = None,
+    ) -> Generation:
+        """Add a request; its samples grow with each `step`.
+
+        Args:
+            prompt: Token ids.
+            params: Sampling parameters.
+            request_id: An id that no unfinished request uses. Generated if None.
+            priority: Requests with smaller values are served first.
+            cache_salt: Requests with different salts share no blocks.
+            free: Called with the manager's request when the answer is complete, in place of
+                `KVCacheManager.free`. For example, `Connector.publish` offers the request's KV to another
+                engine. Only for requests with one sample.
+
+        Returns:
+            The added request. If a signal handler raises, check `generations` for whether it was added.
+
+        Raises:
+            TypeError: An argument has a wrong type.
+            ValueError: The prompt is empty or contains unknown token ids, prompt and answer exceed
+                `max_model_len`, the request has more samples than there are rows, or the id is in use.
+        """
+        params = SamplingParams() if params is None else params
+        tokens = self.check(prompt, params)
+        request_id = self._checked_id(request_id)
+        priority = integer(priority, "priority", -_MAX_PRIORITY, _MAX_PRIORITY - 1)
+        rank = (priority, self._num_added)
+        if free is not None and (params.n > 1 or params.beam_width > 1 or not callable(free)):
+            raise ValueError(
+                f"free is {shown(free)}, n is {params.n}, beam_width is {params.beam_width}: expected a "
+                "function of a request, and one sample"
+            )
+        generation = Generation(request_id, tokens, params, rank, cache_salt, free)
+        first = self._new_sample(generation, tokens, num_rows=max(params.n, params.beam_width))
+        if params.beam_width > 1:
+            stops = params.stop_token_ids
+            generation.beams = Beams(first, params.beam_width, params.max_tokens, stops)
+        generation.samples.append(first)
+        with SignalHold():
+            self.scheduler.add(first)
+            self._generations[request_id] = generation
+            self._num_added += 1
+            self.metrics.requests += 1
+            self.metrics.prompt_tokens += len(tokens)
+        return generation
+
+    def abort(self, request_id: str) -> bool:
+        """End a request and release its blocks; returns False if no unfinished request has this id."""
+        check_name(request_id, "request_id")
+        with SignalHold():
+            generation = self._generations.get(request_id)
+            if generation is None:
+                return False
+            self._end_all(generation, "abort")
+            self.metrics.aborted_requests += 1
+            return True
+
+    def stop(self, request_id: str, index: int) -> bool:
+        """End one sample as if at a stop token; returns False for an ended sample or a beam."""
+        check_name(request_id, "request_id")
+        index = integer(index, "index")
+        with SignalHold():
+            generation = self._generations.get(request_id)
+            samples = [] if generation is None or generation.beams else generation.samples
+            if index >= len(samples) or samples[index].finish_reason is not None:
+                return False
+            self._end(samples[index], "stop")
+            return True
+
+    def generate(
+        self,
+        prompts: SequenceOf[SequenceOf[int] | np.ndarray],
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+    ) -> list[Generation]:
+        """Generate answers for a list of prompts. Other requests continue to be served meanwhile.
+
+        Args:
+            prompts: Token ids of each prompt. If one prompt is invalid, none is added.
+            params: Sampling parameters for all prompts, or one set per prompt.
+
+        Returns:
+            One request per prompt, in the same order.
+        """
+        prompts = listed(prompts, "prompts", "a sequence of prompts")
+        is_one = params is None or isinstance(params, SamplingParams)
+        each = [params] * len(prompts) if is_one else listed(params, "params")
+        if len(each) != len(prompts):
+            raise ValueError(
+                f"params has {len(each)} entries: expected {len(prompts)}, one per prompt"
+            )
+        default = SamplingParams()
+        each = [default if own is None else own for own in each]
+        tokens = [self.check(prompt, own) for prompt, own in zip(prompts, each)]
+        generations: list[Generation] = []
+        try:
+            with SignalHold():
+                for prompt, own in zip(tokens, each):
+                    generations.append(self.add(prompt, own))
+            while not all(generation.is_finished for generation in generations):
+                self.step()
+        except BaseException:
+            with SignalHold():
+                for generation in generations:
+                    self.abort(generation.request_id)
+            raise
+        return generations
+
+    def stream(
+        self,
+        prompt: SequenceOf[int] | np.ndarray,
+        params: SamplingParams | None = None,
+        **options: object,
+    ) -> Iterator[Delta]:
+        """Yield the answer to one prompt as its tokens arrive. Closing the iterator ends the request.
+
+        Several streams of one engine can be read alternately; each receives all of its own tokens.
+        """
+        generation = self.add(prompt, params, **options)
+        sent: list[int | None] = []  # tokens sent per sample; None once its end was sent
+        try:
+            while True:
+                # A step that another stream runs during a yield may also finish the request.
+                is_finished = generation.is_finished
+                yield from self._unsent(generation, sent)
+                if is_finished:
+                    return
+                if not generation.is_finished:
+                    self.step()
+        finally:
+            self.abort(generation.request_id)
+
+    def step(self) -> list[Delta]:
+        """Compute one step and return the new tokens of its samples; an empty list if no work is left."""
+        with SignalHold():
+            self._run_step()
+        # There is no call between the next line and the return, so no signal handler can run here.
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def _run_step(self) -> None:
+        """Compute one step and append its results to `_deltas`."""
+        with self._timed("schedule_seconds"):
+            if self.drafter is not None:
+                self._draft()
+            self._save()
+            step = self.scheduler.schedule()
+            if step is None:
+                if self.is_busy:
+                    time.sleep(_IDLE_S)
+                return
+            self._count(step)
+            try:
+                report = self.cache.worker.apply(step.plan)
+            except BaseException:
+                self._undo(step)
+                raise
+            self._deltas += [self._end(sample, "refused") for sample in step.refused]
+            if report.failed_pages or report.failed_host_pages:
+                self.scheduler.complete(step, report)
+                self.metrics.failed_steps += 1
+                return
+            self.scheduler.begin_loads(step)
+        try:
+            logits = self._forward(step)
+            best, are_finite = self._best(step, logits)
+        except BaseException:
+            self._undo(step)
+            raise
+        with self._timed("sample_seconds"):
+            self._last_report, self._is_saved = StepReport(step.plan.step_id, True), False
+            self.scheduler.complete(step, self._last_report)
+            self._take(step, logits, best, are_finite)
+        if not step.sequences and self.scheduler.is_waiting_for_sources:
+            time.sleep(_IDLE_S)
+
+    def _save(self) -> None:
+        """Pass the blocks of the last step to the sources, before the next step is planned."""
+        if self._last_report is not None:
+            for source in self.sources:
+                source.save(self._last_report)
+        self._is_saved = True
+
+    def _undo(self, step: ScheduledStep) -> None:
+        self.scheduler.fail(step)
+        self.metrics.failed_steps += 1
+
+    @torch.inference_mode()
+    def _forward(self, step: ScheduledStep) -> torch.Tensor | None:
+        if not step.sequences:
+            return None
+        with self._timed("schedule_seconds"):
+            batch = Batch(
+                self.cache,
+                step.rows,
+                step.starts,
+                step.token_ids,
+                num_drafts=step.num_drafts,
+                num_logits=step.num_logits,
+            )
+        with self._timed("model_seconds"):
+            return self.model.forward(batch)
+
+    def _best(
+        self, step: ScheduledStep, logits: torch.Tensor | None
+    ) -> tuple[list[int], list[int]]:
+        """Return the most likely token of each row, and whether the row allows a choice.
+
+        The largest logit decides: it is NaN or inf if any logit is, and -inf if all logits are.
+        """
+        if logits is None:
+            return [], []
+        wanted = (sum(step.num_logits), self.model.vocab_size)
+        if tuple(logits.shape) != wanted:
+            raise ValueError(
+                f"model.forward returned logits of shape {list(logits.shape)}: expected {list(wanted)}"
+            )
+        largest, best = logits.max(-1)
+        best, are_finite = torch.stack([best, largest.isfinite().long()]).tolist()
+        return best, are_finite
+
+    def _take(
+        self,
+        step: ScheduledStep,
+        logits: torch.Tensor | None,
+        best: list[int],
+        are_finite: list[int],
+    ) -> None:
+        """Choose tokens from logits for each sequence whose known tokens are all computed."""
+        at = 0
+        if logits is not None and any(sample.sampler is not None for sample in step.sequences):
+            logits = logits.cpu()  # once, not once per draw
+        stops = step.starts + list(map(len, step.token_ids)) - step.num_drafts
+        for sample, count, stop in zip(step.sequences, step.num_logits, stops.tolist()):
+            rows = slice(at, at + count)
+            at += count
+            # An earlier beam of the batch may have ended this one, or, if this beam was recomputed, may
+            # already have given it a token.
+            has_changed = sample.state is State.FINISHED or sample.request.num_tokens != stop
+            if count == 0 or has_changed:
+                continue
+            generation = sample.generation
+            try:
+                if not all(are_finite[rows]):
+                    raise ValueError(
+                        f"logits of request {shown(generation.request_id)} are NaN or inf, or all -inf: "
+                        "expected finite ones, and -inf only for some"
+                    )
+                if generation.beams is not None:
+                    self._deltas += self._advance_beams(sample, logits[rows][-1])
+                    continue
+                samples = self._with_new_samples(sample)
+            except Exception as error:
+                self._deltas += self._end_all(generation, "error", error)
+                continue
+            for each in samples:
+                try:
+                    delta = self._extend(each, logits, rows.start, best[rows])
+                except Exception as error:
+                    delta = self._end(each, "error", error)
+                self._deltas.append(delta)
+
+    def _extend(self, sample: Sample, logits: torch.Tensor, at: int, best: list[int]) -> Delta:
+        """Accept drafts while they equal the tokens the sample would have drawn, plus one more token."""
+        params, drafts = sample.generation.params, sample.drafts
+        picks: list[int] = []
+        room = params.max_tokens - (sample.request.num_tokens - len(sample.generation.prompt))
+        reason: FinishReason | None = None
+        for i in range(len(best)):
+            token = best[i] if sample.sampler is None else sample.sampler.token(logits[at + i])
+            picks.append(token)
+            if token in params.stop_token_ids:
+                reason = "stop"
+            elif len(picks) == room:
+                reason = "length"
+            if reason or i == len(drafts) or drafts[i] != token:
+                break
+        self.metrics.generated_tokens += len(picks)
+        self.metrics.accepted_drafts += len(picks) - 1
+        self.scheduler.accept(sample, picks, num_rejected=len(best) - len(picks))
+        if reason:
+            self._end(sample, reason)
+        return Delta(sample.generation.request_id, sample.index, picks, reason)
+
+    def _with_new_samples(self, sample: Sample) -> list[Sample]:
+        """Return the sample and, right after the prompt, the samples forked from it."""
+        generation = sample.generation
+        if len(generation.samples) < generation.params.n:
+            while len(generation.samples) < generation.params.n:
+                generation.samples.append(self._fork(sample))
+            return generation.samples.copy()
+        return [sample]
+
+    def _fork(self, parent: Sample) -> Sample:
+        """Create a sequence that continues from its parent's current state."""
+        child = self._new_sample(parent.generation, parent.request.token_ids)
+        self.scheduler.fork(parent, child)
+        self.metrics.forked_sequences += 1
+        return child
+
+    def _advance_beams(self, beam: Sample, logits: torch.Tensor) -> list[Delta]:
+        generation, beams = beam.generation, beam.generation.beams
+        if not beams.add_logits(beam, logits):
+            return []  # nothing to compute until the other beams catch up
+        choices = beams.choose()
+        self.metrics.generated_tokens += len(choices)
+        parents = [choice.parent for choice in choices]
+        for each in beams.scores:
+            if each not in parents:
+                self.scheduler.finish(each)  # before forking: forks need rows
+        if not choices:
+            return self._end_beams(generation)
+        scores = {}
+        for i, (parent, token, score) in enumerate(choices):
+            goes_on = self._fork(parent) if parent in parents[i + 1 :] else parent
+            scores[goes_on] = (token, score)
+        for each, (token, _) in scores.items():
+            self.scheduler.accept(each, [token])
+        beams.scores = {each: score for each, (_, score) in scores.items()}
+        return []
+
+    def _end_beams(self, generation: Generation) -> list[Delta]:
+        """Make the best beams the samples of the request."""
+        samples = []
+        num_cached = generation.num_cached_tokens
+        for i, (token_ids, score, _) in enumerate(generation.beams.best):
+            sample = self._new_sample(generation, [*generation.prompt.tolist(), *token_ids])
+            sample.index, sample.score, sample.num_cached_tokens = i, score, num_cached
+            sample.state = State.FINISHED
+            samples.append(sample)
+        generation.samples = samples
+        return [
+            self._end(sample, ended.finish_reason)._replace(token_ids=ended.token_ids)
+            for sample, ended in zip(samples, generation.beams.best)
+        ]
+
+    def _end_all(
+        self, generation: Generation, reason: FinishReason, error: Exception | None = None
+    ) -> list[Delta]:
+        """End all unfinished samples and beams of a request."""
+        for each in (*self.scheduler.admitted, *self.scheduler.waiting):
+            if each.generation is generation:  # includes beams and forks
+                self.scheduler.finish(each)
+        running = [sample for sample in generation.samples if sample.finish_reason is None]
+        return [self._end(sample, reason, error) for sample in running]
+
+    def _end(self, sample: Sample, reason: FinishReason, error: Exception | None = None) -> Delta:
+        """Release the resources of a sample; ends the request with its last sample."""
+        generation = sample.generation
+        is_complete = reason in ("stop", "length")
+        self.scheduler.finish(sample, free=generation.free if is_complete else None)
+        sample.finish_reason, sample.error = reason, error
+        if error is not None:
+            self.metrics.failed_sequences += 1
+        if generation.is_finished and self._generations.pop(generation.request_id, None):
+            self.metrics.finished_requests += 1
+            self.metrics.cached_prompt_tokens += generation.num_cached_tokens
+        return Delta(generation.request_id, sample.index, [], reason, error)
+
+    def _unsent(self, generation: Generation, sent: list[int | None]) -> Iterator[Delta]:
+        """Yield what the samples have gained beyond `sent`, and update `sent`."""
+        if generation.beams is not None and not generation.is_finished:
+            return  # the best beams become the samples at the end
+        for index, sample in enumerate(generation.samples):
+            if index == len(sent):
+                sent.append(0)
+            if sent[index] is None:
+                continue
+            token_ids, reason = sample.token_ids[sent[index] :], sample.finish_reason
+            if token_ids or reason:
+                sent[index] = sent[index] + len(token_ids) if reason is None else None
+                yield Delta(generation.request_id, index, token_ids, reason, sample.error)
+
+    def _draft(self) -> None:
+        for sample in self.scheduler.admitted.copy():
+            if sample.state is State.RUNNING and sample.generation.beams is None:
+                is_decoding = sample.request.num_tokens > len(sample.generation.prompt)
+                try:
+                    sample.drafts = self._drafts_of(sample.request) if is_decoding else []
+                except Exception as error:
+                    self._deltas.append(self._end(sample, "error", error))
+
+    def _drafts_of(self, request: Request) -> list[int]:
+        drafts, most = list(self.drafter(request)), self.model.vocab_size - 1
+        if all(type(token) is int and 0 <= token <= most for token in drafts):
+            return drafts
+        return [integer(token, f"drafts[{i}]", 0, most) for i, token in enumerate(drafts)]
+
+    def _count(self, step: ScheduledStep) -> None:
+        metrics, plan = self.metrics, step.plan
+        metrics.steps += 1
+        metrics.computed_tokens += sum(map(len, step.token_ids))
+        metrics.drafted_tokens += sum(step.num_drafts)
+        metrics.swapped_out_sequences = self.scheduler.num_swapped_out
+        metrics.recomputed_sequences = self.scheduler.num_recomputed
+        metrics.swapped_out_pages += len(plan.swap_out)
+        metrics.swapped_in_pages += len(plan.swap_in)
+        metrics.copied_pages += len(plan.copy)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self.metrics, name, getattr(self.metrics, name) + time.perf_counter() - start)
+
+    def _checked_id(self, request_id: str | None) -> str:
+        if request_id is None:
+            ids = (f"request-{number}" for number in itertools.count(self._num_added))
+            return next(each for each in ids if each not in self._generations)
+        check_name(request_id, "request_id")
+        if text(request_id, "request_id") in self._generations:
+            raise ValueError(
+                f"request_id is {shown(request_id)}: expected one that is not being served"
+            )
+        return request_id
+
+    def check(
+        self,
+        prompt: SequenceOf[int] | np.ndarray,
+        params: SamplingParams,
+        *,
+        name: str = "prompt",
+    ) -> np.ndarray:
+        """Validate a prompt as `add` does and return its tokens as int32. Thread-safe.
+
+        Args:
+            prompt: Token ids.
+            params: Sampling parameters.
+            name: The name of the prompt in error messages.
+
+        Raises:
+            TypeError, ValueError: As in `add`.
+        """
+        instance(params, SamplingParams, "params")
+        tokens = integers(prompt, name, ())
+        if len(tokens) == 0:
+            raise ValueError(f"{name} is empty: expected one token or more")
+        if tokens.min() < 0 or tokens.max() >= self.model.vocab_size:
+            raise ValueError(
+                f"{name} has tokens from {tokens.min()} to {tokens.max()}: expected 0 to "
+                f"{self.model.vocab_size - 1}, those of the model"
+            )
+        most = self.cache.plan.max_model_len
+        if len(tokens) + params.max_tokens > most:
+            raise ValueError(
+                f"{name} has {len(tokens)} tokens and max_tokens is {params.max_tokens}: expected at "
+                f"most {most} together, max_model_len"
+            )
+        num_rows = self.scheduler.max_num_rows
+        for option in ("n", "beam_width"):
+            if getattr(params, option) > num_rows:
+                raise ValueError(
+                    f"{option} is {getattr(params, option)}: expected at most {num_rows}, "
+                    "max_num_reqs of the manager"
+                )
+        return tokens.astype(np.int32)
+
+    def _new_sample(
+        self, generation: Generation, token_ids: np.ndarray, num_rows: int = 1
+    ) -> Sample:
+        params, number = generation.params, generation.num_sequences
+        generation.num_sequences += 1
+        name = f"sequence-{next(_NUMBERS)}"
+        return Sample(
+            Request(name, token_ids, cache_salt=generation.cache_salt),
+            rank=generation.rank,
+            max_tokens=len(generation.prompt) + params.max_tokens,
+            num_rows=num_rows,
+            generation=generation,
+            index=number,
+            sampler=Sampler(params, number) if params.temperature else None,
+        )

@@ -1,0 +1,45 @@
+"""The blocks of a pool by state, for statistics and pages that visualize a cache."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from kvcache.allocator import KVCacheManager
+from kvcache.checks import instance, shown
+
+
+class PoolStates(NamedTuple):
+    """Number of blocks in each state, excluding the null block."""
+
+    held: int  # held by sequences, not cached
+    held_cached: int  # held by sequences and cached
+    cached: int  # cached and free to evict
+    empty: int  # free and not cached
+
+
+def pool_states(manager: KVCacheManager, medium: Literal["gpu", "cpu"] = "gpu") -> PoolStates:
+    """Count blocks by state in the device or host pool. Visits every block: too slow to call every step.
+
+    >>> from kvcache import Request
+    >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128, num_preallocate_tokens=0)
+    >>> plan = manager.step(new=[Request("r1", range(40))])
+    >>> pool_states(manager)
+    PoolStates(held=1, held_cached=2, cached=0, empty=5)
+    """
+    instance(manager, KVCacheManager, "manager")
+    pools = {"gpu": manager.pool}
+    if manager.host_pool is not None:
+        pools["cpu"] = manager.host_pool
+    if not isinstance(medium, str) or medium not in pools:
+        raise ValueError(f"medium is {shown(medium)}: expected {' or '.join(map(repr, pools))}")
+    pool = pools[medium]
+    ids = np.arange(1, pool.num_blocks)
+    is_held = pool.ref_counts(ids) > 0
+    is_cached = manager.cache.hashes_of(ids, medium).groups >= 0
+    masks = (
+        *(is_held & ~is_cached, is_held & is_cached),
+        *(~is_held & is_cached, ~is_held & ~is_cached),
+    )
+    return PoolStates(*(int(mask.sum()) for mask in masks))

@@ -1,0 +1,110 @@
+"""Choosing the next token from logits."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvcache.checks import MAX_INT32, MAX_INT64, integer, listed, number
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How an answer is generated. Raises TypeError or ValueError for invalid values.
+
+    - `max_tokens`: the maximum length of the answer, at least 1.
+    - `temperature`: 0 selects the most likely token; otherwise logits are divided by the temperature
+      before sampling. Any positive value works: differences from the largest logit are divided, so a
+      quotient that overflows a float only makes the most likely token certain.
+    - `top_k`: sample from this many most likely tokens; None for all. `top_p`: sample from the most
+      likely tokens that together reach this probability.
+    - `seed`: makes the draws of a sample depend only on the seed and the sample's index, not on the rest
+      of the batch. None: a random seed.
+    - `n`: the number of samples. They share the prompt's blocks.
+    - `beam_width`: above 1, return the best answers of a beam search of this width, ranked by the sum of
+      log probabilities. Requires temperature 0 and n 1.
+    - `stop_token_ids`: tokens that end the answer.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int | None = None
+    n: int = 1
+    beam_width: int = 1
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        # Store the validated values, as plain numbers whatever numeric type was passed.
+        keep = functools.partial(object.__setattr__, self)
+        for name in ("max_tokens", "n", "beam_width"):
+            keep(name, integer(getattr(self, name), name, least=1))
+        keep("temperature", number(self.temperature, "temperature"))
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}: expected 0 or more, finite")
+        keep("top_p", number(self.top_p, "top_p"))
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}: expected above 0, at most 1")
+        if self.top_k is not None:
+            keep("top_k", integer(self.top_k, "top_k", least=1))
+        if self.seed is not None:
+            keep("seed", integer(self.seed, "seed", -MAX_INT64, MAX_INT64))
+        if self.beam_width > 1 and (self.n > 1 or self.temperature):
+            raise ValueError(
+                f"beam_width is {self.beam_width} with n {self.n} and temperature {self.temperature}: "
+                "expected n 1 and temperature 0"
+            )
+        stops = tuple(
+            integer(token, f"stop_token_ids[{i}]", most=MAX_INT32)
+            for i, token in enumerate(listed(self.stop_token_ids, "stop_token_ids"))
+        )
+        keep("stop_token_ids", stops)
+
+
+class Sampler:
+    """Draws the tokens of one sample with its own random generator."""
+
+    def __init__(self, params: SamplingParams, nth: int) -> None:
+        self._params = params
+        self._random = None
+        if params.temperature:
+            seed = params.seed
+            if seed is not None:
+                # Adjacent seeds and samples must not draw equal numbers.
+                digest = hashlib.sha256(f"{seed} {nth}".encode()).digest()
+                seed = int.from_bytes(digest[:8], "little")
+            self._random = np.random.default_rng(seed)
+
+    def token(self, logits: torch.Tensor) -> int:
+        """Return the next token given logits [vocab_size]."""
+        if self._random is None:
+            return int(logits.argmax())
+        sums = self._weights(logits.double().cpu().numpy()).cumsum()
+        drawn = min(self._random.random() * sums[-1], np.nextafter(sums[-1], 0))
+        # The first sum above the draw, so a token of weight 0 is never chosen.
+        return int(sums.searchsorted(drawn, "right"))
+
+    def _weights(self, logits: np.ndarray) -> np.ndarray:
+        """Return the unnormalized weight of each token."""
+        top_k, top_p = self._params.top_k, self._params.top_p
+        # Values are at most 0, and the largest is 0: dividing by a tiny temperature gives -inf, never
+        # NaN.
+        with np.errstate(over="ignore"):
+            weights = np.exp((logits - logits.max()) / self._params.temperature)
+        if top_k is not None and top_k < len(logits):
+            least = np.partition(logits, -top_k)[-top_k]
+            is_in = logits > least
+            # Among equal logits the first ones, as with temperature 0.
+            is_in[np.flatnonzero(logits == least)[: top_k - np.count_nonzero(is_in)]] = True
+            weights[~is_in] = 0
+        if top_p < 1:
+            order = np.argsort(-weights, kind="stable")
+            sums = weights[order].cumsum()
+            # Keep a token while the tokens ranked above it do not reach top_p.
+            weights[order[1:][sums[:-1] >= top_p * sums[-1]]] = 0
+        return weights

@@ -1,0 +1,532 @@
+"""The reference scheduler: chunked prefill, admission, preemption and resumption."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from kvcache.allocator import Admit, External, KVCacheManager, Request
+from kvcache.checks import MAX_INT32, check_range, instance, integer, integers, num_entries, shown
+from kvcache.engine.loading import Loading
+from kvcache.engine.sequence import Sequence, State
+from kvcache.kinds import make_kind
+from kvcache.sources.base import KVSource
+from kvcache.step import Status, StepPlan, StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """A step: its plan, and the sequences computed in it with their inputs.
+
+    Entry i of each list belongs to `sequences[i]`, which has row `rows[i]` and computes `token_ids[i]`
+    starting at position `starts[i]`. The last `num_drafts[i]` of these tokens are drafts. The logits of
+    the last `num_logits[i]` tokens are needed; 0 while known tokens remain to be computed.
+
+    - `refused`: sequences that exceed the entire pool. They are finished.
+    - `loading`: sequences admitted to be loaded from a source; see `Scheduler.begin_loads`.
+    """
+
+    plan: StepPlan
+    sequences: list[Sequence]
+    rows: np.ndarray
+    starts: np.ndarray
+    token_ids: list[np.ndarray]
+    num_drafts: list[int]
+    num_logits: list[int]
+    refused: list[Sequence]
+    loading: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """Schedules sequences step by step: chunked prefill, decode first, preemption.
+
+    A step has at most `max_num_batched_tokens` tokens. Decoding sequences come first, then chunks of
+    prompts, then swapped-out sequences, then new ones, each by rank. A sequence that does not fit waits,
+    and the sequence of the last rank is preempted before the next step. With `preemption` "swap" its
+    blocks are swapped out to the host. With "recompute", or if the host has no room, the sequence is
+    freed and later recomputed except for the part that is still cached.
+
+    After `schedule`, call `complete` or `fail` for the step before the next `schedule`. Between the two
+    the caller applies the plan, runs the model, and reports sampled tokens (`accept`), new children
+    (`fork`) and ended sequences (`finish`).
+
+    `sources` supply KV for new sequences. The first source with more tokens than the local hit loads
+    them, and the sequence is computed from there on. A sequence whose source has not answered yet does
+    not block others. If a load fails, its tokens are computed instead.
+
+    Args:
+        manager: Any `KVCacheManager` whose requests are stepped only by this scheduler.
+
+    Raises:
+        TypeError, ValueError: Invalid options.
+
+    >>> from kvcache import KVCacheManager, Request
+    >>> scheduler = Scheduler(KVCacheManager(16, 9, 128, max_num_reqs=4), max_num_batched_tokens=64)
+    >>> scheduler.add(Sequence(Request("r1", range(100))))
+    >>> step = scheduler.schedule()
+    >>> step.starts, len(step.token_ids[0]), step.num_logits
+    (array([0]), 64, [0])
+    >>> scheduler.complete(step)
+    >>> step = scheduler.schedule()
+    >>> step.starts, len(step.token_ids[0]), step.num_logits
+    (array([64]), 36, [1])
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        *,
+        max_num_batched_tokens: int,
+        preemption: Literal["swap", "recompute"] = "swap",
+        sources: SequenceOf[KVSource] = (),
+    ) -> None:
+        instance(manager, KVCacheManager, "manager")
+        if not isinstance(preemption, str) or preemption not in ("swap", "recompute"):
+            raise ValueError(f"preemption is {shown(preemption)}: expected 'swap' or 'recompute'")
+        self.manager = manager
+        self.max_num_batched_tokens = integer(
+            max_num_batched_tokens, "max_num_batched_tokens", least=1
+        )
+        self.preemption = preemption
+        self._loading = Loading(sources)
+        self.waiting: list[Sequence] = []  # by rank
+        self.admitted: list[Sequence] = []  # sequences with a row, by rank
+        self.num_swapped_out = self.num_recomputed = 0
+        self.max_num_rows = manager.options.max_num_reqs or MAX_INT32
+        kinds = [make_kind(group.kind, group.options) for group in manager.groups]
+        of_states = [kind.num_speculative_blocks for kind in kinds if not kind.pages.has_slots]
+        self._has_states = bool(of_states)
+        self._max_drafts = min(of_states, default=MAX_INT32)
+        self._victim: Sequence | None = None
+        self._is_short = False  # a running sequence did not get blocks in the last step
+        self._in_flight: ScheduledStep | None = None
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of sequences that wait or have a row."""
+        return len(self.waiting) + len(self.admitted)
+
+    def add(self, sequence: Sequence) -> None:
+        """Add a sequence. Raises ValueError if it was added before or needs too many rows."""
+        instance(sequence, Sequence, "sequence")
+        if sequence.state is not State.WAITING or sequence in self.waiting:
+            raise ValueError(
+                f"sequence {sequence.request.request_id!r} is {sequence.state.value}: expected a new one"
+            )
+        if sequence.num_rows > self.max_num_rows:
+            raise ValueError(
+                f"sequence {sequence.request.request_id!r} needs {sequence.num_rows} rows: expected at "
+                f"most {self.max_num_rows}, max_num_reqs of the manager"
+            )
+        self._insert(self.waiting, sequence)
+
+    def num_pending(self, sequence: Sequence) -> int:
+        """Return the number of known tokens that are not computed."""
+        instance(sequence, Sequence, "sequence")
+        return self._num_pending(sequence)
+
+    def _num_pending(self, sequence: Sequence) -> int:
+        if sequence.state is State.WAITING:
+            return sequence.request.num_tokens
+        return sequence.request.num_tokens - self.manager.num_computed_tokens(sequence.request)
+
+    @property
+    def sources(self) -> list[KVSource]:
+        """The sources of outside KV, in order of preference."""
+        return self._loading.sources
+
+    @property
+    def is_waiting_for_sources(self) -> bool:
+        """Whether sequences are loading, or a source has not answered yet."""
+        return len(self._loading) > 0 or self._loading.is_matching
+
+    def schedule(self) -> ScheduledStep | None:
+        """Return the next step, or None if there is nothing to do now (see `is_waiting_for_sources`).
+
+        Raises:
+            RuntimeError: A step is in progress.
+        """
+        if self._in_flight is not None:
+            raise RuntimeError(
+                f"step {self._in_flight.plan.step_id} is under way: expected complete or fail first"
+            )
+        self._poll()
+        leaving = self._leaving()
+        asked = self._running(leaving)
+        budget = self.max_num_batched_tokens - sum(count for _, count in asked)
+        new: list[tuple[Sequence, int, int]] = []
+        if not leaving:
+            swapped, budget = self._swapped(budget)
+            asked += swapped
+            if not (asked and (swapped or self._is_short)):
+                new = self._new(budget)
+        if not (asked or new or leaving):
+            if self.is_waiting_for_sources:
+                return None
+            if self.waiting and self.admitted:
+                # Beams that wait for each other hold all rows: recompute one of them later.
+                self._recompute(max(self.admitted, key=lambda each: each.rank))
+                return self.schedule()
+            if self.num_unfinished:
+                raise RuntimeError(
+                    f"none of {self.num_unfinished} sequences has tokens to compute, or a row to get: "
+                    "expected tokens by accept, or finish"
+                )
+            return None
+        manager = self.manager
+        plan = manager.step(
+            [manager.row(sequence.request) for sequence, _ in asked],
+            [count for _, count in asked],
+            new=[
+                Admit(
+                    sequence.request, count, External(external, delayed=True) if external else None
+                )
+                for sequence, count, external in new
+            ],
+            swap_out=[manager.row(sequence.request) for sequence in leaving],
+        )
+        return self._answered(plan, asked, leaving, new)
+
+    def complete(self, step: ScheduledStep, report: StepReport | None = None) -> None:
+        """Record that a step's plan was applied.
+
+        If `report` contains failed pages, call this before the model runs and skip the model: the
+        contents of these pages are recomputed.
+
+        Args:
+            step: The step in progress.
+            report: The worker's report. None: everything succeeded.
+        """
+        self._check_in_flight(step)
+        report = StepReport(step.plan.step_id, True) if report is None else report
+        instance(report, StepReport, "report")
+        failed = (report.failed_pages, report.failed_host_pages)
+        if any(num_entries(pages, "failed pages of the report") for pages in failed):
+            # The tokens of this step are not computed.
+            report = StepReport(
+                report.step_id, False, report.failed_pages, report.failed_host_pages
+            )
+        self.manager.report(report)
+        self._in_flight = None
+        if not report.completed:
+            self._cancel_loads(step)
+
+    def begin_loads(self, step: ScheduledStep) -> None:
+        """Start the loads of `step.loading`, after the step's plan was applied in full."""
+        self._check_in_flight(step)
+        while step.loading:
+            sequence = step.loading.pop(0)
+            if not self._loading.begin(sequence):
+                self._wait_again(sequence)
+
+    def fail(self, step: ScheduledStep) -> None:
+        """Undo a step whose plan was not applied or whose model failed."""
+        self._check_in_flight(step)
+        self.manager.abort(step.plan.step_id)
+        self._in_flight = None
+        self._cancel_loads(step)
+
+    def accept(self, sequence: Sequence, token_ids: list[int], num_rejected: int = 0) -> None:
+        """Append sampled tokens: the accepted drafts and one more token. Rejected drafts are dropped.
+
+        Raises:
+            TypeError, ValueError: Invalid tokens, more rejected drafts than were computed, or a sequence
+                without a row.
+        """
+        instance(sequence, Sequence, "sequence")
+        if sequence.state is State.FINISHED:
+            raise ValueError("sequence is finished: expected one that is being served")
+        if type(token_ids) is not list:
+            token_ids = integers(token_ids, "token_ids", ()).tolist()
+        for token in token_ids:
+            if type(token) is not int or not 0 <= token <= MAX_INT32:
+                token_ids = integers(token_ids, "token_ids", ())
+                check_range("token_ids", "is", token_ids, 0, MAX_INT32 + 1)
+                break
+        if type(num_rejected) is not int or num_rejected:
+            num_rejected = integer(num_rejected, "num_rejected")
+            self.manager.reject_tokens(sequence.request, num_rejected)
+        sequence.drafts = []
+        sequence.request.append_tokens(token_ids)
+
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """Share the blocks of `parent` with `child`; returns False if the child has to wait.
+
+        The child waits for admission if no row is free or the parent has no blocks on the device. Its
+        cached tokens then become its prefix hit.
+        """
+        for name, each in (("parent", parent), ("child", child)):
+            instance(each, Sequence, name)
+        if not self._knows(parent):
+            raise ValueError(f"parent is {parent.state.value}: expected a sequence that was added")
+        if child.state is not State.WAITING or child.has_begun or self._knows(child):
+            raise ValueError(f"child is {child.state.value}: expected a new sequence")
+        is_there = parent.state is State.RUNNING
+        has_row = is_there and self.manager.fork(parent.request, child.request) >= 0
+        parent.num_rows = max(1, parent.num_rows - child.num_rows)
+        child.has_begun = True
+        if has_row:
+            child.state = State.RUNNING
+            child.num_cached_tokens = self.manager.num_computed_tokens(child.request)
+            self._insert(self.admitted, child)
+            return True
+        self._insert(self.waiting, child)
+        return False
+
+    def finish(
+        self,
+        sequence: Sequence,
+        *,
+        free: Callable[[Request], object] | None = None,
+        **release: object,
+    ) -> None:
+        """Free a sequence in any state. Does nothing for a finished sequence.
+
+        Args:
+            sequence: The sequence to free.
+            free: Frees the request of a running sequence in place of `KVCacheManager.free`, for example
+                `Connector.publish`.
+            release: Further arguments of `KVCacheManager.free`, for eviction policies.
+        """
+        instance(sequence, Sequence, "sequence")
+        if free is not None and not callable(free):
+            raise TypeError(f"free is {shown(free)}: expected a callable or None")
+        if sequence.state is State.FINISHED:
+            return
+        if not self._knows(sequence):
+            raise ValueError(f"sequence is {sequence.state.value}: expected one that was added")
+        if sequence.state is State.RUNNING and free is not None:
+            free(sequence.request)
+        elif sequence.state is not State.LOADING:
+            self.manager.free(sequence.request, **release)
+        self._loading.forget(sequence)
+        (self.waiting if sequence.state is State.WAITING else self.admitted).remove(sequence)
+        sequence.state = State.FINISHED
+        if self._victim is sequence:
+            self._victim = None
+
+    def _check_in_flight(self, step: ScheduledStep) -> None:
+        instance(step, ScheduledStep, "step")
+        if step is not self._in_flight:
+            raise ValueError("step is not under way: expected the one that schedule returned last")
+
+    def _knows(self, sequence: Sequence) -> bool:
+        """Return whether the sequence is in the queue that matches its state."""
+        queue = self.waiting if sequence.state is State.WAITING else self.admitted
+        return sequence in queue
+
+    def _leaving(self) -> list[Sequence]:
+        """Return the sequence to swap out, if any; one to recompute was already freed."""
+        victim, self._victim = self._victim, None
+        if victim is None:
+            return []
+        if self.preemption == "swap" and self.manager.host_pool is not None:
+            return [victim]
+        self._recompute(victim)
+        return []
+
+    def _recompute(self, sequence: Sequence) -> None:
+        self.manager.free(sequence.request)
+        sequence.num_preemptions += 1
+        self.num_recomputed += 1
+        self._wait_again(sequence)
+
+    def _wait_again(self, sequence: Sequence) -> None:
+        """Queue a freed sequence for admission again."""
+        self.admitted.remove(sequence)
+        sequence.state = State.WAITING
+        self._insert(self.waiting, sequence)
+
+    def _poll(self) -> None:
+        self._loading.is_matching = False
+        for sequence, arrived in self._loading.poll():
+            if arrived.num_computed_tokens is None:
+                self._wait_again(sequence)
+                continue
+            sequence.state = State.RUNNING
+            if sequence.num_cached_tokens is None:
+                sequence.num_cached_tokens = arrived.num_computed_tokens
+
+    def _cancel_loads(self, step: ScheduledStep) -> None:
+        """Requeue sequences whose load has not started."""
+        while step.loading:
+            sequence = step.loading.pop(0)
+            self._loading.give_up(sequence)
+            self._wait_again(sequence)
+
+    def _running(self, leaving: list[Sequence]) -> list[tuple[Sequence, int]]:
+        """Return sequences with blocks on the device and their requested tokens, decoding ones first."""
+        budget, pending = self.max_num_batched_tokens, []
+        for sequence in self.admitted:
+            if sequence.state is State.RUNNING and sequence not in leaving:
+                count = self._num_pending(sequence)
+                if count:
+                    pending.append((count > 1, sequence, count))
+        asked = []
+        for _, sequence, count in sorted(pending, key=lambda each: each[0]):
+            if budget == 0:
+                break
+            sequence.drafts = self._fitting_drafts(sequence, count, budget)
+            taken = self._chunk(sequence, min(count + len(sequence.drafts), budget))
+            asked.append((sequence, taken))
+            budget -= taken
+        return asked
+
+    def _swapped(self, budget: int) -> tuple[list[tuple[Sequence, int]], int]:
+        asked = []
+        for sequence in self.admitted:
+            if sequence.state is State.SWAPPED and budget:
+                sequence.drafts = []
+                taken = self._chunk(sequence, min(self._num_pending(sequence), budget))
+                if taken:
+                    asked.append((sequence, taken))
+                    budget -= taken
+        return asked, budget
+
+    def _new(self, budget: int) -> list[tuple[Sequence, int, int]]:
+        """Return sequences to admit, the tokens each computes, and the tokens it loads from a source."""
+        rows = self.max_num_rows - sum(each.num_rows for each in self.admitted)
+        new = []
+        for sequence in sorted(self.waiting, key=lambda each: not each.has_begun):
+            rows -= sequence.num_rows
+            if rows < 0 or budget == 0:
+                break
+            external = self._loading.match(sequence)
+            if external is None:
+                rows += sequence.num_rows
+                continue
+            sequence.drafts = []
+            taken, request = 0, sequence.request
+            if not external:
+                num_cached = self.manager.cache.cached_tokens(request).with_host
+                taken = self._chunk(sequence, min(request.num_tokens - num_cached, budget))
+            new.append((sequence, taken, external))
+            budget -= taken
+        return new
+
+    def _chunk(self, sequence: Sequence, count: int) -> int:
+        """Return how many of `count` tokens to compute now; states are kept where a step ends."""
+        if self._has_states and count > 1 and not sequence.drafts:
+            return self.manager.checkpoint_tokens(sequence.request, count)
+        return count
+
+    def _fitting_drafts(self, sequence: Sequence, count: int, budget: int) -> list[int]:
+        """Return the drafts to compute: only after all known tokens, and within `max_tokens`."""
+        if count > 1:
+            return []
+        most = self.manager.max_model_len
+        if sequence.max_tokens is not None:
+            most = min(most, sequence.max_tokens - 1)
+        room = min(most - sequence.request.num_tokens, budget - count, self._max_drafts)
+        return sequence.drafts[: max(room, 0)]
+
+    def _answered(
+        self,
+        plan: StepPlan,
+        asked: list[tuple[Sequence, int]],
+        leaving: list[Sequence],
+        new: list[tuple[Sequence, int, int]],
+    ) -> ScheduledStep:
+        answers = plan.answers
+        entries, loading, refused, stuck = [], [], [], []
+        running = [(sequence, 0) for sequence, _ in asked]
+        admitted = [(sequence, external) for sequence, _, external in new]
+        for of, sequences in ((answers.rows, running), (answers.new, admitted)):
+            for (sequence, external), row, status, start, count in zip(
+                sequences, *map(np.ndarray.tolist, of)
+            ):
+                if status == Status.SERVED and external:
+                    loading.append(sequence)
+                elif status == Status.SERVED:
+                    entries.append((sequence, row, start, count))
+                elif status == Status.NEVER and external:  # it may fit without these tokens
+                    self._loading.give_up(sequence, "it does not fit with the source's tokens")
+                elif status == Status.NEVER:
+                    refused.append(sequence)
+                else:
+                    stuck.append(sequence)
+        for sequence, status in zip(leaving, answers.swap_out.status.tolist()):
+            if status == Status.SERVED:
+                sequence.state = State.SWAPPED
+                sequence.num_preemptions += 1
+                self.num_swapped_out += 1
+            else:
+                self._recompute(sequence)
+        for sequence, _, start, _ in entries:
+            if sequence.state is State.WAITING:
+                self.waiting.remove(sequence)
+                self._insert(self.admitted, sequence)
+                sequence.has_begun = True
+                if sequence.num_cached_tokens is None:
+                    sequence.num_cached_tokens = start
+            sequence.state = State.RUNNING
+        for sequence in loading:
+            self.waiting.remove(sequence)
+            self._insert(self.admitted, sequence)
+            sequence.state, sequence.has_begun = State.LOADING, True
+            self._loading.admitted(sequence)
+        for sequence in refused:
+            self.finish(sequence)
+        is_idle = not (entries or leaving or refused or self.is_waiting_for_sources)
+        self._choose_victim(stuck, nothing_done=is_idle)
+        step = self._in_flight = _scheduled(plan, entries, refused, loading)
+        return step
+
+    def _choose_victim(self, stuck: list[Sequence], nothing_done: bool) -> None:
+        """Choose the last-ranked running sequence as victim if a sequence ahead of it waits for blocks.
+
+        Also if no sequence was served: then all sequences that hold blocks are beams with nothing to
+        compute, waiting for a beam without blocks.
+        that wait for one without blocks.
+        """
+        self._is_short = any(each.state is State.RUNNING for each in stuck)
+        if not (self._is_short or nothing_done):
+            return
+        first = min(stuck, key=lambda each: (each.state is not State.RUNNING, each.rank))
+        behind = [
+            each
+            for each in self.admitted
+            if each.state is State.RUNNING
+            and each is not first
+            and (nothing_done or each.rank >= first.rank)
+        ]
+        self._victim = max(behind, key=lambda each: each.rank, default=None)
+
+    @staticmethod
+    def _insert(queue: list[Sequence], sequence: Sequence) -> None:
+        """Insert after all sequences of an equal or smaller rank."""
+        at = len(queue)
+        while at and queue[at - 1].rank > sequence.rank:
+            at -= 1
+        queue.insert(at, sequence)
+
+
+def _scheduled(
+    plan: StepPlan,
+    entries: list[tuple[Sequence, int, int, int]],
+    refused: list[Sequence],
+    loading: list[Sequence],
+) -> ScheduledStep:
+    token_ids, num_drafts, num_logits = [], [], []
+    for sequence, _, start, count in entries:
+        known, stop = sequence.request.num_tokens, start + count
+        drafts = sequence.drafts[: max(stop - known, 0)]
+        tokens = sequence.request.token_ids[start : min(stop, known)]
+        token_ids.append(np.concatenate([tokens, drafts]) if drafts else tokens)
+        num_drafts.append(len(drafts))
+        num_logits.append(1 + len(drafts) if stop >= known else 0)
+    return ScheduledStep(
+        plan=plan,
+        sequences=[sequence for sequence, *_ in entries],
+        rows=np.array([row for _, row, _, _ in entries], np.int32),
+        starts=np.array([start for _, _, start, _ in entries], np.int64),
+        token_ids=token_ids,
+        num_drafts=num_drafts,
+        num_logits=num_logits,
+        refused=refused,
+        loading=loading,
+    )

@@ -1,0 +1,70 @@
+"""A sequence of generated tokens: its request and its scheduling state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvcache.allocator import Request
+from kvcache.checks import MAX_INT64, flag, instance, integer, listed, shown
+
+
+class State(Enum):
+    """The scheduling state of a sequence.
+
+    - `WAITING`: it has no row. It is new, or was preempted and will be recomputed.
+    - `LOADING`: it has a row, and a source is filling its blocks.
+    - `RUNNING`: it has a row and blocks on the device.
+    - `SWAPPED`: it has a row and blocks on the host.
+    - `FINISHED`: the manager has freed it.
+    """
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A request with its scheduling state.
+
+    - `rank`: sequences with a smaller rank are served first and preempted last.
+    - `max_tokens`: the number of known tokens at which the sequence ends. Drafts never exceed it.
+    - `num_rows`: the number of rows it will need, including future forks.
+    - `drafts`: unverified tokens to compute after the known ones in the next step.
+
+    Raises TypeError or ValueError for invalid values.
+    """
+
+    request: Request
+    rank: tuple[int, int] = (0, 0)
+    max_tokens: int | None = None
+    num_rows: int = 1
+    drafts: list[int] = field(default_factory=list)
+    state: State = State.WAITING
+    has_begun: bool = False  # was admitted or forked before; precedes sequences that were not
+    num_preemptions: int = 0
+    num_cached_tokens: int | None = None  # the prefix hit at first admission; None until then
+    num_loaded_tokens: int = 0  # loaded from sources
+    failed_sources: list[object] = field(default_factory=list)  # not queried again
+
+    def __post_init__(self) -> None:
+        instance(self.request, Request, "request")
+        rank = self.rank
+        if not isinstance(rank, tuple) or len(rank) != 2:
+            raise TypeError(f"rank is {shown(rank)}: expected a pair of integers")
+        for i, part in enumerate(rank):
+            integer(part, f"rank[{i}]", -MAX_INT64, MAX_INT64)
+        if self.max_tokens is not None:
+            integer(self.max_tokens, "max_tokens", least=1)
+        integer(self.num_rows, "num_rows", least=1)
+        instance(self.state, State, "state")
+        flag(self.has_begun, "has_begun")
+        integer(self.num_preemptions, "num_preemptions")
+        if self.num_cached_tokens is not None:
+            integer(self.num_cached_tokens, "num_cached_tokens")
+        integer(self.num_loaded_tokens, "num_loaded_tokens")
+        listed(self.drafts, "drafts", "a list of tokens")
+        listed(self.failed_sources, "failed_sources", "a list of sources")

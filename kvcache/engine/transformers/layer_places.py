@@ -1,0 +1,53 @@
+"""A layer's K and V in the pages, written and read by slots."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kvcache.assembly import KVCache
+from kvcache.engine.transformers.layer_shapes import LayerShape, attention_name
+from kvcache.worker import KVStorage
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Place(NamedTuple):
+    """A layer's K and V: layer `layer` of a group's storage."""
+
+    storage: KVStorage
+    layer: int
+    group: int
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write key, value [1, heads, t, size] to slots [t]."""
+        dtype = self._dtype(key)
+        key, value = (x[0].transpose(0, 1).to(dtype) for x in (key, value))
+        if key.stride(-1) != 1 or value.stride(-1) != 1:
+            key, value = key.contiguous(), value.contiguous()
+        self.storage.write(self.layer, key, value, slots)
+
+    def read(self, slots: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V [1, heads, c, size] of slots [c], in the dtype of `key`."""
+        return tuple(
+            x.to(key.dtype).transpose(0, 1)[None]
+            for x in self.storage.gather(self.layer, slots, self._dtype(key))
+        )
+
+    def _dtype(self, key: torch.Tensor) -> torch.dtype:
+        # Scales are float32, so fp8 is quantized from at most float32.
+        narrow = torch.float32 if key.dtype == torch.float64 else key.dtype
+        return narrow if self.storage.dtype in _FLOAT8 else self.storage.dtype
+
+
+def places_of(cache: KVCache, shapes: list[LayerShape]) -> dict[int, Place]:
+    """Return the places of all layers that cache K and V."""
+    places = {}
+    for shape in shapes:
+        if shape.attention is not None:
+            name = attention_name(shape.index)
+            group = cache.group(name)
+            layer = cache.plan.groups[group].layers.index(name)
+            places[shape.index] = Place(cache.storages[group], layer, group)
+    return places

@@ -1,0 +1,282 @@
+"""Detects the caches of a model's layers by computing one token with the model's own cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import DynamicCache, PreTrainedModel, cache_utils
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
+
+from kvcache.checks import dtype_name, instance, integer
+from kvcache.engine.transformers.calls import call_arguments, undisturbed
+from kvcache.engine.transformers.unsupported import UnsupportedModel
+from kvcache.specs import ELEMENT_BYTES, LayerSpec
+
+_ALIGNMENT = 16  # in bytes, of each part of a state
+# The contents of transformers' cache layers of exactly these classes are known; subclasses may add more.
+_KNOWN_LAYERS = [
+    getattr(cache_utils, name)
+    for name in (
+        "DynamicLayer",
+        "DynamicSlidingWindowLayer",
+        "LinearAttentionLayer",
+        "LinearAttentionAndFullAttentionLayer",
+        "LinearAttentionAndSlidingWindowAttentionLayer",
+        "DummyLayer",
+    )
+    if hasattr(cache_utils, name)
+]
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """A tensor of a recurrent state: [*shape] of `dtype`, `offset` bytes into the state."""
+
+    is_conv: bool  # the last inputs of a convolution; otherwise a recurrent state
+    number: int  # a layer may have several of each kind
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor in bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """The cache of a layer: K and V of each token (`attention`), a state (`state_parts`), or both.
+
+    `mixer`: the name of the module that maintains the state and nothing else; None without such a module.
+    """
+
+    index: int
+    attention: LayerSpec | None
+    state: LayerSpec | None
+    state_parts: tuple[StatePart, ...] = ()
+    mixer: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The cache of each layer of a model, and the number of logits per token."""
+
+    layers: list[LayerShape]
+    vocab_size: int
+
+    @property
+    def specs(self) -> list[LayerSpec]:
+        """The specs of all layers for `plan_cache`."""
+        both = ((layer.attention, layer.state) for layer in self.layers)
+        return [spec for pair in both for spec in pair if spec is not None]
+
+
+def attention_name(layer: int) -> str:
+    """Return the name of a layer's K and V in specs and plans."""
+    return f"layers.{layer}"
+
+
+def state_name(layer: int) -> str:
+    """Return the name of a layer's recurrent state in specs and plans."""
+    return f"layers.{layer}.state"
+
+
+def layer_specs(
+    model: PreTrainedModel,
+    *,
+    block_size: int = 16,
+    kv_cache_dtype: torch.dtype | str | None = None,
+    num_speculative_tokens: int = 0,
+) -> list[LayerSpec]:
+    """Return the layers of a transformers model as specs for `plan_cache`.
+
+    The model computes one token with its own `DynamicCache`, whose tensors reveal the heads, sizes,
+    dtypes and states of each layer. The model's configuration determines windows and chunks.
+
+    Args:
+        model: A causal language model of transformers.
+        block_size: Tokens per block.
+        kv_cache_dtype: The dtype of K and V. None: the model's dtype.
+        num_speculative_tokens: Maximum draft tokens per step. A recurrent state is kept after each.
+
+    Raises:
+        ValueError: A layer is not supported.
+
+
+    >>> from kvcache.engine.transformers.tiny_models import tiny_model
+    >>> [spec.kind for spec in layer_specs(tiny_model("bamba"))]
+    ['recurrent', 'full_attention', 'recurrent', 'full_attention']
+    """
+    instance(model, PreTrainedModel, "model")
+    block_size = integer(block_size, "block_size", least=1)
+    num_drafts = integer(num_speculative_tokens, "num_speculative_tokens")
+    return model_shape(model, FilledCache(model), block_size, kv_cache_dtype, num_drafts).specs
+
+
+def model_shape(
+    model: PreTrainedModel,
+    cache: FilledCache,
+    block_size: int,
+    kv_cache_dtype: torch.dtype | str | None,
+    num_drafts: int,
+) -> ModelShape:
+    """Like `layer_specs`, including the tensors of each state, given the cache that the model filled."""
+    config = model.config.get_text_config(decoder=True)
+    types = getattr(config, "layer_types", None) or []
+    shapes = []
+    for index, layer in enumerate(cache.layers):
+        attention = state = None
+        parts: tuple[StatePart, ...] = ()
+        if type(layer) not in _KNOWN_LAYERS:
+            raise UnsupportedModel(
+                model,
+                f"layer {index} keeps a {type(layer).__name__}, which holds more than K, V and states",
+            )
+        if getattr(layer, "keys", None) is not None:
+            attention = _attention_spec(
+                model,
+                index,
+                layer,
+                types[index] if index < len(types) else "full_attention",
+                block_size,
+                kv_cache_dtype,
+            )
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            parts = _parts_of(layer)
+        if parts:
+            end = parts[-1].offset + parts[-1].num_bytes
+            state = LayerSpec(
+                state_name(index),
+                "recurrent",
+                block_size,
+                dtype="uint8",
+                state_bytes=-(-end // _ALIGNMENT) * _ALIGNMENT,
+                options={"num_speculative_blocks": num_drafts} if num_drafts else {},
+            )
+        if attention or state:  # other layers, such as experts, cache nothing
+            mixer = cache.mixers.get(index)
+            shapes.append(LayerShape(index, attention, state, parts, mixer))
+    if not shapes:
+        raise UnsupportedModel(model, "none of its layers fills the cache that it is given")
+    return ModelShape(shapes, cache.vocab_size)
+
+
+class FilledCache(DynamicCache):
+    """A cache that a model filled with one token, with the modules that updated the states.
+
+    `mixers`: the module name by layer, if the module does not update K and V as well. `vocab_size`: the
+    number of logits per token. Raises `UnsupportedModel` if the model cannot compute a token with it.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        if model.config.is_encoder_decoder:
+            raise UnsupportedModel(
+                model,
+                "it reads an encoder's output in each layer, which an engine of token ids has not",
+            )
+        self.mixers: dict[int, str] = {}
+        self._calls: list[str] = []  # running modules that belong to a layer, outermost first
+        self._attention: set[str] = set()
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        try:
+            super().__init__(config=model.config)
+            for name, module in model.named_modules():
+                if isinstance(getattr(module, "layer_idx", None), int):
+                    self._watch(name, module)
+            with undisturbed(model):
+                output = model(**call_arguments(model, token, 0, cache=self))
+            self.vocab_size = output.logits.shape[-1]
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        # The model's code may raise anything if it requires other inputs or another cache.
+        except Exception as error:
+            raise UnsupportedModel(
+                model, f"it does not compute a token into a cache ({type(error).__name__}: {error})"
+            ) from error
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+        self.mixers = {
+            layer: name for layer, name in self.mixers.items() if name not in self._attention
+        }
+
+    def _watch(self, name: str, module: torch.nn.Module) -> None:
+        def begin(*_: object) -> None:
+            self._calls.append(name)
+
+        def end(*_: object) -> None:  # a hook's return value would replace the module's output
+            self._calls.pop()
+
+        self._hooks.append(module.register_forward_pre_hook(begin))
+        self._hooks.append(module.register_forward_hook(end, always_call=True))
+
+    def update(self, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """Like `DynamicCache`."""
+        self._attention.update(self._calls[-1:])
+        return super().update(*args, **kwargs)
+
+    def update_conv_state(self, states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        """Like `DynamicCache`."""
+        self._note(layer_idx)
+        return super().update_conv_state(states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(self, states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        """Like `DynamicCache`."""
+        self._note(layer_idx)
+        return super().update_recurrent_state(states, layer_idx, *args, **kwargs)
+
+    def _note(self, layer: int) -> None:
+        if self._calls:
+            self.mixers[layer] = self._calls[-1]
+
+
+def _attention_spec(
+    model: PreTrainedModel,
+    index: int,
+    layer: DynamicLayer,
+    kind: str,
+    block_size: int,
+    kv_cache_dtype: torch.dtype | str | None,
+) -> LayerSpec:
+    config = model.config.get_text_config(decoder=True)
+    _, num_heads, _, head_size = layer.keys.shape
+    _, num_v_heads, _, v_head_size = layer.values.shape
+    if num_heads != num_v_heads:
+        raise UnsupportedModel(
+            model, f"layer {index} has {num_heads} heads of K and {num_v_heads} of V, not as many"
+        )
+    is_mla = num_heads == 1 and getattr(config, "kv_lora_rank", None) == head_size
+    options = {}
+    if kind == "chunked_attention":
+        kind, options = "chunked_local", {"chunk_size": config.attention_chunk_size}
+    elif getattr(layer, "is_sliding", False):
+        kind, options = "sliding_window", {"window": int(layer.sliding_window)}
+    else:
+        kind = "full_attention"
+    dtype = layer.keys.dtype if kv_cache_dtype is None else kv_cache_dtype
+    return LayerSpec(
+        attention_name(index),
+        kind,
+        block_size,
+        num_kv_heads=num_heads,
+        head_size=head_size,
+        v_head_size=v_head_size,
+        dtype=dtype_name(dtype, ELEMENT_BYTES, "kv_cache_dtype"),
+        options=options,
+        is_mla=is_mla,
+    )
+
+
+def _parts_of(layer: LinearAttentionCacheLayerMixin) -> tuple[StatePart, ...]:
+    parts: list[StatePart] = []
+    offset = 0
+    for is_conv, states in ((True, layer.conv_states), (False, layer.recurrent_states)):
+        for number, state in states.items():
+            if state is not None:
+                part = StatePart(is_conv, number, tuple(state.shape[1:]), state.dtype, offset)
+                parts.append(part)
+                offset += -(-part.num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return tuple(parts)

@@ -1,0 +1,115 @@
+"""The cache passed to a model: it writes new K and V by slots and reads whole contexts by slots."""
+
+from __future__ import annotations
+
+import torch
+from transformers import Cache
+
+from kvcache.assembly import KVCache
+from kvcache.engine.batch import Batch
+from kvcache.engine.transformers.attention import Parts, parts_of
+from kvcache.engine.transformers.flashinfer_attention import FlashInferAttention
+from kvcache.engine.transformers.layer_places import places_of
+from kvcache.engine.transformers.layer_shapes import LayerShape
+from kvcache.engine.transformers.layer_states import LayerStates
+from kvcache.engine.transformers.request_cache import RequestCache
+from kvcache.engine.transformers.segments import Segment
+
+
+class PagedCache(Cache):
+    """K and V of a batch in a `KVCache`; one batch at a time (`begin`)."""
+
+    def __init__(self, cache: KVCache, layers: list[LayerShape], resumes: bool) -> None:
+        super().__init__(layers=[])
+        self.cache = cache
+        self.resumes = resumes
+        self.batch: Batch | None = None
+        self.kernels: FlashInferAttention | None = None
+        self._layers = layers
+        self._places = places_of(cache, layers)
+        self._parts: dict[int, Parts] = {}
+        self._written: set[int] = set()  # layers that have updated K and V in this pass
+        self._unread: set[int] = set()  # the subset that no attention has read yet
+        self.states = {
+            shape.index: LayerStates(cache, shape) for shape in layers if shape.state is not None
+        }
+
+    def use_flashinfer(self, layers_with_sinks: set[int], model_dtype: torch.dtype) -> None:
+        """Use FlashInfer's attention in the layers that it supports from now on."""
+        self.kernels = FlashInferAttention(self.cache, self._places, layers_with_sinks, model_dtype)
+
+    def begin(self, batch: Batch | None) -> None:
+        """Set the batch of the next forward pass; None: no batch."""
+        self.batch = batch
+        self._parts = {}
+        self._written.clear()
+        self._unread.clear()
+        if self.kernels is not None:
+            self.kernels.begin(batch)
+
+    def kernels_of(self, layer: int) -> FlashInferAttention | None:
+        """Return the kernels that read a layer's pages directly; None: the context is gathered."""
+        return self.kernels if self.kernels is not None and self.kernels.serves(layer) else None
+
+    def group_of(self, layer: int) -> int:
+        """Return the cache group of a layer's K and V."""
+        return self._places[layer].group
+
+    def parts_of(self, group: int) -> Parts:
+        """Return how the batch is split for attention in this group."""
+        if group not in self._parts:
+            self._parts[group] = parts_of(self.batch, group)
+        return self._parts[group]
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write key, value [1, heads, t, size] of the batch's tokens and return the K and V to attend to.
+
+        Returns:
+            K and V of `Parts.slots`, [1, heads, c, size]; the arguments themselves if kernels read pages.
+        """
+        if layer_idx in self._written:
+            raise RuntimeError(f"layer {layer_idx} updates its K and V twice")
+        self._written.add(layer_idx)
+        self._unread.add(layer_idx)
+        place = self._places[layer_idx]
+        place.write(key_states, value_states, self.batch.slots(place.group))
+        if self.kernels_of(layer_idx) is not None:
+            return key_states, value_states
+        return place.read(self.parts_of(place.group).slots, key_states)
+
+    def attend(self, layer: int | None) -> int:
+        """Return the layer that a module with this number attends to: the layer updated last.
+
+        Raises:
+            RuntimeError: The module has not updated K and V.
+        """
+        # Modules that are reused for other layers keep the number of their first layer.
+        if layer not in self._unread and len(self._unread) == 1:
+            layer = next(iter(self._unread))
+        if layer not in self._written:
+            raise RuntimeError(f"layer {layer} attends to K and V that it has not updated")
+        self._unread.discard(layer)
+        return layer
+
+    def end(self) -> None:
+        """End the forward pass. Raises RuntimeError if attention bypassed the paged one."""
+        if self._unread:
+            raise RuntimeError(
+                f"layers {sorted(self._unread)} update K and V, and attend by other ways than "
+                "transformers' attention interface"
+            )
+
+    def of_request(self, request: int, segment: Segment) -> RequestCache:
+        """Return the cache of a single request of the batch, for a segment of its tokens."""
+        return RequestCache(self._layers, self._places, self.states, self.batch, request, segment)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0: the caller passes positions."""
+        return 0

@@ -1,0 +1,215 @@
+"""Native calls for requests that run, made before the scheduler asks for their slots.
+
+Up to the `KVCacheManager.quiet_until` tokens of a request's row, its blocks do not change, so no call is
+needed. Other requests are registered by the step in which they need a block. When that step begins, one
+native call serves all of them. Blocks filled in between are published before the next lookup. A wrong
+guess about what the scheduler does costs time, and never changes a decision.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from vllm.v1.request import Request, RequestStatus
+
+from kvcache.allocator import KVCacheManager
+from kvcache.plugins.vllm.blocks import NewBlocks
+from kvcache.plugins.vllm.held import HeldRequest
+from kvcache.plugins.vllm.states import StateGroups
+
+_Calls = tuple[list[HeldRequest], list[int], list[int]]  # requests, start and stop of each
+
+
+class Ahead:
+    """The steps in which requests need blocks, and the calls that allocate them.
+
+    Attributes:
+        step: Number of the current step.
+        busy: By id, due requests that the scheduler has not served yet.
+        num_lookahead: Lookahead tokens of the last call.
+    """
+
+    def __init__(
+        self,
+        native: KVCacheManager,
+        states: StateGroups,
+        held: Mapping[str, HeldRequest],
+        hash_size: int,
+    ) -> None:
+        self._native, self._states, self._held, self._hash_size = native, states, held, hash_size
+        self._block_sizes = [group.block_size for group in native.groups]
+        kinds = {group.kind for group in native.groups}
+        self._has_windows = not kinds.isdisjoint({"sliding_window", "chunked_local"})
+        self._due: defaultdict[int, list[HeldRequest]] = defaultdict(list)  # by step number
+        self.step = self.num_lookahead = 0
+        self.busy: dict[str, HeldRequest] = {}
+
+    def begin_step(self) -> None:
+        """Begin a step: serve the requests that need a block in it with one native call."""
+        self.step += 1
+        self._states.begin_step(self._native)
+        due = self._due.pop(self.step, None)
+        if due is None:
+            return
+        # A state cannot be rolled back, so only tokens that the scheduler computes may be added.
+        if self._states.are_copied:
+            for held in due:
+                if held.due == self.step:
+                    self.busy[held.request.request_id] = held
+            return
+        most = (
+            len(due) * len(self._block_sizes) * (2 + self.num_lookahead // min(self._block_sizes))
+        )
+        calls = self._next_calls(due)
+        # If blocks are scarce, the scheduler decides who gets the last ones.
+        if self._native.pool.num_free >= most:
+            self.advance(*calls, self.num_lookahead, is_ahead=True)
+
+    def _next_calls(self, due: list[HeldRequest]) -> _Calls:
+        """Return the expected calls of the step for due requests that the scheduler cannot shorten."""
+        calls: _Calls = [], [], []
+        rows, starts, stops = calls
+        step, lookahead, most = self.step, self.num_lookahead, self._block_sizes[0]
+        busy, has_windows = self.busy, self._has_windows
+        for held in due:
+            if held.due != step or held.is_receiving:
+                continue
+            held.due = 0  # a request may be listed twice
+            request = held.engine_request
+            busy[request.request_id] = held
+            if request.status is not RequestStatus.RUNNING:
+                continue  # a session that waits for input: its last token may be dropped
+            start, num_pending = request.num_computed_tokens, request.num_output_placeholders
+            stop = len(request._all_token_ids) + len(request.spec_token_ids) + num_pending
+            if stop + lookahead <= held.quiet_until:  # it was not scheduled in a step
+                self.wait(held, stop + lookahead)
+            elif len(request._all_token_ids) > start + 1:
+                pass  # a prompt: the scheduler may shorten it, and uncomputed tokens are not hits
+            elif not start < stop <= start + most or stop + lookahead >= self._native.max_model_len:
+                pass  # many drafts, or the maximum length
+            elif (
+                num_pending
+                and start + 2 - num_pending >= request.num_prompt_tokens + request.max_tokens
+            ):
+                pass  # its last token is already computed
+            else:
+                rows.append(held)
+                starts.append(self.start_of(request, held) if has_windows else start)
+                stops.append(stop)
+        return calls
+
+    def advance(
+        self,
+        rows: list[HeldRequest],
+        starts: list[int],
+        stops: list[int],
+        lookahead: int,
+        *,
+        is_ahead: bool = False,
+        are_past: Sequence[bool] = (),
+    ) -> bool:
+        """Allocate slots in one native call. Return whether all rows fit.
+
+        Only computed tokens are published, because a session may drop its last token. With `is_ahead`,
+        the scheduler may still decide otherwise, so no block becomes a hit before its last token is
+        computed. `are_past` marks rows whose tokens an earlier step has computed (empty: none).
+        """
+        if not rows:
+            return True
+        token_ids: list[int] = []
+        counts = []
+        for held, stop in zip(rows, stops):
+            request, num_known = held.engine_request, held.num_known
+            last = min(request.num_computed_tokens, stop) if is_ahead else stop
+            told = request._all_token_ids[num_known : max(last, num_known)]
+            counts.append(len(told))
+            token_ids += told
+        row_ids = [held.row for held in rows]
+        answers = self._native.advance(
+            row_ids,
+            starts,
+            stops,
+            lookahead,
+            token_ids=token_ids,
+            num_token_ids=counts,
+        )
+        fits, quiet = True, self.quiet_until(row_ids)
+        for held, start, stop, count, ids, last in zip(rows, starts, stops, counts, answers, quiet):
+            if ids is None:
+                fits = False
+                continue
+            held.start, held.num_computed = start, stop
+            held.num_known += count
+            held.quiet_until = last
+            self.wait(held, stop + lookahead)
+            if ids:
+                held.ready = NewBlocks(ids) if held.ready is None else held.ready + NewBlocks(ids)
+        if self._states.any:
+            are_fresh = [not past for past in are_past] or [True] * len(rows)
+            for held, start, stop, ids, is_fresh in zip(rows, starts, stops, answers, are_fresh):
+                if ids is not None:
+                    self._states.note_new(ids)
+                    if is_fresh:
+                        self._states.note_filled(self._native, held.request, start, stop)
+        return fits
+
+    def start_of(self, request: Request, held: HeldRequest) -> int:
+        """Return the start of a call, where windows end.
+
+        Steps in flight may lose their drafts, so windows stay at the start of these steps, but not before
+        the end of the hits. A request whose load failed keeps its hits while it recomputes them.
+        """
+        start = request.num_computed_tokens
+        if start < held.num_computed and not self._states.are_copied:
+            start = max(start, held.num_published(self._hash_size) * self._hash_size)
+        if (
+            not self._has_windows
+            or not request.num_in_flight_tokens
+            or self._states.are_copied  # without drafts
+        ):
+            return start
+        num_hits = held.num_published(self._hash_size) * self._hash_size
+        return max(start - request.num_in_flight_tokens, num_hits, held.start)
+
+    def quiet_until(self, rows: list[int]) -> list[int]:
+        """Return up to how many tokens the blocks of these rows do not change.
+
+        At most `max_model_len`, so that no request is registered for a step that never comes.
+        """
+        return np.minimum(self._native.quiet_until[rows], self._native.max_model_len).tolist()
+
+    def wait(self, held: HeldRequest, num_slots: int) -> None:
+        """Register the request for the step in which it needs a block, at one token per step."""
+        held.due = self.step + 1 + max(held.quiet_until - num_slots, 0)
+        self._due[held.due].append(held)
+
+    def publish_filled(self, step: int | None) -> None:
+        """Publish the blocks that quiet requests have filled or fill in this step.
+
+        `step` is the step that the scheduler is about to plan, or None after a step.
+        """
+        size = self._hash_size
+        calls: _Calls = [], [], []
+        are_past = []
+        for held in self._held.values():
+            if held.is_receiving:
+                continue
+            request = held.engine_request
+            if held.step == step:
+                start, stop = self.start_of(request, held), held.stop
+            else:  # not scheduled in this step, or not recorded
+                stop = request.num_computed_tokens - request.num_output_placeholders
+                start = min(held.num_computed, stop - 1)
+            if self._states.are_copied:
+                start = max(start, held.num_computed)
+                if start >= stop:
+                    continue
+            num_full = min(stop, len(request._all_token_ids)) // size
+            if num_full > held.num_published(size) and stop > held.start:
+                calls[0].append(held)
+                calls[1].append(start)
+                calls[2].append(stop)
+                are_past.append(held.step != step)
+        self.advance(*calls, 0, are_past=are_past)

@@ -1,0 +1,17 @@
+"""Prefill and decode in two vLLM engines. Blocks are transferred between their pools:
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVCacheConnector", "kv_role": "kv_producer",
+        "kv_connector_module_path": "kvcache.plugins.vllm.disaggregation"}'
+
+The other engine has `"kv_role": "kv_consumer"`. Pass options with `kv_connector_extra_config`; they are
+the fields of `Options`.
+"""
+
+from kvcache.plugins.vllm.versions import check_version
+
+check_version()  # before imports from vLLM that may fail in other versions
+
+from kvcache.plugins.vllm.disaggregation.connector import KVCacheConnector  # noqa: E402
+from kvcache.plugins.vllm.disaggregation.options import Options  # noqa: E402
+
+__all__ = ["KVCacheConnector", "Options"]

@@ -1,0 +1,149 @@
+"""vLLM's connector interface, on the scheduler side and the worker side."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from kvcache.plugins.vllm.disaggregation.options import Options
+from kvcache.plugins.vllm.disaggregation.scheduling import Scheduling
+from kvcache.plugins.vllm.disaggregation.steps import Handshake, TransferMetadata
+from kvcache.plugins.vllm.disaggregation.windows import check_kinds
+from kvcache.plugins.vllm.disaggregation.worker import TransferWorker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
+    """Prefill in one engine and decode in another, with block transfers between their pools.
+
+    Raises a one-line ValueError at startup for unsupported options and configurations.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        transfer = vllm_config.kv_transfer_config
+        options = Options.from_config(transfer.kv_connector_extra_config)
+        _check_config(vllm_config)
+        check_kinds(kv_cache_config)
+        super().__init__(vllm_config, role, kv_cache_config)
+        # The scheduler reads this field later; vLLM's default would fail the request.
+        transfer.kv_load_failure_policy = options.on_failure
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduling = Scheduling(options, vllm_config, kv_cache_config)
+            self._worker = None
+        else:
+            self._worker = TransferWorker(options, vllm_config, kv_cache_config)
+
+    # Scheduler side.
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """Documented in vLLM's base class, like the other methods."""
+        return self._scheduling.num_to_load(request, num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        return self._kv_cache_config.transfer_group_ids
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._scheduling.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> TransferMetadata:
+        return self._scheduling.take_step()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._scheduling.take_output(connector_output)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduling.finished(request, block_ids)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduling.finished(request, (block_ids,))
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Handshake]) -> None:
+        self._scheduling.take_handshakes(metadata)
+
+    # Worker side.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> Handshake | None:
+        return self._worker.handshake
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._worker.begin(self._get_connector_metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: loads complete between steps."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Do nothing: peers read blocks directly from the cache."""
+
+    def wait_for_save(self) -> None:
+        """Do nothing, like `save_kv_layer`."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the finished transfers.
+
+        A failed request recomputes all of its blocks, even with one group.
+        """
+        return KVConnectorTransferResults(*self._worker.take_results())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        sent, received, failed = self._worker.take_results()
+        if failed:
+            raise RuntimeError(f"loads of {sorted(failed)} failed: expected get_transfer_results")
+        return sent, received
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+
+def _check_config(config: VllmConfig) -> None:
+    parallel = config.parallel_config
+    for name in (
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        if (size := getattr(parallel, name)) != 1:
+            raise ValueError(
+                f"{name} is {size}: this connector needs 1, and tensor parallelism alone"
+            )
+    cache = config.cache_config
+    if (
+        cache.enable_prefix_caching
+        and cache.prefix_caching_hash_algo.startswith("xxhash")
+        and os.getenv("PYTHONHASHSEED") is None
+    ):
+        raise ValueError(
+            f"prefix_caching_hash_algo is {cache.prefix_caching_hash_algo!r} and its seed is drawn at "
+            "random: set PYTHONHASHSEED to the same value in all engines"
+        )

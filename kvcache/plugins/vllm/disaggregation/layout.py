@@ -1,0 +1,92 @@
+"""Describes the layout of a vLLM worker's tensors to other engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvcache.sources.disaggregation.layout import BY_TOKEN, GroupLayout
+from kvcache.transfer.description import CacheDescription
+
+_ORDERS = {
+    "HND": ("layer", "block", "head", "token", "element"),
+    "NHD": ("layer", "block", "token", "head", "element"),
+}
+
+
+def layout_of_group(
+    layers: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+    *,
+    engine_id: str,
+    num_blocks: int,
+    total_num_kv_heads: int,
+    tp_size: int,
+    is_mla: bool = False,
+    interior: str = BY_TOKEN,
+) -> GroupLayout:
+    """Return the layout of a rank's tensors [pages, heads, tokens, content], one per layer.
+
+    Args:
+        layers: Names of the layers.
+        tensors: The cache of each layer.
+        engine_id: Name of the engine.
+        num_blocks: Blocks of the group.
+        total_num_kv_heads: KV heads of the model. A rank holds an equal share, or one replicated head.
+        tp_size: Tensor-parallel size.
+        is_mla: Whether the layers use MLA.
+        interior: Order of the content of a page.
+
+    Raises:
+        ValueError: Pages are not contiguous, or differ between layers.
+    """
+    first = tensors[0]
+    if first.ndim == 3 and is_mla:
+        tensors = [tensor.unsqueeze(1) for tensor in tensors]
+        first = tensors[0]
+    like = {(tuple(each.shape), each.stride(), each.dtype) for each in tensors}
+    if len(like) > 1 or first.ndim != 4:
+        raise ValueError(
+            f"layers {', '.join(layers)} have caches of shapes "
+            f"{sorted({tuple(each.shape) for each in tensors})}: expected one shape, "
+            "[blocks, heads, tokens, content]"
+        )
+    num_pages, heads, tokens, content = first.shape
+    _, head_stride, token_stride, stride = first.stride()
+    orders = {"HND": (tokens * content, content), "NHD": (content, heads * content)}
+    order = next(
+        (
+            name
+            for name, strides in orders.items()
+            if stride == 1
+            and (heads == 1 or head_stride == strides[0])
+            and (tokens == 1 or token_stride == strides[1])
+        ),
+        None,
+    )
+    if order is None or num_pages % num_blocks:
+        raise ValueError(
+            f"layer {layers[0]} has a cache of shape {tuple(first.shape)} and strides "
+            f"{first.stride()}, for {num_blocks} blocks: expected each block's heads, tokens and "
+            "content together, as in vLLM's layouts LBHNC, LBNHC, BLHNC and BLNHC"
+        )
+    if interior != BY_TOKEN and order != "HND":
+        raise ValueError(f"layer {layers[0]} lies as {order}: expected HND on a CPU")
+    total = heads * tp_size
+    if total != total_num_kv_heads and heads == 1 and total_num_kv_heads < tp_size:
+        total = total_num_kv_heads
+    description = CacheDescription(
+        engine_id=engine_id,
+        num_layers=len(layers),
+        total_num_kv_heads=1 if is_mla else total,
+        head_size=content,
+        v_head_size=0,
+        block_size=tokens,
+        is_mla=is_mla,
+        tp_size=tp_size,
+        memory_order=_ORDERS[order],
+        page_stride=first.stride(0) * first.element_size(),
+        dtype=str(first.dtype).removeprefix("torch."),
+    )
+    return GroupLayout(tuple(layers), description, num_pages // num_blocks, num_blocks, interior)

@@ -1,0 +1,42 @@
+"""Options of the connector, read from `kv_connector_extra_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvcache.checks import shown
+from kvcache.sources.disaggregation.options import ConnectorOptions
+
+
+@dataclass(frozen=True)
+class Options(ConnectorOptions):
+    """Options of the connector.
+
+    Args:
+        on_failure: What happens to a request whose load fails: "recompute", or "fail" to return an error.
+
+    Raises:
+        TypeError, ValueError: An option is unknown or out of range.
+    """
+
+    on_failure: str = "recompute"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.on_failure not in ("recompute", "fail"):
+            raise ValueError(
+                f"on_failure is {shown(self.on_failure)}: expected 'recompute' or 'fail'"
+            )
+
+    @classmethod
+    def from_config(cls, extra: Mapping[str, Any]) -> Options:
+        """Read the options from `kv_connector_extra_config` of vLLM's `--kv-transfer-config`."""
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(set(extra) - set(known)):
+            raise ValueError(
+                f"kv_connector_extra_config has {', '.join(unknown)}: expected some of "
+                f"{', '.join(known)}"
+            )
+        return cls(**extra)

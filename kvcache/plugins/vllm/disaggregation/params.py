@@ -1,0 +1,34 @@
+"""Offers in the `kv_transfer_params` of vLLM's requests and responses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvcache.sources.disaggregation.offer import Offer
+
+_KEY = "kvcache"
+
+
+def params_of(offer: Offer) -> dict[str, Any]:
+    """Return the offer as JSON values.
+
+    Proxies read the additional names, which vLLM's connectors also use.
+    """
+    return {"do_remote_prefill": True, "do_remote_decode": False, _KEY: offer.to_dict()}
+
+
+def offer_in(params: Mapping[str, Any] | None) -> Offer | None:
+    """Return the offer in a request's `kv_transfer_params`, or None if there are no parameters.
+
+    Raises ValueError under the same conditions as `Offer.from_dict`, and for another connector's
+    parameters.
+    """
+    if not isinstance(params, Mapping) or not params.get("do_remote_prefill"):
+        return None
+    if (own := params.get(_KEY)) is None:
+        raise ValueError(
+            f"kv_transfer_params have {sorted(params)}: expected {_KEY!r}, as a producer with this "
+            "connector answers; use the same connector in both engines"
+        )
+    return Offer.from_dict(own)

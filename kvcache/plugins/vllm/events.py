@@ -1,0 +1,97 @@
+"""Converts kvcache's cache events to vLLM's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed import kv_events
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_utils import BlockHash, ExternalBlockHash, maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
+)
+from vllm.v1.request import Request
+
+from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+
+MEDIUM = "GPU"  # vLLM's name for the pool's memory on any device
+
+
+class VllmEventTranslator:
+    """Translate the events of one manager, and add the fields that vLLM reports for each group."""
+
+    def __init__(self, config: KVCacheConfig) -> None:
+        self._kinds = [
+            (
+                get_kv_cache_spec_kind(group.kv_cache_spec).value,
+                get_kv_cache_spec_sliding_window(group.kv_cache_spec),
+            )
+            for group in config.kv_cache_groups
+        ]
+
+        self._adapter_ids: dict[str, int] = {}  # LoRA adapters that requests have used
+
+    def labels_of(self, request: Request) -> dict[str, Any]:
+        """Return options of kvcache's request, so that the events of its blocks have their extra keys.
+
+        Extra keys of prompt embeddings are omitted.
+        """
+        labels: dict[str, Any] = {"session": request.session_id}
+        if request.prompt_embeds is not None:
+            return labels
+        if request.lora_request:
+            name = request.lora_request.lora_name
+            self._adapter_ids[name] = request.lora_request.adapter_id
+            labels["lora"] = (name, request.lora_request.lora_path)
+        labels["mm_items"] = [
+            (each.identifier, each.mm_position.offset, each.mm_position.length)
+            for each in request.mm_features
+        ]
+        return labels | {"cache_salt": request.cache_salt}
+
+    def translate(self, event: CacheEvent) -> kv_events.KVCacheEvent:
+        """Translate one event of the device pool."""
+        if isinstance(event, AllBlocksCleared):
+            return kv_events.AllBlocksCleared()
+        if isinstance(event, BlockRemoved):
+            return kv_events.BlockRemoved(
+                block_hashes=_hashes(event), medium=MEDIUM, group_idx=event.group
+            )
+        return self._stored(event)
+
+    def _stored(self, event: BlockStored) -> kv_events.BlockStored:
+        kind, window = self._kinds[event.group]
+        is_first = event.parent_hash in (None, kv_cache_utils.NONE_HASH)
+        return kv_events.BlockStored(
+            block_hashes=_hashes(event),
+            parent_block_hash=None if is_first else _external(event.parent_hash),
+            token_ids=event.token_ids.tolist(),
+            block_size=event.block_size,
+            lora_id=self._adapter_ids[event.lora[0]] if event.lora else None,
+            medium=MEDIUM,
+            lora_name=event.lora[0] if event.lora else None,
+            extra_keys=_extra_keys(event),
+            session_id=event.session,
+            group_idx=event.group,
+            kv_cache_spec_kind=kind,
+            kv_cache_spec_sliding_window=window,
+        )
+
+
+def _extra_keys(event: BlockStored) -> list[tuple[Any, ...] | None] | None:
+    """Return an entry per block, or None if blocks are hashed in parts."""
+    if event.hash_block_size != event.block_size:
+        return None
+    if event.extra_keys is None:
+        return [None] * len(event.block_hashes)
+    return kv_cache_utils.to_event_extra_keys(event.extra_keys)
+
+
+def _hashes(event: BlockStored | BlockRemoved) -> list[ExternalBlockHash]:
+    return [_external(each.tobytes()) for each in event.block_hashes]
+
+
+def _external(block_hash: bytes) -> ExternalBlockHash:
+    return maybe_convert_block_hash(BlockHash(block_hash))

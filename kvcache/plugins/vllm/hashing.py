@@ -1,0 +1,98 @@
+"""vLLM's block hashes, computed natively with identical bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.request import Request
+
+from kvcache.allocator.hashing import encoded_blocks
+from kvcache.native.load import core
+
+# vLLM's name of a hash function -> kvcache's algorithm with identical bytes.
+_ALGORITHMS = {"sha256_cbor": "sha256_cbor", "xxhash_cbor": "xxh3_128_cbor"}
+_HASH_BYTES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 16}
+Hasher = Callable[[Request], Sequence[bytes]]
+
+
+class RequestHashes(core.HashedTokens):
+    """The `block_hashes` of a vLLM request: packed hashes, and the tokens."""
+
+    __slots__ = ("num_hashed",)
+
+    def __init__(self, block_size: int, parent: bytes, algorithm: str) -> None:
+        super().__init__(block_size, parent, algorithm)
+        self.num_hashed = 0
+
+    def extend(self, hashes: Sequence[bytes]) -> None:
+        """Do nothing: the native hasher has already added the hashes that vLLM appends here."""
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == (other if isinstance(other, list) else list(other))
+
+    __hash__ = None
+
+    def __add__(self, other: Sequence[bytes]) -> list[bytes]:
+        return [*self, *other]
+
+    def __reduce__(self) -> tuple:
+        """Pickle and copy as a list, like vLLM's own."""
+        return list, (list(self),)
+
+    def __delitem__(self, blocks: slice) -> None:
+        super().__delitem__(blocks)
+        self.num_hashed = len(self)
+
+
+def hash_bytes_of(name: str) -> int:
+    """Return the digest size of a `prefix_caching_hash_algo`. Raises ValueError if it is unknown."""
+    if name not in _HASH_BYTES:
+        raise ValueError(
+            f"prefix_caching_hash_algo is {name!r}: expected one of {', '.join(_HASH_BYTES)}"
+        )
+    return _HASH_BYTES[name]
+
+
+def get_request_block_hasher(hash_block_size: int, caching_hash_fn: Callable) -> Hasher:
+    """Replace vLLM's function of this name: native for CBOR, vLLM's own for pickled tokens."""
+    algorithm = _ALGORITHMS.get(caching_hash_fn.__name__)
+    if algorithm is None:
+        return kv_cache_utils.get_request_block_hasher(hash_block_size, caching_hash_fn)
+
+    def hash_new_blocks(request: Request) -> tuple[()]:
+        """Hash the full blocks that `request.block_hashes` lacks."""
+        known = request.block_hashes
+        if type(known) is not RequestHashes:
+            parent = kv_cache_utils.NONE_HASH
+            known = request.block_hashes = RequestHashes(hash_block_size, parent, algorithm)
+        stop = len(request._all_token_ids) // hash_block_size
+        if known.num_hashed < stop:
+            known.extend_to(
+                request._all_token_ids,
+                _extra_keys(request, known.num_hashed, stop, hash_block_size),
+            )
+            known.num_hashed = stop
+        return ()
+
+    return hash_new_blocks
+
+
+def _extra_keys(request: Request, start: int, stop: int, size: int) -> list[bytes] | None:
+    """Return the extra keys of blocks `start` to `stop - 1` as CBOR, by vLLM's rules; None if there are
+    none.
+    """
+    if not (
+        request.lora_request
+        or request.mm_features
+        or request.cache_salt
+        or request.prompt_embeds is not None
+    ):
+        return None
+    keys, item = [], 0
+    for first in range(start * size, stop * size, size):
+        own, item = kv_cache_utils.generate_block_hash_extra_keys(
+            request, first, first + size, item
+        )
+        keys.append(own)
+    return encoded_blocks(keys)

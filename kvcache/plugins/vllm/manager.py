@@ -1,0 +1,533 @@
+"""Implements vLLM's KVCacheManager with kvcache's manager.
+
+Calls of requests whose blocks do not change return immediately, which is the common case; see
+`kvcache.plugins.vllm.ahead`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from vllm.distributed.kv_events import KVCacheEvent
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, KVCacheConfig
+from vllm.v1.metrics.stats import PrefixCacheStats
+from vllm.v1.request import Request, RequestStatus
+
+from kvcache import allocator
+from kvcache.allocator import Admit, External, KVCacheManager
+from kvcache.plugins.vllm.ahead import Ahead
+from kvcache.plugins.vllm.blocks import BlockIds, NoBlocks
+from kvcache.plugins.vllm.coordinator import BlockPoolView, Coordinator, KeptBlocks
+from kvcache.plugins.vllm.events import VllmEventTranslator
+from kvcache.plugins.vllm.groups import group_specs
+from kvcache.plugins.vllm.held import HeldRequest
+from kvcache.plugins.vllm.states import StateGroups
+from kvcache.step import Status
+
+_NEW = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+class VllmCacheManager:
+    """The `kv_cache_manager` of vLLM's `Scheduler`.
+
+    The eviction policy decides which blocks of windows and which states remain cached, so only vLLM's
+    default `prefix_cache_retention_interval` is accepted.
+
+    Args:
+        hash_bytes: Size of vLLM's block hashes.
+        options: Fields of `CacheOptions`, for example the eviction policy.
+
+    Raises:
+        ValueError: The model or the configuration is not supported.
+    """
+
+    retained_hit_group_ids: tuple[int, ...] = ()
+    mamba_shared_prefix_checkpoint = False
+
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        max_model_len: int,
+        scheduler_block_size: int,
+        hash_block_size: int,
+        max_in_flight_tokens: int | None = None,
+        enable_caching: bool = True,
+        use_eagle: bool = False,
+        num_prefill_lookahead: int = 0,
+        log_stats: bool = False,
+        enable_kv_cache_events: bool = False,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+        metrics_collector: object | None = None,
+        watermark: float = 0.0,
+        enable_mamba_shared_prefix_checkpoint: bool = False,
+        *,
+        hash_bytes: int = 32,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        interval = kv_cache_config.prefix_cache_retention_interval
+        _refuse(
+            {
+                f"prefix_cache_retention_interval {interval}": bool(interval),
+                "MTP with several modules": num_prefill_lookahead > 1,
+                "metrics of single blocks (kv_cache_metrics)": metrics_collector is not None,
+            }
+        )
+        groups = group_specs(kv_cache_config, use_eagle, dcp_world_size)
+        self._states = StateGroups(kv_cache_config, groups, enable_caching, hash_block_size)
+        self.kv_cache_config = kv_cache_config
+        self.num_kv_cache_groups = len(groups)
+        self.max_model_len = max_model_len
+        self.enable_caching = enable_caching
+        self.use_eagle = use_eagle
+        self.log_stats = log_stats
+        self.enable_kv_cache_events = enable_kv_cache_events
+        self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
+        self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
+        self.empty_kv_cache_blocks = NoBlocks(len(groups))
+        hashes = {}
+        if enable_caching:  # requests arrive with hashes of vLLM's algorithm
+            hashes = {"hash_algorithm": "engine:vllm", "hash_bytes": hash_bytes}
+            hashes["hash_block_size"] = hash_block_size
+        self.native = KVCacheManager.for_groups(
+            groups,
+            kv_cache_config.num_blocks,
+            max_model_len,
+            enable_caching=enable_caching,
+            num_preallocate_tokens=0,
+            enable_events=enable_kv_cache_events,
+            engine_copies_states=self._states.are_copied,
+            **hashes,
+            **(options or {}),
+        )
+        self.block_sizes = [group.block_size for group in groups]
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self.coordinator = Coordinator(self, specs)
+        self.block_pool = BlockPoolView(self)
+        self._hold_tokens = [
+            isinstance(each, AttentionSpec) and not isinstance(each, CrossAttentionSpec)
+            for each in specs
+        ]
+        self._events = VllmEventTranslator(kv_cache_config)
+        self._hash_size = hash_block_size
+        self._held: dict[str, HeldRequest] = {}
+        self._ahead = Ahead(self.native, self._states, self._held, hash_block_size)
+        self._has_waiting = lambda: True
+        self._may_look = True  # whether this step may look up hits
+        self._step_of_lookup = -1
+
+    def held(self, request_id: str) -> HeldRequest | None:
+        """Return the record of a request, or None if it has no blocks."""
+        return self._held.get(request_id)
+
+    @property
+    def copies_states(self) -> bool:
+        """Whether the model has states that workers copy between pages."""
+        return self._states.are_copied
+
+    def ask_who_waits(self, has_waiting: Callable[[], bool]) -> None:
+        """Set the function that reports waiting requests. Without any, a step looks up no hits."""
+        self._has_waiting = has_waiting
+
+    # --- hits ---
+
+    def prefix_cache_lookup_enabled(self, request: Request) -> bool:
+        """Return whether the request takes hits."""
+        return self.enable_caching and not request.skip_reading_prefix_cache
+
+    def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
+        """Return the longest cached prefix: its blocks, its length, and its length without states."""
+        if not self.prefix_cache_lookup_enabled(request):
+            return self.empty_kv_cache_blocks, 0, 0
+        if self._step_of_lookup != self._ahead.step:  # running requests are scheduled first
+            self._step_of_lookup = self._ahead.step
+            self._ahead.publish_filled(self._ahead.step)
+        # A step of this engine copies no blocks, so a hit must not end inside a block.
+        found = self.native.cache.find_prefix(self._native_request(request), whole_blocks=True)
+        ids, num_tokens = found.block_ids, found.num_tokens
+        junction = found.num_shared_tokens if self._states.any else 0
+        if junction <= num_tokens:
+            junction = 0
+        if num_tokens == 0:
+            return self.empty_kv_cache_blocks, 0, junction
+        return BlockIds(ids if self.num_kv_cache_groups > 1 else [ids]), num_tokens, junction
+
+    def get_computed_blocks_for_connector(
+        self, request: Request
+    ) -> tuple[KVCacheBlocks, int, int, bool]:
+        """Return the same, and False: all groups have the same hit."""
+        return *self.get_computed_blocks(request), False
+
+    def truncate_computed_blocks(
+        self, blocks: KVCacheBlocks, num_computed_tokens: int
+    ) -> KVCacheBlocks:
+        """Return the blocks of the first tokens only."""
+        if num_computed_tokens == 0:
+            return self.empty_kv_cache_blocks
+        return BlockIds(
+            [
+                ids[: num_computed_tokens // size]
+                for ids, size in zip(_ids(blocks), self.block_sizes)
+            ]
+        )
+
+    # --- blocks of requests ---
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+        has_scheduled_reqs: bool = True,
+        skip_zeroing_group_ids: tuple[int, ...] = (),
+    ) -> KVCacheBlocks | None:
+        """Allocate slots for a request's next tokens.
+
+        Return the request's new blocks, or None if they do not fit.
+        """
+        request_id = request.request_id
+        if (
+            num_new_tokens == 1
+            and new_computed_blocks is None  # the request is running
+            and not self._may_look
+            and request_id not in self._ahead.busy
+            and num_lookahead_tokens <= self._ahead.num_lookahead
+        ):
+            return self.empty_kv_cache_blocks
+        held = self._held.get(request_id)
+        if held is not None:
+            held.stop = stop = request.num_computed_tokens + num_new_tokens
+            held.step = self._ahead.step
+            if stop + num_lookahead_tokens > held.quiet_until:
+                return self._extend(held, stop, num_lookahead_tokens)
+            if num_new_tokens > 1 or request_id in self._ahead.busy:
+                # The request runs in other steps than expected.
+                self._ahead.wait(held, stop + num_lookahead_tokens)
+            return self._take_ready(held)
+        reserved = reserved_blocks
+        if has_scheduled_reqs and request.status in _NEW:
+            reserved += self.watermark_blocks
+        return self._admit(
+            request,
+            num_new_tokens,
+            num_new_computed_tokens,
+            _ids(new_computed_blocks) if num_new_computed_tokens else None,
+            num_lookahead_tokens,
+            num_external_computed_tokens,
+            delay_cache_blocks,
+            reserved,
+            full_sequence_must_fit,
+            num_encoder_tokens,
+            skip_zeroing_group_ids,
+        )
+
+    def new_step_starts(self) -> None:
+        """Serve the requests that need a block in this step with one native call."""
+        self._may_look = self._has_waiting()
+        self._ahead.begin_step()
+
+    def _extend(
+        self, held: HeldRequest, stop: int, num_lookahead_tokens: int
+    ) -> KVCacheBlocks | None:
+        self._ahead.num_lookahead = num_lookahead_tokens
+        lookahead = max(min(num_lookahead_tokens, self.max_model_len - stop), 0)
+        start = self._ahead.start_of(held.engine_request, held)
+        if start < stop and not self._ahead.advance([held], [start], [stop], lookahead):
+            return None
+        return self._take_ready(held)
+
+    def _take_ready(self, held: HeldRequest) -> KVCacheBlocks:
+        """Return new blocks not yet returned to the scheduler."""
+        self._ahead.busy.pop(held.request.request_id, None)
+        ready, held.ready = held.ready, None
+        return self.empty_kv_cache_blocks if ready is None else ready
+
+    def _admit(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_hit_tokens: int,
+        hits: Sequence[np.ndarray] | None,
+        num_lookahead_tokens: int,
+        num_external: int,
+        is_delayed: bool,
+        num_reserved: int,
+        must_fit: bool,
+        num_encoder_tokens: int,
+        skip_zeroing: tuple[int, ...],
+    ) -> KVCacheBlocks | None:
+        if hits and self._states.are_fresh(hits):
+            return None  # this step computes the states; the next step can hit them
+        native, ours = self.native, self._native_request(request, num_encoder_tokens)
+        start = num_hit_tokens + num_external
+        lookahead = max(min(num_lookahead_tokens, self.max_model_len - start - num_new_tokens), 0)
+        ask = Admit(
+            ours,
+            num_new_tokens,
+            External(num_external, is_delayed) if num_external or is_delayed else None,
+            lookahead,
+            num_reserved,
+            read_cache=bool(hits) if self.enable_caching else None,
+        )
+        if must_fit and not is_delayed:
+            fits = native.would_fit(ask._replace(num_lookahead_tokens=0), whole=True)
+            if fits is not Status.SERVED and start + num_new_tokens < request.num_tokens:
+                return None
+        if self.num_kv_cache_groups == 1:
+            computed = hits[0] if hits else ()
+        else:
+            computed = hits or ()
+        ids = native.admit(ask, computed)
+        if ids is None:
+            return None
+        held = self._held[request.request_id] = HeldRequest(request, ours)
+        held.row = native.row(ours)
+        held.start, held.num_computed = start, start + num_new_tokens
+        held.stop, held.num_known = held.num_computed, ours.num_tokens
+        held.num_external, held.is_receiving = num_external, is_delayed
+        new_ids = [ids] if self.num_kv_cache_groups == 1 else ids
+        if self._states.any:
+            self._states.note_new([each.tolist() for each in new_ids], skip_zeroing)
+            self._states.note_filled(native, ours, start, held.num_computed)
+            held.copied_states, held.step = self._states.last_of(hits), self._ahead.step
+        if not is_delayed:
+            (held.quiet_until,) = self._ahead.quiet_until([held.row])
+            self._ahead.wait(held, held.num_computed + lookahead)
+        return BlockIds(new_ids)
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Finish loading a request's external tokens; `num_computed_tokens` includes them.
+
+        Blocks whose tokens are known become hits at the next call that allocates slots.
+        """
+        held = self._held.get(request.request_id)
+        if held is None or not held.is_receiving:
+            return
+        held.is_receiving = False
+        self._append_known(request, held.request)
+        num_missing = held.num_computed - num_computed_tokens
+        num_arrived = None if num_missing <= 0 else max(held.num_external - num_missing, 0)
+        held.num_computed = self.native.finish_receiving(held.request, num_arrived)
+        held.start = held.stop = held.num_computed
+        held.num_known = held.request.num_tokens
+        self._ahead.busy[request.request_id] = held
+
+    def free(self, request: Request) -> None:
+        """Release the request's blocks, if any."""
+        held = self._taken(request)
+        if held is not None:
+            self.native.free(held.request)
+
+    def pop_blocks_for_free(self, request: Request) -> list[KeptBlocks]:
+        """Detach the request's blocks; `block_pool.free_blocks` releases the returned blocks."""
+        held = self._taken(request)
+        if held is None:
+            return []
+        self.native.free(held.request, keep_blocks=True)
+        return [KeptBlocks(held.request)]
+
+    def _taken(self, request: Request) -> HeldRequest | None:
+        """Remove and return the record of a finished request, with its tokens updated."""
+        self._ahead.busy.pop(request.request_id, None)
+        held = self._held.pop(request.request_id, None)
+        if not self._held:  # no request is being computed
+            self._states.release_left(self.native)
+        if held is None:
+            return None
+        if held.is_receiving:  # its load failed or was aborted: its blocks are no longer written
+            self.native.finish_receiving(held.request, 0)
+            return held
+        held.due = -1
+        # Drafts and tokens of steps in flight are not hits yet, unless they were published before.
+        num_computed = min(
+            request.num_computed_tokens - request.num_output_placeholders, request.num_tokens
+        )
+        num_cached = held.num_published(self._hash_size) * self._hash_size
+        num_computed = max(num_computed, num_cached, held.start)
+        self._append_known(request, held.request)
+        # A state cannot be rolled back: its last step counts as computed.
+        if held.num_computed > num_computed and not self._states.are_copied:
+            self.native.reject_tokens(held.request, held.num_computed - num_computed)
+        elif held.num_computed < num_computed:
+            self.native.extend(held.request, num_computed - held.num_computed)
+        return held
+
+    # --- state and statistics ---
+
+    @property
+    def usage(self) -> float:
+        """The fraction of held blocks."""
+        pool = self.native.pool
+        return 1.0 - pool.num_free / pool.num_total
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """Return the blocks of a request in all groups."""
+        held = self._held.get(request_id)
+        if held is None:
+            return self.empty_kv_cache_blocks
+        groups = range(self.num_kv_cache_groups)
+        ids = [self.native.block_ids(held.request, group).tolist() for group in groups]
+        if held.copied_states and held.step == self._ahead.step:
+            for group, column, block_id in held.copied_states:  # the worker copies from them
+                ids[group][column] = block_id
+        num_cached = held.num_published(self._hash_size) * self._hash_size
+        if held.is_receiving:
+            num_cached = held.start - held.num_external
+        return BlockIds(ids, [num_cached // size for size in self.block_sizes])
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Return the block ids of a request in all groups."""
+        return self.get_blocks(request_id).get_block_ids()
+
+    def get_block_ids_for_computed_tokens(
+        self, request_id: str, num_computed_tokens: int
+    ) -> tuple[list[int], ...]:
+        """Return the block ids of the first tokens. For states and encoders, return all ids."""
+        ids = self.get_block_ids(request_id)
+        return tuple(
+            own[: -(-num_computed_tokens // size)] if holds_tokens else own
+            for own, size, holds_tokens in zip(ids, self.block_sizes, self._hold_tokens)
+        )
+
+    def estimate_cached_tokens(self, request: Request) -> int:
+        """Return how many of the request's tokens are hits for other requests."""
+        if not self.enable_caching or request.request_id not in self._held:
+            return 0
+        num_tokens = min(request.num_computed_tokens, request.num_tokens)
+        return num_tokens // self._hash_size * self._hash_size
+
+    def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
+        """Count one lookup."""
+        if self.log_stats and self.prefix_cache_lookup_enabled(request):
+            self.prefix_cache_stats.record(
+                num_tokens=request.num_tokens,
+                num_hits=num_hits,
+                preempted=request.num_preemptions > 0,
+            )
+
+    def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """Return the counts since the last call."""
+        stats = self.prefix_cache_stats
+        if stats is not None:
+            self.prefix_cache_stats = PrefixCacheStats()
+        return stats
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Return the events since the last call, as vLLM's classes."""
+        if not self.enable_kv_cache_events:
+            return []
+        self._ahead.publish_filled(None)
+        return [self._events.translate(event) for event in self.native.cache.drain_events()]
+
+    # --- the whole cache ---
+
+    def reset_prefix_cache(self) -> bool:
+        """Clear the cache. Return False if a request holds blocks."""
+        if not self.native.cache.reset():
+            return False
+        if self.log_stats:
+            self.prefix_cache_stats.reset = True
+        return True
+
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Remove these blocks from the cache."""
+        self.native.cache.evict(sorted(block_ids))
+
+    # --- used by other kinds of groups and their connectors ---
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Do nothing: blocks leave their windows in calls that allocate slots."""
+
+    def take_new_block_ids(self) -> list[int]:
+        """Return the attention blocks allocated since the last call, if they must be cleared."""
+        return self._states.take_new()
+
+    def record_blocks_for_zeroing(self, request_id: str, start_token: int) -> None:
+        """Record the request's blocks from this token on as new, to be cleared."""
+        self._states.note_new(self._blocks_of_tokens(request_id, start_token))
+
+    def take_kv_cache_block_copies(self) -> tuple[list, list]:
+        """Return nothing: hits end at block boundaries."""
+        return [], []
+
+    def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
+        """Return nothing: boundary states are not offloaded."""
+        return {}
+
+    def finalize_partial_tail_offloads(self, request: Request) -> list[tuple[int, int, int]]:
+        """Return nothing: boundary states are not offloaded."""
+        return []
+
+    def get_zeroing_block_ids_in_range(
+        self, request_id: str, start_token: int, end_token: int
+    ) -> list[int]:
+        """Return the request's blocks of these tokens, in the groups whose new blocks are cleared."""
+        return self._states.zeroed_of(self._blocks_of_tokens(request_id, start_token, end_token))
+
+    def _blocks_of_tokens(
+        self, request_id: str, first: int, end: int | None = None
+    ) -> list[list[int]]:
+        """Return per group the request's blocks of tokens `first` to `end - 1` (None: to the last)."""
+        request = self._held[request_id].request
+        found = []
+        for group, size in enumerate(self.block_sizes):
+            last = None if end is None else -(-end // size)
+            found.append(self.native.block_ids(request, group)[first // size : last].tolist())
+        return found
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
+        """Return 0 for each group, like vLLM's own: 0.32 has no cascade attention."""
+        return [0] * self.num_kv_cache_groups
+
+    # --- requests ---
+
+    def _native_request(self, request: Request, num_encoder_tokens: int = 0) -> allocator.Request:
+        """Return kvcache's request for a vLLM request, with its tokens updated."""
+        ours = request.__dict__.get("_kvcache_request")
+        if request.streaming_queue is not None and request.request_id not in self._held:
+            ours = None  # a preempted session whose tokens have changed
+        if ours is None:
+            ours = request._kvcache_request = allocator.Request(
+                request.request_id,
+                request._all_token_ids,
+                block_hashes=request.block_hashes if self.enable_caching else None,
+                read_cache=not request.skip_reading_prefix_cache,
+                num_encoder_tokens=num_encoder_tokens,
+                **(self._events.labels_of(request) if self.enable_kv_cache_events else {}),
+            )
+        else:
+            self._append_known(request, ours)
+        return ours
+
+    @staticmethod
+    def _append_known(request: Request, ours: allocator.Request) -> None:
+        num_known = ours.num_tokens
+        if num_known < request.num_tokens:
+            ours.append_tokens(request._all_token_ids[num_known:])
+
+
+def _ids(blocks: KVCacheBlocks) -> Sequence[np.ndarray]:
+    if isinstance(blocks, BlockIds):
+        return blocks.ids
+    return [np.array(ids, np.int32) for ids in blocks.get_block_ids()]
+
+
+def _refuse(unsupported: dict[str, bool]) -> None:
+    found = [name for name, is_there in unsupported.items() if is_there]
+    if found:
+        raise ValueError(
+            f"{', '.join(found)}: kvcache's scheduler for vLLM does not support this; leave it out, or "
+            "serve with vLLM's own scheduler"
+        )

@@ -1,0 +1,22 @@
+"""kvcache's host tier for vLLM's offloading:
+
+vllm serve MODEL --kv-transfer-config '{
+    "kv_connector": "OffloadingConnector",
+    "kv_connector_module_path": "kvcache.plugins.vllm.offloading",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 1073741824, "eviction": "lru"}}'
+"""
+
+from kvcache.plugins.vllm.offloading.connector import OffloadingConnector
+from kvcache.plugins.vllm.offloading.host_manager import HostManager
+from kvcache.plugins.vllm.offloading.host_worker import HostWorker
+from kvcache.plugins.vllm.offloading.options import HostTierOptions
+from kvcache.plugins.vllm.offloading.spec import KVCacheOffloadingSpec
+
+__all__ = [
+    "HostManager",
+    "HostTierOptions",
+    "HostWorker",
+    "KVCacheOffloadingSpec",
+    "OffloadingConnector",
+]

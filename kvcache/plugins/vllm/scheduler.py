@@ -1,0 +1,90 @@
+"""vLLM's schedulers with kvcache's manager."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core.sched import async_scheduler
+from vllm.v1.core.sched import scheduler as vllm_scheduler
+from vllm.v1.engine import core as engine_core
+
+from kvcache.plugins.vllm.hashing import get_request_block_hasher, hash_bytes_of
+from kvcache.plugins.vllm.manager import VllmCacheManager
+
+_OPTIONS = ("eviction", "eviction_options")
+
+
+def _each(connector: Any) -> list[Any]:
+    """Return a connector, or the parts of a MultiConnector."""
+    if connector is None:
+        return []
+    inner = getattr(connector, "_connectors", None)
+    return [connector] if inner is None else [each for one in inner for each in _each(one)]
+
+
+def _asked_of_vllms_pool(connector: Any) -> str:
+    """Return which internals of vLLM the connector reads outside the manager's interface; "" for none."""
+    base = KVConnectorBase_V1
+    for name in ("bind_gpu_block_pool", "bind_kv_cache_manager"):
+        own = getattr(type(connector), name, None)
+        if own is not getattr(base, name, None):
+            return f"reads vLLM's own block pool ({name})"
+    if getattr(connector, "_bounding_group_ids", ()):
+        return "looks up groups that it does not load, in vLLM's own coordinator"
+    return ""
+
+
+class _WithManager:
+    """Replace the manager: vLLM's scheduler creates it by a name in its module."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **options: Any) -> None:
+        # The engine looks up the hasher later.
+        engine_core.get_request_block_hasher = get_request_block_hasher
+        own = (vllm_config.additional_config or {}).get("kvcache", {})
+        if not isinstance(own, dict):
+            raise ValueError(
+                f"additional_config has {own!r} for kvcache: expected options, as "
+                '{"kvcache": {"eviction": "learned"}}'
+            )
+        for name in own:
+            if name not in _OPTIONS:
+                raise ValueError(
+                    f"additional_config has the option {name!r} for kvcache: expected "
+                    f"{' or '.join(_OPTIONS)}; vLLM decides the others"
+                )
+        theirs = vllm_scheduler.KVCacheManager
+        vllm_scheduler.KVCacheManager = functools.partial(
+            VllmCacheManager,
+            hash_bytes=hash_bytes_of(vllm_config.cache_config.prefix_caching_hash_algo),
+            options=own,
+        )
+        try:
+            super().__init__(vllm_config, *args, **options)
+        finally:
+            vllm_scheduler.KVCacheManager = theirs
+        # Prefill chunks end where a state is kept. States that the worker keeps inside a chunk go
+        # to the null block.
+        self.mamba_has_prefill_checkpoint_blocks = False
+        if self.connector is not None and self.kv_cache_manager.copies_states:
+            raise ValueError(
+                "kv_transfer_config is given, and the model keeps states that are copied "
+                "(mamba_cache_mode 'align'): kvcache's scheduler for vLLM supports one of them; leave "
+                "out the connector, or serve with vLLM's own scheduler"
+            )
+        for connector in _each(self.connector):
+            if what := _asked_of_vllms_pool(connector):
+                raise ValueError(
+                    f"kv_connector is {type(connector).__name__}, which {what}: kvcache's scheduler for "
+                    "vLLM has none; choose another connector, or serve with vLLM's own scheduler"
+                )
+        self.kv_cache_manager.ask_who_waits(lambda: bool(self.waiting))
+
+
+class VllmScheduler(_WithManager, vllm_scheduler.Scheduler):
+    """vLLM's scheduler with kvcache's manager."""
+
+
+class VllmAsyncScheduler(_WithManager, async_scheduler.AsyncScheduler):
+    """vLLM's scheduler for asynchronous scheduling, with kvcache's manager."""

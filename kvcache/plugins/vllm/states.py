@@ -1,0 +1,105 @@
+"""Bookkeeping for recurrent states (Mamba) in vLLM, in addition to their blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+
+from kvcache import allocator
+from kvcache.allocator import KVCacheManager
+from kvcache.kinds import kind_class
+from kvcache.specs import GroupSpec
+from kvcache.step import StepReport
+
+
+class StateGroups:
+    """The groups of states of a model, and their part in a step.
+
+    The worker copies a state at the start of a step and writes it at the end. A state written in a step
+    is therefore a hit only for the next step, and the source page of a copy is reused only then. Models
+    with states also need new attention blocks cleared.
+    """
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        groups: Sequence[GroupSpec],
+        enable_caching: bool,
+        hash_block_size: int,
+    ) -> None:
+        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+        are_states = [isinstance(spec, MambaSpec) for spec in specs]
+        self.any = any(are_states) or config.needs_kv_cache_zeroing
+        # Groups whose states the worker copies between pages.
+        self._copied = [
+            g for g, group in enumerate(groups) if not kind_class(group.kind).pages.has_slots
+        ]
+        self.are_copied = bool(self._copied)
+        self._cached = [g for g, is_state in enumerate(are_states) if is_state and enable_caching]
+        self._sizes = [group.block_size for group in groups]
+        self._zeroed = [
+            g
+            for g, is_state in enumerate(are_states)
+            if config.needs_kv_cache_zeroing and not is_state
+        ]
+        self._filled: set[int] = set()  # blocks with states that the current step computes
+        self._new: list[int] = []
+        self._step_id: int | None = None
+        finer = [self._sizes[g] for g in self._copied if self._sizes[g] != hash_block_size]
+        if finer and enable_caching:
+            raise ValueError(
+                f"blocks are hashed by {hash_block_size} tokens, and states kept every {finer[0]}: "
+                "kvcache's scheduler for vLLM keeps no states inside of blocks; use "
+                f"--prefix-match-unit {finer[0]}, or serve with vLLM's own scheduler"
+            )
+
+    def begin_step(self, native: KVCacheManager) -> None:
+        """Start a step: the previous one has been sent to the workers."""
+        self._filled.clear()
+        self.release_left(native)
+
+    def release_left(self, native: KVCacheManager) -> None:
+        """Release the pages that states have left so far. Pages that they leave later must wait."""
+        if not self._copied:
+            return
+        plan = native.step()
+        if self._step_id is not None:
+            native.report(StepReport(self._step_id, completed=True))
+        self._step_id = plan.step_id
+
+    def note_filled(
+        self, native: KVCacheManager, request: allocator.Request, start: int, stop: int
+    ) -> None:
+        """Record that the current step computes the tokens [`start`, `stop`) of the request."""
+        for group in self._cached:
+            first, last = start // self._sizes[group], stop // self._sizes[group]
+            if last > first:
+                self._filled.update(native.block_ids(request, group)[first:last].tolist())
+
+    def are_fresh(self, hits: Sequence[np.ndarray]) -> bool:
+        """Return whether the current step computes a state at the end of these hits."""
+        return any(len(hits[g]) and int(hits[g][-1]) in self._filled for g in self._cached)
+
+    def last_of(self, hits: Sequence[np.ndarray] | None) -> list[tuple[int, int, int]]:
+        """Return (group, column, block) of the states copied from a hit."""
+        if not hits:
+            return []
+        return [(g, len(hits[g]) - 1, int(hits[g][-1])) for g in self._copied if len(hits[g])]
+
+    def note_new(self, ids: Sequence[list[int]], skipped: Sequence[int] = ()) -> None:
+        """Record newly allocated blocks by group. `skipped` groups need no clearing."""
+        if ids:
+            self._new += self.zeroed_of(ids, skipped)
+
+    def zeroed_of(self, ids: Sequence[list[int]], skipped: Sequence[int] = ()) -> list[int]:
+        """Return the blocks in the groups whose new blocks are cleared."""
+        return [
+            each for group in self._zeroed if group not in skipped for each in ids[group] if each
+        ]
+
+    def take_new(self) -> list[int]:
+        """Return the blocks to clear, each once."""
+        new, self._new = self._new, []
+        return new

@@ -1,0 +1,13 @@
+"""OpenAI-compatible completion endpoints for the engine, and a page that visualizes the cache.
+
+A reference implementation, not a production server: one process, one model, no authentication.
+Requires the packages of the extra `serve`.
+"""
+
+from kvcache.server.app import make_app
+from kvcache.server.engine_loop import EngineLoop
+from kvcache.server.limits import Limits
+from kvcache.server.server import Server
+from kvcache.server.texts import ByteTexts, Texts, TokenizerTexts
+
+__all__ = ["ByteTexts", "EngineLoop", "Limits", "Server", "Texts", "TokenizerTexts", "make_app"]

@@ -1,0 +1,101 @@
+"""Fair assignment of the engine's rows to requests, so that large requests do not starve others."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+class Busy(Exception):
+    """Too many requests are already waiting."""
+
+
+class Admission:
+    """Assigns rows of an engine to the prompts of requests. Use from one event loop only.
+
+    The first prompt of each request takes any free row, by priority and then in order of arrival. Further
+    prompts of the same request take rows only while less than half of the rows are assigned, or less than
+    an eighth if other requests have rows. This way a new request finds free rows, and steps stay short,
+    however many prompts another request has.
+    """
+
+    def __init__(self, num_rows: int, max_waiting: int) -> None:
+        self._num_rows, self._max_waiting = num_rows, max_waiting
+        self._num_given = 0
+        self._num_requests = 0  # requests whose first prompts have rows
+        self._order = itertools.count()
+        self._first: list[tuple[int, int, int, asyncio.Future[None]]] = []  # a heap
+        self._further: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._error: Exception | None = None  # raised for new requests
+        self._ended: Exception | None = None  # set once nothing waits any more
+
+    def check(self) -> None:
+        """Raise the error for a request that arrives now: `Busy`, or the error of `refuse` or `close`."""
+        if self._error is not None:
+            raise self._error
+        if len(self._first) >= self._max_waiting:
+            raise Busy(
+                f"{len(self._first)} requests wait already: expected fewer than {self._max_waiting}, "
+                "try later"
+            )
+
+    def refuse(self, error: Exception) -> None:
+        """Make `check` reject new requests with this error. Waiting requests continue."""
+        self._error = error
+
+    def close(self, error: Exception) -> None:
+        """End all waiting requests and reject new ones with this error."""
+        self._error = self._ended = error
+        for *_, turn in (*self._first, *self._further):
+            if not turn.done():
+                turn.set_exception(error)
+        self._first.clear()
+        self._further.clear()
+
+    @asynccontextmanager
+    async def rows(self, count: int, *, is_first: bool, priority: int) -> AsyncIterator[None]:
+        """Wait for this many rows, and return them at the end of the block."""
+        if self._ended is not None:
+            raise self._ended
+        count = min(count, self._num_rows)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if is_first:
+            heapq.heappush(self._first, (priority, next(self._order), count, turn))
+        else:
+            self._further.append((count, turn))
+        self._give()
+        try:
+            await turn
+            yield
+        finally:
+            # Cancelled while waiting: `_give` skips it.
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self._num_given -= count
+                self._num_requests -= is_first
+            turn.cancel()
+            self._give()
+
+    def _give(self) -> None:
+        while self._first:
+            *_, count, turn = self._first[0]
+            if not turn.done() and self._num_given + count > self._num_rows:
+                break
+            heapq.heappop(self._first)
+            self._give_to(count, turn, is_first=True)
+        most = self._num_rows // (2 if self._num_requests < 2 else 8)
+        while self._further:
+            count, turn = self._further[0]
+            if not turn.done() and self._num_given + count > max(most, count):
+                return
+            self._further.popleft()
+            self._give_to(count, turn, is_first=False)
+
+    def _give_to(self, count: int, turn: asyncio.Future[None], is_first: bool) -> None:
+        if not turn.done():  # not cancelled
+            self._num_given += count
+            self._num_requests += is_first
+            turn.set_result(None)

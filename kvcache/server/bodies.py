@@ -1,0 +1,152 @@
+"""Request bodies: limited, parsed and validated. Errors name the invalid field."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+
+from kvcache.checks import shown
+
+T = TypeVar("T")
+Asked = TypeVar("Asked", bound=BaseModel)
+_MOST_NESTED = 8  # levels of lists and objects; valid bodies have at most four
+_MOST_DROPPED = 2**22  # bytes
+_MOST_AT_ONCE = 2**16  # bytes or characters that take about a millisecond in the event loop
+
+
+class AskError(Exception):
+    """A request that cannot be served. `headers` are headers of the response."""
+
+    def __init__(
+        self, message: str, status: int = 400, headers: dict[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.headers = status, headers
+
+
+def refuse_untrusted(asked: BaseModel, names: tuple[str, ...]) -> None:
+    """Raise AskError for fields that affect other clients, on servers that do not trust clients."""
+    for name in names:
+        if getattr(asked, name):
+            raise AskError(
+                f"{name} is given: expected none, as this server does not trust its clients "
+                "(`kvcache serve --trust-clients`)"
+            )
+
+
+async def apart(size: int, call: Callable[..., T], *args: object) -> T:
+    """Return `call(*args)`, evaluated in a thread if `size` is large."""
+    return await asyncio.to_thread(call, *args) if size > _MOST_AT_ONCE else call(*args)
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """Read the body.
+
+    Part of an excessive body is read and dropped, because most clients read the response only after
+    sending the whole body.
+
+    Raises:
+        AskError: With status 413 for more than `most` bytes, and 415 for a compressed body.
+    """
+    pieces, size = [], 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size <= most:
+            pieces.append(piece)
+        elif size > most + _MOST_DROPPED:
+            break
+    if size > most:
+        raise AskError(f"the body has more than {most} bytes: expected at most {most}", 413)
+    for coding in ",".join(request.headers.getlist("content-encoding")).split(","):
+        if coding.strip().lower() not in ("", "identity"):
+            raise AskError(
+                f"content-encoding is {shown(coding.strip())}: expected identity",
+                415,
+                {"accept-encoding": "identity"},
+            )
+    return b"".join(pieces)
+
+
+def parsed(body: bytes, kind: type[Asked]) -> Asked:
+    """Parse and validate a body. Raises AskError, which names the invalid field."""
+    value = _json_of(body)
+    if not isinstance(value, dict):
+        raise AskError(f"the body is {shown(value)}: expected a JSON object")
+    for path, text in _texts_of(value):
+        if not _is_utf8(text):
+            raise AskError(f"{path} is {shown(text)!a}: expected text that UTF-8 can hold")
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise AskError(_message_of(error)) from None
+
+
+def _message_of(error: ValidationError) -> str:
+    """Return the first invalid field and the expected value, without the input, which may be large."""
+    first = error.errors(include_url=False)[0]
+    path = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in first["loc"])
+    path = shown(path.removeprefix("."))[1:-1]
+    if first["type"] == "extra_forbidden":
+        given = shown(first["input"])
+        return f"{path} is {given}: expected none, as this server does not support the field"
+    if first["type"] == "model_type":
+        return f"{path} is {shown(first['input'])}: expected an object"
+    return f"{path}: {first['msg']}" if path else first["msg"]
+
+
+def _json_of(body: bytes) -> object:
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        raise AskError(f"the body is not UTF-8: {error}") from None
+    try:
+        return json.loads(text, object_pairs_hook=_object_of)
+    except json.JSONDecodeError as error:
+        raise AskError(f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise AskError(f"the body nests too deeply: expected {_MOST_NESTED} levels") from None
+    except ValueError:  # an integer of more than 4,300 digits, which field validation rejects
+        return json.loads(
+            text, object_pairs_hook=_object_of, parse_int=lambda digits: int(digits[:400])
+        )
+
+
+def _object_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name in counts if counts[name] > 1)
+        raise AskError(f"the body has {shown(twice)} twice in one object: expected each name once")
+    return found
+
+
+def _texts_of(value: object, path: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield every string of a JSON value with the names of its enclosing fields."""
+    if depth > _MOST_NESTED:
+        raise AskError(
+            f"{shown(path)[1:-1]} nests too deeply: expected at most {_MOST_NESTED} levels"
+        )
+    if isinstance(value, str):
+        yield path or "the body", value
+    elif isinstance(value, dict):
+        for name, entry in value.items():
+            yield f"a name in {path or 'the body'}", name
+            yield from _texts_of(entry, f"{path}.{name}" if path else name, depth + 1)
+    elif isinstance(value, list):
+        for i, entry in enumerate(value):
+            if not isinstance(entry, int):
+                yield from _texts_of(entry, f"{path}[{i}]", depth + 1)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

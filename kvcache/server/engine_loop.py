@@ -1,0 +1,304 @@
+"""Runs an engine in its own thread for callers in an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from kvcache.checks import instance
+from kvcache.engine import Delta, Engine, Generation, SamplingParams
+from kvcache.metrics import CacheMetrics
+from kvcache.server.snapshot import snapshot
+
+if TYPE_CHECKING:
+    from kvcache.router_events import EventPublisher
+
+_log = logging.getLogger(__name__)
+_MAX_FAILURES = 3  # consecutive failed steps after which all requests are ended
+_SNAPSHOT_SECONDS = 0.2
+_SOURCES_SECONDS = 0.005  # pause between steps in which only sources have work
+
+
+class EngineError(Exception):
+    """A request ended because the model failed or the server is stopping. `status`: the HTTP status."""
+
+    def __init__(self, message: str, status: int = 500) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Answer:
+    """One request: an async iterator over its `Delta`s, which ends when all samples have ended."""
+
+    def __init__(self, loop: EngineLoop, num_samples: int) -> None:
+        self.generation: Generation | None = None  # None until the engine has added it
+        self._loop = loop
+        self._events = asyncio.get_running_loop()
+        self._deltas: asyncio.Queue[Delta | Exception] = asyncio.Queue()
+        self._num_running = num_samples
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        while self._num_running:
+            delta = await self._deltas.get()
+            if isinstance(delta, Exception):
+                raise delta
+            self._num_running -= delta.finish_reason is not None
+            yield delta
+
+    def stop(self, index: int) -> None:
+        """End one sample, for example at a stop text. A last `Delta` follows."""
+        with suppress(EngineError):  # the thread has stopped and ended all samples
+            self._loop.call(lambda engine: self._loop.stop_sample(self, index))
+
+    def close(self) -> None:
+        """End the request unless it has ended. Must always be called."""
+        with suppress(EngineError):  # the thread has stopped and ended all requests
+            self._loop.call(lambda engine: self._loop.drop(self))
+
+    @staticmethod
+    def put_all(deltas: list[tuple[Answer, Delta | Exception]]) -> None:
+        """Pass each delta to its answer; called from the engine's thread.
+
+        Each event loop is woken once, not once per delta, as a wake-up is a system call.
+        """
+        by_events: dict[asyncio.AbstractEventLoop, list[tuple[Answer, Delta | Exception]]] = {}
+        for answer, delta in deltas:
+            by_events.setdefault(answer._events, []).append((answer, delta))
+        for events, own in by_events.items():
+            events.call_soon_threadsafe(_put, own)
+
+
+class EngineLoop:
+    """Runs an engine in its own thread, which makes all calls to the engine.
+
+    Call `start` once, and `stop` at the end. `state` is a recent snapshot of the cache's contents, and
+    `cache_metrics` holds its counters.
+
+    Args:
+        engine: An engine that has not been used by any thread.
+        publisher: Receives the cache events. `stop` closes it.
+
+    Raises:
+        ValueError: `publisher` is given, and the engine's manager has no `enable_events`.
+    """
+
+    def __init__(self, engine: Engine, publisher: EventPublisher | None = None) -> None:
+        instance(engine, Engine, "engine")
+        if publisher is not None and not engine.cache.manager.options.enable_events:
+            raise ValueError("publisher is given: expected a manager with enable_events")
+        self.engine = engine
+        self._publisher = publisher
+        self.cache_metrics = CacheMetrics()
+        self._look()
+        self._inbox: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
+        self._answers: dict[str, Answer] = {}  # of requests being served
+        self._thread = threading.Thread(target=self._run, name="kvcache engine", daemon=True)
+        # Held so that nothing enters the inbox after the None that stops the thread.
+        self._lock = threading.Lock()
+        self._is_started = self._is_stopped = False  # `start`, `stop` was called
+        self._is_stopping = False  # the thread has received the None
+        self._refusal: EngineError | None = None  # raised for new requests after `end_all`
+        self._last_snapshot = 0.0
+        self._num_failures = 0
+
+    def start(self) -> None:
+        """Start the thread. A second call raises RuntimeError, as a loop runs once."""
+        with self._lock:
+            if self._is_started:
+                raise RuntimeError("the engine loop was started before: expected one call of start")
+            self._thread.start()
+            self._is_started = True
+
+    def stop(self) -> None:
+        """End all requests and the thread. A second call does nothing.
+
+        Raises:
+            RuntimeError: `start` was not called before.
+        """
+        with self._lock:
+            if not self._is_started:
+                raise RuntimeError(
+                    "the engine loop has not been started: expected start before stop"
+                )
+            if not self._is_stopped:
+                self._is_stopped = True
+                self._inbox.put(None)
+        self._thread.join()
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def end_all(self, error: EngineError) -> None:
+        """End all requests with this error, and reject new ones. The thread continues."""
+
+        def end(engine: Engine) -> None:
+            self._refusal = error
+            self._give_up(error)
+
+        with suppress(EngineError):  # no request exists, and new ones are already rejected
+            self.call(end)
+
+    def call(self, work: Callable[[Engine], object]) -> None:
+        """Run `work` in the engine's thread later.
+
+        Raises:
+            EngineError: With status 503 before `start` and after `stop`, because no thread would run
+                `work`.
+        """
+        with self._lock:
+            if not self._is_started:
+                raise EngineError("the engine loop has not been started", 503)
+            if self._is_stopped:
+                raise EngineError("the server is stopping", 503)
+            self._inbox.put(work)
+
+    @asynccontextmanager
+    async def serving(
+        self, prompt: list[int], params: SamplingParams, **options: Any
+    ) -> AsyncIterator[Answer]:
+        """Serve a request within an `async with` block.
+
+        Raises the errors of `Engine.add`, and EngineError before `start` and after `stop`.
+        """
+        answer = Answer(self, params.beam_width if params.beam_width > 1 else params.n)
+        try:
+            await self._add(answer, prompt, params, options)
+            yield answer
+        finally:
+            answer.close()
+
+    async def _add(
+        self, answer: Answer, prompt: list[int], params: SamplingParams, options: dict[str, Any]
+    ) -> None:
+        events = asyncio.get_running_loop()
+        added: asyncio.Future[None] = events.create_future()
+
+        def add(engine: Engine) -> None:
+            error = self._refusal
+            try:
+                if error is not None:
+                    raise error
+                answer.generation = engine.add(prompt, params, **options)
+                self._answers[answer.generation.request_id] = answer
+            except Exception as raised:
+                error = raised
+            events.call_soon_threadsafe(_resolve, added, error)
+
+        self.call(add)
+        await added
+
+    def drop(self, answer: Answer) -> None:
+        """End a request that is no longer read; called in the engine's thread."""
+        instance(answer, Answer, "answer")
+        generation = answer.generation
+        if generation is not None and self._answers.pop(generation.request_id, None):
+            self.engine.abort(generation.request_id)  # does nothing if it has ended
+
+    def stop_sample(self, answer: Answer, index: int) -> None:
+        """End one sample of a request; called in the engine's thread."""
+        instance(answer, Answer, "answer")
+        request_id = answer.generation.request_id
+        if self.engine.stop(request_id, index):
+            self._tell([Delta(request_id, index, [], "stop")])
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+            self._give_up(EngineError("the server is stopping", 503))
+            self.engine.close()
+            self._look()
+        except Exception as error:
+            _log.exception("the engine's thread failed")
+            self._refusal = EngineError(f"{type(error).__name__}: {error}")
+            Answer.put_all([(answer, self._refusal) for answer in self._answers.values()])
+            while not self._is_stopping:
+                self._hear(wait_s=None)
+
+    def _serve(self) -> None:
+        while not self._is_stopping:
+            if self.engine.num_unfinished:
+                self._hear(wait_s=0.0)
+            else:
+                self._hear(wait_s=_SOURCES_SECONDS if self.engine.is_busy else None)
+            if self.engine.is_busy:
+                self._step()
+                self._publish()
+            now = time.monotonic()
+            if now - self._last_snapshot >= _SNAPSHOT_SECONDS or not self.engine.is_busy:
+                self._last_snapshot = now
+                self._look()
+
+    def _look(self) -> None:
+        self.state: dict[str, Any] = snapshot(self.engine)
+        self.cache_metrics.observe(self.engine.cache.manager)
+
+    def _hear(self, wait_s: float | None) -> None:
+        """Run the work that callers have submitted; wait up to `wait_s` for it, forever if None."""
+        while not self._is_stopping:
+            try:
+                work = self._inbox.get(wait_s != 0, wait_s)
+            except queue.Empty:
+                return
+            wait_s = 0.0
+            if work is None:
+                self._is_stopping = True
+                return
+            try:
+                work(self.engine)
+            except Exception:
+                _log.exception("a call of the engine failed")
+
+    def _step(self) -> None:
+        try:
+            deltas = self.engine.step()
+        except Exception as error:
+            # The step was undone: the next step computes it again.
+            self._num_failures += 1
+            _log.exception("step failed")
+            if self._num_failures == _MAX_FAILURES:
+                self._num_failures = 0
+                self._give_up(EngineError(f"{type(error).__name__}: {error}"))
+            return
+        self._num_failures = 0
+        self._tell(deltas)
+
+    def _publish(self) -> None:
+        if self._publisher is None:
+            return
+        events = self.engine.drain_events()
+        try:
+            self._publisher.publish(events)
+        except RuntimeError:  # answers matter more than events
+            _log.exception("cache events are not published any more")
+            self._publisher = None
+
+    def _tell(self, deltas: list[Delta]) -> None:
+        answers = self._answers
+        Answer.put_all(
+            [(answers[each.request_id], each) for each in deltas if each.request_id in answers]
+        )
+
+    def _give_up(self, error: EngineError) -> None:
+        answers = list(self._answers.values())
+        for answer in answers:
+            self.drop(answer)
+        Answer.put_all([(answer, error) for answer in answers])
+
+
+def _put(deltas: list[tuple[Answer, Delta | Exception]]) -> None:
+    for answer, delta in deltas:
+        answer._deltas.put_nowait(delta)
+
+
+def _resolve(added: asyncio.Future[None], error: Exception | None) -> None:
+    if added.done():  # cancelled
+        return
+    if error is None:
+        added.set_result(None)
+    else:
+        added.set_exception(error)

@@ -1,0 +1,55 @@
+"""Limits on clients: sizes, counts and timeouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from kvcache.checks import MAX_INT32, MAX_INT64, integer, seconds
+
+_DURATIONS = ("request_seconds", "stall_seconds", "keep_alive_seconds", "grace_seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of a server. Raises TypeError or ValueError for invalid values.
+
+    - `max_body_bytes`: maximum size of a request body. Larger bodies get a 413 response and are
+      discarded. None: 64 KiB plus 32 bytes per token of `max_model_len`.
+    - `max_choices`: maximum number of prompts times `n` per request.
+    - `max_stops`, `max_stop_length`: maximum number of stop texts per request, and of characters in each.
+    - `max_waiting`: maximum number of requests waiting for a row of the engine. Further requests get a
+      429 response.
+    - `max_connections`: maximum number of open connections. A further connection closes the one that has
+      been sending its request for the longest time.
+    - `request_seconds`: time limit for receiving a complete request, from the start of the connection.
+    - `stall_seconds`: time after which a client that does not read its answer is disconnected.
+    - `keep_alive_seconds`: time limit between requests of a connection.
+    - `grace_seconds`: time for answers in progress to finish after the server is asked to stop.
+    """
+
+    max_body_bytes: int | None = None
+    max_choices: int = 128
+    max_stops: int = 16
+    max_stop_length: int = 128
+    max_waiting: int = 256
+    max_connections: int = 512
+    request_seconds: float = 30.0
+    stall_seconds: float = 30.0
+    keep_alive_seconds: float = 5.0
+    grace_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in (field.name for field in fields(self)):
+            value = getattr(self, name)
+            if name in _DURATIONS:
+                seconds(value, name)
+            elif name == "max_body_bytes":
+                if value is not None:
+                    integer(value, name, least=1, most=MAX_INT64)
+            else:
+                integer(value, name, least=1, most=MAX_INT32)
+
+    def body_bytes(self, max_model_len: int) -> int:
+        """Return the maximum body size for a model with this maximum length."""
+        max_model_len = integer(max_model_len, "max_model_len", 1)
+        return self.max_body_bytes or 2**16 + 32 * max_model_len

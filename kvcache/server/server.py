@@ -1,0 +1,169 @@
+"""uvicorn with limits for slow, silent or numerous clients, and a graceful shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import unquote
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvcache.checks import instance
+from kvcache.server.engine_loop import EngineError
+from kvcache.server.limits import Limits
+
+_SECONDS_TO_WRITE = 5  # time to write the last events after the grace period
+_KEEP_ALIVE_SECONDS = 60  # TCP keep-alive: a dead peer is detected within a few minutes
+
+
+class Server(uvicorn.Server):
+    """Serves an application created by `make_app`, within its `Limits`.
+
+    On a stop request (SIGTERM, Ctrl-C) the server rejects new connections and requests and lets answers
+    in progress finish for `grace_seconds`. It then ends the remaining answers with an error: a 503
+    response, or the last event of a stream. Options are those of `uvicorn.Config`.
+    """
+
+    def __init__(self, app: FastAPI, **options: object) -> None:
+        instance(app, FastAPI, "app")
+        self._limits: Limits = app.state.limits
+        self._state = app.state
+        limits = self._limits
+
+        class BoundedProtocol(_Protocol):
+            pass
+
+        BoundedProtocol.limits = limits
+        super().__init__(
+            uvicorn.Config(
+                _by_path(app),
+                http=BoundedProtocol,
+                ws="none",
+                proxy_headers=False,  # any client can send these headers
+                server_header=False,
+                timeout_keep_alive=limits.keep_alive_seconds,
+                timeout_graceful_shutdown=limits.grace_seconds + _SECONDS_TO_WRITE,
+                **options,
+            )
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening, wait for answers in progress, and end the remaining ones."""
+        ending = asyncio.create_task(self._end_answers())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_answers(self) -> None:
+        self._state.admission.refuse(EngineError("the server is shutting down: try another", 503))
+        await asyncio.sleep(self._limits.grace_seconds)
+        error = EngineError(
+            f"the server is shutting down: the answer was cut after {self._limits.grace_seconds} s",
+            503,
+        )
+        self._state.admission.close(error)
+        self._state.loop.end_all(error)
+        for connection in list(self.server_state.connections):
+            if connection.is_receiving:
+                connection.transport.abort()
+
+
+def _by_path(app: FastAPI) -> Callable[[Any, Any, Any], Awaitable[None]]:
+    """Wrap `app` so that requests for http://host/path are handled as /path (RFC 9112, 3.2.2)."""
+
+    async def call(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            root = scope["root_path"]
+            target = scope["raw_path"][len(root) :]
+            found = re.fullmatch(rb"https?://[^/]+(/.*)?", target, re.IGNORECASE | re.DOTALL)
+            if found is not None:
+                raw_path = found[1] or b"/"
+                path = root + unquote(raw_path.decode("ascii"))
+                scope = scope | {"path": path, "raw_path": root.encode() + raw_path}
+        await app(scope, receive, send)
+
+    return call
+
+
+class _Protocol(H11Protocol):
+    """A connection with time limits for receiving a request and for sending the response."""
+
+    limits: Limits
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)
+        self.receiving_since = time.monotonic()
+        self._receiving: asyncio.TimerHandle | None = None
+        self._stalled: asyncio.TimerHandle | None = None
+
+    @property
+    def is_receiving(self) -> bool:
+        """Whether the connection is waiting for a request or for the rest of one."""
+        cycle = self.cycle
+        return cycle is None or cycle.response_complete or cycle.more_body
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.max_connections:
+            waiting = [each for each in self.connections if each.is_receiving]
+            min(waiting, key=lambda each: each.receiving_since).transport.abort()
+        own = transport.get_extra_info("socket")
+        if own is not None and own.family in (socket.AF_INET, socket.AF_INET6):
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            with contextlib.suppress(AttributeError, OSError):  # not available on every system
+                own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_SECONDS)
+        self._bound_receiving()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._bound_receiving()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self.receiving_since = time.monotonic()
+        if self.transport.is_closing():
+            self._bound_reading()  # the response must be read before the connection closes
+        elif self.timeout_keep_alive_task is None:
+            self._bound_receiving()  # a pipelined request
+
+    def connection_lost(self, error: Exception | None) -> None:
+        for timer in (self._receiving, self._stalled):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(error)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._bound_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+    def _bound_receiving(self) -> None:
+        """Start the time limit of a request: at its first byte, or at the connection for the first."""
+        if not self.is_receiving:
+            if self._receiving is not None:
+                self._receiving.cancel()
+                self._receiving = None
+        elif self._receiving is None:
+            self.receiving_since = time.monotonic()
+            self._receiving = self.loop.call_later(self.limits.request_seconds, self._give_up)
+
+    def _bound_reading(self) -> None:
+        if self._stalled is None:
+            self._stalled = self.loop.call_later(self.limits.stall_seconds, self.transport.abort)
+
+    def _give_up(self) -> None:
+        if self.is_receiving:
+            self.transport.abort()

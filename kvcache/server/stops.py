@@ -1,0 +1,62 @@
+"""Finds stop texts in a growing answer, in constant time per character."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+
+class StopTexts:
+    """An automaton that finds several texts at once (Aho and Corasick, 1975).
+
+    `step(state, character)` returns the next state; the initial state is 0. `num_held[state]` is how many
+    trailing characters may begin a stop text. `num_stopped[state]` is the length of the stop text that
+    ends here, or 0. The cost of a step does not depend on the number of stop texts.
+
+    >>> stops = StopTexts(["END", "NO"])
+    >>> state = 0
+    >>> for character in "xEN":
+    ...     state = stops.step(state, character)
+    >>> stops.num_held[state], stops.num_stopped[stops.step(state, "D")], stops.num_stopped[state]
+    (2, 3, 0)
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        self._fallback = [0]  # the state of the longest proper suffix
+        self.num_held, self.num_stopped = [0], [0]
+        for stop in stops:
+            self._insert(stop)
+        self._link()
+
+    def __bool__(self) -> bool:
+        return len(self._next) > 1
+
+    def step(self, state: int, character: str) -> int:
+        """Return the state after one more character."""
+        while state and character not in self._next[state]:
+            state = self._fallback[state]
+        return self._next[state].get(character, 0)
+
+    def _insert(self, stop: str) -> None:
+        state = 0
+        for depth, character in enumerate(stop, 1):
+            if character not in self._next[state]:
+                self._next[state][character] = len(self._next)
+                self._next.append({})
+                self._fallback.append(0)
+                self.num_held.append(depth)
+                self.num_stopped.append(0)
+            state = self._next[state][character]
+        self.num_stopped[state] = len(stop)
+
+    def _link(self) -> None:
+        """Set fallbacks in order of depth. A state also stops where its longest suffix stops."""
+        states = deque(self._next[0].values())
+        while states:
+            state = states.popleft()
+            for character, after in self._next[state].items():
+                states.append(after)
+                self._fallback[after] = self.step(self._fallback[state], character)
+                stopped = self.num_stopped[self._fallback[after]]
+                self.num_stopped[after] = self.num_stopped[after] or stopped

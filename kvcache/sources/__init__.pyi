@@ -1,0 +1,7 @@
+"""Public names, for type checkers; `__init__.py` imports each when it is first used."""
+
+from kvcache.sources import disaggregation as disaggregation
+from kvcache.sources import store as store
+from kvcache.sources.base import Arrived as Arrived
+from kvcache.sources.base import KVSource as KVSource
+from kvcache.sources.base import LoadStats as LoadStats

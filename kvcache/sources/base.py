@@ -1,0 +1,134 @@
+"""The interface between an engine and a source of KV that was computed elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvcache.allocator.request import Request
+from kvcache.step import StepReport
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A load that has ended, as returned by `KVSource.poll`.
+
+    Attributes:
+        request: The request that was loading.
+        num_computed_tokens: Number of computed tokens, from which the request continues. None if the
+            source may still write to the request's blocks. The blocks are then in quarantine and the
+            request was freed, so admit it again like a new request.
+        num_loaded_tokens: Number of tokens that came from the source.
+        error: Why some tokens did not arrive. None if all arrived.
+    """
+
+    request: Request
+    num_computed_tokens: int | None
+    num_loaded_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass
+class LoadStats:
+    """Counts of a source since it was created."""
+
+    loads: int = 0
+    """Loads that began."""
+
+    hit_tokens: int = 0
+    """Tokens of these loads."""
+
+    loaded_tokens: int = 0
+    """Tokens of these loads that arrived."""
+
+    failed_loads: int = 0
+    """Loads that failed, were canceled, or arrived only in part."""
+
+    failed_tokens: int = 0
+    """Tokens of these loads that did not arrive. The engine computes them."""
+
+    quarantined_loads: int = 0
+    """Failed loads whose blocks were kept, because bytes could still arrive."""
+
+    refused_requests: int = 0
+    """Requests rejected because the source and the engine are incompatible."""
+
+
+class KVSource(Protocol):
+    """A source of KV that was computed elsewhere: another engine, or a store.
+
+    For each request, call `match` until it returns a number, pass that number to `KVCacheManager.step` as
+    `Admit(request, external=External(n, delayed=True))`, and call `begin` once the plan is applied.
+    `poll` returns the request when its load has ended. All calls come from the manager's thread and
+    return without waiting.
+
+    The blocks of a load belong to the source until nothing can write to them any more. If a request ends
+    before that, the source keeps its blocks in quarantine and releases them later, in `poll`.
+
+    Attributes:
+        name: Name of the source, for metrics.
+        stats: Counts since the source was created.
+    """
+
+    name: str
+    stats: LoadStats
+
+    @property
+    def num_loading_requests(self) -> int:
+        """Number of requests whose blocks may still be written to, including those in quarantine."""
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        """Number of blocks in quarantine."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `poll` and `save` have work left although no request is waiting for them."""
+
+    def match(self, request: Request) -> int | None:
+        """Return how many tokens after the local hit can be loaded.
+
+        Call it immediately before the step that admits the request.
+
+        Args:
+            request: A request that is not admitted.
+
+        Returns:
+            The number of tokens. None if it is not known yet: call again in the next step.
+
+        Raises:
+            ValueError: The source rejects the request. The one-line message gives the reason.
+        """
+
+    def begin(self, request: Request) -> None:
+        """Begin to load the tokens that `match` found.
+
+        Args:
+            request: A request that was admitted with `External.delayed` and whose plan was applied.
+
+        Raises:
+            ValueError: The request was not matched, or was admitted with another number of tokens.
+                Nothing has changed; `cancel` the request.
+        """
+
+    def poll(self) -> list[Arrived]:
+        """Return the loads that have ended since the last call. Call it once per step."""
+
+    def save(self, report: StepReport) -> None:
+        """Store newly computed blocks, if the source stores any.
+
+        Args:
+            report: The report of the most recently planned step. The manager must have processed it.
+        """
+
+    def cancel(self, request: Request) -> None:
+        """Free a request that is matched or loading, and end its load.
+
+        Its blocks are reused once nothing can write to them.
+
+        Args:
+            request: The request. If it is unknown to the source, it is only freed.
+        """
+
+    def close(self) -> object:
+        """End all loads and release the source's resources."""

@@ -1,0 +1,72 @@
+"""A circuit breaker: decides whether to call a store or peer that has failed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from kvcache.checks import integer, seconds, shown
+
+
+class Circuit:
+    """A circuit breaker that opens after consecutive failures.
+
+    While it is open, it allows one trial call per retry interval. The interval doubles after each
+    failed trial.
+
+    Args:
+        num_failures: Consecutive failures after which the circuit opens.
+        retry_s: Seconds until the first trial call.
+        max_retry_s: Upper limit of the interval, in seconds.
+        clock: Returns the time in seconds.
+
+    Example:
+        >>> circuit = Circuit(num_failures=1, retry_s=60)
+        >>> circuit.failed()
+        >>> circuit.allows(), circuit.is_open
+        (False, True)
+        >>> circuit.worked()
+        >>> circuit.allows()
+        True
+    """
+
+    def __init__(
+        self,
+        num_failures: int = 3,
+        retry_s: float = 1.0,
+        max_retry_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not callable(clock):
+            raise TypeError(f"clock is {shown(clock)}: expected a function that returns seconds")
+        self._most = integer(num_failures, "num_failures", 1)
+        self._first_s = self._retry_s = seconds(retry_s, "retry_s")
+        self._longest_s = seconds(max_retry_s, "max_retry_s")
+        self._clock = clock
+        self._num_failures = 0
+        self._retry_at = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the circuit is open, that is, the store or peer is considered dead."""
+        return self._num_failures >= self._most
+
+    def allows(self) -> bool:
+        """Return whether to call now. An open circuit allows one call per retry interval."""
+        if not self.is_open:
+            return True
+        if self._clock() < self._retry_at:
+            return False
+        self._retry_at = self._clock() + self._retry_s  # one trial call; its result is awaited
+        return True
+
+    def worked(self) -> None:
+        """Record a successful call, which closes the circuit."""
+        self._num_failures, self._retry_s = 0, self._first_s
+
+    def failed(self) -> None:
+        """Record a call that failed or timed out."""
+        self._num_failures += 1
+        if self.is_open:
+            self._retry_at = self._clock() + self._retry_s
+            self._retry_s = min(2 * self._retry_s, self._longest_s)

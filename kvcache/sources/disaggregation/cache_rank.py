@@ -1,0 +1,349 @@
+"""A rank that stores its pages in `KVStorage`s and exchanges them by transfer plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from kvcache.checks import instance, instances, shown
+from kvcache.memory_plan import CachePlan
+from kvcache.sources.disaggregation.layout import GroupLayout, check_like
+from kvcache.sources.disaggregation.leases import Progress
+from kvcache.sources.disaggregation.offer import Offer
+from kvcache.sources.disaggregation.options import ConnectorOptions
+from kvcache.sources.disaggregation.rank import RankThread
+from kvcache.sources.disaggregation.reading import Pending, Read, Reader, readers_of_sources
+from kvcache.sources.disaggregation.steps import Load
+from kvcache.transfer.description import CacheDescription
+from kvcache.transfer.fetching import GroupFetch, fetch, spans_of
+from kvcache.transfer.memory import region_addresses
+from kvcache.transfer.plan.fragments import Runs
+from kvcache.transfer.plan.token_range import plan_range
+from kvcache.transfer.plan.transfer_plan import TransferPlan, plan_transfer
+from kvcache.transfer.states import StateDescription, StateTensor, StateTransferPlan, plan_states
+from kvcache.transfer.transport.base import Transport
+from kvcache.transfer.transport.factory import make_transport
+from kvcache.worker.pages.pages import Pages
+from kvcache.worker.pages.storage import KVStorage
+
+Plan = TransferPlan | StateTransferPlan
+
+
+def layouts_of_plan(
+    plan: CachePlan,
+    storages: Sequence[KVStorage],
+    *,
+    engine_id: str,
+    states: Mapping[int, Sequence[StateTensor]] | None = None,
+    layers: Mapping[int, Sequence[str]] | None = None,
+    **sizes: int,
+) -> tuple[GroupLayout, ...]:
+    """Return the layouts of a plan's transferred groups, for storages created by `KVStorage.for_plan`.
+
+    Args:
+        plan: The plan, of one pipeline stage.
+        storages: One storage per group of the plan.
+        engine_id: Name of the engine.
+        states: Tensors of a recurrent state, by group number.
+        layers: Layer names of all stages, by group number. Required with `pp_size`; all stages must be
+            alike.
+        sizes: `tp_size`, `pp_size`, `total_num_kv_heads` and `cp_interleave` of `CacheDescription`.
+
+    Returns:
+        One layout per transferred group.
+
+    Raises:
+        ValueError: Another engine cannot read the blocks of a group.
+    """
+    instance(plan, CachePlan, "plan")
+    storages = instances(storages, KVStorage, "storages")
+    if len(storages) != len(plan.groups):
+        raise ValueError(
+            f"storages has {len(storages)} entries: expected {len(plan.groups)}, one per group"
+        )
+    for name, value in (("states", states), ("layers", layers)):
+        if value is not None:
+            instance(value, Mapping, name)
+    cp_size = 1 if plan.context_parallel is None else plan.context_parallel.world_size
+    found = []
+    for number in plan.transferred_groups:
+        group, storage = plan.groups[number], storages[number]
+        names = tuple((layers or {}).get(number, group.layers))
+        if tensors := (states or {}).get(number):
+            description = StateDescription(
+                engine_id=engine_id,
+                num_layers=len(names),
+                tensors=tuple(tensors),
+                tp_size=sizes.get("tp_size", 1),
+                pp_size=sizes.get("pp_size", 1),
+                cp_world_size=cp_size,
+                page_stride=plan.layer_page_bytes,
+            )
+        else:
+            description = CacheDescription.of_group(
+                group,
+                plan.layers,
+                engine_id=engine_id,
+                cp_world_size=cp_size,
+                memory_order=storage.memory_order,
+                page_stride=plan.layer_page_bytes,
+                **sizes,
+            )
+        if len(names) != description.num_layers:
+            raise ValueError(
+                f"layers of group {number} are {shown(list(names))}: expected {description.num_layers}, "
+                "those of all stages"
+            )
+        found.append(GroupLayout(names, description, 1, plan.num_pages))
+    return tuple(found)
+
+
+class CacheRank(RankThread):
+    """The pages of one rank, which other engines read and which loads fill. Listens until `close`.
+
+    Args:
+        layouts: Layouts of the transferred groups.
+        storages: This rank's storages in the same order, divided into the manager's blocks.
+        rank: Number of this rank.
+        options: Options of the connection.
+        secret: Secret that peers must share.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: The storages do not match the layouts. Errors of `make_transport` are also raised.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[GroupLayout],
+        storages: Sequence[KVStorage],
+        *,
+        rank: int = 0,
+        options: ConnectorOptions | None = None,
+        secret: bytes = b"",
+    ) -> None:
+        options = ConnectorOptions() if options is None else options
+        instance(options, ConnectorOptions, "options")
+        layouts = instances(layouts, GroupLayout, "layouts")
+        storages = instances(storages, KVStorage, "storages")
+        if len(layouts) != len(storages) or not layouts:
+            raise ValueError(
+                f"there are {len(layouts)} layouts and {len(storages)} storages: expected one storage "
+                "for each of one layout or more"
+            )
+        addresses = [_addresses(*each, rank) for each in zip(layouts, storages)]
+        transport = make_transport(
+            f"{layouts[0].description.engine_id}/{rank}",
+            options.transport,
+            host=options.host,
+            port=options.port_of(rank),
+            advertise=options.advertise,
+            secret=secret,
+            digest=options.digest,
+        )
+        try:
+            for pages in {each.pages.base: each.pages for each in storages}.values():
+                transport.register(pages)
+            reader = _PlanReader(transport, layouts, storages, addresses, rank)
+            super().__init__(
+                reader, layouts, addresses, lambda load: _PlanRead(reader, load, options.timeout_s)
+            )
+        except BaseException:
+            transport.close()
+            raise
+
+
+class _PlanReader(Reader):
+    """The pages of a rank, and its transfer plans by remote engine."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        layouts: Sequence[GroupLayout],
+        storages: Sequence[KVStorage],
+        addresses: Sequence[np.ndarray],
+        rank: int,
+    ) -> None:
+        super().__init__(transport, storages[0].pages.device)
+        self.storages, self.addresses = storages, addresses
+        self._layouts, self._rank = tuple(layouts), rank
+        self._plans: dict[tuple, tuple[tuple[Plan, ...], Mapping[int, int]]] = {}
+
+    def plans(
+        self, remote: tuple[GroupLayout, ...], allow_permutation: bool
+    ) -> tuple[tuple[Plan, ...], Mapping[int, int]]:
+        """Return one plan per group, and the number of ranks that each remote rank waits for. Cached."""
+        key = remote, allow_permutation
+        if key not in self._plans:
+            check_like(self._layouts, remote)
+            plans = tuple(
+                plan_states(mine.description, theirs.description, self._rank)
+                if mine.is_state
+                else plan_transfer(
+                    mine.description,
+                    theirs.description,
+                    self._rank,
+                    allow_permutation=allow_permutation,
+                )
+                for mine, theirs in zip(self._layouts, remote)
+            )
+            self._plans[key] = plans, readers_of_sources(self._layouts, remote, self._rank)
+        return self._plans[key]
+
+
+class _PlanRead(Read):
+    """A load by transfer plans: of all tokens at once, or layer by layer as the sender computes them."""
+
+    _reader: _PlanReader
+
+    def __init__(self, reader: _PlanReader, load: Load, timeout_s: float) -> None:
+        super().__init__(reader, load, timeout_s)
+        # Tokens read so far, per layer of each remote rank, by group and rank.
+        self._read: dict[tuple[int, int], np.ndarray] | None = None
+        self._has_begun = False
+
+    def _plan(self) -> Mapping[int, int]:
+        offer, load = self._load.offer, self._load
+        plans, readers = self._reader.plans(offer.groups, not offer.order)
+        self._groups = []
+        if load.end_token > load.first_token:
+            for group, (plan, layout) in enumerate(zip(plans, offer.groups)):
+                ids = [
+                    np.array(each, np.int64) for each in (load.blocks[group], offer.blocks[group])
+                ]
+                if layout.is_state:  # only the last state moves
+                    ids = [each[-1:] for each in ids]
+                remote = {r: np.array(offer.ranks[r].addresses[group]) for r in plan.remote_ranks}
+                self._groups.append(
+                    GroupFetch(
+                        plan,
+                        *ids,
+                        self._reader.addresses[group],
+                        remote,
+                        self._reader.storages[group],
+                    )
+                )
+        if offer.order:
+            self._parts = _Parts(offer)
+            self._read = {
+                (number, rank): np.full(self._parts.num_layers(number, rank), load.first_token)
+                for number, group in enumerate(self._groups)
+                for rank in group.plan.remote_ranks
+            }
+        return readers
+
+    def _begin(self, progress: Mapping[int, Progress] | None) -> Iterator[Pending]:
+        load = self._load
+        if progress is None or self._read is None:
+            self._has_begun = True
+            if self._groups:
+                yield fetch(
+                    self._reader.transport,
+                    self._peers,
+                    self._groups,
+                    load.first_token,
+                    load.end_token,
+                    timeout_s=self.left_s,
+                )
+            return
+        for (number, rank), read in self._read.items():
+            group = self._groups[number]
+            there = self._parts.computed(number, rank, progress[rank])
+            there = np.minimum(there, load.end_token)
+            if isinstance(group.plan, StateTransferPlan):  # a state is either complete or absent
+                there[there < load.end_token] = 0
+            for first, end in sorted(set(zip(read.tolist(), there.tolist()))):
+                if end > first:
+                    layers = np.flatnonzero((read == first) & (there == end))
+                    yield from self._begin_part(number, rank, layers, first, end)
+            np.maximum(read, there, out=read)
+
+    def _begin_part(
+        self, number: int, rank: int, layers: np.ndarray, first: int, end: int
+    ) -> Iterator[Pending]:
+        group = self._groups[number]
+        if isinstance(group.plan, StateTransferPlan):
+            runs = group.plan.apply(group.local_ids, group.remote_ids)
+        else:
+            runs = plan_range(group.plan, group.local_ids, group.remote_ids, first, end).runs
+        for each in runs.by_rank:
+            if each.remote_rank != rank:
+                continue
+            if (part := self._parts.of_layers(each, number, layers)).num_fragments:
+                yield self._reader.transport.read_spans(
+                    self._peers[rank], *spans_of(group, part), timeout_s=self.left_s
+                )
+
+    def _has_all(self) -> bool:
+        if self._read is None:
+            return self._has_begun
+        return all((read >= self._load.end_token).all() for read in self._read.values())
+
+
+class _Parts:
+    """Which layers a sender's ranks have computed, and the regions that hold them."""
+
+    def __init__(self, offer: Offer) -> None:
+        self._groups = offer.groups
+        place = {
+            name: (number, layer)
+            for number, layout in enumerate(offer.groups)
+            for layer, name in enumerate(layout.layers)
+        }
+        self._order = [place[name] for name in offer.order]
+
+    def num_layers(self, group: int, rank: int) -> int:
+        """Return the number of layers of a group on a rank."""
+        return len(self._groups[group].description.layers(rank))
+
+    def computed(self, group: int, rank: int, progress: Progress) -> np.ndarray:
+        """Return int64[layers]: the number of computed tokens in each of a rank's layers of a group."""
+        held = [each.description.layers(rank) for each in self._groups]
+        of_rank = [(g, layer) for g, layer in self._order if layer in held[g]]
+        ahead = np.zeros(self.num_layers(group, rank), bool)
+        for g, layer in of_rank[: progress.num_layers]:
+            if g == group:
+                ahead[layer - held[g].start] = True
+        if self._layers_of_regions(group, rank) is None:  # all layers share regions
+            ahead[:] = ahead.all()
+        tokens = max(progress.num_tokens, progress.end_token)
+        return np.where(ahead, tokens, progress.num_tokens)
+
+    def of_layers(self, runs: Runs, group: int, layers: np.ndarray) -> Runs:
+        """Return the fragments of some layers of the remote rank."""
+        of_regions = self._layers_of_regions(group, runs.remote_rank)
+        if of_regions is None:
+            return runs
+        wanted = np.isin(of_regions[runs.descriptors[:, 0]], layers)
+        return replace(runs, descriptors=runs.descriptors[wanted])
+
+    def _layers_of_regions(self, group: int, rank: int) -> np.ndarray | None:
+        """Return int64[regions]: the layer in each region. None if a region holds several layers."""
+        layout = self._groups[group]
+        if layout.is_state:
+            return np.arange(layout.num_regions(rank))
+        placed = layout.description.stage_of(rank).placement
+        of_heads = np.arange(placed.head_count) * placed.head_regions
+        found = np.full(layout.num_regions(rank), -1)
+        for layer, own in enumerate(placed.regions):
+            for region in set(np.add.outer(own, of_heads).ravel().tolist()):
+                if found[region] >= 0:
+                    return None
+                found[region] = layer
+        return found
+
+
+def _addresses(layout: GroupLayout, storage: KVStorage, rank: int) -> np.ndarray:
+    """Return the start of each region of a group in a rank's pages, which may also hold other layers."""
+    instance(storage, KVStorage, "storages")
+    if layout.pages_per_block != 1:
+        raise ValueError(
+            f"pages_per_block is {shown(layout.pages_per_block)}: expected 1, storages in the manager's "
+            "blocks"
+        )
+    pages, num_layers = storage.pages, len(layout.description.layers(rank))
+    if num_layers < pages.num_layers:
+        pages = Pages.over([pages.layer(layer) for layer in range(num_layers)])
+    return region_addresses(layout.description, pages, rank)

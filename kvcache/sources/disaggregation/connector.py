@@ -1,0 +1,630 @@
+"""Disaggregated prefill in the manager's process, which decides from request data alone."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvcache.allocator.event_stream import digest_of_rows
+from kvcache.allocator.manager import KVCacheManager
+from kvcache.allocator.request import Request
+from kvcache.checks import check_name, instance, integer, listed, shown
+from kvcache.kinds import kind_class, make_kind
+from kvcache.sources.base import Arrived, LoadStats
+from kvcache.sources.disaggregation.layout import GroupLayout, check_like, is_complete
+from kvcache.sources.disaggregation.leases import Lease, LeaseNumbers, Progress
+from kvcache.sources.disaggregation.offer import VERSION, Offer, digest_of
+from kvcache.sources.disaggregation.options import ConnectorOptions, checked_seconds
+from kvcache.sources.disaggregation.steps import Load, RankHandshake, Results, Step
+from kvcache.sources.loads import LoadState, SourceLoad, SourceLoads
+from kvcache.step import StepReport
+
+_PATIENCE_S = 1.0  # time for a rank's report after its own deadline
+
+
+class Rank(Protocol):
+    """A rank of this engine: a `CacheRank`, or a proxy for one in another process."""
+
+    handshake: RankHandshake
+
+    def begin(self, step: Step) -> None: ...
+
+    def advance(self, request_id: str, progress: Progress) -> None: ...
+
+    def take_results(self) -> Results: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class _Reading:
+    """The state of the ranks' reads of an offer."""
+
+    offer: Offer
+    deadline: float = 0.0  # of all ranks
+    error: str | None = None
+    received: int = 0  # ranks
+    released: int = 0
+
+
+class Connector:
+    """Publishes finished requests of a manager under leases, and loads requests published by others.
+
+    An engine can be a sender, a receiver, or both. A sender calls `publish` in place of `free`, and
+    `poll` in every step. For a receiver, the connector is a `KVSource` whose `match` takes an offer.
+
+    Args:
+        manager: The manager of this engine.
+        ranks: All ranks of this engine.
+        engine_id: Name of this engine for its peers.
+        model: Plain values, such as a name and a revision, that must be equal in both engines in
+            addition to layouts and attention kinds.
+        options: Options of the connector. The connector uses `lease_s`; the ranks use the others.
+        clock: Returns the time in seconds. Replays pass their own clock.
+
+    Raises:
+        ValueError: A transferred group holds neither a run of tokens nor a state, or the ranks were
+            created for other groups.
+    """
+
+    name = "disaggregation"
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        ranks: Sequence[Rank],
+        *,
+        engine_id: str,
+        model: Mapping[str, Any] | None = None,
+        options: ConnectorOptions | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        instance(manager, KVCacheManager, "manager")
+        self._manager, self._ranks, self._engine_id = manager, listed(ranks, "ranks"), engine_id
+        check_name(engine_id, "engine_id")
+        for i, rank in enumerate(self._ranks):
+            if not hasattr(rank, "handshake"):
+                raise TypeError(f"ranks[{i}] is {shown(rank)}: expected a rank")
+        if not self._ranks:
+            raise ValueError("ranks is empty: expected all ranks of this engine")
+        for name, value, kind in (
+            ("model", model, Mapping),
+            ("options", options, ConnectorOptions),
+        ):
+            if value is not None:
+                instance(value, kind, name)
+        if clock is not None and not callable(clock):
+            raise TypeError(f"clock is {shown(clock)}: expected a function that returns seconds")
+        self._options, self._clock = options or ConnectorOptions(), clock or time.monotonic
+        self._groups = [g for g, group in enumerate(manager.groups) if group.transferred]
+        specs = [manager.groups[g] for g in self._groups]
+        for spec in specs:
+            if not kind_class(spec.kind).pages.is_transferable:
+                raise ValueError(
+                    f"a group is of kind {spec.kind!r} and transferred: expected transferred=False, its "
+                    "blocks hold no run of tokens"
+                )
+        self._kinds = [make_kind(spec.kind, spec.options) for spec in specs]
+        self._layouts = self._ranks[0].handshake.groups
+        sizes = [None if each.is_state else each.block_size for each in self._layouts]
+        wanted = [
+            None if layout.is_state else manager.block_sizes[g]
+            for layout, g in zip(self._layouts, self._groups)
+        ]
+        if sizes != wanted or len(self._layouts) != len(specs):
+            raise ValueError(
+                f"ranks have blocks of {sizes} tokens: expected {wanted}, those of the manager's "
+                "transferred groups"
+            )
+        if (size := self._layouts[0].description.world_size) != len(self._ranks):
+            raise ValueError(f"there are {len(self._ranks)} ranks: expected {size}, as described")
+        kinds = [[spec.kind, dict(spec.options)] for spec in specs]
+        self._model = {**(model or {}), "groups": kinds}
+        self._numbers = LeaseNumbers()
+        self._kept: dict[str, tuple[Request, int]] = {}  # and the number of ended ranks
+        self._early: dict[str, Request] = {}  # under lease, and still being computed
+        self.stats = LoadStats()
+        self._loads: SourceLoads[_Reading] = SourceLoads(manager, self.stats)
+        self.num_received_bytes = 0
+
+    # Sender.
+
+    def publish(
+        self, request: Request, *, lease_s: float | None = None, **free: Any
+    ) -> dict[str, Any] | None:
+        """Free a request, but keep its blocks until all readers are done or the lease expires.
+
+        The KV must already be in memory: on a GPU, the request's last step must have finished, which is
+        the case once its token was sampled. After `publish_early`, its offer remains valid and None is
+        returned.
+
+        Args:
+            request: The request.
+            lease_s: Duration of the lease in seconds, above 0 and at most a day. None: `lease_s` of the
+                options.
+            free: Keyword arguments of `KVCacheManager.free`.
+
+        Returns:
+            The offer, as plain values for JSON. None if nothing can be offered: no token is computed,
+            no lease slot is free, or blocks are already kept under this request id. The request is then
+            freed immediately.
+
+        Raises:
+            TypeError: `lease_s` is not a number. Nothing has changed.
+            ValueError: `lease_s` is out of range. Nothing has changed.
+        """
+        instance(request, Request, "request")
+        seconds = self._lease_seconds(lease_s)
+        request_id = request.request_id
+        if request_id in self._early:
+            self.advance(request, self._manager.num_computed_tokens(request))
+            self._keep(request, free)
+            return None
+        num_tokens = min(self._manager.num_computed_tokens(request), request.num_tokens)
+        offer = self._offer(request, num_tokens, (), seconds)
+        if offer is None:
+            self._manager.free(request, **free)
+            return None
+        try:
+            self._keep(request, free)
+        except BaseException:
+            self._numbers.give_back(request_id)
+            raise
+        self._begin_lease(offer, seconds, Progress(num_tokens))
+        return offer.to_dict()
+
+    def publish_early(
+        self, request: Request, order: Sequence[str], *, lease_s: float | None = None
+    ) -> dict[str, Any] | None:
+        """Offer the tokens of the current step before they are computed, with the slots of the last
+        plan.
+
+        Report progress with `advance`, then `publish` or `withdraw` the request. The lease and the
+        readers' `timeout_s` begin now.
+
+        Args:
+            request: The request.
+            order: All layers of the transferred groups, in the order in which the model computes them.
+            lease_s: As for `publish`.
+
+        Returns:
+            The offer. None if nothing can be offered; nothing has changed.
+
+        Raises:
+            TypeError: As for `publish`. Nothing has changed.
+            ValueError: As for `publish`, or `order` does not contain each layer once. Nothing has
+                changed.
+        """
+        instance(request, Request, "request")
+        seconds, order = self._lease_seconds(lease_s), self._checked_order(order)
+        num_tokens = min(self._manager.num_computed_tokens(request), request.num_tokens)
+        offer = self._offer(request, num_tokens, order, seconds)
+        if offer is None:
+            return None
+        self._early[request.request_id] = request
+        self._begin_lease(offer, seconds, Progress(0))
+        return offer.to_dict()
+
+    def advance(
+        self,
+        request: Request,
+        num_tokens: int,
+        end_token: int = 0,
+        num_layers: int = 0,
+        rank: int | None = None,
+    ) -> None:
+        """Report to the readers of an early offer what has been computed.
+
+        Tokens [0, num_tokens) are computed in all layers of the rank, and tokens [0, end_token) in its
+        first `num_layers` layers, in the order of the offer. Their bytes must be in memory: on a GPU,
+        wait for the layer's stream first. Progress never decreases. Has no effect after the lease has
+        ended.
+
+        Args:
+            request: The request.
+            num_tokens: Tokens computed in all layers.
+            num_layers: Number of layers that are further ahead.
+            end_token: End of the tokens computed in these layers.
+            rank: The rank. None: all ranks have made this progress.
+        """
+        instance(request, Request, "request")
+        if rank is not None:
+            rank = integer(rank, "rank", most=len(self._ranks) - 1)
+        progress = Progress(
+            integer(num_tokens, "num_tokens"),
+            integer(end_token, "end_token"),
+            integer(num_layers, "num_layers", most=4096),
+        )
+        for each in self._ranks if rank is None else [self._ranks[rank]]:
+            each.advance(request.request_id, progress)
+
+    def withdraw(self, request: Request) -> None:
+        """End a lease early, for example after a failed step.
+
+        Readers compute the request themselves. A request that is still being computed is freed, and its
+        blocks are reused once readers can no longer accept them as valid. Has no effect without a
+        lease.
+        """
+        instance(request, Request, "request")
+        if request.request_id not in self._numbers:
+            return
+        if request.request_id in self._early:
+            self._keep(request, {})
+        self._begin(Step(ends={request.request_id}))
+
+    @property
+    def num_leased_requests(self) -> int:
+        """Number of requests whose blocks are kept for readers."""
+        return len(self._numbers)
+
+    # Receiver.
+
+    def match(self, request: Request, offer: Mapping[str, Any] | None = None) -> int:
+        """Return how many tokens of an offer, after the local hit, can be loaded.
+
+        Nothing is read yet, and the manager does not change. While steps answer `WAIT`, call this
+        method again immediately before each step.
+
+        Args:
+            request: A request that is not admitted.
+            offer: Offer returned by `publish`. None: the offer of the request's last `match`.
+
+        Returns:
+            The number of tokens; 0 without an offer.
+
+        Raises:
+            ValueError: The offer has another version, model, layout, dtype or hash, or other tokens, or
+                the sender no longer has the required blocks. The one-line message gives the reason.
+        """
+        instance(request, Request, "request")
+        load = self._loads.matched(request)
+        if load is None:
+            if offer is None:
+                return 0
+            try:
+                load = self._match_anew(request, offer)
+            except ValueError:
+                self.stats.refused_requests += 1
+                raise
+        load.first_token = self._manager.cache.cached_tokens(request).with_host
+        if load.end_token <= load.first_token:
+            self._decline_matched(request)
+            return 0
+        return load.end_token - load.first_token
+
+    def begin(self, request: Request) -> None:
+        """Begin to load a request that was admitted with `External.delayed` and whose plan was applied.
+
+        On a GPU, blocks are written only after all work launched so far on the current stream.
+
+        Raises:
+            ValueError: The request was not matched, or its hit has changed since. Nothing has changed;
+                `cancel` the request.
+            RuntimeError: The current stream is being captured in a graph. Nothing has changed.
+        """
+        instance(request, Request, "request")
+        load = self._loads.admitted(request)
+        blocks = []
+        for group, layout in zip(self._groups, self._layouts):
+            blocks.append(self._table(request, group, layout, load.end_token))
+        step = Load(load.detail.offer, load.first_token, load.end_token, tuple(blocks))
+        load.detail.deadline = self._clock() + self._options.timeout_s + _PATIENCE_S
+        self._begin(Step(loads={request.request_id: step}))
+        self._loads.begin(load)
+
+    def cancel(self, request: Request) -> None:
+        """Free a request that is matched or loading. Its blocks are reused once nothing can write to
+        them.
+        """
+        instance(request, Request, "request")
+        self._decline_matched(request)
+        load = self._loads[request.request_id] if request in self._loads else None
+        if load is None or load.state is LoadState.QUARANTINED:
+            self._loads.free(request)
+            return
+        load.detail.error = "it was given up"
+        self._loads.quarantine(load)
+        self._begin(Step(cancels={request.request_id}))
+
+    def hit_tokens(self, request: Request) -> int:
+        """Return the number of a request's tokens that are cached on the device or the host."""
+        instance(request, Request, "request")
+        return self._manager.cache.cached_tokens(request).with_host
+
+    def describe(self) -> dict[str, Any]:
+        """Return a description of this engine for JSON, which a peer passes to `check_peer`."""
+        return {
+            "version": VERSION,
+            "engine_id": self._engine_id,
+            "model": self._model,
+            "hashing": self._hashing(),
+            "transport": self._ranks[0].handshake.address.transport,
+            "groups": [layout.to_dict() for layout in self._layouts],
+        }
+
+    def check_peer(self, values: Mapping[str, Any]) -> None:
+        """Check that this engine and a peer can read each other's offers.
+
+        Args:
+            values: Result of the peer's `describe`.
+
+        Raises:
+            ValueError: Version, model, hashes, transport or layouts differ. The one-line message names
+                the difference.
+        """
+        instance(values, Mapping, "values")
+        if (version := values.get("version")) != VERSION:
+            raise ValueError(
+                f"version of the peer is {shown(version)}: expected {VERSION}; install the same version "
+                "of kvcache in both engines"
+            )
+        try:
+            groups = tuple(map(GroupLayout.from_dict, listed(values["groups"], "groups")))
+            model, hashing = dict(values["model"]), values["hashing"]
+            engine_id, transport = f"{values['engine_id']}", values["transport"]
+            if hashing is not None:
+                instance(hashing, Mapping, "hashing")
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"values are not the result of describe: {error}") from error
+        peer = Offer(engine_id, "", 0, "", hashing, model, groups, (), (), Lease(0, 1, 0.0))
+        peer.check_answers(self._model, self._hashing())
+        check_like(self._layouts, groups)
+        if (mine := self._ranks[0].handshake.address.transport) != transport:
+            raise ValueError(
+                f"transport is {mine!r} here, {shown(transport)} in engine {engine_id!r}: set the same "
+                "in both"
+            )
+
+    def decline(self, offer: Mapping[str, Any]) -> None:
+        """Notify the sender of an offer that nobody will read it. Raises ValueError for an invalid
+        offer.
+        """
+        self._begin(Step(unread=[Offer.from_dict(offer)]))
+
+    def save(self, report: StepReport) -> None:
+        """Do nothing, because only `publish` offers blocks."""
+        instance(report, StepReport, "report")
+
+    @property
+    def num_loading_requests(self) -> int:
+        """Number of requests whose blocks may still be written to, including those in quarantine."""
+        return len(self._loads)
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        """Number of blocks of freed requests that reads in flight may still write to."""
+        return self._loads.num_quarantined_blocks
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `poll` has work left: loads, quarantined blocks or leases."""
+        return len(self._loads) > 0 or self.num_leased_requests > 0
+
+    def close(self) -> None:
+        """Close the ranks."""
+        for rank in self._ranks:
+            rank.close()
+
+    # Sender and receiver.
+
+    def poll(self) -> list[Arrived]:
+        """Process the reports of the ranks, and return the loads that have ended since the last call."""
+        found: list[Arrived] = []
+        for rank in self._ranks:
+            results = rank.take_results()
+            self.num_received_bytes += results.num_bytes
+            for request_id in results.sent:
+                self._lease_is_over(request_id)
+            for request_id, error in results.failed.items():
+                self._fail(self._loads[request_id], error)
+            for request_id in results.received:
+                self._loads[request_id].detail.received += 1
+            for request_id in results.released:
+                self._loads[request_id].detail.released += 1
+        now = self._clock()
+        for load in self._loads.under_way:
+            if load.detail.error is None and now > load.detail.deadline:
+                self._fail(load, "a rank did not answer in time")
+            if (ended := self._outcome(load)) is not None:
+                found.append(ended)
+        return found
+
+    def _outcome(self, load: SourceLoad[_Reading]) -> Arrived | None:
+        """Finish, quarantine or release a load according to its reads. Returns None while it is in
+        flight.
+        """
+        reading = load.detail
+        is_over = reading.received + reading.released == len(self._ranks)
+        if load.state is LoadState.QUARANTINED:
+            if is_over:
+                self._loads.release(load)
+            return None
+        if reading.error is not None and not is_over:
+            return self._loads.quarantine(load, reading.error)
+        if not is_over:
+            return None
+        if reading.error is not None:
+            return self._loads.finish(load, 0, reading.error)
+        arrived = self._loads.finish(load)
+        self._forget_incomplete(load)
+        return arrived
+
+    def _fail(self, load: SourceLoad[_Reading], error: str) -> None:
+        if load.detail.error is None:
+            load.detail.error = error
+            if len(self._ranks) > 1:
+                self._begin(Step(cancels={load.request.request_id}))
+
+    def _decline_matched(self, request: Request) -> None:
+        load = self._loads.forget(request.request_id)
+        if load is not None:
+            self._begin(Step(unread=[load.detail.offer]))
+
+    def _match_anew(self, request: Request, offer: Mapping[str, Any]) -> SourceLoad[_Reading]:
+        """Match a request with an offer.
+
+        An earlier match of the same request id is dropped. Its sender is notified that its offer will
+        not be read, unless both offers are the same.
+        """
+        earlier, matched = self._loads.forget(request.request_id), None
+        try:
+            read = Offer.from_dict(offer)
+            matched = self._loads.match(request, 0, self._end_of(request, read), _Reading(read))
+        finally:
+            is_read = matched is not None and earlier is not None and read == earlier.detail.offer
+            if earlier is not None and not is_read:
+                self._begin(Step(unread=[earlier.detail.offer]))
+        return matched
+
+    def _end_of(self, request: Request, offer: Offer) -> int:
+        """Return the end of the tokens that can be loaded from an offer. Raises ValueError if there are
+        none.
+        """
+        if request in self._loads or request.request_id in self._kept:
+            what = "an earlier load may still write to"
+            if request.request_id in self._kept:
+                what = "are under lease"
+            raise ValueError(
+                f"request {request.request_id!r} has blocks that {what}: expected another request"
+            )
+        offer.check_answers(self._model, self._hashing())
+        check_like(self._layouts, offer.groups)
+        offer.check_prompt(request.num_tokens, lambda count: _digest(request, count))
+        end = min(offer.num_tokens, request.num_tokens - 1)  # the last token must be computed
+        for kind, layout, blocks in zip(self._kinds, offer.groups, offer.blocks):
+            if layout.is_state:
+                if end < offer.num_tokens:
+                    raise ValueError(
+                        f"the request has {request.num_tokens} tokens, and the offer has states after "
+                        f"{offer.num_tokens}: expected a token more, the first that the sender sampled"
+                    )
+                is_there = len(blocks) == 1 and blocks[0] > 0
+            else:
+                first = kind.first_needed_token(end)
+                is_there = is_complete(blocks, layout.block_size, first, end)
+            if not is_there:
+                raise ValueError("the sender has freed blocks of a window that are needed")
+        return end
+
+    def _forget_incomplete(self, load: SourceLoad[_Reading]) -> None:
+        """Remove blocks that the sender had only in part from the cache; they are valid for this
+        request only.
+        """
+        lost: list[int] = []
+        for group, layout, theirs, ids in zip(
+            self._groups, self._layouts, load.detail.offer.groups, load.detail.offer.blocks
+        ):
+            if layout.is_state or all(ids):
+                continue
+            has = np.repeat(np.array(ids) > 0, theirs.block_size)[: load.end_token]
+            has[: load.first_token] = True
+            size, table = layout.block_size, self._manager.block_ids(load.request, group)
+            for number, block in enumerate(table[: load.end_token // size].tolist()):
+                if block and not has[number * size : (number + 1) * size].all():
+                    lost.append(block)
+        if lost:
+            self._manager.cache.evict(lost)
+
+    def _offer(
+        self, request: Request, num_tokens: int, order: tuple[str, ...], seconds: float
+    ) -> Offer | None:
+        if num_tokens < 1 or request in self._loads:
+            return None
+        lease = self._numbers.take(request.request_id, seconds)
+        if lease is None:
+            return None
+        blocks = []
+        for group, layout, kind in zip(self._groups, self._layouts, self._kinds):
+            table = self._table(request, group, layout, num_tokens)
+            if not layout.is_state:  # earlier blocks are released once they leave the window
+                past = kind.first_needed_token(num_tokens) // layout.block_size
+                table[:past] = [0] * past
+            blocks.append(tuple(table))
+        return Offer(
+            self._engine_id,
+            request.request_id,
+            num_tokens,
+            _digest(request, num_tokens),
+            self._hashing(),
+            self._model,
+            self._layouts,
+            tuple(blocks),
+            tuple(rank.handshake.address for rank in self._ranks),
+            lease,
+            order,
+        )
+
+    def _table(
+        self, request: Request, group: int, layout: GroupLayout, num_tokens: int
+    ) -> list[int]:
+        """Return a request's blocks for its first tokens; for states, only the last block."""
+        size = self._manager.block_sizes[group]
+        table = self._manager.block_ids(request, group)[: -(-num_tokens // size)].tolist()
+        return table[-1:] if layout.is_state else table
+
+    def _lease_seconds(self, lease_s: float | None) -> float:
+        return self._options.lease_s if lease_s is None else checked_seconds(lease_s, "lease_s")
+
+    def _checked_order(self, order: Sequence[str]) -> tuple[str, ...]:
+        names = sorted(name for layout in self._layouts for name in layout.layers)
+        found = listed(order, "order", "the names of layers")
+        if isinstance(order, str) or not all(isinstance(each, str) for each in found):
+            raise TypeError(f"order is {shown(order)}: expected the names of layers")
+        if sorted(found) != names:
+            raise ValueError(
+                f"order is {shown(order)}: expected each of {shown(names)} once, the layers of the "
+                "transferred groups"
+            )
+        return tuple(found)
+
+    def _begin_lease(self, offer: Offer, seconds: float, progress: Progress) -> None:
+        self._begin(Step(leases={offer.request_id: (offer.lease, seconds, progress)}))
+
+    def _keep(self, request: Request, free: Mapping[str, Any]) -> None:
+        self._manager.free(request, keep_blocks=True, **free)
+        self._early.pop(request.request_id, None)
+        over = self._kept.pop(request.request_id, (request, 0))[1]
+        self._kept[request.request_id] = request, over
+        self._release_if_over(request.request_id)
+
+    def _lease_is_over(self, request_id: str) -> None:
+        request, over = self._kept.get(request_id, (self._early.get(request_id), 0))
+        self._kept[request_id] = request, over + 1
+        self._release_if_over(request_id)
+
+    def _release_if_over(self, request_id: str) -> None:
+        request, over = self._kept[request_id]
+        if over == len(self._ranks) and request_id not in self._early:
+            del self._kept[request_id]
+            self._manager.release_blocks(request)
+            self._numbers.give_back(request_id)
+
+    def _begin(self, step: Step) -> None:
+        for rank in self._ranks:
+            rank.begin(step)
+
+    def _hashing(self) -> dict[str, str] | None:
+        options = self._manager.options
+        if not options.enable_caching:
+            return None
+        seed = hashlib.sha256(repr(options.hash_seed).encode()).hexdigest()[:16]
+        return {"algorithm": self._manager.cache.hash_algorithm, "seed": seed}
+
+
+def _digest(request: Request, num_tokens: int) -> str:
+    items, rows = [each for each in request.mm_items if each[1] < num_tokens], request.prompt_embeds
+    embeds = None
+    if rows is not None:
+        embeds = f"{min(num_tokens, len(rows))} {digest_of_rows(rows, 0, num_tokens).hex()}"
+    return digest_of(
+        request.token_ids[:num_tokens],
+        request.lora,
+        items,
+        salt=request.cache_salt,
+        embeds=embeds,
+    )

@@ -1,0 +1,123 @@
+"""The memory layout of one KV cache group's blocks, in the form that engines exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvcache.checks import instance, integer, shown
+from kvcache.transfer.description import CacheDescription
+from kvcache.transfer.plan.transfer_plan import check_same_content
+from kvcache.transfer.states import StateDescription, plan_states
+
+# Values of `interior`. In `BY_TOKEN`, the elements of a head are ordered as described; the CPU kernels
+# of vLLM use an order of their own.
+BY_TOKEN = "by token"
+# The CPU kernel of this name stores K as [head size, tokens] and V as [tokens, head size].
+VEC = "vec"
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """The blocks of one group, equal on every rank.
+
+    Args:
+        layers: Names of the group's layers on all pipeline stages.
+        description: Description of the pages, each with tokens or one state.
+        pages_per_block: Number of kernel pages per block of the scheduler.
+        num_blocks: Number of blocks in the pool.
+        interior: Order of the elements within a head of a page: `BY_TOKEN`, or the name of a CPU
+            kernel.
+    """
+
+    layers: tuple[str, ...]
+    description: CacheDescription | StateDescription
+    pages_per_block: int
+    num_blocks: int
+    interior: str = BY_TOKEN
+
+    @property
+    def is_state(self) -> bool:
+        """Whether a block holds a state."""
+        return isinstance(self.description, StateDescription)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block, over all context-parallel ranks. Undefined for a state."""
+        return self.description.tokens_per_page * self.pages_per_block
+
+    def num_regions(self, rank: int) -> int:
+        """Return the number of addresses that locate a rank's pages."""
+        if self.is_state:
+            return len(self.description.layers(rank))
+        return len(self.description.stage_of(rank).region_strides)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name, as values for JSON."""
+        return {
+            "layers": list(self.layers),
+            "description": self.description.to_dict(),
+            "pages_per_block": self.pages_per_block,
+            "num_blocks": self.num_blocks,
+            "interior": self.interior,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> GroupLayout:
+        """Create a layout from `to_dict`. Raises TypeError or ValueError for any other value."""
+        instance(values, Mapping, "values")
+        if missing := [each.name for each in fields(cls) if each.name not in values]:
+            raise ValueError(f"values lacks {missing}: expected those of to_dict")
+        layers, interior = values["layers"], values["interior"]
+        if not isinstance(layers, list) or not all(isinstance(name, str) for name in layers):
+            raise TypeError(f"layers is {shown(layers)}: expected a list of names")
+        if not isinstance(interior, str):
+            raise TypeError(f"interior is {shown(interior)}: expected a name")
+        description = values["description"]
+        instance(description, Mapping, "description")
+        kind = StateDescription if "tensors" in description else CacheDescription
+        return cls(
+            tuple(layers),
+            kind.from_dict(description),
+            integer(values["pages_per_block"], "pages_per_block", 1),
+            integer(values["num_blocks"], "num_blocks", 1),
+            interior,
+        )
+
+
+def check_like(local: Sequence[GroupLayout], remote: Sequence[GroupLayout]) -> None:
+    """Raise ValueError, naming the difference in one line, unless remote blocks can become local ones."""
+    if [each.layers for each in local] != [each.layers for each in remote]:
+        raise ValueError(
+            f"the local engine has groups of {[len(each.layers) for each in local]} layers, the remote "
+            f"one of {[len(each.layers) for each in remote]}: expected the same layers in the same "
+            "groups; serve the same model in both"
+        )
+    for mine, theirs in zip(local, remote):
+        if mine.is_state and theirs.is_state:
+            plan_states(mine.description, theirs.description, 0)
+            continue
+        check_same_content(mine.description, theirs.description)
+        if mine.interior != theirs.interior:
+            raise ValueError(
+                f"the local engine's kernels order a block as {mine.interior!r}, the remote one's as "
+                f"{theirs.interior!r}: expected the same; serve both on machines of one kind"
+            )
+        is_same_size = mine.description.block_size == theirs.description.block_size
+        if mine.interior not in (BY_TOKEN, VEC) and not is_same_size:
+            raise ValueError(
+                f"the local engine has blocks of {mine.description.block_size} tokens, the remote one "
+                f"of {theirs.description.block_size}: expected the same with the CPU's kernel "
+                f"{mine.interior!r}; set the same --block-size"
+            )
+
+
+def is_complete(blocks: Sequence[int], block_size: int, first_token: int, end_token: int) -> bool:
+    """Whether the blocks for tokens [first_token, end_token) are all present: none is 0 or out of
+    range.
+    """
+    if first_token >= end_token:
+        return True
+    first, last = first_token // block_size, (end_token - 1) // block_size
+    return last < len(blocks) and all(blocks[first : last + 1])

@@ -1,0 +1,193 @@
+"""Leases on a sender's rank: requests whose blocks are kept until readers are done or time is up."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+NUM_SLOTS = 8192
+SLOT_WORDS = 3  # generation, tokens, ahead
+SLOT_BYTES = 8 * SLOT_WORDS
+_LAYER_BITS, _TOKEN_BITS = 13, 31
+_TAG = 1 << 19
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A lease. Blocks are kept while `slot` of each rank's leases holds `generation`.
+
+    `until` is the expiry in seconds since the epoch, by the sender's clock. Only the slot is
+    authoritative.
+    """
+
+    slot: int
+    generation: int
+    until: float
+
+
+class Progress(NamedTuple):
+    """The computed part of a request on a rank.
+
+    Tokens [0, num_tokens) are computed in all layers, and [0, end_token) in the first `num_layers`.
+    """
+
+    num_tokens: int
+    end_token: int = 0
+    num_layers: int = 0
+
+
+class SlotState(NamedTuple):
+    """The state of a lease in its slot. `is_over` is None if the lease has not begun."""
+
+    is_over: bool | None
+    progress: Progress
+
+
+@dataclass
+class _Held:
+    lease: Lease
+    deadline: float
+    done: set[str] = field(default_factory=set)
+
+
+class LeaseNumbers:
+    """Assigns slots and generations, valid on all ranks of a sender, to requests."""
+
+    def __init__(self) -> None:
+        self._slots = list(range(NUM_SLOTS))
+        self._slot_of: dict[str, int] = {}
+        # Later than the generations of any earlier process that used this memory.
+        self._generation = time.time_ns() // 1_000
+
+    def take(self, request_id: str, seconds: float) -> Lease | None:
+        """Return a new lease. None if all slots are in use or the request already has a lease."""
+        if not self._slots or request_id in self._slot_of:
+            return None
+        self._generation += 1
+        self._slot_of[request_id] = slot = self._slots.pop()
+        return Lease(slot, self._generation, time.time() + seconds)
+
+    def give_back(self, request_id: str) -> bool:
+        """Free the slot after the lease has ended on all ranks. Returns whether the request had a
+        lease.
+        """
+        slot = self._slot_of.pop(request_id, None)
+        if slot is not None:
+            self._slots.append(slot)
+        return slot is not None
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._slot_of
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+
+class Leases:
+    """Three words per lease, in memory that readers read after the blocks.
+
+    While a slot holds a lease's generation, the blocks are unchanged. The negated generation, or a
+    later one, means that the lease has ended, and an earlier one means that it has not begun. A reader
+    that finds the generation after reading the blocks therefore knows that they are valid, without a
+    clock or a reply.
+
+    The other words describe progress. Each holds a fact that remains true during the lease, so a reader
+    may see one word older than the other. Each also contains some bits of the generation, so it cannot
+    be mistaken for another lease's word.
+
+    Args:
+        clock: Returns the time in seconds. Replays pass their own clock.
+    """
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or time.monotonic
+        self.slots = np.zeros((NUM_SLOTS, SLOT_WORDS), np.int64)
+        self._held: dict[str, _Held] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, request_id: str, lease: Lease, seconds: float, progress: Progress) -> None:
+        """Keep a request's blocks for at most `seconds`."""
+        with self._lock:
+            self._held[request_id] = _Held(lease, self._clock() + seconds)
+            self._write(lease, progress)
+            self.slots[lease.slot, 0] = lease.generation
+
+    def advance(self, request_id: str, progress: Progress) -> None:
+        """Record progress whose bytes are in memory. Has no effect after the lease has ended."""
+        with self._lock:
+            if (held := self._held.get(request_id)) is not None:
+                self._write(held.lease, progress)
+
+    def end(self, request_id: str) -> None:
+        """End a lease early."""
+        with self._lock:
+            if (held := self._held.get(request_id)) is not None:
+                held.deadline = 0.0
+
+    def end_all(self) -> None:
+        """End all leases early."""
+        with self._lock:
+            for held in self._held.values():
+                held.deadline = 0.0
+
+    def note(self, message: bytes, peer: str) -> None:
+        """Process a reader's message, created by `done_message`. Other messages are ignored."""
+        try:
+            values = json.loads(message)
+            request_id, generation = values["done"], values["generation"]
+            num_readers = values["readers"]
+        except Exception:  # a peer may send anything, even deeply nested lists
+            return
+        if [type(each) for each in (request_id, generation, num_readers)] != [str, int, int]:
+            return
+        with self._lock:
+            held = self._held.get(request_id)
+            if held is None or held.lease.generation != generation:
+                return
+            held.done.add(peer)
+            if len(held.done) >= num_readers:
+                held.deadline = 0.0
+
+    def ended(self) -> set[str]:
+        """Return the requests whose lease has ended since the last call. From now on, readers see the
+        end.
+        """
+        now = self._clock()
+        with self._lock:
+            over = {request_id for request_id, held in self._held.items() if held.deadline <= now}
+            for request_id in over:
+                lease = self._held.pop(request_id).lease
+                self.slots[lease.slot, 0] = -lease.generation
+        return over
+
+    def _write(self, lease: Lease, progress: Progress) -> None:
+        tag = lease.generation % _TAG << _TOKEN_BITS + _LAYER_BITS
+        self.slots[lease.slot, 1] = tag | progress.num_tokens << _LAYER_BITS
+        self.slots[lease.slot, 2] = tag | progress.end_token << _LAYER_BITS | progress.num_layers
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+def done_message(request_id: str, generation: int, num_readers: int) -> bytes:
+    """Return the message that each of `num_readers` ranks sends once it reads no more of a request."""
+    values = {"done": request_id, "generation": generation, "readers": num_readers}
+    return json.dumps(values).encode()
+
+
+def read_slot(words: np.ndarray, generation: int) -> SlotState:
+    """Return the state of a lease from its slot. `words`: int64[SLOT_WORDS]."""
+    found, *facts = words.tolist()
+    is_over = False if found == generation else True if abs(found) >= generation else None
+    parts = []
+    for word in facts:
+        tag, value = divmod(word, 1 << _TOKEN_BITS + _LAYER_BITS)
+        parts.append(divmod(value if tag == generation % _TAG else 0, 1 << _LAYER_BITS))
+    (num_tokens, _), ahead = parts
+    return SlotState(is_over, Progress(num_tokens, *ahead))

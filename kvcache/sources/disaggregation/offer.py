@@ -1,0 +1,250 @@
+"""A sender's offer of a request whose blocks it keeps, as plain JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from kvcache.checks import MAX_INT64, instance, integer, shown
+from kvcache.sources.disaggregation.layout import GroupLayout
+from kvcache.sources.disaggregation.leases import NUM_SLOTS, Lease
+
+VERSION = 4
+_MOST_RANKS = 4096
+_CHANGES = {"algorithm": "hash_algorithm", "seed": "hash_seed"}
+
+
+@dataclass(frozen=True)
+class RankAddress:
+    """How to read a rank of the sender.
+
+    Attributes:
+        transport: Name of the transport.
+        metadata: Metadata for `Transport.connect`, in base64.
+        addresses: Start of each region of the rank's pages, by group.
+        leases: Address of the lease slots.
+    """
+
+    transport: str
+    metadata: str
+    addresses: tuple[tuple[int, ...], ...]
+    leases: int
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The blocks of a request, in the form in which another engine reads them.
+
+    Attributes:
+        hashing: Algorithm and seed of the sender's block hashes. None without prefix caching.
+        model: Values that must be equal in both engines.
+        digest: Digest of the first `num_tokens` tokens, from `digest_of`.
+        blocks: Block table by group. 0 marks a block that is no longer held.
+        order: The layers in the order of computation, if the offer precedes it. The lease slots then
+            hold the progress.
+    """
+
+    engine_id: str
+    request_id: str
+    num_tokens: int
+    digest: str
+    hashing: Mapping[str, str] | None
+    model: Mapping[str, Any]
+    groups: tuple[GroupLayout, ...]
+    blocks: tuple[tuple[int, ...], ...]
+    ranks: tuple[RankAddress, ...]
+    lease: Lease
+    order: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as values for JSON, with a seal over them."""
+        groups = [each.to_dict() for each in self.groups]
+        return sealed(_plain(asdict(self) | {"version": VERSION, "groups": groups}))
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Offer:
+        """Create an offer from `to_dict`. Raises ValueError for a wrong version, value or seal."""
+        if not isinstance(values, Mapping) or values.get("version") != VERSION:
+            version = values.get("version") if isinstance(values, Mapping) else None
+            raise ValueError(
+                f"version of the offer is {shown(version)}: expected {VERSION}; install the same "
+                "version of kvcache in both engines"
+            )
+        try:
+            return cls._checked(values)
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+            missing = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"this is not an offer: {missing}") from error
+
+    @classmethod
+    def _checked(cls, own: Mapping[str, Any]) -> Offer:
+        groups = tuple(GroupLayout.from_dict(each) for each in own["groups"])
+        blocks = tuple(
+            tuple(integer(each, "a block", 0, layout.num_blocks - 1) for each in ids)
+            for layout, ids in zip(groups, own["blocks"], strict=True)
+        )
+        num_tokens = integer(own["num_tokens"], "num_tokens", 1)
+        world_sizes = {layout.description.world_size for layout in groups}
+        if world_sizes != {len(own["ranks"])} or len(own["ranks"]) > _MOST_RANKS:
+            raise ValueError(f"there are {len(own['ranks'])} ranks: expected {sorted(world_sizes)}")
+        ranks = tuple(_rank(each, groups, rank) for rank, each in enumerate(own["ranks"]))
+        for layout, ids in zip(groups, blocks):
+            if not layout.is_state and len(ids) * layout.block_size < num_tokens:
+                raise ValueError(
+                    f"a group has {len(ids)} blocks of {layout.block_size} tokens: expected enough for "
+                    f"{num_tokens} tokens"
+                )
+        lease, hashing, order = own["lease"], own["hashing"], tuple(own["order"])
+        names = sorted(name for layout in groups for name in layout.layers)
+        if order and sorted(order) != names:
+            raise ValueError(
+                f"order is {shown(order)}: expected each layer of the groups once, or none"
+            )
+        if hashing is not None and not isinstance(hashing, Mapping):
+            raise TypeError(f"hashing is {shown(hashing)}: expected algorithm and seed")
+        found = cls(
+            _text(own["engine_id"], "engine_id"),
+            _text(own["request_id"], "request_id"),
+            num_tokens,
+            _text(own["digest"], "digest"),
+            hashing,
+            dict(own["model"]),
+            groups,
+            blocks,
+            ranks,
+            Lease(
+                integer(lease["slot"], "slot", 0, NUM_SLOTS - 1),
+                integer(lease["generation"], "generation", 1, MAX_INT64),
+                float(lease["until"]),
+            ),
+            order,
+        )
+        if own["seal"] != sealed(own)["seal"]:
+            raise ValueError(
+                f"seal is {shown(own['seal'])}: expected that of the other fields; pass offers on as "
+                "they are"
+            )
+        return found
+
+    def check_answers(
+        self,
+        model: Mapping[str, Any],
+        hashing: Mapping[str, str] | None,
+        changes: Mapping[str, str] = _CHANGES,
+    ) -> None:
+        """Raise ValueError if the sender serves another model or hashes blocks differently.
+
+        `changes` names the options that set `algorithm` and `seed` of the hashes.
+        """
+        for name, value in (("model", model), ("hashing", hashing), ("changes", changes)):
+            if value is not None or name != "hashing":
+                instance(value, Mapping, name)
+        for name in sorted({*model, *self.model}, key=str):
+            if model.get(name) != self.model.get(name):
+                raise ValueError(
+                    f"{name} of the model is {shown(model.get(name))} here, "
+                    f"{shown(self.model.get(name))} in engine {self.engine_id!r}: expected the same; "
+                    "serve the same model in both"
+                )
+        if hashing is None or self.hashing is None:
+            return
+        for name, change in changes.items():
+            if hashing.get(name) != self.hashing.get(name):
+                raise ValueError(
+                    f"{name} of block hashes (hashing) is {shown(hashing.get(name))} here, "
+                    f"{shown(self.hashing.get(name))} in engine {self.engine_id!r}: set {change} to the "
+                    "same in both"
+                )
+
+    def check_prompt(self, num_tokens: int, digest_of_first: Callable[[int], str]) -> None:
+        """Raise ValueError if a request has fewer tokens than the offer, or different ones.
+
+        `digest_of_first(n)` returns `digest_of` of the request's first n tokens.
+        """
+        if not callable(digest_of_first):
+            raise TypeError(f"digest_of_first is {shown(digest_of_first)}: expected a function")
+        if integer(num_tokens, "num_tokens") < self.num_tokens:
+            raise ValueError(
+                f"the request has {num_tokens} tokens, the offer {self.num_tokens}: expected a prompt of "
+                "as many tokens"
+            )
+        if digest_of_first(self.num_tokens) != self.digest:
+            raise ValueError(
+                "the offer is of other tokens, images or another adapter: send both engines the same "
+                "prompt"
+            )
+
+
+def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of an offer with a seal, a digest that detects accidental changes.
+
+    It does not protect against forgery. Raises TypeError or ValueError for values that JSON cannot
+    represent.
+    """
+    own = {name: value for name, value in values.items() if name != "seal"}
+    try:
+        text = json.dumps(own, sort_keys=True)
+    except (ValueError, RecursionError):
+        raise ValueError("a value has no form in JSON: expected numbers and strings") from None
+    return own | {"seal": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def digest_of(
+    token_ids: Sequence[int],
+    lora: str | Sequence[str] | None,
+    items: Sequence[Sequence[str | int]],
+    *,
+    salt: str | None = None,
+    embeds: str | None = None,
+) -> str:
+    """Return a digest of tokens and of everything else on which their KV depends.
+
+    Args:
+        token_ids: The tokens.
+        lora: Name of an adapter, or (name, path).
+        items: (identifier, first token, number of tokens) of each image or other item.
+        salt: Cache salt, which separates tenants.
+        embeds: Digest of the rows that replace tokens.
+    """
+    digest = hashlib.sha256(np.asarray(token_ids, np.int64).tobytes())
+    beside = {"lora": lora, "items": list(items), "salt": salt, "embeds": embeds}
+    digest.update(json.dumps([len(token_ids), beside]).encode())
+    return digest.hexdigest()
+
+
+def _rank(values: Mapping[str, Any], groups: Sequence[GroupLayout], rank: int) -> RankAddress:
+    addresses = tuple(
+        tuple(integer(each, "an address", 0, MAX_INT64) for each in of_group)
+        for of_group in values["addresses"]
+    )
+    expected = [layout.num_regions(rank) for layout in groups]
+    if [len(each) for each in addresses] != expected:
+        raise ValueError(
+            f"rank {rank} has addresses of {[len(each) for each in addresses]} regions: "
+            f"expected {expected}"
+        )
+    return RankAddress(
+        _text(values["transport"], "transport"),
+        _text(values["metadata"], "metadata"),
+        addresses,
+        integer(values["leases"], "leases", 0, MAX_INT64),
+    )
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {shown(value)}: expected text")
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    return value

@@ -1,0 +1,59 @@
+"""Options of a connector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcache.checks import flag, integer, number, shown
+
+
+@dataclass(frozen=True)
+class ConnectorOptions:
+    """Options of a connector and its ranks.
+
+    Args:
+        host: Address on which ranks listen.
+        port: Rank r listens on `port + r`. 0: any free port.
+        advertise: Address given to peers. None: `host`.
+        transport: Name of the transport. None: the preferred one that is installed.
+        lease_s: Seconds for which blocks of a finished request are kept for readers.
+        timeout_s: Seconds after which a load fails and the request is computed locally.
+        digest: Whether the transport verifies received data with a digest. One side is sufficient to
+            enable it.
+
+    Raises:
+        TypeError: A value has a wrong type.
+        ValueError: A value is out of range.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise: str | None = None
+    transport: str | None = None
+    lease_s: float = 60.0
+    timeout_s: float = 10.0
+    digest: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.host, str) or not self.host:
+            raise TypeError(f"host is {shown(self.host)}: expected a name or an address")
+        integer(self.port, "port", 0, 65_535)
+        for name in ("advertise", "transport"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise TypeError(f"{name} is {shown(value)}: expected a name, or null")
+        flag(self.digest, "digest")
+        for name in ("lease_s", "timeout_s"):
+            checked_seconds(getattr(self, name), name)
+
+    def port_of(self, rank: int) -> int:
+        """Return the port on which a rank listens."""
+        return self.port + rank if self.port else 0
+
+
+def checked_seconds(value: float, name: str) -> float:
+    """Return a duration above 0 and up to a day, in seconds. Raises TypeError or ValueError."""
+    seconds = number(value, name)
+    if not 0 < seconds <= 86_400:
+        raise ValueError(f"{name} is {seconds}: expected seconds above 0, up to 86400")
+    return seconds

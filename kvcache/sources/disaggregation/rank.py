@@ -1,0 +1,255 @@
+"""A rank's side of a connector: its transport in a separate thread, leases, and loads in flight."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from kvcache.checks import instance
+from kvcache.sources.disaggregation.layout import GroupLayout
+from kvcache.sources.disaggregation.leases import Leases, Progress
+from kvcache.sources.disaggregation.offer import RankAddress
+from kvcache.sources.disaggregation.reading import Read, Reader
+from kvcache.sources.disaggregation.steps import Load, RankHandshake, Results, Step
+from kvcache.worker.swap.streams import Event
+
+_BUSY_S, _IDLE_S = 0.0005, 0.05
+_MOST_WRONG = 20  # consecutive failed passes after which the thread gives up
+_OF_STEP = {"loads": dict, "leases": dict, "ends": set, "cancels": set, "unread": list}
+_FAILED = "the thread that loads KV has failed: see the log"
+_UNTOLD = "the sender of request %s is not told that no one reads its KV: %s"
+_log = logging.getLogger(__name__)
+
+
+class _QueuedStep(NamedTuple):
+    """A step, the time of its request, and the event after which its loads may begin."""
+
+    at: float
+    step: Step
+    after: Event | None = None
+
+
+class RankThread:
+    """A thread that serves readers and carries out loads until `close`. Only it uses the transport.
+
+    On a CUDA device, blocks are written only after all work launched on the stream in which `begin` is
+    called.
+
+    Args:
+        reader: The reader. The caller has registered the pages with its transport and no longer uses
+            it.
+        layouts: Layouts of the transferred groups.
+        addresses: Start of each region of the rank's pages, by group.
+        begin_load: Creates the read of a load.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        layouts: Sequence[GroupLayout],
+        addresses: Sequence[Sequence[int]],
+        begin_load: Callable[[Load], Read],
+    ) -> None:
+        self._leases, self._reader, self._begin_load = Leases(), reader, begin_load
+        transport, slots = reader.transport, self._leases.slots
+        transport.register([(slots.ctypes.data, slots.nbytes)])
+        self._steps: queue.SimpleQueue[_QueuedStep | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._results = Results()
+        self._loads: dict[str, Read] = {}
+        self._unread: list[tuple[str, Read]] = []  # reads whose senders must be notified
+        self._has_failed = False
+        address = RankAddress(
+            transport.name,
+            base64.b64encode(transport.metadata()).decode(),
+            tuple(tuple(int(each) for each in of_group) for of_group in addresses),
+            slots.ctypes.data,
+        )
+        self.handshake = RankHandshake(tuple(layouts), address)
+        self._thread = threading.Thread(target=self._run, name="kvcache loads", daemon=True)
+        self._thread.start()
+
+    def begin(self, step: Step) -> None:
+        """Begin the loads and other work of a step. Leases begin immediately.
+
+        Raises:
+            RuntimeError: Blocks are to be loaded while the current stream is captured in a CUDA graph.
+                Nothing has begun.
+        """
+        instance(step, Step, "step")
+        for name, kind in _OF_STEP.items():
+            instance(getattr(step, name), kind, f"step.{name}")
+        after: Event | None = None
+        if step.loads:
+            streams = self._reader.streams
+            if streams.is_capturing():
+                raise RuntimeError(
+                    "begin was called while the current stream is captured in a CUDA graph: expected "
+                    "loads to begin outside graphs"
+                )
+            after = streams.record(streams.current())
+        for request_id, lease in step.leases.items():
+            self._leases.begin(request_id, *lease)
+        for request_id in step.ends:
+            self._leases.end(request_id)
+        with self._lock:
+            if self._has_failed:
+                self._refuse(step)
+            elif not step.is_empty:
+                self._steps.put(_QueuedStep(time.monotonic(), step, after))
+
+    def advance(self, request_id: str, progress: Progress) -> None:
+        """Report the progress of a request under lease to its readers. Its bytes must be in memory."""
+        instance(request_id, str, "request_id")
+        instance(progress, Progress, "progress")
+        self._leases.advance(request_id, progress)
+
+    def take_results(self) -> Results:
+        """Return the results since the last call."""
+        with self._lock:
+            results, self._results = self._results, Results()
+        return results
+
+    def close(self) -> None:
+        """End the thread and the transport. Loads in flight are abandoned."""
+        if self._thread.is_alive():
+            self._steps.put(None)
+            self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        """Run passes until `close`. Failed passes are logged; after several in a row, everything ends."""
+        self._reader.streams.enter()
+        failed: set[str] = set()  # of loads in flight
+        num_wrong = 0
+        while True:
+            try:
+                if not self._pass(failed):
+                    break
+                num_wrong = 0
+            except Exception:
+                num_wrong += 1
+                _log.exception("a pass of the thread that serves and loads KV failed")
+                if num_wrong == _MOST_WRONG:
+                    self._give_up(failed)
+                    return
+                time.sleep(_IDLE_S)
+        for load in self._under_way():
+            load.cancel("the engine ends")
+        self._reader.transport.close()
+
+    def _pass(self, failed: set[str]) -> bool:
+        """Process new steps, loads in flight, readers' messages and leases. Returns False after the
+        last pass.
+        """
+        try:
+            asked = self._steps.get(timeout=_BUSY_S if self._loads or self._unread else _IDLE_S)
+        except queue.Empty:
+            asked = _QueuedStep(time.monotonic(), Step())
+        if asked is None:
+            return False
+        self._take(asked)
+        self._step_unread()
+        ended = [request_id for request_id, load in self._loads.items() if load.step()]
+        self._report(ended, failed)
+        for peer, message in self._reader.transport.notifications():
+            self._leases.note(message, peer)
+        return True
+
+    def _take(self, asked: _QueuedStep) -> None:
+        step = asked.step
+        for offer in step.unread:
+            # An unread offer is a load without tokens, so its sender is still notified.
+            nothing = Load(offer, 0, 0, tuple([] for _ in offer.blocks))
+            try:
+                read = self._begin_load(nothing)
+            except Exception as error:
+                _log.warning(_UNTOLD, offer.request_id, error)
+                continue
+            read.count_from(asked.at)
+            self._unread.append((offer.request_id, read))
+        for request_id, load in step.loads.items():
+            try:
+                read = self._begin_load(load)
+            except Exception as error:  # nothing writes to its blocks any more
+                self._fail_unbegun(request_id, f"it was not begun: {error!r}")
+                continue
+            read.count_from(asked.at, asked.after)
+            self._loads[request_id] = read
+        for request_id in step.cancels & set(self._loads):
+            self._loads[request_id].cancel("it was given up")
+
+    def _step_unread(self) -> None:
+        left = []
+        for request_id, read in self._unread:
+            if not read.step():
+                left.append((request_id, read))
+            elif read.error is not None:
+                _log.warning(_UNTOLD, request_id, read.error)
+        self._unread = left
+
+    def _report(self, ended: Sequence[str], failed: set[str]) -> None:
+        sent = self._leases.ended()
+        with self._lock:
+            self._results.sent |= sent
+            for request_id, load in self._loads.items():
+                if load.error is None or request_id in failed:
+                    continue
+                failed.add(request_id)
+                _log.warning("KV of request %s is not loaded: %s", request_id, load.error)
+                self._results.failed[request_id] = load.error
+            for request_id in ended:
+                load = self._loads.pop(request_id)
+                self._results.num_bytes += load.num_bytes
+                if load.error is None:
+                    self._results.received.add(request_id)
+                else:
+                    self._results.released.add(request_id)
+        failed -= set(ended)
+
+    def _under_way(self) -> list[Read]:
+        return [*self._loads.values(), *(read for _, read in self._unread)]
+
+    def _give_up(self, failed: set[str]) -> None:
+        """End all loads and leases, and reject new ones, so that nobody waits for this thread."""
+        _log.error("KV is neither served nor loaded any more: requests are computed")
+        for load in self._under_way():
+            with suppress(Exception):
+                load.cancel(_FAILED)
+        self._leases.end_all()
+        ended = {name for name, load in self._loads.items() if _has_ended(load)}
+        with suppress(Exception):
+            self._reader.transport.close()
+        ended |= {n for n, load in self._loads.items() if n not in ended and _has_ended(load)}
+        self._report(list(ended), failed)
+        with self._lock:
+            self._has_failed = True
+            while not self._steps.empty():
+                if (asked := self._steps.get()) is not None:
+                    self._refuse(asked.step)
+
+    def _refuse(self, step: Step) -> None:
+        """Reject a step after the thread has given up. The caller holds the lock."""
+        for request_id in step.loads:
+            self._results.failed[request_id] = _FAILED
+            self._results.released.add(request_id)
+        self._leases.end_all()
+        self._results.sent |= self._leases.ended()
+
+    def _fail_unbegun(self, request_id: str, reason: str) -> None:
+        _log.warning("KV of request %s is not loaded: %s", request_id, reason)
+        with self._lock:
+            self._results.failed[request_id] = reason
+            self._results.released.add(request_id)
+
+
+def _has_ended(load: Read) -> bool:
+    try:
+        return load.step()
+    except Exception:  # its blocks stay in quarantine
+        return False

@@ -1,0 +1,197 @@
+"""The loads of a source: one state machine, and one quarantine, for every kind of source.
+
+    match      begin        finish
+    ------> MATCHED ----> LOADING ----> done
+                              | quarantine          release
+                              +----------> QUARANTINED ----> done
+
+A matched request that the manager has admitted with `External.delayed` is receiving: it is not served,
+and none of its blocks is a hit. `finish` returns it to the engine, and requires that nothing can write to
+its blocks any more. Otherwise, `quarantine` frees the request and keeps its blocks until `release`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, TypeVar
+
+from kvcache.allocator import RequestState
+from kvcache.allocator.manager import KVCacheManager
+from kvcache.allocator.request import Request
+from kvcache.sources.base import Arrived, LoadStats
+
+Detail = TypeVar("Detail")
+
+
+class LoadState(Enum):
+    """The state of a load."""
+
+    MATCHED = "matched"
+    LOADING = "loading"
+    QUARANTINED = "quarantined"
+    DONE = "done"
+
+
+@dataclass(eq=False)
+class SourceLoad(Generic[Detail]):
+    """A load of the tokens [first_token, end_token) of a request into its blocks.
+
+    Attributes:
+        request: The request.
+        first_token: First token to load.
+        end_token: End of the tokens to load.
+        detail: Data of the source.
+        state: State of the load.
+        num_blocks: Number of blocks in quarantine.
+    """
+
+    request: Request
+    first_token: int
+    end_token: int
+    detail: Detail | None
+    state: LoadState = LoadState.MATCHED
+    num_blocks: int = 0
+
+
+class SourceLoads(Generic[Detail]):
+    """The loads of one source, by request id."""
+
+    def __init__(self, manager: KVCacheManager, stats: LoadStats) -> None:
+        self._manager, self._stats = manager, stats
+        self._matched: dict[str, SourceLoad[Detail]] = {}
+        self._under_way: dict[str, SourceLoad[Detail]] = {}
+
+    def __len__(self) -> int:
+        """Number of loads whose blocks may still be written to."""
+        return len(self._under_way)
+
+    def __contains__(self, request: Request) -> bool:
+        """Whether a load may still write to blocks under this request id."""
+        return request.request_id in self._under_way
+
+    def __getitem__(self, request_id: str) -> SourceLoad[Detail]:
+        return self._under_way[request_id]
+
+    @property
+    def under_way(self) -> list[SourceLoad[Detail]]:
+        """Loads that are loading or quarantined."""
+        return list(self._under_way.values())
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        """Number of blocks in quarantine."""
+        return sum(load.num_blocks for load in self._under_way.values())
+
+    # Before a load.
+
+    def match(
+        self, request: Request, first_token: int, end_token: int, detail: Detail | None = None
+    ) -> SourceLoad[Detail]:
+        """Record which tokens of a request can be loaded, in place of an earlier match."""
+        load = SourceLoad(request, first_token, end_token, detail)
+        self._matched[request.request_id] = load
+        return load
+
+    def matched(self, request: Request) -> SourceLoad[Detail] | None:
+        """Return the match of this request object; None for another request with the same id."""
+        load = self._matched.get(request.request_id)
+        return None if load is None or load.request is not request else load
+
+    def forget(self, request_id: str) -> SourceLoad[Detail] | None:
+        """Remove the match of a request id, and return it."""
+        return self._matched.pop(request_id, None)
+
+    def admitted(self, request: Request) -> SourceLoad[Detail]:
+        """Return the match with which a request was admitted. Raises ValueError for any other request."""
+        load = self.matched(request)
+        if load is None or not self._is_receiving(request):
+            raise ValueError(
+                f"request {request.request_id!r} is not to be loaded: expected match, then a step that "
+                "admits it with External.delayed"
+            )
+        if (end := self._manager.num_computed_tokens(request)) != load.end_token:
+            raise ValueError(
+                f"request {request.request_id!r} was admitted with {end} tokens, its hit and those to be "
+                f"loaded: expected {load.end_token}, as its hit was {load.first_token}; cancel it, and "
+                "call match immediately before the step"
+            )
+        return load
+
+    # A load.
+
+    def begin(self, load: SourceLoad[Detail]) -> None:
+        """Record that the load of a matched request has begun."""
+        del self._matched[load.request.request_id]
+        self._under_way[load.request.request_id] = load
+        load.state = LoadState.LOADING
+        self._stats.loads += 1
+        self._stats.hit_tokens += load.end_token - load.first_token
+
+    def is_receiving(self, load: SourceLoad[Detail]) -> bool:
+        """Whether a load may still write to the blocks of its request."""
+        is_loading = load.state is LoadState.LOADING
+        return is_loading and self._is_receiving(load.request)
+
+    def finish(
+        self, load: SourceLoad[Detail], num_tokens: int | None = None, error: str | None = None
+    ) -> Arrived:
+        """End a load after which nothing can write to its blocks; the request continues.
+
+        Args:
+            load: The load.
+            num_tokens: Number of tokens that arrived, from the first on; None for all.
+            error: Why some tokens did not arrive.
+        """
+        count = load.end_token - load.first_token if num_tokens is None else num_tokens
+        computed = self._manager.finish_receiving(load.request, count)
+        num_loaded = max(min(computed, load.first_token + count) - load.first_token, 0)
+        self._end(load, num_loaded)
+        return Arrived(load.request, computed, num_loaded, error)
+
+    def drop(self, load: SourceLoad[Detail]) -> None:
+        """End a load whose request was freed elsewhere."""
+        self._end(load, 0)
+
+    def quarantine(self, load: SourceLoad[Detail], error: str | None = None) -> Arrived:
+        """Free the request of a failed load, and keep its blocks until `release`."""
+        manager, request = self._manager, load.request
+        num_blocks = sum(
+            int((manager.block_ids(request, group) > 0).sum())
+            for group, spec in enumerate(manager.groups)
+            if spec.transferred
+        )
+        manager.free(request, keep_blocks=True)
+        load.state, load.num_blocks = LoadState.QUARANTINED, num_blocks
+        self._stats.quarantined_loads += 1
+        self._count_failed(load, 0)
+        return Arrived(request, None, 0, error)
+
+    def release(self, load: SourceLoad[Detail]) -> None:
+        """End the quarantine of a load, because nothing can write to its blocks any more."""
+        self._manager.release_blocks(load.request)
+        load.state, load.num_blocks = LoadState.DONE, 0
+        del self._under_way[load.request.request_id]
+
+    def free(self, request: Request) -> None:
+        """Free a request whose load has not begun, whether or not it is receiving."""
+        if self._is_receiving(request):
+            self._manager.finish_receiving(request, 0)
+        self._manager.free(request)
+
+    def _end(self, load: SourceLoad[Detail], num_loaded: int) -> None:
+        load.state = LoadState.DONE
+        del self._under_way[load.request.request_id]
+        self._stats.loaded_tokens += num_loaded
+        self._count_failed(load, num_loaded)
+
+    def _count_failed(self, load: SourceLoad[Detail], num_loaded: int) -> None:
+        missing = load.end_token - load.first_token - num_loaded
+        self._stats.failed_loads += missing > 0
+        self._stats.failed_tokens += missing
+
+    def _is_receiving(self, request: Request) -> bool:
+        try:
+            return self._manager.state(request) is RequestState.RECEIVING
+        except ValueError:  # it is not admitted
+            return False

@@ -1,0 +1,25 @@
+"""A third cache tier: blocks in an external store, either distributed or on a local disk.
+
+Names are imported on first use. `StoreTier` needs torch, and `MooncakeStore` and `DiskStore` need the
+packages of their extras.
+"""
+
+from __future__ import annotations
+
+from kvcache.lazy import lazy_names
+
+_HOME = {
+    "BlockStore": "kvcache.sources.store.base",
+    "Circuit": "kvcache.sources.circuit",
+    "DiskStore": "kvcache.sources.store.disk",
+    "MooncakeStore": "kvcache.sources.store.mooncake",
+    "StoreError": "kvcache.sources.store.base",
+    "StoreStats": "kvcache.sources.store.stats",
+    "StoreTier": "kvcache.sources.store.tier",
+    "StoredPrefixes": "kvcache.sources.store.prefixes",
+    "fingerprint": "kvcache.sources.store.identity",
+}
+
+__all__ = [*_HOME]  # noqa: PLE0604
+
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

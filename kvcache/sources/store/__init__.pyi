@@ -1,0 +1,11 @@
+"""Public names, for type checkers; `__init__.py` imports each when it is first used."""
+
+from kvcache.sources.circuit import Circuit as Circuit
+from kvcache.sources.store.base import BlockStore as BlockStore
+from kvcache.sources.store.base import StoreError as StoreError
+from kvcache.sources.store.disk import DiskStore as DiskStore
+from kvcache.sources.store.identity import fingerprint as fingerprint
+from kvcache.sources.store.mooncake import MooncakeStore as MooncakeStore
+from kvcache.sources.store.prefixes import StoredPrefixes as StoredPrefixes
+from kvcache.sources.store.stats import StoreStats as StoreStats
+from kvcache.sources.store.tier import StoreTier as StoreTier

@@ -1,0 +1,393 @@
+"""A store in a file on a local disk, accessed through NIXL's POSIX plug-in."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import stat
+import struct
+import time
+import uuid
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from kvcache.checks import MAX_INT64, byte_count, instance, integer, listed, path, text
+from kvcache.sources.store.base import BlockStore, StoreError
+
+_log = logging.getLogger("kvcache")
+_FILE = "blocks.kv"
+_VERSION = 1
+_ALIGNMENT = 4096
+_SPIN_S, _POLL_S = 200e-6, 50e-6
+_TIMEOUT_S = 60.0
+# Entry that precedes each value in the file: CRC-32 of the rest, time of storage, and key.
+_ENTRY = struct.Struct("<IQB207s")
+_ENTRY_BYTES = 256
+_MOST_KEY_BYTES = 207
+_BLOCKS_PER_CALL = 256
+
+
+class DiskStore(BlockStore):
+    """A store in a folder of a local disk, with LRU eviction.
+
+    The folder and its missing parents are created with mode 700. An existing folder, and the file in
+    it, must belong to the user of this process, must not be links, and must not be writable by others;
+    the file must have a single name. Only one store at a time can use a folder.
+
+    Values persist across restarts, unless their version or size has changed: the file is then replaced.
+    A value that was being written at a crash is either missing or has a wrong digest. If the disk is
+    full, no further values are stored.
+
+    Args:
+        folder: The folder.
+        capacity_bytes: Maximum size of the file, in bytes or as text with a unit.
+
+    Raises:
+        ModuleNotFoundError: NIXL is not installed (extra `nixl`).
+        StoreError: The folder or file belongs to another user, or others may change it.
+        TypeError: `folder` is not a path.
+    """
+
+    knows_keys = True
+
+    def __init__(self, folder: str | os.PathLike, capacity_bytes: int | str) -> None:
+        self.folder = Path(path(folder, "folder"))
+        self._capacity_bytes = byte_count(capacity_bytes, "capacity_bytes")
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config
+        except ImportError as error:
+            raise ModuleNotFoundError(
+                f"DiskStore needs NIXL ({error}): pip install 'kvcache[nixl]'", name="nixl"
+            ) from error
+        self._new_agent = lambda: nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=[]))
+        if os.path.lexists(self.folder):
+            os.close(self._open_folder())  # reject it before a tier's thread does
+        self._agent = self._fd = None
+        self._memory = np.zeros(0, np.uint8)
+        self._registered: list = []
+        self._entries = np.zeros((_BLOCKS_PER_CALL, _ENTRY_BYTES), np.uint8)
+        self._places: OrderedDict[str, int] = OrderedDict()  # by key, least recently used first
+        self._free: list[int] = []
+        self._evicted: list[str] = []
+        self._sequence = 0
+
+    @property
+    def capacity(self) -> int:
+        """Number of values that fit; 0 before `open`."""
+        return len(self._places) + len(self._free)
+
+    def open(self, memory: np.ndarray, value_bytes: int) -> None:
+        """Open the file. StoreError if the folder is in use or the capacity is too small, or OSError."""
+        memory = _checked_bytes(memory, "memory")
+        value_bytes = integer(value_bytes, "value_bytes", 1, MAX_INT64)
+        stride = -(-(_ENTRY_BYTES + value_bytes) // _ALIGNMENT) * _ALIGNMENT
+        capacity = (self._capacity_bytes - _ALIGNMENT) // stride
+        if capacity < 1:
+            raise StoreError(
+                f"capacity_bytes is {self._capacity_bytes}: expected {stride + _ALIGNMENT} or more, room "
+                f"for a block, as value_bytes is {value_bytes}"
+            )
+        self.close()
+        self._value_bytes, self._stride, self._memory = value_bytes, stride, memory
+        for each in reversed([self.folder, *self.folder.parents]):
+            with suppress(FileExistsError):
+                each.mkdir(mode=0o700)
+        within = self._open_folder()
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            try:
+                self._fd = os.open(_FILE, flags, 0o600, dir_fd=within)
+            except OSError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+                raise StoreError(f"{self.folder / _FILE} is a link: expected a file") from error
+        finally:
+            os.close(within)
+        _check_own(self._fd, self.folder / _FILE, is_folder=False)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise StoreError(f"{self.folder} is in use by another store") from error
+        self._begin(capacity)
+        self._agent = self._new_agent()
+        self._agent.create_backend("POSIX")
+        end = _ALIGNMENT + capacity * self._stride
+        self._registered = [
+            self._agent.register_memory([tuple(row)], kind, backends=["POSIX"])
+            for row, kind in (
+                ((memory.ctypes.data, memory.nbytes, 0, ""), "DRAM"),
+                ((self._entries.ctypes.data, self._entries.nbytes, 0, ""), "DRAM"),
+                ((0, end, self._fd, ""), "FILE"),
+            )
+        ]
+
+    def _open_folder(self) -> int:
+        """Return a descriptor of the folder. StoreError if it is missing or not private to this user."""
+        try:
+            found = os.open(
+                self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            )
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+                raise
+            raise StoreError(
+                f"folder {str(self.folder)!r} is a link or no folder: expected a folder"
+            ) from error
+        try:
+            _check_own(found, self.folder, is_folder=True)
+        except BaseException:
+            os.close(found)
+            raise
+        return found
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Return which keys have a value."""
+        keys = _checked_keys(keys)
+        return [key in self._places for key in keys]
+
+    def put(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> list[bool]:
+        """Write values, evicting the least recently used ones if necessary."""
+        keys, values = self._checked(keys, values)
+        for key in keys:
+            if (size := len(key.encode())) > _MOST_KEY_BYTES:
+                raise StoreError(
+                    f"keys has one of {size} bytes: expected {_MOST_KEY_BYTES} at most"
+                )
+        for first in range(0, len(keys), _BLOCKS_PER_CALL):
+            stop = first + _BLOCKS_PER_CALL
+            self._put(keys[first:stop], values[first:stop])
+        return [key in self._places for key in keys]
+
+    def _put(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> None:
+        last = dict(zip(keys, values))  # of a key that occurs twice
+        keys, values = [*last], [*last.values()]
+        entries = [self._entry(key) for key in keys]
+        places: dict[str, int] = {}
+        had = [key for key in keys if key in self._places]
+        for key in keys:
+            place = self._places.pop(key, None)
+            if place is None:
+                place = self._free.pop() if self._free else self._evict()
+            if place is not None:
+                places[key] = place
+        try:
+            chosen = [i for i, key in enumerate(keys) if key in places]
+            self._move(
+                "WRITE",
+                [values[i] for i in chosen],
+                [places[keys[i]] for i in chosen],
+                [entries[i] for i in chosen],
+            )
+        except BaseException:
+            self._free += places.values()
+            self._evicted += had
+            disk = os.statvfs(self.folder)
+            if disk.f_bavail * disk.f_frsize < len(keys) * self._stride:
+                return  # the disk is full
+            raise
+        self._places |= places
+
+    def get(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> list[int]:
+        """Read values."""
+        keys, values = self._checked(keys, values)
+        found = [(i, self._places[key]) for i, key in enumerate(keys) if key in self._places]
+        self._move("READ", [values[i] for i, _ in found], [place for _, place in found])
+        sizes = [-1] * len(keys)
+        for i, _ in found:
+            sizes[i] = self._value_bytes
+            self._places.move_to_end(keys[i])
+        return sizes
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Remove values."""
+        for key in _checked_keys(keys):
+            if (place := self._places.pop(key, None)) is not None:
+                self._evicted.append(key)
+                self._free.append(place)
+                os.pwrite(self._fd, bytes(_ENTRY_BYTES), self._offset(place))
+
+    def keys(self) -> list[str]:
+        """Return all keys, least recently used first."""
+        return list(self._places)
+
+    def take_evicted(self) -> list[str]:
+        """Return the keys evicted or removed since the last call that were not stored again."""
+        evicted, self._evicted = self._evicted, []
+        return [key for key in dict.fromkeys(evicted) if key not in self._places]
+
+    def close(self) -> None:
+        """Close the file and keep it on the disk."""
+        agent, fd = self._agent, self._fd
+        self._agent = self._fd = None
+        if agent is not None:
+            for each in self._registered:
+                agent.deregister_memory(each, backends=["POSIX"])
+        if fd is not None:
+            os.close(fd)
+        self._registered, self._evicted = [], []
+        self._places.clear()
+        self._free.clear()
+
+    def _checked(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> tuple[list, list]:
+        """Check keys, and that there are as many values, which must be in the memory passed to `open`."""
+        keys, values = _checked_keys(keys), listed(values, "values")
+        if self._agent is None:
+            raise StoreError("the store is not open: expected open before")
+        if len(values) != len(keys):
+            raise ValueError(f"values has {len(values)} entries: expected {len(keys)}, one per key")
+        begin = self._memory.ctypes.data
+        last = begin + self._memory.nbytes - self._value_bytes
+        for i, value in enumerate(values):
+            _checked_bytes(value, f"values[{i}]")
+            if value.nbytes != self._value_bytes or not begin <= value.ctypes.data <= last:
+                raise ValueError(
+                    f"values[{i}] has {value.nbytes} bytes: expected {self._value_bytes}, in the memory "
+                    "that the store was opened with"
+                )
+        return keys, values
+
+    def _evict(self) -> int | None:
+        """Return the place of the least recently used value. None if there is none."""
+        if not self._places:
+            return None
+        key, place = self._places.popitem(last=False)
+        self._evicted.append(key)
+        return place
+
+    def _begin(self, capacity: int) -> None:
+        """Read the entries of the file, or create the file."""
+        form = {"version": _VERSION, "value_bytes": self._value_bytes, "stride": self._stride}
+        size = os.fstat(self._fd).st_size
+        if _form_of(os.pread(self._fd, _ALIGNMENT, 0)) != form:
+            if size:
+                _log.warning("%s holds blocks of another form: they are replaced", self.folder)
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, json.dumps(form).encode().ljust(_ALIGNMENT), 0)
+            size = 0
+        os.ftruncate(self._fd, _ALIGNMENT + capacity * self._stride)
+        in_file = min(max(size - _ALIGNMENT, 0) // self._stride, capacity)
+        entries = {}  # the latest value of each key
+        for place in range(in_file):
+            entry = _entry_of(os.pread(self._fd, _ENTRY_BYTES, self._offset(place)))
+            if entry is not None and entry > entries.get(entry[1], (-1,)):
+                entries[entry[1]] = (*entry, place)
+        found = sorted(entries.values())
+        self._places = OrderedDict((key, place) for _, key, place in found)
+        self._sequence = found[-1][0] + 1 if found else 0
+        used = set(self._places.values())
+        self._free = [place for place in reversed(range(capacity)) if place not in used]
+
+    def _entry(self, key: str) -> bytes:
+        """Return the entry of a value in the file."""
+        encoded = key.encode()
+        body = _ENTRY.pack(0, self._sequence, len(encoded), encoded)[4:]
+        self._sequence += 1
+        return (zlib.crc32(body).to_bytes(4, "little") + body).ljust(_ENTRY_BYTES, b"\0")
+
+    def _offset(self, place: int) -> int:
+        return _ALIGNMENT + place * self._stride
+
+    def _move(
+        self,
+        operation: str,
+        values: list[np.ndarray],
+        places: list[int],
+        entries: Sequence[bytes] = (),
+    ) -> None:
+        """Read or write values, and write entries. Raises StoreError on failure."""
+        count, num_entries = len(values), len(entries)
+        if count == 0:
+            return
+        local, remote = np.zeros((2, count + num_entries, 3), np.uint64)
+        offsets = np.array([self._offset(place) for place in places], np.uint64)
+        local[:count, 0] = [value.ctypes.data for value in values]
+        local[:count, 1] = self._value_bytes
+        remote[:count, 0] = offsets + np.uint64(_ENTRY_BYTES)
+        if entries:
+            self._entries[:num_entries] = np.frombuffer(b"".join(entries), np.uint8).reshape(
+                num_entries, _ENTRY_BYTES
+            )
+            begin = self._entries.ctypes.data
+            local[count:, 0] = begin + np.arange(num_entries) * _ENTRY_BYTES
+            local[count:, 1] = _ENTRY_BYTES
+            remote[count:, 0] = offsets
+        remote[:, 1], remote[:, 2] = local[:, 1], self._fd
+        agent = self._agent
+        sides = agent.get_xfer_descs(local, "DRAM"), agent.get_xfer_descs(remote, "FILE")
+        handle = agent.initialize_xfer(operation, *sides, agent.name)
+        try:
+            state, begun = agent.transfer(handle), time.monotonic()
+            while state == "PROC":
+                passed = time.monotonic() - begun
+                if passed > _TIMEOUT_S:
+                    raise StoreError(f"{operation} of {count} blocks takes too long")
+                if passed > _SPIN_S:
+                    time.sleep(_POLL_S)
+                state = agent.check_xfer_state(handle)
+        finally:
+            agent.release_xfer_handle(handle)
+        if state != "DONE":
+            raise StoreError(f"{operation} of {count} blocks ended as {state}")
+
+
+def _checked_keys(keys: Sequence[str]) -> list[str]:
+    return [text(key, f"keys[{i}]") for i, key in enumerate(listed(keys, "keys"))]
+
+
+def _checked_bytes(array: np.ndarray, name: str) -> np.ndarray:
+    """Return contiguous uint8[n]. TypeError or ValueError for anything else."""
+    instance(array, np.ndarray, name)
+    if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
+        raise ValueError(
+            f"{name} is {array.dtype}{list(array.shape)}: expected uint8[n] without gaps"
+        )
+    return array
+
+
+def _check_own(fd: int, path: Path, *, is_folder: bool) -> None:
+    """Raise StoreError unless a folder or file belongs to this user and only this user may change it."""
+    found = os.fstat(fd)
+    what = "folder" if is_folder else "file"
+    if found.st_uid != os.geteuid():
+        raise StoreError(
+            f"{what} {str(path)!r} belongs to user {found.st_uid}: expected {os.geteuid()}, that of this "
+            "process"
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise StoreError(
+            f"{what} {str(path)!r} has mode {stat.S_IMODE(found.st_mode):o}: expected one that only its "
+            "owner may write to (chmod go-w)"
+        )
+    if not is_folder and (not stat.S_ISREG(found.st_mode) or found.st_nlink != 1):
+        raise StoreError(
+            f"file {str(path)!r} is no regular file, or has {found.st_nlink} names: expected a file "
+            "with one name"
+        )
+
+
+def _form_of(block: bytes) -> object:
+    try:
+        return json.loads(block.decode())
+    except (ValueError, RecursionError):
+        return None
+
+
+def _entry_of(packed: bytes) -> tuple[int, str] | None:
+    """Return the time of storage and the key of an entry. None for an empty entry."""
+    if len(packed) < _ENTRY.size:
+        return None
+    crc, sequence, length, key = _ENTRY.unpack(packed[: _ENTRY.size])
+    if length == 0 or crc != zlib.crc32(packed[4 : _ENTRY.size]):
+        return None
+    try:
+        return sequence, key[:length].decode()
+    except ValueError:
+        return None

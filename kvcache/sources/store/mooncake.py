@@ -1,0 +1,170 @@
+"""Mooncake Store, a distributed store in the memory of many machines."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from kvcache.checks import byte_count, text
+from kvcache.sources.store.base import BlockStore, StoreError
+
+# Larger batches fail on the TCP lane.
+_KEYS_PER_CALL = 1024
+_NOT_FOUND, _FULL = -704, -200  # an error code of Mooncake
+_TOO_LARGE = -600
+_EXISTS_CODES = (0, 1)
+_CONNECT_S = 1.0
+_LIMITS = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_RPC_TIMEOUT_MS": "2000"}
+_abandoned: list[object] = []  # clients whose master is unreachable
+
+
+class MooncakeStore(BlockStore):
+    """A client of a Mooncake Store.
+
+    The master may restart, and then has lost its content. Mooncake's `setup` and `close` hold the GIL
+    while no master answers, for minutes and for seconds. A connection is therefore tried first, and
+    `setup` gets one attempt with a time limit of 2 s per reply, unless the environment
+    (`MC_STORE_CLIENT_SETUP_RETRIES`, `MC_RPC_TIMEOUT_MS`) sets other limits. The client listens on
+    ports of its own (docs/security.md).
+
+    Args:
+        master: Address of the master, "host:port".
+        segment_bytes: Memory of this machine that the store may use for the blocks of all clients. 0:
+            none.
+        host: Address at which other clients reach that memory.
+        protocol: "tcp" or "rdma".
+        devices: RDMA devices.
+        metadata: "P2PHANDSHAKE", or the address of a metadata server.
+        buffer_bytes: Memory of the client itself.
+
+    Raises:
+        ModuleNotFoundError: Mooncake is not installed (extra `mooncake`).
+    """
+
+    def __init__(
+        self,
+        master: str,
+        *,
+        segment_bytes: int | str = 0,
+        host: str = "127.0.0.1",
+        protocol: str = "tcp",
+        devices: str = "",
+        metadata: str = "P2PHANDSHAKE",
+        buffer_bytes: int | str = "64MiB",
+    ) -> None:
+        try:
+            from mooncake.store import MooncakeDistributedStore
+        except ImportError as error:
+            raise ModuleNotFoundError(
+                f"MooncakeStore needs Mooncake ({error}): pip install 'kvcache[mooncake]', and the "
+                "system's libibverbs",
+                name="mooncake",
+            ) from error
+        self._new_client = MooncakeDistributedStore
+        self._setup = (
+            text(host, "host"),
+            text(metadata, "metadata"),
+            byte_count(segment_bytes, "segment_bytes", 0),
+            byte_count(buffer_bytes, "buffer_bytes", 1 << 20),
+            text(protocol, "protocol"),
+            text(devices, "devices"),
+            text(master, "master"),
+        )
+        self._client = None
+
+    def open(self, memory: np.ndarray, value_bytes: int) -> None:
+        """Connect to the master. StoreError if there is none."""
+        self.close()
+        self._connect()
+        client = self._new_client()
+        with _limits():
+            _check(client.setup(*self._setup), "setup")
+        self._client = client
+        _check(client.register_buffer(memory.ctypes.data, memory.nbytes), "register_buffer")
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Return which keys have a value. StoreError if the master does not answer."""
+        found = []
+        for some in _batches(keys):
+            codes = self._client.batch_is_exist(some)
+            for code in codes:
+                if code not in _EXISTS_CODES:
+                    raise StoreError(f"batch_is_exist returned {code}")
+            found += [code == 1 for code in codes]
+        return found
+
+    def put(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> list[bool]:
+        """Store values. Return False for values that do not fit."""
+        taken = []
+        for some, of_some in zip(_batches(keys), _batches(values)):
+            sizes = [len(value) for value in of_some]
+            codes = self._client.batch_put_from(some, _addresses(of_some), sizes)
+            for code in codes:
+                if code < 0 and code != _FULL:
+                    raise StoreError(f"batch_put_from returned {code}")
+            taken += [code >= 0 for code in codes]
+        return taken
+
+    def get(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> list[int]:
+        """Read values. A value that is too large for its buffer is reported with another size."""
+        sizes = []
+        for some, of_some in zip(_batches(keys), _batches(values)):
+            room = [len(value) for value in of_some]
+            sizes += self._client.batch_get_into(some, _addresses(of_some), room)
+        for size in sizes:
+            if size < 0 and size not in (_NOT_FOUND, _TOO_LARGE):
+                raise StoreError(f"batch_get_into returned {size}")
+        return [0 if size == _TOO_LARGE else max(size, -1) for size in sizes]
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Remove values, even while others read them."""
+        for some in _batches(keys):
+            self._client.batch_remove(some, True)
+
+    def close(self) -> None:
+        """Close the client. The content of its segment is lost."""
+        client, self._client = self._client, None
+        if client is None:
+            return
+        try:
+            self._connect()
+        except OSError:
+            _abandoned.append(client)  # until the process ends
+            return
+        client.close()
+
+    def _connect(self) -> None:
+        """Raise OSError if no master listens."""
+        address = re.fullmatch(r"\[?([^]/]+?)\]?:(\d+)", self._setup[-1])
+        if address is not None:  # otherwise the address of a service that knows the master
+            socket.create_connection((address[1], int(address[2])), _CONNECT_S).close()
+
+
+@contextmanager
+def _limits() -> Iterator[None]:
+    """Set Mooncake's time limits, which it reads from the environment when a client is created."""
+    added = [name for name in _LIMITS if name not in os.environ]
+    os.environ.update({name: _LIMITS[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def _batches(values: Sequence) -> list[Sequence]:
+    return [values[i : i + _KEYS_PER_CALL] for i in range(0, len(values), _KEYS_PER_CALL)]
+
+
+def _addresses(values: Sequence[np.ndarray]) -> list[int]:
+    return [value.ctypes.data for value in values]
+
+
+def _check(code: int, what: str) -> None:
+    if code != 0:
+        raise StoreError(f"{what} returned {code}")

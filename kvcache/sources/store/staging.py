@@ -1,0 +1,60 @@
+"""Host memory between a store's thread and the pages of a cache."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvcache.sources.store.values import HEADER_BYTES
+from kvcache.worker import Pages
+from kvcache.worker.pages.pinning import allocate_host
+
+_CACHE_LINE = 64
+
+
+class ValueStaging:
+    """Values in host memory, pinned if the pages are on a GPU. `pages` views the parts after their
+    headers.
+
+    A value is in use from `take` until `give_back`. Value 0 stays unused, because page 0 is the null
+    block. Raises MemoryError if the host has too little memory.
+    """
+
+    def __init__(self, like: Pages, num_bytes: int) -> None:
+        self.value_bytes = HEADER_BYTES + like.page_bytes
+        stride = -(-self.value_bytes // _CACHE_LINE) * _CACHE_LINE
+        num_values = max(num_bytes // stride, 2)
+        device = like.device if like.device.type == "cuda" else None
+        memory, per_chunk, keep = allocate_host(num_values + 1, stride, device)
+        self.pages = Pages(
+            memory,
+            num_values + 1,
+            HEADER_BYTES + np.cumsum(like.sizes) - like.sizes,
+            np.full(len(like.sizes), stride),
+            like.sizes,
+            like.layers,
+            keep=keep,
+            pages_per_chunk=per_chunk,
+            formats=like.formats,
+            contents=like.contents,
+        )
+        self.memory = memory.numpy()
+        self.values = self.memory.reshape(-1, stride)[:, : self.value_bytes]  # a view
+        self._free = list(range(num_values, 0, -1))
+        self.num_values = num_values
+
+    @property
+    def num_free(self) -> int:
+        """Number of free values."""
+        return len(self._free)
+
+    def take(self) -> int:
+        """Return the number of a free value; there must be one."""
+        return self._free.pop()
+
+    def give_back(self, numbers: list[int]) -> None:
+        """Free values."""
+        self._free += numbers
+
+    def of(self, numbers: list[int]) -> list[np.ndarray]:
+        """Return views of the values, each uint8[value_bytes]."""
+        return [self.values[number] for number in numbers]

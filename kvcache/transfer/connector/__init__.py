@@ -1,1 +1,0 @@
-"""Bookkeeping of a KV connector: requests of a step, cache events, and the workers' reports merged."""

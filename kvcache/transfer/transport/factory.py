@@ -1,0 +1,60 @@
+"""Creates a transport by name, or the preferred one that is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from kvcache.checks import shown
+from kvcache.transfer.transport.base import Transport
+
+TRANSPORTS = ("nixl", "gloo")  # in order of preference
+
+
+def make_transport(
+    agent: str,
+    name: str | None = None,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    **options: object,
+) -> Transport:
+    """Create a transport that listens for peers.
+
+    Args:
+        agent: Unique name among the peers.
+        name: "nixl" or "gloo". None: NIXL if it is installed, else gloo.
+        host: Address to listen on.
+        port: Port to listen on. 0: any free port.
+        options: Further options:
+
+            - `secret`: bytes that both sides must share.
+            - `timeout_s`: deadline of a transfer (30).
+            - `piece_bytes`: bytes per piece of staging memory (8 MiB). A connection has eight pieces.
+            - `digest`: whether received data is verified with a digest (False). A mismatch fails the
+              transfer.
+            - `advertise`: address given to peers (None: `host`). Required if `host` stands for every
+              address.
+            - `accepts_writes`: whether peers may write (True). Over NIXL, False sends all bytes through
+              staging memory, as with `direct_bytes=None`, because a peer could otherwise write to
+              registered pages.
+            - `direct_bytes`: over NIXL, size from which fragments are not packed ("auto"); see
+              docs/transports.md.
+
+    Returns:
+        The transport.
+
+    Raises:
+        TypeError: An option is unknown or has a wrong type.
+        ValueError: An option is out of range.
+        ImportError: NIXL is requested but not installed.
+        OSError: The address is in use.
+    """
+    if name is None:
+        name = "nixl" if importlib.util.find_spec("nixl") else "gloo"
+    if not isinstance(name, str) or name not in TRANSPORTS:
+        raise ValueError(f"name is {shown(name)}: expected one of {', '.join(TRANSPORTS)}, or None")
+    if name == "nixl":
+        from kvcache.transfer.transport.nixl import NixlTransport as Chosen
+    else:
+        from kvcache.transfer.transport.gloo import GlooTransport as Chosen
+    return Chosen(agent, host=host, port=port, **options)

@@ -1,0 +1,134 @@
+"""The placement of a pool's pages in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from kvcache.checks import instance, instances, integer, integers
+from kvcache.worker.pages.contents import PageContents
+
+
+class PageMemory:
+    """Regions of memory with one fragment per page each. `Pages` documents the fields."""
+
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        num_blocks: int,
+        offsets: np.ndarray,
+        strides: np.ndarray,
+        sizes: np.ndarray,
+        layers: np.ndarray,
+        *,
+        owners: Sequence[torch.Tensor] = (),
+        keep: object = None,
+        pages_per_chunk: int = 0,
+        formats: object = None,
+        contents: PageContents | None = None,
+    ) -> None:
+        instance(memory, torch.Tensor, "memory")
+        self.memory = memory
+        self.num_blocks = integer(num_blocks, "num_blocks")
+        self.offsets = integers(offsets, "offsets", ())
+        self.strides = integers(strides, "strides", ())
+        self.sizes = integers(sizes, "sizes", ())
+        self.layers = integers(layers, "layers", ()).astype(np.int32)
+        owners = instances(owners, torch.Tensor, "owners") or [memory] * len(self.sizes)
+        for name, each in (
+            ("strides", self.strides),
+            ("sizes", self.sizes),
+            ("layers", self.layers),
+            ("owners", owners),
+        ):
+            if len(each) != len(self.offsets):
+                raise ValueError(
+                    f"{name} has {len(each)} entries: expected {len(self.offsets)}, as offsets has"
+                )
+        self.pages_per_chunk = pages_per_chunk  # pages pinned by a single call; 0: all
+        self.formats = formats  # formats of blocks, if known; `PageCopy` compares them
+        self.contents = contents  # meaning of the bytes, used by stores; None until storages set it
+        self.base = memory.data_ptr()
+        self._owners = owners
+        self._keep = keep
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all regions."""
+        return self.memory.device
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return int(self.layers[-1]) + 1 if len(self.layers) else 0
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes per page, over all layers."""
+        return int(self.sizes.sum())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pages."""
+        return self.page_bytes * self.num_blocks
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the pages are in pinned host memory, which kernels can access."""
+        tensors = {id(tensor): tensor for tensor in (self.memory, *self._owners)}
+        return self.device.type == "cpu" and all(t.is_pinned() for t in tensors.values())
+
+    def owner(self, region: int) -> torch.Tensor:
+        """Return the tensor whose memory contains a region. Raises TypeError or ValueError."""
+        return self._owners[integer(region, "region", most=len(self.sizes) - 1)]
+
+    def fragment(self, region: int) -> torch.Tensor:
+        """Return a view uint8[num_blocks, bytes] of a region's fragments."""
+        region = integer(region, "region", most=len(self.sizes) - 1)
+        shape = (self.num_blocks, int(self.sizes[region]))
+        return self._view(region, shape)
+
+    def layer(self, number: int) -> torch.Tensor:
+        """Return a view uint8[num_blocks, bytes] of a layer's bytes in each page.
+
+        Args:
+            number: The layer.
+
+        Raises:
+            ValueError: The layer does not exist, or its bytes in a page are not contiguous.
+        """
+        number = integer(number, "number", most=self.num_layers - 1)
+        regions = np.flatnonzero(self.layers == number)
+        ends = self.offsets[regions] + self.sizes[regions]
+        storages = {self._owners[r].untyped_storage().data_ptr() for r in regions}
+        if (ends[:-1] != self.offsets[regions][1:]).any() or len(storages) > 1:
+            raise ValueError(
+                f"the bytes that layer {number} has of a page are {len(regions)} fragments: "
+                "expected them together"
+            )
+        return self._view(int(regions[0]), (self.num_blocks, int(self.sizes[regions].sum())))
+
+    @cached_property
+    def others(self) -> list[torch.Tensor]:
+        """Tensors that contain regions outside of `memory`, one per allocation."""
+        found = {owner.untyped_storage().data_ptr(): owner for owner in self._owners}
+        found.pop(self.memory.untyped_storage().data_ptr(), None)
+        return list(found.values())
+
+    def _view(self, region: int, shape: tuple[int, int]) -> torch.Tensor:
+        """Return a uint8 view of the region's memory.
+
+        A view beyond the end of the storage is rejected, because torch would enlarge the storage.
+        """
+        storage = self._owners[region].untyped_storage()
+        start = self.base + int(self.offsets[region]) - storage.data_ptr()
+        strides = (int(self.strides[region]), 1)
+        end = start + (shape[0] - 1) * strides[0] + shape[1]
+        if start < 0 or end > storage.nbytes():
+            raise ValueError(f"region {region} does not lie in the tensor that owns it")
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(
+            storage, start, shape, strides
+        )

@@ -1,0 +1,177 @@
+"""Copies between pages."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvcache import ops
+from kvcache.checks import as_array, check_range, integers
+from kvcache.worker.pages.memory import PageMemory
+
+
+class PageCopy:
+    """Copies pages within a pool or between two pools. Its table for `ops.copy_blocks` is built once.
+
+    Regions that are contiguous on both sides are merged. With `by_layer`, they are merged only within a
+    layer, so that single layers can be copied.
+    """
+
+    def __init__(
+        self, source: PageMemory, destination: PageMemory, *, by_layer: bool = False
+    ) -> None:
+        if len(source.sizes) != len(destination.sizes):
+            raise ValueError(
+                f"the source's pages have {len(source.sizes)} fragments over {source.num_layers} "
+                f"layers, the destination's {len(destination.sizes)} over "
+                f"{destination.num_layers}: expected the same"
+            )
+        unequal = np.flatnonzero(
+            (source.sizes != destination.sizes) | (source.layers != destination.layers)
+        )
+        if len(unequal):
+            at = unequal[0]
+            raise ValueError(
+                f"fragment {at} has {source.sizes[at]} bytes of layer {source.layers[at]} in the "
+                f"source, {destination.sizes[at]} of layer {destination.layers[at]} in the "
+                "destination: expected the same"
+            )
+        _check_formats(source, destination)
+        self.source, self.destination = source, destination
+        self._within = source is destination or _share_memory(source, destination)
+        table, self._layers = _merged(source, destination, by_layer)
+        self.regions = torch.from_numpy(table)
+        # Whether consecutive pages are contiguous on both sides.
+        self.is_dense = bool(((table[:, 1] == table[:, 4]) & (table[:, 3] == table[:, 4])).all())
+        on_host = source if source.device.type == "cpu" else destination
+        self._pages_per_run = on_host.pages_per_chunk
+        self._by_layer = by_layer
+        self._others = destination.others if self._within else source.others + destination.others
+
+    def copy(
+        self,
+        pairs: np.ndarray | torch.Tensor,
+        *,
+        engine: int = ops.KERNEL,
+        num_thread_blocks: int = 0,
+        layers: slice | None = None,
+    ) -> None:
+        """Copy pages: all layers or, with `by_layer`, the given ones. See `ops.copy_blocks`."""
+        regions = self.regions
+        if layers is not None and not self._by_layer:
+            raise ValueError("layers is given: expected it only of a PageCopy made with by_layer")
+        if layers is not None:
+            first, last = np.searchsorted(self._layers, [layers.start, layers.stop])
+            regions = regions[first:last]
+        source, destination = self.source, self.destination
+        ops.copy_blocks(
+            None if self._within else source.memory,
+            destination.memory,
+            regions,
+            pairs_tensor(pairs),
+            source.num_blocks,
+            destination.num_blocks,
+            engine,
+            self._pages_per_run,
+            num_thread_blocks,
+            self._others,
+        )
+
+    def zero(self, ids: np.ndarray) -> None:
+        """Zero whole pages of the destination. `ids`: int32[n]."""
+        ids = integers(ids, "ids", ())
+        check_range("ids", "is page", ids, 0, self.destination.num_blocks)
+        self.copy(np.stack([np.full(len(ids), -1), ids], axis=1))
+
+
+def pairs_tensor(pairs: np.ndarray | torch.Tensor) -> torch.Tensor:
+    """Convert pairs to int32[n, 2]. Tensors are returned unchanged. Raises ValueError or TypeError."""
+    if isinstance(pairs, torch.Tensor):
+        return pairs
+    array = as_array(pairs, "pairs")
+    if array.ndim != 2 or array.shape[1] != 2:
+        if array.size:
+            raise ValueError(f"pairs has shape {list(array.shape)}: expected [n, 2]")
+        array = array.reshape(0, 2)
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"pairs has dtype {array.dtype}: expected integers")
+    limits = np.iinfo(np.int32)
+    if array.dtype != np.int32 and array.size:
+        out_of_range = np.argwhere((array < limits.min) | (array > limits.max))
+        if len(out_of_range):
+            i, j = out_of_range[0]
+            raise ValueError(f"pairs[{i}] has page {array[i, j]}: expected int32")
+    # Copied, because torch aborts the process if memory runs out within `from_numpy`.
+    tensor = torch.empty(array.shape, dtype=torch.int32, device="cpu")
+    tensor.numpy()[:] = array
+    return tensor
+
+
+def _merged(
+    source: PageMemory, destination: PageMemory, by_layer: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the op's table of merged regions, int64[r, 5], and the first layer of each region."""
+    table = np.stack(
+        [source.offsets, source.strides, destination.offsets, destination.strides, source.sizes], 1
+    )
+    joined = (
+        (table[:-1, 0] + table[:-1, 4] == table[1:, 0])
+        & (table[:-1, 2] + table[:-1, 4] == table[1:, 2])
+        & (table[:-1, 1] == table[1:, 1])
+        & (table[:-1, 3] == table[1:, 3])
+    )
+    if by_layer:
+        joined &= source.layers[:-1] == source.layers[1:]
+    first = np.flatnonzero(np.concatenate([np.ones(min(len(table), 1), bool), ~joined]))
+    merged = table[first]
+    if len(first):
+        merged[:, 4] = np.add.reduceat(table[:, 4], first)
+    return merged, source.layers[first]
+
+
+def _check_formats(source: PageMemory, destination: PageMemory) -> None:
+    """Raise ValueError if both sides describe their pages in the same terms but differ."""
+    mine, other = source.formats, destination.formats
+    if mine is None or other is None or mine[0] != other[0]:
+        return
+    for i, (one, two) in enumerate(zip(mine[1:], other[1:])):
+        if one != two:
+            raise ValueError(
+                f"tensor {i} has blocks of (dtype, shape, dimensions from the innermost) {one} in "
+                f"the source, {two} in the destination: expected the same"
+            )
+
+
+def _share_memory(source: PageMemory, destination: PageMemory) -> bool:
+    """Return whether both sides are the same pages. Raises ValueError for any other overlap."""
+    if source.device != destination.device:
+        return False
+    spans = [_span(pages) for pages in (source, destination)]
+    if spans[0][0] >= spans[1][1] or spans[1][0] >= spans[0][1]:
+        return False
+    same = (source.offsets + source.base == destination.offsets + destination.base).all()
+    if same and (source.strides == destination.strides).all():
+        return True
+    if len(source.sizes) and _meet(source, destination):
+        raise ValueError("source and destination share memory: expected the same pages, or others")
+    return False
+
+
+def _span(pages: PageMemory) -> tuple[int, int]:
+    """Return the first byte of all regions and the byte after the last one."""
+    if len(pages.sizes) == 0 or pages.page_bytes == 0:
+        return pages.base, pages.base
+    ends = pages.offsets + (pages.num_blocks - 1) * pages.strides + pages.sizes
+    return pages.base + int(pages.offsets.min()), pages.base + int(ends.max())
+
+
+def _meet(source: PageMemory, destination: PageMemory) -> bool:
+    """Return whether the span of any region overlaps a region of the other side."""
+    starts = source.base + source.offsets
+    ends = starts + (source.num_blocks - 1) * source.strides + source.sizes
+    others = destination.base + destination.offsets
+    other_ends = others + (destination.num_blocks - 1) * destination.strides + destination.sizes
+    order = np.argsort(others)
+    reach = np.maximum.accumulate(other_ends[order])  # furthest end of the regions up to here
+    before = np.searchsorted(others[order], ends) - 1  # last region that begins before the end
+    return bool((reach[before] > starts)[before >= 0].any())

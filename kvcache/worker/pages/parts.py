@@ -1,0 +1,69 @@
+"""Locates the heads of all tokens in a page, based on the views of its storages."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvcache.worker.pages.contents import PageContents
+from kvcache.worker.pages.memory import PageMemory
+
+
+class BlockParts(NamedTuple):
+    """The caches of a storage by part: "key", "value", "scales"."""
+
+    blocks_per_page: int
+    views: dict[
+        str, list[torch.Tensor]
+    ]  # per layer [num_blocks, block_size, num_kv_heads, elements]
+
+
+def contents_of(
+    pages: PageMemory, storages: Sequence[BlockParts], cp_interleave: int | None = None
+) -> PageContents:
+    """Return the meaning of the bytes of `pages`, given the parts of each storage over them.
+
+    Raises ValueError if the blocks of a storage are not in these pages.
+    """
+    return PageContents(tuple(_described(pages, each) for each in storages), cp_interleave)
+
+
+def _described(pages: PageMemory, storage: BlockParts) -> tuple:
+    """Return each part's (name, dtype, [blocks per page, tokens, heads, elements], digest)."""
+    found = []
+    for name, views in storage.views.items():
+        shape = (storage.blocks_per_page, *views[0].shape[1:])
+        positions = np.stack([_positions(pages, view, shape[0]) for view in views])
+        digest = hashlib.sha256(positions.astype("<i8").tobytes()).hexdigest()
+        found.append((name, str(views[0].dtype), (len(views), *shape), digest))
+    return tuple(found)
+
+
+def _positions(pages: PageMemory, view: torch.Tensor, num_blocks: int) -> np.ndarray:
+    """Return the byte of a page at which each head of each token begins: int64[blocks, tokens, heads].
+
+    `view`: [num_blocks, tokens, heads, elements] with contiguous elements.
+    """
+    counts = (num_blocks, *view.shape[1:3])
+    steps = [stride * view.element_size() for stride in view.stride()[:3]]
+    address = np.full(counts, view.data_ptr(), np.int64)
+    for axis, (count, step) in enumerate(zip(counts, steps)):
+        along = [1, 1, 1]
+        along[axis] = count
+        address += (np.arange(count) * step).reshape(along)
+    begins = pages.base + pages.offsets  # of page 0
+    order = np.argsort(begins, kind="stable")
+    order = order[pages.sizes[order] > 0]
+    region = order[np.maximum(np.searchsorted(begins[order], address, "right") - 1, 0)]
+    within = address - begins[region]
+    last = within + view.shape[3] * view.element_size()
+    if (within < 0).any() or (last > pages.sizes[region]).any():
+        raise ValueError(
+            f"contents has a storage with blocks of {list(counts)} (blocks of a page, tokens, heads): "
+            "expected storages over these pages"
+        )
+    return (np.cumsum(pages.sizes) - pages.sizes)[region] + within

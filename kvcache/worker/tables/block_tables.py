@@ -1,0 +1,333 @@
+"""The block tables of a model with several cache groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import index
+
+import numpy as np
+import torch
+
+from kvcache.checks import flag, instance, integer, listed, num_entries, shown
+from kvcache.kinds import make_kind
+from kvcache.specs import ContextParallel, GroupSpec, checked_context_parallel, checked_groups
+from kvcache.step import NO_IDS, NO_REPLACE, StepPlan
+from kvcache.worker.tables.group_table import GroupTable
+from kvcache.worker.tables.table_set import Ids, TableSet, checked_device
+from kvcache.worker.tables.table_shape import TableShape, checked_candidates, num_blocks_for
+
+
+class BlockTables:
+    """The block tables of all cache groups in one memory: each call serves all groups at once.
+
+    `tables[g]` is the `GroupTable` of group `g`, and `block_tables` lists them. `for_groups` derives the
+    shapes from the groups of a plan.
+
+    Args:
+        shapes: The shape of each group's table, in the order of the groups.
+        max_num_reqs: Maximum number of requests, each with its own row.
+        max_num_tokens: Maximum number of tokens in a step.
+        device: Device of the mirror.
+        pin_memory: Whether to pin the host side, which makes uploads to a GPU asynchronous. None: only if
+            the device is a GPU.
+        num_speculative_tokens: Maximum number of draft tokens of a request in a step. With context
+            parallelism, the tables have `1 + num_speculative_tokens` rows per request.
+        slot_mapping_dtype: `torch.int64` or `torch.int32`.
+        pcp_padding: Whether to lengthen the slot mapping by `2 * pcp_world_size * max_num_reqs`.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: An argument is out of range, or the groups differ in `context_parallel`.
+
+    Example:
+        >>> shapes = [TableShape(16, 4), TableShape(32, 2, kernel_block_size=16)]
+        >>> tables = BlockTables(shapes, max_num_reqs=4, max_num_tokens=32, device="cpu")
+        >>> tables.add_row(([5, 6], [2]), 0)
+        >>> tables.compute_slot_mapping(np.array([0, 0]), np.array([1, 17]))
+        >>> tables[0].slot_mapping.np[:2], tables[1].slot_mapping.np[:2]
+        (array([81, 97]), array([65, 81]))
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[TableShape],
+        *,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        device: torch.device | str = "cpu",
+        pin_memory: bool | None = None,
+        num_speculative_tokens: int = 0,
+        slot_mapping_dtype: torch.dtype = torch.int64,
+        pcp_padding: bool = False,
+    ) -> None:
+        shapes = listed(shapes, "shapes", "a list of TableShape, one per group")
+        if not shapes:
+            raise ValueError("shapes is empty: expected one TableShape per group")
+        for g, shape in enumerate(shapes):
+            instance(shape, TableShape, f"shapes[{g}]")
+        cp = shapes[0].context_parallel
+        for g, shape in enumerate(shapes):
+            if shape.context_parallel != cp:
+                raise ValueError(
+                    f"shapes[{g}] has {shape.context_parallel}: expected that of shapes[0], {cp}"
+                )
+        max_num_reqs = integer(max_num_reqs, "max_num_reqs", least=1)
+        max_num_tokens = integer(max_num_tokens, "max_num_tokens", least=1)
+        num_drafts = integer(num_speculative_tokens, "num_speculative_tokens")
+        device = checked_device(device)
+        if not any(slot_mapping_dtype is dtype for dtype in (torch.int64, torch.int32)):
+            raise ValueError(
+                f"slot_mapping_dtype is {shown(slot_mapping_dtype)}: expected int64 or int32"
+            )
+        pinned = device.type == "cuda" if pin_memory is None else flag(pin_memory, "pin_memory")
+        padding = 2 * cp.pcp_world_size * max_num_reqs if flag(pcp_padding, "pcp_padding") else 0
+        self._tables = TableSet(
+            shapes,
+            max_num_reqs,
+            max_num_reqs * (1 + num_drafts if cp.world_size > 1 else 1),
+            max_num_tokens + padding,
+            pinned,
+            device,
+            slot_mapping_dtype,
+        )
+        self.block_tables = [GroupTable(self._tables, g) for g in range(len(shapes))]
+
+    @staticmethod
+    def for_groups(
+        groups: Sequence[GroupSpec],
+        *,
+        max_num_reqs: int,
+        max_model_len: int,
+        max_num_tokens: int,
+        device: torch.device | str = "cpu",
+        pin_memory: bool | None = None,
+        kernel_sizes: Sequence[int] | None = None,
+        context_parallel: ContextParallel | None = None,
+        max_encoder_tokens: int | None = None,
+        cp_kv_cache_interleave_size: int = 1,
+        num_speculative_tokens: int = 0,
+        slot_mapping_dtype: torch.dtype = torch.int64,
+        pcp_padding: bool = False,
+    ) -> BlockTables:
+        """Create the tables of a manager's groups (`CachePlan.groups`), in the same order.
+
+        The shapes follow from the groups and their kinds. Arguments that are not listed have the same
+        meaning as in the constructor.
+
+        Args:
+            groups: The manager's groups.
+            max_model_len: Maximum number of tokens of a request.
+            kernel_sizes: Candidates for the kernel block size, for all groups with slots.
+            context_parallel: Context-parallel sizes and ranks.
+            max_encoder_tokens: Maximum number of encoder tokens of a request
+                (`CachePlan.max_encoder_tokens`). None: `max_model_len`.
+            cp_kv_cache_interleave_size: Consecutive tokens per context-parallel rank.
+
+        Returns:
+            The tables.
+
+        Raises:
+            TypeError: An argument has a wrong type.
+            ValueError: An argument is out of range, or `max_encoder_tokens` is given without an encoder
+                group.
+
+        Example:
+            >>> groups = [
+            ...     GroupSpec("full_attention", 16), GroupSpec("sliding_window", 32, {"window": 64})
+            ... ]
+            >>> tables = BlockTables.for_groups(
+            ...     groups, max_num_reqs=4, max_model_len=64, max_num_tokens=32
+            ... )
+            >>> [(table.block_size, table.shape.window) for table in tables.block_tables]
+            [(16, None), (32, 64)]
+        """
+        groups = checked_groups(groups)
+        cp = checked_context_parallel(context_parallel)
+        max_model_len = integer(max_model_len, "max_model_len", least=1)
+        num_drafts = integer(num_speculative_tokens, "num_speculative_tokens")
+        if kernel_sizes is not None:
+            kernel_sizes = checked_candidates(kernel_sizes, "kernel_sizes")
+        kinds = [make_kind(group.kind, group.options) for group in groups]
+        num_encoder_tokens = max_model_len
+        if max_encoder_tokens is not None:
+            num_encoder_tokens = integer(max_encoder_tokens, "max_encoder_tokens", least=1)
+            if not any(kind.pages.of_encoder for kind in kinds):
+                raise ValueError(
+                    f"max_encoder_tokens is {num_encoder_tokens}: expected None, as no group's kind has "
+                    "an encoder"
+                )
+        shapes = []
+        for group, kind in zip(groups, kinds):
+            pages, per_block = kind.pages, group.tokens_per_block(cp)
+            if pages.wraps:
+                width = -(-min(max_model_len, kind.buffer) // per_block)
+            elif pages.of_encoder and max_encoder_tokens is not None:
+                width = -(-num_encoder_tokens // per_block)
+            else:
+                width = num_blocks_for(max_model_len, per_block, num_drafts)
+            shapes.append(
+                TableShape(
+                    group.block_size,
+                    width + kind.num_speculative_blocks,
+                    kernel_sizes=kernel_sizes if pages.has_slots else None,
+                    window=None if pages.wraps else kind.window,
+                    slot_mapping=pages.has_slots,
+                    context_parallel=cp,
+                    replicated=group.replicated,
+                    cp_kv_cache_interleave_size=cp_kv_cache_interleave_size,
+                    encoder=pages.of_encoder,
+                    circular=pages.wraps,
+                    num_speculative_blocks=kind.num_speculative_blocks,
+                )
+            )
+        return BlockTables(
+            shapes,
+            max_num_reqs=max_num_reqs,
+            max_num_tokens=max_num_tokens,
+            device=device,
+            pin_memory=pin_memory,
+            num_speculative_tokens=num_drafts,
+            slot_mapping_dtype=slot_mapping_dtype,
+            pcp_padding=pcp_padding,
+        )
+
+    def __getitem__(self, group: int) -> GroupTable:
+        try:
+            return self.block_tables[index(group)]
+        except IndexError:
+            raise IndexError(f"group is {shown(group)}: expected 0 to {len(self) - 1}") from None
+        except TypeError:
+            raise TypeError(f"group is {shown(group)}: expected an integer") from None
+
+    def __len__(self) -> int:
+        return len(self.block_tables)
+
+    def apply(self, plan: StepPlan, num_blocks: int = -1) -> None:
+        """Apply the table changes of a plan to all rows and groups in one native call.
+
+        Args:
+            plan: The plan of a step.
+            num_blocks: Number of blocks in the pool, for checking block IDs. -1 disables the check.
+
+        Raises:
+            ValueError: A row or column is out of range, a row would overflow, or a block ID is outside
+                [0, num_blocks). Nothing has changed.
+        """
+        self._tables.apply(plan, num_blocks)
+
+    def append_row(self, block_ids: Sequence[Ids], row: int) -> None:
+        """Append `block_ids[g]` to a row of each group `g`. If one group overflows, none changes."""
+        self._tables.apply(self._row_plan(block_ids, row, clear=False))
+
+    def add_row(self, block_ids: Sequence[Ids], row: int) -> None:
+        """Set a row of each group `g` to `block_ids[g]`. If one group overflows, none changes."""
+        self._tables.apply(self._row_plan(block_ids, row, clear=True))
+
+    def clear_row(self, row: int) -> None:
+        """Clear a row in all groups."""
+        self._tables.clear_rows([row])
+
+    def clear_rows(self, rows: Ids) -> None:
+        """Clear several rows in all groups, in one call."""
+        self._tables.clear_rows(rows)
+
+    def move_row(self, src: int, tgt: int) -> None:
+        """Move row `src` to row `tgt` in all groups, and clear `src`."""
+        self._tables.move_rows([src], [tgt])
+
+    def move_rows(self, src: Ids, tgt: Ids) -> None:
+        """Move pairs of rows one after the other, in one call; see `move_row`."""
+        self._tables.move_rows(src, tgt)
+
+    def swap_row(self, src: int, tgt: int) -> None:
+        """Swap two rows in all groups."""
+        self._tables.swap_rows([src], [tgt])
+
+    def swap_rows(self, src: Ids, tgt: Ids) -> None:
+        """Swap pairs of rows one after the other, in one call; see `swap_row`."""
+        self._tables.swap_rows(src, tgt)
+
+    def commit_updates(self) -> None:
+        """Upload all changes to the device, with one copy and one launch for all groups."""
+        self._tables.commit_updates()
+
+    def commit_block_table(self, num_reqs: int) -> None:
+        """Upload the first `num_reqs` rows of every group as a whole."""
+        for group in range(len(self)):
+            self._tables.commit_rows(group, num_reqs)
+
+    def compute_slot_mapping(
+        self,
+        req_indices: np.ndarray | torch.Tensor | None = None,
+        positions: np.ndarray | torch.Tensor | None = None,
+        *,
+        query_start_loc: np.ndarray | torch.Tensor | None = None,
+    ) -> None:
+        """Compute the slot mappings of all groups in one call; see `GroupTable.compute_slot_mapping`.
+
+        On a GPU, one launch serves all groups with ordinary positions, and each circular group takes
+        one more launch. Encoder groups are skipped because their tokens have other positions: call
+        `compute_slot_mapping` and `commit_slot_mapping` of `tables[g]` when the encoder's output is
+        written.
+
+        Args:
+            req_indices: int32[n] or int32[r]. Rows, as in `GroupTable.compute_slot_mapping`.
+            positions: int64[n]. Token positions within their requests.
+            query_start_loc: int32[r + 1]. Start of each request's tokens.
+        """
+        self._tables.compute_slots(req_indices, positions, query_start_loc)
+
+    def commit_slot_mapping(self, num_tokens: int) -> None:
+        """Upload the slot mappings that `compute_slot_mapping` fills, in one copy."""
+        self._tables.commit_slots(num_tokens)
+
+    def gather(
+        self,
+        idx_mapping: torch.Tensor,
+        num_computed_tokens: torch.Tensor | None = None,
+        max_num_tokens: int | None = None,
+    ) -> list[torch.Tensor]:
+        """Gather rows in batch order on the device, with one launch for all groups.
+
+        The result is always at the same address, and the next call overwrites it.
+
+        Args:
+            idx_mapping: int32[n], on the device. Row of each request in the batch. -1 marks a padding
+                request, whose row is filled with the null block.
+            num_computed_tokens: int32[n]. Tokens before each request's first query. If given, entries
+                that have left a group's window are replaced by the null block, so that kernels that
+                read masked tiles do not encounter NaN from other requests.
+            max_num_tokens: Maximum length of a row, in tokens. None: the current maximum. When
+                capturing a CUDA graph, pass `max_model_len` (or the number of encoder tokens, if
+                greater).
+
+        Returns:
+            One tensor int32[n, width] per group.
+        """
+        return self._tables.gather(idx_mapping, num_computed_tokens, max_num_tokens)
+
+    def clear(self) -> None:
+        """Zero all block IDs and counts, on the host and on the device."""
+        self._tables.clear()
+
+    def _row_plan(self, block_ids: Sequence[Ids], row: int, clear: bool) -> StepPlan:
+        row = integer(row, "row")
+        groups = listed(block_ids, "block_ids")
+        if len(groups) != len(self):
+            raise ValueError(
+                f"block_ids has {len(groups)} groups: expected {len(self)}, one per table"
+            )
+        rows = [row]
+        return StepPlan(
+            step_id=-1,
+            rows=rows,
+            status=NO_IDS,
+            num_computed_tokens=NO_IDS,
+            clear_rows=rows if clear else NO_IDS,
+            append_rows=rows,
+            append_splits=[
+                [0, num_entries(ids, f"block_ids[{g}]")] for g, ids in enumerate(groups)
+            ],
+            append_ids=groups,
+            replace=[NO_REPLACE] * len(self),
+        )

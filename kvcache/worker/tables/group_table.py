@@ -1,0 +1,299 @@
+"""The block table of one cache group: which blocks hold the tokens of each row."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvcache.checks import as_array, check_range, instance, integer
+from kvcache.step import StepPlan
+from kvcache.worker.tables.buffer import BufferView
+from kvcache.worker.tables.table_set import (
+    Ids,
+    TableSet,
+    cpu_tensor,
+    host_tensor,
+)
+
+
+class GroupTable:
+    """Block IDs per row of one cache group, and the slots of a step's tokens.
+
+    `block_table` is int32[rows, width] in kernel blocks, `slot_mapping` is
+    int64[max_num_tokens], and `num_blocks_per_row` is int32[rows]. The first two have a host
+    side (`.np`, `.cpu`) and a device side (`.gpu`) at fixed addresses, so captured CUDA graphs stay
+    valid. On a CPU device both sides share memory.
+
+    Methods change the host side. `commit_updates` uploads all changes made through methods;
+    `commit_block_table` and `commit_slot_mapping` upload whole rows. Uploads are asynchronous, in the
+    order of the current stream, and every method waits for an upload that still reads the host side. To
+    write to `.np` directly, call `block_table.before_write()` first, set `num_blocks_per_row` too, and
+    upload with `commit_block_table`. Changes and uploads cannot be captured in a CUDA graph.
+
+    On devices that are neither CPU nor CUDA, tables and slots are computed on the CPU and copied.
+
+    Args:
+        tables: The memory of all groups. `BlockTables` creates it, and `tables[g]` returns the view.
+        group: Index of the group.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: `group` is out of range.
+
+    Example:
+        >>> from kvcache import BlockTables, TableShape
+        >>> table = BlockTables([TableShape(16, max_num_blocks=8)], max_num_reqs=4, max_num_tokens=64)[0]
+        >>> table.add_row([7, 9], 0)
+        >>> table.compute_slot_mapping(np.array([0, 0], np.int32), np.array([3, 17]))
+        >>> table.slot_mapping.np[:3]
+        array([115, 145,  -1])
+    """
+
+    def __init__(self, tables: TableSet, group: int) -> None:
+        instance(tables, TableSet, "tables")
+        group = integer(group, "group", 0, len(tables.shapes) - 1)
+        self.max_num_reqs = tables.max_num_reqs
+        self._tables, self._group = tables, group
+        self.shape = tables.shapes[group]
+        self.block_size = self.shape.block_size
+        self.kernel_block_size = self.shape.kernel_block_size
+        self.blocks_per_kv_block = self.shape.ratio
+        self.max_num_blocks_per_req = self.shape.max_num_blocks
+        self.device = tables.device
+        self.block_table: BufferView = tables.tables[group]
+        self.num_blocks_per_row: np.ndarray = tables.counts[group]
+
+    @property
+    def slot_mapping(self) -> BufferView:
+        """[max_num_tokens]. Raises ValueError for a group without a slot mapping."""
+        return self._tables.slot_mapping(self._group)
+
+    @property
+    def num_computed_slots(self) -> int | None:
+        """Tokens of the last `compute_slot_mapping`, including padding, whose slots are on the device.
+
+        None if replaying a captured CUDA graph may have changed them. Raises ValueError for a group
+        without a slot mapping.
+        """
+        return self._tables.num_computed_slots(self._group)
+
+    def apply(self, plan: StepPlan, num_blocks: int = -1) -> None:
+        """Apply the table changes of a plan; see `BlockTables.apply`."""
+        self._tables.apply(plan, num_blocks)
+
+    def append_row(self, block_ids: Ids, row: int) -> None:
+        """Append allocation blocks to a row. Raises ValueError if the row would overflow."""
+        self._tables.append_row(self._group, block_ids, row)
+
+    def add_row(self, block_ids: Ids, row: int) -> None:
+        """Set a row to the given allocation blocks."""
+        self._tables.append_row(self._group, block_ids, row, reset=True)
+
+    def clear_row(self, row: int) -> None:
+        """Clear a row: its block IDs become the null block."""
+        self._tables.clear_rows([row], self._group)
+
+    def clear_rows(self, rows: Ids) -> None:
+        """Clear several rows in one call."""
+        self._tables.clear_rows(rows, self._group)
+
+    def move_row(self, src: int, tgt: int) -> None:
+        """Move row `src` to row `tgt` and clear `src`. If both are equal, nothing changes."""
+        self._tables.move_rows([src], [tgt], self._group)
+
+    def swap_row(self, src: int, tgt: int) -> None:
+        """Swap two rows."""
+        self._tables.swap_rows([src], [tgt], self._group)
+
+    def move_rows(self, src: Ids, tgt: Ids) -> None:
+        """Move pairs of rows one after the other, in one call; see `move_row`."""
+        self._tables.move_rows(src, tgt, self._group)
+
+    def swap_rows(self, src: Ids, tgt: Ids) -> None:
+        """Swap pairs of rows one after the other, in one call; see `swap_row`."""
+        self._tables.swap_rows(src, tgt, self._group)
+
+    def commit_updates(self) -> None:
+        """Upload all changes to the device, with one copy and one launch for all groups."""
+        self._tables.commit_updates()
+
+    def commit_block_table(self, num_reqs: int) -> None:
+        """Upload the first `num_reqs` rows as a whole."""
+        self._tables.commit_rows(self._group, num_reqs)
+
+    def compute_slot_mapping(
+        self,
+        req_indices: np.ndarray | torch.Tensor | None = None,
+        positions: np.ndarray | torch.Tensor | None = None,
+        *,
+        query_start_loc: np.ndarray | torch.Tensor | None = None,
+    ) -> None:
+        """Compute the slots of a step's tokens.
+
+        numpy arrays and CPU tensors fill the host side; upload it with `commit_slot_mapping`. Device
+        tensors fill the device side directly from the device tables, in one launch.
+
+        The slot is -1 for tokens of padding requests and for tokens held by another context-parallel
+        rank. Entries after the last token are reset to -1 if an earlier call filled them. Entries that
+        the caller wrote stay until `commit_slot_mapping`.
+
+        Args:
+            req_indices: Rows, or -1 for padding requests. Without `query_start_loc`, int32[n], one row
+                per token. With it, int32[r], one row per request. None: request `i` has row `i`.
+            positions: int64[n]. Token positions within their requests.
+            query_start_loc: int32[r + 1]. Start of each request's tokens.
+
+        Raises:
+            ValueError: A row or position on the host is out of range. Nothing was written.
+            RuntimeError: A row or position on a GPU is out of range, with `KVCACHE_CHECKED=1`.
+                Otherwise such tokens get slot -1.
+        """
+        self._tables.compute_slots(req_indices, positions, query_start_loc, self._group)
+
+    def slots_of(
+        self,
+        req_indices: np.ndarray | torch.Tensor | None = None,
+        positions: np.ndarray | torch.Tensor | None = None,
+        *,
+        query_start_loc: np.ndarray | torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the slots of arbitrary tokens, for reading a context. `slot_mapping` stays unchanged.
+
+        Arguments and errors are the same as for `compute_slot_mapping`, with any number of tokens.
+        Tokens on the host are looked up in the host tables, tokens on the device in the device tables.
+
+        Returns:
+            int64[n] on the device, in new memory.
+        """
+        return self._tables.slots_of(req_indices, positions, query_start_loc, self._group)
+
+    def state_pages(
+        self,
+        req_indices: np.ndarray | torch.Tensor,
+        num_tokens: np.ndarray | torch.Tensor,
+        num_drafts: np.ndarray | torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the pages of a step's recurrent states.
+
+        A kernel reads the state before the step from page [i, 0], and writes the state after the last
+        non-draft token to the same page. It writes the state after the j-th draft token to page [i, j].
+        Unused entries are the null page. Arguments on the host are looked up in the host table, tensors
+        on the device in the device table.
+
+        Args:
+            req_indices: int[n]. Rows.
+            num_tokens: int[n]. Tokens of each row after the step, including draft tokens.
+            num_drafts: int[n]. Draft tokens of each row, at most `num_speculative_blocks`. They come
+                last.
+
+        Returns:
+            int32[n, 1 + num_speculative_blocks].
+
+        Raises:
+            ValueError: The group has slots; or, for arguments on the host, there are too many draft
+                tokens.
+
+        Example:
+            >>> from kvcache import GroupSpec, BlockTables
+            >>> tables = BlockTables.for_groups(
+            ...     [GroupSpec("recurrent", 16, {"num_speculative_blocks": 2})],
+            ...     max_num_reqs=4, max_model_len=64, max_num_tokens=32,
+            ... )
+            >>> tables.add_row([[0, 5, 8, 9]], 0)
+            >>> tables[0].state_pages([0, 0], [20, 19], [2, 0])
+            tensor([[5, 8, 9],
+                    [5, 0, 0]], dtype=torch.int32)
+        """
+        if self.shape.slot_mapping:
+            raise ValueError("the group has a slot mapping: expected one of recurrent states")
+        on_device = isinstance(num_tokens, torch.Tensor) and num_tokens.device.type != "cpu"
+        if on_device and not num_tokens.is_cuda:  # computed on the host, like slots
+            names = ("req_indices", "num_tokens", "num_drafts")
+            given = [
+                cpu_tensor(each, name) if isinstance(each, torch.Tensor) else each
+                for each, name in zip((req_indices, num_tokens, num_drafts), names)
+            ]
+            return self.state_pages(*given).to(num_tokens.device)
+        table = self.block_table.gpu if on_device else self.block_table.cpu
+        most = self.shape.num_speculative_blocks
+        given = {"req_indices": req_indices, "num_tokens": num_tokens, "num_drafts": num_drafts}
+        if on_device:
+            given = [torch.as_tensor(each, device=table.device).long() for each in given.values()]
+        else:
+            given = [host_tensor(each, torch.int64, name) for name, each in given.items()]
+            for name, each in zip(("num_tokens", "num_drafts"), given[1:]):
+                if each.ndim != 1 or each.shape != given[0].shape:
+                    raise ValueError(
+                        f"{name} has shape {list(each.shape)}, req_indices {list(given[0].shape)}: "
+                        "expected [n] of both"
+                    )
+            check_range("req_indices", "is row", given[0].numpy(), 0, len(table))
+        rows, num_tokens, num_drafts = given
+        if not on_device and (num_drafts > most).any():
+            raise ValueError(
+                f"num_drafts is {num_drafts.tolist()}: expected at most {most}, num_speculative_blocks"
+            )
+        index = torch.arange(1 + most, device=table.device)
+        tokens_per_block = self.block_size * self.shape.world_size
+        columns = ((num_tokens - num_drafts - 1) // tokens_per_block)[:, None] + index
+        pages = table[rows[:, None], columns.clamp(0, table.shape[1] - 1)]
+        return pages.masked_fill_(index > num_drafts[:, None], 0)
+
+    def commit_slot_mapping(self, num_tokens: int) -> None:
+        """Upload the slot mapping, with -1 after `num_tokens`."""
+        self._tables.commit_slots(num_tokens, self._group)
+
+    def gather(
+        self,
+        idx_mapping: torch.Tensor,
+        num_computed_tokens: torch.Tensor | None = None,
+        max_num_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """Gather rows in batch order, int32[n, width]; see `BlockTables.gather`."""
+        return self._tables.gather(idx_mapping, num_computed_tokens, max_num_tokens)[self._group]
+
+    def clear(self) -> None:
+        """Zero the block IDs and counts of this group, on the host and on the device."""
+        self._tables.clear(self._group)
+
+    def get_device_tensor(self, num_reqs: int | None = None) -> torch.Tensor:
+        """Return a view int32[num_reqs, width] of the device side."""
+        if num_reqs is not None:
+            num_reqs = integer(num_reqs, "num_reqs")
+        return self.block_table.gpu[:num_reqs]
+
+    def get_cpu_tensor(self) -> torch.Tensor:
+        """Return a view int32[rows, width] of the host side."""
+        return self.block_table.cpu
+
+    def get_numpy_array(self) -> np.ndarray:
+        """Return a numpy view of the host side."""
+        return self.block_table.np
+
+    @staticmethod
+    def map_to_kernel_blocks(block_ids: Ids, blocks_per_kv_block: int) -> np.ndarray:
+        """Split each allocation block into its kernel blocks.
+
+        Args:
+            block_ids: Allocation blocks.
+            blocks_per_kv_block: Kernel blocks per allocation block.
+
+        Returns:
+            int32[n * blocks_per_kv_block].
+
+        Example:
+            >>> GroupTable.map_to_kernel_blocks([0, 2], 4)
+            array([ 0,  1,  2,  3,  8,  9, 10, 11], dtype=int32)
+        """
+        blocks_per_kv_block = integer(blocks_per_kv_block, "blocks_per_kv_block", least=1)
+        ids = as_array(block_ids, "block_ids")
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise TypeError(f"block_ids has dtype {ids.dtype}: expected a list of integers")
+        wrong = np.flatnonzero((ids < 0) | (ids >= 2**31 // blocks_per_kv_block))
+        if wrong.size:
+            raise ValueError(
+                f"block_ids[{wrong[0]}] is {ids[wrong[0]]}: "
+                f"expected 0 to {2**31 // blocks_per_kv_block - 1}"
+            )
+        ids = ids.astype(np.int32).reshape(-1, 1) * np.int32(blocks_per_kv_block)
+        return (ids + np.arange(blocks_per_kv_block, dtype=np.int32)).reshape(-1)

@@ -1,0 +1,166 @@
+"""The shape of one cache group's table, and checks of the arguments that define it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import InitVar, dataclass
+
+from kvcache.checks import MAX_INT32, flag, integer, listed, shown
+from kvcache.specs import ContextParallel, checked_context_parallel
+
+
+@dataclass(frozen=True)
+class TableShape:
+    """What differs between the block tables of cache groups. Block sizes are in tokens on one rank.
+
+    Args:
+        block_size: Tokens per allocation block.
+        max_num_blocks: Allocation blocks per row.
+        kernel_block_size: Tokens per block of the attention kernel; must divide `block_size`. Block `b`
+            becomes `ratio` kernel blocks starting at `b * ratio`. None: `block_size` itself.
+        kernel_sizes: Candidates for the kernel block size, instead of `kernel_block_size`. The first
+            positive one that divides `block_size` is used. [0]: `block_size` itself.
+        window: Tokens that a query attends to. None: all tokens.
+        slot_mapping: Whether the group has slots. Recurrent state has none.
+        context_parallel: Context-parallel sizes and ranks over which tokens are spread. The same for all
+            groups of a `BlockTables`.
+        replicated: Whether every context-parallel rank holds all tokens of the group.
+        cp_kv_cache_interleave_size: Consecutive tokens per context-parallel rank; must divide the kernel
+            block size.
+        encoder: Whether the group holds encoder tokens for cross-attention. Calls for all groups leave
+            the slots of such groups unchanged.
+        circular: Whether the columns are reused in a circle. The token at position `p` is in column
+            `p // block_size % max_num_blocks`.
+        num_speculative_blocks: Columns for states after draft tokens, part of `max_num_blocks`.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: An argument is out of range, no kernel block size divides `block_size`,
+            `cp_kv_cache_interleave_size` does not divide the kernel block size, or both `encoder` and
+            `circular` are True.
+
+    Example:
+        >>> shape = TableShape(block_size=64, max_num_blocks=8, kernel_sizes=[48, 16])
+        >>> shape.kernel_block_size, shape.ratio, shape.num_columns
+        (16, 4, 32)
+    """
+
+    block_size: int
+    max_num_blocks: int
+    kernel_block_size: int | None = None
+    kernel_sizes: InitVar[Sequence[int] | None] = None
+    window: int | None = None
+    slot_mapping: bool = True
+    context_parallel: ContextParallel | None = None  # None becomes ContextParallel()
+    replicated: bool = False
+    cp_kv_cache_interleave_size: int = 1
+    encoder: bool = False
+    circular: bool = False
+    num_speculative_blocks: int = 0
+
+    def __post_init__(self, kernel_sizes: Sequence[int] | None) -> None:
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        put("context_parallel", checked_context_parallel(self.context_parallel))
+        for name in ("slot_mapping", "replicated", "encoder", "circular"):
+            put(name, flag(getattr(self, name), name))
+        for name, least in (
+            ("block_size", 1),
+            ("max_num_blocks", 1),
+            ("cp_kv_cache_interleave_size", 1),
+            ("num_speculative_blocks", 0),
+        ):
+            put(name, integer(getattr(self, name), name, least=least))
+        size = kernel_size_of(self.block_size, self.kernel_block_size, kernel_sizes)
+        put("kernel_block_size", size)
+        if self.world_size > 1 and size % self.cp_kv_cache_interleave_size:
+            raise ValueError(
+                f"cp_kv_cache_interleave_size {self.cp_kv_cache_interleave_size} does not divide "
+                f"the kernel block size {size}"
+            )
+        if self.world_size == 1:
+            put("cp_kv_cache_interleave_size", 1)
+        if self.window is not None:
+            put("window", integer(self.window, "window", least=1))
+        if self.encoder and self.circular:
+            raise ValueError("a group has encoder and circular: expected one of the two")
+
+    @property
+    def world_size(self) -> int:
+        """Number of context-parallel ranks that share the group's tokens."""
+        return 1 if self.replicated else self.context_parallel.world_size
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among the ranks that share the group's tokens."""
+        return 0 if self.replicated else self.context_parallel.rank
+
+    @property
+    def ratio(self) -> int:
+        """Kernel blocks per allocation block."""
+        return self.block_size // self.kernel_block_size
+
+    @property
+    def num_columns(self) -> int:
+        """Table entries per row."""
+        return self.max_num_blocks * self.ratio
+
+    @property
+    def tokens_per_column(self) -> int:
+        """Tokens, over all ranks, per table entry."""
+        return self.kernel_block_size * self.world_size
+
+    @property
+    def num_places(self) -> int:
+        """Tokens, over all ranks, that fit into a row."""
+        return self.num_columns * self.tokens_per_column
+
+
+def kernel_size_of(
+    block_size: int,
+    kernel_block_size: int | None,
+    kernel_sizes: Sequence[int] | None,
+) -> int:
+    """Choose the kernel block size from one given size, or from candidates."""
+    if kernel_block_size is not None and kernel_sizes is not None:
+        raise ValueError(
+            f"kernel_block_size is {kernel_block_size} and kernel_sizes {kernel_sizes}: "
+            "expected one of the two"
+        )
+    if kernel_block_size is not None:
+        if isinstance(kernel_block_size, Iterable):
+            raise TypeError(
+                f"kernel_block_size is {shown(kernel_block_size)}: expected an integer; pass "
+                f"candidates by keyword: kernel_sizes={shown(kernel_block_size)}"
+            )
+        kernel_block_size = integer(kernel_block_size, "kernel_block_size", least=1)
+        if block_size % kernel_block_size:
+            raise ValueError(
+                f"kernel_block_size {kernel_block_size} does not divide block_size {block_size}"
+            )
+        return kernel_block_size
+    if kernel_sizes is None:
+        return block_size
+    candidates = checked_candidates(kernel_sizes, "kernel_sizes")
+    if candidates == [0]:
+        return block_size
+    for size in candidates:
+        if size > 0 and block_size % size == 0:
+            return size
+    raise ValueError(f"none of kernel_sizes {candidates} divides block_size {block_size}")
+
+
+def checked_candidates(kernel_sizes: Sequence[int], name: str) -> list[int]:
+    """Return the candidates for the kernel block size, in tokens. Raises TypeError or ValueError."""
+    if not isinstance(kernel_sizes, Iterable) or isinstance(kernel_sizes, str):
+        raise TypeError(
+            f"{name} is {shown(kernel_sizes)}: expected a list of candidates, such as [{kernel_sizes}]"
+        )
+    sizes = listed(kernel_sizes, name, "a list of candidates")
+    return [integer(size, f"{name}[{i}]", -MAX_INT32) for i, size in enumerate(sizes)]
+
+
+def num_blocks_for(num_tokens: int, tokens_per_block: int, num_speculative_tokens: int) -> int:
+    """Return the allocation blocks of a row that holds `num_tokens` and a step's draft tokens."""
+    return max(-(-num_tokens // tokens_per_block), 1 + num_speculative_tokens)
