@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
-from kvcache.allocator import check_invariants, host_eviction_names
+from kvcache.allocator import host_eviction_names
 from kvcache.plugins.vllm.offloading import HostManager, HostTierOptions
 
 
@@ -80,7 +80,7 @@ class Workload:
         return self.counts
 
     def check(self):
-        check_invariants(self.manager)
+        self.manager.check_invariants()
         for event in self.manager.take_events():
             assert self.told.isdisjoint(event.keys) or event.removed, "stored twice"
             (self.told.difference_update if event.removed else self.told.update)(event.keys)

@@ -138,7 +138,7 @@ def run(
         for metric in llm.get_metrics()
     }
     if tier is not None and connector == TIER:
-        check_invariants(scheduler.connector.connector_scheduler.manager)
+        scheduler.connector.connector_scheduler.manager.check_invariants()
     native = getattr(scheduler.kv_cache_manager, "native", None)
     if native is not None:
         check_invariants(native)
