@@ -368,7 +368,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         ],
     ),
     (
-        WORKER + "table_view.h",
+        WORKER + "slot_formula.h",
         "slot_mapping_op block_table attention_metadata_op table_update_op",
         [
             (

@@ -184,7 +184,7 @@ DEFECTS = [
     ),
     Defect(
         "slot mapping",
-        "csrc/worker/table_view.h",
+        "csrc/worker/slot_formula.h",
         "i >= query_start[num_requests]",
         "i > query_start[num_requests]",  # one token behind all is the last request's
         "slot_mapping_op block_table",

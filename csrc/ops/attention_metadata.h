@@ -43,9 +43,9 @@ struct AttentionMetadata {
   int32_t* last_page_len;  // [num_groups, num_out], rows last_page_len_stride apart, or null
   int64_t seqused_stride, page_indptr_stride, last_page_len_stride;
 
-  int64_t columns_before[kMaxGroups];  // columns of all earlier groups
-  FastDivisor by_written[kMaxGroups];  // divides by num_written, or by 1 if it is 0
-  int32_t num_written[kMaxGroups];     // columns per request written by this call
+  int64_t columns_before[kMaxTables];  // columns of all earlier groups
+  FastDivisor by_written[kMaxTables];  // divides by num_written, or by 1 if it is 0
+  int32_t num_written[kMaxTables];     // columns per request written by this call
 
   // Whether request i of group g is invalid.
   KV_HOST_DEVICE bool bad_row(int64_t i) const {

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "ops/checks.h"
-#include "worker/table_view.h"
+#include "worker/slot_formula.h"
 
 namespace kvcache {
 
@@ -22,9 +22,9 @@ inline TableGroups checked_groups(const Tensor& groups, const Tensor& tables, in
   check_dtype(groups, "groups", {ScalarType::Long});
   check_contiguous(groups, "groups");
   if (!groups.is_cpu()) fail("groups is on " + device_of(groups) + ": expected cpu");
-  if (groups.size(0) > kMaxGroups) {
+  if (groups.size(0) > kMaxTables) {
     fail("groups has " + std::to_string(groups.size(0)) + " groups: expected at most " +
-         std::to_string(kMaxGroups));
+         std::to_string(kMaxTables));
   }
   if (num_rows < 1 || num_rows > INT32_MAX) {
     fail("num_rows is " + std::to_string(num_rows) + ": expected 1 to 2147483647");

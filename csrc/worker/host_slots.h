@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "worker/table_view.h"
+#include "worker/slot_formula.h"
 
 namespace kvcache {
 

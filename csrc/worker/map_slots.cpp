@@ -105,7 +105,7 @@ class PlacesByGroup {
   }
 
   bool any_bad_ = false;
-  Places places_[kMaxGroups];
+  Places places_[kMaxTables];
 };
 
 #ifdef KV_X86

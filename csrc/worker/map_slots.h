@@ -5,7 +5,7 @@
 #include <optional>
 #include <string>
 
-#include "worker/table_view.h"
+#include "worker/slot_formula.h"
 
 namespace kvcache {
 

@@ -72,13 +72,13 @@ struct TableGroupView {
   }
 };
 
-inline constexpr int kMaxGroups = 32;  // groups are kernel parameters, which have 4 KiB in total
+inline constexpr int kMaxTables = 32;  // groups are kernel parameters, which have 4 KiB in total
 
 struct TableGroups {
   int32_t num_groups;
   int32_t num_rows;
   int64_t num_positions;  // positions for which every group has a column
-  TableGroupView group[kMaxGroups];
+  TableGroupView group[kMaxTables];
 };
 
 // The fields of a group, in this order.
