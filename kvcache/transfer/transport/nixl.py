@@ -16,16 +16,12 @@ from kvcache.transfer.transport.channel import Channel
 from kvcache.transfer.transport.connection import Connection
 from kvcache.transfer.transport.lane import Lane
 from kvcache.transfer.transport.nixl_agent import Agent, nixl_kind
-from kvcache.transfer.transport.nixl_direct import DirectTransfer
+from kvcache.transfer.transport.nixl_direct import DirectTransfer, least_direct_bytes
 from kvcache.transfer.transport.nixl_lane import NixlLane
 from kvcache.transfer.transport.registered import Region, kind_within
 from kvcache.transfer.transport.spans import Spans
 from kvcache.transfer.transport.staged import StagedTransport
 
-# Where NIXL can access the peer's memory directly, packing smaller fragments is at least as fast.
-# Measured in host memory; within one machine, cuda_ipc takes about 20 times as long per descriptor
-# (vllm-project/vllm#55434).
-_DIRECT_BYTES, _DIRECT_BYTES_BESIDE = 8 << 10, 256 << 10
 # UCX keeps up to seven sockets of a forgotten peer until the agent ends (NIXL 1.5.1, three threads). An
 # agent therefore serves a limited number of connections before it is replaced. A new one takes 0.2 to 0.4
 # s.
@@ -153,6 +149,5 @@ class NixlTransport(StagedTransport):
         if least == "auto":
             if not lane.is_reached:
                 return None
-            on_device = "VRAM" in (mine[0], theirs[0])
-            least = _DIRECT_BYTES_BESIDE if on_device and lane.is_beside else _DIRECT_BYTES
+            least = least_direct_bytes(mine[0], theirs[0], is_beside=lane.is_beside)
         return (mine, theirs) if local.num_bytes >= least * count else None
