@@ -31,11 +31,11 @@ test-exhaustive: setup
 
 # Plants defects, one at a time; each must be noticed by the tests of `make test`.
 planted-breaks: setup
-	$(BIN)/python -m tests.planted_breaks
+	$(BIN)/python -m tests.machinery.planted_breaks
 
-# The same with the many small changes of tests/mutants.py; prints how many were noticed of how many. Hours.
+# The same with the many small changes of tests/machinery/mutants.py; prints how many were noticed of how many. Hours.
 mutants: setup
-	$(BIN)/python -m tests.planted_breaks --mutants
+	$(BIN)/python -m tests.machinery.planted_breaks --mutants
 
 setup: $(VENV)/.built
 
@@ -85,26 +85,26 @@ sanitize-thread: setup
 # manager alone, whose invariants are checked, some hundred times as many. Then runs in which memory must
 # stay flat. Prints seeds, rates and memory.
 soak: setup
-	$(BIN)/python -m tests.allocator_driver $(SECONDS)
+	$(BIN)/python -m tests.machinery.allocator_driver $(SECONDS)
 	$(BIN)/cmake -S . -B build/soak -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	  -DPython3_EXECUTABLE=$(abspath $(BIN))/python -DKVCACHE_OPS=OFF
 	$(BIN)/cmake --build build/soak --target soak_manager
 	build/soak/soak_manager $(SECONDS)
-	$(BIN)/python -m tests.growth
+	$(BIN)/python -m tests.machinery.growth
 
 # In vLLM's own schedulers, in a virtual environment of its own with vLLM (of VLLM, a version); once, some
 # minutes to make it.
 test-vllm: setup
-	$(BIN)/python -m tests.vllm_environment $(VLLM:%=--vllm %)
+	$(BIN)/python -m tests.machinery.vllm_environment $(VLLM:%=--vllm %)
 
 # vLLM's schedule() with its own manager and with kvcache's, in that environment.
 bench-vllm: setup
-	$(BIN)/python -m tests.vllm_environment $(VLLM:%=--vllm %) -m benchmarks.vllm_schedule
+	$(BIN)/python -m tests.machinery.vllm_environment $(VLLM:%=--vllm %) -m benchmarks.vllm_schedule
 
 # Public calls with wrong and hostile arguments, for SECONDS; prints its seed, and what it finds. SCENES: some
 # modules alone.
 fuzz: setup
-	$(BIN)/python -m tests.wrong_calls --seconds $(SECONDS) $(SCENES:%=--scene=%)
+	$(BIN)/python -m tests.machinery.wrong_calls --seconds $(SECONDS) $(SCENES:%=--scene=%)
 
 # Compiles every kernel and checks the machine code; needs nvcc (and cuobjdump), not a GPU.
 cuda-check: setup
@@ -114,7 +114,7 @@ cuda-check: setup
 # build of torch (gigabytes). Says so and succeeds where one of them cannot be had. Swaps run under SEEDS
 # orders of streams.
 gpu-less:
-	$(PYTHON) -m tests.gpu_less test $(SEEDS:%=--seeds %)
+	$(PYTHON) -m tests.machinery.gpu_less test $(SEEDS:%=--seeds %)
 
 # A source distribution, and a wheel built from nothing but it.
 dist: setup

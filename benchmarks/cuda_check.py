@@ -24,8 +24,8 @@ from benchmarks import sass
 from benchmarks.gpu.machine import write_results
 from benchmarks.sass_expectations import failures
 from kvcache.native import build
-from tests.gpu_less.build import environment_folder
-from tests.gpu_less.limits import find_cuobjdump
+from tests.machinery.gpu_less.build import environment_folder
+from tests.machinery.gpu_less.limits import find_cuobjdump
 
 NO_NVCC = 3
 ARCHS = ("sm_90", "sm_100")

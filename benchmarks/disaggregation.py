@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from benchmarks.gpu.machine import commit, processor, write_results
-from tests.disaggregation_faults import LEASE_S, MARGIN_S, Faults
+from tests.machinery.disaggregation_faults import LEASE_S, MARGIN_S, Faults
 
 
 def main() -> int:

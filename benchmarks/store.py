@@ -31,7 +31,7 @@ from benchmarks.gpu.machine import commit, processor, write_results
 from kvcache import Admit, External, KVCacheManager, Pages, Request, StepReport
 from kvcache.sources.store import BlockStore, DiskStore, MooncakeStore, StoreTier
 from kvcache.sources.store.values import BlockKey, key_text
-from tests import mooncake_master
+from tests.machinery import mooncake_master
 
 SHAPES = ((4096, 16 << 10), (256, 64 << 10), (64, 1 << 20))  # blocks, bytes
 ROUNDS = 9

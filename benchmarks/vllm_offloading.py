@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.gpu.machine import write_results
-from tests.vllm_chats import chats
-from tests.vllm_models import MODELS
+from tests.machinery.vllm_chats import chats
+from tests.machinery.vllm_models import MODELS
 
 TIER = {"cpu_bytes_to_use": 256 << 20, "offload_prompt_only": False}
 CASES = {

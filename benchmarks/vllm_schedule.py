@@ -23,7 +23,7 @@ from vllm.v1.core.sched import scheduler as vllm_scheduler
 
 from benchmarks.gpu.machine import write_results
 from kvcache.plugins import vllm as ours
-from tests.vllm_schedulers import (
+from tests.machinery.vllm_schedulers import (
     TINY_LLAMA,
     answer,
     block_hasher,

@@ -1,7 +1,7 @@
 """A tiny model in vLLM end to end, with its own manager and with kvcache's, and memory per block.
 
-`python -m tests.vllm_environment -m benchmarks.vllm_throughput [--rounds N] [--json FILE]`. Runs take
-turns, each in its own process. The share is the thread's CPU time in `schedule()` and
+`python -m tests.machinery.vllm_environment -m benchmarks.vllm_throughput [--rounds N] [--json FILE]`.
+Runs take turns, each in its own process. The share is the thread's CPU time in `schedule()` and
 `update_from_output()`, relative to its total CPU time while serving.
 """
 
@@ -17,14 +17,14 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.gpu.machine import write_results
-from tests.shared import REPO
-from tests.vllm_models import MODELS
+from tests.machinery.shared import REPO
+from tests.machinery.vllm_models import MODELS
 
 CASES = {"vLLM": None, "kvcache": "kvcache.plugins.vllm.VllmScheduler"}
 NUM_REQUESTS, PROMPT, ANSWER = 256, 64, 96  # tokens
 PROGRAM = """
 import json, random, sys, time
-from tests import vllm_schedulers  # settings of the environment
+from tests.machinery import vllm_schedulers  # settings of the environment
 from vllm import LLM, SamplingParams
 folder, scheduler_cls, num_requests, prompt, answer = json.loads(sys.argv[1])
 options = {} if scheduler_cls is None else {"scheduler_cls": scheduler_cls}
@@ -55,7 +55,7 @@ print(json.dumps([cpu, wall, spent[0], [list(each.outputs[0].token_ids) for each
 """
 MEMORY = """
 import gc, json, os, sys
-from tests import vllm_schedulers
+from tests.machinery import vllm_schedulers
 from vllm.v1.core.block_pool import BlockPool
 from kvcache.allocator import BlockPool as OurPool
 def resident():

@@ -1,9 +1,9 @@
 """Hits of a trace in vLLM's scheduler, with its own manager and with kvcache's policies.
 
-`python -m tests.vllm_environment -m benchmarks.vllm_trace TRACE [--requests N] [--json FILE]`. TRACE is
-in Mooncake's format, with blocks of 512 tokens by number. Requests are served one after the other,
-computed in a single step, and generate one token. Hits are the tokens that `schedule()` reports as
-computed.
+`python -m tests.machinery.vllm_environment -m benchmarks.vllm_trace TRACE [--requests N] [--json
+FILE]`. TRACE is in Mooncake's format, with blocks of 512 tokens by number. Requests are served one
+after the other, computed in a single step, and generate one token. Hits are the tokens that
+`schedule()` reports as computed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from benchmarks.gpu.machine import write_results
 from benchmarks.vllm_schedule import scheduler_with
 from kvcache.plugins import vllm as ours
-from tests import vllm_schedulers
-from tests.vllm_schedulers import (
+from tests.machinery import vllm_schedulers
+from tests.machinery.vllm_schedulers import (
     TINY_LLAMA,
     answer,
     block_hasher,

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvcache import KVCacheManager, Request, StepReport
 from kvcache.metrics import CacheMetrics
-from tests.cache_user import CacheUser
+from tests.machinery.cache_user import CacheUser
 
 
 def scrape(metrics):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch.autograd import DeviceType
 
-from tests.gpu_less import counts
+from tests.machinery.gpu_less import counts
 
 _COPY, _FILL = "Memcpy", "Memset"  # prefixes of names in CUPTI's records; other records are kernels
 # Counters of the runtime without a GPU: device work, and operations that make it slow.

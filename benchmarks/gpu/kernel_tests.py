@@ -48,7 +48,7 @@ def main() -> int:
 
 def gpu_test_files(folder: Path) -> list[Path]:
     """Return files with tests marked gpu; tests of ops first."""
-    paths = (path for path in folder.glob("test_*.py") if path.name not in _LEFT_OUT)
+    paths = (path for path in folder.rglob("test_*.py") if path.name not in _LEFT_OUT)
     found = [path for path in paths if _MARKS.search(path.read_text())]
     return sorted(found, key=lambda path: ("_op" not in path.stem, path.stem))
 

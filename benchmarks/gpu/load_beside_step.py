@@ -23,7 +23,7 @@ from kvcache.sources import Arrived
 from kvcache.transfer.transport.factory import TRANSPORTS
 from kvcache.worker.swap.bandwidth import hold
 from kvcache.worker.swap.streams import PolledEvent
-from tests.disaggregation_engine import Engine, EngineProcess
+from tests.machinery.disaggregation_engine import Engine, EngineProcess
 
 _BLOCK = 32
 _NUM_TOKENS = 1024  # per load: 64 MiB with the sizes below

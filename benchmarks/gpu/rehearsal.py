@@ -24,7 +24,7 @@ def again_inside(args: argparse.Namespace, results: Path) -> int:
 
     The libraries that the runtime's tests use are provided as prebuilt ones. Returns the exit code.
     """
-    from tests.gpu_less import build
+    from tests.machinery.gpu_less import build
 
     try:
         built = build.build()

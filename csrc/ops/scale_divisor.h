@@ -3,7 +3,7 @@
 // The result must yield the same fp8 code as a true division. The code changes only at quotients M
 // with at most 5 significant bits, halfway between two codes. For 16-bit elements, correct rounding
 // near these M is therefore sufficient. float32 elements take one more correction, which gives the
-// true quotient. The proofs are below; tests/test_fp8_exact.py checks them.
+// true quotient. The proofs are below; tests/ops/test_fp8_exact.py checks them.
 #pragma once
 
 #include <cmath>

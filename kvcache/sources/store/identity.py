@@ -32,7 +32,7 @@ def fingerprint(
     It covers the version of the value format; the hash algorithm, seed, length and tokens per hash; all
     fields of every group and of the manager's context parallelism; the meaning of a page's bytes
     (`PageContents`: dtype, and the position of each head of each token); and the text from the caller.
-    `python -m tests.fingerprint_table` lists every field.
+    `python -m tests.machinery.fingerprint_table` lists every field.
 
     Args:
         manager: The manager of the blocks.

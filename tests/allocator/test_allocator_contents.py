@@ -1,0 +1,942 @@
+"""The content of pages: plans are carried out on simulated pages, and every read must find its KV.
+
+The KV of a token depends on all tokens up to it, so its content here is that prefix. A page is a dict
+of slots. Steps are "computed" through the tables that plans made, with drafts, late tokens, fences,
+aborted steps (carried out, not carried out, or garbled) and pages whose contents were lost, behind a
+step or before it computes; steps are aborted before the manager hears of a loss, too. Requests are
+forked, swapped out and back, and take what is cached by now; a second tier of pages takes what is
+evicted, under any eviction policy.
+KV comes from elsewhere, too: within a step or some time later, all of it or less; and a connector reads
+the blocks of requests that have left. Rows of one step share what it fills, where the plan says so.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from math import gcd
+
+import pytest
+
+from kvcache import (
+    Admit,
+    External,
+    KVCacheManager,
+    Request,
+    Status,
+    StepPlan,
+    StepReport,
+    eviction_names,
+    host_eviction_names,
+)
+from kvcache.allocator import RequestState, check_invariants
+from tests.machinery.allocator_driver import FULL, MIXES, Chooser, _window, groups_of
+from tests.machinery.model import CIRCULAR, ENCODER, STATE, ModelGroup
+from tests.machinery.shared import sampled
+
+NUM_SEEDS, SEEDS_PER_TEST, NUM_OPERATIONS = 150, 25, 150
+LONGEST = 48
+MOST_STEPS_BACK = 60  # an older step is not aborted, and blocks that it released are not traced
+BAD = "bad"  # content that nothing may read
+KV_MIXES = [
+    *(mix for mix in MIXES if all(kind.model(size).pages != ENCODER for kind, size in mix[0])),
+    ([(FULL, 8), (_window(9), 12)], 2),
+    ([(_window(20), 4), (_window(6), 8)], None),
+]
+
+Content = tuple[int, ...] | str | None
+Pages = dict[int, dict[int | str, Content]]  # page -> slot (STATE: the only one) -> content
+Tables = dict[int, list[list[int]]]  # row -> group -> pages
+# Groups that are not cached lack the tokens before the first, which were a hit; those that are not
+# transferred either lack what came from elsewhere, too, and begin at the second.
+Begins = tuple[int, int]
+Cell = tuple[int, int | str, int]  # page, slot, position of the token whose KV is to be there
+
+
+@dataclass(eq=False)
+class Conversation:
+    """A request, and the tokens that it will have in the end."""
+
+    request: Request
+    tokens: list[int]
+    num_sampled: int  # tokens that exist by now, whether or not the manager knows them
+    num_rejected: int = 0  # drafts of its last step that the manager has yet to hear of
+    begins: Begins = (0, 0)
+    external: tuple[int, int] = (0, 0)  # first token and stop of what comes from elsewhere
+    is_receiving: bool = False
+    num_sure: int = 0  # tokens of its last step and before that the manager takes no draft for
+
+    def __post_init__(self) -> None:
+        self.contents = [tuple(self.tokens[: i + 1]) for i in range(len(self.tokens))]
+
+    def content(self, position: int) -> Content:
+        """The KV of a token, or the state behind it; None before the first."""
+        return self.contents[position] if position >= 0 else None
+
+    def late_tokens(self) -> list[int]:
+        return self.tokens[self.request.num_tokens : self.num_sampled]
+
+
+@dataclass
+class StepInFlight:
+    """A step in flight: the state before it, and the pages that it reads."""
+
+    pages: Pages
+    host: Pages
+    tables: Tables
+    reads: set[int] = field(default_factory=set)
+    host_reads: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Kept:
+    """Blocks of a request that has left, which a connector uses."""
+
+    request: Request
+    read: Pages  # what it sends
+    written: set[int]  # pages that it still writes to
+    num_aborts: int  # that there were
+
+
+def pages_of(table: list[list[int]]) -> set[int]:
+    return {page for blocks in table for page in blocks}
+
+
+def copy_pages(pages: Pages) -> Pages:
+    return {page: dict(slots) for page, slots in pages.items()}
+
+
+class Simulation:
+    """One manager, and the pages and tables of a simulated device that carries its plans out."""
+
+    def __init__(self, choose: Chooser, *, lose_pages: bool) -> None:
+        self.choose = choose
+        kinds, hash_block_size = choose.pick(KV_MIXES)
+        specs, self.groups = groups_of(choose, kinds)
+        self.has_state = any(group.pages == STATE for group in self.groups)
+        self.has_circular = any(group.pages == CIRCULAR for group in self.groups)
+        self.takes_external = all(group.transferred or not group.cached for group in self.groups)
+        self.max_drafts = min(
+            (group.num_speculative for group in self.groups if group.pages == STATE), default=4
+        )
+        self.hash_size = hash_block_size or gcd(*(size for _, size in kinds))
+        self.fences = choose.chance(2)
+        tiers = {"eviction": choose.pick(eviction_names())}
+        if choose.chance(2):
+            tiers |= {
+                "num_host_blocks": choose.integer(4, 40) * len(kinds),
+                "host_eviction": choose.pick(host_eviction_names()),
+                "host_write": choose.pick(["back", "through", "selective"]),
+                "num_hits_to_write": 1,
+            }
+            if tiers["host_eviction"] == "learned":
+                tiers["eviction"] = "learned"
+                tiers["host_write"] = choose.pick(["back", "through", "selective", "learned"])
+        self.manager = KVCacheManager.for_groups(
+            specs,
+            choose.integer(8, 24) * len(kinds),
+            LONGEST,
+            max_num_reqs=6,
+            num_preallocate_tokens=choose.pick([0, 5]),
+            hash_block_size=hash_block_size,
+            fence_frees=self.fences,
+            in_step_hits=choose.pick(["none", "wait", "none" if self.has_state else "share"]),
+            **tiers,
+        )
+        self.pages: Pages = {}
+        self.host: Pages = {}
+        self.tables: Tables = {}  # rows that were freed keep theirs
+        self.running: dict[int, Conversation] = {}  # by row
+        self.idle: list[Conversation] = []
+        self.num_conversations = 0
+        self.num_steps = 0
+        self.in_flight: dict[int, StepInFlight] = {}  # by step
+        self.last_written: list[int] = []
+        self.lost_page: int | None = None  # not reported to the manager yet
+        self.lost_slots: dict[int | str, Content] = {}
+        self.lost_at = 0
+        self.failing: int | None = None  # page that takes nothing in this step
+        self.lost_on_host: tuple[int, int] | None = None  # step that was to write it, page
+        self.lose_pages = lose_pages
+        self.written_by: dict[int, int] = {}  # in this step: page -> row
+        self.writing_row = -1
+        self.depends_on: set[tuple[int, int]] = set()  # rows of this step
+        self.kept: list[Kept] = []
+        self.num_aborts = 0
+        self.is_over = False
+        operations = [
+            (12, self.step),
+            (3, self.free),
+            (2, self.fork),
+            (1, self.pin),
+            (2 if self.manager.host_pool is None else 8, self.report),
+            (2, self.abort),
+            (1, self.take_cached),
+            (2, self.finish_receiving),
+            (1, self.release_blocks),
+        ]
+        if lose_pages:
+            operations.append((1, self.lose_or_invalidate))
+        self.weighted = [each for weight, each in operations for _ in range(weight)]
+
+    def run(self, num_operations: int) -> None:
+        for _ in range(num_operations):
+            self.choose.pick(self.weighted)()
+            check_invariants(self.manager)
+            if self.is_over:
+                return
+
+    # Conversations ---------------------------------------------------------------------------------
+
+    def next_conversation(self) -> Conversation:
+        """A new one, or one that was here before."""
+        choose = self.choose
+        if self.idle and choose.chance(2):
+            return self.idle.pop(choose.integer(0, len(self.idle) - 1))
+        self.num_conversations += 1
+        differs, num_prompt = choose.pick([0, 3, 6, 9, 14, 99, 99]), choose.integer(1, 30)
+        tokens = [i + (1000 * choose.integer(1, 2) if i >= differs else 0) for i in range(LONGEST)]
+        request = Request(f"r{self.num_conversations}", tokens[:num_prompt])
+        return Conversation(request, tokens, num_prompt)
+
+    def num_tokens_next(self, conversation: Conversation) -> int:
+        """A chunk of the tokens that exist, with drafts behind the last of them; 0: not in this step."""
+        choose = self.choose
+        if conversation.is_receiving:
+            return 0
+        computed = self.manager.num_computed_tokens(conversation.request)
+        computed -= conversation.num_rejected
+        missing = conversation.num_sampled - computed
+        if missing <= 0 or choose.chance(3):
+            return 0
+        most = self.most_slots(computed)
+        count = choose.integer(1, min(missing, most))
+        if choose.chance(2):
+            count = min(self.manager.checkpoint_tokens(conversation.request, count), missing)
+        if count == missing and choose.chance(2):
+            count += choose.integer(0, self.max_drafts)
+        if self.has_state and self.max_drafts:  # tokens that the manager does not know are drafts
+            num_known = max(conversation.request.num_tokens - computed, 1)
+            count = min(count, num_known + self.max_drafts)
+        return min(count, LONGEST - computed, most)
+
+    def most_slots(self, start: int) -> int:
+        """Tokens that a step may have from `start` on, with what they read, in all buffers."""
+        return min(
+            group.num_places() * group.block_size - (start - group.reads_from(start))
+            for group in self.groups
+        )
+
+    def restart(self, affected: dict[str, int]) -> None:
+        """The manager answered from where these go on: no draft is left to reject."""
+        for conversation in self.running.values():
+            if conversation.request.request_id in affected:
+                conversation.num_rejected = 0
+                going_on = affected[conversation.request.request_id]
+                conversation.begins = going_on, going_on
+                conversation.num_sure = going_on
+
+    # Operations ------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        choose = self.choose
+        counts = {row: self.num_tokens_next(each) for row, each in self.running.items()}
+        counts = {row: count for row, count in counts.items() if count}
+        batch = [self.running[row] for row in counts]
+        late = [each.late_tokens() if choose.chance(2) else [] for each in batch]
+        admitted = [self.next_conversation() for _ in range(choose.pick([0, 1, 1, 2]))]
+        leaving = self.rows_to_swap_out(counts)
+        for row in leaving if self.has_state else ():
+            self.decide(self.running[row])  # the pages for drafts do not leave with the row
+        held_before = self.pages_held()
+        most = [choose.pick([0, 3, 99, 99]) for _ in admitted]
+        spans = [self.external_span(each, cap) for each, cap in zip(admitted, most)]
+        external = [stop - first for first, stop in spans]
+        for each, n in zip(admitted, external):
+            each.is_receiving = n > 0 and choose.chance(2)
+        plan = self.manager.step(
+            [*counts],
+            [*counts.values()],
+            new=[
+                Admit(
+                    each.request,
+                    0
+                    if each.is_receiving
+                    else min(
+                        choose.pick([3, 8, LONGEST]), self.most_slots(stop if stop > first else 0)
+                    ),
+                    External(stop - first, each.is_receiving),
+                    max_host_blocks=cap,
+                )
+                for each, (first, stop), cap in zip(admitted, spans, most)
+            ],
+            token_ids=[token for tokens in late for token in tokens],
+            num_token_ids=[len(tokens) for tokens in late],
+            num_rejected_tokens=[each.num_rejected for each in batch],
+            swap_out=leaving,
+        )
+        assert plan.step_id == self.num_steps
+        self.num_steps += 1
+        if admitted:
+            starts = plan.num_computed_tokens[-len(admitted) :].tolist()
+            for each, n, start in zip(admitted, external, starts):
+                each.external = start - n, start
+        self.execute(
+            plan, batch + [self.running[row] for row in leaving] + admitted, leaving, held_before
+        )
+
+    def external_span(self, conversation: Conversation, most_host_blocks: int) -> tuple[int, int]:
+        """First token and stop of what comes from elsewhere, behind its hit."""
+        cached = self.manager.cache.cached_tokens(conversation.request)
+        with_host = cached.num_host_blocks <= most_host_blocks
+        num_hit = cached.with_host if with_host else cached.on_device
+        most = conversation.request.num_tokens - 1 - num_hit
+        can = most > 0 and self.takes_external
+        count = self.choose.integer(1, most) if can and self.choose.chance(3) else 0
+        return num_hit, num_hit + count
+
+    def pages_held(self) -> dict[int, set[int]]:
+        """By row, as the manager has them."""
+        return {
+            row: pages_of([self.block_ids(each.request, g) for g in range(len(self.groups))])
+            for row, each in self.running.items()
+            if self.manager.state(each.request) is not RequestState.SWAPPED_OUT
+        }
+
+    def rows_to_swap_out(self, served: dict[int, int]) -> list[int]:
+        if self.manager.host_pool is None:
+            return []
+        return [
+            row
+            for row, each in self.running.items()
+            if row not in served
+            and not each.is_receiving
+            and self.manager.state(each.request) is not RequestState.SWAPPED_OUT
+            and self.choose.chance(4)
+        ]
+
+    def rows_on_device(self) -> list[Conversation]:
+        """Those whose blocks are all theirs: not swapped out, and nothing is to come."""
+        return [
+            each
+            for each in self.running.values()
+            if self.manager.state(each.request) is not RequestState.SWAPPED_OUT
+            and not each.is_receiving
+        ]
+
+    def fork(self) -> None:
+        """A conversation goes on in two ways from what is computed."""
+        on_device = self.rows_on_device()
+        if not on_device:
+            return
+        parent = self.choose.pick(on_device)
+        self.decide(parent)
+        parent.request.append_tokens(parent.late_tokens())
+        shared = self.manager.num_computed_tokens(parent.request)
+        if shared >= LONGEST:
+            return
+        self.num_conversations += 1
+        other = 1000 * self.choose.integer(0, 2)
+        tokens = parent.tokens[:shared] + [token + other for token in parent.tokens[shared:]]
+        request = Request(f"r{self.num_conversations}", tokens[: shared + 1])
+        row = self.manager.fork(parent.request, request)
+        if row >= 0:
+            parent.num_sure = shared
+            child = Conversation(request, tokens, shared + 1, begins=parent.begins, num_sure=shared)
+            self.running[row] = child
+            self.tables[row] = [[] for _ in self.groups]
+
+    def decide(self, conversation: Conversation) -> None:
+        """The manager hears which drafts of the last step were rejected."""
+        if conversation.num_rejected:
+            self.manager.reject_tokens(conversation.request, conversation.num_rejected)
+            conversation.num_rejected = 0
+
+    def pin(self) -> None:
+        session = self.choose.pick(["one", "two"])
+        if self.idle and self.choose.chance(2):
+            self.manager.cache.pin(session, self.choose.pick(self.idle).request)
+        else:
+            self.manager.cache.unpin(session)
+
+    def free(self) -> None:
+        if not self.running:
+            return
+        row = self.choose.pick([*self.running])
+        conversation = self.running[row]
+        request, is_kept = conversation.request, False
+        if self.manager.state(request) is not RequestState.SWAPPED_OUT:
+            is_kept = conversation.is_receiving or self.choose.chance(4)
+        if is_kept and any(each.request is request for each in self.kept):
+            return
+        del self.running[row]
+        self.decide(conversation)
+        request.append_tokens(conversation.late_tokens())
+        if is_kept:
+            self.keep(conversation)
+        step = self.choose.pick([None, *self.in_flight]) if not is_kept else None
+        self.manager.free(request, after_step=step, keep_blocks=is_kept)
+        conversation.is_receiving = False
+        self.idle.append(conversation)
+
+    def keep(self, conversation: Conversation) -> None:
+        table = [self.block_ids(conversation.request, g) for g in range(len(self.groups))]
+        sent = [blocks for group, blocks in zip(self.groups, table) if group.transferred]
+        pages, written = pages_of(sent) - {0}, set()
+        if conversation.is_receiving:
+            first, stop = conversation.external
+            written = {page for page, _, _ in self.cells_received(table, first, stop, stop)}
+        read = {page: dict(self.pages.get(page, {})) for page in pages - written}
+        self.kept.append(Kept(conversation.request, read, written, self.num_aborts))
+
+    def release_blocks(self) -> None:
+        """The connector is done: what it sent is what there was, and it may have written until now."""
+        if not self.kept:
+            return
+        kept = self.kept.pop(self.choose.integer(0, len(self.kept) - 1))
+        if not self.lose_pages and kept.num_aborts == self.num_aborts:
+            for page, slots in kept.read.items():
+                now = self.pages.get(page, {})
+                assert all(now.get(slot) == slots[slot] for slot in slots), (
+                    "sent blocks were reused"
+                )
+        for page in kept.written:
+            for pages in self.pages_of_all_times():
+                pages[page] = dict.fromkeys(range(16), BAD) | {STATE: BAD}
+        if self.may_lose():
+            self.check_what_is_kept("after a connector wrote to blocks of a request that had left")
+        self.manager.release_blocks(kept.request)
+
+    def finish_receiving(self) -> None:
+        """All that was to come has come, or less; of what is missing, some was written."""
+        rows = [row for row, each in self.running.items() if each.is_receiving]
+        if not rows:
+            return
+        conversation = self.running[self.choose.pick(rows)]
+        request, (first, stop) = conversation.request, conversation.external
+        table = [self.block_ids(request, g) for g in range(len(self.groups))]
+        count = self.choose.pick([stop - first, self.choose.integer(0, stop - first)])
+        self.receive(conversation, table, first, stop, first + count)
+        going_on = self.manager.finish_receiving(request, count)
+        conversation.external, conversation.is_receiving = (0, 0), False
+        is_moved = not all(
+            self.block_ids(request, g) == blocks[: len(self.block_ids(request, g))]
+            for g, blocks in enumerate(table)
+        )
+        conversation.begins = going_on if is_moved else conversation.begins[0], going_on
+        conversation.num_sure = going_on
+        assert going_on == self.manager.num_computed_tokens(request)
+        if self.may_lose():  # else there is wrong KV that the manager has not heard of
+            self.check_what_is_kept("after KV was received")
+
+    def cells_received(self, table: list[list[int]], first: int, stop: int, end: int) -> list[Cell]:
+        """Where the KV of these tokens goes, as far as it has slots; a state: that of the last one.
+
+        The step ends at `end`: it goes on from the state, in its page. Of a buffer that is written round
+        the last tokens come for which there are places.
+        """
+        cells = []
+        for group, blocks in zip(self.groups, table):
+            if not group.transferred:
+                continue
+            if group.pages == STATE:
+                cells.append((blocks[(end - 1) // group.block_size], STATE, stop - 1))
+                continue
+            size, columns = group.block_size, group.num_places()
+            cells += [
+                (blocks[i // size % columns], i % size, i)
+                for i in range(max(first, stop - columns * size), stop)
+                if blocks[i // size % columns]
+            ]
+        return cells
+
+    def receive(
+        self,
+        conversation: Conversation,
+        table: list[list[int]],
+        first: int,
+        stop: int,
+        arrived: int,
+    ) -> None:
+        for page, slot, position in self.cells_received(table, first, stop, stop):
+            content = conversation.content(position) if position < arrived else BAD
+            for pages in self.pages_of_all_times():
+                pages.setdefault(page, {})[slot] = content
+            self.last_written.append(page)
+
+    def pages_of_all_times(self) -> list[Pages]:
+        """What others write stays written, whatever becomes of steps in flight."""
+        return [self.pages, *(each.pages for each in self.in_flight.values())]
+
+    def report(self) -> None:
+        """Reports the oldest step as completed, unless a lost page is still to be reported."""
+        if self.in_flight and self.lost_page is None and self.lost_on_host is None:
+            step = min(self.in_flight)
+            del self.in_flight[step]
+            self.manager.report(StepReport(step, completed=True))
+
+    def abort(self) -> None:
+        """A step and all behind it: whatever became of them, what they wrote counts for nothing.
+
+        Where a page was lost and the manager has not heard of it, the steps are newer than the loss.
+        """
+        least = 0 if self.lost_page is None else self.lost_at
+        steps = [step for step in self.in_flight if step >= least]
+        if not steps or self.lost_on_host is not None:
+            return
+        if min(self.in_flight) <= self.num_steps - MOST_STEPS_BACK:
+            return
+        self.num_aborts += 1
+        first = self.choose.pick(steps)
+        aborted = self.in_flight[first]
+        self.in_flight = {step: each for step, each in self.in_flight.items() if step < first}
+        outcome = self.choose.pick(["carried out", "not carried out", "garbled"])
+        if outcome == "not carried out":
+            self.pages, self.host, self.tables = aborted.pages, aborted.host, aborted.tables
+            for row in self.running:
+                self.tables.setdefault(row, [[] for _ in self.groups])
+        elif outcome == "garbled":
+            self.garble_what_changed(self.pages, aborted.pages)
+            self.garble_what_changed(self.host, aborted.host)
+        self.restart(self.manager.report(StepReport(first, completed=False)))
+        if self.may_lose():
+            self.check_what_is_kept(f"after an abort, {outcome}")
+
+    def take_cached(self) -> None:
+        """A conversation goes on from the cache, where that has more than it has computed."""
+        on_device = self.rows_on_device()
+        if not on_device:
+            return
+        conversation = self.choose.pick(on_device)
+        self.decide(conversation)
+        request = conversation.request
+        before = self.manager.num_computed_tokens(request)
+        going_on = self.manager.take_cached(request)
+        if going_on != before:
+            self.restart({request.request_id: going_on})
+        if self.may_lose():
+            self.check_what_is_kept("after a row took what is cached")
+
+    @staticmethod
+    def garble_what_changed(pages: Pages, before: Pages) -> None:
+        for page, slots in pages.items():
+            for slot, content in slots.items():
+                if before.get(page, {}).get(slot) != content:
+                    slots[slot] = BAD
+
+    def lose_or_invalidate(self) -> None:
+        """A page loses its contents; the manager hears of it some operations later."""
+        if self.lost_on_host is not None:
+            (last, page), self.lost_on_host = self.lost_on_host, None
+            self.in_flight = {step: each for step, each in self.in_flight.items() if step > last}
+            self.restart(self.manager.report(StepReport(last, True, failed_host_pages=[page])))
+            self.check_what_is_kept("after a page of the host was not written")
+        elif self.lost_page is None:
+            self.lose_page()
+        else:
+            page, self.lost_page = self.lost_page, None
+            if self.in_flight and self.choose.chance(2):
+                step = min(self.in_flight)
+                del self.in_flight[step]
+                self.restart(self.manager.report(StepReport(step, True, failed_pages=[page])))
+            else:
+                self.restart(self.manager.invalidate([page]))
+            self.check_what_is_kept("after an invalidation")
+
+    def lose_page(self) -> None:
+        if not self.last_written:
+            return
+        page = self.choose.pick(self.last_written)
+        if not self.may_lose():
+            return
+        if any(page in pages_of(table) for table in self.tables.values()):
+            self.pages[page] = dict.fromkeys(self.pages.get(page, {}), BAD)
+            self.lost_page, self.lost_slots = page, dict(self.pages[page])
+            self.lost_at = self.num_steps
+
+    # The device ------------------------------------------------------------------------------------
+
+    def execute(
+        self,
+        plan: StepPlan,
+        asked: list[Conversation],
+        leaving: list[int],
+        held_before: dict[int, set[int]],
+    ) -> None:
+        """Carries out a plan and computes what it serves; `asked` are those that it answers."""
+        fenced = set()
+        if self.fences:
+            fenced = set().union(*(each.reads for each in self.in_flight.values()))
+        tables = copy.deepcopy(self.tables)
+        step = StepInFlight(copy_pages(self.pages), copy_pages(self.host), tables)
+        step.reads.update(plan.copy[:, 0].tolist(), plan.swap_out[:, 0].tolist())
+        self.check_host_pages(plan)
+        step.host_reads.update(plan.swap_in[:, 0].tolist())
+        self.in_flight[plan.step_id] = step
+        self.check_destinations(plan, fenced)
+        self.swap_out(plan)
+        self.carry_out_copies(plan)
+        self.pages.update({page: {} for page in plan.zero.tolist()})
+        self.swap_in(plan)
+        self.update_tables(plan)
+        self.notice_reuse_of_lost_page(plan, held_before)
+        self.written_by = {}
+        self.depends_on = set(map(tuple, plan.depends_on.tolist()))
+        served = self.take_answers(plan, asked, leaving)
+        self.fail_page([row for row, _ in served])
+        for row, start in served:
+            self.compute(row, start, step.reads, fenced - held_before.get(row, set()))
+        if self.failing is not None:
+            self.lost_slots, self.failing = dict(self.pages[self.failing]), None
+
+    def fail_page(self, served: list[int]) -> None:
+        """A page of this step lacks what the plan moves there, and takes nothing of what is computed."""
+        if not (self.lose_pages and served and self.may_lose() and self.choose.chance(4)):
+            return
+        table = self.choose.pick([each for each in self.tables[self.choose.pick(served)] if each])
+        page = self.choose.pick(table[-2:])
+        if page:
+            self.pages[page] = dict.fromkeys([*range(16), STATE], BAD)
+            self.failing = self.lost_page = page
+            self.lost_at = self.num_steps
+
+    def check_destinations(self, plan: StepPlan, fenced: set[int]) -> None:
+        """A page is written once, not while it is read, and no copy reads what a copy writes."""
+        written = [*plan.copy[:, 1].tolist(), *plan.zero.tolist(), *plan.swap_in[:, 1].tolist()]
+        assert len(written) == len(set(written)), "a page is written twice"
+        assert not set(plan.copy[:, 0].tolist()) & set(written), "a copy reads a page being written"
+        assert not fenced & set(written), "a plan writes a page that a step in flight reads"
+        self.last_written = written
+
+    def check_host_pages(self, plan: StepPlan) -> None:
+        """A page of the host is written once, and not while a step reads it."""
+        written = plan.swap_out[:, 1].tolist()
+        assert len(written) == len(set(written)), "a page of the host is written twice"
+        read = set(plan.swap_in[:, 0].tolist())
+        read = read.union(*(each.host_reads for each in self.in_flight.values()))
+        assert not read & set(written), "a page of the host is written while it is read"
+
+    def swap_out(self, plan: StepPlan) -> None:
+        for page, target in plan.swap_out.tolist():
+            self.host[target] = dict(self.pages.get(page, {}))
+        if self.lose_pages and len(plan.swap_out) and self.may_lose() and self.choose.chance(8):
+            target = self.choose.pick(plan.swap_out[:, 1].tolist())
+            self.host[target] = dict.fromkeys(self.host[target], BAD)
+            self.lost_on_host = plan.step_id, target
+
+    def may_lose(self) -> bool:
+        return self.lost_page is None and self.lost_on_host is None
+
+    def swap_in(self, plan: StepPlan) -> None:
+        for page, target in plan.swap_in.tolist():
+            self.pages[target] = dict(self.host.get(page, {}))
+
+    def carry_out_copies(self, plan: StepPlan) -> None:
+        """All read before any is written."""
+        copies = plan.copy.tolist()
+        self.pages.update({target: dict(self.pages.get(source, {})) for source, target in copies})
+
+    def update_tables(self, plan: StepPlan) -> None:
+        for row in plan.clear_rows.tolist():
+            self.tables[row] = [[] for _ in self.groups]
+        for g in range(len(self.groups)):
+            splits, ids = plan.append_splits[g].tolist(), plan.append_ids[g].tolist()
+            for i, row in enumerate(plan.append_rows.tolist()):
+                self.tables[row][g] += ids[splits[i] : splits[i + 1]]
+            for row, column, page in plan.replace[g].tolist():
+                self.tables[row][g][column] = page
+
+    def notice_reuse_of_lost_page(self, plan: StepPlan, held_before: dict[int, set[int]]) -> None:
+        """Once it is given to another, to invalidate it no longer says what was lost: that ends it."""
+        lost = self.lost_page
+        if lost is None:
+            return
+        if self.num_steps - self.lost_at > MOST_STEPS_BACK:
+            self.is_over = True
+        held = any(lost in pages for pages in held_before.values())
+        written = self.last_written  # so far only by the plan's copies and zeros
+        appended = any(lost in ids.tolist() for ids in plan.append_ids)
+        shared = any(
+            lost in pages_of(table) and lost not in held_before.get(row, ())
+            for row, table in self.tables.items()
+        )
+        refilled = self.pages.get(lost) != self.lost_slots
+        if lost in written or (appended and not held) or (shared and refilled):
+            self.is_over = True
+
+    def take_answers(
+        self, plan: StepPlan, asked: list[Conversation], leaving: list[int]
+    ) -> list[tuple[int, int]]:
+        """(row, first token) of those that are served; a new request that is not becomes idle."""
+        served = []
+        answers = zip(plan.rows.tolist(), plan.status.tolist(), plan.num_computed_tokens.tolist())
+        for conversation, (row, status, start) in zip(asked, answers, strict=True):
+            if row in leaving:
+                is_out = self.manager.state(conversation.request) is RequestState.SWAPPED_OUT
+                if is_out:
+                    conversation.num_sure = start
+                assert is_out == (status == Status.SERVED)
+            elif status == Status.SERVED:
+                if row not in self.running:
+                    first, stop = conversation.external
+                    conversation.begins = first if stop > first else start, start
+                conversation.num_rejected = 0
+                self.running[row] = conversation
+                if not conversation.is_receiving:
+                    served.append((row, start))
+            elif conversation not in self.running.values():
+                conversation.external, conversation.is_receiving = (0, 0), False
+                self.idle.append(conversation)
+        return served
+
+    def compute(self, row: int, start: int, reads: set[int], forbidden: set[int]) -> None:
+        """Reads and writes KV through the row's table; some of its drafts are accepted.
+
+        `reads` takes what is read; a page of `forbidden` is not to be written.
+        """
+        conversation, table = self.running[row], self.tables[row]
+        request = conversation.request
+        assert table == [self.block_ids(request, g) for g in range(len(self.groups))], "table"
+        self.writing_row = row
+        first, stop = conversation.external
+        if start == stop and stop > first:
+            self.load(conversation, table, forbidden)
+        conversation.external = 0, 0
+        end = num_accepted = self.manager.num_computed_tokens(request)
+        sure = end
+        if self.has_state and self.max_drafts:
+            sure = min(end, max(start + 1, request.num_tokens))
+        conversation.num_sure = sure
+        if end > conversation.num_sampled:
+            num_accepted = self.choose.integer(conversation.num_sampled, end)
+        for position in range(start, end):
+            cells = self.cells_read(table, position, sure, conversation.begins)
+            reads.update(page for page, _, _ in cells)
+            others = {self.written_by.get(page, row) for page, _, _ in cells} - {row}
+            assert {(row, other) for other in others} <= self.depends_on, "an unnamed dependency"
+            assert all(page for page, _, _ in cells), f"row {row} reads the null page"
+            accepted = [cell for cell in cells if cell[2] < num_accepted]
+            wrong = self.wrong_cells(conversation, accepted)
+            assert not wrong or not self.may_lose(), f"row {row} reads wrong KV: {wrong}"
+            is_right = not wrong and position < num_accepted
+            content = conversation.content(position) if is_right else BAD
+            self.write(table, position, sure, content, forbidden)
+        if self.has_circular and not self.has_state and start < end:
+            # A kernel writes all tokens of the step before the first one reads.
+            cells = self.cells_read(table, start, sure, conversation.begins)
+            wrong = self.wrong_cells(
+                conversation, [cell for cell in cells if cell[2] < num_accepted]
+            )
+            assert not wrong or not self.may_lose(), f"row {row} wrote over what it reads: {wrong}"
+        conversation.num_rejected = end - num_accepted
+        if conversation.num_sampled <= num_accepted < LONGEST:
+            conversation.num_sampled = num_accepted + 1
+
+    def load(self, conversation: Conversation, table: list[list[int]], forbidden: set[int]) -> None:
+        """What comes from elsewhere within the step."""
+        first, stop = conversation.external
+        end = self.manager.num_computed_tokens(conversation.request)
+        for page, slot, position in self.cells_received(table, first, stop, end):
+            assert page not in forbidden, "KV is loaded to a page that a step in flight reads"
+            content = BAD if page == self.failing else conversation.content(position)
+            self.pages.setdefault(page, {})[slot] = content
+            self.last_written.append(page)
+            self.written_by[page] = self.writing_row
+
+    def write(
+        self,
+        table: list[list[int]],
+        position: int,
+        sure: int,
+        content: Content,
+        forbidden: set[int],
+    ) -> None:
+        """The KV of a token, and the state behind it: of a draft, in a page of its own."""
+        for group, blocks in zip(self.groups, table):
+            is_state = group.pages == STATE
+            column = position // group.block_size
+            if is_state:
+                column = state_column(group, position + 1, sure)
+            page = blocks[column % group.num_places()]
+            assert page, "KV is written to the null page"
+            assert page not in forbidden, "KV is written to a page that a step in flight reads"
+            slot = STATE if is_state else position % group.block_size
+            self.pages.setdefault(page, {})[slot] = BAD if page == self.failing else content
+            self.last_written.append(page)
+            self.written_by[page] = self.writing_row
+
+    # Checks ----------------------------------------------------------------------------------------
+
+    def block_ids(self, request: Request, group: int) -> list[int]:
+        return self.manager.block_ids(request, group).tolist()
+
+    def cells_read(
+        self, table: list[list[int]], position: int, sure: int, begins: Begins
+    ) -> list[Cell]:
+        """The tokens that the token at `position` reads in a step whose drafts begin at `sure`."""
+        return [
+            cell
+            for group, blocks in zip(self.groups, table)
+            for cell in cells_of(group, blocks, position, sure, begins)
+        ]
+
+    def wrong_cells(self, conversation: Conversation, cells: list[Cell]) -> list[Cell]:
+        """Those that do not hold the conversation's KV."""
+        return [
+            (page, slot, position)
+            for page, slot, position in cells
+            if not page or self.pages.get(page, {}).get(slot) != conversation.content(position)
+        ]
+
+    def check_what_is_kept(self, when: str) -> None:
+        """All rows' own blocks, and all that is a hit for anyone, hold what they should."""
+        for row, conversation in self.running.items():
+            is_out = self.manager.state(conversation.request) is RequestState.SWAPPED_OUT
+            if not is_out and not conversation.is_receiving:
+                self.check_row(row, conversation, when)
+        for conversation in [*self.running.values(), *self.idle]:
+            self.check_hit(conversation, when)
+            self.check_cached(conversation, when)
+
+    def check_row(self, row: int, conversation: Conversation, when: str) -> None:
+        computed = self.manager.num_computed_tokens(conversation.request)
+        if computed:
+            table = [self.block_ids(conversation.request, g) for g in range(len(self.groups))]
+            real = min(conversation.num_sampled, computed - conversation.num_rejected)
+            cells = self.cells_read(table, computed, conversation.num_sure, conversation.begins)
+            cells = [cell for cell in cells if cell[2] < real]
+            for group, blocks in zip(self.groups, table):
+                if group.pages == STATE and real >= conversation.num_sure:  # the one to go on from
+                    column = state_column(group, real, conversation.num_sure)
+                    cells.append((blocks[column], STATE, real - 1))
+            wrong = self.wrong_cells(conversation, cells)
+            assert not wrong, f"{when}, row {row} keeps wrong KV: {wrong}"
+
+    def check_hit(self, conversation: Conversation, when: str) -> None:
+        probe = Request("probe", conversation.tokens)
+        found, num_hit, _ = self.manager.cache.find_prefix(probe)
+        if num_hit:
+            found = [found] if len(self.groups) == 1 else found
+            table = [ids.tolist() for ids in found]
+            wrong = self.wrong_cells(
+                conversation, self.cells_read(table, num_hit, num_hit, (num_hit, num_hit))
+            )
+            assert not wrong, f"{when}, a hit of {num_hit} tokens has wrong KV: {wrong}"
+
+    def check_cached(self, conversation: Conversation, when: str) -> None:
+        """Blocks of the device in which some hit reads every slot, be they a hit now or not."""
+        tokens = conversation.tokens
+        hashes = self.manager.cache.hashes(Request("probe", tokens))
+        for g, group in enumerate(self.groups):
+            if not (group.keeps_all or group.pages == STATE):
+                continue
+            size = group.block_size
+            num_hashes = size // self.hash_size
+            for column, page in enumerate(
+                self.manager.cache.find(hashes[num_hashes - 1 :: num_hashes], g).device.tolist()
+            ):
+                end = (column + 1) * size
+                first = end - 1 if group.pages == STATE else column * size
+                cells = [
+                    (page, STATE if group.pages == STATE else i % size, i)
+                    for i in range(first, end)
+                ]
+                wrong = self.wrong_cells(conversation, cells) if page > 0 else []
+                assert not wrong, f"{when}, group {g} caches wrong KV: {wrong}"
+
+
+def state_column(group: ModelGroup, num_tokens: int, sure: int) -> int:
+    """The column of the state after so many tokens, of a step whose drafts begin at `sure`."""
+    return (sure - 1) // group.block_size + max(num_tokens - sure, 0)
+
+
+def cells_of(
+    group: ModelGroup, blocks: list[int], position: int, sure: int, begins: Begins
+) -> list[Cell]:
+    """The tokens of a group that the token at `position` reads in a step, with drafts from `sure` on."""
+    size = group.block_size
+    if group.pages == STATE:
+        return [(blocks[state_column(group, position, sure)], STATE, position - 1)]
+    first = max(group.reads_from(position), 0 if group.cached else begins[not group.transferred])
+    return [(blocks[i // size % group.num_places()], i % size, i) for i in range(first, position)]
+
+
+def simulate(seed: int, *, lose_pages: bool) -> None:
+    """Runs a seed; an error names it."""
+    try:
+        Simulation(Chooser(seed), lose_pages=lose_pages).run(NUM_OPERATIONS)
+    except BaseException as error:
+        error.add_note(f"found by simulate({seed}, lose_pages={lose_pages})")
+        raise
+
+
+@pytest.mark.parametrize("lose_pages", [False, True], ids=["intact", "lost_pages"])
+@pytest.mark.parametrize("first", sampled(range(0, NUM_SEEDS, SEEDS_PER_TEST)))
+def test_every_read_finds_the_right_kv(first, lose_pages):
+    for seed in range(first, first + SEEDS_PER_TEST):
+        simulate(seed, lose_pages=lose_pages)
+
+
+def test_every_mix_is_simulated():
+    mixes = {KV_MIXES.index(Chooser(seed).pick(KV_MIXES)) for seed in range(NUM_SEEDS)}
+    assert mixes == set(range(len(KV_MIXES)))
+
+
+# Planted defects: each must be noticed ----------------------------------------------------------------
+
+
+def test_copies_that_are_not_carried_out_are_noticed(monkeypatch):
+    monkeypatch.setattr(Simulation, "carry_out_copies", lambda self, plan: None)
+    expect_error("reads wrong KV", lose_pages=False)
+
+
+def test_an_invalidation_without_effect_is_noticed(monkeypatch):
+    report = KVCacheManager.report
+    monkeypatch.setattr(KVCacheManager, "invalidate", lambda self, ids: {})
+    monkeypatch.setattr(
+        KVCacheManager,
+        "report",
+        lambda self, of: report(self, StepReport(of.step_id, of.completed)),
+    )
+    expect_error("wrong KV", lose_pages=True)  # then, or when it is read
+
+
+def test_an_abort_without_effect_is_noticed(monkeypatch):
+    report = KVCacheManager.report
+    monkeypatch.setattr(
+        KVCacheManager, "report", lambda self, of: report(self, of) if of.completed else {}
+    )
+    expect_error("after an abort, .* wrong KV", lose_pages=False)
+
+
+def test_missing_fences_are_noticed(monkeypatch):
+    for_groups = KVCacheManager.for_groups
+    monkeypatch.setattr(
+        KVCacheManager,
+        "for_groups",
+        lambda *args, **options: for_groups(*args, **{**options, "fence_frees": False}),
+    )
+    expect_error("a step in flight reads", lose_pages=False)
+
+
+def test_a_dependency_that_is_not_named_is_noticed(monkeypatch):
+    step = KVCacheManager.step
+
+    def without_dependencies(self, *args, **options):
+        plan = step(self, *args, **options)
+        plan.depends_on = plan.depends_on[:0]
+        return plan
+
+    monkeypatch.setattr(KVCacheManager, "step", without_dependencies)
+    expect_error("an unnamed dependency", lose_pages=False)
+
+
+def test_kv_that_does_not_arrive_is_noticed(monkeypatch):
+    monkeypatch.setattr(Simulation, "receive", lambda self, *args: None)
+    expect_error("after KV was received, .* wrong KV", lose_pages=False)
+
+
+def expect_error(message: str, *, lose_pages: bool) -> None:
+    with pytest.raises(AssertionError, match=message):
+        for seed in range(NUM_SEEDS):
+            simulate(seed, lose_pages=lose_pages)

@@ -1,0 +1,449 @@
+"""What events say of the blocks that they name, and what is asked of hashes and blocks."""
+
+import contextlib
+
+import numpy as np
+import pytest
+
+from kvcache import Admit, GroupSpec, KVCacheManager, Request, StepReport, hash_blocks
+from kvcache.allocator import check_invariants
+from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
+from tests.machinery.shared import sampled
+
+GROUPS = [
+    GroupSpec("full_attention", 8),
+    GroupSpec("sliding_window", 4, {"window": 6}),
+    GroupSpec("chunked_local", 4, {"chunk_size": 8}),
+]
+
+
+def make(**options):
+    options = {"enable_events": True, "num_preallocate_tokens": 0} | options
+    return KVCacheManager(4, 30, 200, **options)
+
+
+def rows_of(embeds):
+    return None if embeds is None else np.arange(embeds * 3, dtype=np.float32).reshape(embeds, 3)
+
+
+def check_hashes(event):
+    """A block's hash follows from its event alone."""
+    every = hash_blocks(
+        event.token_ids,
+        event.hash_block_size,
+        parent=event.parent_hash,
+        extra_keys=event.extra_keys,
+        algorithm=event.hash_algorithm,
+    )
+    per_block = event.block_size // event.hash_block_size
+    assert np.array_equal(every[per_block - 1 :: per_block], event.block_hashes)
+
+
+@pytest.mark.parametrize("algorithm", ["sha256_cbor", "xxh3_128_cbor"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"lora": ("sql", "/adapters/sql")},
+        {"cache_salt": "tenant"},
+        {"mm_items": [("cat", 3, 6), ("dog", 17, 9)]},
+        {"prompt_embeds": rows_of(18)},
+        {"lora": ("sql", "/a"), "mm_items": [("cat", 10, 30)], "cache_salt": "t"},
+    ],
+)
+def test_hashes_follow_from_events(algorithm, options):
+    manager = KVCacheManager.for_groups(
+        GROUPS, 60, 200, enable_events=True, hash_algorithm=algorithm, hash_block_size=2
+    )
+    request = Request("r", range(40), session="chat-7", **options)
+    row = manager.step(new=[Admit(request, num_tokens=16)]).rows[0]
+    manager.step([row], [24])
+    events = manager.cache.drain_events()
+    assert {event.group for event in events} == {0, 1, 2}
+    for event in events:
+        assert isinstance(event, BlockStored) and event.hash_algorithm == algorithm
+        assert event.hash_block_size == 2 and event.block_size == manager.block_sizes[event.group]
+        has_labels = bool(options)
+        assert event.session == "chat-7" and event.lora == request.lora
+        assert (event.extra_keys is not None) <= has_labels
+        check_hashes(event)
+    kinds = {event.group: (event.group_kind, event.window) for event in events}
+    assert kinds == {
+        0: ("full_attention", None),
+        1: ("sliding_window", 6),
+        2: ("chunked_local", None),
+    }
+
+
+def test_extra_keys_of_an_event():
+    manager = make()
+    lora = ("lora", "sql", "/a")
+    request = Request(
+        "r", range(13), lora=("sql", "/a"), mm_items=[("cat", 6, 3)], cache_salt="t", session="s"
+    )
+    manager.step(new=[request])
+    (event,) = manager.cache.drain_events()
+    assert event.extra_keys == (
+        (lora, ("cache_salt", "t")),
+        (lora, ("mm", "cat", 2)),
+        (lora, ("mm", "cat", -2)),
+    )
+    assert (event.lora, event.session) == (("sql", "/a"), "s")
+    plain = Request("p", range(50, 63))
+    manager.step(new=[plain])
+    (event,) = manager.cache.drain_events()
+    assert (event.lora, event.session, event.extra_keys) == (None, None, None)
+
+
+def test_blocks_of_two_requests_are_two_events():
+    """The second goes on where the first ended, but belongs to another session."""
+    manager = make()
+    manager.step(new=[Request("a", range(9), session="one")])
+    manager.step(new=[Request("b", range(17), session="two")])
+    first, second = manager.cache.drain_events()
+    assert (first.session, len(first.block_hashes)) == ("one", 2)
+    assert (second.session, len(second.block_hashes)) == ("two", 2)
+    assert second.parent_hash == first.block_hashes[1].tobytes()
+    assert second.token_ids.tolist() == [*range(8, 16)]
+
+
+def test_labels_outlive_the_request():
+    manager = make()
+    request = Request("a", range(9), session="one", lora=("sql", "/a"))
+    manager.step(new=[request])
+    manager.free(request)
+    del request
+    (event,) = manager.cache.drain_events()
+    assert (event.session, event.lora) == ("one", ("sql", "/a"))
+
+
+def test_reused_blocks_are_announced_where_that_is_wanted():
+    for announces in (False, True):
+        manager = make(announce_reused=announces)
+        manager.step(new=[Request("a", range(13), session="one")])
+        (stored,) = manager.cache.drain_events()
+        assert not stored.is_reused
+        manager.step(new=[Request("b", range(17), session="two")])
+        *reused, new = manager.cache.drain_events()
+        assert not new.is_reused and new.token_ids.tolist() == [*range(12, 16)]
+        assert len(reused) == announces
+        for event in reused:
+            assert event.is_reused and event.session == "two"
+            assert np.array_equal(event.block_hashes, stored.block_hashes)
+            assert event.token_ids.tolist() == [*range(12)]
+            check_hashes(event)
+        # By `admit` as well.
+        other = Request("c", range(17))
+        ids = manager.cache.find_prefix(other).block_ids
+        manager.admit(Admit(other, num_tokens=1), ids)
+        assert [event.is_reused for event in manager.cache.drain_events()] == [True] * announces
+
+
+def test_reused_blocks_of_windows_are_those_that_are_read():
+    manager = KVCacheManager.for_groups(
+        GROUPS[:2], 40, 200, enable_events=True, announce_reused=True, num_preallocate_tokens=0
+    )
+    manager.step(new=[Request("a", range(25))])
+    manager.cache.drain_events()
+    manager.step(new=[Request("b", range(25))])
+    events = {event.group: event for event in manager.cache.drain_events()}
+    assert all(event.is_reused for event in events.values())
+    assert len(events[0].block_hashes) == 3
+    assert events[1].token_ids.tolist() == [*range(16, 24)]
+    for event in events.values():
+        check_hashes(event)
+
+
+def test_announcing_needs_events():
+    with pytest.raises(ValueError, match="announce_reused is True: expected False without enable_"):
+        KVCacheManager(4, 30, 200, announce_reused=True)
+
+
+# --- look-ups -------------------------------------------------------------------------------------
+
+
+def test_hashes_are_found_on_their_tier_and_blocks_say_their_hash():
+    manager = make(num_host_blocks=20, host_write="through")
+    request = Request("a", range(13))
+    step = manager.step(new=[request])
+    hashes = manager.cache.hashes(request)
+    device = step.append_ids[0][:3].tolist()
+    assert manager.cache.find(hashes).device.tolist() == device
+    assert manager.cache.find(hashes).host.tolist() == [-1, -1, -1]
+    written = manager.step()
+    manager.report(StepReport(written.step_id, completed=True))
+    pages = dict(written.swap_out.tolist())
+    found = manager.cache.find([each.tobytes() for each in hashes])
+    assert found.host.tolist() == [pages[block] for block in device]
+    for ids, medium in ((device, "gpu"), (found.host, "cpu")):
+        known = manager.cache.hashes_of(ids, medium)
+        assert np.array_equal(known.hashes, hashes) and known.groups.tolist() == [0, 0, 0]
+    manager.cache.evict(device[:1])
+    assert manager.cache.find(hashes).device.tolist() == [-1, *device[1:]]
+    known = manager.cache.hashes_of(device)
+    assert known.groups.tolist() == [-1, 0, 0] and not known.hashes[0].any()
+
+
+def test_hashes_are_found_per_group():
+    manager = KVCacheManager.for_groups(GROUPS, 60, 200, hash_block_size=2)
+    request = Request("a", range(24))
+    plan = manager.step(new=[request])
+    hashes = manager.cache.hashes(request)
+    for group, size in enumerate(manager.block_sizes):
+        found = manager.cache.find(hashes, group).device
+        ends = hashes[size // 2 - 1 :: size // 2]
+        blocks = manager.cache.find(ends, group).device
+        assert sorted(found[found > 0]) == sorted(blocks[blocks > 0])
+        assert set(blocks[blocks > 0]) <= set(plan.append_ids[group].tolist())
+        groups = manager.cache.hashes_of(blocks[blocks > 0]).groups
+        assert set(groups.tolist()) == {group}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda m: m.cache.find([bytes(31)]),
+            ValueError,
+            r"hashes\[0\] has 31 bytes: expected 32",
+        ),
+        (lambda m: m.cache.find(["a"]), TypeError, r"hashes\[0\] is 'a': expected bytes"),
+        (lambda m: m.cache.find(bytes(32)), TypeError, "expected an array or a list of bytes"),
+        (lambda m: m.cache.find(np.zeros((1, 16), np.uint8)), TypeError, r"of shape \[n, 32\]"),
+        (lambda m: m.cache.find([], group=1), ValueError, "group is 1: expected 0 to 0"),
+        (lambda m: m.cache.hashes_of([30]), ValueError, "ids holds block 30: expected 1 to 29"),
+        (lambda m: m.cache.hashes_of([0]), ValueError, "ids holds block 0: expected 1 to 29"),
+        (lambda m: m.cache.hashes_of([1], "disk"), ValueError, "medium is 'disk': expected gpu"),
+        (lambda m: m.cache.hashes_of([1], "cpu"), ValueError, "there is no host tier"),
+    ],
+)
+def test_wrong_questions_are_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call(make())
+
+
+# --- reset of one group ---------------------------------------------------------------------------
+
+
+def test_one_group_is_reset():
+    manager = KVCacheManager.for_groups(
+        GROUPS[:2], 40, 200, enable_events=True, num_host_blocks=30, host_write="through"
+    )
+    request = Request("a", range(24))
+    manager.step(new=[request])
+    assert not manager.cache.reset(group=1)  # a request holds blocks of it
+    manager.report(StepReport(manager.step().step_id, completed=True))
+    manager.free(request)
+    hashes = manager.cache.hashes(request)
+    before = [manager.cache.find(hashes, group) for group in (0, 1)]
+    assert all((tier > 0).any() for found in before for tier in found)
+    manager.cache.drain_events()
+    assert manager.cache.reset(group=1)
+    after = [manager.cache.find(hashes, group) for group in (0, 1)]
+    for tier in (0, 1):
+        assert np.array_equal(before[0][tier], after[0][tier])
+        assert (after[1][tier] == -1).all()
+    events = manager.cache.drain_events()
+    assert all(isinstance(event, BlockRemoved) and event.group == 1 for event in events)
+    assert {event.medium for event in events} == {"gpu", "cpu"}
+    assert manager.cache.cached_tokens(request).with_host == 0
+    check_invariants(manager)
+    with pytest.raises(ValueError, match="group is 2: expected 0 to 1"):
+        manager.cache.reset(group=2)
+    assert manager.cache.reset()
+    assert [type(event) for event in manager.cache.drain_events()] == [AllBlocksCleared] * 2
+
+
+# --- tokens below 0 -------------------------------------------------------------------------------
+
+
+def test_placeholders_of_images():
+    """As an engine's tests have them: two images of -1 tokens, told apart by their items."""
+    tokens = [*range(10), *[-1] * 10, *range(10, 20), *[-1] * 18]
+    manager = KVCacheManager(16, 30, 200, enable_events=True)
+    first = Request("a", tokens, mm_items=[("aaa", 11, 10), ("bbb", 30, 18)])
+    plan = manager.step(new=[first])
+    first.append_tokens([-1, 4])
+    manager.step(plan.rows, [1], token_ids=[-1])
+    check_hashes(manager.cache.drain_events()[0])
+    same = Request("b", [*tokens, 5], mm_items=[("aaa", 11, 10), ("bbb", 30, 18)])
+    assert manager.cache.find_prefix(same).num_tokens == 48
+    other = Request("c", [*tokens, 5], mm_items=[("aaa", 11, 10), ("ccc", 30, 18)])
+    assert manager.cache.find_prefix(other).num_tokens == 16
+
+
+def test_tokens_below_0_need_something_that_says_what_they_are():
+    expected = r"token_ids\[1\] is -1: expected 0 to 2147483647 \(below 0 only where extra keys or"
+    with pytest.raises(ValueError, match=expected):
+        Request("r", [1, -1])
+    manager = make()
+    text, image = Request("t", range(6)), Request("i", range(6), mm_items=[("cat", 2, 9)])
+    rows = manager.step(new=[text, image]).rows
+    with pytest.raises(ValueError, match=r"token_ids\[0\] is -1: expected 0 to 2147483647"):
+        manager.step(rows, [1, 1], token_ids=[-1, -1])
+    with pytest.raises(ValueError, match=r"token_ids\[1\] is -7"):
+        manager.step(rows, [2, 1], token_ids=[7, -7, -7], num_token_ids=[2, 1])
+    assert (text.num_tokens, image.num_tokens) == (6, 6)
+    manager.step(rows, [1, 1], token_ids=[7, -1])
+    assert image.token_ids.tolist() == [*range(6), -1]
+    given = Request("g", [-5] * 4, block_hashes=[bytes(32)])
+    embeds = Request("e", [-5] * 4, prompt_embeds=rows_of(4))
+    assert (manager.step(new=[given, embeds]).status == 0).all()
+
+
+def test_events_that_nobody_drains_are_bounded_and_what_was_dropped_is_said():
+    manager = KVCacheManager(1, 2**17 + 2, 2**17, enable_events=True, num_preallocate_tokens=0)
+    for i in range(9):  # each stores 2**17 blocks, and removes those before it
+        request = Request("r", np.arange(2**17) + i)
+        assert len(manager.step(new=[request]).rows) == 1
+        manager.free(request)
+    num_stored, num_removed = 9 * 2**17, 8 * 2**17 - 8
+    cleared, *later = manager.cache.drain_events()
+    assert cleared == AllBlocksCleared("gpu", cleared.num_dropped) and cleared.num_dropped >= 2**20
+    waiting = sum(len(event.block_hashes) for event in later)
+    assert cleared.num_dropped + waiting in range(
+        num_stored + num_removed - 20, num_stored + num_removed + 20
+    )
+    assert not any(isinstance(event, AllBlocksCleared) for event in later)
+    manager.cache.reset()
+    assert manager.cache.drain_events() == [AllBlocksCleared()]
+
+
+class View:
+    """What a subscriber believes: the hashes of each group and medium that it was told of."""
+
+    def __init__(self):
+        self.known = {"gpu": set(), "cpu": set()}
+
+    def take(self, manager):
+        for event in manager.cache.drain_events():
+            if isinstance(event, AllBlocksCleared):
+                self.known[event.medium].clear()
+                continue
+            keys = {(event.group, bytes(each)) for each in event.block_hashes}
+            if isinstance(event, BlockStored):
+                self.known[event.medium] |= keys
+            else:
+                self.known[event.medium] -= keys
+        return self
+
+    def matches(self, manager, requests):
+        """Every hash of these requests is believed to be where the manager finds it, and only there."""
+        for request in requests:
+            hashes = manager.cache.hashes(request)
+            for group, size in enumerate(manager.block_sizes):
+                per_block = size // manager.cache.hash_block_size
+                own = hashes[per_block - 1 :: per_block]
+                found = manager.cache.find(own, group)
+                for medium, ids in zip(("gpu", "cpu"), found, strict=True):
+                    for each, page in zip(own, ids, strict=True):
+                        believed = (group, bytes(each)) in self.known[medium]
+                        assert believed == (page > 0), (medium, group)
+
+
+def test_events_of_an_aborted_step_are_withdrawn():
+    manager, view = make(), View()
+    first, second = Request("a", range(12)), Request("b", [*range(8), *range(50, 62)])
+    row = manager.step(new=[first]).rows[0]
+    view.take(manager)
+    plan = manager.step(new=[second])
+    events = manager.cache.drain_events()
+    assert [type(event) for event in events] == [BlockStored]  # of b's own blocks, as planned
+    manager.abort(plan.step_id)
+    (removed,) = manager.cache.drain_events()
+    assert isinstance(removed, BlockRemoved)
+    assert np.array_equal(removed.block_hashes, events[0].block_hashes)
+    assert row == manager.row(first)
+    view.take(manager)
+    view.matches(manager, [first])
+
+
+def test_a_step_that_raises_emits_no_events():
+    manager = make()
+    request = Request("a", range(12))
+    manager.step(new=[request])
+    manager.cache.drain_events()
+    for wrong in (
+        lambda: manager.step([0], [1], new=[Request("b", range(20)), Request("a", [1])]),
+        lambda: manager.step([7], [1], new=[Request("b", range(20))]),
+        lambda: manager.step(new=[Admit(Request("b", range(20)), num_tokens=-1)]),
+        lambda: manager.step([0], [1], token_ids=[-5], new=[Request("b", range(20))]),
+    ):
+        with pytest.raises(ValueError, match=r"^(new|rows|num_tokens|token_ids|row|request)"):
+            wrong()
+        assert manager.cache.drain_events() == []
+
+
+def test_blocks_that_a_step_reports_as_failed_are_withdrawn():
+    manager, view = make(), View()
+    request = Request("a", range(20))
+    plan = manager.step(new=[request])
+    view.take(manager).matches(manager, [request])
+    failed = plan.append_ids[0][2:3]
+    manager.report(StepReport(plan.step_id, completed=True, failed_pages=failed))
+    view.take(manager).matches(manager, [request])
+    assert len(view.known["gpu"]) == 2
+
+
+def test_what_an_aborted_step_evicted_stays_removed():
+    """Its page was to be written over; the worker may have done so."""
+    manager, view = KVCacheManager(4, 5, 64, enable_events=True, num_preallocate_tokens=0), View()
+    old, new = Request("old", range(16)), Request("new", range(100, 112))
+    manager.step(new=[old])
+    manager.free(old)
+    plan = manager.step(new=[new])
+    view.take(manager)
+    manager.abort(plan.step_id)
+    view.take(manager).matches(manager, [old, new])
+    assert len(view.known["gpu"]) == 1  # of old's first block alone
+
+
+@pytest.mark.parametrize("seed", sampled(range(12), 3))
+@pytest.mark.parametrize("num_host_blocks", [0, 12])
+def test_a_subscriber_never_believes_in_what_failed_steps_left(seed, num_host_blocks):
+    """Steps that complete, fail, are aborted or raise, over three groups and both tiers."""
+    rng = np.random.default_rng(seed)
+    manager = KVCacheManager.for_groups(
+        GROUPS,
+        40,
+        200,
+        enable_events=True,
+        num_preallocate_tokens=0,
+        fence_frees=True,
+        num_host_blocks=num_host_blocks,
+    )
+    view, requests, running, plans = View(), [], [], []
+    for i in range(60):
+        match rng.choice(["new", "new", "more", "free", "report", "abort", "raise"]):
+            case "new":
+                start = int(rng.integers(3)) * 8
+                tokens = [*range(start), *rng.integers(0, 3, int(rng.integers(4, 24)))]
+                request = Request(f"r{i}", [int(each) for each in tokens])
+                plan = manager.step(new=[request])
+                plans.append(plan)
+                requests.append(request)
+                if plan.rows[0] >= 0:
+                    running.append(request)
+            case "more" if running:
+                rows = [manager.row(each) for each in running]
+                tokens = [int(each) for each in rng.integers(0, 3, len(rows))]
+                ones = [1] * len(rows)
+                with contextlib.suppress(ValueError):  # of a row that must compute again first
+                    plans.append(manager.step(rows, ones, token_ids=tokens, num_token_ids=ones))
+            case "free" if running:
+                manager.free(running.pop(int(rng.integers(len(running)))))
+            case "report" if plans:
+                plan = plans.pop(0)
+                pages = plan.append_ids[0][:1] if rng.random() < 0.3 else np.zeros(0, np.int32)
+                completed = bool(rng.random() < 0.6)
+                manager.report(StepReport(plan.step_id, completed, failed_pages=pages))
+                if not completed:
+                    plans.clear()
+            case "abort" if plans:
+                manager.abort(plans[int(rng.integers(len(plans)))].step_id)
+                plans = [each for each in plans if each.step_id <= manager.last_step_id]
+            case "raise":
+                with pytest.raises(ValueError, match=r"^row 10000 is not in use"):
+                    manager.step([10_000], [1], new=[Request("never", range(30))])
+        view.take(manager).matches(manager, requests)
+        check_invariants(manager)

@@ -1,0 +1,805 @@
+import hashlib
+import json
+import random
+import re
+import threading
+from time import perf_counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcache import Admit, KVCacheManager, Request, StepReport, hash_blocks
+from kvcache.allocator import check_invariants
+from kvcache.allocator.hashing import encode_extra_keys, encoded_blocks
+from kvcache.native.load import core
+from tests.machinery.shared import shared_file
+
+# Of content(n) for n bytes, by the xxhash package 4.1.
+XXH3_128 = [
+    (0, "99aa06d3014798d86001c324468d497f"),
+    (1, "a6cd5e9392000f6ac44bdff4074eecdb"),
+    (3, "381b806921e6d9abf4f33fa3678ce51e"),
+    (4, "1f501741202bc1496820093dbb6d1ed9"),
+    (8, "6fff8d190f215342dde7ac32c0b383a6"),
+    (9, "c1bab7d7e84cb08438079185530315e5"),
+    (16, "fd95fda588959aa50ea39815dfd49e7b"),
+    (17, "a10def610c76754bac4e4907cf9d17ce"),
+    (32, "11387bd4f8ddd0db98a1f5a6bfe8e836"),
+    (33, "c0a75beeb2f5542e32c83e6b306cd9a4"),
+    (64, "59fcb5e80977bc0da60c88e4cb489ca5"),
+    (65, "53ef69ac887d2b4241604aca54d723e2"),
+    (96, "42df20265411cd418b65ae2f532919d9"),
+    (97, "a448da011ce3dc930e2a57d18297d9a4"),
+    (128, "9f9353a4370686f52a5f33369e43a345"),
+    (129, "036d37c8febe8ea1d72562feac7b8825"),
+    (160, "ff5ecbe47bf98235671e589d0a1edc8d"),
+    (192, "f76ec9d22c52c144f1154c95b39e8010"),
+    (240, "32d4b7037ab8e67e0495bcc2cb65aa1b"),
+    (241, "241dc6b58aba121b905dd607eda3dae7"),
+    (256, "479537e968a2230f67308452044f3916"),
+    (512, "790941da3724cbbbdd54bb86e4d619b2"),
+    (1024, "c88f5a8b0a9d1c59dd4fac0ebefc3cc1"),
+    (1025, "3ea290fd99ff2468d065a708d7cab970"),
+    (1088, "25d739255c705e7f1755eb501c60fae0"),
+    (2048, "d55911afee523061d1df33d87f374ac1"),
+    (2049, "91ba8aef5f21f246d0e4c077d1c420a8"),
+    (5000, "50f9578bb2cdb83e6cce044fb9d3e753"),
+]
+
+
+def content(n):
+    return bytes((i * i + 7 * i) % 251 for i in range(n))
+
+
+def digest_of(algorithm):
+    return {
+        "sha256_cbor": lambda data: hashlib.sha256(data).digest(),
+        "xxh3_128_cbor": core.xxh3_128,  # itself compared with the xxhash package below
+    }[algorithm]
+
+
+def reference(
+    tokens,
+    block_size,
+    extra_keys=None,
+    seed="vllm-none-hash",
+    parent=None,
+    algorithm="sha256_cbor",
+):
+    """The definition, with a CBOR library and hashlib."""
+    cbor2 = pytest.importorskip("cbor2", reason="cbor2 is not installed")
+    digest = digest_of(algorithm)
+    parent = parent or digest(cbor2.dumps(seed, canonical=True))
+    out = []
+    for block in range(len(tokens) // block_size):
+        keys = extra_keys[block] if extra_keys else None
+        content = [
+            parent,
+            [int(t) for t in tokens[block * block_size :][:block_size]],
+            keys or None,
+        ]
+        parent = digest(cbor2.dumps(content, canonical=True))
+        out.append(parent.hex())
+    return out
+
+
+def hexes(hashes):
+    return [bytes(row).hex() for row in hashes]
+
+
+def unpack(key):
+    return tuple(bytes.fromhex(x["bytes_hex"]) if isinstance(x, dict) else x for x in key)
+
+
+def vector_cases():
+    return json.loads(shared_file("vectors/block_hash_sha256_cbor.json").read_text())["cases"]
+
+
+def test_known_answers():
+    for case in vector_cases():
+        extra = case["extra_keys_per_block"]
+        if extra is not None:
+            extra = [keys and [unpack(key) for key in keys] for keys in extra]
+        found = hash_blocks(
+            case["token_ids"], case["block_size"], extra_keys=extra, seed=case["seed"]
+        )
+        assert hexes(found) == case["block_hashes"], case["name"]
+
+
+@pytest.mark.parametrize("name", core.sha256_implementations())
+def test_every_sha256_implementation_agrees_with_hashlib(name):
+    random = np.random.default_rng(0)
+    for size in [*range(301), 1000, 4096, 65_537, 1_000_000]:
+        data = random.bytes(size)
+        assert core.sha256(data, name) == hashlib.sha256(data).digest(), size
+
+
+def test_an_unknown_sha256_implementation_is_refused():
+    with pytest.raises(ValueError, match="implementation is 'md5'"):
+        core.sha256(b"", "md5")
+
+
+@pytest.mark.parametrize(("size", "digest"), XXH3_128)
+def test_known_answers_of_xxh3(size, digest):
+    assert core.xxh3_128(content(size)).hex() == digest
+
+
+def test_xxh3_agrees_with_the_xxhash_package():
+    xxhash = pytest.importorskip("xxhash", reason="xxhash is not installed")
+    random = np.random.default_rng(0)
+    for size in [*range(1300), 2047, 2048, 2049, 4096, 8191, 8193, 100_000]:
+        data = random.bytes(size)
+        assert core.xxh3_128(data) == xxhash.xxh3_128_digest(data), size
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16, 64, 512])
+def test_xxh3_over_the_same_cbor(block_size):
+    tokens = np.random.default_rng(block_size).integers(0, 152_000, 2100).tolist()
+    keys = [[("cache_salt", "t")], *[None] * (2100 // block_size - 1)]
+    found = hash_blocks(tokens, block_size, extra_keys=keys, algorithm="xxh3_128_cbor")
+    assert found.shape == (2100 // block_size, 16)
+    assert hexes(found) == reference(tokens, block_size, keys, algorithm="xxh3_128_cbor")
+    rest = hash_blocks(
+        tokens[block_size:], block_size, parent=bytes(found[0]), algorithm="xxh3_128_cbor"
+    )
+    assert np.array_equal(rest, found[1:])
+
+
+def test_an_unknown_algorithm_is_named():
+    expected = "expected one of sha256_cbor, xxh3_128_cbor"
+    with pytest.raises(ValueError, match=rf"algorithm is 'md5': {expected}$"):
+        hash_blocks(range(16), 16, algorithm="md5")
+    with pytest.raises(ValueError, match=rf"algorithm is 'engine:x': {expected}$"):
+        hash_blocks(range(16), 16, algorithm="engine:x")
+    with pytest.raises(TypeError, match="algorithm is 5: expected a string"):
+        hash_blocks(range(16), 16, algorithm=5)
+    with pytest.raises(ValueError, match="parent has 32 bytes: expected 16"):
+        hash_blocks(range(16), 16, parent=bytes(32), algorithm="xxh3_128_cbor")
+    for name in ("md5", "engine:"):
+        with pytest.raises(
+            ValueError, match=f"hash_algorithm is {name!r}: {expected}, or engine:NAME for hashes"
+        ):
+            KVCacheManager(16, 9, 100, hash_algorithm=name)
+    for size in (0, 33):
+        with pytest.raises(ValueError, match=f"hash_bytes is {size}: expected 1 to 32"):
+            KVCacheManager(16, 9, 100, hash_algorithm="engine:x", hash_bytes=size)
+    with pytest.raises(ValueError, match="hash_bytes is 16: expected 32 with sha256_cbor"):
+        KVCacheManager(16, 9, 100, hash_bytes=16)
+
+
+def test_token_ids_below_0_are_hashed_as_negative_integers():
+    """Placeholders of images, which the extra keys name."""
+    tokens = [5, -1, -24, -25, -256, -257, -(2**31), 2**31 - 1]
+    keys = [[("mm", "a", 1)], None]
+    assert hexes(hash_blocks(tokens, 4, extra_keys=keys)) == reference(tokens, 4, keys)
+
+
+@pytest.mark.parametrize(
+    ("value", "encoded"),
+    [
+        (None, "f6"),
+        (False, "f4"),
+        (True, "f5"),
+        (0, "00"),
+        (23, "17"),
+        (24, "1818"),
+        (255, "18ff"),
+        (256, "190100"),
+        (65_535, "19ffff"),
+        (65_536, "1a00010000"),
+        (2**32 - 1, "1affffffff"),
+        (2**32, "1b0000000100000000"),
+        (2**64 - 1, "1bffffffffffffffff"),
+        (-1, "20"),
+        (-24, "37"),
+        (-25, "3818"),
+        (-(2**63), "3b7fffffffffffffff"),
+        ("", "60"),
+        ("é", "62c3a9"),
+        (b"\0\xff", "4200ff"),
+    ],
+)
+def test_known_encodings_of_extra_keys(value, encoded):
+    """RFC 8949, worked out by hand: an array of one array of one value."""
+    assert encode_extra_keys([(value,)]).hex() == "8181" + encoded
+
+
+extra_key = st.one_of(
+    st.tuples(st.just("lora"), st.text(max_size=30), st.text(max_size=300)),
+    st.tuples(st.just("mm"), st.text(max_size=5), st.integers(-(2**63), 2**64 - 1)),
+    st.tuples(st.just("prompt_embeds"), st.binary(max_size=40)),
+    st.tuples(st.none(), st.booleans()),
+)
+
+
+@given(
+    st.lists(st.one_of(st.integers(0, 300), st.integers(0, 2**31 - 1)), max_size=80),
+    st.integers(1, 20),
+    st.text(max_size=30),
+    st.data(),
+)
+def test_agrees_with_a_cbor_library(tokens, block_size, seed, data):
+    n = len(tokens) // block_size
+    keys = data.draw(
+        st.none() | st.lists(st.none() | st.lists(extra_key, max_size=3), min_size=n, max_size=n)
+    )
+    found = hash_blocks(tokens, block_size, extra_keys=keys, seed=seed)
+    assert hexes(found) == reference(tokens, block_size, keys, seed)
+
+
+def test_a_parent_continues_a_chain():
+    whole = hash_blocks(range(96), 16)
+    rest = hash_blocks(range(48, 96), 16, parent=bytes(whole[2]))
+    assert np.array_equal(whole[3:], rest)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int32, np.uint32, np.int64, np.uint64])
+def test_every_integer_dtype_hashes_alike(dtype):
+    assert np.array_equal(hash_blocks(np.arange(100, dtype=dtype), 16), hash_blocks(range(100), 16))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([1, -2, 3], 1), ValueError, r"token_ids\[1\] is -2: expected 0 to 2147483647"),
+        (([1, 2**31], 1), ValueError, r"token_ids\[1\] is 2147483648"),
+        ((np.array([5, -1], np.int32), 1), ValueError, r"token_ids\[1\] is -1"),
+        ((np.array([2**63], np.uint64), 1), ValueError, r"token_ids\[0\] is 9223372036854775808"),
+        (([1.5], 1), TypeError, "token_ids has dtype float64: expected integers"),
+        ((np.zeros((2, 2), np.int32), 1), ValueError, "token_ids has 2 dimensions: expected 1"),
+        (([2**70], 1), ValueError, rf"token_ids\[0\] is {2**70}: expected 0 to 2147483647"),
+        ((5, 1), TypeError, "token_ids is 5: expected integers"),
+        (([1, 2], 0), ValueError, "block_size is 0: expected 1 to 2147483647"),
+        (([1, 2], -3), ValueError, "block_size is -3"),
+        (([1, 2], 2**31), ValueError, "block_size is 2147483648: expected 1 to 2147483647"),
+        (([1, 2], 2**64), ValueError, "block_size is 18446744073709551616: expected at most"),
+        (([1, 2], 1.0), TypeError, "block_size is 1.0: expected an integer"),
+    ],
+)
+def test_wrong_input_is_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        hash_blocks(*arguments)
+
+
+def test_wrong_keywords_are_named():
+    with pytest.raises(
+        ValueError, match="extra_keys has 1 entries: expected 3, one per full block"
+    ):
+        hash_blocks(range(50), 16, extra_keys=[None])
+
+
+def test_text_that_utf_8_cannot_hold_is_named():
+    said = r"is '\\ud800': expected text that UTF-8 can hold"
+    with pytest.raises(ValueError, match=f"extra key {said}"):
+        hash_blocks(range(16), 16, extra_keys=[[("image", "\ud800")]])
+    with pytest.raises(ValueError, match=f"seed {said}"):
+        hash_blocks(range(16), 16, seed="\ud800")
+    with pytest.raises(ValueError, match="parent has 5 bytes: expected 32"):
+        hash_blocks(range(50), 16, parent=b"short")
+    for parent in (32, "a" * 32, np.zeros(32, np.uint8)):
+        with pytest.raises(
+            TypeError, match=f"parent has type {type(parent).__name__}: expected 32"
+        ):
+            hash_blocks(range(50), 16, parent=parent)
+    with pytest.raises(TypeError, match="seed is 5: expected a string"):
+        hash_blocks(range(50), 16, seed=5)
+    with pytest.raises(TypeError, match=r"extra_keys\[0\] is 'lora': expected None or a list"):
+        hash_blocks(range(16), 16, extra_keys=["lora"])
+    with pytest.raises(TypeError, match=r"extra_keys\[1\] holds 'lora': expected a tuple"):
+        hash_blocks(range(32), 16, extra_keys=[None, ["lora"]])
+    with pytest.raises(TypeError, match="extra_keys is 'abc': expected a list"):
+        hash_blocks(range(48), 16, extra_keys="abc")
+    with pytest.raises(TypeError, match=r"extra key 1\.5 has type float"):
+        hash_blocks(range(16), 16, extra_keys=[[("x", 1.5)]])
+    with pytest.raises(ValueError, match="does not fit in 64 bits"):
+        encode_extra_keys([("x", 2**64)])
+
+
+def request_extra_keys(request, block_size, num_blocks):
+    """The definition: the extra keys of each block, in their fixed order."""
+    keys = []
+    for block in range(num_blocks):
+        start, stop = block * block_size, (block + 1) * block_size
+        found = []
+        if request.lora is not None:
+            found.append(("lora", *request.lora))
+        for identifier, first, length in request.mm_items:
+            if first < stop and first + length > start:
+                found.append(("mm", identifier, first - start))
+        if request.cache_salt is not None and block == 0:
+            found.append(("cache_salt", request.cache_salt))
+        if request.prompt_embeds is not None and start < len(request.prompt_embeds):
+            content = np.ascontiguousarray(request.prompt_embeds[start:stop])
+            found.append(("prompt_embeds", digest_of_embeds(content)))
+        keys.append(found)
+    return keys
+
+
+def digest_of_embeds(rows):
+    """The definition: SHA-256 of the dtype, the sizes of a row, and the bytes."""
+    header = rows.dtype.str + "".join(f",{size}" for size in rows.shape[1:])
+    return hashlib.sha256(header.encode() + b":" + rows.tobytes()).digest()
+
+
+def manager_hashes(request, block_size=16):
+    return KVCacheManager(block_size, 100, 2**31 - 1).cache.hashes(request)
+
+
+def defined_hashes(request, block_size=16):
+    tokens = request.token_ids
+    keys = request_extra_keys(request, block_size, len(tokens) // block_size)
+    return hash_blocks(tokens, block_size, extra_keys=keys)
+
+
+def test_embeddings_with_equal_bytes_and_another_meaning_have_other_hashes():
+    rows = np.arange(32 * 4, dtype="<f2").reshape(32, 4)
+    views = [rows, rows.view("<u2"), rows.view(">f2"), rows.view("<f8"), rows.view("<f4")]
+    views += [rows.reshape(32, 2, 2), rows.view("<i2")]
+    requests = [Request("r", range(32), prompt_embeds=each) for each in views]
+    assert len({manager_hashes(each).tobytes() for each in requests}) == len(views)
+
+
+def test_extra_keys_of_a_request_come_in_their_order():
+    embeds = np.arange(40 * 3, dtype=np.float32).reshape(40, 3)
+    request = Request(
+        "r",
+        range(64),
+        lora=("sql", "/adapters/sql"),
+        mm_items=[("img-a", 12, 24), ("img-b", 38, 10)],
+        cache_salt="tenant",
+        prompt_embeds=embeds,
+    )
+
+    def digest(start, stop):
+        return ("prompt_embeds", digest_of_embeds(embeds[start:stop]))
+
+    lora = ("lora", "sql", "/adapters/sql")
+    keys = [
+        [lora, ("mm", "img-a", 12), ("cache_salt", "tenant"), digest(0, 16)],
+        [lora, ("mm", "img-a", -4), digest(16, 32)],
+        [lora, ("mm", "img-a", -20), ("mm", "img-b", 6), digest(32, 40)],
+        [lora],
+    ]
+    assert request_extra_keys(request, 16, 4) == keys
+    assert hexes(manager_hashes(request)) == reference(range(64), 16, keys)
+
+
+items = st.lists(st.tuples(st.text(max_size=300), st.integers(0, 90), st.integers(1, 70)))
+
+
+@given(
+    num_tokens=st.integers(1, 90),
+    later=st.lists(st.integers(1, 40), max_size=3),
+    block_size=st.integers(1, 20),
+    lora=st.none() | st.tuples(st.text(), st.text()),
+    items=items,
+    salt=st.none() | st.text(),
+    num_rows=st.none() | st.integers(0, 120),
+)
+def test_extra_keys_of_any_request(num_tokens, later, block_size, lora, items, salt, num_rows):
+    """Native code against the definition: items that overlap, in any order, of tokens yet to come."""
+    rows = None if num_rows is None else np.arange(num_rows * 3, dtype=np.float16).reshape(-1, 3)
+    request = Request(
+        "r", range(num_tokens), lora=lora, mm_items=items, cache_salt=salt, prompt_embeds=rows
+    )
+    assert np.array_equal(manager_hashes(request, block_size), defined_hashes(request, block_size))
+    for n in later:
+        request.append_tokens(range(n))
+        assert np.array_equal(
+            manager_hashes(request, block_size), defined_hashes(request, block_size)
+        )
+
+
+def test_rows_without_tokens_cost_nothing():
+    """2**31 rows for 3 tokens: digests of all of them would take hours, and gigabytes."""
+    rows = np.broadcast_to(np.float32(1), (2**31 - 1, 4))
+    request = Request("r", range(3), prompt_embeds=rows)
+    few = Request("r", range(3), prompt_embeds=np.ones((4, 4), np.float32))
+    manager = KVCacheManager(2, 9, 64)
+    assert np.array_equal(manager.cache.hashes(request), manager.cache.hashes(few))
+    manager.step(new=[request])
+    request.append_tokens([3])
+    few.append_tokens([3])
+    assert np.array_equal(manager.cache.hashes(request), manager.cache.hashes(few))
+
+
+def test_more_rows_than_any_request_has_tokens_are_refused():
+    rows = np.broadcast_to(np.float32(1), (2**33, 1))
+    with pytest.raises(ValueError, match=r"^prompt_embeds has 8589934592 rows: expected at most"):
+        Request("r", [1, 2, 3], prompt_embeds=rows)
+
+
+def test_forks_compare_rows_up_to_the_last_computed_token():
+    manager = KVCacheManager(4, 20, 64, num_preallocate_tokens=0)
+    rows = np.arange(24, dtype=np.float32).reshape(8, 3)
+    parent = Request("p", range(6), prompt_embeds=rows)
+    manager.step(new=[parent])
+    assert manager.fork(parent, Request("c", range(6), prompt_embeds=rows.copy())) >= 0
+    for changed in (0, 5):
+        other = rows.copy()
+        other[changed] += 1
+        with pytest.raises(ValueError, match="the child has other tokens, or other extra keys"):
+            manager.fork(parent, Request("d", range(6), prompt_embeds=other))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda name: {"mm_items": [(name, 40, 30)]},
+        lambda name: {"mm_items": [("both", 2, 5), (name, 100, 1)]},
+        lambda name: {"prompt_embeds": np.full((70, 2), float(len(name)))},
+    ],
+)
+def test_what_stands_for_tokens_yet_to_come_counts_when_they_come(options):
+    """An image that the prompt's chunks had not reached: another image must not hit its blocks."""
+    whole, grown, other = (
+        Request(str(i), range(n), **options(name))
+        for i, (name, n) in enumerate([("a", 112), ("a", 10), ("bb", 10)])
+    )
+    for request in (grown, other):
+        assert len(manager_hashes(request)) == 0
+        request.append_tokens(range(10, 112))
+    assert np.array_equal(manager_hashes(grown), manager_hashes(whole))
+    assert not (manager_hashes(grown)[-1] == manager_hashes(other)[-1]).all()
+
+
+def test_images_of_a_long_prompt_cost_little():
+    """130 images over 131,072 tokens: a Python loop over the blocks took 77 ms more."""
+    tokens = np.arange(131_072, dtype=np.int32)
+    images = [(f"image-{i}", 1000 * i, 576) for i in range(130)]
+
+    def seconds(**options):
+        taken = []
+        for _ in range(5):
+            start = perf_counter()
+            manager_hashes(Request("r", tokens, **options))
+            taken.append(perf_counter() - start)
+        return min(taken)
+
+    assert seconds(mm_items=images) < 3 * seconds() + 0.01
+    # An item may also claim tokens that never come: nothing is made for them beforehand.
+    assert seconds(mm_items=[("video", 0, 2**31 - 1)], cache_salt="s") < 3 * seconds() + 0.01
+
+
+def test_threads_hash_prompts_side_by_side():
+    prompts = [np.arange(i, i + 100_000, dtype=np.int32) for i in range(4)]
+    want = [hash_blocks(prompt, 16)[-1].tolist() for prompt in prompts]
+    found = {}
+
+    def hash_one(i):
+        found[i] = hash_blocks(prompts[i], 16)[-1].tolist()
+
+    threads = [threading.Thread(target=hash_one, args=[i]) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(4)] == want
+
+
+def test_an_image_changes_its_blocks_and_all_later_ones():
+    """Images that only the extra keys tell apart: the second must not hit behind the first."""
+    manager = KVCacheManager(16, 100, 1000)
+    plain, a, b = (
+        manager.cache.hashes(Request(name, range(80), mm_items=items))
+        for name, items in (("p", []), ("a", [("img-a", 20, 4)]), ("b", [("img-b", 20, 4)]))
+    )
+    assert np.array_equal(plain[0], a[0]) and np.array_equal(a[0], b[0])
+    for block in range(1, 5):
+        assert len({bytes(h[block]) for h in (plain, a, b)}) == 3
+
+
+def test_blocks_that_generation_fills_carry_the_adapter_but_not_the_salt():
+    manager = KVCacheManager(16, 100, 1000)
+    request = Request("r", range(10), lora=("sql", "/a"), cache_salt="t")
+    manager.cache.hashes(request)
+    request.append_tokens(range(10, 48))
+    lora = ("lora", "sql", "/a")
+    want = reference(range(48), 16, [[lora, ("cache_salt", "t")], [lora], [lora]])
+    assert hexes(manager.cache.hashes(request)) == want
+
+
+# --- hashes that the engine gives -----------------------------------------------------------------
+
+
+def given_hashes(tokens, size, num_bytes=32):
+    """Chained; of an algorithm that only the engine knows."""
+    return [
+        hashlib.blake2b(repr(tokens[: n * size]).encode(), digest_size=num_bytes).digest()
+        for n in range(1, len(tokens) // size + 1)
+    ]
+
+
+def engine_manager(num_bytes=32, **options):
+    return KVCacheManager(
+        4, 20, 100, hash_algorithm="engine:blake2b", hash_bytes=num_bytes, **options
+    )
+
+
+@pytest.mark.parametrize("num_bytes", [1, 5, 16, 20, 31, 32])
+def test_given_hashes_are_what_blocks_are_found_under(num_bytes):
+    tokens = list(range(30))
+    manager = engine_manager(num_bytes, enable_events=True)
+    hashes = given_hashes(tokens, 4, num_bytes)
+    assert manager.cache.hash_bytes == num_bytes
+    assert manager.cache.hash_algorithm == "engine:blake2b"
+    first = Request("a", tokens, block_hashes=list(hashes))
+    plan = manager.step(new=[first])
+    assert [bytes(each) for each in manager.cache.hashes(first)] == hashes
+    (event,) = manager.cache.drain_events()
+    assert [bytes(each) for each in event.block_hashes] == hashes
+    assert (event.hash_algorithm, event.parent_hash) == ("engine:blake2b", None)
+    assert manager.cache.find(hashes).device.tolist() == plan.append_ids[0][:7].tolist()
+    again = Request("b", tokens, block_hashes=list(hashes))
+    assert manager.cache.find_prefix(again).num_tokens == 28
+    # It is the hashes that count: other tokens under the same ones are the same to the manager.
+    other = Request("c", list(range(100, 130)), block_hashes=hashes[:3] + [bytes(num_bytes)] * 4)
+    assert manager.cache.find_prefix(other).num_tokens == 12
+
+
+def test_hashes_that_differ_in_any_byte_are_two():
+    """Short ones are padded with zeros, which is unambiguous as all have one length."""
+    manager = engine_manager(32)
+    for byte in range(32):
+        hashes = [bytes(32), bytes(byte) + b"\1" + bytes(31 - byte)]
+        for i, each in enumerate(hashes):
+            request = Request(f"{byte}-{i}", range(4), block_hashes=[each])
+            manager.step(new=[request])
+            manager.free(request)
+        found = manager.cache.find(hashes).device
+        assert found.min() > 0 and found[0] != found[1]
+        assert manager.cache.reset()
+
+
+def test_given_hashes_are_read_as_the_engine_extends_them():
+    """Nothing is hashed: where a digest would be asked, the engine's list is."""
+    tokens = list(range(40))
+    hashes = given_hashes(tokens, 4)
+    manager = engine_manager(num_preallocate_tokens=0)
+    mine = hashes[:2]
+    request = Request("r", tokens[:10], block_hashes=mine)
+    row = manager.step(new=[request]).rows[0]
+    assert len(manager.cache.hashes(request)) == 2 and request.block_hashes is mine
+    for token in range(10, 33):
+        if (token + 1) % 4 == 0:
+            mine.append(hashes[token // 4])
+        manager.step([row], [1], token_ids=[token])
+        assert manager.pool.num_cached == (token + 1) // 4
+    assert manager.cache.find(hashes[:8]).device.tolist() == manager.block_ids(request)[:8].tolist()
+    # The engine may be ahead, by tokens that were sampled and are not known here yet.
+    mine.append(hashes[8])
+    manager.free(request)
+    assert manager.cache.find_prefix(Request("s", tokens, block_hashes=hashes)).num_tokens == 32
+
+
+def test_given_hashes_of_the_same_algorithm_meet_computed_ones():
+    for algorithm in ("sha256_cbor", "xxh3_128_cbor"):
+        manager = KVCacheManager(16, 20, 200, hash_algorithm=algorithm)
+        manager.step(new=[Request("computed", range(100))])
+        given = [bytes(each) for each in hash_blocks(range(100), 16, algorithm=algorithm)]
+        request = Request("given", range(100), block_hashes=given)
+        assert manager.cache.find_prefix(request).num_tokens == 96
+
+
+def test_wrong_given_hashes_are_named_and_change_nothing():
+    tokens = list(range(10))
+    hashes = given_hashes(tokens, 4)
+    manager = engine_manager(enable_events=True)
+
+    def refused(error, message, block_hashes, size=10):
+        request = Request("r", tokens[:size], block_hashes=block_hashes)
+        for call in (
+            lambda: manager.step(new=[request]),
+            lambda: manager.cache.find_prefix(request),
+            lambda: manager.admit(Admit(request, num_tokens=10), ()),
+            lambda: manager.would_fit(request),
+            lambda: manager.cache.hashes(request),
+        ):
+            with pytest.raises(error, match=message):
+                call()
+        check_invariants(manager)
+        assert manager.pool.num_free == 19 and manager.cache.drain_events() == []
+
+    expected = (
+        r"block_hashes of request 'r' has {} entries: expected 2, one per full block of 4 tokens"
+    )
+    refused(ValueError, expected.format(1), hashes[:1])
+    refused(ValueError, expected.format(3), [*hashes, bytes(32)])
+    refused(ValueError, expected.format(0), [])
+    refused(
+        ValueError,
+        r"block_hashes\[1\] of request 'r' has 16 bytes: expected 32, the hash_bytes of the manager",
+        [hashes[0], bytes(16)],
+    )
+    refused(ValueError, r"block_hashes\[0\] of request 'r' has 33 bytes", [bytes(33), hashes[1]])
+    refused(
+        TypeError,
+        r"block_hashes\[0\] of request 'r' has type str: expected bytes",
+        ["a" * 32, hashes[1]],
+    )
+    with pytest.raises(
+        ValueError, match=r"block_hashes of request 'r' is None: expected its hashes"
+    ):
+        manager.step(new=[Request("r", tokens)])
+    with pytest.raises(TypeError, match="block_hashes has type tuple: expected a list of bytes"):
+        Request("r", tokens, block_hashes=tuple(hashes))
+    plain = KVCacheManager(4, 20, 100)
+    with pytest.raises(ValueError, match=r"has 16 bytes: expected 32"):
+        plain.step(new=[Request("r", tokens, block_hashes=[bytes(16)] * 2)])
+
+
+def test_a_step_whose_new_request_is_refused_takes_no_tokens():
+    manager = KVCacheManager(4, 20, 16)
+    running = Request("r", range(5))
+    row = manager.step(new=[running]).rows[0]
+    with pytest.raises(ValueError, match="a new request would have 17 tokens: expected at most"):
+        manager.step([row], [1], token_ids=[7], new=[Request("long", range(17))])
+    assert running.num_tokens == 5 and manager.num_computed_tokens(running) == 5
+    check_invariants(manager)
+
+
+def test_a_list_that_lags_behind_the_tokens_is_refused_with_the_step():
+    manager = engine_manager(num_preallocate_tokens=0)
+    mine = given_hashes(list(range(7)), 4)
+    request = Request("r", range(7), block_hashes=mine)
+    row = manager.step(new=[request]).rows[0]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="has 1 entries: expected 2"):
+            manager.step([row], [1], token_ids=[7])
+        assert request.num_tokens == 7 and manager.num_computed_tokens(request) == 7
+        check_invariants(manager)
+    mine.append(given_hashes(list(range(8)), 4)[1])
+    manager.step([row], [1], token_ids=[7])
+    assert manager.pool.num_cached == 2
+
+
+def test_tokens_whose_given_hash_is_missing_are_refused_when_they_come():
+    """Not by a later call, such as a report on other requests."""
+    tokens = list(range(8))
+    hashes, mine = given_hashes(tokens, 4), given_hashes(tokens[:7], 4)
+    manager, second = (engine_manager(num_preallocate_tokens=0) for _ in range(2))
+    request = Request("r", tokens[:7], block_hashes=mine)
+    other = Request("s", tokens[:7], block_hashes=hashes[:1])
+    for each in (manager, second):
+        each.step(new=[request, other])
+    expected = "block_hashes of request 'r' has 1 entries: expected 2, one per full block of 4"
+    with pytest.raises(ValueError, match=expected):
+        request.append_tokens([7, 8])
+    mine.append(bytes(31))
+    with pytest.raises(ValueError, match=r"block_hashes\[1\] of request 'r' has 31 bytes"):
+        request.append_tokens([7])
+    assert request.num_tokens == 7
+    other.block_hashes.append(hashes[1])
+    with pytest.raises(ValueError, match=r"block_hashes\[1\] of request 'r' has 31 bytes"):
+        manager.step([1, 0], [1, 1], token_ids=[7, 7])
+    assert other.num_tokens == 7 and second.cache.hashes(other).shape == (1, 32)
+    mine[1] = hashes[1]
+    manager.step([0, 1], [1, 1], token_ids=[7, 7])
+    mine.clear()  # what was read is known
+    second.report(StepReport(0, completed=False))
+    assert manager.invalidate(manager.block_ids(other)[1:2]) == {"r": 4, "s": 4}
+    check_invariants(manager)
+
+
+def test_without_caching_equal_given_hashes_are_blocks_of_their_own():
+    """Found by a random run: all requests with the hash of a failed block went back."""
+    manager = engine_manager(num_preallocate_tokens=0, enable_caching=False)
+    tokens = list(range(10))
+    pair = [Request(name, tokens, block_hashes=given_hashes(tokens, 4)) for name in "ab"]
+    manager.step(new=pair)
+    assert manager.invalidate(manager.block_ids(pair[1])[:1]) == {"b": 0}
+    # A request that another manager has hashed.
+    plain, caching = (KVCacheManager(4, 50, 100, enable_caching=on) for on in (False, True))
+    pair = [Request(name, tokens) for name in "ab"]
+    for request in pair:
+        caching.cache.hashes(request)
+    plain.step(new=[Admit(each, num_tokens=8) for each in pair])
+    assert plain.invalidate(plain.block_ids(pair[1])[:1]) == {"b": 0}
+
+
+def test_a_fork_has_the_hashes_of_its_parent():
+    tokens = list(range(10))
+    manager = engine_manager()
+    hashes = given_hashes(tokens, 4)
+    parent = Request("p", tokens, block_hashes=list(hashes))
+    manager.step(new=[parent])
+    with pytest.raises(ValueError, match="the child has other tokens, or other extra keys"):
+        manager.fork(parent, Request("c", tokens, block_hashes=[hashes[0], bytes(32)]))
+    assert manager.fork(parent, Request("c", tokens, block_hashes=list(hashes))) == 1
+    check_invariants(manager)
+
+
+@pytest.mark.parametrize("ids", [[True], [1, True], [False, 2], [3, np.True_], (np.False_, 3)])
+def test_true_and_false_are_no_token_ids(ids):
+    manager = KVCacheManager(4, 50, 100)
+    request = Request("r", range(7))
+    manager.step(new=[request])
+    at = next(i for i, each in enumerate(ids) if isinstance(each, bool | np.bool_))
+    message = rf"token_ids\[{at}\] is {ids[at]}: expected an integer"
+    for call in (
+        lambda: Request("s", ids),
+        lambda: request.append_tokens(ids),
+        lambda: hash_blocks(ids, 1),
+        lambda: manager.step([0], [1], token_ids=ids, num_token_ids=[len(ids)]),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
+    with pytest.raises(TypeError, match="token_ids has dtype bool: expected integers"):
+        request.append_tokens(np.array([True, False]))
+    with pytest.raises(TypeError, match="num_lookahead_tokens is True: expected an integer"):
+        manager.would_fit(Admit(Request("s", [1]), num_lookahead_tokens=True))
+    assert request.num_tokens == 7
+    check_invariants(manager)
+
+
+class TestHashedTokens:
+    """What a request of an engine carries in place of a list with an object per block."""
+
+    @pytest.mark.parametrize("algorithm", ["sha256_cbor", "xxh3_128_cbor"])
+    def test_tokens_that_come_in_parts_hash_as_all_at_once(self, algorithm):
+        rng, size = random.Random(5), 4
+        parent = bytes(range(core.digest_bytes(algorithm)))
+        for _ in range(30):
+            tokens = [rng.choice([1, 30, 300, 70_000, 2**31 - 1, -7]) for _ in range(50)]
+            hashed, known = core.HashedTokens(size, parent, algorithm), []
+            while len(known) < len(tokens):
+                known = tokens[: len(known) + rng.randint(1, 20)]
+                keys = [("s", i) if i % 2 else None for i in range(len(hashed), len(known) // size)]
+                extras = encoded_blocks([[key] if key else None for key in keys])
+                hashed.extend_to(known, extras)
+                if rng.random() < 0.3:  # other tokens follow; the first ones stay
+                    kept = rng.randint(0, len(hashed))
+                    del hashed[kept:]
+                    tokens[kept * size :] = tokens[kept * size :][::-1]
+                    known = tokens[: hashed.num_tokens]
+                if rng.random() < 0.2:
+                    taken = hashed.take_tokens().copy().tolist()
+                    assert taken in (known, [])
+            every = [[("s", i)] if i % 2 else None for i in range(len(tokens) // size)]
+            want = hash_blocks(
+                tokens, size, parent=parent, extra_keys=every, algorithm=algorithm
+            ).tolist()
+            assert [list(each) for each in hashed] == want
+            assert hashed.num_tokens == len(tokens)
+            assert hashed[-1] == hashed[len(hashed) - 1] and hashed[2:5] == list(hashed)[2:5]
+
+    def test_a_manager_reads_them_as_its_tokens_come(self):
+        manager = KVCacheManager(4, 40, 100, hash_algorithm="engine:x")
+        tokens = list(range(18))
+        hashed = core.HashedTokens(4, bytes(32), "sha256_cbor")
+        hashed.extend_to(tokens[:17])
+        request = Request("a", tokens, block_hashes=hashed)
+        manager.admit(Admit(request, num_tokens=18), ())
+        tokens += [99, 98, 97, 96, 95]
+        with pytest.raises(ValueError, match="hashes of 4 blocks are known: expected 5"):
+            request.append_tokens(tokens[18:])
+        hashed.extend_to(tokens)
+        assert request.num_tokens == 18 and len(hashed.take_tokens()) == 0
+        request.append_tokens(tokens[18:])
+        manager.extend(request, 5)
+        assert request.token_ids.tolist() == tokens
+        assert manager.cache.hashes(request).tobytes() == b"".join(hashed)
+        manager.free(request)
+        again = Request("b", [*tokens, 1], block_hashes=[*hashed, bytes(32)])
+        assert manager.cache.find_prefix(again).num_tokens == 20
+
+    def test_wrong_arguments_change_nothing(self):
+        hashed = core.HashedTokens(4, bytes(32), "sha256_cbor")
+        hashed.extend_to(list(range(9)))
+        for call, error, message in (
+            (lambda: hashed.extend_to([1, 2]), ValueError, "token_ids has 2 entries"),
+            (lambda: hashed.extend_to((1, 2)), TypeError, "list"),
+            (lambda: hashed.extend_to([*range(9), 1.5]), TypeError, "no int"),
+            (lambda: hashed.extend_to([*range(9), 2**31]), ValueError, "32-bit"),
+            (lambda: hashed.extend_to(list(range(12)), []), ValueError, "extra_keys has 0 entries"),
+            (lambda: hashed.__delitem__(slice(0, 1)), ValueError, "the last ones"),
+            (lambda: hashed[2], IndexError, "there are 2"),
+            (lambda: core.HashedTokens(0, bytes(32), "sha256_cbor"), ValueError, "block_size is 0"),
+            (lambda: core.HashedTokens(4, b"1", "sha256_cbor"), ValueError, "parent has 1 bytes"),
+            (lambda: core.HashedTokens(4, b"1", "md5"), ValueError, "'md5' is unknown"),
+        ):
+            with pytest.raises(error, match=re.escape(message)):
+                call()
+            assert len(hashed) == 2 and hashed.num_tokens == 9

@@ -1,0 +1,900 @@
+import pickle
+import subprocess
+import sys
+import threading
+from dataclasses import fields, make_dataclass
+
+import numpy as np
+import pytest
+
+from kvcache import Admit, KVCacheManager, Request, Status, StepPlan, hash_blocks
+from kvcache.allocator import check_invariants
+from kvcache.native.load import core
+from kvcache.step import NO_IDS, NO_PAIRS, NO_REPLACE, NO_SPLITS, PLAN_VERSION
+from tests.machinery.shared import REPO
+
+
+def make(num_blocks=11, block_size=4, **options):
+    options = {"max_model_len": 64, "num_preallocate_tokens": 0, **options}
+    return KVCacheManager(block_size, num_blocks, **options)
+
+
+def state(manager):
+    pool = manager.pool
+    return pool.num_free, pool.num_cached, pool.num_evicted, manager.cache.stats
+
+
+def test_a_second_request_hits_the_full_blocks_of_the_first():
+    manager = make()
+    first = Request("a", range(10))
+    manager.step(new=[first])
+    plan = manager.step(new=[Request("b", range(10))])
+    assert plan.num_computed_tokens.tolist() == [8]
+    assert plan.append_ids[0].tolist() == [1, 2, 4]
+    assert manager.cache.stats.hit_tokens == 8 and manager.cache.stats.query_tokens == 20
+
+
+def test_the_last_token_always_runs():
+    manager = make()
+    manager.step(new=[Request("a", range(8))])
+    ids, num_tokens, _ = manager.cache.find_prefix(Request("b", range(8)))
+    assert (ids.tolist(), num_tokens) == ([1], 4)
+    ids, num_tokens, _ = manager.cache.find_prefix(Request("c", range(9)))
+    assert (ids.tolist(), num_tokens) == ([1, 2], 8)
+
+
+def test_blocks_of_one_step_are_hits_for_later_plans_only():
+    """Two equal requests in one step: both compute, so the same hash stands twice (D5)."""
+    manager = make()
+    a, b = Request("a", range(10)), Request("b", range(10))
+    plan = manager.step(new=[a, b])
+    assert plan.num_computed_tokens.tolist() == [0, 0]
+    assert manager.pool.num_cached == 4
+    assert manager.cache.find_prefix(Request("c", range(10))).block_ids.tolist() == [1, 2]
+    check_invariants(manager)
+    # Ids once handed out never change; the older copies go first, then the younger ones are found.
+    assert manager.block_ids(b).tolist() == [4, 5, 6]
+    manager.cache.evict([1, 2])
+    assert manager.cache.find_prefix(Request("c", range(10))).block_ids.tolist() == [4, 5]
+    manager.free(a)
+    manager.free(b)
+    check_invariants(manager)
+
+
+def test_a_plan_names_rows_and_what_changed():
+    manager = make()
+    a, b = Request("a", range(6)), Request("b", range(100, 103))
+    plan = manager.step(new=[a, b])
+    assert plan.rows.tolist() == [0, 1] and plan.clear_rows.tolist() == [0, 1]
+    assert plan.append_rows.tolist() == [0, 1] and plan.append_splits[0].tolist() == [0, 2, 3]
+    plan = manager.step([0, 1], [1, 3])
+    assert plan.num_computed_tokens.tolist() == [6, 3]
+    assert plan.append_rows.tolist() == [1] and plan.append_ids[0].tolist() == [4]
+    manager.free(a)
+    plan = manager.step([1], [1], new=[Request("c", range(50, 55))])
+    assert plan.rows.tolist() == [1, 0] and plan.clear_rows.tolist() == [0]
+
+
+def test_a_plan_pickles():
+    plan = make().step(new=[Request("a", range(6))])
+    again = pickle.loads(pickle.dumps(plan))
+    assert again.step_id == plan.step_id and again.version == plan.version
+    assert again.append_ids[0].tolist() == plan.append_ids[0].tolist()
+
+
+def test_what_does_not_fit_waits_and_what_never_will_is_told_apart():
+    manager = make(num_blocks=6)
+    manager.step(new=[Request("a", range(12))])
+    before = state(manager)
+    plan = manager.step(new=[Request("b", range(100, 112)), Request("c", range(24))])
+    assert plan.status.tolist() == [Status.WAIT, Status.NEVER]
+    assert plan.rows.tolist() == [-1, -1] and len(plan.append_ids[0]) == 0
+    assert state(manager) == before
+    plan = manager.step([0], [13])
+    assert plan.status.tolist() == [Status.NEVER] and state(manager) == before
+    plan = manager.step([0], [8])
+    assert plan.status.tolist() == [Status.SERVED]
+
+
+def test_a_request_that_does_not_fit_leaves_the_order_of_eviction():
+    """The defect of an original: hits touched before the capacity check."""
+    manager = make(num_blocks=4)
+    a, b = Request("a", range(4)), Request("b", range(100, 104))
+    manager.step(new=[a, b])
+    manager.free(a)
+    manager.free(b)
+    # It would hit a's block, and needs three more: two are free, one of them the hit itself.
+    assert manager.admit(Admit(Request("c", range(13)), num_tokens=9), [1]) is None
+    assert manager.step(new=[Request("c", range(13))]).status.tolist() == [Status.NEVER]
+    manager.step(new=[Request("d", range(50, 54)), Request("e", range(60, 64))])
+    assert len(manager.cache.find_prefix(Request("f", range(5))).block_ids) == 0  # a went first
+    assert len(manager.cache.find_prefix(Request("g", range(100, 105))).block_ids) == 1
+
+
+def test_computed_blocks_that_are_free_do_not_count_as_free():
+    manager = make(num_blocks=5)
+    a = Request("a", range(9))
+    manager.step(new=[a, Request("x", [99])])
+    manager.free(a)
+    request = Request("b", [*range(8), *range(50, 58)])
+    ids, num_tokens, _ = manager.cache.find_prefix(request)
+    assert num_tokens == 8
+    assert manager.admit(Admit(request, num_tokens=8), ids) is None
+    assert manager.admit(Admit(request, num_tokens=4), ids).tolist() == [3]
+
+
+def test_admit_and_extend_return_new_blocks():
+    manager = make()
+    request = Request("a", range(6))
+    assert manager.admit(Admit(request, num_tokens=6), ()).tolist() == [1, 2]
+    assert manager.extend(request, 2).tolist() == []
+    assert manager.extend(request, 1).tolist() == [3]
+    assert manager.extend(request, 8 * 4) is None
+
+
+def test_preallocation_takes_more_but_never_beyond_the_model_or_the_pool():
+    manager = make(num_preallocate_tokens=8)
+    a = Request("a", range(3))
+    assert manager.admit(Admit(a, num_tokens=3), ()).tolist() == [1, 2, 3]
+    assert manager.extend(a, 9).tolist() == []
+    assert manager.extend(a, 1).tolist() == [4, 5, 6]
+    b = Request("b", range(50, 60))
+    assert manager.admit(Admit(b, num_tokens=10), ()).tolist() == [7, 8, 9, 10]  # one of two fitted
+    manager = make(num_preallocate_tokens=100, max_model_len=9)
+    assert manager.admit(Admit(Request("a", range(3)), num_tokens=3), ()).tolist() == [1, 2, 3]
+
+
+def test_lookahead_slots_are_allocated_and_never_cached():
+    manager = make()
+    plan = manager.step(new=[Admit(Request("a", range(4)), num_lookahead_tokens=5)])
+    assert plan.append_ids[0].tolist() == [1, 2, 3]
+    assert manager.pool.num_cached == 1
+
+
+def test_late_tokens_are_hashed_when_they_arrive():
+    manager = make()
+    request = Request("a", range(6))
+    manager.step(new=[request])
+    manager.step([0], [2])  # two slots reserved, their tokens not known yet
+    assert manager.pool.num_cached == 1
+    request.append_tokens([6, 7])
+    manager.step([0], [1])
+    assert manager.pool.num_cached == 2
+    assert manager.cache.find_prefix(Request("b", range(9))).num_tokens == 8
+
+
+def test_chunked_prefill_caches_what_was_computed():
+    manager = make()
+    plan = manager.step(new=[Admit(Request("a", range(20)), num_tokens=6)])
+    assert len(plan.append_ids[0]) == 2 and manager.pool.num_cached == 1
+    manager.step([0], [14])
+    assert manager.pool.num_cached == 5
+
+
+def test_a_request_may_opt_out_of_reading_and_of_writing():
+    manager = make()
+    manager.step(new=[Request("a", range(10))])
+    for name in ("read_cache", "write_cache"):
+        with pytest.raises(TypeError, match=f"{name} is 'no': expected True or False"):
+            Request("b", range(10), **{name: "no"})
+    blind = Request("b", range(10), read_cache=False)
+    assert manager.cache.find_prefix(blind).num_tokens == 0
+    assert manager.step(new=[blind]).num_computed_tokens.tolist() == [0]
+    assert manager.cache.stats.num_requests == 1
+    cached = manager.pool.num_cached
+    manager.step(new=[Request("c", range(50, 60), write_cache=False)])
+    assert manager.pool.num_cached == cached
+
+
+def test_without_caching_nothing_is_hashed_or_hit():
+    manager = make(enable_caching=False)
+    manager.step(new=[Request("a", range(10))])
+    assert manager.pool.num_cached == 0
+    assert manager.cache.find_prefix(Request("b", range(10))).num_tokens == 0
+    with pytest.raises(ValueError, match="caching is off"):
+        manager.admit(Admit(Request("b", range(10)), num_tokens=6), [1])
+
+
+def test_free_is_a_no_op_for_what_is_not_admitted():
+    manager = make()
+    request = Request("a", range(10))
+    manager.free(request)
+    manager.step(new=[request])
+    manager.free(request)
+    manager.free(request)
+    assert manager.pool.num_free == 10
+    check_invariants(manager)
+
+
+def test_hashes_survive_preemption():
+    manager = make()
+    request = Request("a", range(10))
+    manager.step(new=[request])
+    request.append_tokens([10, 11])
+    manager.step([0], [2])
+    manager.free(request)
+    plan = manager.step(new=[request])
+    assert plan.num_computed_tokens.tolist() == [8] and request.num_tokens == 12
+
+
+def test_reset_waits_for_every_block():
+    manager = make()
+    request = Request("a", range(10))
+    manager.step(new=[request])
+    assert manager.cache.reset() is False and manager.pool.num_cached == 2
+    manager.free(request)
+    assert manager.cache.reset() is True
+    assert manager.cache.find_prefix(request).num_tokens == 0
+
+
+def test_rows_run_out_when_they_are_limited():
+    manager = make(max_num_reqs=1)
+    a, b = Request("a", range(3)), Request("b", range(5, 8))
+    assert manager.step(new=[a, b]).status.tolist() == [Status.SERVED, Status.WAIT]
+    assert manager.admit(Admit(b, num_tokens=3), ()) is None
+    manager.free(a)
+    assert manager.step(new=[b]).rows.tolist() == [0]
+
+
+def test_a_request_serves_managers_of_two_block_sizes_at_once():
+    request = Request("a", range(40))
+    small, large = make(num_blocks=20), make(block_size=8)
+    assert small.cache.hashes(request).shape == (10, 32)
+    assert large.cache.hashes(request).shape == (5, 32)
+    for manager in (small, large):
+        assert manager.step(new=[request]).status.tolist() == [Status.SERVED]
+    request.append_tokens(range(40, 48))
+    for manager, num_blocks in ((small, 12), (large, 6)):
+        manager.step([0], [8])
+        assert manager.pool.num_cached == num_blocks
+        follower = Request("b", range(49))
+        assert manager.cache.find_prefix(follower).num_tokens == 48
+
+
+def test_tokens_that_arrive_before_free_are_cached_by_it():
+    manager = make()
+    request = Request("a", range(6))
+    manager.step(new=[request])
+    manager.step([0], [3])  # slots for tokens 6 to 8; block 1 fills when tokens 6 and 7 are known
+    request.append_tokens([6, 7])
+    manager.free(request)
+    assert manager.pool.num_cached == 2
+    assert manager.cache.find_prefix(Request("b", range(9))).num_tokens == 8
+    check_invariants(manager)
+
+
+def test_free_caches_nothing_that_was_not_computed():
+    manager = make()
+    request = Request("a", range(6))
+    manager.step(new=[request])
+    request.append_tokens([6, 7])
+    manager.free(request)
+    assert manager.pool.num_cached == 1
+
+
+def test_a_request_that_opted_out_of_reading_takes_no_computed_blocks():
+    manager = make()
+    manager.step(new=[Request("a", range(10))])
+    before = state(manager)
+    with pytest.raises(ValueError, match="computed_blocks has 1 blocks, but the request has re"):
+        manager.admit(Admit(Request("b", range(10), read_cache=False), num_tokens=6), [1])
+    assert state(manager) == before
+
+
+def test_a_request_stays_with_the_way_that_admitted_it():
+    manager = make()
+    a, b = Request("a", range(4)), Request("b", range(50, 54))
+    manager.step(new=[a])
+    manager.admit(Admit(b, num_tokens=4), ())
+    before = state(manager)
+    with pytest.raises(ValueError, match="row 0 was admitted by step: expected its row among"):
+        manager.extend(a, 1)
+    with pytest.raises(ValueError, match="row 1 was admitted by admit: expected extend"):
+        manager.step([0, 1], [1, 1])
+    assert state(manager) == before
+    assert manager.extend(b, 1).tolist() == [3]
+    plan = manager.step([0], [1])
+    assert plan.append_rows.tolist() == [0] and plan.append_ids[0].tolist() == [4]
+
+
+def test_a_plan_clears_rows_of_steps_only_and_loses_none_to_other_calls():
+    manager = make()
+    a, b, c = (Request(name, [i, i + 1]) for i, name in enumerate("abc"))
+    manager.step(new=[a])
+    manager.admit(Admit(b, num_tokens=2), ())
+    manager.free(a)
+    manager.admit(
+        Admit(c, num_tokens=2), ()
+    )  # in the row of a, whose table the worker has yet to clear
+    manager.extend(b, 1)
+    assert manager.step().clear_rows.tolist() == [0]
+    manager.free(b)
+    manager.free(c)
+    assert manager.step().clear_rows.tolist() == []
+
+
+def test_a_call_from_another_thread_is_refused_and_changes_nothing():
+    manager = make()
+    request = Request("a", range(10))
+    manager.step(new=[request])
+    before = state(manager), manager.block_ids(request).tolist()
+    errors = []
+
+    def call(function):
+        try:
+            function()
+        except RuntimeError as error:
+            errors.append((threading.get_ident(), str(error)))
+
+    calls = [
+        lambda: manager.step([0], [1]),
+        lambda: manager.step(new=[Request("b", range(5))]),
+        lambda: manager.cache.find_prefix(Request("b", range(5))),
+        lambda: manager.admit(Admit(Request("b", range(5)), num_tokens=5), ()),
+        lambda: manager.extend(request, 1),
+        lambda: manager.free(request),
+        lambda: manager.free(Request("unknown", [1])),
+        lambda: manager.cache.reset(),
+        lambda: manager.cache.hashes(request),
+        lambda: manager.block_ids(request),
+        lambda: manager.num_computed_tokens(request),
+        lambda: manager.cache.stats,
+        lambda: manager.pool.num_free,
+        lambda: manager.cache.drain_events(),
+        lambda: check_invariants(manager),
+        lambda: manager.invalidate([1]),
+        lambda: manager.cache.evict([1]),
+        lambda: manager.cache.start_epoch(),
+        lambda: manager.would_fit(Request("b", range(5))),
+    ]
+    for function in calls:
+        thread = threading.Thread(target=call, args=[function])
+        thread.start()
+        thread.join()
+    owner = threading.get_ident()
+    assert [text for _, text in errors] == [
+        f"called from thread {caller}, but the manager belongs to thread {owner}, which used it "
+        "first: call it from one thread"
+        for caller, _ in errors
+    ]
+    assert len(errors) == len(calls)
+    assert (state(manager), manager.block_ids(request).tolist()) == before
+    manager.step([0], [1])
+    check_invariants(manager)
+
+
+def test_threads_that_share_a_request_get_the_hashes_it_has_or_are_refused():
+    """A manager per thread. While one hashes, the others run, and meet a chain that is being changed."""
+    tokens = np.arange(200_000, dtype=np.int32)
+    want = hash_blocks(tokens, 4)
+    request, found, refused = Request("a", tokens), [], []
+
+    def ask() -> None:
+        try:
+            found.append(make().cache.hashes(request))
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found and len(found) + len(refused) == 4
+    assert all("a request serves one call at a time" in text for text in refused)
+    found.append(make().cache.hashes(request))
+    assert all(np.array_equal(hashes, want) for hashes in found)
+
+
+def bad_calls():
+    unknown = Request("zz", range(5))
+    other = Request("yy", range(100, 105))
+    yield lambda m, a: m.step([7], [1]), "row 7 is not in use"
+    yield lambda m, a: m.step([-1], [1]), "row -1 is not in use"
+    yield lambda m, a: m.step([0, 0], [1, 1]), "rows names row 0 twice"
+    yield lambda m, a: m.step([0], [-1]), "num_tokens is -1: expected 0 to 2147483647"
+    yield lambda m, a: m.step([0], [-2]), "num_tokens is -2"
+    yield lambda m, a: m.step([0], [1, 2]), "rows has 1 entries, num_tokens has 2"
+    yield lambda m, a: m.step([0], [60]), "would have 70 tokens: expected at most max_model_len"
+    yield lambda m, a: m.step(new=[Admit(unknown, num_tokens=0)]), "num_tokens is 0"
+    yield lambda m, a: m.step(new=[unknown, unknown]), r"new names request 'zz' twice"
+    yield (
+        lambda m, a: m.step(new=[Admit(unknown, num_reserved_blocks=-1)]),
+        "num_reserved_blocks is -1: expected 0",
+    )
+    yield lambda m, a: m.step(new=[a]), "request 'a' is admitted already"
+    yield lambda m, a: m.step(new=[Request("b", range(65))]), "a new request would have 65 tokens"
+    yield lambda m, a: m.step([0], [1], num_lookahead_tokens=-1), "num_lookahead_tokens is -1"
+    yield lambda m, a: m.extend(unknown, 1), "request 'zz' is not admitted"
+    yield lambda m, a: m.admit(Admit(unknown, num_tokens=0), ()), "num_tokens is 0"
+    yield lambda m, a: m.admit(Admit(a, num_tokens=3), ()), "request 'a' is admitted already"
+    yield lambda m, a: m.admit(Admit(unknown, num_tokens=65), ()), "would have 65 tokens"
+    yield (
+        lambda m, a: m.admit(Admit(other, num_tokens=1), [1]),
+        r"computed_blocks\[0\] is block 1, which",
+    )
+    yield (
+        lambda m, a: m.admit(Admit(unknown, num_tokens=1), [99]),
+        r"computed_blocks\[0\] is block 99",
+    )
+    yield lambda m, a: m.admit(Admit(unknown, num_tokens=1), [1, 2]), "computed_blocks has 2 blocks"
+    yield lambda m, a: m.block_ids(unknown), "request 'zz' is not admitted"
+    for huge in (2**31, 2**63 - 1, 2**63, 2**70):
+        most = "expected 1 to 2147483647" if huge < 2**63 else "expected at most 2147483647"
+        yield (
+            lambda m, a, n=huge: m.admit(Admit(unknown, num_tokens=n), ()),
+            f"num_tokens is {huge}: {most}",
+        )
+        yield (
+            lambda m, a, n=huge: m.step([0], [1], num_lookahead_tokens=n),
+            f"num_lookahead_tokens is {huge}: expected",
+        )
+        yield (
+            lambda m, a, n=huge: m.admit(Admit(unknown, num_tokens=1, num_lookahead_tokens=n), ()),
+            f"num_lookahead_tokens is {huge}: expected",
+        )
+        yield (
+            lambda m, a, n=huge: m.step([0], [n]),
+            rf"num_tokens\[0\] is {huge}: expected a 32-bit",
+        )
+    yield (
+        lambda m, a: m.admit(Admit(unknown, num_tokens=-(2**70)), ()),
+        f"num_tokens is -{2**70}: expected 0 or",
+    )
+    yield (
+        lambda m, a: m.admit(Admit(unknown, num_tokens=2**31 - 1), ()),
+        "would have 2147483647 tokens: expected",
+    )
+
+
+@pytest.mark.parametrize(("call", "message"), list(bad_calls()))
+def test_a_wrong_call_is_named_and_changes_nothing(call, message):
+    manager = make()
+    request = Request("a", range(10))
+    manager.step(new=[request])
+    before = state(manager), manager.block_ids(request).tolist()
+    with pytest.raises(ValueError, match=message):
+        call(manager, request)
+    assert (state(manager), manager.block_ids(request).tolist()) == before
+    check_invariants(manager)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "error", "message"),
+    [
+        (0, ValueError, "num_tokens is 0: expected 1 to 2147483647"),
+        (2**63 - 1, ValueError, f"num_tokens is {2**63 - 1}: expected 1 to 2147483647"),
+        (2**64, ValueError, f"num_tokens is {2**64}: expected at most 2147483647"),
+        (
+            2**31 - 1,
+            ValueError,
+            "a row would have 2147483657 tokens: expected at most max_model_len",
+        ),
+        (1.0, TypeError, "num_tokens is 1.0: expected an integer"),
+    ],
+)
+def test_wrong_numbers_of_appended_tokens_are_named(num_tokens, error, message):
+    manager = make()
+    request = Request("a", range(10))
+    manager.admit(Admit(request, num_tokens=10), ())
+    before = state(manager)
+    with pytest.raises(error, match=message):
+        manager.extend(request, num_tokens)
+    assert state(manager) == before
+    assert manager.extend(request, np.int64(3)).tolist() == [4]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda m: m.step(num_lookahead_tokens=0.5),
+            "num_lookahead_tokens is 0.5: expected an int",
+        ),
+        (
+            lambda m: m.admit(Admit(Request("b", [1]), num_tokens=1.5), ()),
+            "num_tokens is 1.5: expected an integer",
+        ),
+        (
+            lambda m: m.admit(Admit(Request("b", [1]), num_tokens="1"), ()),
+            "num_tokens is '1': expected an integer",
+        ),
+        (lambda m: m.step([0], [1.0]), "num_tokens has dtype float64"),
+        (lambda m: m.step(new=["b"]), r"new\[0\] is 'b': expected a Request"),
+        (
+            lambda m: m.step(new=Request("b", [1])),
+            "new is <.*Request object.*>: expected a sequence",
+        ),
+        (lambda m: m.step(new=None), "new is None: expected a sequence of requests"),
+        (
+            lambda m: m.step(new=[Request("b", [1]), 5]),
+            r"new\[1\] is 5: expected a Request",
+        ),
+        (lambda m: m.step(new=[Request(["b"], [1])]), r"request_id is \['b'\]: expected a string"),
+        (
+            lambda m: m.step((i for i in [0]), [1]),
+            "rows is <generator .*: expected a sequence of int",
+        ),
+        (
+            lambda m: m.step([0], (i for i in [1])),
+            "num_tokens is <generator .*: expected a sequence",
+        ),
+        (
+            lambda m: m.step(Request("b", [1]), [1]),
+            "rows is <.*Request .*: expected a sequence of int",
+        ),
+        (
+            lambda m: m.step([0], [None] * 99),
+            r"num_tokens is \[None, .*\.\.\.: expected a sequence",
+        ),
+        (
+            lambda m: m.step(swap_out=iter([0])),
+            "swap_out is <list_iterator .*: expected a sequence",
+        ),
+        (lambda m: m.free([Request("b", [1])]), r"request is \[<.*: expected a Request"),
+        (lambda m: make(block_size=4.0), "block_size is 4.0: expected an integer"),
+        (lambda m: make(max_model_len=None), "max_model_len is None: expected an integer"),
+        (lambda m: make(hash_seed=b"x"), "hash_seed is b'x': expected a string"),
+    ],
+)
+def test_wrong_types_are_named(call, message):
+    manager = make()
+    before = state(manager)
+    with pytest.raises(TypeError, match=message):
+        call(manager)
+    assert state(manager) == before
+
+
+def test_requests_may_come_from_any_iterable():
+    plan = make().step(new=(Request(name, range(5)) for name in "ab"))
+    assert plan.rows.tolist() == [0, 1]
+
+
+def test_a_seed_that_utf_8_cannot_hold_is_named():
+    with pytest.raises(
+        ValueError, match=r"hash_seed is '\\ud800': expected text that UTF-8 can hold"
+    ):
+        make(hash_seed="\ud800")
+
+
+@pytest.mark.parametrize(
+    "sizes", ["num_gpu_blocks=2**31 - 1", "num_gpu_blocks=9, num_host_blocks=2**31 - 1"]
+)
+def test_blocks_that_memory_lacks_are_named(sizes):
+    script = f"""
+import resource
+from kvcache import KVCacheManager
+from kvcache.allocator import check_invariants
+small = KVCacheManager(16, 9, 64)
+resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30))
+try:
+    KVCacheManager(16, max_model_len=64, page_bytes=1, {sizes})
+except MemoryError as error:
+    print(error)
+small.step()
+check_invariants(small)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=REPO, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert "_blocks is 2147483647" in result.stdout
+    assert "expected no more blocks than the system gives memory for" in result.stdout
+
+
+def test_the_largest_sizes_are_served():
+    """Sums of them overflowed; now they do not fit int64 by far."""
+    largest = 2**31 - 1
+    manager = KVCacheManager(1, 100, largest, num_preallocate_tokens=largest)
+    request = Request("a", range(10))
+    assert manager.step(new=[Admit(request, num_lookahead_tokens=20)]).append_splits[
+        0
+    ].tolist() == [0, 99]
+    plan = manager.step([0], [largest - 10], num_lookahead_tokens=largest)
+    assert plan.status.tolist() == [Status.NEVER]
+    manager = KVCacheManager(largest, 3, largest, num_preallocate_tokens=largest)
+    manager.step(new=[Request("a", range(10))])
+    assert manager.step([0], [largest - 10]).status.tolist() == [Status.SERVED]
+    with pytest.raises(ValueError, match="a row would have 4294967294 tokens"):
+        manager.step([0], [largest])
+    check_invariants(manager)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(
+            ({name: huge}, f"{public} is {huge}: expected")
+            for name, public in [
+                ("block_size", "block_size"),
+                ("num_blocks", "num_gpu_blocks"),
+                ("max_model_len", "max_model_len"),
+                ("num_preallocate_tokens", "num_preallocate_tokens"),
+                ("max_num_reqs", "max_num_reqs"),
+            ]
+            for huge in (2**31, sys.maxsize, 2**63, -(2**70))
+        ),
+        ({"block_size": 0}, "block_size is 0: expected 1 to 2147483647"),
+        ({"num_blocks": 1}, "num_gpu_blocks is 1: expected 2 to 2147483647"),
+        ({"num_blocks": -7}, "num_gpu_blocks is -7"),
+        ({"max_model_len": 0}, "max_model_len is 0"),
+        ({"num_preallocate_tokens": -1}, "num_preallocate_tokens is -1"),
+        ({"max_num_reqs": 0}, "max_num_reqs is 0"),
+        ({"sliding_window": 0}, "window is 0: expected 1"),
+    ],
+)
+def test_wrong_sizes_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_tokens_are_copied_and_checked_at_once():
+    tokens = np.arange(10, dtype=np.int32)
+    request = Request("a", tokens)
+    tokens[:] = 99
+    request.token_ids[:] = 98
+    assert request.token_ids.tolist() == list(range(10))
+    with pytest.raises(ValueError, match=r"token_ids\[1\] is -1: expected 0 to 2147483647"):
+        Request("a", np.array([3, -1], np.int32))
+    with pytest.raises(ValueError, match=r"token_ids\[0\] is 2147483648: expected 0 to 2147483647"):
+        Request("a", [2**31])
+    with pytest.raises(TypeError, match="token_ids is 5: expected integers"):
+        Request("a", 5)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [10, 11],
+        (10, 11),
+        range(10, 12),
+        {10: 0, 11: 0}.keys(),
+        np.array([10, 11]),
+        np.array([10, 11], np.uint8),
+        [np.int64(10), 11],
+        np.arange(10, 14, dtype=np.int32)[:2],
+        np.array([10, 0, 11, 0], np.int32)[::2],
+    ],
+)
+@pytest.mark.parametrize("is_hashed", [False, True])
+def test_tokens_come_in_any_form_before_and_after_hashing(tokens, is_hashed):
+    request = Request("a", range(10))
+    if is_hashed:
+        make().cache.hashes(request)
+    if not hasattr(tokens, "__next__"):
+        request.append_tokens(tokens)
+    else:
+        request.append_tokens(iter([10, 11]))
+    assert request.token_ids.tolist() == list(range(12))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "message"),
+    [
+        ([1, -1], ValueError, r"token_ids\[1\] is -1: expected 0 to 2147483647"),
+        ([2**70], ValueError, rf"token_ids\[0\] is {2**70}: expected 0 to 2147483647"),
+        (np.array([2**31]), ValueError, r"token_ids\[0\] is 2147483648"),
+        ([1.0], TypeError, "token_ids has dtype float64"),
+        ([[1]], ValueError, "token_ids has 2 dimensions"),
+        ("ab", TypeError, "token_ids has dtype"),
+        (None, TypeError, "token_ids is None"),
+    ],
+)
+@pytest.mark.parametrize("is_hashed", [False, True])
+def test_wrong_tokens_are_named_before_and_after_hashing(tokens, error, message, is_hashed):
+    request = Request("a", range(10))
+    if is_hashed:
+        make().cache.hashes(request)
+    with pytest.raises(error, match=message):
+        request.append_tokens(tokens)
+    assert request.num_tokens == 10
+
+
+def test_what_a_hash_was_made_of_cannot_be_changed():
+    request = Request("a", range(10), lora=["n", "p"], mm_items=[["i", 2, 3]], cache_salt="s")
+    assert request.lora == ("n", "p") and request.mm_items == (("i", 2, 3),)
+    for name in (
+        *("lora", "mm_items", "cache_salt", "prompt_embeds"),
+        *("read_cache", "write_cache", "token_ids", "num_tokens"),
+    ):
+        with pytest.raises(AttributeError):
+            setattr(request, name, None)
+    embeds = np.zeros((10, 4), np.float32)
+    request = Request("a", range(10), prompt_embeds=embeds)
+    with pytest.raises(ValueError, match="read-only"):
+        request.prompt_embeds[0] = 1
+    assert embeds.flags.writeable  # the caller's own array stays as it was
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"lora": "ab"}, TypeError, r"lora is 'ab': expected \(name, path\)"),
+        ({"lora": ("a",)}, ValueError, r"lora is \('a',\): expected \(name, path\)"),
+        ({"lora": ("a", 1)}, TypeError, r"lora\[1\] is 1: expected a string"),
+        ({"cache_salt": 5}, TypeError, "cache_salt is 5: expected a string"),
+        ({"cache_salt": "\ud800"}, ValueError, "cache_salt is .*: expected text that UTF-8"),
+        (
+            {"mm_items": 5},
+            TypeError,
+            r"mm_items is 5: expected a list of \(identifier, first token",
+        ),
+        ({"mm_items": None}, TypeError, "mm_items is None: expected a list of"),
+        ({"mm_items": ["img"]}, TypeError, r"mm_items\[0\] is 'img': expected \(identifier, fir"),
+        ({"mm_items": [("i", 0, 1), ("i", 1)]}, ValueError, r"mm_items\[1\] is \('i', 1\): expec"),
+        ({"mm_items": [(7, 0, 1)]}, TypeError, r"mm_items\[0\]\[0\] is 7: expected a string"),
+        ({"mm_items": [("i", 0.5, 1)]}, TypeError, r"mm_items\[0\] is \('i', 0.5, 1\): expected"),
+        ({"mm_items": [("i", -1, 3)]}, ValueError, r"mm_items\[0\]: 'i' starts at -1"),
+        ({"mm_items": [("i", 0, 0)]}, ValueError, r"mm_items\[0\]: 'i' .* has 0 tokens"),
+        ({"mm_items": [("i", 1, 2**31 - 1)]}, ValueError, "an end of at most 2147483647"),
+        ({"prompt_embeds": [[1.0]]}, TypeError, "prompt_embeds has type list"),
+        ({"prompt_embeds": np.array(1.0)}, ValueError, "prompt_embeds has 0 dimensions"),
+    ],
+)
+def test_a_wrong_request_is_named(options, error, message):
+    with pytest.raises(error, match=message):
+        Request("a", [1], **options)
+
+
+def test_a_request_without_tokens_yet():
+    """It can be asked about and given slots; what is published waits for the tokens."""
+    manager = make()
+    request = Request("a", [])
+    assert request.num_tokens == 0 and len(manager.cache.hashes(request)) == 0
+    ids, num_tokens, _ = manager.cache.find_prefix(request)
+    assert (len(ids), num_tokens) == (0, 0)
+    expected = "the number of tokens of a new request is 0: expected 1 to 2147483647"
+    for call in (lambda: manager.step(new=[request]), lambda: manager.would_fit(request)):
+        with pytest.raises(ValueError, match=expected):
+            call()
+    size = manager.block_sizes[0]
+    assert len(manager.admit(Admit(request, num_tokens=2 * size), ())) >= 2
+    assert manager.cache.stats.hit_rate == 0 and manager.pool.num_cached == 0
+    request.append_tokens(range(2 * size + 1))
+    manager.extend(request, 1)
+    assert manager.pool.num_cached == 2
+    manager.free(request)
+    again = Request("b", [])
+    again.append_tokens(range(2 * size + 1))
+    assert manager.step(new=[again]).num_computed_tokens.tolist() == [2 * size]
+    check_invariants(manager)
+
+
+def test_the_native_step_sets_every_field_of_a_plan():
+    plan = make(page_bytes=64).step(new=[Request("a", range(10))])
+    assert {field.name: hasattr(plan, field.name) for field in fields(StepPlan)} == {
+        field.name: True for field in fields(StepPlan)
+    }
+    assert (plan.step_id, plan.version, plan.page_bytes) == (0, PLAN_VERSION, 64)
+    assert [ids.tolist() for ids in plan.append_ids] == [[1, 2, 3]]
+    assert plan.copy is NO_PAIRS
+    assert plan.replace[0] is NO_REPLACE
+    assert not plan.is_empty and plan.previous_step_id == -1
+    manager = make()
+    manager.step(new=[Request("a", range(10))])
+    assert manager.step([0], [1]).append_splits[0] is NO_SPLITS  # no row gets a block
+
+
+@pytest.mark.parametrize(
+    ("left_out", "added", "message"),
+    [
+        ("copy", None, "the plan has no field 'copy': expected one for everything"),
+        (None, "fence", "field 'fence' of the plan has no default"),
+    ],
+)
+def test_a_plan_that_the_native_step_cannot_fill_is_refused(left_out, added, message):
+    names = [f.name for f in fields(StepPlan) if f.name not in (left_out, "version", "page_bytes")]
+    plan = make_dataclass("Plan", [*names, *filter(None, [added])])
+    with pytest.raises(TypeError, match=message):
+        core.use_plan_type(plan, NO_IDS, NO_SPLITS, NO_PAIRS, NO_REPLACE)
+    assert isinstance(make().step(), StepPlan)
+
+
+def test_read_cache_of_a_call():
+    """A request that opted out may take hits in one call, and one that did not may be told not to."""
+    manager = make(num_preallocate_tokens=0)
+    size = manager.block_sizes[0]
+    manager.step(new=[Request("a", range(2 * size + 1))])
+    hit = 2 * size
+    reads, opted_out = (
+        Request(name, range(2 * size + 1), read_cache=value)
+        for name, value in (("b", True), ("c", False))
+    )
+    assert manager.cache.find_prefix(reads).num_tokens == hit
+    assert manager.cache.find_prefix(reads, read_cache=False).num_tokens == 0
+    assert manager.cache.find_prefix(opted_out).num_tokens == 0
+    ids, num_tokens, _ = manager.cache.find_prefix(opted_out, read_cache=True)
+    assert num_tokens == hit
+    assert manager.cache.cached_tokens(opted_out).on_device == 0
+    assert manager.cache.cached_tokens(opted_out, read_cache=True).on_device == hit
+    with pytest.raises(ValueError, match="but the request has read_cache=False: expected none"):
+        manager.admit(Admit(opted_out, num_tokens=1), ids)
+    manager.admit(Admit(opted_out, num_tokens=1, read_cache=True), ids)
+    assert manager.block_ids(opted_out)[:2].tolist() == ids.tolist()
+    manager.free(opted_out)
+
+    def computed(of_reads, of_opted_out):
+        plan = manager.step(
+            new=[Admit(reads, read_cache=of_reads), Admit(opted_out, read_cache=of_opted_out)]
+        )
+        for request in (reads, opted_out):
+            manager.free(request)
+        return plan.num_computed_tokens.tolist()
+
+    assert computed(None, None) == [hit, 0]
+    assert computed(True, True) == [hit, hit]
+    assert computed(False, False) == [0, 0]
+    assert computed(False, None) == [0, 0]
+    assert computed(None, np.True_) == [hit, hit]
+    with pytest.raises(TypeError, match=r"new\[1\].read_cache is 2: expected True or False"):
+        computed(True, 2)
+    with pytest.raises(TypeError, match="read_cache is 1"):
+        manager.cache.find_prefix(reads, read_cache=1)
+    check_invariants(manager)
+
+
+def test_other_tokens_after_a_wait_have_hashes_of_their_own():
+    """The ids that came with a step that could not be served were hashed, and are taken back."""
+    manager = KVCacheManager(4, 5, 100, num_preallocate_tokens=0)
+    request, other = Request("r", range(7)), Request("other", range(50, 57))
+    row = manager.step(new=[request, other]).rows[0]
+    plan = manager.step([row], [2], token_ids=[7, 8], num_token_ids=[2])
+    assert plan.status.tolist() == [Status.WAIT] and request.num_tokens == 7
+    manager.free(other)
+    plan = manager.step([row], [2], token_ids=[70, 80], num_token_ids=[2])
+    assert plan.status.tolist() == [Status.SERVED]
+    hashes = hash_blocks([*range(7), 70], 4)
+    assert manager.cache.find(hashes).device.tolist() == manager.block_ids(request)[:2].tolist()
+
+
+class TestAdvance:
+    """`reject_tokens` and `extend` of many requests, by positions."""
+
+    def admitted(self, num_blocks=11):
+        manager = KVCacheManager(4, num_blocks, 64, num_preallocate_tokens=0)
+        requests = [Request(f"r{i}", range(i, i + 6)) for i in range(3)]
+        for request in requests:
+            manager.admit(Admit(request, num_tokens=6), ())
+        return manager, requests
+
+    def test_each_request_gets_what_it_lacks(self):
+        manager, requests = self.admitted()
+        before = [manager.block_ids(request).tolist() for request in requests]
+        answers = manager.advance([0, 1, 2], [6, 5, 8], [7, 9, 14])
+        assert answers[0] == ()
+        for request, blocks, answer in zip(requests[1:], before[1:], answers[1:]):
+            assert [len(ids) for ids in answer] == [len(answer[0])]
+            assert manager.block_ids(request).tolist() == blocks + answer[0]
+        assert [manager.num_computed_tokens(request) for request in requests] == [7, 9, 14]
+
+    def test_who_does_not_fit_stays_and_the_others_are_served(self):
+        manager, requests = self.admitted(num_blocks=8)
+        answers = manager.advance([0, 1, 2], [6, 6, 6], [7, 20, 9])
+        assert answers[0] == () and answers[1] is None and len(answers[2][0]) == 1
+        assert [manager.num_computed_tokens(request) for request in requests] == [7, 6, 9]
+
+    @pytest.mark.parametrize(
+        "starts,stops,message",
+        [
+            ([6, 9], [7, 10], "start of row 1 is 9: expected at most 8, the slots that it has"),
+            ([6, 6], [7, 6], "stop of row 1 is 6: expected more than its start, 6"),
+            ([6, 3], [7, 9], "num_rejected_tokens of row 1 is 3: expected at most 2"),
+            ([6, -1], [7, 1], "start of row 1 is -1: expected at least 0"),
+            ([6, 6], [7, 65], "65 tokens"),
+            ([6], [7], "rows has 2 .* starts has 1"),
+        ],
+    )
+    def test_refusals_change_nothing(self, starts, stops, message):
+        manager, requests = self.admitted()
+        with pytest.raises(ValueError, match=message):
+            manager.advance([0, 1], starts, stops)
+        assert [manager.num_computed_tokens(request) for request in requests] == [6, 6, 6]
+        check_invariants(manager)
+
+    def test_a_request_is_named_once(self):
+        manager, requests = self.admitted()
+        with pytest.raises(ValueError, match="rows names row 0 twice"):
+            manager.advance([0, 0], [6, 6], [7, 7])
+        with pytest.raises(ValueError, match="row 7"):
+            manager.advance([0, 7], [6, 0], [7, 1])
+        assert manager.num_computed_tokens(requests[0]) == 6

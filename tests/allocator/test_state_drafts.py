@@ -1,0 +1,457 @@
+"""Recurrent states with speculative blocks: drafts are rejected, and no state is copied."""
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache import (
+    Admit,
+    BlockTables,
+    ContextParallel,
+    External,
+    GroupSpec,
+    LayerSpec,
+    Request,
+    Status,
+    StepReport,
+    build,
+    plan_cache,
+)
+from kvcache.allocator import check_invariants
+from kvcache.kinds import make_kind
+from tests.machinery.shared import manager_of
+
+FULL = GroupSpec("full_attention", 4)
+
+
+def states(block_size=4, num_speculative_blocks=3):
+    return GroupSpec("recurrent", block_size, {"num_speculative_blocks": num_speculative_blocks})
+
+
+def start(manager, num_tokens=6):
+    """A request with a sampled token behind its prompt, and three drafts; its pages of states."""
+    request = Request("a", range(num_tokens))
+    manager.step(new=[request])
+    plan = manager.step([0], [4], token_ids=[num_tokens])
+    assert plan.status.tolist() == [Status.SERVED]
+    return request, manager.block_ids(request, 1).tolist()
+
+
+def hit_length(manager, tokens):
+    return manager.cache.find_prefix(Request("probe", tokens)).num_tokens
+
+
+def test_pages_change_places_and_nothing_is_copied():
+    manager = manager_of(FULL, states(16))
+    request, pages = start(manager)
+    plan = manager.step([0], [4], token_ids=[7, 60], num_token_ids=[2], num_rejected_tokens=[2])
+    assert plan.num_computed_tokens.tolist() == [8]
+    assert len(plan.copy) == len(plan.zero) == 0
+    assert plan.replace[1].tolist() == [[0, 0, pages[1]], [0, 1, pages[0]]]
+    assert manager.block_ids(request, 1).tolist() == [pages[1], pages[0], *pages[2:]]
+    # All rejected: the page of the state stays, and its table with it.
+    plan = manager.step([0], [4], token_ids=[61], num_rejected_tokens=[3])
+    assert plan.num_computed_tokens.tolist() == [9] and len(plan.replace[1]) == 0
+    # All accepted.
+    ids = manager.block_ids(request, 1).tolist()
+    plan = manager.step([0], [1], token_ids=[62, 63, 64, 65], num_token_ids=[4])
+    assert plan.num_computed_tokens.tolist() == [13]
+    assert manager.block_ids(request, 1).tolist() == [ids[3], *ids[:3]]
+    check_invariants(manager)
+
+
+def test_a_prompt_takes_no_page_for_drafts():
+    manager = manager_of(FULL, states(16))
+    request = Request("a", range(20))
+    for plan in (manager.step(new=[Admit(request, num_tokens=3)]), manager.step([0], [4])):
+        assert plan.status.tolist() == [Status.SERVED]
+        assert len(manager.block_ids(request, 1)) == 1
+
+
+def test_more_drafts_than_pages_are_refused_by_name():
+    manager = manager_of(FULL, states(), states(8, 5))
+    request = Request("a", range(6))
+    manager.step(new=[request])
+    expected = (
+        r"num_tokens of row 0 is 5: expected at most 4, 1 that are known or were sampled and 3"
+    )
+    for wrong in (
+        lambda: manager.step([0], [5]),
+        lambda: manager.step([0], [5], token_ids=[6]),
+        lambda: manager.would_fit(Admit(request, num_tokens=5)),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            wrong()
+    assert request.num_tokens == manager.num_computed_tokens(request) == 6
+    plan = manager.step([0], [5], token_ids=[6, 7], num_token_ids=[2])  # two known, three drafts
+    assert plan.num_tokens.tolist() == [5]
+    assert [len(manager.block_ids(request, g)) for g in (1, 2)] == [1 + 4, 4]
+
+
+def test_only_drafts_are_rejected():
+    manager = manager_of(FULL, states())
+    request, _ = start(manager)
+    expected = r"num_rejected_tokens of row 0 is 4: expected at most 3, the drafts of its last step"
+    with pytest.raises(ValueError, match=expected):
+        manager.step([0], [1], num_rejected_tokens=[4])
+    with pytest.raises(ValueError, match=expected):
+        manager.reject_tokens(request, 4)
+    manager.reject_tokens(request, 1)
+    manager.reject_tokens(request, 2)
+    with pytest.raises(ValueError, match=r"is 1: expected at most 0, the drafts"):
+        manager.reject_tokens(request, 1)
+    assert manager.num_computed_tokens(request) == 7
+
+
+def test_one_group_without_pages_for_drafts_takes_no_rejection():
+    manager = manager_of(FULL, states(), GroupSpec("recurrent", 4))
+    request = Request("a", range(6))
+    manager.step(new=[request])
+    manager.step([0], [9])  # as many as are wanted: they count as accepted
+    with pytest.raises(ValueError, match=r"no token back without num_speculative_blocks"):
+        manager.reject_tokens(request, 1)
+    assert len(manager.block_ids(request, 1)) == 4
+
+
+def test_a_boundary_that_accepted_drafts_pass_is_a_hit():
+    manager = manager_of(FULL, states())
+    request, pages = start(manager)  # states after 7, 8, 9 and 10 tokens
+    assert pages[:1] == [0] and hit_length(manager, range(20)) == 0
+    assert manager.pool.num_cached == 1  # the first block of tokens, and nothing of a draft
+    plan = manager.step([0], [4], token_ids=[7, 8, 60], num_token_ids=[3], num_rejected_tokens=[1])
+    assert len(plan.copy) == 0
+    probe = Request("probe", [*range(9), 60])
+    (_, found), num_hit, _ = manager.cache.find_prefix(probe)
+    assert num_hit == 8 and found.tolist() == [0, pages[2]]
+    now = manager.block_ids(request, 1).tolist()
+    assert now[:2] == [0, 0] and now[2] == pages[3] and pages[2] not in now
+    assert len(now) == 2 + 4  # another page in place of the one that is kept
+
+
+def test_a_boundary_that_rejected_drafts_pass_is_no_hit():
+    manager = manager_of(FULL, states())
+    _, pages = start(manager)
+    plan = manager.step([0], [4], token_ids=[60], num_rejected_tokens=[3])
+    assert plan.num_computed_tokens.tolist() == [7]
+    assert hit_length(manager, range(20)) == 0
+    # The state after 8 tokens is one of this step, and no draft's.
+    probe = Request("probe", [*range(7), 60, 61])
+    (_, found), num_hit, _ = manager.cache.find_prefix(probe)
+    assert num_hit == 8 and found.tolist() == [0, pages[1]]
+    plan = manager.step([0], [1], token_ids=[61], num_rejected_tokens=[3])
+    assert plan.copy[:, 0].tolist() == [pages[1]]  # which it leaves
+    assert hit_length(manager, [*range(7), 60, 61]) == 8
+    check_invariants(manager)
+
+
+def test_a_boundary_behind_the_accepted_drafts_is_no_hit():
+    manager = manager_of(FULL, states())
+    _, pages = start(manager, 5)  # states after 6, 7, 8 and 9 tokens, the last two rejected
+    manager.step([0], [4], token_ids=[6, 60], num_token_ids=[2], num_rejected_tokens=[2])
+    (_, found), num_hit, _ = manager.cache.find_prefix(Request("probe", [*range(7), 60, 61]))
+    assert num_hit == 8 and found.tolist() == [0, pages[2]]
+
+
+def test_with_blocks_of_one_token_each_accepted_draft_leaves_a_state():
+    manager = manager_of(GroupSpec("full_attention", 1), states(1))
+    request, pages = start(manager)
+    plan = manager.step([0], [4], token_ids=[7, 8, 60], num_token_ids=[3], num_rejected_tokens=[1])
+    assert plan.copy[:, 0].tolist() == [pages[8]]  # the state itself is left, too
+    assert [hit_length(manager, range(n + 1)) for n in (6, 7, 8, 9)] == [6, 7, 8, 9]
+    assert len(manager.block_ids(request, 1)) == 9 + 1 + 3
+    assert make_kind("recurrent", {"num_speculative_blocks": 3}).max_pages(64, 8, 1) == 8
+
+
+def test_a_row_that_waits_keeps_its_drafts():
+    manager = manager_of(FULL, states(), num_blocks=13)
+    request, _ = start(manager)
+    other = Request("b", range(100, 120))
+    assert manager.step(new=[other]).status.tolist() == [Status.WAIT]
+    assert manager.step(new=[Request("c", range(100, 109))]).status.tolist() == [Status.SERVED]
+    for _ in range(2):
+        plan = manager.step([0], [12], token_ids=[*range(7, 16)], num_token_ids=[9],
+                            num_rejected_tokens=[3])  # fmt: skip
+        assert plan.status.tolist() == [Status.WAIT]
+        assert manager.num_computed_tokens(request) == 10
+    assert manager.step([0], [1], token_ids=[7], num_rejected_tokens=[3]).status.tolist() == [0]
+
+
+def test_a_row_with_no_tokens_takes_a_rejection():
+    manager = manager_of(FULL, states(16))
+    request, pages = start(manager)
+    plan = manager.step([0], [0], num_rejected_tokens=[2])
+    assert plan.is_empty and manager.num_computed_tokens(request) == 8
+    plan = manager.step([0], [1], token_ids=[60])
+    assert plan.replace[1].tolist() == [[0, 0, pages[1]], [0, 1, pages[0]]]
+
+
+def test_a_fork_begins_with_the_accepted_state_alone():
+    manager = manager_of(FULL, states(16))
+    parent, pages = start(manager)
+    manager.reject_tokens(parent, 1)
+    parent.append_tokens([7, 8])
+    child = Request("child", [*range(9), 100])
+    row = manager.fork(parent, child)
+    assert manager.block_ids(child, 1).tolist() == [pages[2]]
+    assert manager.block_ids(parent, 1).tolist() == [pages[2], pages[0], pages[1], pages[3]]
+    with pytest.raises(ValueError, match=r"expected at most 0, the drafts"):
+        manager.reject_tokens(parent, 1)
+    plan = manager.step([row, 0], [4, 4], token_ids=[9], num_token_ids=[0, 1])
+    first = manager.block_ids(child, 1).tolist()
+    assert plan.copy[:, 0].tolist()[-1] == pages[2] and len(first) == 4  # its own, and three more
+    assert not set(first) & set(manager.block_ids(parent, 1).tolist())
+    check_invariants(manager)
+
+
+def test_a_row_leaves_for_the_host_with_its_state_alone():
+    manager = manager_of(FULL, states(16), num_host_blocks=20)
+    request, pages = start(manager)
+    manager.reject_tokens(request, 1)
+    plan = manager.step(swap_out=[0])
+    assert [page for page in plan.swap_out[:, 0].tolist() if page in pages] == [pages[2]]
+    assert manager.pool.num_free == manager.pool.num_total
+    with pytest.raises(ValueError, match=r"expected at most 0, the drafts"):
+        manager.step([0], [1], num_rejected_tokens=[1])
+    plan = manager.step([0], [4], token_ids=[7, 8, 60], num_token_ids=[3])
+    assert plan.num_computed_tokens.tolist() == [9]
+    assert len(manager.block_ids(request, 1)) == 4  # one comes back, three are new
+    manager.step([0], [1], token_ids=[61], num_rejected_tokens=[3])
+    check_invariants(manager)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2, 3])
+def test_a_bad_page_of_a_draft_s_state_sends_the_row_back(which):
+    manager = manager_of(FULL, states(16))
+    request, pages = start(manager)
+    assert manager.invalidate([pages[which]]) == {"a": 0}
+    assert manager.block_ids(request, 1).tolist() == []
+    check_invariants(manager)
+
+
+def test_a_page_that_is_spare_by_now_was_the_state_of_a_step_in_flight():
+    manager = manager_of(FULL, states(16))
+    _, pages = start(manager)
+    manager.step([0], [1], token_ids=[7, 60], num_token_ids=[2], num_rejected_tokens=[2])
+    assert manager.report(StepReport(1, True, failed_pages=[pages[0]])) == {"a": 0}
+
+
+def test_an_aborted_step_takes_its_drafts_along():
+    manager = manager_of(FULL, states(4))
+    request = Request("a", range(8))
+    manager.step(new=[request])
+    step = manager.step([0], [4], token_ids=[8])
+    assert manager.report(StepReport(step.step_id, completed=False)) == {"a": 8}
+    with pytest.raises(ValueError, match=r"expected at most 0, the drafts"):
+        manager.reject_tokens(request, 1)
+    assert manager.step([0], [4]).status.tolist() == [Status.SERVED]
+    check_invariants(manager)
+
+
+def test_external_tokens_bring_one_state_and_drafts_follow():
+    manager = manager_of(FULL, states(8))
+    request = Request("a", range(10))
+    manager.step(new=[Admit(request, external=External(9, delayed=True))])
+    assert manager.finish_receiving(request) == 9
+    assert len(manager.block_ids(request, 1)) == 2
+    manager.step([0], [4])
+    assert len(manager.block_ids(request, 1)) == 1 + 4
+    manager.step([0], [1], num_rejected_tokens=[3])
+    assert manager.num_computed_tokens(request) == 11
+
+
+def test_pages_for_drafts_are_planned_and_asked_for():
+    kind = make_kind("recurrent", {"num_speculative_blocks": 3})
+    assert [kind.max_pages(64, 8, size) for size in (16, 4, 2, 1)] == [5, 5, 6, 8]
+    layers = [LayerSpec("full", "full_attention", 16, 8, 128)]
+    sizes = []
+    for n in (0, 3):
+        options = {"num_speculative_blocks": n} if n else {}
+        state = LayerSpec("mamba", "recurrent", 16, state_bytes=2**16, options=options)
+        plan = plan_cache([*layers, state], 2**26, max_model_len=64)
+        sizes.append((plan.pages_per_request(64), plan.max_concurrency))
+    assert [pages for pages, _ in sizes] == [4 + 2, 4 + 5]
+    assert [round(most, 1) for _, most in sizes] == [170.5, 113.7]
+
+    manager = manager_of(FULL, states(16), num_blocks=7)  # two blocks of tokens, and the state
+    request = Request("a", range(8))
+    assert manager.would_fit(Admit(request, num_tokens=8), whole=True) == Status.SERVED
+    assert (
+        manager.would_fit(Admit(request, num_tokens=8, num_lookahead_tokens=2), whole=True)
+        == Status.SERVED
+    )
+    assert (
+        manager.would_fit(Admit(request, num_tokens=8, num_lookahead_tokens=3), whole=True)
+        == Status.NEVER
+    )
+    manager.step(new=[request])
+    assert manager.would_fit(Admit(request, num_tokens=3)) == Status.SERVED
+    assert manager.would_fit(Admit(request, num_tokens=4)) == Status.NEVER
+    assert manager.step([0], [4]).status.tolist() == [Status.NEVER]
+
+
+def test_tables_have_columns_for_the_drafts_at_the_longest_sequence():
+    groups = [FULL, states(4)]
+    manager = manager_of(*groups, max_model_len=16)
+    tables = BlockTables.for_groups(groups, max_num_reqs=2, max_model_len=16, max_num_tokens=16)
+    assert [table.max_num_blocks_per_req for table in tables.block_tables] == [4, 4 + 3]
+    request = Request("a", range(13))
+    tables.apply(manager.step(new=[Admit(request, num_tokens=12)]))
+    tables.apply(manager.step([0], [4]))
+    pages = tables[1].state_pages([0], [16], [3])
+    assert pages.tolist() == [manager.block_ids(request, 1).tolist()[3:]]
+    assert tables[1].state_pages(np.array([0]), np.array([13]), np.array([0])).tolist() == [
+        [pages[0, 0], 0, 0, 0]
+    ]
+    with pytest.raises(ValueError, match=r"num_drafts is \[4\]: expected at most 3, num_spec"):
+        tables[1].state_pages([0], [16], [4])
+    with pytest.raises(ValueError, match=r"has a slot mapping: expected one of recurrent states"):
+        tables[0].state_pages([0], [16], [3])
+
+
+def test_columns_count_blocks_over_all_context_parallel_ranks():
+    tables = BlockTables.for_groups(
+        [states(4, 1)], max_num_reqs=1, max_model_len=32, max_num_tokens=8,
+        context_parallel=ContextParallel(dcp_world_size=2),
+    )  # fmt: skip
+    tables.add_row([[0, 5, 6]], 0)
+    assert tables[0].state_pages([0], [10], [1]).tolist() == [[5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "expected"), [(-1, "is -1: expected 0 to"), ("3", "expected an integer")]
+)
+def test_the_number_of_pages_for_drafts_is_checked(num_blocks, expected):
+    options = {"num_speculative_blocks": num_blocks}
+    with pytest.raises((TypeError, ValueError), match=expected):
+        LayerSpec("mamba", "recurrent", 16, state_bytes=64, options=options)
+
+
+def test_random_rejections_go_on_from_the_right_state():
+    """A worker's own memory: the state after a token is the sum of the tokens up to it."""
+    layers = [LayerSpec("full", "full_attention", 4, 1, 8)]
+    options = {"num_speculative_blocks": 2}
+    layers += [
+        LayerSpec(f"m{i}", "recurrent", 4, dtype="float32", state_bytes=64, options=options)
+        for i in range(2)
+    ]
+    plan = plan_cache(layers, 2**17, max_model_len=256, state_interval=8)
+    cache = build(plan, max_num_reqs=4)
+    tables, pick = cache.tables, np.random.default_rng(7)
+    truth = {}  # by row: tokens that were accepted
+
+    def compute(plan, row, tokens, num_drafts):
+        cache.worker.apply(plan)
+        begin = plan.num_computed_tokens[plan.rows == row][0]
+        assert begin == len(truth[row])
+        for layer in ("m0", "m1"):
+            states = cache.kv_cache(layer)
+            pages = (
+                tables[cache.group(layer)]
+                .state_pages([row], [begin + len(tokens)], [num_drafts])[0]
+                .long()
+            )
+            assert pages[: 1 + num_drafts].all() and not pages[1 + num_drafts :].any()
+            before = states[pages[0]].clone()
+            assert before.unique().tolist() == [float(sum(truth[row]))]
+            after = before + torch.tensor(tokens).cumsum(0)[:, None, None]
+            states[pages[: 1 + num_drafts]] = after[len(tokens) - 1 - num_drafts :]
+
+    requests = {}
+    for row in range(3):
+        requests[row] = Request(f"r{row}", [row, 5, 7, 11, 13][: 2 + row])
+        truth[row] = []
+        compute(cache.manager.step(new=[requests[row]]), row, requests[row].token_ids.tolist(), 0)
+        truth[row] = requests[row].token_ids.tolist()
+    rejected, accepted = dict.fromkeys(range(3), 0), {row: [] for row in range(3)}
+    for _ in range(150):
+        row, sampled = int(pick.integers(3)), int(pick.integers(1, 50))
+        num_drafts = int(pick.integers(3))
+        drafts = pick.integers(1, 50, num_drafts).tolist()
+        plan = cache.manager.step(
+            [row], [1 + num_drafts], token_ids=[*accepted[row], sampled],
+            num_token_ids=[len(accepted[row]) + 1], num_rejected_tokens=[rejected[row]],
+        )  # fmt: skip
+        assert plan.status.tolist() == [Status.SERVED]
+        compute(plan, row, [sampled, *drafts], num_drafts)
+        num_accepted = int(pick.integers(num_drafts + 1))
+        accepted[row], rejected[row] = drafts[:num_accepted], num_drafts - num_accepted
+        truth[row] += [sampled, *accepted[row]]
+    check_invariants(cache.manager)
+    assert min(map(len, truth.values())) > 60
+
+
+def test_pages_of_earlier_drafts_make_room_for_a_block():
+    """7 pages: 3 blocks, the state and 3 pages for drafts, of which the fourth block takes one."""
+    manager, request = manager_of(FULL, states(16), num_blocks=8), Request("a", range(8))
+    manager.step(new=[request])
+    manager.step([0], [4], token_ids=[8])
+    manager.step([0], [1], token_ids=[9], num_rejected_tokens=[3])
+    manager.step([0], [2], token_ids=[10, 11], num_token_ids=[2])
+    state = manager.block_ids(request, 1)[0]
+    assert manager.would_fit(Admit(request, num_tokens=1)) == Status.SERVED
+    plan = manager.step([0], [1], token_ids=[12])
+    assert plan.status.tolist() == [Status.SERVED] and plan.clear_rows.tolist() == [0]
+    assert [ids.tolist() for ids in plan.append_ids] == [
+        manager.block_ids(request, 0).tolist(),
+        [state],
+    ]
+    assert manager.pool.num_free == 2
+    check_invariants(manager)
+
+
+@pytest.mark.parametrize(("num_blocks", "num_hit"), [(8, 0), (41, 8)])
+def test_states_that_drafts_have_passed_are_kept_where_there_is_room(num_blocks, num_hit):
+    """2 blocks, the state after 10 tokens, a page for the next one, and the 3 that drafts passed."""
+    manager = manager_of(GroupSpec("full_attention", 8), states(1), num_blocks=num_blocks)
+    request = Request("a", range(6))
+    manager.step(new=[request])
+    manager.step([0], [4], token_ids=[6])
+    plan = manager.step([0], [4], token_ids=[7, 8, 9, 10], num_token_ids=[4])
+    assert plan.status.tolist() == [Status.SERVED]
+    assert len(plan.copy) == (num_hit > 0)  # into a new page, or it goes on in its own
+    assert len(manager.block_ids(request, 1)) == 10 + 4
+    assert hit_length(manager, range(12)) == num_hit
+    check_invariants(manager)
+
+
+def test_a_page_that_a_row_writes_again_is_found_no_longer():
+    """7 pages: full blocks and the states after 8 to 11 tokens; a draft's state comes to that after 8."""
+    groups = [GroupSpec("full_attention", 4), states(4)]
+    manager = manager_of(*groups, num_blocks=8)
+    request = Request("a", range(7))
+    manager.step(new=[request])
+    manager.step([0], [4], token_ids=[7])
+    passed = manager.block_ids(request, 1)[1]
+    manager.step([0], [2], token_ids=[8, 9, 10, 11], num_token_ids=[4])
+    assert passed in manager.block_ids(request, 1)
+    assert hit_length(manager, range(9)) == 0
+    check_invariants(manager)
+
+
+def test_a_row_goes_on_where_it_wrote_a_found_state_again():
+    """States of 2: the pages that drafts have passed were published, and serve for the next drafts."""
+    groups = [GroupSpec("full_attention", 2), states(2)]
+    manager = manager_of(*groups, num_blocks=12)
+    request, other = Request("a", range(7)), Request("o", [90])
+    manager.step(new=[request, other])
+    manager.step([0], [3], token_ids=[7])
+    manager.step([0], [2], token_ids=[8, 9, 10], num_token_ids=[3])
+    manager.free(other)
+    for _ in range(2):
+        plan = manager.step([0], [1], token_ids=[11, 12], num_token_ids=[2])
+        assert plan.status.tolist() == [Status.SERVED]
+        check_invariants(manager)
+
+
+def test_what_a_fork_leaves_waits_for_the_steps_that_were_issued():
+    groups = [GroupSpec("full_attention", 4), states(4)]
+    manager = manager_of(*groups, num_blocks=41, fence_frees=True)
+    request, child = Request("a", range(6)), Request("c", range(10))
+    manager.step(new=[request])
+    plan = manager.step([0], [4], token_ids=[6])
+    request.append_tokens([7, 8, 9])
+    manager.fork(request, child)
+    manager.free(request, child)
+    manager.report(StepReport(plan.step_id, True))
+    assert (manager.pool.num_fenced, manager.pool.num_free) == (0, 40)
+    assert manager.cache.reset()

@@ -1,0 +1,818 @@
+"""Two tiers: rows swapped out and back, cached blocks on the host, pins, eviction by name."""
+
+import numpy as np
+import pytest
+
+from kvcache import (
+    Admit,
+    GroupSpec,
+    KVCacheManager,
+    LearnedReuse,
+    Request,
+    StepReport,
+    eviction_names,
+)
+from kvcache.allocator import RequestState, check_invariants
+from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvcache.step import Status
+from tests.machinery.shared import sampled
+
+FULL = GroupSpec("full_attention", 4)
+
+
+def make(num_blocks=6, num_host_blocks=20, groups=(FULL,), **options):
+    options = {"num_preallocate_tokens": 0} | options
+    return KVCacheManager.for_groups(
+        groups, num_blocks, 64, num_host_blocks=num_host_blocks, **options
+    )
+
+
+class Engine:
+    """Steps that are reported done at once."""
+
+    def __init__(self, **options):
+        self.manager = make(**options)
+
+    def step(self, *args, **options):
+        plan = self.manager.step(*args, **options)
+        self.manager.report(StepReport(plan.step_id, completed=True))
+        check_invariants(self.manager)
+        return plan
+
+    def admit(self, name, tokens, **options):
+        request = Request(name, tokens)
+        return request, self.step(new=[Admit(request, **options)])
+
+    def run(self, name, tokens):
+        """A request from its admission to its end; its plan."""
+        request, plan = self.admit(name, tokens)
+        self.manager.free(request)
+        return plan
+
+
+def test_what_is_learned_to_come_again_is_written_and_the_rest_is_not():
+    """Of two prompts one's class was used again, and the other's never."""
+    reached, used = np.zeros((101, 26)), np.zeros((101, 26))
+    reached[0] = reached[1] = 1000  # answers of less than 64 tokens, and of more
+    used[1] = 500
+    learned = dict.fromkeys(("eviction", "host_eviction", "host_write"), "learned")
+    engine = Engine(num_blocks=9, min_gain_to_write=0.3, **learned)
+    manager = engine.manager
+    manager.cache.learn_from(LearnedReuse(reached, used))
+    for name, first, answer in (("a", 0, 64), ("b", 100, 0)):
+        request, _ = engine.admit(name, range(first, first + 16))
+        manager.free(request, num_output_tokens=answer)
+    engine.run("c", range(200, 232))
+    host = manager.cache.stats.host
+    assert (host.written_blocks, host.declined_blocks, host.unwritten_blocks) == (4, 4, 0)
+    assert manager.cache.cached_tokens(Request("a2", range(17))).with_host == 16
+    assert manager.cache.cached_tokens(Request("b2", range(100, 117))).with_host == 0
+
+
+# Hits on the host ----------------------------------------------------------------------------------
+
+
+def test_evicted_blocks_are_hit_on_the_host():
+    engine = Engine()
+    engine.run("a", range(16))  # blocks 1 to 4
+    plan = engine.run("b", range(100, 116))
+    assert plan.swap_out.tolist() == [[4, 1], [3, 2], [2, 3]]  # tails first, block 5 was empty
+    assert engine.manager.host_pool.num_cached == 3
+    request, plan = engine.admit("a2", range(16))
+    assert plan.num_computed_tokens.tolist() == [12]
+    assert plan.swap_in[:, 0].tolist() == [3, 2]  # the first block is still on the device
+    assert set(plan.swap_in[:, 1]) <= set(engine.manager.block_ids(request).tolist())
+    stats = engine.manager.cache.stats
+    assert stats.hit_tokens == 12
+    assert stats.host_hit_tokens == stats.host.loaded_blocks * 4 == len(plan.swap_in) * 4
+
+
+def test_what_is_loaded_becomes_a_hit_for_others_when_the_report_says_so():
+    engine = Engine(num_blocks=9)
+    manager = engine.manager
+    engine.run("a", range(13))
+    engine.run("b", range(100, 132))
+    plan = manager.step(new=[Request("a2", range(13))])
+    num_loaded = len(plan.swap_in)
+    assert num_loaded > 0
+    assert manager.pool.num_loading == num_loaded
+    held = manager.pool.num_total - manager.pool.num_free
+    probe = Request("probe", range(13))
+    before = manager.cache.cached_tokens(probe)
+    manager.report(StepReport(plan.step_id, completed=True))
+    after = manager.cache.cached_tokens(probe)
+    assert manager.pool.num_loading == 0
+    assert (before.with_host, after.with_host) == (12, 12)
+    assert (before.num_host_blocks, after.num_host_blocks) == (num_loaded, 0)
+    assert manager.pool.num_total - manager.pool.num_free == held
+    check_invariants(manager)
+
+
+def test_a_page_of_the_host_is_not_reused_while_it_is_read():
+    manager = make(num_blocks=6, num_host_blocks=4)  # 3 pages
+    for name, start in (("a", 0), ("b", 100)):
+        request = Request(name, range(start, start + 16))
+        plan = manager.step(new=[request])
+        manager.free(request)
+    pages = plan.swap_out[:, 1].tolist()
+    assert len(pages) == 3
+    again = Request("a2", range(16))
+    plan = manager.step(new=[again])
+    read = plan.swap_in[:, 0].tolist()
+    assert read
+    assert not set(read) & set(plan.swap_out[:, 1].tolist())
+    manager.free(again)
+    for i in range(3):
+        other = Request(f"c{i}", range(200 + 50 * i, 216 + 50 * i))
+        later = manager.step(new=[other])
+        assert not set(read) & set(later.swap_out[:, 1].tolist())
+        manager.free(other)
+    assert manager.cache.stats.host.unwritten_blocks > 0
+    manager.report(StepReport(later.step_id, completed=True))
+    check_invariants(manager)
+
+
+def test_a_hit_prefers_the_device_block_by_block():
+    """Found by a random run: a block that both tiers had was loaded, where those before it were not."""
+    engine = Engine(num_blocks=8)
+    engine.run("a", range(13))
+    manager = engine.manager
+    first = manager.cache.find_prefix(Request("probe", range(13))).block_ids
+    engine.run("b", range(100, 128))
+    manager.cache.evict(first)
+    engine.run("c", [*range(12), 50])
+    blocks = manager.cache.find_prefix(Request("probe", range(13))).block_ids
+    if len(blocks) == 3:
+        manager.cache.evict(blocks[:1])
+    tokens = manager.cache.cached_tokens(Request("probe", range(13)))
+    assert tokens.with_host == 12
+    assert tokens.num_host_blocks == 1
+
+
+def test_a_caller_may_refuse_to_load():
+    engine = Engine(page_bytes=1000)
+    engine.run("a", range(16))
+    engine.run("b", range(100, 116))
+    tokens = engine.manager.cache.cached_tokens(Request("probe", range(16)))
+    assert tokens.with_host > tokens.on_device
+    assert tokens.num_host_bytes == 1000 * tokens.num_host_blocks > 0
+    most = tokens.num_host_blocks - 1
+    _, plan = engine.admit("a2", range(16), max_host_blocks=most)
+    assert len(plan.swap_in) == plan.swap_in_bytes == 0
+    assert plan.num_computed_tokens.tolist() == [tokens.on_device]
+    assert plan.swap_out_bytes == 1000 * len(plan.swap_out)
+
+
+def test_write_through_writes_in_the_next_plan():
+    engine = Engine(host_write="through")
+    assert len(engine.run("a", range(9)).swap_out) == 0
+    assert engine.step().swap_out.tolist() == [[2, 1], [1, 2]]  # tails first
+    assert len(engine.step().swap_out) == 0
+    assert engine.manager.cache.stats.host.written_blocks == 2
+
+
+def test_selective_writes_after_so_many_hits():
+    engine = Engine(host_write="selective", num_hits_to_write=2)
+    engine.run("a", range(9))
+    engine.run("a2", range(9))
+    assert len(engine.step().swap_out) == 0
+    engine.run("a3", range(9))
+    assert engine.step().swap_out.tolist() == [[2, 1], [1, 2]]
+
+
+def test_with_fences_a_page_that_a_plan_writes_to_the_host_is_not_given_out_before_the_report():
+    """Found by a random run of the simulation of contents."""
+    manager = make(num_blocks=4, host_write="through", fence_frees=True)
+    request = Request("a", range(8))
+    manager.step(new=[request])
+    manager.free(request)
+    plan = manager.step()
+    manager.report(StepReport(0, completed=True))
+    assert plan.swap_out[:, 0].tolist() == [2, 1]
+    waits = manager.step(new=[Request("b", range(100, 112))])
+    assert waits.status.tolist() == [Status.WAIT]
+    manager.report(StepReport(plan.step_id, completed=True))
+    assert manager.step(new=[Request("c", range(200, 212))]).status.tolist() == [Status.SERVED]
+
+
+def test_an_aborted_write_is_not_found():
+    manager = make()
+    for name, start in (("a", 0), ("b", 100)):
+        request = Request(name, range(start, start + 16))
+        plan = manager.step(new=[request])
+        manager.free(request)
+    assert manager.host_pool.num_cached > 0
+    manager.abort(plan.step_id)
+    assert manager.host_pool.num_cached == 0
+    check_invariants(manager)
+
+
+def test_an_aborted_load_is_not_found_and_its_row_goes_back():
+    engine = Engine()
+    manager = engine.manager
+    engine.run("a", range(16))
+    engine.run("b", range(100, 116))
+    on_device = manager.cache.cached_tokens(Request("probe", range(16))).on_device
+    plan = manager.step(new=[Request("a2", range(16))])
+    assert len(plan.swap_in) > 0
+    goes_on_at = manager.abort(plan.step_id)["a2"]
+    assert goes_on_at <= plan.num_computed_tokens[0] - 4 * len(plan.swap_in)
+    assert manager.pool.num_loading == 0
+    assert manager.cache.cached_tokens(Request("probe", range(16))).on_device <= on_device
+    check_invariants(manager)
+
+
+def test_a_load_that_failed_is_not_found_on_either_tier():
+    engine = Engine()
+    manager = engine.manager
+    engine.run("a", range(16))
+    engine.run("b", range(100, 116))
+    plan = manager.step(new=[Request("a2", range(16))])
+    block = int(plan.swap_in[0, 1])
+    column = manager.block_ids(Request("a2", [1])).tolist().index(block)
+    report = StepReport(plan.step_id, completed=True, failed_pages=[block])
+    assert manager.report(report) == {"a2": column * 4}
+    tokens = manager.cache.cached_tokens(Request("probe", range(16)))
+    assert tokens.with_host <= column * 4
+    check_invariants(manager)
+
+
+def test_a_page_of_the_host_that_was_not_written_is_not_found():
+    engine = Engine()
+    manager = engine.manager
+    engine.run("a", range(16))
+    request = Request("b", range(100, 116))
+    plan = manager.step(new=[request])
+    report = StepReport(plan.step_id, True, failed_host_pages=plan.swap_out[:, 1].tolist())
+    assert manager.report(report) == {}
+    assert manager.host_pool.num_cached == 0
+    check_invariants(manager)
+
+
+def test_an_epoch_forgets_both_tiers():
+    engine = Engine()
+    engine.run("a", range(16))
+    engine.run("b", range(100, 116))
+    engine.manager.cache.start_epoch()
+    assert engine.manager.host_pool.num_cached == engine.manager.pool.num_cached == 0
+    assert engine.run("a2", range(16)).num_computed_tokens.tolist() == [0]
+
+
+@pytest.mark.parametrize("num_blocks", sampled([9, 6, 17]))
+@pytest.mark.parametrize("policy", eviction_names())
+def test_an_unbounded_host_hits_what_an_unbounded_device_hits(num_blocks, policy):
+    rng = np.random.default_rng(num_blocks)
+    prompts = []
+    for _ in range(300):
+        length = int(rng.integers(1, 20))
+        prompts.append([i + 1000 * int(rng.integers(0, 2)) * (i >= 4) for i in range(length)])
+    small = Engine(num_blocks=num_blocks, num_host_blocks=5000, eviction=policy)
+    large = Engine(num_blocks=5000, num_host_blocks=2)
+    for i, tokens in enumerate(prompts):
+        found = [each.run(f"r{i}", tokens).num_computed_tokens[0] for each in (small, large)]
+        assert found[0] == found[1]
+    assert small.manager.cache.stats.host_hit_tokens > 0
+
+
+def test_states_are_loaded_into_the_page_that_goes_on_from_them():
+    groups = [FULL, GroupSpec("recurrent", 4)]
+    engine = Engine(num_blocks=9, groups=groups)
+    manager = engine.manager
+    for name, start in (("a", 0), ("b", 100), ("c", 200)):
+        request, _ = engine.admit(name, range(start, start + 9), num_tokens=8)
+        engine.step([manager.row(request)], [1])
+        manager.free(request)
+    request, plan = engine.admit("a2", range(9))
+    assert plan.num_computed_tokens.tolist() == [8]
+    state = manager.block_ids(request, 1).tolist()
+    assert state[:2] == [0, 0]
+    assert len(plan.copy) == len(plan.zero) == 0
+    assert state[2] in plan.swap_in[:, 1].tolist()
+
+
+def test_events_and_statistics_name_the_tier():
+    engine = Engine(enable_events=True)
+    engine.run("a", range(9))
+    engine.run("b", range(100, 117))
+    events = engine.manager.cache.drain_events()
+    kinds = [(type(each), each.medium) for each in events]
+    assert (BlockStored, "gpu") in kinds
+    assert (BlockRemoved, "gpu") in kinds
+    stored = next(each for each in events if isinstance(each, BlockStored) and each.medium == "cpu")
+    assert stored.parent_hash is None
+    assert len(stored.token_ids) == 0
+    assert stored.block_hashes.shape == (2, 32)
+    engine.manager.cache.reset()
+    cleared = engine.manager.cache.drain_events()
+    assert cleared == [AllBlocksCleared("gpu"), AllBlocksCleared("cpu")]
+
+
+# Rows that are swapped out ---------------------------------------------------------------------------
+
+
+def test_a_row_leaves_and_comes_back_when_it_is_served():
+    engine = Engine(num_blocks=9)
+    manager = engine.manager
+    request, _ = engine.admit("a", range(10))
+    row = manager.row(request)
+    plan = engine.step(swap_out=[row])
+    assert plan.status.tolist() == [Status.SERVED]
+    assert plan.swap_out.tolist() == [[1, 1], [2, 2], [3, 3]]
+    assert manager.state(request) is RequestState.SWAPPED_OUT
+    assert manager.pool.num_free == manager.pool.num_total
+    assert manager.num_computed_tokens(request) == 10
+    plan = engine.step([row], [3])
+    assert plan.num_computed_tokens.tolist() == [10]
+    assert plan.swap_in[:, 0].tolist() == [1, 2, 3]
+    assert plan.clear_rows.tolist() == plan.append_rows.tolist() == [row]
+    assert plan.append_ids[0].tolist() == manager.block_ids(request).tolist()
+    assert plan.append_ids[0].tolist()[:3] == plan.swap_in[:, 1].tolist()
+    assert manager.state(request) is not RequestState.SWAPPED_OUT
+    assert manager.host_pool.num_free == manager.host_pool.num_total
+
+
+def test_its_blocks_serve_others_within_the_same_step():
+    engine = Engine(num_blocks=5)
+    request, _ = engine.admit("a", range(12))
+    other = Request("b", range(100, 116))
+    plan = engine.step(swap_out=[0], new=[other])
+    assert plan.rows.tolist() == [0, 1]  # those that leave, then the new ones
+    assert plan.status.tolist() == [Status.SERVED, Status.SERVED]
+    assert set(plan.swap_out[:, 0]) <= set(plan.append_ids[0])
+    assert engine.step([0], [1]).status.tolist() == [Status.WAIT]
+    assert engine.manager.state(request) is RequestState.SWAPPED_OUT
+    engine.manager.free(other)
+    assert engine.step([0], [5]).status.tolist() == [
+        Status.NEVER
+    ]  # 5 blocks are more than there are
+    assert engine.step([0], [4]).status.tolist() == [Status.SERVED]
+
+
+def test_a_host_that_is_full_lets_nothing_leave():
+    engine = Engine(num_blocks=9, num_host_blocks=3)
+    request, _ = engine.admit("a", range(12))
+    plan = engine.step(swap_out=[0])
+    assert plan.status.tolist() == [Status.WAIT]
+    assert engine.manager.state(request) is not RequestState.SWAPPED_OUT
+    assert len(plan.swap_out) == 0
+
+
+def test_blocks_that_rows_share_move_once():
+    engine = Engine(num_blocks=12)
+    manager = engine.manager
+    parent, _ = engine.admit("parent", range(10))
+    child = Request("child", [*range(10), 7])
+    manager.fork(parent, child)
+    plan = engine.step(swap_out=[0, 1])
+    assert len(plan.swap_out) == 3
+    plan = engine.step([0, 1], [1, 1])
+    # Full blocks are shared again; the one that both write is loaded for each.
+    assert len(plan.swap_in) == 4
+    assert manager.block_ids(parent).tolist()[:2] == manager.block_ids(child).tolist()[:2]
+    assert manager.block_ids(parent)[2] != manager.block_ids(child)[2]
+    assert len(plan.copy) == 0
+
+
+def test_lookahead_blocks_stay_behind():
+    engine = Engine(num_blocks=12)
+    request = Request("a", range(4))
+    engine.step(new=[Admit(request, num_lookahead_tokens=8)])
+    assert len(engine.manager.block_ids(request)) == 3
+    assert len(engine.step(swap_out=[0]).swap_out) == 1
+    engine.step([0], [1])
+    assert len(engine.manager.block_ids(request)) == 2
+
+
+def test_a_window_that_has_slid_is_not_loaded():
+    engine = Engine(num_blocks=12, groups=[GroupSpec("sliding_window", 4, {"window": 5})])
+    engine.admit("a", range(16))
+    assert len(engine.step(swap_out=[0]).swap_out) == 4
+    plan = engine.step([0], [1])
+    assert len(plan.swap_in) == 1
+    assert plan.append_ids[0].tolist()[:3] == [0, 0, 0]
+
+
+def test_an_encoders_pages_go_along():
+    engine = Engine(num_blocks=12, groups=[FULL, GroupSpec("cross_attention", 4)])
+    request = Request("a", range(5), num_encoder_tokens=7)
+    engine.step(new=[request])
+    assert len(engine.step(swap_out=[0]).swap_out) == 4
+    plan = engine.step([0], [1])
+    assert len(plan.swap_in) == 4
+    assert len(engine.manager.block_ids(request, 1)) == 2
+
+
+def test_preemption_by_recompute_finds_what_is_left_of_it():
+    engine = Engine(num_blocks=6)
+    request, _ = engine.admit("a", range(16))
+    engine.manager.free(request)
+    engine.run("b", range(100, 120))
+    plan = engine.step(new=[request])
+    assert plan.num_computed_tokens.tolist() == [12]
+    assert len(plan.swap_in) > 0
+
+
+def test_a_freed_row_gives_its_host_pages_back():
+    engine = Engine(num_blocks=9)
+    request, _ = engine.admit("a", range(10))
+    engine.step(swap_out=[0])
+    engine.manager.free(request)
+    assert engine.manager.host_pool.num_free == engine.manager.host_pool.num_total
+    assert engine.step().clear_rows.tolist() == [0]
+
+
+def test_what_leaves_stays_a_hit():
+    engine = Engine(num_blocks=5)
+    engine.admit("a", range(16))
+    engine.step(swap_out=[0], new=[Request("b", range(100, 116))])
+    assert engine.manager.cache.cached_tokens(Request("probe", range(17))).with_host == 16
+
+
+@pytest.mark.parametrize("which", ["out", "in"])
+def test_an_aborted_swap_loses_the_row_its_kv(which):
+    manager = make(num_blocks=9, enable_caching=False)
+    request = Request("a", range(10))
+    manager.step(new=[request])
+    plan = manager.step(swap_out=[0])
+    if which == "in":
+        plan = manager.step([0], [1])
+    assert manager.abort(plan.step_id) == {"a": 0}
+    assert manager.state(request) is not RequestState.SWAPPED_OUT
+    check_invariants(manager)
+    assert manager.host_pool.num_free == manager.host_pool.num_total
+    assert manager.step([0], [10]).status.tolist() == [Status.SERVED]
+
+
+def test_a_page_that_turns_out_wrong_after_it_was_swapped_out_is_traced():
+    """Found by a random run of the simulation of contents."""
+    manager = make(num_blocks=9, enable_caching=False)
+    request = Request("a", range(10))
+    manager.step(new=[request])
+    block = int(manager.block_ids(request)[1])
+    manager.step(swap_out=[0])
+    assert manager.invalidate([block]) == {"a": 0}
+    check_invariants(manager)
+
+
+def test_a_row_that_was_swapped_in_from_a_bad_page_and_has_left_is_traced():
+    """Found by a random run of the simulation of contents: its blocks had no hash when they went."""
+    manager = make(num_blocks=9)
+    request = Request("a", range(7))
+    manager.step(new=[request])
+    plan = manager.step(swap_out=[0])
+    page = plan.swap_out[1, 1]
+    manager.step([0], [1], token_ids=[7])  # fills the block that was loaded
+    manager.free(request)
+    probe = Request("probe", range(9))
+    assert manager.cache.cached_tokens(probe).on_device == 8
+    manager.report(StepReport(plan.step_id, True, failed_host_pages=[page]))
+    assert manager.cache.cached_tokens(probe).on_device == 4
+    check_invariants(manager)
+
+
+def test_what_a_row_computed_and_an_invalidation_made_forgotten_is_traced_when_it_has_left():
+    """Found by a random run of the simulation of contents: nothing named its blocks any more."""
+    manager = make(num_blocks=12)
+    request = Request("a", range(8))
+    manager.step(new=[request])
+    block = int(manager.block_ids(request)[0])
+    manager.cache.evict([block])
+    manager.step([0], [4], token_ids=list(range(8, 12)), num_token_ids=[4])
+    manager.free(request)
+    assert manager.pool.num_cached == 2
+    manager.invalidate([block])
+    assert manager.pool.num_cached == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m.step(swap_out=[7]), "row 7 is not in use"),
+        (lambda m: m.step([0], [1], swap_out=[0]), "swap_out names row 0, which rows"),
+        (lambda m: m.step(swap_out=[0, 0]), "swap_out names row 0, which"),
+        (lambda m: m.step(swap_out=[1]), "row 1 is swapped out"),
+        (lambda m: m.block_ids(m.away), "row 1 is swapped out"),
+        (lambda m: m.fork(m.away, Request("c", range(50, 59))), "row 1 is swapped out"),
+        (
+            lambda m: m.step(new=[Admit(Request("c", [1]), max_host_blocks=-1)]),
+            "max_host_blocks is -1",
+        ),
+        (
+            lambda m: m.admit(Admit(Request("c", [1]), max_host_blocks=1)),
+            "max_host_blocks is 1: expected None, because admit loads no blocks from the host",
+        ),
+        (lambda m: m.report(StepReport(0, True, failed_host_pages=[0])), "failed_host_pages holds"),
+    ],
+)
+def test_wrong_swaps_are_refused_and_change_nothing(call, message):
+    manager = make(num_blocks=12)
+    manager.away = Request("b", range(50, 59))
+    manager.step(new=[Request("a", range(9)), manager.away])
+    manager.step(swap_out=[1])
+    before = (manager.pool.num_free, manager.host_pool.num_free)
+    with pytest.raises(ValueError, match=message):
+        call(manager)
+    assert (manager.pool.num_free, manager.host_pool.num_free) == before
+    check_invariants(manager)
+
+
+def test_without_a_host_nothing_is_swapped():
+    manager = KVCacheManager(4, 10, 64)
+    manager.step(new=[Request("a", range(9))])
+    assert manager.host_pool is None
+    assert manager.cache.stats.host is None
+    with pytest.raises(ValueError, match="there is no host tier: expected num_host_blocks"):
+        manager.step(swap_out=[0])
+    with pytest.raises(ValueError, match="there is no host tier"):
+        manager.report(StepReport(0, True, failed_host_pages=[1]))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"host_write": "sometimes"},
+            ValueError,
+            "host_write is 'sometimes': expected one of back",
+        ),
+        ({"host_write": ["x"]}, ValueError, "host_write is "),
+        ({"num_hits_to_write": 0}, ValueError, "num_hits_to_write is 0: expected 1 to"),
+        ({"eviction": None}, TypeError, "eviction is None: expected the name of a policy"),
+        ({"eviction_options": [1]}, TypeError, "eviction_options is .1.: expected a dict"),
+        (
+            {"host_eviction": "priority", "num_host_blocks": 9},
+            ValueError,
+            "host_eviction is 'priority': expected one of learned, lru, s3_fifo, segmented_lru, as th",
+        ),
+        (
+            {"host_eviction": "s3", "num_host_blocks": 9},
+            ValueError,
+            "host_eviction is 's3': expected one of learned, lru, s3_fifo, segmented_lru$",
+        ),
+        (
+            {"host_eviction": "s3_fifo", "host_eviction_options": {"x": 1}, "num_host_blocks": 9},
+            ValueError,
+            "host_eviction 's3_fifo': option 'x' is 1: expected no option but 'small_share'",
+        ),
+        (  # no host tier
+            {"host_eviction": "s3_fifo"},
+            ValueError,
+            "host_eviction is 's3_fifo': expected only with a host tier, num_host_blocks of 2 or",
+        ),
+        ({"num_host_blocks": 1}, ValueError, "num_host_blocks is 1: expected 2 to"),
+        ({"num_host_blocks": -1}, ValueError, "num_host_blocks is -1: expected 2 to"),
+        ({"num_host_blocks": 2.5}, TypeError, "num_host_blocks is 2.5: expected an integer"),
+        ({"eviction": "oldest"}, ValueError, "eviction is 'oldest': expected one of last_access"),
+        ({"eviction_options": {"x": 1}}, ValueError, "option 'x' is 1: expected no options"),
+        (
+            {"host_eviction": "s3"},
+            ValueError,
+            "host_eviction is 's3': expected one of learned, lru",
+        ),
+        (
+            {"host_eviction_options": {"small_share": 0.2}},
+            ValueError,
+            "host_eviction 'lru': option 'small_share' is 0.2: expected no options",
+        ),
+        (
+            {"host_eviction": "learned", "num_host_blocks": 9},
+            ValueError,
+            "host_eviction is 'learned', and eviction is 'lru': expected 'learned' for both, as the",
+        ),
+        (
+            {"eviction": "learned", "host_write": "learned", "num_host_blocks": 9},
+            ValueError,
+            "host_write is 'learned', and host_eviction is 'lru': expected 'learned' for both",
+        ),
+        (
+            {
+                "eviction": "learned",
+                "host_eviction": "learned",
+                "eviction_options": {"double_cost_tokens": 9},
+                "host_eviction_options": {"double_cost_tokens": 9},
+                "num_host_blocks": 9,
+            },
+            ValueError,
+            "host_eviction 'learned': option 'double_cost_tokens' is 9: expected no options",
+        ),
+        (
+            {"min_gain_to_write": 1.5},
+            ValueError,
+            "min_gain_to_write is 1.5.*: expected hits per bl",
+        ),
+        ({"min_gain_to_write": float("nan")}, ValueError, "min_gain_to_write is "),
+        ({"min_gain_to_write": "x"}, TypeError, "min_gain_to_write is 'x': expected a number"),
+        ({"page_bytes": -1}, ValueError, "page_bytes is -1: expected 0 to"),
+    ],
+)
+def test_wrong_options_of_tiers(options, error, message):
+    with pytest.raises(error, match=message):
+        KVCacheManager(4, 10, 64, **options)
+
+
+# Found by a reviewer --------------------------------------------------------------------------------
+
+
+def test_a_row_on_the_host_is_told_in_no_plan():
+    engine = Engine(num_blocks=6, num_host_blocks=40)
+    for i in range(3):
+        _, plan = engine.admit(f"x{i}", range(100 * i + 100, 100 * i + 108))
+        engine.step(swap_out=[int(plan.rows[0])])
+    parent, _ = engine.admit("a", range(8))
+    child = Request("c", [*range(8), 50])
+    row = engine.manager.fork(parent, child)
+    plan = engine.step(swap_out=[row])
+    assert plan.clear_rows.tolist() == [row]
+    assert len(plan.append_rows) == 0
+    manager = make(num_blocks=12, groups=[FULL, GroupSpec("cross_attention", 4)])
+    manager.step(new=[Request("e", range(5), num_encoder_tokens=7)])
+    plan = manager.step(swap_out=[0])
+    manager.abort(plan.step_id)
+    assert len(manager.step().append_rows) == 0
+    assert manager.step([0], [5]).append_rows.tolist() == [0]
+
+
+def test_a_journal_that_is_used_again_has_forgotten_the_step_before():
+    manager = make(num_blocks=30, num_host_blocks=40)
+    one, two = Request("a", range(8)), Request("b", range(100, 108))
+    manager.step(new=[one, two])
+    manager.step(swap_out=[0])
+    manager.step([0], [1], token_ids=[1])
+    for _ in range(66):
+        plan = manager.step([1], [1], token_ids=[1], num_rejected_tokens=[0])
+        if plan.step_id == 50:
+            break
+    for _ in range(20):
+        plan = manager.step()
+    assert manager.abort(plan.step_id) == {}
+
+
+def test_a_row_that_grew_into_the_watermark_comes_back():
+    engine = Engine(num_blocks=11, num_host_blocks=60, watermark=0.2)
+    engine.admit("a", range(30))
+    engine.step([0], [6], token_ids=range(6), num_token_ids=[6])
+    engine.step(swap_out=[0])
+    assert engine.step([0], [1], token_ids=[1]).status.tolist() == [Status.SERVED]
+
+
+def test_nothing_goes_to_the_host_twice():
+    engine = Engine(num_blocks=11, num_host_blocks=60)
+    engine.admit("a", range(20))
+    engine.admit("b", range(100, 120))
+    ids = list(range(200, 220))
+    plan = engine.step([1], [20], token_ids=ids, num_token_ids=[20], swap_out=[0])
+    assert len(plan.swap_out) == 5  # its blocks are taken in the same step
+    through = Engine(num_blocks=11, num_host_blocks=60, host_write="through")
+    through.admit("a", range(16))
+    assert len(through.step().swap_out) == 4
+    assert len(through.step(swap_out=[0]).swap_out) == 0  # the host has them already
+    assert len(through.step([0], [1]).swap_in) == 4
+
+
+def test_rows_that_leave_come_before_what_is_written_through():
+    engine = Engine(num_blocks=30, num_host_blocks=6, host_write="through")
+    engine.admit("a", range(20))
+    assert engine.step(swap_out=[0]).status.tolist() == [Status.SERVED]
+
+
+def test_a_rejection_after_a_fork_with_an_encoder():
+    manager = make(num_blocks=40, groups=[FULL, GroupSpec("cross_attention", 4)])
+    parent = Request("p", range(8), num_encoder_tokens=4)
+    manager.step(new=[parent])
+    child = Request("c1", range(9), num_encoder_tokens=4)
+    manager.fork(parent, child)
+    manager.abort(0)
+    row = manager.fork(child, Request("c2", [0], num_encoder_tokens=4))
+    manager.step([row], [3])
+    assert manager.step([row], [1], num_rejected_tokens=[2]).status.tolist() == [Status.SERVED]
+
+
+def test_fences_beside_a_swap_end_with_their_own_steps():
+    manager = make(
+        num_blocks=30, groups=[GroupSpec("sliding_window", 4, {"window": 5})], fence_frees=True
+    )
+    manager.step(new=[Request("a", range(16)), Request("b", range(100, 108))])
+    manager.step([0], [1], swap_out=[1])  # fences: two blocks until step 1, three until step 0
+    assert manager.pool.num_fenced == 5
+    manager.report(StepReport(0, completed=True))
+    assert manager.pool.num_fenced == 2
+
+
+def test_on_the_host_heads_stay_as_long_as_their_tails():
+    engine = Engine(num_blocks=30, num_host_blocks=11, host_write="through")
+    engine.run("a", range(40))
+    engine.step()
+    engine.run("b", range(100, 105))
+    engine.step()
+    assert engine.manager.host_pool.num_free == 10
+    engine.manager.cache.evict(np.arange(1, 30))
+    assert engine.manager.cache.cached_tokens(Request("probe", range(41))).with_host == 36
+
+
+def test_the_clock_does_not_go_back():
+    manager = KVCacheManager(4, 9, 64, eviction="priority")
+    manager.cache.set_now(100)
+    with pytest.raises(ValueError, match="set to 99000 ms: expected 100000 or more"):
+        manager.cache.set_now(99)
+
+
+def test_pins_behind_a_gap_are_none():
+    manager = KVCacheManager(4, 9, 64, num_preallocate_tokens=0)
+    request = Request("chat", range(12))
+    manager.step(new=[request])
+    manager.cache.evict([int(manager.block_ids(request)[1])])
+    assert manager.cache.pin("session", request) == 1
+
+
+# Eviction and pins through the manager ---------------------------------------------------------------
+
+
+def test_priorities_keep_a_range_of_tokens_until_their_time_is_over():
+    manager = KVCacheManager(4, 7, 64, num_preallocate_tokens=0, eviction="priority")
+    manager.cache.set_now(0)
+    kept = Request("kept", range(8))
+    manager.step(new=[kept])
+    manager.free(kept, retention=[(0, 8, 90, 10.0)])
+    for i in range(3):
+        request = Request(f"r{i}", range(100 * i + 100, 100 * i + 116))
+        manager.step(new=[request])
+        manager.free(request)
+    probe = Request("probe", range(9))
+    assert manager.cache.cached_tokens(probe).on_device == 8
+    manager.cache.set_now(11)
+    for i in range(3):
+        request = Request(f"s{i}", range(100 * i + 500, 100 * i + 516))
+        manager.step(new=[request])
+        manager.free(request)
+    assert manager.cache.cached_tokens(probe).on_device == 0
+
+
+def test_a_pinned_session_stays_until_nothing_else_is_left():
+    manager = KVCacheManager(4, 9, 64, num_preallocate_tokens=0)
+    request = Request("chat", range(8))
+    manager.step(new=[request])
+    manager.free(request)
+    assert manager.cache.pin("session", request) == 2
+    for i in range(4):
+        other = Request(f"r{i}", range(100 * i + 100, 100 * i + 120))
+        manager.step(new=[other])
+        manager.free(other)
+    probe = Request("probe", range(9))
+    assert manager.cache.cached_tokens(probe).on_device == 8
+    assert manager.cache.stats.num_pins_broken == 0
+    large = Request("large", range(900, 932))  # all blocks
+    assert manager.step(new=[large]).status.tolist() == [Status.SERVED]
+    assert manager.cache.stats.num_pins_broken == 2
+    assert manager.cache.unpin("session") == 2  # so many had given way
+    assert manager.cache.unpin("nobody") == 0
+    check_invariants(manager)
+
+
+def test_a_pin_that_gave_way_does_not_end_another_sessions():
+    manager = KVCacheManager(4, 3, 64, num_preallocate_tokens=0)
+    requests = [Request(name, range(8)) for name in ("chat", "again")]
+    ids = []
+    for request in requests:  # the same tokens in the same blocks, which are evicted in between
+        manager.step(new=[request])
+        ids.append(manager.block_ids(request).tolist())
+        manager.free(request)
+        assert manager.cache.pin(request.request_id, request) == 2
+        if request is requests[0]:
+            manager.cache.evict(ids[0])
+    assert ids[0] == ids[1]
+    assert manager.cache.unpin("chat") == 2
+    assert manager.pool.num_pinned == 2
+    assert manager.cache.unpin("again") == 0
+
+
+def test_a_session_that_is_pinned_anew_lets_go_of_what_it_had():
+    manager = KVCacheManager(4, 9, 64, num_preallocate_tokens=0)
+    for name, start in (("a", 0), ("b", 100)):
+        request = Request(name, range(start, start + 8))
+        manager.step(new=[request])
+        manager.free(request)
+    assert manager.cache.pin("session", Request("a", range(8))) == 2
+    assert manager.pool.num_pinned == 2
+    assert manager.cache.pin("session", Request("a", range(4))) == 1
+    assert manager.pool.num_pinned == 1
+    manager.cache.unpin("session")
+    assert manager.pool.num_pinned == 0
+
+
+@pytest.mark.parametrize(
+    ("retention", "error", "message"),
+    [
+        ([(0, 4, 101, None)], ValueError, r"retention\[0\]: priority is 101: expected 0 to 100"),
+        ([(4, 0, 1, None)], ValueError, r"retention\[0\]: stop is 0: expected 4 to"),
+        ([(0, 4, 1, -1.0)], ValueError, r"retention\[0\]: seconds is -1.0: expected 0 or more"),
+        (5, TypeError, "retention is 5: expected a list of tuples"),
+        ([(0, 4)], TypeError, r"expected \(first token, stop, priority, seconds or None\)"),
+    ],
+)
+def test_wrong_retention_frees_nothing(retention, error, message):
+    manager = KVCacheManager(4, 9, 64)
+    request = Request("a", range(8))
+    manager.step(new=[request])
+    with pytest.raises(error, match=message):
+        manager.free(request, retention=retention)
+    assert manager.row(request) == 0

@@ -1,0 +1,133 @@
+"""What `would_fit` promises comes true: random requests, run to their end in a manager of their own."""
+
+import pytest
+
+from kvcache import Admit, GroupSpec, KVCacheManager, Request, Status, StepReport
+from kvcache.allocator import check_invariants
+from tests.machinery.allocator_driver import LONGEST, MIXES, Chooser, groups_of
+from tests.machinery.model import CIRCULAR, ENCODER
+from tests.machinery.shared import manager_of, sampled
+
+SEEDS_PER_TEST = 50
+NO_BUFFERS = [
+    mix
+    for mix in MIXES
+    if all(kind.model(size).pages not in (ENCODER, CIRCULAR) for kind, size in mix[0])
+]
+
+
+def test_a_request_that_fits_without_its_hit_alone_is_served():
+    """4 pages: with a hit of 4 tokens 3 blocks and 2 states, without it one state."""
+    manager = manager_of(GroupSpec("full_attention", 4), GroupSpec("recurrent", 4), num_blocks=5)
+    first, request = Request("a", range(4)), Request("b", range(12))
+    manager.step(new=[first])
+    manager.free(first)
+    assert manager.cache.find_prefix(request).num_tokens == 4
+    assert manager.would_fit(request) == Status.SERVED
+    assert manager.would_fit(request, whole=True) == Status.SERVED
+    # The second chunk's state goes on in its page.
+    assert manager.would_fit(Admit(request, num_tokens=8), whole=True) == Status.SERVED
+    plan = manager.step(new=[request])
+    assert plan.status.tolist() == [Status.SERVED]
+    assert (plan.num_computed_tokens.tolist(), plan.num_tokens.tolist()) == ([0], [12])
+    assert (manager.cache.stats.query_tokens, manager.cache.stats.hit_tokens) == (16, 0)
+    check_invariants(manager)
+
+
+def test_a_hit_inside_a_block_that_fits_later_is_waited_for():
+    """8 pages: from 46 tokens on 5 blocks and 2 that are copied, from 24 on 10."""
+    manager = manager_of(
+        GroupSpec("sliding_window", 8, {"window": 6}),
+        GroupSpec("sliding_window", 12, {"window": 6}),
+        num_blocks=9,
+        hash_block_size=2,
+    )
+    first, other = Request("a", range(47)), Request("x", range(100, 112))
+    assert run(manager, first, 1)[-1] == Status.SERVED
+    manager.free(first)
+    manager.step(new=[other])
+    request = Request("b", [*range(46), *range(200, 214)])
+    assert manager.would_fit(request) == Status.WAIT
+    assert manager.step(new=[request]).status.tolist() == [Status.WAIT]
+    manager.free(other)
+    plan = manager.step(new=[request])
+    assert plan.status.tolist() == [Status.SERVED] and plan.num_computed_tokens.tolist() == [46]
+
+
+def run(manager: KVCacheManager, request: Request, chunk: int) -> list[int]:
+    """The answers to a request that is served alone, chunk by chunk."""
+    plan = manager.step(new=[Admit(request, num_tokens=chunk)])
+    statuses = plan.status.tolist()
+    while statuses[-1] == Status.SERVED:
+        manager.report(StepReport(plan.step_id, completed=True))
+        left = request.num_tokens - manager.num_computed_tokens(request)
+        if left == 0:
+            break
+        plan = manager.step([manager.row(request)], [min(chunk, left)])
+        statuses += plan.status.tolist()
+    return statuses
+
+
+def check(seed: int, outcomes: dict[int, int]) -> None:
+    choose = Chooser(seed)
+    kinds, hash_block_size = choose.pick(NO_BUFFERS)
+    specs, _ = groups_of(choose, kinds)
+    manager = KVCacheManager.for_groups(
+        specs,
+        choose.integer(4, 12) * len(kinds),
+        LONGEST,
+        watermark=choose.pick([0.0, 0.0, 0.2]),
+        num_preallocate_tokens=choose.pick([0, 5, 12]),
+        hash_block_size=hash_block_size,
+        fence_frees=choose.chance(2),
+    )
+    for i in range(8):
+        request = Request(f"r{i}", range(choose.integer(1, LONGEST)))
+        chunk = choose.pick([1, 3, 8, LONGEST])
+        expected = manager.would_fit(Admit(request, num_tokens=chunk), whole=True)
+        statuses = run(manager, request, chunk)
+        outcomes[expected] += 1
+        if expected == Status.SERVED:
+            assert set(statuses) == {Status.SERVED}, f"seed {seed}, request {i}"
+        if expected == Status.NEVER:
+            assert set(statuses) != {Status.SERVED}, f"seed {seed}, request {i}"
+        if statuses[0] == Status.SERVED and choose.chance(2):
+            manager.free(request)
+
+
+@pytest.mark.parametrize("first", sampled(range(0, 1_000, SEEDS_PER_TEST)))
+def test_what_is_said_of_a_whole_prompt_comes_true(first):
+    outcomes = {Status.SERVED: 0, Status.WAIT: 0, Status.NEVER: 0}
+    for seed in range(first, first + SEEDS_PER_TEST):
+        check(seed, outcomes)
+    assert all(outcomes.values()), outcomes
+
+
+@pytest.mark.parametrize(
+    ("other", "num_free"),
+    [(GroupSpec("sliding_window", 4, {"window": 4}), 6), (GroupSpec("recurrent", 4), 5)],
+)
+def test_the_whole_fits_where_later_chunks_leave_the_hit(other, num_free):
+    """A hit of 8 tokens of 16: the window's block and the state of it are free for the last chunk."""
+    manager = manager_of(GroupSpec("full_attention", 4), other, num_blocks=num_free + 1)
+    first, request = Request("a", range(8)), Request("b", range(16))
+    manager.step(new=[first])
+    manager.free(first)
+    assert manager.cache.find_prefix(request).num_tokens == 8
+    assert manager.would_fit(Admit(request, num_tokens=4), whole=True) == Status.SERVED
+    assert run(manager, request, 4)[-1] == Status.SERVED
+    assert manager.num_computed_tokens(request) == 16
+
+
+def test_a_state_goes_on_in_its_page_where_there_is_no_other():
+    """3 pages: 2 blocks and a state, which is at the end of the first block. It is not found again."""
+    manager = manager_of(GroupSpec("full_attention", 4), GroupSpec("recurrent", 4), num_blocks=4)
+    request = Request("a", range(4))
+    manager.step(new=[request])
+    page = manager.block_ids(request, 1).tolist()[-1]
+    assert manager.cache.find_prefix(Request("b", range(5))).num_tokens == 4
+    plan = manager.step([0], [1], token_ids=[4])
+    assert plan.status.tolist() == [Status.SERVED] and not plan.copy.size
+    assert manager.block_ids(request, 1).tolist() == [0, page]
+    assert manager.cache.find_prefix(Request("b", range(5))).num_tokens == 0
+    check_invariants(manager)

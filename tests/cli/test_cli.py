@@ -1,0 +1,753 @@
+"""The command line: JSON output, one-line errors and lazy imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvcache.cli import doctor, main
+from kvcache.replay import Replayer, chat_workload
+from tests.machinery.shared import REPO, sampled, shared_file
+
+LINE = {"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}
+TOTALS = {
+    "requests", "prompt_tokens", "hit_blocks", "hit_tokens", "token_hit_rate", "evicted_blocks",
+    "rejected_requests", "us_per_request", "block_size", "num_blocks", "capacity_blocks",
+    "peak_used_blocks", "cached_blocks", "trace",
+}  # fmt: skip
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "small.jsonl"
+    path.write_text((json.dumps(LINE) + "\n") * 3)
+    return str(path)
+
+
+def run_json(capsys, *argv) -> dict:
+    """Run a replay and return its JSON object, the only output on stdout."""
+    assert main(["replay", *argv, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+def spawn(*argv, **kwargs) -> subprocess.Popen:
+    command = [sys.executable, "-m", "kvcache.cli", *argv]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=REPO, **pipes, **kwargs)
+
+
+# --- replay ---------------------------------------------------------------------------------------
+
+
+def test_a_trace_is_replayed(capsys, trace):
+    found = run_json(capsys, trace)
+    assert found.keys() >= TOTALS
+    assert "mismatches" not in found
+    assert found["trace"] == "small.jsonl"
+    assert (found["requests"], found["prompt_tokens"], found["hit_blocks"]) == (3, 1800, 2)
+    assert (found["block_size"], found["num_blocks"], found["capacity_blocks"]) == (
+        512, 10_001, 10_000,
+    )  # fmt: skip
+
+
+def test_options_reach_the_replay(capsys, trace):
+    found = run_json(
+        capsys, trace, "--block-size", "16", "--num-blocks", "101", "--limit", "2",
+        "--concurrency", "2", "--verify", "--device", "cpu",
+    )  # fmt: skip
+    assert (found["block_size"], found["num_blocks"], found["requests"]) == (16, 101, 2)
+    assert (found["concurrency"], found["hit_blocks"], found["peak_used_blocks"]) == (2, 37, 39)
+    assert (found["verified_tokens"], found["mismatches"]) == (1200, 0)
+
+
+def test_chats_are_replayed_without_a_trace(capsys):
+    found = run_json(capsys, "--seed", "5", "--requests", "30", "--num-blocks", "400")
+    assert (found["trace"], found["block_size"], found["requests"]) == ("chat (seed 5)", 16, 30)
+    same = run_json(capsys, "--seed", "5", "--requests", "30", "--num-blocks", "400")
+    other = run_json(capsys, "--seed", "6", "--requests", "30", "--num-blocks", "400")
+    assert found["hit_tokens"] == same["hit_tokens"] != other["hit_tokens"]
+
+
+def test_a_pool_too_small_rejects_and_succeeds(capsys, trace):
+    found = run_json(capsys, trace, "--num-blocks", "2")
+    assert (found["rejected_requests"], found["requests"], found["prompt_tokens"]) == (3, 3, 0)
+
+
+def test_table_shows_the_totals(capsys, trace):
+    pytest.importorskip("rich")
+    assert main(["replay", trace, "--verify"]) == 0
+    out, err = capsys.readouterr()
+    for text in ("small.jsonl", "1,800", "0.5689", "mismatches"):
+        assert text in out
+    assert err == ""
+
+
+def test_a_figure_is_drawn(capsys, trace, tmp_path):
+    pytest.importorskip("matplotlib")
+    run_json(capsys, trace, "--plot", str(tmp_path / "figure.png"))
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+@pytest.mark.exhaustive
+def test_five_hundred_requests_of_the_published_trace_verify(capsys):
+    path = str(shared_file("traces/mooncake_conversation.jsonl"))
+    found = run_json(capsys, path, "--limit", "500", "--num-blocks", "3001", "--verify")
+    assert (found["requests"], found["rejected_requests"]) == (500, 0)
+    assert (found["capacity_blocks"], found["hit_blocks"]) == (3_000, 780)
+    assert found["verified_tokens"] == found["prompt_tokens"] == 7_124_855
+    assert (found["mismatches"], found["mismatched_requests"]) == (0, [])
+
+
+# --- groups ---------------------------------------------------------------------------------------
+
+
+def test_groups_are_replayed_verified_and_reported(capsys):
+    found = run_json(
+        capsys, "--requests", "40", "--verify", "--concurrency", "3", "--chunk-tokens", "100",
+        "--hash-block-size", "4",
+        "--groups", "full_attention,sliding_window:window=100:block_size=8,recurrent:block_size=64",
+    )  # fmt: skip
+    assert (found["mismatches"], found["verified_tokens"]) == (0, found["prompt_tokens"])
+    assert (found["hash_block_size"], found["chunk_tokens"]) == (4, 100)
+    assert [(each["kind"], each["block_size"], each["options"]) for each in found["groups"]] == [
+        ("full_attention", 16, {}),
+        ("sliding_window", 8, {"window": 100}),
+        ("recurrent", 64, {}),
+    ]
+    hits = [each["hit_blocks"] for each in found["groups"]]
+    assert min(hits) > 0 and sum(hits) == found["hit_blocks"]
+    for each in found["groups"]:
+        assert each.keys() >= {"stored_blocks", "evicted_blocks"}
+
+
+def test_without_groups_none_are_reported(capsys, trace):
+    assert not {"groups", "hash_block_size", "chunk_tokens"} & run_json(capsys, trace).keys()
+
+
+def test_one_full_attention_group_equals_no_groups(capsys):
+    plain = run_json(capsys, "--requests", "50", "--block-size", "8")
+    given = run_json(capsys, "--requests", "50", "--block-size", "8", "--groups", "full_attention")
+    (group,) = given.pop("groups")
+    assert group["hit_blocks"] == plain["hit_blocks"] > 0
+    assert plain.pop("us_per_request") and given.pop("us_per_request")
+    assert plain == given
+
+
+def test_finer_hashes_allow_hits_inside_blocks(capsys):
+    coarse = run_json(capsys, "--requests", "50", "--block-size", "64")
+    fine = run_json(capsys, "--requests", "50", "--block-size", "64", "--hash-block-size", "4")
+    assert fine["hit_tokens"] > coarse["hit_tokens"]
+
+
+def test_table_has_one_row_per_group(capsys):
+    pytest.importorskip("rich")
+    groups = "full_attention,sliding_window:window=64"
+    assert main(["replay", "--requests", "20", "--groups", groups]) == 0
+    out = capsys.readouterr().out
+    for text in ("full_attention", "sliding_window window=64", "over all groups", "stored"):
+        assert text in out
+
+
+@pytest.mark.parametrize(("num_requests", "num_tokens"), sampled([(40, 506_280), (300, 4_269_971)]))
+def test_requests_of_the_published_trace_verify_with_a_window(capsys, num_requests, num_tokens):
+    path = str(shared_file("traces/mooncake_conversation.jsonl"))
+    found = run_json(
+        capsys, path, "--groups", "full_attention,sliding_window:window=2048", "--verify",
+        "--limit", str(num_requests), "--num-blocks", "10001", "--chunk-tokens", "4096",
+    )  # fmt: skip
+    assert (found["requests"], found["rejected_requests"], found["mismatches"]) == (
+        num_requests,
+        0,
+        0,
+    )
+    assert found["verified_tokens"] == found["prompt_tokens"] == num_tokens
+    assert all(group["hit_blocks"] > 0.9 * num_requests for group in found["groups"])
+
+
+@pytest.mark.parametrize(
+    ("groups", "says"),
+    [
+        (
+            "fast_attention",
+            "'fast_attention': its kind is 'fast_attention': expected one of chunked",
+        ),
+        ("", "'': its kind is '': expected one of"),
+        ("full_attention,", "'': its kind is ''"),
+        (
+            "sliding_window:block_size=8",
+            "'sliding_window:block_size=8': options of kind 'sliding_window' are {}: expected window=N",
+        ),
+        ("chunked_local:size=3", "'chunked_local' are {'size': 3}: expected chunk_size=N"),
+        (
+            "recurrent:window=3",
+            "'recurrent' are {'window': 3}: expected [num_speculative_blocks=N]",
+        ),
+        ("sliding_window:window=0", "'sliding_window:window=0': window is 0: expected 1 to"),
+        (
+            "sliding_window:window=x",
+            "'window' is 'x': expected a whole number of at most 2147483647",
+        ),
+        ("sliding_window:window=" + "9" * 5000, "...': expected a whole number of at most"),
+        ("sliding_window:window", "'window' is no option: expected option=value"),
+        ("sliding_window:window=1:window=2", "'window' stands there twice: expected it once"),
+        ("full_attention:block_size=0", "block_size is 0: expected 1 to 2147483647"),
+        ("full_attention,cross_attention", "in a replay, whose prompts have no encoder tokens"),
+        (",".join(["full_attention"] * 33), "33 groups: expected at most 32"),
+    ],
+)
+def test_invalid_groups_print_one_line(capsys, groups, says):
+    error = error_of(capsys, "replay", "--groups", groups, "--json")
+    assert error.startswith("kvcache: --groups has ") and says in error
+    assert len(error) < 400
+
+
+OWN_KIND = str(REPO / "examples" / "own_attention_kind.py")
+
+
+def test_imported_attention_kind_is_replayed_and_verified(capsys):
+    found = run_json(
+        capsys, "--requests", "40", "--verify", "--concurrency", "3", "--chunk-tokens", "48",
+        "--import", OWN_KIND, "--import", OWN_KIND,
+        "--groups", "full_attention,segment_local:segment=32:lookback=2:block_size=8",
+    )  # fmt: skip
+    assert (found["mismatches"], found["verified_tokens"]) == (0, found["prompt_tokens"])
+    assert found["groups"][1]["kind"] == "segment_local"
+    assert found["groups"][1]["options"] == {"segment": 32, "lookback": 2}
+    assert found["groups"][1]["hit_blocks"] > 0
+    error = error_of(
+        capsys, "replay", "--import", OWN_KIND, "--groups", "segment_local:lookback=2", "--json"
+    )
+    assert "'segment_local' are {'lookback': 2}: expected segment=N [lookback=N]" in error
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "expected an existing file, FILE.py"),
+        ("x = 1\n1 / 0\n", "it raised ZeroDivisionError: division by zero, line 2"),
+        ("def", "it raised SyntaxError: "),
+        ("raise SystemExit(3)", "it raised SystemExit: 3, line 1"),
+        (
+            "from kvcache.kinds import AttentionKind, register\n"
+            "register('full_attention')(AttentionKind)\n",
+            "ValueError: name is 'full_attention': expected one that is not registered yet, line 2",
+        ),
+    ],
+)
+def test_failed_import_prints_one_line(capsys, tmp_path, text, says):
+    path = tmp_path / "kind.py"
+    if text is not None:
+        path.write_text(text)
+    error = error_of(capsys, "replay", "--import", str(path), "--json")
+    assert error.startswith("kvcache: --import is '") and says in error
+
+
+def test_invalid_attention_kind_prints_one_line(capsys, tmp_path):
+    path = tmp_path / "kind.py"
+    path.write_text(
+        "from kvcache.kinds import AttentionKind, register\n"
+        "@register('test_negative')\n"
+        "class Negative(AttentionKind):\n"
+        "    def first_needed_token(self, num_computed_tokens):\n"
+        "        return -1\n"
+    )
+    arguments = ("--verify", "--import", str(path), "--groups", "test_negative", "--json")
+    error = error_of(capsys, "replay", *arguments)
+    assert error == (
+        "kvcache: --groups is 'test_negative': Negative.first_needed_token(0) is -1: expected 0 to 0\n"
+    )
+
+
+def test_block_sizes_without_common_multiple_print_one_line(capsys):
+    groups = "full_attention:block_size=2147483647,recurrent:block_size=2147483646"
+    error = error_of(capsys, "replay", "--groups", groups, "--json")
+    assert "--groups is 'full_attention:block_size=2147483647,...': the least common" in error
+
+
+@pytest.mark.parametrize("groups", [[], ["--groups", "full_attention,recurrent:block_size=24"]])
+def test_hash_block_size_must_divide_blocks(capsys, groups):
+    error = error_of(capsys, "replay", "--hash-block-size", "7", *groups, "--json")
+    least = 8 if groups else 16
+    assert "--hash-block-size is 7: expected a divisor of every group's block size" in error
+    assert error.endswith(f"so of {least}\n")
+
+
+def test_groups_too_large_to_verify_print_one_line(capsys):
+    groups = ["--groups", "full_attention", "--num-blocks", "2147483647"]
+    error = error_of(capsys, "replay", "--verify", *groups, "--json")
+    assert "--groups 'full_attention' with --num-blocks 2147483647 and --concurrency 1 is" in error
+
+
+# --- eviction and the host tier -------------------------------------------------------------------
+
+
+def test_replay_reports_the_hits_of_a_store(capsys):
+    found = run_json(capsys, "--requests", "100", "--num-blocks", "150", "--store-blocks", "3000")
+    assert found["hit_tokens"] > found["store_hit_tokens"] > 0
+    assert found["store_blocks"] == 3000 and found["store_evicted_blocks"] == 0
+    assert (
+        main(["replay", "--requests", "100", "--num-blocks", "150", "--store-blocks", "3000"]) == 0
+    )
+    assert "store hits" in capsys.readouterr().out
+
+
+TIERED = ("--requests", "200", "--num-blocks", "400", "--host-blocks", "2000")
+
+
+def test_a_host_tier_is_replayed_verified_and_reported(capsys):
+    found = run_json(
+        capsys, *TIERED, "--requests", "60", "--num-blocks", "200", "--verify",
+        "--concurrency", "3", "--chunk-tokens", "64",
+        "--groups", "full_attention,sliding_window:window=64,recurrent",
+        "--eviction", "s3_fifo:small_share=0.2", "--host-eviction", "segmented_lru",
+        "--host-write", "selective:1",
+    )  # fmt: skip
+    assert (found["mismatches"], found["verified_tokens"]) == (0, found["prompt_tokens"])
+    assert (found["eviction"], found["host_eviction"]) == (
+        "s3_fifo:small_share=0.2", "segmented_lru",
+    )  # fmt: skip
+    assert (found["host_blocks"], found["host_write"]) == (2000, "selective:1")
+    assert found["hit_tokens"] > found["host_hit_tokens"] > 0
+    assert found["written_blocks"] > 0 < found["loaded_blocks"]
+
+
+def test_without_host_tier_none_is_reported(capsys):
+    plain = run_json(capsys, "--requests", "50")
+    given = run_json(capsys, "--requests", "50", "--host-blocks", "0", "--eviction", "lru")
+    assert plain.pop("us_per_request") and given.pop("us_per_request")
+    assert plain == given
+    names = ("host_blocks", "host_hit_tokens", "host_evicted_blocks", "host_write", "host_eviction")
+    assert not {*names, "written_blocks", "loaded_blocks", "eviction"} & plain.keys()
+
+
+def test_table_has_a_host_section(capsys):
+    pytest.importorskip("rich")
+    assert main(["replay", *TIERED, "--eviction", "s3_fifo", "--host-write", "through"]) == 0
+    out = capsys.readouterr().out
+    for text in (
+        "s3_fifo",
+        "host capacity",
+        "1,999",
+        "write through, lru",
+        "host hits",
+        "host loads",
+    ):
+        assert text in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--eviction", "x"], "--eviction is 'x': expected one of last_access, learned, lru, prior"),
+        (["--eviction", ""], "--eviction is '': expected one of last_access"),
+        (
+            ["--eviction", "s3_fifo:share=1"],
+            "--eviction is 's3_fifo:share=1': option 'share' is 1: expected no option but 'small_sh",
+        ),
+        (["--eviction", "s3_fifo:small_share=2"], "option 'small_share' is 2: expected 0 to 1"),
+        (["--eviction", "s3_fifo:small_share=nan"], "option 'small_share' is nan: expected 0 to 1"),
+        (["--eviction", "s3_fifo:small_share=x"], "'small_share' is 'x': expected a number"),
+        (["--eviction", "s3_fifo:small_share"], "'small_share' is no option: expected option=value"),
+        (["--eviction", "lru:a=1:a=2"], "'a' stands there twice: expected it once"),
+        (["--eviction", "priority:default_priority=1.5"], "expected an integer from 0 to 100"),
+        (["--eviction", "x" * 999], "...': expected one of"),
+        (["--compare", "x"], "--compare has 'x': expected one of last_access"),
+        (["--compare", "lru,lru:a=1"], "--compare has 'lru:a=1': option 'a' is 1: expected no opt"),
+        (["--compare", "lru", "--eviction", "lru"], "--eviction is given with --compare: expected"),
+        (["--compare", "--verify"], "--verify is given with --compare: expected one of them"),
+        (["--sizes", "100"], "--sizes is given without --compare: expected both, or --num-blocks"),
+        (["--compare", "--sizes", "9,1"], "--sizes is '1': expected a whole number from 2 to"),
+        (["--compare", "--sizes", "9,"], "--sizes is '': expected a whole number from 2 to"),
+        (["--host-blocks", "1"], "--host-blocks is 1: expected 2 or more (one is the null block)"),
+        (["--store-blocks", "9", "--verify"], "--store-blocks is 9 with --verify: expected one of"),
+        (["--compare", "--store-blocks", "9"], "--store-blocks is given with --compare: expected"),
+        (
+            ["--store-blocks", "9", "--groups", "full_attention:cached=0"],
+            "--groups is 'full_attention:cached=0': group 0 has cached=False and transferred=True",
+        ),
+        (["--host-write", "back"], "--host-write is 'back': expected only with --host-blocks"),
+        (["--host-eviction", "lru"], "--host-eviction is 'lru': expected only with --host-blocks"),
+        (
+            ["--host-blocks", "9", "--host-eviction", "priority"],
+            "--host-eviction is 'priority': expected one of learned, lru, s3_fifo, segmented_lru",
+        ),
+        (
+            ["--host-blocks", "9", "--host-eviction", "lru:x=1"],
+            "--host-eviction is 'lru:x=1': option 'x' is 1: expected no options",
+        ),
+        *(
+            (["--host-blocks", "9", "--host-write", value], f"--host-write is {value!r}: expected {says}")
+            for value, says in (
+                ("never", "back, through, selective, selective:N, learned or learned:G"),
+                ("back:2", "back, through, selective, selective:N, learned or learned:G"),
+                ("learned:x", "learned:G with G from 0 to 1"),
+                ("learned:1.1", "learned:G with G from 0 to 1"),
+                ("learned:nan", "learned:G with G from 0 to 1"),
+                ("selective:", "selective:N with N from 1 to 2147483647"),
+                ("selective:0", "selective:N with N from 1 to 2147483647"),
+                ("selective:1.5", "selective:N with N from 1 to 2147483647"),
+            )
+        ),
+        (
+            ["--host-blocks", "2147483647", "--verify"],
+            "--num-blocks 1025 and --host-blocks 2147483647 and --concurrency 1 is too much to verify",
+        ),
+    ],
+)  # fmt: skip
+def test_invalid_policies_and_host_tiers_print_one_line(capsys, argv, says):
+    error = error_of(capsys, "replay", *argv, "--json")
+    assert says in error and len(error) < 400
+
+
+# --- wrong KV -------------------------------------------------------------------------------------
+
+
+def write_nothing(verifier, span):
+    """Replaces `KVVerifier.write`. New pages may contain data of an earlier replay."""
+    verifier.storage.pages.layer(0).zero_()
+
+
+def test_wrong_kv_is_reported_with_exit_code_1(capsys, monkeypatch, trace):
+    from kvcache.replay.verifier import KVVerifier
+
+    monkeypatch.setattr(KVVerifier, "write", write_nothing)
+    assert main(["replay", trace, "--verify", "--json", "--limit", "1"]) == 1
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["mismatches"] == 600
+    assert found["mismatched_requests"] == [
+        {"request": 0, "token": 0, "block_column": 0, "block_id": 1}
+    ]
+    assert err == "kvcache: request 0, token 0: wrong KV in block 1 (block column 0)\n"
+
+
+def test_many_wrong_requests_are_summed_up(capsys, monkeypatch):
+    from kvcache.replay.verifier import KVVerifier
+
+    monkeypatch.setattr(KVVerifier, "write", write_nothing)
+    assert main(["replay", "--requests", "15", "--verify", "--json"]) == 1
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 11
+    assert err[-1] == "kvcache: wrong KV in 5 more requests"
+
+
+# --- demo and doctor ------------------------------------------------------------------------------
+
+
+def test_replay_demo_prints_a_summary(capsys, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setattr("kvcache.cli.replay._DEMO", ["--requests", "100", "--verify"])
+    assert main(["demo", "--replay"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Shown: 100 turns of interleaved chats" in out
+    assert "had exactly its own K and V." in out
+
+
+def test_doctor_checks_every_component(capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for name in ("python", "numpy", "torch", "_core", "SHA-256", "CPU ops", "nvcc", "ninja"):
+        assert name in out
+
+
+def test_doctor_works_without_rich_and_lists_missing_packages(capsys, monkeypatch):
+    def broken():
+        raise ImportError("no such thing\nand a long story")
+
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setattr(doctor, "_torch", broken)
+    assert main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "torch            missing: no such thing" in lines
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def error_of(capsys, *argv, code=2) -> str:
+    """Return the single stderr line of a command that fails with this code and prints nothing else."""
+    assert main(list(argv)) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("kvcache: ") and err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--block-size", "--num-blocks", "--limit", "--concurrency", "--requests", "--seed",
+        "--hash-block-size", "--chunk-tokens", "--host-blocks",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("value", ["-1", "many", "1.5", "", "nan", "9" * 20, "9" * 5000])
+def test_invalid_count_names_the_option(capsys, option, value):
+    error = error_of(capsys, "replay", option, value, "--json")
+    shown = value if len(value) < 40 else "9" * 37 + "..."
+    assert f"{option} is '{shown}': expected a whole number from " in error
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--block-size", "--num-blocks", "--limit", "--concurrency", "--requests",
+        "--hash-block-size", "--chunk-tokens",
+    ],
+)  # fmt: skip
+def test_zero_is_not_a_valid_count(capsys, option):
+    assert f"{option} is '0': expected" in error_of(capsys, "replay", option, "0", "--json")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "COMMAND"),
+        (["fly"], "'fly'"),
+        (
+            ["replay", "--fly"],
+            "'--fly' is unknown: expected an option that `kvcache replay --help`",
+        ),
+        (["replay", "--lim", "3"], "'--lim' is unknown"),
+        (["replay", "--events", "here"], "--events: endpoint is 'here': expected tcp://ADDRESS"),
+        (["replay", "--events-replay", "x"], "--events-replay is 'x': expected only with --events"),
+        (["replay", "--compare", "--events", "x"], "--events is given with --compare"),
+        (["demo", "--fly"], "'--fly' is unknown"),
+        (["demo", "--replay", "--json"], "--json is given with --replay"),
+        (["demo", "--replay", "--users", "2"], "--users is given with --replay"),
+        (["demo", "--users", "0"], "--users is '0': expected a whole number from 1 to 1000"),
+        (["demo", "--plot", "no/such/a.png"], "--plot is 'no/such/a.png': expected an existing"),
+        (["replay", "--limit"], "--limit: expected one argument"),
+        (["replay", "--seed", "-1"], "--seed is '-1': expected a whole number from 0 to"),
+        (["replay", "--num-blocks", "1"], "--num-blocks is '1': expected a whole number from 2"),
+        (["replay", "no/such.jsonl"], "TRACE is 'no/such.jsonl': expected an existing file"),
+        (["replay", "."], "TRACE is '.': expected a file, not a directory"),
+        (["replay", "--device", "abacus"], "--device is 'abacus': expected cpu, cuda or cuda:N"),
+        (["replay", "--plot", "no/such/a.png"], "--plot is 'no/such/a.png': expected an existing"),
+        (["replay", "--plot", "a.jpeg"], "--plot is 'a.jpeg': expected a file name that ends in"),
+        (
+            ["replay", "--verify", "--block-size", "2147483647", "--num-blocks", "2"],
+            "--block-size 2147483647 with --num-blocks 2 and --concurrency 1 is too much to verify",
+        ),
+        (
+            ["replay", "--verify", "--num-blocks", "2147483647"],
+            "--block-size 16 with --num-blocks 2147483647 and --concurrency 1 is too much to verify",
+        ),
+        (["replay", "--fly" * 99], "'--fly--fly--fly--fly--fly--fly--fly--...' is unknown"),
+        (
+            ["replay", "--device", "9" * 99],
+            "--device is '9999999999999999999999999999999999999...'",
+        ),
+        (["replay", "--plot", "a" * 9999 + "/a.png"], "expected an existing folder"),
+    ],
+)
+def test_wrong_usage_prints_one_line(capsys, argv, says):
+    assert says in error_of(capsys, *argv)
+
+
+@pytest.mark.parametrize(("option", "value"), [("--seed", "3"), ("--requests", "3")])
+def test_chat_options_conflict_with_a_trace(capsys, trace, option, value):
+    says = f"{option} is {value}: expected only without TRACE"
+    assert says in error_of(capsys, "replay", trace, option, value)
+
+
+def test_cuda_device_requires_cuda(capsys):
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        name, says = "cuda:99", "--device is 'cuda:99': expected at most cuda:"
+    else:
+        name, says = "cuda", "--device is 'cuda': expected cpu"
+    assert says in error_of(capsys, "replay", "--device", name, "--json")
+
+
+def test_malformed_trace_prints_one_line(capsys, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps(LINE) + "\n{}\n")
+    error = error_of(capsys, "replay", str(path), "--json")
+    assert f"{path}, line 2: timestamp is missing" in error
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads all files")
+def test_unreadable_trace_prints_one_line(capsys, trace):
+    os.chmod(trace, 0)
+    assert "expected a readable file" in error_of(capsys, "replay", trace, "--json")
+
+
+def test_the_table_needs_rich_and_json_does_not(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    error = error_of(capsys, "replay", "--requests", "5", code=1)
+    assert "rich is not installed" in error and "pip install 'kvcache[cli]'" in error
+    assert run_json(capsys, "--requests", "5")["requests"] == 5
+
+
+def test_plot_needs_matplotlib(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    path = str(tmp_path / "a.png")
+    error = error_of(capsys, "replay", "--json", "--plot", path, code=1)
+    assert "matplotlib is not installed, which --plot needs: pip install 'kvcache[cli]'" in error
+
+
+def test_a_replay_publishes_its_events(capsys, monkeypatch):
+    pytest.importorskip("zmq")
+    from kvcache.router_events import CacheView, EventPublisher
+    from kvcache.router_events.translator import EventTranslator
+    from tests.machinery.cache_user import cached, shown
+
+    options = ["replay", "--requests", "300", "--num-blocks", "200", "--json"]
+    assert main(options) == 0
+    expected, drained = json.loads(capsys.readouterr().out), []
+    publish = EventPublisher.publish
+    monkeypatch.setattr(
+        EventPublisher,
+        "publish",
+        lambda self, events: (drained.append(events), publish(self, events)),
+    )
+    assert main([*options, "--events", "tcp://127.0.0.1:0"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    for report in (found, expected):
+        del report["us_per_request"]
+    assert found == expected
+    assert "cache events at tcp://127.0.0.1:" in printed.err
+    translator, view = EventTranslator("vllm-none-hash"), CacheView()
+    for events in drained:
+        view.apply(translator.translate(events))
+    replayer = Replayer(num_blocks=200, block_size=found["block_size"])
+    replayer.run(chat_workload(300))
+    assert len(drained) == 301 and shown(view) == cached(replayer.manager)
+
+
+# --- the process ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "unwanted"),
+    [
+        (["--help"], ["torch", "numpy", "rich", "matplotlib", "kvcache._core"]),
+        (["replay", "--help"], ["torch", "numpy", "rich", "matplotlib", "kvcache._core"]),
+        (["replay", "--requests", "5", "--json"], ["torch", "rich", "matplotlib"]),
+    ],
+)
+def test_heavy_modules_are_imported_lazily(argv, unwanted):
+    script = (
+        "import sys; from kvcache.cli import main; code = main(sys.argv[1:]); "
+        f"print([m for m in {unwanted!r} if m in sys.modules], file=sys.stderr); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", script, *argv]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.strip()) == (0, "[]")
+
+
+@pytest.mark.parametrize("argv", [["--json"], []])
+def test_closed_pipe_exits_quietly(argv):
+    if not argv:
+        pytest.importorskip("rich")
+    process = spawn("replay", "--requests", "5", *argv)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(60) == 130
+
+
+FULL = "kvcache: standard output cannot be written: No space left on device\n"
+CLOSED = "kvcache: standard output is closed: expected it open, /dev/null at least\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+@pytest.mark.parametrize("unbuffered", sampled(["", "1"]))
+@pytest.mark.parametrize("argv", [["replay", "--requests", "5", "--json"], ["doctor"]])
+def test_full_disk_prints_one_line(argv, unbuffered):
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    assert in_shell(argv, ">/dev/full", environment) == (1, "", FULL)
+
+
+@pytest.mark.parametrize("argv", [["replay", "--requests", "5", "--json"], ["doctor"], ["--help"]])
+def test_closed_stdout_prints_one_line(argv):
+    assert in_shell(argv, ">&-") == (1, "", CLOSED)
+
+
+def test_closed_or_full_stderr_affects_neither_stdout_nor_exit_code():
+    code, out, _ = in_shell(["replay", "--requests", "5", "--json"], "2>&-")
+    assert code == 0 and json.loads(out)["requests"] == 5
+    assert in_shell(["replay", "--limit", "0"], "2>&-") == (2, "", "")
+    if os.path.exists("/dev/full"):
+        assert in_shell(["replay", "--limit", "0"], "2>/dev/full") == (2, "", "")
+
+
+def in_shell(argv, redirection, environment=None) -> tuple[int, str, str]:
+    """Return exit code, stdout and stderr of a command with shell redirection."""
+    command = shlex.join([sys.executable, "-m", "kvcache.cli", *argv])
+    done = subprocess.run(
+        ["sh", "-c", f"{command} {redirection}"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_progress_bar_only_on_a_terminal_without_json(trace):
+    pytest.importorskip("rich")
+    assert "3/3" in terminal_output("replay", trace)
+    assert terminal_output("replay", trace, "--json") == ""
+
+
+def terminal_output(*argv) -> str:
+    """Return the stderr of a successful command on a terminal."""
+    terminal, stderr = os.openpty()
+    command = [sys.executable, "-m", "kvcache.cli", *argv]
+    environment = {**os.environ, "TERM": "xterm"}
+    done = subprocess.run(
+        command, cwd=REPO, stdout=subprocess.DEVNULL, stderr=stderr, env=environment
+    )
+    assert done.returncode == 0
+    os.set_blocking(terminal, False)
+    try:
+        return os.read(terminal, 1 << 16).decode()
+    except BlockingIOError:  # nothing was written
+        return ""
+    finally:
+        os.close(stderr)
+        os.close(terminal)
+
+
+def test_interrupt_exits_quietly(tmp_path):
+    fifo = tmp_path / "endless.jsonl"
+    os.mkfifo(fifo)
+    process = spawn("replay", str(fifo), "--json")
+    with open(fifo, "w") as trace:  # returns once the reader is there
+        trace.write(json.dumps(LINE) + "\n")
+        trace.flush()
+        wait_until_asleep(process.pid)  # it has read the line, and waits for more
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "")
+
+
+def wait_until_asleep(pid: int, timeout_s: float = 60.0) -> None:
+    """Wait until a process has used no CPU for half a second."""
+    deadline, last, quiet = time.monotonic() + timeout_s, None, 0
+    while quiet < 10:
+        assert time.monotonic() < deadline, f"process {pid} does not come to rest"
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        times = fields[10:12]  # in user and in system mode
+        quiet = quiet + 1 if state == "S" and times == last else 0
+        last = times
+        time.sleep(0.05)
+
+
+def test_python_m_returns_the_exit_code():
+    process = spawn("replay", "--limit", "0")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (2, "")
+    assert err == "kvcache: --limit is '0': expected a whole number from 1 to 2147483647\n"

@@ -1,0 +1,1419 @@
+"""The sequence-group manager, line by line of the contract; random calls are in sequence_driver.py."""
+
+import collections
+import inspect
+import itertools
+import threading
+from enum import Enum
+
+import numpy as np
+import pytest
+
+from kvcache import KVCacheManager, Request, hash_blocks
+from kvcache.compat import AllocStatus, BlockSpaceManager
+from kvcache.events import BlockRemoved, BlockStored
+from tests.machinery import sequence_driver
+from tests.machinery.sequence_driver import Group, Seq, Status
+from tests.machinery.shared import sampled
+
+OK, LATER, NEVER = AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER
+Device = Enum("Device", ["GPU", "CPU"])
+
+
+def make(num_gpu_blocks=11, num_cpu_blocks=11, block_size=4, watermark=0, **options):
+    return BlockSpaceManager(block_size, num_gpu_blocks, num_cpu_blocks, watermark, **options)
+
+
+def seq(seq_id, num_tokens, status=Status.WAITING, first=0):
+    return Seq(seq_id, [*range(first, first + num_tokens)], status)
+
+
+def admitted(manager, num_tokens=6, request_id="r", num_seqs=1, encoder=0, first=0):
+    seqs = [seq(f"{request_id}{i}", num_tokens, first=first) for i in range(num_seqs)]
+    group = Group(request_id, seqs, seq("encoder", encoder) if encoder else None)
+    manager.allocate(group)
+    group.set_status(Status.RUNNING)
+    return group
+
+
+def child_of(manager, parent, seq_id):
+    child = Seq(seq_id, [*parent.tokens], Status.RUNNING, parent.extra)
+    manager.fork(parent, child)
+    return child
+
+
+def swapped_out(manager, group):
+    pairs = manager.swap_out(group)
+    group.set_status(Status.SWAPPED)
+    return pairs
+
+
+def counts(manager):
+    return manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()
+
+
+# E1: two pools ---------------------------------------------------------------------------------------
+
+
+def test_null_blocks_are_in_no_count():
+    assert counts(make(11, 6)) == (10, 5)
+
+
+@pytest.mark.parametrize("num_cpu_blocks", [0, 1])
+def test_without_a_host_pool_nothing_is_swapped(num_cpu_blocks):
+    manager = make(num_cpu_blocks=num_cpu_blocks)
+    group = admitted(manager)
+    assert manager.get_num_free_cpu_blocks() == 0
+    assert not manager.can_swap_out(group)
+    assert manager.can_swap_in(group, 0) == NEVER
+    for swap in (manager.swap_out, manager.swap_in):
+        with pytest.raises(ValueError, match="num_cpu_blocks of 2 or more"):
+            swap(group)
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        ({"num_gpu_blocks": 1}, "num_gpu_blocks is 1"),
+        ({"num_cpu_blocks": -1}, "num_cpu_blocks is -1"),
+        ({"block_size": 0}, "block_size"),
+        ({"watermark": 1.5}, "watermark is 1.5"),
+        ({"sliding_window": 0}, "^sliding_window is 0: expected 2 or more"),
+        ({"sliding_window": -1}, "sliding_window is -1"),
+        ({"eviction": "newest"}, "eviction is 'newest'"),
+        ({"eviction_options": {"x": 1}}, "'last_access': option 'x' is 1"),
+        ({"sliding_window": 1}, "sliding_window is 1"),
+        ({"max_model_len": 0}, "max_model_len"),
+    ],
+)
+def test_wrong_sizes_are_named(arguments, named):
+    with pytest.raises(ValueError, match=named):
+        make(**arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        ({"hash_seed": 5}, "hash_seed is 5"),
+        ({"sliding_window": 2.5}, "sliding_window is 2.5"),
+        ({"block_size": True}, "block_size is True: expected an integer"),
+        ({"num_gpu_blocks": True}, "num_gpu_blocks is True: expected an integer"),
+        ({"num_cpu_blocks": False}, "num_cpu_blocks is False: expected an integer"),
+        ({"max_model_len": True}, "max_model_len is True: expected an integer"),
+        ({"max_model_len": 5.0}, r"max_model_len is 5\.0: expected an integer"),
+        ({"enable_caching": "no"}, "enable_caching is 'no': expected True or False"),
+        ({"enable_events": 1}, "enable_events is 1: expected True or False"),
+        ({"eviction": None}, "eviction is None"),
+        ({"eviction_options": 3}, "eviction_options is 3"),
+        ({"eviction_options": {"x": "y"}}, r"eviction_options\['x'\] is 'y'"),
+    ],
+)
+def test_wrong_types_are_named(arguments, named):
+    with pytest.raises(TypeError, match=named):
+        make(**arguments)
+
+
+# E2: admission ---------------------------------------------------------------------------------------
+
+
+def test_can_allocate_keeps_the_watermark():
+    manager = make(num_gpu_blocks=11, watermark=0.2)  # 10 in all, 2 kept: int(0.2 * 11)
+    assert manager.watermark_blocks == 2
+    assert manager.can_allocate(Group("r", [seq(0, 32)])) == OK
+    assert manager.can_allocate(Group("r", [seq(0, 33)])) == NEVER
+    admitted(manager, 4)
+    assert manager.can_allocate(Group("r", [seq(0, 32)])) == LATER
+    assert manager.can_allocate(Group("r", [seq(0, 28)])) == OK
+
+
+def test_can_allocate_counts_lookahead_slots():
+    manager = make(num_gpu_blocks=4)
+    group = Group("r", [seq(0, 10)])
+    assert [manager.can_allocate(group, n) for n in (0, 2, 3)] == [OK, OK, NEVER]
+
+
+def test_can_allocate_counts_no_hits():
+    manager = make(num_gpu_blocks=5, enable_caching=True)
+    group = admitted(manager, 12)
+    manager.mark_blocks_as_computed(group, 12)
+    again = Group("s", [seq("s", 12)])
+    assert manager.can_allocate(again) == LATER
+    manager.allocate(again)  # it takes one block in addition to its hits
+    assert counts(manager)[0] == 0
+
+
+def test_a_prompt_that_does_not_fit_is_refused_and_changes_nothing():
+    manager = make(num_gpu_blocks=3)
+    with pytest.raises(ValueError, match="expected can_allocate to be asked first"):
+        manager.allocate(Group("r", [seq(0, 9)]))
+    assert counts(manager)[0] == 2
+    manager.check_invariants()
+
+
+def test_sequences_of_a_group_share_the_prompt():
+    manager = make()
+    group = admitted(manager, 6, num_seqs=3)
+    assert [manager.get_block_table(each) for each in group.seqs] == [[1, 2]] * 3
+    assert counts(manager)[0] == 8
+    for each in group.seqs[:2]:
+        manager.free(each)
+    assert counts(manager)[0] == 8
+    manager.free(group.seqs[2])
+    assert counts(manager)[0] == 10
+
+
+def test_only_waiting_sequences_are_allocated():
+    manager = make()
+    group = Group("r", [seq(0, 4, Status.FINISHED_STOPPED), seq(1, 4)])
+    manager.allocate(group)
+    assert manager.get_block_table(group.seqs[1]) == [1]
+    with pytest.raises(ValueError, match="seq 0 has no blocks"):
+        manager.get_block_table(group.seqs[0])
+    group.set_status(Status.RUNNING)
+    for call in (manager.allocate, manager.can_allocate):
+        with pytest.raises(ValueError, match="'r' has no WAITING sequence"):
+            call(group)
+
+
+def test_a_status_may_be_text():
+    manager = make()
+    one = Seq("a", [1, 2], "WAITING")
+    manager.allocate(Group("r", [one]))
+    one.status = "RUNNING"
+    assert manager.can_append_slots(Group("r", [one]), 1)
+
+
+@pytest.mark.parametrize("status", [3, None, 2.5])
+def test_a_status_that_is_neither_is_named(status):
+    manager = make(enable_caching=True)
+    group = admitted(manager)
+    group.set_status(status)
+    for call in (
+        manager.allocate,
+        manager.can_allocate,
+        manager.swap_out,
+        lambda each: manager.can_append_slots(each, 0),
+        lambda each: manager.mark_blocks_as_computed(each, 6),
+    ):
+        with pytest.raises(
+            TypeError, match=f"status of seq 'r0' is {status}: expected an enum member or text"
+        ):
+            call(group)
+
+
+def test_allocating_again_is_refused():
+    manager = make()
+    group = admitted(manager)
+    group.set_status(Status.WAITING)
+    with pytest.raises(ValueError, match="seq 'r0' has blocks already"):
+        manager.allocate(group)
+    with pytest.raises(ValueError, match="'s' has seq 5 twice"):
+        manager.allocate(Group("s", [seq(5, 4), seq(5, 4)]))
+    assert counts(manager)[0] == 8
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_group_has_one_prompt(caching):
+    manager = make(enable_caching=caching)
+    others = [seq(1, 5)] + [seq(1, 4, first=9), Seq(1, [0, 1, 2, 3], extra="x")] * caching
+    for other in others:
+        with pytest.raises(ValueError, match=r"seq 1 of seq_group 'r' .* expected one prompt"):
+            manager.allocate(Group("r", [seq(0, 4), other]))
+    assert counts(manager)[0] == 10
+
+
+@pytest.mark.parametrize("window", [None, 2, 4])
+@pytest.mark.parametrize("num_tokens", [1, 4, 9])
+def test_an_encoder_has_a_table_of_its_own(window, num_tokens):
+    manager = make(sliding_window=window)
+    group = admitted(manager, 4, encoder=num_tokens)
+    table = manager.get_cross_block_table(group)
+    assert table == [2, 3, 4][: -(-num_tokens // 4)]
+    manager.free(group.seqs[0])
+    assert manager.get_cross_block_table(group) == table
+    manager.free_cross(group)
+    manager.free_cross(group)
+    assert counts(manager)[0] == 10
+    with pytest.raises(ValueError, match="'r' has no cross-attention table"):
+        manager.get_cross_block_table(group)
+
+
+def test_an_encoder_counts_in_what_fits():
+    manager = make(num_gpu_blocks=5)
+    group = Group("r", [seq(0, 8)], seq("e", 9))
+    assert manager.can_allocate(group) == NEVER
+    with pytest.raises(ValueError, match="can_allocate"):
+        manager.allocate(group)
+    assert counts(manager)[0] == 4
+    group.encoder.tokens = [1]
+    assert manager.can_allocate(group) == OK
+    manager.allocate(group)
+    other = Group("r", [seq(1, 1)], seq("e", 1))
+    with pytest.raises(ValueError, match="'r' has a cross-attention table already"):
+        manager.allocate(other)
+    with pytest.raises(ValueError, match="the encoder of seq_group 's' has 0 tokens"):
+        manager.allocate(Group("s", [seq(1, 1)], seq("e", 0)))
+
+
+def test_an_encoder_keeps_a_group_out_of_the_cache():
+    manager = make(enable_caching=True)
+    group = admitted(manager, 8, encoder=1)
+    manager.mark_blocks_as_computed(group, 8)
+    assert manager.get_num_cached_tokens(seq("other", 9)) == 0
+
+
+# E3: growth ------------------------------------------------------------------------------------------
+
+
+def test_append_slots_is_for_new_tokens():
+    manager = make()
+    group = admitted(manager, 3)
+    one = group.seqs[0]
+    assert manager.append_slots(one, 0) == []
+    one.tokens += [1]
+    assert manager.append_slots(one, 0) == []
+    assert manager.get_block_table(one) == [1]
+    one.tokens += [1] * 6
+    assert manager.append_slots(one, 0) == []
+    assert manager.get_block_table(one) == [1, 2, 3]
+
+
+def test_lookahead_slots_are_given_again_to_the_next_tokens():
+    manager = make()
+    one = admitted(manager, 3).seqs[0]
+    one.tokens += [1]
+    assert manager.append_slots(one, 5) == []
+    assert manager.get_block_table(one) == [1, 2, 3]
+    one.tokens += [1] * 5
+    assert manager.append_slots(one, 0) == []
+    assert manager.get_block_table(one) == [1, 2, 3]
+
+
+def test_lookahead_without_a_new_token():
+    manager = make()
+    one = admitted(manager, 3).seqs[0]
+    assert manager.append_slots(one, 5) == []
+    assert manager.get_block_table(one) == [1, 2]
+
+
+def test_can_append_slots_counts_every_block_that_is_touched():
+    manager = make(num_gpu_blocks=6)  # 5
+    group = admitted(manager, 6, num_seqs=2)  # 2 of them
+    assert manager.can_append_slots(group, 0)  # nothing to write
+    assert manager.can_append_slots(group, 2)  # 2 slots left in one block: one each
+    assert not manager.can_append_slots(group, 3)  # two blocks each, 4 > 3
+    group.seqs[1].status = Status.FINISHED_STOPPED
+    assert manager.can_append_slots(group, 3)
+    group.seqs[0].tokens += [1] * 8
+    assert manager.can_append_slots(group, 2)  # slots 6 to 15: 3 blocks
+    assert not manager.can_append_slots(group, 3)
+
+
+def test_slots_that_do_not_fit_are_refused_and_asked_for_again():
+    manager = make(num_gpu_blocks=3)
+    one = admitted(manager, 8).seqs[0]
+    one.tokens += [1]
+    with pytest.raises(
+        ValueError, match="1 slots and 2 more, 0 blocks are free: expected can_append"
+    ):
+        manager.append_slots(one, 2)
+    manager.check_invariants()
+    assert manager.get_block_table(one) == [1, 2]
+
+
+def test_wrong_appends_are_named():
+    manager = make(max_model_len=8)
+    group = admitted(manager, 6)
+    one = group.seqs[0]
+    with pytest.raises(ValueError, match="seq 'x' has no blocks"):
+        manager.append_slots(seq("x", 1), 0)
+    with pytest.raises(ValueError, match="seq 'x' has no blocks"):
+        manager.can_append_slots(Group("s", [seq("x", 1, Status.RUNNING)]), 0)
+    short = seq("r0", 5, Status.RUNNING)
+    for call in (
+        manager.append_slots,
+        lambda each, n: manager.can_append_slots(Group("r", [each]), n),
+    ):
+        with pytest.raises(ValueError, match="seq 'r0' has 5 tokens: expected 6 or more"):
+            call(short, 4)
+    for nothing in (None, 0.0, ""):
+        with pytest.raises(TypeError, match="num_lookahead_slots is "):
+            manager.append_slots(one, nothing)  # no new tokens either
+    one.tokens += [1]
+    with pytest.raises(ValueError, match="num_lookahead_slots is -1"):
+        manager.append_slots(one, -1)
+    for call in (manager.append_slots, lambda each, n: manager.can_append_slots(group, n)):
+        with pytest.raises(TypeError, match=r"num_lookahead_slots is 1\.5"):
+            call(one, 1.5)
+    one.tokens += [1, 1]
+    with pytest.raises(ValueError, match="max_model_len"):
+        manager.append_slots(one, 0)
+    manager.check_invariants()
+
+
+def test_token_ids_are_checked_with_caching():
+    manager = make(enable_caching=True)
+    one = admitted(manager, 6).seqs[0]
+    one.tokens += [-1]
+    with pytest.raises(ValueError, match="-1"):
+        manager.append_slots(one, 0)
+    one.tokens[-1] = 1
+    one.get_len = lambda: 9
+    with pytest.raises(ValueError, match=r"get_token_ids\(\) of seq 'r0' has 7 tokens: expected 9"):
+        manager.append_slots(one, 0)
+    other = seq("s", 4)
+    other.get_len = lambda: 3
+    with pytest.raises(ValueError, match=r"get_token_ids\(\) of seq 's' has 4 tokens: expected 3"):
+        manager.allocate(Group("s", [other]))
+    del one.get_len
+    assert manager.append_slots(one, 0) == []
+    manager.check_invariants()
+
+
+def test_token_ids_are_not_read_without_caching():
+    manager = make()
+    one = Seq(0, [1, 2, 3], readable=False)
+    group = Group("r", [one])
+    manager.allocate(group)
+    one.status = Status.RUNNING
+    one.tokens += [4, 5]
+    manager.append_slots(one, 0)
+    manager.fork(one, Seq(1, one.tokens, readable=False))
+    manager.mark_blocks_as_computed(group, 5)
+    assert manager.get_num_cached_tokens(one) == 0
+
+
+def test_with_caching_only_the_tail_is_read():
+    class Ids(list):
+        def __getitem__(self, index):
+            taken.append(index)
+            return super().__getitem__(index)
+
+    taken = []
+    manager = make(enable_caching=True)
+    one = admitted(manager, 6).seqs[0]
+    one.tokens = Ids([*range(6), 9])
+    manager.append_slots(one, 0)
+    assert taken == [slice(6, None)]
+
+
+def test_nothing_fits_beyond_max_model_len():
+    manager = make(max_model_len=8)
+    assert manager.can_allocate(Group("s", [seq("s", 9)])) == NEVER
+    assert manager.can_allocate(Group("s", [seq("s", 8)]), 4) == OK  # lookahead may lie behind it
+    with pytest.raises(ValueError, match="max_model_len"):
+        manager.allocate(Group("s", [seq("s", 9)]))
+    group = admitted(manager, 7)
+    one = group.seqs[0]
+    one.tokens += [1]
+    assert manager.can_append_slots(group, 4)
+    one.tokens += [1]
+    assert not manager.can_append_slots(group, 0)
+    swapped_out(manager, group)
+    assert manager.can_swap_in(group, 0) == NEVER
+    one.tokens.pop()
+    assert manager.can_swap_in(group, 0) == OK
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize(
+    "length, error, named",
+    [
+        (6.0, TypeError, r"get_len\(\) of seq 'r0' is 6\.0: expected an integer"),
+        (True, TypeError, r"get_len\(\) of seq 'r0' is True: expected an integer"),
+        (None, TypeError, r"get_len\(\) of seq 'r0' is None: expected an integer"),
+        (0, ValueError, r"get_len\(\) of seq 'r0' is 0: expected 1 to 2147483647"),
+        (-6, ValueError, r"get_len\(\) of seq 'r0' is -6: expected 1 to"),
+        (2**70, ValueError, r"get_len\(\) of seq 'r0' is 1180591620717411303424: expected 1 to"),
+    ],
+)
+def test_a_length_that_is_none_is_named(caching, length, error, named):
+    manager = make(enable_caching=caching)
+    one = seq("r0", 6)
+    one.get_len = lambda: length
+    group = Group("r", [one])
+    for call in (manager.can_allocate, manager.allocate):
+        with pytest.raises(error, match=named):
+            call(group)
+    assert counts(manager)[0] == 10
+    del one.get_len
+    manager.allocate(group)
+    group.set_status(Status.RUNNING)
+    one.get_len = lambda: length
+    calls = [
+        lambda: manager.can_append_slots(group, 0),
+        lambda: manager.append_slots(one, 0),
+        lambda: manager.append_slots(one, 3),
+    ]
+    for call in calls:
+        with pytest.raises(error, match=named):
+            call()
+    manager.check_invariants()
+
+
+def test_true_and_false_are_no_numbers():
+    manager = make(enable_caching=True)
+    group = admitted(manager)
+    waiting = Group("w", [seq("w", 4)])
+    calls = [
+        (lambda: manager.can_allocate(waiting, True), "num_lookahead_slots is True"),
+        (lambda: manager.can_append_slots(group, True), "num_lookahead_slots is True"),
+        (lambda: manager.append_slots(group.seqs[0], False), "num_lookahead_slots is False"),
+        (lambda: manager.can_swap_in(group, True), "num_lookahead_slots is True"),
+        (lambda: manager.mark_blocks_as_computed(group, True), "token_chunk_size is True"),
+        (lambda: manager.access_all_blocks_in_seq(group.seqs[0], True), "now is True"),
+    ]
+    for call, named in calls:
+        with pytest.raises(TypeError, match=named):
+            call()
+    with pytest.raises(TypeError, match=r"extra_hash\(\) of seq 'x' is True"):
+        manager.allocate(Group("x", [Seq("x", [1], extra=True)]))
+
+
+def test_the_calls_of_a_step_take_their_arguments_by_name():
+    manager = make()
+    group = Group("r", [seq("r0", 6)])
+    assert manager.can_allocate(seq_group=group, num_lookahead_slots=2) == OK
+    manager.allocate(group)
+    group.set_status(Status.RUNNING)
+    one = group.seqs[0]
+    assert manager.can_append_slots(seq_group=group, num_lookahead_slots=1)
+    assert manager.append_slots(one, num_lookahead_slots=1) == []
+    assert manager.get_block_table(seq=one) == [1, 2]
+    manager.access_all_blocks_in_seq(now=1.5, seq=one)
+    manager.mark_blocks_as_computed(group, token_chunk_size=6)
+    assert manager.get_common_computed_block_ids(seqs=(one,)) == []
+    wrong = [
+        (
+            lambda: manager.append_slots(one),
+            r"append_slots\(\) lacks argument 'num_lookahead_slots'",
+        ),
+        (lambda: manager.append_slots(one, 1, 2), "takes 2 arguments, but 3 were given"),
+        (lambda: manager.append_slots(one, seq=one), "got argument 'seq' twice"),
+        (lambda: manager.get_block_table(one, x=1), "has no argument 'x'"),
+    ]
+    for call, named in wrong:
+        with pytest.raises(TypeError, match=named):
+            call()
+    assert str(inspect.signature(BlockSpaceManager.can_allocate)) == (
+        "(self, /, seq_group, num_lookahead_slots=0)"
+    )
+    assert "left the window are 0" in inspect.getdoc(BlockSpaceManager.get_block_table)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_table_is_one_list_that_is_kept_up_to_date(window):
+    manager = make(num_gpu_blocks=60, num_cpu_blocks=60, sliding_window=window)
+    group = admitted(manager, 6)
+    one = group.seqs[0]
+    table = manager.get_block_table(one)
+    for i in range(20):
+        one.tokens += [i] * (1 + i % 3)
+        manager.append_slots(one, i % 5)
+        assert manager.get_block_table(one) is table
+        assert table == manager._native.blocks(manager._known(one).row, 0).tolist()
+    child = child_of(manager, one, "c")
+    child.tokens += [7]
+    manager.append_slots(child, 0)
+    assert manager.get_block_table(child) is not table and manager.get_block_table(one) is table
+    table.append(5)
+    with pytest.raises(RuntimeError, match="was the list changed by its receiver"):
+        manager.check_invariants()
+    table.pop()
+    manager.check_invariants()
+    before = [*table]
+    swapped_out(manager, group)
+    manager.swap_in(group)
+    assert table == before  # of then: there is a new one
+    assert manager.get_block_table(one) is not table
+    manager.check_invariants()
+
+
+def test_a_decode_step_of_all_groups_in_one_call():
+    manager = make(num_gpu_blocks=8, enable_caching=True)  # 7
+    groups = [
+        admitted(manager, n, name, first=50 * n) for n, name in ((4, "a"), (6, "b"), (3, "c"))
+    ]
+    child = child_of(manager, groups[1].seqs[0], "d")
+    groups[1].seqs.append(child)
+    for group in groups:
+        for i, one in enumerate(group.seqs):
+            one.tokens += [i]
+    tables = [manager.get_block_table(group.seqs[0]) for group in groups]
+    assert manager.append_group_slots(groups, 0) == (3, [(3, 6)])
+    assert tables == [[1, 5], [2, 6], [4]] and manager.get_block_table(child) == [2, 3]
+    for group in groups:
+        group.seqs[0].tokens += [7]
+    assert manager.append_group_slots(groups, 2) == (1, [])  # the second touches four blocks
+    assert counts(manager)[0] == 1 and manager.get_block_table(child) == [2, 3]
+    assert [manager._num_new(group.seqs[0]) for group in groups] == [0, 1, 1]
+    manager.check_invariants()
+
+
+def test_a_decode_step_that_is_refused_changes_nothing():
+    manager = make(num_gpu_blocks=30, enable_caching=True, max_model_len=10)
+    groups = [admitted(manager, 6, name) for name in "ab"]
+    for group in groups:
+        group.seqs[0].tokens += [5]
+    one, other = (group.seqs[0] for group in groups)
+    other.tokens[-1] = -1
+    wrong = [
+        (groups, "token_ids"),
+        ([groups[0], groups[0]], "seq_groups has seq 'a0' twice"),
+        ([groups[0], Group("x", [seq("x", 3, Status.RUNNING)])], "seq 'x' has no blocks"),
+    ]
+    for asked, named in wrong:
+        with pytest.raises(ValueError, match=named):
+            manager.append_group_slots(asked, 0)
+    other.tokens[-1] = 5
+    other.get_len = lambda: 5
+    with pytest.raises(ValueError, match="seq 'b0' has 5 tokens: expected 6 or more"):
+        manager.append_group_slots(groups, 0)
+    other.get_len = lambda: 8
+    with pytest.raises(ValueError, match=r"get_token_ids\(\) of seq 'b0' has 7 tokens: expected 8"):
+        manager.append_group_slots(groups, 0)
+    del other.get_len
+    for lookahead, error in ((-1, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="num_lookahead_slots is"):
+            manager.append_group_slots(groups, lookahead)
+    assert [manager._num_new(each) for each in (one, other)] == [1, 1]
+    other.tokens += [5] * 4
+    assert manager.append_group_slots(groups, 0) == (1, [])  # the other is beyond max_model_len
+    assert manager.append_group_slots([], 0) == (0, [])
+    manager.check_invariants()
+
+
+def test_blocks_are_hashed_by_the_algorithm_that_is_asked_for():
+    """Its hashes meet those of other managers; events name it."""
+    tokens = [*range(9)]
+    for algorithm, num_bytes in (("sha256_cbor", 32), ("xxh3_128_cbor", 16)):
+        manager = make(enable_caching=True, enable_events=True, hash_algorithm=algorithm)
+        group = admitted(manager, 9)
+        manager.mark_blocks_as_computed(group, 9)
+        (event,) = manager.drain_events()
+        assert event.hash_algorithm == algorithm and event.block_hashes.shape == (2, num_bytes)
+        assert np.array_equal(event.block_hashes, hash_blocks(tokens, 4, algorithm=algorithm))
+        assert manager.get_num_cached_tokens(seq("x", 9)) == 8
+        child = child_of(manager, group.seqs[0], "child")
+        child.tokens += [7, 8, 9]
+        manager.append_slots(child, 0)
+        manager.mark_blocks_as_computed(Group("c", [child]), 3)
+        (event,) = manager.drain_events()
+        hashes = hash_blocks(child.tokens, 4, algorithm=algorithm)
+        assert np.array_equal(event.block_hashes, hashes[2:])
+        extra = Seq("extra", tokens, extra="lora")
+        assert manager.get_num_cached_tokens(extra) == 0
+    for wrong, error in (("md5", ValueError), ("engine:own", ValueError), (None, TypeError)):
+        with pytest.raises(error, match=f"hash_algorithm is {wrong!r}: expected"):
+            make(hash_algorithm=wrong)
+
+
+def test_true_is_no_token_id():
+    manager = make(enable_caching=True)
+    group = admitted(manager, 6)
+    one = group.seqs[0]
+    for more in ([True], [7, True], [np.False_, 7]):
+        one.tokens = [*range(6), *more]
+        for call in (manager.append_slots, lambda s, n: manager.append_group_slots([group], n)):
+            with pytest.raises(
+                TypeError, match=r"token_ids(\[\d\] is \w+| has dtype bool): expected"
+            ):
+                call(one, 0)
+        with pytest.raises(TypeError, match=r"token_ids\[\d\] is \w+: expected an integer"):
+            manager.get_num_cached_tokens(Seq("x", [*range(6), *more]))
+    assert manager._num_new(one) == 2
+    manager.check_invariants()
+
+
+def test_siblings_have_one_list_of_hits():
+    manager = make(num_gpu_blocks=60, num_cpu_blocks=60, enable_caching=True)
+    manager.mark_blocks_as_computed(admitted(manager, 20), 20)
+    group = admitted(manager, 20, "s", num_seqs=3)
+    common = manager.get_common_computed_block_ids(group.seqs)
+    assert common == [1, 2, 3, 4]
+    for one in group.seqs:
+        one.tokens += [1]
+        manager.append_slots(one, 0)
+    assert manager.get_common_computed_block_ids(group.seqs) is common
+    swapped_out(manager, group)
+    manager.swap_in(group)
+    group.set_status(Status.RUNNING)
+    again = manager.get_common_computed_block_ids(group.seqs)
+    assert again == [1, 2, 3, 4]  # which the first sequence still holds
+    assert manager.get_common_computed_block_ids(group.seqs[1:]) is again
+
+
+# E4: forks -------------------------------------------------------------------------------------------
+
+
+def test_a_fork_shares_all_blocks_and_the_first_write_copies_the_partial_one():
+    manager = make()
+    parent = admitted(manager, 6).seqs[0]
+    child = child_of(manager, parent, "c")
+    assert manager.get_block_table(child) == manager.get_block_table(parent) == [1, 2]
+    child.tokens += [7]
+    assert manager.append_slots(child, 0) == [(2, 3)]
+    assert manager.get_block_table(child) == [1, 3]
+    parent.tokens += [8]
+    assert manager.append_slots(parent, 0) == []  # it is the only one left
+    assert manager.get_block_table(parent) == [1, 2]
+
+
+def test_a_full_block_is_not_copied():
+    manager = make()
+    parent = admitted(manager, 8).seqs[0]
+    child = child_of(manager, parent, "c")
+    child.tokens += [7]
+    assert manager.append_slots(child, 0) == []
+    assert manager.get_block_table(child) == [1, 2, 3]
+
+
+def test_shared_lookahead_blocks_are_replaced_not_copied():
+    manager = make()
+    parent = admitted(manager, 6).seqs[0]
+    parent.tokens += [1]
+    manager.append_slots(parent, 4)
+    child = child_of(manager, parent, "c")
+    child.tokens += [1, 2]
+    assert manager.append_slots(child, 0) == [(2, 4)]
+    assert manager.get_block_table(child) == [1, 4, 5]
+    assert manager.get_block_table(parent) == [1, 2, 3]
+
+
+def test_a_child_may_have_a_token_more():
+    manager = make()
+    parent = admitted(manager, 6).seqs[0]
+    child = seq("c", 7, Status.RUNNING)
+    manager.fork(parent, child)
+    assert manager.append_slots(child, 0) == [(2, 3)]
+
+
+def test_wrong_forks_are_named():
+    manager = make(enable_caching=True)
+    group = admitted(manager, 6)
+    parent = group.seqs[0]
+    with pytest.raises(ValueError, match="child_seq 'r0' has blocks already"):
+        manager.fork(parent, parent)
+    with pytest.raises(ValueError, match="seq 'x' has no blocks"):
+        manager.fork(seq("x", 6), seq("c", 6))
+    with pytest.raises(
+        ValueError, match="child_seq 'c' has 5 tokens: expected those of its parent, 6"
+    ):
+        manager.fork(parent, seq("c", 5))
+    with pytest.raises(ValueError, match="child_seq 'c' is 'x': expected that of its parent, None"):
+        manager.fork(parent, Seq("c", [*parent.tokens], extra="x"))
+    with pytest.raises(ValueError, match=r"get_token_ids\(\) of seq 'c' has 6 tokens: expected 7"):
+        other = seq("c", 6)
+        other.get_len = lambda: 7
+        manager.fork(parent, other)
+    swapped_out(manager, group)
+    with pytest.raises(ValueError, match="parent_seq 'r0' is swapped out"):
+        manager.fork(parent, seq("c", 6))
+    manager.check_invariants()
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array])
+@pytest.mark.parametrize("changed", [2, 3, 5])
+def test_a_child_with_other_tokens_in_the_last_block_is_refused(kind, changed):
+    manager = make(enable_caching=True)
+    parent = admitted(manager, 6).seqs[0]
+    tokens = [*range(8)]
+    child = Seq("c", kind(tokens), Status.RUNNING)
+    tokens[changed] = 50
+    other = Seq("d", kind(tokens), Status.RUNNING)
+    with pytest.raises(
+        ValueError, match="child_seq 'd' has other tokens than its parent among 2 to 5"
+    ):
+        manager.fork(parent, other)
+    assert counts(manager)[0] == 8
+    manager.fork(parent, child)
+    manager.check_invariants()
+
+
+def test_a_parent_shorter_than_a_block_is_compared_whole():
+    manager = make(enable_caching=True)
+    parent = admitted(manager, 2).seqs[0]
+    with pytest.raises(ValueError, match="among 0 to 1"):
+        manager.fork(parent, seq("c", 2, first=1))
+    manager.fork(parent, seq("c", 3))
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_of_a_child_whose_tokens_nobody_reads_the_length_is_checked(caching):
+    manager = make(enable_caching=caching)
+    parent = admitted(manager, 6, encoder=1).seqs[0]
+    with pytest.raises(ValueError, match="child_seq 'c' has 5 tokens"):
+        manager.fork(parent, Seq("c", [0] * 5, readable=False))
+    manager.fork(parent, Seq("c", [9] * 6, readable=False))
+
+
+# E5: swaps -------------------------------------------------------------------------------------------
+
+
+def test_blocks_shared_by_sequences_move_once():
+    manager = make()
+    group = admitted(manager, 8)
+    parent = group.seqs[0]
+    child = child_of(manager, parent, "c")
+    group.seqs.append(child)
+    child.tokens += [7]
+    manager.append_slots(child, 0)
+    assert swapped_out(manager, group) == [(1, 1), (2, 2), (3, 3)]
+    assert counts(manager) == (10, 7)
+    assert manager.can_swap_in(group, 0) == OK
+    assert manager.swap_in(group) == [(1, 4), (2, 5), (3, 6)]
+    group.set_status(Status.RUNNING)
+    assert manager.get_block_table(parent) == [4, 5]
+    assert manager.get_block_table(child) == [4, 5, 6]
+    assert counts(manager) == (7, 10)
+
+
+def test_the_encoder_moves_with_its_group():
+    manager = make()
+    group = admitted(manager, 4, encoder=6)
+    assert len(swapped_out(manager, group)) == 3
+    with pytest.raises(ValueError, match="the encoder of group 'r' is swapped out"):
+        manager.get_cross_block_table(group)
+    assert manager.swap_in(group) == [(1, 4), (2, 5), (3, 6)]
+    assert manager.get_cross_block_table(group) == [5, 6]
+
+
+def test_lookahead_slots_do_not_move():
+    manager = make()
+    group = admitted(manager, 3)
+    group.seqs[0].tokens += [1]
+    manager.append_slots(group.seqs[0], 9)
+    assert swapped_out(manager, group) == [(1, 1)]
+
+
+def test_a_swap_out_that_does_not_fit_changes_nothing():
+    manager = make(num_cpu_blocks=3)
+    group = admitted(manager, 12)
+    assert not manager.can_swap_out(group)
+    with pytest.raises(
+        ValueError, match="does not fit on the host, 2 blocks are free: expected can_sw"
+    ):
+        manager.swap_out(group)
+    assert counts(manager) == (7, 2)
+    assert manager.get_block_table(group.seqs[0]) == [1, 2, 3]
+
+
+def test_a_watermark_that_is_set_counts_in_every_call():
+    manager = make(num_gpu_blocks=9, num_cpu_blocks=9, watermark=0.25)  # 8, 2 kept
+    group = Group("g", [seq("a", 28)])
+    assert (manager.watermark_blocks, manager.can_allocate(group)) == (2, NEVER)
+    manager.watermark_blocks = 0
+    assert (manager.watermark_blocks, manager.can_allocate(group)) == (0, OK)
+    manager.allocate(group)
+    group.set_status(Status.RUNNING)
+    manager.swap_out(group)
+    group.set_status(Status.SWAPPED)
+    assert manager.can_swap_in(group, 0) is OK
+    manager.watermark_blocks = np.int64(3)
+    assert manager.can_swap_in(group, 0) is LATER
+    assert manager.can_allocate(Group("h", [seq("b", 24)])) is NEVER
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [(-1, ValueError), (2**31, ValueError), (10**5000, ValueError), (True, TypeError)],
+    ids=["negative", "above int32", "huge", "bool"],
+)
+def test_a_wrong_watermark_is_named_and_not_set(value, error):
+    manager = make(watermark=0.2)
+    with pytest.raises(error, match=r"^watermark_blocks is "):
+        manager.watermark_blocks = value
+    assert manager.watermark_blocks == 2
+
+
+@pytest.mark.parametrize(
+    "manager",
+    [make(), KVCacheManager(4, 9, 64)],
+    ids=["BlockSpaceManager", "KVCacheManager"],
+)
+def test_sizes_that_a_manager_was_made_with_are_read_only(manager):
+    names = ("block_size", "max_model_len", "sliding_window", "enable_caching", "groups", "options")
+    for name in (*names, "block_sizes"):
+        if hasattr(manager, name):
+            with pytest.raises(AttributeError):
+                setattr(manager, name, getattr(manager, name))
+
+
+def test_can_swap_in_counts_new_tokens_and_lookahead_and_keeps_the_watermark():
+    manager = make(num_gpu_blocks=7, watermark=0.3)  # 6, 2 kept
+    group = admitted(manager, 6)
+    swapped_out(manager, group)
+    answers = [manager.can_swap_in(group, n) for n in (0, 10, 11, 18, 19)]
+    assert answers == [OK, OK, LATER, LATER, NEVER]
+    group.seqs[0].tokens += [1]
+    assert manager.can_swap_in(group, 10) == LATER
+
+
+def test_can_swap_in_counts_a_partial_last_block_once():
+    manager = BlockSpaceManager(8, 5, 5, watermark=0)
+    group = admitted(manager, 23)
+    swapped_out(manager, group)
+    assert manager.can_swap_in(group, 3) == OK
+    manager.swap_in(group)
+    assert manager.append_slots(group.seqs[0], 3) == []
+    assert counts(manager)[0] == 0
+
+
+def swap_in_case(size, window, length, num_seqs, num_new, lookahead, num_held):
+    """What can_swap_in says, and whether swap_in and append_slots then work. None: not reached.
+
+    Each sequence gets `num_new` tokens of its own before the swap, the first half as many after it.
+    `num_held`: blocks of others.
+    """
+    manager = make(8, 40, size, sliding_window=window)
+    try:
+        group = admitted(manager, length, num_seqs=num_seqs)
+        for one in group.seqs:
+            one.tokens += [1] * num_new
+            manager.append_slots(one, 0)
+        swapped_out(manager, group)
+        if num_held:
+            admitted(manager, num_held * size, "other")
+    except ValueError:
+        return None
+    for one in group.seqs[: num_seqs // 2]:
+        one.tokens += [5] * num_new
+    answer = manager.can_swap_in(group, lookahead)
+    try:
+        manager.swap_in(group)
+        for one in group.seqs:
+            manager.append_slots(one, lookahead)
+    except ValueError:
+        return answer, False
+    return answer, True
+
+
+@pytest.mark.parametrize("size, window", [(1, None), (2, None), (4, None), (2, 5), (4, 3)])
+def test_can_swap_in_says_what_swap_in_and_append_slots_then_do(size, window):
+    answers = collections.Counter()
+    numbers = (range(1, 10), (1, 2, 3), (0, 1), (0, 1, 3, 6))
+    for case in itertools.product(*numbers):
+        alone = swap_in_case(size, window, *case, 0)
+        for num_held in range(3):
+            found = swap_in_case(size, window, *case, num_held)
+            if found is None:
+                continue
+            assert found[0] == (OK if found[1] else LATER if alone[1] else NEVER), case
+            answers[found[0]] += 1
+    assert sum(answers.values()) > 400 and all(answers[each] for each in AllocStatus)
+
+
+def test_a_swap_in_that_does_not_fit_changes_nothing():
+    manager = make(num_gpu_blocks=4)
+    group = admitted(manager, 8)
+    swapped_out(manager, group)
+    admitted(manager, 5, "s")
+    assert manager.can_swap_in(group, 0) == LATER
+    with pytest.raises(
+        ValueError, match="does not fit on the device, 1 blocks are free: expected can"
+    ):
+        manager.swap_in(group)
+    assert counts(manager) == (1, 8)
+
+
+def test_wrong_swaps_are_named():
+    manager = make()
+    group = admitted(manager, 6)
+    with pytest.raises(ValueError, match="'r' has no SWAPPED sequence"):
+        manager.swap_in(group)
+    group.set_status(Status.SWAPPED)
+    for call in (manager.swap_out, manager.can_swap_out):
+        with pytest.raises(ValueError, match="'r' has no RUNNING sequence"):
+            call(group)
+    for call in (manager.swap_in, lambda each: manager.can_swap_in(each, 0)):
+        with pytest.raises(
+            ValueError, match="seq 'r0' is on the device: expected one that is swapped"
+        ):
+            call(group)
+    with pytest.raises(ValueError, match="seq 'x' has no blocks"):
+        manager.swap_out(Group("s", [seq("x", 1, Status.RUNNING)]))
+    group.set_status(Status.RUNNING)
+    manager.swap_out(group)
+    one = group.seqs[0]
+    for call in (
+        lambda: manager.swap_out(group),
+        lambda: manager.get_block_table(one),
+        lambda: manager.access_all_blocks_in_seq(one, 1.0),
+    ):
+        with pytest.raises(ValueError, match="seq 'r0' is swapped out: expected one on the device"):
+            call()
+    for more in ([], [1]):
+        one.tokens += more
+        with pytest.raises(ValueError, match="seq 'r0' is swapped out: expected one on the device"):
+            manager.append_slots(one, 0)
+    manager.check_invariants()
+
+
+def test_a_swapped_sequence_can_be_freed():
+    manager = make()
+    group = admitted(manager, 6)
+    swapped_out(manager, group)
+    manager.free(group.seqs[0])
+    assert counts(manager) == (10, 10)
+
+
+# E6: windows -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [2, 4, 7, 9])
+def test_a_window_holds_its_blocks_and_no_more(window):
+    manager = make(num_gpu_blocks=100, sliding_window=window)
+    one = admitted(manager, 50).seqs[0]
+    for _ in range(20):
+        table = manager.get_block_table(one)
+        first = (len(one.tokens) - window + 1) // 4  # what the next token reads, at the least
+        assert not any(table[: max(first - 1, 0)]) and all(table[first:])
+        held = sum(map(bool, table))
+        assert held <= window // 4 + 2 and counts(manager)[0] == 99 - held
+        one.tokens += [1]
+        manager.append_slots(one, 0)
+
+
+def test_can_allocate_asks_for_no_more_than_the_window():
+    manager = make(num_gpu_blocks=5, sliding_window=8)
+    group = Group("r", [seq(0, 400)])
+    assert manager.can_allocate(group) == OK
+    manager.allocate(group)
+    assert len(manager.get_block_table(group.seqs[0])) == 100
+
+
+def test_where_a_hit_would_hold_more_than_fits_it_is_not_taken():
+    manager = make(num_gpu_blocks=5, sliding_window=4, enable_caching=True)
+    group = admitted(manager, 5)
+    manager.mark_blocks_as_computed(group, 5)
+    manager.free(group.seqs[0])
+    long = Group("s", [seq("s", 30)])
+    assert manager.get_num_cached_tokens(long.seqs[0]) == 0
+    assert manager.can_allocate(long) == OK
+    manager.allocate(long)
+    assert manager.get_num_cached_tokens(long.seqs[0]) == 0
+    manager.check_invariants()
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_with_a_window_there_is_no_chunked_prefill(caching):
+    manager = make(num_gpu_blocks=30, sliding_window=8, enable_caching=caching)
+    group = admitted(manager, 64, num_seqs=2)
+    table = manager.get_block_table(group.seqs[0])
+    assert table == [0] * 14 + [1, 2]
+    for count in (0, 16, 63):
+        with pytest.raises(
+            ValueError,
+            match="a prompt longer than the window is computed at once: expected a "
+            "token_chunk_size of 64",
+        ):
+            manager.mark_blocks_as_computed(group, count)
+    assert manager.get_block_table(group.seqs[0]) == table
+    assert manager.get_num_cached_tokens(seq("s", 65)) == 0
+    manager.mark_blocks_as_computed(group, 64)
+    assert manager.get_num_cached_tokens(seq("s", 65)) == 64 * caching
+    for one in group.seqs:
+        one.tokens += [64]
+        manager.append_slots(one, 0)
+    manager.mark_blocks_as_computed(group, 1)
+
+
+def test_a_refused_mark_changes_no_sequence():
+    manager = make(num_gpu_blocks=30, sliding_window=8, enable_caching=True)
+    short, long = admitted(manager, 8).seqs, admitted(manager, 20, "s", first=50).seqs
+    with pytest.raises(ValueError, match="8 tokens of seq 's0' are marked"):
+        manager.mark_blocks_as_computed(Group("both", [*short, *long]), 8)
+    assert manager.get_num_cached_tokens(seq("t", 9)) == 0
+
+
+def test_with_a_window_what_is_held_whole_may_be_computed_in_chunks():
+    manager = make(num_gpu_blocks=30, sliding_window=8, enable_caching=True)
+    group = admitted(manager, 10)  # its first block is read by what follows
+    manager.mark_blocks_as_computed(group, 5)
+    manager.mark_blocks_as_computed(group, 5)
+    again = admitted(manager, 15, "s")  # behind a hit
+    assert manager.get_num_cached_tokens(again.seqs[0]) == 8
+    manager.mark_blocks_as_computed(again, 12)
+    assert manager.get_num_cached_tokens(seq("t", 15)) == 12
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_behind_a_window_a_hit_holds_no_more_than_the_window_and_keeps_the_watermark(size):
+    manager = BlockSpaceManager(size, 200, 0, 0.5, sliding_window=20, enable_caching=True)
+    group = admitted(manager, 40 * size, first=1)
+    manager.mark_blocks_as_computed(group, 40 * size)
+    manager.free(group.seqs[0])
+    num_hits = 0
+    for num_tokens in range(40 * size + 1, 165 * size, max(size // 2, 1)):
+        other = Group("s", [seq("s", num_tokens, first=1)])
+        asked = manager.get_num_cached_tokens(other.seqs[0])
+        assert manager.can_allocate(other) == OK
+        manager.allocate(other)
+        table = manager.get_block_table(other.seqs[0])
+        assert sum(map(bool, table)) <= 20 // size + 2
+        assert counts(manager)[0] >= 100 and manager.get_num_cached_tokens(other.seqs[0]) == asked
+        num_hits += asked > 0
+        manager.free(other.seqs[0])
+    assert num_hits > 1  # where it ends close behind what is cached
+
+
+# E7: prefix caching ----------------------------------------------------------------------------------
+
+
+def test_only_computed_blocks_are_hits():
+    manager = make(enable_caching=True)
+    group = admitted(manager, 11)
+    other = seq("s", 20)
+    assert manager.get_num_cached_tokens(other) == 0
+    manager.mark_blocks_as_computed(group, 5)
+    assert manager.get_num_cached_tokens(other) == 4
+    manager.mark_blocks_as_computed(group, 5)
+    assert manager.get_num_cached_tokens(other) == 8
+    manager.allocate(Group("s", [other]))
+    assert manager.get_block_table(other) == [1, 2, 4, 5, 6]
+
+
+def test_the_last_token_is_never_a_hit():
+    manager = make(enable_caching=True)
+    manager.mark_blocks_as_computed(admitted(manager, 8), 8)
+    assert manager.get_num_cached_tokens(seq("s", 8)) == 4
+
+
+def test_marks_count_cached_tokens_and_never_more_than_there_are():
+    manager = make(enable_caching=True)
+    manager.mark_blocks_as_computed(admitted(manager, 9), 9)
+    group = admitted(manager, 14, "s")
+    assert manager.get_num_cached_tokens(group.seqs[0]) == 8
+    manager.mark_blocks_as_computed(group, 11)  # 8 of them were there
+    assert manager.get_num_cached_tokens(seq("t", 20)) == 8
+    manager.mark_blocks_as_computed(group, 100)
+    assert manager.get_num_cached_tokens(seq("t", 20)) == 12
+    group.seqs[0].tokens += [14, 15]
+    manager.append_slots(group.seqs[0], 0)
+    assert manager.get_num_cached_tokens(seq("t", 20)) == 12
+    manager.mark_blocks_as_computed(group, 2)
+    assert manager.get_num_cached_tokens(seq("t", 20)) == 16
+
+
+@pytest.mark.parametrize("num_accepted, lookahead", [(1, 0), (5, 0), (5, 6)])
+def test_a_mark_behind_the_prompt_covers_what_a_step_accepts(num_accepted, lookahead):
+    """Engines say 1 token per decode step, however many of the drafted ones it accepts."""
+    manager = make(num_gpu_blocks=30, enable_caching=True)
+    group = admitted(manager, 8)
+    manager.mark_blocks_as_computed(group, 5)
+    manager.mark_blocks_as_computed(group, 3)
+    one = group.seqs[0]
+    while len(one.tokens) < 48:
+        one.tokens += [*range(len(one.tokens), len(one.tokens) + num_accepted)]
+        manager.append_slots(one, lookahead)
+        manager.mark_blocks_as_computed(group, 1)
+        # All but the newest; where marks and tokens go together, that one too.
+        num_computed = len(one.tokens) - (num_accepted > 1)
+        assert manager.get_num_cached_tokens(seq("s", 60)) == num_computed // 4 * 4
+
+
+def test_before_the_end_of_the_prompt_marks_alone_count():
+    manager = make(num_gpu_blocks=30, enable_caching=True)
+    group = admitted(manager, 20)
+    manager.mark_blocks_as_computed(group, 1)
+    manager.mark_blocks_as_computed(group, 18)
+    assert manager.get_num_cached_tokens(seq("s", 30)) == 16
+    child = child_of(manager, group.seqs[0], "c")
+    child.tokens += [*range(20, 29)]
+    manager.append_slots(child, 0)
+    group.seqs.append(child)
+    manager.mark_blocks_as_computed(group, 0)  # a child's prompt is its parent's: 19 are marked
+    assert manager.get_num_cached_tokens(seq("s", 30)) == 16
+    manager.mark_blocks_as_computed(group, 1)
+    assert manager.get_num_cached_tokens(seq("s", 30)) == 28
+
+
+def test_lookahead_slots_are_not_marked():
+    manager = make(enable_caching=True)
+    group = admitted(manager, 8)
+    manager.append_slots(group.seqs[0], 12)
+    manager.mark_blocks_as_computed(group, 100)
+    assert manager.get_num_cached_tokens(seq("s", 30)) == 8
+
+
+def test_cached_tokens_count_own_ones_once_the_prompt_is_computed():
+    manager = make(num_gpu_blocks=30, enable_caching=True)
+    group = admitted(manager, 9)
+    manager.mark_blocks_as_computed(group, 5)
+    assert manager.get_num_cached_tokens(group.seqs[0]) == 0  # as when it was allocated
+    manager.mark_blocks_as_computed(group, 4)
+    assert manager.get_num_cached_tokens(group.seqs[0]) == 8
+    again = admitted(manager, 14, "s")
+    assert manager.get_num_cached_tokens(again.seqs[0]) == 8
+    manager.mark_blocks_as_computed(again, 14)
+    assert manager.get_num_cached_tokens(again.seqs[0]) == 12
+    child = child_of(manager, again.seqs[0], "c")
+    assert manager.get_num_cached_tokens(child) == 12
+    child.tokens += [5, 6]
+    manager.append_slots(child, 0)
+    assert manager.get_num_cached_tokens(child) == 12
+    manager.mark_blocks_as_computed(Group("t", [child]), 2)
+    assert manager.get_num_cached_tokens(child) == 16
+    assert manager.get_num_cached_tokens(seq("u", 14)) == 12
+
+
+def test_a_swap_in_shares_what_is_still_cached_on_the_device():
+    manager = make(num_gpu_blocks=8, enable_caching=True)  # 7
+    group = admitted(manager, 14)
+    manager.mark_blocks_as_computed(group, 14)
+    assert len(swapped_out(manager, group)) == 4
+    assert manager.get_num_cached_tokens(group.seqs[0]) == 12
+    again = admitted(manager, 14, "s")  # holds the same three blocks, and one more
+    assert counts(manager)[0] == 3
+    assert manager.can_swap_in(group, 10) == OK  # two of the three, and a partial one
+    pairs = manager.swap_in(group)
+    assert len(pairs) == 1 and counts(manager) == (2, 10)
+    group.set_status(Status.RUNNING)
+    table = manager.get_block_table(group.seqs[0])
+    assert table[:3] == manager.get_block_table(again.seqs[0])[:3] and table[3] == pairs[0][1]
+    assert manager.append_slots(group.seqs[0], 10) == [] and counts(manager)[0] == 0
+    manager.check_invariants()
+
+
+def test_what_was_evicted_comes_back_and_is_a_hit_again():
+    manager = make(num_gpu_blocks=6, enable_caching=True)  # 5
+    group = admitted(manager, 14)
+    manager.mark_blocks_as_computed(group, 14)
+    swapped_out(manager, group)
+    other = admitted(manager, 16, "o", first=50)  # two free blocks, and two that were cached
+    assert manager.get_num_cached_tokens(group.seqs[0]) == 4
+    manager.free(other.seqs[0])
+    assert [page for page, _ in manager.swap_in(group)] == [2, 3, 4]
+    assert manager.get_num_cached_tokens(seq("s", 14)) == 12
+    manager.check_invariants()
+
+
+def test_a_sequence_that_is_asked_for_is_hashed_once():
+    manager = make(enable_caching=True)
+    manager.mark_blocks_as_computed(admitted(manager, 12), 12)
+    one = seq("s", 6)
+    assert manager.get_num_cached_tokens(one) == 4
+    one.tokens = [None] * 6 + [6, 7, 8]  # only what is new is read
+    assert manager.get_num_cached_tokens(one) == 8
+    manager.remove_seq_from_computed_blocks_tracker(one)
+    one.tokens = [*range(5)]
+    assert manager.get_num_cached_tokens(one) == 4
+
+
+@pytest.mark.parametrize("change", [lambda one: one, lambda one: Seq("s", [9] * 6)])
+def test_another_sequence_of_the_same_id_is_not_taken_for_it(change):
+    manager = make(enable_caching=True)
+    manager.mark_blocks_as_computed(admitted(manager, 12), 12)
+    one = seq("s", 6)
+    assert manager.get_num_cached_tokens(one) == 4
+    other = change(one)
+    if other is one:
+        one.extra = "x"
+    assert manager.get_num_cached_tokens(other) == 0
+
+
+@pytest.mark.parametrize("extra", ["lora-a", 7])
+def test_extra_hash_keeps_sequences_apart(extra):
+    manager = make(enable_caching=True)
+    one = Seq("a", [*range(8)], extra=extra)
+    group = Group("r", [one])
+    manager.allocate(group)
+    manager.mark_blocks_as_computed(group, 8)
+    assert manager.get_num_cached_tokens(seq("b", 9)) == 0
+    assert manager.get_num_cached_tokens(Seq("c", [*range(9)], extra=extra)) == 8
+
+
+def test_extra_hash_is_optional_and_checked():
+    class Plain:
+        seq_id, status = "p", "WAITING"
+
+        def get_len(self):
+            return 4
+
+        def get_token_ids(self):
+            return np.arange(4)
+
+    manager = make(enable_caching=True)
+    manager.allocate(Group("r", [Plain()]))
+    with pytest.raises(TypeError, match=r"extra_hash\(\) of seq 'q' is 1.5"):
+        manager.allocate(Group("s", [Seq("q", [1], extra=1.5)]))
+
+
+def test_the_hashes_are_those_of_the_request_manager():
+    """Two managers over one allocator (E8): the same chain, salt and seed."""
+    manager = make(enable_caching=True, hash_seed="s")
+    tokens = manager._tokens.read(Seq("a", [*range(8)], extra="salt"))
+    other = KVCacheManager(4, 10, 100, hash_seed="s")
+    request = Request("a", range(8), cache_salt="salt")
+    assert np.array_equal(manager._native.hashes(tokens.chain), other.cache.hashes(request))
+
+
+def test_common_computed_blocks_are_those_that_all_hit():
+    manager = make(num_gpu_blocks=40, enable_caching=True)
+    manager.mark_blocks_as_computed(admitted(manager, 12), 12)
+    long, short = (admitted(manager, n, str(n)).seqs[0] for n in (12, 7))
+    assert manager.get_common_computed_block_ids([long]) == [1, 2]
+    assert manager.get_common_computed_block_ids([long, short]) == [1]
+    cold = admitted(manager, 8, "cold", first=50).seqs[0]
+    assert manager.get_common_computed_block_ids([long, cold]) == []
+    assert manager.get_common_computed_block_ids([]) == []
+
+
+def test_the_least_recently_accessed_is_evicted_first():
+    manager = make(num_gpu_blocks=5, enable_caching=True)
+    groups = [admitted(manager, 5, name, first=n) for name, n in (("a", 10), ("b", 20))]
+    for group, now in zip(groups, (2.0, 1.0)):
+        manager.mark_blocks_as_computed(group, 5)
+        manager.access_all_blocks_in_seq(group.seqs[0], now)
+    for group in groups:
+        manager.free(group.seqs[0])
+    admitted(manager, 9, "c", first=30)  # two uncached blocks, and one that was
+    assert manager.get_num_cached_tokens(seq("d", 5, first=20)) == 0
+    assert manager.get_num_cached_tokens(seq("d", 5, first=10)) == 4
+
+
+def test_of_one_access_the_longest_prefix_is_evicted_first():
+    manager = make(num_gpu_blocks=4, enable_caching=True)
+    group = admitted(manager, 12)
+    manager.mark_blocks_as_computed(group, 12)
+    manager.access_all_blocks_in_seq(group.seqs[0], 1.0)
+    manager.free(group.seqs[0])
+    admitted(manager, 1, "s", first=50)
+    assert manager.get_num_cached_tokens(seq("t", 13)) == 8
+
+
+def test_accesses_are_numbers():
+    manager = make(enable_caching=True)
+    group = admitted(manager)
+    with pytest.raises(TypeError, match="now is None: expected a number"):
+        manager.access_all_blocks_in_seq(group.seqs[0], None)
+    manager.access_all_blocks_in_seq(group.seqs[0], 5)
+    manager.access_all_blocks_in_seq(group.seqs[0], np.float32(5.5))
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("now", [float("nan"), float("inf"), float("-inf")])
+def test_accesses_are_finite(caching, now):
+    manager = make(enable_caching=caching)
+    group = admitted(manager)
+    with pytest.raises(ValueError, match=rf"now is {now}: expected a finite number"):
+        manager.access_all_blocks_in_seq(group.seqs[0], now)
+
+
+def test_another_eviction_policy():
+    manager = make(num_gpu_blocks=5, enable_caching=True, eviction="lru")
+    groups = [admitted(manager, 5, name, first=n) for name, n in (("a", 10), ("b", 20))]
+    for group, now in zip(groups, (2.0, 1.0)):
+        manager.mark_blocks_as_computed(group, 5)
+        manager.access_all_blocks_in_seq(group.seqs[0], now)
+    for group in groups:
+        manager.free(group.seqs[0])
+    admitted(manager, 9, "c", first=30)
+    assert manager.get_num_cached_tokens(seq("d", 5, first=20)) == 4  # the one released last
+    assert manager.get_num_cached_tokens(seq("d", 5, first=10)) == 0
+    options = {"protected_share": 0.5}
+    make(enable_caching=True, eviction="segmented_lru", eviction_options=options)
+
+
+def test_stats():
+    manager = make(num_gpu_blocks=40, enable_caching=True)
+    assert manager.stats.num_requests == 0
+    manager.mark_blocks_as_computed(admitted(manager, 9), 9)
+    group = admitted(manager, 10, "s", num_seqs=2)
+    stats = manager.stats
+    assert (stats.num_requests, stats.query_tokens, stats.hit_tokens) == (2, 19, 8)
+    assert stats.recent == stats.recent.__class__(2, 19, 8)
+    assert stats.groups[0].stored_blocks == 2 and stats.host.swapped_out_blocks == 0
+    swapped_out(manager, group)
+    assert manager.stats.host.swapped_out_blocks == 3
+    assert make(num_cpu_blocks=0).stats.host is None
+
+
+def test_events():
+    manager = make(num_gpu_blocks=4, enable_caching=True, enable_events=True)
+    group = admitted(manager, 9)
+    assert manager.drain_events() == []
+    manager.mark_blocks_as_computed(group, 9)
+    (stored,) = manager.drain_events()
+    assert isinstance(stored, BlockStored) and stored.medium == "gpu"
+    assert stored.token_ids.tolist() == [*range(8)] and stored.block_size == 4
+    manager.free(group.seqs[0])
+    admitted(manager, 8, "s", first=50)  # one free block, and the leaf
+    (removed,) = manager.drain_events()
+    assert isinstance(removed, BlockRemoved)
+    assert removed.block_hashes.tolist() == stored.block_hashes[1:].tolist()
+    manager = make(enable_caching=True)
+    manager.mark_blocks_as_computed(admitted(manager, 9), 9)
+    assert manager.drain_events() == []
+
+
+def test_hit_rate():
+    manager = make(num_gpu_blocks=40, enable_caching=True)
+    assert [manager.get_prefix_cache_hit_rate(each) for each in (Device.GPU, "cpu")] == [0.0, 0.0]
+    manager.mark_blocks_as_computed(admitted(manager, 9), 9)
+    admitted(manager, 9, "s")
+    assert manager.get_prefix_cache_hit_rate(Device.GPU) == 0.5  # 2 of 4 full blocks
+    assert manager.get_prefix_cache_hit_rate(Device.CPU) == 0.0
+    for device in (Device.GPU, Device.CPU, "gpu", "cpu"):
+        assert make().get_prefix_cache_hit_rate(device) == -1.0
+    with pytest.raises(ValueError, match="device is 'tpu'"):
+        manager.get_prefix_cache_hit_rate("tpu")
+    with pytest.raises(TypeError, match="device is 3"):
+        manager.get_prefix_cache_hit_rate(3)
+
+
+def test_reset_is_refused_while_a_block_is_in_use():
+    manager = make(enable_caching=True)
+    group = admitted(manager, 9)
+    manager.mark_blocks_as_computed(group, 9)
+    assert not manager.reset_prefix_cache()
+    manager.free(group.seqs[0])
+    assert manager.get_num_cached_tokens(seq("s", 9)) == 8
+    assert manager.reset_prefix_cache()
+    assert manager.get_num_cached_tokens(seq("s", 9)) == 0
+
+
+def test_tiers_are_reset_one_by_one():
+    manager = make(enable_caching=True)
+    group = admitted(manager, 9)
+    manager.mark_blocks_as_computed(group, 9)
+    swapped_out(manager, group)
+    assert not manager.reset_prefix_cache()
+    assert not manager.reset_prefix_cache(Device.CPU)
+    assert manager.get_num_cached_tokens(seq("s", 9)) == 8
+    assert manager.reset_prefix_cache(Device.GPU)
+    assert manager.get_num_cached_tokens(seq("s", 9)) == 0
+    with pytest.raises(ValueError, match="device is 'disk'"):
+        manager.reset_prefix_cache("disk")
+
+
+def test_free_of_an_unknown_sequence_is_a_no_op():
+    manager = make()
+    manager.free(seq("x", 1))
+    assert counts(manager) == (10, 10)
+
+
+def test_it_belongs_to_the_thread_that_used_it_first():
+    manager, errors = make(), []
+    group = admitted(manager)
+
+    def call():
+        try:
+            manager.free(group.seqs[0])
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1
+    assert manager.get_block_table(group.seqs[0]) == [1, 2]
+
+
+# Random calls ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", sampled(range(0, 200, 25), 2))
+def test_random_calls_answer_as_the_model_does(seed):
+    for each in range(seed, seed + 25):
+        sequence_driver.drive(each)

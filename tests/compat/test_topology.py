@@ -1,0 +1,521 @@
+"""The ranks of another engine that hold a worker's KV, by brute force over all sizes."""
+
+import copy
+import itertools
+import pickle
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from kvcache.compat import KVTopology, RemoteEngine
+from kvcache.transfer import AttentionBackend, heads_of_rank
+from tests.machinery.shared import spread
+
+SIZES = [1, 2, 4, 8]
+
+
+def topology(tp_rank=0, tp_size=1, **options):
+    return KVTopology("local", tp_rank=tp_rank, tp_size=tp_size, **options)
+
+
+def workers(tp_size, pp_size, heads, is_mla=False):
+    for pp_rank, tp_rank in itertools.product(range(pp_size), range(tp_size)):
+        yield topology(
+            tp_rank,
+            tp_size,
+            pp_rank=pp_rank,
+            pp_size=pp_size,
+            total_num_kv_heads=heads,
+            is_mla=is_mla,
+        )
+
+
+def holding(heads, stages, pp_size, pp_rank, tp_size, tp_rank):
+    """Return the (head, stage) pairs of a rank; the model has as many stages as the longer pipeline."""
+    per_rank = stages // pp_size
+    own = range(pp_rank * per_rank, (pp_rank + 1) * per_rank)
+    return set(itertools.product(heads_of_rank(heads, tp_size, tp_rank), own))
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size", "heads"), spread(itertools.product(SIZES, SIZES, [*SIZES, "mla"]), 17)
+)
+def test_targets_hold_every_needed_head_once(tp_size, pp_size, heads):
+    is_mla, heads = heads == "mla", 1 if heads == "mla" else heads
+    for remote_tp, remote_pp in itertools.product(SIZES, SIZES):
+        stages = max(pp_size, remote_pp)
+        for local in workers(tp_size, pp_size, 8 if is_mla else heads, is_mla):
+            needed = holding(heads, stages, pp_size, local.pp_rank, tp_size, local.tp_rank)
+            targets = local.get_target_remote_ranks(remote_tp, remote_pp)
+            assert targets == sorted(set(targets))
+            read = []
+            for global_rank, pp_rank, tp_rank in targets:
+                assert global_rank == pp_rank * remote_tp + tp_rank
+                assert 0 <= pp_rank < remote_pp and 0 <= tp_rank < remote_tp
+                held = holding(heads, stages, remote_pp, pp_rank, remote_tp, tp_rank)
+                assert held & needed, "a target that nothing is read from"
+                read += held & needed
+            assert len(read) == len(set(read)), "a head of a layer is read twice"
+            assert set(read) == needed
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "remote_tp", "heads"), spread(itertools.product(SIZES, repeat=3), 13)
+)
+def test_readers_of_a_head_are_spread_evenly_over_its_replicas(tp_size, remote_tp, heads):
+    for pp_size, remote_pp in itertools.product(SIZES, SIZES):
+        reads = Counter()
+        for local in workers(tp_size, pp_size, heads):
+            stages = {pp for _, pp, _ in local.get_target_remote_ranks(remote_tp, remote_pp)}
+            for head, stage in itertools.product(local.heads, stages):
+                tp_rank = local.remote_tp_rank_of_head(head, remote_tp, remote_pp)
+                assert head in heads_of_rank(heads, remote_tp, tp_rank)
+                reads[stage, head, tp_rank] += 1
+        for stage, head in itertools.product(range(remote_pp), range(heads)):
+            replicas = [r for r in range(remote_tp) if head in heads_of_rank(heads, remote_tp, r)]
+            loads = [reads[stage, head, r] for r in replicas]
+            assert max(loads) - min(loads) <= 1
+
+
+@pytest.mark.parametrize("heads", SIZES)
+def test_equal_engines_read_same_rank(heads):
+    for tp_size, pp_size in itertools.product(SIZES, SIZES):
+        for rank, local in enumerate(workers(tp_size, pp_size, heads)):
+            own = (rank, local.pp_rank, local.tp_rank)
+            assert local.get_target_remote_ranks(tp_size, pp_size) == [own]
+
+
+@pytest.mark.parametrize(
+    ("local", "remote_tp", "remote_pp", "targets"),
+    [
+        # More local ranks than remote ones: groups of them read from one.
+        ({"tp_rank": 3, "tp_size": 4, "total_num_kv_heads": 8}, 2, 1, [(1, 0, 1)]),
+        # Fewer: one reads from several.
+        ({"tp_rank": 1, "tp_size": 2, "total_num_kv_heads": 8}, 4, 1, [(2, 0, 2), (3, 0, 3)]),
+        # The remote side replicates: one rank per head, not all eight.
+        ({"tp_rank": 0, "tp_size": 1, "total_num_kv_heads": 2}, 8, 1, [(0, 0, 0), (4, 0, 4)]),
+        # Both replicate: readers of a head take different replicas.
+        ({"tp_rank": 3, "tp_size": 4, "total_num_kv_heads": 2}, 8, 1, [(6, 0, 6)]),
+        # The local side replicates: each of its ranks reads one head.
+        ({"tp_rank": 5, "tp_size": 8, "total_num_kv_heads": 2}, 1, 1, [(0, 0, 0)]),
+        # Pipelines, and the global rank.
+        (
+            {"tp_rank": 0, "tp_size": 1, "pp_rank": 1, "pp_size": 2, "total_num_kv_heads": 2},
+            2,
+            4,
+            [(4, 2, 0), (5, 2, 1), (6, 3, 0), (7, 3, 1)],
+        ),
+        ({"tp_rank": 1, "tp_size": 2, "pp_rank": 3, "pp_size": 4}, 1, 2, [(1, 1, 0)]),
+        # MLA: one rank has it all, whatever the heads.
+        (
+            {"tp_rank": 1, "tp_size": 2, "total_num_kv_heads": 128, "is_mla": True},
+            8,
+            1,
+            [(4, 0, 4)],
+        ),
+        ({"tp_rank": 5, "tp_size": 8, "is_mla": True}, 2, 1, [(1, 0, 1)]),
+    ],
+)
+def test_targets_of_known_examples(local, remote_tp, remote_pp, targets):
+    asked = KVTopology("local", **local)
+    assert asked.get_target_remote_ranks(remote_tp, remote_pp) == targets
+    asked = asked.with_remote("remote", RemoteEngine(remote_tp, remote_pp))
+    assert asked.get_target_remote_ranks_from_engine_id("remote") == targets
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 16])
+@pytest.mark.parametrize("other", [1, 2, 4, 6])
+def test_ratios_are_negative_if_remote_is_larger(size, other):
+    a = topology(0, size, pp_size=size, block_size=size, is_mla=True)
+    b = topology(0, other, pp_size=other, block_size=other, is_mla=True)
+    a = a.with_remote("b", RemoteEngine(other, other, other))
+    asked = {
+        "tp_size": (lambda: a.tp_ratio(other), lambda: a.tp_ratio_from_engine_id("b"), b.tp_ratio),
+        "pp_size": (lambda: a.pp_ratio(other), lambda: a.pp_ratio_from_engine_id("b"), b.pp_ratio),
+        "block_size": (
+            lambda: a.block_size_ratio(other),
+            lambda: a.block_size_ratio_from_engine_id("b"),
+            b.block_size_ratio,
+        ),
+    }
+    for name, (by_size, by_id, inverse) in asked.items():
+        if size % other and other % size:
+            message = f"local {name} is {size}, remote {name} is {other}: expected one to divide"
+            for call in (by_size, by_id):
+                with pytest.raises(ValueError, match=message):
+                    call()
+            continue
+        expected = size // other if size >= other else -(other // size)
+        assert by_size() == by_id() == expected
+        assert inverse(size) == (1 if size == other else -expected)
+
+
+def test_heads_are_replicated_only_with_more_ranks():
+    local = topology(0, 4, total_num_kv_heads=4)
+    for tp_size, replicated in (2, False), (4, False), (8, True):
+        asked = local.with_remote("remote", RemoteEngine(tp_size))
+        assert asked.is_kv_replicated("remote") is replicated
+        assert asked.replicates_kv_cache("remote") is replicated
+    assert not local.is_kv_replicated("local")
+    assert topology(0, 8, total_num_kv_heads=4).replicates_kv_cache("local")
+
+
+def test_mla_is_always_replicated():
+    local = topology(0, 1, is_mla=True, total_num_kv_heads=128).with_remote("r", RemoteEngine(2))
+    assert local.replicates_kv_cache("r") and local.replicates_kv_cache("local")
+    assert not local.is_kv_replicated("r")
+
+
+NB, BS, H, D, L = 10, 16, 4, 64, 32
+
+
+@pytest.mark.parametrize(
+    ("backend", "layout", "shape", "blocks_first", "split", "cross_layers", "position"),
+    [
+        ("FLASH_ATTN", "NHD", None, False, True, False, -3),
+        ("FLASH_ATTN", "NHD", (2, NB, BS, H, D), False, True, False, -3),
+        ("FLASH_ATTN", "HND", (2, NB, BS, H, D), False, True, False, -3),
+        ("FLASH_ATTN", "NHD", (NB, L, 2, BS, H, D), False, False, True, -3),
+        ("FLASH_ATTN", "HND", (NB, H, L, 2, BS, D), False, False, True, -2),
+        ("FLASHINFER", "NHD", (NB, 2, BS, H, D), True, False, False, -3),
+        ("FLASHINFER", "HND", (NB, 2, H, L, BS, D), True, False, True, -2),
+        ("TRITON_ATTN", "HND", (NB, H, L, 2, BS, D), True, False, True, -2),
+        ("FLASH_ATTN_DIFFKV", "NHD", (NB, BS, H, 2 * D), True, False, False, -3),
+        ("MLA", "NHD", (NB, BS, D), False, False, False, -2),
+        ("MLA", "HND", (NB, L, BS, D), False, False, True, -2),
+    ],
+)
+def test_shapes(backend, layout, shape, blocks_first, split, cross_layers, position):
+    asked = topology(
+        backend=backend, is_mla=backend == "MLA", tensor_shape=shape, kv_cache_layout=layout
+    )
+    assert asked.is_kv_layout_blocks_first is blocks_first
+    assert asked.split_k_and_v is split
+    assert asked.cross_layers_blocks is cross_layers
+    assert asked.block_size_position == position
+    if shape is not None:
+        assert shape[position] == BS
+
+
+class EngineBackend:
+    """A backend class as written in serving engines."""
+
+    stride_order = (1, 4, 0, 2, 3, 5)
+
+    @staticmethod
+    def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str="auto"):
+        assert block_size % 16 == 0
+        return (num_blocks, 2, block_size, num_kv_heads, head_size)
+
+    @classmethod
+    def get_kv_cache_stride_order(cls, include_num_layers_dimension=False):
+        assert include_num_layers_dimension
+        return cls.stride_order
+
+
+class SilentBackend:
+    @staticmethod
+    def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size):
+        return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+
+class UnwillingBackend(SilentBackend):
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension=False):
+        raise NotImplementedError
+
+
+class MlaBackend:
+    @staticmethod
+    def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size):
+        assert num_kv_heads == 1
+        return (num_blocks, block_size, head_size)
+
+
+def test_engine_backend_defines_the_shape():
+    asked = topology(backend=EngineBackend, tensor_shape=(NB, 2, BS, H, D))
+    assert asked.is_kv_layout_blocks_first and not asked.split_k_and_v
+    assert asked.block_size_position == -3
+    packed = replace(asked, tensor_shape=(NB, H, L, 2, BS, D))
+    assert packed.cross_layers_blocks and packed.block_size_position == -2
+    mla = topology(backend=MlaBackend, is_mla=True)
+    assert mla.block_size_position == -2
+    assert not mla.is_kv_layout_blocks_first and not mla.split_k_and_v
+
+
+@pytest.mark.parametrize("backend", [SilentBackend, UnwillingBackend()])
+def test_layers_are_outermost_without_backend_order(backend):
+    asked = topology(backend=backend)
+    assert asked.split_k_and_v and not asked.is_kv_layout_blocks_first
+    packed = replace(asked, tensor_shape=(L, 2, NB, BS, H, D))
+    assert packed.cross_layers_blocks and not packed.split_k_and_v
+    assert packed.block_size_position == -3
+
+
+class FaultyBackend(SilentBackend):
+    @classmethod
+    def get_kv_cache_stride_order(cls, include_num_layers_dimension=False):
+        return cls.mistyped
+
+
+def test_backend_errors_propagate():
+    with pytest.raises(AttributeError, match="mistyped"):
+        topology(backend=FaultyBackend, tensor_shape=(L, 2, NB, BS, H, D))
+
+
+def test_a_described_backend_needs_no_registration():
+    mine = AttentionBackend("UNREGISTERED", ("block", "head", "kv", "token", "element"))
+    asked = topology(backend=mine)
+    assert asked.is_kv_layout_blocks_first and asked.block_size_position == -2
+    with pytest.raises(ValueError, match="backend 'UNREGISTERED' has no order"):
+        topology(backend=mine, tensor_shape=(L, NB, H, 2, BS, D))
+
+
+def test_engines_are_added_without_changing_the_topology():
+    first = topology(0, 2, total_num_kv_heads=8)
+    second = first.with_remote("a", RemoteEngine(4, 2, 32))
+    third = second.with_remote("b", RemoteEngine(1))
+    assert (first.remotes, list(third.remotes)) == ({}, ["a", "b"])
+    assert third.with_remote("a", RemoteEngine(4, 2, 32)) == third
+    assert third.engine("a").world_size == 8
+    assert third.engine("local") == RemoteEngine(2, 1, 16)
+    with pytest.raises(ValueError, match=r"engine 'a' is RemoteEngine\(tp_size=8.*known as .*=4"):
+        third.with_remote("a", RemoteEngine(8))
+    with pytest.raises(ValueError, match="engine 'local' is this one's id"):
+        third.with_remote("local", RemoteEngine(8))
+    with pytest.raises(TypeError, match="remote is 8: expected a RemoteEngine"):
+        third.with_remote("c", 8)
+
+
+def test_remotes_are_copied():
+    remotes = {"a": RemoteEngine(4)}
+    asked = topology(remotes=remotes)
+    remotes.clear()
+    assert asked.engine("a").tp_size == 4
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [lambda t: t, replace, copy.copy, copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))],
+)
+def test_remotes_are_read_only(copied):
+    first = topology(remotes={"a": RemoteEngine(4)})
+    asked = copied(first)
+    assert asked == first and hash(asked) == hash(first)
+    assert asked.remotes == {"a": RemoteEngine(4)} and dict(asked.remotes) == asked.remotes
+    assert repr(asked.remotes) == repr({"a": RemoteEngine(4)})
+    with pytest.raises(TypeError):
+        asked.remotes["b"] = RemoteEngine(1)
+    with pytest.raises(TypeError):
+        del asked.remotes["a"]
+    for method in ("update", "clear", "pop", "popitem", "setdefault"):
+        assert not hasattr(asked.remotes, method)
+    assert list(asked.with_remote("b", RemoteEngine(1)).remotes) == ["a", "b"]
+    assert list(asked.remotes) == ["a"]
+
+
+def test_a_topology_pickles():
+    asked = topology(1, 2, total_num_kv_heads=8, tensor_shape=[2, NB, BS, H, D])
+    asked = asked.with_remote("a", RemoteEngine(4))
+    again = pickle.loads(pickle.dumps(asked))
+    assert again == asked and hash(again) == hash(asked)
+    assert again.get_target_remote_ranks(4) == [(2, 0, 2), (3, 0, 3)]
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        "engine",
+        "tp_ratio_from_engine_id",
+        "pp_ratio_from_engine_id",
+        "block_size_ratio_from_engine_id",
+        "is_kv_replicated",
+        "replicates_kv_cache",
+        "get_target_remote_ranks_from_engine_id",
+    ],
+)
+def test_unknown_engine_error_lists_known_engines(ask):
+    asked = topology(remotes={"a": RemoteEngine(1)})
+    with pytest.raises(ValueError, match="engine_id is 'b': expected one of 'local', 'a'"):
+        getattr(asked, ask)("b")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: topology(2, 2), "tp_rank is 2: expected 0 to 1"),
+        (lambda: topology(-1, 2), "tp_rank is -1: expected 0 to 1"),
+        (lambda: topology(0, 0), "tp_size is 0"),
+        (  # the own size is named, not the remote engine's
+            lambda: topology(0, 3, total_num_kv_heads=4, remotes={"pre": RemoteEngine(3)}),
+            "^total_num_kv_heads is 4, tp_size is 3",
+        ),
+        (lambda: topology(pp_rank=4, pp_size=4), "pp_rank is 4: expected 0 to 3"),
+        (lambda: topology(pp_size=0), "pp_size is 0"),
+        (lambda: topology(block_size=0), "block_size is 0"),
+        (lambda: topology(total_num_kv_heads=0), "total_num_kv_heads is 0"),
+        (lambda: topology(0, 2, total_num_kv_heads=3), "total_num_kv_heads is 3, tp_size is 2:"),
+        (lambda: topology(backend="FLASH"), "backend is 'FLASH': expected one of "),
+        (
+            lambda: topology(is_mla=True, backend="FLASH_ATTN"),
+            "is_mla is True, backend 'FLASH_ATTN'",
+        ),
+        (lambda: topology(backend="MLA"), "is_mla is False, backend 'MLA'"),
+        (lambda: topology(kv_cache_layout="DHN"), "kv_cache_layout is 'DHN'"),
+        (lambda: topology(tensor_shape=(2, NB, BS, H)), "4 dimensions: expected 5 .* or 6"),
+        (lambda: topology(tensor_shape=(1,) * 7), "7 dimensions: expected 5 .* or 6"),
+        (lambda: RemoteEngine(0), "tp_size is 0"),
+        (lambda: RemoteEngine(1, 0), "pp_size is 0"),
+        (lambda: RemoteEngine(1, 1, 0), "block_size is 0"),
+        (lambda: topology().tp_ratio(0), "remote tp_size is 0"),
+        (lambda: topology().get_target_remote_ranks(1, 0), "remote pp_size is 0"),
+        (
+            lambda: topology(0, 4, total_num_kv_heads=12).get_target_remote_ranks(6),
+            "local tp_size is 4, remote tp_size is 6",
+        ),
+        (
+            lambda: topology(pp_size=2).get_target_remote_ranks(1, 3),
+            "local pp_size is 2, remote pp_size is 3",
+        ),
+        (
+            lambda: topology(0, 1, total_num_kv_heads=4).get_target_remote_ranks(3),
+            "total_num_kv_heads is 4, remote tp_size is 3: expected one to divide the other",
+        ),
+        (
+            lambda: topology(0, 2, total_num_kv_heads=4).remote_tp_rank_of_head(2, 1),
+            r"head is 2: expected one of range\(0, 2\)",
+        ),
+    ],
+)
+def test_invalid_arguments_are_reported(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        ("tp_ratio_from_engine_id", "local tp_size is 4, remote tp_size is 6"),
+        ("pp_ratio_from_engine_id", "local pp_size is 2, remote pp_size is 3"),
+        ("block_size_ratio_from_engine_id", "local block_size is 32, remote block_size is 48"),
+        ("get_target_remote_ranks_from_engine_id", "local pp_size is 2, remote pp_size is 3"),
+    ],
+)
+def test_errors_of_a_known_engine_name_it_and_the_side(ask, message):
+    asked = topology(0, 4, pp_size=2, block_size=32, total_num_kv_heads=12)
+    asked = asked.with_remote("pre", RemoteEngine(6, 3, 48))
+    message = f"^local engine 'local', remote engine 'pre': {message}: expected one to divide"
+    with pytest.raises(ValueError, match=message):
+        getattr(asked, ask)("pre")
+
+
+def test_uneven_heads_are_rejected_immediately():
+    message = (
+        "^local engine 'local', remote engine 'pre': total_num_kv_heads is 4, remote tp_size is 3: "
+        "expected one to divide the other$"
+    )
+    with pytest.raises(ValueError, match=message):
+        topology(0, 1, total_num_kv_heads=4).with_remote("pre", RemoteEngine(3))
+    with pytest.raises(ValueError, match=message):
+        topology(0, 1, total_num_kv_heads=4, remotes={"pre": RemoteEngine(3)})
+    known = topology(0, 1, total_num_kv_heads=6).with_remote("pre", RemoteEngine(3))
+    with pytest.raises(ValueError, match=message):
+        replace(known, total_num_kv_heads=4)
+    mla = topology(0, 1, is_mla=True, total_num_kv_heads=4).with_remote("pre", RemoteEngine(3))
+    assert mla.get_target_remote_ranks_from_engine_id("pre") == [(0, 0, 0)]
+
+
+UNLIKE = RemoteEngine(stages=[(3, 1), (1, 4)])
+
+
+def with_stages(stages, pp_rank, tp_rank, **options):
+    tp_size = stages[pp_rank][1]
+    return KVTopology(
+        "local", tp_rank, tp_size, pp_rank=pp_rank, pp_size=len(stages), stages=stages, **options
+    )
+
+
+def test_targets_and_readers_of_uneven_stages():
+    asked = [
+        topology(rank, 2, total_num_kv_heads=4).with_remote("pre", UNLIKE) for rank in range(2)
+    ]
+    found = [each.get_target_remote_ranks_from_engine_id("pre") for each in asked]
+    assert found == [[(0, 0, 0), (1, 1, 0), (2, 1, 1)], [(0, 0, 0), (3, 1, 2), (4, 1, 3)]]
+    assert [each.num_readers_of_targets_from_engine_id("pre") for each in asked] == [
+        {0: 2, 1: 1, 2: 1}, {0: 2, 3: 1, 4: 1},
+    ]  # fmt: skip
+    sender = with_stages(UNLIKE.stages, 0, 0, total_num_kv_heads=4)
+    assert sender.get_reader_ranks(2) == [(0, 0, 0), (1, 0, 1)]
+    assert sender.engine("local").world_size == 5 and sender.engine("local").tp_sizes == (1, 4)
+    sender = with_stages(UNLIKE.stages, 1, 2, total_num_kv_heads=4)
+    assert sender.get_reader_ranks(2) == [(1, 0, 1)]
+    # As many layers as the stages have, spread evenly over the other's pipeline ranks.
+    assert sender.get_reader_ranks(1, 2) == [(1, 1, 0)]
+    assert asked[0].pp_ratio_from_engine_id("pre") == -2
+    assert asked[0].is_kv_replicated("pre") is False
+    assert topology(total_num_kv_heads=2, remotes={"pre": UNLIKE}).is_kv_replicated("pre")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: RemoteEngine(2, stages=[(1, 2)]), "tp_size is 2: expected 1 with stages"),
+        (lambda: RemoteEngine(stages=[(1, 0)]), r"tp_size of stages\[0\] is 0"),
+        (lambda: with_stages([(1, 2)], 0, 2), "tp_rank is 2: expected 0 to 1"),
+        (
+            lambda: KVTopology("a", 0, 1, pp_size=2, stages=[(1, 1)]),
+            "pp_size is 2: expected 1, the number of stages",
+        ),
+        (lambda: KVTopology("a", 0, 1, stages=[(1, 2)]), "tp_size is 1: expected 2, that of stage 0"),
+        (
+            lambda: with_stages([(2, 1), (3, 1)], 0, 0, remotes={"r": UNLIKE})
+            .get_target_remote_ranks_from_engine_id("r"),
+            "local stages hold 5 layers, remote stages 4: expected as many",
+        ),
+        (
+            lambda: with_stages([(2, 1), (3, 1)], 0, 0).get_target_remote_ranks(1, 2),
+            "num_layers is 5, pp_size is 2",
+        ),
+        (
+            lambda: with_stages([(2, 1), (3, 1)], 0, 0).remote_tp_rank_of_head(0, 1),
+            "this engine has stages",
+        ),
+        (
+            lambda: topology(remotes={"r": UNLIKE}).tp_ratio_from_engine_id("r"),
+            r"stages have tp_size \[1, 4\]: expected one for all stages",
+        ),
+        (
+            lambda: topology(total_num_kv_heads=3, remotes={"r": UNLIKE}),
+            "total_num_kv_heads is 3, remote tp_size is 4",
+        ),
+    ],
+)  # fmt: skip
+def test_invalid_stages_are_reported(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_stages_must_be_pairs():
+    for stages in ("ab", 3, [], [3]):
+        with pytest.raises(TypeError, match=r"stages.* is .*: expected .*\(num_layers, tp_size\)"):
+            RemoteEngine(stages=stages)
+
+
+class Blockless:
+    @staticmethod
+    def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size):
+        return (2, block_size, num_kv_heads, head_size)
+
+
+class Disordered(EngineBackend):
+    stride_order = (0, 1, 2, 3, 4, 4)
+
+
+def test_inconsistent_engine_backend_is_rejected():
+    with pytest.raises(ValueError, match=r"backend gives the shape \(2, 4096, 11, 576\)"):
+        topology(backend=Blockless)
+    with pytest.raises(ValueError, match=r"backend gives the stride order \(0, 1, 2, 3, 4, 4\)"):
+        topology(backend=Disordered, tensor_shape=(1,) * 6)
+    with pytest.raises(TypeError, match="backend is 3: expected a name"):
+        topology(backend=3)

@@ -1,0 +1,445 @@
+"""The engine over real models: answers equal those of the model's own dense cache, whatever happens."""
+
+import logging
+import os
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")  # before what needs it is imported
+
+from kvcache import plan_cache
+from kvcache.allocator import check_invariants
+from kvcache.engine import Engine, NgramDrafter, SamplingParams
+from kvcache.engine.transformers import (
+    attach,
+    flashinfer_attention,
+    layer_specs,
+    paged_model,
+)
+from kvcache.engine.transformers.tiny_models import tiny_model
+from tests.machinery import flashinfer_stand_in
+from tests.machinery.dense_models import (
+    MODELS,
+    VOCAB_SIZE,
+    Float64,
+    beam_search,
+    dense,
+    greedy,
+    logits_of,
+)
+from tests.machinery.engine_driver import EngineRun
+from tests.machinery.shared import sampled
+
+logging.getLogger("transformers").setLevel(logging.ERROR)
+# Of each model; 200 take twenty minutes.
+NUM_SEQUENCES = int(os.environ.get("KVCACHE_ENGINE_SEQUENCES", "6"))
+
+
+def tight(
+    name, *, requests=1.7, host="8MiB", max_model_len=128, num_drafts=4, model=None, **options
+):
+    """A model in a pool for so many requests of the greatest length."""
+    model = model or dense(name)
+    sizes = {"num_speculative_tokens": num_drafts}
+    plan = plan_cache(
+        layer_specs(model, **sizes), 2**30, max_model_len=max_model_len, max_num_batched_tokens=64
+    )
+    pages = int(plan.pages_per_request(max_model_len) * requests) + 1
+    return attach(
+        model,
+        pages * plan.page_bytes,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=64,
+        host_budget=host,
+        num_preallocate_tokens=0,
+        **sizes,
+        **options,
+    )
+
+
+@pytest.fixture
+def paged(request):
+    """Models that the test attaches; each is given back, its pool empty and whole."""
+    made = []
+
+    def make(*args, **options):
+        made.append(tight(*args, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        manager = each.cache.manager
+        check_invariants(manager)
+        assert manager.pool.num_free == manager.pool.num_total
+        each.detach()
+
+
+def prompts_of(seed, count, longest=70):
+    """Prompts of which every third begins as one before it."""
+    rng = np.random.default_rng(seed)
+    prompts = []
+    for i in range(count):
+        shared = prompts[rng.integers(i)][: rng.integers(1, 60)] if i % 3 == 2 else []
+        fresh = rng.integers(1, VOCAB_SIZE, rng.integers(1, longest - len(shared))).tolist()
+        prompts.append(shared + fresh)
+    return prompts
+
+
+def mostly_right(answers, rng):
+    """A drafter that knows the answers, and is wrong with every fifth token."""
+
+    def draft(request):
+        tokens = request.token_ids.tolist()
+        for prompt, answer in answers:
+            whole = prompt + answer
+            if whole[: len(tokens)] == tokens:
+                count = rng.integers(0, 5)
+                return [
+                    t if rng.random() < 0.8 else 7 for t in whole[len(tokens) : len(tokens) + count]
+                ]
+        return []
+
+    return draft
+
+
+def check_all_the_ways(name, count, paged, max_tokens=40, requests=1.7):
+    """Every prompt by swap and by recompute, with drafts and without, and again from the cache."""
+    model = dense(name)
+    prompts = prompts_of(MODELS.index(name), count)
+    answers = [greedy(model, prompt, max_tokens) for prompt in prompts]
+    rng = np.random.default_rng(0)
+    drafter = mostly_right(list(zip(prompts, answers)), rng)
+    for preemption, drafts in (("swap", None), ("recompute", None), ("swap", drafter)):
+        model_in_pool = paged(name, requests=requests, num_drafts=4 if drafts else 0)
+        engine = Engine(model_in_pool, preemption=preemption, drafter=drafts)
+        for _ in range(2):
+            found = engine.generate(prompts, SamplingParams(max_tokens=max_tokens))
+            assert [each.samples[0].token_ids for each in found] == answers
+        longest = max(range(count), key=lambda i: len(prompts[i]))
+        for _ in range(2):  # alone, so that nothing pushes it out of the cache
+            (found,) = engine.generate([prompts[longest]], SamplingParams(max_tokens=max_tokens))
+            assert found.samples[0].token_ids == answers[longest]
+        metrics = engine.metrics
+        assert found.num_cached_tokens > 0 and metrics.cached_prompt_tokens > 0
+        if preemption == "recompute":
+            assert metrics.recomputed_sequences > 0 == metrics.swapped_out_sequences
+        elif not drafts:  # pages planned for drafts leave room
+            assert metrics.swapped_out_sequences > 0 and metrics.swapped_in_pages > 0
+        assert bool(drafts) == (metrics.accepted_drafts > 0)
+        assert metrics.drafted_tokens > metrics.accepted_drafts or not drafts
+
+
+# The exhaustive variant below and the random runs cover the other models.
+@pytest.mark.parametrize("name", sampled(["gemma3", "llama", "bamba"]))
+def test_answers_are_those_of_the_dense_cache(name, paged):
+    check_all_the_ways(name, 5, paged, max_tokens=24, requests=1.3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name,preemption,is_own_stream",
+    [
+        ("llama", "recompute", False),
+        ("gemma3", "swap", True),
+        ("deepseek_v3", "swap", False),
+        ("bamba", "swap", True),
+    ],
+)
+def test_answers_on_a_gpu_are_those_of_the_dense_cache(name, preemption, is_own_stream, paged):
+    """On the default stream, and on one that neither waits for it nor is waited for."""
+    prompts = prompts_of(MODELS.index(name), 5)
+    answers = [greedy(dense(name), prompt, 16) for prompt in prompts]
+    model = tiny_model(name, dtype=torch.float64).to("cuda")
+    engine = Engine(paged(name, model=model, requests=1.3, num_drafts=0), preemption=preemption)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream() if is_own_stream else torch.cuda.default_stream()
+    with Float64(), torch.cuda.stream(stream):
+        for _ in range(2):
+            found = engine.generate(prompts, SamplingParams(max_tokens=16))
+            assert [each.samples[0].token_ids for each in found] == answers
+    metrics = engine.metrics
+    assert metrics.swapped_out_sequences + metrics.recomputed_sequences > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_of_many_sequences_are_those_of_the_dense_cache(name, paged):
+    check_all_the_ways(name, NUM_SEQUENCES, paged)
+
+
+# Of the last three, beams wait for each other, or are computed again when others have ended them.
+@pytest.mark.parametrize("seed", [2867, 3006, 3338, *sampled([3, 0, 6, 1, 2, 4, 5, 7, 8])])
+def test_random_runs(seed):
+    EngineRun(MODELS[seed % len(MODELS)], seed).run()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("first", range(100, 130, 10))
+def test_many_random_runs(first):
+    for seed in range(first, first + 10):
+        EngineRun(MODELS[seed % len(MODELS)], seed).run()
+
+
+def test_samples_of_a_seed_do_not_depend_on_the_batch(paged):
+    params = SamplingParams(max_tokens=20, temperature=1.0, top_p=0.9, seed=3, n=3)
+    prompts = prompts_of(1, 6)
+    alone = [Engine(paged("llama")).generate([prompt], params)[0] for prompt in prompts]
+    together = Engine(paged("llama"), drafter=NgramDrafter()).generate(prompts, params)
+    for one, other in zip(alone, together):
+        samples = [[sample.token_ids for sample in each.samples] for each in (one, other)]
+        assert samples[0] == samples[1]
+        assert len(set(map(tuple, samples[0]))) == 3
+
+
+@pytest.mark.parametrize("name", sampled(["bamba", "llama", "gemma3"]))
+def test_beam_search_finds_what_a_search_without_a_cache_finds(name, paged):
+    engine = Engine(paged(name, requests=3.0))
+    prompt = prompts_of(2, 1)[0]
+    stops = tuple(range(0, VOCAB_SIZE, 11))
+    params = SamplingParams(max_tokens=8, beam_width=3, stop_token_ids=stops)
+    (found,) = engine.generate([prompt], params)
+    wanted = beam_search(dense(name), prompt, 3, 8, stops)
+    assert [sample.token_ids for sample in found.samples] == [tokens for tokens, _ in wanted]
+    assert np.allclose([sample.score for sample in found.samples], [score for _, score in wanted])
+    assert engine.metrics.forked_sequences > 0
+
+
+def test_samples_share_the_prompts_blocks_and_copy_what_they_write(paged):
+    engine = Engine(paged("llama"))
+    params = SamplingParams(max_tokens=4, n=4, temperature=1.0, seed=0)
+    engine.generate([list(range(1, 41))], params)
+    assert engine.metrics.forked_sequences == 3
+    assert engine.metrics.copied_pages == 3  # the block of tokens 32 to 39, for all but one
+    assert engine.metrics.computed_tokens == 40 + 4 * 3
+
+
+SOME = sampled(["llama", "gemma3", "deepseek_v3", "bamba"])  # each has another kind of cache
+
+
+class TestDefectsAreNoticed:
+    """Each part of the cache is broken in turn; answers must then differ."""
+
+    def answers(self, name, break_it, drafter=None, **params):
+        model, prompts = dense(name), prompts_of(3, 7)
+        paged = tight(name, requests=1.3, num_drafts=4 if drafter else 0)
+        break_it(paged.cache)
+        try:
+            engine = Engine(paged, drafter=drafter)
+            found = engine.generate(prompts, SamplingParams(max_tokens=30, **params))
+            right = True
+            for prompt, each in zip(prompts, found):
+                for sample in each.samples:
+                    chosen = logits_of(model, prompt, sample.token_ids).argmax(-1).tolist()
+                    right &= chosen == sample.token_ids
+            return right, engine.metrics
+        finally:
+            paged.detach()
+
+    @pytest.mark.parametrize("name", SOME)
+    def test_nothing_broken(self, name):
+        assert self.answers(name, lambda cache: None)[0]
+
+    @pytest.mark.parametrize("name", SOME)
+    def test_a_slot_that_is_wrong(self, name):
+        def break_it(cache):
+            compute = cache.tables.compute_slot_mapping
+
+            def shifted(rows, positions):
+                compute(rows, np.where(positions % 7 == 3, positions - 1, positions))
+
+            cache.tables.compute_slot_mapping = shifted
+
+        assert not self.answers(name, break_it)[0]
+
+    @pytest.mark.parametrize("name", SOME)
+    def test_a_swap_in_that_does_not_happen(self, name):
+        def break_it(cache):
+            cache.worker._swap_in = lambda moves, step: None
+
+        right, metrics = self.answers(name, break_it)
+        assert metrics.swapped_in_pages and not right
+
+    @pytest.mark.parametrize("name", SOME)
+    def test_a_copy_on_write_that_does_not_happen(self, name):
+        def break_it(cache):
+            cache.worker._copy = lambda moves: None
+
+        # The copies of samples that draw the same: each writes what the others would.
+        drafter = mostly_right(
+            [(p, greedy(dense(name), p, 30)) for p in prompts_of(3, 7)], np.random.default_rng(0)
+        )
+        right, metrics = self.answers(name, break_it, drafter=drafter, n=3)
+        assert metrics.copied_pages and not right
+
+    @pytest.mark.parametrize("name", SOME)
+    def test_rows_of_a_table_that_stay_as_they_were(self, name):
+        def break_it(cache):
+            apply, count = cache.tables.apply, [0]
+
+            def stale(plan, num_blocks):
+                if any(len(ids) > 1 for ids in plan.append_ids):
+                    count[0] += 1
+                    for ids in plan.append_ids:
+                        if len(ids) > 1 and count[0] % 2:
+                            ids[-1] = ids[0]
+                apply(plan, num_blocks)
+
+            cache.tables.apply = stale
+
+        assert not self.answers(name, break_it)[0]
+
+
+def test_prompts_of_one_token_begin_with_an_empty_state(paged):
+    """Pages that others have left are not read."""
+    engine = Engine(paged("bamba", requests=1.3))
+    prompts = [*prompts_of(2, 4), [7], [9]]
+    found = engine.generate(prompts, SamplingParams(max_tokens=6))
+    answers = [greedy(dense("bamba"), prompt, 6) for prompt in prompts]
+    assert [each.samples[0].token_ids for each in found] == answers
+    found = engine.generate([[11], [12]], SamplingParams(max_tokens=6))
+    answers = [greedy(dense("bamba"), prompt, 6) for prompt in ([11], [12])]
+    assert [each.samples[0].token_ids for each in found] == answers
+
+
+def test_beams_that_are_aborted_leave_nothing(paged):
+    engine = Engine(paged("llama", requests=3))
+    params = SamplingParams(max_tokens=30, beam_width=4)
+    for num_steps in range(12):
+        generation = engine.add(prompts_of(num_steps, 1)[0], params)
+        for _ in range(num_steps):
+            engine.step()
+        assert engine.abort(generation.request_id)
+        manager = engine.cache.manager
+        assert engine.scheduler.num_unfinished == 0
+        assert manager.pool.num_free == manager.pool.num_total
+
+
+class TestFlashInfer:
+    """By a stand-in, in float64: every answer is the dense cache's, so pages, lengths and windows fit."""
+
+    @pytest.fixture
+    def served(self, monkeypatch):
+        wrappers = flashinfer_stand_in.install(monkeypatch)
+        monkeypatch.setattr(flashinfer_attention, "_DTYPES", (torch.float64,))
+        monkeypatch.setattr(flashinfer_attention, "_HEAD_SIZES", (16, 32))
+        return wrappers
+
+    @pytest.mark.parametrize(
+        "name,layers_served", sampled([("gemma3", 4), ("llama", 4), ("bamba", 2)])
+    )
+    def test_answers(self, name, layers_served, served, paged, monkeypatch):
+        monkeypatch.setattr(paged_model, "_check_attention", lambda *_: None)  # on the CPU, too
+        self.check(name, layers_served, served, paged, dense(name))
+
+    @pytest.mark.gpu
+    def test_answers_on_a_gpu(self, served, paged):
+        model = tiny_model("gemma3", dtype=torch.float64).to("cuda")
+        self.check("gemma3", 4, served, paged, model)
+
+    def check(self, name, layers_served, served, paged, model):
+        prompts = prompts_of(MODELS.index(name), 5)
+        answers = [greedy(dense(name), prompt, 24) for prompt in prompts]
+        attached = paged(name, requests=1.3, model=model, attention="flashinfer")
+        kernels = attached._paged.kernels
+        # The self-check of `attach` runs the kernels, too.
+        assert sum(each.num_runs for each in served) > 0
+        for each in served:
+            each.num_runs = 0
+        assert name != "gemma3" or model.config.query_pre_attn_scalar != model.config.head_dim
+        assert sum(kernels.serves(layer) for layer in range(8)) == layers_served
+        engine = Engine(
+            attached, drafter=mostly_right(list(zip(prompts, answers)), np.random.default_rng(0))
+        )
+        for _ in range(2):
+            found = engine.generate(prompts, SamplingParams(max_tokens=24))
+            assert [each.samples[0].token_ids for each in found] == answers
+        assert sum(each.num_runs for each in served) == layers_served * engine.metrics.steps
+        assert engine.metrics.accepted_drafts > 0 < engine.metrics.cached_prompt_tokens
+
+    def test_layers_that_it_does_not_serve_are_pytorchs(self, served, paged, monkeypatch):
+        monkeypatch.setattr(paged_model, "_check_attention", lambda *_: None)
+        for name in ("deepseek_v3", "gpt_oss"):  # K wider than V; sinks
+            prompt = prompts_of(3, 1)[0]
+            engine = Engine(paged(name, attention="flashinfer"))
+            (found,) = engine.generate([prompt], SamplingParams(max_tokens=8))
+            assert found.samples[0].token_ids == greedy(dense(name), prompt, 8)
+        assert not any(each.num_runs for each in served)
+
+    def test_steps_of_single_queries_take_the_decode_kernels(self, served, paged, monkeypatch):
+        monkeypatch.setattr(paged_model, "_check_attention", lambda *_: None)
+        prefill, decode = served
+        engine = Engine(paged("llama", attention="flashinfer"))
+        prefill.num_runs = decode.num_runs = 0  # those of the self-check
+        prompts = prompts_of(2, 2)
+        engine.generate(prompts, SamplingParams(max_tokens=1))
+        num_prefills = prefill.num_runs
+        assert num_prefills > 0 == decode.num_runs
+        engine.generate([prompts[0]], SamplingParams(max_tokens=9))
+        assert decode.num_runs == 4 * 8 and prefill.num_runs == num_prefills + 4
+
+    def test_a_cache_in_another_half_precision_than_the_model_is_not_served(
+        self, served, paged, monkeypatch
+    ):
+        monkeypatch.setattr(paged_model, "_check_attention", lambda *_: None)
+        monkeypatch.setattr(flashinfer_attention, "_DTYPES", (torch.float16, torch.bfloat16))
+        for kv_cache_dtype, is_served in (("bfloat16", False), ("float16", True)):
+            attached = paged(
+                "llama",
+                model=tiny_model("llama", dtype=torch.float16),
+                attention="flashinfer",
+                kv_cache_dtype=kv_cache_dtype,
+            )
+            assert attached._paged.kernels.serves(0) == is_served
+
+    def test_what_cannot_be_is_told(self):
+        with pytest.raises(
+            ValueError, match="attention is 'flashinfer' for a model on cpu: expected"
+        ):
+            attach(dense("llama"), "1MiB", max_model_len=64, attention="flashinfer")
+        with pytest.raises(ValueError, match="attention is 'fast': expected sdpa or flashinfer"):
+            attach(dense("llama"), "1MiB", max_model_len=64, attention="fast")
+
+
+class TestLowPrecision:
+    """Logits stay as near to dense tensors' as the same attention over dense tensors does."""
+
+    @torch.inference_mode()
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+    def test_logits(self, dtype):
+        exact = tiny_model("llama", dtype=torch.float32)
+        model = tiny_model("llama", dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+        paged = attach(model, "2MiB", max_model_len=128, kv_cache_dtype=dtype)
+        engine, seen = Engine(paged), []
+        forward = paged.forward
+        paged.forward = lambda batch: seen.append(forward(batch)) or seen[-1]
+        prompt = prompts_of(4, 1)[0]
+        (found,) = engine.generate([prompt], SamplingParams(max_tokens=20))
+        answer = found.samples[0].token_ids
+        paged.detach()
+        wanted = logits_of(exact, prompt, answer)
+        ours = (torch.cat(seen).float() - wanted).norm() / wanted.norm()
+        if dtype == "bfloat16":
+            dense_error = logits_of(model, prompt, answer).float() - wanted
+        else:
+            dense_error = rounded_logits(exact, prompt, answer) - wanted
+        theirs = dense_error.norm() / wanted.norm()
+        assert 0 < ours < 1.25 * theirs + 1e-6, (ours, theirs)
+
+
+@torch.inference_mode()
+def rounded_logits(model, prompt, answer):
+    """The logits where a dense cache holds K and V in fp8."""
+    from transformers import DynamicCache
+
+    class Rounded(DynamicCache):
+        def update(self, key, value, *args, **kwargs):
+            to = torch.float8_e4m3fn
+            return super().update(
+                *(x.clamp(-448, 448).to(to).to(x.dtype) for x in (key, value)), *args, **kwargs
+            )
+
+    tokens = torch.tensor([[*prompt, *answer]])
+    output = model(tokens, past_key_values=Rounded(config=model.config), use_cache=True)
+    return output.logits[0, len(prompt) - 1 : -1]

@@ -1,0 +1,312 @@
+"""A request that fails in a step fails alone: every other one keeps its tokens."""
+
+import itertools
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from kvcache.allocator import check_invariants
+from kvcache.engine import Engine, NgramDrafter, SamplingParams
+from kvcache.engine.sampling import Sampler
+from kvcache.engine.transformers import attach
+from tests.machinery.dense_models import dense, greedy
+from tests.machinery.shared import spread
+
+PROMPTS = [list(range(i, 20 + i)) for i in (1, 60, 120)]
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture
+def make_engine():
+    made = []
+
+    def make(**options):
+        paged = attach(dense("llama", 2), "1MiB", max_model_len=128, max_num_seqs=8)
+        made.append(Engine(paged, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        manager = engine.cache.manager
+        check_invariants(manager)
+        assert engine.num_unfinished == 0
+        assert manager.pool.num_free == manager.pool.num_total
+        engine.model.detach()
+
+
+class Others:
+    """Requests beside one that fails; each must get the tokens that the model itself would choose."""
+
+    def __init__(self, engine):
+        self.engine, self.got = engine, {}
+        params = SamplingParams(max_tokens=10)
+        self.generations = [engine.add(prompt, params) for prompt in PROMPTS]
+
+    def run(self):
+        """To the end; the deltas of other requests than these."""
+        own = {generation.request_id: [] for generation in self.generations}
+        deltas = []
+        while self.engine.num_unfinished:
+            for delta in self.engine.step():
+                if delta.request_id in own:
+                    own[delta.request_id] += delta.token_ids
+                else:
+                    deltas.append(delta)
+        model = dense("llama", 2)
+        for prompt, generation in zip(PROMPTS, self.generations):
+            wanted = greedy(model, prompt, 10)
+            assert generation.samples[0].token_ids == own[generation.request_id] == wanted
+        return deltas
+
+
+def spoil(engine, monkeypatch, prompt, spoiled):
+    """From the second step of this prompt on, `spoiled` changes its rows of the logits."""
+    forward = engine.model.forward
+
+    def wrong(batch):
+        logits = forward(batch).clone()
+        ends = batch.num_logits.cumsum()
+        for i, (start, length) in enumerate(zip(batch.starts, batch.seq_lens)):
+            if start >= len(prompt) and length > len(prompt) and batch.rows[i] in rows():
+                spoiled(logits[ends[i] - batch.num_logits[i] : ends[i]])
+        return logits
+
+    def rows():
+        manager = engine.cache.manager
+        return [
+            manager.row(sample.request)
+            for sample in engine.scheduler.admitted
+            if sample.generation.prompt.tolist() == prompt
+        ]
+
+    monkeypatch.setattr(engine.model, "forward", wrong)
+
+
+def all_nan(logits):
+    logits[:] = NAN
+
+
+def one_nan(logits):
+    logits[..., 7] = NAN
+
+
+def one_inf(logits):
+    logits[..., 7] = INF
+
+
+def all_masked(logits):
+    logits[:] = -INF
+
+
+class TestLogits:
+    @pytest.mark.parametrize(
+        ("spoiled", "params"),
+        spread(
+            itertools.product(
+                (all_nan, one_nan, one_inf, all_masked),
+                ({}, {"temperature": 1.0}, {"beam_width": 3}, {"n": 3}),
+            ),
+            5,
+        ),
+    )
+    def test_wrong_ones_end_their_request_alone(self, make_engine, monkeypatch, spoiled, params):
+        engine = make_engine()
+        others = Others(engine)
+        prompt = list(range(200, 230))
+        spoil(engine, monkeypatch, prompt, spoiled)
+        failing = engine.add(prompt, SamplingParams(max_tokens=10, **params), priority=-1)
+        deltas = others.run()
+        assert failing.is_finished
+        for sample in failing.samples:
+            assert sample.finish_reason == "error"
+            assert "logits of request 'request-3' are NaN or inf, or all -inf" in str(sample.error)
+        ended = [delta for delta in deltas if delta.finish_reason]
+        assert [delta.finish_reason for delta in ended] == ["error"] * len(failing.samples)
+        assert ended[0].error is failing.samples[0].error
+        assert engine.metrics.failed_sequences == len(failing.samples)
+        assert engine.metrics.failed_steps == 0
+
+    @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 1}, {"beam_width": 2}])
+    def test_masked_tokens_are_no_error(self, make_engine, monkeypatch, params):
+        engine = make_engine()
+        others = Others(engine)
+        prompt = list(range(200, 230))
+
+        def mask(logits):
+            logits[..., 3:] = -INF
+
+        spoil(engine, monkeypatch, prompt, mask)
+        masked = engine.add(prompt, SamplingParams(max_tokens=6, **params))
+        others.run()
+        for sample in masked.samples:
+            assert sample.finish_reason == "length"
+            assert all(token < 3 for token in sample.token_ids[1:])
+
+    def test_wrong_drafts_rows_fail_alone(self, make_engine, monkeypatch):
+        engine = make_engine(drafter=NgramDrafter(shortest=1))
+        others = Others(engine)
+        prompt = [5, 6] * 10
+        spoil(engine, monkeypatch, prompt, one_nan)
+        failing = engine.add(prompt, SamplingParams(max_tokens=10))
+        others.run()
+        assert failing.samples[0].finish_reason == "error"
+
+    @pytest.mark.parametrize("wrong", [lambda x: x[:, :-1], lambda x: x[:-1], lambda x: x[0]])
+    def test_logits_of_a_wrong_shape_fail_the_step(self, make_engine, monkeypatch, wrong):
+        engine = make_engine()
+        others = Others(engine)
+        with monkeypatch.context() as patch:
+            forward = engine.model.forward
+            patch.setattr(engine.model, "forward", lambda batch: wrong(forward(batch)))
+            with pytest.raises(ValueError, match=r"model.forward returned logits of shape \["):
+                engine.step()
+        assert engine.metrics.failed_steps == 1
+        others.run()
+
+
+class TestSampling:
+    @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-30, 1.7e308])
+    def test_every_temperature_is_served(self, make_engine, temperature):
+        engine = make_engine()
+        others = Others(engine)
+        params = SamplingParams(max_tokens=8, temperature=temperature)
+        served = engine.add(range(200, 230), params, priority=-1)
+        others.run()
+        assert served.samples[0].finish_reason == "length"
+        if temperature < 1:
+            assert served.samples[0].token_ids == greedy(dense("llama", 2), [*range(200, 230)], 8)
+
+    def test_a_sampler_that_raises_ends_its_sample_alone(self, make_engine, monkeypatch):
+        engine = make_engine()
+        others = Others(engine)
+        failing = engine.add(
+            range(200, 230), SamplingParams(max_tokens=6, temperature=1.0, n=3, seed=1)
+        )
+        token = Sampler.token
+
+        def broken(sampler, logits):
+            if failing.samples[1:] and sampler is failing.samples[1].sampler:
+                raise MemoryError("no room")
+            return token(sampler, logits)
+
+        monkeypatch.setattr(Sampler, "token", broken)
+        others.run()
+        reasons = [sample.finish_reason for sample in failing.samples]
+        assert reasons == ["length", "error", "length"]
+        assert isinstance(failing.samples[1].error, MemoryError)
+
+    def test_a_fork_that_fails_ends_its_request_alone(self, make_engine, monkeypatch):
+        engine = make_engine()
+        others = Others(engine)
+        fork = engine.scheduler.fork
+
+        def broken(parent, child):
+            if child.index == 2:
+                raise MemoryError("no room")
+            return fork(parent, child)
+
+        monkeypatch.setattr(engine.scheduler, "fork", broken)
+        failing = engine.add(range(200, 230), SamplingParams(max_tokens=6, temperature=1.0, n=3))
+        others.run()
+        assert [sample.finish_reason for sample in failing.samples] == ["error"] * 2
+
+    def test_stop_tokens_that_the_model_has_not_are_no_error(self, make_engine):
+        engine = make_engine()
+        params = SamplingParams(max_tokens=4, beam_width=2, stop_token_ids=(10**6,))
+        (found,) = engine.generate([range(200, 230)], params)
+        assert [sample.finish_reason for sample in found.samples] == ["length"] * 2
+
+
+@pytest.mark.parametrize(
+    "drafts,expected",
+    [
+        ([-1], "drafts[0] is -1: expected 0 to 511"),
+        ([3, 512], "drafts[1] is 512: expected 0 to 511"),
+        ([1.5], "drafts[0] is 1.5: expected an integer"),
+        ([None], "drafts[0] is None"),
+        (7, "'int' object is not iterable"),
+    ],
+    ids=str,
+)
+def test_a_wrong_draft_ends_its_request_alone(make_engine, drafts, expected):
+    engine = make_engine(drafter=lambda request: drafts if request.token_ids[0] == 200 else [])
+    others = Others(engine)
+    failing = engine.add(range(200, 230), SamplingParams(max_tokens=6))
+    (_, last) = others.run()
+    assert last.finish_reason == "error" and expected in str(last.error)
+    assert failing.samples[0].error is last.error
+
+
+class TestIds:
+    def test_callers_ids_may_look_like_those_of_samples(self, make_engine):
+        engine = make_engine()
+        others = Others(engine)
+        like = [
+            engine.add([9, 8, 7], SamplingParams(max_tokens=9), request_id=f"a.{i}") for i in (1, 2)
+        ]
+        internal = [each.samples[0].request.request_id for each in others.generations]
+        like += [engine.add([9, 8], SamplingParams(max_tokens=9), request_id=id) for id in internal]
+        params = SamplingParams(max_tokens=4, n=3, temperature=1.0)
+        forked = engine.add(range(70, 90), params, request_id="a")
+        others.run()
+        assert all(sample.finish_reason == "length" for sample in forked.samples)
+        assert all(each.samples[0].finish_reason == "length" for each in like)
+
+    def test_an_id_that_the_engine_gives_is_free(self, make_engine):
+        engine = make_engine()
+        engine.add([1, 2], SamplingParams(max_tokens=2), request_id="request-1")
+        given = engine.add([3, 4], SamplingParams(max_tokens=2))
+        assert given.request_id == "request-2"
+        while engine.num_unfinished:
+            engine.step()
+
+
+class TestStreams:
+    def test_streams_that_are_read_in_turn_have_all_their_tokens(self, make_engine):
+        engine = make_engine()
+        streams = [engine.stream(prompt, SamplingParams(max_tokens=6)) for prompt in PROMPTS]
+        got = [[] for _ in streams]
+        for _ in range(6):
+            for stream, tokens in zip(streams, got):
+                if delta := next(stream, None):
+                    tokens += delta.token_ids
+        for stream, tokens in zip(streams, got):
+            tokens += [token for delta in stream for token in delta.token_ids]
+        assert got == [greedy(dense("llama", 2), prompt, 6) for prompt in PROMPTS]
+
+    def test_each_end_is_told_once(self, make_engine):
+        engine = make_engine()
+        params = SamplingParams(max_tokens=4, n=3, temperature=1.0, seed=4)
+        deltas = list(engine.stream(PROMPTS[0], params))
+        ends = sorted(delta.index for delta in deltas if delta.finish_reason)
+        assert ends == [0, 1, 2]
+        assert sum(len(delta.token_ids) for delta in deltas) == 12
+
+
+def test_refused_requests_are_returned_where_the_model_fails(make_engine, monkeypatch):
+    engine = make_engine()
+    others = Others(engine)
+    schedule, victim = (
+        engine.scheduler.schedule,
+        engine.add([4, 5, 6], SamplingParams(max_tokens=3)),
+    )
+
+    def refusing():
+        monkeypatch.setattr(engine.scheduler, "schedule", schedule)
+        step = schedule()
+        engine.scheduler.finish(victim.samples[0])
+        step.refused.append(victim.samples[0])
+        return step
+
+    def fail(_):
+        monkeypatch.setattr(engine.model, "forward", forward)
+        raise RuntimeError("out of order")
+
+    forward = engine.model.forward
+    monkeypatch.setattr(engine.scheduler, "schedule", refusing)
+    monkeypatch.setattr(engine.model, "forward", fail)
+    with pytest.raises(RuntimeError, match="out of order"):
+        engine.step()
+    (delta,) = others.run()
+    assert delta.finish_reason == "refused"

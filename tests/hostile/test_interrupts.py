@@ -1,0 +1,55 @@
+"""A signal handler that raises, at each instant of each call."""
+
+import itertools
+
+import pytest
+
+from tests.machinery.interrupts import others
+from tests.machinery.interrupts.instants import Alarm, interrupted_at
+from tests.machinery.interrupts.managers import CALLS, OPTIONS, Serving, prepared
+from tests.machinery.shared import sampled
+
+# An interrupt within a generator that is being closed has nobody to go to.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.mark.parametrize("options", sampled(sorted(OPTIONS, reverse=True), 2))
+@pytest.mark.parametrize("call", CALLS)
+def test_a_request_is_admitted_and_can_be_freed_or_is_not_there(call, options):
+    if call == "step that swaps" and options != "with a host":
+        return
+    for n in itertools.count(1):
+        managed = prepared(options)
+        if not interrupted_at(n, lambda managed=managed: CALLS[call](managed)):
+            break
+        managed.check_all_can_be_freed()
+    assert n > 1
+
+
+@pytest.mark.parametrize("call", others.SEQUENCE_CALLS)
+def test_a_sequence_has_blocks_that_can_be_freed_or_none(call):
+    assert others.check_sequences(call) > 1
+
+
+@pytest.mark.parametrize("with_moves", sampled([True, False]))
+def test_a_worker_has_applied_a_plan_or_can_or_is_broken(with_moves):
+    assert others.check_worker(with_moves) > 30
+
+
+@pytest.mark.parametrize("call", others.TABLE_CALLS)
+def test_a_change_of_tables_reaches_the_device(call):
+    assert others.check_table(call) > 1
+
+
+def test_an_aggregator_counts_reports_once():
+    assert others.check_aggregator() > 30
+
+
+def test_events_are_all_there_or_all_drained():
+    assert others.check_events() > 30
+
+
+@pytest.mark.parametrize("seed", sampled(range(20), 4))
+def test_interrupts_at_random_instants(seed):
+    with Alarm() as alarm:
+        Serving(seed).run(alarm, 100)

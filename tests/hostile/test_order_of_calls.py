@@ -1,0 +1,385 @@
+"""Calls out of order, processes and threads: what docs/order.md answers."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from kvcache import (
+    Admit,
+    KVCacheManager,
+    KVStorage,
+    Request,
+    StepReport,
+    Worker,
+    hash_blocks,
+)
+from kvcache.allocator import check_invariants
+from kvcache.compat import BlockSpaceManager, BlockTable
+from tests.machinery.interrupts.instants import Alarm
+
+
+def make(**options) -> KVCacheManager:
+    return KVCacheManager(4, 41, 64, num_preallocate_tokens=0, **options)
+
+
+def make_worker() -> Worker:
+    storage = KVStorage(num_blocks=41, block_size=4, num_kv_heads=1, head_size=2)
+    table = BlockTable(
+        block_size=4, max_num_reqs=4, max_num_blocks_per_req=16, max_num_batched_tokens=64
+    )
+    return Worker(storage, table)
+
+
+def tables_of(worker: Worker) -> np.ndarray:
+    return worker.tables._tables._arena.np.copy()
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+
+def three_plans() -> tuple[KVCacheManager, list]:
+    manager = make()
+    plans = [manager.step(new=[Request("a", range(10))])]
+    plans += [manager.step([0], [1], token_ids=[10 + i]) for i in range(2)]
+    plans.append(manager.step(new=[Request("b", range(100, 109))]))
+    return manager, plans
+
+
+@pytest.mark.parametrize("order", [(0, 0), (0, 1, 1), (0, 1, 2, 3, 0)])
+def test_a_plan_that_comes_again_is_refused_and_changes_nothing(order):
+    worker, (_, plans) = make_worker(), three_plans()
+    for i in order[:-1]:
+        worker.apply(plans[i])
+    before = tables_of(worker)
+    with pytest.raises(ValueError, match=r"each plan is applied once, in order"):
+        worker.apply(plans[order[-1]])
+    assert (tables_of(worker) == before).all()
+
+
+@pytest.mark.parametrize("order", [(1,), (0, 2), (0, 1, 3)])
+def test_a_plan_before_those_it_follows_is_refused_and_changes_nothing(order):
+    worker, (_, plans) = make_worker(), three_plans()
+    for i in order[:-1]:
+        worker.apply(plans[i])
+    before = tables_of(worker)
+    with pytest.raises(
+        ValueError, match=r"expected the plans from step \d to \d first, or an abort"
+    ):
+        worker.apply(plans[order[-1]])
+    assert (tables_of(worker) == before).all()
+
+
+def test_a_lost_plan_is_aborted_and_the_next_one_sends_its_tables():
+    manager, plans = three_plans()
+    worker = make_worker()
+    worker.apply(plans[0])
+    assert manager.abort(1) == {"a": 10, "b": 0}
+    assert manager.last_step_id == 0
+    worker.apply(manager.step([0, 1], [1, 9]))
+    counts = worker.tables._tables.counts
+    assert counts[0][:2].tolist() == [3, 3]
+
+
+# --- reports --------------------------------------------------------------------------------------
+
+
+def test_reports_twice_of_unknown_steps_and_after_aborts():
+    manager, _ = three_plans()
+    assert manager.report(StepReport(1, True)) == {}
+    assert manager.report(StepReport(1, True)) == {}  # twice
+    assert manager.report(StepReport(0, True)) == {}  # of a step that is done
+    free = manager.pool.num_free
+    for step_id in (-1, 4, 99):
+        with pytest.raises(ValueError, match=rf"step_id is {step_id}"):
+            manager.report(StepReport(step_id, True))
+        with pytest.raises(ValueError, match=rf"{step_id}"):
+            manager.abort(step_id)
+    with pytest.raises(ValueError, match=r"1"):
+        manager.report(StepReport(1, False))  # it was reported as completed
+    assert manager.pool.num_free == free
+    assert manager.abort(2) == {"a": 11, "b": 0}
+    assert manager.abort(2) == {}  # again
+    check_invariants(manager)
+
+
+# --- pickles --------------------------------------------------------------------------------------
+
+
+def test_plans_and_reports_pickle():
+    worker, twin, (_, plans) = make_worker(), make_worker(), three_plans()
+    for plan in plans:
+        report = worker.apply(pickle.loads(pickle.dumps(plan)))
+        assert pickle.loads(pickle.dumps(report)) == twin.apply(plan)
+    assert (tables_of(worker) == tables_of(twin)).all()
+
+
+def test_a_request_pickles_as_a_copy_whose_tokens_are_its_own():
+    manager = make()
+    request = Request("a", range(9), lora=("l", "/l"), cache_salt="s", session="t")
+    manager.step(new=[request])
+    again = pickle.loads(pickle.dumps(request))
+    request.append_tokens([7])
+    assert again.token_ids.tolist() == [*range(9)]
+    assert (again.lora, again.cache_salt, again.session) == (("l", "/l"), "s", "t")
+    # The name is what a manager knows.
+    assert manager.row(again) == manager.row(request)
+    with pytest.raises(ValueError, match=r"request 'a' is admitted already"):
+        manager.step(new=[again])
+    assert manager.cache.find_prefix(again).num_tokens == 8
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        make,
+        lambda: BlockSpaceManager(4, 9, 9),
+        make_worker,
+    ],
+    ids=["KVCacheManager", "BlockSpaceManager", "Worker"],
+)
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_what_has_native_state_does_not_pickle_and_says_its_name(what, protocol):
+    made = what()
+    with pytest.raises(TypeError, match=rf"a {type(made).__name__} is not pickled: expected "):
+        pickle.dumps(made, protocol)
+
+
+# --- fork -----------------------------------------------------------------------------------------
+
+
+def in_child(work) -> str:
+    """What `work` answers in a forked process; its error where it raises."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            answer = str(work())
+        except BaseException as error:
+            answer = f"{type(error).__name__}: {error}"
+        os.write(writer, answer.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    return answer
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_has_a_manager_of_its_own():
+    manager, request = make(), Request("a", range(10))
+    manager.step(new=[request])
+
+    def work():
+        manager.free(request)
+        manager.step(new=[Request("b", range(20))])
+        check_invariants(manager)
+        return manager.pool.num_free
+
+    assert in_child(work) == "35"
+    assert manager.pool.num_free == 37 and manager.block_ids(request).tolist() == [1, 2, 3]
+    check_invariants(manager)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_copies_pages_without_the_threads_of_its_parent():
+    script = """
+import os, torch
+from kvcache.worker import KVStorage, Pages
+torch.set_num_threads(2)
+pages, pairs = Pages.allocate(20, [[1 << 20]]), [(i, 10 + i) for i in range(1, 10)]
+storage, rows = KVStorage(512, 16, 8, 128, dtype="float32"), torch.ones(4096, 8, 128)
+slots = torch.arange(16, 16 + 4096)
+def work():
+    pages.copy(pairs)
+    storage.write(0, rows, rows, slots)
+work()
+child = os.fork()
+if not child:  # numpy, as torch's own operations would hang
+    of_pages, of_storage = pages.layer(0).numpy(), storage.key_cache(0).numpy()
+    of_pages[1] = 7
+    of_storage.fill(0)
+    work()
+    right = (of_pages[11] == 7).all() and (of_storage[1:257] == 1).all()
+    os._exit(0 if right else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_a_forked_process_has_no_worker():
+    worker, (_, plans) = make_worker(), three_plans()
+    worker.apply(plans[0])
+    answer = in_child(lambda: worker.apply(plans[1]))
+    assert answer.startswith(f"RuntimeError: the worker belongs to process {os.getpid()}, and this")
+    worker.apply(plans[1])
+
+
+# --- threads --------------------------------------------------------------------------------------
+
+
+def in_thread(work) -> str:
+    answer = []
+
+    def run():
+        try:
+            answer.append(str(work()))
+        except Exception as error:
+            answer.append(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return answer[0]
+
+
+@pytest.mark.parametrize("call", [
+    lambda m, r: m.step(),
+    lambda m, r: m.free(r),
+    lambda m, r: m.report(StepReport(0, True)),
+    lambda m, r: m.admit(Admit(Request("b", range(5)), num_tokens=5), ()),
+    lambda m, r: m.cache.drain_events(),
+])  # fmt: skip
+def test_a_manager_belongs_to_the_thread_that_used_it_first(call):
+    manager, request = make(), Request("a", range(10))
+    manager.step(new=[request])
+    answer = in_thread(lambda: call(manager, request))
+    assert answer.startswith("RuntimeError: called from thread ") and "belongs to" in answer
+    assert manager.pool.num_free == 37
+    check_invariants(manager)
+
+
+# --- long work ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prompt() -> np.ndarray:
+    """As many token ids, int32, as this machine hashes in 0.3 s: 1 to 40 million."""
+    million = np.arange(1_000_000, dtype=np.int32) % 1000
+    started = time.perf_counter()
+    hash_blocks(million, 16)
+    return np.tile(million, min(max(round(0.3 / (time.perf_counter() - started)), 1), 40))
+
+
+def long_prompt_manager() -> KVCacheManager:
+    return KVCacheManager(16, 2_500_001, 2**26, num_preallocate_tokens=0)
+
+
+@pytest.mark.parametrize("work", ["hash_blocks", "step", "find_prefix"])
+def test_hashing_millions_of_tokens_is_interrupted_and_changes_nothing(work, prompt):
+    manager = long_prompt_manager()
+    request = Request("a", prompt)
+    call = {
+        "hash_blocks": lambda: hash_blocks(prompt, 16),
+        "step": lambda: manager.step(new=[request]),
+        "find_prefix": lambda: manager.cache.find_prefix(request),
+    }[work]
+    with Alarm() as alarm:
+        assert alarm.interrupts(0.02, call)
+    assert manager.pool.num_free == manager.pool.num_total and manager.last_step_id == -1
+    check_invariants(manager)
+    manager.step(new=[request])
+    assert len(manager.block_ids(request)) == len(prompt) // 16
+
+
+@pytest.mark.parametrize("work", ["step", "extend"])
+def test_an_interrupt_while_a_running_row_is_hashed_changes_nothing(work, prompt):
+    manager, request = long_prompt_manager(), Request("a", range(3))
+    if work == "step":
+        manager.step(new=[request])
+        new = Request("b", prompt)
+        call = lambda: manager.step([0], [1], token_ids=[7], new=[new])  # noqa: E731
+    else:
+        manager.admit(Admit(request, num_tokens=3), ())
+        request.append_tokens(prompt)
+        call = lambda: manager.extend(request, 13)  # noqa: E731  fills its first block
+    before = request.num_tokens, manager.pool.num_free, manager.last_step_id
+    with Alarm() as alarm:
+        assert alarm.interrupts(0.02, call)
+    assert (request.num_tokens, manager.pool.num_free, manager.last_step_id) == before
+    assert manager.num_computed_tokens(request) == 3
+    check_invariants(manager)
+    call()
+    assert manager.num_computed_tokens(request) == (4 if work == "step" else 16)
+
+
+def test_calls_of_a_signal_handler_while_a_prompt_is_hashed_are_refused(prompt):
+    manager, other, request = long_prompt_manager(), long_prompt_manager(), Request("a", prompt)
+    errors = []
+
+    def handler(*_):
+        for call in (
+            lambda: manager.step(new=[Request("b", [1])]),
+            lambda: other.cache.hashes(request),
+            lambda: request.append_tokens([1]),
+        ):
+            with pytest.raises(RuntimeError) as caught:
+                call()
+            errors.append(str(caught.value))
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        manager.step(new=[request])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    of_manager, of_other, of_request = errors
+    assert "from a signal handler" in of_manager and "being hashed by a call" in of_other
+    assert "token_ids came while" in of_request and request.num_tokens == len(prompt)
+    check_invariants(manager)
+
+
+def test_a_signal_handler_cannot_change_the_arrays_of_a_step(prompt):
+    manager = long_prompt_manager()
+    manager.step(new=[Request("a", range(3))])
+    rows, counts = np.array([0], np.int32), np.array([1], np.int32)
+    new = Request("b", prompt)
+
+    def handler(*_):
+        rows[0], counts[0] = 5, 100
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        plan = manager.step(rows, counts, new=[new])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert (rows[0], counts[0]) == (5, 100)  # it ran
+    assert plan.rows.tolist() == [0, 1]
+    assert plan.num_tokens.tolist()[0] == 1
+    check_invariants(manager)
+
+
+def test_other_threads_run_while_a_prompt_is_hashed(prompt):
+    counts, stop = [0], threading.Event()
+
+    def count():
+        while not stop.is_set():
+            counts[0] += 1
+            time.sleep(0.001)
+
+    hashing, request = long_prompt_manager(), Request("a", prompt)
+    thread = threading.Thread(target=count)
+    thread.start()
+    before = counts[0]
+    hashing.cache.hashes(request)
+    during = counts[0] - before
+    stop.set()
+    thread.join()
+    assert during >= 5
+
+
+def test_an_interrupt_by_another_thread_ends_hashing(prompt):
+    manager, request = long_prompt_manager(), Request("a", prompt)
+    timer = threading.Timer(0.02, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        manager.cache.hashes(request)
+    timer.join()

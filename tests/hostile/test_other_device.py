@@ -1,0 +1,44 @@
+"""A device that is neither CPU nor CUDA: everything public works there by torch's copies, or refuses."""
+
+import importlib
+import inspect
+
+import pytest
+import torch
+
+from tests.machinery.other_device.cases import CASES, NO_TENSORS, PACKAGES
+from tests.machinery.other_device.matrix import table
+from tests.project.test_layers import is_torch_free
+
+
+def test_everything_public_does_there_what_it_does_on_the_cpu_or_refuses():
+    rows = table()
+    assert not [row for row in rows if row.is_wrong]
+    refused = {row.name for row in rows if row.outcome == "refuses"}
+    assert refused == {name for name, case in CASES.items() if case.refusal is not None}
+
+
+def test_every_op_is_in_the_matrix():
+    schemas = [x for x in torch._C._dispatch_get_all_op_names() if x.startswith("kvcache::")]
+    registered = {x.removeprefix("kvcache::") for x in schemas if "::_" not in x}
+    ops = importlib.import_module("kvcache.ops")
+    public = {
+        x for x, f in inspect.getmembers(ops, inspect.isfunction) if f.__module__ == ops.__name__
+    }
+    public = {name for name in public if not name.startswith("_")}
+    assert registered <= public
+    assert {f"ops.{name}" for name in public} <= set(CASES)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_that_may_hold_tensors_is_in_the_matrix(package):
+    module = importlib.import_module(package)
+    objects = {name: getattr(module, name) for name in module.__all__}
+    with_torch = {
+        name
+        for name, value in objects.items()
+        if not inspect.ismodule(value)
+        and not is_torch_free(value.__module__.replace("kvcache._core", "kvcache.native"))
+    }
+    assert with_torch <= set(CASES) | NO_TENSORS
+    assert not set(CASES) & NO_TENSORS

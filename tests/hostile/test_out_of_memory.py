@@ -1,0 +1,19 @@
+"""An allocation that fails, in every public call: nothing has changed, or the object says it is broken.
+
+All of it, with counts: `python -m tests.machinery.out_of_memory`.
+"""
+
+import pytest
+
+from tests.machinery.out_of_memory.cases import FAMILIES
+from tests.machinery.out_of_memory.runner import BROKEN_SAID, IS_WRONG, UNCHANGED, survey
+from tests.machinery.shared import sampled
+
+
+@pytest.mark.parametrize("family", sampled(FAMILIES, 1))
+def test_a_failed_allocation_changes_nothing_or_is_said_by_what_it_broke(family, capsys):
+    counts = survey(family, FAMILIES[family](), timeout_s=240)
+    wrong = {name: each for name, each in counts.items() if any(each[kind] for kind in IS_WRONG)}
+    assert not wrong, capsys.readouterr().out
+    total = sum(counts.values(), start=type(next(iter(counts.values())))())
+    assert total[UNCHANGED] and total[UNCHANGED] + total[BROKEN_SAID] == total.total()

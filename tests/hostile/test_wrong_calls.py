@@ -1,0 +1,616 @@
+"""Wrong and hostile arguments: drawn at random, and those that once broke something, by their numbers."""
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from decimal import Decimal
+from operator import attrgetter
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("fastapi")  # which `kvcache.server` needs, before it is imported
+
+import kvcache
+from kvcache import (
+    BlockPool,
+    BlockTables,
+    GroupSpec,
+    KVCacheManager,
+    KVStorage,
+    LearnedReuse,
+    Pages,
+    Request,
+    demo,
+    engine,
+    ops,
+    replay,
+    server,
+)
+from kvcache.allocator import check_invariants
+from kvcache.checks import as_array, listed
+from kvcache.compat import BlockSpaceManager, KVTopology, RemoteEngine
+from kvcache.kinds import make_kind
+from kvcache.transfer import CacheDescription, StateDescription, StateTensor
+from tests.machinery.emulation import ASAN, build_cpu_library
+from tests.machinery.shared import REPO, sampled
+from tests.machinery.wrong_calls import driver
+from tests.machinery.wrong_calls.scenes import SCENES, Group, Seq
+from tests.machinery.wrong_calls.surface import (
+    EXCLUDED,
+    LACKS,
+    MADE_BY,
+    modules,
+    public_objects,
+    targets,
+)
+from tests.machinery.wrong_calls.values import HUGE, ClaimsMany, ManyMembers, NegativeLength
+from tests.machinery.wrong_calls.walked import right_call, walked
+from tests.machinery.wrong_calls.world import World
+from tests.ops.test_kernels_under_asan import run_with_asan
+
+SEED = int(os.environ.get("KVCACHE_FUZZ_SEED", "1"))
+
+
+# Modules whose every public call holds, by the walk; `make fuzz` runs all of them.
+MENDED = [
+    *("kvcache.demo", "kvcache.sources.disaggregation", "kvcache.events", "kvcache.plugins"),
+    *("kvcache.kinds", "kvcache.layouts", "kvcache.metrics", "kvcache.ops", "kvcache.replay"),
+    *("kvcache.router_events", "kvcache.server.", "kvcache.engine", "kvcache.sources.store"),
+    *("kvcache.transfer", "kvcache.worker", "kvcache.Pages", "kvcache.KVStorage"),
+    *("kvcache.SwapEngine", "kvcache.Worker", "kvcache.GroupTable", "kvcache.BlockTables"),
+    "kvcache.AttentionMetadata",
+]
+
+
+@pytest.mark.parametrize("name", walked())
+def test_each_public_call_takes_the_right_arguments(name):
+    """The fuzzer makes wrong ones of these: what it cannot make right it does not test."""
+    right_call(name)
+
+
+def test_what_the_fuzzer_leaves_out_exists():
+    modules()
+    if LACKS:
+        pytest.skip(f"modules that were not walked: {LACKS}")
+    for name in [*EXCLUDED, *MADE_BY]:
+        module, _, attribute = name.rpartition(".")
+        while module not in sys.modules:
+            module, _, of = module.rpartition(".")
+            attribute = f"{of}.{attribute}"
+        attrgetter(attribute)(sys.modules[module])
+
+
+def test_a_new_module_is_walked(tmp_path, monkeypatch):
+    code = "__all__ = ['grow']\ndef grow(num_blocks: int, name: str = 'a'): ...\n"
+    (tmp_path / "just_new.py").write_text(code)
+    monkeypatch.setattr(kvcache, "__path__", [*kvcache.__path__, str(tmp_path)])
+    public = [modules, public_objects, targets]
+    for each in public:
+        each.cache_clear()
+    try:
+        (found,) = (each for each in targets() if each.module == "kvcache.just_new")
+        assert [each.name for each in found.parameters] == ["num_blocks", "name"]
+        assert World().arguments(found) == {"num_blocks": 8}
+    finally:
+        del sys.modules["kvcache.just_new"], kvcache.just_new
+        for each in public:
+            each.cache_clear()
+
+
+BROKEN = """
+import ctypes, os, sys, threading, time
+class Broken:
+    def __init__(self): self.count, self.kept = 0, []
+    def dies(self, a: int): ctypes.string_at(0) if a != 1 else None
+    def hangs(self, a: int):
+        while a != 1: pass
+    def changes(self, a: int):
+        self.count += a != 1
+        if a != 1: raise ValueError("a is wrong")
+    def leaks(self, a: int):
+        if a != 1:
+            _KEPT.append(os.open("/dev/null", os.O_RDONLY))
+            raise ValueError("a is wrong")
+    def closes(self, a: int):
+        if a != 1: os.close(1)
+    def mumbles(self, a: int):
+        if a != 1: raise ValueError("no")
+_KEPT = []
+__all__ = ["Broken"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("kinds", "count"),
+    sampled(
+        [
+            ({"dies": "crash", "changes": "changed", "closes": "closed"}, 200),
+            ({"hangs": "hang", "leaks": "leak"}, 400),
+        ]
+    ),
+)
+def test_the_fuzzer_finds_what_is_broken(kinds, count, tmp_path, monkeypatch):
+    (tmp_path / "broken_module.py").write_text(BROKEN)
+    monkeypatch.setenv("KVCACHE_FUZZ_PATH", str(tmp_path))
+    methods = [f"kvcache.broken_module.Broken.{method}" for method in (*kinds, "mumbles")]
+    counts = driver.run(SEED, 0, count, methods)
+    found = {(each["name"], each["kind"]) for each in counts.findings}
+    assert found == {(f"broken_module.Broken.{name}", kind) for name, kind in kinds.items()}
+    mumbled = counts.by_name["broken_module.Broken.mumbles", "unclear"]
+    assert mumbled > 0.9 * counts.kinds["unclear"] > 0
+
+
+@pytest.mark.parametrize("share", sampled(range(3)))
+def test_calls_with_wrong_arguments_are_refused_by_name_and_change_nothing(share):
+    counts = driver.run(SEED, 1000 * share, 600, [*MENDED, *SCENES])
+    print(f"seed {SEED}", *driver.summary(counts), sep="\n")
+    assert counts.findings == []
+    assert driver.share_unclear(counts) <= driver.MOST_UNCLEAR
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_right_calls_of_a_scene_change_it_and_twins_agree(name):
+    assert SCENES[name]().follow() == SCENES[name]().follow()
+
+
+def test_ops_with_wrong_arguments_change_nothing():
+    command = [
+        sys.executable,
+        "-m",
+        "tests.machinery.wrong_calls.ops",
+        str(REPO / "kvcache/libkvcache_cpu.so"),
+    ]
+    command += ["--calls", "2000", "--seed", str(SEED)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.mark.skipif(ASAN, reason="this is the run under sanitizers itself")
+@pytest.mark.exhaustive
+def test_ops_with_wrong_arguments_stay_inside_their_tensors():
+    library = str(build_cpu_library(asan=True))
+    done = run_with_asan(
+        "-m", "tests.machinery.wrong_calls.ops", library, "--calls", "20000", "--seed", str(SEED)
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "20000 calls" in done.stdout
+
+
+# --- refusals that the walk asked for
+
+
+def huge(dtype: type = np.int32) -> np.ndarray:
+    return np.broadcast_to(dtype(1), (HUGE,))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: listed(NegativeLength([1]), "values"), "values is "),
+        (lambda: BlockPool(5).retain(NegativeLength([1.5])), "ids has a length below 0"),
+        (lambda: BlockPool(5).copy_again(1, 5, 1), "source is 5: expected a BlockPool"),
+        (lambda: BlockPool(5).publish_copy(1, BlockPool(5), huge()), "source_id is array"),
+        (lambda: BlockPool(5, eviction=5), "eviction is 5: expected a string"),
+        (lambda: BlockPool(5, eviction="\ud800"), "eviction is .*: expected text that UTF-8"),
+        (lambda: BlockPool(5, eviction_options=[1]), "eviction_options is .*: expected a dict"),
+        (lambda: BlockPool(5, copies_of=5), "copies_of is 5: expected a BlockPool"),
+        (
+            lambda: make_kind("sliding_window", {"window": 8}).first_needed_token("a"),
+            "num_computed_tokens is 'a': expected an integer",
+        ),
+        (lambda: Request("r", [1]).chain({}), "key is {}: expected a HashKey"),
+        (lambda: LearnedReuse(huge(), huge()), "reached is no array of numbers"),
+        (lambda: LearnedReuse.load("\0"), "path is .*: expected the name of a file"),
+        (lambda: server.Limits().body_bytes([1]), r"max_model_len is \[1\]: expected an integer"),
+        (lambda: server.ByteTexts().encode(5), "text is 5: expected a string"),
+        (lambda: server.ByteTexts().decode(huge()), "token_ids has 1099511627776 entries"),
+        (lambda: server.ByteTexts().decode([-1]), r"token_ids\[0\] is -1: expected 0 to"),
+        (lambda: server.ByteTexts().encode_chat([{"role": "a"}]), r"messages\[0\] is {"),
+        (lambda: server.TokenizerTexts(5), "tokenizer is 5: expected one of transformers"),
+        (lambda: demo.make_chats(np.uint64(2**64 - 1), 1, 8, 9, 0), "num_users is 18446744"),
+        (lambda: demo.make_chats(1, 0, 8, 9, 0), "num_turns is 0: expected 1 to"),
+        (lambda: demo.summary(5), "report is 5: expected a DemoReport"),
+        (lambda: replay.compare([], ["lru"], []), "sizes is empty: expected one or more"),
+        (lambda: replay.compare([], ["t"], [1]), r"policies\[0\] is 't': expected one of"),
+        (
+            lambda: replay.Comparison("", 1, 16, (1,), {"lru": [object()]}),
+            "token hit rates of lru is <object",
+        ),
+        (
+            lambda: replay.Comparison("", 1, 16, (1, 2), {"lru": [0.5]}),
+            r"token hit rates of lru are \[0.5\]: expected 2, one per size",
+        ),
+        (lambda: replay.disaggregation_table(5), "report is 5: expected a DisaggregationReport"),
+        (
+            lambda: replay.DisaggregationReport("t", 16, 9, 9, "a", 1.0, "s", 1),
+            "lease_s is 'a': expected a number",
+        ),
+        (lambda: replay.Disaggregation.parse("7:x=1"), "text has 'x=1': expected one of lease_s"),
+        (
+            lambda: replay.WorkloadRequest(0, 0, np.array([-2]), 1, np.zeros(0, int)),
+            r"token_ids\[0\] is -2",
+        ),
+        (
+            lambda: replay.Replayer(num_blocks=9, block_size=4).run(torch.tensor(1)),
+            r"workload is tensor\(1\): expected requests",
+        ),
+        (lambda: engine.Sequence(Request("r", [1]), state=5), "state is 5: expected a State"),
+        (lambda: engine.NgramDrafter(shortest=17), "shortest is 17: expected at most longest, 4"),
+    ],
+)
+def test_what_the_walk_found_is_refused_by_name(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+def test_failed_calls_of_serving_and_demo_change_nothing():
+    manager = KVCacheManager(4, 20, 32, max_num_reqs=4)
+    scheduler = engine.Scheduler(manager, max_num_batched_tokens=16)
+    parent = engine.Sequence(Request("a", range(6)), num_rows=3)
+    scheduler.add(parent)
+    scheduler.complete(scheduler.schedule())
+    child = engine.Sequence(Request("b", range(50, 56)))
+    with pytest.raises(ValueError):
+        scheduler.fork(parent, child)  # which has other tokens
+    assert (parent.num_rows, child.has_begun, scheduler.num_unfinished) == (3, False, 1)
+    chat = demo.Chat([[1], [2]], [3])
+    for answers in ([], [[1.5]], 5):
+        with pytest.raises((TypeError, ValueError), match="answers"):
+            chat.end_turn([3, 1], answers)
+    assert (chat.history, chat.turns) == ([3], [])
+
+
+# --- memory
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "sizes", "error", "message"),
+    [
+        (
+            2**57 + 1,
+            [[128]],
+            ValueError,
+            r"num_blocks is 144115188075855873: expected 1 to 2147483647",
+        ),
+        (2**63 - 1, [[64, 64], [64]], ValueError, r"num_blocks is 9223372036854775807: expected"),
+        (Decimal(1), [[64]], TypeError, r"num_blocks is Decimal\('1'\): expected an integer"),
+        (True, [[64]], TypeError, "num_blocks is True: expected an integer"),
+        (
+            2**31 - 1,
+            [[2**40]],
+            ValueError,
+            r"sizes has 1099511627776 bytes a page .* fewer than 2\^63",
+        ),
+        (2, [[2**62, 2**62]], ValueError, r"sizes has 9223372036854775808 bytes a page"),
+        (2, [[2**64]], ValueError, r"sizes\[0\]\[0\] is 18446744073709551616: expected 0 to"),
+        (2, [[1.5]], TypeError, r"sizes\[0\]\[0\] is 1.5: expected an integer"),
+        (2, [ClaimsMany()], ValueError, r"sizes\[0\] has 1099511627776 entries"),
+        (2, 64, TypeError, "sizes is 64: expected a sequence"),
+    ],
+)
+def test_pages_whose_bytes_int64_does_not_count_are_refused(num_blocks, sizes, error, message):
+    with pytest.raises(error, match=message):
+        Pages.allocate(num_blocks, sizes)
+
+
+def token_io():
+    """Memory with a key cache at its beginning, and as much again behind it."""
+    memory = torch.zeros(1 << 12, dtype=torch.uint8)
+    cache = memory[:512].view(torch.bfloat16).view(4, 4, 2, 8)
+    tokens = torch.ones(8, 2, 8, dtype=torch.bfloat16)
+    return memory, cache, tokens
+
+
+@pytest.mark.parametrize("start", [0, 64, 504])
+def test_slots_in_the_cache_that_they_write_to_are_refused(start):
+    memory, cache, tokens = token_io()
+    slots = memory[start : start + 64].view(torch.int64)
+    with pytest.raises(RuntimeError, match="key_cache shares memory with slot_mapping"):
+        ops.write_kv(tokens, tokens.clone(), cache, torch.zeros_like(cache), slots)
+    with pytest.raises(RuntimeError, match="value_cache shares memory with slot_mapping"):
+        ops.write_kv(tokens, tokens.clone(), torch.zeros_like(cache), cache, slots)
+    assert memory.sum() == 0
+
+
+def test_slots_in_the_tokens_that_are_gathered_are_refused():
+    memory, cache, _ = token_io()
+    slots = memory[1024 : 1024 + 64].view(torch.int64)
+    key = memory[1024 : 1024 + 256].view(torch.bfloat16).view(8, 2, 8)
+    with pytest.raises(RuntimeError, match="key shares memory with slot_mapping"):
+        ops.gather_kv(cache, cache.clone(), slots, key, torch.ones_like(key))
+    assert memory.sum() == 0
+
+
+def test_scales_and_other_tokens_in_memory_that_is_written_are_refused():
+    memory, _, _ = token_io()
+    cache = memory[:256].view(torch.float8_e4m3fn).view(4, 4, 2, 8)
+    tokens, slots = torch.ones(1, 2, 8), torch.tensor([5])
+    scale = memory[8:12].view(torch.float32)
+    with pytest.raises(RuntimeError, match="key_cache shares memory with v_scale"):
+        other = cache.clone()
+        ops.write_kv(tokens, tokens, cache, other, slots, torch.ones(1), scale)
+    with pytest.raises(RuntimeError, match="key_cache shares memory with value"):
+        shared = memory[:64].view(torch.float32).view(1, 2, 8)
+        ops.write_kv(tokens, shared, cache, cache.clone(), slots, torch.ones(1), torch.ones(1))
+
+
+def test_offsets_and_ids_in_the_layers_that_are_permuted_are_refused():
+    memory = torch.zeros(1 << 12, dtype=torch.uint8)
+    cache = memory[:512].view(torch.float32).view(4, 2, 2, 8)
+    ids, offsets = torch.tensor([[1, 2]], dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    inside = memory[256:264].view(torch.int64)
+    with pytest.raises(RuntimeError, match="cache shares memory with offsets"):
+        ops.permute_blocks_(cache, inside, ids, 4, True)
+    behind = memory[1032:1040].view(torch.int32).view(1, 2)  # in the second layer
+    behind.copy_(ids)
+    with pytest.raises(RuntimeError, match="cache at offset 1024 shares memory with indices"):
+        ops.permute_blocks_(cache, torch.tensor([0, 1024]), behind, 4, True)
+    for wrong in ([-(2**63), 2**63 - 1], [2**62]):
+        with pytest.raises(RuntimeError, match=r"offsets has -?\d+: expected bytes from the cache"):
+            ops.permute_blocks_(cache, torch.tensor(wrong), ids, 4, True)
+    assert memory.sum() == 3 and offsets[0] == 0
+
+
+@pytest.mark.parametrize(
+    "region", [[2**62, 32, 0, 32, 32], [0, 2**61, 0, 32, 32], [0, 32, 0, 32, 2**62]]
+)
+def test_regions_beyond_int64_are_refused(region):
+    memory, pairs = torch.zeros(256, dtype=torch.uint8), torch.tensor([[0, 1]], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=r"regions\[0\] (leads beyond|has \d+ bytes)"):
+        ops.copy_blocks(None, memory, torch.tensor([region]), pairs, 8, 8)
+
+
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_offsets_from_a_tensor_without_elements_are_refused(side):
+    """From the fuzzer: torch has no address for it, and bytes were written from address 0 on."""
+    memory = torch.zeros(256, dtype=torch.uint8)
+    sides = {"src": memory, "dst": memory.clone(), side: memory.view(1, 256)[:0]}
+    regions, pairs = torch.tensor([[0, 32, 0, 32, 32]]), torch.tensor([[0, 1]], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=f"pages at offset 0 of {side} that lie outside"):
+        ops.copy_blocks(*sides.values(), regions, pairs, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("region", "is_refused"),
+    [
+        ([100, 32, 0, 32, 32], True),  # from the fuzzer: `memcpy` of bytes that overlap
+        ([0, 32, 32, 32, 32], True),  # page i of one side is page i + 1 of the other
+        ([0, 16, 0, 16, 32], True),  # pages overlap each other
+        ([0, 32, 0, 64, 32], True),
+        ([16, 64, 0, 64, 32], True),
+        ([0, 64, 32, 64, 32], False),  # pages of either side between those of the other
+        ([128, 64, 0, 64, 32], True),
+        ([0, 32, 0, 32, 32], False),
+        ([0, 32, 256, 32, 32], False),
+    ],
+)
+@pytest.mark.parametrize("src", [True, False])
+def test_copies_between_partially_overlapping_pages_are_refused(region, is_refused, src):
+    memory = torch.arange(512).to(torch.uint8)
+    before = memory.clone()
+    pairs = torch.tensor([[0, 3], [1, 4], [-1, 5]], dtype=torch.int32)
+    arguments = memory if src else None, memory, torch.tensor([region]), pairs, 6, 6
+    if is_refused:
+        with pytest.raises(
+            RuntimeError, match=r"regions\[0\] has pages of dst that partially overlap pages of src"
+        ):
+            ops.copy_blocks(*arguments)
+        assert torch.equal(memory, before)
+        return
+    ops.copy_blocks(*arguments)
+    source, source_stride, destination, stride, size = region
+    for first, to in pairs.tolist():
+        page = before[source + first * source_stride :][:size] if first >= 0 else torch.zeros(size)
+        assert torch.equal(memory[destination + to * stride :][:size], page.to(torch.uint8))
+
+
+@pytest.mark.parametrize("src", [True, False])
+def test_a_page_both_read_and_written_is_refused_however_the_memory_is_given(src):
+    memory = torch.arange(256).to(torch.uint8)
+    before, regions = memory.clone(), torch.tensor([[0, 32, 0, 32, 32]])
+    pairs = torch.tensor([[0, 1], [1, 2]], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=r"pairs\[1\] reads page 1, which pairs\[0\] writes to"):
+        ops.copy_blocks(memory if src else None, memory, regions, pairs, 8, 8)
+    assert torch.equal(memory, before)
+
+
+def test_owners_other_than_a_list_or_tuple_are_refused():
+    """From the fuzzer: torch never returns from an infinite iterator."""
+    memory, pairs = torch.zeros(256, dtype=torch.uint8), torch.zeros(0, 2, dtype=torch.int32)
+    regions = torch.tensor([[0, 32, 0, 32, 32]])
+    with pytest.raises(TypeError, match=r"owners is .*: expected a list or tuple of tensors"):
+        ops.copy_blocks(None, memory, regions, pairs, 8, 8, owners=itertools.repeat(memory))
+    cache = torch.zeros(4, 2, 4, 8)
+    with pytest.raises(TypeError, match=r"owners is .*: expected a list or tuple of tensors"):
+        ops.permute_blocks_(cache, pairs[:, 0].long(), pairs, 4, True, itertools.repeat(cache))
+
+
+def test_regions_and_pairs_in_the_pages_that_are_written_are_refused():
+    memory = torch.zeros(256, dtype=torch.uint8)
+    regions, pairs = torch.tensor([[0, 32, 0, 32, 32]]), torch.tensor([[0, 1]], dtype=torch.int32)
+    inside = memory[64:72].view(torch.int32).view(1, 2)
+    with pytest.raises(RuntimeError, match=r"dst in regions\[0\] shares memory with pairs"):
+        ops.copy_blocks(None, memory, regions, inside, 8, 8)
+    inside = memory[64:104].view(torch.int64).view(1, 5)
+    inside.copy_(regions)
+    with pytest.raises(RuntimeError, match=r"dst in regions\[0\] shares memory with regions"):
+        ops.copy_blocks(None, memory, inside, pairs, 8, 8)
+
+
+def test_counts_in_the_slots_that_are_written_are_refused():
+    out = torch.zeros(1, 4, dtype=torch.int32)
+    groups = torch.tensor([[0, 2, 4, 1, 0, 1, 0, 0]])
+    tables, rows = torch.tensor([1, 2], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    counts = out[:, :1].view(1, 1)
+    with pytest.raises(RuntimeError, match="out shares memory with num_blocks_per_row"):
+        ops.slot_mapping(tables, groups, 1, rows, None, torch.tensor([0, 1]), counts, out)
+
+
+def test_rows_in_the_second_half_of_a_slot_that_is_written_are_refused():
+    memory = torch.zeros(4, dtype=torch.int32)
+    out, rows = memory[:2].view(torch.int64).view(1, 1), memory[1:2]
+    groups = torch.tensor([[0, 2, 4, 1, 0, 1, 0, 0]])
+    tables, counts = torch.tensor([1, 2], dtype=torch.int32), torch.ones(1, 1, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="out shares memory with rows"):
+        ops.slot_mapping(tables, groups, 1, rows, None, torch.tensor([1]), counts, out)
+    assert memory.sum() == 0
+
+
+# --- sizes
+
+
+def test_what_has_no_end_is_refused_before_a_loop():
+    def endless():
+        while True:
+            yield 1
+
+    for tokens in (ClaimsMany(), ManyMembers(), range(HUGE), np.broadcast_to(np.int32(1), (HUGE,))):
+        with pytest.raises(
+            ValueError, match="token_ids has 1099511627776 entries: expected at most"
+        ):
+            Request("r", tokens)
+    with pytest.raises(TypeError, match=r"token_ids is <generator .*: expected integers"):
+        Request("r", endless())
+
+
+def test_lists_in_lists_say_how_many_entries_they_have():
+    """From the fuzzer: numpy reads each sequence of a list to its end."""
+    for values, inner in (
+        ([ClaimsMany()], "[0]"),
+        ([[1], ClaimsMany()], "[1]"),
+        (([[1, 2]], [[ClaimsMany(), 1]]), "[1][0][0]"),
+        ([range(HUGE)], "[0]"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"ids{inner} has 1099511627776 entries")):
+            as_array(values, "ids")
+    with pytest.raises(TypeError, match=r"ids is \[1, .*: expected an array of integers"):
+        as_array([1, ClaimsMany()], "ids")
+    in_itself = []
+    in_itself.append(in_itself)
+    with pytest.raises(ValueError, match="is a sequence: expected at most 8 dimensions"):
+        as_array(in_itself, "ids")
+    assert as_array([[1, 2], range(2), (3, 4), np.arange(2)], "ids").shape == (4, 2)
+
+
+def test_requests_that_have_no_end_are_refused_before_a_loop():
+    manager = KVCacheManager(4, 9, 16)
+    for new in (ClaimsMany(), ManyMembers()):
+        with pytest.raises(ValueError, match="new has 1099511627776 entries: expected at most"):
+            manager.step(new=new)
+    with pytest.raises(ValueError, match="new has more than 1048576 entries"):
+        manager.step(new=itertools.repeat(Request("r", [1])))
+    assert manager.pool.num_free == 8
+
+
+def test_candidates_that_have_no_end_are_refused_before_a_loop():
+    groups = [GroupSpec("full_attention", 4)]
+    sizes = {"max_num_reqs": 4, "max_model_len": 32, "max_num_tokens": 16}
+    for many in (ClaimsMany(), range(HUGE)):
+        with pytest.raises(ValueError, match="kernel_sizes has 1099511627776 entries"):
+            BlockTables.for_groups(groups, **sizes, kernel_sizes=many)
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes", "message"),
+    [
+        (
+            CacheDescription,
+            {"cp_world_size": 4097},
+            "world_size is 4097 ranks: expected at most 4096",
+        ),
+        (CacheDescription, {"tp_size": 2**31 - 1}, "world_size is 2147483647 ranks"),
+        (CacheDescription, {"stages": [(1, 4096), (1, 1)]}, "world_size is 4097 ranks"),
+        (CacheDescription, {"num_layers": 4097}, "num_layers is 4097: expected 1 to 4096"),
+        (StateDescription, {"cp_world_size": 4097}, "world_size is 4097 ranks"),
+        (StateDescription, {"num_layers": 4097}, "num_layers is 4097: expected 1 to 4096"),
+        (RemoteEngine, {"tp_size": 64, "pp_size": 65}, "world_size is 4160 ranks"),
+        (RemoteEngine, {"stages": [(1, 4096), (1, 1)]}, "world_size is 4097 ranks"),
+        (KVTopology, {"tp_size": 64, "pp_size": 65}, "world_size is 4160 ranks"),
+        (KVTopology, {"stages": [(1, 1), (1, 4096)], "pp_size": 2}, "world_size is 4097 ranks"),
+        (KVStorage, {"num_layers": 4097}, "num_layers is 4097: expected 1 to 4096"),
+    ],
+)
+def test_sizes_whose_loops_would_not_end_soon_are_refused(make, sizes, message):
+    """From the fuzzer: 65,536 ranks took 12 s to plan, 65,536 layers 6 s to lay out."""
+    heads = {"total_num_kv_heads": 1, "block_size": 1}
+    needed = {
+        CacheDescription: {"engine_id": "a", "num_layers": 2, "head_size": 1, **heads},
+        StateDescription: {
+            "engine_id": "a",
+            "num_layers": 2,
+            "tensors": [StateTensor(sections=((1, 1),))],
+        },
+        RemoteEngine: {},
+        KVTopology: {"engine_id": "a", "tp_rank": 0, "tp_size": 1, **heads},
+        KVStorage: {"num_blocks": 1, "block_size": 1, "num_kv_heads": 1, "head_size": 1},
+    }[make]
+    make(**needed)
+    with pytest.raises(ValueError, match=message):
+        make(**{**needed, **sizes})
+
+
+# --- state
+
+
+def test_a_request_whose_name_frees_another_is_freed_with_the_row_of_then():
+    manager = KVCacheManager(4, 20, 32)
+    first, second, taken = (Request(name, range(i, i + 9)) for i, name in enumerate("abc"))
+
+    class Freeing:
+        @property
+        def request_id(self):
+            manager.free(first, second)
+            manager.step(new=[taken])
+            return "b"
+
+    manager.step(new=[first, second])
+    manager.free(first, Freeing())
+    for gone in (first, second):
+        with pytest.raises(ValueError, match="is not admitted"):
+            manager.row(gone)
+    assert manager.step([manager.row(taken)], [1], token_ids=[7]).status.tolist() == [0]
+    check_invariants(manager)
+
+
+def test_a_sequence_that_lies_about_its_length_leaves_nothing():
+    class Changing(Seq):
+        def get_len(self):
+            self.asked = getattr(self, "asked", 0) + 1
+            return 5 if self.asked % 2 else 19
+
+    for caching in (False, True):
+        manager = BlockSpaceManager(4, 12, 0, enable_caching=caching)
+        liar = Seq(1, [1, 2, 3])
+        liar.length = 9
+        for seq in (liar, Changing(2, list(range(19)))):
+            group = Group(seq, request_id=seq.seq_id, encoder=Changing(9, [1] * 5))
+            for each in (group, Group(seq, request_id=seq.seq_id)):
+                try:
+                    manager.allocate(each)
+                except ValueError:
+                    pass
+                else:
+                    manager.free(seq)
+                    manager.free_cross(each)
+                manager.check_invariants()
+                assert manager.get_num_free_gpu_blocks() == 11
+
+
+def test_layers_of_another_number_leave_separate_layers_as_they_are():
+    caches = [torch.zeros(2, 5, 4, 2, 8) for _ in range(2)]
+    storage = KVStorage.from_tensors(caches)
+    good, slots = torch.ones(2, 1, 2, 8), torch.tensor([5])
+    for bad in (torch.ones(1, 1, 2, 8), torch.ones(3, 1, 2, 8), torch.ones(1, 2, 8)):
+        for key, value in ((good, bad), (bad, good)):
+            with pytest.raises(
+                ValueError, match=r"(key|value) has shape .*: expected \[2, num_tokens"
+            ):
+                storage.write_layers(key, value, slots)
+    shared = torch.as_strided(caches[1], (2, 1, 2, 8), (16, 16, 8, 1))
+    with pytest.raises(ValueError, match="value shares memory with the storage"):
+        storage.write_layers(good, shared, slots)
+    assert not any(cache.any() for cache in caches)

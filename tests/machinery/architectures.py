@@ -1,0 +1,135 @@
+"""Every causal architecture that transformers registers, tiny, over a paged cache: what becomes of it.
+
+`python -m tests.machinery.architectures [MODEL_TYPE ...]` prints a table and the counts. The judge is
+`generate`, of each prompt alone. Prompts are served together, cut in chunks, in a pool so small that
+some are preempted, by swap and by recompute, and again behind prefix hits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import io
+import logging
+import time
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from kvcache import plan_cache
+from kvcache.allocator import check_invariants
+from kvcache.engine import Engine, SamplingParams
+from kvcache.engine.transformers import PagedModel, UnsupportedModel, attach, layer_specs
+from tests.machinery.dense_models import greedy
+from tests.machinery.tiny_architectures import VOCAB_SIZE, architectures, tiny_architecture
+
+_MAX_MODEL_LEN, MAX_TOKENS, _TOKENS_PER_STEP = 96, 10, 24
+_REFUSED, _RIGHT, _WRONG, _RAISED = "refused", "right", "wrong", "raised"
+_NOT_BUILT = "not built"  # tiny, or not run by transformers itself
+
+
+class Verdict(NamedTuple):
+    """What became of an architecture: `answer`, and the reason; the rest where it is right."""
+
+    answer: str
+    reason: str = ""
+    is_batched: bool | None = None
+    num_preempted: int = 0
+    num_cached_tokens: int = 0
+
+
+def prompts() -> list[list[int]]:
+    """Longer and shorter than a step, a block and a window; the fifth begins as the first does."""
+    rng = np.random.default_rng(3)
+    lines = [rng.integers(3, VOCAB_SIZE - 8, count).tolist() for count in (61, 38, 7, 1, 9, 26)]
+    lines[4] = lines[0][:36] + lines[4]
+    return lines
+
+
+def judge(model_type: str) -> Verdict:
+    """Builds the model, lets it generate by itself, and compares what an engine serves."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # some print
+            model = tiny_architecture(model_type)
+            answers = [greedy(model, prompt, MAX_TOKENS) for prompt in prompts()]
+    # The code of two hundred models may raise anything.
+    except Exception as error:
+        return Verdict(_NOT_BUILT, _line(error))
+    try:
+        return judge_model(model, answers)
+    except UnsupportedModel as error:
+        return Verdict(_REFUSED, error.reason)
+    except Exception as error:
+        return Verdict(_RAISED, _line(error))
+
+
+def judge_model(model: PreTrainedModel, answers: list[list[int]]) -> Verdict:
+    """Whether an engine's answers to `prompts()` are these, whatever happens to its requests."""
+    num_preempted = num_cached_tokens = 0
+    paged = _in_tight_pool(model)
+    try:
+        for preemption in ("swap", "recompute"):  # the second time behind prefix hits
+            engine = Engine(paged, preemption=preemption)
+            found = engine.generate(prompts(), SamplingParams(max_tokens=MAX_TOKENS))
+            for i, each in enumerate(found):
+                if each.samples[0].token_ids != answers[i]:
+                    return Verdict(
+                        _WRONG,
+                        f"prompt {i}, {preemption}: {each.samples[0].token_ids}, not {answers[i]}",
+                        not paged.by_request,
+                    )
+            metrics, manager = engine.metrics, paged.cache.manager
+            num_preempted += metrics.swapped_out_sequences + metrics.recomputed_sequences
+            num_cached_tokens += metrics.cached_prompt_tokens
+            check_invariants(manager)
+            assert manager.pool.num_free == manager.pool.num_total, "blocks are still held"
+    finally:
+        paged.detach()
+    is_batched = not paged.by_request
+    return Verdict(_RIGHT, paged.why_by_request, is_batched, num_preempted, num_cached_tokens)
+
+
+def _in_tight_pool(model: PreTrainedModel) -> PagedModel:
+    sizes = {"max_model_len": _MAX_MODEL_LEN, "max_num_batched_tokens": _TOKENS_PER_STEP}
+    plan = plan_cache(layer_specs(model), 2**40, **sizes)
+    num_pages = int(plan.pages_per_request(_MAX_MODEL_LEN) * 1.5) + 1
+    return attach(
+        model,
+        num_pages * plan.page_bytes,
+        host_budget=4 * num_pages * plan.page_bytes,
+        num_preallocate_tokens=0,
+        **sizes,
+    )
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model_types", metavar="MODEL_TYPE", nargs="*", help="default: all")
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    print("model type, verdict, how, sequences preempted, tokens hit, time, reason")
+    counts: collections.Counter[str] = collections.Counter()
+    for model_type in args.model_types or architectures():
+        start = time.perf_counter()
+        verdict = judge(model_type)
+        how = {None: "", True: "batched", False: "by request"}[verdict.is_batched]
+        counts[" ".join(filter(None, (verdict.answer, how)))] += 1
+        seconds = time.perf_counter() - start
+        figures = f"{verdict.num_preempted:3} {verdict.num_cached_tokens:4} {seconds:5.1f} s"
+        print(
+            f"{model_type:26} {verdict.answer:9} {how:10} {figures}  {verdict.reason}", flush=True
+        )
+    print(", ".join(f"{name} {count}" for name, count in sorted(counts.items())))
+
+
+if __name__ == "__main__":
+    main()

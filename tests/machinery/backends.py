@@ -1,0 +1,59 @@
+"""The places an op runs: the CPU op, the CUDA kernel emulated on the CPU (its threads and blocks in any
+order; under sanitizers from first to last), the CUDA op."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import kvcache.ops  # noqa: F401  (registers torch.ops.kvcache)
+from tests.machinery.emulation import ASAN, emulated_ops
+
+
+@dataclass(frozen=True)
+class Backend:
+    name: str
+    device: str
+    any_order: bool = False  # of threads and blocks, emulated: one drawn for each test
+
+    @property
+    def ops(self):
+        if self.name != "emulated":
+            return torch.ops.kvcache
+        if self.any_order:
+            os.environ["KVCACHE_EMUL_SEED"] = str(_seed())
+        else:
+            os.environ.pop("KVCACHE_EMUL_SEED", None)
+        return emulated_ops()
+
+    def tensor(self, *args, **kwargs) -> torch.Tensor:
+        return torch.tensor(*args, **kwargs, device=self.device)
+
+
+def _seed() -> int:
+    """By the test's name, so that a failure stays; KVCACHE_TEST_SEED=<number> draws others."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]
+    return zlib.crc32(f"{os.environ.get('KVCACHE_TEST_SEED', '')}{test}".encode())
+
+
+_CPU = pytest.param(Backend("cpu", "cpu"), id="cpu")
+_EMULATED = pytest.param(Backend("emulated", "cpu"), id="emulated")
+_ANY_ORDER = pytest.param(Backend("emulated", "cpu", any_order=True), id="emulated")
+_CUDA = pytest.param(Backend("cuda", "cuda"), id="cuda", marks=pytest.mark.gpu)
+
+
+def _each(*backends):
+    # Under sanitizers only the kernels are of interest, there from the first thread to the last.
+    chosen = [_EMULATED] if ASAN else list(backends)
+    return pytest.mark.parametrize("backend", chosen)
+
+
+each_backend = _each(_CPU, _ANY_ORDER, _CUDA)
+# Where values live on a device, and are checked only in the checked mode.
+each_device_backend = _each(_ANY_ORDER, _CUDA)
+# The ops that users call: with fake implementations.
+each_real_backend = _each(_CPU, _CUDA)

@@ -1,0 +1,386 @@
+"""A small engine for tests of disaggregation: a manager, pages of all ranks, KV that names its token."""
+
+import contextlib
+import glob
+import time
+
+import torch
+
+from kvcache import (
+    Admit,
+    External,
+    KVCacheManager,
+    KVStorage,
+    LayerSpec,
+    Request,
+    Status,
+    plan_cache,
+)
+from kvcache.allocator import check_invariants
+from kvcache.sources.disaggregation import CacheRank, Connector, ConnectorOptions, layouts_of_plan
+from kvcache.transfer import StateTensor
+from tests.machinery.forked import Forked, received, send
+
+HEADS, SIZE, LAYERS, WINDOW = 4, 8, 4, 48
+STATE = [
+    StateTensor(sections=[(HEADS, 4), (2, 8)], row_size=3, dtype="float32"),
+    StateTensor(sections=[(HEADS, 2)], row_size=5, dtype="float32"),
+]
+
+
+class Engine:
+    """All ranks of an engine in this process."""
+
+    def __init__(
+        self,
+        engine_id,
+        *,
+        tp=1,
+        pp=1,
+        block=16,
+        layout="NHD",
+        backend="FLASHINFER",
+        kinds=("full",),
+        num_blocks=200,
+        dtype="float32",
+        model=None,
+        options=None,
+        secret="",
+        manager=None,
+        device="cpu",
+        num_heads=HEADS,
+        head_size=SIZE,
+        num_layers=LAYERS,
+        max_model_len=1024,
+    ):
+        self.num_heads, self.head_size = num_heads, head_size
+        shape = {"num_kv_heads": num_heads // tp, "head_size": head_size, "dtype": dtype}
+        layers = []
+        self.order = [f"{kind}.{i}" for i in range(num_layers) for kind in kinds]
+        for i in range(num_layers // pp):  # of a stage
+            for kind in kinds:
+                name = f"{kind}.{i}"
+                if kind == "full":
+                    layers.append(LayerSpec(name, "full_attention", block, **shape))
+                elif kind == "window":
+                    window = {"options": {"window": WINDOW}}
+                    layers.append(LayerSpec(name, "sliding_window", block, **shape, **window))
+                else:
+                    size = sum(tensor.num_bytes(tp) for tensor in STATE)
+                    layers.append(
+                        LayerSpec(name, "recurrent", block, state_bytes=size, dtype="float32")
+                    )
+        page = plan_cache(layers, 1 << 40, max_model_len=max_model_len).page_bytes
+        self.plan = plan_cache(layers, page * num_blocks, max_model_len=max_model_len)
+        self.tp, self.per_stage, self.num_ranks = tp, num_layers // pp, tp * pp
+        self.kinds = [group.layers[0].split(".")[0] for group in self.plan.groups]
+        options = ConnectorOptions(**{"transport": "gloo", **(options or {})})
+        self.storages = [
+            KVStorage.for_plan(self.plan, backend=backend, layout=layout, device=device)
+            for _ in range(self.num_ranks)
+        ]
+        self.manager = KVCacheManager.for_groups(
+            self.plan.groups,
+            self.plan.num_pages,
+            max_model_len,
+            num_preallocate_tokens=0,
+            **(manager or {}),
+        )
+        layouts = layouts_of_plan(
+            self.plan,
+            self.storages[0],
+            engine_id=engine_id,
+            tp_size=tp,
+            pp_size=pp,
+            states={g: STATE for g, kind in enumerate(self.kinds) if kind == "state"},
+            layers={
+                g: [f"{kind}.{i}" for i in range(num_layers)] for g, kind in enumerate(self.kinds)
+            },
+        )
+        self.ranks = [
+            CacheRank(layouts, storages, rank=rank, options=options, secret=secret.encode())
+            for rank, storages in enumerate(self.storages)
+        ]
+        self.connector = Connector(
+            self.manager, self.ranks, engine_id=engine_id, model=model, options=options
+        )
+
+    def close(self):
+        for rank in self.ranks:
+            rank.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    # What a model computes: values that name token, position, layer, head and place.
+
+    def values(self, rank, layer, part, tokens, first):
+        """[n, heads, head_size] of tokens that begin at position `first`."""
+        heads, rank = self.num_heads // self.tp, rank % self.tp
+        head = torch.arange(rank * heads, (rank + 1) * heads)[None, :, None]
+        place = torch.arange(self.head_size)[None, None, :]
+        token = torch.tensor(tokens, dtype=torch.int64)[:, None, None]
+        position = torch.arange(first, first + len(tokens))[:, None, None]
+        mixed = token * 131 + position * 17 + layer * 1009 + part * 503 + head * 53 + place
+        return (mixed % 65_521).float()
+
+    def state(self, rank, layer, tokens):
+        """The rank's part of the state behind tokens, as one row of elements."""
+        rank, found = rank % self.tp, []
+        seed = (sum(tokens) * 31 + len(tokens)) % 4093
+        for t, tensor in enumerate(STATE):
+            for s, (units, unit_size) in enumerate(tensor.sections):
+                per_rank = units // self.tp if units >= self.tp else 1
+                begin = rank * units // self.tp
+                unit = torch.arange(begin, begin + per_rank)[:, None, None]
+                channel = torch.arange(unit_size)[None, :, None]
+                row = torch.arange(tensor.row_size)[None, None, :]
+                mixed = (seed + layer * 7 + t * 3 + s) * 100 + unit * 37 + channel * 11 + row
+                found.append((mixed % 65_521).float().reshape(-1))
+        return torch.cat(found)
+
+    def rank_layers(self):
+        """(rank, its layer of a group, the model's layer of the kind)"""
+        for rank in range(self.num_ranks):
+            for at in range(self.per_stage):
+                yield rank, at, rank // self.tp * self.per_stage + at
+
+    def each_page(self, request, group, first, end):
+        """(block, slots, tokens' positions) of the blocks that hold tokens [first, end)."""
+        size = self.manager.block_sizes[group]
+        for number, block in enumerate(self.manager.block_ids(request, group).tolist()):
+            low, high = max(first, number * size), min(end, (number + 1) * size)
+            if block and low < high:
+                yield block, slice(low - number * size, high - number * size), (low, high)
+
+    def compute(self, request, first, end, layers=None):
+        """Writes KV of tokens [first, end), of all layers or of those named."""
+        tokens = request.token_ids.tolist()
+        for group, kind in enumerate(self.kinds):
+            for rank, at, layer in self.rank_layers():
+                storage = self.storages[rank][group]
+                if layers is None or f"{kind}.{layer}" in layers:
+                    if kind == "state":
+                        page = self.state_page(request, group, end)
+                        row = self.state(rank, layer, tokens[:end])
+                        storage.key_cache(at)[page].view(-1)[: len(row)] = row
+                        continue
+                    for block, slots, (low, high) in self.each_page(request, group, first, end):
+                        for part, cache in enumerate(
+                            (storage.key_cache(at), storage.value_cache(at))
+                        ):
+                            cache[block, slots] = self.values(
+                                rank, layer, part, tokens[low:high], low
+                            ).to(cache.dtype)
+
+    def state_page(self, request, group, end):
+        size = self.manager.block_sizes[group]
+        return int(self.manager.block_ids(request, group)[(end - 1) // size])
+
+    def wrong(self, request, end):
+        """What of the first `end` tokens is not what the next token must read; None: nothing."""
+        tokens = request.token_ids.tolist()
+        for group, kind in enumerate(self.kinds):
+            first = max(end - WINDOW + 1, 0) if kind == "window" else 0
+            for rank, at, layer in self.rank_layers():
+                storage = self.storages[rank][group]
+                if kind == "state":
+                    row = self.state(rank, layer, tokens[:end])
+                    page = self.state_page(request, group, end)
+                    if not torch.equal(storage.key_cache(at)[page].view(-1)[: len(row)].cpu(), row):
+                        return f"state of layer {layer}, rank {rank}"
+                    continue
+                seen = 0
+                for block, slots, (low, high) in self.each_page(request, group, first, end):
+                    seen += high - low
+                    for part, cache in enumerate((storage.key_cache(at), storage.value_cache(at))):
+                        right = self.values(rank, layer, part, tokens[low:high], low)
+                        if not torch.equal(cache[block, slots].cpu(), right.to(cache.dtype)):
+                            return f"{kind} layer {layer}, rank {rank}, tokens {low} to {high}"
+                if seen != end - first:
+                    return f"{kind}: {seen} tokens of {end - first}"
+        return None
+
+    # Steps of the engine.
+
+    def apply(self, plan):
+        for pages in {id(each[0].pages): each[0].pages for each in self.storages}.values():
+            for layer in range(pages.num_layers):
+                memory = pages.layer(layer)
+                for source, target in plan.copy.tolist():
+                    memory[target] = memory[source]
+                for page in plan.zero.tolist():
+                    memory[page] = 0
+
+    def prefill(self, request):
+        """Computes a request's tokens behind its hit; returns the hit, or None where it waits."""
+        plan = self.manager.step(new=[request])
+        if plan.status.tolist() != [Status.SERVED]:
+            return None
+        self.apply(plan)
+        hit = int(plan.num_computed_tokens[0])
+        self.compute(request, hit, request.num_tokens)
+        return hit
+
+    def admit(self, request, offer):
+        """Begins to load a request; True where it was admitted. ValueError for a refusal."""
+        count = self.connector.match(request, offer)
+        if count == 0:
+            return False
+        plan = self.manager.step(new=[Admit(request, external=External(count, delayed=True))])
+        if plan.status.tolist() != [Status.SERVED]:
+            return False
+        self.apply(plan)
+        self.connector.begin(request)
+        return True
+
+    def loaded(self, request, timeout_s=30):
+        """Waits for the end of a load."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            for each in self.connector.poll():
+                assert each.request is request
+                return each
+            time.sleep(0.001)
+        raise AssertionError(f"no word of request {request.request_id} within {timeout_s} s")
+
+    def recompute(self, request, loaded):
+        """Goes on after a load that may have failed; all known tokens are computed then."""
+        if loaded is None or loaded.num_computed_tokens is None:
+            assert self.prefill(request) is not None
+            return
+        left = request.num_tokens - loaded.num_computed_tokens
+        plan = self.manager.step([self.manager.row(request)], [left])
+        assert plan.status.tolist() == [Status.SERVED]
+        self.apply(plan)
+        self.compute(request, loaded.num_computed_tokens, request.num_tokens)
+
+    def drained(self, timeout_s=10):
+        """Whether, within so long, no block is held for a request, a reader or a transport."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            self.connector.poll()
+            if self.is_empty:
+                check_invariants(self.manager)
+                return True
+            time.sleep(0.01)
+        return False
+
+    @property
+    def is_empty(self):
+        pool, connector = self.manager.pool, self.connector
+        return (
+            pool.num_free == pool.num_total
+            and self.manager.pool.num_kept == 0
+            and connector.num_leased_requests == connector.num_loading_requests == 0
+        )
+
+
+class EngineProcess(Forked):
+    """An engine in a process of its own, as a test sees it."""
+
+    def __init__(self, engine_id, **options):
+        self._options = {"engine_id": engine_id, **options}
+        self.start()
+
+    def start(self):
+        """Starts it; again, under its name, where it was killed."""
+        super().__init__(serve, **self._options)
+
+
+def queued_s():
+    """Seconds that this process's threads were ready to run and had no core, of the one with most."""
+    found = []
+    for path in glob.glob("/proc/self/task/*/schedstat"):
+        with contextlib.suppress(OSError), open(path) as file:
+            found.append(int(file.read().split()[1]) / 1e9)
+    return max(found, default=0.0)
+
+
+def load_all(engine, requests):
+    """Loads requests side by side, computes what did not come, frees them; a result for each."""
+    results, waiting = [], {}
+    for each in requests:
+        request = Request(each["id"], each["tokens"])
+        result = {"id": each["id"], "error": None, "wrong": None}
+        result |= {"wait_s": 0.0, "starved_s": 0.0}
+        results.append(result)
+        try:
+            if each["offer"] is not None and engine.admit(request, each["offer"]):
+                waiting[each["id"]] = request, result, time.monotonic(), queued_s()
+                continue
+            result["error"] = "not loaded"
+            engine.connector.cancel(request)
+        except ValueError as refusal:
+            result["error"] = f"refused: {refusal}"
+        finish(engine, request, None, result)
+    while waiting:
+        for loaded in engine.connector.poll():
+            request, result, begun, queued = waiting.pop(loaded.request.request_id)
+            result["wait_s"], result["error"] = time.monotonic() - begun, loaded.error
+            result["starved_s"] = queued_s() - queued
+            if loaded.num_computed_tokens:
+                result["wrong"] = engine.wrong(request, loaded.num_computed_tokens)
+            finish(engine, request, loaded, result)
+        time.sleep(0.001)
+    return results
+
+
+def finish(engine, request, loaded, result):
+    engine.recompute(request, loaded)
+    result["wrong"] = result["wrong"] or engine.wrong(request, request.num_tokens)
+    engine.manager.free(request)
+
+
+def serve(commands, **options):
+    """Obeys commands until the test process ends; leases are looked after meanwhile."""
+    torch.set_num_threads(1)
+
+    def answer(**values):
+        send(commands, **values)
+
+    with Engine(**options) as engine:
+        answer(ready=True)
+        obey(engine, commands, answer)
+
+
+def obey(engine, commands, answer):
+    early = {}
+    while True:
+        engine.connector.poll()
+        if not commands.poll(0.005):
+            continue
+        command = received(commands)
+        match command.pop("command"):
+            case "prefill":
+                request = Request(command["id"], command["tokens"])
+                hit = engine.prefill(request)
+                if hit is None:
+                    answer(offer=None, hit=None)
+                    continue
+                offer = engine.connector.publish(request, lease_s=command.get("lease_s"))
+                answer(offer=offer, hit=hit)
+            case "early":
+                request = early[command["id"]] = Request(command["id"], command["tokens"])
+                engine.apply(engine.manager.step(new=[request]))
+                answer(offer=engine.connector.publish_early(request, engine.order))
+            case "layers":  # computes the next `count` layers of tokens [first, end)
+                request = early[command["id"]]
+                names = engine.order[: command["count"]]
+                first, end = command["first"], command["end"]
+                engine.compute(request, first, end, layers=names)
+                if len(names) == len(engine.order):
+                    engine.connector.advance(request, end)
+                else:
+                    engine.connector.advance(request, first, end, len(names))
+                answer(done=True)
+            case "publish":
+                engine.connector.publish(early.pop(command["id"]))
+                answer(done=True)
+            case "load":
+                answer(results=load_all(engine, command["requests"]))
+            case "drained":
+                answer(drained=engine.drained(command.get("seconds", 10)))

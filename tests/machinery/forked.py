@@ -1,0 +1,109 @@
+"""Processes of tests, forked from one that has imported torch: the import takes seconds.
+
+The fork server is multiprocessing's, one per test process; it ends with that process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(
+    [
+        *(
+            "tests.machinery.disaggregation_engine",
+            "tests.machinery.transport_peer",
+            "kvcache.server",
+        ),
+        *("kvcache.demo", "transformers.models.llama.modeling_llama"),
+    ]
+)
+
+
+class Forked:
+    """A process that runs `serve(commands, **options)`. Leaving the block kills it.
+
+    Commands and answers are JSON objects. `greeting` is the first one that `serve` sends.
+    """
+
+    def __init__(self, serve: Callable[..., None], **options: object) -> None:
+        self._commands, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_run, args=(serve, theirs), kwargs=options, daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self.pid: int = self._process.pid
+        self.greeting = self._answer(180)  # imports take long on a busy machine
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+        self._commands.close()
+
+    def ask(self, command: str, timeout_s: float = 30, **arguments: object) -> dict:
+        """What it answers."""
+        self.tell(command, **arguments)
+        return self._answer(timeout_s)
+
+    def tell(self, command: str, **arguments: object) -> None:
+        """A command without an answer."""
+        send(self._commands, command=command, **arguments)
+
+    def signal(self, number: int) -> None:
+        """Sends a signal; returns once SIGKILL has ended the process, or SIGSTOP stopped its threads."""
+        os.kill(self.pid, number)
+        if number == signal.SIGKILL:
+            self._process.join()
+        while number == signal.SIGSTOP and not self._is_stopped():
+            time.sleep(0.001)
+
+    def _is_stopped(self) -> bool:
+        tasks = Path(f"/proc/{self.pid}/task").glob("*/stat")
+        return all(each.read_text().rpartition(") ")[2][0] == "T" for each in tasks)
+
+    def _answer(self, timeout_s: float) -> dict:
+        assert self._commands.poll(timeout_s), f"no answer within {timeout_s} s"
+        return received(self._commands)
+
+
+def send(to: Connection, **values: object) -> None:
+    """A command or an answer, as JSON."""
+    to.send_bytes(json.dumps(values).encode())
+
+
+def received(commands: Connection) -> dict:
+    """The next command; EOFError where the test process has ended."""
+    return json.loads(commands.recv_bytes())
+
+
+def _run(serve: Callable[..., None], commands: Connection, **options: object) -> None:
+    with contextlib.suppress(EOFError):
+        serve(commands, **options)
+
+
+def run_code(code: str, errors: Path) -> tuple[int, str]:
+    """Runs a program as `python -c` does; its exit code and its stderr, which goes to a file."""
+    process = context.Process(target=_execute, args=(code, str(errors)))
+    process.start()
+    process.join()
+    return process.exitcode, errors.read_text()
+
+
+def _execute(code: str, errors: str) -> None:
+    with open(errors, "w") as file:
+        os.dup2(file.fileno(), 2)
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})

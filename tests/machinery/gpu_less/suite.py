@@ -1,0 +1,109 @@
+"""Tests marked `gpu`, but not `exhaustive`; then swaps under many orders of streams, a process each."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+
+from tests.machinery.gpu_less.build import TREE, Built
+
+NUM_SHARES = 4  # of the test files, each in its own process
+# Stands in each file with tests marked gpu; the others take long to import.
+_MARKED = re.compile(r"mark\.gpu|tests\.backends")
+SWAP_STEPS = 12  # of each race and seed
+PYTEST = [
+    "python",
+    "-m",
+    "pytest",
+    "-m",
+    "gpu and not exhaustive",
+    "-q",
+    "--tb=short",
+    "-p",
+    "no:cacheprovider",
+]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A pytest process; `environment`: variables in addition to the usual ones."""
+
+    name: str
+    arguments: list[str]
+    environment: dict[str, str]
+
+    def command(self) -> str:
+        """For a reader to repeat it."""
+        variables = [f"{name}={value}" for name, value in self.environment.items()]
+        words = ["python3", "-m", "tests.machinery.gpu_less", "run", "--", *PYTEST, *self.arguments]
+        return " ".join([*variables, shlex.join(words)])
+
+
+def run_suite(built: Built, num_seeds: int) -> int:
+    """Runs and prints every job; is the exit status."""
+    started = time.monotonic()
+    swaps = sorted(
+        str(path.relative_to(TREE))
+        for pattern in ("test_swap*.py", "test_worker*.py")
+        for path in (TREE / "tests").rglob(pattern)
+    )
+    files = sorted(
+        str(path.relative_to(TREE))
+        for path in (TREE / "tests").rglob("test_*.py")
+        if _MARKED.search(path.read_text())
+    )
+    jobs = [
+        Job(
+            f"tests marked gpu, {share + 1} of {NUM_SHARES}",
+            ["-rs", "--durations=5", *files[share::NUM_SHARES]],
+            {"KVCACHE_GPULESS_SEED": "1"},
+        )
+        for share in range(NUM_SHARES)
+    ]
+    for seed in range(1, num_seeds + 1):
+        environment = {
+            "KVCACHE_GPULESS_SEED": str(seed),
+            "KVCACHE_TEST_SWAP_STEPS": str(SWAP_STEPS),
+        }
+        jobs.append(Job(f"swaps, seed {seed}", swaps, environment))
+    failed = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        running = {pool.submit(_run, built, job): job for job in jobs}
+        for future in as_completed(running):
+            _print(running[future], future.result())
+            if future.result().returncode != 0:
+                failed.append(running[future])
+    took = time.monotonic() - started
+    print(f"gpu-less: {len(jobs)} processes, {len(failed)} failed, {took:.0f} s")
+    for job in failed:
+        print(f"gpu-less: again: {job.command()}")
+    return 1 if failed else 0
+
+
+def _run(built: Built, job: Job) -> subprocess.CompletedProcess:
+    environment = {**built.environment(), **job.environment}
+    environment["KVCACHE_EMUL_SEED"] = job.environment["KVCACHE_GPULESS_SEED"]
+    # Two processes run at a time; each of torch's operators here is small.
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    return subprocess.run(
+        [str(built.python), *PYTEST[1:], *job.arguments],
+        cwd=TREE,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _print(job: Job, done: subprocess.CompletedProcess) -> None:
+    lines = done.stdout.strip().splitlines() or ["no output"]
+    if done.returncode == 0:
+        shown = [x for x in lines if re.match(r"SKIPPED|.*s (call|setup) ", x)]
+        print(f"== {job.name}: {lines[-1].strip('= ')}", *shown, sep="\n", flush=True)
+    else:
+        print(f"== {job.name}: FAILED (exit {done.returncode})", done.stdout, sep="\n", flush=True)

@@ -1,0 +1,121 @@
+"""Long runs in which memory must stay flat: `python -m tests.machinery.growth [--scale F] [--seed N]`.
+
+Each run has a warm-up, in which tables, indices and the queue of events reach their size. What the
+process holds at its end may be `MOST_GROWTH` more than after the warm-up; twice that with many requests
+alive, four times that with a large pool, whose allocations are large. No event is drained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from kvcache import KVCacheManager, Request, StepReport
+from kvcache.allocator import check_invariants
+
+MOST_GROWTH = 16 << 20  # bytes
+WARM_UP = 0.5  # of a run
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def coming_and_going(num_steps: int, seed: int) -> Iterator[None]:
+    """Steps of some 8 requests; each admits one and frees one. A half of the prompts begins alike."""
+    rng = random.Random(seed)
+    manager = KVCacheManager(4, 1000, 256, enable_events=True, announce_reused=True)
+    running: dict[int, Request] = {}
+    for step in range(num_steps):
+        first = rng.randrange(50) if rng.random() < 0.5 else 50 + rng.randrange(10**6)
+        new = Request(f"r{step}", np.arange(first, first + rng.randint(8, 64)))
+        rows = [*running]
+        plan = manager.step(rows, [1] * len(rows), token_ids=[step % 1000] * len(rows), new=[new])
+        if plan.rows[-1] >= 0:
+            running[int(plan.rows[-1])] = new
+        manager.report(StepReport(plan.step_id, True))
+        if len(running) > 8:
+            manager.free(running.pop(rng.choice([*running])))
+        yield
+    check_invariants(manager)
+
+
+def many_alive(num_requests: int, seed: int) -> Iterator[None]:
+    """So many requests at once, a token for each, then they all leave; again and again."""
+    rng = random.Random(seed)
+    manager = KVCacheManager(4, 4 * num_requests, 64, num_preallocate_tokens=0)
+    for _ in range(10):
+        tokens = [rng.randrange(10**6) for _ in range(num_requests)]
+        requests = [Request(f"r{i}", range(t, t + 6)) for i, t in enumerate(tokens)]
+        rows = manager.step(new=requests).rows
+        plan = manager.step(rows, [1] * num_requests, token_ids=[7] * num_requests)
+        assert (plan.rows >= 0).all()
+        manager.report(StepReport(plan.step_id, True))
+        manager.free(*requests)
+        yield
+    check_invariants(manager)
+
+
+def large_pool(num_blocks: int, seed: int) -> Iterator[None]:
+    """A pool that is filled with cached blocks four times."""
+    part = max(num_blocks // 40, 1)
+    manager = KVCacheManager(1, num_blocks, part, num_preallocate_tokens=0, enable_events=True)
+    for i in range(160):  # a fortieth of the pool each
+        request = Request("r", (np.arange(part) + (seed + i) % 1000 * part) % 2**31)
+        assert manager.step(new=[request]).rows[0] >= 0
+        manager.free(request)
+        yield
+    assert manager.pool.num_cached == num_blocks - 1
+
+
+def measure(name: str, operations: int, run: Callable[[], Iterator[None]], most: int) -> bool:
+    """Prints what a run of so many operations took. Whether memory stayed flat."""
+    started, start = time.perf_counter(), resident_bytes()
+    samples = [resident_bytes() for _ in run()] if operations < 10**4 else _sampled(run, operations)
+    took, end = time.perf_counter() - started, resident_bytes()
+    warm = samples[int(len(samples) * WARM_UP)]
+    highest = max(samples[int(len(samples) * WARM_UP) :])
+    is_flat = highest - warm <= most
+    print(
+        f"{name}: {operations} operations, {operations / took:.0f} per second; resident MiB: "
+        + ", ".join(
+            f"{bytes_ / 2**20:.1f} {when}"
+            for bytes_, when in (
+                *((start, "at the start"), (warm, "after the warm-up")),
+                *((samples[-1], "at the end"), (end, "without it")),
+            )
+        )
+        + ("" if is_flat else f": GREW by {(highest - warm) / 2**20:.1f}"),
+        flush=True,
+    )
+    return is_flat
+
+
+def _sampled(run: Callable[[], Iterator[None]], operations: int) -> list[int]:
+    every = operations // 1000
+    return [resident_bytes() for i, _ in enumerate(run()) if i % every == 0]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scale", type=float, default=1.0, help="of all sizes")
+    parser.add_argument("--seed", type=int, default=None, help="default: drawn, and printed")
+    options = parser.parse_args(arguments)
+    seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
+    print(f"seed {seed}", flush=True)
+    steps, alive, blocks = (int(n * options.scale) for n in (10**6, 10**5, 5 * 10**7))
+    is_flat = measure(f"{steps} steps", steps, lambda: coming_and_going(steps, seed), MOST_GROWTH)
+    is_flat &= measure(f"{alive} alive", 10, lambda: many_alive(alive, seed), 2 * MOST_GROWTH)
+    is_flat &= measure(f"{blocks} blocks", 160, lambda: large_pool(blocks, seed), 4 * MOST_GROWTH)
+    return 0 if is_flat else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

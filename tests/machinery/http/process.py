@@ -1,0 +1,171 @@
+"""A `kvcache serve` process, and requests over plain sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import torch
+
+from kvcache.cli import main
+from tests.machinery.forked import context
+
+
+class Reply(NamedTuple):
+    """What a server has sent: the status (0: nothing), and all that follows the headers."""
+
+    status: int
+    body: bytes
+
+
+class ServeProcess:
+    """A server of a tiny model; a context manager that ends it.
+
+    `args`: options of `kvcache serve`. What it writes to stderr is `log` when it has ended.
+    """
+
+    def __init__(self, *args: str, model: str = "llama") -> None:
+        self.log = ""
+        self._pipe, theirs = context.Pipe(duplex=False)
+        argv = ["serve", model, "--port", "0", *args]
+        self._process = context.Process(target=_serve, args=(argv, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._errors = os.fdopen(os.dup(self._pipe.fileno()))
+        line = self._errors.readline()
+        found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", line)
+        if found is None:
+            raise RuntimeError(f"no server: {line}{self._end()}")
+        self.port = int(found[1])
+
+    def __enter__(self) -> ServeProcess:
+        until = time.monotonic() + 60
+        while ask(self.port, "GET", "/v1/models").status != 200:
+            assert time.monotonic() < until, "the server does not answer"
+            time.sleep(0.02)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.is_running:
+            self.send_signal(signal.SIGTERM)
+        self.log = self._end()
+
+    def _end(self) -> str:
+        """Wait until the process has ended, and return the rest of its stderr."""
+        self._process.join(60)
+        is_late = self.is_running
+        if is_late:
+            self._process.kill()
+            self._process.join()
+        with self._pipe, self._errors:
+            log = self._errors.read()
+        if is_late:
+            raise TimeoutError(f"the server did not end within 60 s: {log}")
+        return log
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal to the process."""
+        os.kill(self._process.pid, number)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.is_alive()
+
+    def state(self) -> dict:
+        """What the server says of itself."""
+        return json.loads(ask(self.port, "GET", "/state").body)
+
+    def wait_until_empty(self, seconds: float = 60) -> None:
+        """Until no request is left and no block is held."""
+        until = time.monotonic() + seconds
+        while True:
+            state = self.state()
+            pool = state["pool"]
+            if state["num_sequences"] == pool["held"] == pool["held_cached"] == 0:
+                return
+            assert time.monotonic() < until, state
+            time.sleep(0.1)
+
+
+def _serve(argv: list[str], errors: Connection) -> None:
+    """Runs a command line in a forked process, with stderr on a pipe."""
+    os.dup2(errors.fileno(), 2)
+    errors.close()
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    torch.set_num_threads(1)
+    sys.exit(main(argv))
+
+
+def request_of(method: str, path: str, body: bytes | dict = b"", *, more: str = "") -> bytes:
+    """A whole HTTP request, after which the connection is closed."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{more}"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+
+
+def ask(port: int, method: str, path: str, body: bytes | dict = b"", seconds: float = 60) -> Reply:
+    """One request and its reply. TimeoutError where it does not end."""
+    try:
+        with connect(port, seconds) as connection:
+            connection.sendall(request_of(method, path, body))
+            return reply_of(connection, seconds)
+    except (ConnectionError, BrokenPipeError):
+        return Reply(0, b"")
+
+
+def connect(port: int, seconds: float) -> socket.socket:
+    """A connection whose calls take so long at most."""
+    return socket.create_connection(("127.0.0.1", port), timeout=seconds)
+
+
+def reply_of(connection: socket.socket, seconds: float) -> Reply:
+    """All that comes until the server closes. TimeoutError where it does not."""
+    data, until = b"", time.monotonic() + seconds
+    try:
+        while True:
+            connection.settimeout(max(0.001, until - time.monotonic()))
+            piece = connection.recv(1 << 16)
+            if not piece:
+                break
+            data += piece
+    except ConnectionError:
+        pass
+    head, _, rest = data.partition(b"\r\n\r\n")
+    found = re.match(rb"HTTP/1\.1 (\d{3}) ", head)
+    if found is None:
+        return Reply(0, data)
+    is_chunked = b"transfer-encoding: chunked" in head.lower()
+    return Reply(int(found[1]), _joined(rest) if is_chunked else rest)
+
+
+def _joined(data: bytes) -> bytes:
+    """The chunks of a body."""
+    joined = b""
+    while data:
+        size, _, data = data.partition(b"\r\n")
+        count = int(size or b"0", 16)
+        joined, data = joined + data[:count], data[count + 2 :]
+    return joined
+
+
+def text_of(reply: Reply) -> str | None:
+    """The text of a whole completion, streamed or not; None for anything else."""
+    if reply.status != 200:
+        return None
+    if reply.body.startswith(b"{"):
+        return json.loads(reply.body)["choices"][0]["text"]
+    events = [line[6:] for line in reply.body.decode().split("\n") if line.startswith("data: ")]
+    if not events or events[-1] != "[DONE]":
+        return None
+    pieces = [json.loads(event) for event in events[:-1]]
+    if any("error" in piece for piece in pieces):
+        return None
+    return "".join(choice["text"] for piece in pieces for choice in piece["choices"])

@@ -1,0 +1,273 @@
+"""Honest and hostile clients of one server: do the honest ones get their answers, and how soon?
+
+`python -m tests.machinery.http.storm --turns N --seed S` starts `kvcache serve`. In each turn the same
+honest clients are alone first, and then together with hostile ones, threads of another process: tiny
+temperatures, floods of stop texts, large bodies, many prompts, many samples, surrogates and huge
+numbers, broken HTTP, clients that leave in the middle of a stream, that do not read, that send one byte
+after the other, that are silent. Printed are the right answers, and the 99th percentile of the honest
+clients' latency: the medians over the turns, and their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.sharedctypes import Synchronized
+
+from tests.machinery.forked import context
+from tests.machinery.http.process import (
+    Reply,
+    ServeProcess,
+    ask,
+    connect,
+    reply_of,
+    request_of,
+    text_of,
+)
+
+PATH = "/v1/completions"
+OPTIONS = ["--max-model-len=512", "--max-num-seqs=32", "--budget=16MiB", "--request-timeout=5"]
+NUM_HONEST, PER_TURN, PAUSE = 4, 15, 0.02
+_NICE = 5
+BODY = {"model": "llama", "temperature": 0}
+
+
+# --- honest clients -------------------------------------------------------------------------------
+
+
+def honest_bodies(seed: int, per_turn: int) -> list[list[dict]]:
+    """What each honest client asks for in a turn, one after the other."""
+    rng = random.Random(seed)
+    return [
+        [
+            BODY
+            | {
+                "prompt": "".join(chr(rng.randint(97, 122)) for _ in range(rng.randint(10, 60))),
+                "max_tokens": rng.randint(16, 32),
+                "stream": rng.random() < 0.5,
+            }
+            for _ in range(per_turn)
+        ]
+        for _ in range(NUM_HONEST)
+    ]
+
+
+class Honest:
+    """The honest clients: the latencies of a turn, and whether answers are right."""
+
+    def __init__(self, port: int, seed: int, per_turn: int) -> None:
+        self._port, self._bodies = port, honest_bodies(seed, per_turn)
+        self._wanted: list[list[str | None]] = [
+            [text_of(ask(port, "POST", PATH, body)) for body in bodies] for bodies in self._bodies
+        ]
+        assert all(text is not None for texts in self._wanted for text in texts)
+        self.num_asked = 0
+        self.wrong: list[tuple[dict, Reply]] = []
+
+    def turn(self) -> list[float]:
+        """All clients at once; seconds of each request."""
+        seconds: list[float] = []
+
+        def client(bodies: list[dict], wanted: list[str | None]) -> None:
+            for body, text in zip(bodies, wanted):
+                started = time.perf_counter()
+                reply = ask(self._port, "POST", PATH, body)
+                seconds.append(time.perf_counter() - started)
+                self.num_asked += 1
+                if text_of(reply) != text:
+                    self.wrong.append((body, reply))
+                time.sleep(PAUSE)
+
+        threads = [threading.Thread(target=client, args=x) for x in zip(self._bodies, self._wanted)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return seconds
+
+
+# --- hostile clients ------------------------------------------------------------------------------
+
+
+class Hostile:
+    """What one hostile client does, again and again; each method is a kind."""
+
+    def __init__(self, port: int, seed: int) -> None:
+        self._port, self._rng = port, random.Random(seed)
+
+    def _post(self, body: bytes | dict, path: str = PATH) -> Reply:
+        return ask(self._port, "POST", path, body, 20)
+
+    def _own(self, **more: object) -> dict:
+        return BODY | {"prompt": f"evil {self._rng.random()} " * 3, "max_tokens": 16} | more
+
+    def tiny_temperature(self) -> None:
+        self._post(self._own(temperature=self._rng.choice([5e-324, 1e-320, 1e-30])))
+
+    def stop_bomb(self) -> None:
+        self._post(self._own(stop=["z" * 500] * 1_000))
+
+    def most_stops(self) -> None:
+        self._post(self._own(stop=["z" * 127 + chr(97 + i) for i in range(16)], max_tokens=60))
+
+    def large_body(self) -> None:
+        self._post(b'{"model":"llama","prompt":"' + b"a" * 3_000_000 + b'"}')
+
+    def large_list(self) -> None:
+        self._post(b'{"model":"llama","prompt":[' + b"1," * 35_000 + b"1.5]}")
+
+    def many_prompts(self) -> None:
+        prompts = [[self._rng.randrange(500), 1] for _ in range(self._rng.choice([64, 5_000]))]
+        self._post(self._own(prompt=prompts, max_tokens=8))
+
+    def many_samples(self) -> None:
+        self._post(self._own(n=8, temperature=1.0, max_tokens=40))
+
+    def wrong_values(self) -> None:
+        wrong = self._rng.choice(["\ud800", 2**40, 10**400, -1, [], {"a": [[]] * 50}])
+        self._post(self._own() | {self._rng.choice(["prompt", "n", "seed", "stop", "user"]): wrong})
+
+    def deep(self) -> None:
+        self._post(b'{"prompt":' + b"[" * 20_000)
+
+    def leaves_a_stream(self) -> None:
+        with connect(self._port, 20) as connection:
+            body = self._own(stream=True, max_tokens=300)
+            connection.sendall(request_of("POST", PATH, body))
+            connection.recv(2_000)
+
+    def does_not_read(self) -> None:
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+            connection.settimeout(20)
+            connection.connect(("127.0.0.1", self._port))
+            connection.sendall(request_of("POST", PATH, self._own(stream=True, max_tokens=200)))
+            time.sleep(1)
+
+    def one_byte_after_the_other(self) -> None:
+        with connect(self._port, 20) as connection:
+            for byte in request_of("POST", PATH, self._own())[:60]:
+                connection.sendall(bytes([byte]))
+                time.sleep(0.1)
+
+    def silent(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for _ in range(20):
+                connection = stack.enter_context(connect(self._port, 20))
+                connection.sendall(self._rng.choice([b"", b"POST", b"GET / HTTP/1.1\r\n"]))
+            time.sleep(3)
+
+    def broken(self) -> None:
+        with connect(self._port, 20) as connection:
+            connection.sendall(self._rng.randbytes(self._rng.randint(1, 5_000)) + b"\r\n\r\n")
+            reply_of(connection, 20)
+
+
+KINDS = [name for name in vars(Hostile) if not name.startswith("_")]
+
+
+def be_hostile(port: int, seed: int, pause: float, is_over: object, num_acts: object) -> None:
+    """The process of the hostile clients: a thread of each kind.
+
+    It comes after the server where both want a core: clients have machines of their own.
+    """
+    os.nice(_NICE)
+
+    def client(kind: str, number: int) -> None:
+        hostile = Hostile(port, seed + number)
+        act: Callable[[], None] = getattr(hostile, kind)
+        while not is_over.is_set():
+            with contextlib.suppress(OSError):
+                act()
+            with num_acts.get_lock():
+                num_acts.value += 1
+            time.sleep(pause)
+
+    threads = [
+        threading.Thread(target=client, args=(kind, i), daemon=True) for i, kind in enumerate(KINDS)
+    ]
+    for thread in threads:
+        thread.start()
+    is_over.wait()
+
+
+@contextlib.contextmanager
+def hostile_clients(port: int, seed: int, pause: float) -> Iterator[Synchronized]:
+    """They run while the block does; the number of their acts so far."""
+    is_over, num_acts = context.Event(), context.Value("q", 0)
+    process = context.Process(target=be_hostile, args=(port, seed, pause, is_over, num_acts))
+    process.start()
+    try:
+        while num_acts.value < len(KINDS):
+            assert process.is_alive()
+            time.sleep(0.05)
+        yield num_acts
+    finally:
+        is_over.set()
+        process.join(30)
+        assert process.exitcode == 0
+
+
+# --- the comparison -------------------------------------------------------------------------------
+
+
+def p99(seconds: list[float]) -> float:
+    """Linear between the two nearest."""
+    return statistics.quantiles(seconds, n=100, method="inclusive")[98]
+
+
+def storm(turns: int, seed: int, pause: float, per_turn: int = PER_TURN) -> tuple[float, int]:
+    """Runs it, with `per_turn` requests of each client; the ratio of the medians, the wrong answers."""
+    alone: list[list[float]] = []
+    together: list[list[float]] = []
+    with ServeProcess(*OPTIONS) as server:
+        honest = Honest(server.port, seed, per_turn)
+        honest.turn()  # warms up
+        for turn in range(turns):
+            alone.append(honest.turn())
+            with hostile_clients(server.port, seed + 1_000 * turn, pause) as num_acts:
+                before = num_acts.value
+                together.append(honest.turn())
+                count = num_acts.value - before
+            server.wait_until_empty()
+            print(
+                f"turn {turn}: p99 alone {p99(alone[-1]) * 1e3:.0f} ms, together "
+                f"{p99(together[-1]) * 1e3:.0f} ms beside {count} hostile acts",
+                flush=True,
+            )
+        assert server.is_running
+    assert "Traceback" not in server.log, server.log
+    for body, reply in honest.wrong[:3]:
+        print(f"wrong: {body} -> {reply}")
+    figures = {}
+    for name, turns_of in (("alone", alone), ("together", together)):
+        middle = statistics.median(statistics.median(each) for each in turns_of)
+        figures[name] = statistics.median(p99(each) for each in turns_of)
+        print(f"{name}: median {middle * 1e3:.0f} ms, p99 {figures[name] * 1e3:.0f} ms")
+    num_right = honest.num_asked - len(honest.wrong)
+    ratio = figures["together"] / figures["alone"]
+    print(f"{num_right} of {honest.num_asked} honest answers right; p99 ratio {ratio:.2f}")
+    return ratio, len(honest.wrong)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
+    parser.add_argument("--pause", type=float, default=0.2, help="seconds between a hostile's acts")
+    args = parser.parse_args()
+    print(f"seed {args.seed}; {NUM_HONEST} honest clients, {len(KINDS)} hostile", flush=True)
+    ratio, num_wrong = storm(args.turns, args.seed, args.pause)
+    return int(num_wrong > 0 or ratio > 2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

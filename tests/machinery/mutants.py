@@ -1,0 +1,728 @@
+"""Small changes of meaning, each of which the tests of `make test` must notice (`make mutants`).
+
+A mutant is a replacement in one file; `tests.machinery.planted_breaks` plants them. The test files that
+are named run first, and where they pass, all others: a mutant survives only if no test notices it.
+
+`SURVIVORS` has those that no test can notice, and why.
+"""
+
+from __future__ import annotations
+
+POOL, MANAGER, OPS = "csrc/core/pool/", "csrc/core/manager/", "csrc/ops/"
+GROUPS, EVICTION, HASHING = "csrc/core/groups/", "csrc/core/eviction/", "csrc/core/hashing/"
+RULES = "csrc/core/groups/rules/"
+WORKER = "csrc/worker/"
+TRANSFER, PY_WORKER = "kvcache/transfer/", "kvcache/worker/"
+SERVING, MODELS = "kvcache/engine/", "kvcache/engine/transformers/"
+SERVE = "kvcache/server/"
+
+# By file: its path, the test files that are tried first, and (old, new) of each mutant. `old` stands once
+# in the file.
+_MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
+    (
+        POOL + "block_pool.cpp",
+        "block_pool eviction allocator_random",
+        [
+            ("if (n > num_free_) return false;", "if (n >= num_free_) return false;"),
+            ("num_free_ -= n;\n  if", "if"),
+            ("++block.generation;", ""),
+            ("if (num_cached_ > 0) index_.clear();", ""),
+            ("if (num_free_ != num_total()) return false;", ""),
+            ("  num_evicted_ += n;", "  num_evicted_ += 1;"),
+            ("if (blocks_[ids[j]].ref_count++ > 0) continue;", "continue;"),
+            ("&& !is_cached(block)) {\n      throw", "&& false) {\n      throw"),
+            (
+                "return num_leading < 0 ? n : num_leading;",
+                "return num_leading < 0 ? 0 : num_leading;",
+            ),
+            ("is_cached(block) && block.group != group) {\n      fail", "false) {\n      fail"),
+            ("if (++epoch_ == 0) {", "if (++epoch_ == 1) {"),
+        ],
+    ),
+    (
+        POOL + "hash_index.h",
+        "block_pool native",
+        [
+            (
+                "if (bucket.num_displaced == 0) break;\n    }\n    return {b",
+                "break;\n    }\n    return {b",
+            ),
+        ],
+    ),
+    (
+        POOL + "hash_index.cpp",
+        "block_pool native",
+        [
+            ("++bucket.num_displaced;", ""),
+            ("--buckets_[passed].num_displaced;", ""),
+            ("blocks_[youngest].younger = id;", ""),
+            ("longest_walk_ = std::max(longest_walk_, walk);", "longest_walk_ = walk;"),
+            ("if (longest_walk_ > most_walk_) draw_new_key();", ""),
+        ],
+    ),
+    (
+        POOL + "block_pool_eviction.cpp",
+        "eviction pinning",
+        [
+            ("for (BlockId other : changed_) update_candidate(other);\n}\n\nvoid", "}\n\nvoid"),
+            ("return id != kNullBlock ? id : passed_.head();", "return passed_.head();"),
+            ("for (int64_t j = 0; j < i; ++j) pins_->add(ids[j]);", ""),
+            ("std::swap(passed_, cached_free_);", ""),
+        ],
+    ),
+    (
+        POOL + "cache_tree.cpp",
+        "eviction tiers",
+        [
+            ("places_[twin].num_children += place.num_children;", ""),
+            (
+                "places_[id].num_children = static_cast<uint32_t>(found->second.num_children);",
+                "",
+            ),
+            ("finds_by_tag_) parent = block_at(key);", "false) parent = block_at(key);"),
+        ],
+    ),
+    (
+        EVICTION + "learned.h",
+        "eviction",
+        [
+            ("last != nullptr && last->is_end;", "last != nullptr;"),
+            (
+                "for (int64_t i = stop - 1; i >= first; --i) {",
+                "for (int64_t i = first; i < stop; ++i) {",
+            ),
+            ("if (levels_.keys().take_told(id)) return;", "levels_.keys().take_told(id);"),
+        ],
+    ),
+    (
+        EVICTION + "learned/reuse_model.h",
+        "eviction",
+        [
+            ("    record->is_used = true;\n", ""),
+            ("    hazards_.fade();\n", ""),
+        ],
+    ),
+    (
+        EVICTION + "learned/worth_order.h",
+        "learned_copies",
+        [
+            ("if (loaded != Segments::kNone) return loaded;", ""),
+            ("ReuseClass::kLoaded) return 0;", "ReuseClass::kLoaded) return 1;"),
+        ],
+    ),
+    (
+        EVICTION + "learned/copied_segment.h",
+        "learned_copies eviction",
+        [
+            ("last_ = segments->open(as.time,", "last_ = segments->open(0 * as.time,"),
+            ("if (!is_open || as.segment != of_) {", "if (!is_open) {"),
+        ],
+    ),
+    (
+        EVICTION + "learned/levels.h",
+        "eviction learned",
+        [
+            ("if (is_listed) level.segments.insert(id);", ""),
+            ("over < most_over || ", ""),
+            ("wanted.key.first = found->second.key.first;", ""),
+            ("--num_of_[found->second.key.second];", ""),
+        ],
+    ),
+    (
+        EVICTION + "learned_copies.h",
+        "learned_copies tiers",
+        [
+            ("if (segments_.of(id) != Segments::kNone) return;", ""),
+            ("evicts ? order_.victim() : kNullBlock", "order_.victim()"),
+        ],
+    ),
+    (
+        EVICTION + "learned/hazards.h",
+        "eviction learned_copies",
+        [
+            ("alive *= 1 - hazard[b];", ""),
+            ("best = std::max(best, gain);", "best = gain;"),
+            ("here + share * (solved_", "here + 0 * share * (solved_"),
+        ],
+    ),
+    (
+        POOL + "block_pool_invalidation.cpp",
+        "manager_life allocator_contents",
+        [
+            ("if (invalid.count(tag_of(block.hash)) != 0) break;", ""),
+            ("if (is_uniform) {", "if (true) {"),
+            ("invalid.roots.count(lineage_[id].root) == 0", "false"),
+        ],
+    ),
+    (
+        POOL + "partial_index.cpp",
+        "groups manager allocator_random",
+        [
+            ("parts_[ends->second.last].younger = at;", ""),
+            ("if (ends->second.first == kNone) by_hash_.erase(ends);", ""),
+        ],
+    ),
+    (
+        GROUPS + "sliding_window.h",
+        "groups specs",
+        [("num_computed_tokens - window_ + 1", "num_computed_tokens - window_ + 2")],
+    ),
+    (
+        GROUPS + "chunked_local.h",
+        "groups specs",
+        [("return num_computed_tokens / chunk_size_ * chunk_size_;", "return 0;")],
+    ),
+    (
+        GROUPS + "cache_group.h",
+        "groups manager tiers allocator_random",
+        [("if (!drafts || !is_cached) return 0;", "return 0;")],
+    ),
+    (
+        MANAGER + "prefix_finder.cpp",
+        "groups manager tiers allocator_random",
+        [
+            ("std::max<int64_t>(chain.num_tokens() - 1, 0);", "chain.num_tokens();"),
+            ("if (n == first) break;", "break;"),
+            ("while (block >= first_token / bs &&", "while (block > first_token / bs &&"),
+            ("if (group.rules->traits.updates_in_place && !with_states) continue;", ""),
+            ("on_host.back().column >= n / group", "on_host.back().column > n / group"),
+            ("step_ = with_partial ? unit_ : whole_unit_;", "step_ = unit_;"),
+        ],
+    ),
+    (
+        MANAGER + "demand.cpp",
+        "manager groups admission allocator_random",
+        [
+            (
+                "num_free - num_new >= supply.num_kept_free",
+                "num_free - num_new > supply.num_kept_free",
+            ),
+            ("num_free -= stops_being_free(each[b]);", ""),
+            ("rest.num_free -= group.rules->num_upfront(group, chain);", "rest.num_free -= 0;"),
+            (
+                "num_blocks <= pool_->num_total() - watermark_blocks_",
+                "num_blocks <= pool_->num_total()",
+            ),
+        ],
+    ),
+    (
+        MANAGER + "row_release.cpp",
+        "manager manager_life allocator_random",
+        [
+            ("if (r.by_step) c_.plan->clear_later(row);", ""),
+            ("if (c_.host != nullptr) note_onboards(row);", ""),
+            (
+                "each.num_published = std::min(each.num_published, num_tokens / group.block_size);",
+                "",
+            ),
+        ],
+    ),
+    (
+        RULES + "growth.cpp",
+        "manager groups tiers allocator_random",
+        [("each.source = kNullBlock;\n}", "}")],
+    ),
+    (
+        RULES + "tokens.h",
+        "manager groups admission allocator_random",
+        [("&& on.frees_at_once; ++b", "; ++b")],
+    ),
+    (
+        RULES + "tokens.cpp",
+        "manager groups tiers allocator_random",
+        [
+            ("if (!growth->holders.is_shared(each[b])) continue;", ""),
+            ("num_tokens % group.block_size != 0 || first", "first"),
+        ],
+    ),
+    (
+        RULES + "state.cpp",
+        "manager groups tiers allocator_random",
+        [
+            ("growth.c.pool->evict(&each[each.num_dropped], 1);", ""),
+            ("if (group.may_be_hit(num_passed - 1))\n", ""),
+        ],
+    ),
+    (
+        RULES + "state.h",
+        "manager manager_life allocator_random",
+        [("return false;  // it was updated in place", "return true;")],
+    ),
+    (
+        RULES + "circular.cpp",
+        "manager groups admission allocator_random",
+        [("return holders.is_shared(id);", "return false && holders.is_shared(id);")],
+    ),
+    (
+        MANAGER + "deferred_frees.cpp",
+        "manager_life allocator_random",
+        [
+            ("fence.step_id = std::min(fence.step_id, steps_->last_issued);", "(void)fence;"),
+            ("std::prev(at)->step_id > step_id) --at;", "false) --at;"),
+            ("if (step_id >= steps_->num_completed) {", "if (step_id > steps_->num_completed) {"),
+        ],
+    ),
+    (
+        MANAGER + "token_intake.cpp",
+        "manager sequences hashing",
+        [
+            ("    take_back_ids(request, request.num_rows);\n", ""),
+            ("    take_back_ids(request, i);\n", ""),
+        ],
+    ),
+    (
+        MANAGER + "session_pins.cpp",
+        "pinning tiers",
+        [
+            ("unpin_all(of_session);", ""),
+            ("break;  // nothing finds what comes behind", "continue;"),
+            ("pool_->generation(pinned.id) == pinned.generation &&", ""),
+        ],
+    ),
+    (
+        MANAGER + "publisher.cpp",
+        "manager groups tiers allocator_random",
+        [
+            ("c_.journal->note_written(written);", ""),
+            ("if (!c_.host->may_publish(each)) continue;", ""),
+            ("content.parent = first_hash == 0 ?", "content.parent = true ?"),
+        ],
+    ),
+    (
+        MANAGER + "host_tier.cpp",
+        "tiers allocator_random allocator_contents",
+        [
+            ("++counts_.unwritten_blocks;", ""),
+            ("if (!each.is_row) pages_->release(&each.page, 1);", ""),
+            ("if (is_queued_[id] != 0) return;", ""),
+            ("std::reverse(over.begin(), over.end());", ""),
+            ("if (fills.fills(id)) {", "if (false) {"),
+        ],
+    ),
+    (
+        MANAGER + "row_table.cpp",
+        "manager groups allocator_random",
+        [
+            (
+                "rows_[row].admission = ++num_admissions_;",
+                "rows_[row].admission = num_admissions_;",
+            ),
+            ("with_all && b-- > 0;", "b-- > 0;"),
+        ],
+    ),
+    (
+        MANAGER + "request_checks.cpp",
+        "manager manager_life external_tokens",
+        [
+            ("if (num_tokens >= 0 && num_tokens <= most) return;", "if (num_tokens >= 0) return;"),
+            ("if (r.num_computed - num_rejected >= kept) return;", "return;"),
+            ("if (!completed) c_.journal->check_may_abort(step_id);", ""),
+            ("check_driver(row, /*by_step=*/true);\n    if (request", "if (request"),
+        ],
+    ),
+    (
+        HASHING + "extra_keys.cpp",
+        "hashing events",
+        [
+            ("const bool has_salt = block == 0 && !", "const bool has_salt = !"),
+            (
+                "items_[i].first + items_[i].length <= start",
+                "items_[i].first + items_[i].length < start",
+            ),
+            (
+                "append_int(&buffer_, items_[i].first - start);",
+                "append_int(&buffer_, items_[i].first);",
+            ),
+        ],
+    ),
+    (
+        HASHING + "token_chain.cpp",
+        "hashing forks manager",
+        [
+            ("if (hashes_.size() > num_full) hashes_.resize(num_full);", "(void)num_full;"),
+            (
+                "extra_keys_.begins_like(other.extra_keys_, "
+                "(num_tokens + block_size_ - 1) / block_size_) &&",
+                "",
+            ),
+            ("chain->forget_removed();", "(void)chain;"),
+        ],
+    ),
+    (
+        WORKER + "host_tables.cpp",
+        "host_tables block_table worker",
+        [
+            ("empty_row(g, src);", ""),
+            ("const int64_t limit = this->limit(g, -1);", "const int64_t limit = INT32_MAX;"),
+            ("if (n < 0) fail(", "if (false) fail("),
+            ("num_dirty_ids_ = 0;", ""),
+            ("place[2] = static_cast<int32_t>(values);", "place[2] = 0;"),
+        ],
+    ),
+    (
+        WORKER + "host_slots.cpp",
+        "block_table slot_mapping_op",
+        [
+            ("fill(i, std::min(num_tokens, num_slots_), num_slots_);", ""),
+            ("on_device_[at] = one_memory_ ? num_tokens : 0;", "on_device_[at] = num_tokens;"),
+        ],
+    ),
+    (
+        WORKER + "slot_formula.h",
+        "slot_mapping_op block_table attention_metadata_op table_update_op",
+        [
+            (
+                "first_visible = int64_t{first} - window + 1;",
+                "first_visible = int64_t{first} - window;",
+            ),
+            ("return block < 0 ? -1 : block", "return block"),
+            ("if (turn > rank) of_round", "if (turn < rank) of_round"),
+        ],
+    ),
+    (
+        OPS + "copy_pages.h",
+        "block_copy_op",
+        [("destination < 0 ||\n", "false ||\n")],
+    ),
+    (
+        OPS + "block_copy.h",
+        "block_copy_op pages copy_engine",
+        [
+            ("if (writer < 0) continue;", "continue;"),
+            ("if (before >= 0) {", "if (false) {"),
+            ("if (up && !crosses(s - 1, d - 1)) {", "if (up) {"),
+            ("run.source = s;", ""),
+        ],
+    ),
+    (
+        OPS + "overlap.h",
+        "token_io_op block_permute_op",
+        [("static_cast<int64_t>(a.element_size()) - 1, budget", "0, budget")],
+    ),
+    (
+        OPS + "table_update.h",
+        "table_update_op",
+        [
+            ("if (idx_mapping.size(0) > num_rows) {", "if (false) {"),
+            (
+                "int64_t{place[0]} + place[1] > num_ids",
+                "int64_t{place[0]} + place[1] > num_ids + 1",
+            ),
+        ],
+    ),
+    (
+        "kvcache/checks.py",
+        "options specs swap worker transfer_blocks",
+        [
+            ("if number is None or isinstance(value, bool):", "if number is None:"),
+            ("if not least <= number <= most:", "if not least <= number:"),
+            ("np.flatnonzero((ids < least) | (ids >= size))", "np.flatnonzero(ids < least)"),
+            ("if len(found) and counts.max() > 1:", "if False:"),
+        ],
+    ),
+    (
+        "kvcache/memory_plan.py",
+        "specs",
+        [
+            ("(self.num_pages - 1) / self", "self.num_pages / self"),
+            ("_SLACK = 1.1", "_SLACK = 2.0"),
+            ("<= budget]", "< budget]"),
+            ("min(budget_bytes // page_bytes, MAX_INT32)", "budget_bytes // page_bytes"),
+            ("return block_size // common * common or block_size", "return block_size"),
+            ("drafts=any(by_name[name].drafts", "drafts=all(by_name[name].drafts"),
+        ],
+    ),
+    (
+        "kvcache/kinds/sliding_window.py",
+        "specs groups",
+        [("return self._window - 1 + step_tokens", "return self._window - 2 + step_tokens")],
+    ),
+    (
+        "kvcache/kinds/recurrent.py",
+        "specs groups",
+        [("return num_states + -(-num_states // tokens_per_page)", "return num_states")],
+    ),
+    (
+        "kvcache/allocator/hashing.py",
+        "hashing",
+        [
+            ('b"\\xf5" if value else b"\\xf4"', 'b"\\xf4" if value else b"\\xf5"'),
+            ("if value < 24:", "if value <= 24:"),
+            ("_head(_NEGATIVE, -1 - number)", "_head(_NEGATIVE, -number)"),
+        ],
+    ),
+    (
+        "kvcache/allocator/request.py",
+        "hashing manager groups tenants",
+        [
+            (
+                'flag(read_cache, "read_cache") and not num_encoder_tokens',
+                'flag(read_cache, "read_cache")',
+            ),
+            ("first + length > MAX_INT32", "first + length > MAX_INT32 + 1"),
+            ("if key is last_key:", "if chain is not None:"),
+        ],
+    ),
+    (
+        "kvcache/allocator/event_stream.py",
+        "events",
+        [
+            ("if first < stop and first + length > start:", "if first < stop:"),
+            ("self.cache_salt is not None and start == 0", "self.cache_salt is not None"),
+            ("return keys if any(keys) else None", "return keys"),
+        ],
+    ),
+    (
+        TRANSFER + "sharding.py",
+        "sharding transfer_plan",
+        [
+            ("reader * len(ranks) // num_readers", "reader % len(ranks)"),
+            (
+                "reader += 0 if rest else cp_rank + (other < stage)",
+                "reader += 0 if rest else cp_rank",
+            ),
+            ("return one.start < other.stop and", "return one.start <= other.stop and"),
+            (
+                "tp_rank * total_num_kv_heads // tp_size",
+                "tp_rank * (total_num_kv_heads // tp_size)",
+            ),
+        ],
+    ),
+    (
+        TRANSFER + "plan/transfer_plan.py",
+        "transfer_plan transfer_fragments transfer_readers",
+        [
+            ("if _num_fragments(received) < _num", "if _num_fragments(received) <= _num"),
+            ("and mine.heads_per_rank > 1", ""),
+            ("bool(mine.all())", "True"),
+            ("if len(differing := np.argwhere(mine != theirs)):", "if differing := []:"),
+            ("min(max(rest - cp_rank * chunk, 0), chunk)", "min(rest, chunk)"),
+        ],
+    ),
+    (
+        "kvcache/compat/aggregate.py",
+        "aggregate",
+        [
+            ("in (before | changed).items() if left}", "in (before | changed).items()}"),
+            ("value = copy.deepcopy(value)  # the sum", "# the sum"),
+            ("return total if added is None else added", "return added"),
+        ],
+    ),
+    (
+        PY_WORKER + "worker.py",
+        "worker worker_order swap",
+        [
+            ("if plan.step_id <= last:", "if plan.step_id < last:"),
+            ("if previous > last:", "if False:"),
+            ("if each.pages is not self.pages:", "if False:"),
+            ("        self._table_set.begin_step()\n", ""),
+            ("if type(plan.version) is not int or plan.version != PLAN_VERSION:", "if False:"),
+        ],
+    ),
+    (
+        PY_WORKER + "swap/engine.py",
+        "swap swap_streams calibration",
+        [
+            ('self._swap_streams[OUT].last_reading(pages), "released"', 'None, "released"'),
+            ("& (steps[:, 0] == steps[:, 1])", ""),
+            ("if layer < end), job.done", "if layer <= end), job.done"),
+        ],
+    ),
+    (
+        PY_WORKER + "swap/calibration.py",
+        "calibration",
+        [
+            ("(before + size) // 2", "size"),
+            ("if method not in METHODS:", "if False:"),
+            ("if found.machine != machine:", "if False:"),
+        ],
+    ),
+    (
+        SERVING + "scheduler.py",
+        "scheduler engine",
+        [
+            ("self.manager.reject_tokens(sequence.request, num_rejected)", "pass"),
+            ("parent.num_rows = max(1, parent.num_rows - child.num_rows)", "pass"),
+            ("        if self._victim is sequence:\n            self._victim = None\n", ""),
+            ("if not (asked and (swapped or self._is_short)):", "if True:"),
+            (
+                "pending.append((count > 1, sequence, count))",
+                "pending.append((0, sequence, count))",
+            ),
+            ("most = min(most, sequence.max_tokens - 1)", "pass"),
+            ("(nothing_done or each.rank >= first.rank)", "True"),
+            ("queue[at - 1].rank > sequence.rank", "queue[at - 1].rank >= sequence.rank"),
+            ("num_logits.append(1 + len(drafts) if stop >= known else 0)", "num_logits.append(1)"),
+            ("key=lambda each: not each.has_begun", "key=lambda each: 0"),
+            ("request.num_tokens - num_cached, budget", "request.num_tokens, budget"),
+        ],
+    ),
+    (
+        SERVING + "engine.py",
+        "engine serve",
+        [
+            (
+                "if reason or i == len(drafts) or drafts[i] != token:",
+                "if reason or i == len(drafts):",
+            ),
+            ("elif len(picks) == room:", "elif len(picks) > room:"),
+            ("        self.scheduler.fail(step)\n", ""),
+            ("if count == 0 or has_changed:", "if count == 0:"),
+            (
+                "goes_on = self._fork(parent) if parent in parents[i + 1 :] else parent",
+                "goes_on = parent",
+            ),
+            ("if each not in parents:", "if False:"),
+            ("cache_salt=generation.cache_salt", "cache_salt=None"),
+            ("len(tokens) + params.max_tokens > most", "len(tokens) > most"),
+            ("(*self.scheduler.admitted, *self.scheduler.waiting)", "(*self.scheduler.waiting,)"),
+        ],
+    ),
+    (
+        SERVING + "beams.py",
+        "sampling engine",
+        [
+            ("len(self._candidates) == len(self.scores)", "True"),
+            ("self.width + len(ends)", "self.width"),
+            ("self.best[-1].score >= going_on[0].score", "True"),
+            ("        self.best.sort(key=lambda ended: -ended.score)\n", ""),
+        ],
+    ),
+    (
+        SERVING + "sampling.py",
+        "sampling engine",
+        [
+            ('f"{seed} {nth}"', 'f"{seed}"'),
+            ("order[1:][sums[:-1] >= top_p", "order[sums >= top_p"),
+            ("is_in = logits > least", "is_in = logits >= least"),
+            ("/ self._params.temperature", "* self._params.temperature"),
+        ],
+    ),
+    (
+        SERVING + "drafters.py",
+        "sampling",
+        [("while at >= 0 and at % width:", "while False:")],
+    ),
+    (
+        MODELS + "attention.py",
+        "engine",
+        [
+            ("(seen >= firsts[:, None])", "True"),
+            ("np.minimum(columns, lengths[:, None] - 1)", "columns"),
+            ("if is_padded else None", "if False else None"),
+        ],
+    ),
+    (
+        MODELS + "mixers.py",
+        "engine attach",
+        [
+            ("None if part.before is None else", "None if True else"),
+            ("(batch.query_lens == 1) & (batch.starts > 0)", "batch.query_lens == 1"),
+            ("pages[i, part.after : part.after + 1]", "pages[i, :1]"),
+        ],
+    ),
+    (
+        MODELS + "segments.py",
+        "attach engine",
+        [
+            ("if resumes or start == 0 else 1", "if True else 1"),
+            ("before = None if start == 0 else 0", "before = None"),
+            ("start + at - first, draft, draft + 1)", "start + at - first, draft, 0)"),
+        ],
+    ),
+    (
+        MODELS + "request_cache.py",
+        "attach",
+        [
+            ("self._first, self._first\n", "self._first, 0\n"),
+            ("context.slots[at + self._first :", "context.slots[at :"),
+            ("return self._start\n", "return 0\n"),
+        ],
+    ),
+    (
+        MODELS + "self_check.py",
+        "attach",
+        [
+            ("wrong = ~(found <= tolerance)", "wrong = found > np.inf"),
+            ("if self._is_half and wrong.mean()", "if wrong.mean()"),
+            ("_TOKENS_PER_STEP = 11 ", "_TOKENS_PER_STEP = 999 "),
+        ],
+    ),
+    (
+        MODELS + "paged_cache.py",
+        "attach",
+        [
+            ("        if self._unread:\n            raise", "        if False:\n            raise"),
+        ],
+    ),
+    (
+        MODELS + "flashinfer_attention.py",
+        "engine",
+        [
+            ("pages.window - 1", "pages.window"),
+            ("        self._planned.clear()\n", ""),
+            ("if layer not in layers_with_sinks and", "if"),
+            ("sm_scale=shape.scale", "sm_scale=None"),
+            ("(self._batch.query_lens == 1).all()", "(self._batch.query_lens == 1).any()"),
+            ("        and keys.dtype == model_dtype\n", ""),
+        ],
+    ),
+    (
+        SERVE + "engine_loop.py",
+        "serve",
+        [
+            ("self.engine.abort(generation.request_id)", "pass"),
+            ("Answer.put_all([(answer, error) for answer in answers])", "pass"),
+            ("self._num_failures = 0\n        self._tell", "self._tell"),
+            ("                self._is_stopped = True\n", ""),
+            ("if self._num_failures == _MAX_FAILURES:", "if False:"),
+        ],
+    ),
+    (
+        SERVE + "texts.py",
+        "serve",
+        [
+            ("text[: self._num_read - self._stops.num_held[self._state]]", "text"),
+            ("text[: self._num_read - length]", "text[: self._num_read]"),
+            ('.rstrip("\\ufffd")', ""),
+            (", clean_up_tokenization_spaces=False", ""),
+            ('ends = set(_checked_tokens(end_token_ids, "end_token_ids"))', "ends = set()"),
+        ],
+    ),
+    (
+        SERVE + "app.py",
+        "serve",
+        [
+            ("if await request.is_disconnected():", "if False:"),
+            ("answer.stop(delta.index)", "pass"),
+            ("number * self._num_samples + delta.index", "number"),
+            ('"cache_salt": asked.cache_salt', '"cache_salt": None'),
+            ("if token not in ends", "if True"),
+        ],
+    ),
+]
+
+# Names of mutants that no test can notice -> why.
+SURVIVORS = {
+    "block_pool.cpp:10": "Python publishes no part of a block in a pool alone: `make ctest` notices.",
+    "block_copy.h:3": "Only mapped host memory needs the cuts: `make gpu-less` notices.",
+    "host_tier.cpp:3": "A block that is queued twice is written once: the host has it by then.",
+    "hash_index.cpp:2": "It costs time only: a search ends at the longest walk instead of here.",
+    "transfer_plan.py:2": "With one head per rank the search that it saves finds no fewer fragments.",
+    "hash_index.cpp:5": "Python does not know the key: `make ctest` notices, with one that it knows.",
+}
+
+
+def _short(path: str) -> str:
+    """The file's name; with its folder where another file has the same."""
+    name = path.rpartition("/")[2]
+    is_alone = sum(other.endswith(f"/{name}") for other, *_ in _MUTANTS) == 1
+    return name if is_alone else "/".join(path.split("/")[-2:])
+
+
+# (name, path, old, new, test files) each.
+MUTANTS = [
+    (f"{_short(path)}:{number}", path, old, new, tests)
+    for path, tests, changes in _MUTANTS
+    for number, (old, new) in enumerate(changes, 1)
+]

@@ -1,0 +1,691 @@
+"""Each public op and class on a device: what it does there is compared with what it does on the CPU.
+
+A case takes the name of a device and returns values and tensors, which may lie anywhere. Of what a device
+refuses, a case has the beginning of the error.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, fields
+from functools import partial
+
+import numpy as np
+import torch
+
+import kvcache
+from kvcache import Admit, External, GroupSpec, LayerSpec, Request, ops, plan_cache
+from kvcache.compat import (
+    copy_kv_blocks,
+    kv_postprocess_blksize_and_layout_on_receive,
+    kv_postprocess_blksize_on_receive,
+    kv_postprocess_layout_on_receive,
+)
+from kvcache.engine import Engine, SamplingParams
+from kvcache.engine.transformers import attach, layer_specs
+from kvcache.engine.transformers.tiny_models import tiny_model
+from kvcache.replay.content import prefix_keys
+from kvcache.replay.workload import WorkloadRequest
+from kvcache.sources.disaggregation import CacheRank, Connector, ConnectorOptions, layouts_of_plan
+from kvcache.transfer import (
+    CacheDescription,
+    GroupFetch,
+    fetch,
+    make_transport,
+    permute_received_blocks,
+    plan_transfer,
+    region_addresses,
+)
+from kvcache.worker import (
+    AttentionMetadataBuilder,
+    BlockTables,
+    HostDeviceBuffer,
+    KVStorage,
+    Pages,
+    SwapEngine,
+    TableShape,
+)
+from tests.machinery import stores
+from tests.machinery.shared import manager_of
+from tests.machinery.wrong_calls.ops import Calls, make_wrong
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a public name does on a device.
+
+    run: returns what is compared with the CPU. refusal: how its error begins; None: it works.
+    ops_needed: whether the device needs operators of its own, beyond views, fills and copies.
+    """
+
+    run: Callable[[str], object]
+    refusal: str | None = None
+    ops_needed: bool = False
+
+
+CASES: dict[str, Case] = {}
+
+# Whose public names are in the matrix, unless their modules do without torch.
+PACKAGES = (
+    *("kvcache", "kvcache.worker", "kvcache.transfer", "kvcache.engine", "kvcache.sources.store"),
+    *("kvcache.sources.disaggregation", "kvcache.engine.transformers"),
+)
+NO_TENSORS = {
+    *(
+        "PrefillStats",
+        "RemotePrefill",
+        "UnsupportedModel",
+        "source_readers",
+        "Delta",
+        "TableShape",
+        "Generation",
+        "Metrics",
+        "NgramDrafter",
+        "PoolStates",
+        "Sample",
+        "SamplingParams",
+    ),
+    *(
+        "ScheduledStep",
+        "Scheduler",
+        "Sequence",
+        "State",
+        "pool_states",
+        "DiskStore",
+        "MooncakeStore",
+    ),
+}
+
+
+def case(*names: str, ops_needed: bool = False, refusal: str | None = None) -> Callable:
+    """Registers a function as the case of public names."""
+
+    def added(run: Callable[[str], object]) -> Callable:
+        CASES.update((name, Case(run, refusal, ops_needed)) for name in names)
+        return run
+
+    return added
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ints(values: object, device: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype).to(device)
+
+
+# Ops ---------------------------------------------------------------------------------------------------
+
+_NUM_CALLS = 200  # per op; half of them with a wrong argument
+_STAYS = {"groups", "regions", "offsets"}  # arguments that ops take on the host only
+
+
+class Placed:
+    """Arguments of an op, their tensors on a device; those that shared memory share it there too."""
+
+    def __init__(self, name: str, args: list, device: str, seed: int) -> None:
+        rng = random.Random(seed)
+        schema = getattr(torch.ops.kvcache, name).default._schema.arguments
+        self.memories: dict[tuple[bool, int], torch.Tensor] = {}
+        self.args = []
+        for i, arg in enumerate(args):
+            if not isinstance(arg, torch.Tensor) or arg.layout != torch.strided:
+                self.args.append(arg)
+                continue
+            may_stay = i in ops._ON_HOST[name] and rng.random() < 0.5
+            stays = schema[i].name in _STAYS or may_stay
+            self.args.append(self._placed(arg, "cpu" if stays else device, stays))
+
+    def _placed(self, tensor: torch.Tensor, device: str, stays: bool) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        key = stays, storage.data_ptr()
+        if key not in self.memories:
+            whole = torch.empty(0, dtype=torch.uint8)
+            whole.set_(storage, 0, (storage.nbytes(),), (1,))
+            self.memories[key] = whole.clone() if device == "cpu" else whole.to(device)
+        view = torch.empty(0, dtype=tensor.dtype, device=device)
+        memory = self.memories[key].untyped_storage()
+        return view.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def contents(self) -> list[bytes]:
+        return [bytes(memory.cpu().numpy()) for memory in self.memories.values()]
+
+
+def _goes_backwards(regions: object) -> bool:
+    """Whether they are regions of a copy whose strides are below 0."""
+    is_table = isinstance(regions, torch.Tensor) and regions.dtype == torch.int64
+    return is_table and regions.ndim == 2 and bool((regions[:, 1:4:2] < 0).any())
+
+
+def _fuzzed(name: str) -> Callable[[str], object]:
+    def run(device: str) -> list:
+        answers, num_refused = [], 0
+        for seed in range(10_000):
+            rng = random.Random(f"{name} {seed}")
+            args = getattr(Calls(rng), name)()
+            if seed % 2:
+                make_wrong(rng, name, args)
+            if any(isinstance(each, int) and each == 2**31 - 1 for each in args):
+                continue  # more pages than the memory has: the CPU trusts that
+            if name == "copy_blocks" and any(map(_goes_backwards, args)):
+                continue  # refused elsewhere: torch has no views of pages that lie backwards
+            placed = Placed(name, args, device, seed)
+            before = placed.contents()
+            try:
+                getattr(ops, name)(*placed.args)
+                is_refused = False
+            except (RuntimeError, TypeError) as error:
+                by_torch = str(error).startswith("kvcache::")  # of another type than the schema's
+                assert by_torch or "\n" not in str(error), str(error)
+                is_refused = True
+            if is_refused:
+                assert placed.contents() == before, (name, seed)
+                num_refused += 1
+            answers.append((is_refused, placed.contents()))
+            if len(answers) == _NUM_CALLS:
+                break
+        assert 0 < num_refused < len(answers)
+        return answers
+
+    return run
+
+
+for _name in ops._ON_HOST:
+    case(f"ops.{_name}")(_fuzzed(_name))
+
+
+@case("ops.warm_up", refusal="device is sealed:0: expected a CUDA device")
+def _(device: str) -> None:
+    ops.warm_up(torch.device(device, 0))
+
+
+# Tables ------------------------------------------------------------------------------------------------
+
+
+@case("HostDeviceBuffer")
+def _(device: str) -> object:
+    buffer = HostDeviceBuffer((5, 2), torch.int32, torch.device(device), pin_memory=False)
+    buffer.before_write()
+    buffer.np[:] = np.arange(10).reshape(5, 2)
+    buffer.upload(0, 5)
+    return buffer.gpu
+
+
+@case("GroupTable")
+def _(device: str) -> object:
+    shape = TableShape(32, max_num_blocks=8, kernel_block_size=16)
+    table = BlockTables([shape], max_num_reqs=4, max_num_tokens=64, device=device)[0]
+    found = []
+
+    def note() -> None:
+        table.commit_updates()
+        found.append(table.block_table.gpu.clone())
+
+    table.add_row([7, 9], 0)
+    table.append_row([3], 1)
+    note()
+    rows, positions = ints([0, 0, 1], device), ints([3, 40, 5], device, torch.int64)
+    table.compute_slot_mapping(rows, positions)
+    found += [table.slot_mapping.gpu.clone(), table.num_computed_slots]
+    table.compute_slot_mapping(None, positions, query_start_loc=ints([0, 2, 3], device))
+    found.append(table.slot_mapping.gpu.clone())
+    table.compute_slot_mapping(np.array([0, 0]), np.array([4, 41]))
+    table.commit_slot_mapping(2)
+    found.append(table.slot_mapping.gpu.clone())
+    found.append(table.slots_of(rows, positions))
+    found.append(table.slots_of(np.array([0]), np.array([2])))
+    found.append(table.gather(ints([1, 0, -1], device)))
+    found.append(table.gather(ints([1, 0, -1], device), ints([1, 33, 0], device), 64))
+    table.swap_row(0, 1)
+    note()
+    table.move_rows([1], [2])
+    table.commit_block_table(4)
+    found += [table.get_device_tensor(3).clone(), table.get_cpu_tensor().clone()]
+    table.clear_row(0)
+    note()
+    table.clear()
+    note()
+    return found
+
+
+HYBRID = (
+    GroupSpec("full_attention", 16),
+    GroupSpec("sliding_window", 32, {"window": 20}),
+    GroupSpec("recurrent", 16, {"num_speculative_blocks": 2}),
+    GroupSpec("circular_window", 4, {"window": 8, "buffer": 16}),
+)
+
+
+def hybrid_tables(device: str) -> BlockTables:
+    sizes = {"max_num_reqs": 4, "max_model_len": 64, "max_num_tokens": 32}
+    tables = BlockTables.for_groups(HYBRID, **sizes, device=device)
+    tables.add_row([[1, 2], [3], [0, 5, 8, 9], [3, 4, 5, 6]], 0)
+    tables.append_row([[4], [5], [6], [7]], 1)
+    tables.commit_updates()
+    return tables
+
+
+@case("BlockTables")
+def _(device: str) -> object:
+    tables, found = hybrid_tables(device), []
+    rows, positions = ints([0, 0, 1], device), ints([3, 17, 2], device, torch.int64)
+    tables.compute_slot_mapping(rows, positions)
+    found += [tables[g].slot_mapping.gpu.clone() for g in (0, 1, 3)]
+    tables.compute_slot_mapping(np.array([0]), np.array([18]))
+    tables.commit_slot_mapping(1)
+    found += [tables[g].slot_mapping.gpu.clone() for g in (0, 1, 3)]
+    found.append(tables[3].slots_of(rows, positions))
+    for on in (device, "cpu"):
+        states = [ints(values, on) for values in ([0, 0], [20, 19], [2, 0])]
+        found.append(tables[2].state_pages(*states))
+    found += [each.clone() for each in tables.gather(ints([0, -1], device), ints([30, 0], device))]
+    tables.swap_row(0, 1)
+    tables.commit_block_table(2)
+    found += [table.get_device_tensor().clone() for table in tables.block_tables]
+    tables.clear()
+    return found + [table.get_device_tensor() for table in tables.block_tables]
+
+
+@case("AttentionMetadataBuilder", "AttentionMetadata", "GroupMetadata")
+def _(device: str) -> object:
+    builder, found = AttentionMetadataBuilder(hybrid_tables(device)), []
+    for on in (device, "cpu"):
+        for rows, queries, lengths in (([0, 1], [4, 1], [20, 9]), ([1], [2], [5])):
+            given = [ints(values, on) for values in (rows, queries, lengths)]
+            batch = builder.build(*given, num_padded_reqs=3)
+            parts = [batch, *batch.groups.values()]
+            for part in parts:
+                values = [getattr(part, each.name) for each in fields(part)]
+                found += [x.clone() if isinstance(x, torch.Tensor) else x for x in values]
+    return [each for each in found if not isinstance(each, dict)]
+
+
+# Storage and pages -------------------------------------------------------------------------------------
+
+
+@case("KVStorage")
+def _(device: str) -> object:
+    found = []
+    slots = ints([4, 5, 6, 7, -1, 17], device, torch.int64)
+    for options in (
+        {},
+        {"backend": "FLASHINFER", "layout": "HND"},
+        {"backend": "TRITON_ATTN", "cross_layers": True},
+        {"backend": "FLASHINFER", "scale_bytes_per_token": 4},
+        {"dtype": "float8_e4m3fn"},
+        {"v_head_size": 4},
+    ):
+        storage = KVStorage(5, 4, 2, 8, num_layers=3, device=device, **options)
+        storage.pages.memory.zero_()
+        dtype = torch.bfloat16
+        if storage.dtype != dtype:
+            storage.set_scales((randn(3, 2).abs() + 1).to(device), torch.ones(3, 1))
+        key = randn(3, 6, 2, 8, seed=1).to(dtype).to(device)
+        value = randn(3, 6, 2, storage.v_head_size, seed=2).to(dtype).to(device)
+        storage.write(1, key[0], value[0], slots)
+        storage.write(2, key[1].transpose(0, 1).contiguous().transpose(0, 1), value[1], slots)
+        for layer in range(1, 3):
+            found += storage.gather(layer, slots[:4], dtype)
+        storage.write_layers(key, value, slots)
+        found += storage.gather_layers(slots, dtype)
+        found += [storage.key_cache(0)[:2].clone(), storage.num_bytes]
+        if "scale_bytes_per_token" in options:
+            storage.scale_cache(1).fill_(3)
+            found.append(storage.pages.layer(1)[1:].clone())
+    layers = [
+        LayerSpec("a", "full_attention", 16, num_kv_heads=2, head_size=8),
+        LayerSpec("b", "recurrent", 1, dtype="float32", state_bytes=4096),
+    ]
+    for storage in KVStorage.for_plan(plan_cache(layers, 2**20, max_model_len=256), device=device):
+        found.append(storage.kv_caches[0][:1].clone())
+    engine = [torch.zeros(2, 9, 16, 2, 8).to(device) for _ in range(2)]
+    mine = KVStorage.from_tensors(engine)
+    tokens = randn(2, 2, 8).to(device)
+    mine.write(1, tokens, tokens, ints([17, 33], device, torch.int64))
+    mine.write_layers(
+        torch.stack([tokens.cpu()] * 2).to(device), torch.stack([tokens.cpu()] * 2).to(device),
+        ints([40, 41], device, torch.int64),
+    )  # fmt: skip
+    found += engine
+    parts = KVStorage.over(
+        Pages.allocate(9, [[1024]], device=device), 8, 2, 8, dtype="float32", num_null_blocks=2
+    )
+    parts.write(0, tokens, tokens, ints([17, 9], device, torch.int64))
+    return found + [*parts.gather(0, ints([17, 9], device, torch.int64))]
+
+
+def engines_caches(device: str, num_blocks: int = 9, kv_dim: int = 0) -> list[torch.Tensor]:
+    """Three layers in memory of their own; `kv_dim` 1: K and V of a block are together."""
+    shape = [num_blocks, 16, 8]
+    shape.insert(kv_dim, 2)
+    return [randn(*shape, seed=i).to(device) for i in range(3)]
+
+
+@case("Pages")
+def _(device: str) -> object:
+    caches = engines_caches(device)
+    pages = Pages.over(caches, 1)
+    pages.zero(np.array([3, 4, 8]))
+    found = [pages.fragment(1), *caches]
+    packed = Pages.allocate(9, [[512, 512]] * 4, device=device, block_major=True)
+    packed.layer(2).fill_(7)
+    packed.zero(np.array([5]))
+    found += [packed.layer(2), packed.fragment(4), pages.staging(10_000).num_blocks]
+    host = pages.on_host(20, pin_memory=False)
+    return [*found, host.num_blocks, host.page_bytes]
+
+
+@case("SwapEngine", "SwapJob", "SwapError")
+def _(device: str) -> object:
+    found = []
+    for number, options in enumerate(
+        (
+            {},
+            {"layers_per_event": 2},
+            {"method": "staging", "staging_bytes": 4096},
+            {"method": "copy_engine", "batch_copies": False},
+            {"method": "kernel"},
+        )
+    ):
+        # The host's tensors; or packed pages, and fragments of the device's that lie apart.
+        apart = number % 2
+        caches = engines_caches(device, kv_dim=apart)
+        pages = Pages.over(
+            [[cache[:, 0], cache[:, 1]] for cache in caches] if apart else caches, 1 - apart
+        )
+        host = pages.on_host(20) if apart else Pages.over(engines_caches("cpu", 20), 1)
+        host.zero(np.arange(20))
+        engine = SwapEngine(pages, host, **options)
+        engine.swap_out(np.array([[1, 5], [2, 6], [8, 7]])).wait(5)
+        engine.before_write(np.array([1, 2]))
+        job = engine.swap_in(np.array([[5, 3], [7, 4], [9, 8]]))
+        engine.before_read(job, 1)
+        engine.order_after_swap_ins()
+        job.wait(5)
+        found += [*caches, *(host.fragment(i).clone() for i in range(len(host.sizes)))]
+        found.append(engine.invalid_pages(job))
+        engine.wait(5)
+    return found
+
+
+def small_cache(device: str) -> kvcache.KVCache:
+    layers = [
+        LayerSpec(f"layers.{i}", "full_attention", 16, 2, 8, dtype="float32") for i in range(2)
+    ]
+    plan = plan_cache(layers, 2**18, max_model_len=256, max_num_batched_tokens=64)
+    return kvcache.build(plan, device=device, max_num_reqs=8, num_host_blocks=65)
+
+
+@case("Worker", "PendingStep", "KVCache", "build")
+def _(device: str) -> object:
+    cache, found = small_cache(device), []
+    manager, tables = cache.manager, cache.tables
+    cache.pages.memory.zero_()
+
+    def run(plan: object) -> None:
+        pending = cache.worker.start(plan)
+        for row, first, count in zip(plan.rows, plan.num_computed_tokens, plan.num_tokens):
+            positions = np.arange(first, first + count)
+            tables.compute_slot_mapping(np.full(count, row, np.int32), positions)
+            tables.commit_slot_mapping(int(count))
+            for layer in ("layers.0", "layers.1"):
+                tokens = randn(count, 2, 8, seed=int(first)).to(device)
+                cache.write(layer, tokens, tokens)
+        manager.report(pending.wait(5))
+        found.append(cache.pages.memory.clone())
+        found.append([table.get_device_tensor().clone() for table in tables.block_tables])
+
+    first, second = Request("a", range(40)), Request("b", range(40))
+    run(manager.step(new=[first]))
+    run(manager.step([0], [1], token_ids=[7]))
+    found += cache.gather_context("layers.1", [0], [41])
+    run(manager.step(swap_out=[0]))
+    run(manager.step(new=[second]))
+    run(manager.step([manager.row(first)], [1], token_ids=[8]))
+    third = Request("c", first.token_ids)
+    rows = [manager.row(first), manager.fork(first, third)]
+    run(manager.step(rows, [1, 1], token_ids=[9, 10]))
+    found += cache.gather_context("layers.0", rows, [43, 43])
+    return [*found, cache.kv_cache("layers.1")]
+
+
+# Transfer ----------------------------------------------------------------------------------------------
+
+
+def placed(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """A copy on a device, with the strides."""
+    place = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return place.copy_(tensor)
+
+
+@case("copy_kv_blocks")
+def _(device: str) -> object:
+    found = []
+    for is_hnd in (False, True):  # another order than on the host: through more of its memory
+        host = {str(i): randn(9, 16, 2, 8, seed=i) for i in range(3)}
+        there = {
+            name: placed(each.zero_() if not is_hnd else _hnd(each).zero_(), device)
+            for name, each in {name: each.clone() for name, each in host.items()}.items()
+        }
+        back = {name: torch.zeros_like(each) for name, each in host.items()}
+        with torch.device("meta"):  # a default device changes nothing
+            copy_kv_blocks(host, there, [1, 0, 5], [0, 1, 6], "h2d")
+            copy_kv_blocks(there, back, [0, 1, 6], [2, 3, 4], "d2h")
+        found += [*there.values(), *back.values()]
+    return found
+
+
+def _hnd(cache: torch.Tensor) -> torch.Tensor:
+    return cache.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@case("kv_postprocess_blksize_on_receive")
+def _(device: str) -> object:
+    caches = [placed(_hnd(randn(9, 16, 2, 8, seed=i)), device) for i in range(3)]
+    kv_postprocess_blksize_on_receive(caches, [3, 7], block_size_ratio=2)
+    kv_postprocess_blksize_on_receive(caches[0], ints([2, 5], device), block_size_ratio=-2)
+    return caches
+
+
+@case("kv_postprocess_layout_on_receive")
+def _(device: str) -> object:
+    caches = [randn(9, 16, 2, 8, seed=i).to(device) for i in range(3)]
+    kv_postprocess_layout_on_receive(caches, np.array([3, 4, 8]))
+    return caches
+
+
+@case("kv_postprocess_blksize_and_layout_on_receive")
+def _(device: str) -> object:
+    whole = randn(3, 9, 16, 2, 8).to(device)  # layers in one memory
+    kv_postprocess_blksize_and_layout_on_receive([*whole], [3, 1], block_size_ratio=4)
+    return whole
+
+
+@case("permute_received_blocks")
+def _(device: str) -> object:
+    caches = [randn(9, 16, 2, 8, seed=i).to(device) for i in range(3)]
+    permute_received_blocks(caches, [[1, 2], [8, 4]], remote_block_size=32, remote_layout="HND")
+    permute_received_blocks(caches[1][:, :, 0], [3], remote_block_size=8)
+    return caches
+
+
+# Two engines: the sender has smaller blocks and another layout, so that received ones are permuted.
+_TOKENS = 40
+
+
+class Side:
+    """A storage, its description, and where 40 tokens lie."""
+
+    def __init__(self, name: str, block_size: int, layout: str, device: str) -> None:
+        shape = {"num_kv_heads": 2, "head_size": 8, "num_layers": 2, "dtype": "float32"}
+        self.storage = KVStorage(
+            12, block_size, **shape, layout=layout, device=device, backend="FLASHINFER"
+        )
+        self.description = CacheDescription(
+            engine_id=name, num_layers=2, total_num_kv_heads=2, head_size=8, dtype="float32",
+            block_size=block_size, memory_order=self.storage.memory_order,
+        )  # fmt: skip
+        self.ids = np.arange(1, 1 + -(-_TOKENS // block_size))
+        positions = torch.arange(_TOKENS)
+        self.slots = (torch.from_numpy(self.ids)[positions // block_size] * block_size).add(
+            positions % block_size
+        )
+
+    def addresses(self) -> np.ndarray:
+        return region_addresses(self.description, self.storage.pages)
+
+
+def _fetched(kind: str, device: str, **options: object) -> list:
+    sender, receiver = Side("there", 16, "HND", device), Side("here", 32, "NHD", device)
+    key, value = (randn(2, _TOKENS, 2, 8, seed=i).to(device) for i in range(2))
+    sender.storage.write_layers(key, value, sender.slots.to(device))
+    with ExitStack() as stack:
+        transports = []
+        for side in (sender, receiver):
+            transport = make_transport(side.description.engine_id, kind, timeout_s=20, **options)
+            stack.callback(transport.close)
+            transport.register(side.storage.pages)
+            transports.append(transport)
+        transports[1].connect(transports[0].metadata())
+        plan = plan_transfer(receiver.description, sender.description, 0)
+        group = GroupFetch(
+            plan, receiver.ids, sender.ids, receiver.addresses(), {0: sender.addresses()},
+            storage=receiver.storage,
+        )  # fmt: skip
+        under_way = fetch(transports[1], {0: "there"}, [group], 0, _TOKENS)
+        deadline = time.monotonic() + 30
+        while not under_way.poll():
+            transports[0].notifications()
+            assert time.monotonic() < deadline, "no bytes"
+            time.sleep(0.001)
+    return [*receiver.storage.gather_layers(receiver.slots.to(device)), under_way.num_bytes]
+
+
+@case("Fetch", "GroupFetch", "fetch", "permute_pages", "region_addresses")
+def _(device: str) -> object:
+    return _fetched("gloo", device)
+
+
+@case("Transport", "Transfer", "make_transport")
+def _(device: str) -> object:
+    found = _fetched("gloo", device, digest=True)
+    if importlib.util.find_spec("nixl") is not None:  # never directly from such a device's memory
+        found += [_fetched("nixl", device, direct_bytes=0)]
+    return found
+
+
+@case("Transport.register")
+def _(device: str) -> object:
+    """Page 2 moves between pools whose layers are allocations of their own."""
+    caches = engines_caches(device)
+    copies = [torch.zeros_like(each) for each in caches]
+    sides = [Pages.over(each, 1) for each in (caches, copies)]
+    with ExitStack() as stack:
+        one, other = (make_transport(name, "gloo") for name in ("one", "other"))
+        for transport, pages in zip((one, other), sides):
+            stack.callback(transport.close)
+            transport.register(pages)
+        other.connect(one.metadata())
+        remote, local = (pages.base + pages.offsets + 2 * pages.strides for pages in sides)
+        other.read("one", local, remote, sides[0].sizes).wait(20)
+    assert all(copy[:, 2].cpu().equal(each[:, 2].cpu()) for copy, each in zip(copies, caches))
+    return copies
+
+
+@case("CacheRank", "Connector", "layouts_of_plan")
+def _(device: str) -> object:
+    """A request is computed in one engine, loaded by another, whose blocks are larger."""
+    layers = {
+        size: [LayerSpec(f"l{i}", "full_attention", size, 2, 8, dtype="float32") for i in range(2)]
+        for size in (16, 32)
+    }
+    tokens = list(range(_TOKENS))
+    with ExitStack() as stack:
+        sides = []
+        for name, size, layout in (("prefill", 16, "HND"), ("decode", 32, "NHD")):
+            plan = plan_cache(layers[size], 2**18, max_model_len=256)
+            storages = KVStorage.for_plan(plan, layout=layout, device=device)
+            manager = manager_of(*plan.groups, num_blocks=plan.num_pages, max_model_len=256)
+            options = ConnectorOptions(transport="gloo")
+            layouts = layouts_of_plan(plan, storages, engine_id=name)
+            rank = stack.enter_context(closing(CacheRank(layouts, storages, options=options)))
+            connector = Connector(manager, [rank], engine_id=name, options=options)
+            sides.append((manager, storages[0], connector))
+        (manager, storage, sender), (to_manager, to_storage, receiver) = sides
+        request = Request("r", tokens)
+        manager.step(new=[request])
+        key, value = (randn(2, _TOKENS, 2, 8, seed=i).to(device) for i in range(2))
+        storage.write_layers(key, value, _slots(manager, request, storage, device))
+        loaded = Request("r", [*tokens, 7])
+        count = receiver.match(loaded, sender.publish(request))
+        to_manager.step(new=[Admit(loaded, external=External(count, delayed=True))])
+        receiver.begin(loaded)
+        deadline = time.monotonic() + 30
+        while not (done := receiver.poll()):
+            sender.poll()
+            assert time.monotonic() < deadline, "the load hangs"
+            time.sleep(0.001)
+        assert done[0].error is None, done[0].error
+        slots = _slots(to_manager, loaded, to_storage, device)[:_TOKENS]
+        return [count, *to_storage.gather_layers(slots)]
+
+
+def _slots(manager: object, request: Request, storage: KVStorage, device: str) -> torch.Tensor:
+    size = storage.block_size
+    positions = torch.arange(request.num_tokens)
+    blocks = torch.from_numpy(manager.block_ids(request).astype(np.int64))
+    return (blocks[positions // size] * size + positions % size).to(device)
+
+
+# Store, model and engine -------------------------------------------------------------------------------
+
+
+@case("StoreTier", ops_needed=True)
+def _(device: str) -> object:
+    """The second user loads what the first has computed; every token that either reads is checked."""
+    verifier, stores.KVVerifier = stores.KVVerifier, partial(stores.KVVerifier, device=device)
+    store, found = stores.MemoryStore(), []
+    try:
+        for num_host_blocks in (0, 30):
+            for _ in range(2):
+                user = stores.StoreUser(
+                    store, [GroupSpec("full_attention", 16)], num_host_blocks=num_host_blocks
+                )
+                tokens = np.arange(100, dtype=np.int32) + num_host_blocks
+                user.run(WorkloadRequest(0, 0, tokens, 0, prefix_keys(tokens)))
+                user.settle()
+                user.end()
+                found += [user.num_loaded, user.num_finished]
+    finally:
+        stores.KVVerifier = verifier
+    assert found[2] > 0
+    return found
+
+
+@case("Engine", "PagedModel", "attach", "Batch", "Context", ops_needed=True)
+def _(device: str) -> object:
+    """Answers are those of the CPU, with prefixes that hit, and sequences that are swapped out."""
+    found = []
+    for name, options in (("llama", {"host_budget": 1 << 20}), ("bamba", {})):
+        model = attach(tiny_model(name).to(device), "1MiB", max_model_len=128, **options)
+        engine = Engine(model)
+        for _ in range(2):
+            prompts = [range(40), range(5, 30), [*range(40), 3]]
+            answers = engine.generate(prompts, SamplingParams(max_tokens=6))
+            found += [list(answer.samples[0].token_ids) for answer in answers]
+    return found
+
+
+@case("layer_specs", ops_needed=True)
+def _(device: str) -> object:
+    return [str(each) for each in layer_specs(tiny_model("llama").to(device))]
+
+
+@case("attach(attention='flashinfer')", refusal="attention is 'flashinfer' for a model on sealed:0")
+def _(device: str) -> object:
+    return attach(tiny_model("llama").to(device), "1MiB", attention="flashinfer")

@@ -1,0 +1,430 @@
+"""Plants defects, one at a time, and checks that the tests notice each:
+
+    python -m tests.machinery.planted_breaks                  # all; exit code 1 if one is missed python
+    -m tests.machinery.planted_breaks demand publisher python -m tests.machinery.planted_breaks --list
+    python -m tests.machinery.planted_breaks --mutants        # those of tests/machinery/mutants.py;
+    also with names
+
+There is a defect for each component of the manager, for each op, and for the plans made in Python. Each
+is planted in `build/planted/tree`, a copy of the checkout that has its own native build there, by CMake,
+which compiles only what a defect touches. The tests are those of `make test`, in the files named here.
+A mutant that these files miss is tried with all others, unless `--named-files-only` is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.machinery.mutants import MUTANTS, SURVIVORS
+from tests.machinery.shared import REPO
+
+BUILD = REPO / "build" / "planted"
+TREE = BUILD / "tree"
+CMAKE = BUILD / "cmake"
+NATIVE = ("_core", "kvcache_cpu")  # targets of CMake
+
+
+@dataclass(frozen=True)
+class Defect:
+    """`old` stands once in the file; `tests` are names of test files without `test_` and `.py`."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+    tests: str
+
+    @property
+    def is_native(self) -> bool:
+        return self.path.startswith("csrc/")
+
+
+POOL, MANAGER, OPS = "csrc/core/pool/", "csrc/core/manager/", "csrc/ops/"
+RULES = "csrc/core/groups/rules/"
+DEFECTS = [
+    Defect(
+        "pool",
+        POOL + "block_pool.cpp",
+        "out[i] = cached_free_.head();",
+        "out[i] = cached_free_.tail();",  # the most recent block goes first
+        "block_pool manager",
+    ),
+    Defect(
+        "hash index",
+        POOL + "hash_index.h",
+        "if (block.group == group && block.hash == hash)",
+        "if (block.group == group)",  # hashes of one tag are taken for one
+        "block_pool",
+    ),
+    Defect(
+        "eviction",
+        POOL + "block_pool_eviction.cpp",
+        "block.ref_count == 0 && !has_pin(block));",
+        "block.ref_count == 0);",  # pinned blocks are candidates
+        "eviction",
+    ),
+    Defect(
+        "demand",
+        RULES + "tokens.h",
+        "*num_free += on.pool->ref_count(held[b]) == 1;",
+        "*num_free += on.pool->ref_count(held[b]) >= 1;",  # shared blocks make room too
+        "groups allocator_random",
+    ),
+    Defect(
+        "states after drafts",
+        RULES + "state.cpp",
+        "/ group.block_size, each[current], spare);",
+        "/ group.block_size, each[first], spare);",  # goes on from the state before the drafts
+        "state_drafts",
+    ),
+    Defect(
+        "row server",
+        MANAGER + "row_server.cpp",
+        "if (status != Status::kServed) parts_.intake->take_back_ids_of(request, i);",
+        "",  # a row that waits keeps the token ids that came
+        "manager allocator_random",
+    ),
+    Defect(
+        "quiet rows",
+        MANAGER + "row_table.cpp",
+        "if (r.has_forked || r.may_share || r.on_host",
+        "if (r.on_host",  # a row writes to blocks that it shares
+        "forks allocator_random",
+    ),
+    Defect(
+        "cache tiers",
+        MANAGER + "cache_tiers.cpp",
+        "frees_.defers(steps_->numbers().num_steps)",
+        "false",  # blocks that the host gets are overwritten before they are read
+        "tiers allocator_random",
+    ),
+    Defect(
+        "steps",
+        MANAGER + "steps.cpp",
+        "if (!rows[row].on_host) plan_",
+        "plan_",  # pages of the host in a table of the device
+        "tiers allocator_random",
+    ),
+    Defect(
+        "publisher",
+        MANAGER + "publisher.cpp",
+        "std::min(c_.rows->info(row).num_marked, r.num_computed)",
+        "r.num_computed",  # before it is marked
+        "sequences",
+    ),
+    Defect(
+        "plan builder",
+        MANAGER + "plan_builder.cpp",
+        "clear.erase(std::unique(clear.begin(), clear.end()), clear.end());",
+        "",  # a row is cleared twice
+        "manager manager_life allocator_random",
+    ),
+    Defect(
+        "plan arrays",
+        "csrc/python/plan_type.cpp",
+        "if (value_of(plan.ptr(), slots_[field]) == nullptr) set(",
+        "set(",  # over what the caller has set
+        "plan_arrays",
+    ),
+    Defect(
+        "step journal",
+        MANAGER + "step_journal.cpp",
+        "copy(step.dropped);",
+        "",  # a fork does not know what its parent dropped
+        "forks allocator_random",
+    ),
+    Defect(
+        "deferred frees",
+        MANAGER + "deferred_frees.cpp",
+        "fences_.front().step_id < steps_->num_completed",
+        "fences_.front().step_id <= steps_->num_completed",  # one step early
+        "manager_life allocator_random",
+    ),
+    Defect(
+        "host tier",
+        MANAGER + "host_tier.cpp",
+        "onboards_.front().step_id < num_completed",
+        "onboards_.front().step_id <= num_completed",  # published before it has arrived
+        "tiers allocator_random",
+    ),
+    Defect(
+        "row swap",
+        MANAGER + "row_swap.cpp",
+        "taken.insert(id);",
+        "",  # a page that was on the host is held twice
+        "tiers allocator_random",
+    ),
+    Defect(
+        "invalidation",
+        RULES + "tokens.h",
+        "return is_own ? limit : limit - limit % group.block_size;",
+        "return limit;",  # a row goes on inside a block that others hold
+        "manager_life allocator_random allocator_contents",
+    ),
+    Defect(
+        "session pins",
+        MANAGER + "session_pins.cpp",
+        "pool_->generation(pinned.id) == pinned.generation &&",
+        "",  # the pin of a block's earlier life
+        "tiers allocator_contents",
+    ),
+    Defect(
+        "worker tables",
+        "csrc/worker/host_tables.cpp",
+        "note(start_of(g, src), n);",
+        "",  # half of an exchange does not reach the device
+        "host_tables block_table",
+    ),
+    Defect(
+        "slot mapping",
+        "csrc/worker/slot_formula.h",
+        "i >= query_start[num_requests]",
+        "i > query_start[num_requests]",  # one token behind all is the last request's
+        "slot_mapping_op block_table",
+    ),
+    Defect(
+        "slots of the host",
+        "csrc/worker/map_slots.cpp",
+        "if (end > m.num_tokens) std::fill",
+        "if (fill_to == nullptr) std::fill",  # slots of a longer step stay behind those of this one
+        "block_table",
+    ),
+    Defect(
+        "null block",
+        OPS + "token_io.cpp",
+        "if (io.slots[i] >= io.first_slot()) {",
+        "if (io.slots[i] >= 0) {",  # what slid out of a window is written over padding
+        "token_io_op worker",
+    ),
+    Defect(
+        "order of plans",
+        MANAGER + "step_journal.cpp",
+        "  last_left_ = spare_.id;\n",
+        "",  # a plan does not name a reported step: a lost one goes unnoticed
+        "worker",
+    ),
+    Defect(
+        "copy",
+        OPS + "block_copy.cpp",
+        "run.source == kCleared ? r.destination_stride == r.num_bytes : r.is_dense()",
+        "run.source == kCleared || r.is_dense()",  # clears what lies between pages
+        "block_copy_op pages worker",
+    ),
+    Defect(
+        "permute",
+        OPS + "block_permute.h",
+        "inner_rows /= run;",
+        "",
+        "block_permute_op receive",
+    ),
+    Defect(
+        "write and gather kv",
+        OPS + "token_io.cpp",
+        "} else if (direction == Direction::kGather) {",
+        "} else if (false) {",  # a token without a slot keeps what was there
+        "token_io_op token_io_fp8_op",
+    ),
+    Defect(
+        "attention metadata",
+        OPS + "attention_metadata.h",
+        "rest > 0 ? rest : group.block_size;",
+        "rest;",  # a full last page is taken for an empty one
+        "attention_metadata_op attention_metadata",
+    ),
+    Defect(
+        "memory plan",
+        "kvcache/memory_plan.py",
+        "return self.request_bytes(size, num_tokens) + size * self.layer_page",
+        "return self.request_bytes(size, num_tokens)",  # without the null page
+        "specs",
+    ),
+    Defect(
+        "transfer plan",
+        "kvcache/transfer/plan/transfer_plan.py",
+        "(begin + cache.block_size > first)",
+        "(begin + cache.block_size >= first)",  # the page before the first wanted token
+        "transfer_plan transfer_fragments",
+    ),
+    Defect(
+        "other devices",
+        "kvcache/ops_by_copies.py",
+        "start = self._shift + first * self._stride",
+        "start = self._shift + first * self._size",  # right where pages are dense
+        "other_device",
+    ),
+]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.machinery.planted_breaks")
+    parser.add_argument("names", nargs="*", metavar="name", help="of defects; default: all")
+    parser.add_argument("--list", action="store_true", help="print the defects and leave")
+    parser.add_argument(
+        "--mutants", action="store_true", help="those of tests/machinery/mutants.py instead"
+    )
+    parser.add_argument("--named-files-only", action="store_true", help="no other test files")
+    arguments = parser.parse_args()
+    all_defects = [Defect(*mutant) for mutant in MUTANTS] if arguments.mutants else DEFECTS
+    known = {defect.name: defect for defect in all_defects}
+    for name in arguments.names:
+        if name not in known:
+            parser.error(f"there is no defect {name!r}: expected one of {', '.join(known)}")
+    defects = [known[name] for name in arguments.names] or all_defects
+    if arguments.list:
+        print(*(f"{d.name}: {d.path}: {d.old}  ->  {d.new}" for d in defects), sep="\n")
+        return 0
+    # A text that is gone is found before anything is built.
+    stale = [text for text in map(problem, defects) if text]
+    if stale:
+        print(*stale, sep="\n")
+        return 1
+    _copy_tree()
+    if any(defect.is_native for defect in defects):
+        print("planted: the native build without defects", flush=True)
+        _configure()
+        built = _build_native()
+        if built.returncode:
+            print(built.stdout)
+            return 1
+    # A test that fails anyway would catch everything.
+    files = sorted({path for defect in defects for path in _test_files(defect)})
+    print("planted: their tests without defects", flush=True)
+    sound = _run_tests(*files)
+    if sound.returncode:
+        print(sound.stdout)
+        return 1
+    tries_others = arguments.mutants and not arguments.named_files_only
+    missed = [defect.name for defect in defects if not _is_caught(defect, tries_others)]
+    print(
+        f"planted: {len(defects) - len(missed)} caught of {len(defects)}, not caught: "
+        f"{', '.join(missed) or 'none'}"
+    )
+    for name in missed:
+        print(f"{name}: {SURVIVORS.get(name, 'no reason is known')}")
+    return 0 if SURVIVORS.keys() >= {*missed} else 1
+
+
+def _is_caught(defect: Defect, tries_others: bool) -> bool:
+    started = time.monotonic()
+    verdict, output = _try(defect, tries_others)
+    print(f"{verdict}: {defect.name} ({time.monotonic() - started:.0f} s)", flush=True)
+    if verdict != "caught":
+        print(output, flush=True)
+    return verdict == "caught"
+
+
+def problem(defect: Defect) -> str | None:
+    """What keeps a defect from being planted, if anything."""
+    path = REPO / defect.path
+    if not path.is_file():
+        return f"{defect.name}: {defect.path} is not there"
+    count = path.read_text().count(defect.old)
+    if count != 1:
+        return f"{defect.name}: {defect.path} has {count} times: {defect.old}"
+    missing = [path for path in _test_files(defect) if not (REPO / path).is_file()]
+    return f"{defect.name}: {missing[0]} is not there" if missing else None
+
+
+def _test_files(defect: Defect) -> list[str]:
+    found = {path.name: path for path in (REPO / "tests").rglob("test_*.py")}
+    names = [f"test_{name}.py" for name in defect.tests.split()]
+    return [str(found[name].relative_to(REPO)) if name in found else name for name in names]
+
+
+def _try(defect: Defect, tries_others: bool) -> tuple[str, str]:
+    """The verdict on a defect, and what was printed. `tries_others`: also with files not named."""
+    path = TREE / defect.path
+    sound = path.read_text()
+    path.write_text(sound.replace(defect.old, defect.new))
+    try:
+        if defect.is_native:
+            built = _build_native()
+            if built.returncode:
+                return "NOT BUILT", built.stdout
+        tests = _run_tests(*_test_files(defect))
+        if tests.returncode == 0 and tries_others:
+            named = [f"--ignore={path}" for path in _test_files(defect)]
+            tests = _run_tests("-n", "auto", "--dist", "worksteal", *named)
+    finally:
+        path.write_text(sound)
+    if tests.returncode == 0:
+        return "MISSED", tests.stdout
+    # 1: a test failed; below 0: a test ended the process. Else pytest itself could not run.
+    is_caught = tests.returncode == 1 or tests.returncode < 0
+    return ("caught" if is_caught else "NOT TESTED"), tests.stdout
+
+
+def _run_tests(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "-rN", *arguments],
+        cwd=TREE,
+        env={**os.environ, "PYTHONPATH": str(TREE)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _copy_tree() -> None:
+    """Brings the copy up to date; unchanged files keep their time, and with it what was built of them."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=REPO,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    names = {name for name in listed.stdout.split("\0") if name and (REPO / name).is_file()}
+    for path in [path for path in TREE.rglob("*") if path.is_file()]:
+        name = path.relative_to(TREE).as_posix()
+        if name not in names and path.suffix != ".so" and not name.startswith("build/"):
+            path.unlink()
+    for name in names:
+        source, target = REPO / name, TREE / name
+        if target.is_file() and target.read_bytes() == source.read_bytes():
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+
+
+def _configure() -> None:
+    scripts = Path(sys.executable).parent
+    subprocess.run(
+        [
+            shutil.which("cmake", path=f"{scripts}{os.pathsep}{os.environ['PATH']}") or "cmake",
+            *("-S", str(TREE), "-B", str(CMAKE), "-G", "Ninja"),
+            f"-DPython3_EXECUTABLE={sys.executable}",
+            *("-DCMAKE_BUILD_TYPE=Planted", "-DCMAKE_CXX_FLAGS=-O1 -w"),
+        ],
+        env={**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"},
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def _build_native() -> subprocess.CompletedProcess:
+    cmake = ["cmake", "--build", str(CMAKE), "--target", *NATIVE]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    built = subprocess.run(
+        cmake,
+        env={**os.environ, "PATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if built.returncode == 0:
+        for library in CMAKE.glob("*.so"):
+            if library.name.startswith(("_core", "libkvcache_cpu")):
+                shutil.copyfile(library, TREE / "kvcache" / library.name)
+    return built
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""File descriptors and memory of one side over many connections that end.
+
+`python -m tests.machinery.reconnects --count 1000` prints the curves of both transports, with a peer
+that is disconnected and with one that is killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from kvcache.transfer import make_transport
+from tests.machinery.forked import context
+
+OPTIONS = {"timeout_s": 5.0, "piece_bytes": 8192}
+_WAIT_S = 10.0
+_numbers = itertools.count()
+
+
+class Mark(NamedTuple):
+    """What this process holds after some connections.
+
+    `descriptors`: the most since the mark before, since NIXL's come and go in sixteens.
+    """
+
+    connections: int
+    descriptors: int
+    resident_mib: float
+
+
+def _serve(name: str, agent: str, pipe: Connection) -> None:
+    """The peer: a transport with a page of ones, until the process is killed."""
+    os.setsid()
+    memory = np.ones(4096, np.uint8)
+    transport = make_transport(agent, name, **OPTIONS)
+    transport.register([(memory.ctypes.data, memory.nbytes)])
+    pipe.send((transport.metadata(), memory.ctypes.data))
+    signal.pause()
+
+
+def _started(name: str) -> tuple:
+    """A process with a peer, its metadata, and the address of its memory."""
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(name, f"p{next(_numbers)}", theirs), daemon=True)
+    process.start()
+    theirs.close()
+    with mine:
+        if not mine.poll(60):
+            raise TimeoutError("the peer did not start")
+        metadata, address = mine.recv()
+    return process, metadata, address
+
+
+def _end(process) -> None:
+    process.kill()
+    process.join()
+    process.close()
+
+
+def mark(connections: int) -> Mark:
+    """Now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return Mark(
+        connections, len(os.listdir("/proc/self/fd")), pages * os.sysconf("SC_PAGESIZE") / 2**20
+    )
+
+
+def curve(name: str, count: int, *, kill: bool, every: int) -> list[Mark]:
+    """Marks after each `every` of `count` connections, over which bytes are read, and which end."""
+    memory = np.zeros(4096, np.uint8)
+    side = make_transport(f"a{next(_numbers)}", name, **OPTIONS)
+    side.register([(memory.ctypes.data, memory.nbytes)])
+    process, metadata, address = _started(name)
+    marks, most = [mark(0)], 0
+    try:
+        for number in range(1, count + 1):
+            peer = _connected(side, metadata)
+            memory[:8] = 0
+            side.read(peer, [memory.ctypes.data], [address], [8]).wait(_WAIT_S)
+            if not memory[:8].all():
+                raise AssertionError(f"wrong bytes over connection {number}")
+            if kill:
+                _end(process)
+                process, metadata, address = _started(name)
+            with contextlib.suppress(ValueError, ConnectionError):  # it is gone
+                side.disconnect(peer)
+            side.notifications()  # lets go of what has ended
+            if number % every == 0:
+                time.sleep(0.3)
+            now = mark(number)
+            most = max(most, now.descriptors)
+            if number % every == 0:
+                marks.append(now._replace(descriptors=most))
+                most = 0
+    finally:
+        side.close()
+        _end(process)
+    return marks
+
+
+def _connected(side, metadata: bytes) -> str:
+    """Connects; the peer may not have noticed yet that the connection before has ended."""
+    deadline = time.monotonic() + _WAIT_S
+    while True:
+        try:
+            return side.connect(metadata, timeout_s=5)
+        except ConnectionError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=["gloo", "nixl"])
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--every", type=int, default=100)
+    parser.add_argument("--how", choices=("both", "disconnected", "killed"), default="both")
+    given = parser.parse_args()
+    for name in given.names:
+        for how in ("disconnected", "killed") if given.how == "both" else (given.how,):
+            begin = time.monotonic()
+            marks = curve(name, given.count, kill=how == "killed", every=given.every)
+            shown = ", ".join(f"{n}: {fds} fds {mib:.0f} MiB" for n, fds, mib in marks)
+            print(f"{name}, peer {how} ({time.monotonic() - begin:.0f} s): {shown}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

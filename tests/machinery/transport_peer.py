@@ -1,0 +1,187 @@
+"""A peer in a process of its own, for `test_transports.py`.
+
+It registers memory with a known pattern, tells its metadata, and obeys commands. With `lie` it breaks the
+protocol in one way; with `delay` a step takes longer.
+"""
+
+import ctypes
+import json
+import os
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+
+import numpy as np
+import torch
+
+from kvcache.transfer.transport import base, connection, factory, handshake, lane
+from tests.machinery.forked import Forked, received, send
+
+POOL_BYTES = 1 << 20
+_FRAGMENT = 4096
+_CLONE_NEWNET = 0x40000000
+
+
+def pattern(seed: int) -> np.ndarray:
+    """uint8[POOL_BYTES] that a seed determines."""
+    return np.random.default_rng(seed).integers(0, 256, POOL_BYTES, np.uint8)
+
+
+class Peer(Forked):
+    """The process, as a test sees it.
+
+    Args:
+        name: Of the transport.
+        agent: Its name for others.
+        options: Those of `serve`.
+    """
+
+    def __init__(self, name: str, agent: str = "peer", **options: object) -> None:
+        super().__init__(serve, name=name, agent=agent, **options)
+        self.metadata, self.address = self.greeting["metadata"].encode(), self.greeting["address"]
+
+
+def tell_lies(how: str) -> None:
+    """Breaks the protocol."""
+    if how == "version":
+        handshake.TRANSPORT_VERSION += 1
+    if how == "corrupt":  # behind the digest
+        real = lane.digest_of
+
+        def changed(piece: torch.Tensor) -> str:
+            digest = real(piece)
+            piece[0] ^= 1
+            return digest
+
+        lane.digest_of = changed
+    start = connection.Connection.put
+
+    def put(self: connection.Connection, header: dict, payload: bytes = b"") -> None:
+        if how == "size" and header["op"] == "start":
+            header = {**header, "bytes": header["bytes"] + 1}
+        if how == "id" and header["op"] == "start":
+            header = {**header, "id": header["id"] + 1}
+        if how == "tag" and header["op"] == "start":
+            header = {**header, "tag": header["tag"] + 2}
+        if how == "twice" and header["op"] == "start":
+            start(self, header, payload)
+        if how == "landed" and header["op"] == "accept":
+            header = {**header, "op": "landed"}
+        if how == "op" and header["op"] == "start":
+            header = {**header, "op": "begin"}
+        start(self, header, payload)
+
+    connection.Connection.put = put
+
+
+def take_longer(what: str) -> None:
+    """Lets a step take half a second longer."""
+    if what == "open":
+        real = connection.Connection.open
+
+        def slow(self: connection.Connection, lane: object) -> None:
+            time.sleep(0.5)
+            real(self, lane)
+
+        connection.Connection.open = slow
+
+
+def attempt(
+    transport: base.Transport,
+    pool: np.ndarray,
+    timeout_s: float,
+    *,
+    kind: str,
+    metadata: str,
+    address: int,
+    size: int,
+    source: int,
+) -> dict:
+    """Connects where it is not connected, and moves the first bytes of `pattern(source)`."""
+    begin, error, is_right = time.monotonic(), None, None
+    at = np.random.default_rng(0).permutation(size // _FRAGMENT) * _FRAGMENT
+    pool[:size] = pattern(source)[:size] if kind == "write" else 0
+    try:
+        peer = transport.connect(metadata.encode(), timeout_s=timeout_s)
+        move = getattr(transport, kind)
+        move(peer, pool.ctypes.data + at, address + at, np.full(len(at), _FRAGMENT)).wait(timeout_s)
+        is_right = bool((pool[:size] == pattern(source)[:size]).all())
+    except (ConnectionError, base.TransferError, ValueError) as raised:
+        error = str(raised)
+    return {"error": error, "is_right": is_right, "seconds": time.monotonic() - begin}
+
+
+def enter(namespace: str) -> None:
+    """Opens sockets in this network namespace from now on."""
+    with open(f"/run/netns/{namespace}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"setns to {namespace}")
+
+
+def serve(
+    commands: Connection,
+    *,
+    name: str,
+    agent: str,
+    seed: int = 1,
+    secret: bytes = b"",
+    lie: str = "",
+    delay: str = "",
+    digest: bool = False,
+    host: str = "127.0.0.1",
+    timeout_s: float = 5.0,
+    namespace: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Obeys commands until the test process ends."""
+    os.environ.update(environment or {})
+    if namespace is not None:
+        enter(namespace)
+    tell_lies(lie)
+    take_longer(delay)
+    pool = pattern(seed)
+    transport = factory.make_transport(
+        agent, name, secret=secret, host=host, timeout_s=timeout_s, digest=digest
+    )
+    transport.register([(pool.ctypes.data, pool.nbytes)])
+
+    def answer(**values: object) -> None:
+        send(commands, **values)
+
+    told = transport.metadata().decode()
+    if lie == "version":
+        told = json.dumps({**json.loads(told), "version": handshake.TRANSPORT_VERSION})
+    answer(metadata=told, address=pool.ctypes.data)
+    while True:
+        command = received(commands)
+        match command.pop("command"):
+            case "notifications":
+                deadline, found = time.monotonic() + 10, []
+                while len(found) < command["least"] and time.monotonic() < deadline:
+                    found += transport.notifications()
+                    time.sleep(0.01)
+                answer(found=[(peer, message.decode()) for peer, message in found])
+            case "busy":  # holds the interpreter's main thread
+                end = time.monotonic() + command["seconds"]
+                while time.monotonic() < end:
+                    pass
+            case "pool":
+                answer(hex=pool[command["first"] : command["last"]].tobytes().hex())
+            case "connect":
+                try:
+                    peer = transport.connect(command["metadata"].encode(), timeout_s=5)
+                    answer(peer=peer)
+                except (ConnectionError, ValueError) as error:
+                    answer(error=str(error))
+            case "read":
+                here = pool.ctypes.data + np.array(command["local"])
+                read = transport.read(
+                    command["peer"], here, np.array(command["remote"]), np.array(command["length"])
+                )
+                read.wait(5)
+                answer(done=True)
+            case "attempt":
+                answer(**attempt(transport, pool, timeout_s, **command))
+            case "fill":
+                pool[:] = command["value"]
+                answer(done=True)

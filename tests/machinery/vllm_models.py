@@ -1,0 +1,294 @@
+"""Tiny models in vLLM, each with several schedulers in one process, and how requests fare with them.
+
+`python -m tests.machinery.vllm_models '{"model": FOLDER, ...}'` prints what came of it as JSON, in its
+last line.
+"""
+
+import gc
+import json
+import os
+import random
+import subprocess
+import sys
+
+from kvcache.allocator import check_invariants
+from tests.machinery import vllm_schedulers  # noqa: F401  settings of the environment
+from tests.machinery.shared import REPO
+from tests.machinery.vllm_schedulers import TINY, TINY_LLAMA
+from tests.machinery.vllm_weights import fill_at_random, without_checkpoints
+
+MODELS = {
+    "llama": TINY_LLAMA,
+    "qwen3": {
+        **TINY_LLAMA,
+        **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    },
+    "gemma3": {
+        **TINY,
+        **{"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"},
+        **{"num_hidden_layers": 6, "query_pre_attn_scalar": 32},
+        **{"sliding_window": 128, "hidden_activation": "gelu_pytorch_tanh"},
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    },
+    # vLLM's kernel for the CPU knows latent vectors of 512 and 64 numbers alone.
+    "deepseek_v3": {
+        **{key: value for key, value in TINY_LLAMA.items() if key != "head_dim"},
+        **{"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
+        **{"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 512},
+        **{"qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32},
+        **{"first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2},
+        **{"n_shared_experts": 1, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1},
+        **{"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        **{"routed_scaling_factor": 1.0, "rope_theta": 10000.0},
+    },
+    "granite4": {
+        **{**TINY_LLAMA, "hidden_size": 128, "num_hidden_layers": 4},
+        **{"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid"},
+        **{"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 128},
+        **{"mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_head": 32},
+        **{"mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 32},
+        **{"mamba_conv_bias": True, "mamba_proj_bias": False, "num_local_experts": 0},
+        **{"num_experts_per_tok": 0, "position_embedding_type": "rope"},
+        **{"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0},
+        "attention_multiplier": 0.17,
+    },
+}
+# Of vLLM's `LLM`. Pools hold 3 requests of a batch of 16, or fewer.
+OPTIONS = {
+    "llama": {"num_gpu_blocks_override": 40},
+    "qwen3": {"num_gpu_blocks_override": 40},
+    "gemma3": {"num_gpu_blocks_override": 160},
+    "deepseek_v3": {
+        **{"num_gpu_blocks_override": 80, "block_size": 16, "max_num_batched_tokens": 1024},
+        "attention_config": {"backend": "CPU_MLA"},
+    },
+    "granite4": {"num_gpu_blocks_override": 40},
+}
+OURS = "kvcache.plugins.vllm."
+DRAFTS = {
+    "speculative_config": {
+        **{"method": "ngram", "num_speculative_tokens": 3},
+        **{"prompt_lookup_max": 3, "prompt_lookup_min": 1},
+    }
+}
+ENGINES = {
+    "vllm": {"async_scheduling": False},
+    "ours": {"async_scheduling": False, "scheduler_cls": OURS + "VllmScheduler"},
+    "vllm async": {"async_scheduling": True},
+    "ours async": {"async_scheduling": True, "scheduler_cls": OURS + "VllmAsyncScheduler"},
+    "vllm drafts": {"async_scheduling": False, **DRAFTS},
+    "ours drafts": {"async_scheduling": False, "scheduler_cls": OURS + "VllmScheduler", **DRAFTS},
+}
+# Of each eight requests.
+ABORTED_AS = ("waiting", "prompt", "running", *["preempted"] * 4, None)
+
+
+def write_config(folder, name):
+    """A folder with a tiny model's configuration; its path."""
+    (folder / "config.json").write_text(json.dumps(MODELS[name]))
+    return str(folder)
+
+
+def behaviours(model, engines, **options):
+    """By engine, how requests fared, in a process of its own. `options`: of vLLM's `LLM`."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", __name__),
+            json.dumps({"model": model, "engines": engines, "options": options}),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=REPO,
+        env=os.environ | {"PYTHONPATH": str(REPO)},
+        timeout=1500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run(model, engines, options):
+    """What `behaviours` returns, in this process."""
+    from vllm import LLM
+
+    fill_at_random()
+    without_checkpoints()
+    defaults = {
+        **{"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True, "seed": 0},
+        **{"dtype": "float32", "max_model_len": 1024, "block_size": 32, "max_num_seqs": 16},
+        **{"max_num_batched_tokens": 256, "disable_log_stats": False},
+        **{"prefix_caching_hash_algo": "sha256_cbor"},
+    }
+    found = {}
+    for name in engines:
+        llm = LLM(model, **defaults | options | ENGINES[name])
+        found[name] = Requests(llm).all(has_drafts="drafts" in name)
+        llm.llm_engine.engine_core.shutdown()
+        llm = None
+        make_room()
+    return found
+
+
+def make_room():
+    """For another engine in this process; the one before has been let go."""
+    from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    from vllm.triton_utils import dispatcher
+
+    ensure_kv_transfer_shutdown()  # of one that failed at its start
+    dispatcher.register_kernels = lambda kernels: None  # once a process; a second time it fails
+    gc.collect()  # else the next one's groups of processes end with this one
+    cleanup_dist_env_and_memory()
+
+
+class Requests:
+    """The same requests for any engine."""
+
+    def __init__(self, llm):
+        self.llm, self.engine = llm, llm.llm_engine
+        self.scheduler = self.engine.engine_core.engine_core.scheduler
+        self.numbers = iter(range(10**6))
+        self.last = {}
+
+    def all(self, has_drafts):
+        rng = random.Random(1)
+        shared = [tokens(rng, 200) for _ in range(3)]
+        heads = [rng.choice(shared)[: rng.randrange(200)] for _ in range(24)]
+        requests = [
+            (head + tokens(rng, rng.randrange(50, 250)), rng.randrange(16, 48)) for head in heads
+        ]
+        found = {"manager": type(self.scheduler.kv_cache_manager).__name__}
+        found["roomy"] = self.roomy(rng)
+        found["tight"] = self.told(lambda: self.generate(requests))
+        if not has_drafts:  # what is drawn depends on the drafts
+            found["samples"] = self.samples(rng)
+        found["aborts"] = self.aborts(requests)
+        found["resets"] = self.resets(requests)
+        native = getattr(self.scheduler.kv_cache_manager, "native", None)
+        if native is not None:
+            check_invariants(native)
+        found["usage"] = self.scheduler.kv_cache_manager.usage
+        found["is_reset"] = self.llm.reset_prefix_cache()
+        return found
+
+    def told(self, work):
+        """What `work` returns, and how vLLM's counters changed."""
+        before = self.counters()
+        answers = work()
+        return {
+            "answers": answers,
+            **{name: value - before[name] for name, value in self.counters().items()},
+        }
+
+    def counters(self):
+        names = {
+            "vllm:num_preemptions": "preemptions",
+            "vllm:prefix_cache_hits": "hits",
+            "vllm:spec_decode_num_draft_tokens": "drafts",
+            "vllm:spec_decode_num_accepted_tokens": "accepted",
+        }
+        values = dict.fromkeys(names.values(), 0)
+        for metric in self.llm.get_metrics():
+            if metric.name in names:
+                values[names[metric.name]] += metric.value
+        return values
+
+    def generate(self, requests, **sampling):
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt, _ in requests],
+            [params(max_tokens, **sampling) for _, max_tokens in requests],
+            use_tqdm=False,
+        )
+        return [[list(each.token_ids) for each in output.outputs] for output in outputs]
+
+    def roomy(self, rng):
+        """Few short requests, twice: the second time as hits. Two differ in their first half alone."""
+        tail = tokens(rng, 50)
+        requests = [(tokens(rng, 50) + tail, 20) for _ in range(2)] + [(tokens(rng, 150), 20)]
+        return self.told(lambda: [self.generate(requests), self.generate(requests)])
+
+    def samples(self, rng):
+        """Several samples of each prompt, drawn. vLLM's build for CPUs cannot draw with a seed where a
+        prompt is cut: all of them fit into a step, and into the pool."""
+        requests = [(tokens(rng, rng.randrange(8, 20)), 60) for _ in range(2)]
+        return self.told(lambda: self.generate(requests, n=3, temperature=1.0, seed=7))
+
+    def aborts(self, requests):
+        """Some of them are aborted, each as soon as it is seen in a state; the tokens of all, and how
+        many were aborted in which state."""
+        counts = {}
+
+        def abort(step):
+            for request in list(self.scheduler.requests.values()):
+                number = self.number_of(request)
+                wanted = ABORTED_AS[number % len(ABORTED_AS)]
+                if step and state_of(request) == wanted and not self.last[number]["ended"]:
+                    counts[wanted] = counts.get(wanted, 0) + 1
+                    self.last[number]["ended"] = "aborted"
+                    self.engine.abort_request([f"r{self.first + number}"])
+
+        return {"requests": self.steps(requests, abort), "aborted": counts}
+
+    def resets(self, requests):
+        """The cache is reset while they run, without and with their preemption, and behind them."""
+        answers = []
+
+        def reset(step):
+            if step == 4:
+                answers.append(self.llm.reset_prefix_cache())
+            elif step in (8, 16, 17):
+                answers.append(self.llm.reset_prefix_cache(reset_running_requests=True))
+
+        found = {"requests": self.steps(requests, reset), "answers": answers}
+        answers.append(self.llm.reset_prefix_cache())
+        found["again"] = self.told(lambda: self.generate(requests[:2]))
+        return found
+
+    def steps(self, requests, between):
+        """The tokens of requests, stepwise; `between` is called with the number of each step."""
+        self.first = next(self.numbers)
+        self.last = [{"tokens": [], "ended": None} for _ in requests]
+        for number, (prompt, max_tokens) in enumerate(requests):
+            name = f"r{self.first + number}"
+            self.engine.add_request(name, {"prompt_token_ids": prompt}, params(max_tokens))
+        for _ in requests:
+            next(self.numbers)
+        step = 0
+        while self.engine.has_unfinished_requests():
+            between(step)
+            for output in self.engine.step():
+                entry = self.last[int(output.request_id[1:]) - self.first]
+                if entry["ended"] != "aborted":
+                    entry["tokens"] = list(output.outputs[0].token_ids)
+                    entry["ended"] = "finished" if output.finished else None
+            step += 1
+        while self.scheduler.has_requests():  # steps under way, of requests that are aborted
+            self.engine.engine_core.get_output()
+        return self.last
+
+    def number_of(self, request):
+        return int(request.request_id.partition("-")[0][1:]) - self.first
+
+
+def tokens(rng, count):
+    return [rng.randrange(3, 512) for _ in range(count)]
+
+
+def params(max_tokens, **sampling):
+    from vllm import SamplingParams
+
+    options = {"temperature": 0, "ignore_eos": True, "detokenize": False, **sampling}
+    return SamplingParams(max_tokens=max_tokens, **options)
+
+
+def state_of(request):
+    """Where a request of the scheduler is: waiting, prompt, running, preempted."""
+    name = request.status.name
+    if name != "RUNNING":
+        return name.lower()
+    if request.num_output_tokens:
+        return "running"
+    return "prompt" if 0 < request.num_computed_tokens < request.num_prompt_tokens else None
+
+
+if __name__ == "__main__":
+    print(json.dumps(run(**json.loads(sys.argv[1]))))

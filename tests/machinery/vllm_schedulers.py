@@ -1,0 +1,536 @@
+"""vLLM's own scheduler with its own cache manager and with kvcache's, side by side, without a model."""
+
+import collections
+import os
+import random
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import torch
+from vllm import SamplingParams
+from vllm.config import KVEventsConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched import async_scheduler
+from vllm.v1.core.sched import scheduler as vllm_scheduler
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    get_mamba_prefill_checkpoint_position,
+    is_mamba_prefill_checkpoint_valid,
+)
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvcache.allocator import check_invariants
+from kvcache.plugins import vllm as ours
+from kvcache.plugins.vllm import hashing
+
+BLOCK, LONGEST = 16, 2048  # tokens of a block, and of a request
+SHAPE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+TINY = {
+    **{"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4},
+    **{
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 512,
+        "max_position_embeddings": 4096,
+    },
+    **{"torch_dtype": "bfloat16", "rms_norm_eps": 1e-5},
+}
+TINY_LLAMA = {
+    **TINY,
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2},
+    **{"tie_word_embeddings": False},
+}
+SPECS = {
+    "full": lambda: FullAttentionSpec(**SHAPE),
+    "window": lambda: SlidingWindowSpec(**SHAPE, sliding_window=100),
+    "chunked": lambda: ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64),
+    "mamba align": lambda: state_spec("align"),
+    "mamba2 align": lambda: state_spec(
+        "align", num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1
+    ),
+    "mamba all": lambda: state_spec("all"),
+    "mamba none": lambda: state_spec("none", block_size=LONGEST),
+}
+
+
+def state_spec(mode, block_size=BLOCK, **options):
+    return MambaSpec(
+        block_size=block_size,
+        shapes=((4,),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode=mode,
+        **options,
+    )
+
+
+PAIRS = {
+    False: (vllm_scheduler.Scheduler, ours.VllmScheduler),
+    True: (async_scheduler.AsyncScheduler, ours.VllmAsyncScheduler),
+}
+
+
+def engine_config(model, *, is_async=False, events=False, **options):
+    """vLLM's configuration for a model's folder."""
+    if events:
+        options["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    arguments = {
+        **{"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True},
+        **{"dtype": "bfloat16", "max_model_len": LONGEST, "block_size": 32, "seed": 0},
+        **{"max_num_seqs": 32, "max_num_batched_tokens": 256},
+    }
+    config = EngineArgs(model=model, **(arguments | options)).create_engine_config()
+    config.scheduler_config.async_scheduling = is_async
+    return config
+
+
+def make_scheduler(cls, config, groups, num_blocks, context_parallel_size=1, retention=None):
+    """A scheduler of these kinds of groups; `num_blocks` with the null block."""
+    config.parallel_config.decode_context_parallel_size = context_parallel_size
+    config.cache_config.num_gpu_blocks = num_blocks
+    modes = {kind.partition(" ")[2] for kind in groups if kind.startswith("mamba")}
+    config.cache_config.mamba_cache_mode = modes.pop() if modes else "none"
+    config.cache_config.block_size = BLOCK
+    cache = KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[
+            KVCacheGroupSpec([f"layer{i}"], SPECS[kind]()) for i, kind in enumerate(groups)
+        ],
+        prefix_cache_retention_interval=retention,
+    )
+    block_size = max(group.kv_cache_spec.block_size for group in cache.kv_cache_groups)
+    is_hashed = config.cache_config.enable_prefix_caching
+    return cls(
+        vllm_config=config,
+        kv_cache_config=cache,
+        log_stats=True,
+        block_size=block_size * context_parallel_size,
+        hash_block_size=(BLOCK if is_hashed else block_size) * context_parallel_size,
+        structured_output_manager=StructuredOutputManager(config),
+    )
+
+
+def block_hasher(name="sha256_cbor", size=BLOCK, *, ours=False):
+    """vLLM's own hasher of blocks of so many tokens, or kvcache's."""
+    function = get_hash_fn_by_name(name)
+    init_none_hash(function)
+    make = hashing.get_request_block_hasher if ours else get_request_block_hasher
+    return make(size, function)
+
+
+def make_request(number, token_ids, hasher, max_tokens, **options):
+    """A request that goes on to `max_tokens`."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    params.update_from_generation_config({}, None)
+    return Request(
+        request_id=f"r{number}",
+        prompt_token_ids=list(token_ids),
+        sampling_params=params,
+        pooling_params=None,
+        block_hasher=hasher,
+        **options,
+    )
+
+
+def answer(scheduler, scheduled):
+    """A model's answer: one token of each request that is past its prompt, and accepted drafts."""
+    ids, sampled = list(scheduled.num_scheduled_tokens), []
+    for request_id in ids:
+        request = scheduler.requests[request_id]
+        is_done = request.num_computed_tokens >= request.num_tokens
+        tokens = [(request.num_tokens * 7919 + len(request_id)) % 500 + 3] if is_done else []
+        drafts = scheduled.scheduled_spec_decode_tokens.get(request_id, [])
+        if is_done and drafts:
+            tokens = drafts[: request.num_tokens * 31 % (len(drafts) + 1)] + tokens
+        sampled.append(tokens)
+    return ModelRunnerOutput(
+        req_ids=ids,
+        req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+        sampled_token_ids=sampled,
+    )
+
+
+class Contents:
+    """What a model would have written to each slot, and whether it would read what it needs.
+
+    KV of a token depends on all tokens up to it: a slot's content is a digest of these. Where a token is
+    not known yet, it is found by its request later.
+    """
+
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+        self.size = scheduler.hash_block_size  # tokens of a block
+        self.specs = [g.kv_cache_spec for g in scheduler.kv_cache_config.kv_cache_groups]
+        self.tables = {}  # request id -> ids of each group
+        self.digests = {}  # request id -> of its tokens so far
+        self.slots = {}  # (group, block, offset) -> digest, or (request id, position)
+        self.requests = {}
+        self.checkpoints = 0  # inside of chunks
+
+    def apply(self, scheduled):
+        """Checks a step, as its worker would carry it out."""
+        for new in scheduled.scheduled_new_reqs:
+            self.tables[new.req_id] = [list(ids) for ids in new.block_ids]
+        cached = scheduled.scheduled_cached_reqs
+        for request_id, ids in zip(cached.req_ids, cached.new_block_ids):
+            if request_id in cached.resumed_req_ids:
+                self.tables[request_id] = [list(each) for each in ids]
+            elif ids is not None:
+                for own, more in zip(self.tables[request_id], ids):
+                    own.extend(more)
+        spans = []
+        for request_id, count in scheduled.num_scheduled_tokens.items():
+            request = self.requests[request_id] = self.scheduler.requests[request_id]
+            drafts = scheduled.scheduled_spec_decode_tokens.get(request_id, [])
+            stop = request.num_computed_tokens  # the scheduler has counted the step
+            spans.append((request, stop - count, stop, drafts))
+        new = {request.req_id for request in scheduled.scheduled_new_reqs} | cached.resumed_req_ids
+        given = set()  # blocks that are cleared or copied to as the step begins
+        for each in scheduled.scheduled_new_reqs:
+            own = zip(each.block_ids, self.specs)
+            given.update(*(ids[each.num_computed_tokens // self.size :] for ids, _ in own))
+        for request_id, ids in zip(cached.req_ids, cached.new_block_ids):
+            if request_id not in new:
+                given.update(*(ids or ()))
+        for request, start, stop, _ in spans:  # states are copied then, too
+            self.read_states(request, start, stop, given)
+        for request, start, stop, drafts in spans:
+            self.write(request, start, stop, drafts)
+        for request, start, _, _ in spans:
+            self.read(request, start)
+
+    def digest(self, request, position, drafts=()):
+        known = request.num_tokens
+        tokens, digests = self.digests.setdefault(request.request_id, ([], []))
+        now = request._all_token_ids
+        while tokens and (len(tokens) > len(now) or tokens[-1] != now[len(tokens) - 1]):
+            tokens.pop(), digests.pop()  # a session drops its last ones
+        for token in request._all_token_ids[len(tokens) :]:
+            tokens.append(token)
+            digests.append(hash((digests[-1] if digests else 0, token)))
+        if position < known:
+            return digests[position]
+        if position - known >= len(drafts) or min(drafts) < 0:
+            return request.request_id, position
+        found = digests[-1]
+        for token in drafts[: position - known + 1]:
+            found = hash((found, token))
+        return found
+
+    def slots_of(self, request, positions):
+        for group, table in enumerate(self.tables[request.request_id]):
+            if isinstance(self.specs[group], MambaSpec):
+                continue
+            for position in positions:
+                block = table[position // self.size]
+                yield group, position, (group, block, position % self.size)
+
+    def states_of(self, request, position):
+        """Where the state after the token at `position` is."""
+        for group, table in enumerate(self.tables[request.request_id]):
+            spec = self.specs[group]
+            if isinstance(spec, MambaSpec):
+                yield group, table[position // spec.block_size]
+
+    def read_states(self, request, start, stop, given):
+        for group, block in self.states_of(request, start - 1) if start else ():
+            wanted = self.digest(request, start - 1)
+            found = self.resolved(self.slots.get((group, block)))
+            assert found == wanted, f"{request.request_id} goes on at {start} from another state"
+            if (stop - 1) // self.size != (start - 1) // self.size:
+                assert block not in given, "a page is given out that a state is copied from"
+
+    def resolved(self, content):
+        """A digest, also of a token that was not known when it was written."""
+        if isinstance(content, tuple):
+            writer, at = content
+            return self.digest(self.requests[writer], at)
+        return content
+
+    def write(self, request, start, stop, drafts):
+        ends = {stop - 1}
+        for spec in self.specs:
+            if getattr(spec, "mamba_cache_mode", None) == "all":
+                ends.update(range(start // self.size * self.size + self.size - 1, stop, self.size))
+        for end in sorted(ends):
+            for group, block in self.states_of(request, end):
+                assert block != 0, "a state is written to the null block"
+                self.slots[group, block] = self.digest(request, end, drafts)
+        self.write_checkpoints(request, start, stop)
+        for _, position, slot in self.slots_of(request, range(start, stop)):
+            assert slot[1] != 0, "a token is written to the null block"
+            self.slots[slot] = self.digest(request, position, drafts)
+
+    def write_checkpoints(self, request, start, stop):
+        """States of a chunk's inside: the worker writes them to where its own rules say."""
+        for group, table in enumerate(self.tables[request.request_id]):
+            spec = self.specs[group]
+            if not getattr(spec, "num_prefill_checkpoint_blocks", 0) or stop - start == 1:
+                continue
+            position = get_mamba_prefill_checkpoint_position(stop, self.size, False)
+            if not is_mamba_prefill_checkpoint_valid(
+                *(start, stop, position, self.size, spec.block_size),
+                spec.prefill_checkpoint_alignment,
+            ):
+                continue
+            self.checkpoints += 1
+            block = table[-(-stop // spec.block_size) - 2]
+            if block:
+                self.slots[group, block] = self.digest(request, position - 1)
+
+    def read(self, request, start):
+        for group, position, slot in self.slots_of(request, range(start)):
+            spec = self.specs[group]
+            if position <= start - (getattr(spec, "sliding_window", None) or start + 1):
+                continue
+            chunk = getattr(spec, "attention_chunk_size", None)
+            if chunk and position < start // chunk * chunk:
+                continue
+            wanted = self.digest(request, position)
+            assert self.resolved(self.slots.get(slot)) == wanted, (
+                f"{request.request_id} reads what is not there at {position}"
+            )
+
+
+class SideBySide:
+    """Both schedulers under one random workload; every decision of each step is compared."""
+
+    def __init__(
+        self,
+        seed,
+        config,
+        groups,
+        num_blocks,
+        *,
+        exact=True,
+        drafts=False,
+        context_parallel_size=1,
+        sessions=False,
+    ):
+        self.rng = random.Random(seed)
+        self.is_async = config.scheduler_config.async_scheduling
+        self.exact = exact
+        self.drafts = drafts
+        self.sessions = {} if sessions else None  # numbers of those that take more parts, by id
+        size = BLOCK * context_parallel_size
+        self.hashers = [block_hasher(size=size), block_hasher(size=size, ours=True)]
+        self.pair = [
+            make_scheduler(cls, config, groups, num_blocks, context_parallel_size)
+            for cls in PAIRS[self.is_async]
+        ]
+        self.contents = [Contents(scheduler) for scheduler in self.pair]
+        self.is_dense = all(type(spec) is FullAttentionSpec for spec in self.contents[0].specs)
+        self.counts = collections.Counter()
+        self.pending = [collections.deque(), collections.deque()]
+        self.live = [collections.Counter(), collections.Counter()]
+        self.told = [{}, {}]
+        self.heads = [
+            [self.rng.randrange(3, 500) for _ in range(self.rng.randrange(16, 200))]
+            for _ in range(4)
+        ]
+        for number, scheduler in enumerate(self.pair):
+            self._keep_events(number, scheduler)
+            scheduler.num_spec_tokens = 7 if drafts else 0
+
+    def run(self, num_steps):
+        for _ in range(num_steps):
+            self._add()
+            self._step()
+        self._add_parts(1)
+        while any(scheduler.requests for scheduler in self.pair):
+            self._step()
+        for scheduler in self.pair:
+            assert scheduler.kv_cache_manager.usage < 1e-9, "blocks are still held"
+        live = [{key for key, count in each.items() if count > 0} for each in self.live]
+        # Where drafts are accepted in a request's last step, what they fill is a hit only here.
+        is_same = live[0] <= live[1] if self.drafts else live[0] == live[1]
+        assert not self.exact or is_same, "events tell of other blocks"
+        # Where blocks between are null, vLLM's events name tokens that belong to none of their hashes.
+        if self.exact and not self.drafts and self.is_dense:
+            assert self.told[0] == self.told[1], "events tell something else of blocks"
+        assert self.pair[0].reset_prefix_cache() and self.pair[1].reset_prefix_cache()
+        return self.counts
+
+    def _keep_events(self, number, scheduler):
+        take = scheduler.kv_cache_manager.take_events
+
+        def taken():
+            events = take()
+            for event in events:
+                self.told[number].update(self._blocks_told(event))
+                sign = 1 if type(event).__name__ == "BlockStored" else -1
+                for block_hash in getattr(event, "block_hashes", ()):
+                    self.live[number][event.group_idx, block_hash] += sign
+                    self.counts["events"] += 1
+            return events
+
+        scheduler.kv_cache_manager.take_events = taken
+
+    @staticmethod
+    def _blocks_told(event):
+        """For each block that an event stores, all that it tells of it."""
+        if type(event).__name__ != "BlockStored":
+            return
+        size, parent = event.block_size, event.parent_block_hash
+        for i, block_hash in enumerate(event.block_hashes):
+            yield (
+                (event.group_idx, block_hash),
+                (
+                    *(parent, list(event.token_ids[i * size : (i + 1) * size]), size, event.medium),
+                    *(event.lora_name, event.lora_id, event.session_id),
+                    event.extra_keys and event.extra_keys[i],
+                    *(event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window),
+                ),
+            )
+            parent = block_hash
+
+    def _add(self):
+        rng = self.rng
+        for _ in range(rng.randrange(3)):
+            if len(self.pair[0].requests) > 40:
+                return
+            head = rng.choice(self.heads)
+            tokens = head[: rng.randrange(len(head) + 1)]
+            tokens = tokens + [rng.randrange(3, 500) for _ in range(rng.randrange(1, 120))]
+            max_tokens = rng.randrange(1, 60)
+            options = {}
+            if head is self.heads[0]:
+                options["cache_salt"] = rng.choice(["one", "two"])
+            elif head is self.heads[1]:
+                options["lora_request"] = LoRARequest("adapter", 7, "/no/such")
+            number = self.counts["requests"]
+            if self.sessions is not None and rng.random() < 0.6:
+                options["resumable"] = True
+                self.sessions[f"r{number}"] = number
+            self._add_to_both(number, tokens, max_tokens, **options)
+            self.counts["requests"] += 1
+        self._add_parts(0.1)
+        if rng.random() < 0.05 and self.pair[0].requests:
+            victim = rng.choice(sorted(self.pair[0].requests))
+            for scheduler in self.pair:
+                scheduler.finish_requests(victim, RequestStatus.FINISHED_ABORTED)
+            self.counts["aborts"] += 1
+
+    def _add_to_both(self, number, tokens, max_tokens, **options):
+        for scheduler, hasher in zip(self.pair, self.hashers):
+            scheduler.add_request(make_request(number, tokens, hasher, max_tokens, **options))
+
+    def _add_parts(self, share):
+        """More parts of sessions, or their end."""
+        rng = self.rng
+        for request_id, number in list((self.sessions or {}).items()):
+            request = self.pair[0].requests.get(request_id)
+            if request is None:
+                del self.sessions[request_id]
+            elif rng.random() < share:
+                is_last = share == 1 or rng.random() < 0.25 or request.num_tokens > LONGEST // 2
+                part = [
+                    rng.randrange(3, 500) for _ in range(1 if is_last else rng.randrange(1, 40))
+                ]
+                self._add_to_both(number, part, rng.randrange(1, 40), resumable=not is_last)
+                if is_last:
+                    del self.sessions[request_id]
+                self.counts["parts"] += 1
+
+    def _step(self):
+        theirs, ours = outputs = [scheduler.schedule() for scheduler in self.pair]
+        if self.exact:
+            self._compare(theirs, ours)
+        for contents, scheduled in zip(self.contents, outputs):
+            contents.apply(scheduled)
+        for queue, scheduler, scheduled in zip(self.pending, self.pair, outputs):
+            queue.append((scheduled, answer(scheduler, scheduled)))
+            if len(queue) > self.is_async or not scheduled.num_scheduled_tokens:
+                scheduler.update_from_output(*queue.popleft())
+        if self.drafts:
+            self._draft()
+        check_invariants(self.pair[1].kv_cache_manager.native)
+        self.counts["steps"] += 1
+
+    def _draft(self):
+        running = [{request.request_id for request in each.running} for each in self.pair]
+        for request_id in sorted(running[0] & running[1]):
+            tokens = [self.rng.randrange(3, 500) for _ in range(self.rng.choice([0, 0, 1, 3, 7]))]
+            for scheduler in self.pair:
+                scheduler.update_draft_token_ids(DraftTokenIds([request_id], [tokens]))
+            self.counts["drafts"] += len(tokens)
+
+    def _compare(self, theirs, ours):
+        assert theirs.num_scheduled_tokens == ours.num_scheduled_tokens
+        assert (theirs.preempted_req_ids or set()) == (ours.preempted_req_ids or set())
+        for one, other in zip(theirs.scheduled_new_reqs, ours.scheduled_new_reqs):
+            assert one.req_id == other.req_id
+            assert one.num_computed_tokens == other.num_computed_tokens, "hits differ"
+            nulls = [
+                [[block_id == 0 for block_id in group] for group in each.block_ids]
+                for each in (one, other)
+            ]
+            assert nulls[0] == nulls[1], "other blocks are null"
+            self.counts["hit tokens"] += one.num_computed_tokens
+        one, other = theirs.scheduled_cached_reqs, ours.scheduled_cached_reqs
+        assert (one.req_ids, one.num_computed_tokens) == (other.req_ids, other.num_computed_tokens)
+        sizes = [
+            [ids and [len(group) for group in ids] for ids in each.new_block_ids]
+            for each in (one, other)
+        ]
+        assert sizes[0] == sizes[1]
+        self.counts["preemptions"] += len(theirs.preempted_req_ids or ())
+        if self.is_async and not self.is_dense:
+            return  # vLLM keeps what leaves a window, and states, until the step's output is there
+        usages = [scheduler.kv_cache_manager.usage for scheduler in self.pair]
+        assert abs(usages[0] - usages[1]) < 1e-9, "pools are used unlike"
+
+
+def main():
+    """Random requests.
+
+    `python -m tests.machinery.vllm_environment -m tests.machinery.vllm_schedulers REQUESTS [SEED]`
+
+    Pools and kinds of groups take turns; where decisions are to be equal, they are compared.
+    """
+    import json
+    import sys
+    import tempfile
+    from pathlib import Path
+
+    wanted, seed = int(sys.argv[1]), int((sys.argv[2:] or ["1000"])[0])
+    mixes = [
+        *((("full",), num_blocks, True) for num_blocks in (40, 90, 300)),
+        (("window", "full"), 3_000, True),
+        # vLLM waits for a state that another request computes again; a state whose tokens come late is a
+        # hit some steps later than vLLM's.
+        (("mamba align", "full"), 3_000, False),
+        *((groups, 150, False) for groups in (("window", "full"), ("mamba align", "full"))),
+    ]
+    total, first = collections.Counter(), seed
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(TINY_LLAMA))
+        while total["requests"] < wanted:
+            groups, num_blocks, exact = mixes[seed % len(mixes)]
+            is_async = bool(seed // len(mixes) % 2)
+            config = engine_config(folder, is_async=is_async, events=seed % 3 == 0)
+            try:
+                total += SideBySide(seed, config, groups, num_blocks, exact=exact).run(150)
+            except BaseException:
+                print(f"seed {seed}, {groups}, {num_blocks} blocks")
+                raise
+            seed += 1
+    print(f"seeds {first} to {seed - 1}: {dict(total)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,643 @@
+"""Live objects for the fuzzer: those that no constructor makes from right arguments alone."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+import kvcache
+import kvcache.layouts as layouts
+import kvcache.transfer as transfer
+from kvcache import (
+    Admit,
+    BlockPool,
+    External,
+    GroupSpec,
+    GroupTable,
+    KVCacheManager,
+    KVStorage,
+    LayerSpec,
+    Pages,
+    Request,
+    StepPlan,
+    StepReport,
+    SwapEngine,
+    compat,
+    hash_blocks,
+    plan_cache,
+)
+from tests.machinery.stores import MemoryStore
+from tests.machinery.wrong_calls.ops import Calls
+from tests.machinery.wrong_calls.scenes import Group, Seq
+
+if TYPE_CHECKING:
+    from tests.machinery.wrong_calls.world import World
+
+TOKENS = 18  # of the request, of which all are computed
+SIZES = {"block_size": 4, "num_kv_heads": 2, "head_size": 8}
+
+
+class Model:
+    """What `Engine` needs: logits that no model has thought of."""
+
+    vocab_size = 50
+
+    def __init__(self, cache: kvcache.KVCache) -> None:
+        self.cache = cache
+
+    def forward(self, batch: object) -> torch.Tensor:
+        out = torch.zeros(len(batch.logits_indices), self.vocab_size)
+        out[:, 7] = 1.0
+        return out
+
+
+class Tokenizer:
+    """What `TokenizerTexts` needs of transformers' tokenizers."""
+
+    eos_token_id = 1
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(token): token for token in range(128)}
+
+    def encode(self, text: str, **options: object) -> list[int]:
+        return [*text.encode()]
+
+    def decode(self, ids: list[int], **options: object) -> str:
+        return bytes(each % 128 for each in ids).decode()
+
+    def apply_chat_template(self, messages: list, **options: object) -> list[int]:
+        return [1, 2, 3]
+
+
+def table() -> GroupTable:
+    shape = kvcache.TableShape(4, 8)
+    table = kvcache.BlockTables([shape], max_num_reqs=4, max_num_tokens=16)[0]
+    table.add_row([3, 4], 0)
+    return table
+
+
+def filled(tables: object, ids: list) -> object:
+    tables.add_row(ids, 0)
+    return tables
+
+
+def tables() -> kvcache.BlockTables:
+    groups = [GroupSpec("full_attention", 4), GroupSpec("sliding_window", 8, {"window": 12})]
+    sizes = {"max_num_reqs": 4, "max_model_len": 32, "max_num_tokens": 16}
+    tables = kvcache.BlockTables.for_groups(groups, **sizes)
+    tables.add_row(([5, 6, 7], [2, 3]), 0)
+    return tables
+
+
+def plan(w: World) -> kvcache.CachePlan:
+    layers = [LayerSpec(f"l{i}", "full_attention", **SIZES, dtype="float32") for i in range(2)]
+    layers.append(LayerSpec("w", "sliding_window", **SIZES, dtype="float32", options={"window": 8}))
+    return plan_cache(layers, 2**16, max_model_len=64, max_num_batched_tokens=64)
+
+
+def cache(w: World) -> kvcache.KVCache:
+    return kvcache.build(w.get("CachePlan"), max_num_reqs=6, num_host_blocks=6, enable_events=True)
+
+
+def steps(w: World) -> SimpleNamespace:
+    """A manager with requests in every state, and the worker that has applied their plans."""
+    cache = w.get("KVCache")
+    manager, tokens = cache.manager, [list(range(100 * i, 100 * i + TOKENS)) for i in range(8)]
+    request, slots, old = (Request(name, tokens[i]) for i, name in enumerate(("a", "s", "o")))
+    plan = manager.step(new=[request, old])
+    cache.worker.apply(plan)
+    report = StepReport(plan.step_id, completed=True)
+    manager.report(report)
+    manager.free(old)
+    manager.admit(Admit(slots, num_tokens=TOKENS), ())
+    receiving = Request("r", tokens[4])
+    plan = manager.step(new=[Admit(receiving, external=External(8, delayed=True))])
+    cache.worker.apply(plan)
+    manager.cache.pin("pinned", request)
+    cache.tables.compute_slot_mapping(np.array([0], np.int32), np.array([TOKENS - 1]))
+    cache.tables.commit_slot_mapping(1)
+    return SimpleNamespace(
+        request=request, slots=slots, receiving=receiving, plan=plan, report=report,
+        next_plan=None, waiting=Request("n", tokens[5]), child=Request("c", [*tokens[0], 7]),
+    )  # fmt: skip
+
+
+def pool(w: World) -> BlockPool:
+    pool = BlockPool(20, eviction="segmented_lru")
+    pool.allocate(5)
+    pool.publish([1, 2, 3], hashes()[:3])
+    pool.release([3])
+    return pool
+
+
+def hashes() -> np.ndarray:
+    return hash_blocks(range(40), 8)
+
+
+def sequences(w: World) -> SimpleNamespace:
+    manager = w.get("BlockSpaceManager")
+    groups = [
+        Group(Seq(i, list(range(20 * i, 20 * i + TOKENS))), request_id=f"g{i}") for i in (1, 2)
+    ]
+    for group in groups:
+        manager.allocate(group)
+        group.seqs[0].status = "RUNNING"
+    manager.mark_blocks_as_computed(groups[0], TOKENS)
+    manager.swap_out(groups[1])
+    groups[1].seqs[0].status = "SWAPPED"
+    return SimpleNamespace(running=groups[0], swapped=groups[1])
+
+
+def storage(w: World) -> KVStorage:
+    return KVStorage(12, **SIZES, num_layers=2, dtype=torch.float32)
+
+
+def step_plan(w: World) -> StepPlan:
+    none, ids = np.zeros(0, np.int32), np.array([1, 2], np.int32)
+    return StepPlan(
+        1, none, none, none, append_rows=ids[:1], append_splits=[ids - 1], append_ids=[ids[:1]],
+        replace=[np.zeros((0, 3), np.int32)],
+    )  # fmt: skip
+
+
+def multi_plan(w: World) -> StepPlan:
+    """For the tables of two groups."""
+    plan = step_plan(w)
+    twice = {name: getattr(plan, name) * 2 for name in ("append_splits", "append_ids", "replace")}
+    return StepPlan(
+        1, plan.rows, plan.status, plan.num_computed_tokens, append_rows=plan.append_rows, **twice
+    )
+
+
+def swap_engine(w: World) -> SwapEngine:
+    pages = w.get("Pages")
+    return SwapEngine(pages, pages.on_host(10))
+
+
+def descriptions(name: str) -> transfer.CacheDescription:
+    return transfer.CacheDescription(
+        engine_id=name, num_layers=2, total_num_kv_heads=2, head_size=8, block_size=4,
+        dtype="float32",
+    )  # fmt: skip
+
+
+def states(name: str) -> transfer.StateDescription:
+    tensor = transfer.StateTensor(sections=((2, 4),), dtype="float32")
+    return transfer.StateDescription(engine_id=name, num_layers=2, tensors=(tensor,))
+
+
+def transport(w: World) -> transfer.Transport:
+    memory = w.get("transfer memory")
+    one, other = (transfer.make_transport(name, "gloo") for name in ("one", "other"))
+    w.on_close += [one.close, other.close]
+    for each in (one, other):
+        each.register([(memory.ctypes.data, memory.nbytes)])
+    one.connect(other.metadata())
+    return one
+
+
+def group_fetch(w: World) -> transfer.GroupFetch:
+    plan = transfer.plan_transfer(descriptions("one"), descriptions("other"), 0)
+    memory = w.get("transfer memory")
+    half = memory.nbytes // 2
+    regions = np.arange(16) * 256
+    regions = regions[: len(regions)]
+    count = transfer.region_addresses(descriptions("one"), w.get("Pages"), 0)
+    near = memory.ctypes.data + np.arange(len(count)) * 4096
+    return transfer.GroupFetch(plan, np.array([1, 2]), np.array([2, 1]), near, {0: near + half})
+
+
+def a_read(w: World) -> transfer.Transfer:
+    transport, memory = w.get("Transport"), w.get("transfer memory").ctypes.data
+    return transport.read("other", np.array([memory]), np.array([memory + 4096]), np.array([64]))
+
+
+def fetch(w: World) -> transfer.Fetch:
+    return transfer.fetch(w.get("Transport"), {0: "other"}, [w.get("GroupFetch")], 0, 8)
+
+
+def engine(w: World) -> object:
+    from kvcache.engine import Engine, SamplingParams
+
+    engine = Engine(Model(w.get("KVCache")))
+    for name in ("running", "waiting"):
+        engine.add([1, 2, 3, 4, 5], SamplingParams(max_tokens=8, n=2), request_id=name)
+    engine.step()
+    return engine
+
+
+def scheduler(w: World) -> object:
+    from kvcache.engine import Scheduler, Sequence
+
+    scheduler = Scheduler(w.get("manager alone"), max_num_batched_tokens=64)
+    sequence = Sequence(Request("q", range(10)), num_rows=2)
+    scheduler.add(sequence)
+    w._made["ScheduledStep"] = scheduler.schedule()
+    w._made["Sequence"] = sequence
+    return scheduler
+
+
+def of_scheduler(name: str) -> Callable[[World], object]:
+    def make(w: World) -> object:
+        w.get("Scheduler")
+        return w._made[name]
+
+    return make
+
+
+def ended_step(w: World) -> object:
+    """The sequence of a step that is over."""
+    scheduler = w.get("Scheduler")
+    scheduler.complete(w.get("ScheduledStep"))
+    return w.get("Sequence")
+
+
+def answer(w: World) -> object:
+    from kvcache.server.engine_loop import Answer
+
+    async def make() -> Answer:
+        return Answer(w.get("EngineLoop"), 1)
+
+    answer = asyncio.run(make())
+    answer.generation = w.get("Engine").generations[0]
+    return answer
+
+
+def connectors(w: World) -> SimpleNamespace:
+    """A sender with an offer and a receiver."""
+    from tests.machinery.disaggregation_engine import Engine
+
+    tokens = range(2 * TOKENS)
+    one, other = (Engine(name, block=16, num_blocks=80) for name in ("one", "other"))
+    w.on_close += [one.close, other.close]
+    request = Request("r", tokens)
+    one.prefill(request)
+    offer = json.loads(json.dumps(one.connector.publish(request)))
+    computed = Request("computed", range(50, 50 + 2 * TOKENS))
+    one.prefill(computed)
+    return SimpleNamespace(one=one, other=other, request=request, offer=offer, computed=computed)
+
+
+def tier(w: World) -> object:
+    from kvcache.sources.store import StoreTier
+    from tests.machinery.stores import MemoryStore
+
+    manager = KVCacheManager.for_groups(
+        [GroupSpec("full_attention", 4)], 12, 64, num_preallocate_tokens=0, enable_events=True
+    )
+    request = Request("stored", range(TOKENS))
+    plan = manager.step(new=[request])
+    tier = StoreTier(manager, w.get("Pages"), MemoryStore(), model="m", staging_bytes=8192)
+    w.on_close.append(tier.close)
+    w._made |= {
+        "store manager": manager,
+        "stored request": request,
+        "stored report": StepReport(plan.step_id, True),
+    }
+    return tier
+
+
+def of_tier(name: str) -> Callable[[World], object]:
+    def make(w: World) -> object:
+        w.get("StoreTier")
+        return w._made[name]
+
+    return make
+
+
+def disk(w: World) -> object:
+    from kvcache.sources.store import DiskStore
+
+    store, memory = DiskStore(w.get("folder") / "store", 2**16), w.get("store memory")
+    store.open(memory.reshape(-1), 64)
+    store.put(["k1"], [memory[0]])
+    w.on_close.append(store.close)
+    return store
+
+
+def block_store(w: World) -> object:
+    """On disk where NIXL, which moves its bytes, is installed."""
+    return w.get("DiskStore") if importlib.util.find_spec("nixl") else MemoryStore()
+
+
+def folder(w: World) -> Path:
+    folder = Path(tempfile.mkdtemp(dir="."))
+    w.on_close.append(lambda: shutil.rmtree(folder, ignore_errors=True))
+    return folder
+
+
+def trace(w: World) -> str:
+    path = w.get("folder") / "trace.jsonl"
+    line = {"timestamp": 0, "input_length": 600, "output_length": 2, "hash_ids": [1, 2]}
+    path.write_text(json.dumps(line) + "\n")
+    return os.fspath(path)
+
+
+def publisher(w: World) -> object:
+    from kvcache.router_events import EventPublisher
+
+    publisher = EventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+    w.on_close.append(publisher.close)
+    return publisher
+
+
+def subscriber(w: World) -> object:
+    from kvcache.router_events import EventSubscriber
+
+    publisher = w.get("EventPublisher")
+    subscriber = EventSubscriber(
+        publisher.endpoint, publisher.replay_endpoint, replay_timeout_s=0.2
+    )
+    w.on_close.append(subscriber.close)
+    return subscriber
+
+
+def learned(w: World) -> kvcache.LearnedReuse:
+    return KVCacheManager(4, 20, 64, eviction="learned").cache.stats.learned
+
+
+def tiny(w: World) -> object:
+    from kvcache.engine.transformers.tiny_models import tiny_model
+
+    return tiny_model("llama")
+
+
+def attached(w: World) -> object:
+    from kvcache.engine.transformers import attach
+
+    paged = attach(w.get("PreTrainedModel"), "1MiB", max_model_len=64, max_num_seqs=4)
+    w.on_close.append(paged.detach)
+    return paged
+
+
+def batch(w: World) -> object:
+    from kvcache.engine import Batch
+
+    cache = w.get("KVCache")
+    plan = cache.manager.step(new=[Request("b", range(9)), Request("b2", range(30, 33))])
+    cache.worker.apply(plan)
+    return Batch(cache, plan.rows, plan.num_computed_tokens, [range(9), range(30, 33)])
+
+
+def buffer(w: World) -> object:
+    from kvcache.worker import HostDeviceBuffer
+
+    return HostDeviceBuffer((8,), torch.int32, torch.device("cpu"), False)
+
+
+def connector_output(w: World) -> object:
+    return SimpleNamespace(kv_connector_output=compat.KVConnectorOutput(finished_sending={"a"}))
+
+
+def metadata(w: World) -> object:
+    builder = w.get("AttentionMetadataBuilder")
+    return builder.build(rows=[0], query_lens=[1], seq_lens=[5])
+
+
+def report(w: World) -> object:
+    from kvcache.replay import Replayer
+
+    return Replayer(num_blocks=40, block_size=4).run([w.get("WorkloadRequest")])
+
+
+def workload(w: World) -> object:
+    from kvcache.replay import read_trace
+
+    return next(read_trace(w.get("trace")))
+
+
+def op(name: str, index: int) -> Callable[[World], object]:
+    def make(w: World) -> object:
+        key = f"op {name}"
+        if key not in w._made:
+            w._made[key] = getattr(Calls(random.Random(3)), name)()
+        return w._made[key][index]
+
+    return make
+
+
+def next_plan(w: World) -> StepPlan:
+    """Follows the last plan of the cache's manager, and changes nothing."""
+    last, none = w.get("steps").plan.step_id, np.zeros(0, np.int32)
+    return StepPlan(
+        last + 1, none, none, none, previous_step_id=last, append_rows=none,
+        append_splits=[np.zeros(1, np.int32)] * 3, append_ids=[none] * 3,
+        replace=[np.zeros((0, 3), np.int32)] * 3,
+    )  # fmt: skip
+
+
+def kept(w: World) -> Request:
+    """A request that was freed, whose blocks are kept."""
+    manager = w.get("KVCacheManager")
+    manager.free(w.get("Request"), keep_blocks=True)
+    return w.get("Request")
+
+
+def fp8(w: World) -> KVStorage:
+    """A storage with scales beside its tokens."""
+    return KVStorage(8, **SIZES, num_layers=2, dtype=torch.float8_e4m3fn)
+
+
+def scaled(w: World) -> KVStorage:
+    return KVStorage(8, **SIZES, num_layers=2, dtype=torch.float8_e4m3fn, scale_bytes_per_token=8)
+
+
+def state_batch(w: World) -> object:
+    from kvcache.engine import Batch
+
+    layer = LayerSpec("s", "recurrent", 4, state_bytes=64, dtype="float32")
+    cache = kvcache.build(plan_cache([layer], 2**14, max_model_len=32), max_num_reqs=2)
+    plan = cache.manager.step(new=[Request("b", range(9))])
+    cache.worker.apply(plan)
+    return Batch(cache, plan.rows, plan.num_computed_tokens, [range(9)])
+
+
+def encoder(w: World) -> Group:
+    """A group with an encoder, which has a cross-attention table."""
+    group = Group(Seq(22, [1, 2]), request_id="e", encoder=Seq(23, [1] * 5))
+    w.get("BlockSpaceManager").allocate(group)
+    return group
+
+
+def begun(w: World) -> Request:
+    """A request of the receiver that was admitted with an offer and is to be loaded."""
+    made = w.get("connectors")
+    request = Request("new", range(2 * TOKENS))
+    count = made.other.connector.match(request, made.offer)
+    plan = made.other.manager.step(new=[Admit(request, external=External(count, delayed=True))])
+    made.other.apply(plan)
+    return request
+
+
+def to_load(w: World) -> Request:
+    """A request that was admitted to be loaded from the store, which has another one's tokens."""
+    tier, manager = w.get("StoreTier"), w._made["store manager"]
+    manager.report(w._made["stored report"])
+    tier.save(w._made["stored report"])
+    while tier.num_waiting_blocks:
+        tier.save(w._made["stored report"])
+    manager.free(w._made["stored request"])
+    manager.cache.reset()
+    request = Request("loaded", range(TOKENS))
+    while (count := tier.match(request)) is None:
+        pass
+    manager.step(new=[Admit(request, external=External(count, delayed=True))])
+    return request
+
+
+def states_table(w: World) -> GroupTable:
+    groups = [GroupSpec("recurrent", 4)]
+    sizes = {"max_num_reqs": 4, "max_model_len": 32, "max_num_tokens": 16}
+    tables = kvcache.BlockTables.for_groups(groups, **sizes)
+    tables.add_row(([5],), 0)
+    return tables[0]
+
+
+def demo_report() -> object:
+    from kvcache.demo import DemoReport
+
+    names = inspect.signature(DemoReport).parameters
+    return DemoReport(**{name: "tiny" if name == "model" else 3 for name in names})
+
+
+def saved(w: World) -> Path:
+    path = w.get("folder") / "saved"
+    w.get("LearnedReuse").save(path)
+    return path
+
+
+def third(w: World) -> bytes:
+    w.get("Transport")
+    third = transfer.make_transport("third", "gloo")
+    w.on_close.append(third.close)
+    return third.metadata()
+
+
+def paged_batch(w: World) -> object:
+    from kvcache.engine import Batch
+
+    cache = w.get("PagedModel").cache
+    plan = cache.manager.step(new=[Request("p", range(9))])
+    cache.worker.apply(plan)
+    return Batch(cache, plan.rows, plan.num_computed_tokens, [range(9)])
+
+
+MAKERS: dict[str, Callable[[World], object]] = {
+    "CachePlan": plan,
+    "KVCache": cache,
+    "steps": steps,
+    "PrefixCache": lambda w: w.get("KVCacheManager").cache,
+    "KVCacheManager": lambda w: (w.get("KVCache").manager, w.get("steps"))[0],
+    "manager alone": lambda w: KVCacheManager(4, 40, 64, max_num_reqs=4, num_preallocate_tokens=0),
+    "Worker": lambda w: w.get("KVCache").worker,
+    "Request": lambda w: w.get("steps").request,
+    "StepReport": lambda w: w.get("steps").report,
+    "BlockPool": pool,
+    "BlockSpaceManager": lambda w: compat.BlockSpaceManager(4, 40, 20, enable_caching=True),
+    "sequences": sequences,
+    "KVStorage": storage,
+    "Pages": lambda w: w.get("KVStorage").pages,
+    "StepPlan": step_plan,
+    "SwapEngine": swap_engine,
+    "SwapJob": lambda w: w.get("SwapEngine").swap_out(np.array([[1, 2]], np.int32)),
+    "PendingStep": lambda w: w.get("Worker").start(next_plan(w)),
+    "GroupTable": lambda w: table(),
+    "BlockTables": lambda w: tables(),
+    "BlockTable": lambda w: filled(compat.BlockTable(4, 4, 8, 16), [3, 4]),
+    "MultiGroupBlockTable": lambda w: filled(
+        compat.MultiGroupBlockTable(4, 32, 16, False, "cpu", [4, 8]), [[5, 6, 7], [2, 3]]
+    ),
+    "AttentionMetadata": metadata,
+    "GroupMetadata": lambda w: w.get("AttentionMetadata").groups[0],
+    "HostDeviceBuffer": buffer,
+    "GroupSpec": lambda w: GroupSpec("full_attention", 4),
+    "LayerSpec": lambda w: LayerSpec("l", "full_attention", **SIZES),
+    "LearnedReuse": learned,
+    "KindProperties": lambda w: w.get("kind"),
+    "AttentionKind": lambda w: w.get("kind"),
+    "kind": lambda w: kvcache.kinds.make_kind("sliding_window", {"window": 8}),
+    "EngineBackend": lambda w: layouts.backend("FLASHINFER"),
+    "AttentionBackend": lambda w: layouts.backend("FLASHINFER"),
+    "CacheDescription": lambda w: descriptions("a"),
+    "StateDescription": lambda w: states("a"),
+    "StateTensor": lambda w: transfer.StateTensor(sections=((2, 4),), dtype="float32"),
+    "TransferPlan": lambda w: transfer.plan_transfer(descriptions("a"), descriptions("b"), 0),
+    "StateTransferPlan": lambda w: transfer.plan_states(states("a"), states("b"), 0),
+    "Coordinates": lambda w: descriptions("a").coordinates(0),
+    "Spans": lambda w: transfer.Spans.of(np.array([4096, 8192]), np.array([64, 64]), "spans"),
+    "transfer memory": lambda w: np.zeros(2**20, np.uint8),
+    "Transport": transport,
+    "DemoReport": lambda w: demo_report(),
+    "Comparison": lambda w: __import__("kvcache.replay").replay.compare(
+        [w.get("WorkloadRequest")], ["lru"], [200], block_size=4),
+    "Transfer": lambda w: a_read(w),
+    "GroupFetch": group_fetch,
+    "Fetch": fetch,
+    "ReceivePermutation": lambda w: transfer.ReceivePermutation(4, "HND"),
+    "KVTopology": lambda w: compat.KVTopology("a", 0, 2, total_num_kv_heads=2, block_size=4)
+    .with_remote("b", compat.RemoteEngine(2, block_size=4)),
+    "Engine": engine,
+    "Generation": lambda w: w.get("Engine").generations[0],
+    "Model": lambda w: Model(w.get("KVCache")),
+    "Scheduler": scheduler,
+    "Sequence": of_scheduler("Sequence"),
+    "ScheduledStep": of_scheduler("ScheduledStep"),
+    "ended sequence": ended_step,
+    "Batch": batch,
+    "Context": lambda w: w.get("Batch").context(0),
+    "EngineError": lambda w: __import__(
+        "kvcache.server.engine_loop"
+    ).server.engine_loop.EngineError("stopped"),
+    "FastAPI": lambda w: __import__("kvcache.server").server.make_app(
+        w.get("EngineLoop"), w.get("Texts"), "m"
+    ),
+    "EngineLoop": lambda w: __import__("kvcache.server").server.EngineLoop(w.get("Engine")),
+    "Answer": answer,
+    "Texts": lambda w: __import__("kvcache.server").server.ByteTexts(),
+    "TokenizerTexts": lambda w: __import__("kvcache.server").server.TokenizerTexts(Tokenizer()),
+    "connectors": connectors,
+    "Connector": lambda w: w.get("connectors").one.connector,
+    "CacheRank": lambda w: w.get("connectors").one.ranks[0],
+    "Offer": lambda w: kvcache.sources.disaggregation.Offer.from_dict(w.get("connectors").offer),
+    "GroupLayout": lambda w: w.get("Offer").groups[0],
+    "Arrived": lambda w: kvcache.sources.Arrived(w.get("Request"), 8),
+    "LoadStats": lambda w: kvcache.sources.LoadStats(),
+    "StoreTier": tier,
+    "stored request": of_tier("stored request"),
+    "stored report": of_tier("stored report"),
+    "BlockStore": block_store,
+    "DiskStore": disk,
+    "store memory": lambda w: np.zeros((4, 64), np.uint8),
+    "folder": folder,
+    "trace": trace,
+    "EventPublisher": publisher,
+    "EventSubscriber": subscriber,
+    "PreTrainedModel": tiny,
+    "PagedModel": attached,
+    "ReplayReport": report,
+    "WorkloadRequest": workload,
+}  # fmt: skip
+
+# What methods are called on, where it is not the instance of their class.
+ON: dict[str, Callable[[World], object]] = {
+    "KVStorage.set_scales": lambda w: fp8(w),
+    "GroupTable.state_pages": lambda w: states_table(w),
+    "BlockTable.state_pages": lambda w: compat.BlockTable(4, 4, 8, 16, slot_mapping=False),
+    "KVStorage.scale_cache": lambda w: scaled(w),
+    "Connector.begin": lambda w: w.get("connectors").other.connector,
+    "Pages.layer": lambda w: Pages.allocate(8, [[256]]),
+    "Batch.state_pages": lambda w: state_batch(w),
+}

@@ -1,0 +1,275 @@
+"""Every public call of the package, found by walking it: a new module is covered without a line here.
+
+Public is what a module's `__all__` names, and what the reference (docs/reference) documents. Of a class
+that is the constructor, its methods, and the setters of its properties.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import os
+import pkgutil
+import re
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+
+import kvcache
+
+_REFERENCE = Path(__file__).parents[3] / "docs" / "reference"
+_SPECIAL = ("__getitem__", "__contains__", "__call__")
+
+# Modules that are not imported, and names that are not called, each with the reason.
+EXCLUDED_MODULES = {
+    "kvcache.plugins.vllm": "needs vLLM, which is another environment",
+    "kvcache.cli": "the command line: reads sys.argv, prints, exits; tests/cli has wrong ones",
+    "kvcache.native": "builds the libraries: starts compilers",
+    "kvcache.__main__": "runs the command line",
+    "kvcache.libkvcache_cpu": "ops of torch, not a module; `wrong_calls.ops` calls them directly",
+    "kvcache.libkvcache_cuda": "the same",
+}
+LACKS: dict[str, str] = {}  # modules that could not be imported here, each with the reason
+EXCLUDED = {
+    "kvcache.demo.serve_chats": "generates with a model for seconds",
+    "kvcache.sources.store.BlockStore": "abstract: a tier handles any error that it raises",
+    "kvcache.sources.store.MooncakeStore": "connects to a master over the network",
+    "kvcache.sources.disaggregation.RemotePrefill": "asks a server over the network",
+    "kvcache.server.EngineLoop.call": "needs the thread; raises before `start`",
+    "kvcache.server.EngineLoop.serving": "the same",
+    "kvcache.server.EngineLoop.start": "starts the thread that then owns the engine",
+    "kvcache.ops.warm_up": "takes no arguments and compiles kernels",
+    "kvcache.CacheOptions.native_of": "of the manager, which checks its groups before",
+    "kvcache.CacheOptions.check_names": "of the manager and of `build`, for names of keywords",
+}
+if importlib.util.find_spec("nixl") is None:
+    EXCLUDED["kvcache.sources.store.DiskStore"] = "needs NIXL, which is not installed"
+# Classes that callers are given and do not make, and what makes each.
+MADE_BY = {
+    "kvcache.AttentionMetadata": "AttentionMetadataBuilder.build",
+    "kvcache.CachePlan": "plan_cache",
+    "kvcache.KVCache": "build",
+    "kvcache.PrefixCacheStats": "PrefixCache.stats",
+    "kvcache.allocator.PrefixCache": "KVCacheManager.cache",
+    "kvcache.allocator.CachedPrefix": "PrefixCache.find_prefix",
+    "kvcache.demo.Course": "serve_chats",
+    "kvcache.demo.DemoReport": "serve_chats",
+    "kvcache.engine.transformers.PagedModel": "attach",
+    "kvcache.replay.Comparison": "compare",
+    "kvcache.replay.DisaggregationReport": "DisaggregatedReplayer.run",
+    "kvcache.replay.Mismatch": "Replayer.run",
+    "kvcache.replay.ReplayReport": "Replayer.run",
+    "kvcache.replay.Series": "Replayer.run",
+    "kvcache.router_events.CachedBlock": "CacheView.block",
+    "kvcache.router_events.PublisherCounts": "EventPublisher.counts",
+    "kvcache.router_events.SubscriberCounts": "EventSubscriber.counts",
+    "kvcache.engine.Context": "Batch.context",
+    "kvcache.engine.Delta": "Engine.step",
+    "kvcache.engine.Generation": "Engine.add",
+    "kvcache.engine.Metrics": "Engine.metrics",
+    "kvcache.engine.PoolStates": "pool_states",
+    "kvcache.engine.Sample": "Engine.add",
+    "kvcache.engine.ScheduledStep": "Scheduler.schedule",
+    "kvcache.sources.store.StoreStats": "StoreTier.stats",
+    "kvcache.transfer.Fetch": "fetch",
+    "kvcache.transfer.StateTransferPlan": "plan_states",
+    "kvcache.transfer.TransferPlan": "plan_transfer",
+    "kvcache.worker.GroupMetadata": "AttentionMetadataBuilder.build",
+    "kvcache.worker.HostDeviceBuffer": "BlockTables",
+    "kvcache.GroupTable": "BlockTables",
+    "kvcache.worker.PendingStep": "Worker.start",
+    "kvcache.worker.SwapJob": "SwapEngine.swap_out",
+    "kvcache.BlockHashes": "PrefixCache.hashes",
+    "kvcache.CachedTokens": "PrefixCache.cached_tokens",
+    "kvcache.FoundBlocks": "PrefixCache.find",
+    "kvcache.sources.Arrived": "Connector.poll",
+    "kvcache.sources.disaggregation.PrefillStats": "RemotePrefill.stats",
+    "kvcache.sources.LoadStats": "Connector.stats",
+    "kvcache.transfer.ReceivePermutation": "plan_transfer",
+}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What a call takes by name. `annotation`: as it was written, or "" """
+
+    name: str
+    annotation: str = ""
+    is_required: bool = True
+
+
+@dataclass(frozen=True)
+class Target:
+    """A public call. `owner`: the class whose instance it is called on; None: it needs none."""
+
+    module: str
+    name: str  # within the module
+    owner: type | None
+    attribute: str  # of the owner, or of the module
+    parameters: tuple[Parameter, ...]
+    is_setter: bool = False
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@functools.cache
+def modules() -> list[ModuleType]:
+    """All modules of the package but the excluded ones."""
+    found = [kvcache]
+    extra = os.environ.get(
+        "KVCACHE_FUZZ_PATH"
+    )  # a folder of further modules, to test the fuzzer by
+    if extra is not None and extra not in kvcache.__path__:
+        kvcache.__path__.append(extra)
+    for each in pkgutil.walk_packages(kvcache.__path__, "kvcache.", onerror=lambda name: None):
+        if _is_excluded(each.name) or _is_excluded(each.name, LACKS):
+            continue
+        try:
+            found.append(importlib.import_module(each.name))
+        except ModuleNotFoundError as missing:
+            if missing.name.partition(".")[0] == "kvcache":
+                raise
+            LACKS[each.name] = f"needs {missing.name}, which is not installed"
+    return found
+
+
+def _is_excluded(name: str, excluded: Mapping[str, str] = EXCLUDED_MODULES) -> bool:
+    return any(name == each or name.startswith(f"{each}.") for each in excluded)
+
+
+@functools.cache
+def public_objects() -> dict[str, object]:
+    """Public functions and classes by full name: the shortest name by which a user reaches each."""
+    names: dict[str, object] = {}
+    for module in modules():
+        for name in getattr(module, "__all__", ()):
+            value = getattr(module, name)
+            if callable(value):
+                names.setdefault(f"{module.__name__}.{name}", value)
+    for path in _documented():
+        module, _, name = path.rpartition(".")
+        if _is_excluded(module) or _is_excluded(path, LACKS):
+            continue
+        try:
+            whole = importlib.import_module(path)
+        except ModuleNotFoundError:
+            names.setdefault(path, getattr(importlib.import_module(module), name))
+            continue
+        for name, value in vars(whole).items():
+            if not name.startswith("_") and getattr(value, "__module__", "") == path:
+                names.setdefault(f"{path}.{name}", value)
+    out: dict[str, object] = {}
+    seen: set[int] = set()
+    for name, value in sorted(names.items(), key=lambda each: (each[0].count("."), each[0])):
+        if id(value) not in seen and not _is_type_only(value):
+            seen.add(id(value))
+            out[name] = value
+    return dict(sorted(out.items()))
+
+
+def _documented() -> list[str]:
+    text = "\n".join(page.read_text() for page in sorted(_REFERENCE.glob("*.md")))
+    return re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)
+
+
+def _is_type_only(value: object) -> bool:
+    """Whether it is made to be caught, named or subclassed: no caller calls it."""
+    if not inspect.isclass(value):
+        return not inspect.isroutine(value)
+    if getattr(value, "_is_protocol", False) or typing.is_typeddict(value):
+        return True
+    return issubclass(value, BaseException | Enum)
+
+
+@functools.cache
+def targets() -> list[Target]:
+    """Every public call that takes an argument."""
+    out = [each for each in _all_targets() if each.parameters and not _is_left_out(each.full_name)]
+    return out
+
+
+def _is_left_out(name: str) -> bool:
+    return any(name == each or name.startswith(f"{each}.") for each in EXCLUDED)
+
+
+def _all_targets() -> Iterator[Target]:
+    for full_name, value in public_objects().items():
+        module, _, name = full_name.rpartition(".")
+        if full_name not in MADE_BY and not getattr(value, "__abstractmethods__", ()):
+            yield Target(module, name, None, name, parameters_of(value))
+        if inspect.isclass(value):
+            yield from _of_class(module, value)
+
+
+def _of_class(module: str, of: type) -> Iterator[Target]:
+    for name in dir(of):
+        if name.startswith("_") and name not in _SPECIAL:
+            continue
+        home = next(base for base in of.__mro__ if name in vars(base))
+        if not home.__module__.startswith("kvcache"):
+            continue  # of a tuple, a torch.nn.Module
+        static = inspect.getattr_static(of, name)
+        full = f"{of.__name__}.{name}"
+        if isinstance(static, property):
+            if static.fset is not None:
+                yield Target(module, full, of, name, (Parameter(name),), is_setter=True)
+        elif isinstance(static, classmethod | staticmethod):
+            yield Target(module, full, of, name, parameters_of(getattr(of, name)))
+        elif callable(static) and not inspect.isclass(static):
+            yield Target(module, full, of, name, parameters_of(getattr(of, name), skip=1))
+
+
+def parameters_of(function: Callable, skip: int = 0) -> tuple[Parameter, ...]:
+    """What it takes by name, of Python's functions and of native ones. `skip`: the first ones."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return _native_parameters(function)
+    out = []
+    for each in list(signature.parameters.values())[skip:]:
+        if each.kind == each.VAR_KEYWORD:
+            out += _keywords(function, str(each.annotation))
+        elif each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+            written = "" if each.annotation is each.empty else _written(each.annotation)
+            out.append(Parameter(each.name, written, each.default is each.empty))
+        elif each.kind == each.VAR_POSITIONAL:
+            pass  # what is passed by place has no name to be told by
+    return tuple(out)
+
+
+def _written(annotation: object) -> str:
+    if isinstance(annotation, typing.ForwardRef):
+        return annotation.__forward_arg__
+    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+
+
+def _keywords(function: Callable, annotation: str) -> list[Parameter]:
+    """Those of `**options: Unpack[Arguments]`, all optional."""
+    found = re.fullmatch(r"Unpack\[(\w+)\]", annotation)
+    if found is None:
+        return []
+    if inspect.isclass(function):
+        function = function.__init__
+    function = getattr(function, "__func__", function)
+    hints = typing.get_type_hints(function.__globals__[found[1]])
+    return [Parameter(name, "", is_required=False) for name in hints]
+
+
+def _native_parameters(function: Callable) -> tuple[Parameter, ...]:
+    """As pybind11 writes them in the first line of a docstring."""
+    text = function.__init__.__doc__ if inspect.isclass(function) else function.__doc__
+    found = re.match(r"\w+\((.*)\)(?: ->|$)", (text or "").split("\n")[0])
+    if found is None:
+        return ()
+    out = []
+    for each in re.split(r", (?=\w+:)", found[1]):
+        name, _, rest = each.partition(": ")
+        if name and name != "self" and not name.startswith("*"):
+            out.append(Parameter(name, rest.partition(" = ")[0], " = " not in rest))
+    return tuple(out)

@@ -1,0 +1,356 @@
+"""The build at first use, in what a source distribution unpacks to: a package without libraries."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu.jit_and_replay import jit_check
+from kvcache.native import build, jit
+from tests.machinery.shared import REPO, sampled
+
+# Compilers. The first hands on the libraries of this checkout in place of what it should link, so
+# that all but a compiler's own work is done in seconds. The second compiles; speed does not matter.
+COPIES = f"""#!/bin/sh
+for word in "$@"; do
+  case "$before" in -o) out=$word ;; -MF) dependencies=$word ;; esac
+  [ "$word" = -c ] && compiles=yes
+  before=$word
+done
+[ -n "$out" ] || exec g++ "$@"
+[ -z "$dependencies" ] || echo "$out:" >"$dependencies"
+if [ -n "$compiles" ]; then : >"$out"; else cp "{REPO}/kvcache/$(basename "$out")" "$out"; fi
+"""
+COMPILES = '#!/bin/sh\nexec g++ "$@" -O0\n'
+COMPILERS = {"copies": COPIES, "compiles": COMPILES}
+USE = f"""
+import kvcache
+assert kvcache.hash_blocks(range(32), 16).shape == (2, 32)
+{jit_check(("cpu",), ("_core", "libkvcache_cpu"))}
+print("works")
+"""
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """The checkout as a source distribution hands it on: nothing in it was ever built."""
+    pytest.importorskip("setuptools")
+    folder = tmp_path_factory.mktemp("sdist")
+    skip = shutil.ignore_patterns(".*", "build", "dist", "*.so", "*.egg-info", "__pycache__")
+    shutil.copytree(REPO, folder / "repository", ignore=skip)
+    shutil.copytree(REPO / ".ci", folder / "repository" / ".ci")
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "sdist"],
+        cwd=folder / "repository",
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (archive,) = (folder / "repository" / "dist").iterdir()
+    with tarfile.open(archive) as file:
+        file.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    checkout = folder / archive.name.removesuffix(".tar.gz")
+    for name, program in COMPILERS.items():
+        (checkout / name).mkdir()
+        (checkout / name / "g++").write_text(program)
+        (checkout / name / "g++").chmod(0o755)
+    return checkout
+
+
+def environment_for(checkout, compiler="copies", **changes):
+    variables = {**os.environ, "PYTHONPATH": str(checkout)}
+    variables.pop("KVCACHE_JIT", None)
+    variables["KVCACHE_JIT_DIR"] = str(checkout / "jit" / compiler)
+    variables["CXX"] = f"env {checkout / compiler / 'g++'} -pipe"  # as in "ccache g++ -m64"
+    return {**variables, **changes}
+
+
+def run(folder, program, *, checkout=None, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment_for(checkout or folder, **environment),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+    )
+
+
+@pytest.fixture(scope="module", params=sampled(COMPILERS))
+def compiler(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def built(checkout, compiler):
+    """The results and output of two processes that first used the package at the same time."""
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", USE],
+            env=environment_for(checkout, compiler),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=checkout,
+        )
+        for _ in range(2)
+    ]
+    return [process.communicate() for process in both]
+
+
+def test_a_source_distribution_holds_the_checkout(checkout):
+    wanted = ["Makefile", "CMakeLists.txt", "MANIFEST.in", "README.md", "LICENSE", ".ci/run"]
+    for folder in ("csrc", "kvcache", "tests", "benchmarks", "docs", "examples"):
+        for path in (REPO / folder).rglob("*"):
+            if path.suffix in {".h", ".cpp", ".cu", ".py", ".md"}:
+                wanted.append(str(path.relative_to(REPO)))
+    wanted = [name for name in wanted if not name.startswith("kvcache/csrc")]
+    assert len(wanted) > 80
+    assert not [name for name in wanted if not (checkout / name).is_file()]
+    assert not list(checkout.rglob("*.so"))
+
+
+@pytest.mark.exhaustive
+def test_a_wheel_of_a_source_distribution_works_and_holds_the_sources(checkout, tmp_path):
+    command = ["pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir"]
+    done = subprocess.run(
+        [sys.executable, "-m", *command, str(tmp_path), "."],
+        env=environment_for(checkout, KVCACHE_CUDA="0"),
+        capture_output=True,
+        text=True,
+        cwd=checkout,
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        names = set(file.namelist())
+        file.extractall(tmp_path / "installed")
+    for path in (REPO / "csrc").rglob("*.[hc]*"):  # to build what is missing at first use
+        if "tests" not in path.parts:
+            assert f"kvcache/{path.relative_to(REPO)}" in names
+    changes = {"PYTHONPATH": str(tmp_path / "installed"), "KVCACHE_JIT_DIR": str(tmp_path / "jit")}
+    program = (
+        "import kvcache.ops; assert len(kvcache.hash_blocks(range(32), 16)) == 2; print('works')"
+    )
+    used = run(tmp_path, program, checkout=checkout, **changes)
+    assert used.stdout.endswith("works\n") and "building" not in used.stderr, used.stderr
+
+
+def test_builds_at_first_use_in_one_process_while_others_wait(built):
+    for out, err in built:
+        assert out.endswith("works\n"), err
+    said = built[0][1] + built[1][1]
+    for name in ("_core", "libkvcache_cpu"):
+        assert said.count(f"no built {name} found, building it in") == 1
+
+
+def test_loads_at_once_afterwards(checkout, compiler, built):
+    again = run(checkout, USE, compiler=compiler)
+    assert again.stdout.endswith("works\n") and "building" not in again.stderr
+
+
+def without(tmp_path, *tools):
+    """A PATH on which everything but these tools is found."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for place in os.environ["PATH"].split(os.pathsep):
+        if not os.path.isdir(place):
+            continue
+        for name in os.listdir(place):
+            if name not in tools and not (folder / name).exists():
+                (folder / name).symlink_to(os.path.join(place, name))
+    return str(folder)
+
+
+def test_a_missing_compiler_is_named(checkout, tmp_path):
+    path = without(tmp_path, "g++", "clang++", "c++")
+    program, folder = "import kvcache.allocator", str(tmp_path / "j")
+    done = run(checkout, program, PATH=path, CXX="", KVCACHE_JIT_DIR=folder)
+    assert done.returncode != 0
+    assert "no C++ compiler (g++ or clang++ is not on the PATH): install one" in done.stderr
+    assert "apt-get install g++" in done.stderr
+
+
+def test_a_missing_ninja_is_named(checkout, tmp_path):
+    program = "import sys; sys.executable = '/nowhere/python'; import kvcache.ops"
+    path = without(tmp_path, "ninja")
+    done = run(checkout, program, PATH=path, KVCACHE_JIT_DIR=str(tmp_path / "j"))
+    assert done.returncode != 0
+    assert "ninja is missing" in done.stderr and "pip install ninja" in done.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_named(checkout, tmp_path):
+    (tmp_path / "file").touch()
+    done = run(checkout, "import kvcache.allocator", KVCACHE_JIT_DIR=str(tmp_path / "file"))
+    assert "set KVCACHE_JIT_DIR" in done.stderr
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o1777])
+def test_a_folder_that_others_may_write_is_refused(monkeypatch, tmp_path, mode):
+    monkeypatch.setenv("KVCACHE_JIT_DIR", str(tmp_path))
+    tmp_path.chmod(mode)
+    with pytest.raises(jit.BuildError, match=rf"mode {mode & 0o777:o}: expected .*chmod go-w"):
+        jit.build_core()
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_folder_of_another_user_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVCACHE_JIT_DIR", str(tmp_path))
+    mine = tmp_path.stat().st_uid
+    if mine == 0:
+        os.chown(tmp_path, 4321, -1)
+    else:
+        monkeypatch.setattr(jit.os, "geteuid", lambda: mine + 1)
+    with pytest.raises(jit.BuildError, match=r"belongs to user \d+, this is user \d+: expected"):
+        jit.build_core()
+
+
+def test_the_folder_that_is_made_is_private(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVCACHE_JIT_DIR", str(tmp_path / "made"))
+    before = os.umask(0)
+    try:
+        path = jit._cached("name", "file", tmp_path, [], lambda folder: None)
+    finally:
+        os.umask(before)
+    assert {each.stat().st_mode & 0o777 for each in (path.parent, path.parent.parent)} == {0o700}
+
+
+def test_an_error_of_the_compiler_is_shown(checkout, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(checkout / "kvcache", broken / "kvcache")
+    (broken / "csrc" / "ops").mkdir(parents=True)
+    (broken / "csrc" / "ops" / "library.cpp").touch()  # by which sources are recognised
+    (broken / "csrc" / "core").mkdir()
+    (broken / "csrc" / "core" / "broken.cpp").write_text("this is not C++\n")
+    program, folder = "import kvcache.allocator", str(tmp_path / "j")
+    done = run(broken, program, CXX="", KVCACHE_JIT_DIR=folder)
+    assert "building kvcache._core failed" in done.stderr and "broken.cpp" in done.stderr
+
+
+# --- what a build needs, asked for in this process ------------------------------------------------
+
+
+def refused(monkeypatch, tmp_path) -> str:
+    """The message of a build of the core that cannot be, which nothing announced."""
+    monkeypatch.setenv("KVCACHE_JIT_DIR", str(tmp_path))
+    monkeypatch.setattr(jit, "_say_building", lambda *_: pytest.fail("announced a build"))
+    with pytest.raises(jit.BuildError) as error:
+        jit.build_core()
+    return str(error.value)
+
+
+def test_missing_pybind11_is_named_where_torch_is_missing_too(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
+    says = refused(monkeypatch, tmp_path)
+    assert "building _core failed: pybind11 is missing" in says
+    assert "`pip install pybind11`" in says and "torch" not in says
+
+
+def test_pybind11_is_taken_from_torch_where_it_has_none_of_its_own(monkeypatch):
+    pytest.importorskip("torch")
+    find = importlib.util.find_spec
+    only_torch = lambda name, *_: None if name == "pybind11" else find(name)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", only_torch)
+    assert (build.pybind11_include() / "pybind11" / "pybind11.h").is_file()
+
+
+def test_missing_headers_of_python_are_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(build.sysconfig, "get_path", lambda name: str(tmp_path / "none"))
+    says = refused(monkeypatch, tmp_path)
+    assert f"there is no {tmp_path / 'none' / 'Python.h'}" in says
+    assert "apt-get install python3-dev" in says
+
+
+def test_a_user_without_a_home_folder_is_told_which_variable_to_set(monkeypatch):
+    def nobody(uid):
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    for variable in ("HOME", "KVCACHE_JIT_DIR"):
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(jit.BuildError, match=r"no home folder .* set KVCACHE_JIT_DIR"):
+        jit.build_core()
+
+
+@pytest.fixture
+def tools(monkeypatch, tmp_path):
+    """A PATH with nothing but these programs."""
+    (tmp_path / "my tools").mkdir()
+    for name in ("g++", "clang++", "ccache", "my tools/g++"):
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("asked", "command", "program", "arguments"),
+    [
+        ("", ["g++"], "g++", []),
+        ("clang++", ["clang++"], "clang++", []),
+        ("ccache g++", ["ccache", "g++"], "g++", []),
+        ("g++ -m64", ["g++", "-m64"], "g++", ["-m64"]),
+        ("ccache g++ -m64 '-DA=b c'", ["ccache", "g++", "-m64", "-DA=b c"], "g++",
+         ["-m64", "-DA=b c"]),
+        ("{tools}/my tools/g++", ["{tools}/my tools/g++"], "{tools}/my tools/g++", []),
+    ],
+)  # fmt: skip
+def test_cxx_may_hold_a_launcher_and_arguments(
+    monkeypatch, tools, asked, command, program, arguments
+):
+    def absolute(word):
+        return word.replace("{tools}", str(tools))
+
+    def found(word):
+        return shutil.which(absolute(word))
+
+    monkeypatch.setenv("CXX", absolute(asked))
+    assert build.cxx_command()[0] == found(command[0])
+    assert build.cxx_command()[1:] == command[1:]
+    assert found(build.cxx()) == found(program)
+    assert build.cxx_arguments() == arguments
+
+
+def test_a_cxx_that_is_not_there_is_named(monkeypatch, tools):
+    monkeypatch.setenv("CXX", "icpc -fast")
+    with pytest.raises(RuntimeError, match=r"no C\+\+ compiler \(icpc -fast is not on the PATH\)"):
+        build.cxx_command()
+
+
+@pytest.mark.parametrize(
+    ("runtime", "in_toolkit"), [("lib64/libcudart.so", True), ("lib/libcudart.so.13", False)]
+)
+def test_the_cuda_library_is_linked_from_the_toolkit_and_not_from_beside_a_link_to_nvcc(
+    monkeypatch, tmp_path, runtime, in_toolkit
+):
+    from torch.utils import cpp_extension
+
+    homes, flags, toolkit = [], [], tmp_path / "toolkit"
+    (toolkit / runtime).parent.mkdir(parents=True)
+    (toolkit / runtime).touch()
+
+    def load(extra_ldflags, **_):
+        homes.append(cpp_extension.CUDA_HOME)
+        flags.extend(extra_ldflags)
+
+    monkeypatch.setenv("KVCACHE_JIT_DIR", str(tmp_path))
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", "/usr/local")
+    monkeypatch.setattr(cpp_extension, "load", load)
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    monkeypatch.setattr(build, "cuda_home", lambda: toolkit)
+    monkeypatch.setattr(build, "gencode_flags", lambda present: [])
+    monkeypatch.setattr(jit, "_require_cuda", lambda: None)
+    monkeypatch.setattr(jit, "_require_ninja", lambda: None)
+    jit.build_ops("libkvcache_cuda")
+    assert homes == [str(toolkit)]
+    folder = Path(flags[-1].removeprefix("-L"))
+    assert (folder / "libcudart.so").exists()  # torch adds -lcudart
+    assert (folder == toolkit / "lib64") if in_toolkit else folder.parent == tmp_path

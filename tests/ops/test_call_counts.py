@@ -1,0 +1,148 @@
+"""What each path asks of the CUDA runtime: copies, queries, waits. Faults of speed are numbers here.
+
+The figures are exact, so that a change that costs more, or less, is noticed. They need the CUDA runtime
+without a GPU, which counts.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache import BlockTables, Pages, SwapEngine, TableShape, ops
+from kvcache.worker.pages.page_copy import PageCopy
+from tests.machinery.gpu_less import counts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not counts.is_available(), reason="only the runtime without a GPU counts"),
+]
+PAIRS = np.stack([np.arange(1, 61, 2), np.arange(2, 62, 2)], 1)  # 30 pages, no two neighbours
+REGIONS = 4
+
+
+def cost(call):
+    """What the second of two calls on a side stream asks for, without what it does not."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+        torch.cuda.synchronize()
+        with counts.counted() as found:
+            call()
+    torch.cuda.synchronize()
+    return {name: number for name, number in found.items() if number}
+
+
+def pools():
+    pages = Pages.allocate(65, [[4096, 4096]] * 2, device="cuda")
+    return pages, pages.on_host(65)
+
+
+@pytest.mark.parametrize("direction", ["out", "in"])
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        # Where the host's memory and each of its regions is, the driver was asked by the first call.
+        ("kernel", {"launches": 1, "capture_queries": 4}),
+        (
+            "copy_engine",
+            {
+                "batches": 1,
+                "batched_copies": REGIONS * len(PAIRS),
+                "capture_queries": 5,
+                "device_queries": 1,
+            },
+        ),
+        (
+            "staging",
+            {
+                "launches": 1,
+                "batches": 1,
+                "batched_copies": len(PAIRS),
+                "capture_queries": 8,
+                "device_queries": 1,
+            },
+        ),
+    ],
+)
+def test_what_a_swap_costs(method, direction, expected):
+    pages, host = pools()
+    swap = SwapEngine(pages, host, method=method)
+    start = swap.swap_out if direction == "out" else swap.swap_in
+    # No single copy, none of pageable memory, nothing on the legacy stream, and the host does not wait.
+    # One job is under way, which is asked whether it is done.
+    assert cost(lambda: start(PAIRS)) == {**expected, "event_queries": 1}
+
+
+def test_what_polling_a_swap_costs():
+    swap = SwapEngine(*pools(), method="kernel")
+    job = swap.swap_out(PAIRS)
+    job.wait(timeout_s=60)
+    assert cost(job.poll) == {"event_queries": 1}
+    job = swap.swap_out(PAIRS)
+    torch.cuda.synchronize()
+    with counts.counted() as found:
+        assert job.poll()
+    assert {name: n for name, n in found.items() if n} == {"event_queries": 1}
+
+
+def test_what_a_page_copy_on_the_device_costs():
+    pages, _ = pools()
+    page_copy = PageCopy(pages, pages)
+    there = torch.from_numpy(PAIRS.astype(np.int32)).cuda()
+    assert cost(lambda: page_copy.copy(there)) == {"launches": 1}
+    assert cost(lambda: page_copy.copy(PAIRS)) == {"launches": 1}
+
+
+@pytest.mark.parametrize("singly", [False, True])
+def test_what_a_page_copy_by_the_copy_engine_costs(singly):
+    pages, host = pools()
+    page_copy = PageCopy(pages, host)
+    engine = ops.COPY_ENGINE_SINGLY if singly else ops.COPY_ENGINE
+    pieces = REGIONS * len(PAIRS)
+    expected = {"copies": pieces} if singly else {"batches": 1, "batched_copies": pieces}
+    expected |= (
+        {} if singly else {"capture_queries": 1, "device_queries": 1}
+    )  # whether it may batch
+    assert cost(lambda: page_copy.copy(PAIRS, engine=engine)) == expected
+
+
+def test_what_clearing_pages_costs():
+    pages, _ = pools()
+    ids = PAIRS[:, 0].astype(np.int32)
+    assert cost(lambda: pages.zero(ids)) == {"launches": 1}
+
+
+def tables():
+    made = BlockTables(
+        [TableShape(16, 64)] * 2, max_num_reqs=64, max_num_tokens=1024, device="cuda"
+    )
+    for row in range(64):
+        made.add_row([[1, 2, 3], [4, 5, 6]], row)
+    made.commit_updates()
+    return made
+
+
+def test_what_the_commit_of_changed_tables_costs():
+    made = tables()
+
+    def step():
+        made.append_row([[7], [8]], 3)
+        made.commit_updates()
+
+    assert cost(step) == {"copies": 1, "launches": 1, "event_queries": 1, "capture_queries": 4}
+
+
+def test_what_a_slot_mapping_costs():
+    made = tables()
+    rows = torch.arange(32, dtype=torch.int32, device="cuda")
+    positions = torch.full((32,), 5, device="cuda")
+    mapped = cost(lambda: made.compute_slot_mapping(rows, positions))
+    assert mapped == {"launches": 1, "capture_queries": 1}
+
+
+def test_work_on_the_default_stream_is_seen():
+    pages, _ = pools()
+    with torch.cuda.stream(torch.cuda.default_stream()), counts.counted() as found:
+        pages.zero(PAIRS[:, 0].astype(np.int32))
+    assert found["legacy_work"] == 1

@@ -1,4 +1,0 @@
-"""The data plane on a device that is neither CPU nor CUDA: all of it works there, or refuses.
-
-`python -m tests.other_device [NAME...]` prints the matrix: every public name that holds or moves tensors.
-"""

@@ -1,0 +1,360 @@
+"""kvcache's manager in vLLM's own schedulers: the same decisions as with vLLM's own manager.
+
+`make test-vllm` runs this with vLLM; elsewhere it is skipped.
+"""
+
+import copy
+import dataclasses
+import gc
+import pickle
+import weakref
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    RSWASpec,
+)
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from kvcache.plugins.vllm import VllmAsyncScheduler, VllmCacheManager, VllmScheduler, versions
+from tests.machinery import vllm_schedulers
+from tests.machinery.vllm_models import write_config
+from tests.machinery.vllm_schedulers import (
+    BLOCK,
+    LONGEST,
+    PAIRS,
+    SideBySide,
+    answer,
+    block_hasher,
+    engine_config,
+    make_request,
+    make_scheduler,
+)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Folders with the configurations of tiny models."""
+    return {"llama": write_config(tmp_path_factory.mktemp("llama"), "llama")}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("num_blocks", [40, 90, 300])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_same_decisions_with_full_attention(seed, num_blocks, is_async, models):
+    config = engine_config(models["llama"], is_async=is_async, events=not is_async)
+    counts = SideBySide(seed, config, ("full",), num_blocks).run(150)
+    assert counts["hit tokens"] > 0 and counts["aborts"] > 0
+    assert (counts["preemptions"] > 0) == (num_blocks < 100)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_same_decisions_with_drafts_where_nothing_is_evicted(seed, models):
+    config = engine_config(models["llama"], events=True)
+    counts = SideBySide(seed, config, ("full",), 3_000, drafts=True).run(150)
+    assert counts["hit tokens"] > 0 and counts["drafts"] > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_drafts_in_a_tight_pool_end_whole(seed, models):
+    """vLLM forgets what the drafts of a request's last step filled; here it is a hit, and what is evicted
+    differs from then on."""
+    config = engine_config(models["llama"])
+    counts = SideBySide(seed, config, ("full",), 40, exact=False, drafts=True).run(150)
+    assert counts["drafts"] > 0
+
+
+@pytest.mark.parametrize("groups", ["window", "window full", "window window full", "chunked full"])
+def test_the_same_decisions_with_windows_where_there_is_room(groups, models):
+    config = engine_config(models["llama"])
+    counts = SideBySide(0, config, tuple(groups.split()), 2_000).run(100)
+    assert counts["hit tokens"] > 0
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("groups", ["window", "window full", "chunked full"])
+def test_windows_in_a_tight_pool_end_whole(groups, is_async, models):
+    """Hits and preemptions differ from vLLM's there: blocks leave windows and are evicted in another
+    order. All requests end, and none holds a block then."""
+    config = engine_config(models["llama"], is_async=is_async)
+    counts = SideBySide(1, config, tuple(groups.split()), 120, exact=False).run(150)
+    assert counts["requests"] > 50
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    "groups",
+    ["mamba align, full", "mamba all, full", "mamba align, mamba align, window, full"],
+)
+def test_the_same_decisions_with_states_where_there_is_room(groups, is_async, models):
+    config = engine_config(models["llama"], is_async=is_async)
+    counts = SideBySide(0, config, tuple(groups.split(", ")), 3_000).run(120)
+    assert counts["hit tokens"] > 0
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("num_blocks", [60, 150])
+@pytest.mark.parametrize("mode", ["align", "all"])
+def test_states_in_a_tight_pool_are_those_of_their_tokens(mode, num_blocks, is_async, models):
+    config = engine_config(models["llama"], is_async=is_async)
+    groups = (f"mamba {mode}", f"mamba {mode}", "full")
+    counts = SideBySide(2, config, groups, num_blocks, exact=False).run(150)
+    assert counts["requests"] > 40
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("num_blocks", [150, 3_000])
+def test_states_inside_of_chunks_reach_no_state_in_use(num_blocks, is_async, models):
+    """The worker of Mamba 2 writes such states by its own rules. vLLM's scheduler has blocks for them."""
+    config = engine_config(models["llama"], is_async=is_async)
+    sides = SideBySide(3, config, ("mamba2 align", "mamba2 align", "full"), num_blocks, exact=False)
+    assert sides.run(120)["requests"] > 40
+    assert min(contents.checkpoints for contents in sides.contents) > 10
+
+
+@pytest.mark.parametrize(
+    "seed,num_blocks,is_async", [(0, 3_000, False), (0, 3_000, True), (1, 60, False)]
+)
+def test_the_same_decisions_with_sessions(seed, num_blocks, is_async, models):
+    """A session drops the last token of each answer, and holds blocks while it waits for input.
+
+    In a tight pool vLLM 0.32 loses sessions that are preempted under asynchronous scheduling, with either
+    manager: they wait, and are in no queue.
+    """
+    config = engine_config(models["llama"], is_async=is_async, events=True)
+    counts = SideBySide(seed, config, ("full",), num_blocks, sessions=True).run(120)
+    assert counts["hit tokens"] > 0 and counts["parts"] > 20
+    assert (counts["preemptions"] > 0) == (num_blocks == 60)
+
+
+class FakeConnector:
+    """Has 192 tokens of every request; `is_async`: they come while the request waits."""
+
+    requires_kv_delivery = supports_divergent_local_hybrid_hits = False
+
+    def __init__(self, is_async):
+        self.is_async, self.is_on, self.unhashed = is_async, True, []
+
+    def get_num_new_matched_tokens(self, request, num_computed):
+        count = max(192 - num_computed, 0) if self.is_on else 0
+        return count, self.is_async and count > 0
+
+    def update_state_after_alloc(self, request, blocks, count, *_):
+        if count:
+            ids = blocks.get_block_ids()[0]
+            self.unhashed.append([ids.index(each) for each in blocks.get_unhashed_block_ids()])
+
+    def get_loaded_kv_cache_group_ids(self, request):
+        return (0,)
+
+    def request_finished(self, request, ids):
+        return False, None
+
+    def build_connector_meta(self, scheduled):
+        return KVConnectorMetadata()
+
+    def get_external_cache_hit_sources(self, *_, **__):
+        return {}
+
+    def __getattr__(self, name):
+        if name.startswith(("has_", "get_", "take_", "on_", "update_", "register_")):
+            return lambda *_, **__: None
+        raise AttributeError(name)
+
+
+def with_connector(cls, is_async, models):
+    scheduler = make_scheduler(cls, engine_config(models["llama"]), ("full",), 300)
+    scheduler.connector = FakeConnector(is_async)
+    scheduler.connector.take_events = lambda: ()
+    return scheduler
+
+
+def test_a_connector_receives_into_blocks_that_are_no_hits(models):
+    found = []
+    for cls in PAIRS[False]:
+        scheduler = with_connector(cls, True, models)
+        scheduler.connector.is_on = False
+        hasher, tokens = block_hasher(ours=cls is VllmScheduler), [3 + i % 400 for i in range(200)]
+        scheduler.add_request(make_request(0, [*tokens[:128], 5, 6], hasher, 3))
+        while scheduler.requests:
+            scheduled = scheduler.schedule()
+            scheduler.update_from_output(scheduled, answer(scheduler, scheduled))
+        scheduler.connector.is_on = True
+        scheduler.add_request(make_request(1, tokens, hasher, 3))
+        scheduler.schedule()
+        found.append(scheduler.connector.unhashed)
+    assert found[0] == found[1] == [[8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize("invalid", [0, 1, 7])
+def test_a_load_in_the_step_that_fails_is_computed_again(invalid, models):
+    found = []
+    for cls in PAIRS[False]:
+        scheduler, log = with_connector(cls, False, models), []
+        scheduler.recompute_kv_load_failures = True
+        hasher = block_hasher(ours=cls is VllmScheduler)
+        scheduler.add_request(make_request(0, [3 + i % 400 for i in range(600)], hasher, 5))
+        request = scheduler.requests["r0"]
+        while scheduler.requests:
+            scheduled = scheduler.schedule()
+            output = answer(scheduler, scheduled)
+            if not log:
+                ids = scheduler.kv_cache_manager.get_block_ids("r0")[0]
+                output.kv_connector_output = KVConnectorOutput(invalid_block_ids={ids[invalid]})
+            scheduler.update_from_output(scheduled, output)
+            log.append((scheduled.num_scheduled_tokens, request.num_computed_tokens))
+        assert scheduler.kv_cache_manager.usage < 1e-9
+        found.append(log)
+    assert found[0] == found[1]
+
+
+def test_a_requests_hashes_are_a_list_elsewhere():
+    request = make_request(0, list(range(3, 103)), block_hasher(ours=True), 5)
+    hashes = [*request.block_hashes]
+    for copied in (pickle.loads(pickle.dumps(request.block_hashes)), copy.deepcopy(request)):
+        assert getattr(copied, "block_hashes", copied) == hashes
+    assert request.block_hashes == hashes and request.block_hashes + [b""] == [*hashes, b""]
+    assert request.block_hashes != hashes[1:]
+
+
+@pytest.mark.parametrize("num_blocks", [40, 3_000])
+def test_the_same_decisions_with_context_parallelism(num_blocks, models):
+    config = engine_config(models["llama"], events=True)
+    counts = SideBySide(0, config, ("full",), num_blocks, context_parallel_size=2).run(120)
+    assert counts["hit tokens"] > 0 and (counts["preemptions"] > 0) == (num_blocks == 40)
+
+
+def test_encoders_get_as_many_blocks_as_from_vllm():
+    spec = CrossAttentionSpec(**vllm_schedulers.SHAPE)
+    groups = [
+        KVCacheGroupSpec(["self"], vllm_schedulers.SPECS["full"]()),
+        KVCacheGroupSpec(["cross"], spec),
+    ]
+    config = KVCacheConfig(num_blocks=40, kv_cache_tensors=[], kv_cache_groups=groups)
+    pair = [
+        cls(config, 512, BLOCK, BLOCK, enable_caching=False)
+        for cls in (KVCacheManager, VllmCacheManager)
+    ]
+    for number, (num_tokens, num_encoder_tokens) in enumerate([(9, 100), (40, 200), (17, 1)]):
+        request = make_request(number, range(3, 3 + num_tokens), None, 50)
+        answers = []
+        for manager in pair:
+            manager.new_step_starts()
+            given = manager.allocate_slots(
+                request, num_tokens, num_encoder_tokens=num_encoder_tokens
+            )
+            again = given and manager.get_blocks(request.request_id).get_block_ids()
+            answers.append(again and [len(ids) for ids in again])
+        assert answers[0] == answers[1]
+        assert abs(pair[0].usage - pair[1].usage) < 1e-9
+    assert answers[1] is not None and answers[1][1] == 1
+
+
+@pytest.mark.parametrize("groups", ["full", "window, full", "mamba none, full"])
+@pytest.mark.parametrize("num_blocks", [60, 3_000])
+def test_the_same_decisions_without_prefix_caching(num_blocks, groups, models):
+    config = engine_config(models["llama"], enable_prefix_caching=False)
+    counts = SideBySide(0, config, tuple(groups.split(", ")), num_blocks).run(100)
+    assert counts["hit tokens"] == 0 and (counts["preemptions"] > 0) == (num_blocks == 60)
+
+
+@pytest.mark.parametrize("name", ["sha256_cbor", "xxhash_cbor", "sha256"])
+def test_hashes_are_vllms_byte_for_byte(name):
+    theirs, ours = block_hasher(name), block_hasher(name, ours=True)
+    for options in ({}, {"cache_salt": "s"}, {"lora_request": LoRARequest("ad", 1, "/no/such")}):
+        requests = [
+            Request(
+                request_id="r",
+                prompt_token_ids=[7 * i % 1_000 for i in range(333)],
+                sampling_params=SamplingParams(max_tokens=9),
+                pooling_params=None,
+                block_hasher=hasher,
+                **options,
+            )
+            for hasher in (theirs, ours)
+        ]
+        for token in range(40):
+            for request in requests:
+                request.append_output_token_ids(token)
+        assert requests[0].block_hashes == list(requests[1].block_hashes)
+        assert len(requests[0].block_hashes) == 23
+
+
+class TestRefusals:
+    """Before a request is served, in one line that says what to change."""
+
+    def test_intervals_between_cached_prefixes(self, models):
+        config = engine_config(models["llama"])
+        with pytest.raises(ValueError, match="prefix_cache_retention_interval 64: kvcache's"):
+            make_scheduler(VllmScheduler, config, ("window", "full"), 100, retention=64)
+
+    @pytest.mark.parametrize(
+        "spec,message",
+        [
+            (
+                RSWASpec(**vllm_schedulers.SHAPE, rswa_window=64),
+                "KV cache group of RSWASpec: kvcache's scheduler",
+            ),
+            (
+                dataclasses.replace(vllm_schedulers.state_spec("align"), num_speculative_blocks=2),
+                "keeps states of drafts .*leave out --speculative-config",
+            ),
+            (
+                vllm_schedulers.state_spec("align", block_size=64),
+                "use --prefix-match-unit 64, or serve",
+            ),
+        ],
+    )
+    def test_kinds_of_groups(self, spec, message, models, monkeypatch):
+        monkeypatch.setitem(vllm_schedulers.SPECS, "other", lambda: spec)
+        with pytest.raises(ValueError, match=message):
+            make_scheduler(VllmScheduler, engine_config(models["llama"]), ("other", "full"), 100)
+
+    def test_options(self, models):
+        for name in ("evict", "num_host_blocks", "hash_bytes"):
+            config = engine_config(models["llama"], additional_config={"kvcache": {name: 1}})
+            with pytest.raises(ValueError, match=f"the option '{name}' for kvcache: expected"):
+                make_scheduler(VllmScheduler, config, ("full",), 100)
+        config = engine_config(models["llama"], additional_config={"kvcache": "learned"})
+        with pytest.raises(
+            ValueError, match="additional_config has 'learned' for kvcache: expected"
+        ):
+            make_scheduler(VllmAsyncScheduler, config, ("full",), 100)
+
+    def test_a_version(self, monkeypatch):
+        monkeypatch.setattr(versions, "version", lambda name: "0.20.1")
+        with pytest.raises(ImportError, match=r"vLLM is 0.20.1: .* supports 0.31, 0.32 "):
+            versions.check_version()
+
+
+def test_the_eviction_policy_is_an_option(models):
+    config = engine_config(models["llama"], additional_config={"kvcache": {"eviction": "learned"}})
+    scheduler = make_scheduler(VllmScheduler, config, ("full",), 100)
+    assert scheduler.kv_cache_manager.native.options.eviction == "learned"
+
+
+def test_a_request_of_the_maximum_length_is_not_kept_after_its_end(models):
+    scheduler = make_scheduler(VllmScheduler, engine_config(models["llama"]), ("full",), 200)
+    request = make_request(0, range(3, LONGEST - 5), block_hasher(), 8)
+    scheduler.add_request(request)
+    ended = weakref.ref(request)
+    del request
+    while scheduler.has_unfinished_requests():
+        scheduled = scheduler.schedule()
+        scheduler.update_from_output(scheduled, answer(scheduler, scheduled))
+    for _ in range(2 * BLOCK):  # steps in which its next blocks would have been due
+        scheduled = scheduler.schedule()
+        scheduler.update_from_output(scheduled, answer(scheduler, scheduled))
+    del scheduled
+    gc.collect()
+    assert ended() is None

@@ -1,0 +1,241 @@
+"""The parts of vLLM's connector, without an engine: reads, offers, leases, options, refusals.
+
+`make test-vllm` runs this with vLLM; elsewhere it is skipped.
+"""
+
+import json
+import random
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+
+from kvcache.plugins.vllm.disaggregation import Options
+from kvcache.plugins.vllm.disaggregation.params import offer_in, params_of
+from kvcache.plugins.vllm.disaggregation.windows import first_needed
+from kvcache.sources.disaggregation.layout import check_like, is_complete
+from kvcache.sources.disaggregation.leases import Lease
+from kvcache.sources.disaggregation.offer import Offer, RankAddress, digest_of
+from tests.machinery import vllm_schedulers
+from tests.machinery.vllm_engine import MODULE
+from tests.machinery.vllm_layouts import Side, check_blocks, random_case, read_all, some_blocks
+
+SIZES = [(32, 32), (32, 64), (64, 32), (96, 64)]
+
+
+@pytest.mark.parametrize("heads,local_tp,remote_tp", [(2, 1, 1), (2, 1, 2), (4, 2, 1), (2, 4, 2)])
+@pytest.mark.parametrize("local_size,remote_size", SIZES)
+@pytest.mark.parametrize("seed", range(4))
+def test_every_element_of_a_cpu_cache_arrives(
+    seed, local_size, remote_size, heads, local_tp, remote_tp
+):
+    local, remote, *blocks = random_case(seed, local_size, remote_size, local_tp, remote_tp, heads)
+    read_all(local, remote, *blocks)
+    check_blocks(local, *blocks, remote_size)
+
+
+@pytest.mark.parametrize("orders", [("HND", "NHD"), ("NHD", "HND"), ("NHD", "NHD")])
+@pytest.mark.parametrize("tp_sizes", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("pages_per_block", [1, 2])
+def test_every_element_of_a_cache_by_tokens_arrives(pages_per_block, tp_sizes, orders):
+    rng = random.Random(7)
+    options = {"interior": "by token", "pages_per_block": pages_per_block}
+    local = Side((2, 4, 4), 32, tp_sizes[0], order=orders[0], **options)
+    remote = Side((2, 4, 4), 64, tp_sizes[1], order=orders[1], interior="by token")
+    blocks = some_blocks(rng, 200, 32), some_blocks(rng, 200, 64)
+    remote.fill(blocks[1])
+    read_all(local, remote, *blocks)
+    check_blocks(local, *blocks, 64)
+
+
+def test_neighbouring_blocks_of_equal_engines_are_one_read_per_layer():
+    local, remote = Side((3, 2, 4), 32, 1), Side((3, 2, 4), 32, 1)
+    blocks = [4, 5, 6, 7], [1, 2, 3, 4]
+    remote.fill(blocks[1])
+    assert read_all(local, remote, *blocks) == 3
+    check_blocks(local, *blocks, 32)
+
+
+class TestOffers:
+    """`kv_transfer_params` come from a client: nothing in them is believed."""
+
+    def offer(self):
+        layout = Side((2, 2, 4), 32, 2).layout
+        ranks = [RankAddress("gloo", "bQ==", ((4096, 8192),), 64) for _ in range(2)]
+        return Offer(
+            *("engine", "r0", 70, digest_of(range(70), None, []), {"algorithm": "a", "seed": "s"}),
+            *({"head_size": 4}, (layout,), ((3, 4, 5),), tuple(ranks), Lease(7, 99, 1.5)),
+        )
+
+    def test_go_through_json_and_back(self):
+        offer = self.offer()
+        assert offer_in(json.loads(json.dumps(params_of(offer)))) == offer
+
+    def test_a_request_without_one_is_computed(self):
+        for params in (None, {}, {"do_remote_decode": True}):
+            assert offer_in(params) is None
+
+    @pytest.mark.parametrize(
+        "path,value,message",
+        [
+            (("version",), 1, "version .* is 1: expected 4; install the same version of kvcache"),
+            (("version",), None, "version of the offer is None"),
+            (("num_tokens",), 0, "num_tokens is 0: expected 1"),
+            (("num_tokens",), 97, "3 blocks of 32 tokens: expected enough for 97 tokens"),
+            (("blocks", 0, 1), 16, "a block is 16: expected 0 to 15"),
+            (("blocks", 0, 1), "4", "a block is '4': expected an integer"),
+            (("blocks",), [], "not an offer"),
+            (("groups", 0, "description", "tp_size"), 4, "expected"),
+            (("groups", 0, "description", "version"), 9, "version is 9"),
+            (("groups", 0, "description", "page_stride"), 8, "page_stride"),
+            (("groups", 0, "layers"), 5, "layers is 5: expected a list of names"),
+            (("ranks", 0, "addresses", 0), [1], r"addresses of \[1\] regions: expected \[2\]"),
+            (("ranks", 0, "leases"), -1, "leases is -1"),
+            (("ranks",), [], "there are 0 ranks: expected"),
+            (("lease", "generation"), 2**70, "generation"),
+            (("lease",), None, "not an offer"),
+            (("hashing",), 3, "hashing is 3: expected algorithm and seed"),
+            (("digest",), None, "digest is None: expected text"),
+        ],
+    )
+    def test_values_that_no_producer_makes_are_refused_in_one_line(self, path, value, message):
+        params = json.loads(json.dumps(params_of(self.offer())))
+        at = params["kvcache"]
+        for key in path[:-1]:
+            at = at[key]
+        at[path[-1]] = value
+        with pytest.raises(ValueError, match=message) as raised:
+            offer_in(params)
+        assert "\n" not in str(raised.value)
+
+    def test_every_field_is_needed(self):
+        for name in params_of(self.offer())["kvcache"]:
+            params = json.loads(json.dumps(params_of(self.offer())))
+            del params["kvcache"][name]
+            with pytest.raises(ValueError, match=f"{name}"):
+                offer_in(params)
+
+    def test_another_connectors_params_are_refused(self):
+        with pytest.raises(ValueError, match=r"expected 'kvcache'.*use the same connector in both"):
+            offer_in({"do_remote_prefill": True, "remote_block_ids": [1]})
+
+    def test_another_model_or_hash_is_refused_and_says_what_to_change(self):
+        offer, same = self.offer(), {"algorithm": "a", "seed": "s"}
+        offer.check_answers({"head_size": 4}, same)
+        offer.check_answers({"head_size": 4}, None)
+        for model, hashing, message in (
+            ({"head_size": 8}, same, "head_size of the model is 8 here, 4 in engine 'engine'"),
+            ({"head_size": 4}, same | {"seed": "t"}, "seed .* set hash_seed to the same"),
+            ({"head_size": 4}, same | {"algorithm": "b"}, "set hash_algorithm to the"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                offer.check_answers(model, hashing)
+
+    def test_other_layers_dtypes_and_kernels_are_refused(self):
+        mine = Side((2, 2, 4), 32, 1).layout
+        check_like([mine], [Side((2, 2, 4), 64, 2).layout])
+        for theirs, message in (
+            (Side((3, 2, 4), 32, 1), "serve the same model"),
+            (Side((2, 4, 4), 32, 1), "total_num_kv_heads is 2"),
+            (Side((2, 2, 8), 32, 1), "head_size is 8"),
+            (Side((2, 2, 4), 32, 1, interior="amx"), "'vec', the remote one's as 'amx'"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                check_like([mine], [theirs.layout])
+        amx = [Side((2, 2, 4), size, 1, interior="amx").layout for size in (32, 64)]
+        with pytest.raises(ValueError, match=r"32 tokens, the remote one of 64.*same --block-size"):
+            check_like(amx[:1], amx[1:])
+
+    def test_the_digest_tells_prompts_apart(self):
+        digests = {
+            digest_of([1, 2], None, []),
+            digest_of([1, 3], None, []),
+            digest_of([1], None, []),
+            digest_of([1, 2], "adapter", []),
+            digest_of([1, 2], None, [("image", 0)]),
+            digest_of([1, 2], None, [("image", 1)]),
+        }
+        assert len(digests) == 6
+
+
+class TestWindows:
+    def test_the_first_token_that_is_read(self):
+        specs = {name: make() for name, make in vllm_schedulers.SPECS.items()}
+        assert first_needed(specs["full"], 150) == 0
+        assert first_needed(specs["window"], 150) == 51  # the last 100, with itself
+        assert first_needed(specs["window"], 60) == 0
+        assert first_needed(specs["chunked"], 150) == 128
+
+    def test_blocks_are_complete_where_none_is_null(self):
+        assert is_complete([0, 5, 6], 32, 32, 96)
+        assert not is_complete([0, 5, 6], 32, 31, 96)
+        assert not is_complete([0, 5, 6], 32, 32, 97)
+        assert is_complete([], 32, 8, 8)
+
+
+class TestRefusalsAtTheStart:
+    """One line that says what to change, before a request is served."""
+
+    def connector(self, folder, extra=None, groups=("full",), **options):
+        transfer = KVTransferConfig(
+            kv_connector="KVCacheConnector",
+            kv_connector_module_path=MODULE,
+            kv_role="kv_both",
+            kv_connector_extra_config=extra or {},
+        )
+        config = vllm_schedulers.engine_config(folder, kv_transfer_config=transfer, **options)
+        specs = [vllm_schedulers.SPECS[kind]() for kind in groups]
+        cache = KVCacheConfig(
+            100, [], [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)]
+        )
+        return KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
+
+    @pytest.fixture
+    def folder(self, tmp_path):
+        (tmp_path / "config.json").write_text(json.dumps(vllm_schedulers.TINY_LLAMA))
+        return str(tmp_path)
+
+    def test_none_of_a_good_configuration(self, folder):
+        connector = self.connector(folder, {"lease_s": 5})
+        assert connector._vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
+
+    def test_a_kind_of_group(self, folder, monkeypatch):
+        mamba = MambaSpec(block_size=16, shapes=((4,),), dtypes=(vllm_schedulers.torch.float32,))
+        monkeypatch.setitem(vllm_schedulers.SPECS, "mamba", lambda: mamba)
+        with pytest.raises(ValueError, match="a KV cache group of MambaSpec: this connector"):
+            self.connector(folder, groups=("full", "mamba"))
+
+    def test_a_seed_that_is_drawn_at_random(self, folder, monkeypatch):
+        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+        with pytest.raises(ValueError, match="set PYTHONHASHSEED to the same value in all engines"):
+            self.connector(folder, prefix_caching_hash_algo="xxhash_cbor")
+        monkeypatch.setenv("PYTHONHASHSEED", "0")
+        self.connector(folder, prefix_caching_hash_algo="xxhash_cbor")
+
+    @pytest.mark.parametrize(
+        "extra,message",
+        [
+            (
+                {"leases": 5},
+                "has leases: expected some of host, port, advertise, transport, lease_s",
+            ),
+            ({"lease_s": 0}, "lease_s is 0.0: expected seconds above 0"),
+            ({"timeout_s": "1"}, "timeout_s is '1': expected a number"),
+            ({"port": 70_000}, "port is 70000"),
+            ({"host": ""}, "host is ''"),
+            ({"transport": 3}, "transport is 3: expected a name, or null"),
+            ({"on_failure": "retry"}, "on_failure is 'retry': expected 'recompute' or 'fail'"),
+        ],
+    )
+    def test_an_option(self, extra, message):
+        with pytest.raises((ValueError, TypeError), match=message):
+            Options.from_config(extra)
+
+    def test_pipeline_stages(self, folder):
+        with pytest.raises(ValueError, match="pipeline_parallel_size is 2: this connector needs 1"):
+            self.connector(folder, pipeline_parallel_size=2, distributed_executor_backend="mp")

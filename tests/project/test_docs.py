@@ -1,0 +1,141 @@
+"""Runs the code in README and docs/; every public name is in the reference; links have targets."""
+
+import importlib
+import inspect
+import itertools
+import json
+import re
+
+import pytest
+
+from benchmarks.gpu.machine import write_results
+from kvcache import ops
+from tests.machinery.forked import run_code
+from tests.machinery.shared import REPO
+
+DOCS = REPO / "docs"
+PAGES = [REPO / "README.md", *sorted(DOCS.glob("*.md"))]
+
+
+def code_of(page) -> str:
+    """The python blocks of a page, one after the other, each line at the number it has there."""
+    lines, inside = [], False
+    for line in page.read_text().splitlines():
+        fence = line.startswith("```")
+        lines.append(line if inside and not fence else "")
+        inside = line == "```python" if fence else inside
+    return "\n".join(lines)
+
+
+WITH_CODE = [page for page in PAGES if code_of(page).strip()]
+
+
+def run_page(page, tmp_path) -> tuple[int, str]:
+    """In a process of its own, as a page may register kinds and layouts: exit code, stderr."""
+    return run_code(code_of(page), tmp_path / "stderr")
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
+def test_the_code_of_a_page_runs_in_order(page, tmp_path):
+    code, errors = run_page(page, tmp_path)
+    assert code == 0, errors
+
+
+def test_the_pages_that_promise_code_have_some():
+    names = {page.name for page in WITH_CODE}
+    assert {"README.md", "serving.md", "tutorial.md", "coming_from.md", "hybrid_models.md"} <= names
+
+
+def test_an_error_in_a_page_names_its_line(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n\n```python\nx = 1\n```\n\ntext\n\n```python\nassert x == 2\n```\n")
+    code, errors = run_page(page, tmp_path)
+    assert code == 1 and "line 10" in errors and "AssertionError" in errors
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_each_table_has_a_header(page):
+    """A blank line between rows ends a table: the rows behind it would be text."""
+    before, *lines = ["", *page.read_text().splitlines(), ""]
+    for line, behind in itertools.pairwise(lines):
+        if line.startswith("|") and not before.startswith("|"):
+            assert re.fullmatch(r"\|(:?-+:?\|)+", behind.replace(" ", "")), line
+        before = line
+
+
+def referenced() -> set[str]:
+    """Last parts of the names that the reference documents."""
+    text = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
+    return {path.rpartition(".")[2] for path in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["kvcache"]
+    + [
+        f"kvcache.{name}"
+        for name in (
+            *("allocator", "kinds", "worker", "transfer", "compat", "engine", "router_events"),
+            *("sources.disaggregation", "sources.store"),
+        )
+    ],
+)
+def test_every_public_name_is_in_the_reference(name):
+    if name == "kvcache.router_events":
+        pytest.importorskip("msgspec")
+        pytest.importorskip("zmq")
+    module = importlib.import_module(name)
+    values = {name: getattr(module, name) for name in module.__all__}
+    documented = {name for name, value in values.items() if callable(value)}
+    assert len(documented) > 5 and documented <= referenced()
+
+
+def test_every_name_of_the_reference_is_there():
+    text = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
+    for path in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE):
+        try:
+            importlib.import_module(path)
+        except ModuleNotFoundError:
+            module, _, name = path.rpartition(".")
+            assert hasattr(importlib.import_module(module), name), path
+
+
+def test_every_op_has_a_function_in_the_reference_of_ops():
+    schemas = (REPO / "csrc" / "ops" / "schemas.h").read_text()
+    names = re.findall(r'm\.def\(\s*"(\w+)\(', schemas)
+    assert names and all(inspect.isfunction(getattr(ops, name)) for name in names)
+    assert all(getattr(ops, name).__doc__ for name in names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (REPO / "mkdocs.yml").read_text()
+    for page in DOCS.rglob("*.md"):
+        name = str(page.relative_to(DOCS))
+        assert f": {name}\n" in navigation, f"{name} is missing in the nav of mkdocs.yml"
+
+
+def test_results_have_one_line_per_row(tmp_path):
+    for path in (REPO / "benchmarks" / "results").glob("*.json"):
+        write_results(tmp_path / path.name, json.loads(path.read_text()))
+        assert (tmp_path / path.name).read_text() == path.read_text()
+
+
+def test_the_figures_of_the_readme_are_those_of_the_results():
+    results = json.loads((REPO / "benchmarks" / "results" / "cpu.json").read_text())["results"]
+    by_name = {row["name"]: row for row in results}
+    readme = (REPO / "README.md").read_text()
+    for name, form, factor in (
+        ("block hash, 16 tokens, SHA-256 over canonical CBOR", "{:,.0f} ns", "{:.0f} times"),
+        ("decode step, 1,024 rows, tokens and hashes too", "{:.2f} us", "{:.1f} times"),
+        ("trace replay, 16-token blocks (874 per request)", "{:.0f} us", "{:.1f} times"),
+    ):
+        row = by_name[name]
+        (line,) = [each for each in readme.splitlines() if form.format(row["ours"]) in each]
+        assert form.format(row["peer"]) in line and factor.format(row["ratio"]) in line

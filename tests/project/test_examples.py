@@ -1,0 +1,73 @@
+"""Runs the examples in examples/ and in docstrings."""
+
+import doctest
+import importlib
+
+import pytest
+
+from tests.machinery.forked import run_code
+from tests.machinery.shared import REPO
+
+DOCUMENTED = [
+    "kvcache.assembly",
+    "kvcache.kinds",
+    "kvcache.allocator.hashing",
+    "kvcache.allocator.manager",
+    "kvcache.allocator.prefix_cache",
+    "kvcache.allocator.request",
+    "kvcache.compat.sequences.block_space_manager",
+    "kvcache.memory_plan",
+    "kvcache.metrics",
+    "kvcache.router_events.publisher",
+    "kvcache.router_events.subscriber",
+    "kvcache.specs",
+    "kvcache.engine.transformers.layer_shapes",
+    "kvcache.engine.transformers.paged_model",
+    "kvcache.replay.disaggregation",
+    "kvcache.engine.batch",
+    "kvcache.engine.drafters",
+    "kvcache.engine.engine",
+    "kvcache.engine.scheduler",
+    "kvcache.compat.aggregate",
+    "kvcache.compat.cache_events",
+    "kvcache.transfer.description",
+    "kvcache.layouts",
+    "kvcache.placement",
+    "kvcache.transfer.memory",
+    "kvcache.transfer.plan.transfer_plan",
+    "kvcache.compat.postprocess",
+    "kvcache.compat.requests",
+    "kvcache.transfer.sharding",
+    "kvcache.compat.topology",
+    "kvcache.worker.worker",
+    "kvcache.worker.tables.attention_metadata",
+    "kvcache.worker.tables.block_tables",
+    "kvcache.worker.pages.storage",
+]
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "examples").glob("*.py")), ids=lambda p: p.name)
+def test_examples_run(path, tmp_path):
+    program = f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')"
+    code, errors = run_code(program, tmp_path / "stderr")
+    assert code == 0, errors
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_docstring_examples(name):
+    module = importlib.import_module(name)
+    names = {**vars(importlib.import_module("kvcache")), **vars(module)}
+    for public in (
+        "KVCacheManager",
+        "Request",
+        "BlockPool",
+        "GroupSpec",
+        "KVStorage",
+        "GroupTable",
+        "BlockTables",
+        "np",
+    ):
+        source = importlib.import_module("kvcache") if public != "np" else None
+        names[public] = getattr(source, public) if source else importlib.import_module("numpy")
+    failed, attempted = doctest.testmod(module, extraglobs=names)
+    assert attempted > 0 and failed == 0

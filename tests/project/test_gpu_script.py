@@ -1,0 +1,835 @@
+"""`make gpu` without a GPU: stages that fail, hang, die or print garbage; machines that lack things."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks import gpu_kernels
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import build as build_stage
+from benchmarks.gpu import (
+    counters,
+    kernel_tests,
+    machine,
+    op_cases,
+    process,
+    rehearsal,
+    sanitizer,
+    say,
+    sizes,
+    swaps,
+    table,
+    workspace,
+)
+from benchmarks.gpu.report import Outcome, Report, StageLog
+from benchmarks.gpu.run import Run
+from benchmarks.gpu.stages import FIRST, SECOND, STAGES, Stage, of_run
+from tests.machinery.shared import REPO, sampled
+
+
+def stage(name, code, limit_s=30.0, **options):
+    program = (sys.executable, "-c", textwrap.dedent(code))
+    options = {"log": "checks", "answers": "a question", "needs_build": False, **options}
+    return Stage(name, limit_s, program, **options)
+
+
+class Runner:
+    """A run of fake stages, what it printed and what it left."""
+
+    def __init__(self, folder, total_s=120.0):
+        self.printed = []
+        self.report = Report(folder / "results", "gpu-fake", {"commit": "abc"})
+        self.run = Run(self.report, folder, dict(os.environ), total_s, say=self.printed.append)
+
+    def all(self, *stages):
+        return self.run.all(stages)
+
+    @property
+    def stages(self):
+        return json.loads(self.report.path.read_text())["stages"]
+
+    @property
+    def text(self):
+        return "\n".join(self.printed)
+
+
+@pytest.fixture
+def runner(tmp_path):
+    return Runner(tmp_path)
+
+
+GOOD = 'print(\'{"case": 1, "us": 2.5}\'); print(\'{"learned": "it is fast"}\')'
+
+
+def test_rows_and_what_was_learned_are_kept_and_told(runner):
+    assert runner.all(stage("one", GOOD))
+    found = runner.stages["one"]
+    assert found["status"] == "ok" and found["rows"] == [{"case": 1, "us": 2.5}]
+    assert found["learned"] == ["it is fast"] and "it is fast" in runner.text
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("raise SystemExit(7)", "exit code 7"),
+        ("1 / 0", "exit code 1"),
+        ("import os; os.kill(os.getpid(), 11)", "died by SIGSEGV"),
+        ("import os; os.kill(os.getpid(), 9)", "died by SIGKILL"),
+        ("import time; time.sleep(60)", "ran longer than 1 s"),
+        ('print(\'{"failed": "op x: wrong"}\')', "1 failed"),
+    ],
+)
+def test_a_stage_that_ends_badly_keeps_its_output_and_the_next_one_runs(runner, code, status):
+    # An interpreter may need a second to start on a busy machine, and only sleeping meets the limit.
+    limit_s = 1.0 if "sleep" in code else 30.0
+    bad = f"print('{{\"case\": 3}}', flush=True); print('in the log', flush=True); {code}"
+    if "sleep" in code:
+        bad = "import os; os.write(1, b'{\"case\": 3}\\nin the log\\n'); " + code
+        limit_s = 5.0
+        status = "ran longer than 5 s"
+    assert not runner.all(stage("bad", bad, limit_s), stage("good", GOOD))
+    found = runner.stages
+    assert found["bad"]["status"] == status
+    assert found["bad"]["rows"] == [{"case": 3}] and "in the log" in found["bad"]["output"]
+    assert "in the log" in (runner.report.folder / "gpu-fake-checks.log").read_text()
+    assert found["good"]["status"] == "ok"
+
+
+def test_results_are_on_disk_before_the_next_stage_begins(runner):
+    look = f"""
+        import json
+        stages = json.load(open({str(runner.report.path)!r}))["stages"]
+        print(json.dumps({{"seen": sorted(stages)}}))
+    """
+    assert runner.all(stage("one", GOOD), stage("two", look))
+    assert runner.stages["two"]["rows"] == [{"seen": ["one"]}]
+
+
+def alive(marker):
+    found = []
+    for path in (p for p in os.listdir("/proc") if p.isdigit()):
+        try:
+            with open(f"/proc/{path}/cmdline", "rb") as file:
+                found += [path] if marker.encode() in file.read() else []
+        except OSError:
+            pass
+    return found
+
+
+# A process in a session of its own whose parent has ended belongs to no stage any more.
+@pytest.mark.parametrize(
+    ("new_session", "ends"), sampled([(True, False), (False, False), (False, True)])
+)
+def test_everything_that_a_stage_started_is_ended_with_it(runner, tmp_path, new_session, ends):
+    marker = f"stage-child-of-{os.getpid()}-{new_session}-{ends}"
+    ready = tmp_path / "ready"
+    child = (
+        f"import time, pathlib; pathlib.Path({str(ready)!r}).touch(); time.sleep(600) # {marker}"
+    )
+    code = f"""
+        import pathlib, subprocess, sys, time
+        subprocess.Popen([sys.executable, "-c", {child!r}], start_new_session={new_session})
+        while not pathlib.Path({str(ready)!r}).exists():
+            time.sleep(0.01)
+        print("started", flush=True)
+        {"time.sleep(0)" if ends else "time.sleep(600)"}
+    """
+    start = time.monotonic()
+    runner.all(stage("parent", code, 60 if ends else 8))
+    assert time.monotonic() - start < 50
+    assert ready.exists()
+    deadline = time.monotonic() + 5
+    while alive(marker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(marker)
+
+
+GARBAGE = [
+    b"\xff\xfe\x00\x01\n",
+    b'{not json}\n{\n[1, 2]\n"text"\n',
+    b'{"us": NaN, "rate": Infinity, "large": 1e999}\n',
+    b'{"case": "\\ud800"}\n{"learned": "\\udfff"}\n',
+    b"[" * 100_000 + b"\n" + b'{"a":' * 100_000 + b"\n",
+    b"x" * 3_000_000,
+    b'{"n": ' + b"9" * 5000 + b"}\n",
+    b"\r\n\r\n{}\n",
+    b'{"learned": 3}\n{"failed": null}\n',
+]
+
+
+@pytest.mark.parametrize("number", range(len(GARBAGE)))
+def test_garbage_in_the_output_breaks_neither_the_run_nor_the_json(runner, tmp_path, number):
+    (tmp_path / "garbage").write_bytes(GARBAGE[number])
+    path = str(tmp_path / "garbage")
+    write = f"import sys; sys.stdout.buffer.write(open({path!r}, 'rb').read())"
+    assert runner.all(stage("garbage", write), stage("good", GOOD))
+
+    def no_constant(text):
+        raise AssertionError(f"{text} is no JSON")
+
+    found = json.loads(runner.report.path.read_text(), parse_constant=no_constant)
+    assert found["stages"]["good"]["status"] == "ok"
+    if number == 2:
+        assert found["stages"]["garbage"]["rows"] == [{"us": None, "rate": None, "large": None}]
+
+
+def test_a_log_keeps_the_beginning_and_the_end_of_very_much_output(tmp_path):
+    log = StageLog(tmp_path / "log", "== stage")
+    for i in range(60_000):
+        log.line(f"{i:<60}")
+    log.close("ok")
+    text = (tmp_path / "log").read_text()
+    assert len(text) < 2 << 20 and "lines left out" in text
+    assert (
+        " 0  " in text and " 59999 " in text and text.rstrip().splitlines()[-1].startswith("== ok")
+    )
+
+
+@pytest.mark.parametrize("number", [FIRST, SECOND])
+def test_all_stages_together_leave_few_files_with_plain_names(runner, number):
+    sections = [stage(each.name, GOOD, log=each.log) for each in of_run(number)]
+    assert runner.all(*sections)
+    names = sorted(path.name for path in runner.report.folder.iterdir())
+    assert len(names) + 1 <= 8  # and the calibration
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in names)
+
+
+def test_when_the_time_is_over_the_rest_is_named_as_not_run(tmp_path):
+    runner = Runner(tmp_path, total_s=8.0)
+    assert not runner.all(stage("long", "import time; time.sleep(60)", 4.0), stage("late", GOOD))
+    assert runner.stages["long"]["status"] == "ran longer than 4 s"
+    assert runner.stages["late"]["status"] == "not run: no time left"
+
+
+def test_without_libraries_only_stages_that_need_none_run(runner):
+    build = stage("build", "raise SystemExit(1)")
+    assert not runner.all(build, stage("op", GOOD, needs_build=True), stage("free", GOOD))
+    assert runner.stages["op"]["status"] == "not run: no libraries were built"
+    assert runner.stages["free"]["status"] == "ok"
+
+
+def test_a_missing_package_fails_its_stage_alone(runner):
+    assert not runner.all(stage("tests", GOOD, needs=("no_such_package",)), stage("good", GOOD))
+    assert "no_such_package" in runner.stages["tests"]["status"]
+    assert runner.stages["good"]["status"] == "ok"
+
+
+def test_a_stage_that_only_skips_is_skipped_and_no_failure(runner):
+    assert runner.all(stage("counters", 'print(\'{"skipped": "no ncu here"}\')'))
+    assert runner.stages["counters"]["status"] == "skipped"
+    assert "no ncu here" in runner.text
+
+
+def test_a_stage_knows_its_limit_and_its_environment(runner):
+    code = """
+        import json, os
+        print(json.dumps({k: os.environ[k] for k in ("KVCACHE_STAGE_LIMIT", "MINE")}))
+    """
+    assert runner.all(stage("one", code, 17.0, environment={"MINE": "yes"}))
+    assert runner.stages["one"]["rows"] == [{"KVCACHE_STAGE_LIMIT": "17.0", "MINE": "yes"}]
+
+
+def test_an_interrupted_run_keeps_what_came_before(runner):
+    def interrupt(text):
+        if "now" in text:
+            raise KeyboardInterrupt
+
+    runner.run._say = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        runner.all(
+            stage("one", GOOD),
+            stage("two", 'print(\'{"case": 9}\'); print(\'{"learned": "now"}\')'),
+        )
+    assert runner.stages["one"]["status"] == "ok"
+    assert runner.stages["two"]["status"] == "interrupted"
+    assert runner.stages["two"]["rows"] == [{"case": 9}]
+
+
+@pytest.fixture
+def no_programs(monkeypatch, tmp_path):
+    """A machine without git, make and nvidia-smi."""
+    empty = tmp_path / "bin"
+    empty.mkdir()
+    monkeypatch.setenv("PATH", str(empty))
+    monkeypatch.delenv("KVCACHE_COMMIT", raising=False)
+
+
+def test_the_commit_without_git(no_programs, monkeypatch, tmp_path):
+    assert machine.commit(tmp_path) == "unknown"
+    (tmp_path / "COMMIT").write_text("f00d\n")
+    assert machine.commit(tmp_path) == "f00d"
+    monkeypatch.setenv("KVCACHE_COMMIT", "beef")
+    assert machine.commit(tmp_path) == "beef"
+
+
+def test_the_driver_without_nvidia_smi(no_programs, monkeypatch, tmp_path):
+    version = tmp_path / "version"
+    monkeypatch.setattr(machine, "_DRIVER_FILE", version)
+    assert machine.driver()  # whatever is known without either
+    version.write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.1.4  Tue Sep\nGCC: 12.2\n"
+    )
+    assert machine.driver() == "580.1.4"
+    version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.1.5  Rel\n")
+    assert machine.driver() == "580.1.5"
+
+
+def test_sources_differ_with_a_changed_file(tmp_path):
+    workspace.make(tmp_path)
+    before = machine.sources_digest(tmp_path)
+    assert before == machine.sources_digest(REPO)
+    path = tmp_path / "csrc" / "ops" / "schemas.h"
+    path.write_text(path.read_text() + "\n")
+    assert machine.sources_digest(tmp_path) != before
+
+
+def test_carried_libraries_must_be_of_these_sources(tmp_path):
+    with pytest.raises(ValueError, match=workspace.MANIFEST):
+        workspace.carried(tmp_path)
+    workspace.write_manifest(tmp_path)
+    with pytest.raises(ValueError, match=r"has no libkvcache_cpu\.so"):
+        workspace.carried(tmp_path)
+    for name in workspace.OPS:
+        (tmp_path / name).touch()
+    assert [path.name for path in workspace.carried(tmp_path)] == sorted(workspace.OPS)
+    manifest = json.loads((tmp_path / workspace.MANIFEST).read_text())
+    manifest["sources"] = "0" * 16
+    (tmp_path / workspace.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="built from the sources 0000000000000000"):
+        workspace.carried(tmp_path)
+
+
+def test_the_manifest_says_what_the_libraries_were_built_with(tmp_path):
+    workspace.write_manifest(tmp_path, environment={**os.environ, "KVCACHE_CUDA_ARCHS": "90"})
+    facts = json.loads((tmp_path / workspace.MANIFEST).read_text())
+    version = importlib.metadata.version("torch")
+    assert facts["torch"] == version and {"archs", "cuda"} <= set(facts)
+    has_nvcc = machine.find_tool("nvcc") is not None
+    assert facts["archs"] == (["90"] if has_nvcc else [])
+    assert f"torch {version}" in workspace.built_with(tmp_path)
+
+
+@pytest.fixture
+def carrying(tmp_path, monkeypatch):
+    """Carried libraries, a package without any, and a build stage whose builds write empty files."""
+    given, package = tmp_path / "given", tmp_path / "kvcache"
+    given.mkdir()
+    package.mkdir()
+    workspace.write_manifest(given)
+    for name in (build_stage.CORE, *workspace.OPS):
+        (given / name).write_text("carried")
+    built = []
+
+    def fake(with_cuda, arch):
+        built.append((with_cuda, arch))
+        for name in (build_stage.CORE, *workspace.OPS):
+            if not (package / name).exists():
+                (package / name).write_text("built")
+
+    monkeypatch.setattr(build_stage, "build", fake)
+    monkeypatch.setattr(say, "_num_failed", 0)
+    return given, package, built
+
+
+def test_carried_libraries_that_do_not_load_are_built_again(carrying, monkeypatch, capsys):
+    given, package, built = carrying
+    problems = ["undefined symbol: no_such_function", None]
+    monkeypatch.setattr(build_stage, "loading_problem", lambda: problems.pop(0))
+    assert build_stage.provide(package, given, "90") == 1
+    assert built == [(True, "90")]
+    assert {path.read_text() for path in package.glob("*.so")} == {"built"}
+    rows = [json.loads(x) for x in capsys.readouterr().out.splitlines() if x.startswith("{")]
+    assert "no_such_function" in next(row["failed"] for row in rows if "failed" in row)
+    assert any("libraries" in row for row in rows)  # so that the other stages run
+
+
+def test_carried_libraries_that_load_are_used_and_nothing_is_built(carrying, monkeypatch):
+    given, package, built = carrying
+    monkeypatch.setattr(build_stage, "loading_problem", lambda: None)
+    assert build_stage.provide(package, given, "90") == 0 and built == []
+    assert {path.read_text() for path in package.glob("*.so")} == {"carried"}
+
+
+def test_built_libraries_that_do_not_load_fail_the_build(carrying, monkeypatch, capsys):
+    _, package, built = carrying
+    monkeypatch.setattr(build_stage, "loading_problem", lambda: "no kernel image")
+    assert build_stage.provide(package, None, "90") == 1 and built == [(True, "90")]
+    assert '"libraries"' not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("why", "warm_up", "problem"),
+    [
+        ("None", "lambda: None", None),
+        ("'libkvcache_cuda is not usable: the driver is too old'", "lambda: None", "not usable"),
+        ("None", "lambda: exec('raise RuntimeError(\"no code for sm_90\")')", "no code for sm_90"),
+    ],
+)
+def test_libraries_that_cannot_be_used_are_a_problem(tmp_path, monkeypatch, why, warm_up, problem):
+    package = tmp_path / "kvcache"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "ops.py").write_text(f"warm_up = {warm_up}\n")
+    native = f"why_no_cuda = lambda: {why}\ndescribe = lambda: {{'libkvcache_cuda': 'here'}}\n"
+    (package / "native").mkdir()
+    (package / "native" / "__init__.py").touch()
+    (package / "native" / "load.py").write_text(native)
+    monkeypatch.chdir(tmp_path)
+    found = build_stage.loading_problem()
+    assert (found is None) if problem is None else problem in found
+
+
+def test_a_workspace_takes_no_built_library_along(tmp_path):
+    workspace.make(tmp_path)
+    assert (tmp_path / "kvcache" / "ops.py").exists() and (tmp_path / "csrc" / "ops").is_dir()
+    assert not list(tmp_path.rglob("*.so")) and not (tmp_path / "build").exists()
+
+
+def in_bare_tree(folder, program):
+    """Runs a program in a copy of the checkout without built libraries, in which none can be built."""
+    workspace.make(folder)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(folder),
+        "KVCACHE_JIT_DIR": str(folder / "jit"),
+        "CXX": "no-such-compiler",
+    }
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        cwd=folder, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def test_the_facts_of_a_machine_need_no_built_libraries(tmp_path):
+    done = in_bare_tree(
+        tmp_path,
+        """
+        import sys
+        from benchmarks.gpu import facts, sizes
+        for name, fact in {**facts.of_host(), **facts.of_tools()}.items():
+            fact()
+        print(sizes.available_host_bytes() > 0, "kvcache.native.load" in sys.modules)
+        """,
+    )
+    assert (done.stdout, done.stderr) == ("True False\n", "")
+    assert not (tmp_path / "jit").exists()
+
+
+def gpu(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=REPO,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine lacks nothing")
+def test_make_gpu_names_what_the_machine_lacks_and_leaves_nothing(tmp_path):
+    done = gpu("--results", str(tmp_path))
+    assert done.returncode == 1
+    assert "make gpu: this machine lacks" in done.stderr
+    assert "CUDA" in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_list_names_every_stage_in_its_order(capsys):
+    assert command.main(["--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "facts", "build", "first-contact", "sanitizer", "kernel-tests", "kernels", "swaps", "bus",
+        "beside-matmul", "counters", "endurance", "jit-and-replay",
+    ]  # fmt: skip
+    assert command.main(["--second", "--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "facts", "build", "nixl", "gloo", "load-beside-step", "flashinfer",
+    ]  # fmt: skip
+
+
+def test_only_takes_the_build_along_and_refuses_unknown_stages(capsys):
+    assert [each.name for each in command.chosen(FIRST, ["bus"])] == ["build", "bus"]
+    assert [each.name for each in command.chosen(SECOND, ["gloo"])] == ["build", "gloo"]
+    assert command.chosen(FIRST, ["facts"]) == []  # which ran before, and need no build
+    assert [each.name for each in command.chosen(FIRST, ["build"])] == ["build"]
+    for number in (FIRST, SECOND):
+        assert command.chosen(number, None) == of_run(number)[1:]
+    for other in (["--only", "everything"], ["--only", "gloo"], ["--second", "--only", "bus"]):
+        with pytest.raises(SystemExit):
+            command.parse(other)
+        assert f"invalid choice: {other[-1]!r}" in capsys.readouterr().err
+
+
+def test_the_second_run_leaves_the_files_of_the_first():
+    first, second = (command.parse(each) for each in ([], ["--second"]))
+    assert command.report_name(first, "NVIDIA H100") == "gpu-nvidia-h100"
+    assert command.report_name(second, "NVIDIA H100") == "gpu-nvidia-h100-second"
+    rehearsed = command.parse(["--second", "--rehearse"])
+    assert command.report_name(rehearsed, "NVIDIA H100") == "rehearsal-second"
+
+
+@pytest.mark.parametrize(("second", "command"), [("", ""), ("1", " --second")])
+def test_make_gpu_passes_the_run_on(second, command):
+    for target, option in (("gpu", "--results x"), ("gpu-rehearsal", "--rehearse")):
+        done = subprocess.run(
+            ["make", "-n", target, f"SECOND={second}", "PYTHON=p", "GPU_RESULTS=x"],
+            capture_output=True, text=True, cwd=REPO,
+        )  # fmt: skip
+        assert f"p -m benchmarks.gpu {option}{command}" in done.stdout
+        assert ("--second" in done.stdout) == bool(second)
+
+
+def test_results_go_where_one_says(monkeypatch, tmp_path):
+    monkeypatch.delenv("GPU_RESULTS", raising=False)
+    assert command.results_of(command.parse([])) == REPO / "benchmarks" / "results"
+    assert command.results_of(command.parse(["--rehearse"])) == REPO / "build" / "rehearsal"
+    monkeypatch.setenv("GPU_RESULTS", str(tmp_path))
+    assert command.results_of(command.parse([])) == tmp_path
+    assert command.results_of(command.parse(["--results", "/x"])).as_posix() == "/x"
+
+
+def limit_of(name):
+    return next(each.limit_s for each in STAGES if each.name == name)
+
+
+def test_memcheck_has_time_for_torch_to_be_imported_under_it(monkeypatch):
+    """Under the tool that takes some 20 s; 31 s in all were too few."""
+    given = {}
+    monkeypatch.setattr(
+        sanitizer, "checked", lambda tool, check, limit_s, arguments: given.update({check: limit_s})
+    )
+    monkeypatch.setattr(say, "_num_failed", 0)
+    monkeypatch.setattr(say, "seconds_left", lambda: limit_of("sanitizer") - 2)
+    assert sanitizer.main() == 0
+    assert given["memcheck"] >= 38
+
+
+@pytest.mark.parametrize(("number", "name"), [(FIRST, "jit-and-replay"), (SECOND, "flashinfer")])
+def test_the_last_stage_has_time_where_all_others_take_all_of_theirs(number, name):
+    """With carried libraries, which load in some 20 s."""
+    *others, last = (each.name for each in of_run(number))
+    assert last == name
+    worst = sum(limit_of(name) for name in others if name != "build") + 20
+    assert command.TOTAL_S - worst >= 50
+
+
+def test_every_stage_program_exists():
+    for each in STAGES:
+        module = each.command[2]
+        assert (REPO / (module.replace(".", "/") + ".py")).is_file(), module
+
+
+def test_a_rehearsal_says_why_it_cannot_be(monkeypatch, tmp_path, capsys):
+    from tests.machinery.gpu_less import build
+
+    def unavailable():
+        raise build.Unavailable("no nvcc found")
+
+    monkeypatch.setattr(build, "build", unavailable)
+    monkeypatch.delenv("KVCACHE_GPULESS_RUNTIME", raising=False)
+    assert command.main(["--rehearse", "--results", str(tmp_path)]) == rehearsal.UNAVAILABLE
+    assert "SKIPPED" in (out := capsys.readouterr().out) and "no nvcc found" in out
+
+
+def rate(direction, fragment, gb_per_s, pattern="scattered"):
+    return {
+        "kind": "swap", "direction": direction, "fragment": fragment, "pattern": pattern,
+        "method": "kernel", "gb_per_s": gb_per_s, "contiguous_gb_per_s": 50.0,
+    }  # fmt: skip
+
+
+def test_bars_stand_beside_what_was_measured():
+    contents = {
+        "stages": {
+            "swaps": {
+                "rows": [
+                    rate("in", 4 << 10, 38.0),
+                    rate("in", 8 << 10, 10.0),
+                    rate("out", 16 << 10, 44.0),
+                    rate("both", 4 << 20, 45.0),
+                    rate("in", 4 << 10, 49.0, "runs"),
+                    {"kind": "trial"},
+                ]
+            },
+            "kernels": {
+                "rows": [
+                    {"kernel": "permute_blocks_", "case": "a", "gb_per_s": 3400.0, "of_copy": 0.8},
+                    {"kernel": "write_kv", "case": "b", "gb_per_s": 1.0, "of_copy": 0.1},
+                ]
+            },
+        }
+    }
+    rows = table.bar_rows(contents)
+    assert [(row["bar"], row["reached"]) for row in rows] == [
+        (0.75, True), (None, None), (0.90, False), (0.90, True), (0.85, False),
+    ]  # fmt: skip
+    assert rows[-1]["beside"] == pytest.approx(4250)
+    lines = list(table.bar_lines(rows))
+    assert sum("MISSED" in line for line in lines) == 2 and "76%" in lines[1]
+
+
+def test_a_swap_measured_again_takes_the_place_of_the_first_in_the_bars():
+    rows = [rate("in", 4 << 10, 20.0), rate("out", 4 << 10, 45.0), rate("in", 4 << 10, 40.0)]
+    found = table.bar_rows({"stages": {"swaps": {"rows": rows}}})
+    assert [(row["name"].split(",")[0], row["gb_per_s"]) for row in found] == [
+        ("swap in", 40.0), ("swap out", 45.0),
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def fake_bench(monkeypatch):
+    """Measurements in which each call leaves its name and takes no time."""
+    bandwidth, calls = swaps.bandwidth, []
+
+    def device_rates(device, num_bytes, calibration=None, patterns=(), **_):
+        for pattern in patterns:
+            calls.append((pattern, calibration.machine))
+            yield bandwidth.Rate("in", 4 << 10, pattern, "kernel", 40.0, 50.0, 8, 100)
+
+    def calibrate(device, num_bytes, progress, pool_bytes):
+        calls.append("calibrate")
+        progress(bandwidth.Rate("in", 4 << 10, "scattered", "kernel", 40.0, 50.0, 8, 100))
+        return dataclasses.replace(swaps.DEFAULT, machine="measured")
+
+    monkeypatch.setattr(bandwidth, "device_rates", device_rates)
+    monkeypatch.setattr(bandwidth, "calibrate", calibrate)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(sizes, "pool_bytes", lambda wanted: 1 << 20)
+    monkeypatch.setattr(say, "_num_failed", 0)
+    monkeypatch.delenv("KVCACHE_CALIBRATION_TO", raising=False)
+    return calls
+
+
+def test_scattered_swaps_come_before_the_calibration_and_again_after_it(fake_bench, capsys):
+    assert swaps.main() == 0
+    built_in = swaps.DEFAULT.machine
+    assert fake_bench == [
+        ("scattered", built_in), "calibrate", ("scattered", "measured"), ("runs", "measured"),
+    ]  # fmt: skip
+
+
+def test_a_calibration_ends_where_no_time_is_left_and_swaps_are_told(
+    fake_bench, monkeypatch, capsys
+):
+    left = iter([60.0, 0.5, 60.0, 60.0])
+    monkeypatch.setattr(say, "seconds_left", lambda: next(left))
+    assert swaps.main() == 1
+    assert [name for name in fake_bench if name != "calibrate"] == [
+        (pattern, swaps.DEFAULT.machine) for pattern in ("scattered", "runs")
+    ]
+    assert "calibration: TimeoutError: no time left" in capsys.readouterr().out
+
+
+def test_a_pool_on_the_device_alone_is_not_bound_by_the_hosts_memory(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 << 30, 80 << 30))
+    monkeypatch.setattr(sizes, "available_host_bytes", lambda: 10 << 30)
+    assert sizes.pool_bytes(16 << 30, on_host=False) == 16 << 30
+    assert capsys.readouterr().out == ""
+    assert sizes.pool_bytes(16 << 30) == 4 << 30  # with one as large on the host
+    assert "memory is short" in capsys.readouterr().out
+    assert sizes.pool_bytes(64 << 30, on_host=False) == 28 << 30
+
+
+def test_memory_is_no_more_than_a_container_may_have(monkeypatch, tmp_path):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(sizes.pinning(), "_CONTAINER_LIMIT", limit)
+    assert sizes.available_host_bytes() > 1 << 20
+    limit.write_text("1048576\n")
+    assert sizes.available_host_bytes() == 1 << 20
+
+
+def test_kernels_are_measured_where_the_copy_beside_them_fails(monkeypatch, capsys):
+    def fails():
+        raise RuntimeError("out of memory")
+
+    def one_case(limit):
+        yield (
+            "one",
+            lambda: iter([{"kernel": "one", "case": "", **gpu_kernels.rate(2000, 1.0, limit)}]),
+        )
+
+    monkeypatch.setattr(gpu_kernels, "copy_gb_per_s", fails)
+    monkeypatch.setattr(gpu_kernels, "empty_kernel_us", fails)
+    monkeypatch.setattr(gpu_kernels, "cases", one_case)
+    monkeypatch.setattr(say, "_num_failed", 0)
+    assert gpu_kernels.main() == 1
+    rows = [json.loads(x) for x in capsys.readouterr().out.splitlines() if x.startswith("{")]
+    assert [row["failed"] for row in rows if "failed" in row] == [
+        "copy on the device: RuntimeError: out of memory",
+        "empty kernel: RuntimeError: out of memory",
+    ]
+    assert {"kernel": "one", "case": "", "us": 1.0, "gb_per_s": 2.0} in rows
+
+
+def test_the_table_names_every_stage_and_how_it_ended(runner):
+    runner.all(stage("one", GOOD), stage("bad", "raise SystemExit(3)"))
+    lines = list(table.stage_lines(runner.report.contents))
+    assert "ok: it is fast" in lines[1]
+    assert "FAILED (exit code 3)" in lines[2]
+
+
+def test_counts_of_pytest_output():
+    assert kernel_tests.counts(["...", "3 failed, 41 passed, 2 skipped, 7 deselected in 9.31s"]) == {
+        "passed": 41, "broken": 3, "skipped": 2,
+    }  # fmt: skip
+    assert kernel_tests.counts(["1 passed, 2 errors in 0.5s"])["broken"] == 2
+    assert kernel_tests.counts(["Fatal Python error: Segmentation fault"])["passed"] == 0
+
+
+def pytest_file(folder, *tests):
+    lines = ["import pytest"]
+    for number, body in enumerate(tests):
+        lines += ["@pytest.mark.gpu", f"def test_{number}():", f"    {body}"]
+    (folder / "test_x.py").write_text("\n".join(lines))
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs one\n")
+    return folder / "test_x.py"
+
+
+SKIP = "pytest.skip('no device')"
+
+
+@pytest.mark.parametrize(
+    ("tests", "status", "num_failed"),
+    sampled([((SKIP, SKIP), "all skipped", 1), ((SKIP, "pass"), "ok", 0), ((), "ok", 0)]),
+)
+def test_a_file_that_skips_all_its_tests_is_a_fault(
+    tmp_path, monkeypatch, capsys, tests, status, num_failed
+):
+    monkeypatch.setattr(say, "_num_failed", 0)
+    found = kernel_tests.tested(pytest_file(tmp_path, *tests), 60)
+    assert found["status"] == status and say._num_failed == num_failed
+
+
+def test_swaps_are_tested_by_a_number_of_steps_instead_of_seconds(tmp_path):
+    """14 cases of 3 s each would take most of the limit of a file."""
+    body = "import os; assert os.environ['KVCACHE_TEST_SWAP_STEPS'] == '60'"
+    assert kernel_tests.tested(pytest_file(tmp_path, body), 60)["passed"] == 1
+
+
+def test_a_file_that_runs_out_of_time_keeps_its_counts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(say, "_num_failed", 0)
+    slow = "import time; time.sleep(600)"
+    file = pytest_file(tmp_path, "pass", "pass", "assert False", SKIP, "pass", slow)
+    found = kernel_tests.tested(file, 8)
+    assert (found["passed"], found["broken"], found["skipped"]) == (3, 1, 1)
+    assert found["status"].startswith("ran longer than") and say._num_failed == 1
+
+
+def test_a_run_in_which_no_test_passed_is_a_fault(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(say, "_num_failed", 0)
+    monkeypatch.setattr(kernel_tests, "gpu_test_files", lambda folder: [pytest_file(tmp_path)])
+    assert kernel_tests.main() == 1
+    assert '{"failed": "no test passed"}' in capsys.readouterr().out
+
+
+def test_rows_of_threads_are_whole_lines_where_output_is_not_buffered():
+    program = """
+        import threading
+        from benchmarks.gpu import say
+        def write(number):
+            for i in range(300):
+                say.row(thread=number, i=i)
+                say.log("  a line of log")
+        threads = [threading.Thread(target=write, args=(n,)) for n in range(8)]
+        for each in threads: each.start()
+        for each in threads: each.join()
+    """
+    done = subprocess.run(
+        [sys.executable, "-u", "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        cwd=REPO,
+    )
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    rows = [json.loads(line) for line in lines if line.startswith("{")]
+    assert len(rows) == 8 * 300 and lines.count("  a line of log") == 8 * 300
+
+
+def test_files_with_gpu_tests_are_found():
+    names = [path.name for path in kernel_tests.gpu_test_files(REPO / "tests")]
+    assert {"test_token_io_op.py", *kernel_tests._REHEARSED} <= set(names)
+    assert "test_hashing.py" not in names
+    # Skipped as a whole on a GPU; of the second run.
+    left_out = {"test_gpu_less.py", "test_call_counts.py", "test_gpu_second_run.py"}
+    files = {path.name for path in (REPO / "tests").rglob("test_*.py")}
+    assert not left_out & set(names) and left_out <= files
+
+
+def test_the_table_of_ncu_is_read():
+    lines = [
+        "==PROF== Connected to process 1",
+        '"ID","Kernel Name","gpu__time_duration.sum","launch__registers_per_thread"',
+        '"","","ns","register/thread"',
+        '"0","copy_blocks_kernel","12,345","48"',
+        "==PROF== Disconnected",
+    ]
+    assert counters.counters(lines) == [
+        {"kernel": "copy_blocks_kernel", "time": 12345.0, "registers": 48.0}
+    ]
+    assert counters.counters(["no table"]) == []
+
+
+def written_bytes(case, size):
+    """How many bytes a case's ops changed in their tensors."""
+    found = 0
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal found
+            if not func._schema.name.startswith("kvcache::"):
+                return func(*args, **(kwargs or {}))
+            tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            before = [x.clone() for x in tensors]
+            func(*args, **(kwargs or {}))
+            for x, was in zip(tensors, before, strict=True):
+                found += int((x != was).sum()) * x.element_size()
+
+    with Watched():
+        case("cpu", size)
+    return found
+
+
+@pytest.mark.parametrize("name", counters.KERNELS)
+def test_counters_are_of_more_bytes_than_the_l2_holds_by_far(name):
+    """25 to 64 MB would stay in an L2 of 50 MB, and the figures of DRAM would mean nothing."""
+    per_size = op_cases.TOUCHED[name]
+    assert op_cases.size_for(name, counters.NUM_BYTES) * per_size >= 512 << 20
+    # Half of what is touched is written; a quarter where bf16 becomes fp8 and a slot in seven is none.
+    assert written_bytes(op_cases.CASES[name], 8) / (8 * per_size) > 0.25
+
+
+def test_large_cases_are_drawn_where_they_run(monkeypatch):
+    """On the CPU that would take longer than the stage has."""
+    drawn = []
+    monkeypatch.setattr(op_cases, "_seeded", lambda device: drawn.append(device))
+    for size, device in ((1, "cpu"), (op_cases.MOST_COMPARED + 1, "meta")):
+        drawn.clear()
+        op_cases.draw(torch.randn, (2, 3), device="meta", size=size)
+        assert drawn == [device]
+
+
+def test_a_process_reports_lines_as_they_come(tmp_path):
+    arrived = []
+    code = "import time; print('first', flush=True); time.sleep(1); print('last', end='')"
+    ended = process.run(
+        [sys.executable, "-c", code], 60, lambda line: arrived.append((line, time.monotonic()))
+    )
+    assert ended.status == "ok" and [line for line, _ in arrived] == ["first", "last"]
+    assert arrived[1][1] - arrived[0][1] > 0.5
+
+
+def test_an_outcome_takes_only_what_has_the_form_of_the_protocol():
+    outcome = Outcome()
+    assert outcome.take('{"learned": "x", "also": 1}') is None
+    assert outcome.rows == [{"learned": "x", "also": 1}] and not outcome.learned
+    assert outcome.take('{"failed": "y"}') == "failed: y"

@@ -1,0 +1,302 @@
+"""The stages of `make gpu SECOND=1` with stand-ins for NIXL and FlashInfer, and with defects that they
+must notice."""
+
+import contextlib
+import json
+import re
+import threading
+from multiprocessing import Pipe
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks import transports
+from benchmarks.gpu import (
+    costs,
+    device_transfers,
+    flashinfer_against_gathered,
+    load_beside_step,
+    machine,
+    say,
+    sizes,
+)
+from kvcache.sources.disaggregation import rank
+from kvcache.transfer import fetching, memory
+from kvcache.transfer.transport import registered
+from kvcache.transfer.transport.spans import Spans
+from kvcache.worker.pages import pinning
+from kvcache.worker.swap.bandwidth import hold
+from kvcache.worker.swap.streams import _Past
+from tests.machinery import flashinfer_stand_in, nixl_stand_in
+from tests.machinery.gpu_less import counts
+
+
+@pytest.fixture(autouse=True)
+def no_failures(monkeypatch):
+    monkeypatch.setattr(say, "_num_failed", 0)
+
+
+def told(capsys):
+    """The lines of the protocol."""
+    return [json.loads(x) for x in capsys.readouterr().out.splitlines() if x.startswith("{")]
+
+
+def failures(rows):
+    return [row["failed"] for row in rows if "failed" in row]
+
+
+# What is missing --------------------------------------------------------------------------------------
+
+
+def test_stages_without_their_package_are_skipped_by_name(monkeypatch, capsys):
+    monkeypatch.setattr(machine, "has_module", lambda name: name == "transformers")
+    monkeypatch.setattr(load_beside_step, "TRANSPORTS", ("nixl",))
+    assert device_transfers.main(["nixl"]) == 0
+    assert load_beside_step.main() == 0
+    assert flashinfer_against_gathered.main() == 0
+    transfers, loads, attention = told(capsys)
+    assert transfers["skipped"].startswith("NIXL is not installed")
+    assert loads["skipped"].startswith("NIXL is not installed")
+    assert attention["skipped"].startswith("flashinfer-python not installed")
+
+
+def test_costs_of_the_profiler_s_records():
+    names = [
+        "Memcpy HtoD (Pinned -> Device)", "Memcpy DtoH (Device -> Pageable)", "Memset (Device)",
+        "void copy_blocks_kernel<16>(Params)",
+    ]  # fmt: skip
+    assert costs.of_records(names) == {
+        "launches": 1, "copies": 2, "fills": 1, "pageable_copies": 1,
+    }  # fmt: skip
+    assert costs.of_records([]) == {}  # where there is no profiler, nothing is known
+
+
+# Transfers --------------------------------------------------------------------------------------------
+
+
+class ThreadAsProcess:
+    """Stands in for a process of a pair: agents of the stand-in reach each other within one alone."""
+
+    pid = 0
+
+    def __init__(self, target, args, daemon):
+        def run():
+            with contextlib.suppress(OSError, EOFError):  # the pair has closed its pipes
+                target(*args)
+
+        self._thread = threading.Thread(target=run, daemon=daemon)
+        self.start, self.join = self._thread.start, self._thread.join
+
+    def kill(self):
+        pass
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Pairs of threads, and few bytes."""
+    context = SimpleNamespace(Pipe=Pipe, Process=ThreadAsProcess)
+    monkeypatch.setattr(transports, "get_context", lambda _: context)
+    close = transports.Pair.close
+
+    def close_pipes(pair):
+        for pipe in pair.pipes:
+            pipe.close()
+        close(pair)
+
+    monkeypatch.setattr(transports.Pair, "close", close_pipes)
+    monkeypatch.setattr(transports.Pair, "_signal", lambda *_: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(device_transfers, "_TOTAL", 1 << 20)
+    monkeypatch.setattr(device_transfers, "_ROUNDS", 1)
+    monkeypatch.setattr(device_transfers, "why_not", lambda _: None)
+
+
+needs_stand_in = pytest.mark.skipif(
+    not counts.is_available(), reason="the stand-in reaches simulated memory alone"
+)
+
+
+@pytest.mark.gpu
+@needs_stand_in
+def test_device_memory_over_nixl_directly_and_packed(small, capsys):
+    with nixl_stand_in.stand_in() as moved:
+        assert device_transfers.main(["nixl"]) == 0
+        direct = {size for _, *kinds, size in moved if kinds == ["VRAM", "VRAM"]}
+    assert {4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20} <= direct
+    rows = told(capsys)
+    timed = {(row["way"], row["fragment"]) for row in rows if row.get("kind") == "transfer"}
+    assert len(timed) == 5 + 5 + 4
+    assert any("14 of 14 kinds of transfers left the right bytes" in str(row) for row in rows)
+    assert all(row["contiguous_gb_per_s"] for row in rows if row.get("kind") == "transfer")
+
+
+@pytest.mark.gpu
+@needs_stand_in
+def test_other_bytes_over_nixl_are_noticed_and_not_timed(small, monkeypatch, capsys):
+    copy = nixl_stand_in.ctypes.memmove
+
+    def shifted(to, source, size):  # the last byte of each descriptor is not moved
+        copy(to, source, size - (size == 16 << 10))
+
+    monkeypatch.setattr(nixl_stand_in.ctypes, "memmove", shifted)
+    with nixl_stand_in.stand_in():
+        assert device_transfers.main(["nixl"]) == 1
+    rows = told(capsys)
+    wrong = [text for text in failures(rows) if "other bytes arrived" in text]
+    assert {text.split(":")[0] for text in wrong} >= {"direct, 16 KiB", "plain NIXL, 16 KiB"}
+    timed = {(row["way"], row["fragment"]) for row in rows if row.get("kind") == "transfer"}
+    assert ("direct", 64 << 10) in timed and ("direct", 16 << 10) not in timed
+
+
+@pytest.mark.gpu
+@needs_stand_in
+def test_a_launch_for_each_fragment_is_noticed(small, monkeypatch, capsys):
+    scatter = registered.RegisteredMemory.scatter
+
+    def one_by_one(memory, staging, tile, streams):
+        sizes_ = np.tile(tile.length, len(tile.bases))
+        for address, size, end in zip(tile.addresses(), sizes_, np.cumsum(sizes_)):
+            one = Spans(np.array([address]), np.zeros(1, np.int64), np.array([size]))
+            scatter(memory, staging[end - size : end], one, streams)
+
+    monkeypatch.setattr(registered.RegisteredMemory, "scatter", one_by_one)
+    assert device_transfers.main(["gloo"]) == 1
+    (text,) = failures(told(capsys))
+    assert text.startswith("staged, 4 KiB") and text.endswith(
+        "launches and copies for 256 fragments"
+    )
+
+
+@pytest.mark.gpu
+@needs_stand_in
+@pytest.mark.filterwarnings("ignore:.*could not be pinned")
+def test_staging_that_is_not_pinned_is_noticed(small, monkeypatch, capsys):
+    def refuse(*_):
+        raise pinning._PinningError("cudaHostRegister: out of memory")
+
+    monkeypatch.setattr(pinning, "_register", refuse)
+    assert device_transfers.main(["gloo"]) == 1
+    assert any("copies of pageable memory" in text for text in failures(told(capsys)))
+
+
+def test_a_move_that_fails_ends_its_pair(small, monkeypatch):
+    def refused(*_):
+        raise RuntimeError("NIXL_ERR_BACKEND")
+
+    def client_fails(name, pool, is_server, *_):
+        return None, {} if is_server else {"kvcache": refused}
+
+    monkeypatch.setattr(transports, "kvcache_moves", client_fails)
+    pair = transports.Pair("gloo", {}, pool_bytes=1 << 16)
+    with pytest.raises(RuntimeError, match="gloo, kvcache: RuntimeError: NIXL_ERR_BACKEND"):
+        pair.move("kvcache", 4, 4096, np.random.default_rng(0))
+    assert not pair.is_open
+
+
+def test_a_process_that_cannot_start_says_why(small, monkeypatch):
+    def refused(*_):
+        raise RuntimeError("VRAM is not registered")
+
+    monkeypatch.setattr(transports, "kvcache_moves", refused)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with pytest.raises(RuntimeError, match="gloo: RuntimeError: VRAM is not registered"):
+        transports.Pair("gloo", {}, pool_bytes=1 << 16)
+
+
+# Loads ------------------------------------------------------------------------------------------------
+
+
+def begin_at_once(monkeypatch):
+    """Loads that do not wait for the step before them."""
+
+    class Unordered(rank._QueuedStep):
+        def __new__(cls, at, step, after=None):
+            return super().__new__(cls, at, step, after and _Past())
+
+    monkeypatch.setattr(rank, "_QueuedStep", Unordered)
+
+
+def end_early(monkeypatch):
+    """Loads that end while their pages are still permuted."""
+    permute = fetching.Fetch._permute
+
+    def slow(*args):
+        hold(0.3)
+        memory_permute(*args)
+
+    def begin(fetch):
+        permute(fetch)
+        fetch._permuting = []
+
+    memory_permute = memory.permute_pages
+    monkeypatch.setattr(memory, "permute_pages", slow)
+    monkeypatch.setattr(fetching.Fetch, "_permute", begin)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("defect", [begin_at_once, end_early])
+def test_a_load_out_of_order_is_noticed(defect, monkeypatch, capsys):
+    defect(monkeypatch)
+    monkeypatch.setattr(sizes, "REHEARSAL", True)
+    monkeypatch.setattr(load_beside_step, "TRANSPORTS", ("gloo",))
+    assert load_beside_step.main() == 1
+    (text,) = failures(told(capsys))
+    wrong = (
+        r"gloo: AssertionError: (wrong bytes after the load|load 0: the next step read other bytes)"
+    )
+    assert re.match(wrong, text)
+
+
+# Attention --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flashinfer(monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(machine, "has_module", lambda _: True)
+    for name, small in (("_TIMED", (2, 64)), ("_HEADS", 4), ("_KV_HEADS", 2), ("_HEAD_SIZE", 64)):
+        monkeypatch.setattr(flashinfer_against_gathered, name, small)
+    monkeypatch.setattr(flashinfer_against_gathered, "_LENGTHS", (1, 17, 101, 120))
+    monkeypatch.setattr(flashinfer_against_gathered, "copy_gb_per_s", lambda: 1.0)
+    monkeypatch.setattr(
+        flashinfer_against_gathered, "stream_seconds", lambda attend, _: float(len(attend()) > 0)
+    )
+    wrappers = flashinfer_stand_in.install(monkeypatch)
+    if not counts.is_available():
+        yield wrappers
+        return
+    with sdpa_kernel(SDPBackend.MATH):  # the simulated device has no others in bf16
+        yield wrappers
+
+
+@pytest.mark.gpu
+def test_flashinfer_agrees_with_gathered_attention(flashinfer, capsys):
+    assert flashinfer_against_gathered.main() == 0
+    rows = told(capsys)
+    assert [row["case"] for row in rows if row.get("kind") == "compared"] == [
+        f"{batch} batch, {layer}"
+        for layer in ("full attention", "a window of 100")
+        for batch in ("decode", "mixed")
+    ]
+    assert all(wrapper.num_runs > 0 for wrapper in flashinfer)
+    assert [row["way"] for row in rows if row.get("kind") == "decode"] == ["flashinfer", "gathered"]
+
+
+@pytest.mark.gpu
+def test_a_window_one_key_too_wide_is_noticed(flashinfer, monkeypatch, capsys):
+    for wrapper in flashinfer:
+        plan = wrapper.plan
+
+        def wider(self, *args, plan=plan, window_left=-1, **options):
+            plan(self, *args, window_left=window_left + (window_left >= 0), **options)
+
+        monkeypatch.setattr(wrapper, "plan", wider)
+    assert flashinfer_against_gathered.main() == 1
+    found = failures(told(capsys))
+    assert [text.split(":")[0] for text in found] == [
+        "decode batch, a window of 100", "mixed batch, a window of 100",
+    ]  # fmt: skip
+    assert all("flashinfer is" in text and "off float32" in text for text in found)

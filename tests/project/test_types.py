@@ -1,0 +1,173 @@
+"""The types that callers see: what a checker finds in their files, and stubs that say what is there."""
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvcache
+from kvcache import KVCacheManager, allocator, compat, transfer
+from kvcache.sources import store
+from tests.machinery.shared import REPO, sampled
+
+PACKAGE, TYPED = REPO / "kvcache", REPO / "tests" / "machinery" / "typed"
+STUBS = sorted(PACKAGE.rglob("*.pyi"))
+
+
+@pytest.fixture(
+    scope="module",
+    params=sampled([str(TYPED / "without_torch.ini"), ""]),
+    ids=["without torch", "with torch"],
+)
+def found(request):
+    """Lines of `mypy --strict` of both callers; with `without_torch.ini`, tensors are of any type."""
+    pytest.importorskip("mypy")
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary"]
+    command += ["--follow-imports=silent", "--explicit-package-bases"]
+    command += [f"--config-file={request.param}", f"--cache-dir={REPO / 'build' / 'mypy'}"]
+    files = [str(TYPED / name) for name in ("caller.py", "mistakes.py")]
+    done = subprocess.run([*command, *files], capture_output=True, text=True, cwd=REPO)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def test_stubs_and_a_file_without_mistakes_pass(found):
+    assert [line for line in found if "mistakes.py" not in line] == []
+
+
+def test_the_commonest_mistakes_are_caught(found):
+    text = (TYPED / "mistakes.py").read_text()
+    expected = {
+        (number, kind)
+        for number, line in enumerate(text.splitlines(), 1)
+        for group in re.findall(r"# error: \[(.*)\]", line)
+        for kind in group.split(", ")
+    }
+    pattern = re.compile(r"mistakes\.py:(\d+): error: .*\[([a-z-]+)\]$")
+    came = {(int(m[1]), m[2]) for m in map(pattern.search, found) if m}
+    assert came == expected
+
+
+def signature_of(function):
+    """Names, kinds and whether there is a default; of a native function, from its docstring."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        first = inspect.getdoc(function).splitlines()[0]
+        arguments = re.sub(r"\): \(|\) -> .*", ")", first).partition("(")[2].removesuffix(")")
+        native = ast.parse(f"def f({re.sub(r': [^,=]*', '', arguments)}): ...").body[0]
+        return arguments_of(native)
+    return [
+        (p.name, p.kind is p.KEYWORD_ONLY, p.default is not p.empty)
+        for p in parameters
+        if p.name != "self"
+    ]
+
+
+def arguments_of(node):
+    """The same of a definition in a stub."""
+    plain = [*node.args.posonlyargs, *node.args.args]
+    without = len(plain) - len(node.args.defaults)
+    found = [(each.arg, False, i >= without) for i, each in enumerate(plain)]
+    pairs = zip(node.args.kwonlyargs, node.args.kw_defaults)
+    found += [(each.arg, True, default is not None) for each, default in pairs]
+    return [each for each in found if each[0] != "self"]
+
+
+def module_of(stub):
+    parts = stub.relative_to(REPO).with_suffix("").parts
+    return importlib.import_module(".".join(p for p in parts if p != "__init__"))
+
+
+@pytest.mark.parametrize("stub", STUBS, ids=lambda p: str(p.relative_to(REPO)))
+def test_a_stub_says_what_is_there(stub):
+    module = module_of(stub)
+    for node in ast.parse(stub.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and stub.name == "__init__.pyi":
+            for name in node.names:
+                assert hasattr(module, name.asname or name.name), name.name
+        elif isinstance(node, ast.FunctionDef):
+            assert arguments_of(node) == signature_of(getattr(module, node.name)), node.name
+        elif isinstance(node, ast.ClassDef):
+            check_class(node, getattr(module, node.name))
+
+
+def check_class(node, there):
+    defined = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
+    public = {name for name in dir(there) if not name.startswith("_")}
+    assert {name for name in defined if name != "__init__"} == public
+    for name, each in defined.items():
+        if each.decorator_list:
+            assert isinstance(inspect.getattr_static(there, name), property), name
+        else:
+            assert arguments_of(each) == signature_of(getattr(there, name)), name
+
+
+@pytest.mark.parametrize("module", [kvcache, allocator, compat, store, transfer])
+def test_a_checker_knows_every_public_name(module):
+    stub = Path(module.__file__).with_suffix(".pyi")
+    names = {
+        each.asname or each.name
+        for node in ast.parse(stub.read_text()).body
+        if isinstance(node, ast.ImportFrom)
+        for each in node.names
+    }
+    assert names == set(module.__all__)
+
+
+# Every author of an engine reads about each member. What is not about rows belongs to `manager.cache` or
+# `manager.pool`.
+MEMBERS_OF_MANAGER = [
+    "for_groups",
+    "groups",
+    "block_sizes",
+    "max_model_len",
+    "options",
+    "pool",
+    "host_pool",
+    "cache",
+    "step",
+    "would_fit",
+    "fork",
+    "report",
+    "abort",
+    "last_step_id",
+    "checkpoint_tokens",
+    "invalidate",
+    "take_cached",
+    "admit",
+    "extend",
+    "advance",
+    "reject_tokens",
+    "take_copies",
+    "finish_receiving",
+    "free",
+    "release_blocks",
+    "row",
+    "block_ids",
+    "num_computed_tokens",
+    "state",
+    "quiet_until",
+]
+
+
+def test_a_manager_has_thirty_public_members():
+    members = {name for name in dir(KVCacheManager) if not name.startswith("_")}
+    assert members == set(MEMBERS_OF_MANAGER) and len(members) <= 30
+
+
+def test_wheels_and_source_distributions_have_the_types():
+    import tomllib
+
+    assert (PACKAGE / "py.typed").exists()
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["kvcache"]
+    shipped = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
+    assert shipped == {*STUBS, PACKAGE / "py.typed", PACKAGE / "server/page.html"}
+    included = "recursive-include kvcache *.pyi py.typed page.html"
+    assert included in (REPO / "MANIFEST.in").read_text()

@@ -1,0 +1,93 @@
+"""Hits of the policy that learns on the conversation trace, and on changed forms of it."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+from benchmarks import trace_forms
+from benchmarks.eviction import replayed
+from kvcache.replay import optimum, read_mooncake
+from tests.machinery.shared import sampled, shared_file
+
+TRACE = "traces/mooncake_conversation.jsonl"
+# Blocks of 512 tokens: how many of them are hits, at least, and with knowledge of the future.
+LEAST = {
+    1_000: (21_500, 54_977),
+    3_000: (37_400, 84_879),
+    5_859: (50_300, 101_791),
+    10_000: (65_600, 105_592),
+    30_000: (95_900, 105_592),
+    50_000: (103_900, 105_592),
+}
+
+
+@pytest.fixture(scope="module")
+def conversations():
+    no_content = np.empty(0, np.int64)  # only verification asks for it
+    path = shared_file(TRACE)
+    return [dataclasses.replace(each, content=no_content) for each in read_mooncake(path)]
+
+
+@pytest.fixture(scope="module")
+def on_two_tiers(conversations):
+    """Reports by how many requests and what `replayed` is told; each is replayed once."""
+    return functools.cache(lambda count, *options: replayed(conversations[:count], *options))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("capacity", [*LEAST][::2])
+def test_hits_on_the_conversation_trace(conversations, capacity):
+    least, most = LEAST[capacity]
+    assert least <= replayed(conversations, capacity, "learned").hit_tokens // 512 < most
+
+
+@pytest.mark.exhaustive
+def test_hits_on_two_tiers(on_two_tiers):
+    """More than the best of the other pairs of policies of docs/eviction.md."""
+    report = on_two_tiers(None, 1_000, "learned", 10_000, "learned", "back")
+    assert 67_237 < report.hit_tokens // 512 < 105_592
+
+
+@pytest.mark.parametrize(
+    "count,device,host,num_declined",
+    sampled([(2_500, 500, 3_000, 30_000), (None, 1_000, 10_000, 50_000)]),
+)
+def test_bytes_written_for_each_hit_of_the_host(on_two_tiers, count, device, host, num_declined):
+    """Against what is evicted from the device being written, by the same policies and by LRU's."""
+    back, plain, learned = (
+        on_two_tiers(count, device, policy, host, policy, host_write)
+        for policy, host_write in (("learned", "back"), ("lru", "back"), ("learned", "learned"))
+    )
+    per_hit = [each.written_blocks * 512 / each.host_hit_tokens for each in (back, plain, learned)]
+    assert per_hit[2] < 0.7 * min(per_hit[:2])
+    assert learned.hit_tokens > max(0.98 * back.hit_tokens, 1.05 * plain.hit_tokens)
+    assert learned.declined_blocks > num_declined and back.declined_blocks is None
+
+
+@pytest.mark.exhaustive
+def test_the_optimum_is_beladys(conversations):
+    num_tokens = sum(each.num_tokens for each in conversations)
+    for capacity, (_, most) in LEAST.items():
+        assert round(optimum(conversations, 512, capacity) * num_tokens / 512) == most
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("form", ["think_quarter", "loop"])
+def test_on_changed_forms_it_is_never_one_per_cent_behind(form, tmp_path):
+    trace = trace_forms.read(shared_file(TRACE))
+    trace_forms.write(trace_forms.FORMS[form](trace), tmp_path / "form.jsonl")
+    assert min(trace_forms.ratios(tmp_path / "form.jsonl", "learned")) > 0.99
+
+
+@pytest.mark.exhaustive
+def test_small_blocks(conversations):
+    """The first 2,000 requests in blocks of 16 tokens, at the same sizes in tokens."""
+    for capacity in [*LEAST][::2]:
+        hits = [
+            replayed(conversations[:2_000], 32 * capacity, policy, block_size=16).hit_tokens
+            for policy in ("learned", "lru")
+        ]
+        assert hits[0] >= 0.99 * hits[1]
+        assert capacity > 6_000 or hits[0] > 1.05 * hits[1]

@@ -1,0 +1,383 @@
+"""Events as routers read them: what is said of blocks, on the host too, and a reader's view."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+pytest.importorskip("msgspec")
+
+import msgspec
+
+from kvcache import Admit, GroupSpec, KVCacheManager, Request, StepReport, hash_blocks
+from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvcache.router_events.chains import chains
+from kvcache.router_events.translator import EventTranslator
+from kvcache.router_events.view import CacheView
+from kvcache.router_events.wire import (
+    WireBatch,
+    WireCleared,
+    WireError,
+    WireRemoved,
+    WireStored,
+    decode_batch,
+    decode_sequence,
+    encode_batch,
+    encode_sequence,
+    wire_hash,
+)
+from tests.machinery.allocator_driver import MIXES, Chooser, Driver
+from tests.machinery.cache_user import cached, shown
+from tests.machinery.shared import sampled
+
+SEED = "vllm-none-hash"
+
+
+def make(**options):
+    options = {"enable_events": True, "num_preallocate_tokens": 0} | options
+    return KVCacheManager(4, 30, 200, **options)
+
+
+def through_bytes(events):
+    return decode_batch(encode_batch(WireBatch(1.5, events, 0))).events
+
+
+class Reader:
+    """A translator and a view behind it."""
+
+    def __init__(self, seed=SEED):
+        self.translator = EventTranslator(seed)
+        self.view = CacheView()
+
+    def take(self, manager):
+        events = through_bytes(self.translator.translate(manager.cache.drain_events()))
+        self.view.apply(events)
+        return events
+
+
+# --- the wire -------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_an_array_and_events_are_maps_with_all_required_keys():
+    manager = make()
+    manager.step(new=[Request("a", range(9))])
+    events = EventTranslator(SEED).translate(manager.cache.drain_events())
+    plain = msgspec.msgpack.decode(encode_batch(WireBatch(2.5, events, 3)))
+    expected = hash_blocks(range(8), 4)
+    assert plain == [
+        2.5,
+        [
+            {
+                "type": "BlockStored",
+                "block_hashes": [int.from_bytes(each[-8:].tobytes(), "big") for each in expected],
+                "parent_block_hash": None,
+                "token_ids": [*range(8)],
+                "block_size": 4,
+                "lora_id": None,
+                "medium": "GPU",
+                "lora_name": None,
+                "group_idx": 0,
+                "kv_cache_spec_kind": "full_attention",
+            }
+        ],
+        3,
+    ]
+    others = encode_batch(WireBatch(0.5, [WireRemoved([7], "CPU", 1), WireCleared()], 0))
+    assert msgspec.msgpack.decode(others)[1] == [
+        {"type": "BlockRemoved", "block_hashes": [7], "medium": "CPU", "group_idx": 1},
+        {"type": "AllBlocksCleared"},
+    ]
+
+
+def test_sequence_numbers_are_8_bytes_big_endian():
+    assert encode_sequence(258) == bytes([0, 0, 0, 0, 0, 0, 1, 2])
+    assert decode_sequence(encode_sequence(2**63 - 1)) == 2**63 - 1
+    for frame, message in (
+        (b"", "has 0 bytes: expected 8"),
+        (bytes(9), "has 9 bytes"),
+        (b"\xff" * 8, "is -1: expected 0 or more"),
+        ((2**63).to_bytes(8, "big"), "expected 0 or more"),
+    ):
+        with pytest.raises(WireError, match=message):
+            decode_sequence(frame)
+
+
+def stored(**changes):
+    fields = {"block_hashes": [1, 2], "parent_block_hash": None, "token_ids": [5, 6, 7, 8]}
+    fields |= {"block_size": 2, "lora_id": None, "medium": "GPU", "lora_name": None} | changes
+    return {"type": "BlockStored"} | fields
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [1.0, [{"type": "BlockMoved"}], 0],
+        [1.0, [{"block_hashes": [1], "medium": None}], 0],
+        [1.0, [stored(token_ids=[1])], 0],
+        [1.0, [stored(block_size=0, token_ids=[])], 0],
+        [1.0, [stored(extra_keys=[None])], 0],
+        [1.0, [stored(block_hashes=[-1, 2.5])], 0],
+        [1.0, [{k: v for k, v in stored().items() if k != "lora_id"}], 0],
+        ["late", [], 0],
+        {"ts": 1.0},
+        [],
+    ],
+)
+def test_payloads_that_are_no_batch(batch):
+    with pytest.raises(WireError):
+        decode_batch(msgspec.msgpack.encode(batch))
+
+
+def test_bytes_that_are_no_msgpack():
+    whole = msgspec.msgpack.encode([1.0, [stored()], 0])
+    assert decode_batch(whole).events[0].token_ids == [5, 6, 7, 8]
+    for payload in (b"", b"\xc1", whole[:-1], whole + b"\0", b"\x91" * 5000, b"cos\nsystem\n."):
+        with pytest.raises(WireError):
+            decode_batch(payload)
+
+
+def test_digests_and_keys_of_later_versions_are_read():
+    (event,) = decode_batch(
+        msgspec.msgpack.encode([1.0, [stored(block_hashes=[b"a" * 32, b"b" * 32], news=1)]])
+    ).events
+    view = CacheView()
+    view.apply([event])
+    assert view.hashes() == {b"a" * 32, b"b" * 32}
+    assert view.block(b"b" * 32).parent == b"a" * 32
+
+
+# --- what is said of blocks ------------------------------------------------------------------------
+
+
+def test_first_blocks_have_no_parent_and_others_name_theirs():
+    for options, seed in (({}, SEED), ({"hash_seed": "secret"}, "secret")):
+        for algorithm in ("sha256_cbor", "xxh3_128_cbor"):
+            manager = make(hash_algorithm=algorithm, **options)
+            reader = Reader(seed)
+            manager.step(new=[Request("a", range(9))])
+            (first,) = reader.take(manager)
+            manager.step(new=[Request("b", range(13))])
+            (second,) = reader.take(manager)
+            assert first.parent_block_hash is None
+            assert second.parent_block_hash == first.block_hashes[1]
+
+
+def test_hashes_of_the_engine_have_a_parent_behind_the_first_block():
+    manager = make(hash_algorithm="engine:x", hash_bytes=5)
+    hashes = [bytes([i] * 5) for i in range(1, 4)]
+    reader = Reader()
+    manager.step(new=[Request("a", range(5), block_hashes=hashes[:1])])
+    events = reader.take(manager)
+    manager.step(new=[Request("b", range(13), block_hashes=hashes)])
+    events += reader.take(manager)
+    assert [event.parent_block_hash for event in events] == [None, wire_hash(hashes[0])]
+    assert events[1].block_hashes == [wire_hash(each) for each in hashes[1:]]
+
+
+def test_extra_keys_are_untagged_one_entry_per_block():
+    manager = KVCacheManager.for_groups(
+        [GroupSpec("full_attention", 4)], 30, 64, enable_events=True, hash_block_size=2
+    )
+    request = Request(
+        "r",
+        range(13),
+        lora=("sql", "/a"),
+        mm_items=[("cat", 3, 4), ("dog", 11, 2)],
+        cache_salt="t",
+        session="s",
+    )
+    manager.step(new=[request])
+    (event,) = Reader().take(manager)
+    assert event.extra_keys == [
+        ("sql", "t", ["cat", 3]),
+        ("sql", ["cat", -1]),
+        ("sql", ["dog", 3]),
+    ]
+    assert (event.lora_name, event.session_id) == ("sql", "s")
+    embeds = np.arange(12, dtype=np.float32).reshape(4, 3)
+    manager.step(new=[Request("e", range(5), prompt_embeds=embeds)])
+    (event,) = Reader().take(manager)
+    assert [len(key) for key in event.extra_keys[0]] == [32, 32]  # one per hash block
+
+
+def test_kinds_are_named_as_routers_know_them():
+    groups = [
+        GroupSpec("full_attention", 8),
+        GroupSpec("sliding_window", 4, {"window": 6}),
+        GroupSpec("chunked_local", 4, {"chunk_size": 64}),
+        GroupSpec("recurrent", 8),
+    ]
+    manager = KVCacheManager.for_groups(groups, 60, 200, enable_events=True)
+    row = manager.step(new=[Admit(Request("r", range(41)), num_tokens=16)]).rows[0]
+    manager.step([row], [20])
+    events = Reader().take(manager)
+    named = {
+        e.group_idx: (e.kv_cache_spec_kind, e.kv_cache_spec_sliding_window, e.block_size)
+        for e in events
+    }
+    assert named == {
+        0: ("full_attention", None, 8),
+        1: ("sliding_window", 6, 4),
+        2: ("chunked_local_attention", None, 4),
+        3: ("mamba", None, 8),
+    }
+
+
+# --- the host tier --------------------------------------------------------------------------------
+
+
+def done(manager, plan):
+    manager.report(StepReport(plan.step_id, completed=True))
+
+
+def test_blocks_of_the_host_come_with_parents_and_tokens():
+    manager = make(num_host_blocks=20, host_write="through")
+    reader = Reader()
+    request = Request("a", range(13), lora=("sql", "/a"), session="s")
+    done(manager, manager.step(new=[request]))
+    done(manager, manager.step())
+    events = [event for event in reader.take(manager) if event.medium == "CPU"]
+    hashes = [wire_hash(each.tobytes()) for each in manager.cache.hashes(request)]
+    assert [event.block_hashes for event in events] == [hashes]  # the manager writes tails first
+    (event,) = events
+    assert event.parent_block_hash is None and event.token_ids == [*range(12)]
+    assert (event.block_size, event.group_idx) == (4, 0)
+    assert (event.lora_name, event.extra_keys) == ("sql", [("sql",)] * 3)
+
+
+def test_blocks_that_leave_the_device_for_the_host_in_one_step():
+    manager = KVCacheManager(
+        4, 6, 64, enable_events=True, num_host_blocks=20, num_preallocate_tokens=0
+    )
+    reader = Reader()
+    for name, first in (("a", 0), ("b", 100)):
+        request = Request(name, range(first, first + 17))
+        done(manager, manager.step(new=[request]))
+        manager.free(request)
+        events = reader.take(manager)
+    removed = [event for event in events if isinstance(event, WireRemoved)]
+    (on_host,) = [e for e in events if isinstance(e, WireStored) and e.medium == "CPU"]
+    assert sum(len(event.block_hashes) for event in removed) == len(on_host.block_hashes) == 4
+    assert on_host.token_ids == [*range(16)] and on_host.parent_block_hash is None
+
+
+def test_a_reset_clears_once():
+    manager = make(num_host_blocks=20, host_write="through")
+    reader = Reader()
+    request = Request("a", range(13))
+    done(manager, manager.step(new=[request]))
+    done(manager, manager.step())
+    manager.free(request)
+    assert manager.cache.reset()
+    assert isinstance(reader.take(manager)[-1], WireCleared) and len(reader.view) == 0
+    manager.cache.reset()
+    assert [type(event) for event in reader.take(manager)] == [WireCleared]
+
+
+def digests(*values):
+    return np.array([[*bytes(31), value] for value in values], np.uint8)
+
+
+def test_one_medium_alone_is_cleared_by_removals():
+    translator, view = EventTranslator(SEED), CacheView()
+    tokens = np.arange(8, dtype=np.int32)
+    on_device = BlockStored(digests(1, 2), digests(9)[0].tobytes(), tokens, 4, 0)
+    on_host = BlockStored(digests(2), None, np.array([], np.int32), 4, 0, "cpu")
+    view.apply(translator.translate([on_device, on_host]))
+    assert shown(view) == {("GPU", 0, 1), ("GPU", 0, 2), ("CPU", 0, 2)}
+    cleared = translator.translate([AllBlocksCleared("gpu")])
+    assert cleared == [WireRemoved([1, 2], "GPU", 0)]
+    view.apply(cleared)
+    assert shown(view) == {("CPU", 0, 2)}
+    again = CacheView()
+    again.apply(translator.snapshot())
+    assert shown(again) == {("CPU", 0, 2)} and again.block(2, "CPU").token_ids == (4, 5, 6, 7)
+    assert translator.translate([AllBlocksCleared("cpu")]) == [WireCleared()]
+    assert translator.translate([BlockRemoved(digests(5), 3)]) == [WireRemoved([5], "GPU", 3)]
+
+
+def test_host_blocks_of_which_the_events_were_dropped_have_no_tokens():
+    """As those that vLLM publishes of its own host tier."""
+    translator = EventTranslator(SEED)
+    on_host = BlockStored(digests(2, 1), None, np.array([], np.int32), 4, 0, "cpu")
+    (event,) = through_bytes(translator.translate([AllBlocksCleared("gpu", 5), on_host])[1:])
+    assert (event.block_hashes, event.parent_block_hash, event.token_ids) == ([2, 1], None, [])
+    view = CacheView()
+    view.apply([event])
+    assert view.block(1, "CPU").parent is None and view.block(1, "CPU").token_ids == ()
+
+
+def test_chains_come_parent_first():
+    parents = {5: 4, 3: 2, 4: 3, 2: 1, 30: 2, 31: 30, 7: None, 8: 9}
+    runs = list(chains(parents))
+    assert sorted(each for run in runs for each in run) == sorted(parents)
+    seen = set()
+    for run in runs:
+        assert parents[run[0]] in seen or parents[run[0]] not in parents
+        assert all(parents[block] == before for before, block in pairwise(run))
+        seen |= set(run)
+    assert sorted(map(len, runs)) == [1, 1, 2, 4]
+
+
+# --- random operations of every kind --------------------------------------------------------------
+
+
+class Watched(Driver):
+    """After each operation the view is what the pools have, and a snapshot is the same."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.reader = Reader()
+        self.said = {}  # what the manager's events of the device said of blocks
+        self.num_on_host = 0
+
+    def compare(self):
+        events = self.manager.cache.drain_events()
+        for event in events:
+            if isinstance(event, BlockStored) and event.medium == "gpu":
+                self.hear(event)
+        self.reader.view.apply(through_bytes(self.reader.translator.translate(events)))
+        view = self.reader.view
+        assert shown(view) == cached(self.manager)
+        groups = self.reader.translator._groups.items()
+        known = {(number, each) for number, group in groups for each in group._blocks}
+        assert known == {(group, each) for _, group, each in shown(view)}  # no more is remembered
+        self.check(view)
+        if self.choose.chance(10):
+            again = CacheView()
+            again.apply(through_bytes(self.reader.translator.snapshot()))
+            assert again._blocks == {k: v for k, v in view._blocks.items() if v}
+
+    def hear(self, event):
+        root = None if self.algorithm.startswith("engine") else self.parent_of(())
+        parent = None if event.parent_hash in (None, root) else wire_hash(event.parent_hash)
+        for i, each in enumerate(event.block_hashes):
+            tokens = event.token_ids[i * event.block_size : (i + 1) * event.block_size]
+            self.said[event.group, wire_hash(each.tobytes())] = parent, tuple(tokens.tolist())
+            parent = wire_hash(each.tobytes())
+
+    def check(self, view):
+        for medium, group in view.places:
+            for each in view.hashes(medium, group):
+                block = view.block(each, medium, group)
+                assert (block.parent, block.token_ids) == self.said[group, each]
+                assert block.block_size == len(block.token_ids)
+                self.num_on_host += medium == "CPU"
+
+
+SEEDS_PER_TEST = len(MIXES)  # each mix once
+
+
+@pytest.mark.parametrize("first", sampled(range(0, 20 * SEEDS_PER_TEST, SEEDS_PER_TEST)))
+def test_a_view_is_what_is_cached(first):
+    print(f"seeds {first} to {first + SEEDS_PER_TEST - 1}")
+    num_on_host = 0
+    for seed in range(first, first + SEEDS_PER_TEST):
+        driver = Watched(Chooser(seed), MIXES[seed % len(MIXES)])
+        try:
+            driver.run(150)
+        except BaseException as error:
+            error.add_note(f"found by seed {seed}")
+            raise
+        num_on_host += driver.num_on_host
+    assert num_on_host > 500

@@ -1,0 +1,718 @@
+"""The server: OpenAI's client, clients that go away, a model that fails, the page in a browser."""
+
+import asyncio
+import inspect
+import itertools
+import json
+import queue
+import re
+import shutil
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("fastapi")
+pytest.importorskip("openai")
+pytest.importorskip("httpx")
+
+import httpx
+import openai
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvcache import hash_blocks
+from kvcache.allocator import check_invariants
+from kvcache.cli import main
+from kvcache.cli import serve as command
+from kvcache.engine import Engine
+from kvcache.engine.transformers import attach
+from kvcache.server import ByteTexts, EngineLoop, Limits, Server, make_app
+from kvcache.server.texts import AnswerText, TokenizerTexts
+from tests.machinery.dense_models import dense, greedy
+
+NUMBERS = itertools.count()
+# The default client would read the certificates for each request.
+HTTP = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
+GREETING = "Hello, what a fine day it is today, is it not?"
+
+
+class Served:
+    """A server in a thread, with its engine and clients of it."""
+
+    def __init__(self, port, loop):
+        self.loop, self.engine, self.url = loop, loop.engine, f"http://127.0.0.1:{port}"
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        self.slow_seconds = 0.0
+        self.forward = self.engine.model.forward
+        self.num_failures = 0
+        self.engine.model.forward = self._forward
+
+    def _forward(self, batch):
+        time.sleep(self.slow_seconds)
+        if self.num_failures:
+            self.num_failures -= 1
+            raise RuntimeError("the model is out of order")
+        return self.forward(batch)
+
+    def state(self):
+        return HTTP.get(f"{self.url}/state").json()
+
+    def wait_until(self, holds, seconds=20):
+        until = time.monotonic() + seconds
+        while not holds(self.state()):
+            assert time.monotonic() < until, self.state()
+            time.sleep(0.02)
+
+    def wait_until_empty(self):
+        """No request is left, and none holds a page."""
+        self.wait_until(lambda state: state["num_sequences"] == 0)
+        self.wait_until(lambda s: s["pool"]["held"] == s["pool"]["held_cached"] == 0)
+        told = queue.SimpleQueue()
+
+        def look(engine):  # in the thread of the engine
+            manager = engine.cache.manager
+            try:
+                check_invariants(manager)
+                told.put((engine.num_unfinished, manager.pool.num_free - manager.pool.num_total))
+            except BaseException as error:
+                told.put(error)
+
+        self.loop.call(look)
+        assert told.get(timeout=20) == (0, 0)
+
+    def complete(self, **asked):
+        return self.client.completions.create(
+            **({"model": "llama", "temperature": 0, "prompt": GREETING, "max_tokens": 12} | asked)
+        )
+
+
+@contextmanager
+def serving(texts=None, publisher=None, limits=None, trust_clients=True, **options):
+    options = {"max_model_len": 256, "max_num_batched_tokens": 64, "host_budget": "2MiB"} | options
+    engine = Engine(attach(dense("llama"), "1MiB", **options))
+    loop = EngineLoop(engine, publisher)
+    limits = limits or Limits(grace_seconds=0.5)
+    texts = texts or ByteTexts()
+    app = make_app(loop, texts, "llama", limits=limits, trust_clients=trust_clients)
+    server = Server(app, port=0, log_level="error")
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    listener = server.servers[0].sockets[0]
+    served = Served(listener.getsockname()[1], loop)
+    served.listener = listener
+    served.stop = lambda: (setattr(server, "should_exit", True), thread.join())
+    try:
+        yield served
+    finally:
+        served.slow_seconds = 0
+        served.stop()
+        engine.model.forward = served.forward
+        engine.model.detach()
+
+
+@pytest.fixture(scope="module")
+def shared_server():
+    with serving() as served:
+        yield served
+
+
+@pytest.fixture
+def served(shared_server):
+    """The server of all tests; each leaves it without requests."""
+    yield shared_server
+    shared_server.slow_seconds = shared_server.num_failures = 0
+    shared_server.wait_until_empty()
+
+
+def dense_answer(prompt, max_tokens=12):
+    return ByteTexts().decode(greedy(dense("llama"), ByteTexts().encode(prompt), max_tokens))
+
+
+class TestCompletions:
+    def test_the_model_is_listed(self, served):
+        assert [model.id for model in served.client.models.list()] == ["llama"]
+
+    def test_the_answer_is_the_models_own_and_usage_tells_of_hits(self, served):
+        prompt = GREETING + " One."
+        for cached in (0, len(prompt) // 16 * 16):
+            answer = served.complete(prompt=prompt)
+            assert answer.choices[0].text == dense_answer(prompt)
+            assert answer.choices[0].finish_reason == "length"
+            usage = answer.usage
+            assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), 12)
+            assert usage.total_tokens == len(prompt) + 12
+            assert usage.prompt_tokens_details.cached_tokens == cached
+
+    def test_salts_share_nothing(self, served):
+        found = {}
+        for salt in ("a", "b", "a"):
+            answer = served.complete(prompt=GREETING + " Salt.", extra_body={"cache_salt": salt})
+            found[salt] = answer.usage.prompt_tokens_details.cached_tokens
+            if salt == "b":
+                assert found == {"a": 0, "b": 0}
+        assert found["a"] == 48
+
+    def test_a_stream_says_the_same(self, served):
+        pieces = list(served.complete(stream=True, stream_options={"include_usage": True}))
+        text = "".join(each.choices[0].text for each in pieces if each.choices)
+        assert text == dense_answer(GREETING)
+        reasons = [each.choices[0].finish_reason for each in pieces if each.choices]
+        assert reasons[-1] == "length" and not any(reasons[:-1])
+        assert pieces[-1].choices == [] and pieces[-1].usage.completion_tokens == 12
+        assert len({each.id for each in pieces}) == 1
+        assert len(pieces) > 5  # as the tokens come, not all at the end
+
+    def test_several_prompts_and_samples_in_order(self, served):
+        prompts = ["ab", [99, 100, 101], "ef"]
+        for prompt in (prompts[0], prompts[1]):
+            asked = {"n": 3, "seed": 5, "temperature": 1.0}
+            answers = [served.complete(prompt=prompt, **asked) for _ in range(2)]
+            texts = [[choice.text for choice in answer.choices] for answer in answers]
+            assert texts[0] == texts[1] and len(set(texts[0])) == 3
+        answer = served.complete(prompt=["ab", "ef"], n=2)
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+        assert [choice.text for choice in answer.choices] == [
+            *[dense_answer("ab")] * 2,
+            *[dense_answer("ef")] * 2,
+        ]
+        assert answer.usage.completion_tokens == 48
+        tokens = served.complete(prompt=[[97, 98], [101, 102]])
+        assert [each.text for each in tokens.choices] == [dense_answer("ab"), dense_answer("ef")]
+
+    def test_answers_end_before_a_stop_text(self, served):
+        whole = dense_answer(GREETING, 40)
+        stop = whole[10:13]
+        before = whole[: whole.index(stop)]
+        for is_stream in (False, True):
+            answer = served.complete(max_tokens=40, stop=[stop, "no such text"], stream=is_stream)
+            if is_stream:
+                choices = [each.choices[0] for each in answer]
+                assert "".join(choice.text for choice in choices) == before
+                assert choices[-1].finish_reason == "stop"
+            else:
+                assert answer.choices[0].text == before
+                assert answer.choices[0].finish_reason == "stop"
+                assert answer.usage.completion_tokens < 40
+
+    def test_nothing_is_generated_behind_a_stop_text(self, served):
+        served.slow_seconds = 0.02
+        before = served.state()["metrics"]["generated_tokens"]
+        stop = dense_answer(GREETING, 40)[5]
+        list(served.complete(max_tokens=150, stop=stop, stream=True))
+        served.wait_until_empty()
+        assert served.state()["metrics"]["generated_tokens"] - before < 60
+
+    def test_the_token_that_ends_an_answer_is_not_shown(self):
+        token_ids = greedy(dense("llama"), ByteTexts().encode(GREETING), 30)
+        texts = ByteTexts()
+        texts.end_token_ids = (token_ids[20],)
+        first = token_ids.index(token_ids[20])
+        with serving(texts) as served:
+            answer = served.complete(max_tokens=30)
+        assert answer.choices[0].text == texts.decode(token_ids[:first])
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.usage.completion_tokens == first + 1
+
+    def test_what_asks_for_nothing_is_taken(self, served):
+        options = {"extra_headers": {"x-own": "a"}, "best_of": 1, "logprobs": None, "top_p": 1}
+        answer = served.complete(
+            frequency_penalty=0, presence_penalty=0.0, echo=False, user="me", **options
+        )
+        assert answer.choices[0].text == dense_answer(GREETING)
+
+
+class TestChat:
+    MESSAGES = (
+        {"role": "system", "content": "Be short."},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Who "}, {"type": "text", "text": "?"}],
+        },
+    )
+    AS_TEXT = "system: Be short.\nuser: Who ?\nassistant: "
+
+    def ask(self, served, **asked):
+        return served.client.chat.completions.create(
+            **({"model": "llama", "temperature": 0, "messages": self.MESSAGES} | asked)
+        )
+
+    def test_messages_become_a_prompt(self, served):
+        answer = self.ask(served, max_completion_tokens=9)
+        message = answer.choices[0].message
+        assert (message.role, message.content) == ("assistant", dense_answer(self.AS_TEXT, 9))
+
+    def test_a_stream_says_the_same(self, served):
+        pieces = list(self.ask(served, max_tokens=9, stream=True))
+        assert all(piece.object == "chat.completion.chunk" for piece in pieces)
+        text = "".join(piece.choices[0].delta.content for piece in pieces)
+        assert text == dense_answer(self.AS_TEXT, 9)
+
+    def test_an_answer_is_a_message_of_the_next_question(self, served):
+        """As clients send it back: the object, or all its fields, with nulls."""
+        message = self.ask(served, max_tokens=9).choices[0].message
+        texts = set()
+        for each in (message, message.model_dump()):
+            messages = [*self.MESSAGES, each, {"role": "user", "content": "And?"}]
+            answer = self.ask(served, max_tokens=9, messages=messages)
+            texts.add(answer.choices[0].message.content)
+        whole = f"{self.AS_TEXT}{message.content}\nuser: And?\nassistant: "
+        assert texts == {dense_answer(whole, 9)}
+
+    def test_without_a_limit_it_goes_on_to_the_models(self, served):
+        answer = self.ask(served)
+        assert answer.usage.total_tokens == 256
+        assert answer.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "asked,status,expected",
+    [
+        ({"prompt": ""}, 400, "prompt is empty"),
+        ({"prompt": []}, 400, "prompt is empty"),
+        ({"prompt": [[]]}, 400, "prompt[0] is empty"),
+        ({"prompt": ["fine", ""]}, 400, "prompt[1] is empty"),
+        ({"prompt": None}, 400, "prompt is None: expected a text or a list of tokens"),
+        (
+            {"prompt": "x" * 250},
+            400,
+            "prompt has 250 tokens and max_tokens is 12: expected at most 256",
+        ),
+        ({"max_tokens": 10**6}, 400, "expected at most 256 together"),
+        (
+            {"prompt": ["fine", "x" * 250]},
+            400,
+            "prompt[1] has 250 tokens and max_tokens is 12: expected at most 256",
+        ),
+        ({"prompt": [5, 600]}, 400, "prompt has the token 600: expected 0 to 511"),
+        ({"prompt": [[1], [600]]}, 400, "prompt[1] has the token 600: expected 0 to 511"),
+        ({"prompt": [-1]}, 400, "prompt has the token -1: expected 0 to 511"),
+        ({"prompt": [5, 10**20]}, 400, f"prompt has the token {10**20}: expected 0 to 511"),
+        ({"prompt": [[1, 2], "x"]}, 400, "prompt"),
+        ({"model": "gpt-4"}, 404, "model is 'gpt-4': expected 'llama'"),
+        ({"temperature": -0.5}, 400, "temperature: Input should be greater than or equal to 0"),
+        ({"temperature": float("nan")}, 400, "temperature"),
+        ({"top_p": 0}, 400, "top_p: Input should be greater than 0"),
+        ({"n": 0}, 400, "n: Input should be greater than or equal to 1"),
+        ({"n": 100, "max_tokens": 1}, 400, "100"),
+        ({"max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
+        ({"logprobs": 3}, 400, "logprobs is 3: expected none, as this server does not support"),
+        ({"extra_body": {"top_k": 0}}, 400, "top_k: Input should be greater than or equal to 1"),
+        ({"extra_body": {"cache_salt": ""}}, 400, "cache_salt"),
+        ({"extra_body": {"cache_salt": "\ud800"}}, 400, "cache_salt"),
+        ({"extra_body": {"priority": 2**40}}, 400, "priority"),
+        ({"seed": 2**63}, 400, "seed"),
+    ],
+    ids=lambda value: re.sub(r"\W+", "-", str(value))[:30],
+)
+def test_wrong_requests_are_told_what_was_expected(served, asked, status, expected):
+    # Not by the client, which refuses some of these itself.
+    asked = dict(asked)
+    body = {"model": "llama", "prompt": "x", "max_tokens": 12} | asked.pop("extra_body", {}) | asked
+    before = served.state()["metrics"]["requests"]
+    answer = HTTP.post(
+        f"{served.url}/v1/completions",
+        content=json.dumps(body),
+        headers={"content-type": "application/json"},
+    )
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert expected in error["message"]
+    assert error["type"] == "invalid_request_error" and error["code"] == status
+    assert len(error["message"]) < 400
+    served.wait_until_empty()
+    assert served.state()["metrics"]["requests"] == before
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'{"model": "llama"}', b"\xff"])
+def test_bodies_that_are_no_request(served, body):
+    answer = HTTP.post(
+        f"{served.url}/v1/completions", content=body, headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+def test_a_body_that_is_no_object_is_shown(served):
+    answer = HTTP.post(f"{served.url}/v1/completions", content=b"[]")
+    message = answer.json()["error"]["message"]
+    assert message == "the body is []: expected a JSON object"
+
+
+class TestClientsThatGoAway:
+    """In whatever phase: the request ends, and the pool is empty."""
+
+    def leave(self, served, phase, **asked):
+        """Asks, and closes the connection as soon as `phase` is seen in the server's state."""
+        prompt = f"{next(NUMBERS):<150}"  # of which nothing is cached
+        body = {"model": "llama", "temperature": 0, "prompt": prompt, "max_tokens": 100} | asked
+
+        async def ask():
+            async with httpx.AsyncClient(timeout=60) as client:
+                request = asyncio.create_task(
+                    client.post(f"{served.url}/v1/completions", json=body)
+                )
+                while not phase((await client.get(f"{served.url}/state")).json()):
+                    assert not request.done(), request.result().text
+                    await asyncio.sleep(0.005)
+                request.cancel()
+                await asyncio.gather(request, return_exceptions=True)
+
+        asyncio.run(ask())
+
+    PHASES = {  # noqa: RUF012
+        "prompt": lambda s: any(0 < x["computed"] < 150 for x in s["sequences"]),
+        "answer": lambda s: any(x["tokens"] > 152 for x in s["sequences"]),
+        "swapped": lambda s: any(x["state"] == "swapped" for x in s["sequences"]),
+        "waiting": lambda s: any(x["state"] == "waiting" for x in s["sequences"]),
+        "samples": lambda s: sum(x["state"] == "running" for x in s["sequences"]) == 3,
+    }
+
+    @pytest.mark.parametrize("is_stream", [False, True])
+    @pytest.mark.parametrize("phase", ["prompt", "answer", "samples"])
+    def test_while_it_runs(self, served, phase, is_stream):
+        served.slow_seconds = 0.25 if phase == "prompt" else 0.02
+        aborted = served.state()["metrics"]["aborted_requests"]
+        n = 3 if phase == "samples" else 1
+        self.leave(served, self.PHASES[phase], stream=is_stream, n=n)
+        served.wait_until_empty()
+        assert served.state()["metrics"]["aborted_requests"] == aborted + 1
+
+    @pytest.mark.parametrize("is_stream", [False, True])
+    @pytest.mark.parametrize("phase", ["waiting", "swapped"])
+    def test_while_there_is_no_room(self, served, phase, is_stream):
+        """Seven prompts and their answers: more than the pool holds."""
+        served.slow_seconds = 0.01
+        prompts = [chr(97 + i) * 100 for i in range(9)]
+        self.leave(served, self.PHASES[phase], prompt=prompts, max_tokens=150, stream=is_stream)
+        served.wait_until_empty()
+
+    def test_others_go_on(self, served):
+        served.slow_seconds = 0.02
+        answers = []
+        ask = lambda: answers.append(served.complete(max_tokens=60).choices[0].text)  # noqa: E731
+        other = threading.Thread(target=ask)
+        other.start()
+        self.leave(served, self.PHASES["answer"])
+        other.join()
+        assert answers == [dense_answer(GREETING, 60)]
+
+    def test_before_the_engine_hears_of_it(self, served):
+        """The request comes while a step is being computed, and is gone before that ends."""
+        served.slow_seconds = 0.3
+        first = threading.Thread(target=lambda: served.complete(max_tokens=3))
+        first.start()
+        served.wait_until(lambda state: state["num_sequences"] == 1)
+        for _ in range(3):
+            with pytest.raises(httpx.ReadTimeout):
+                HTTP.post(
+                    f"{served.url}/v1/completions",
+                    json={"model": "llama", "prompt": "abc", "max_tokens": 50},
+                    timeout=0.05,
+                )
+        first.join()
+
+
+class TestFailures:
+    def test_a_step_that_fails_is_computed_again(self, served):
+        failed = served.engine.metrics.failed_steps
+        served.num_failures = 2
+        assert served.complete().choices[0].text == dense_answer(GREETING)
+        assert served.engine.metrics.failed_steps == failed + 2
+
+    @pytest.mark.parametrize("is_stream", [False, True])
+    def test_a_model_that_fails_again_and_again(self, served, is_stream):
+        served.num_failures = 3
+        with pytest.raises(
+            openai.APIError, match="RuntimeError: the model is out of order"
+        ) as told:
+            list(served.complete(stream=is_stream))
+        assert is_stream or told.value.status_code == 500
+        assert served.num_failures == 0
+        served.wait_until_empty()
+        assert served.complete().choices[0].text == dense_answer(GREETING)
+
+    def test_a_server_that_stops_ends_what_it_serves(self):
+        with serving() as served:
+            served.slow_seconds = 0.05
+            stream = served.complete(stream=True, max_tokens=200)
+            next(iter(stream))
+            served.slow_seconds = 0.0
+            served.stop()
+            assert served.engine.num_unfinished == 0
+            states = served.loop.state["pool"]
+            assert states["held"] == states["held_cached"] == 0
+
+    def test_a_thread_that_fails_says_so(self, monkeypatch):
+        with serving() as served:
+            served.complete()
+
+            def broken(*_):
+                raise RuntimeError("no state")
+
+            monkeypatch.setattr("kvcache.server.engine_loop.snapshot", broken)
+            for _ in range(2):  # the one that meets it, and the next
+                with pytest.raises(openai.InternalServerError, match="no state"):
+                    for _ in range(20):
+                        served.complete(max_tokens=100)
+
+
+def test_figures_as_prometheus_reads_them(served):
+    served.complete()
+    served.wait_until_empty()
+    text = HTTP.get(f"{served.url}/metrics").text
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    state = served.state()
+    assert found["kvcache_requests_total",] == state["metrics"]["requests"] > 0
+    assert found["kvcache_generated_tokens_total",] == state["metrics"]["generated_tokens"]
+    for tier, name in (("pool", "device"), ("host", "host")):
+        states = state[tier]
+        assert found["kvcache_blocks", name] == sum(states.values())
+        assert found["kvcache_cached_blocks", name] == states["cached"] + states["held_cached"]
+        assert found["kvcache_free_blocks", name] == states["cached"] + states["empty"]
+    assert found["kvcache_hit_tokens_total",] <= found["kvcache_query_tokens_total",]
+    assert found["kvcache_query_tokens_total",] > 0
+    assert found["kvcache_sequences", "running"] == 0
+
+
+class TestEvents:
+    def test_a_router_sees_the_cache(self):
+        pytest.importorskip("zmq")
+        from kvcache.router_events import EventPublisher, EventSubscriber
+        from kvcache.router_events.wire import wire_hash
+        from tests.machinery.cache_user import cached, shown
+
+        local = "tcp://127.0.0.1:0"
+        publisher = EventPublisher(local, local, topic="kv@a@llama")
+        with serving(publisher=publisher, enable_events=True) as served:
+            places = publisher.endpoint, publisher.replay_endpoint
+            with EventSubscriber(*places, topic="kv@a@llama") as reader:
+                for i in range(12):  # more than the pool holds
+                    served.complete(prompt=chr(97 + i) * 200, max_tokens=5)
+                served.wait_until_empty()
+                told = queue.SimpleQueue()
+                served.loop.call(lambda engine: told.put(cached(engine.cache.manager)))
+                expected = told.get(timeout=20)
+                assert {medium for medium, _, _ in expected} == {"GPU", "CPU"}
+                until = time.monotonic() + 20
+                while not (reader.catch_up() and shown(reader.view) == expected):
+                    assert time.monotonic() < until
+                prompt = ByteTexts().encode("l" * 200)
+                hashes = hash_blocks(prompt, 16)
+                assert reader.view.num_leading([wire_hash(each.tobytes()) for each in hashes]) == 12
+        with pytest.raises(RuntimeError, match="the publisher is closed"):
+            publisher.publish([])
+
+    def test_answers_go_on_where_events_fail(self):
+        pytest.importorskip("zmq")
+        from kvcache.router_events import EventPublisher
+
+        publisher = EventPublisher("tcp://127.0.0.1:0")
+        publisher.close()
+        with serving(publisher=publisher, enable_events=True) as served:
+            assert served.complete().choices[0].text == dense_answer(GREETING)
+
+    def test_events_need_a_manager_that_has_them(self):
+        pytest.importorskip("zmq")
+        from kvcache.router_events import EventPublisher
+
+        engine = Engine(attach(dense("llama"), "1MiB", max_model_len=256))
+        with (
+            EventPublisher("tcp://127.0.0.1:0") as publisher,
+            pytest.raises(ValueError, match="expected a manager with enable_events"),
+        ):
+            EngineLoop(engine, publisher)
+        engine.model.detach()
+
+
+class TestAnswerText:
+    @pytest.mark.parametrize("stops", [[], ["lo w"], ["wor", "lo"], ["aab"], ["é"], ["x", "ld!"]])
+    @pytest.mark.parametrize("text", ["hello wörld!", "aaab aaaab", "é€😀é€😀"])
+    @pytest.mark.parametrize("size", [1, 2, 3, 100])
+    def test_pieces_join_to_the_text_before_the_first_stop(self, text, stops, size):
+        tokens = ByteTexts().encode(text)
+        answer, shown = AnswerText(ByteTexts(), stops), ""
+        for i in range(0, len(tokens), size):
+            shown += answer.add(tokens[i : i + size])
+            if answer.is_stopped:
+                break
+        shown += answer.end()
+        found = [text.find(stop) for stop in stops if stop in text]
+        assert shown == answer.text == (text[: min(found)] if found else text)
+        assert answer.is_stopped == bool(found)
+
+
+class TestTokenizers:
+    """The texts of checkpoints."""
+
+    WORDS = ("<unk>", "<eos>", "<end>", "it", "'", "s", "do", "n't", ".", "here")
+
+    def tokenizer(self, **options):
+        tokenizers = pytest.importorskip("tokenizers")
+        transformers = pytest.importorskip("transformers")
+        words = {word: i for i, word in enumerate(self.WORDS)}
+        own = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+        own.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        return transformers.PreTrainedTokenizerFast(
+            tokenizer_object=own, unk_token="<unk>", eos_token="<eos>", **options
+        )
+
+    @pytest.mark.parametrize(
+        "generation_ends,model_ends,expected",
+        [
+            ([2, 3], 4, (1, 2, 3, 4)),
+            (2, None, (1, 2)),
+            (None, [5, 1], (1, 5)),
+            (None, None, (1,)),
+            (-1, None, (1,)),
+        ],
+        ids=str,
+    )
+    def test_answers_end_with_any_of_the_checkpoints_end_tokens(
+        self, tmp_path, generation_ends, model_ends, expected
+    ):
+        model = dense("llama")
+        before = model.generation_config.eos_token_id, model.config.eos_token_id
+        model.generation_config.eos_token_id, model.config.eos_token_id = (
+            generation_ends,
+            model_ends,
+        )
+        try:
+            assert command._texts(str(tmp_path), model).end_token_ids == tuple(
+                each for each in expected if each != 1 or model_ends == [5, 1]
+            )  # bytes
+            self.tokenizer().save_pretrained(tmp_path)
+            assert command._texts(str(tmp_path), model).end_token_ids == expected
+        finally:
+            model.generation_config.eos_token_id, model.config.eos_token_id = before
+
+    @pytest.mark.parametrize("stops", [[], ["here"]])
+    def test_a_stream_says_the_same_where_a_tokenizer_cleans_up_spaces(self, stops):
+        tokenizer = self.tokenizer(clean_up_tokenization_spaces=True)
+        answer = AnswerText(TokenizerTexts(tokenizer), stops)
+        streamed = "".join(answer.add([token]) for token in (3, 4, 5, 6, 7, 9, 8)) + answer.end()
+        assert streamed == answer.text == ("it ' s do n't " if stops else "it ' s do n't here .")
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options,expected",
+    [
+        (["no-such"], "MODEL is 'no-such': expected one of llama"),
+        (["llama", "--budget", "much"], "budget is 'much': expected 1 bytes or more"),
+        (["llama", "--budget", "2KiB"], "budget"),
+        (
+            ["llama", "--max-model-len", "0"],
+            "--max-model-len is '0': expected a whole number from 1",
+        ),
+        (
+            ["llama", "--port", "65536"],
+            "--port is '65536': expected a whole number from 0 to 65535",
+        ),
+        (["llama", "--eviction", "random"], "--eviction is 'random': expected"),
+        (
+            ["llama", "--host-write", "through"],
+            "--host-write is 'through': expected only with --host-b",
+        ),
+        (["llama", "--preemption", "pray"], "--preemption: invalid choice: 'pray'"),
+        (["llama", "--device", "tpu"], "--device is 'tpu': expected cpu, cuda or cuda:N"),
+        (["llama", "--host", "no.such.host.invalid"], "--host is 'no.such.host.invalid'"),
+        (
+            ["llama", "--events-topic", "kv@a@b"],
+            "--events-topic is 'kv@a@b': expected only with --events",
+        ),
+        (
+            ["llama", "--port", "0", "--events", "nowhere"],
+            "--events: endpoint is 'nowhere': expected tcp://ADDRESS:PORT",
+        ),
+        ([], "the following arguments are required: MODEL"),
+    ],
+    ids=lambda value: re.sub(r"\W+", "-", str(value))[:30],
+)
+def test_wrong_usage_is_one_line(options, expected, capsys):
+    assert main(["serve", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kvcache: ") and expected in error and error.count("\n") == 1
+
+
+def test_it_listens_to_this_machine_alone_unless_told():
+    (host,) = re.findall(r'"--host", "ADDRESS", "([^"]+)"', inspect.getsource(command))
+    assert host == "127.0.0.1"
+
+
+def test_a_port_that_is_taken(served, capsys):
+    port = served.url.rpartition(":")[2]
+    assert main(["serve", "llama", "--port", port]) == 2
+    assert (
+        f"--port is {port}: expected an address and a port that are free" in capsys.readouterr().err
+    )
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["serve", str(tmp_path)]) == 2
+    assert "expected the folder of a checkpoint that transformers loads" in capsys.readouterr().err
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api")
+    found = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
+    with playwright.sync_playwright() as running:
+        try:
+            opened = running.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        except playwright.Error as error:
+            pytest.skip(f"no browser: {str(error).splitlines()[0]}")
+        yield opened
+        opened.close()
+
+
+def test_the_page_in_a_browser(served, browser, tmp_path):
+    page = browser.new_page()
+    complaints = []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(served.url)
+    page.wait_for_function("document.querySelectorAll('.tile').length === 8")
+    served.slow_seconds = 0.02
+    asking = threading.Thread(
+        target=lambda: served.complete(prompt=[chr(97 + i) * 90 for i in range(9)], max_tokens=150)
+    )
+    asking.start()
+    page.wait_for_function("document.querySelectorAll('#sequences tr').length === 9")
+    page.wait_for_function("document.querySelectorAll('.swapped').length > 0")
+    held = page.locator("#pool-key").inner_text()
+    assert "held by sequences" in held and "cached, free to be taken" in held
+    assert "KV" not in page.title() and page.title() == "kvcache"
+    assert "layers of full_attention in blocks of 16" in page.locator("#plan").inner_text()
+    assert "Host tier" in page.locator("#host-title").inner_text()
+    served.slow_seconds = 0.0
+    asking.join()
+    page.wait_for_function("document.querySelectorAll('#sequences tr').length === 0")
+    page.screenshot(path=tmp_path / "page.png", full_page=True)
+    tiles = page.locator("#tiles").inner_text()
+    assert str(served.state()["metrics"]["finished_requests"]) in tiles
+    assert complaints == []
+    page.close()
+
+
+def test_the_page_tells_of_a_server_that_is_gone(browser):
+    with serving() as served:
+        page = browser.new_page()
+        page.goto(served.url)
+        page.wait_for_function("document.querySelectorAll('.tile').length === 8")
+        assert not page.locator("#error").is_visible()
+        served.stop()
+        page.locator("#error").wait_for(state="visible", timeout=10_000)
+        page.close()

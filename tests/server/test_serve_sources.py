@@ -1,0 +1,188 @@
+"""`kvcache serve` over sources of outside KV, each server a process of its own."""
+
+import importlib.util
+import json
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("transformers")  # before what needs it is imported
+pytest.importorskip("fastapi")
+
+from tests.machinery.http.process import ServeProcess, ask
+from tests.machinery.shared import sampled
+
+needs_nixl = pytest.mark.skipif(
+    importlib.util.find_spec("nixl") is None, reason="NIXL is not installed"
+)
+PROMPT = [(7 * i) % 251 + 1 for i in range(200)]
+
+
+def answer(server, prompt=PROMPT, **fields):
+    """(text, prompt tokens that were not computed) of a greedy answer of twelve tokens."""
+    body = {"model": "llama", "prompt": prompt, "max_tokens": 12, "temperature": 0, **fields}
+    reply = ask(server.port, "POST", "/v1/completions", body)
+    assert reply.status == 200, reply
+    value = json.loads(reply.body)
+    return value["choices"][0]["text"], value["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def counts(server, name):
+    """The counts of a server's source."""
+    (source,) = [each for each in server.state()["sources"] if each["name"] == name]
+    return source["counts"]
+
+
+def wait_for_counts(server, name, **wanted):
+    """Wait until a source has these counts: `/state` may be as old as the step before the answer."""
+    wait_until(lambda: counts(server, name).items() >= wanted.items())
+
+
+def wait_until(condition, seconds=20):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it does not come true"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The answer of a server without sources."""
+    with ServeProcess() as server:
+        assert server.state()["sources"] == []
+        assert b"kvcache_source" not in ask(server.port, "GET", "/metrics").body
+        yield answer(server)[0]
+
+
+# A store ------------------------------------------------------------------------------------------------
+
+
+@needs_nixl
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_a_restarted_server_loads_what_the_earlier_one_has_stored(alone, tmp_path, end):
+    options = ("--store", str(tmp_path / "kv"), "--store-capacity", "64MiB")
+    with ServeProcess(*options) as server:
+        assert answer(server) == (alone, 0)
+        if end == signal.SIGKILL:  # a server that is asked to end stores what waits
+            wait_until(lambda: counts(server, "store")["stored_blocks"] == 211 // 16)
+        server.send_signal(end)
+        wait_until(lambda: not server.is_running)
+    with ServeProcess(*options) as server:
+        assert answer(server) == (alone, 192)
+        wait_for_counts(server, "store", loads=1, loaded_tokens=192, failed_tokens=0)
+        text = ask(server.port, "GET", "/metrics").body.decode()
+        assert 'kvcache_source_loaded_tokens_total{source="store"} 192.0' in text
+        assert 'kvcache_source_quarantined_blocks{source="store"} 0.0' in text
+        server.wait_until_empty()
+
+
+@needs_nixl
+def test_a_store_that_cannot_be_used_does_not_stop_the_server(alone, tmp_path):
+    options = ("--store", str(tmp_path / "kv"))
+    with ServeProcess(*options) as first, ServeProcess(*options) as second:  # one may use a folder
+        assert answer(first) == answer(second) == (alone, 0)
+        wait_until(lambda: counts(second, "store")["errors"] > 0)
+
+
+@needs_nixl
+@pytest.mark.parametrize("capacity", ["nonsense", "-1"])
+def test_a_wrong_store_is_refused_by_the_name_of_its_option(tmp_path, capacity):
+    with pytest.raises(RuntimeError, match=r"no server: .*--store"):
+        ServeProcess("--store", str(tmp_path), "--store-capacity", capacity)
+
+
+def test_a_capacity_without_a_store_is_refused():
+    with pytest.raises(RuntimeError, match="--store-capacity is given: expected only with --store"):
+        ServeProcess("--store-capacity", "1GiB")
+
+
+# Another server -----------------------------------------------------------------------------------------
+
+
+def behind(prefill, *options):
+    """A server that has its prompts prefilled by another one."""
+    return ServeProcess("--prefill-from", f"127.0.0.1:{prefill.port}", *options)
+
+
+def test_a_prompt_is_prefilled_by_another_server(alone):
+    with ServeProcess("--prefill") as prefill, behind(prefill, "--block-size", "32") as server:
+        assert answer(server) == (alone, 199)
+        wait_for_counts(server, "prefill", asked_requests=1, loaded_tokens=199)
+        state = server.state()
+        assert state["metrics"]["computed_tokens"] == 1 + 11
+        assert prefill.state()["metrics"]["computed_tokens"] == 199
+        text = ask(server.port, "GET", "/metrics").body.decode()
+        assert 'kvcache_source_loaded_tokens_total{source="prefill"} 199.0' in text
+        assert answer(server) == (alone, 192)  # its own cache has nearly all of it
+        wait_for_counts(server, "prefill", asked_requests=1)
+        for each in (prefill, server):
+            each.wait_until_empty()
+
+
+def test_prompts_are_computed_while_the_other_server_is_dead(alone):
+    with ServeProcess("--prefill") as prefill, behind(prefill) as server:
+        prefill.send_signal(signal.SIGKILL)
+        wait_until(lambda: not prefill.is_running)
+        assert answer(server) == (alone, 0)
+        wait_for_counts(server, "prefill", unanswered_requests=1, loads=0)
+        server.wait_until_empty()
+
+
+def test_prompts_are_computed_where_the_other_server_is_too_slow(alone):
+    with ServeProcess("--prefill") as prefill, behind(prefill, "--prefill-timeout", "1") as server:
+        prefill.send_signal(signal.SIGSTOP)
+        try:
+            assert answer(server) == (alone, 0)
+            wait_for_counts(server, "prefill", unanswered_requests=1)
+        finally:
+            prefill.send_signal(signal.SIGCONT)
+        # What it has computed by now is offered to nobody: its lease ends.
+        prefill.wait_until_empty()
+        server.wait_until_empty()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"args": ["--prefill"], "model": "qwen3"}, "weights of the model is"),
+        ({"args": []}, "answers 404"),
+    ],
+)
+def test_a_server_that_does_not_match_is_refused_by_name(alone, options, reason):
+    model = options.get("model", "llama")
+    with ServeProcess(*options["args"], model=model) as prefill:
+        with behind(prefill) as server:
+            assert answer(server) == (alone, 0)
+            wait_for_counts(server, "prefill", refused_requests=1, loads=0)
+            assert prefill.state()["metrics"]["computed_tokens"] == 0
+        assert reason in server.log
+
+
+@pytest.mark.parametrize("number", sampled([signal.SIGKILL, signal.SIGSTOP]))
+def test_the_other_server_ends_while_prompts_are_prefilled_and_loaded(number):
+    prompts = [[i + 1, *PROMPT] for i in range(16)]
+    with ServeProcess() as server:
+        wanted = [answer(server, prompt)[0] for prompt in prompts]
+    with (
+        ServeProcess("--prefill") as prefill,
+        behind(prefill, "--prefill-timeout", "1") as server,
+        ThreadPoolExecutor(6) as threads,
+    ):
+        answers = [threads.submit(answer, server, prompt) for prompt in prompts]
+        wait_until(lambda: sum(each.done() for each in answers) >= 4)
+        prefill.send_signal(number)
+        assert [each.result(120)[0] for each in answers] == wanted
+        found = counts(server, "prefill")
+        assert found["loaded_tokens"] > 0 and found["unanswered_requests"] > 0
+        if number == signal.SIGSTOP:
+            prefill.send_signal(signal.SIGCONT)
+        server.wait_until_empty()
+
+
+def test_a_wrong_address_and_a_model_with_states_are_refused_by_name():
+    with pytest.raises(RuntimeError, match="--prefill-from is 'x': expected HOST:PORT"):
+        ServeProcess("--prefill-from", "x")
+    with pytest.raises(RuntimeError, match="--prefill: MODEL has recurrent layers"):
+        ServeProcess("--prefill", model="bamba")

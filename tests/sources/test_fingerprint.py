@@ -1,0 +1,142 @@
+"""The fingerprint of a store: whatever changes what bytes mean makes another one."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from kvcache import (
+    ContextParallel,
+    KVCacheManager,
+    KVStorage,
+    LayerSpec,
+    Pages,
+    Request,
+    build,
+    plan_cache,
+)
+from kvcache.kinds import kind_class, kind_names
+from kvcache.sources.store import StoreTier, fingerprint
+from tests.machinery.fingerprint_table import KINDS, TABLE, walked
+from tests.machinery.stores import MemoryStore
+
+TRIED = [name for name, row in TABLE.items() if row.changed is not None]
+
+
+def test_every_field_has_a_row_and_every_row_a_field():
+    assert sorted(walked()) == sorted(TABLE)
+    classes = {name: kind_class(name) for name in kind_names()}
+    # Docstring examples that ran earlier in this process may have registered further kinds.
+    built_in = [
+        n for n, c in classes.items() if getattr(sys.modules[c.__module__], c.__name__, None) is c
+    ]
+    assert sorted(n for n in built_in if classes[n].__module__.startswith("kvcache.")) == sorted(
+        KINDS
+    )
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_a_field_changes_the_fingerprint_or_is_irrelevant(name):
+    row = TABLE[name]
+    one, other = row.fingerprints()
+    assert (one == other) == bool(row.same), row.verdict
+
+
+def test_a_row_that_is_told_apart_elsewhere_says_where():
+    assert all(row.same for row in TABLE.values() if row.changed is None)
+
+
+def manager_of(block_size=16, **options):
+    return KVCacheManager(block_size, 9, 64, enable_events=True, **options)
+
+
+def kv_tensors(*shape, order=(0, 1, 2, 3, 4)):
+    """An engine's own tensor of K and V, its dimensions in this order in memory."""
+    sizes = [shape[d] for d in order]
+    return torch.zeros(sizes).permute([order.index(d) for d in range(5)])
+
+
+def test_raw_pages_are_refused_by_name():
+    for pages in (Pages.allocate(9, [[64]]), Pages.over([torch.zeros(9, 16, 2, 8)])):
+        with pytest.raises(
+            ValueError, match="contents is None, and the pages are plain bytes: expected"
+        ):
+            StoreTier(manager_of(), pages, MemoryStore(), model="m")
+
+
+def test_storages_and_texts_say_what_raw_pages_hold():
+    pages = Pages.allocate(9, [[4096]] * 2)
+    layouts = [KVStorage.over(pages, 16, 2, 8, layout=layout) for layout in ("NHD", "HND")]
+    found = {
+        fingerprint(manager_of(), pages, model="m", contents=contents)
+        for contents in ("NHD", "HND", layouts[:1], layouts[1:])
+    }
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize(
+    ("contents", "error", "message"),
+    [
+        (3, TypeError, "contents is 3: expected a text, or the storages over the pages"),
+        ([], ValueError, "contents has 0 storages: expected 1, one for"),
+        (["a"], TypeError, r"contents\[0\] is 'a': expected a KVStorage"),
+        ("\ud800", ValueError, "contents is .*: expected text that UTF-8 can hold"),
+        ([KVStorage(9, 16, 2, 8)] * 2, ValueError, "contents has 2 storages: expected 1, one for"),
+        ([KVStorage(9, 16, 2, 8)], ValueError, "expected storages over these pages"),
+    ],
+)
+def test_wrong_contents_are_named(contents, error, message):
+    with pytest.raises(error, match=message):
+        fingerprint(manager_of(), Pages.allocate(9, [[64]]), model="m", contents=contents)
+
+
+def test_equal_sizes_of_tokens_and_heads_are_told_apart():
+    """One shape and one order in memory, of which one backend says tokens first, the other heads."""
+    from kvcache.layouts import AttentionBackend
+
+    found = set()
+    for middle in (("token", "head"), ("head", "token")):
+        backend = AttentionBackend("X", ("block", "kv", *middle, "element"))
+        storage = KVStorage.from_tensors([kv_tensors(9, 2, 16, 16, 8)], backend=backend)
+        found.add(fingerprint(manager_of(), storage.pages, model="m"))
+    assert len(found) == 2
+
+
+def test_an_engines_tensors_and_a_storage_of_the_same_bytes_are_equal():
+    own = KVStorage(9, 16, 2, 8, dtype="float32", backend="FLASHINFER")
+    theirs = KVStorage.from_tensors([kv_tensors(20, 2, 16, 2, 8)], backend="FLASHINFER")
+    assert fingerprint(manager_of(), own.pages, model="m") == fingerprint(
+        manager_of(), theirs.pages, model="m"
+    )
+
+
+def test_the_host_tier_has_the_fingerprint_of_the_device():
+    pages = KVStorage(9, 16, 2, 8).pages
+    assert pages.on_host(20).contents == pages.contents
+
+
+def test_context_parallelism_needs_an_interleave():
+    cp = ContextParallel(dcp_world_size=2)
+    plan = plan_cache([LayerSpec("a", "full_attention", 16, 2, 64)], 2**20, max_model_len=256,
+                      context_parallel=cp)  # fmt: skip
+    pages = KVStorage.for_plan(plan)[0].pages
+    manager = KVCacheManager.for_groups(plan.groups, plan.num_pages, 256, context_parallel=cp)
+    with pytest.raises(ValueError, match="cp_kv_cache_interleave_size is None with context paral"):
+        fingerprint(manager, pages, model="m")
+    cache = build(plan, max_num_reqs=2, cp_kv_cache_interleave_size=4)
+    given = fingerprint(manager, pages, model="m", cp_kv_cache_interleave_size=4)
+    assert given == fingerprint(cache.manager, cache.pages, model="m")
+    with pytest.raises(ValueError, match="cp_kv_cache_interleave_size is 2: expected 4, that of"):
+        fingerprint(cache.manager, cache.pages, model="m", cp_kv_cache_interleave_size=2)
+
+
+def test_a_new_epoch_that_is_refused_changes_nothing():
+    manager = manager_of()
+    tier = StoreTier(manager, KVStorage(9, 16, 2, 8).pages, MemoryStore(), model="m")
+    before = manager.cache.hashes(Request("r", range(20))).tolist()
+    with pytest.raises(TypeError, match="model is 3: expected a string"):
+        tier.start_epoch(3)
+    assert manager.cache.hashes(Request("r", range(20))).tolist() == before
+    tier.close()

@@ -1,0 +1,433 @@
+"""Blocks on a local disk, by NIXL's POSIX plug-in, and in Mooncake Store: the engines themselves."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import time
+
+import numpy as np
+import pytest
+
+from kvcache import GroupSpec
+from kvcache.events import BlockRemoved
+from kvcache.sources.store import Circuit, DiskStore, MooncakeStore, StoreError
+from tests.machinery import mooncake_master
+from tests.machinery.stores import MemoryStore, StoreUser, patient
+from tests.replay.test_replay import as_workload
+
+VALUE_BYTES = 5000
+NUM_KILLS = 3
+FULL = GroupSpec("full_attention", 4)
+WINDOW = GroupSpec("sliding_window", 4, {"window": 6})
+needs_nixl = pytest.mark.skipif(
+    importlib.util.find_spec("nixl") is None, reason="NIXL is not installed"
+)
+needs_mooncake = pytest.mark.skipif(
+    not mooncake_master.is_installed(), reason="Mooncake is not installed"
+)
+ENGINES = [
+    "memory",
+    pytest.param("disk", marks=needs_nixl),
+    pytest.param("mooncake", marks=needs_mooncake),
+]
+
+
+@pytest.fixture(scope="module")
+def master():
+    with mooncake_master.Master() as master:
+        yield master
+
+
+class Opened:
+    """A store with memory of its own, a value per row."""
+
+    def __init__(self, store, num_values=3000, value_bytes=VALUE_BYTES):
+        self.store = store
+        stride = -(-value_bytes // 64) * 64
+        self.memory = np.zeros(num_values * stride, np.uint8)
+        self.rows = self.memory.reshape(num_values, stride)[:, :value_bytes]
+        store.open(self.memory, value_bytes)
+
+    def values(self, *rows):
+        return [self.rows[row] for row in rows]
+
+    def fill(self, *rows):
+        for row in rows:
+            self.rows[row] = np.random.default_rng(row).integers(0, 256, self.rows.shape[1])
+
+
+@pytest.fixture(params=ENGINES)
+def opened(request, tmp_path):
+    if request.param == "memory":
+        store = MemoryStore()
+    elif request.param == "disk":
+        store = DiskStore(tmp_path / "new" / "folder", "64MiB")
+    else:
+        master = request.getfixturevalue("master")
+        store = MooncakeStore(master.address, segment_bytes="64MiB")
+    yield Opened(store)
+    store.close()
+
+
+def test_values_come_back(opened):
+    store, keys = opened.store, [f"a {i}" for i in range(2500)]
+    opened.fill(*range(2500))
+    expected = opened.rows[:2500].copy()
+    assert store.exists(keys) == [False] * 2500
+    assert all(store.put(keys, opened.values(*range(2500))))
+    assert store.exists([*keys, "b"]) == [True] * 2500 + [False]
+    opened.rows[:] = 0
+    sizes = store.get([*keys, "b"], opened.values(*range(2501)))
+    assert sizes == [VALUE_BYTES] * 2500 + [-1]
+    assert np.array_equal(opened.rows[:2500], expected) and not opened.rows[2500].any()
+
+
+def test_a_removed_value_is_gone(opened):
+    opened.fill(0, 1)
+    assert opened.store.put(["c", "d"], opened.values(0, 1)) == [True, True]
+    opened.store.remove(["c", "e"])
+    assert opened.store.exists(["c", "d", "e"]) == [False, True, False]
+    assert opened.store.get(["c", "d"], opened.values(2, 3)) == [-1, VALUE_BYTES]
+    assert np.array_equal(opened.rows[3], opened.rows[1])
+
+
+def test_nothing_is_asked_of_an_empty_batch(opened):
+    assert opened.store.exists([]) == opened.store.put([], []) == opened.store.get([], []) == []
+
+
+def prompts(*tokens):
+    return as_workload(tokens)
+
+
+def serve(user, number, choose, families):
+    """A few more requests, with steps between."""
+    for _ in range(number):
+        head = choose.choice(families)[: choose.randint(8, 50)]
+        user.add(prompts([*head, choose.randrange(1000)])[0])
+        user.waiting[-1].request = type(user.waiting[-1].request)(
+            f"r{user.num_finished}-{choose.random()}", user.waiting[-1].item.token_ids
+        )
+        for _ in range(3):
+            user.step()
+            for each in [*user.running.values()]:
+                if not each.num_left:
+                    user.finish(each)
+    user.run()
+
+
+# NIXL's POSIX plug-in -----------------------------------------------------------------------------------
+
+
+@needs_nixl
+def test_the_least_recently_used_goes_first(tmp_path):
+    opened = Opened(DiskStore(tmp_path, 4096 + 3 * 8192))
+    store = opened.store
+    opened.fill(0, 1, 2, 3)
+    assert store.capacity == 3
+    assert store.put(["a", "b", "c"], opened.values(0, 1, 2)) == [True] * 3
+    assert store.get(["a"], opened.values(9)) == [VALUE_BYTES]
+    assert store.put(["d"], opened.values(3)) == [True]
+    assert (store.take_evicted(), store.keys()) == (["b"], ["c", "a", "d"])
+    assert os.path.getsize(tmp_path / "blocks.kv") == 4096 + 3 * 8192
+    assert store.put([*"efgh"], opened.values(0, 1, 2, 3)) == [True, True, True, False]
+    assert sorted(store.take_evicted()) == ["a", "c", "d"]
+    store.close()
+
+
+@needs_nixl
+def test_blocks_survive_a_restart(tmp_path):
+    opened = Opened(DiskStore(tmp_path, "1MiB"))
+    opened.fill(*range(5))
+    opened.store.put([*"abcde"], opened.values(*range(5)))
+    opened.store.remove(["b"])
+    opened.store.close()
+    again = Opened(DiskStore(tmp_path, "1MiB"))
+    assert again.store.keys() == [*"acde"]
+    assert again.store.get([*"abcde"], again.values(*range(5))) == [
+        VALUE_BYTES, -1, VALUE_BYTES, VALUE_BYTES, VALUE_BYTES,
+    ]  # fmt: skip
+    again.rows[1] = opened.rows[1]
+    assert np.array_equal(again.rows[:5], opened.rows[:5])
+    again.store.close()
+    smaller = Opened(DiskStore(tmp_path, 4096 + 3 * 8192))
+    assert len(smaller.store.keys()) <= 3
+    smaller.store.close()
+
+
+@needs_nixl
+def test_values_of_another_size_replace_what_was_there(tmp_path, caplog):
+    opened = Opened(DiskStore(tmp_path, "1MiB"))
+    opened.store.put(["a"], opened.values(0))
+    opened.store.close()
+    other = Opened(DiskStore(tmp_path, "1MiB"), value_bytes=6000)
+    assert other.store.keys() == []
+    assert "holds blocks of another form: they are replaced" in caplog.text
+    other.store.close()
+
+
+@needs_nixl
+def test_a_full_disk_takes_no_more(tmp_path, monkeypatch):
+    opened = Opened(DiskStore(tmp_path, "1MiB"))
+    opened.fill(0)
+    assert opened.store.put(["a"], opened.values(0)) == [True]
+    move = opened.store._move
+
+    def fails(operation, *arguments):
+        if operation == "WRITE":
+            raise RuntimeError("NIXL_ERR_BACKEND")
+        move(operation, *arguments)
+
+    monkeypatch.setattr(opened.store, "_move", fails)
+    with pytest.raises(RuntimeError):
+        opened.store.put(["b"], opened.values(1))
+    full = os.statvfs_result((4096, 4096, 100, 0, 0, 10, 10, 10, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda folder: full)
+    assert opened.store.put(["b", "c"], opened.values(1, 2)) == [False, False]
+    assert opened.store.get(["a"], opened.values(3)) == [VALUE_BYTES]
+    assert opened.store.exists([*"abc"]) == [True, False, False]
+    assert opened.store.put(["a"], opened.values(2)) == [False]
+    assert (opened.store.take_evicted(), opened.store.keys()) == (["a"], [])
+    opened.store.close()
+
+
+@needs_nixl
+@pytest.mark.parametrize("header", [b"[" * 4096, b"\xff" * 4096, b"{}", b""])
+def test_a_header_that_says_nothing_is_replaced(tmp_path, header):
+    opened = Opened(DiskStore(tmp_path, "1MiB"))
+    opened.store.put(["a"], opened.values(0))
+    opened.store.close()
+    path = tmp_path / "blocks.kv"
+    path.write_bytes(header + path.read_bytes()[len(header) :] if header else b"")
+    again = Opened(DiskStore(tmp_path, "1MiB"))
+    assert again.store.put(["b"], again.values(0)) == [True]
+    again.store.close()
+    third = Opened(DiskStore(tmp_path, "1MiB"))
+    assert third.store.exists(["b"]) == [True]
+    third.store.close()
+
+
+@needs_nixl
+def test_a_key_twice_in_one_put_has_one_place_and_the_last_value(tmp_path):
+    opened = Opened(DiskStore(tmp_path, "1MiB"))
+    opened.fill(0, 1, 2)
+    capacity = opened.store.capacity
+    assert opened.store.put(["a", "b", "a"], opened.values(0, 1, 2)) == [True] * 3
+    assert opened.store.capacity == capacity and opened.store.keys() == ["a", "b"]
+    assert opened.store.get(["a"], opened.values(9)) == [VALUE_BYTES]
+    assert np.array_equal(opened.rows[9], opened.rows[2])
+    opened.store.close()
+
+
+def refused_folder(tmp_path, how):
+    """A folder that is not this user's alone, or whose file is not."""
+    folder = tmp_path / "store"
+    folder.mkdir(mode=0o700)
+    file = folder / "blocks.kv"
+    if how == "a link to a folder":
+        link = tmp_path / "link"
+        link.symlink_to(folder)
+        return link
+    if how == "a file":
+        file.touch()
+        return file
+    if how in ("a folder of another user", "a folder that others write to"):
+        os.chown(folder, 12345, -1) if "user" in how else folder.chmod(0o1777)
+        return folder
+    if how == "a link to a file":
+        file.symlink_to(tmp_path / "secret")
+    elif how == "a pipe":
+        os.mkfifo(file, 0o600)
+    else:
+        file.touch(mode=0o600)
+        if how == "a file of another user":
+            os.chown(file, 12345, -1)
+        elif how == "a file that others write to":
+            file.chmod(0o660)
+        else:
+            os.link(file, tmp_path / "other")
+    return folder
+
+
+@needs_nixl
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("a link to a folder", "is a link or no folder: expected a folder"),
+        ("a file", "is a link or no folder: expected a folder"),
+        ("a folder of another user", "belongs to user 12345: expected"),
+        ("a folder that others write to", "has mode 1777: expected one that only its owner"),
+        ("a link to a file", "blocks.kv is a link: expected a file"),
+        ("a file of another user", "blocks.kv' belongs to user 12345: expected"),
+        ("a file that others write to", "blocks.kv' has mode 660: expected one"),
+        ("a file of two names", "or has 2 names: expected a file with one name"),
+        ("a pipe", "is no regular file, or has 1 names"),
+    ],
+)
+def test_a_folder_that_is_not_this_users_alone_is_refused(tmp_path, how, message):
+    if "another user" in how and os.geteuid() != 0:
+        pytest.skip("only root gives files to another user")
+    folder = refused_folder(tmp_path, how)
+    with pytest.raises(StoreError, match=message):
+        Opened(DiskStore(folder, "1MiB"))
+    assert not (tmp_path / "secret").exists()
+
+
+@needs_nixl
+def test_a_new_folder_and_those_above_it_are_this_users_alone(tmp_path):
+    before = os.umask(0)
+    try:
+        Opened(DiskStore(tmp_path / "a" / "b", "1MiB")).store.close()
+    finally:
+        os.umask(before)
+    assert [oct((tmp_path / each).stat().st_mode)[-3:] for each in ("a", "a/b", "a/b/blocks.kv")] == [
+        "700", "700", "600"
+    ]  # fmt: skip
+
+
+@needs_nixl
+def test_one_store_at_a_time_uses_a_folder(tmp_path):
+    opened = Opened(DiskStore(tmp_path, "1MiB"))
+    with pytest.raises(StoreError, match="is in use by another store"):
+        Opened(DiskStore(tmp_path, "1MiB"))
+    opened.store.close()
+    Opened(DiskStore(tmp_path, "1MiB")).store.close()
+
+
+@needs_nixl
+def test_too_little_room_and_keys_that_are_too_long_are_named(tmp_path):
+    with pytest.raises(StoreError, match="capacity_bytes is 9000: expected 12288 or more"):
+        Opened(DiskStore(tmp_path, 9000))
+    opened = Opened(DiskStore(tmp_path, "1MiB"))
+    with pytest.raises(StoreError, match="a key has 300 bytes: expected 207 at most"):
+        opened.store.put(["a", "b" * 300], opened.values(0, 1))
+    assert opened.store.exists(["a"]) == [False]
+    opened.store.close()
+
+
+@needs_nixl
+@pytest.mark.parametrize("damage", ["truncated", "garbled", "entry"])
+def test_a_damaged_file_is_a_miss(tmp_path, damage):
+    def make():
+        return StoreUser(DiskStore(tmp_path, "1MiB"), [FULL], circuit=patient())
+
+    user = make()
+    user.run(*prompts([*range(30)]))
+    user.settle()
+    user.end()
+    path = tmp_path / "blocks.kv"
+    if damage == "truncated":
+        os.truncate(path, 4096 + 8192 + 50)
+    else:
+        content = bytearray(path.read_bytes())
+        step = 300 if damage == "garbled" else 4096
+        for at in range(4096 + 5, len(content), step):
+            content[at] ^= 1
+        path.write_bytes(content)
+    again = make()
+    again.run(*prompts([*range(30)]))
+    assert again.num_finished == 1 and again.num_loaded < 28
+    again.settle()
+    again.end()
+    third = make()
+    third.run(*prompts([*range(30)]))
+    assert third.num_loaded == 28
+    third.end()
+
+
+@needs_nixl
+@pytest.mark.parametrize("groups", [[FULL], [FULL, WINDOW, GroupSpec("recurrent", 4)]])
+def test_an_engine_over_a_disk_that_is_too_small(tmp_path, groups):
+    choose = random.Random(1)
+    families = [[choose.randrange(1000) for _ in range(60)] for _ in range(4)]
+    for _ in range(3):  # each begins with what the one before has left
+        user = StoreUser(DiskStore(tmp_path, "170KiB"), groups, num_blocks=40 * len(groups))
+        for _ in range(4):
+            serve(user, 8, choose, families)
+            user.manager.cache.reset()
+        user.settle()
+        told = set()
+        for event in user.events:
+            if event.medium == "storage":
+                each = {(event.group, block_hash.tobytes()) for block_hash in event.block_hashes}
+                told = told - each if isinstance(event, BlockRemoved) else told | each
+        assert len(told) == user.store.capacity - len(user.store._free)
+        user.end()
+    assert user.tier.stats.loaded_blocks > 20 and user.tier.stats.evicted_blocks > 0
+    assert user.tier.stats.errors == user.tier.stats.corrupt_blocks == 0
+
+
+# Mooncake Store -----------------------------------------------------------------------------------------
+
+
+@needs_mooncake
+def test_another_engine_loads_from_mooncake(master):
+    groups = [FULL, WINDOW]
+    one = StoreUser(MooncakeStore(master.address, segment_bytes="64MiB"), groups, model="mooncake")
+    one.run(*prompts([*range(30)]))
+    one.settle()
+    other = StoreUser(MooncakeStore(master.address), groups, model="mooncake")
+    other.run(*prompts([*range(30)]))
+    assert other.num_loaded == 28, other.tier.stats
+    other.end()
+    one.end()
+
+
+@needs_mooncake
+def test_an_engine_goes_on_while_the_master_is_killed_and_started_again():
+    choose = random.Random(2)
+    families = [[choose.randrange(1000) for _ in range(60)] for _ in range(4)]
+    with mooncake_master.Master() as master:
+        store = MooncakeStore(master.address, segment_bytes="64MiB")
+        circuit = Circuit(num_failures=2, retry_s=0.1, max_retry_s=0.3)
+        user = StoreUser(store, [FULL, WINDOW], num_blocks=80, timeout_s=0.5, circuit=circuit)
+
+        def loads_something(num_requests=12):
+            before = user.tier.stats.loaded_blocks
+            for _ in range(200):
+                user.manager.cache.reset()
+                serve(user, num_requests, choose, families)
+                if user.tier.stats.loaded_blocks > before:
+                    return True
+                time.sleep(0.1)
+            return False
+
+        assert loads_something()
+        for _ in range(NUM_KILLS):
+            master.kill()
+            begun, errors = time.monotonic(), user.tier.stats.errors
+            user.manager.cache.reset()
+            serve(user, 12, choose, families)
+            took = time.monotonic() - begun
+            assert took < 6 and user.tier.stats.errors > errors
+            loaded = user.tier.stats.loaded_blocks
+            serve(user, 12, choose, families)  # without a store, and soon
+            assert user.tier.stats.loaded_blocks == loaded
+            master.start()
+            assert loads_something(), user.tier.stats
+        print(user.tier.stats)
+        user.settle()
+        user.end()
+    assert user.num_finished > 100
+
+
+@needs_mooncake
+def test_a_master_that_comes_late_is_found():
+    with mooncake_master.Master() as master:
+        master.kill()
+        user = StoreUser(
+            MooncakeStore(master.address, segment_bytes="64MiB"), [FULL], timeout_s=0.5,
+            circuit=Circuit(num_failures=1, retry_s=0.2, max_retry_s=0.2),
+        )  # fmt: skip
+        begun = time.monotonic()
+        user.run(*prompts([*range(30)]))
+        assert time.monotonic() - begun < 3 and user.num_finished == 1
+        master.start()
+        deadline = time.monotonic() + 60
+        while not user.tier.stats.stored_blocks:
+            assert time.monotonic() < deadline, user.tier.stats
+            user.manager.cache.reset()
+            user.run(*prompts([*range(30)]))
+            time.sleep(0.1)
+        user.end()

@@ -1,0 +1,476 @@
+"""Token ranges of a request in several groups, with null pages on either side."""
+
+import ctypes
+import random
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache import KVStorage
+from kvcache.transfer import (
+    CacheDescription,
+    StateDescription,
+    StateTensor,
+    permute_pages,
+    plan_states,
+    plan_transfer,
+    region_addresses,
+)
+from kvcache.transfer.fetching import GroupFetch, fetch
+from kvcache.transfer.plan.token_range import plan_range
+from kvcache.transfer.transport.base import TransferError
+from kvcache.transfer.transport.factory import make_transport
+from kvcache.worker.pages.pages import Pages
+from tests.machinery.shared import sampled
+
+HEADS, LAYERS, SIZE, SPARE = 4, 2, 8, 3
+EMPTY = -1.0
+
+
+class Engine:
+    """One rank's pages, and the block table of one request.
+
+    Each element encodes its token, layer, K or V, head and position. Unfilled pages are EMPTY.
+    """
+
+    def __init__(self, cache, rank, num_tokens, rng, *, window, filled):
+        self.cache, self.rank = cache, rank
+        self.heads = cache.heads(rank)
+        self.cp_rank = cache.coordinates(rank).cp_rank
+        pages = -(-num_tokens // cache.tokens_per_page)
+        self.storage = KVStorage(
+            pages + SPARE,
+            cache.block_size,
+            num_kv_heads=len(self.heads),
+            head_size=SIZE,
+            num_layers=LAYERS,
+            dtype=torch.float32,
+            layout=cache.layout,
+            backend=rng.choice(["FLASH_ATTN", "FLASHINFER"]),
+        )
+        self.cache = replace(cache, memory_order=self.storage.memory_order)
+        ids = list(range(1, pages + SPARE))
+        rng.shuffle(ids)
+        self.ids = np.array(ids[:pages])
+        self.ids[: rng.randint(0, pages) if window else 0] = 0  # slid out of a window
+        for layer in range(LAYERS):
+            for kv, part in enumerate(self.parts(layer)):
+                part.fill_(EMPTY)
+                if filled:
+                    for token in range(num_tokens):
+                        if (at := self.at(token)) is not None:
+                            part[at] = self.value(token, layer, kv)
+
+    def parts(self, layer):
+        """Return K and V as [num_blocks, block_size, heads, SIZE]."""
+        return self.storage.key_cache(layer), self.storage.value_cache(layer)
+
+    def at(self, token):
+        """Return (page, token in the page), or None if this rank does not have the token."""
+        chunk, within = divmod(token, self.cache.cp_interleave)
+        if chunk % self.cache.cp_world_size != self.cp_rank:
+            return None
+        mine = chunk // self.cache.cp_world_size * self.cache.cp_interleave + within
+        page = self.ids[mine // self.cache.block_size]
+        return None if page == 0 else (int(page), mine % self.cache.block_size)
+
+    def value(self, token, layer, kv):
+        """Return [heads, SIZE]."""
+        head = torch.tensor(list(self.heads))[:, None]
+        name = ((token * LAYERS + layer) * 2 + kv) * HEADS + head
+        return (name * SIZE + torch.arange(SIZE)).float()
+
+    def addresses(self):
+        return region_addresses(self.cache, self.storage.pages, self.rank)
+
+    def check(self, sources, first, end, num_tokens):
+        """Check that tokens of the range with a source are correct, and others correct or unchanged."""
+        tables = {}
+        for token in range(num_tokens):
+            if (at := self.at(token)) is not None:
+                tables[at] = token
+        for layer in range(LAYERS):
+            for kv, part in enumerate(self.parts(layer)):
+                for page in range(part.shape[0]):
+                    for slot in range(part.shape[1]):
+                        token = tables.get((page, slot))
+                        got = part[page, slot]
+                        if (
+                            token is None
+                        ):  # no token of the request: garbage of a shared page, or EMPTY
+                            assert page in self.ids[self.ids > 0] or (got == EMPTY).all()
+                            continue
+                        right = self.value(token, layer, kv)
+                        has = any(source.at(token) is not None for source in sources)
+                        ok = torch.equal(got, right)
+                        if first <= token < end and has:
+                            assert ok, (token, layer, kv)
+                        assert ok or (got == EMPTY).all(), (token, layer, kv)
+
+
+def drawn(rng):
+    def side(name):
+        return CacheDescription(
+            engine_id=name,
+            num_layers=LAYERS,
+            total_num_kv_heads=HEADS,
+            head_size=SIZE,
+            dtype="float32",
+            block_size=rng.choice([4, 8, 16, 6]),
+            tp_size=rng.choice([1, 2, 4]),
+            memory_order=("kv", "block", *rng.choice([("token", "head"), ("head", "token")]), "element"),
+        )  # fmt: skip
+
+    sides = [side("local"), side("remote")]
+    if rng.random() < 0.3:
+        with_ranks = rng.randrange(2)
+        sides[with_ranks] = replace(
+            sides[with_ranks], cp_world_size=2, cp_interleave=rng.choice([1, 2])
+        )
+    return sides
+
+
+def engines(rng):
+    """Return a local rank, all remote ranks that its plan reads, and the plan."""
+    local, remote = drawn(rng)
+    num_tokens = rng.randint(1, 100)
+    rank = rng.randrange(local.world_size)
+    mine = Engine(local, rank, num_tokens, rng, window=rng.random() < 0.5, filled=False)
+    windows = rng.random() < 0.5
+    backends = rng.getstate()
+    theirs = {}
+    for number in range(remote.world_size):
+        rng.setstate(backends)  # the same layout and table on all ranks
+        theirs[number] = Engine(remote, number, num_tokens, rng, window=windows, filled=True)
+    plan = plan_transfer(mine.cache, theirs[0].cache, rank)
+    return mine, theirs, plan, num_tokens
+
+
+@pytest.mark.parametrize("trials", sampled([20, 200]))
+def test_any_range_of_tokens_with_null_pages_on_both_sides(trials):
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    permuted = missing = 0
+    for _ in range(trials):
+        mine, theirs, plan, num_tokens = engines(rng)
+        first = rng.randint(0, num_tokens)
+        end = rng.randint(first, num_tokens)
+        given = theirs[0].ids if rng.random() < 0.5 else {r: e.ids for r, e in theirs.items()}
+        found = plan_range(plan, mine.ids, given, first, end)
+        addresses = {rank: engine.addresses() for rank, engine in theirs.items()}
+        here, moved = mine.addresses(), found.runs.expand()
+        written = set()
+        for rank, r, r_at, mine_r, at, n in zip(*(column.tolist() for column in moved)):
+            begin = int(here[mine_r]) + at
+            assert begin not in written
+            written.add(begin)
+            ctypes.memmove(begin, int(addresses[rank][r]) + r_at, n)
+        permute_pages(
+            mine.storage, found.permuted, plan.permutation if len(found.permuted) else None
+        )
+        permuted += len(found.permuted)
+        sources = [theirs[rank] for rank in plan.remote_ranks]
+        mine.check(sources, first, end, num_tokens)
+        expected = []
+        for page in mine.ids[mine.ids > 0]:
+            tokens = [t for t in range(first, end) if (at := mine.at(t)) and at[0] == page]
+            has = [t for t in tokens if any(s.at(t) is not None for s in sources)]
+            if tokens and not has:
+                expected.append(int(page))
+        assert set(expected) >= set(found.missing.tolist())
+        missing += len(found.missing)
+    assert trials < 100 or (permuted and missing)
+
+
+NUM_TOKENS = 21
+
+
+def named(layer, kv):
+    """Return [tokens, heads, SIZE] with the token, layer, K or V, head and position of each element."""
+    token, head, place = torch.meshgrid(
+        torch.arange(NUM_TOKENS), torch.arange(HEADS), torch.arange(SIZE), indexing="ij"
+    )
+    return ((((token * 8 + layer) * 2 + kv) * HEADS + head) * SIZE + place).float()
+
+
+def cells(ids, block_size):
+    """Return (block, token in the block) of each token of a request with these blocks."""
+    token = torch.arange(NUM_TOKENS)
+    return torch.tensor(ids)[token // block_size], token % block_size
+
+
+def lhbnc(num_layers, num_blocks, block_size):
+    """Return an engine's [heads, blocks, tokens, K and V] tensors, with K and V views."""
+    tensors = [
+        torch.full((HEADS, num_blocks, block_size, 2 * SIZE), EMPTY) for _ in range(num_layers)
+    ]
+    halves = [[each[..., :SIZE], each[..., SIZE:]] for each in tensors]
+    return tensors, [[half.permute(1, 2, 0, 3) for half in pair] for pair in halves]
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+@pytest.mark.parametrize("block_size", [4, 8])
+def test_outermost_heads_convert_to_any_order(transports, is_local, block_size):
+    tensors, theirs = lhbnc(2, 9, block_size)
+    outside = CacheDescription(
+        engine_id="LHBNC", num_layers=2, total_num_kv_heads=HEADS, head_size=SIZE, dtype="float32",
+        block_size=block_size, memory_order=("layer", "head", "block", "token", "element"),
+    )  # fmt: skip
+    storage = KVStorage(9, 4, HEADS, SIZE, num_layers=2, dtype=torch.float32, backend="FLASHINFER")
+    inside = replace(outside, engine_id="NHD", block_size=4, memory_order=storage.memory_order)
+    mine = [[storage.key_cache(layer), storage.value_cache(layer)] for layer in range(2)]
+    for each in (part for layer in mine for part in layer):
+        each.fill_(EMPTY)
+    sides = [
+        (outside, Pages.over(tensors, block_dim=1), theirs, [5, 2, 7, 1, 3, 8]),
+        (inside, storage.pages, mine, [3, 8, 1, 6, 4, 2]),
+    ]
+    (local, pages, target, ids), (remote, from_pages, source, from_ids) = (
+        sides if is_local else sides[::-1]
+    )
+    ids, from_ids = (
+        i[: -(-NUM_TOKENS // d.block_size)] for i, d in ((ids, local), (from_ids, remote))
+    )
+    for layer in range(2):
+        for kv in range(2):
+            source[layer][kv][cells(from_ids, remote.block_size)] = named(layer, kv)
+    for transport, each in zip(transports, (pages, from_pages)):
+        transport.register(each)
+    peer = transports[0].connect(transports[1].metadata())
+    group = GroupFetch(
+        plan_transfer(local, remote, 0, allow_permutation=False), np.array(ids), np.array(from_ids),
+        region_addresses(local, pages), {0: region_addresses(remote, from_pages)},
+    )  # fmt: skip
+    fetch(transports[0], {0: peer}, [group], 0, NUM_TOKENS).wait(10)
+    for layer in range(2):
+        for kv in range(2):
+            got = target[layer][kv]
+            assert torch.equal(got[cells(ids, local.block_size)], named(layer, kv))
+            others = [block for block in range(9) if block not in ids]
+            assert (got[others] == EMPTY).all()
+
+
+def test_stages_with_different_block_sizes_are_fetched_separately(transports):
+    """Each stage is described as a separate engine, as are the matching local layers."""
+    storage = KVStorage(9, 4, HEADS, SIZE, num_layers=3, dtype=torch.float32, backend="FLASHINFER")
+    ids = [3, 8, 1, 6, 4, 2]
+    for layer in range(3):
+        storage.kv_caches[layer].fill_(EMPTY)
+    stages = [(range(2), 8, [5, 2, 7]), (range(2, 3), 16, [4, 1])]
+    groups = []
+    for number, (layers, block_size, their_ids) in enumerate(stages):
+        theirs = KVStorage(9, block_size, HEADS, SIZE, num_layers=len(layers), dtype=torch.float32)
+        for at, layer in enumerate(layers):
+            for kv, part in enumerate((theirs.key_cache(at), theirs.value_cache(at))):
+                part.fill_(EMPTY)
+                part[cells(their_ids, block_size)] = named(layer, kv)
+        remote = CacheDescription(
+            engine_id=f"stage {number}", num_layers=len(layers), total_num_kv_heads=HEADS,
+            head_size=SIZE, dtype="float32", block_size=block_size, memory_order=theirs.memory_order,
+        )  # fmt: skip
+        local = replace(remote, engine_id="d", block_size=4, memory_order=storage.memory_order)
+        own = KVStorage.from_tensors([storage.kv_caches[i] for i in layers], backend="FLASHINFER")
+        transports[0].register(own.pages)
+        transports[1].register(theirs.pages)
+        groups.append(
+            GroupFetch(
+                plan_transfer(local, remote, 0),
+                np.array(ids),
+                np.array(their_ids),
+                region_addresses(local, own.pages),
+                {0: region_addresses(remote, theirs.pages)},
+                own,
+            )
+        )
+    peer = transports[0].connect(transports[1].metadata())
+    fetch(transports[0], {0: peer}, groups, 0, NUM_TOKENS).wait(10)
+    for layer in range(3):
+        for kv, part in enumerate((storage.key_cache(layer), storage.value_cache(layer))):
+            assert torch.equal(part[cells(ids, 4)], named(layer, kv))
+            assert (part[[0, 5, 7]] == EMPTY).all()
+
+
+def test_different_block_sizes_in_one_description_are_rejected():
+    one = CacheDescription(
+        engine_id="a", num_layers=2, total_num_kv_heads=1, head_size=8, block_size=4
+    )
+    with pytest.raises(TypeError, match=r"block_size is \(4, 8\): expected an integer"):
+        replace(one, block_size=(4, 8))
+    with pytest.raises(
+        TypeError, match=r"stages\[0\] is \(1, 1, 4\): expected \(num_layers, tp_size\)"
+    ):
+        replace(one, stages=[(1, 1, 4), (1, 1, 8)])
+
+
+def test_an_empty_range_moves_nothing():
+    rng = random.Random(0)
+    mine, theirs, plan, num_tokens = engines(rng)
+    found = plan_range(plan, mine.ids, theirs[0].ids, num_tokens, num_tokens)
+    assert found.runs.num_bytes == 0 and len(found.permuted) == len(found.missing) == 0
+
+
+@pytest.mark.parametrize(
+    "local, remote, tokens, said",
+    [
+        ([1, 2], [1, 2], (0, 9), "end_token is 9: expected at most 8"),
+        ([1, 2], [1, 2], (5, 4), "first_token is 5: expected 0 to 4"),
+        ([1, 1], [1, 2], (0, 8), "local_ids has page 1 twice"),
+        ([1, -2], [1, 2], (0, 8), "local_ids holds -2"),
+        ([1, 2], [1, 2**31], (0, 8), "remote_ids holds 2147483648"),
+        ([[1, 2]], [1, 2], (0, 8), "local_ids has shape [1, 2]"),
+        ([1.5, 2], [1, 2], (0, 8), "local_ids has dtype float64"),
+        ([1, 2], {1: [1, 2]}, (0, 8), "remote_ids has ranks [1]: expected also [0]"),
+    ],
+)
+def test_invalid_tables_are_rejected(local, remote, tokens, said):
+    cache = CacheDescription(
+        engine_id="a", num_layers=1, total_num_kv_heads=1, head_size=8, block_size=4
+    )
+    with pytest.raises((ValueError, TypeError), match=re.escape(said)):
+        plan_range(plan_transfer(cache, cache, 0), local, remote, *tokens)
+
+
+# With a transport.
+
+
+@pytest.fixture
+def transports():
+    both = make_transport("local", "gloo", timeout_s=10), make_transport("remote", "gloo")
+    yield both
+    for each in both:
+        each.close()
+
+
+def group_of(mine, theirs, plan):
+    return GroupFetch(
+        plan,
+        mine.ids,
+        theirs[0].ids,
+        mine.addresses(),
+        {rank: engine.addresses() for rank, engine in theirs.items()},
+        mine.storage,
+    )
+
+
+def registered(transports, groups):
+    local, remote = transports
+    for mine, theirs, _, _ in groups:
+        local.register(mine.storage.pages)
+        for engine in theirs.values():
+            remote.register(engine.storage.pages)
+    peer = local.connect(remote.metadata())
+    return {rank: peer for _, theirs, _, _ in groups for rank in theirs}
+
+
+def test_one_fetch_transfers_all_groups(transports):
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    groups = [engines(rng) for _ in range(3)]
+    num_tokens = min(each[3] for each in groups)
+    peers = registered(transports, groups)
+    first = rng.randint(0, num_tokens - 1)
+    got = fetch(
+        transports[0],
+        peers,
+        [group_of(*each[:3]) for each in groups],
+        first,
+        num_tokens,
+        notify=b"done",
+    )
+    got.wait(20)
+    assert got.poll() and got.is_released and len(got.missing) == 3
+    for mine, theirs, plan, all_tokens in groups:
+        sources = [theirs[rank] for rank in plan.remote_ranks]
+        mine.check(sources, first, num_tokens, all_tokens)
+    while not (messages := transports[1].notifications()):
+        pass
+    assert messages == [("local", b"done")]
+
+
+def test_states_are_transferred_whole_and_null_states_skipped(transports):
+    tensors = [StateTensor(sections=[(2, 4)], row_size=3, dtype="float32")]
+    state = StateDescription(engine_id="a", num_layers=2, tensors=tensors)
+    plan = plan_states(state, replace(state, engine_id="b"), 0)
+    size = state.state_bytes(0)
+    memory = [
+        [torch.full((5, size), fill, dtype=torch.uint8) for fill in fills]
+        for fills in ((0, 0), (11, 22))
+    ]
+    pages = [Pages.over(layers) for layers in memory]
+    for transport, each in zip(transports, pages):
+        transport.register(each)
+    peer = transports[0].connect(transports[1].metadata())
+    addresses = [region_addresses(state, each) for each in pages]
+    group = GroupFetch(
+        plan, np.array([3, 0, 4]), np.array([1, 2, 0]), addresses[0], {0: addresses[1]}
+    )
+    got = fetch(transports[0], {0: peer}, [group], 0, 1)
+    got.wait(10)
+    for layer, fill in zip(memory[0], (11, 22)):
+        assert (layer[3] == fill).all() and not layer[[0, 1, 2, 4]].any()
+    assert got.missing[0].tolist() == [4]
+
+
+def test_fetch_with_rejected_part_moves_nothing_more(transports):
+    groups = [engines(random.Random(4))]
+    mine, theirs, plan, num_tokens = groups[0]
+    peers = registered(transports, groups)
+    group = group_of(mine, theirs, plan)
+    wrong = replace(group, local_addresses=group.local_addresses + 2**40)
+    with pytest.raises(ValueError, match="local has bytes"):
+        fetch(transports[0], peers, [wrong], 0, num_tokens)
+    with pytest.raises(ValueError, match="peers of group 0 has ranks"):
+        fetch(transports[0], {}, [group], 0, num_tokens)
+    assert all((part == EMPTY).all() for layer in range(LAYERS) for part in mine.parts(layer))
+
+
+def test_fetch_from_departed_peer_fails_and_is_released(transports):
+    groups = [engines(random.Random(6))]
+    mine, theirs, plan, num_tokens = groups[0]
+    peers = registered(transports, groups)
+    transports[1].close()
+    with pytest.raises(TransferError):
+        fetch(transports[0], peers, [group_of(mine, theirs, plan)], 0, num_tokens).wait(5)
+
+
+class HalfTransport:
+    """Rejects all reads except the first, which continues until the test ends it."""
+
+    def __init__(self):
+        self.begun = None
+
+    def read_spans(self, peer, local, remote, **options):
+        if self.begun is not None:
+            raise TransferError("the peer has gone")
+        self.begun = HalfTransfer()
+        return self.begun
+
+
+class HalfTransfer:
+    num_bytes, is_released = 1, False
+
+    def cancel(self, reason):
+        self.reason = reason
+
+
+def test_partially_rejected_fetch_reports_its_pages():
+    """Started reads may still write to these pages, so the pages must not be lost with the exception."""
+    seed, transport = 0, HalfTransport()
+    while True:
+        mine, theirs, plan, num_tokens = engines(random.Random(seed))
+        seed += 1
+        if len(plan_range(plan, mine.ids, theirs[0].ids, 0, num_tokens).runs.by_rank) > 1:
+            break
+    remote = {rank: engine.addresses() for rank, engine in theirs.items()}
+    group = GroupFetch(plan, mine.ids, theirs[0].ids, mine.addresses(), remote, mine.storage)
+    found = fetch(transport, dict.fromkeys(remote, "peer"), [group], 0, num_tokens)
+    with pytest.raises(TransferError, match="the peer has gone"):
+        found.poll()
+    assert not found.is_released and "the peer has gone" in transport.begun.reason
+    transport.begun.is_released = True
+    assert found.is_released

@@ -1,0 +1,130 @@
+"""Transports over a network that drops, delays, reorders, repeats, corrupts and cuts packets.
+
+Transfers give correct bytes or an error. The network is a thread of this process between two network
+namespaces (`tests/machinery/wire.py`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import time
+
+import pytest
+
+from tests.machinery.transport_peer import Peer, pattern
+from tests.machinery.wire import Faults, Wire, why_not
+
+WHY_NOT = why_not()
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+TIMEOUT_S, GRACE_S = 3.0, 3.0
+SIZE = 256 << 10
+NAMES = [
+    "gloo",
+    pytest.param(
+        "nixl",
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec("nixl") is None, reason="NIXL is not installed"
+        ),
+    ),
+]
+FAULTS = {
+    "none": Faults(),
+    "loss": Faults(loss=0.02),
+    "delay and reordering": Faults(delay_s=(0.001, 0.02)),
+    "repetition": Faults(repeat=0.2, delay_s=(0.0, 0.002)),
+    "flipped bits": Faults(flip=0.02),
+    "all": Faults(loss=0.02, repeat=0.05, flip=0.01, delay_s=(0.0, 0.01)),
+}
+
+
+class Two:
+    """One side per namespace. The first side reads from the second and writes to it."""
+
+    def __init__(self, wire, name, digest=False):
+        self.wire = wire
+        self.sides = []
+        for end, agent in enumerate(("reader", "server")):
+            environment = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": wire.devices[end]}
+            options = {"host": wire.addresses[end], "timeout_s": TIMEOUT_S, "seed": 1 + end}
+            options |= {"namespace": wire.namespaces[end], "environment": environment}
+            self.sides.append(Peer(name, agent, digest=digest, **options))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for each in self.sides:
+            each.__exit__()
+
+    def attempt(self, kind):
+        """Return whether the bytes arrived.
+
+        They must be correct; otherwise there is an error. Both must be in time.
+        """
+        reader, server = self.sides
+        said = reader.ask(
+            "attempt", kind=kind, metadata=server.metadata.decode(), address=server.address,
+            size=SIZE, source=2, timeout_s=30,
+        )  # fmt: skip
+        assert said["seconds"] < 2 * TIMEOUT_S + GRACE_S, said
+        if said["error"] is not None:
+            assert said["is_right"] is None
+            return False
+        assert said["is_right"], said
+        if kind == "write":
+            got = bytes.fromhex(server.ask("pool", first=0, last=SIZE)["hex"])
+            assert got == pattern(2)[:SIZE].tobytes()
+        return True
+
+
+def come(two, kind, within_s=30.0):
+    """Wait until bytes have arrived once."""
+    deadline = time.monotonic() + within_s
+    while not two.attempt(kind):
+        assert time.monotonic() < deadline, f"no {kind} succeeds any more"
+
+
+@pytest.mark.parametrize("faults", FAULTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_faulty_network_gives_correct_bytes_or_an_error(name, faults):
+    with Wire() as wire, Two(wire, name) as two:
+        come(two, "read")
+        before = wire.num_packets
+        wire.faults = FAULTS[faults]
+        found = [two.attempt(kind) for kind in ("read", "write", "read")]
+        assert wire.num_packets - before > SIZE // 9000  # the bytes did go over this wire
+        if faults in ("none", "delay and reordering", "repetition"):
+            assert all(found)
+        wire.faults = Faults()
+        come(two, "read")
+        come(two, "write")
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+@pytest.mark.parametrize("name", NAMES)
+def test_partition_raises_in_time(name, kind):
+    with Wire() as wire, Two(wire, name) as two:
+        come(two, kind)
+        wire.faults = Faults(is_cut=True)
+        assert not two.attempt(kind)
+        wire.faults = Faults()
+        come(two, kind)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_partition_during_transfer_gives_no_wrong_bytes(name):
+    with Wire() as wire, Two(wire, name) as two:
+        come(two, "read")
+        for seconds in (0.01, 0.05, 0.2):
+            wire.faults = Faults(delay_s=(0.01, 0.03))
+            cut = threading.Timer(seconds, lambda: setattr(wire, "faults", Faults(is_cut=True)))
+            heal = threading.Timer(1.0, lambda: setattr(wire, "faults", Faults()))
+            cut.start()
+            heal.start()
+            two.attempt("read")
+            two.attempt("write")
+            cut.join()
+            heal.join()
+        come(two, "read")

@@ -1,0 +1,277 @@
+"""Source ranks of plans, minimal fragments, merged pages and rejected engines."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from kvcache.compat.topology import KVTopology
+from kvcache.transfer.description import Coordinates
+from kvcache.transfer.plan.transfer_plan import plan_transfer
+from kvcache.transfer.sharding import ranks_of_head
+from tests.machinery.shared import sampled, spread
+from tests.machinery.transfer_plan_checker import DIFFERENT, PACKINGS, cache, of
+from tests.machinery.transfer_plan_table import SIZES
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dtype", "float16"),
+        ("head_size", 8),
+        ("v_head_size", 1),
+        ("num_layers", 4),
+        ("total_num_kv_heads", 8),
+        ("scale_bytes_per_head", 4),
+    ],
+)
+def test_incompatible_engines_are_rejected(field, value):
+    local, remote = cache(engine_id="L"), cache(engine_id="R", **{field: value})
+    here = getattr(local, field)
+    with pytest.raises(
+        ValueError, match=rf"local {field} is {here!r}.*remote {field} is {value!r}"
+    ):
+        plan_transfer(local, remote, 0)
+
+
+def test_mixing_mla_and_heads_is_rejected_first():
+    latent = cache(is_mla=True, total_num_kv_heads=1)
+    with pytest.raises(ValueError, match=r"local is_mla is True.*remote is_mla is False"):
+        plan_transfer(latent, cache(), 0)
+    with pytest.raises(ValueError, match="local_rank is 2: expected 0 to 1"):
+        plan_transfer(cache(tp_size=2), cache(), 2)
+    with pytest.raises(TypeError, match=r"remote is \{"):
+        plan_transfer(cache(), cache().to_dict(), 0)
+
+
+@pytest.mark.parametrize(("heads", "is_mla"), [(2, False), (1, True)])
+@pytest.mark.parametrize(
+    "sizes",
+    spread(((each,) for each in itertools.product(SIZES, (1, 2), (1, 2, 4), (2, 8), (1, 2))), 13),
+)
+def test_readers_are_spread_evenly_over_replicas(heads, is_mla, sizes):
+    tp, pp, cp, remote_tp, remote_pp = sizes
+    common = of(total_num_kv_heads=heads, is_mla=is_mla)
+    local = cache(tp_size=tp, pp_size=pp, cp_world_size=cp, **common)
+    remote = cache(tp_size=remote_tp, pp_size=remote_pp, **common)
+    readers = Counter()
+    for rank in range(local.world_size):
+        plan = plan_transfer(local, remote, rank)
+        for source in plan.remote_ranks:
+            readers[source] += 1
+            assert set(remote.layers(source)) & set(local.layers(rank))
+    for pp_rank, head in itertools.product(range(remote_pp), range(heads)):
+        tp_ranks = ranks_of_head(heads, remote_tp, head)
+        counts = [readers[remote.rank_of(Coordinates(0, pp_rank, tp_rank))] for tp_rank in tp_ranks]
+        assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "is_mla"),
+    sampled([(2, False), (1, True), (1, False), (4, False), (8, False)]),
+)
+def test_ranks_equal_the_topology(heads, is_mla):
+    num_checked = 0
+    stages = (1, 2, 4)
+    for tp, pp, remote_tp, remote_pp in itertools.product(SIZES, stages, SIZES, stages):
+        common = of(num_layers=4, total_num_kv_heads=heads, is_mla=is_mla)
+        local = cache(tp_size=tp, pp_size=pp, **common)
+        remote = cache(tp_size=remote_tp, pp_size=remote_pp, **common)
+        for rank in range(local.world_size):
+            _, pp_rank, tp_rank = local.coordinates(rank)
+            topology = KVTopology(
+                "a", tp_rank=tp_rank, tp_size=tp, pp_rank=pp_rank, pp_size=pp,
+                total_num_kv_heads=heads, is_mla=is_mla,
+            )  # fmt: skip
+            targets = topology.get_target_remote_ranks(remote_tp, remote_pp)
+            ranks = plan_transfer(local, remote, rank).remote_ranks
+            assert ranks == tuple(number for number, _, _ in targets)
+            num_checked += 1
+    assert num_checked == (1 + 2 + 4 + 8) * (1 + 2 + 4) * len(SIZES) * len(stages)
+
+
+@pytest.mark.parametrize(
+    ("local", "remote", "permutation", "num_fragments"),
+    [
+        # Two layers, K and V: four parts.
+        (of(), of(), None, 4),
+        (of(packing="block_major"), of(packing="block_major"), None, 1),
+        (of(packing="block_major"), of(packing="blocks_first"), None, 2),
+        (of(packing="blocks_first"), of(packing="apart"), None, 4),
+        (of(), of(layout="HND"), (4, "HND"), 4),
+        (of(layout="HND"), of(), (4, "NHD"), 4),
+        (of(packing="block_major"), of(packing="block_major", layout="HND"), (4, "HND"), 1),
+        (of(layout="HND", block_size=16), of(layout="HND"), (4, "HND"), 16),
+        (of(layout="HND"), of(layout="HND", block_size=16), (16, "HND"), 16),
+        (of(block_size=16), of(), None, 16),  # NHD of another block size is the same rows
+        (of(block_size=16), of(layout="HND", tp_size=2), (4, "HND"), 32),
+        (of(), of(tp_size=2), None, 2 * 4 * 4),  # heads of two ranks, token by token
+        (of(layout="HND"), of(tp_size=2), (4, "NHD"), 2 * 4 * 4),
+        (of(tp_size=4), of(layout="HND", tp_size=4), None, 4),  # one head: the same order
+        (of(cp_world_size=2), of(layout="HND"), None, 64),
+        (of(cp_world_size=2), of(layout="HND", cp_world_size=2), (4, "HND"), 4),
+        (of(cp_world_size=2, cp_interleave=2), of(layout="HND", cp_world_size=2), None, 64),
+    ],
+)
+def test_the_fewest_fragments_are_chosen(local, remote, permutation, num_fragments):
+    plan = plan_transfer(cache(**local), cache(**remote), 0)
+    assert (plan.permutation, plan.num_fragments) == (permutation, num_fragments)
+    exact = plan_transfer(cache(**local), cache(**remote), 0, allow_permutation=False)
+    assert exact.permutation is None
+    assert exact.num_fragments > num_fragments or permutation is None
+    assert len(plan.fragments.length) == num_fragments
+
+
+@pytest.mark.parametrize(
+    ("packing", "num_fragments"),
+    [
+        # 4 of 8 heads in blocks of 4 tokens, 6 layers: all layers' K and V of the heads are one stretch,
+        ("heads first", (1, 1)),
+        # K and V one each,
+        ("kv, heads, layers", (2, 2)),
+        # and where layers lie outside, each layer's K and V are one.
+        ("block_major", (12, 12)),
+        ("apart", (12, 12)),
+    ],
+)
+def test_outermost_heads_form_one_fragment(packing, num_fragments):
+    layout = "NHD" if packing in ("heads first", "kv, heads, layers") else "HND"
+    common = of(num_layers=6, total_num_kv_heads=8, layout=layout, packing=packing)
+    whole, half = cache(**common), cache(tp_size=2, **common)
+    found = [
+        plan_transfer(half, whole, 1).num_fragments,
+        plan_transfer(whole, half, 0).num_fragments // 2,  # of two ranks
+    ]
+    assert tuple(found) == num_fragments
+
+
+def test_outermost_heads_form_one_fragment_per_stage():
+    common = of(num_layers=6, total_num_kv_heads=8, packing="heads first")
+    stages = cache(
+        stages=[(2, 1), (4, 2)], **common
+    )  # a head's layers are of one stage, then the other
+    plan = plan_transfer(cache(tp_size=2, **common), stages, 0)
+    assert plan.remote_ranks == (0, 1) and plan.num_fragments == 4 + 4
+
+
+@pytest.mark.parametrize(
+    "packings", spread(((each,) for each in itertools.product(PACKINGS, repeat=2)), 4)
+)
+@pytest.mark.parametrize(("local", "remote"), [*DIFFERENT, (of(tp_size=2), of(tp_size=8))])
+def test_fragments_are_maximal(local, remote, packings):
+    local, remote = ({**side, "packing": p} for side, p in zip((local, remote), packings))
+    f = plan_transfer(cache(**local), cache(**remote), 0, allow_permutation=False).fragments
+    ends = set(
+        zip(
+            f.remote_rank, f.remote_page, f.remote_region, f.remote_offset + f.length,
+            f.local_page, f.local_region, f.local_offset + f.length,
+        )
+    )  # fmt: skip
+    begins = set(zip(*f[:-1]))
+    assert len(begins) == len(f.length) and not ends & begins
+
+
+@pytest.mark.parametrize("layout", sampled(["HND", "NHD"]))
+@pytest.mark.parametrize("packing", ["heads first", "kv, heads, layers"])
+@pytest.mark.parametrize(("local", "remote"), [*DIFFERENT, (of(tp_size=2), of(tp_size=8))])
+def test_fragments_are_maximal_with_outermost_heads(local, remote, packing, layout):
+    local, remote = ({**side, "packing": packing, "layout": layout} for side in (local, remote))
+    f = plan_transfer(cache(**local), cache(**remote), 0).fragments
+    ends = set(
+        zip(
+            f.remote_rank, f.remote_page, f.remote_region, f.remote_offset + f.length,
+            f.local_page, f.local_region, f.local_offset + f.length,
+        )
+    )  # fmt: skip
+    begins = set(zip(*f[:-1]))
+    assert len(begins) == len(f.length) and not ends & begins
+
+
+def test_engines_of_other_scales_are_refused():
+    common = of(dtype="float8_e4m3fn")
+    plain = cache(engine_id="L", **common)
+    scaled = cache(engine_id="R", k_scale=[[1.0], [0.5]], v_scale=[[1.0], [1.0]], **common)
+    message = (
+        r"local k_scale of layer 1, head 0 is 1.0 \(engine 'L'\), remote k_scale is 0.5 \(engine 'R'\): "
+        "expected the same"
+    )
+    with pytest.raises(ValueError, match=message):
+        plan_transfer(plain, scaled, 0)
+    per_head = cache(engine_id="H", k_scale=[[1.0] * 4, [0.5] * 4], **common)
+    assert plan_transfer(scaled, per_head, 0).num_fragments == 4  # the same, given per head
+    assert plan_transfer(plain, cache(k_scale=[[1.0], [1.0]], **common), 0).num_fragments == 4
+    other = cache(v_scale=[[1, 1, 1, 1], [1, 1, 2, 1]], **common)
+    with pytest.raises(ValueError, match=r"local v_scale of layer 1, head 2 is 1\.0"):
+        plan_transfer(plain, other, 0)
+
+
+def test_adjacent_whole_pages_form_one_run():
+    plan = plan_transfer(cache(), cache(), 0)
+    assert plan.is_whole_pages and plan.bytes_per_group == {0: 4 * 4 * 4 * 8}
+    pages = np.arange(1, 11, dtype=np.int32)[:, None]
+    assert plan.apply(pages, pages + 5).num_fragments == 4
+    assert plan.apply(pages[::-1], pages[::-1] + 5).num_fragments == 4
+    assert plan.apply(pages, pages[::-1]).num_fragments == 40
+    assert plan.apply(pages[:0], pages[:0]).num_fragments == 0
+    parts = plan_transfer(cache(block_size=16), cache(), 0)  # four remote pages fill a local one
+    assert not parts.is_whole_pages
+    remote = np.arange(1, 41).reshape(10, 4)
+    assert parts.apply(pages, remote).num_fragments == 4
+    remote[3, 2] = 77
+    assert parts.apply(pages, remote).num_fragments == 4 * 3
+    torn = plan_transfer(cache(tp_size=2), cache(), 0)
+    assert not torn.is_whole_pages and torn.apply(pages, pages).num_fragments == 160
+
+
+def test_pages_that_do_not_fit_are_refused():
+    plan = plan_transfer(cache(), cache(tp_size=2), 0)
+    pages = np.arange(1, 4, dtype=np.int32)[:, None]
+    for local, remote, error, message in (
+        (pages[:, 0], pages, ValueError, r"local_pages has shape \[3\]: expected \[groups, 1\]"),
+        (pages, pages[:2], ValueError, "rank 0 has 2 groups, local_pages 3"),
+        (pages, {0: pages}, ValueError, r"remote_pages has ranks \[0\]: expected also \[1\]"),
+        (pages - 1, pages, ValueError, "local_pages holds 0: expected pages, 1 to 2147483647"),
+        (pages - 4, pages, ValueError, "local_pages holds -3: expected pages, 1 to"),
+        (pages, pages - 2, ValueError, "remote_pages holds -1: expected pages, 1 to"),
+        (
+            pages.astype(np.uint64) + 2**63,
+            pages,
+            ValueError,
+            "local_pages holds 9223372036854775809",
+        ),
+        (pages, pages.astype(np.int64) + 2**40, ValueError, "remote_pages holds 1099511627777"),
+        (
+            pages // 2 + 1,
+            pages,
+            ValueError,
+            "local_pages has page 2 twice: expected each page once",
+        ),
+        (
+            pages // 2 + 10**6,  # sorted, not marked
+            pages,
+            ValueError,
+            "local_pages has page 1000001 twice: expected each page once",
+        ),
+        (pages, pages.astype(float), TypeError, "remote_pages has dtype float64"),
+    ):
+        with pytest.raises(error, match=message):
+            plan.apply(local, remote)
+
+
+def test_partial_plan_requires_only_used_pages():
+    plan = plan_transfer(cache(block_size=4), cache(block_size=16), 0)
+    part = plan.for_tokens(12, first_token=4)
+    local = np.array([[-1, 7, 8]])  # the first page is here already
+    assert part.apply(local, np.array([[3]])).num_bytes == sum(part.bytes_per_group.values())
+    with pytest.raises(ValueError, match="local_pages holds -1"):
+        plan.for_tokens(12).apply(local, np.array([[3]]))
+    with pytest.raises(
+        ValueError, match="the plan is of some tokens already: expected that of whole"
+    ):
+        part.for_tokens(12)
+
+
+def test_block_sizes_with_huge_common_multiple_are_rejected():
+    with pytest.raises(ValueError, match=r"local block_size is 16 .*remote block_size is 1000003"):
+        plan_transfer(cache(block_size=16), cache(block_size=1_000_003), 0)

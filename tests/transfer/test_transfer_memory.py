@@ -1,0 +1,274 @@
+"""Transfer plans on real storages: addresses, bytes, and the permutation by the op."""
+
+import ctypes
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache import KVStorage, Pages
+from kvcache.layouts import backend
+from kvcache.transfer import (
+    CacheDescription,
+    StateDescription,
+    StateTensor,
+    permute_pages,
+    plan_states,
+    plan_transfer,
+    region_addresses,
+)
+from tests.machinery.shared import spread
+
+LAYERS, HEADS = 2, 4
+OPTIONS = {
+    "apart": {},
+    "blocks_first": {"backend": "FLASHINFER"},
+    "block_major": {"backend": "BLOCK_MAJOR", "cross_layers": True},
+    "side by side": {"backend": "FLASH_ATTN_DIFFKV"},
+    "heads first": {"backend": "TRITON_ATTN", "cross_layers": True},
+}
+
+
+def side(block_size=4, layout="HND", packing="apart", tp_size=1, v_head_size=8, **more):
+    options = dict(OPTIONS[packing])
+    described = backend(options.pop("backend", "FLASH_ATTN"))
+    return CacheDescription(
+        engine_id="e", num_layers=LAYERS, total_num_kv_heads=HEADS, head_size=8, dtype="float16",
+        v_head_size=v_head_size, block_size=block_size, tp_size=tp_size,
+        memory_order=described.memory_order(layout, **options), **more,
+    )  # fmt: skip
+
+
+def storage_of(description, packing, num_blocks=40, **more):
+    storage = KVStorage(
+        num_blocks, description.block_size, description.heads_per_rank, 8, num_layers=LAYERS,
+        dtype=torch.float16, v_head_size=description.v_head_size, layout=description.layout,
+        **OPTIONS[packing], **more,
+    )  # fmt: skip
+    assert storage.memory_order == description.memory_order
+    return storage
+
+
+def tokens_of(storage, pages):
+    """Return K and V of the tokens in these pages in order: per layer [tokens, heads, size] twice."""
+    ids = torch.from_numpy(pages.ravel()).long()
+    return [
+        [cache(layer)[ids].flatten(0, 1) for cache in (storage.key_cache, storage.value_cache)]
+        for layer in range(LAYERS)
+    ]
+
+
+def carry_out(local, remote, storage, storages, mine, seed=0):
+    """Transfer rank 0's pages from remote storages with other page ids. Return the plan and the pages."""
+    plan = plan_transfer(local, remote, 0)
+    rng = np.random.default_rng(seed)
+    count = len(mine) // plan.local_pages_per_group * plan.remote_pages_per_group
+    theirs = {r: 1 + rng.permutation(39)[:count] for r in plan.remote_ranks}
+    for each in (storage, *storages):
+        each.pages.memory.random_(0, 120)
+    here = region_addresses(local, storage.pages)
+    there = [region_addresses(remote, each.pages) for each in storages]
+    mine = mine.reshape(-1, plan.local_pages_per_group)
+    shaped = {r: ids.reshape(len(mine), -1) for r, ids in theirs.items()}
+    runs = plan.apply(mine, shaped).expand()
+    for rank, region, offset, to_region, to_offset, length in zip(*(c.tolist() for c in runs)):
+        ctypes.memmove(int(here[to_region]) + to_offset, int(there[rank][region]) + offset, length)
+    permute_pages(storage, mine, plan.permutation)
+    return plan, theirs
+
+
+@pytest.mark.parametrize(
+    ("packings", "sizes", "layouts", "v_head_size"),
+    spread(
+        itertools.product(
+            itertools.product(OPTIONS, repeat=2),
+            [(8, 4), (4, 8), (4, 4), (6, 4)],
+            itertools.product(("HND", "NHD"), repeat=2),
+            (8, 4),
+        ),
+        89,
+    ),
+)
+def test_every_token_arrives(packings, sizes, layouts, v_head_size):
+    local = side(sizes[0], layouts[0], packings[0], v_head_size=v_head_size)
+    remote = side(sizes[1], layouts[1], packings[1], tp_size=2, v_head_size=v_head_size)
+    storage = storage_of(local, packings[0])
+    storages = [storage_of(remote, packings[1]) for _ in range(2)]
+    mine = np.array([7, 3, 4, 5, 12, 30])
+    plan, theirs = carry_out(local, remote, storage, storages, mine)
+    sources = [tokens_of(storages[rank], theirs[rank]) for rank in plan.remote_ranks]
+    for layer, found in enumerate(tokens_of(storage, mine)):
+        for part in range(2):
+            wanted = torch.cat([source[layer][part] for source in sources], dim=1)
+            assert torch.equal(found[part], wanted)
+
+
+SCALED = [name for name in OPTIONS if name != "heads first"]
+
+
+@pytest.mark.parametrize("packing", SCALED)
+@pytest.mark.parametrize("layouts", [("HND", "HND"), ("NHD", "HND")])
+@pytest.mark.parametrize("sizes", [(8, 4), (4, 4)])
+def test_scales_of_storages_arrive_with_their_heads(packing, layouts, sizes):
+    """Each token has 4 bytes per head: 16 in the local storage, 8 in each of two remote storages."""
+    local = side(sizes[0], layouts[0], packing, scale_bytes_per_head=4)
+    remote = side(sizes[1], layouts[1], packing, tp_size=2, scale_bytes_per_head=4)
+    storage = storage_of(local, packing, scale_bytes_per_token=16)
+    storages = [storage_of(remote, packing, scale_bytes_per_token=8) for _ in range(2)]
+    mine = np.array([7, 3, 4, 5, 12, 30])
+    plan, theirs = carry_out(local, remote, storage, storages, mine)
+    for layer in range(LAYERS):
+        found = storage.scale_cache(layer)[torch.from_numpy(mine)].flatten(0, 1)
+        wanted = [
+            storages[rank].scale_cache(layer)[torch.from_numpy(theirs[rank])].flatten(0, 1)
+            for rank in plan.remote_ranks
+        ]
+        assert torch.equal(found, torch.cat(wanted, dim=1))
+    sources = [tokens_of(storages[rank], theirs[rank]) for rank in plan.remote_ranks]
+    for layer, found in enumerate(tokens_of(storage, mine)):
+        for part in range(2):
+            assert torch.equal(found[part], torch.cat([s[layer][part] for s in sources], dim=1))
+
+
+def test_ranks_of_uneven_stages_have_own_addresses():
+    described = CacheDescription(
+        engine_id="e", num_layers=4, total_num_kv_heads=HEADS, head_size=8, dtype="float16",
+        block_size=4, stages=[(3, 1), (1, 2)],
+    )  # fmt: skip
+    for rank, (layers, heads) in enumerate(((3, 4), (1, 2), (1, 2))):
+        storage = KVStorage(9, 4, heads, 8, num_layers=layers, dtype=torch.float16)
+        found = region_addresses(described, storage.pages, rank) - storage.pages.base
+        assert found.tolist() == storage.pages.offsets.tolist()
+    with pytest.raises(ValueError, match="placement of engine 'e' differs by stage: ask stage_of"):
+        region_addresses(described, storage.pages)
+    with pytest.raises(ValueError, match="pages have 1 layers, the description 3 per rank"):
+        region_addresses(described, storage.pages, 0)
+
+
+def test_states_arrive_in_pages_that_groups_share():
+    """A convolution with 4 heads and 2 groups and an SSM with 4 heads, from two ranks to one."""
+    tensors = [
+        StateTensor(sections=[(4, 3), (2, 2), (2, 2)], row_size=3),
+        StateTensor(sections=[(4, 1)], row_size=5, dtype="float32"),
+    ]
+    whole = StateDescription(engine_id="d", num_layers=LAYERS, tensors=tensors, page_stride=512)
+    half = StateDescription(engine_id="p", num_layers=LAYERS, tensors=tensors, tp_size=2)
+    own = Pages.allocate(9, [[512]] * LAYERS)
+    theirs = [Pages.allocate(9, [[half.state_bytes(rank)]] * LAYERS) for rank in range(2)]
+    for pages in (own, *theirs):
+        pages.memory.random_(0, 256)
+    plan = plan_states(whole, half, 0)
+    here = region_addresses(whole, own)
+    there = [region_addresses(half, pages, rank) for rank, pages in enumerate(theirs)]
+    runs = plan.apply(np.array([5, 2]), np.array([8, 3])).expand()
+    for rank, region, offset, to_region, to_offset, length in zip(*(c.tolist() for c in runs)):
+        ctypes.memmove(int(here[to_region]) + to_offset, int(there[rank][region]) + offset, length)
+    for layer, (page, source) in itertools.product(range(LAYERS), ((5, 8), (2, 3))):
+        state = own.layer(layer)[page, : whole.state_bytes(0)]
+        conv, ssm = state[: 20 * 3 * 2].view(20, 6), state[20 * 3 * 2 :].view(4, 20)
+        parts = [pages.layer(layer)[source] for pages in theirs]
+        convs = [part[: 10 * 3 * 2].view(10, 6) for part in parts]
+        channels = [each[rows] for rows in (slice(6), slice(6, 8), slice(8, 10)) for each in convs]
+        assert torch.equal(conv, torch.cat(channels))  # x, B and C, of each both ranks' slices
+        assert torch.equal(ssm, torch.cat([part[10 * 3 * 2 :].view(2, 20) for part in parts]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        ({}, [[24]] * 2),
+        ({}, [[32]] * 3),
+        ({}, [[32]]),
+        ({"page_stride": 64}, [[32]] * 2),
+        ({}, [[16, 16]] * 2),
+    ],
+)
+def test_pages_of_other_states_are_refused(changes, sizes):
+    tensors = [StateTensor(sections=[(4, 4)])]
+    described = StateDescription(engine_id="e", num_layers=2, tensors=tensors, **changes)
+    with pytest.raises(
+        ValueError, match=r"expected 2 layers of one fragment, 32 bytes or more, (32|64) ap"
+    ):
+        region_addresses(described, Pages.allocate(9, sizes))
+    unlike = StateDescription(engine_id="e", num_layers=2, tensors=tensors, stages=[(1, 1), (1, 2)])
+    with pytest.raises(ValueError, match="stages of engine 'e' differ: expected a rank"):
+        region_addresses(unlike, Pages.allocate(9, [[32]]))
+
+
+def test_shared_pages_are_described_by_their_stride():
+    pages = Pages.allocate(40, [[2048]] * LAYERS)
+    local = side(packing="blocks_first", page_stride=2048)
+    storage = KVStorage.over(pages, 4, HEADS, 8, dtype=torch.float16, layout="HND")
+    found = region_addresses(local, pages) - pages.base
+    assert found.tolist() == pages.offsets.tolist()
+    remote = side(packing="blocks_first")
+    source = storage_of(remote, "blocks_first")
+    source.pages.memory.random_(0, 120)
+    there = region_addresses(remote, source.pages)
+    plan = plan_transfer(local, remote, 0)
+    runs = plan.apply(np.array([[5], [6]]), np.array([[8], [9]])).expand()
+    assert len(runs.length) == 4  # neighbours are apart here
+    for _, region, offset, to_region, to_offset, length in zip(*(c.tolist() for c in runs)):
+        ctypes.memmove(
+            int(found[to_region]) + pages.base + to_offset, int(there[region]) + offset, length
+        )
+    for layer in range(LAYERS):
+        assert torch.equal(storage.key_cache(layer)[5:7], source.key_cache(layer)[8:10])
+        assert torch.equal(storage.value_cache(layer)[5:7], source.value_cache(layer)[8:10])
+
+
+def test_engine_tensors_have_addresses():
+    caches = [torch.zeros(9, 2, 4, HEADS, 8, dtype=torch.float16) for _ in range(LAYERS)]
+    storage = KVStorage.from_tensors(caches)
+    found = region_addresses(side(layout="NHD", packing="blocks_first"), storage.pages)
+    assert found.tolist() == [cache.data_ptr() for cache in caches]
+
+
+@pytest.mark.parametrize(
+    ("description", "storage", "message"),
+    [
+        (
+            side(packing="apart"),
+            OPTIONS["blocks_first"],
+            "layer 0 has a fragment at byte 0, pages 512 bytes",
+        ),
+        (
+            side(packing="blocks_first"),
+            {},
+            "layer 0 has a fragment at byte 0, pages 256 bytes apart: exp",
+        ),
+        (
+            side(packing="blocks_first"),
+            OPTIONS["block_major"],
+            "pages 1024 bytes apart: expected 512",
+        ),
+        (
+            side(block_size=8),
+            {},
+            r"has fragments of \[256, 256\] bytes: expected \[512",
+        ),
+        (
+            side(),
+            {"num_layers": 3},
+            "pages have 3 layers, the description 2 per rank: expected the same",
+        ),
+        (side(), {"scale_bytes_per_token": 4}, r"has fragments of \[256, 256, 16\] bytes"),
+    ],
+)
+def test_pages_must_match_their_description(description, storage, message):
+    options = {"num_layers": LAYERS, "dtype": torch.float16, **storage}
+    pages = KVStorage(9, 4, HEADS, 8, **options).pages
+    with pytest.raises(ValueError, match=message):
+        region_addresses(description, pages)
+
+
+def test_stride_applies_to_k_and_v_regions():
+    with pytest.raises(ValueError, match="page_stride is 4096: expected None where K and V"):
+        side(page_stride=4096)
+    with pytest.raises(ValueError, match="page_stride is 511: expected 512 to"):
+        side(packing="blocks_first", page_stride=511)
+    with pytest.raises(TypeError, match="is_mla is 1: expected True or False"):
+        side(is_mla=1)
+    with pytest.raises(TypeError, match="values is a list: expected a mapping"):
+        CacheDescription.from_dict([])

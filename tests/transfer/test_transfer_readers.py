@@ -1,0 +1,145 @@
+"""Reader counts of source ranks, compared with the plans of all readers, for all sizes."""
+
+import re
+
+import numpy as np
+import pytest
+
+from kvcache.compat import KVTopology, RemoteEngine
+from kvcache.transfer import StateDescription, StateTensor, plan_transfer, source_readers
+from tests.machinery.shared import sampled
+from tests.machinery.transfer_plan_checker import cache, of
+from tests.transfer.test_transfer_plan import drawn_side
+
+
+def read_by_plans(plans, num_tokens, first_token):
+    """The readers of each source rank, from the plans of all readers, over all groups of a request."""
+    found = [set() for _ in range(plans[0].remote.world_size)]
+    for rank, plan in enumerate(plans):
+        size = plan.tokens_per_group
+        for begin in range(0, num_tokens, size):
+            last, first = min(num_tokens - begin, size), max(first_token - begin, 0)
+            if first < last:
+                for read in plan.for_tokens(last, first_token=first).remote_ranks:
+                    found[read].add(rank)
+    return tuple(tuple(sorted(each)) for each in found)
+
+
+@pytest.mark.parametrize("seed", sampled(range(80), 3))
+def test_readers_equal_the_plans(seed):
+    rng = np.random.default_rng(seed)
+    for _ in range(6):
+        heads, num_layers = int(rng.choice([1, 2, 4, 6])), int(rng.integers(2, 6))
+        sides = [drawn_side(rng, heads, num_layers, 0) for _ in range(2)]
+        sides[1]["is_mla"] = sides[0]["is_mla"]
+        readers, source = (cache(**side) for side in sides)
+        plans = [plan_transfer(readers, source, rank) for rank in range(readers.world_size)]
+        group = plans[0].tokens_per_group
+        assert source_readers(readers, source) == read_by_plans(plans, group, 0)
+        for num_tokens in rng.integers(1, 4 * group, 3).tolist():
+            pages = (num_tokens - 1) // readers.tokens_per_page
+            first = int(rng.integers(pages + 1)) * readers.tokens_per_page
+            found = source_readers(readers, source, num_tokens, first_token=first)
+            assert found == read_by_plans(plans, num_tokens, first), (num_tokens, first)
+
+
+@pytest.mark.parametrize("seed", sampled(range(20), 2))
+def test_readers_equal_the_topology(seed):
+    rng = np.random.default_rng(seed)
+    for _ in range(10):
+        heads, num_layers = int(rng.choice([1, 2, 4])), int(rng.integers(2, 6))
+        stages = []
+        for _ in range(2):
+            cuts = np.sort(
+                rng.choice(np.arange(1, num_layers), rng.integers(3) % num_layers, replace=False)
+            )
+            counts = np.diff([0, *cuts, num_layers]).tolist()
+            stages.append([(count, int(rng.choice([1, 2, 4, 8]))) for count in counts])
+        readers, source = (
+            cache(num_layers=num_layers, total_num_kv_heads=heads, stages=each) for each in stages
+        )
+        found = source_readers(readers, source)
+
+        def asked(described, rank, other, heads=heads):
+            _, pp_rank, tp_rank = described.coordinates(rank)
+            return KVTopology(
+                "own", tp_rank, described.stages[pp_rank].tp_size, pp_rank, len(described.stages),
+                total_num_kv_heads=heads, stages=described.stages,
+                remotes={"other": RemoteEngine(stages=other.stages)},
+            )  # fmt: skip
+
+        for rank in range(source.world_size):
+            ranks = asked(source, rank, readers).get_reader_ranks_from_engine_id("other")
+            assert tuple(number for number, _, _ in ranks) == found[rank]
+        for rank in range(readers.world_size):
+            topology = asked(readers, rank, source)
+            targets = topology.get_target_remote_ranks_from_engine_id("other")
+            assert [t[0] for t in targets] == [n for n, each in enumerate(found) if rank in each]
+            counts = topology.num_readers_of_targets_from_engine_id("other")
+            assert counts == {t[0]: len(found[t[0]]) for t in targets}
+
+
+def test_readers_of_known_examples():
+    wide, narrow = cache(tp_size=4), cache(tp_size=2)
+    assert source_readers(wide, narrow) == ((0, 1), (2, 3))
+    assert source_readers(narrow, wide) == ((0,), (0,), (1,), (1,))
+    latent = of(is_mla=True, total_num_kv_heads=1)
+    assert source_readers(cache(tp_size=4, **latent), cache(**latent)) == ((0, 1, 2, 3),)
+    assert source_readers(cache(**latent), cache(tp_size=4, **latent)) == ((0,), (), (), ())
+    # Context-parallel ranks of which a short request fills one.
+    spread = cache(cp_world_size=2, block_size=4, cp_interleave=4)
+    assert source_readers(spread, cache()) == ((0, 1),)
+    assert source_readers(spread, cache(), 3) == ((0,),)
+    assert source_readers(spread, cache(), 5) == ((0, 1),)
+    assert source_readers(cache(), spread, 3) == ((0,), ())
+    # Stages: 3 layers on one rank, 1 layer on four.
+    stages = cache(num_layers=4, stages=[(3, 1), (1, 4)])
+    assert source_readers(cache(num_layers=4, tp_size=2), stages) == (
+        (0, 1),
+        (0,),
+        (0,),
+        (1,),
+        (1,),
+    )
+    assert source_readers(stages, cache(num_layers=4, tp_size=2)) == ((0, 1, 2), (0, 3, 4))
+
+
+def test_readers_of_states():
+    wide, narrow = (
+        StateDescription(
+            engine_id="e",
+            num_layers=2,
+            tp_size=size,
+            tensors=[StateTensor(sections=[(8, 4), (1, 6)])],
+        )
+        for size in (4, 2)
+    )
+    assert source_readers(wide, narrow) == ((0, 1), (2, 3))
+    assert source_readers(narrow, wide) == ((0,), (0,), (1,), (1,))
+    with pytest.raises(
+        ValueError, match="num_tokens is 3, first_token is 0: expected none with states"
+    ):
+        source_readers(wide, narrow, 3)
+    with pytest.raises(
+        TypeError, match=r"source is CacheDescription.*: expected a StateDescription"
+    ):
+        source_readers(wide, cache())
+    with pytest.raises(
+        TypeError, match=r"source is StateDescription.*: expected a CacheDescription"
+    ):
+        source_readers(cache(), wide)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (of(num_tokens=0), "num_tokens is 0"),
+        (of(num_tokens=4, first_token=4), "first_token is 4: expected 0 to 3"),
+        (of(num_tokens=4, first_token=3), "first_token is 3: expected a multiple of the 4 tokens"),
+    ],
+)
+def test_tokens_out_of_range_are_reported(values, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        source_readers(cache(), cache(), **values)
+    with pytest.raises(ValueError, match="readers num_layers is 2"):
+        source_readers(cache(), cache(num_layers=4))

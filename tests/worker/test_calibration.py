@@ -1,0 +1,394 @@
+"""Copy methods by fragment size: thresholds, files, and the output of `kvcache bench`."""
+
+import json
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache import Pages, SwapEngine
+from kvcache.cli import main
+from kvcache.worker.swap import bandwidth
+from kvcache.worker.swap.calibration import (
+    DEFAULT,
+    Calibration,
+    calibration_of,
+    load,
+    path_for,
+    steps_of,
+)
+from tests.machinery.simulated_device import SimulatedStreams
+
+KIB = 1024
+KERNEL_ALWAYS = ((0, ((0, "kernel"),)),)
+
+
+def test_thresholds_lie_between_measured_sizes():
+    measured = [(4096, "staging"), (8192, "staging"), (16384, "kernel"), (32768, "copy_engine")]
+    assert steps_of(measured) == ((0, "staging"), (12288, "kernel"), (24576, "copy_engine"))
+    assert steps_of([(4096, "kernel")]) == ((0, "kernel"),)
+
+
+def test_fragment_thresholds_lie_between_measured_counts():
+    few, many = ((0, "copy_engine"),), ((0, "kernel"), (100, "copy_engine"))
+    assert steps_of([(16, few), (64, many), (4096, many)]) == ((0, few), (40, many))
+
+
+@pytest.mark.parametrize(
+    ("direction", "fragment", "number", "method"),
+    [
+        ("in", 4 * KIB, 32, "kernel"),
+        ("in", 28 * KIB - 1, 32, "kernel"),
+        ("in", 28 * KIB, 32, "copy_engine"),
+        ("in", 4 * KIB, 31, "copy_engine"),
+        ("out", 4 * KIB, 32, "staging"),
+        ("out", 4 * KIB, 31, "copy_engine"),
+        ("out", 1024 * KIB, 5000, "copy_engine"),
+    ],
+)
+def test_built_in_thresholds_equal_published_ones(direction, fragment, number, method):
+    assert DEFAULT.method(direction, fragment, number) == method
+    assert "H100" in DEFAULT.machine and "published" in DEFAULT.machine
+
+
+def test_a_calibration_is_stored_and_found_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    steps = ((0, "kernel"), (100, "staging"))
+    mine = Calibration("NVIDIA H200", KERNEL_ALWAYS, ((0, steps), (40, ((0, "kernel"),))), 3)
+    path = path_for(mine.machine)
+    assert path == tmp_path / "kvcache" / "calibration-nvidia-h200.json"
+    mine.save(path)
+    assert load(path) == mine and not list(path.parent.glob("*.tmp"))
+    monkeypatch.setenv("KVCACHE_CALIBRATION", str(tmp_path / "other.json"))
+    assert path_for("anything") == tmp_path / "other.json"
+    assert calibration_of(torch.device("cpu")) is DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "holds no calibration"),
+        ("[1]", "holds no calibration"),
+        ('{"version": 2, "machine": "a"}', "holds no calibration: .*missing"),
+        (
+            '{"version": 2, "machine": "a", "out": [[0, [[0, "dma"]]]], "in_": [[0, [[0, "kernel"]]]]}',
+            "out has 'dma': expected one of kernel, copy_engine, staging",
+        ),
+        (
+            '{"version": 2, "machine": "a", "out": [[0, [[5, "kernel"]]]], "in_": [[0, []]]}',
+            r"out has steps that begin at \[5\]: expected ascending sizes from 0",
+        ),
+        (
+            '{"version": 2, "machine": "a", "out": [[5, [[0, "kernel"]]]], "in_": [[0, []]]}',
+            r"out begins at \[5\]: expected ascending numbers of fragments from 0",
+        ),
+        (
+            '{"version": 2, "machine": "a", "out": [[0, [[0, "kernel"]]]], '
+            '"in_": [[0, [[0, "kernel"]]]], "num_thread_blocks": 0}',
+            "num_thread_blocks is 0: expected 1 or more",
+        ),
+        (
+            '{"machine": "a", "out": [[0, "kernel"]], "in_": [[0, "kernel"]], "num_thread_blocks": 8}',
+            "version is 1, expected 2: `kvcache bench --calibrate` measures anew",
+        ),
+    ],
+)
+def test_file_without_calibration_is_reported(tmp_path, text, message):
+    path = tmp_path / "calibration.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        load(path)
+    assert str(path) in str(caught.value)
+
+
+def engine(sizes, block_major=False, **options):
+    pages = Pages.allocate(40, sizes, block_major=block_major)
+    return SwapEngine(pages, pages.on_host(40), streams=SimulatedStreams(0), **options)
+
+
+# The built-in thresholds of many fragments, for any number.
+BY_SIZE = Calibration("a test", ((0, DEFAULT.out[-1][1]),), ((0, DEFAULT.in_[-1][1]),))
+
+
+def ids(*values):
+    return np.array(values).reshape(-1, 2)
+
+
+def test_method_depends_on_contiguity_of_both_sides():
+    apart = engine([[8 * KIB, 8 * KIB]] * 4, calibration=BY_SIZE)
+    scattered, run = ids(1, 9, 5, 2), np.stack([np.arange(1, 9), np.arange(21, 29)], 1)
+    assert apart.fragment_bytes("out", scattered) == 8 * KIB
+    assert apart.fragment_bytes("out", run) == 8 * KIB  # on the host, layers lie between
+    assert [apart.method_for(d, run) for d in ("out", "in")] == ["staging", "kernel"]
+    packed = engine([[8 * KIB, 8 * KIB]], block_major=True, calibration=BY_SIZE)
+    assert packed.fragment_bytes("in", ids(1, 9, 5, 2)) == 16 * KIB
+    assert packed.fragment_bytes("in", run) == 8 * 16 * KIB
+    assert packed.fragment_bytes("in", run[::-1]) == 8 * 16 * KIB  # downwards too
+    assert packed.method_for("in", scattered) == "kernel"
+    assert packed.method_for("in", run) == "copy_engine"
+    assert packed.method_for("out", scattered) == "kernel"  # a page is one piece: nothing to stage
+    assert engine([[8]], method="staging").method_for("in", run) == "staging"
+    on_cpu = SwapEngine(apart.device, apart.host)  # nothing to choose from
+    assert [on_cpu.method_for(d, run) for d in ("out", "in")] == ["kernel", "kernel"]
+
+
+def test_method_depends_on_number_of_fragments():
+    swaps = engine([[8 * KIB, 8 * KIB]] * 4)  # 8 fragments per page
+    few, many = ids(1, 9, 5, 2), ids(1, 9, 5, 2, 7, 4, 8, 1)
+    assert [swaps.num_fragments("in", pairs) for pairs in (few, many)] == [16, 32]
+    assert [swaps.method_for("in", pairs) for pairs in (few, many)] == ["copy_engine", "kernel"]
+    assert [swaps.method_for("out", pairs) for pairs in (few, many)] == ["copy_engine", "staging"]
+
+
+def test_cpu_rates_count_moved_bytes(monkeypatch):
+    moved = []
+    monkeypatch.setattr(
+        bandwidth, "median_times", lambda *functions: [(f() and 0) or 0.5 for f in functions]
+    )
+    original = bandwidth.PageCopy.copy
+
+    def copy(self, pairs):
+        if self.source is not self.destination:
+            assert self.source.memory.float().std() > 50  # written, and not all alike
+            moved.append(len(pairs) * self.source.page_bytes)
+        original(self, pairs)
+
+    monkeypatch.setattr(bandwidth.PageCopy, "copy", copy)
+    (rate,) = bandwidth.host_rates(8 << 20, (64 * KIB,))
+    assert (rate.direction, rate.fragment, rate.pattern) == ("host", 64 * KIB, "scattered")
+    assert moved == [8 << 20]
+    assert rate.gb_per_s == pytest.approx(moved[0] / 0.5 / 1e9)
+    assert rate.contiguous_gb_per_s == pytest.approx((8 << 20) / 0.5 / 1e9)
+
+
+def test_requested_calibration_must_match_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA B200")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("KVCACHE_CALIBRATION", raising=False)
+    assert calibration_of(torch.device("cuda")) is DEFAULT
+    monkeypatch.setenv("KVCACHE_CALIBRATION", str(tmp_path / "mine.json"))
+    with pytest.raises(ValueError, match=r"mine.json holds no calibration"):
+        calibration_of(torch.device("cuda"))
+    Calibration("NVIDIA L4", KERNEL_ALWAYS, KERNEL_ALWAYS).save(tmp_path / "mine.json")
+    with pytest.warns(RuntimeWarning, match="was measured on NVIDIA L4, this is NVIDIA B200"):
+        assert calibration_of(torch.device("cuda")).machine == "NVIDIA L4"
+
+
+def test_bench_prints_a_table_or_json(capsys):
+    assert main(["bench", "--mib", "8", "--device", "cpu", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [rate["fragment"] for rate in report["rates"]] == list(bandwidth.FRAGMENTS)
+    assert all(rate["share"] > 0 for rate in report["rates"])
+    assert main(["bench", "--mib", "8", "--device", "cpu"]) == 0
+    assert "4,096 KiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["bench", "--mib", "3"], 2, "--mib is '3': expected a whole number from 8 to 65536"),
+        (["bench", "--device", "tpu"], 2, "--device is 'tpu': expected cpu, cuda or cuda:N"),
+        (["bench", "--device", "cuda:99999999999"], 2, "--device is 'cuda:99999999999': expected"),
+        (["bench", "--device", "cuda:\u0663"], 2, "--device is 'cuda:\u0663': expected cpu, cuda"),
+        (["bench", "--mib", "65536"], 2, "--mib is 65536: expected less, this needs 256.2 GiB"),
+        (["bench", "--device", "cpu", "--calibrate"], 1, "there is no CUDA device: nothing to cal"),
+    ],
+)
+def test_bench_reports_invalid_arguments(capsys, argv, code, message):
+    assert main(argv) == code
+    assert message in capsys.readouterr().err
+
+
+def test_measured_pages_are_scattered_over_the_pool():
+    for pattern in ("scattered", "runs"):
+        pages, pairs = bandwidth._pages(4 * KIB, 1 << 20, pattern, "cpu", 16 << 20)
+        assert pages.num_bytes >= 16 << 20
+        assert abs(len(pairs) * pages.page_bytes - (1 << 20)) <= 16 * 4 * KIB * 2
+        for side in pairs.T:
+            assert len(set(side)) == len(side)
+            assert np.ptp(side) > 0.7 * pages.num_blocks and side.min() >= 1
+
+
+class Memory:
+    """Track live bytes of pages by where they were allocated, and their maximum."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.now, self.most = {"pool": 0, "host": 0, "staging": 0}, {}
+        for kind, name in (("pool", "allocate"), ("host", "on_host"), ("staging", "staging")):
+            made = getattr(Pages, name)
+            counted = lambda *args, made=made, kind=kind, **options: self._count(  # noqa: E731
+                kind, made(*args, **options)
+            )
+            monkeypatch.setattr(Pages, name, staticmethod(counted) if kind == "pool" else counted)
+
+    def _count(self, kind, pages):
+        num_bytes = pages.memory.numel()
+        self._add(kind, num_bytes)
+        weakref.finalize(pages, self._add, kind, -num_bytes)
+        return pages
+
+    def _add(self, kind, num_bytes):
+        self.now[kind] += num_bytes
+        self.most[kind] = max(self.most.get(kind, 0), self.now[kind])
+
+
+def test_bench_stays_within_its_checked_memory(monkeypatch):
+    """Pages and engines of a measurement are freed before the next allocation."""
+    monkeypatch.setattr(
+        bandwidth, "_contiguous_gb_per_s", lambda *args: dict.fromkeys(("out", "in", "both"), 1.0)
+    )
+    monkeypatch.setattr(bandwidth, "_swap_timing", lambda *args: bandwidth.Timing(1.0, 0.1, True))
+    monkeypatch.setattr(bandwidth, "median_times", lambda *functions: [0.5 for f in functions])
+    monkeypatch.setattr(bandwidth, "_memcpy", lambda *args: lambda: None)
+    monkeypatch.setattr(bandwidth, "FRAGMENTS", tuple(16 * KIB << n for n in range(4)))
+    monkeypatch.setattr(bandwidth, "_STAGING_BYTES", 3 << 20)
+    num_bytes, pool_bytes = 1 << 20, 5 << 20
+    memory = Memory(monkeypatch)
+    assert len(list(bandwidth.host_rates(num_bytes, bandwidth.FRAGMENTS))) == 4
+    needed = (
+        bandwidth.host_rates_bytes(num_bytes) - 2 * num_bytes
+    )  # in addition to the contiguous copy
+    assert memory.most["pool"] + memory.most["host"] == needed
+    memory.most.clear()
+    methods = ("kernel", "staging", "staging")
+    for _ in bandwidth.device_rates(
+        torch.device("cpu"), num_bytes, bandwidth.FRAGMENTS, methods, pool_bytes=pool_bytes
+    ):
+        pass
+    on_device, on_host = bandwidth.device_rates_bytes(num_bytes, pool_bytes)
+    assert memory.most["host"] == on_host - num_bytes
+    assert memory.most["pool"] == memory.most["host"]
+    assert 0 < memory.most["staging"] <= on_device - num_bytes - memory.most["pool"]
+    assert memory.now == dict.fromkeys(memory.now, 0)
+
+
+def test_calibration_distinguishes_numbers_of_fragments(monkeypatch):
+    """The copy engine for few fragments, the kernel for many small ones: as measured, not as built in."""
+
+    def rates(device, num_bytes, fragments, methods, calibration, *args, **options):
+        counts = args[4] if args else (64,)
+        directions = args[0] if args else options["directions"]
+        for fragment in fragments:
+            for method in methods:
+                for direction in directions:
+                    for count in sorted({min(n, num_bytes // fragment) for n in counts}):
+                        few = count < 256 or fragment >= 64 * KIB
+                        fast = method == ("copy_engine" if few else "kernel")
+                        for blocks in options.get("thread_blocks") or (None,):
+                            yield bandwidth.Rate(
+                                direction, fragment, "scattered", method, 50.0 if fast else 5.0,
+                                55.0, blocks, count,
+                            )  # fmt: skip
+
+    monkeypatch.setattr(bandwidth, "device_rates", rates)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    found = bandwidth.calibrate(torch.device("cuda"), 256 << 20)
+    assert found.num_thread_blocks == 1
+    for direction in ("out", "in"):
+        assert found.method(direction, 4 * KIB, 32) == "copy_engine"
+        assert found.method(direction, 4 * KIB, 256) == "kernel"
+        assert found.method(direction, 4 * KIB, 100_000) == "kernel"
+        assert found.method(direction, 1024 * KIB, 100_000) == "copy_engine"
+
+
+def test_numbers_of_thread_blocks_are_tried_over_one_pool(monkeypatch):
+    """Pinning gigabytes for each of them took longer than measuring."""
+    contiguous, pools, tried = [], [], []
+    monkeypatch.setattr(
+        bandwidth, "_contiguous_gb_per_s",
+        lambda *args: contiguous.append(args) or dict.fromkeys(("out", "in", "both"), 50.0),
+    )  # fmt: skip
+
+    def timing(engine, pairs, direction, rounds):
+        blocks = engine.calibration.num_thread_blocks
+        tried.append(blocks)
+        return bandwidth.Timing(1.0 / min(blocks, 8), 0.1, True)
+
+    made = Pages.allocate
+    monkeypatch.setattr(
+        Pages, "allocate", lambda *args, **options: pools.append(1) or made(*args, **options)
+    )
+    monkeypatch.setattr(bandwidth, "_swap_timing", timing)
+    monkeypatch.setattr(bandwidth, "FRAGMENTS", ())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(bandwidth, "steps_of", lambda steps: ((0, ((0, "kernel"),)),))
+    found = bandwidth.calibrate(torch.device("cpu"), 1 << 20, pool_bytes=2 << 20)
+    assert tried == list(bandwidth._THREAD_BLOCKS) and found.num_thread_blocks == 8
+    assert (len(pools), len(contiguous)) == (1, 2)  # the second is that of the methods
+
+
+@pytest.mark.gpu
+@pytest.mark.exhaustive  # minutes on the runtime without a GPU, where `make gpu-rehearsal` does it too
+def test_a_machine_is_calibrated_and_swaps_follow_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("KVCACHE_CALIBRATION", str(tmp_path / "here.json"))
+    monkeypatch.setattr(bandwidth, "FRAGMENTS", (16 * KIB, 1024 * KIB))
+    assert main(["bench", "--calibrate", "--mib", "16", "--pool-mib", "32", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    found = load(tmp_path / "here.json")
+    assert report["calibration"]["machine"] == found.machine == torch.cuda.get_device_name()
+    assert calibration_of(torch.device("cuda")) == found
+
+
+class FakeDevice:
+    """A device with its own clock, instead of torch's streams and events."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.host_s = self.device_s = 0.0  # when the host is, and when the device has done its work
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing=False) -> None:
+                self.at = None
+
+            def record(self, stream=None) -> None:
+                device.device_s = self.at = max(device.device_s, device.host_s)
+
+            def query(self) -> bool:
+                return self.at <= device.host_s
+
+            def synchronize(self) -> None:
+                device.host_s = max(device.host_s, self.at)
+
+            def elapsed_time(self, end) -> float:
+                return (end.at - self.at) * 1e3
+
+        cuda = {
+            "Event": Event,
+            "current_stream": lambda *_: None,
+            "synchronize": lambda *_: self._wait(),
+            "_sleep": lambda cycles: self.work(cycles / 2e9),
+        }
+        for name, function in cuda.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+        monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: self.host_s)
+
+    def work(self, seconds: float) -> None:
+        """Work that the host submits now without waiting for it."""
+        self.device_s = max(self.device_s, self.host_s) + seconds
+
+    def _wait(self) -> None:
+        self.host_s = max(self.host_s, self.device_s)
+
+
+@pytest.mark.parametrize("submit_s", [20e-6, 300e-6, 8e-3])
+def test_swap_time_excludes_submission(monkeypatch, submit_s):
+    device = FakeDevice(monkeypatch)
+
+    def launch():
+        device.host_s += submit_s  # Python, ids, checks of regions
+        device.work(5e-3)
+
+    timing = bandwidth.device_seconds(launch, rounds=3)
+    assert timing.device_s == pytest.approx(5e-3)
+    assert timing.submit_s == pytest.approx(submit_s) and timing.is_hidden
+
+
+def test_blocking_submission_is_not_reported_as_hidden(monkeypatch):
+    device = FakeDevice(monkeypatch)
+
+    def launch():
+        torch.cuda.synchronize()
+        device.work(5e-3)
+
+    assert not bandwidth.device_seconds(launch, rounds=3).is_hidden

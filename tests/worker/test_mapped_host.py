@@ -1,0 +1,93 @@
+"""Pinned host memory that the device knows by other addresses than the host."""
+
+import pytest
+import torch
+
+from tests.machinery.emulation import emulated_ops
+
+PAGES, BYTES = 8, 16
+
+
+@pytest.fixture
+def ops():
+    found = emulated_ops()
+    yield found
+    found.map_host(0, 0, 0)
+
+
+def ids(*pairs):
+    return torch.tensor(pairs, dtype=torch.int32)
+
+
+def sides():
+    """The host's memory, what the device sees in its place, and the device's own."""
+    host = torch.full((PAGES * BYTES,), 1, dtype=torch.uint8)
+    seen = torch.arange(PAGES, dtype=torch.uint8).repeat_interleave(BYTES) + 10
+    return host, seen, torch.zeros(PAGES * BYTES, dtype=torch.uint8)
+
+
+TABLE = torch.tensor([[0, BYTES, 0, BYTES, BYTES]])
+
+
+def copy(ops, source, destination, pairs, pages_per_run=0, table=TABLE):
+    ops.copy_blocks(source, destination, table, pairs, PAGES, PAGES, 0, pages_per_run)
+
+
+def test_kernel_reads_at_the_device_address(ops):
+    host, seen, device = sides()
+    ops.map_host(host.data_ptr(), len(host), seen.data_ptr())
+    copy(ops, host, device, ids([3, 0], [7, 1]))
+    assert device.view(PAGES, BYTES)[:2, 0].tolist() == [13, 17]
+
+
+def test_kernel_writes_at_the_device_address(ops):
+    host, seen, device = sides()
+    ops.map_host(host.data_ptr(), len(host), seen.data_ptr())
+    device.fill_(99)
+    copy(ops, device, host, ids([3, 2], [-1, 5]))
+    assert (host == 1).all()
+    assert seen.view(PAGES, BYTES)[:, 0].tolist() == [10, 11, 99, 13, 14, 0, 16, 17]
+
+
+@pytest.mark.parametrize("into_host", [False, True])
+def test_each_pinned_piece_has_its_own_address(ops, into_host):
+    host, seen, device = sides()
+    half = len(host) // 2  # the device has the two pieces the other way round
+    ops.map_host(host.data_ptr(), half, seen.data_ptr() + half)
+    ops.map_host(host.data_ptr() + half, half, seen.data_ptr())
+    pairs = ids([0, 7], [5, 1], [3, 4], [-1, 0])
+    if into_host:
+        device = torch.arange(PAGES, dtype=torch.uint8).repeat_interleave(BYTES)
+        copy(ops, device, host, pairs, pages_per_run=PAGES // 2)
+        assert seen.view(PAGES, BYTES)[:, 0].tolist() == [3, 11, 12, 0, 0, 5, 16, 17]
+    else:
+        device.fill_(5)
+        copy(ops, host, device, pairs, pages_per_run=PAGES // 2)
+        assert device.view(PAGES, BYTES)[:, 0].tolist() == [0, 11, 5, 5, 17, 5, 5, 14]
+    assert (host == 1).all()
+
+
+def test_pieces_with_different_addresses_are_rejected(ops):
+    host, seen, device = sides()
+    half = len(host) // 2
+    ops.map_host(host.data_ptr(), half, seen.data_ptr() + half)
+    ops.map_host(host.data_ptr() + half, half, seen.data_ptr())
+    two = torch.tensor([[0, 8, 0, 8, 8], [half, 8, half, 8, 8]])
+    with pytest.raises(RuntimeError, match=r"src has regions\[1\] in other pinned memory than"):
+        copy(ops, host, device, ids([3, 0]), table=two)
+    assert not device.any()
+
+
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_unpinned_region_is_reported(ops, side):
+    """Its memory's first byte is pinned, and known by the host's own address."""
+    host, _, device = sides()
+    half = len(host) // 2
+    ops.map_host(host.data_ptr() + half, half, 0)  # the device has no address for it
+    two = torch.tensor([[0, 8, 0, 8, 8], [half, 8, half, 8, 8]])
+    source, destination = (host, device) if side == "src" else (device, host)
+    with pytest.raises(
+        RuntimeError, match=rf"{side}'s regions\[1\] is host memory that is not pin"
+    ):
+        copy(ops, source, destination, ids([3, 0]), table=two)
+    assert not device.any() and (host == 1).all()

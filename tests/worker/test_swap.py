@@ -1,0 +1,732 @@
+"""SwapEngine: stream dependencies on a simulated device, failures, and a race on a real device."""
+
+import os
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache import KVStorage, Pages, StepPlan, SwapEngine, Worker, ops
+from kvcache.compat import BlockTable
+from kvcache.step import NO_REPLACE
+from kvcache.worker import SwapError
+from kvcache.worker.swap.calibration import Calibration
+from kvcache.worker.swap.staging import SwapStaging
+from kvcache.worker.swap.streams import CpuStreams
+from tests.machinery.shared import sampled
+from tests.machinery.simulated_device import SimulatedStreams
+
+LAYERS = 3
+# One page by the kernel, several through staging.
+MIXED = Calibration("a test", *[((0, ((0, "kernel"),)), (2 * LAYERS + 1, ((0, "staging"),)))] * 2)
+ALL_LAYERS = range(LAYERS)
+FORMS = {
+    "kernel": {"method": "kernel"},
+    "copy engine": {"method": "copy_engine"},
+    "staging of one page": {"method": "staging", "staging_bytes": 1},
+    "staging": {"method": "staging"},
+    "now staging, now the kernel": {"calibration": MIXED, "staging_bytes": 1},
+    "layer by layer": {"method": "kernel", "layers_per_event": 1},
+    "two layers at a time": {"method": "kernel", "layers_per_event": 2},
+}
+
+
+def pairs(*values):
+    return np.array(values, np.int64).reshape(-1, 2)
+
+
+class Race:
+    """Compute, swap out, reuse and swap in by a random sequence of calls, and compare every read.
+
+    The expected result is that of immediate execution: `device` and `host` track the number of each page.
+    The simulated device executes later, in some order.
+    """
+
+    def __init__(self, seed: int, **form) -> None:
+        self.random = random.Random(seed)
+        self.streams = SimulatedStreams(seed)
+        self.pages = Pages.allocate(12, [[8, 8]] * LAYERS)
+        self.host_pages = self.pages.on_host(10)
+        self.engine = SwapEngine(self.pages, self.host_pages, streams=self.streams, **form)
+        self.by_layer = form.get("layers_per_event", 0) > 0
+        self.device = dict.fromkeys(range(1, 12), 0)
+        self.host: dict[int, int] = {}
+        self.arriving = {}  # page -> the job that no call has waited for
+        self.number = 0
+        self.wrong = 0
+        self.reads = 0
+        for page in self.device:
+            self._put(page, 0)
+
+    def _put(self, page, number):
+        for region in range(len(self.pages.sizes)):
+            self.pages.fragment(region)[page] = number % 251
+
+    def compute_write(self):
+        chosen = self.random.sample(sorted(self.device), self.random.randint(1, 4))
+        self.engine.before_write(np.array(chosen))
+        for page in chosen:
+            self.number += 1
+            self.device[page] = self.number
+            self.streams.launch(
+                self.streams.compute, lambda page=page, number=self.number: self._put(page, number)
+            )
+
+    def compute_read(self, pages=None, layers=ALL_LAYERS):
+        for page in pages or self.random.sample(sorted(self.device), 4):
+            if layers == ALL_LAYERS and page in self.arriving:
+                self.engine.before_read(self.arriving.pop(page))
+            expected = self.device[page] % 251
+
+            def look(page=page, expected=expected):
+                self.reads += 1
+                for region in np.flatnonzero(np.isin(self.pages.layers, list(layers))):
+                    self.wrong += int((self.pages.fragment(region)[page] != expected).any())
+
+            self.streams.launch(self.streams.compute, look)
+
+    def swap_out(self):
+        n = self.random.randint(1, 4)
+        chosen = self.random.sample(sorted(self.device), n)
+        targets = self.random.sample(range(1, 10), n)
+        for page, target in zip(chosen, targets):
+            self.host[target] = self.device[page]
+        self.engine.swap_out(pairs(*zip(chosen, targets)))
+
+    def swap_in(self):
+        if not self.host:
+            return
+        chosen = self.random.choices(sorted(self.host), k=self.random.randint(1, 4))
+        targets = self.random.sample(sorted(self.device), len(chosen))
+        for page, target in zip(chosen, targets):
+            self.device[target] = self.host[page]
+        job = self.engine.swap_in(pairs(*zip(chosen, targets)))
+        self.arriving |= dict.fromkeys(targets, job)
+        if self.by_layer:
+            for layer in range(LAYERS):
+                self.engine.before_read(job, layer)
+                self.compute_read(targets, [layer])
+
+    def run(self, num_calls):
+        calls = [self.compute_write, self.compute_read, self.swap_out, self.swap_in]
+        for _ in range(num_calls):
+            self.random.choice(calls)()
+            if self.random.random() < 0.5:
+                self.streams.advance(self.random.randint(0, 8))
+        self.compute_read(sorted(self.device))
+        assert self.streams.advance() == 0, "streams wait for each other"
+        self.engine.wait(timeout_s=0)
+        return self.wrong
+
+
+@pytest.mark.parametrize("seeds", sampled([range(6), range(6, 30)]), ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_reads_are_correct_under_any_stream_order(form, seeds):
+    for seed in seeds:
+        race = Race(seed, **FORMS[form])
+        assert race.run(40) == 0, f"seed {seed}"
+        assert race.reads >= 12
+
+
+def without_order_against_compute(monkeypatch):
+    """Swaps do not wait for earlier work of the compute stream."""
+    record = SimulatedStreams.record
+
+    def happened(self, stream):
+        event = record(self, stream)
+        event.happened |= stream is self.compute
+        return event
+
+    monkeypatch.setattr(SimulatedStreams, "record", happened)
+
+
+def without_before_write(monkeypatch):
+    monkeypatch.setattr(SwapEngine, "before_write", lambda self, pages: None)
+
+
+def without_before_read(monkeypatch):
+    monkeypatch.setattr(SwapEngine, "before_read", lambda self, job, layer=None: None)
+
+
+def without_order_of_the_lanes(monkeypatch):
+    monkeypatch.setattr(
+        SwapEngine,
+        "_start",
+        lambda self, direction, given, start=SwapEngine._start: _blind(
+            self, direction, given, start
+        ),
+    )
+
+
+def _blind(engine, direction, given, start):
+    after, engine._after = engine._after, lambda *args: None
+    try:
+        return start(engine, direction, given)
+    finally:
+        engine._after = after
+
+
+def without_waiting_for_an_empty_half(monkeypatch):
+    monkeypatch.setattr(SwapStaging, "_wait_until_emptied", lambda self, half: None)
+
+
+def without_waiting_for_a_full_half(monkeypatch):
+    monkeypatch.setattr(SwapStaging, "_wait_until_filled", lambda self, event: None)
+
+
+def without_order_within_a_lane(monkeypatch):
+    monkeypatch.setattr(SwapEngine, "_after_the_job_before", lambda *args: None)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "defect",
+    [
+        without_order_against_compute,
+        without_before_write,
+        without_before_read,
+        without_order_of_the_lanes,
+    ],
+)
+def test_missing_dependency_is_detected(monkeypatch, form, defect):
+    defect(monkeypatch)
+    assert any(Race(seed, **FORMS[form]).run(40) for seed in range(100))
+
+
+STAGED = ["staging of one page", "staging", "now staging, now the kernel"]
+
+
+@pytest.mark.parametrize(
+    ("defect", "form"),
+    [
+        (without_order_within_a_lane, STAGED[2]),
+        *sampled([(without_waiting_for_an_empty_half, form) for form in STAGED]),
+        *sampled([(without_waiting_for_a_full_half, form) for form in STAGED]),
+    ],
+)
+def test_missing_dependency_between_staging_and_transfer_is_detected(monkeypatch, form, defect):
+    defect(monkeypatch)
+    assert any(Race(seed, **FORMS[form]).run(40) for seed in range(200))
+
+
+@pytest.mark.parametrize("direction", ["out", "in"])
+def test_staging_halves_overlap_with_transfers(direction):
+    worker, streams = simulated_worker(method="staging", staging_bytes=1)
+    ran = []
+    launch = streams.launch
+
+    def noted(stream, work):
+        swap_stream = worker.engine._swap_streams[direction]
+        name = "bus" if stream is swap_stream.stream else "relayout"
+        launch(stream, lambda: (ran.append(name), work()))
+
+    streams.launch = noted
+    pages = [(1, 1), (2, 2), (3, 3), (4, 4)]
+    getattr(worker.engine, f"swap_{direction}")(pairs(*pages))
+    staging = worker.engine._swap_streams[direction].staging
+    first = "relayout" if direction == "out" else "bus"
+    last = "bus" if direction == "out" else "relayout"
+    # `first` runs ahead of `last` by both halves and no further.
+    only_first = [s for s in streams._streams if s is not staging.last]
+    everything, streams._streams = streams._streams, only_first
+    streams.advance()
+    assert ran == [first, first]
+    streams._streams = everything
+    streams.advance()
+    assert sorted(ran) == ["bus"] * 4 + ["relayout"] * 4 and ran[-1] == last
+
+
+# --- the worker -----------------------------------------------------------------------------------
+
+
+def plan(step_id=7, **sections):
+    none = np.zeros(0, np.int32)
+    base = StepPlan(
+        step_id, none, np.empty(0, np.uint8), none,
+        append_splits=[np.zeros(1, np.int32)], append_ids=[none], replace=[NO_REPLACE],
+    )  # fmt: skip
+    for name, value in sections.items():
+        setattr(base, name, value)
+    return base
+
+
+def simulated_worker(seed=0, **options):
+    storage = KVStorage(12, 4, 1, 8, num_layers=LAYERS, dtype=torch.float32)
+    streams = SimulatedStreams(seed)
+    worker = Worker(
+        storage, BlockTable(4, 4, 5, 16, False, "cpu", 4), storage.pages.on_host(9),
+        streams=streams, **options,
+    )  # fmt: skip
+    return worker, streams
+
+
+def taking(*ids):
+    """Sections of a plan that append these pages to row 0."""
+    return {
+        "append_rows": np.zeros(1, np.int32),
+        "append_splits": [np.array([0, len(ids)], np.int32)],
+        "append_ids": [np.array(ids, np.int32)],
+    }
+
+
+def test_a_report_comes_when_the_bytes_have_moved():
+    worker, streams = simulated_worker()
+    step = worker.start(plan(swap_out=pairs((3, 1))))
+    assert step.poll() is None
+    with pytest.raises(TimeoutError, match=r"swap-out 1 is not over after 0.01 s"):
+        step.wait(timeout_s=0.01)
+    streams.advance()
+    report = step.wait()
+    assert report == step.poll()
+    assert (report.step_id, report.completed, report.failed_pages) == (7, True, [])
+    assert worker.start(plan(8)).poll().step_id == 8  # nothing to wait for
+
+
+@pytest.mark.parametrize("method", ["kernel", "copy_engine", "staging"])
+def test_page_reused_in_its_swap_out_plan_is_read_first(method):
+    for seed in range(30):
+        worker, streams = simulated_worker(seed, method=method)
+        worker.pages.memory.fill_(5)
+        step = worker.start(plan(swap_out=pairs((3, 1), (4, 2)), **taking(4, 3)))
+        streams.launch(streams.compute, lambda w=worker: w.pages.memory.fill_(9))  # computes
+        streams.advance()
+        assert step.poll() is not None
+        assert (worker.host.layer(0)[1:3] == 5).all()
+
+
+def test_swapped_in_pages_are_ready_for_the_step():
+    for seed in range(30):
+        for by_layer in (0, 1):
+            worker, streams = simulated_worker(seed, layers_per_event=by_layer)
+            worker.host.memory.fill_(5)
+            seen = []
+
+            def look(layer, w=worker, seen=seen):
+                seen.append(bool((w.storages[0].pages.fragment(2 * layer)[3] == 5).all()))
+
+            step = worker.start(plan(swap_in=pairs((1, 3)), **taking(3)))
+            for layer in range(LAYERS):
+                step.wait_layer(layer)
+                streams.launch(streams.compute, lambda layer=layer, look=look: look(layer))
+            streams.advance()
+            assert seen == [True] * LAYERS
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_report_lists_pages_of_failed_job(failing):
+    worker, streams = simulated_worker(method="kernel")
+    streams.fails = {failing}
+    step = worker.start(plan(swap_out=pairs((3, 1), (4, 2)), swap_in=pairs((5, 6), (7, 8))))
+    streams.advance()
+    report = step.wait(timeout_s=5)
+    assert (report.failed_host_pages, report.failed_pages) == (
+        ([1, 2], []) if failing == 1 else ([], [6, 8])
+    )
+    (error,) = step.errors
+    what = "swap-out 1" if failing == 1 else "swap-in 2"
+    assert str(error) == f"{what} of 2 pages failed: CUDA error: planted"
+    streams.fails = set()
+    after = worker.start(plan(8, swap_out=pairs((3, 1))))
+    streams.advance()
+    assert after.wait(timeout_s=5).failed_host_pages == []
+
+
+def test_late_failure_names_the_job():
+    worker, _ = simulated_worker(method="kernel")
+
+    class Broken:
+        def query(self):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    job = worker.engine.swap_in(pairs((1, 3)))
+    job.done = Broken()
+    with pytest.raises(SwapError, match="swap-in 1 of 1 pages failed: CUDA error: an illegal"):
+        job.wait(timeout_s=5)
+    assert job.poll() and isinstance(job.error, SwapError)
+
+
+def test_waiting_for_all_reports_a_failure_once():
+    worker, streams = simulated_worker(method="kernel")
+    streams.fails = {1}
+    worker.engine.swap_out(pairs((3, 1)))
+    other = worker.engine.swap_in(pairs((5, 6)))
+    with pytest.raises(TimeoutError, match=r"one of 2 swaps is not over after 0.01 s"):
+        worker.engine.wait(timeout_s=0.01)
+    streams.advance()
+    with pytest.raises(SwapError, match="swap-out 1 of 1 pages failed"):
+        worker.engine.wait(timeout_s=5)
+    assert other.poll() and other.error is None
+    worker.engine.wait(timeout_s=0)  # the error was raised before
+
+
+def test_reports_arrive_in_step_order():
+    worker, streams = simulated_worker(method="kernel")
+    first = worker.start(plan(1, swap_in=pairs((1, 3))))
+    second = worker.start(plan(2))
+    assert second.poll() is None
+    streams.advance()
+    assert second.poll().step_id == 2 and first.poll().step_id == 1
+
+
+def test_page_loaded_from_unfilled_host_page_is_reported():
+    worker, streams = simulated_worker(method="kernel")
+    streams.fails = {1}
+    first = worker.start(plan(1, swap_out=pairs((3, 1), (4, 2))))
+    second = worker.start(plan(2, swap_in=pairs((2, 6), (5, 7))))
+    third = worker.start(plan(3, swap_out=pairs((3, 2))))  # fills it after all
+    fourth = worker.start(plan(4, swap_in=pairs((2, 8))))
+    streams.advance()
+    assert first.wait(5).failed_host_pages == [1, 2]
+    assert second.wait(5).failed_pages == [6]
+    assert (third.wait(5).failed_host_pages, fourth.wait(5).failed_pages) == ([], [])
+
+
+def test_late_swap_out_failure_is_known_without_polling():
+    """The failure is found without polling the swap-out: only the swap-in is polled."""
+    worker, streams = simulated_worker(method="kernel")
+    swap = worker.engine
+    out = swap.swap_out(pairs((3, 1), (4, 2)))
+    back = swap.swap_in(pairs((2, 6), (5, 7)))
+    streams.advance()
+
+    class Broken:
+        def query(self):
+            raise RuntimeError("CUDA error: planted")
+
+    out.done = Broken()
+    assert back.poll() and back.error is None
+    assert swap.invalid_pages(back).tolist() == [6]
+    assert out.error is not None
+
+
+def test_swap_out_launch_failure_is_known_without_polling():
+    worker, streams = simulated_worker(method="kernel")
+    streams.fails = {1}
+    worker.engine.swap_out(pairs((3, 1), (4, 2)))
+    back = worker.engine.swap_in(pairs((2, 6), (5, 7)))
+    streams.advance()
+    back.wait(timeout_s=5)
+    assert worker.engine.invalid_pages(back).tolist() == [6]
+
+
+@pytest.mark.parametrize("method", ["kernel", "copy_engine", "staging"])
+def test_calls_during_capture_are_rejected_and_launch_nothing(method):
+    worker, streams = simulated_worker(method=method)
+    swap = worker.engine
+    swap.before_write(np.array([3]))
+    job = swap.swap_in(pairs((1, 3)))
+    queued, launches = [len(stream) for stream in streams._streams], streams.launches
+    streams.capturing = True
+    for name, call in {
+        "swap_out": lambda: swap.swap_out(pairs((3, 1))),
+        "swap_in": lambda: swap.swap_in(pairs((1, 4))),
+        "before_read": lambda: swap.before_read(job),
+        "before_write": lambda: swap.before_write(np.array([3])),
+        "order_after_swap_ins": swap.order_after_swap_ins,
+        "Worker.start": lambda: worker.start(plan(swap_out=pairs((3, 1)))),
+    }.items():
+        with pytest.raises(
+            RuntimeError, match=f"{name} was called while the current stream is cap"
+        ):
+            call()
+    assert [len(stream) for stream in streams._streams] == queued
+    assert streams.launches == launches and swap._num_jobs == 1
+    streams.capturing = False
+    swap.before_read(job)
+    after = [swap.swap_out(pairs((3, 1))), swap.swap_in(pairs((2, 4)))]
+    streams.advance()
+    swap.wait(timeout_s=0)
+    assert job.poll() and all(each.poll() and each.error is None for each in after)
+    streams.capturing = True  # with no job under way there is nothing to wait for
+    swap.before_write(np.array([3]))
+    swap.order_after_swap_ins()
+
+
+def test_two_threads_may_poll_jobs():
+    worker, streams = simulated_worker(method="kernel")
+    swap_stream = worker.engine._swap_streams["out"]
+    job = worker.engine.swap_out(pairs((3, 1)))
+    streams.advance()
+    poll = job.poll
+
+    def poll_while_another_thread_forgets():
+        swap_stream.in_flight.pop(job.number, None)
+        return poll()
+
+    job.poll = poll_while_another_thread_forgets
+    swap_stream.forget()
+    assert worker.engine.is_idle
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The engines of the executed copies."""
+    found = []
+    copy_blocks = ops.copy_blocks
+
+    def spy(source, destination, regions, pages, *args):
+        found.append(args[2])
+        copy_blocks(source, destination, regions, pages, *args)
+
+    monkeypatch.setattr(ops, "copy_blocks", spy)
+    return found
+
+
+@pytest.mark.parametrize("batch_copies", [True, False])
+def test_without_batches_single_copies_are_issued(asked, batch_copies):
+    swap = engine(method="copy_engine", batch_copies=batch_copies)
+    swap.device.memory.random_(0, 256)
+    before = swap.device.layer(1).clone()
+    del asked[:]
+    swap.swap_out(pairs((2, 3), (4, 1)))
+    swap.swap_in(pairs((3, 5)))
+    batched = [ops.COPY_ENGINE, ops.COPY_ENGINE_SETTLED]
+    assert asked == (batched if batch_copies else [ops.COPY_ENGINE_SINGLY] * 2)
+    assert torch.equal(swap.device.layer(1)[5], before[2])
+
+
+@pytest.mark.parametrize("method", ["copy_engine", "staging"])
+def test_swap_in_waits_for_swap_out_of_same_page(asked, method):
+    worker, streams = simulated_worker(method=method)
+    del asked[:]
+
+    def engines_of_bus(*launched):
+        """The engines of bus copies. SwapStaging adds a kernel copy for each of them."""
+        for launch, pages in launched:
+            launch(pairs(*pages))
+        streams.advance()
+        bus = [each for each in asked if each != ops.KERNEL]
+        del asked[:]
+        return sorted(bus)
+
+    swap_out, swap_in = worker.engine.swap_out, worker.engine.swap_in
+    in_order, any_order = ops.COPY_ENGINE, ops.COPY_ENGINE_SETTLED
+    assert engines_of_bus((swap_out, [(3, 1)]), (swap_in, [(1, 4)])) == [in_order, in_order]
+    assert engines_of_bus((swap_in, [(1, 5)])) == [any_order]  # it is over now
+    another = (swap_out, [(3, 2)]), (swap_in, [(1, 6)])
+    assert engines_of_bus(*another) == [in_order, any_order]
+    one_of_two = (swap_out, [(5, 2)]), (swap_in, [(1, 6), (2, 7)])
+    assert engines_of_bus(*one_of_two) == [in_order, in_order]
+
+
+def test_staging_without_memory_falls_back_with_a_warning(monkeypatch):
+    def no_memory(self, num_bytes):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB")
+
+    monkeypatch.setattr(Pages, "staging", no_memory)
+    with pytest.warns(RuntimeWarning, match="no 64 MiB of device memory for staging, swaps will"):
+        worker, streams = simulated_worker()
+    several = pairs(*zip(range(1, 9), range(8, 0, -1)))
+    assert worker.engine.method_for("out", several) == "kernel"
+    step = worker.start(plan(swap_out=pairs((3, 1))))
+    streams.advance()
+    assert step.wait(5).failed_host_pages == []
+    with pytest.raises(torch.OutOfMemoryError):
+        simulated_worker(method="staging")
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3, 4])  # to staging, from staging, per page
+@pytest.mark.parametrize("direction", ["out", "in"])
+def test_partially_failed_job_ends_after_its_launched_work(direction, failing):
+    for seed in range(20):
+        worker, streams = simulated_worker(seed, method="staging", staging_bytes=1)
+        streams.fails = {failing}
+        job = getattr(worker.engine, f"swap_{direction}")(pairs((3, 1), (4, 2)))
+        assert job.error is not None and not job.poll()
+        while not job.poll():
+            streams.advance(1)
+        staging = worker.engine._swap_streams[direction].staging
+        assert not any(map(callable, [*staging.first, *staging.last]))
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("moves", "num_runs"),
+    [
+        ([(1, 2), (2, 3)], 1),
+        ([(2, 3), (1, 2)], 1),  # both downwards
+        ([(1, 3), (2, 2)], 2),
+        ([(1, 1), (2, 3)], 2),
+        ([(1, 1), (3, 3)], 2),
+    ],
+)
+def test_runs_need_consecutive_pages_on_both_sides(moves, num_runs):
+    pages = Pages.allocate(6, [[256]])
+    swaps = SwapEngine(pages, pages.on_host(4))
+    assert swaps.num_fragments("out", pairs(*moves)) == num_runs
+
+
+def engine(**options):
+    pages = Pages.allocate(6, [[16]] * 2)
+    return SwapEngine(pages, pages.on_host(4), **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "message"),
+    [
+        ("swap_out", pairs((6, 1)), r"swap_out\[0\] reads page 6: expected 1 to 5"),
+        ("swap_out", pairs((1, 1), (2, 4)), r"swap_out\[1\] writes to page 4: expected 1 to 3"),
+        ("swap_in", pairs((4, 1)), r"swap_in\[0\] reads page 4: expected 1 to 3"),
+        ("swap_in", pairs((1, 0)), r"swap_in\[0\] writes to page 0: expected 1 to 5"),
+        ("swap_in", pairs((1, 2), (3, 2)), "swap_in writes to page 2 twice: expected one write"),
+        ("swap_in", np.array([1, 2]), r"swap_in has shape \[2\]: expected \[n, 2\]"),
+        ("swap_out", np.array([[1.5, 2]]), "swap_out has dtype float64: expected integers"),
+        (
+            "swap_out",
+            np.array([[1, 1], [2**63, 2]], np.uint64),
+            r"swap_out\[1\] has 9223372036854775808: expected int64",
+        ),
+        ("before_write", [3, -6], r"before_write\[1\] is page -6: expected 0 to 5"),
+        ("before_write", [100], r"before_write\[0\] is page 100: expected 0 to 5"),
+        ("before_write", [1.5], "before_write has dtype float64: expected integers"),
+    ],
+)
+def test_invalid_pages_move_nothing(call, given, message):
+    e = engine()
+    e.device.memory.fill_(3)
+    e.host.memory.fill_(4)
+    with pytest.raises((ValueError, TypeError), match=message):
+        getattr(e, call)(given)
+    assert (e.device.memory == 3).all() and (e.host.memory == 4).all()
+
+
+@pytest.mark.parametrize("layer", [-1, 2])
+def test_unknown_layer_is_reported(layer):
+    e = engine(layers_per_event=1)
+    job = e.swap_in(pairs((1, 3)))
+    e.before_read(job, 1)
+    with pytest.raises(ValueError, match=f"layer is {layer}: expected 0 to 1"):
+        e.before_read(job, layer)
+
+
+def test_invalid_options_are_reported():
+    with pytest.raises(
+        ValueError, match="method is 'dma': expected None or one of kernel, copy_eng"
+    ):
+        engine(method="dma")
+    with pytest.raises(TypeError, match="calibration is 'fast': expected a Calibration or None"):
+        engine(calibration="fast")
+    with pytest.raises(ValueError, match="layers_per_event is -1: expected 0 to"):
+        engine(layers_per_event=-1)
+    pages = Pages.allocate(6, [[16]] * 2)
+    with pytest.raises(ValueError, match="source's pages have 2 fragments over 2 layers, the dest"):
+        SwapEngine(pages, Pages.allocate(6, [[16]]))
+
+
+def test_cpu_swaps_complete_immediately():
+    e = engine()
+    e.device.memory.copy_(torch.arange(e.device.memory.numel()) % 251)
+    before = e.device.layer(1).clone()
+    job = e.swap_out(pairs((2, 3), (4, 1)))
+    assert job.poll() and isinstance(e._streams, CpuStreams)
+    e.device.memory.zero_()
+    e.swap_in(pairs((3, 5), (1, 1))).wait(0)
+    assert torch.equal(e.device.layer(1)[5], before[2])
+    assert torch.equal(e.device.layer(1)[1], before[4])
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("backend", [{}, {"backend": "BLOCK_MAJOR", "cross_layers": True}])
+def test_compute_swap_out_reuse_swap_in_on_a_device(form, backend):
+    """The calls of the simulated device, on real streams with slow copies."""
+    storage = KVStorage(
+        40,
+        64,
+        4,
+        128,
+        num_layers=LAYERS,
+        dtype=torch.float32,
+        device="cuda",
+        **backend,
+    )
+    pages = storage.pages
+    host = pages.on_host(40)
+    options = {**FORMS[form]}
+    swap = SwapEngine(pages, host, **options)
+    chance = random.Random(0)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    device, hosted = dict.fromkeys(range(1, 40), 0.0), {}
+    wrong = torch.zeros((), device="cuda", dtype=torch.int64)
+
+    def look(page):
+        for layer in range(LAYERS):
+            for cache in (storage.key_cache(layer), storage.value_cache(layer)):
+                wrong.add_((cache[page] != device[page]).sum())
+
+    for layer in range(LAYERS):
+        storage.key_cache(layer).zero_()
+        storage.value_cache(layer).zero_()
+    # Either so many steps, or as many as 3 s hold and enough for pages to be used again.
+    steps = int(os.environ.get("KVCACHE_TEST_SWAP_STEPS", "0"))
+    deadline = time.monotonic() + 3
+    number = 0
+    last = torch.cuda.current_stream()
+    while number < (steps or 2000) and (steps or number <= 20 or time.monotonic() < deadline):
+        stream = chance.choice(streams)  # the caller's stream changes; the caller orders its own
+        stream.wait_stream(last)
+        last = stream
+        with torch.cuda.stream(stream):
+            swap.order_after_swap_ins()
+            number += 1
+            chosen = chance.sample(sorted(device), 6)
+            swap.before_write(np.array(chosen))
+            for page in chosen[:3]:
+                device[page] = float(number)
+                for layer in range(LAYERS):
+                    storage.key_cache(layer)[page] = number
+                    storage.value_cache(layer)[page] = number
+            targets = chance.sample(range(1, 40), 3)
+            swap.swap_out(pairs(*zip(chosen[:3], targets)))
+            hosted |= {target: device[page] for page, target in zip(chosen, targets)}
+            swap.before_write(np.array(chosen[:3]))
+            for page in chosen[:3]:
+                device[page] = -float(number)
+                for layer in range(LAYERS):
+                    storage.key_cache(layer)[page] = -number
+                    storage.value_cache(layer)[page] = -number
+            back = chance.choices(sorted(hosted), k=3)
+            job = swap.swap_in(pairs(*zip(back, chosen[3:])))
+            for page, target in zip(back, chosen[3:]):
+                device[target] = hosted[page]
+            swap.before_read(job)
+            for page in chosen:
+                look(page)
+    swap.wait(timeout_s=30)
+    torch.cuda.synchronize()
+    assert int(wrong) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["kernel", "bulk copies", "copy_engine", "staging"])
+def test_immediate_swap_in_reads_new_bytes(method, monkeypatch):
+    """Nothing waits between the two calls: host pages must not be read before they are filled."""
+    if method == "bulk copies":
+        monkeypatch.setenv("KVCACHE_BULK_COPIES", "1")
+        method = "kernel"
+    pages = Pages.allocate(9, [[4096, 4096]] * 2, device="cuda")
+    swap = SwapEngine(pages, pages.on_host(9), method=method)
+    for number in range(1, 21):
+        for region in range(4):
+            pages.fragment(region)[1:3] = number
+        torch.cuda.synchronize()
+        swap.swap_out(pairs((1, 3), (2, 6)))
+        swap.swap_in(pairs((3, 5), (6, 6))).wait(timeout_s=30)
+        for region in range(4):
+            assert (pages.fragment(region)[5:7] == number).all()
+
+
+@pytest.mark.gpu
+def test_kernel_requires_pinned_host_memory():
+    pages = Pages.allocate(4, [[64]], device="cuda")
+    with pytest.raises(ValueError, match="method is 'kernel' and the host's pages are not pinned"):
+        SwapEngine(pages, pages.on_host(4, pin_memory=False), method="kernel")
+    swap = SwapEngine(pages, pages.on_host(4, pin_memory=False))
+    assert swap.method_for("in", pairs((1, 2))) == "copy_engine"

@@ -1,0 +1,223 @@
+"""Random plans on a simulated device: every valid stream order gives the result of immediate execution,
+and every removed dependency is detected.
+"""
+
+import random
+
+import numpy as np
+import pytest
+
+from kvcache.step import NO_REPLACE
+from kvcache.worker import SwapEngine
+from kvcache.worker import worker as worker_module
+from kvcache.worker.swap.job import SwapStream
+from tests.machinery.shared import sampled
+from tests.worker.test_swap import FORMS, LAYERS, Race, pairs, plan, simulated_worker
+
+NUM_PAGES, NUM_HOST_PAGES = 12, 9
+WORKER_FORMS = {**FORMS, "by calibration": {}}
+
+
+class Plans:
+    """Create and apply plans, and track the expected number of each page."""
+
+    def __init__(self, seed: int, **form) -> None:
+        self.random = random.Random(seed)
+        self.worker, self.streams = simulated_worker(seed, **form)
+        self.by_layer = form.get("layers_per_event", 0) > 0
+        self.pages = self.worker.pages
+        self.pages.memory.zero_()
+        self.device = dict.fromkeys(range(1, NUM_PAGES), 0)
+        self.host: dict[int, int] = {}
+        self.number = self.wrong = 0
+
+    def _put(self, page, number):
+        for region in range(len(self.pages.sizes)):
+            self.pages.fragment(region)[page] = number % 251
+
+    def _compute(self, work, *arguments):
+        self.streams.launch(self.streams.compute, lambda: work(*arguments))
+
+    def _look(self, page, number, layers):
+        for region in np.flatnonzero(np.isin(self.pages.layers, list(layers))):
+            self.wrong += int((self.pages.fragment(int(region))[page] != number % 251).any())
+
+    def step(self, step_id):
+        free = self.random.sample(range(1, NUM_PAGES), NUM_PAGES - 1)
+
+        def take(most):
+            return [free.pop() for _ in range(self.random.randint(0, most))]
+
+        left = self.random.sample(range(1, NUM_PAGES), self.random.randint(0, 3))
+        out = list(zip(left, self.random.sample(range(1, NUM_HOST_PAGES), len(left))))
+        readable = [page for page in self.host if page not in [target for _, target in out]]
+        back = [(self.random.choice(readable), page) for page in (take(3) if readable else [])]
+        cleared, copied, appended, replaced = take(2), take(2), take(1), take(1)
+        sources = [page for page in range(1, NUM_PAGES) if page not in
+                   [*copied, *cleared, *(page for _, page in back)]]  # fmt: skip
+        copies = [(self.random.choice(sources), page) for page in copied]
+        given = plan(
+            step_id,
+            swap_out=pairs(*out), swap_in=pairs(*back), copy=pairs(*copies),
+            zero=np.array(cleared, np.int32),
+            clear_rows=np.zeros(1, np.int32), append_rows=np.zeros(1, np.int32),
+            append_splits=[np.array([0, 1 + len(appended)], np.int32)],
+            append_ids=[np.array([*appended, 0], np.int32)],
+            replace=[np.array([(0, 0, page) for page in replaced], np.int32).reshape(-1, 3)],
+        )  # fmt: skip
+        for page, target in out:
+            self.host[target] = self.device[page]
+        after = dict(self.device)
+        after |= {target: self.device[source] for source, target in copies}
+        after |= dict.fromkeys(cleared, 0)
+        after |= {target: self.host[source] for source, target in back}
+        self.device = after
+        transfer = self.worker.start(given)
+        arrived = [target for _, target in back]
+        for layer in range(LAYERS) if self.by_layer else ():
+            if self.random.random() < 0.7:
+                transfer.wait_layer(layer)
+                for page in arrived:
+                    self._compute(self._look, page, after[page], [layer])
+        for page in () if self.by_layer else arrived:
+            self._compute(self._look, page, after[page], range(LAYERS))
+        others = [page for page in after if page not in arrived]
+        for page in self.random.sample(others, 3):
+            self._compute(self._look, page, after[page], range(LAYERS))
+        # Computes, at once, whatever was taken for it.
+        for page in [*appended, *replaced, *copied, *cleared]:
+            if page in appended + replaced or self.random.random() < 0.5:
+                self.number += 1
+                self.device[page] = self.number
+                self._compute(self._put, page, self.number)
+        return transfer
+
+    def run(self, num_steps=25):
+        transfers = []
+        for i in range(num_steps):
+            transfers.append(self.step(i))
+            if self.random.random() < 0.5:
+                self.streams.advance(self.random.randint(0, 12))
+            reported = [transfer.poll() is not None for transfer in transfers]
+            assert reported == sorted(reported, reverse=True), "a report before an earlier one"
+        self.worker.start(plan(num_steps))
+        for page, number in self.device.items():
+            self._compute(self._look, page, number, range(LAYERS))
+        assert self.streams.advance() == 0, "streams wait for each other"
+        assert [transfer.poll().failed_pages for transfer in transfers] == [[]] * num_steps
+        for page, number in self.host.items():
+            for region in range(len(self.pages.sizes)):
+                held = self.worker.host.fragment(region)[page]
+                self.wrong += int((held != number % 251).any())
+        return self.wrong
+
+
+@pytest.mark.parametrize("seeds", sampled([range(4), range(4, 24)]), ids=str)
+@pytest.mark.parametrize("form", WORKER_FORMS)
+def test_plans_are_correct_under_any_stream_order(form, seeds):
+    for seed in seeds:
+        assert Plans(seed, **WORKER_FORMS[form]).run() == 0, f"seed {seed}"
+
+
+def without(cls, name, result=None):
+    return lambda monkeypatch: monkeypatch.setattr(cls, name, lambda *_, **__: result)
+
+
+def taken_without(what):
+    """Omit one kind of page from calls of `before_write`."""
+
+    def patch(monkeypatch):
+        original = worker_module._written_pages
+
+        def written_pages(given, moves):
+            fewer = plan(given.step_id)
+            fewer.append_ids = [] if what == "appended" else given.append_ids
+            fewer.replace = [NO_REPLACE] if what == "replaced" else given.replace
+            kept = object.__new__(type(moves))
+            for name in ("swap_out", "copy", "zero", "swap_in"):
+                section = getattr(moves, name)
+                object.__setattr__(kept, name, section[:0] if name == what else section)
+            return original(fewer, kept)
+
+        monkeypatch.setattr(worker_module, "_written_pages", written_pages)
+
+    return patch
+
+
+def swap_streams_without(which, name):
+    """One direction does not wait for pages that the other direction reads or writes."""
+
+    def patch(monkeypatch):
+        original = getattr(SwapStream, name)
+
+        def last(self, pages):
+            return None if (self.source.num_blocks == NUM_PAGES) == (which == "out") else original(
+                self, pages)  # fmt: skip
+
+        start = SwapEngine._start
+
+        def blind(self, *arguments):
+            monkeypatch.setattr(SwapStream, name, last)
+            try:
+                return start(self, *arguments)
+            finally:
+                monkeypatch.setattr(SwapStream, name, original)
+
+        monkeypatch.setattr(SwapEngine, "_start", blind)
+
+    return patch
+
+
+MISSING = {
+    "before a page that is appended": taken_without("appended"),
+    "before a page that replaces": taken_without("replaced"),
+    "before a copy": taken_without("copy"),
+    "before clearing": taken_without("zero"),
+    "before any write": without(SwapEngine, "before_write"),
+    "before a read": without(SwapEngine, "before_read"),
+    "a swap-in behind a swap-out that reads its target": swap_streams_without(
+        "out", "last_reading"
+    ),
+    "a swap-in behind a swap-out that fills its source": swap_streams_without(
+        "out", "last_writing"
+    ),
+    "a swap-out behind a swap-in that fills its source": swap_streams_without("in", "last_writing"),
+    "a swap-out behind a swap-in that reads its target": swap_streams_without("in", "last_reading"),
+}
+# A worker waits for a swap-in before it goes on, which also orders the next plan's swap-outs: these two
+# show where the engine is used without one.
+IMPLIED = [name for name in MISSING if name.startswith("a swap-out behind")]
+BETWEEN_DIRECTIONS = [name for name in MISSING if name.startswith("a swap-")]
+
+
+@pytest.mark.parametrize("missing", [name for name in MISSING if name not in IMPLIED])
+def test_missing_stream_dependency_is_detected(monkeypatch, missing):
+    MISSING[missing](monkeypatch)
+    assert any(Plans(seed, method="kernel").run() for seed in range(200))
+
+
+@pytest.mark.parametrize("missing", BETWEEN_DIRECTIONS)
+def test_dependencies_between_swap_directions_are_detected(monkeypatch, missing):
+    MISSING[missing](monkeypatch)
+    assert any(Race(seed, method="kernel").run(60) for seed in range(400))
+
+
+def test_layerwise_swap_in_is_complete_in_next_plan(monkeypatch):
+    """The next plan waits for layers that no call has waited for."""
+    form = FORMS["layer by layer"]
+    assert sum(Plans(seed, **form).run() for seed in range(8)) == 0
+    monkeypatch.setattr(SwapEngine, "order_after_swap_ins", lambda self: None)
+    assert any(Plans(seed, **form).run() for seed in range(100))
+
+
+def test_staged_page_may_be_overwritten_before_reaching_host():
+    """`released` precedes `done`: a compute stream need not wait for the bus."""
+    worker, streams = simulated_worker(method="staging")
+    transfer = worker.start(plan(swap_out=pairs((3, 1)), zero=np.array([3], np.int32)))
+    staging = worker.engine._swap_streams["out"].staging
+    waits = [item[1] for item in streams.compute if isinstance(item, tuple)]
+    released, done = transfer._out.released, transfer._out.done
+    assert released in waits and done not in waits
+    assert released in staging.first and done in staging.last
+    crossing = [item for item in staging.last if callable(item)]
+    assert len(crossing) == 1 and not any(map(callable, list(staging.first)[-1:]))
