@@ -30,7 +30,11 @@ _DONE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 class Scheduling:
-    """Make decisions about requests only. The worker side moves the bytes."""
+    """Decides for which requests to load and to keep blocks. The worker side moves the bytes.
+
+    It has no state machine of loads: vLLM's scheduler owns the requests that wait for remote KV, and their
+    blocks. What is kept here is the offers of requests that have not been loaded yet.
+    """
 
     def __init__(
         self, options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
