@@ -32,8 +32,8 @@ _DONE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 class Scheduling:
     """Decides for which requests to load and to keep blocks. The worker side moves the bytes.
 
-    It has no state machine of loads: vLLM's scheduler owns the requests that wait for remote KV, and their
-    blocks. What is kept here is the offers of requests that have not been loaded yet.
+    It keeps the offers of requests that have not been loaded yet, and no state of loads: vLLM's scheduler
+    owns the requests that wait for remote KV, and their blocks.
     """
 
     def __init__(
