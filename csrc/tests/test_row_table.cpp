@@ -52,6 +52,15 @@ TEST(the_smallest_free_row_is_taken_under_a_new_admission) {
   f.check();
 }
 
+TEST(blocks_later_in_the_sequence_come_first_in_all_groups) {
+  Fixture f;
+  const int32_t row = f.take({1, 2}, {kNullBlock, 3, 4, 5}, {6, 7});
+  f.rows.blocks(row)[1].num_dropped = 1;
+  // First tokens: 6 of 5; 4 of 2 and of 4, in the order of the groups; 2 of 3; 0 of 1.
+  CHECK_EQ(f.rows.tail_first(row, /*with_all=*/false), (Ids{5, 2, 4, 3, 1}));
+  CHECK_EQ(f.rows.tail_first(row, /*with_all=*/true), (Ids{7, 6, 5, 2, 4, 3, 1}));
+}
+
 TEST(the_first_token_that_a_block_has_a_part_in) {
   const std::vector<CacheGroup> groups{group_of(std::make_shared<SlidingWindow>(4), 2, 0),
                                        group_of(std::make_shared<RecurrentState>(), 4, 1),

@@ -71,29 +71,41 @@ std::vector<BlockId> RowTable::tail_first(int32_t row, bool with_all) const {
   if (num_groups_ == 1 && groups_->front().rules->traits.follows_sequence) {
     return {held->blocks.rbegin(), held->blocks.rend() - held->num_dropped};
   }
-  std::array<int64_t, kMaxGroups> left;
-  std::vector<BlockId> out;
-  size_t num_blocks = 0;
+  struct Tail {
+    const BlockId* ids;
+    int64_t left, num_dropped, block_size;
+    int64_t first_token;  // of the last block that is left
+  };
+  std::array<Tail, kMaxGroups> tails;  // in the order of the groups, without empty ones
+  size_t num_tails = 0, num_blocks = 0;
   for (const CacheGroup& group : *groups_) num_blocks += held[group.id].blocks.size();
+  std::vector<BlockId> out;
   out.reserve(num_blocks);
   for (const CacheGroup& group : *groups_) {
-    left[group.id] = held[group.id].size();
-    if (group.rules->traits.follows_sequence) continue;
-    for (int64_t b = left[group.id]; with_all && b-- > 0;) out.push_back(held[group.id][b]);
-    left[group.id] = 0;
-  }
-  for (;;) {
-    const CacheGroup* last = nullptr;
-    for (const CacheGroup& group : *groups_) {
-      if (left[group.id] <= held[group.id].num_dropped) continue;
-      if (last == nullptr ||
-          (left[group.id] - 1) * group.block_size > (left[last->id] - 1) * last->block_size) {
-        last = &group;
-      }
+    const RowBlocks& each = held[group.id];
+    if (!group.rules->traits.follows_sequence) {
+      if (with_all) out.insert(out.end(), each.blocks.rbegin(), each.blocks.rend());
+    } else if (each.size() > each.num_dropped) {
+      tails[num_tails++] = {each.blocks.data(), each.size(), each.num_dropped, group.block_size,
+                            (each.size() - 1) * group.block_size};
     }
-    if (last == nullptr) return out;
-    out.push_back(held[last->id][--left[last->id]]);
   }
+  // Each round takes the blocks that start at the last token of all, one per group at most.
+  while (num_tails > 0) {
+    int64_t last = 0;
+    for (size_t i = 0; i < num_tails; ++i) last = std::max(last, tails[i].first_token);
+    size_t num_kept = 0;
+    for (size_t i = 0; i < num_tails; ++i) {
+      Tail& tail = tails[i];
+      if (tail.first_token == last) {
+        out.push_back(tail.ids[--tail.left]);
+        tail.first_token -= tail.block_size;
+      }
+      if (tail.left > tail.num_dropped) tails[num_kept++] = tail;
+    }
+    num_tails = num_kept;
+  }
+  return out;
 }
 
 void RowTable::check_invariants(PerBlock<int32_t>* device, PerBlock<int32_t>* host) const {
