@@ -77,10 +77,8 @@ std::vector<BlockId> RowTable::tail_first(int32_t row, bool with_all) const {
     int64_t first_token;  // of the last block that is left
   };
   std::array<Tail, kMaxGroups> tails;  // in the order of the groups, without empty ones
-  size_t num_tails = 0, num_blocks = 0;
-  for (const CacheGroup& group : *groups_) num_blocks += held[group.id].blocks.size();
+  size_t num_tails = 0, num_alive = 0;
   std::vector<BlockId> out;
-  out.reserve(num_blocks);
   for (const CacheGroup& group : *groups_) {
     const RowBlocks& each = held[group.id];
     if (!group.rules->traits.follows_sequence) {
@@ -88,22 +86,33 @@ std::vector<BlockId> RowTable::tail_first(int32_t row, bool with_all) const {
     } else if (each.size() > each.num_dropped) {
       tails[num_tails++] = {each.blocks.data(), each.size(), each.num_dropped, group.block_size,
                             (each.size() - 1) * group.block_size};
+      num_alive += static_cast<size_t>(each.num_alive());
     }
   }
-  // Each round takes the blocks that start at the last token of all, one per group at most.
-  while (num_tails > 0) {
+  const size_t num_others = out.size();
+  out.resize(num_others + num_alive);
+  // Each round takes the blocks that start at the last token of all, one per group at most. Rounds
+  // that take one of every group, as with equal block sizes, are made together.
+  for (BlockId* next = out.data() + num_others; num_tails > 0;) {
     int64_t last = 0;
     for (size_t i = 0; i < num_tails; ++i) last = std::max(last, tails[i].first_token);
-    size_t num_kept = 0;
+    int64_t num_rounds = tails[0].left - tails[0].num_dropped;
     for (size_t i = 0; i < num_tails; ++i) {
-      Tail& tail = tails[i];
-      if (tail.first_token == last) {
-        out.push_back(tail.ids[--tail.left]);
-        tail.first_token -= tail.block_size;
-      }
-      if (tail.left > tail.num_dropped) tails[num_kept++] = tail;
+      const bool is_like_first =
+          tails[i].first_token == last && tails[i].block_size == tails[0].block_size;
+      num_rounds =
+          std::min(num_rounds, is_like_first ? tails[i].left - tails[i].num_dropped : int64_t{1});
     }
-    num_tails = num_kept;
+    for (int64_t round = 0; round < num_rounds; ++round, last -= tails[0].block_size) {
+      for (size_t i = 0; i < num_tails; ++i) {
+        if (tails[i].first_token != last) continue;
+        *next++ = tails[i].ids[--tails[i].left];
+        tails[i].first_token -= tails[i].block_size;
+      }
+    }
+    num_tails = std::remove_if(tails.begin(), tails.begin() + num_tails,
+                               [](const Tail& tail) { return tail.left == tail.num_dropped; }) -
+                tails.begin();
   }
   return out;
 }
