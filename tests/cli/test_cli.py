@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import os
 import shlex
 import signal
@@ -209,7 +210,8 @@ def test_requests_of_the_published_trace_verify_with_a_window(capsys, num_reques
 def test_invalid_groups_print_one_line(capsys, groups, says):
     error = error_of(capsys, "replay", "--groups", groups, "--json")
     assert error.startswith("kvcache: --groups has ") and says in error
-    assert len(error) < 400
+    own = re.sub(r"\btest_\w+, |, test_\w+", "", error)  # without kinds that other tests registered
+    assert len(own) < 400
 
 
 OWN_KIND = str(REPO / "examples" / "own_attention_kind.py")

@@ -307,7 +307,9 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
                 "rows_[row].admission = ++num_admissions_;",
                 "rows_[row].admission = num_admissions_;",
             ),
-            ("with_all && b-- > 0;", "b-- > 0;"),
+            ("if (with_all) out.insert(", "if (true) out.insert("),
+            ("tails[i].block_size == tails[0].block_size;", "true;"),
+            ("return tail.left == tail.num_dropped;", "return tail.left == 0;"),
         ],
     ),
     (
