@@ -37,7 +37,7 @@ class KVCacheEvents:
         self._by_worker[-1].extend(listed(events, "events"))
 
     def increment_workers(self, count: int = 1) -> None:
-        """Add workers without events. Later `add_events` calls add to the last of them.
+        """Add workers without events. Later `add_events` calls add to the last worker.
 
         Args:
             count: Number of workers to add, at least 1.
@@ -66,8 +66,8 @@ class KVCacheEvents:
         """Return the events that every worker reported, in the order of the first worker.
 
         Returns:
-            Each common event, repeated as often as every worker reported it. Empty if any worker has no
-            events.
+            Each common event, repeated as many times as every worker reported it. Empty if any
+            worker has no events.
 
         Raises:
             TypeError: An event is not hashable.

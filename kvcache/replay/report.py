@@ -19,7 +19,7 @@ class ReplayReport:
 
     Attributes:
         trace: Name of the trace.
-        block_size: Tokens per block; with several groups, of the first one.
+        block_size: Tokens per block; with several groups, the block size of the first group.
         num_blocks: Pool size, including the null block.
         capacity_blocks: Pool size, without the null block.
         concurrency: Maximum number of running requests.

@@ -28,8 +28,8 @@ def group_specs(
 
     Args:
         config: vLLM's configuration of the cache.
-        use_eagle: A drafter needs the last block of a hit recomputed in its groups. If no group is marked
-            as the drafter's, this applies to all groups except states.
+        use_eagle: Whether a drafter needs the last block of a hit to be recomputed in its groups.
+            If no group is marked as the drafter's, this applies to all groups except states.
         context_parallel_size: Workers over which tokens are distributed, in groups that are not
             replicated.
 

@@ -15,7 +15,7 @@ from kvcache.step import StepReport
 
 
 class StateGroups:
-    """The groups of states of a model, and their part in a step.
+    """The state groups of a model, and the state blocks that the current step uses.
 
     The worker copies a state at the start of a step and writes it at the end. A state written in a step
     is therefore a hit only for the next step, and the source page of a copy is reused only then. Models

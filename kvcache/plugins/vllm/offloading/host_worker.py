@@ -63,7 +63,7 @@ class HostWorker(OffloadingWorker):
         self.swap = SwapEngine(device, self.host)
         self._per_chunk = blocks_per_chunk
         self._is_filled = np.zeros(num_pages, bool)
-        self._filler = np.full(num_pages, -1, np.int64)  # the last job that had to fill each page
+        self._filler = np.full(num_pages, -1, np.int64)  # the last store job of each page
         self._transfers: dict[int, _Transfer] = {}
         self._failed_loads: set[int] = set()
 

@@ -11,14 +11,15 @@ from kvcache.allocator import BlockPool
 
 
 class RequestKeys:
-    """Attached to vLLM's context of a request. `pool` detects a reset, which creates a new pool."""
+    """Keys attached to vLLM's context of a request. After a reset, `pool` differs from the
+    manager's."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self.own: set[OffloadKey] = set()  # keys that the request has stored
         self.storing: set[OffloadKey] = set()  # subset of `own` with stores in flight
         self.hits: set[OffloadKey] = set()
-        self.counted: set[OffloadKey] = set()  # keys that were offered, and not stored at first
+        self.counted: set[OffloadKey] = set()  # keys counted in the request counts
         self.has_ended = False
         self._at: defaultdict[int, dict[int, OffloadKey]] = defaultdict(dict)
 
