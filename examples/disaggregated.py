@@ -72,8 +72,7 @@ def prefill(pipe) -> None:
 
 
 def decode(engine: Engine, offer: str) -> tuple[dict[str, float], int]:
-    """Pull the prompt's blocks and compute the last token. Return phase times and compared
-    bytes."""
+    """Pull the blocks, compute the last token, and return seconds by phase and compared bytes."""
     times, num_compared, last = {}, 0, time.perf_counter()
     request = Request("r1", [*PROMPT, 5])
 

@@ -1,4 +1,4 @@
-"""A router's view of a cache: events are published, and a subscriber replays the ones it missed."""
+"""A router's view of a cache: events are published, and a subscriber replays missed events."""
 
 from kvcache import KVCacheManager, Request, StepReport
 from kvcache.router_events import EventPublisher, EventSubscriber

@@ -87,7 +87,7 @@ def make_sources(
         args: Parsed options.
         model: The model; its weights identify the KV.
         cache: The model's cache.
-        announce: Whether cache events are published, including those of the store.
+        announce: Whether cache events are published, including the store's events.
 
     Returns:
         The sources in order of preference, and the connector if this server prefills for others.

@@ -24,7 +24,7 @@ class KVConnectorOutput:
 
     Args:
         finished_sending: Ids of requests that have finished sending.
-        finished_recving: Ids of requests that have finished receiving, including failed ones.
+        finished_recving: Ids of requests that have finished receiving, including failed requests.
         failed_recving: Ids of requests that could not be received completely. A worker also lists them
             in `finished_recving` once it has stopped receiving them.
         kv_connector_stats: An object with `aggregate(other)`, which returns the sum (or None if it

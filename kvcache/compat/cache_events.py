@@ -15,8 +15,8 @@ from kvcache.transfer.sharding import MAX_RANKS
 class KVCacheEvents:
     """Cache events by worker, in report order.
 
-    A new object has one worker. Events may be those of `kvcache.events`, which are compared by content,
-    or any hashable objects. Events are not copied.
+    A new object has one worker. Events may be `kvcache.events` objects, which are compared by
+    content, or any hashable objects. Events are not copied.
 
     Args:
         events: Events of the first worker.
@@ -55,7 +55,7 @@ class KVCacheEvents:
         return self
 
     def get_number_of_workers(self) -> int:
-        """Return the number of workers, including those without events."""
+        """Return the number of workers, including workers without events."""
         return len(self._by_worker)
 
     def get_all_events(self) -> list:

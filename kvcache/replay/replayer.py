@@ -42,8 +42,8 @@ class Replayer:
     """Replay prompts through `KVCacheManager.step` and `free`, like a scheduler.
 
     When a request needs a place or blocks, the oldest running request finishes. A request that does not
-    fit even then is rejected. With a host tier, each step is reported as completed before the next one,
-    so later steps can hit all loaded blocks. Nothing is preallocated.
+    fit even then is rejected. With a host tier, each step is reported as completed before the
+    next step, so later steps can hit all loaded blocks. Nothing is preallocated.
 
     A prompt is computed in one step or, with `chunk_tokens`, in several steps that also compute chunks of
     all other unfinished prompts. With recurrent states, chunks end where states are kept
@@ -159,7 +159,7 @@ class Replayer:
         return self._report(trace)
 
     def drain_events(self) -> list[CacheEvent]:
-        """Return the cache events since the last call, including those of the store."""
+        """Return the cache events since the last call, including the store's events."""
         return (self.manager.cache if self._store is None else self._store).drain_events()
 
     def _replay(self, item: WorkloadRequest) -> None:
@@ -303,8 +303,7 @@ class Replayer:
         return plan
 
     def _chunk(self, running: Running, start: int) -> int:
-        """Return how many tokens of a prompt with `start` computed tokens the next step
-        computes."""
+        """Return the number of tokens that the next step computes, from token `start` on."""
         num_tokens = running.item.num_tokens
         if self.chunk_tokens is None:
             return num_tokens - start

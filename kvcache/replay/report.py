@@ -23,7 +23,7 @@ class ReplayReport:
         num_blocks: Pool size, including the null block.
         capacity_blocks: Pool size, without the null block.
         concurrency: Maximum number of running requests.
-        requests: Requests of the workload, including rejected ones.
+        requests: Requests of the workload, including rejected requests.
         prompt_tokens: Prompt tokens of the served requests.
         hit_blocks: Hit blocks of the served requests, over all groups.
         hit_tokens: Hit tokens of the served requests.

@@ -1,4 +1,4 @@
-"""An admitted request of a replay, and the part of it that a step computes."""
+"""An admitted request of a replay, and the tokens of the request that a step computes."""
 
 from __future__ import annotations
 

@@ -66,8 +66,7 @@ class VerifiedGroup:
     def _wrong(
         self, expected: np.ndarray, slots: torch.Tensor, blocks: np.ndarray, offsets: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return two bool[n]: tokens that differ when read through slots, and when read from
-        blocks."""
+        """Return bool[n] twice: tokens that differ when read by slot, and when read by block."""
         layers = range(self.storage.num_layers)
         mapped = _differing(expected, [x for i in layers for x in self._gather(i, slots)])
         placed = _differing(expected, [x for i in layers for x in self._read(i, blocks, offsets)])
@@ -156,12 +155,12 @@ class StateGroup(VerifiedGroup):
         return self._check(span, span.start)
 
     def write(self, span: Span) -> None:
-        """Write the state after the last of the tokens."""
+        """Write the state after the last token of the span."""
         slot = self._slot(span.row, self._column(span.stop))
         self._write(self._content(span.request, span.stop - 1, span.stop), slot)
 
     def check(self, span: Span) -> Found:
-        """Read the state after the last of the tokens."""
+        """Check the state after the last token of the span."""
         return self._check(span, span.stop)
 
     def _check(self, span: Span, num_tokens: int) -> Found:

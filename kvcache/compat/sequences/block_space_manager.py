@@ -40,9 +40,10 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
 
     Sequences and groups are any objects with the attributes in `sequences/protocol.py`. The caller sets
     the status of sequences: `can_allocate` and `allocate` use the WAITING sequences of a group,
-    `can_append_slots` and swap-outs the RUNNING ones, and swap-ins the SWAPPED ones. Token ids are read
-    only with caching, and only the tail of known sequences is read. An encoder-decoder group also has a
-    cross-attention table under its `request_id`. The encoder's blocks are never cached.
+    `can_append_slots` and swap-outs use the RUNNING sequences, and swap-ins use the SWAPPED
+    sequences. Token ids are read only with caching, and only the tail of known sequences is read.
+    An encoder-decoder group also has a cross-attention table under its `request_id`. The
+    encoder's blocks are never cached.
 
     Calls return (source, destination) pairs of blocks to copy. Carry out the copies in the order of
     the calls. A manager belongs to the thread that first uses it. `watermark_blocks` can be set;

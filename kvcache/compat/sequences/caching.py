@@ -66,7 +66,7 @@ class SequenceCaching(SequenceTables):
 
         Args:
             seq_group: The group.
-            token_chunk_size: Number of newly computed tokens, including cached ones.
+            token_chunk_size: Number of newly computed tokens, including cached tokens.
 
         Raises:
             ValueError: With a sliding window, a prompt that skipped blocks is not marked in one call.

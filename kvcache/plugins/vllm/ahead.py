@@ -183,8 +183,7 @@ class Ahead:
         return np.minimum(self._native.quiet_until[rows], self._native.max_model_len).tolist()
 
     def wait(self, held: HeldRequest, num_slots: int) -> None:
-        """Register the request for the step in which it needs a block, assuming one token per
-        step."""
+        """Register the request for the step in which it needs a block at one token per step."""
         held.due = self.step + 1 + max(held.quiet_until - num_slots, 0)
         self._due[held.due].append(held)
 

@@ -76,6 +76,6 @@ def _state_group(spec: MambaSpec) -> GroupSpec:
         )
     if spec.mamba_cache_mode == "none":  # one block with the maximum number of tokens
         return GroupSpec("full_attention", spec.block_size)
-    if spec.mamba_cache_mode == "all":  # a state in each block; the next token reads the last one
+    if spec.mamba_cache_mode == "all":  # a state in each block; the next token reads the last state
         return GroupSpec("sliding_window", spec.block_size, {"window": 2})
     return GroupSpec("recurrent", spec.block_size)

@@ -129,8 +129,7 @@ class VllmCacheManager:
         return self._states.are_copied
 
     def ask_who_waits(self, has_waiting: Callable[[], bool]) -> None:
-        """Set the function that returns whether requests wait. If none wait, steps look up no
-        hits."""
+        """Set the function that returns whether requests wait. Otherwise, steps skip lookups."""
         self._has_waiting = has_waiting
 
     # --- prefix hits ---
@@ -140,8 +139,7 @@ class VllmCacheManager:
         return self.enable_caching and not request.skip_reading_prefix_cache
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
-        """Return the longest cached prefix: blocks, number of tokens, and tokens ignoring
-        states."""
+        """Return the blocks of the cached prefix, its length, and its length ignoring states."""
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         if self._step_of_lookup != self._ahead.step:  # running requests are scheduled first
@@ -481,8 +479,7 @@ class VllmCacheManager:
     def _blocks_of_tokens(
         self, request_id: str, first: int, end: int | None = None
     ) -> list[list[int]]:
-        """Return, per group, the request's blocks of tokens `first` to `end - 1` (None: to the
-        end)."""
+        """Return the request's blocks of tokens [`first`, `end`) per group. None: to the end."""
         request = self._held[request_id].request
         found = []
         for group, size in enumerate(self.block_sizes):

@@ -56,12 +56,12 @@ class StateGroups:
             )
 
     def begin_step(self, native: KVCacheManager) -> None:
-        """Start a step: the previous one has been sent to the workers."""
+        """Start a step. The previous step has been sent to the workers."""
         self._filled.clear()
         self.release_left(native)
 
     def release_left(self, native: KVCacheManager) -> None:
-        """Release the pages that states have left so far. Pages that they leave later must wait."""
+        """Release the pages that states have left so far. Pages left later stay held."""
         if not self._copied:
             return
         plan = native.step()

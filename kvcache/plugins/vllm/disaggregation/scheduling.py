@@ -59,7 +59,7 @@ class Scheduling:
         offer = self._offer(request)
         if offer is None:
             return 0, False
-        end = min(offer.num_tokens, request.num_tokens - 1)  # the last token must run
+        end = min(offer.num_tokens, request.num_tokens - 1)  # the last token must be computed
         if end <= num_computed_tokens:
             return 0, False
         own = self._handshakes[0].groups

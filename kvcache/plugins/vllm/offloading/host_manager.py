@@ -128,7 +128,7 @@ class HostManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        """Allocate chunks for keys without one. Return None if transfers hold too many chunks."""
+        """Allocate chunks for new keys. Return None if transfers hold too many chunks."""
         keys = list(keys)
         state = self._state(req_context)
         known = [key for key in keys if key in self._chunk_of]

@@ -128,8 +128,8 @@ class HostWorker(OffloadingWorker):
     def _pairs(self, gpu: GPULoadStoreSpec, host: HostChunks, *, must_fill: bool) -> np.ndarray:
         """Return (device block, host page) pairs, int64[n, 2]. A group may begin inside its first chunk.
 
-        With `must_fill`, a group must end with its last chunk. Otherwise a block inside is missing (it
-        has left the window) and vLLM does not report which one, so the group is skipped.
+        With `must_fill`, a group must end with its last chunk. If a group does not, one of its
+        blocks has left the window and vLLM does not report which block, so the group is skipped.
         """
         pages, blocks, first, block = [], [], 0, 0
         counts = iter(host.counts)

@@ -1,4 +1,4 @@
-"""The keys of one request."""
+"""The chunk keys of one request, by group and position."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvcache.allocator import BlockPool
 
 
 class RequestKeys:
-    """Keys attached to vLLM's context of a request. After a reset, `pool` differs from the
-    manager's."""
+    """State attached to vLLM's context of a request. `pool` differs from the manager's after a
+    reset."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
