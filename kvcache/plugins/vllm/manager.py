@@ -129,7 +129,7 @@ class VllmCacheManager:
         return self._states.are_copied
 
     def ask_who_waits(self, has_waiting: Callable[[], bool]) -> None:
-        """Set the function that returns whether requests wait. Otherwise, steps skip lookups."""
+        """Set the function that returns whether requests wait. If none wait, steps skip lookups."""
         self._has_waiting = has_waiting
 
     # --- prefix hits ---

@@ -11,8 +11,7 @@ from kvcache.allocator import BlockPool
 
 
 class RequestKeys:
-    """State attached to vLLM's context of a request. `pool` differs from the manager's after a
-    reset."""
+    """State attached to vLLM's context of a request, and valid until the cache is reset."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
