@@ -15,7 +15,7 @@ from kvcache.sources.disaggregation import CacheRank, Connector, ConnectorOption
 
 HEADS, SIZE, LAYERS, MAX_LEN = 4, 64, 4, 2048
 PROMPT = [(7 * i) % 1000 for i in range(1500)]
-OPTIONS = ConnectorOptions(transport="gloo", lease_s=30, timeout_s=20)  # None: NIXL if installed
+OPTIONS = ConnectorOptions(transport="gloo", lease_s=30, timeout_s=20)  # omit it to use NIXL
 
 
 class Engine:
@@ -72,7 +72,7 @@ def prefill(pipe) -> None:
 
 
 def decode(engine: Engine, offer: str) -> tuple[dict[str, float], int]:
-    """Pull the prompt's blocks and compute the last token; returns seconds by phase, bytes compared."""
+    """Pull the blocks, compute the last token, and return seconds by phase and compared bytes."""
     times, num_compared, last = {}, 0, time.perf_counter()
     request = Request("r1", [*PROMPT, 5])
 
@@ -87,7 +87,7 @@ def decode(engine: Engine, offer: str) -> tuple[dict[str, float], int]:
     while not (loaded := engine.connector.poll()):
         time.sleep(0.0005)
     done("connect, pull")
-    assert loaded[0].error is None, loaded[0].error  # otherwise compute from num_computed_tokens on
+    assert loaded[0].error is None, loaded[0].error  # after an error: recompute the rest
     for cache, at, right in engine.parts(request, 0, count):
         assert torch.equal(cache[at], right)
         num_compared += right.nbytes

@@ -1,4 +1,4 @@
-"""A router's view of a cache: events are published, and a subscriber replays the ones it missed."""
+"""A router's view of a cache: events are published, and a subscriber replays missed events."""
 
 from kvcache import KVCacheManager, Request, StepReport
 from kvcache.router_events import EventPublisher, EventSubscriber
@@ -20,10 +20,10 @@ def serve(name: str, tokens: range) -> Request:
 
 
 with publisher:
-    # Nobody has subscribed yet: the subscriber requests these events later.
+    # There is no subscriber yet: it requests these events later.
     first = serve("first", range(70))
     with EventSubscriber(publisher.endpoint, publisher.replay_endpoint) as reader:
-        # Needs the device blocks of the first request, which are offloaded to the host.
+        # The second request takes the device blocks of the first, which are offloaded to the host.
         second = serve("second", range(1000, 1120))
         while reader.next_seq < 2:
             reader.poll(timeout_s=0.1)

@@ -1,4 +1,4 @@
-"""A custom cache layout in one file: storage, transfers and block copies use it.
+"""A custom cache layout in one file, used for storage, transfers and block copies.
 
 The layout stores all data of one KV head in a block together: K, then V. The heads of a tensor-parallel
 rank are therefore contiguous in a page, and the pages of two ranks fit into one page in large runs.

@@ -148,7 +148,7 @@ def _ninja() -> str:
 
     beside = Path(sys.executable).with_name(
         "ninja"
-    )  # of a virtual environment that is not activated
+    )  # in a virtual environment that is not activated
     found = which("ninja") or (str(beside) if beside.exists() else None)
     if found is None:
         raise LookupError("pip install ninja; only builds at run time want it")

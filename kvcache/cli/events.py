@@ -59,7 +59,7 @@ def events_published(
     drain_events: Callable[[], list[CacheEvent]],
     on_request: Callable[[], None] | None,
 ) -> Iterator[Callable[[], None] | None]:
-    """Yield a function to call after each request. It also publishes events if there is a publisher."""
+    """Yield a function to call after each request. It publishes the events, if requested."""
     if publisher is None:
         yield on_request
         return

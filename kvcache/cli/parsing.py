@@ -10,7 +10,7 @@ from collections.abc import Callable
 from kvcache.cli.errors import UsageError, quoted
 from kvcache.cli.events import add_events_options
 
-# The same as in kvcache.checks, which imports numpy: --help must not load numpy.
+# Copies of the constants in kvcache.checks, which imports numpy: --help must not load numpy.
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
 # Default sizes: the pool holds part of the workload, so that there are both hits and evictions.

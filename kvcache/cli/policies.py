@@ -1,4 +1,4 @@
-"""The options --eviction, --host-eviction and --host-write, as `CacheOptions` takes them."""
+"""Converts the options --eviction, --host-eviction and --host-write to fields of `CacheOptions`."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def _import_files(args: argparse.Namespace) -> None:
     for path in args.imports or ():
         if not (path.endswith(".py") and os.path.isfile(path)):
             raise UsageError(f"--import is {quoted(path)}: expected an existing file, FILE.py")
-        import_module("kvcache.kinds")  # first, so that the file is not blamed for it
+        import_module("kvcache.kinds")  # first, so that its errors are not attributed to the file
         name = f"kvcache_import:{os.path.realpath(path)}"
         if name in sys.modules:
             continue

@@ -1,4 +1,4 @@
-"""The options --store, --prefill and --prefill-from: sources of outside KV."""
+"""The options --store, --prefill and --prefill-from: sources of external KV."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def add_source_options(sub: argparse.ArgumentParser) -> None:
 
 
 def check_source_options(args: argparse.Namespace) -> None:
-    """Check the options before a model is loaded; raises UsageError or MissingError."""
+    """Check the options before a model is loaded. Raise UsageError or MissingError if one fails."""
     if args.store is None and args.store_capacity is not None:
         raise UsageError("--store-capacity is given: expected only with --store")
     for is_given, option in (
@@ -81,13 +81,13 @@ def check_source_options(args: argparse.Namespace) -> None:
 def make_sources(
     args: argparse.Namespace, model: PreTrainedModel, cache: KVCache, *, announce: bool
 ) -> tuple[list[KVSource], Connector | None]:
-    """Make the sources for the cache of a model.
+    """Create the KV sources of a model's cache.
 
     Args:
         args: Parsed options.
         model: The model; its weights identify the KV.
         cache: The model's cache.
-        announce: Whether cache events are published, including those of the store.
+        announce: Whether cache events are published, including the store's events.
 
     Returns:
         The sources in order of preference, and the connector if this server prefills for others.
@@ -154,7 +154,7 @@ def _store(args: argparse.Namespace, weights: str, cache: KVCache, announce: boo
 
 
 def weights_digest(model: PreTrainedModel) -> str:
-    """Digest of a model's configuration and weights, so that KV of another model is never loaded."""
+    """Return a digest of a model's configuration and weights, which identifies the model's KV."""
     import torch
 
     config = {

@@ -1,6 +1,6 @@
 """Interfaces of other engines over kvcache: vLLM's block space manager, topology and connector helpers.
 
-Names are imported when first used. Those that move bytes import torch.
+Names are imported on first use. Names that move bytes import torch.
 """
 
 from __future__ import annotations

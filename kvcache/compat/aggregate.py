@@ -1,4 +1,4 @@
-"""Merges the transfer reports of an engine's workers, one per worker and step."""
+"""Merges the transfer reports of an engine's workers. Each worker sends one report per step."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class KVConnectorOutput:
 
     Args:
         finished_sending: Ids of requests that have finished sending.
-        finished_recving: Ids of requests that have finished receiving, including failed ones.
+        finished_recving: Ids of requests that have finished receiving, including failed requests.
         failed_recving: Ids of requests that could not be received completely. A worker also lists them
             in `finished_recving` once it has stopped receiving them.
         kv_connector_stats: An object with `aggregate(other)`, which returns the sum (or None if it
             updates itself in place), and optionally `is_empty()`.
-        kv_connector_worker_meta: An object with `aggregate(other)`, which behaves likewise.
+        kv_connector_worker_meta: An object with `aggregate(other)`, as for `kv_connector_stats`.
         kv_cache_events: A `KVCacheEvents`, a list of events, or an object with `add_events`,
             `get_all_events`, `increment_workers` and `get_number_of_workers`.
         invalid_block_ids: Ids of blocks that could not be loaded.
@@ -51,7 +51,7 @@ _KNOWN = tuple(known.name for known in dataclasses.fields(KVConnectorOutput))
 
 
 class KVOutputAggregator:
-    """Merge the workers' reports step by step.
+    """Merges the workers' reports of each step.
 
     Args:
         expected_finished_count: Number of reports that finish a request, counted separately for
@@ -193,7 +193,8 @@ class KVOutputAggregator:
         - Statistics are summed by type: `kv_connector_stats` is the sum, or `{type: sum}` for several
           types. `kv_connector_worker_meta` is the sum over all workers.
         - Events are kept per worker. A worker whose `kv_cache_events` is None does not count as a worker
-          of the events. A worker with an empty list does, and then no event is common to all.
+          of the events. A worker with an empty list counts, and then no event is common to all
+          workers.
         - `invalid_block_ids` is the union over all workers.
         - Other attributes are merged by their rules (`register_rule`).
 
@@ -260,7 +261,7 @@ class KVOutputAggregator:
 
 @dataclass(frozen=True)
 class _State:
-    """State of an aggregator; each call creates a new one and assigns it last."""
+    """State of an aggregator. Each call creates a new state and assigns it at the end."""
 
     expected: int
     remaining_sending: dict[str, int] = field(default_factory=dict)
@@ -280,8 +281,8 @@ class _Merged:
     invalid_block_ids: set[int] = field(default_factory=set)
     stats: dict[type, object] = field(default_factory=dict)
     worker_meta: object | None = None
-    events: dict[int, object] = field(default_factory=dict)  # by worker
-    others: dict[str, object] = field(default_factory=dict)  # by attribute
+    events: dict[int, object] = field(default_factory=dict)  # events of each worker, by rank
+    others: dict[str, object] = field(default_factory=dict)  # merged value, by attribute name
 
     def add_stats(self, stats: object | None, worker: int) -> None:
         if stats is None:
@@ -303,7 +304,7 @@ class _Merged:
             if name in _KNOWN or value is None:
                 continue
             if name in rules:
-                value = copy.deepcopy(value)  # the merged value may keep references to it
+                value = copy.deepcopy(value)  # the merged value may keep references to `value`
                 first = name not in self.others
                 self.others[name] = value if first else rules[name](self.others[name], value)
             elif not _says_nothing(report, name):
@@ -440,7 +441,7 @@ def _check_addable(value: object, name: str, worker: int) -> None:
 
 
 def _sum(total: object | None, value: object) -> object:
-    value = copy.deepcopy(value)  # the sum may keep references to it
+    value = copy.deepcopy(value)  # the sum may keep references to `value`
     if total is None:
         return value
     added = total.aggregate(value)

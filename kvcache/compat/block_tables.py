@@ -37,7 +37,7 @@ class BlockTable(GroupTable):
         pcp_padding: Whether to pad the slot mapping, as in `BlockTables`.
 
     Raises:
-        TypeError: An argument has a wrong type, or one that follows the eighth is positional.
+        TypeError: An argument has a wrong type, or more than eight arguments are positional.
         ValueError: An argument is out of range.
 
     Example:
@@ -116,7 +116,7 @@ class MultiGroupBlockTable(BlockTables):
         pcp_padding: Whether to pad the slot mapping, as in `BlockTables`.
 
     Raises:
-        TypeError: An argument has a wrong type, or one that follows the ninth is positional.
+        TypeError: An argument has a wrong type, or more than nine arguments are positional.
         ValueError: An argument is out of range, or a list has a wrong length.
 
     Example:

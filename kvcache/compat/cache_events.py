@@ -15,8 +15,8 @@ from kvcache.transfer.sharding import MAX_RANKS
 class KVCacheEvents:
     """Cache events by worker, in report order.
 
-    A new object has one worker. Events may be those of `kvcache.events`, which are compared by content,
-    or any hashable objects. Events are not copied.
+    A new object has one worker. Events may be `kvcache.events` objects, which are compared by
+    content, or any hashable objects. Events are not copied.
 
     Args:
         events: Events of the first worker.
@@ -37,7 +37,7 @@ class KVCacheEvents:
         self._by_worker[-1].extend(listed(events, "events"))
 
     def increment_workers(self, count: int = 1) -> None:
-        """Add workers without events. Later `add_events` calls add to the last of them.
+        """Add workers without events. Later `add_events` calls add to the last worker.
 
         Args:
             count: Number of workers to add, at least 1.
@@ -55,7 +55,7 @@ class KVCacheEvents:
         return self
 
     def get_number_of_workers(self) -> int:
-        """Return the number of workers, including those without events."""
+        """Return the number of workers, including workers without events."""
         return len(self._by_worker)
 
     def get_all_events(self) -> list:
@@ -66,8 +66,8 @@ class KVCacheEvents:
         """Return the events that every worker reported, in the order of the first worker.
 
         Returns:
-            Each common event, repeated as often as every worker reported it. Empty if any worker has no
-            events.
+            Each common event, repeated as many times as every worker reported it. Empty if any
+            worker has no events.
 
         Raises:
             TypeError: An event is not hashable.

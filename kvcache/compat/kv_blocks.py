@@ -18,7 +18,7 @@ Ids = np.ndarray | torch.Tensor | Sequence[int]
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # source and destination of a layer
 
-# Bytes of host memory that stage blocks stored in another order on the device.
+# Maximum bytes of host staging memory for blocks in the memory order of the device.
 _STAGED_BYTES = 1 << 28
 
 
@@ -34,8 +34,9 @@ def copy_kv_blocks(
     """Copy blocks of all layers between a device and host memory.
 
     Block `src_block_ids[i]` is copied to `dst_block_ids[i]`. Both sides may use any strides, but
-    different memory orders (NHD and HND, layers packed or not) and padding split the copy into more and
-    smaller fragments. With a GPU and unpinned host memory, they also require a second copy on the host.
+    different memory orders (NHD and HND, layers packed or not) and padding split the copy into more
+    and smaller fragments. With a GPU and unpinned host memory, such differences also require a
+    second copy on the host.
 
     With "h2d" from pinned memory, the copy is enqueued on the current stream: do not modify the source
     before the copy completes. On devices other than CPU and CUDA, torch copies the blocks, and the call
@@ -46,7 +47,7 @@ def copy_kv_blocks(
         dst_kv_caches: One tensor per layer, with the same shapes (except for the number of blocks) and
             dtypes as `src_kv_caches`.
         src_block_ids: Blocks to read. An empty list copies nothing.
-        dst_block_ids: Blocks to write, as many as `src_block_ids`.
+        dst_block_ids: Blocks to write, one per entry of `src_block_ids`.
         direction: "h2d" (source in host memory) or "d2h" (destination in host memory, complete when the
             call returns).
         backend: A backend name of `kvcache.layouts`, an `AttentionBackend`, or an engine's backend class.
@@ -56,7 +57,7 @@ def copy_kv_blocks(
     Raises:
         ValueError: The direction is unknown or does not match the devices of the tensors, the
             lists differ in length, only one side has a layer, tensors differ in shape or dtype, the
-            contiguous fragments common to both sides are too many, an id is out of range, a block is
+            two sides have too many common contiguous fragments, an id is out of range, a block is
             written twice, or, if both sides share memory, a block is both read and written. Nothing
             has been copied.
         TypeError: An argument has the wrong type. Nothing has been copied.
@@ -133,7 +134,7 @@ def _matched(tensors: list[Pair], dims: list[int]) -> tuple[Pages, Pages]:
 
 
 def _copy_staged(tensors: list[Pair], dims: list[int], pairs: np.ndarray, direction: str) -> None:
-    """Copy between a device and unpinned host memory; staging in device order keeps fragments few."""
+    """Copy between a device and unpinned host memory through staging memory in device order."""
     on_device = [pair[direction == "h2d"] for pair in tensors]
     block_bytes = sum(each.nbytes // each.shape[dim] for each, dim in zip(on_device, dims))
     at_once = max(1, _STAGED_BYTES // block_bytes)
@@ -146,7 +147,7 @@ def _copy_staged(tensors: list[Pair], dims: list[int], pairs: np.ndarray, direct
             ([(mine, dst) for (_, dst), mine in zip(tensors, staged)], (numbers, some[:, 1])),
         ):
             PageCopy(*_matched(step, dims)).copy(np.stack(ids, axis=1), engine=ops.COPY_ENGINE)
-            if on_device[0].device.type == "cuda":  # before `staged` is read or freed
+            if on_device[0].device.type == "cuda":  # `staged` is read or freed next
                 torch.cuda.current_stream(on_device[0].device).synchronize()
 
 

@@ -108,8 +108,8 @@ class _Remotes(Mapping):
 class KVTopology:
     """One worker's ranks in its engine, and the ranks of other engines that hold the same KV.
 
-    Most methods about a remote engine come in two forms: one takes its sizes, the other is
-    `..._from_engine_id`.
+    Most methods that concern a remote engine have two forms. The first takes the engine's sizes,
+    and the second (`..._from_engine_id`) takes the id of a registered engine.
 
     Args:
         engine_id: Id of the worker's own engine.
@@ -128,7 +128,8 @@ class KVTopology:
             dimension than the backend's shape means that layers are packed together.
         kv_cache_layout: "NHD" or "HND".
         remotes: Other engines by id, copied and read-only; see `with_remote`.
-        stages: `(num_layers, tp_size)` of every pipeline stage of the own engine, if the stages differ.
+        stages: `(num_layers, tp_size)` of every pipeline stage of this engine, if the stages
+            differ.
 
     Raises:
         ValueError: A rank or size is out of range, neither of two sizes divides the other, a backend or
@@ -392,8 +393,8 @@ class KVTopology:
     ) -> list[tuple[int, int, int]]:
         """Return the remote workers from which this worker reads.
 
-        Each head of each layer on this worker is read from exactly one of them, and something is
-        read from each. Layers are split evenly over pipeline ranks.
+        Each head of each layer on this worker is read from exactly one remote worker, and every
+        returned worker is read from. Layers are split evenly over pipeline ranks.
 
         Args:
             remote_tp_size: Tensor-parallel size of the remote engine.
@@ -429,7 +430,7 @@ class KVTopology:
     ) -> list[tuple[int, int, int]]:
         """Return the remote workers that read from this worker.
 
-        If the remote engine receives, this worker may release a request's blocks once this many
+        If the remote engine receives, this worker may release a request's blocks once all returned
         workers have reported that they are done. `source_readers` also supports context parallelism
         and short requests.
 
@@ -504,11 +505,11 @@ class KVTopology:
     def _stages_of_both(
         self, remote: RemoteEngine
     ) -> tuple[Sequence[PipelineStage], Sequence[PipelineStage]]:
-        """Return the stages of the own and the remote engine over the same layers; check the sizes."""
+        """Check the sizes. Return the stages of both engines over the same number of layers."""
         given = [stages for stages in (self.stages, remote.stages) if stages is not None]
         if not given:
             self.pp_ratio(remote.pp_size)
-            num_layers = max(self.pp_size, remote.pp_size)  # any number that both divide
+            num_layers = max(self.pp_size, remote.pp_size)  # any multiple of both sizes
         else:
             counts = [sum(stage.num_layers for stage in stages) for stages in given]
             num_layers = counts[0]

@@ -18,7 +18,7 @@ class DemoReport:
     model: str
     requests: int
     sequences: int
-    identical_sequences: int  # sequences with the same tokens as the model's own dense cache
+    identical_sequences: int  # sequences identical to the output with the model's own dense cache
     prompt_tokens: int
     cached_prompt_tokens: int
     generated_tokens: int
@@ -29,7 +29,7 @@ class DemoReport:
     )
     pool_bytes: int
     host_bytes: int
-    dense_bytes: int  # for as many concurrent sequences, each with room for its final length
+    dense_bytes: int  # dense cache of the same concurrent sequences at their final lengths
     swapped_out_sequences: int
     recomputed_sequences: int
     swapped_out_pages: int
@@ -37,7 +37,7 @@ class DemoReport:
     copied_pages: int
     forked_sequences: int
     evicted_blocks: int
-    dense_seconds: float  # for the model with its own cache, one sequence after another
+    dense_seconds: float  # time of the model with its own cache, one sequence after another
 
     def __post_init__(self) -> None:
         plain_fields(self)

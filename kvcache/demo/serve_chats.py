@@ -23,13 +23,13 @@ class Course:
     """The state after each step. All lists have the same length."""
 
     num_blocks: int = 0
-    held: list[int] = field(default_factory=list)  # blocks of sequences that cannot be hits
-    held_cached: list[int] = field(default_factory=list)  # blocks of sequences that can be hits
-    cached: list[int] = field(default_factory=list)  # free blocks that can be hits
-    hit_tokens: list[int] = field(default_factory=list)  # cumulative
-    prompt_tokens: list[int] = field(default_factory=list)  # cumulative, of the admitted requests
-    pages_out: list[int] = field(default_factory=list)  # cumulative
-    pages_in: list[int] = field(default_factory=list)  # cumulative
+    held: list[int] = field(default_factory=list)  # blocks held by sequences, not cached
+    held_cached: list[int] = field(default_factory=list)  # blocks held by sequences, cached
+    cached: list[int] = field(default_factory=list)  # free blocks, cached
+    hit_tokens: list[int] = field(default_factory=list)  # prefix-hit tokens, cumulative
+    prompt_tokens: list[int] = field(default_factory=list)  # tokens of admitted prompts, cumulative
+    pages_out: list[int] = field(default_factory=list)  # pages swapped out, cumulative
+    pages_in: list[int] = field(default_factory=list)  # pages swapped in, cumulative
     swapped: list[int] = field(default_factory=list)  # sequences on the host
     waiting: list[int] = field(default_factory=list)  # sequences without a row
 
@@ -49,7 +49,7 @@ def serve_chats(
 ) -> DemoReport:
     """Serve concurrent chats from a small pool, then compare the answers with a dense cache.
 
-    Answers are greedy, except for users that request several: these answers are sampled with a seed.
+    Users that request several answers get samples drawn with `seed`. All other answers are greedy.
 
     Args:
         model: The transformers model.

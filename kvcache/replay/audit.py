@@ -1,4 +1,4 @@
-"""Runs a verifier along with a replay, and sums up its results."""
+"""Runs a verifier alongside a replay and summarizes its results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Audit:
     def __init__(self, verifier: KVVerifier, manager: KVCacheManager) -> None:
         self.verifier = verifier
         self.num_mismatches = 0
-        self.mismatches: dict[int, Mismatch] = {}  # the first one of each request
+        self.mismatches: dict[int, Mismatch] = {}  # first mismatch of each request
         self.ns = 0
         self._manager = manager
         self._num_plans = 0
@@ -43,7 +43,8 @@ class Audit:
             # requests.
             self.verifier.apply(plan)
             spans = [self._span(running, start) for running, start in served]
-            # As in an engine, the step reads what earlier steps of all its rows have written.
+            # As in an engine, the step reads the KV that earlier steps have written for all of
+            # its rows.
             self._count(self.verifier.check_arrival, spans)
             for span in spans:
                 self.verifier.write(span)

@@ -18,10 +18,11 @@ _MOST_PAUSE_MS = 1e12
 
 @dataclass(frozen=True)
 class ChatShape:
-    """The shape of the conversations. Ranges are (least, most), both inclusive.
+    """The shape of the conversations. Ranges are (minimum, maximum), both inclusive.
 
     The prompt of the first turn is a system prompt and a user message. The prompt of a later turn is the
-    whole history, including answers, and a new user message. When a conversation ends, a new one begins.
+    whole history, including answers, and a new user message. When a conversation ends, a new
+    conversation begins.
 
     Args:
         num_conversations: Number of concurrent conversations.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Policies that learn from requests alone: a trace has neither access times nor priorities.
 COMPARED = ("lru", "learned", "s3_fifo", "segmented_lru")
-_CLOSE = 0.01  # of the hits; a smaller gain does not justify a slower policy
+_CLOSE = 0.01  # fraction of the hits; a smaller gain does not justify a slower policy
 
 
 @dataclass(frozen=True)
@@ -167,11 +167,11 @@ def optimum(requests: Sequence[WorkloadRequest], block_size: int, num_blocks: in
     block_size = integer(block_size, "block_size", 1)
     num_blocks = integer(num_blocks, "num_blocks", 1)
     chains = [[bytes(each) for each in hash_blocks(r.token_ids, block_size)] for r in requests]
-    uses: dict[bytes, list[int]] = {}  # requests that use a block, the last one first
+    uses: dict[bytes, list[int]] = {}  # requests that use each block, last first
     for i in reversed(range(len(chains))):
         for key in chains[i]:
             uses.setdefault(key, []).append(i)
-    cached: dict[bytes, int] = {}  # next use by block
+    cached: dict[bytes, int] = {}  # next use of each cached block
     farthest: list[tuple[int, int, bytes]] = []
     num_hits = 0
     for chain in chains:

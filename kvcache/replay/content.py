@@ -1,7 +1,7 @@
 """Content keys and KV derived from them by a fixed mix, so that the KV of any token can be recomputed.
 
-All arithmetic is modulo 2**64. Multiplication by odd constants and xor-shifts are bijections: a mix loses
-no information until the last step truncates it.
+All arithmetic is modulo 2**64. Multiplication by odd constants and xor-shifts are bijections, so
+a mix loses no information until its last step truncates the value.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ class DisaggregationReport:
         lease_over_requests: Requests whose lease expired; computed by the decode side.
         prefill_full_requests: Requests that did not fit into the prefill pool; computed by the decode
         side.
-        unfinished_loads: Loads that arrived without room for a further token; computed by the decode
-        side.
+        unfinished_loads: Loads that completed when the pool had no room for another token;
+            computed by the decode side.
         rejected_requests: Requests that do not fit into the decode pool.
     """
 
@@ -163,7 +163,7 @@ class _Task:
 
 
 class _SimulatedRank:
-    """A rank without bytes: leases are real, and loads only take time."""
+    """A rank that moves no bytes: leases are real, and loads only take time."""
 
     def __init__(self, layouts: tuple[GroupLayout, ...], now: Callable[[], float]) -> None:
         address = RankAddress("simulated", "", tuple(((0,),) * len(layouts)), 0)
@@ -172,7 +172,7 @@ class _SimulatedRank:
         self.seconds_of: Callable[[int], float] = lambda num_tokens: 0.0
         self.sender: _SimulatedRank | None = None
         self._loads: dict[str, tuple[float, Any]] = {}
-        self.next_end: float | None = None  # of the most recent load
+        self.next_end: float | None = None  # end time of the most recent load, in seconds
 
     def begin(self, step: Step) -> None:
         for request_id, lease in step.leases.items():

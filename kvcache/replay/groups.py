@@ -34,7 +34,7 @@ def parse_groups(text: str, block_size: int) -> list[GroupSpec]:
 
 
 def checked_groups(block_size: int | None, groups: Sequence[GroupSpec] | None) -> list[GroupSpec]:
-    """Return the groups, or one of full attention. ValueError unless exactly one argument is given."""
+    """Return `groups`, or one full-attention group. ValueError unless one argument is None."""
     if (block_size is None) == (groups is None):
         raise ValueError(
             f"block_size is {block_size} and groups is {groups}: expected exactly one of the two"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def split_options(text: str) -> tuple[str, dict[str, str]]:
-    """Return the name and the options as text. ValueError for malformed or repeated options."""
+    """Split into name and options, as text. Raise ValueError for malformed or repeated options."""
     name, *settings = text.split(":")
     options: dict[str, str] = {}
     for setting in settings:
@@ -24,7 +24,7 @@ def split_options(text: str) -> tuple[str, dict[str, str]]:
 
 
 def join_options(name: str, options: Mapping[str, float]) -> str:
-    """Return the inverse of `split_options`.
+    """Join a name and options into the text that `split_options` parses.
 
     Example:
         >>> join_options("s3_fifo", {"small_share": 0.2})

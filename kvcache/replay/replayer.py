@@ -32,18 +32,18 @@ _NO_LENGTH_LIMIT = 2**31 - 1  # only the pool size limits a request
 class Series:
     """One entry per request of the workload, recorded right after its admission, for plots."""
 
-    prompt_tokens: list[int] = field(default_factory=list)  # of this request; 0 if rejected
-    hit_tokens: list[int] = field(default_factory=list)  # of this request
-    evicted_blocks: list[int] = field(default_factory=list)  # cumulative
-    used_blocks: list[int] = field(default_factory=list)  # held by running requests
+    prompt_tokens: list[int] = field(default_factory=list)  # tokens of the prompt; 0 if rejected
+    hit_tokens: list[int] = field(default_factory=list)  # hit tokens of the request
+    evicted_blocks: list[int] = field(default_factory=list)  # evicted blocks, cumulative
+    used_blocks: list[int] = field(default_factory=list)  # blocks held by running requests
 
 
 class Replayer:
     """Replay prompts through `KVCacheManager.step` and `free`, like a scheduler.
 
     When a request needs a place or blocks, the oldest running request finishes. A request that does not
-    fit even then is rejected. With a host tier, each step is reported as completed before the next one,
-    so later steps can hit all loaded blocks. Nothing is preallocated.
+    fit even then is rejected. With a host tier, each step is reported as completed before the
+    next step, so later steps can hit all loaded blocks. Nothing is preallocated.
 
     A prompt is computed in one step or, with `chunk_tokens`, in several steps that also compute chunks of
     all other unfinished prompts. With recurrent states, chunks end where states are kept
@@ -126,7 +126,7 @@ class Replayer:
         self._running: list[Running] = []  # oldest first
         self._clock = None if service is None else ServiceClock(service)
         self._last_arrival_ms = 0
-        self._first_token_ms: list[float] = []  # from arrival, for served requests
+        self._first_token_ms: list[float] = []  # arrival to first token, by served request
         self._peak_running = 0
         self._num_requests = self._num_rejected = 0
         self._prompt_tokens = self._hit_tokens = self._host_hit_tokens = 0
@@ -159,7 +159,7 @@ class Replayer:
         return self._report(trace)
 
     def drain_events(self) -> list[CacheEvent]:
-        """Return the cache events since the last call, including those of the store."""
+        """Return the cache events since the last call, including the store's events."""
         return (self.manager.cache if self._store is None else self._store).drain_events()
 
     def _replay(self, item: WorkloadRequest) -> None:
@@ -194,12 +194,12 @@ class Replayer:
     def _admit(self, new: Running) -> bool:
         """Admit the request, or reject it and return False."""
         if self.chunk_tokens is not None and self._never_fits(new):
-            return False  # although its first chunks might fit
+            return False  # even if its first chunks fit
         while True:
             status = self._step(new)
             if status == Status.SERVED:
                 return True
-            if new.num_store_hit:  # it may fit without the store's tokens
+            if new.num_store_hit:  # the request may fit without the store's tokens
                 new.num_store_hit, new.may_load = 0, False
                 continue
             if status == Status.NEVER or not self._running:
@@ -228,7 +228,7 @@ class Replayer:
         return min(running, key=lambda each: each.end_ms)
 
     def _make_room(self) -> None:
-        """Finish the next request. Steps are run until its prompt is computed."""
+        """Run steps until the prompt of the next request is computed, and finish that request."""
         first = self._next(self._running)
         while first.num_left:
             self._step()
@@ -289,8 +289,8 @@ class Replayer:
             if self.chunk_tokens is not None:
                 count = self._chunk(new, 0)
             if computing:
-                # A new request must fit completely, next to everything that unfinished prompts
-                # still need: only a prompt that runs alone can get stuck.
+                # A new request must fit completely, in addition to all blocks that unfinished
+                # prompts still need. Only a prompt that runs alone can then fail to fit.
                 num_reserved = self._num_blocks_left(new, count) + sum(
                     self._num_blocks_left(each, each.num_computed) for each in computing
                 )
@@ -303,7 +303,7 @@ class Replayer:
         return plan
 
     def _chunk(self, running: Running, start: int) -> int:
-        """Return the tokens that the next step computes of a prompt with `start` computed tokens."""
+        """Return the number of tokens that the next step computes, from token `start` on."""
         num_tokens = running.item.num_tokens
         if self.chunk_tokens is None:
             return num_tokens - start
@@ -317,7 +317,7 @@ class Replayer:
         return sum(-(-num_tokens // size) - num_computed // size for size in sizes)
 
     def _handle_unserved(self, running: Running, status: Status) -> None:
-        """After a chunk did not fit, finish the oldest computed request or reject this one."""
+        """Finish the oldest computed request, or reject this request, after a chunk did not fit."""
         computed = [each for each in self._running if not each.num_left]
         if computed and status == Status.WAIT:
             self._finish(self._next(computed))

@@ -19,11 +19,11 @@ class ReplayReport:
 
     Attributes:
         trace: Name of the trace.
-        block_size: Tokens per block; with several groups, of the first one.
+        block_size: Tokens per block; with several groups, the block size of the first group.
         num_blocks: Pool size, including the null block.
         capacity_blocks: Pool size, without the null block.
         concurrency: Maximum number of running requests.
-        requests: Requests of the workload, including rejected ones.
+        requests: Requests of the workload, including rejected requests.
         prompt_tokens: Prompt tokens of the served requests.
         hit_blocks: Hit blocks of the served requests, over all groups.
         hit_tokens: Hit tokens of the served requests.

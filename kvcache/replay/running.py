@@ -1,4 +1,4 @@
-"""An admitted request of a replay, and the part of it that a step computes."""
+"""An admitted request of a replay, and the tokens of the request that a step computes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Running:
     item: WorkloadRequest
     request: Request
     place: int  # position in the replayed part of the workload, from 0
-    row: int = -1  # while admitted
+    row: int = -1  # row of the manager while admitted
     num_hit: int = 0  # hit tokens
     num_host_hit: int = 0  # hit tokens from the first block that was loaded from the host
-    num_store_hit: int = 0  # hit tokens from a store, the last ones of the hit
-    may_load: bool = True  # whether it may load from a store
+    num_store_hit: int = 0  # hit tokens from a store, at the end of the hit
+    may_load: bool = True  # whether the request may load from a store
     num_computed: int = 0  # computed tokens, including the hit
-    end_ms: float = 0.0  # in a timed replay, after admission
-    checked_at: int = -1  # number of applied plans when its KV was last read
+    end_ms: float = 0.0  # end time in a timed replay, set at admission
+    checked_at: int = -1  # number of applied plans when the request's KV was last read
 
     @property
     def num_left(self) -> int:
@@ -37,12 +37,13 @@ class Running:
 class Span(NamedTuple):
     """The tokens [start, stop) of an admitted request that one step computes.
 
-    If start equals stop, no token is computed, and a check reads what the next token would attend to.
+    If start equals stop, no token is computed, and a check reads the tokens that the next token
+    would attend to.
     """
 
     request: WorkloadRequest
     row: int
-    block_ids: Sequence[np.ndarray]  # per group int32[k], according to the manager
+    block_ids: Sequence[np.ndarray]  # int32[k] per group: the row's blocks in the manager
     start: int
     stop: int
     num_hit: int = 0  # tokens that the request did not compute

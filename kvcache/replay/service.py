@@ -24,8 +24,8 @@ class Service:
         Service(prefill_speed=20000.0, decode_speed=50.0)
     """
 
-    prefill_speed: float = 20_000.0  # of all prompts together
-    decode_speed: float = 50.0  # of each answer
+    prefill_speed: float = 20_000.0  # tokens per second, shared by all prompts
+    decode_speed: float = 50.0  # tokens per second of each answer
 
     def __post_init__(self) -> None:
         for name in ("prefill_speed", "decode_speed"):

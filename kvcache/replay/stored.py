@@ -1,4 +1,4 @@
-"""A simulated store below the tiers of a replayed cache. Its blocks have keys and no content."""
+"""A simulated store below the tiers of a replayed cache. Its blocks have keys but no content."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _NO_LIMIT = 2**62
 class SimulatedStore:
     """A store of at most `num_blocks` blocks over all groups, with LRU eviction.
 
-    It is queried and filled as by a `StoreTier`: queried for the tokens after the hit, and filled with
-    the blocks that the manager writes to its host tier (or, without one, with blocks that fill on the
-    device). Calls take effect immediately. Raises ValueError for groups that a store does not support.
+    Like a `StoreTier`, the store is queried for the tokens after the hit, and filled with the
+    blocks that the manager writes to its host tier. Without a host tier, it is filled with blocks
+    that fill on the device. Calls take effect immediately. Raises ValueError for groups that a
+    store does not support.
     """
 
     def __init__(self, manager: KVCacheManager, num_blocks: int, *, announce: bool) -> None:

@@ -19,7 +19,7 @@ from kvcache.replay.workload import WorkloadRequest
 from kvcache.worker import GroupTable, KVStorage
 
 NOTHING_WRONG = (0, None)
-Found = tuple[int, Mismatch | None]  # number of wrong tokens, and the first of them
+Found = tuple[int, Mismatch | None]  # number of wrong tokens, first wrong token
 
 
 @dataclass
@@ -66,7 +66,7 @@ class VerifiedGroup:
     def _wrong(
         self, expected: np.ndarray, slots: torch.Tensor, blocks: np.ndarray, offsets: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return which tokens differ when read through slots, and when read from blocks: bool[n] each."""
+        """Return bool[n] twice: tokens that differ when read by slot, and when read by block."""
         layers = range(self.storage.num_layers)
         mapped = _differing(expected, [x for i in layers for x in self._gather(i, slots)])
         placed = _differing(expected, [x for i in layers for x in self._read(i, blocks, offsets)])
@@ -80,14 +80,14 @@ class VerifiedGroup:
         """Read K and V of the tokens at these block offsets, without slot mapping and ops."""
         caches = (self.storage.key_cache(layer), self.storage.value_cache(layer))
         if self.storage.device.type == "cpu":
-            # Not with torch: on shared cores, its threads wait milliseconds for each other.
+            # Uses NumPy, because torch's threads wait milliseconds for each other on shared cores.
             return [cache.numpy()[blocks, offsets].view(np.int32) for cache in caches]
         place = [torch.from_numpy(x).to(self.storage.device) for x in (blocks, offsets)]
         return [cache[tuple(place)].cpu().numpy().view(np.int32) for cache in caches]
 
 
 class TokenGroup(VerifiedGroup):
-    """Pages of KV. A token reads from the kind's first needed token on."""
+    """A group whose pages hold KV. A token reads all tokens from `first_needed_token` on."""
 
     def check_arrival(self, span: Span) -> Found:
         """Check for zeros before the end of a hit, if a hit of other groups ends inside a block of this
@@ -109,7 +109,7 @@ class TokenGroup(VerifiedGroup):
         """Read everything that the tokens attend to, including themselves. Raises KindError."""
         count, found = 0, None
         start = checked_first_live_token(self.kind, span.start, span.stop)
-        if not self.is_cached:  # a hit of other groups provides no content here
+        if not self.is_cached:  # hits of other groups provide no content in this group
             start = max(start, span.num_hit)
         for first, last in self._chunks(start, span.stop):
             number, mismatch = self._compare(span, first, self._content(span.request, first, last))
@@ -145,7 +145,7 @@ class TokenGroup(VerifiedGroup):
 
 
 class StateGroup(VerifiedGroup):
-    """Pages of states. The state after a token is a function of the token's content key.
+    """A group whose pages hold states. The state after a token depends only on its content key.
 
     The storage has one token per page, as wide as the state, so that a block id is a slot.
     """
@@ -155,12 +155,12 @@ class StateGroup(VerifiedGroup):
         return self._check(span, span.start)
 
     def write(self, span: Span) -> None:
-        """Write the state after the last of the tokens."""
+        """Write the state after the last token of the span."""
         slot = self._slot(span.row, self._column(span.stop))
         self._write(self._content(span.request, span.stop - 1, span.stop), slot)
 
     def check(self, span: Span) -> Found:
-        """Read the state after the last of the tokens."""
+        """Check the state after the last token of the span."""
         return self._check(span, span.stop)
 
     def _check(self, span: Span, num_tokens: int) -> Found:

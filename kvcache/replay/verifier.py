@@ -1,9 +1,10 @@
 """Verification: attaches real storage to the replayed manager and checks the KV of every token.
 
-The KV of a token is a fixed mix of its content key, so the expected content of every read is known. A hit
-on the wrong block, a wrong slot, or a block that is reused while held shows up as a difference. So does a
-block that left a window too early, a state or part of a block that was not copied, and a page that was
-given to two groups: all groups share the pages, and their mixes differ.
+The KV of a token is a fixed mix of its content key, so the expected content of every read is
+known. Verification detects a hit on the wrong block, a wrong slot, and a block that is reused
+while held. It also detects a block that left a window too early, a state or part of a block that
+was not copied, and a page that was assigned to two groups: all groups share the pages, and their
+mixes differ.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _ELEMENT_BYTES = 4  # int32
 class KVVerifier:
     """Storage and block tables for a manager: writes the new KV of each request and reads it back.
 
-    In each step, call `reserve` before it, `apply` its plan, `check_arrival` of all its rows, then
-    `write` and `check` of all rows.
+    Call `reserve` before each step. Then `apply` the step's plan, call `check_arrival` for all of
+    its rows, and finally call `write` and `check` for all rows.
 
     Args:
         block_size: Tokens per block of one full-attention group. Alternative to `groups`.
@@ -62,7 +63,7 @@ class KVVerifier:
     ) -> None:
         specs = checked_groups(block_size, groups)
         kinds = [make_kind(spec.kind, spec.options) for spec in specs]
-        # Columns of a circular buffer.
+        # Number of columns of a circular buffer.
         self._buffers = [
             -(-kind.buffer // spec.block_size) if kind.pages.wraps else None
             for spec, kind in zip(specs, kinds)
@@ -143,10 +144,10 @@ class KVVerifier:
             group.write(span)
 
     def check(self, span: Span) -> Found:
-        """Read what the tokens attend to, including themselves, in all groups.
+        """Read all tokens that the given tokens attend to, including themselves, in all groups.
 
-        Returns the number of wrong tokens, and the first of them. A token is correct if the block table
-        and the manager's block both lead to exactly its K and V.
+        Returns the number of wrong tokens and the first wrong token. A token is correct if the
+        block table and the manager's block both lead to exactly its K and V.
         """
         return _all(group.check(span) for group in self.groups)
 
@@ -191,7 +192,7 @@ class KVVerifier:
 
 
 def _all(found: Iterable[Found]) -> Found:
-    """Return the number of wrong tokens over all groups, and the first of them."""
+    """Return the number of wrong tokens over all groups, and the first wrong token."""
     count, first = 0, None
     for number, mismatch in found:
         count += number

@@ -12,7 +12,7 @@ from kvcache.checks import MAX_INT32, check_range, instance, instances, plain_fi
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkloadRequest:
-    """A request as it arrives.
+    """A request of a workload.
 
     Args:
         index: Position in the workload, from 0.
@@ -57,7 +57,7 @@ def checked_workload(
 ) -> Iterator[WorkloadRequest]:
     """Yield the requests of a workload.
 
-    A list is checked before its first request is yielded. TypeError.
+    A list is checked before its first request is yielded. Raises TypeError for invalid requests.
     """
     if on_request is not None and not callable(on_request):
         raise TypeError(f"on_request is {shown(on_request)}: expected a function or None")
@@ -70,7 +70,7 @@ def checked_workload(
 
 
 def checked_requests(requests: Sequence[WorkloadRequest], name: str) -> list[WorkloadRequest]:
-    """Return a list of requests. Raises TypeError or ValueError."""
+    """Return the requests as a list. Raises TypeError or ValueError for invalid requests."""
     return instances(requests, WorkloadRequest, name, "requests")
 
 

@@ -40,12 +40,14 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
 
     Sequences and groups are any objects with the attributes in `sequences/protocol.py`. The caller sets
     the status of sequences: `can_allocate` and `allocate` use the WAITING sequences of a group,
-    `can_append_slots` and swap-outs the RUNNING ones, and swap-ins the SWAPPED ones. Token ids are read
-    only with caching, and only the tail of known sequences is read. An encoder-decoder group also has a
-    cross-attention table under its `request_id`. The encoder's blocks are never cached.
+    `can_append_slots` and swap-outs use the RUNNING sequences, and swap-ins use the SWAPPED
+    sequences. Token ids are read only with caching, and only the tail of known sequences is read.
+    An encoder-decoder group also has a cross-attention table under its `request_id`. The
+    encoder's blocks are never cached.
 
-    Copy the (source, destination) pairs that calls return in the order of the calls. A manager belongs to
-    the thread that first uses it. `watermark_blocks` can be set; other attributes are read-only.
+    Calls return (source, destination) pairs of blocks to copy. Carry out the copies in the order of
+    the calls. A manager belongs to the thread that first uses it. `watermark_blocks` can be set;
+    other attributes are read-only.
 
     Args:
         block_size: Tokens per block.
@@ -60,8 +62,8 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
             are allocated; if they exceed the limit, the hit is not used.
         enable_caching: Full blocks that were marked as computed become hits for later sequences.
         eviction: With caching, the eviction policy of the device, one of `eviction_names()`. The policy
-            "last_access" evicts the least recently accessed block; among equals, the one with the longest
-            prefix.
+            "last_access" evicts the least recently accessed block, and among equally recent blocks
+            the block with the longest prefix.
         eviction_options: Options of the policy.
         enable_events: Record cache events for `drain_events`.
         hash_seed: Seed of the hash that is the parent of first blocks.
@@ -157,7 +159,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
     def can_allocate(
         self, seq_group: SequenceGroupLike, num_lookahead_slots: int = 0
     ) -> AllocStatus:
-        """Return whether the group's prompt fits without any hit and leaves the watermark free.
+        """Return whether the group's prompt fits without hits and leaves the watermark free.
 
         Args:
             seq_group: The group. Its WAITING sequences share one prompt.
@@ -225,7 +227,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         num_cached: int,
         encoder: tuple | None = None,
     ) -> bool:
-        """Create rows for these sequences after a hit. Return False if they do not fit."""
+        """Create rows for these sequences after a hit. Return False if the rows do not fit."""
         num_tokens = len(new[0][1].ids)
         num_skipped = num_skipped_blocks(num_tokens, self.block_size, self.sliding_window)
         skips_blocks = bool(num_skipped and not num_cached)

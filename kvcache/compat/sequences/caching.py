@@ -66,7 +66,7 @@ class SequenceCaching(SequenceTables):
 
         Args:
             seq_group: The group.
-            token_chunk_size: Number of newly computed tokens, including cached ones.
+            token_chunk_size: Number of newly computed tokens, including cached tokens.
 
         Raises:
             ValueError: With a sliding window, a prompt that skipped blocks is not marked in one call.
@@ -74,7 +74,7 @@ class SequenceCaching(SequenceTables):
 
     @core.native_method
     def get_common_computed_block_ids(self, seqs: Sequence[SequenceLike]) -> list[int]:
-        """Return the leading blocks that were hits of all these sequences at allocation.
+        """Return the leading blocks that were hits for all given sequences at allocation.
 
         Args:
             seqs: The sequences.
@@ -86,10 +86,10 @@ class SequenceCaching(SequenceTables):
     def get_num_cached_tokens(self, seq: SequenceLike) -> int:
         """Return the number of cached tokens of a sequence, in full blocks.
 
-        Before the allocation and while the sequence is swapped out, these are its current hits. Until the
-        whole prompt is marked as computed, these are its hits at allocation. After that, the sequence's
-        own computed tokens count, too. Do not call this method for a group with an encoder, which takes
-        no hits.
+        Before the allocation and while the sequence is swapped out, the sequence's current hits
+        count. From the allocation until the whole prompt is marked as computed, its hits at
+        allocation count. After that, the sequence's own computed tokens also count. Do not call
+        this method for a group with an encoder, which takes no hits.
         """
         known = self._allocated.get(core.seq_id_of(seq))
         if not self.enable_caching or (known is not None and not known.tokens.are_read):
@@ -107,8 +107,8 @@ class SequenceCaching(SequenceTables):
     def _hit_of(self, tokens: Tokens) -> tuple[list[np.ndarray], int]:
         """Return the blocks and the token count of the cached prefix that `allocate` uses.
 
-        With a window, the hit is used only if the blocks from its first needed one to the end of the
-        prompt do not exceed the limit of a sequence.
+        With a window, the hit is used only if the number of blocks from its first needed block to
+        the end of the prompt does not exceed the limit of a sequence.
         """
         hits, num_cached, _ = self._native.lookup(tokens.chain)
         window, num_tokens = self.sliding_window, len(tokens.ids)
@@ -123,7 +123,7 @@ class SequenceCaching(SequenceTables):
         self._tokens.forget(core.seq_id_of(seq))
 
     def get_prefix_cache_hit_rate(self, device: Enum | str) -> float:
-        """Return hit blocks per full block of all prompts, or -1.0 without caching."""
+        """Return the fraction of full prompt blocks that were hits, or -1.0 without caching."""
         on_device = device_name(device) == "gpu"
         if not self.enable_caching:
             return -1.0

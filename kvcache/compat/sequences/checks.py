@@ -26,7 +26,7 @@ def checked_window(sliding_window: int | None) -> int | None:
 def check_one_prompt(
     seq_group: SequenceGroupLike, seqs: list[SequenceLike], reads_ids: bool
 ) -> None:
-    """Check that the sequences of a group are distinct and share the first one's prompt."""
+    """Check that the sequences of a group are distinct and share the first sequence's prompt."""
     first = seqs[0]
     seen = {first.seq_id}
     for seq in seqs[1:]:

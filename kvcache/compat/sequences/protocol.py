@@ -15,8 +15,8 @@ class SequenceLike(Protocol):
     """One sequence: a prompt and its generated tokens.
 
     If the sequence's KV depends on more than its tokens (an adapter, for example), it also has
-    `extra_hash()`, which returns a constant str, int or None. The value enters the hashes like the
-    `cache_salt` of a `Request`, an int as decimal text.
+    `extra_hash()`, which returns a constant str, int or None. The value is hashed like the
+    `cache_salt` of a `Request`. An int is hashed as decimal text.
     """
 
     @property
@@ -52,7 +52,7 @@ class SequenceGroupLike(Protocol):
 
 
 def extra_hash(seq: SequenceLike) -> str | None:
-    """Return as text everything other than tokens that the sequence's KV depends on."""
+    """Return the sequence's extra hash as text, or None without one."""
     extra = getattr(seq, "extra_hash", None)
     extra = None if extra is None else extra()
     if extra is None or isinstance(extra, str):

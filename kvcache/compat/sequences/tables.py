@@ -66,8 +66,8 @@ class SequenceTables(core.SequenceCalls):
             seq: The sequence.
 
         Returns:
-            The manager's own list, which later calls update: copy it to change or keep it. Blocks that
-            left the window are 0.
+            The manager's own list, which later calls update. Copy the list before changing or
+            keeping it. Blocks that left the window are 0.
         """
 
     def get_cross_block_table(self, seq_group: SequenceGroupLike) -> list[int]:

@@ -28,11 +28,11 @@ class Tokens:
 
 
 class TokenSource:
-    """Creates `Tokens`, and keeps those of queried sequences, so that each sequence is hashed once."""
+    """Creates `Tokens`. Keeps tokens of queried sequences, so each sequence is hashed once."""
 
     def __init__(self, key: HashKey) -> None:
         self.key = key
-        self._kept: dict[object, tuple[SequenceLike, Tokens]] = {}  # by seq_id
+        self._kept: dict[object, tuple[SequenceLike, Tokens]] = {}  # kept tokens by seq_id
 
     def read(self, seq: SequenceLike) -> Tokens:
         """Return all tokens of a sequence. For a kept sequence, only new tokens are read."""

@@ -1,9 +1,10 @@
-"""Native calls for requests that run, made before the scheduler asks for their slots.
+"""Allocates slots of running requests before vLLM's scheduler requests them.
 
-Up to the `KVCacheManager.quiet_until` tokens of a request's row, its blocks do not change, so no call is
-needed. Other requests are registered by the step in which they need a block. When that step begins, one
-native call serves all of them. Blocks filled in between are published before the next lookup. A wrong
-guess about what the scheduler does costs time, and never changes a decision.
+The blocks of a request do not change up to `KVCacheManager.quiet_until` tokens of its row, so no
+call is needed. Each request is registered for the step in which it needs a block. When that step
+begins, one native call serves all requests registered for it. Blocks filled in between are
+published before the next lookup. A wrong prediction of the scheduler's decisions costs time but
+never changes a decision.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvcache.plugins.vllm.blocks import NewBlocks
 from kvcache.plugins.vllm.held import HeldRequest
 from kvcache.plugins.vllm.states import StateGroups
 
-_Calls = tuple[list[HeldRequest], list[int], list[int]]  # requests, start and stop of each
+_Calls = tuple[list[HeldRequest], list[int], list[int]]  # requests, start tokens, stop tokens
 
 
 class Ahead:
@@ -27,7 +28,7 @@ class Ahead:
 
     Attributes:
         step: Number of the current step.
-        busy: By id, due requests that the scheduler has not served yet.
+        busy: Due requests that the scheduler has not served yet, by request id.
         num_lookahead: Lookahead tokens of the last call.
     """
 
@@ -42,12 +43,12 @@ class Ahead:
         self._block_sizes = [group.block_size for group in native.groups]
         kinds = {group.kind for group in native.groups}
         self._has_windows = not kinds.isdisjoint({"sliding_window", "chunked_local"})
-        self._due: defaultdict[int, list[HeldRequest]] = defaultdict(list)  # by step number
+        self._due: defaultdict[int, list[HeldRequest]] = defaultdict(list)  # requests by due step
         self.step = self.num_lookahead = 0
         self.busy: dict[str, HeldRequest] = {}
 
     def begin_step(self) -> None:
-        """Begin a step: serve the requests that need a block in it with one native call."""
+        """Begin a step. Serve the requests that need a block in this step with one native call."""
         self.step += 1
         self._states.begin_step(self._native)
         due = self._due.pop(self.step, None)
@@ -63,7 +64,7 @@ class Ahead:
             len(due) * len(self._block_sizes) * (2 + self.num_lookahead // min(self._block_sizes))
         )
         calls = self._next_calls(due)
-        # If blocks are scarce, the scheduler decides who gets the last ones.
+        # If blocks are scarce, the scheduler decides which requests get the last blocks.
         if self._native.pool.num_free >= most:
             self.advance(*calls, self.num_lookahead, is_ahead=True)
 
@@ -76,24 +77,24 @@ class Ahead:
         for held in due:
             if held.due != step or held.is_receiving:
                 continue
-            held.due = 0  # a request may be listed twice
+            held.due = 0  # a request may be registered twice
             request = held.engine_request
             busy[request.request_id] = held
             if request.status is not RequestStatus.RUNNING:
-                continue  # a session that waits for input: its last token may be dropped
+                continue  # a session that waits for input may drop its last token
             start, num_pending = request.num_computed_tokens, request.num_output_placeholders
             stop = len(request._all_token_ids) + len(request.spec_token_ids) + num_pending
-            if stop + lookahead <= held.quiet_until:  # it was not scheduled in a step
+            if stop + lookahead <= held.quiet_until:  # the request was not scheduled in some step
                 self.wait(held, stop + lookahead)
             elif len(request._all_token_ids) > start + 1:
-                pass  # a prompt: the scheduler may shorten it, and uncomputed tokens are not hits
+                pass  # the scheduler may shorten a prompt; uncomputed tokens are not hits
             elif not start < stop <= start + most or stop + lookahead >= self._native.max_model_len:
-                pass  # many drafts, or the maximum length
+                pass  # too many drafts, or `max_model_len` is reached
             elif (
                 num_pending
                 and start + 2 - num_pending >= request.num_prompt_tokens + request.max_tokens
             ):
-                pass  # its last token is already computed
+                pass  # an earlier step computes the request's last token
             else:
                 rows.append(held)
                 starts.append(self.start_of(request, held) if has_windows else start)
@@ -110,7 +111,7 @@ class Ahead:
         is_ahead: bool = False,
         are_past: Sequence[bool] = (),
     ) -> bool:
-        """Allocate slots in one native call. Return whether all rows fit.
+        """Allocate slots of several rows in one native call. Return whether all rows fit.
 
         Only computed tokens are published, because a session may drop its last token. With `is_ahead`,
         the scheduler may still decide otherwise, so no block becomes a hit before its last token is
@@ -156,10 +157,11 @@ class Ahead:
         return fits
 
     def start_of(self, request: Request, held: HeldRequest) -> int:
-        """Return the start of a call, where windows end.
+        """Return the first token of a call, which determines the window of the row.
 
-        Steps in flight may lose their drafts, so windows stay at the start of these steps, but not before
-        the end of the hits. A request whose load failed keeps its hits while it recomputes them.
+        Drafts of steps in flight may be rejected, so the first token is not after the start of
+        these steps, and not before the end of the hits. A request whose load failed keeps its
+        hits while it recomputes the missing tokens.
         """
         start = request.num_computed_tokens
         if start < held.num_computed and not self._states.are_copied:
@@ -167,26 +169,26 @@ class Ahead:
         if (
             not self._has_windows
             or not request.num_in_flight_tokens
-            or self._states.are_copied  # without drafts
+            or self._states.are_copied  # such models have no drafts
         ):
             return start
         num_hits = held.num_published(self._hash_size) * self._hash_size
         return max(start - request.num_in_flight_tokens, num_hits, held.start)
 
     def quiet_until(self, rows: list[int]) -> list[int]:
-        """Return up to how many tokens the blocks of these rows do not change.
+        """Return, per row, the number of tokens up to which its blocks do not change.
 
         At most `max_model_len`, so that no request is registered for a step that never comes.
         """
         return np.minimum(self._native.quiet_until[rows], self._native.max_model_len).tolist()
 
     def wait(self, held: HeldRequest, num_slots: int) -> None:
-        """Register the request for the step in which it needs a block, at one token per step."""
+        """Register the request for the step in which it needs a block at one token per step."""
         held.due = self.step + 1 + max(held.quiet_until - num_slots, 0)
         self._due[held.due].append(held)
 
     def publish_filled(self, step: int | None) -> None:
-        """Publish the blocks that quiet requests have filled or fill in this step.
+        """Publish the blocks that quiet requests have filled, or will fill in this step.
 
         `step` is the step that the scheduler is about to plan, or None after a step.
         """

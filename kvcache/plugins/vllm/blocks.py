@@ -14,8 +14,8 @@ _IN_CACHE = BlockHashWithGroupId(b"in the cache")
 class BlockIds(KVCacheBlocks):
     """The block ids of each group, as lists or int32[k]. Block objects are created on demand.
 
-    `num_cached` gives, per group, how many of the first blocks are cached (None: none). The objects of
-    these blocks have a placeholder hash, which only marks them as cached.
+    `num_cached` is the number of leading blocks per group that are cached (None: 0). The objects
+    of these blocks have a placeholder hash, which only marks them as cached.
     """
 
     num_cached: Sequence[int] | None = None
@@ -47,7 +47,7 @@ class BlockIds(KVCacheBlocks):
         return tuple(map(_listed, ids))
 
     def new_empty(self) -> KVCacheBlocks:
-        """Return the same number of groups without blocks."""
+        """Return an object with the same number of groups and no blocks."""
         return KVCacheBlocks(tuple(() for _ in self.ids))
 
     def __add__(self, other: KVCacheBlocks) -> KVCacheBlocks:

@@ -25,7 +25,7 @@ class ManagerParts(Protocol):
 
     @property
     def usage(self) -> float:
-        """The fraction of held blocks."""
+        """Fraction of the blocks that are held."""
 
     def held(self, request_id: str) -> RequestBlocks | None:
         """Return the blocks of a request, or None if it has none."""
@@ -55,16 +55,16 @@ class BlockPoolView:
         return self._manager.native.pool.num_free
 
     def get_usage(self) -> float:
-        """Return the fraction of held blocks."""
+        """Return the fraction of the blocks that are held."""
         return self._manager.usage
 
 
 class GroupView:
-    """The part of vLLM's single-group manager that is used."""
+    """The part of vLLM's single-group manager that schedulers and connectors use."""
 
     def __init__(self, spec: KVCacheSpec, block_size: int) -> None:
         self.kv_cache_spec = spec
-        self.block_size = block_size  # over all context-parallel ranks
+        self.block_size = block_size  # tokens per block, over all context-parallel ranks
 
 
 class Coordinator:
@@ -80,7 +80,7 @@ class Coordinator:
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, *_args: object, **_more: object
     ) -> int:
-        """Return the missing blocks of a request for `num_tokens` tokens. Windows free none of them."""
+        """Return how many more blocks a request needs for `num_tokens` tokens, ignoring windows."""
         manager = self._manager
         held = manager.held(request_id)
         num_computed = 0 if held is None else held.num_computed

@@ -34,7 +34,7 @@ class VllmEventTranslator:
         self._adapter_ids: dict[str, int] = {}  # LoRA adapters that requests have used
 
     def labels_of(self, request: Request) -> dict[str, Any]:
-        """Return options of kvcache's request, so that the events of its blocks have their extra keys.
+        """Return the `Request` options that give the events of a request's blocks their extra keys.
 
         Extra keys of prompt embeddings are omitted.
         """

@@ -28,8 +28,8 @@ def group_specs(
 
     Args:
         config: vLLM's configuration of the cache.
-        use_eagle: A drafter needs the last block of a hit recomputed in its groups. If no group is marked
-            as the drafter's, this applies to all groups except states.
+        use_eagle: Whether a drafter needs the last block of a hit to be recomputed in its groups.
+            If no group is marked as the drafter's, this applies to all groups except states.
         context_parallel_size: Workers over which tokens are distributed, in groups that are not
             replicated.
 
@@ -76,6 +76,6 @@ def _state_group(spec: MambaSpec) -> GroupSpec:
         )
     if spec.mamba_cache_mode == "none":  # one block with the maximum number of tokens
         return GroupSpec("full_attention", spec.block_size)
-    if spec.mamba_cache_mode == "all":  # a state in each block; the next token reads the last one
+    if spec.mamba_cache_mode == "all":  # a state in each block; the next token reads the last state
         return GroupSpec("sliding_window", spec.block_size, {"window": 2})
     return GroupSpec("recurrent", spec.block_size)

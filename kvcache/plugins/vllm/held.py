@@ -9,7 +9,7 @@ from kvcache.plugins.vllm.blocks import BlockIds
 
 
 class HeldRequest:
-    """The manager's record of a request that has blocks."""
+    """The state of a vLLM request that has blocks in the native manager."""
 
     __slots__ = (
         "copied_states",
@@ -35,10 +35,10 @@ class HeldRequest:
         self.start = 0  # start of the request's last native call
         self.num_computed = 0  # tokens with slots in the native manager
         self.num_known = 0  # known tokens at the last update of the native manager
-        self.stop = 0  # number of tokens in the scheduler's last call,
-        self.step = 0  # which was in this step
-        self.quiet_until = 0  # number of slots below which nothing changes
-        self.due = 0  # the step that exceeds it, at one token per step
+        self.stop = 0  # number of tokens after the scheduler's last call
+        self.step = 0  # step of the scheduler's last call
+        self.quiet_until = 0  # number of slots up to which the blocks do not change
+        self.due = 0  # step that exceeds `quiet_until`, at one token per step
         self.ready: BlockIds | None = None  # new blocks not yet returned to the scheduler
         self.num_external = 0
         self.is_receiving = False
@@ -46,5 +46,5 @@ class HeldRequest:
         self.copied_states: list[tuple[int, int, int]] = []
 
     def num_published(self, block_size: int) -> int:
-        """Return the number of hit blocks: known and computed at the last native call."""
+        """Return the number of published blocks: known and computed at the last native call."""
         return min(self.num_known, self.num_computed) // block_size

@@ -1,7 +1,7 @@
 """Implements vLLM's KVCacheManager with kvcache's manager.
 
-Calls of requests whose blocks do not change return immediately, which is the common case; see
-`kvcache.plugins.vllm.ahead`.
+In the common case, the blocks of a request do not change, and its calls return immediately (see
+`kvcache.plugins.vllm.ahead`).
 """
 
 from __future__ import annotations
@@ -129,17 +129,17 @@ class VllmCacheManager:
         return self._states.are_copied
 
     def ask_who_waits(self, has_waiting: Callable[[], bool]) -> None:
-        """Set the function that reports waiting requests. Without any, a step looks up no hits."""
+        """Set the function that returns whether requests wait. If none wait, steps skip lookups."""
         self._has_waiting = has_waiting
 
-    # --- hits ---
+    # --- prefix hits ---
 
     def prefix_cache_lookup_enabled(self, request: Request) -> bool:
         """Return whether the request takes hits."""
         return self.enable_caching and not request.skip_reading_prefix_cache
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
-        """Return the longest cached prefix: its blocks, its length, and its length without states."""
+        """Return the blocks of the cached prefix, its length, and its length ignoring states."""
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         if self._step_of_lookup != self._ahead.step:  # running requests are scheduled first
@@ -158,13 +158,13 @@ class VllmCacheManager:
     def get_computed_blocks_for_connector(
         self, request: Request
     ) -> tuple[KVCacheBlocks, int, int, bool]:
-        """Return the same, and False: all groups have the same hit."""
+        """Return the result of `get_computed_blocks`, and False: all groups have the same hit."""
         return *self.get_computed_blocks(request), False
 
     def truncate_computed_blocks(
         self, blocks: KVCacheBlocks, num_computed_tokens: int
     ) -> KVCacheBlocks:
-        """Return the blocks of the first tokens only."""
+        """Return only the blocks of the first `num_computed_tokens` tokens."""
         if num_computed_tokens == 0:
             return self.empty_kv_cache_blocks
         return BlockIds(
@@ -211,7 +211,7 @@ class VllmCacheManager:
             if stop + num_lookahead_tokens > held.quiet_until:
                 return self._extend(held, stop, num_lookahead_tokens)
             if num_new_tokens > 1 or request_id in self._ahead.busy:
-                # The request runs in other steps than expected.
+                # The request did not run in the expected steps.
                 self._ahead.wait(held, stop + num_lookahead_tokens)
             return self._take_ready(held)
         reserved = reserved_blocks
@@ -232,7 +232,7 @@ class VllmCacheManager:
         )
 
     def new_step_starts(self) -> None:
-        """Serve the requests that need a block in this step with one native call."""
+        """Begin a step: serve the requests that need a block in this step with one native call."""
         self._may_look = self._has_waiting()
         self._ahead.begin_step()
 
@@ -247,7 +247,7 @@ class VllmCacheManager:
         return self._take_ready(held)
 
     def _take_ready(self, held: HeldRequest) -> KVCacheBlocks:
-        """Return new blocks not yet returned to the scheduler."""
+        """Return the new blocks that the scheduler has not received yet."""
         self._ahead.busy.pop(held.request.request_id, None)
         ready, held.ready = held.ready, None
         return self.empty_kv_cache_blocks if ready is None else ready
@@ -344,7 +344,7 @@ class VllmCacheManager:
             self._states.release_left(self.native)
         if held is None:
             return None
-        if held.is_receiving:  # its load failed or was aborted: its blocks are no longer written
+        if held.is_receiving:  # the load failed or was aborted, and no longer writes to its blocks
             self.native.finish_receiving(held.request, 0)
             return held
         held.due = -1
@@ -355,7 +355,7 @@ class VllmCacheManager:
         num_cached = held.num_published(self._hash_size) * self._hash_size
         num_computed = max(num_computed, num_cached, held.start)
         self._append_known(request, held.request)
-        # A state cannot be rolled back: its last step counts as computed.
+        # A state cannot be rolled back, so the request's last step counts as computed.
         if held.num_computed > num_computed and not self._states.are_copied:
             self.native.reject_tokens(held.request, held.num_computed - num_computed)
         elif held.num_computed < num_computed:
@@ -366,7 +366,7 @@ class VllmCacheManager:
 
     @property
     def usage(self) -> float:
-        """The fraction of held blocks."""
+        """Fraction of the blocks that are held."""
         pool = self.native.pool
         return 1.0 - pool.num_free / pool.num_total
 
@@ -392,7 +392,7 @@ class VllmCacheManager:
     def get_block_ids_for_computed_tokens(
         self, request_id: str, num_computed_tokens: int
     ) -> tuple[list[int], ...]:
-        """Return the block ids of the first tokens. For states and encoders, return all ids."""
+        """Return the block ids of the first tokens; for states and encoders, all block ids."""
         ids = self.get_block_ids(request_id)
         return tuple(
             own[: -(-num_computed_tokens // size)] if holds_tokens else own
@@ -400,14 +400,14 @@ class VllmCacheManager:
         )
 
     def estimate_cached_tokens(self, request: Request) -> int:
-        """Return how many of the request's tokens are hits for other requests."""
+        """Return how many of the request's tokens can be hits for other requests."""
         if not self.enable_caching or request.request_id not in self._held:
             return 0
         num_tokens = min(request.num_computed_tokens, request.num_tokens)
         return num_tokens // self._hash_size * self._hash_size
 
     def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
-        """Count one lookup."""
+        """Record a prefix-cache lookup of a request and its hit tokens."""
         if self.log_stats and self.prefix_cache_lookup_enabled(request):
             self.prefix_cache_stats.record(
                 num_tokens=request.num_tokens,
@@ -416,7 +416,7 @@ class VllmCacheManager:
             )
 
     def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
-        """Return the counts since the last call."""
+        """Return the prefix-cache statistics since the last call."""
         stats = self.prefix_cache_stats
         if stats is not None:
             self.prefix_cache_stats = PrefixCacheStats()
@@ -429,10 +429,10 @@ class VllmCacheManager:
         self._ahead.publish_filled(None)
         return [self._events.translate(event) for event in self.native.cache.drain_events()]
 
-    # --- the whole cache ---
+    # --- cache reset and eviction ---
 
     def reset_prefix_cache(self) -> bool:
-        """Clear the cache. Return False if a request holds blocks."""
+        """Clear the cache, or return False if a request holds blocks."""
         if not self.native.cache.reset():
             return False
         if self.log_stats:
@@ -443,7 +443,7 @@ class VllmCacheManager:
         """Remove these blocks from the cache."""
         self.native.cache.evict(sorted(block_ids))
 
-    # --- used by other kinds of groups and their connectors ---
+    # --- methods for other kinds of groups and their connectors ---
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
@@ -479,7 +479,7 @@ class VllmCacheManager:
     def _blocks_of_tokens(
         self, request_id: str, first: int, end: int | None = None
     ) -> list[list[int]]:
-        """Return per group the request's blocks of tokens `first` to `end - 1` (None: to the last)."""
+        """Return the request's blocks of tokens [`first`, `end`) per group. None: to the end."""
         request = self._held[request_id].request
         found = []
         for group, size in enumerate(self.block_sizes):

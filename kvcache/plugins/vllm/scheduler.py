@@ -25,7 +25,7 @@ def _each(connector: Any) -> list[Any]:
 
 
 def _asked_of_vllms_pool(connector: Any) -> str:
-    """Return which internals of vLLM the connector reads outside the manager's interface; "" for none."""
+    """Return the vLLM internals that a connector reads outside the manager's interface, or ""."""
     base = KVConnectorBase_V1
     for name in ("bind_gpu_block_pool", "bind_kv_cache_manager"):
         own = getattr(type(connector), name, None)

@@ -15,7 +15,7 @@ from kvcache.step import StepReport
 
 
 class StateGroups:
-    """The groups of states of a model, and their part in a step.
+    """The state groups of a model, and the state blocks that the current step uses.
 
     The worker copies a state at the start of a step and writes it at the end. A state written in a step
     is therefore a hit only for the next step, and the source page of a copy is reused only then. Models
@@ -56,12 +56,12 @@ class StateGroups:
             )
 
     def begin_step(self, native: KVCacheManager) -> None:
-        """Start a step: the previous one has been sent to the workers."""
+        """Start a step. The previous step has been sent to the workers."""
         self._filled.clear()
         self.release_left(native)
 
     def release_left(self, native: KVCacheManager) -> None:
-        """Release the pages that states have left so far. Pages that they leave later must wait."""
+        """Release the pages that states have left so far. Pages left later stay held."""
         if not self._copied:
             return
         plan = native.step()

@@ -1,4 +1,4 @@
-"""The supported versions of vLLM."""
+"""Supported versions of vLLM."""
 
 from __future__ import annotations
 

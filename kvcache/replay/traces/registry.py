@@ -114,7 +114,7 @@ def _shown(lines: Iterator[Line]) -> tuple[str, Iterator[Line]]:
             if form.has(line, record):
                 return name, itertools.chain(seen, lines)
         if line.text.lstrip().startswith((b"{", b"[{")):
-            break  # logs do not start with such lines
+            break  # not a log: logs do not start with such lines
     return "mooncake", itertools.chain(seen, lines)
 
 

@@ -1,4 +1,4 @@
-"""A load of vLLM's blocks on one rank: the reads that fill them."""
+"""Loads of vLLM blocks on one rank, as reads from remote ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_PEERS = 1024  # peers whose metadata is cached
 
 @dataclass(frozen=True)
 class Plans:
-    """How a local rank reads from one remote engine.
+    """Plans for the reads of a local rank from one remote engine.
 
     `readers` gives, for each remote rank that this rank notifies, how many readers it waits for.
     """

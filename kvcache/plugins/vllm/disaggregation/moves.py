@@ -13,7 +13,7 @@ from kvcache.transfer.plan.fragments import GroupFragments
 from kvcache.transfer.plan.patterns import sources_of_heads
 from kvcache.transfer.plan.transfer_plan import plan_transfer
 
-_MOST_ROWS = 1 << 19  # per piece; bounds the memory in use
+_MOST_ROWS = 1 << 19  # rows per piece, to bound memory
 _NO_BORDERS = np.empty(0, np.int64)
 
 
@@ -54,9 +54,9 @@ class GroupPlan:
     ) -> Iterator[Moves]:
         """Yield the reads that fill the local blocks, in pieces.
 
-        Adjacent reads are merged, except across borders. Block i of a request holds its tokens from i
-        times the block size on, on each side. Blocks with id 0 on either side, and blocks that the other
-        side does not have, are skipped.
+        Adjacent reads are merged, except across borders. On each side, block i of a request holds
+        the tokens from i times the block size on. Blocks with id 0 on either side, and blocks
+        that the other side does not have, are skipped.
 
         Args:
             local_addresses: Start of page 0, by layer.

@@ -30,11 +30,7 @@ _DONE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 class Scheduling:
-    """Decides for which requests to load and to keep blocks. The worker side moves the bytes.
-
-    It keeps the offers of requests that have not been loaded yet, and no state of loads: vLLM's scheduler
-    owns the requests that wait for remote KV, and their blocks.
-    """
+    """Decides which transfers to start. The worker side moves the bytes."""
 
     def __init__(
         self, options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
@@ -50,7 +46,7 @@ class Scheduling:
         cache = vllm_config.cache_config
         self._algorithm = cache.prefix_caching_hash_algo if cache.enable_prefix_caching else None
         self._handshakes: list[RankHandshake] = []
-        self._offers: dict[str, Offer | None] = {}  # of requests that have not been loaded yet
+        self._offers: dict[str, Offer | None] = {}  # by request id, until loaded
         self._step = TransferMetadata()
         self._numbers = LeaseNumbers()
 
@@ -63,12 +59,12 @@ class Scheduling:
         offer = self._offer(request)
         if offer is None:
             return 0, False
-        end = min(offer.num_tokens, request.num_tokens - 1)  # the last token must run
+        end = min(offer.num_tokens, request.num_tokens - 1)  # the last token must be computed
         if end <= num_computed_tokens:
             return 0, False
         own = self._handshakes[0].groups
         for spec, mine, layout, blocks in zip(self._specs, own, offer.groups, offer.blocks):
-            # A loaded block can become a hit of another length, so all of its tokens must be
+            # A loaded block can become a hit of a different length, so all of its tokens must be
             # loaded.
             first = first_needed(spec, end) // mine.block_size * mine.block_size
             first = max(num_computed_tokens, first)
@@ -138,9 +134,9 @@ class Scheduling:
         return True, params_of(offer)
 
     def take_output(self, output: KVConnectorOutput) -> None:
-        """Process the workers' report: a sent request frees its slot."""
+        """Process the workers' report: free the lease numbers of sent requests."""
         for request_id in output.finished_sending or ():
-            self._numbers.give_back(request_id)  # another connector also sends requests
+            self._numbers.give_back(request_id)  # no effect for requests of another connector
 
     def _offer(self, request: Request) -> Offer | None:
         """Return the offer of a request, checked once. An invalid offer is logged in one line."""

@@ -1,4 +1,4 @@
-"""A step and a handshake as classes that vLLM passes between its processes."""
+"""Steps and handshakes in the classes that vLLM passes between its processes."""
 
 from __future__ import annotations
 

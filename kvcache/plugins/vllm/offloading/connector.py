@@ -58,8 +58,8 @@ class OffloadingConnector(of_vllm.OffloadingConnector):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Extend vLLM's method: discard the chunks of failed loads, and load no more for their requests.
 
-        vLLM's scheduler reserves blocks for such a request as for a running one. Another load could wait
-        for these blocks forever.
+        vLLM's scheduler reserves blocks for such a request as if it were running. Another load
+        could wait for these blocks forever.
         """
         scheduler = self.connector_scheduler
         for request_id in connector_output.failed_recving:

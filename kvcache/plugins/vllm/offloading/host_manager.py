@@ -76,14 +76,14 @@ class HostManager(OffloadingManager):
         self._stats = OffloadingConnectorStats()
         self.reset_cache()
 
-    # --- hits ---
+    # --- prefix hits ---
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Request that device hits are offered again, so that they count as uses on the host."""
+        """Request that vLLM offers device hits again, so that they count as uses on the host."""
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Return whether a chunk can be loaded now, or will be after its store."""
+        """Return whether a chunk can be loaded now, or after its pending store."""
         if key not in self._chunk_of:
             return LookupResult.MISS
         if not req_context.load_tier_filter.allows(Medium.CPU, Locality.LOCAL):
@@ -128,7 +128,7 @@ class HostManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        """Allocate chunks for keys without one. Return None if transfers hold too many chunks."""
+        """Allocate chunks for new keys. Return None if transfers hold too many chunks."""
         keys = list(keys)
         state = self._state(req_context)
         known = [key for key in keys if key in self._chunk_of]
@@ -140,7 +140,7 @@ class HostManager(OffloadingManager):
             return PrepareStoreOutput([], HostChunks(np.empty(0, np.int32), []), [])
         self._stats.observe_histogram(metrics.ALLOCATION_SIZE, len(wanted))
         kept = self._chunks(known[::-1])
-        self._pool.retain(kept)  # of this request, so that making room does not evict them
+        self._pool.retain(kept)  # so that the allocation below does not evict this request's chunks
         chunks = self._pool.allocate(len(wanted))
         self._pool.release(kept)
         if chunks is None:
@@ -242,14 +242,14 @@ class HostManager(OffloadingManager):
         return state
 
     def _wanted(self, new: list[OffloadKey], state: RequestKeys) -> list[OffloadKey]:
-        """Return the keys to store: all, or those that enough requests had."""
+        """Return the keys to store: all keys, or the keys that enough requests have used."""
         if self.options.store != SELECTIVE:
             return new
         counts, wanted = self._num_requests, []
         for key in new:
             if key not in state.counted:
                 state.counted.add(key)
-                counts[key] = counts.pop(key, 0) + 1  # moves the key to the end, as the most recent
+                counts[key] = counts.pop(key, 0) + 1  # move the key to the end, as the most recent
             if counts.get(key, 0) >= self.options.num_requests_to_store:
                 wanted.append(key)
         while len(counts) > _MOST_COUNTED:

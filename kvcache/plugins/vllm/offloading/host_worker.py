@@ -63,7 +63,7 @@ class HostWorker(OffloadingWorker):
         self.swap = SwapEngine(device, self.host)
         self._per_chunk = blocks_per_chunk
         self._is_filled = np.zeros(num_pages, bool)
-        self._filler = np.full(num_pages, -1, np.int64)  # the last job that had to fill each page
+        self._filler = np.full(num_pages, -1, np.int64)  # the last store job of each page
         self._transfers: dict[int, _Transfer] = {}
         self._failed_loads: set[int] = set()
 
@@ -128,8 +128,8 @@ class HostWorker(OffloadingWorker):
     def _pairs(self, gpu: GPULoadStoreSpec, host: HostChunks, *, must_fill: bool) -> np.ndarray:
         """Return (device block, host page) pairs, int64[n, 2]. A group may begin inside its first chunk.
 
-        With `must_fill`, a group must end with its last chunk. Otherwise a block inside is missing (it
-        has left the window) and vLLM does not report which one, so the group is skipped.
+        With `must_fill`, a group must end with its last chunk. If a group does not, one of its
+        blocks has left the window and vLLM does not report which block, so the group is skipped.
         """
         pages, blocks, first, block = [], [], 0, 0
         counts = iter(host.counts)

@@ -1,4 +1,4 @@
-"""The metrics of the host tier: vLLM's own metrics, and additional ones."""
+"""The metrics of the host tier: vLLM's own metrics, and additional metrics."""
 
 from __future__ import annotations
 

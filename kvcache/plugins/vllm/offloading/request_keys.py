@@ -1,4 +1,4 @@
-"""The keys of one request."""
+"""The chunk keys of one request, by group and position."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvcache.allocator import BlockPool
 
 
 class RequestKeys:
-    """Attached to vLLM's context of a request. `pool` detects a reset, which creates a new pool."""
+    """State attached to vLLM's context of a request, and valid until the cache is reset."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self.own: set[OffloadKey] = set()  # keys that the request has stored
         self.storing: set[OffloadKey] = set()  # subset of `own` with stores in flight
         self.hits: set[OffloadKey] = set()
-        self.counted: set[OffloadKey] = set()  # keys that were offered, and not stored at first
+        self.counted: set[OffloadKey] = set()  # keys counted in the request counts
         self.has_ended = False
         self._at: defaultdict[int, dict[int, OffloadKey]] = defaultdict(dict)
 

@@ -30,7 +30,7 @@ class KVCacheOffloadingSpec(OffloadingSpec):
     def build_metric_definitions(
         cls, extra_config: Mapping[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
-        """Return vLLM's metrics of a host tier, and additional ones."""
+        """Return vLLM's metrics of a host tier, and additional metrics."""
         return metrics.definitions()
 
     def __init__(self, config: OffloadingConfig) -> None:
