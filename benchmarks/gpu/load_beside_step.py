@@ -208,14 +208,21 @@ def check_order(loads: Loads, step: Step, number: int, held_s: float) -> None:
                 )
 
 
-def steps_until_loaded(loads: Loads, step: Step, request: Request) -> list[float]:
-    """Run steps until a load finishes; returns milliseconds per step."""
+def steps_until_loaded(
+    loads: Loads, step: Step, request: Request
+) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
+    """Launch steps until a load finishes; returns the events around each, without waiting for them."""
     events, deadline = [], time.monotonic() + _LOAD_S
     while not loads.poll(request):
         assert time.monotonic() < deadline, f"no load within {_LOAD_S:g} s"
         events.append(step.replay())
+    return events
+
+
+def milliseconds(steps: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> list[float]:
+    """Return how long each step took, once all of them have ended."""
     torch.cuda.current_stream().synchronize()
-    return [start.elapsed_time(end) for start, end in events]
+    return [start.elapsed_time(end) for start, end in steps]
 
 
 def report_slowdown(name: str, loads: Loads, step: Step, rounds: int) -> None:
@@ -223,8 +230,7 @@ def report_slowdown(name: str, loads: Loads, step: Step, rounds: int) -> None:
     for _ in range(_IN_FLIGHT):
         step.replay()
     alone = [step.replay() for _ in range(sizes.repeats(50))]
-    torch.cuda.current_stream().synchronize()
-    step_ms = statistics.median(start.elapsed_time(end) for start, end in alone)
+    step_ms = statistics.median(milliseconds(alone))
     seconds: dict[str, list[float]] = {"alone": [], "beside": []}
     beside: list[float] = []
     for _ in range(rounds):
@@ -232,7 +238,8 @@ def report_slowdown(name: str, loads: Loads, step: Step, rounds: int) -> None:
         published = loads.publish()
         begin = time.perf_counter()
         with loads.begun(*published) as request:
-            beside += steps_until_loaded(loads, step, request)
+            steps = steps_until_loaded(loads, step, request)
+            beside += milliseconds(steps)
             seconds["beside"].append(time.perf_counter() - begin)
     rates = {
         each: loads.num_bytes / statistics.median(taken) / 1e9 for each, taken in seconds.items()

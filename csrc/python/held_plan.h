@@ -81,6 +81,8 @@ class HeldPlan {
                       : view_of(words_.get() + first, {size / width, width}, capsule);
   }
   bool is_empty(int section) const { return words_[section] == words_[section + 1]; }
+  const int32_t* data(int section) const { return words_.get() + words_[section]; }
+  int64_t size(int section) const { return words_[section + 1] - words_[section]; }
   py::object status_view(const py::object& capsule) {
     return view_of(status(), {static_cast<py::ssize_t>(num_status_)}, capsule);
   }

@@ -31,6 +31,7 @@ class PlanType {
     kStepId,
     kPreviousStepId,
     kIsEmpty,
+    kMovesPages,
     kFirstAnswer,
     kNumRunning = kFirstAnswer,
     kNumLeaving,
@@ -59,15 +60,25 @@ class PlanType {
 
   // TypeError if the dataclass lacks a field, or has an additional field without a default.
   void use(const py::type& dataclass, EmptySections sections) {
-    static constexpr const char* kNames[kNumFields] = {"step_id",     "previous_step_id",
-                                                       "is_empty",    "num_running",
-                                                       "num_leaving", "rows",
-                                                       "status",      "num_computed_tokens",
-                                                       "num_tokens",  "clear_rows",
-                                                       "append_rows", "append_splits",
-                                                       "append_ids",  "replace",
-                                                       "swap_out",    "copy",
-                                                       "zero",        "swap_in",
+    static constexpr const char* kNames[kNumFields] = {"step_id",
+                                                       "previous_step_id",
+                                                       "is_empty",
+                                                       "moves_pages",
+                                                       "num_running",
+                                                       "num_leaving",
+                                                       "rows",
+                                                       "status",
+                                                       "num_computed_tokens",
+                                                       "num_tokens",
+                                                       "clear_rows",
+                                                       "append_rows",
+                                                       "append_splits",
+                                                       "append_ids",
+                                                       "replace",
+                                                       "swap_out",
+                                                       "copy",
+                                                       "zero",
+                                                       "swap_in",
                                                        "depends_on"};
     const py::module_ dataclasses = py::module_::import("dataclasses");
     std::vector<std::pair<Slot, py::object>> defaults;
@@ -125,6 +136,16 @@ class PlanType {
       return value_of(plan, slots_[i]) == nullptr ? static_cast<Field>(i) : kNumFields;
     }
     return kNumFields;
+  }
+
+  // Whether no change of a plan has been created or assigned yet.
+  bool lacks_changes(PyObject* plan) const {
+    return std::all_of(slots_.begin() + kFirstChange, slots_.end(), [&](const Slot& slot) {
+      return slot.offset >= 0 && value_of(plan, slot) == nullptr;
+    });
+  }
+  bool is_plan(PyObject* object) const {
+    return reinterpret_cast<PyObject*>(Py_TYPE(object)) == type_.ptr();
   }
 
   EmptySections empty;
@@ -252,8 +273,16 @@ py::object as_plan(const StepPlan& plan) {
   type.set(out, PlanType::kStepId, py::int_(plan.step_id));
   type.set(out, PlanType::kPreviousStepId, py::int_(plan.previous_step_id));
   type.set(out, PlanType::kIsEmpty, py::bool_(plan.is_empty()));
+  type.set(out, PlanType::kMovesPages, py::bool_(plan.moves_pages()));
   type.hold(out, HeldPlan::capsule_of(plan));
   return out;
+}
+
+const HeldPlan* untouched_changes(const py::object& plan) {
+  const PlanType& type = PlanType::get();
+  if (!type.is_plan(plan.ptr()) || !type.lacks_changes(plan.ptr())) return nullptr;
+  PyObject* const held = type.held(plan.ptr());
+  return held == nullptr ? nullptr : &HeldPlan::of(py::reinterpret_borrow<py::object>(held));
 }
 
 void bind_plan(py::module_& m) {

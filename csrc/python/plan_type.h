@@ -15,4 +15,9 @@ namespace py = pybind11;
 // A plan whose arrays are created on demand.
 py::object as_plan(const StepPlan& plan);
 
+// The native arrays of a plan of which no change has been created as a Python array or assigned.
+// Null for any other plan. Valid while the plan is alive.
+class HeldPlan;
+const HeldPlan* untouched_changes(const py::object& plan);
+
 }  // namespace kvcache

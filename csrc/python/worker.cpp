@@ -3,6 +3,8 @@
 
 #include "python/arrays.h"
 #include "python/construct.h"
+#include "python/held_plan.h"
+#include "python/plan_type.h"
 #include "worker/host_slots.h"
 #include "worker/host_tables.h"
 
@@ -98,6 +100,34 @@ void apply(HostTables& self, const py::object& clear_rows, const py::object& app
     replacements.push_back({array.data(), array.shape(0)});
   }
   self.apply(clear.data(), clear.size(), append.data(), append.size(), ragged, replacements,
+             int_argument(num_blocks, "num_blocks"));
+  if (slots != nullptr) slots->begin_step();
+}
+
+// The changes of a plan; its arrays are read where the step stored them, if they are still there
+// alone.
+void apply_plan(HostTables& self, const py::object& plan, const py::object& num_blocks,
+                HostSlots* slots) {
+  const HeldPlan* held = untouched_changes(plan);
+  if (held == nullptr) {
+    apply(self, plan.attr("clear_rows"), plan.attr("append_rows"), plan.attr("append_splits"),
+          plan.attr("append_ids"), plan.attr("replace"), num_blocks, slots);
+    return;
+  }
+  static constexpr int32_t kNoSplits[] = {0};
+  const int64_t num_rows = held->size(HeldPlan::kAppendRows);
+  std::vector<RaggedIds> ragged;
+  std::vector<Replacements> replacements;
+  for (size_t g = 0; g < held->num_groups(); ++g) {
+    const int ids = HeldPlan::in_group(g, HeldPlan::kAppendIds);
+    const int splits = HeldPlan::in_group(g, HeldPlan::kAppendSplits);
+    const int replaced = HeldPlan::in_group(g, HeldPlan::kReplace);
+    ragged.push_back({num_rows > 0 ? held->data(splits) : kNoSplits, held->data(ids), num_rows + 1,
+                      held->size(ids)});
+    replacements.push_back({held->data(replaced), held->size(replaced) / 3});
+  }
+  self.apply(held->data(HeldPlan::kClearRows), held->size(HeldPlan::kClearRows),
+             held->data(HeldPlan::kAppendRows), num_rows, ragged, replacements,
              int_argument(num_blocks, "num_blocks"));
   if (slots != nullptr) slots->begin_step();
 }
@@ -246,6 +276,8 @@ void bind_worker(py::module_& m) {
       py::arg("arena"), py::arg("num_rows"), py::arg("groups"), py::arg("track"))
       .def("apply", &apply, py::arg("clear_rows"), py::arg("append_rows"), py::arg("append_splits"),
            py::arg("append_ids"), py::arg("replace"), py::arg("num_blocks"),
+           py::arg("slots") = nullptr)
+      .def("apply_plan", &apply_plan, py::arg("plan"), py::arg("num_blocks"),
            py::arg("slots") = nullptr)
       .def("append_row",
            [](HostTables& self, int64_t group, const py::object& row, const py::object& block_ids,

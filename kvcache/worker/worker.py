@@ -206,8 +206,8 @@ class Worker:
                 swaps are in flight; or the worker is broken or belongs to another process.
         """
         instance(plan, StepPlan, "plan")
-        if plan.is_empty and self._has_no_moves():
-            self._begin_empty(plan)
+        if not plan.moves_pages and self._has_no_moves():
+            self._apply_without_moves(plan)
             return StepReport(plan.step_id, True)
         return self.start(plan).wait()
 
@@ -224,8 +224,8 @@ class Worker:
             The started step. Poll it, or wait for it, to get the report.
         """
         instance(plan, StepPlan, "plan")
-        if plan.is_empty and self._has_no_moves():
-            self._begin_empty(plan)
+        if not plan.moves_pages and self._has_no_moves():
+            self._apply_without_moves(plan)
             return PendingStep(plan.step_id, None, None)
         self._check_order(plan)
         for name in ("swap_out", "swap_in"):
@@ -300,11 +300,16 @@ class Worker:
         """Whether no bytes are in flight that a step would have to wait for."""
         return self._last is None and (self.engine is None or self.engine.is_idle)
 
-    def _begin_empty(self, plan: StepPlan) -> None:
-        """Apply a plan that changes nothing."""
+    def _apply_without_moves(self, plan: StepPlan) -> None:
+        """Apply a plan that moves no pages, while no bytes are in flight."""
         self._check_order(plan)
-        self._table_set.begin_step()
-        self._last_step_id = plan.step_id
+        if plan.is_empty:
+            self._table_set.begin_step()
+            self._last_step_id = plan.step_id
+            return
+        self._apply_to_tables(plan)
+        self.tables.commit_updates()
+        self._begun = None
 
     def _earlier(self) -> PendingStep | None:
         """The previous step, unless it has completed."""

@@ -224,7 +224,7 @@ def end_early(monkeypatch):
     permute = fetching.Fetch._permute
 
     def slow(*args):
-        hold(0.3)
+        hold(2.0)  # longer than the steps in flight take on a busy machine
         memory_permute(*args)
 
     def begin(fetch):

@@ -182,15 +182,7 @@ class TableSet:
         """Apply the table changes of a plan to all groups; see `BlockTables.apply`."""
         instance(plan, StepPlan, "plan")
         self._arena.before_write()
-        self._native.apply(
-            plan.clear_rows,
-            plan.append_rows,
-            plan.append_splits,
-            plan.append_ids,
-            plan.replace,
-            num_blocks,
-            self._host_slots,
-        )
+        self._native.apply_plan(plan, num_blocks, self._host_slots)
 
     def begin_step(self) -> None:
         """Begin a step without changes: upload earlier ones and invalidate the last step's slots."""
