@@ -152,7 +152,8 @@ class TableSet:
             n,
             self._slots_in_one_memory,
         )
-        self._compute = self._host_slots.compute  # cached attribute lookup: a decode step is short
+        # Attribute lookups are cached, because a decode step is short.
+        self._compute, self._commit = self._host_slots.compute, self._host_slots.commit
         self._num_shared = len(shared)
         self._replayed: set[int] = set()  # groups whose slots a replayed graph may recompute
 
@@ -268,11 +269,14 @@ class TableSet:
 
     def commit_slots(self, num_tokens: int, group: int = ALL_GROUPS) -> None:
         """Upload whole slot mappings, with -1 after `num_tokens`."""
-        call = self._slot_call(group)
+        call = self._slot_calls.get(group) or self._slot_call(group)
+        if self._slots_in_one_memory and not self._circular:
+            self._commit(call.place, num_tokens)
+            return
         self._slots.before_write()
         circular = self._circular if group == ALL_GROUPS else ()
         for each in (call, *(self._slot_calls[g] for g in circular)):
-            self._host_slots.commit(each.place, num_tokens)
+            self._commit(each.place, num_tokens)
             if not self._slots_in_one_memory:
                 each.slots.upload(len(each.slots.cpu))
 
