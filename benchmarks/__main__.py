@@ -16,6 +16,7 @@ from benchmarks import (
     moving,
     receive,
     sequences,
+    steps,
     tables,
     token_io,
     transfer_plan,
@@ -26,6 +27,7 @@ from benchmarks.measure import Result
 SUITES = {
     "control": control_plane.all_results,
     "sequences": sequences.all_results,
+    "steps": steps.all_results,
     "tables": tables.all_results,
     "attention_metadata": attention_metadata.all_results,
     "moving": moving.all_results,
