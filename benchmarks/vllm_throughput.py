@@ -1,7 +1,8 @@
-"""A tiny model in vLLM end to end, with its own manager and with kvcache's, and memory per block.
+"""Serves a tiny model in vLLM with vLLM's manager and with kvcache's, and measures memory per
+block.
 
-`python -m tests.vllm_environment -m benchmarks.vllm_throughput [--rounds N] [--json FILE]`. Runs take
-turns, each in its own process. The share is the thread's CPU time in `schedule()` and
+`python -m tests.vllm_environment -m benchmarks.vllm_throughput [--rounds N] [--json FILE]`. Runs
+alternate, each in a separate process. The share is the thread's CPU time in `schedule()` and
 `update_from_output()`, relative to its total CPU time while serving.
 """
 
