@@ -39,8 +39,9 @@ class SecretKey {
   uint64_t numbers_[10] = {};
 };
 
-// 64 bits of a hash, independent of any key. Two hashes that were not chosen to collide have equal
-// tags with a probability of 2**-64, so decisions based on tags do not depend on a secret.
+// 64 bits of a hash, constant during the process. Two hashes that were not chosen to collide have
+// equal tags with a probability of 2**-64, so decisions based on tags do not depend on the secret
+// key.
 inline uint64_t tag_of(const Hash& hash) { return SecretKey::of_process().fold(hash); }
 
 // 32 bits of a hash, for uses in which a collision only costs time.

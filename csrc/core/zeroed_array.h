@@ -24,8 +24,8 @@ class ZeroedArray {
     if (p == MAP_FAILED) throw std::bad_alloc();
     data_ = static_cast<T*>(p);
 #ifdef MADV_HUGEPAGE
-    // Requests huge pages, because TLB misses limit random access over many megabytes. If it fails,
-    // the array is only slower.
+    // Requests huge pages, because TLB misses limit random access over many megabytes. If the
+    // request fails, the array is only slower.
     if (num_bytes_ >= (size_t{4} << 20)) (void)madvise(p, num_bytes_, MADV_HUGEPAGE);
 #endif
   }

@@ -54,9 +54,9 @@ inline std::string describe_misaligned(const TypeMismatch& access, uintptr_t add
 
 }  // namespace emul
 
-// The functions are weak, because every source file has a copy and the linker keeps one. They are
-// hidden, because a process may contain several emulators, each of which must call its own
-// functions. This is set in assembly, because the compiler declares the functions as visible and
+// The function is weak, because every source file has a copy and the linker keeps one. It is
+// hidden, because a process may contain several emulators, each of which must call its own copy.
+// The visibility is set in assembly, because the compiler declares the function as visible and
 // would not accept the attribute.
 asm(".hidden __ubsan_handle_type_mismatch_v1_abort");
 extern "C" {

@@ -220,9 +220,9 @@ struct CopyRun {
   int64_t num_pages;
 };
 
-// Calls `f` for the runs of pairs on the CPU. A run consists of consecutive pairs whose ids both
-// increase or both decrease by one, and has at most `most` pages. On a side that is cut (host
-// memory accessed by a copy engine), no run crosses a multiple of pages_per_run.
+// Returns the runs of pairs on the CPU. A run consists of consecutive pairs whose ids both increase
+// or both decrease by one, and has at most `most` pages. On a side that is cut (host memory
+// accessed by a copy engine), no run crosses a multiple of pages_per_run.
 inline std::vector<CopyRun> runs_of(const BlockCopy& c, int64_t most, bool cuts_source = false,
                                     bool cuts_destination = false) {
   // Whether a multiple of pages_per_run lies between these pages and the next pages.

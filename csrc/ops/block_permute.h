@@ -190,7 +190,7 @@ inline BlockPermute checked_block_permute(const Tensor& cache, const Tensor& off
   p.block_rows = fast_divisor(block_rows);
   p.inner_rows = fast_divisor(inner_rows);
   p.run = fast_divisor(run);
-  // whether the local layout has heads outside
+  // Whether heads are the outer dimension in the local layout.
   const bool heads_outside = local_rows_per_head >= remote_rows_per_head;
   p.matrix_rows = static_cast<uint32_t>(heads_outside ? std::max<int64_t>(heads, 1) : runs);
   p.columns = fast_divisor(heads_outside ? runs : std::max<int64_t>(heads, 1));

@@ -44,8 +44,8 @@ void move_rows(const CopyShape& c, char* to, size_t to_pitch, const char* from, 
   }
 }
 
-// Work may run after its memory was freed, and host functions earlier in the stream may free or
-// allocate memory. Addresses are therefore resolved when the work runs.
+// Resolves addresses when the work runs, after all earlier work of the stream, because the memory
+// may have been freed by then.
 Work direct(const CopyShape& c) {
   return [c] { move_rows(c, reachable(c.to), c.to_pitch, reachable(c.from), c.from_pitch); };
 }

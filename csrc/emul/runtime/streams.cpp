@@ -52,7 +52,8 @@ bool pauses(Task& task) {
   return now_ms() < task.until_ms;
 }
 
-enum class Ran { kOne, kNothing, kNothingYet };  // kNothingYet: all streams with tasks are pausing
+// kNothingYet: no task is ready, but a stream is pausing
+enum class Ran { kOne, kNothing, kNothingYet };
 
 Ran run_any() {
   std::vector<Stream*> ready;
