@@ -249,7 +249,7 @@ class Emulator {
   bool running_ = false;
   Call call_ = nullptr;
   void* argument_ = nullptr;
-  // dynamic shared memory, by block of the cluster
+  // Dynamic shared memory, by block of the cluster.
   std::vector<std::unique_ptr<char, FreeDeleter>> dynamic_shared_;
   size_t dynamic_shared_bytes_ = 0;
 

@@ -15,11 +15,11 @@ constexpr unsigned kThreads = 256;
 constexpr int kUnroll = 8;                  // loads in flight per thread
 constexpr int kClusterUnroll = 4;           // loads in flight from the cluster's shared memory
 constexpr int64_t kSharedBytes = 32 << 10;  // per thread block, if the slice is wide enough
-// used if slices would be smaller than kLeastSliceBytes
+// Used if slices would be smaller than kLeastSliceBytes.
 constexpr int64_t kMoreSharedBytes = 96 << 10;
 constexpr int64_t kLeastSliceBytes = 64;  // one memory transaction
 constexpr int64_t kLineBytes = 128;       // an L2 cache line; narrower slices read half lines
-// for slices of one line; three blocks fit on an H100 SM
+// For slices of one line; three blocks fit on an H100 SM.
 constexpr int64_t kWideSharedBytes = 64 << 10;
 constexpr int64_t kPlainSharedBytes = 48 << 10;    // a kernel must request more explicitly
 constexpr int64_t kReservedSharedBytes = 1 << 10;  // used by CUDA in each thread block
@@ -223,7 +223,7 @@ bool has_clusters(const Tensor& t) {
 
 // How units are divided into slices.
 struct Slicing {
-  // bytes per slice, a power of two or a whole row; 0 if not even one vector per row fits
+  // Bytes per slice, a power of two or a whole row; 0 if not even one vector per row fits.
   int64_t bytes;
   int64_t cluster;  // thread blocks that share a slice
   int64_t rows;     // maximum rows per thread block

@@ -11,7 +11,7 @@ constexpr int32_t kCleared = -1;  // source id that fills the destination with z
 
 // A region on both sides. It is a row of the op's table, which is passed to a kernel unchanged.
 struct CopyRegion {
-  // offset of page 0 in the tensor and distance between pages, in bytes
+  // Offset of page 0 in the tensor and distance between pages, in bytes.
   int64_t source, source_stride;
   int64_t destination, destination_stride;
   int64_t num_bytes;  // per page

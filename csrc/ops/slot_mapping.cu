@@ -8,7 +8,7 @@ namespace kvcache {
 namespace {
 
 constexpr unsigned kThreads = 256;
-// maximum entries of query_start_loc in shared memory, per thread block
+// Maximum entries of query_start_loc in shared memory, per thread block.
 constexpr unsigned kStarts = 4 * kThreads;
 
 // Finds requests like SlotMapping::request_of, with every `step`-th entry of query_start_loc in

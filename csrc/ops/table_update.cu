@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kGatherThreads) gather_kernel(KV_PARAMETER Tab
     return static_cast<int32_t>(reinterpret_cast<uintptr_t>(p) / sizeof(int32_t) % 4);
   };
   const auto thread = static_cast<int32_t>(threadIdx.x);
-  // number of ids before the first vector, and number of vectors of four ids
+  // Number of ids before the first vector, and number of vectors of four ids.
   int32_t head = row.columns, vectors = 0;
   if (misalignment(row.to) == misalignment(row.from)) {
     head = min((4 - misalignment(row.to)) % 4, row.columns);

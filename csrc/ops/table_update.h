@@ -80,7 +80,7 @@ struct TableGather {
     const TableGroupView& group = groups.group[g];
     const int32_t row = idx_mapping[i];
     const auto columns = static_cast<int32_t>(num_columns(g));
-    // all columns, for a padded row or a row out of range (see checked_mode)
+    // All columns, for a padded row or a row out of range (see checked_mode).
     int64_t hidden = columns;
     if (row >= 0 && row < groups.num_rows) {
       hidden = num_computed != nullptr ? group.num_hidden_columns(num_computed[i]) : 0;

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kVectorBytes = 16;
 constexpr unsigned kThreads = 128;  // maximum threads per thread block
-// maximum thread blocks per token; grid.y includes the blocks of K and of V
+// Maximum thread blocks per token; grid.y includes the blocks of K and of V.
 constexpr uint32_t kMaxShares = 32767;
 
 // A mover converts vectors between tokens and pages. `Token` and `Page` are the vector types. A

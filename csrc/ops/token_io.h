@@ -111,7 +111,7 @@ inline void check_scale(const std::optional<Tensor>& scale, const std::string& n
   check_dtype(*scale, name.c_str(), {ScalarType::Float});
   check_contiguous(*scale, name.c_str());
   check_same_device(*scale, name.c_str(), tokens, tokens_name.c_str());
-  // index of the num_blocks dimension: 1 if the first dimension is num_layers
+  // Index of the num_blocks dimension: 1 if the first dimension is num_layers.
   const int64_t first = cache.dim() - 4;
   const int64_t layers = first ? cache.size(0) : 1, heads = cache.size(first + 2);
   const bool one = first == 0 && scale->dim() == 0;

@@ -25,7 +25,7 @@ py::array_t<T, py::array::c_style> new_array(py::ssize_t n) {
   static const py::dtype dtype = py::dtype::of<T>();
   const auto& api = py::detail::npy_api::get();
   Py_intptr_t size = n;
-  dtype.inc_ref();  // the constructor takes a reference
+  dtype.inc_ref();  // the constructor steals a reference
   PyObject* array = api.PyArray_NewFromDescr_(api.PyArray_Type_, dtype.ptr(), 1, &size, nullptr,
                                               nullptr, 0, nullptr);
   if (array == nullptr) throw py::error_already_set();
@@ -37,7 +37,7 @@ template <class T>
 py::object view_of(T* data, std::initializer_list<py::ssize_t> shape, const py::object& owner) {
   static const py::dtype dtype = py::dtype::of<T>();
   const auto& api = py::detail::npy_api::get();
-  dtype.inc_ref();  // the constructor takes a reference
+  dtype.inc_ref();  // the constructor steals a reference
   PyObject* array =
       api.PyArray_NewFromDescr_(api.PyArray_Type_, dtype.ptr(), static_cast<int>(shape.size()),
                                 reinterpret_cast<const Py_intptr_t*>(shape.begin()), nullptr, data,

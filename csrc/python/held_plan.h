@@ -109,7 +109,7 @@ class HeldPlan {
 
   size_t num_groups_, num_status_;
   int64_t num_running_, num_leaving_;
-  // start of each section, followed by the sections and the status bytes
+  // Start of each section, followed by the sections and the status bytes.
   std::unique_ptr<int32_t[]> words_;
 };
 

@@ -288,7 +288,7 @@ class RequestRows {
                               const Name& name) {
     auto out = py::reinterpret_steal<py::object>(PyObject_GetAttr(request.ptr(), attribute.ptr()));
     if (out) return out;
-    const py::error_already_set error;  // takes the current error
+    const py::error_already_set error;  // fetches the current error
     if (!error.matches(PyExc_AttributeError)) throw error;
     fail_no_request(request, name());
   }
@@ -309,7 +309,7 @@ class RequestRows {
     const auto chain = py::reinterpret_steal<py::object>(
         PyObject_VectorcallMethod(chain_name().ptr(), arguments, 2, nullptr));
     if (chain) return py::cast<std::shared_ptr<TokenChain>>(chain);
-    const py::error_already_set error;  // takes the current error
+    const py::error_already_set error;  // fetches the current error
     if (PyObject_HasAttr(request.ptr(), chain_name().ptr())) throw error;
     fail_no_request(request, name());
   }

@@ -44,7 +44,7 @@ void SequenceCalls::set_row(const py::object& seq_id, const py::object& owner, i
 bool SequenceCalls::take_rows(const py::list& sequences, const py::list& hits, int64_t num_cached,
                               bool skips_blocks, const py::object& encoder) {
   struct New {
-    py::object seq_id, owner;  // ids and owners of an AllocatedSequence without a row
+    py::object seq_id, owner;  // id and owner of an AllocatedSequence without a row
     std::shared_ptr<TokenChain> chain;
   };
   std::vector<New> all;

@@ -74,7 +74,7 @@ struct NewTokens {
   int64_t size = 0;
   bool are_read = false;         // whether the values of the tokens are read
   int32_t one = 0;               // id if there is one token
-  std::vector<int32_t> several;  // otherwise
+  std::vector<int32_t> several;  // ids if there are several
 
   const int32_t* data() const {
     return !are_read ? nullptr : several.empty() ? &one : several.data();
@@ -144,7 +144,7 @@ class SequenceCalls {
   // Has no effect without a row.
   void free_row(const py::object& seq_id);
   void free_encoder_row(const py::dict& rows, const py::object& request_id);
-  // Return the blocks to move as (device block, host block) pairs, or None if they do not fit.
+  // Returns the blocks to move as (device block, host block) pairs, or None if they do not fit.
   py::object swap_out_rows(const std::vector<int32_t>& rows, const py::list& sequences) const;
 
   // Calls of the scheduler:

@@ -143,7 +143,7 @@ inline Status status_named(PyObject* name) {
 // The status of a sequence, which is an enum member or text. Names of enum members do not change,
 // so known members are cached.
 inline Status status_of(py::handle seq) {
-  // maximum number of cached members; an engine has only one enum
+  // Maximum number of cached members; an engine has only one enum.
   constexpr size_t kMostKnown = 32;
   static auto* known = new std::vector<std::pair<PyObject*, Status>>;
   const Names& names = Names::get();

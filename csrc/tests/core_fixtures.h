@@ -48,7 +48,7 @@ inline std::vector<CacheGroup> full_groups(int64_t block_size) {
   return {group_of(std::make_shared<FullAttention>(), block_size)};
 }
 
-// Allocates blocks, and publishes them as a chain with these hashes.
+// `take` allocates blocks. `publish_chain` publishes blocks as a chain with these hashes.
 inline std::vector<BlockId> take(BlockPool* pool, int64_t n) {
   std::vector<BlockId> ids(static_cast<size_t>(n));
   pool->allocate(n, ids.data());

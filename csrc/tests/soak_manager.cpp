@@ -11,7 +11,7 @@
 namespace {
 
 constexpr int kOperations = 20'000;  // operations per seed
-// one in kOneIn operations is followed by a check of tables and invariants
+// One in kOneIn operations is followed by a check of tables and invariants.
 constexpr int kOneIn = 50;
 
 double seconds() {

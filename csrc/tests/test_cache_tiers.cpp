@@ -77,7 +77,7 @@ TEST(cached_blocks_wait_for_a_step_that_offloads_them) {
     f.tiers.host()->on_published(ids.data(), 1);
     f.steps.begin();
     f.tiers.offload_queued(f.tiers.num_queued(), {});
-    // without fences, the stream order protects the block
+    // Without fences, the stream order protects the block.
     CHECK_EQ(f.tiers.pool().ref_count(ids[0]), fences ? 1 : 0);
     f.tiers.host()->publish_offloaded();
     f.tiers.release_read();

@@ -49,7 +49,7 @@ TEST(blocks_wait_for_the_report_on_their_step) {
   Fixture f;
   f.steps.issue();
   f.frees.release_or_defer(f.ids.data(), 2);
-  // waits for the step that is being built
+  // Waits for the step that is being built.
   f.frees.release_or_defer(f.ids.data() + 2, 1, /*step_id=*/1);
   CHECK_EQ(f.pool.num_free(), 4);
   CHECK_EQ(f.frees.num_waiting(), 3);

@@ -155,7 +155,7 @@ TEST(only_the_sample_is_counted_and_the_ends_of_segments_are_remembered) {
     CHECK(record->turn == 255 && record->is_end == (i % 8 == 0) && record->time == model.clock());
   }
   CHECK(num_sampled > kKeys / 15 && num_sampled < kKeys / 7);
-  // all samples reached bucket 0
+  // All samples reached bucket 0.
   CHECK_EQ(model.hazards().counts()[2 * AgeBuckets::kNum], num_sampled);
   for (int repeat = 0; repeat < 2; ++repeat) {  // the second use of a record is not counted
     for (int i = 1; i <= kKeys; ++i) model.note_use(key_of(i));

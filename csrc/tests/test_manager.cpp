@@ -304,7 +304,7 @@ TEST(a_policy_is_told_what_requests_do) {
   };
 
   const Request first = make_request(10);
-  // a chunk of 6 tokens, and a block for drafts
+  // A chunk of 6 tokens, and a block for drafts.
   step_new(&manager, {{first.chain, 6}}, /*lookahead=*/4);
   serve(&manager, 0, 4, 0);  // the remaining tokens
   notified({});
@@ -318,7 +318,7 @@ TEST(a_policy_is_told_what_requests_do) {
   notified(
       {"release 3 2 1",
        "  tokens 12 8 4, turn 3, prefix 0, new 3, output 1, class 5, time 1 7, of 4, retention 1"});
-  // releases the fence; the last block is not cached
+  // Releases the fence; the last block is not cached.
   manager.report(1, /*completed=*/true, {}, {});
   notified({"idle 2", "idle 1"});
 

@@ -64,7 +64,7 @@ TEST(a_receiving_row_goes_on_behind_what_has_arrived_and_is_valid) {
     const Ids before = f.ids(row);
     if (num_valid == 6) {
       CHECK(
-          // the sender still writes to the row's blocks
+          // The sender still writes to the row's blocks.
           f.recovery.invalidate({before[1]}, {}).rows.empty());
       CHECK_EQ(f.rows[row].num_computed, 12);
     }

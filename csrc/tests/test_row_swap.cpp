@@ -10,7 +10,7 @@ using Ids = std::vector<BlockId>;
 
 namespace {
 
-// Moves the rows to the host within the step. Returns whether the row has moved.
+// Moves the rows to the host within the step. Returns whether the last row has moved.
 bool leave(Serving* s, const std::vector<int32_t>& rows) {
   StepRequest request;
   request.swap_out_rows = rows.data();
@@ -58,7 +58,7 @@ TEST(what_is_on_the_host_already_is_not_written_again) {
   leave(&s, {row});
   CHECK(s.ids(row)[0] == page);
   CHECK_EQ(s.end().swap_out.size(), 2);
-  // the page can be found by other rows
+  // The page can be found by other rows.
   CHECK_EQ(s.host.pages().find(hash_of(2), 0), s.ids(row)[1]);
 }
 
@@ -154,7 +154,7 @@ TEST(what_rows_take_when_they_come_back) {
   CHECK_EQ(s.swap.num_blocks_back({row, other}, {0, 0}).num_taken, 2);
   CHECK_EQ(s.swap.num_blocks_back({row, other}, {1, 0}).num_taken,
            3);  // a copy of a shared block
-  // the last row keeps the shared block
+  // The last row keeps the shared block.
   CHECK_EQ(s.swap.num_blocks_back({row, other}, {1, 1}).num_taken, 3);
   CHECK_EQ(s.swap.num_blocks_back({row, other}, {2, 3}).num_taken, 4);
   CHECK_EQ(s.swap.num_blocks_back({row}, {2}).num_taken, 2);
@@ -168,7 +168,7 @@ TEST(what_leaves_a_window_makes_room_for_what_comes_back) {
   s.end();
   s.swap.swap_out({row});
   CHECK_EQ(s.swap.num_blocks_back({row}, {0}).num_taken, 3);
-  // two blocks are dropped, two are added
+  // Two blocks are dropped, two are added.
   CHECK_EQ(s.swap.num_blocks_back({row}, {8}).num_taken, 3);
   CHECK_EQ(s.swap.num_blocks_back({row}, {12}).num_taken, 4);
 }

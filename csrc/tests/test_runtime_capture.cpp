@@ -158,7 +158,7 @@ TEST(an_event_of_an_ended_capture_cannot_be_waited_for_and_no_later_work_is_lost
     CHECK_EQ(cudaStreamWaitEvent(b, event, 0), cudaErrorCapturedEvent);
     CHECK_EQ(end(b), cudaErrorStreamCaptureInvalidated);
 
-    // after another record, the event is a regular event
+    // After another record, the event is a regular event.
     CHECK_EQ(cudaEventRecord(event, a), cudaSuccess);
     CHECK_EQ(cudaStreamWaitEvent(b, event, 0), cudaSuccess);
     CHECK_EQ(cudaStreamSynchronize(b), cudaSuccess);

@@ -25,7 +25,7 @@ class HostSlots {
             std::vector<TableGroupView> groups, int64_t num_shared, void* slots, int64_t num_slots,
             bool wide, bool one_memory);
 
-  // used instead of a place for all groups with shared positions
+  // Used instead of a place for all groups with shared positions.
   static constexpr int64_t kShared = -1;
 
   int64_t num_slots() const { return num_slots_; }
@@ -75,9 +75,9 @@ class HostSlots {
   char* slots_;
   int64_t num_slots_;
   bool wide_, one_memory_;
-  std::vector<int64_t> filled_;     // by place
+  std::vector<int64_t> filled_;     // indexed by place
   std::vector<int64_t> on_host_;    // number of tokens in the last call, by place
-  std::vector<int64_t> on_device_;  // by place
+  std::vector<int64_t> on_device_;  // indexed by place
 };
 
 }  // namespace kvcache

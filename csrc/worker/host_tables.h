@@ -114,7 +114,7 @@ class HostTables {
   void move(int64_t g, int32_t src, int32_t tgt);
   void swap(int64_t g, int32_t src, int32_t tgt);
   void note(int64_t start, int64_t length);
-  // reserves memory, so that recording cannot fail
+  // Reserves memory, so that recording cannot fail.
   void reserve_notes(int64_t num_rows, int64_t num_entries);
   void begin_change(int64_t group);  // -1: all groups
   template <class Change>
@@ -133,7 +133,7 @@ class HostTables {
   bool counts_dirty_ = false;
   std::vector<Segment> dirty_;
   int64_t num_dirty_ids_ = 0;
-  // number of kernel blocks per row after the step that is being checked
+  // Number of kernel blocks per row after the step that is being checked.
   std::vector<int32_t> planned_;
 };
 

@@ -253,7 +253,7 @@ KV_VECTOR_CLONES int64_t find_breaks(const int32_t* rows, const int64_t* positio
 // step).
 std::vector<TokenRun> runs_of(const int32_t* rows, const int64_t* positions, int64_t n) {
   constexpr int64_t kWorthwhile = 8;  // minimum average number of tokens per run
-  // tokens checked at a time, so that a decode step is recognized by its first tokens
+  // Tokens checked at a time, so that a decode step is recognized by its first tokens.
   constexpr int64_t kAtATime = 256;
   std::vector<TokenRun> runs;
   if (n < kWorthwhile) return runs;

@@ -46,7 +46,7 @@ struct TableGroupView {
   // must be smaller than the number of tokens in a column.
   KV_HOST_DEVICE uint32_t num_local(uint32_t num_tokens) const {
     if (by_world.divisor == 1) return num_tokens;
-    // The column that contains the first token that is not counted.
+    // The interleave chunk that contains the first token that is not counted.
     const uint32_t chunk = by_interleave.divide(num_tokens);
     const uint32_t round = by_world.divide(chunk);
     const uint32_t turn = chunk - round * by_world.divisor;
@@ -64,7 +64,7 @@ struct TableGroupView {
     return by_column.divide(static_cast<uint32_t>(first_visible));
   }
 
-  // Returns the maximum number of columns in a row with this number of tokens.
+  // Returns the number of columns needed for up to this number of tokens, at most num_columns.
   KV_HOST_DEVICE int64_t num_columns_for(int64_t max_num_tokens) const {
     if (max_num_tokens <= 0) return 0;
     const int64_t last = (max_num_tokens < INT32_MAX ? max_num_tokens : INT32_MAX) - 1;
@@ -73,7 +73,7 @@ struct TableGroupView {
   }
 };
 
-// limited because groups are kernel parameters, which have 4 KiB in total
+// Limited because groups are kernel parameters, which have 4 KiB in total.
 inline constexpr int kMaxTables = 32;
 
 struct TableGroups {

@@ -93,7 +93,7 @@ class LastAccess : public EvictionPolicy {
     int64_t idle;           // number of the release, counted over all blocks
     double announced_time;  // time of a release that was announced but has not happened yet
     int64_t told_tick;
-    // number of the block's last access, or of the latest access before it was reallocated
+    // Number of the block's last access, or of the latest access before it was reallocated.
     int64_t last_access;
     bool is_told;
     bool is_accessed;

@@ -19,7 +19,7 @@ class Pins {
   int64_t num_pinned() const { return num_pinned_; }  // blocks
   int64_t num_broken() const { return num_broken_; }
   void add(BlockId id) { num_pinned_ += counts_[id]++ == 0; }
-  // removes one pin from a pinned block
+  // Removes one pin from a pinned block.
   void take(BlockId id) { num_pinned_ -= --counts_[id] == 0; }
   // The block is no longer cached. `evicted`: it was evicted to free space.
   void forget(BlockId id, bool evicted) {

@@ -42,7 +42,7 @@ class Ghosts {
     where_.clear();
   }
   size_t num_bytes() const {
-    // a list node and a map node
+    // A list node and a map node.
     constexpr size_t kEntryBytes = 3 * sizeof(void*) + 4 * sizeof(void*);
     return order_.size() * kEntryBytes + where_.bucket_count() * sizeof(void*);
   }

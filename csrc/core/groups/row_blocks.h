@@ -18,7 +18,7 @@ struct RowBlocks {
   int64_t num_dropped = 0;    // number of leading blocks that are null
   int64_t num_published = 0;  // number of leading blocks that are published or never will be
   int32_t num_hits = 0;       // number of leading blocks that the row has not computed
-  // for has_partial: number of leading hash blocks that are published or never will be
+  // For has_partial: number of leading hash blocks that are published or never will be.
   int32_t num_partial = 0;
   // For states: the number of tokens in the state when it entered the first page.
   int32_t state_start = 0;

@@ -61,7 +61,7 @@ class ExtraKeys {
   bool has_items() const { return !items_.empty(); }
 
  private:
-  // finds the items that overlap tokens [start, stop)
+  // Finds the items that overlap tokens [start, stop).
   void find_items(int64_t start, int64_t stop);
   int64_t num_blocks_with_rows() const { return embeds_ == nullptr ? 0 : embeds_->num_blocks(); }
   const Hash& embed_digest(int64_t block) const;

@@ -33,7 +33,7 @@ class Pieces {
 
  private:
   int64_t num_tokens_ = 0;
-  // time of the first piece or the last call
+  // Time of the first piece or the last call.
   std::optional<std::chrono::steady_clock::time_point> since_;
 };
 

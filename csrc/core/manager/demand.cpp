@@ -141,7 +141,7 @@ Status DemandRules::of_whole(const RowBlocks* held, const TokenChain& chain, con
   // Later chunks can use the blocks that are kept free for other requests, the source block of a
   // hit that ends inside a block, and blocks of the hit that are no longer read.
   int64_t room = pool_->num_free(), most = 0, most_new = 0, num_upfront = 0;
-  // first block of the hit that is still held, by group
+  // First block of the hit that is still held, by group.
   std::array<int64_t, kMaxGroups> first_held;
   for (const CacheGroup& group : *groups_) {
     const RowBlocks& each = held[group.id];

@@ -126,7 +126,7 @@ class HostTier : public EvictionListener {
   PerBlock<uint8_t> is_queued_;
   PerBlock<int32_t> num_hits_;     // kSelective: hits per cached block; otherwise empty
   std::vector<Offload> offloads_;  // of the current step
-  // hashes in offloads_ -> groups as a bit mask
+  // Hashes in offloads_ -> groups as a bit mask.
   std::unordered_map<Hash, uint32_t, HashOf> offloading_;
   std::deque<Onboard> onboards_;
   PerBlock<int32_t> num_onboards_;  // references held by onboards

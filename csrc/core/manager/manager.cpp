@@ -228,7 +228,7 @@ const StepPlan& Manager::step(const StepRequest& request) {
   server_.serve_rows(request);
   swap_.answer(request, have_left);
   server_.serve_new(request, hits);
-  // called after rows have been served, because rows have priority
+  // Called after rows have been served, because rows have priority.
   tiers_.offload_queued(num_queued, server_.fills());
   server_.publish_served();
   publisher_.publish_offloaded();

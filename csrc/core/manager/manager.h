@@ -156,7 +156,7 @@ class Manager {
   bool is_on_host(int32_t row) const { return row_at(row).on_host; }
   bool by_step(int32_t row) const { return row_at(row).by_step; }
   int64_t num_unique_blocks(
-      // number of blocks with KV; all rows must be on one tier
+      // Number of blocks with KV; all rows must be on one tier.
       const std::vector<int32_t>& rows) const;
   // See RowSwap. num_slots: at least 0 per row.
   RowSwap::BlocksBack num_blocks_back(const std::vector<int32_t>& rows,

@@ -48,9 +48,9 @@ struct ManagerOptions {  // all sizes are at most 2**31 - 1
   bool enable_caching = true;
   int64_t num_preallocate_tokens = 0;
   int64_t max_num_reqs = 0;  // maximum number of rows; 0: unlimited
-  // number of free blocks that admission and preallocation must leave
+  // Number of free blocks that admission and preallocation must leave.
   int64_t watermark_blocks = 0;
-  // released blocks are not reused until the last issued step is reported as done
+  // Released blocks are not reused until the last issued step is reported as done.
   bool fence_frees = false;
   bool record_events = false;
   bool announce_reused = false;  // whether to record events also for blocks that a request hits

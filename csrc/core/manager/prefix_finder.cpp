@@ -199,7 +199,7 @@ int64_t PrefixFinder::accepted_by_window(const CacheGroup& group, int64_t num_to
     int64_t block = num_tokens / bs - 1;
     while (block >= first_token / bs && is_found(group, block)) --block;
     if (block < first_token / bs) break;
-    // the hit includes at most a part of the block
+    // The hit includes at most a part of the block.
     num_tokens = (block + 1) * bs - hash_block_size_;
     num_tokens -= num_tokens % step_;
   }

@@ -59,7 +59,7 @@ class Recovery {
     return {c_.groups, parts_.hash_block_size, c_.pool, c_.host, c_.rows, c_.journal};
   }
   void undo(const StepJournal::Step& step, Invalidation* invalid);
-  // keyed by admission number
+  // Keyed by admission number.
   using Chains = std::unordered_map<int64_t, std::shared_ptr<TokenChain>>;
   void add_published(const StepJournal::Published& published, const Chains& left,
                      Invalidation* invalid) const;

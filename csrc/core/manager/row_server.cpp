@@ -23,7 +23,7 @@ inline void RowServer::answer(const ServedRow& served, Status status) {
   c_.plan->answer(served.row, status, span.start, is_served ? span.stop - span.start : 0);
   if (!is_served) return;
   c_.journal->note_served(served.row, (*c_.rows)[served.row], served.safe_start);
-  // the complete table is sent when all rows are served
+  // The complete table is sent when all rows are served.
   if (c_.plan->must_resend(served.row)) return;
   c_.plan->append(served.row, c_.rows->blocks(served.row), served.num_before.data());
 }

@@ -25,7 +25,7 @@ struct Row {
   std::shared_ptr<TokenChain> chain;  // null: the row is not in use
   int64_t num_computed = 0;           // tokens with a slot; they have KV after the plans have run
   int64_t start = 0;                  // num_computed before the row was last served
-  // number of computed tokens below which there is nothing to publish
+  // Number of computed tokens below which there is nothing to publish.
   int64_t next_publish = kUnbounded;
   int64_t admission = 0;  // number of the admission that created the row
   uint32_t stamp = 0;     // stamp of the last call that named the row
@@ -126,7 +126,7 @@ class RowTable {
 
   int64_t num_written(int32_t row, const CacheGroup& group) const;
   PageRules::Columns computed(int32_t row, const CacheGroup& group) const;
-  // blocks of all groups, without null blocks
+  // Blocks of all groups, without null blocks.
   std::vector<BlockId> written_blocks(int32_t row) const;
   // Returns all blocks of the row. Blocks later in the sequence come first, because tails are
   // evicted before heads in all groups. With `with_all`, blocks that do not follow the sequence

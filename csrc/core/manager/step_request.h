@@ -16,10 +16,10 @@ struct NewRow {
   std::shared_ptr<TokenChain> chain;
   int64_t num_tokens =
       kMaxSize;  // maximum number of tokens after the hit, clipped to the known tokens
-  // maximum number of host blocks in a hit; a hit with more uses no host blocks
+  // Maximum number of host blocks in a hit; a hit with more uses no host blocks.
   int64_t max_host_blocks = kMaxSize;
   int64_t num_external = 0;  // tokens after the hit whose KV comes from an external source
-  // the KV of external tokens arrives later, and the row is not served until then
+  // The KV of external tokens arrives later, and the row is not served until then.
   bool receives = false;
   std::optional<bool> read_cache = std::nullopt;  // overrides the setting of the chain
   bool takes_all = false;           // `admit`: computes all known tokens instead of num_tokens
@@ -49,9 +49,9 @@ struct StepRequest {
   int64_t num_rows = 0;
   const int32_t* token_ids = nullptr;  // new ids of all rows, concatenated
   int64_t num_ids = 0;                 // total number of ids
-  // number of ids per row; null: one per row, if there are ids
+  // Number of ids per row; null: one per row, if there are ids.
   const int32_t* num_token_ids = nullptr;
-  // rejected tokens of the last step to remove first, per row
+  // Rejected tokens of the last step to remove first, per row.
   const int32_t* num_rejected = nullptr;
   const int32_t* lookahead = nullptr;      // lookahead slots per row; null: num_lookahead
   int64_t num_lookahead = 0;               // lookahead slots per row, if `lookahead` is null

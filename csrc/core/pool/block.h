@@ -10,7 +10,7 @@ namespace kvcache {
 // The state of a block, except for its free-list links.
 struct alignas(16) Block {
   Hash hash;  // valid while indexed
-  // ring of blocks published under the same (hash, group); null: not indexed
+  // Ring of blocks published under the same (hash, group); null: not indexed.
   BlockId older, younger;
   int32_t ref_count;   // > 0: held
   uint8_t group;       // cache group of its content

@@ -168,7 +168,7 @@ class BlockPool {
   void unpin(const BlockId* ids, int64_t n);
   bool is_pinned(BlockId id) const { return has_pin(at(id, "id")); }
   int64_t num_pinned() const { return pins_ ? pins_->num_pinned() : 0; }
-  // number of pinned blocks that were evicted
+  // Number of pinned blocks that were evicted.
   int64_t num_pins_broken() const { return pins_ ? pins_->num_broken() : 0; }
 
   // Notifies the policy (eviction_policy.h). Has no effect without one.
@@ -251,7 +251,7 @@ class BlockPool {
   void set_cached(BlockId id, uint8_t group, uint64_t parent, uint32_t root);
   bool is_untouched(BlockId id, const std::unordered_set<uint64_t>& invalid,
                     std::unordered_map<uint64_t, BlockId>* by_hash) const;
-  // removes all hashes of the block and its place in the index
+  // Removes all hashes of the block and its place in the index.
   void forget(BlockId id, bool evicted = false);
   void forget_hashes(BlockId id, uint32_t tag);  // `tag`: the index's tag of the block's hash
   FreeList& list_of(const Block& block) {

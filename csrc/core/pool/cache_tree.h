@@ -58,8 +58,8 @@ class CacheTree {
 
  private:
   struct Place {
-    // parent when the block was added; kUnknown: the parent's hash had no block; null block: no
-    // parent
+    // Parent when the block was added; kUnknown: the parent's hash had no block; null block: no
+    // parent.
     BlockId parent;
     uint32_t num_children : 31;
     uint32_t is_marked : 1;

@@ -96,7 +96,7 @@ bool HashIndex::erase(uint32_t tag, BlockId id) {
       }
       return true;
     }
-    // the block is not the oldest of its ring, so it has no entry
+    // The block is not the oldest of its ring, so it has no entry.
     if (bucket.num_displaced == 0) break;
   }
   return false;

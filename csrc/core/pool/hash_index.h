@@ -64,7 +64,7 @@ class HashIndex {
   static constexpr int kSlots = 7;
   struct alignas(64) Bucket {
     uint32_t tags[kSlots];  // 0: the slot is empty
-    // number of entries stored after this bucket whose home is at or before it
+    // Number of entries stored after this bucket whose home is at or before it.
     uint32_t num_displaced;
     BlockId ids[kSlots];
   };

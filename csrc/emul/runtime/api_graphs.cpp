@@ -81,7 +81,7 @@ KV_GPULESS_API cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStrea
   return call([&] {
     Stream* stream = stream_of(handle);
     if (stream == nullptr || executable == nullptr) return cudaErrorInvalidResourceHandle;
-    // a graph inside a graph is not supported
+    // A graph inside a graph is not supported.
     if (stream->capture != nullptr) return cudaErrorNotSupported;
     if (const cudaError_t error = refuse_implicit_dependency(*stream)) return error;
     if (stream->is_null()) count(Counter::kLegacyWork);

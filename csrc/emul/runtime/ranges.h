@@ -17,7 +17,7 @@ struct Range {
   char* begin;
   size_t bytes;
   RangeKind kind;
-  // address for kernels; equal to `begin` unless KVCACHE_GPULESS_DEVICE_POINTERS is set
+  // Address for kernels; equal to `begin` unless KVCACHE_GPULESS_DEVICE_POINTERS is set.
   char* device_begin;
   unsigned flags;
 };

@@ -119,7 +119,7 @@ class Hazards {
   static constexpr double kOfClass = 20;  // weight of the counts of all classes, in samples
   static constexpr double kOfAll = 30;    // weight of the prior, in samples
   static constexpr double kPrior = 0.02;  // prior of use per bucket; per tick it falls with age
-  // minimum factor between successive buckets, over all classes
+  // Minimum factor between successive buckets, over all classes.
   static constexpr double kLeastFall = 0.8;
 
   // `prior` is used where a class has little data.

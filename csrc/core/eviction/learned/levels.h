@@ -129,7 +129,7 @@ class Levels {
     num_of_.fill(0);
   }
   size_t num_bytes() const {
-    // estimated size of a map node, a set node, and a place in a level
+    // Estimated size of a map node, a set node, and a place in a level.
     constexpr size_t kPlaceBytes = 128;
     return default_.segments.num_bytes() + places_.size() * kPlaceBytes;
   }

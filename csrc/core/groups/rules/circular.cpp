@@ -23,7 +23,7 @@ const BlockId* CircularRules::grow(Growth* growth, ServedRow* served, const Cach
   const int64_t first = served->span.start / group.block_size;
   for (int64_t block = first, left = take.num_shared; left > 0; ++block) {
     const int64_t b = column_of(group, block);
-    // the block is new or not shared
+    // The block is new or not shared.
     if (b >= each.size() || !growth->holders.is_shared(each[b])) continue;
     growth->c.plan->replace(served->row, group.id, b, *own);
     growth->replace_shared(served, group, b, *own++, /*copies=*/true);

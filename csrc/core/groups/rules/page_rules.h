@@ -46,7 +46,7 @@ struct GroupDemand {
   int64_t drop_to;      // blocks below this column are dropped
   int64_t num_shared;   // shared blocks that the row writes and therefore replaces with its own
   int64_t num_skipped;  // columns after the held blocks that stay null
-  // blocks at the end to release, because the row lacks blocks in other groups
+  // Blocks at the end to release, because the row lacks blocks in other groups.
   int64_t num_surplus;
   bool moves;  // for states: the state continues in a new page
 };
