@@ -70,7 +70,7 @@ TEST(a_row_that_is_sent_anew_has_no_entries_replaced) {
   plan.resend(2);
   plan.resend(6);
   plan.resend(4);
-  plan.forget_resend(4);  // the row is gone
+  plan.forget_resend(4);  // the row was freed
   CHECK(plan.must_resend(6) && !plan.must_resend(4) && !plan.must_resend(100));
   plan.begin(0);
   plan.replace(6, 0, 1, 3);

@@ -63,9 +63,8 @@ TEST(a_receiving_row_goes_on_behind_what_has_arrived_and_is_valid) {
     CHECK_EQ(f.found(row, 0), kNullBlock);
     const Ids before = f.ids(row);
     if (num_valid == 6) {
-      CHECK(
-          // The sender still writes to the row's blocks.
-          f.recovery.invalidate({before[1]}, {}).rows.empty());
+      // The sender still writes to the row's blocks.
+      CHECK(f.recovery.invalidate({before[1]}, {}).rows.empty());
       CHECK_EQ(f.rows[row].num_computed, 12);
     }
     f.recovery.receive(row, 11);

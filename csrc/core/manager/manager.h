@@ -155,9 +155,8 @@ class Manager {
   std::optional<std::vector<BlockId>> swap_in(const std::vector<int32_t>& rows);
   bool is_on_host(int32_t row) const { return row_at(row).on_host; }
   bool by_step(int32_t row) const { return row_at(row).by_step; }
-  int64_t num_unique_blocks(
-      // Number of blocks with KV; all rows must be on one tier.
-      const std::vector<int32_t>& rows) const;
+  // Returns the number of blocks with KV. All rows must be on one tier.
+  int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;
   // See RowSwap. num_slots: at least 0 per row.
   RowSwap::BlocksBack num_blocks_back(const std::vector<int32_t>& rows,
                                       const std::vector<int64_t>& num_slots) const;
