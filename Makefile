@@ -1,17 +1,19 @@
-# kvcache: every command of the project. `make demo` and `make test` need only Python 3.11+ with headers
-# and venv, g++ and make.
+# Every command of the kvcache project. `make demo` and `make test` only require g++, make, and
+# Python 3.11 or newer with headers and venv.
 PYTHON ?= python3
-# The torch that development pins. PIP_TORCH_ARGS reaches pip, for example the small CPU build:
+# The torch version used for development. PIP_TORCH_ARGS is passed to pip, for example to install
+# the smaller CPU build:
 #   make demo PIP_TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= 2.13.0
 PIP_TORCH_ARGS ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Tests start many processes, which would compile the modules anew.
+# Keep bytecode caches, because tests start many processes that would otherwise recompile the
+# modules.
 export PYTHONDONTWRITEBYTECODE :=
 GPU_RESULTS ?= benchmarks/results
 SECONDS ?= 600
-# Whose code several threads run.
+# C++ tests that run code in several threads.
 THREAD_TESTS := test_threads test_call_guard
 
 NATIVE := $(shell find csrc/core csrc/worker csrc/python csrc/ops -type f)
@@ -25,11 +27,11 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-# The tests marked exhaustive: more seeds, sizes and combinations than `make test` has.
+# Run the tests marked exhaustive, with more seeds, sizes and combinations than `make test`.
 test-exhaustive: setup
 	HYPOTHESIS_PROFILE=exhaustive $(BIN)/python -m pytest -n auto --dist worksteal -m "exhaustive or hypothesis"
 
-# Plants defects, one at a time; each must be noticed by the tests of `make test`.
+# Plant defects one at a time. The tests of `make test` must detect each of them.
 planted-breaks: setup
 	$(BIN)/python -m tests.machinery.planted_breaks
 
@@ -60,30 +62,31 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CLANG_FORMAT_FILES)
 
-# The C++ build by CMake, and its tests.
+# Build with CMake and run the C++ tests.
 ctest: setup
 	$(BIN)/cmake -S . -B build/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	  -DPython3_EXECUTABLE=$(abspath $(BIN))/python
 	$(BIN)/cmake --build build/cmake
 	$(BIN)/ctest --test-dir build/cmake --output-on-failure -j 2
 
-# The same under AddressSanitizer and UndefinedBehaviourSanitizer; CI runs this one alone.
+# Do the same with AddressSanitizer and UndefinedBehaviourSanitizer. CI runs this target instead of
+# ctest.
 sanitize: setup
 	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	  -DPython3_EXECUTABLE=$(abspath $(BIN))/python -DKVCACHE_SANITIZE=ON
 	$(BIN)/cmake --build build/sanitize
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure -j 2
 
-# The C++ tests that use several threads, under ThreadSanitizer.
+# Run the multithreaded C++ tests with ThreadSanitizer.
 sanitize-thread: setup
 	$(BIN)/cmake -S . -B build/sanitize-thread -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	  -DPython3_EXECUTABLE=$(abspath $(BIN))/python -DKVCACHE_SANITIZE=thread -DKVCACHE_OPS=OFF
 	$(BIN)/cmake --build build/sanitize-thread --target $(THREAD_TESTS)
 	for name in $(THREAD_TESTS); do build/sanitize-thread/$$name || exit 1; done
 
-# Random operations for SECONDS each: on the allocator, compared with its plain model; on the native
-# manager alone, whose invariants are checked, some hundred times as many. Then runs in which memory must
-# stay flat. Prints seeds, rates and memory.
+# Run random operations on the allocator for SECONDS, comparing it with a simple model. Then run
+# about a hundred times as many on the native manager for another SECONDS, checking its invariants.
+# Finally, check that memory use does not grow. Prints seeds, rates and memory use.
 soak: setup
 	$(BIN)/python -m tests.machinery.allocator_driver $(SECONDS)
 	$(BIN)/cmake -S . -B build/soak -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
@@ -92,31 +95,32 @@ soak: setup
 	build/soak/soak_manager $(SECONDS)
 	$(BIN)/python -m tests.machinery.growth
 
-# In vLLM's own schedulers, in a virtual environment of its own with vLLM (of VLLM, a version); once, some
-# minutes to make it.
+# Run the tests in vLLM's schedulers, in a separate virtual environment with vLLM (VLLM selects the
+# version). Creating the environment takes a few minutes.
 test-vllm: setup
 	$(BIN)/python -m tests.machinery.vllm_environment $(VLLM:%=--vllm %)
 
-# vLLM's schedule() with its own manager and with kvcache's, in that environment.
+# Measure vLLM's schedule() with vLLM's KV cache manager and with kvcache's, in the same
+# environment.
 bench-vllm: setup
 	$(BIN)/python -m tests.machinery.vllm_environment $(VLLM:%=--vllm %) -m benchmarks.vllm_schedule
 
-# Public calls with wrong and hostile arguments, for SECONDS; prints its seed, and what it finds. SCENES: some
-# modules alone.
+# Call the public API with invalid and hostile arguments for SECONDS. Prints the seed and any
+# findings. SCENES limits the run to some modules.
 fuzz: setup
 	$(BIN)/python -m tests.machinery.wrong_calls --seconds $(SECONDS) $(SCENES:%=--scene=%)
 
-# Compiles every kernel and checks the machine code; needs nvcc (and cuobjdump), not a GPU.
+# Compile every kernel and check the machine code. Requires nvcc and cuobjdump, but no GPU.
 cuda-check: setup
 	$(BIN)/python -m benchmarks.cuda_check
 
-# The tests marked gpu on a CUDA runtime without a GPU, docs/gpu_less.md; needs nvcc and, once, the CUDA
-# build of torch (gigabytes). Says so and succeeds where one of them cannot be had. Swaps run under SEEDS
-# orders of streams.
+# Run the tests marked gpu on a CUDA runtime without a GPU (docs/gpu_less.md). Requires nvcc, and
+# downloads the CUDA build of torch (gigabytes) once. If either is unavailable, prints a message and
+# succeeds. Swaps run under SEEDS different stream orders.
 gpu-less:
 	$(PYTHON) -m tests.machinery.gpu_less test $(SEEDS:%=--seeds %)
 
-# A source distribution, and a wheel built from nothing but it.
+# Build a source distribution, and a wheel from only that distribution.
 dist: setup
 	rm -rf dist
 	$(BIN)/python setup.py -q sdist
@@ -125,26 +129,28 @@ dist: setup
 bench: setup
 	$(BIN)/python -m benchmarks
 
-# The documents as a site in build/site, warnings as errors. ruff formats its signatures.
+# Build the documentation site in build/site, with warnings as errors. ruff formats the signatures.
 docs: setup $(VENV)/.docs
 	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/site/index.html"
 
-# The extra alone: installing the package with it would build the libraries anew.
+# Install only the requirements of the extra, because installing the package with the extra would
+# rebuild the libraries.
 $(VENV)/.docs: pyproject.toml $(VENV)/.built
 	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $@.txt
 	$(BIN)/python -m pip install --quiet -r $@.txt
 	mv $@.txt $@
 
-# Build, check and measure on a machine with an NVIDIA GPU, with that machine's own python3, in under ten
-# minutes; docs/measuring.md. SECOND=1: the second run (transfers, loads, FlashInfer).
+# Build, check and measure on a machine with an NVIDIA GPU in less than ten minutes, using its
+# python3 (docs/measuring.md). SECOND=1 selects the second run (transfers, loads, FlashInfer).
 gpu:
 	$(PYTHON) -m benchmarks.gpu --results $(GPU_RESULTS) $(SECOND:1=--second)
 
-# The same run, with small sizes, on the CUDA runtime without a GPU; exit code 3: it cannot be had here.
+# Do the same run with small sizes on the CUDA runtime without a GPU. Exit code 3 means that the
+# runtime is unavailable on this machine.
 gpu-rehearsal:
 	$(PYTHON) -m benchmarks.gpu --rehearse $(SECOND:1=--second) || [ $$? -eq 3 ]
 
-# The stamp goes with the libraries it stands for.
+# Also remove the stamp file, so that the next build recreates the libraries.
 clean:
 	rm -rf build dist *.egg-info kvcache/*.so kvcache/csrc $(VENV)/.built

@@ -1,8 +1,8 @@
 """Builds kvcache._core (pybind11, no torch) and the op libraries (LibTorch stable ABI).
 
-torch is located, never imported. The CUDA library is built where torch is a CUDA build and there is
-an nvcc; KVCACHE_CUDA=0 or 1 decides otherwise, KVCACHE_CUDA_ARCHS ("80;90;100", as far as the toolkit
-has them) chooses its architectures, CXX the compiler.
+torch is located but never imported. The CUDA library is built if torch is a CUDA build and nvcc is
+found. KVCACHE_CUDA=0 or 1 overrides this. KVCACHE_CUDA_ARCHS selects the architectures (default
+"80;90;100", as far as the toolkit supports them), and CXX selects the compiler.
 """
 
 import importlib.util
@@ -24,7 +24,10 @@ ROOT = Path("csrc")
 
 
 class Native(Extension):
-    """A library built by the compiler calls below; `name` ends in what the file is called."""
+    """A library built by the compiler calls below.
+
+    The last part of `name` is the name of the file.
+    """
 
 
 def compile_command(source: Path, obj: Path, name: str) -> list[str]:
@@ -83,7 +86,10 @@ class BuildNative(build_ext):
 
 
 class BuildPackage(build_py):
-    """Puts csrc into an installed package, for the JIT build; a checkout has it beside."""
+    """Copies csrc into an installed package for the JIT build.
+
+    In a checkout, csrc is next to the package.
+    """
 
     def run(self):
         super().run()

@@ -1,1 +1,1 @@
-"""Benchmarks, each with its peer or limit measured in the same run. See `python -m benchmarks --help`."""
+"""Benchmarks that measure a peer or a limit in the same run. See `python -m benchmarks --help`."""

@@ -1,4 +1,4 @@
-"""Attention metadata on the CPU with one thread, compared with the numpy code of engines."""
+"""Attention metadata on the CPU with one thread, compared with numpy code as in engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WIDTH = MAX_LEN // BLOCK_SIZE
 
 
 class NumpyMetadata:
-    """The peer: for each group, table rows by index, cumulative sums and a mask of pages."""
+    """The peer. For each group, it indexes table rows, computes cumulative sums and masks pages."""
 
     def __init__(self, tables: list[np.ndarray], max_num_reqs: int) -> None:
         n = max_num_reqs
@@ -70,7 +70,7 @@ def batch_of(num_reqs: int, query_len: int) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def tables_of(num_reqs: int, device: str = "cpu") -> BlockTables:
-    """Create four groups, two of them with a window. Rows hold blocks for 3,072 tokens."""
+    """Create four groups, two with a sliding window. Rows hold blocks for 3,072 tokens."""
     tables = BlockTables(
         [TableShape(BLOCK_SIZE, -(-MAX_LEN // BLOCK_SIZE), window=window) for window in WINDOWS],
         max_num_reqs=num_reqs, max_num_tokens=64, device=device,
@@ -83,7 +83,7 @@ def tables_of(num_reqs: int, device: str = "cpu") -> BlockTables:
 
 
 def device_build(num_reqs: int, query_len: int, device: str = "cuda") -> Callable[[], object]:
-    """Return a build from device lengths, limited to used columns, as a captured graph replays it."""
+    """Return a function that builds from device lengths and used columns, as in a CUDA graph."""
     builder = AttentionMetadataBuilder(tables_of(num_reqs, device))
     batch = [torch.from_numpy(x).to(device) for x in batch_of(num_reqs, query_len)]
     return lambda: builder.build(*batch, max_seq_len=3072)
@@ -113,7 +113,8 @@ def one_case(name: str, num_reqs: int, query_len: int) -> Iterator[Result]:
         shown = -(-built.max_seq_len // BLOCK_SIZE)
         assert np.array_equal(built[g].block_table[:, :shown].numpy(), peer.batch[g][:, :shown])
         assert np.array_equal(built[g].seqused_k.numpy(), peer.seqused[g])
-    # The host's work per step with a GPU, apart from copy and launch: only the lengths.
+    # With a GPU, the host only processes the lengths in each step, apart from the copy and the
+    # launch.
     lengths = AttentionMetadataBuilder(tables, flash_attn=False, flashinfer=False)
     calls = 50
     build, numpy, host = median_times(

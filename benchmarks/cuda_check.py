@@ -1,4 +1,4 @@
-"""Compiles every CUDA source with nvcc and checks the machine code for ARCHS. No GPU required.
+"""Compiles every CUDA source with nvcc and checks the machine code for ARCHS. Requires no GPU.
 
 Prints a table of each kernel entry's machine code, and fails if it does not match
 `sass_expectations.py`. Spilled registers are assembler errors on every architecture. `--json FOLDER`
@@ -118,7 +118,7 @@ def disassembled(tool: str, file: Path, arch: str) -> list[sass.Figures]:
 
 
 def print_table(file: str, figures: list[sass.Figures]) -> None:
-    """Print one line per kernel; entries that differ only in name share a line."""
+    """Print one line per kernel; entries that differ only in their names share a line."""
     columns = ("registers", "local", "shared", "instr.", "loads in flight", "stores", "instr./16 B")
     widths = (9, 5, 6, 6, 17, 14, 11)
     heading = "  ".join(f"{column:>{width}}" for column, width in zip(columns, widths, strict=True))

@@ -1,4 +1,4 @@
-"""Host time of a decode step of 64 requests of a tiny model, and kvcache's share in it.
+"""Host time of a decode step for 64 requests to a tiny model, and kvcache's share of that time.
 
 `python -m benchmarks.engine_step [--model NAME] [--requests N]`. The model is minimal, so the measured
 shares are upper bounds. Requires the extra `transformers`.
@@ -39,7 +39,7 @@ class Timed:
 
 
 def measure(name: str, num_requests: int, num_steps: int = 150) -> dict[str, float]:
-    """Return microseconds of a decode step by part: medians over steps."""
+    """Return the median time of each part of a decode step, in microseconds."""
     torch.set_num_threads(1)
     paged = attach(
         tiny_model(name),

@@ -220,7 +220,7 @@ def main() -> int:
 
 def page(trace: Path) -> Iterable[str]:
     """Yield the parts of docs/eviction.md as they become available."""
-    no_content = np.empty(0, np.int64)  # needed only for verification
+    no_content = np.empty(0, np.int64)  # token contents are needed only for verification
     requests = [replace(each, content=no_content) for each in read_mooncake(trace)]
     yield BEFORE
     yield DEVICE.format(block_size=BLOCK_SIZE)
@@ -319,7 +319,8 @@ def write_table(reports: dict[tuple[int, int, str], ReplayReport]) -> str:
 
 
 def compared(name: str, rates: list[float], lru: list[float]) -> str:
-    """Return a line that compares a policy with LRU: where it is better and where worse, as displayed."""
+    """Return a line that lists the sizes at which a policy is better than, worse than or identical
+    to LRU."""
     if rates is lru:
         return ""
     gains = [round(rate, 4) - round(base, 4) for rate, base in zip(rates, lru)]

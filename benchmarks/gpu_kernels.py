@@ -1,7 +1,7 @@
-"""GPU kernel times with limits measured in the same run; each printed as a line of JSON.
+"""GPU kernel times, with limits measured in the same run. Prints one line of JSON per result.
 
-A failing case is reported, and the others continue. Calls that move tokens rotate among input sets that
-together are four times the L2, and pages are spread over 16 GiB if memory allows.
+Failing cases are reported, and the others continue. Calls that move tokens rotate among input sets
+that together fill four times the L2 cache. Pages are spread over 16 GiB if memory allows.
 """
 
 from __future__ import annotations
@@ -21,24 +21,28 @@ from kvcache import AttentionMetadataBuilder, BlockTables, Pages, TableShape, op
 from kvcache.worker.pages.page_copy import PageCopy
 
 _HEADS, _HEAD_SIZE, _BLOCK_SIZE = 8, 128, 16
-_LAUNCHES = 20  # in one graph, for calls that are not rotated
+_LAUNCHES = 20  # launches per graph, for calls that are not rotated
 
 
 def copy_gb_per_s() -> float:
-    """Return the bandwidth of a device copy, bytes read plus bytes written: the memory's limit."""
+    """Return the bandwidth of a device copy (bytes read plus bytes written), which is the memory
+    limit."""
     source = torch.empty(sizes.scaled(1 << 30), dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     return 2 * source.numel() / graph_us([lambda: target.copy_(source)] * 4) / 1e3
 
 
 def empty_kernel_us() -> float:
-    """Time the cheapest launch: a table update without segments."""
+    """Time the cheapest launch, which is a table update without segments."""
     arena, packed = torch.zeros(2, 16, dtype=torch.int32, device="cuda")
     return repeated_us(lambda: ops.update_block_tables(arena, packed))
 
 
 def repeated_us(call: Callable[[], None]) -> float:
-    """Time calls on the same memory, for tables, which an engine also finds in the L2."""
+    """Time calls on the same memory.
+
+    Used for tables, which are also in the L2 cache in an engine.
+    """
     return graph_us([call] * sizes.repeats(_LAUNCHES))
 
 
@@ -74,7 +78,8 @@ def tables_of_a_step(num_groups: int, num_requests: int) -> Iterator[dict]:
 
 
 def attention_metadata(name: str, num_requests: int, query_len: int) -> Iterator[dict]:
-    """Build all attention metadata of a batch: 4 groups, lengths on the device, one launch."""
+    """Build the attention metadata of a batch in one launch, with 4 groups and lengths on the
+    device."""
     rows, query_lens, seq_lens = metadata.batch_of(num_requests, query_len)
     there = [torch.from_numpy(each).cuda() for each in (rows, query_lens, seq_lens)]
     builder = AttentionMetadataBuilder(metadata.tables_of(num_requests, "cuda"))
@@ -97,7 +102,7 @@ def filled_tables(num_groups: int) -> BlockTables:
 
 
 def updates(num_segments: int, length: int) -> torch.Tensor:
-    """Return updates with one segment of this many blocks for each row of 512."""
+    """Return updates of 512 rows, with one segment of `num_blocks` blocks per row."""
     entries = torch.arange(num_segments) * 512
     at = 1 + 3 * num_segments + torch.arange(num_segments) * length
     places = torch.stack([entries, torch.full_like(entries, length), at], 1)
@@ -112,7 +117,10 @@ def token_io(
     fp8: torch.dtype | None = None,
     num_layers: int | None = None,
 ) -> Iterator[dict]:
-    """Write and gather 8 heads of 128, bfloat16 tokens; one launch for all layers with `num_layers`."""
+    """Write and gather bfloat16 tokens with 8 heads of 128.
+
+    `num_layers`: one launch for this number of layers.
+    """
     num_tokens = sizes.scaled(num_tokens, 16)
     layers = () if num_layers is None else (num_layers,)
     shape = (*layers, num_tokens, _HEADS, _HEAD_SIZE)
@@ -123,7 +131,7 @@ def token_io(
     num_blocks = 1 + -(-sets * num_tokens // _BLOCK_SIZE)
     caches = [cache(num_blocks, layout, fp8, layers) for _ in "kv"]
     tokens = [[torch.randn(shape, device="cuda").bfloat16() for _ in "kv"] for _ in range(sets)]
-    # No slots in the null block, to which nothing is written.
+    # Exclude slots of the null block, because writes to it are dropped.
     slots = _BLOCK_SIZE + torch.randperm(sets * num_tokens, device="cuda").view(sets, num_tokens)
     scales = [torch.full((*layers, 1), 0.37, device="cuda")] * 2 if fp8 else []
     case = f"{num_tokens} tokens, {layout}, {_HEADS} heads of {_HEAD_SIZE}, bf16"
@@ -167,8 +175,8 @@ def block_copy(limit: float | None, fragment: int) -> Iterator[dict]:
 
 
 def receive(limit: float | None, block_size: int, layout: str, ratio: int) -> Iterator[dict]:
-    """Permute received blocks, bf16, 8 heads of 128, compared with plain torch operations."""
-    # At least 1 GiB and ten times the L2.
+    """Permute received bf16 blocks with 8 heads of 128, compared with plain torch operations."""
+    # At least 1 GiB and ten times the L2 cache.
     num_blocks = sizes.scaled(max(16384, 524288 // block_size), 8)
     order = (_HEADS, block_size) if layout == "HND" else (block_size, _HEADS)
     memory = torch.randn(num_blocks, *order, _HEAD_SIZE, device="cuda", dtype=torch.bfloat16)
@@ -253,7 +261,7 @@ def main() -> int:
 
 
 def summary(rows: list[dict]) -> Iterator[str]:
-    """Yield one line per kernel: its slowest and its fastest case."""
+    """Yield one line per kernel with its slowest and fastest case."""
     for kernel in dict.fromkeys(row["kernel"] for row in rows):
         found = [row for row in rows if row["kernel"] == kernel]
         key = "of_copy" if "of_copy" in found[0] else "us"

@@ -1,4 +1,4 @@
-"""Medians on a shared machine: alternatives are measured in turn, in one process."""
+"""Medians on a shared machine. Alternatives are measured in turn in one process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Result:
 
 
 def seconds_per_call(function: Callable[[], object], calls: int) -> Callable[[], None]:
-    """Return a function that calls `function` `calls` times, for measuring them together."""
+    """Return a function that calls `function` `calls` times, to time many short calls together."""
 
     def repeated() -> None:
         for _ in range(calls):

@@ -1,4 +1,5 @@
-"""Page copies on the CPU, compared with one memcpy with as many threads, and with torch indexing."""
+"""Page copies on the CPU, compared with one memcpy with the same number of threads, and with torch
+indexing."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def indexing(fragment: int) -> Iterator[Result]:
     pairs = np.stack([chance.permutation(num_blocks) for _ in range(2)], 1).astype(np.int32)
     page_copy = PageCopy(source, target)
     read, written = torch.from_numpy(pairs).long().unbind(1)
-    # As int64: index_copy_ of bytes is five times slower.
+    # Viewed as int64, because index_copy_ of bytes is five times slower.
     sources = [source.layer(i).view(torch.int64) for i in range(layers)]
     targets = [target.layer(i).view(torch.int64) for i in range(layers)]
 
@@ -42,7 +43,7 @@ def indexing(fragment: int) -> Iterator[Result]:
 
 
 def host_cost() -> Iterator[Result]:
-    """Measure the host time of a call without moved bytes: 1,000 pages with empty fragments."""
+    """Measure the host time of a call that moves no bytes (1,000 pages with empty fragments)."""
     pages = Pages.allocate(1001, [[0, 0]] * 80)
     ids = np.arange(1, 1001, dtype=np.int32)
     pairs = np.stack([ids, np.random.default_rng(0).permutation(ids)], 1)

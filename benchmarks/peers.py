@@ -1,4 +1,4 @@
-"""Baseline implementations as in serving engines: one Python step per block."""
+"""Baseline implementations that execute one Python step per block, as in serving engines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import cbor2
 
 
 def hash_blocks(token_ids: list[int], block_size: int, seed: str = "vllm-none-hash") -> list[bytes]:
-    """Hash blocks one by one: SHA-256 over canonical CBOR, with libraries."""
+    """Hash blocks one by one with libraries, using SHA-256 of canonical CBOR."""
     parent = hashlib.sha256(cbor2.dumps(seed, canonical=True)).digest()
     hashes = []
     for start in range(0, len(token_ids) - block_size + 1, block_size):
@@ -21,7 +21,8 @@ def hash_blocks(token_ids: list[int], block_size: int, seed: str = "vllm-none-ha
 
 
 class PrefixCache:
-    """A dict of hashes, an OrderedDict of free blocks, reference counts, and loops over blocks."""
+    """A block pool with a dict of hashes, an OrderedDict of free blocks, reference counts, and
+    loops over blocks."""
 
     def __init__(self, num_blocks: int) -> None:
         self.refs = [0] * num_blocks
@@ -71,7 +72,7 @@ class PrefixCache:
 
 
 class PoolBlock:
-    """A block as in engines: an object that is linked into the free queue."""
+    """A block as in engines. The object is linked into the free queue."""
 
     __slots__ = ("after", "before", "block_id", "key", "ref_count")
 
@@ -84,7 +85,7 @@ class PoolBlock:
 
 
 class FreeQueue:
-    """Free blocks, least recently freed first, as a linked list of the blocks themselves."""
+    """The free blocks, linked in a list with the least recently freed first."""
 
     def __init__(self, blocks: list[PoolBlock]) -> None:
         self.num_free = len(blocks)
@@ -119,7 +120,7 @@ class FreeQueue:
 
 
 class BlockObjects:
-    """An engine's block pool: objects that are found by hash and cache group."""
+    """A block pool as in engines. Blocks are objects, found by hash and cache group."""
 
     def __init__(self, num_blocks: int) -> None:
         blocks = [PoolBlock(i) for i in range(num_blocks)]
@@ -207,7 +208,7 @@ class GroupOfRequests:
 
 
 class RequestCache:
-    """A request manager as in engines: groups over one pool, with an object per block."""
+    """A request manager as in engines, with groups in one pool and an object per block."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.pool = BlockObjects(num_blocks)
@@ -240,7 +241,7 @@ class RequestCache:
 
 
 class Sequence:
-    """A running request, as seen by an engine in Python."""
+    """A running request as in an engine written in Python."""
 
     def __init__(self, cache: PrefixCache, token_ids: list[int], block_size: int) -> None:
         self.tokens = token_ids
@@ -252,7 +253,10 @@ class Sequence:
 def decode_step(
     cache: PrefixCache, running: list[Sequence], block_size: int, token_ids: list[int] | None
 ) -> list[list[int]]:
-    """Add one slot per request; with tokens, also append them and hash and cache filled blocks."""
+    """Add one slot per request.
+
+    With tokens, also append the tokens, and hash and cache filled blocks.
+    """
     new_blocks = []
     for i, sequence in enumerate(running):
         needed = -(-(sequence.num_computed + 1) // block_size) - len(sequence.table)
@@ -305,7 +309,7 @@ class Group:
 
 
 class Block:
-    """One entry of a sequence's table: its block and the block's tokens."""
+    """One entry of a sequence's table, with the block and its tokens."""
 
     __slots__ = ("block_id", "prev", "token_ids")
 
@@ -316,9 +320,9 @@ class Block:
 
 
 class SequenceBlocks:
-    """A sequence-group manager as in engines: one object and one Python step per block.
+    """A sequence-group manager as in engines, with one object and one Python step per block.
 
-    It has the calls of `BlockSpaceManager`, for the same sequences and groups.
+    It provides the methods of `BlockSpaceManager` for the same sequences and groups.
     """
 
     def __init__(
@@ -334,7 +338,7 @@ class SequenceBlocks:
         self.lengths: dict[int, int] = {}
         self.accesses: dict[int, float] = {}
         self.computed: set[int] = set()
-        self.touched: list[int] = []  # since the last mark
+        self.touched: list[int] = []  # blocks touched since the last mark
 
     def _take(self) -> int:
         block_id = self.free_blocks.popleft()

@@ -1,5 +1,5 @@
-// Slot mapping as an engine's plain C++ loop has it: per group, token by token, without checks and
-// without padding behind the last token.
+// Slot mapping as in an engine's plain C++ loop. It processes each group token by token, without
+// checks and without padding after the last token.
 #include <cstdint>
 
 extern "C" __attribute__((visibility("default"))) void plain_slots(

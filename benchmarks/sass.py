@@ -1,8 +1,8 @@
 """Parses the output of cuobjdump for compiled kernels: resources, memory accesses, loads in flight.
 
-The figures are static: they count instructions in the code, not executed ones. A load is in flight after
-it is issued, until an instruction uses its registers. Memory answers in order, so using one load also
-completes all loads issued before it.
+The figures are static, so they count instructions in the code and not executed ones. A load is in
+flight from its issue until an instruction uses its registers. Loads complete in order, so using the
+result of a load also completes all earlier loads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ADDRESS = re.compile(r"\b0x([0-9a-f]+)\b")
 _GLOBAL_LOADS = ("LDG", "LD")  # LD: the compiler does not know the address space
 _GLOBAL_STORES = ("STG", "ST")
 _LOCAL = ("LDL", "STL")
-# Instructions that wait for cp.async or for other threads.
+# Instructions that wait for cp.async or other threads.
 _WAITS = ("DEPBAR", "BAR", "WARPSYNC")
 
 
@@ -105,13 +105,14 @@ class Figures:
     stack_bytes: int
     local_bytes: int
     shared_bytes: int
-    local_accesses: int  # of spilled registers, or of arrays indexed at run time
+    local_accesses: int  # accesses to spilled registers or to arrays indexed at run time
     instructions: int
-    loads_in_flight: dict[int, int]  # by bytes per load: the maximum at any point of the code
-    stores: dict[int, int]  # by bytes per store: their number in the code
-    load_bytes: int  # the width with the most bytes in flight; 0: no global loads
-    store_bytes: int  # the width that stores the most bytes; 0: no global stores
-    instructions_per_16_bytes: float | None  # in loops that load and store; None: no stores
+    loads_in_flight: dict[int, int]  # maximum at any point of the code, by bytes per load
+    stores: dict[int, int]  # number of stores in the code, by bytes per store
+    load_bytes: int  # load width with the most bytes in flight; 0: no global loads
+    store_bytes: int  # store width that moves the most bytes; 0: no global stores
+    # Counted in the loops that load and store; None if there are no stores.
+    instructions_per_16_bytes: float | None
 
 
 def parse(sass: str, resources: str) -> list[Kernel]:
@@ -171,7 +172,7 @@ def main_width(number: dict[int, int]) -> int:
 
 
 def loads_in_flight(code: list[Instruction]) -> dict[int, int]:
-    """Return by width in bytes the maximum number of global loads in flight."""
+    """Return the maximum number of global loads in flight, by width in bytes."""
     most: Counter[int] = Counter()
     in_flight: list[tuple[Instruction, set[int]]] = []
     for instruction in code:
@@ -204,7 +205,8 @@ def loops(code: list[Instruction]) -> list[list[Instruction]]:
 
 
 def main_loop(code: list[Instruction], accesses: set[int]) -> list[Instruction]:
-    """Return the innermost loop with the most accesses in `accesses`, or all code if it has no loop."""
+    """Return the innermost loop with the most instructions in `accesses`, or all code if there is
+    no loop."""
 
     def count(loop: list[Instruction]) -> int:
         return sum(i.address in accesses for i in loop)
@@ -238,7 +240,7 @@ def instructions_per_16_bytes(
         accesses = {i.address for i in code if is_one(i) and i.width == width}
         loop = main_loop(code, accesses)
         if counted is not None and loop[0] == counted[0] and loop[-1] == counted[-1]:
-            continue  # one loop does both
+            continue  # one loop both loads and stores
         counted = loop
         moved = width * sum(i.address in accesses for i in loop)
         total += len(loop) * 16 / moved

@@ -1,9 +1,9 @@
 """The expected machine code of each kernel on sm_90 and sm_100.
 
-No kernel entry may use local memory: no spilled registers, no arrays indexed at run time. EXPECTED lists
-all other expectations, one line per kernel; kernels that it does not name only get the general checks. A
-new kernel that moves bytes gets a line for its widest entry. A figure may only get worse with a reason
-in a comment at its line.
+No kernel entry may use local memory, that is, spilled registers or arrays indexed at run time.
+EXPECTED lists all other expectations, one line per kernel. Kernels without a line only get the
+general checks. Add a line for the widest entry of each new kernel that moves bytes. If a figure
+gets worse, give the reason in a comment on its line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.sass import Figures
 class Expectation:
     kernel: str  # a regular expression that matches the full name
     max_registers: int
-    load_bytes: int = 0  # width of the global loads of data; 0: not checked
+    load_bytes: int = 0  # width of the global loads; 0: not checked
     loads_in_flight: int = 0  # minimum number of loads of that width
     store_bytes: int = 0  # width of the global stores; 0: not checked
     max_instructions_per_16_bytes: float | None = None
@@ -31,7 +31,7 @@ class Expectation:
 
 EXPECTED = [
     Expectation(r"copy_blocks_kernel<\d+ul, true>", 48, 16, 8, 16, 20),
-    # If widths differ, the loop contains code for all of them. 64 registers: two thread blocks.
+    # The loop contains code for all widths. With 64 registers, two thread blocks fit on an SM.
     Expectation(r"copy_blocks_kernel<\d+ul, false>", 64, 16, 8, 16, 66),
     Expectation("permute_kernel<uint4, true, false>", 32, 16, 8, 16, 39),
     # The first copy starts before the last id has arrived.
@@ -40,7 +40,7 @@ EXPECTED = [
         *(48, 16, 7, 16, 96),
         sm_100={"max_instructions_per_16_bytes": 111},
     ),
-    # In clusters: each vector has a rank and an address in the cluster's shared memory.
+    # The cluster variant computes a rank and a shared-memory address for each vector.
     Expectation(
         "permute_kernel<uint4, true, true>", 32, 16, 8, 16, 49, sm_100={"max_registers": 36}
     ),
@@ -50,29 +50,32 @@ EXPECTED = [
         sm_100={"max_instructions_per_16_bytes": 125},
     ),
     Expectation("rotate_kernel<uint4>", 40, 16, 1, 16, 90),
-    # The table entry and the row length are loaded together: two more registers. By request, each thread
-    # loads four entries of query_start_loc at once and searches shared memory.
+    # Loading the table entry and the row length together takes two more registers. In the variant
+    # by request, each thread loads four entries of query_start_loc at once and searches shared
+    # memory.
     Expectation(r"slot_mapping_kernel<\w+, false>", 26),
     Expectation(r"slot_mapping_kernel<\w+, true>", 29, 4, 5),
-    # A warp processes 32 segments at once instead of one: eight more registers.
+    # A warp processes 32 segments at once instead of one, which takes eight more registers.
     Expectation("update_kernel", 30),
     Expectation(
         "gather_kernel",
         *(28, 16, 1, 16, 23),
         sm_100={"max_registers": 32, "max_instructions_per_16_bytes": 24},
     ),
-    # Four tokens in flight, each with its own position and check, and zeros for tokens without a slot.
+    # Four tokens are in flight, each with a position and a check. Tokens without a slot are set to
+    # zero.
     Expectation(r"token_io_kernel<MoveBytes<uint4>, Direction 0>", 46, 16, 4, 16, 17),
     Expectation(r"token_io_kernel<MoveBytes<uint4>, Direction 1>", 46, 16, 4, 16, 27),
-    # Two token vectors in flight instead of four: twenty fewer registers, ten thread blocks instead of
-    # six. The last figure counts the path with a true division, now for two vectors, not four.
+    # With two token vectors in flight instead of four, the kernel uses twenty fewer registers, so
+    # ten thread blocks fit instead of six. The last figure counts the path with a true division,
+    # which handles two vectors instead of four.
     Expectation(r"token_io_kernel<ToFp8<\w+, \w+, 8>, Direction 0>", 48, 16, 2, 8, 141),
     Expectation(r"token_io_kernel<ToFp8<float, \w+, 4>, Direction 0>", 40, 16, 2, 4, 117),
     Expectation(r"token_io_kernel<FromFp8<\w+, \w+, 8>, Direction 1>", 40, 8, 4, 16, 121),
-    # The slots of four tokens (8 bytes each) are more bytes in flight than the data, so the last figure
-    # does not count the data.
+    # The slots of four tokens (8 bytes each) have more bytes in flight than the data, so the last
+    # figure does not count the data.
     Expectation(r"token_io_kernel<FromFp8<float, \w+, 4>, Direction 1>", 32, 8, 4, 16, 222),
-    # One id at a time: page lists begin at any address.
+    # Ids are loaded one at a time, because page lists may start at any address.
     Expectation("attention_metadata_kernel", 48, 4, 8, 4),
     Expectation(r"first_bad_kernel<\w+>", 32),
 ]

@@ -1,7 +1,7 @@
-"""The sequence-group manager: a sequence of 2,001 tokens, blocks of 16, each call measured separately.
+"""Calls of the sequence-group manager for a sequence of 2,001 tokens with blocks of 16.
 
-Also the calls of a scheduler per decode step and sequence, at 2,001 and 16,001 tokens. The peer gets the
-same calls with the same objects.
+Each call is measured separately. Also measures a scheduler's calls per decode step and sequence, at
+2,001 and 16,001 tokens. The peer receives the same calls with the same objects.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kvcache.compat import BlockSpaceManager
 NUM_TOKENS, BLOCK_SIZE, NUM_BLOCKS = 2001, 16, 4001
 NUM_ROUNDS, NUM_APPENDS = 300, 64
 
-# Target, goal, and the time of a serving engine's own functions (PEER_FIGURES), in us, without and with
-# caching. The peer below is a plain implementation of them, without caching.
+# Target, goal, and times of a serving engine's functions without and with caching (PEER_FIGURES),
+# in us. The measured peer is a plain implementation of these functions without caching.
 ASKED = {
     "allocate": (20, 5, (133, 1056)),
     "fork": (10, 2, (188, 277)),
@@ -34,7 +34,8 @@ ASKED = {
     "swap in": (50, 10, (70_000, 70_000)),
 }
 
-# The same for all calls of a decode step by length, in us. The target is a tenth of an engine's time.
+# A serving engine's times for all calls of a decode step, by length, in us. The target is a tenth
+# of them.
 STEP_LENGTHS = {NUM_TOKENS: (13.6, 40.4), 16_001: (15.4, 50.2)}
 NUM_STEPS, BATCH_SIZE = 200, 16
 STEP_CALLS = (
@@ -51,7 +52,7 @@ Manager = BlockSpaceManager | peers.SequenceBlocks
 
 
 def rounds(make: Callable[..., Manager], caching: bool) -> Iterator[dict[str, float]]:
-    """Yield the seconds of each call, for one sequence after another."""
+    """Yield the seconds of each call for each sequence in turn."""
     manager = make(BLOCK_SIZE, NUM_BLOCKS, NUM_BLOCKS, enable_caching=caching)
     random = np.random.default_rng(0)
     for i in range(NUM_ROUNDS):
@@ -79,7 +80,10 @@ def rounds(make: Callable[..., Manager], caching: bool) -> Iterator[dict[str, fl
 
 
 def running_groups(manager: Manager, num_tokens: int) -> list[Group]:
-    """Create sequences with one prompt. With caching, all but the first begin with a hit."""
+    """Create sequences with the same prompt.
+
+    With caching, all sequences except the first start with a hit.
+    """
     token_ids = np.random.default_rng(0).integers(0, 152_000, num_tokens).tolist()
     groups = [Group(GroupMember(i, [*token_ids])) for i in range(BATCH_SIZE)]
     for group in groups:
@@ -97,7 +101,10 @@ def manager_for(make: Callable[..., Manager], num_tokens: int, caching: bool) ->
 def steps(
     make: Callable[..., Manager], num_tokens: int, caching: bool
 ) -> Iterator[dict[str, float]]:
-    """Yield seconds per sequence of each call of a decode step; each call is made for the whole batch."""
+    """Yield the seconds per sequence of each call in a decode step.
+
+    Each call is timed over the whole batch.
+    """
     manager = manager_for(make, num_tokens, caching)
     groups = running_groups(manager, num_tokens)
     sequences = [group.sequences[0] for group in groups]
@@ -134,7 +141,7 @@ def steps(
 
 
 def batches(num_tokens: int, caching: bool) -> Iterator[dict[str, float]]:
-    """Yield seconds per sequence of a step with tables as views and one call for all slots."""
+    """Yield the seconds per sequence of a step that uses table views and one call for all slots."""
     manager = manager_for(BlockSpaceManager, num_tokens, caching)
     groups = running_groups(manager, num_tokens)
     for group in groups:
@@ -158,7 +165,7 @@ def seconds_of(call: Callable, *arguments: object) -> float:
 
 
 def seconds_of_each(call: Callable, arguments: list[tuple]) -> float:
-    """Return seconds per call over these arguments."""
+    """Return the mean seconds per call over these arguments."""
     start = perf_counter()
     for each in arguments:
         call(*each)
@@ -166,7 +173,7 @@ def seconds_of_each(call: Callable, arguments: list[tuple]) -> float:
 
 
 def medians(lives: Iterable[Iterator[dict[str, float]]]) -> list[dict[str, float]]:
-    """Return median us of each call, alternating between the measured managers."""
+    """Return the median time of each call in us, alternating between the managers."""
     lives = list(lives)
     times: list[dict[str, list[float]]] = [defaultdict(list) for _ in lives]
     for each_round in zip_longest(*lives, fillvalue={}):

@@ -1,9 +1,11 @@
-"""Puts blocks into a store and gets them back: the engines alone, and a `StoreTier` on top of them.
+"""Measures puts and gets of blocks in a store, with the engines alone and with a `StoreTier` on
+top.
 
     python -m benchmarks.store                  # every engine that is installed
     python -m benchmarks.store --only disk --folder /mnt/nvme/x --json benchmarks/results/store.json
 
-"raw" calls the engine with memory it knows, all blocks in one call. "tier" is the latency seen by an
+"raw" passes all blocks to the engine in one call, using memory registered with it. "tier" is the
+latency seen by an
 inference engine: put lasts from the end of the step that filled the blocks until the last block is
 stored; get lasts from the `match` of a request until its blocks are cached in pages, with digests
 compared. Both move the same number of blocks in alternating rounds, and the pages are compared. CPU time
@@ -33,7 +35,7 @@ from kvcache.sources.store import BlockStore, DiskStore, MooncakeStore, StoreTie
 from kvcache.sources.store.values import BlockKey, key_text
 from tests.machinery import mooncake_master
 
-SHAPES = ((4096, 16 << 10), (256, 64 << 10), (64, 1 << 20))  # blocks, bytes
+SHAPES = ((4096, 16 << 10), (256, 64 << 10), (64, 1 << 20))  # number of blocks, bytes per block
 ROUNDS = 9
 BLOCK_SIZE = 16
 WAYS = ("raw put", "tier put", "raw get", "tier get")
@@ -67,7 +69,7 @@ def measure(store: BlockStore, num_blocks: int, block_bytes: int) -> dict:
         }
         hashes = manager.cache.hashes(Request("hashes", tokens))
         keys += [key_text(tier._fingerprint, BlockKey(0, each.tobytes())) for each in hashes]
-        store.remove(keys)  # so that both reuse memory
+        store.remove(keys)  # so that both methods reuse memory
         if number >= 2:
             for way, (elapsed, used) in took.items():
                 seconds[way].append(elapsed)
@@ -94,7 +96,7 @@ def put(
     tokens: np.ndarray,
     rng: np.random.Generator,
 ) -> tuple[float, float]:
-    """Return elapsed and CPU seconds until the blocks of a step are in the store."""
+    """Return the elapsed and CPU seconds until the blocks of a step are stored."""
     manager.cache.reset()
     request = Request("put", tokens)
     plan = manager.step(new=[request])

@@ -21,7 +21,10 @@ def make_caches(layout: str, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def written_slots(generator: torch.Generator) -> torch.Tensor:
-    """Return distinct slots in random order, outside the null block, to which writes are dropped."""
+    """Return distinct slots in random order.
+
+    The null block is excluded because writes to it are dropped.
+    """
     return (
         torch.randperm((NUM_BLOCKS - 1) * BLOCK_SIZE, generator=generator)[:NUM_TOKENS] + BLOCK_SIZE
     )
@@ -98,7 +101,7 @@ def fp8(layout: str, dtype: torch.dtype) -> Iterator[Result]:
 
 
 def lines(case: str, tokens: list[torch.Tensor], *seconds: float) -> Iterator[Result]:
-    """Return GB/s of K and V from the seconds of write, peer's write, gather, peer's gather."""
+    """Convert the seconds of write, peer's write, gather and peer's gather to GB/s of K and V."""
     payload = sum(token.numel() * token.element_size() for token in tokens)
     write, peer_write, gather, peer_gather = (payload / s / 1e9 for s in seconds)
     name = f"of {NUM_TOKENS} tokens, {case}"

@@ -1,13 +1,14 @@
-"""Perturbed traces, for which an eviction policy has not been tuned.
+"""Evaluates eviction policies on perturbed traces, for which they have not been tuned.
 
     python -m benchmarks.trace_forms TRACE.jsonl                    # learned against lru, on each form
     python -m benchmarks.trace_forms TRACE.jsonl --policy s3_fifo --forms scans loop
     python -m benchmarks.trace_forms TRACE.jsonl --write DIR        # writes DIR/NAME.jsonl for each
 
-A trace has one request per line: `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one id
-per block of 512 tokens; equal ids mean equal prefixes. Each perturbed trace keeps the conversations and
-changes when they continue, or adds requests. All of them are deterministic. For each trace and pool size,
-the program prints the blocks hit by the policy divided by the blocks hit by LRU.
+A trace has one request per line: `timestamp` (ms), `input_length`, `output_length` and `hash_ids`,
+one id per block of 512 tokens; equal ids mean equal prefixes. Each perturbed trace keeps the
+conversations, but changes when they continue or adds requests. The perturbations are deterministic.
+For each trace and pool size, the program prints the number of blocks hit by the policy divided by
+the number hit by LRU.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ Trace = list[dict]
 
 
 def conversations(trace: Trace) -> list[Trace]:
-    """Return the requests of each conversation in order: each extends the prompt of an earlier one."""
-    ended: dict[int, int] = {}  # conversation by the id of the last full block
+    """Return the requests of each conversation in order.
+
+    Each request extends the prompt of the previous one.
+    """
+    ended: dict[int, int] = {}  # conversations by the id of their last full block
     found: list[Trace] = []
     for request in trace:
         ids = request["hash_ids"][: request["input_length"] // BLOCK]
@@ -79,7 +83,7 @@ def with_think_times(trace: Trace, factor: float) -> Trace:
 
 
 def permuted(trace: Trace, seed: int) -> Trace:
-    """Start the conversations in a different order, with unchanged durations."""
+    """Start the conversations in a different order and keep their durations."""
     rng = random.Random(seed)
     all_of = conversations(trace)
     starts = [requests[0]["timestamp"] for requests in all_of]
@@ -122,7 +126,8 @@ def with_scans(trace: Trace, share: float, num_blocks: int, seed: int) -> Trace:
 
 
 def with_loop(trace: Trace, num_documents: int, num_blocks: int) -> Trace:
-    """Make every tenth request use one of several documents in turn: the worst case for LRU."""
+    """Make every tenth request use one of several documents in turn, which is the worst case for
+    LRU."""
     fresh, found = _fresh(trace), []
     for i, r in enumerate(trace):
         found.append(r)
@@ -194,7 +199,7 @@ def read(path: Path) -> Trace:
 
 def ratios(path: Path, policy: str) -> list[float]:
     """Return the policy's hit tokens divided by LRU's, by capacity."""
-    no_content = np.empty(0, np.int64)  # needed only for verification
+    no_content = np.empty(0, np.int64)  # token contents are needed only for verification
     requests = [replace(each, content=no_content) for each in read_mooncake(path)]
     return [
         replayed(requests, size, policy).hit_tokens / replayed(requests, size, "lru").hit_tokens

@@ -23,7 +23,7 @@ BASE = CacheDescription(
 def fragment_by_fragment(
     plan: TransferPlan, local: list[list[int]], remote: dict[int, list[list[int]]]
 ) -> list[tuple[int, ...]]:
-    """The peer: given the plan, create each descriptor in a Python step, as engines do."""
+    """Run the peer, which creates each descriptor of the plan in a Python step, as engines do."""
     fragments = list(zip(*(column.tolist() for column in plan.fragments)))
     local_stride, remote_stride = (
         cache.region_bytes.tolist() for cache in (plan.local, plan.remote)
@@ -38,7 +38,8 @@ def fragment_by_fragment(
 
 
 def scattered(plan: TransferPlan) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-    """Return scattered pages of 10,000 local blocks and of each remote rank, so nothing merges."""
+    """Return scattered pages of 10,000 local blocks and of each remote rank, so that no fragments
+    merge."""
     rng = np.random.default_rng(0)
     groups = BLOCKS // plan.local_pages_per_group
 

@@ -1,15 +1,17 @@
-"""Transports between two processes: contiguous, scattered with the plain library, and kvcache's.
+"""Measures transports between two processes: contiguous, scattered with the plain library, and
+kvcache's.
 
     python -m benchmarks.transports                   # every transport that is installed
     python -m benchmarks.transports --only nixl --json benchmarks/results/transports.json
     UCX_TLS=tcp python -m benchmarks.transports --only nixl       # NIXL without shared memory
 
-Each method moves the same bytes from one process into another one's memory. The plain library and kvcache
-have two processes each. One pair runs at a time, and the other is stopped: the thread of a NIXL agent
-with default settings never sleeps, and would compete for a core with the measured method. All methods are
-measured in alternating rounds, so that other load on the machine affects all of them. "own agent":
-scattered blocks moved by the library, between agents configured by kvcache. Bytes are compared.
-`benchmarks.gpu.device_transfers` measures device memory with the same pairs of processes.
+Each method moves the same bytes from one process into another one's memory. The plain library and
+kvcache use separate pairs of processes. Only one pair runs at a time, because the thread of a NIXL
+agent with default settings never sleeps and would compete with the measured method for a core. All
+methods are measured in alternating rounds, so that other load on the machine affects all of them.
+In "own agent", the library moves scattered blocks between agents configured by kvcache. The
+received bytes are verified. `benchmarks.gpu.device_transfers` measures device memory with the same
+pairs of processes.
 """
 
 from __future__ import annotations
@@ -41,21 +43,22 @@ from kvcache.transfer.transport.factory import make_transport
 from kvcache.transfer.transport.nixl_agent import nixl_kind
 from kvcache.worker.pages.pages import Pages
 
-SIZES = ((256, 64 << 10), (4096, 16 << 10))  # blocks, bytes
+SIZES = ((256, 64 << 10), (4096, 16 << 10))  # number of blocks, bytes per block
 POOL_BYTES = 128 << 20
 ROUNDS = 15
-SETTLE_S = 0.01  # after resuming processes
-ANSWER_S = 60  # time limit of a process for starting, and for a move
+SETTLE_S = 0.01  # wait after resuming processes
+ANSWER_S = 60  # time limit for starting a process, and for a move
 WAYS = {
     "gloo": ("contiguous", "scattered", "kvcache"),
     "nixl": ("contiguous", "scattered", "own agent", "kvcache"),
 }
-# An object to keep alive, and for each method a function of local and remote offsets and bytes per block.
+# An object to keep alive, and one function per method. The functions take local offsets, remote
+# offsets, and bytes per block.
 Moves = tuple[object, dict[str, Callable[[np.ndarray, np.ndarray, int], None]]]
 
 
 class GlooPeer:
-    """Plain torch.distributed: one isend and irecv per fragment."""
+    """Plain torch.distributed, with one isend and irecv per fragment."""
 
     def __init__(self, pool: torch.Tensor, rank: int, exchange: Callable[[object], object]) -> None:
         self.pool, self.rank = pool, rank
@@ -75,7 +78,7 @@ class GlooPeer:
 
 
 class NixlPeer:
-    """Plain NIXL: one descriptor per fragment. Both sides have the same kind of memory."""
+    """Plain NIXL, with one descriptor per fragment. Both sides have the same kind of memory."""
 
     def __init__(self, agent: object, pool: torch.Tensor, peer: str, remote: int) -> None:
         self.agent, self.local, self.peer, self.remote = agent, pool.data_ptr(), peer, remote
@@ -168,7 +171,7 @@ def work(
     pipe: Connection,
     other: Connection,
 ) -> None:
-    """Run one process of a pair: execute requests from `pipe` until killed."""
+    """Run one process of a pair. Executes requests from `pipe` until killed."""
     torch.set_num_threads(1)
 
     def exchange(value: object) -> object:
@@ -226,7 +229,7 @@ class Move(NamedTuple):
 class Pair:
     """Two processes, stopped except during a move.
 
-    options: options of kvcache's transport; None: the plain library.
+    options: options of kvcache's transport, or None for the plain library.
     """
 
     def __init__(
@@ -247,7 +250,7 @@ class Pair:
             self.processes[-1].start()
             self.pipes.append(pipe)
         starting = list(self.pipes)
-        while starting:  # the first process to fail has the cause; the other waits in vain
+        while starting:  # the first failure is the cause; the other process only times out
             if (told := self._answer(starting)) != "ready":
                 self.close()
                 raise RuntimeError(f"{name}: {told}")

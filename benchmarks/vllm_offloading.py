@@ -1,8 +1,9 @@
-"""Chats of three turns in vLLM, which exceed the device pool, with and without a host tier.
+"""Three-turn chats in vLLM that exceed the device pool, with and without a host tier.
 
-`python -m benchmarks.vllm_offloading [--json FILE]`, in an environment with vLLM. Prints hits, bytes
-moved, and CPU time of serving (without startup) for a tiny Llama and a tiny Gemma 3 with random weights.
-Each case runs in its own process; the three cases take turns, and medians are over all rounds.
+`python -m benchmarks.vllm_offloading [--json FILE]`, in an environment with vLLM. Prints hits,
+bytes moved, and CPU time of serving (without startup) for a tiny Llama and a tiny Gemma 3 with
+random weights. Each case runs in its own process; the three cases take turns, and the reported
+values are medians over all rounds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""vLLM's schedule() with its own KV cache manager, with kvcache's, and with a manager without cost.
+"""vLLM's schedule() with its own KV cache manager, with kvcache's, and with a no-op manager.
 
 `python -m benchmarks.vllm_schedule [decode | prompts] [--json FILE]`, in an environment with vLLM
-(`make bench-vllm`). The managers take turns of 16 steps with the same requests. Times are median CPU
-times of the thread. A manager's share is the difference from the manager without cost.
+(`make bench-vllm`). The managers take turns of 16 steps with the same requests. Times are median
+CPU times of the thread. A manager's share is the difference from the no-op manager.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from tests.machinery.vllm_schedulers import (
     make_scheduler,
 )
 
-IN_A_ROW = 16  # consecutive steps of one scheduler: an engine has only one
+IN_A_ROW = 16  # consecutive steps per scheduler, because an engine has only one scheduler
 GROUPS = {"1 full": ("full",), "5 windows + 1 full": ("window",) * 5 + ("full",)}
 
 
 class NoManager(KVCacheManager):
-    """vLLM's manager until `is_armed`; after that it returns no blocks, at no cost.
+    """vLLM's manager until `is_armed` is set. After that, it returns no blocks and costs nothing.
 
-    num_hits(): the number of cached tokens to report for the next new request.
+    num_hits: returns the number of cached tokens to report for the next new request.
     """
 
     is_armed = False
@@ -57,7 +57,7 @@ class NoManager(KVCacheManager):
 
 
 class ShortCut(KVCacheManager):
-    """vLLM's manager with a ten-line shortcut: steps that cannot change a block skip the manager."""
+    """vLLM's manager with a ten-line shortcut that skips it in steps that cannot change a block."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -92,7 +92,8 @@ SCHEDULERS: dict[str, Callable[..., Any]] = {
 
 
 def decode(folder: str, num_requests: int, groups: str, num_steps: int = 160) -> dict[str, float]:
-    """Return milliseconds of `schedule()` in decode steps of this many requests, by manager."""
+    """Return milliseconds of `schedule()` in decode steps of `num_requests` requests, by
+    manager."""
     prompt = 256
     config = engine_config(
         folder, max_model_len=4096, max_num_seqs=1024, max_num_batched_tokens=8192
@@ -139,7 +140,7 @@ PROMPTS = {
         "5 windows + 1 full",
     ),
 }
-NO_MANAGER = "no manager"  # and no hashes
+NO_MANAGER = "no manager"  # also no hashes
 HASHES = {
     "vLLM, sha256": "sha256",
     "vLLM, sha256_cbor": "sha256_cbor",
@@ -149,7 +150,8 @@ HASHES = {
 
 
 def prompts(folder: str, case: str) -> dict[str, list[float]]:
-    """Return milliseconds of Request(), schedule(), update, and all, for growing conversations."""
+    """Return milliseconds of Request(), schedule(), update, and their sum, for growing
+    conversations."""
     prompt, turn, num_chats, num_turns, num_blocks, groups = PROMPTS[case]
     config = engine_config(
         folder,
@@ -162,7 +164,7 @@ def prompts(folder: str, case: str) -> dict[str, list[float]]:
     for _ in range(2):
         for name, algorithm in HASHES.items():
             NoManager.is_armed = name == NO_MANAGER
-            if NoManager.is_armed:  # the last in turn
+            if NoManager.is_armed:  # measured last
                 NoManager.num_hits = iter(min(hits)).__next__
             hasher = block_hasher(algorithm, ours=name == "kvcache") if algorithm else None
             make = SCHEDULERS["vLLM" if name.startswith("vLLM") else name]

@@ -1,4 +1,5 @@
-"""A tiny model in vLLM end to end, with its own manager and with kvcache's, and memory per block.
+"""Serves a tiny model in vLLM with vLLM's manager and with kvcache's, and measures memory per
+block.
 
 `python -m tests.machinery.vllm_environment -m benchmarks.vllm_throughput [--rounds N] [--json FILE]`.
 Runs take turns, each in its own process. The share is the thread's CPU time in `schedule()` and

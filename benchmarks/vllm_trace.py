@@ -1,4 +1,4 @@
-"""Hits of a trace in vLLM's scheduler, with its own manager and with kvcache's policies.
+"""Hits of a trace in vLLM's scheduler, with vLLM's manager and with kvcache's policies.
 
 `python -m tests.machinery.vllm_environment -m benchmarks.vllm_trace TRACE [--requests N] [--json
 FILE]`. TRACE is in Mooncake's format, with blocks of 512 tokens by number. Requests are served one
@@ -30,7 +30,7 @@ from tests.machinery.vllm_schedulers import (
 )
 
 BLOCK = 512  # tokens
-LONGEST = 262_144  # tokens of a request
+LONGEST = 262_144  # tokens per request
 POOLS = (1_000, 3_000, 5_859, 10_000)  # blocks
 CASES = ("vLLM", "kvcache, lru", "kvcache, learned")
 
@@ -42,7 +42,7 @@ def read(path: Path, num_requests: int) -> list[list[int]]:
 
 
 def hit_blocks(folder: str, case: str, num_blocks: int, prompts: list[list[int]]) -> int:
-    """Return the number of hit blocks of prompts."""
+    """Return the number of prompt blocks found in the cache."""
     options: dict[str, Any] = {
         **{"max_model_len": LONGEST, "max_num_batched_tokens": LONGEST},
         "hf_overrides": {"max_position_embeddings": LONGEST},
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2_000)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    vllm_schedulers.BLOCK = BLOCK  # for schedulers created from now on
+    vllm_schedulers.BLOCK = BLOCK  # used by all schedulers created later
     vllm_schedulers.SHAPE["block_size"] = BLOCK
     prompts = read(options.trace, options.requests)
     total = sum(map(len, prompts))

@@ -19,8 +19,8 @@ from benchmarks.gpu.run import Run, printed
 from benchmarks.gpu.stages import FIRST, SECOND, STAGES, Stage, of_run
 from benchmarks.gpu.table import bar_lines, bar_rows, stage_lines
 
-TOTAL_S = 570.0  # each run stays under ten minutes
-# Limits for rehearsals, in which kernels run one thread after the other on few cores.
+TOTAL_S = 570.0  # keeps each run under ten minutes
+# Time limits for rehearsals, in which kernel threads run one after another on a few cores.
 REHEARSAL_SLOWNESS, REHEARSAL_TOTAL_S = 6.0, 1800.0
 
 
@@ -152,9 +152,9 @@ def measure(
 
 
 def chosen(number: int, only: Sequence[str] | None) -> list[Stage]:
-    """Return the stages of a run: all or the requested ones, and the build if one of them needs it.
+    """Return all stages of a run or the requested ones, plus the build if any of them needs it.
 
-    The facts are already known, so their stage is left out.
+    The facts stage is excluded because it has already run.
     """
     stages = of_run(number)[1:]
     if not only:
@@ -165,7 +165,8 @@ def chosen(number: int, only: Sequence[str] | None) -> list[Stage]:
 
 
 def environment(args: argparse.Namespace, folder: Path, report: Report) -> dict[str, str]:
-    """Return the environment of all stages: this checkout's copy first, without the user's settings."""
+    """Return the environment of all stages, with the copy of the checkout first in the path and
+    without user settings."""
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     found = {
         **os.environ,

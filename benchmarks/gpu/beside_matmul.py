@@ -1,7 +1,7 @@
 """Stage: swaps during bf16 matrix products, and how much each slows down the other.
 
-Both are timed with events. The products run on one stream, like an engine's kernels. Swaps follow one
-another, a few in flight, until the products are done.
+Both are timed with CUDA events. The products run on one stream, like an engine's kernels. Several
+swaps are in flight at any time until the products are done.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Swaps:
         self.num_bytes = count * engine.device.page_bytes  # per swap
 
     def gb_per_s(self, is_over: Callable[[int], bool]) -> float:
-        """Swap until `is_over(number of swaps)` is true, at least once."""
+        """Run swaps until `is_over(number of swaps)` is true. Runs at least one swap."""
         stream, count = torch.cuda.Stream(), 0
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         jobs: list = []
@@ -141,7 +141,7 @@ def measure(swaps: Swaps, products: Products, method: str) -> None:
 
 
 def calibrated() -> Calibration:
-    """Return the calibration of the previous stage, or the built-in one."""
+    """Return the calibration saved by the previous stage, or the built-in calibration."""
     path = Path(os.environ.get("KVCACHE_CALIBRATION_TO", ""))
     return calibration.load(path) if path.is_file() else calibration.DEFAULT
 

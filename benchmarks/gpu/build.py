@@ -1,4 +1,4 @@
-"""Stage: provide and load the native libraries, prebuilt or built for this device's architecture."""
+"""Stage: load native libraries that are prebuilt, or built for this device's architecture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 from benchmarks.gpu import process, say, workspace
 
 CORE = f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
-# A library without code for this device still loads, but its kernels do not. So load the kernels, too.
+# A library without code for this device loads, but its kernels do not. Therefore the kernels are
+# loaded, too.
 _LOAD = """
 import json, kvcache.ops
 from kvcache.native import load
@@ -34,11 +35,12 @@ def main() -> int:
 
 
 def provide(package: Path, given: Path | None, arch: str) -> int:
-    """Provide loadable libraries in `package`, from `given` or built; returns the exit code."""
+    """Copy the libraries in `given` to `package` or build them. Returns the exit code."""
     here = copied(given, package) if given else set()
     problem = None
     if here:
-        if not here >= {CORE, *workspace.OPS}:  # most often the core of another Python version
+        # A library is usually missing because the core was built for another Python version.
+        if not here >= {CORE, *workspace.OPS}:
             timed_build("libkvcache_cuda.so" not in here, arch, here)
         problem = loading_problem()
         if problem:
@@ -53,7 +55,7 @@ def provide(package: Path, given: Path | None, arch: str) -> int:
         print(f"the libraries do not load: {problem}")
         return 1
     say.row(libraries=sorted(path.name for path in package.glob("*.so")))
-    return say.exit_code()  # 1 also if a build resolved an earlier failure
+    return say.exit_code()  # also 1 if building resolved an earlier failure
 
 
 def copied(given: Path, package: Path) -> set[str]:
@@ -71,7 +73,7 @@ def copied(given: Path, package: Path) -> set[str]:
 
 
 def loading_problem() -> str | None:
-    """Return why the libraries or kernels do not load in a separate process, or None if they do."""
+    """Load the libraries and kernels in a separate process. Returns the error, or None."""
     loaded = subprocess.run([sys.executable, "-c", _LOAD], capture_output=True, text=True)
     print(loaded.stdout + loaded.stderr)
     if loaded.returncode == 0:

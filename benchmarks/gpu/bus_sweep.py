@@ -1,6 +1,8 @@
-"""Stage: bus bandwidth by thread blocks, fragments, pool and huge pages, and batched engine copies.
+"""Stage: bus bandwidth by thread block count, fragment size, pool and huge pages, and of batched
+copies.
 
-Each part is compared with a contiguous pinned copy. Copies are timed with events on their own stream.
+Every result is compared with a contiguous pinned copy. Copies run on a separate stream and are
+timed with CUDA events.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def main() -> int:
 
 
 def contiguous(stream: torch.cuda.Stream) -> dict[str, float]:
-    """Return GB/s of a contiguous pinned copy, by direction."""
+    """Return the bandwidth of a contiguous pinned copy by direction, in GB/s."""
     num_bytes = sizes.scaled(256 << 20)
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
@@ -88,7 +90,8 @@ def contiguous(stream: torch.cuda.Stream) -> dict[str, float]:
 def sweep(
     device: torch.device, stream: torch.cuda.Stream, wanted: int, huge: bool
 ) -> Iterator[dict]:
-    """Measure all fragments and thread blocks over one pinned pool and one device pool."""
+    """Measure all fragment sizes and thread block counts between a pinned pool and a device
+    pool."""
     largest = max(_FRAGMENTS) * _REGIONS
     pool = sizes.pool_bytes(wanted, 2 * largest)
     start = time.monotonic()
@@ -111,10 +114,10 @@ def sweep(
         count = max(min(sizes.scaled(_MOVED) // page, num_blocks), 1)
         pairs = np.stack([chance.permutation(num_blocks)[:count] for _ in range(2)], 1)
         page_copies = {"out": PageCopy(there, here), "in": PageCopy(here, there)}
-        # Bulk copies are compared in a single pool.
+        # Bulk copies are measured in only one of the pools.
         trials = (False, True) if huge and wanted == min(_POOLS) else (False,)
         for direction, bulk, blocks in product(_DIRECTIONS, trials, _THREAD_BLOCKS):
-            # Pages on both sides are chosen at random, so one list serves both directions.
+            # Pages on both sides are random, so one list is used for both directions.
             copy = partial(page_copies[direction].copy, pairs, num_thread_blocks=blocks)
             with switches.bulk_copies(bulk):
                 taken = stream_seconds(copy, stream, 3)
@@ -128,7 +131,7 @@ def sweep(
 def packed(
     memory: torch.Tensor, num_blocks: int, fragment: int, pages_per_chunk: int, keep: object
 ) -> Pages:
-    """Return host pages over given memory, with contiguous fragments per page."""
+    """Return host pages in the given memory. The fragments of each page are contiguous."""
     return Pages(
         memory,
         num_blocks,
@@ -143,7 +146,7 @@ def packed(
 
 @contextlib.contextmanager
 def small_pages_only() -> Iterator[None]:
-    """Disable huge pages for memory mapped and touched in the block, even if it requests them."""
+    """Disable huge pages for memory that is mapped and touched in the block, even if requested."""
     prctl = ctypes.CDLL(None).prctl
     switched = prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
     if not switched:
@@ -156,7 +159,8 @@ def small_pages_only() -> Iterator[None]:
 
 
 def huge_bytes(memory: torch.Tensor) -> int | None:
-    """Return the bytes of the memory's mapping in huge pages; None if the system does not report it."""
+    """Return the number of bytes that are mapped with huge pages, or None if the system does not
+    report it."""
     try:
         lines = Path("/proc/self/smaps").read_text().splitlines()
     except OSError:
@@ -173,7 +177,8 @@ def huge_bytes(memory: torch.Tensor) -> int | None:
 
 
 def batches(device: torch.device, stream: torch.cuda.Stream) -> None:
-    """Measure the copy engine by pieces of 16 KiB per call: the cost of a call, and the bandwidth."""
+    """Measure the copy engine's cost per call and bandwidth by the number of 16 KiB pieces per
+    call."""
     fragment = 16 << 10
     num_blocks = 2 * max(_BATCHES)
     there = Pages.allocate(num_blocks, [[fragment]], device=device)
@@ -183,7 +188,7 @@ def batches(device: torch.device, stream: torch.cuda.Stream) -> None:
     for direction in _DIRECTIONS:
         page_copy = PageCopy(there, here) if direction == "out" else PageCopy(here, there)
         for size in _BATCHES:
-            # Even pages only: adjacent pages would be merged.
+            # Use only even pages, because adjacent pages would be merged.
             pairs = np.stack([chance.permutation(num_blocks // 2)[:size] * 2 for _ in range(2)], 1)
             copy = partial(page_copy.copy, pairs, engine=ops.COPY_ENGINE)
             timing = stream_timing(copy, stream, 7)

@@ -1,4 +1,4 @@
-"""Device work of a piece of code: kernels and copies, as counted by the machine's runtime."""
+"""Counts the device work of a code block (kernels and copies)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch.autograd import DeviceType
 from tests.machinery.gpu_less import counts
 
 _COPY, _FILL = "Memcpy", "Memset"  # prefixes of names in CUPTI's records; other records are kernels
-# Counters of the runtime without a GPU: device work, and operations that make it slow.
+# Counters of the runtime without a GPU. They count device work and operations that are slow on a
+# GPU.
 _COUNTED = ("launches", "copies", "batches", "fills", "pageable_copies", "legacy_work")
 
 
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
-    """Count the device work that any thread submits in the block; the dict is filled in at the end.
+    """Count the device work that all threads submit in the block. The dict is filled at the end.
 
     On a GPU, torch's profiler counts `launches`, `copies`, `fills` and `pageable_copies`, or nothing if
     the profiler has no device records (without CUPTI). The runtime without a GPU also counts `batches` of

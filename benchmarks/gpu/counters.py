@@ -9,7 +9,7 @@ from benchmarks.gpu import machine, process, say
 from benchmarks.gpu.sizes import REHEARSAL
 from benchmarks.gpu.stages import module
 
-# Cases of `op_cases`, large enough that a 50 MB L2 holds little of their data.
+# Cases of `op_cases` that are large enough that a 50 MB L2 cache holds little of their data.
 KERNELS = (
     "copy_blocks 4 KiB, ids on the device",
     "permute_blocks_ HND of 16",
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def watched(tool: str | None) -> None:
-    """Collect the kernels' counters in a single process, because the start takes most of the time."""
+    """Collect all counters in a single process, because starting ncu takes most of the time."""
     lines: list[str] = []
 
     def take(line: str) -> None:
@@ -51,7 +51,8 @@ def watched(tool: str | None) -> None:
 
     num_bytes = 0 if REHEARSAL else NUM_BYTES
     script = module("benchmarks.gpu.first_contact", "--no-compare", "--bytes", str(num_bytes))
-    # The clocks are not changed. Kernels of this project have its namespace in their mangled names.
+    # The clocks are not changed. Kernels are selected by the project's namespace in their mangled
+    # names.
     prefix = (
         tool, "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base",
         "--kernel-name-base", "mangled", "--kernel-name", "regex:kvcache", "--metrics",
@@ -78,7 +79,7 @@ def watched(tool: str | None) -> None:
 
 
 def counters(lines: list[str]) -> list[dict]:
-    """Return the rows of ncu's table: names, units, then one line per launch."""
+    """Parse ncu's table, which has lines for names and units, then one line per launch."""
     at = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if at is None:
         return []

@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu.device_transfers nixl
 
-Every transfer is checked: the requested blocks arrive, and no other byte changes. Each kind of transfer
-runs once, with its device work counted, before any is timed. Rates are reported next to a contiguous
+Every transfer is checked to deliver the requested blocks and change no other byte. Each kind of
+transfer runs once, with its device work counted, before any is timed. Rates are reported next to a
+contiguous
 copy of the same bytes: within the device for NIXL, whose two processes share it; to and from pinned
 memory for gloo, which stages in host memory and also transfers the same bytes from host to host.
 """
@@ -25,12 +26,15 @@ from benchmarks.transports import Move, Pair
 
 _TOTAL = 64 << 20  # bytes per transfer
 _ROUNDS = 5
-_LEAST_S = 3.0  # no transfer starts with less time
+_LEAST_S = 3.0  # minimum time left to start a transfer
 
 
 class Way(NamedTuple):
-    """How bytes are moved: `options` of kvcache's transport, or None for the plain library; the device of
-    both pools; and bytes per scattered fragment. The same bytes are also moved as a single piece.
+    """A kind of transfer.
+
+    `options`: options of kvcache's transport, or None for the plain library. `device`: the device
+    of both pools. `fragments`: sizes of scattered fragments in bytes. The same bytes are also moved
+    as one contiguous piece.
     """
 
     options: Mapping[str, object] | None
@@ -46,7 +50,7 @@ class Way(NamedTuple):
 _SMALL = (4 << 10, 16 << 10, 64 << 10)
 _WAYS = {
     "nixl": {
-        # From 256 KiB on, "auto" transfers this machine's device memory directly.
+        # On this machine, "auto" transfers fragments of 256 KiB or more directly between devices.
         "direct": Way({"direct_bytes": 0}, "cuda:0", (*_SMALL, 256 << 10)),
         "packed": Way({"direct_bytes": None}, "cuda:0", (*_SMALL, 256 << 10)),
         "plain NIXL": Way(None, "cuda:0", _SMALL),
@@ -139,7 +143,7 @@ class Transfers:
                 say.failed(f"{self._text(label, size)}: not timed")
 
     def _check(self, label: str, size: int) -> None:
-        """Run a first transfer and connect. Raises AssertionError for wrong bytes or costly staging."""
+        """Connect and run one transfer. Raises AssertionError for wrong bytes or costly staging."""
         way, count = self._ways[label], self._total // size
         costs = self._move(label, size, counts=way.device != "cpu").costs
         say.row(

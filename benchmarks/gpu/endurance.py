@@ -1,7 +1,7 @@
 """Stage: failures that appear only after some time, or together with other work.
 
-Repeated and very large batches of the copy engine; ops captured in a graph and replayed with other
-contents; jobs polled by one thread while another captures.
+Runs repeated and very large batches on the copy engine, captured ops that are replayed with other
+contents, and jobs that are polled while another thread captures.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvcache.worker.swap.bandwidth import hold
 from kvcache.worker.swap.engine import SwapEngine
 from kvcache.worker.swap.job import SwapJob
 
-_HELD_S = 0.05  # a swap takes longer than starting a capture of 20 copies
+_HELD_S = 0.05  # longer than it takes to start a capture of 20 copies
 
 
 def main() -> int:
@@ -43,16 +43,19 @@ def main() -> int:
 
 
 def memories(fragment: int, num_blocks: int) -> tuple[Pages, Pages]:
-    """Create pages on the device with random contents, and as many on the host."""
+    """Create pages with random contents on the device, and the same number of pages on the host."""
     pages = Pages.allocate(num_blocks, [[fragment]], device="cuda")
     pages.memory.random_(0, 256)
     return pages, pages.on_host(num_blocks)
 
 
 def round_trip(pages: Pages, host: Pages, stream: torch.cuda.Stream, count: int) -> None:
-    """Copy out in batches, clear, copy back. Raises AssertionError unless every page is restored."""
+    """Copy pages out in batches, clear them, and copy them back.
+
+    Raises AssertionError unless every page is restored.
+    """
     before = pages.fragment(0).clone()
-    # Even pages only: adjacent pages would be merged.
+    # Use only even pages, because adjacent pages would be merged.
     ids = np.random.default_rng(count).permutation(pages.num_blocks // 2)[:count] * 2 + 1
     pairs = np.stack([ids, ids], 1)
     out, back = PageCopy(pages, host), PageCopy(host, pages)
@@ -67,7 +70,7 @@ def round_trip(pages: Pages, host: Pages, stream: torch.cuda.Stream, count: int)
 
 
 def repeated_batches() -> str:
-    """Run batches of up to 4,096 pieces for several seconds, verifying each."""
+    """Run batches of up to 4,096 pieces for several seconds, and verify every batch."""
     most = sizes.scaled(4096, 64)
     pages, host = memories(4096, 2 * most + 2)
     stream = torch.cuda.Stream()
@@ -79,7 +82,7 @@ def repeated_batches() -> str:
 
 
 def large_batch() -> str:
-    """Run a single call with more pieces than any swap should have."""
+    """Run a single call with more pieces than any realistic swap."""
     count = sizes.scaled(200_000, 200)
     pages, host = memories(1024, 2 * count + 2)
     round_trip(pages, host, torch.cuda.Stream(), count)
@@ -99,7 +102,7 @@ def capture_and_replay() -> str:
 
     def work() -> None:
         within.copy(ids)
-        leaving.copy(fixed)  # with a kernel; ids on the CPU become part of the graph
+        leaving.copy(fixed)  # by a kernel; ids on the CPU are recorded in the graph
         ops.write_kv(tokens[0], tokens[1], caches[0], caches[1], slots)
 
     side = torch.cuda.Stream()
@@ -113,7 +116,7 @@ def capture_and_replay() -> str:
     replays = sizes.repeats(50)
     for seed in range(replays):
         drawn = torch.randperm(64, generator=torch.Generator().manual_seed(seed)) + 1
-        # No slots in the null block: writes to it are dropped.
+        # Exclude slots of the null block, because writes to it are dropped.
         targets = torch.randperm(240, generator=torch.Generator().manual_seed(seed))[:32] + 16
         ids.copy_(drawn[:16].view(8, 2).int())
         slots.copy_(targets)
@@ -155,7 +158,7 @@ class Poller(threading.Thread):
             self.error = error
 
     def stop(self) -> None:
-        """Stop the thread and raise its error, if any."""
+        """Stop the thread. Raises its error, if any."""
         self._stopped.set()
         self.join(10)
         if self.error is not None:
@@ -163,7 +166,7 @@ class Poller(threading.Thread):
 
 
 def poll_during_capture() -> str:
-    """Poll a swap in flight from one thread while another captures in the strictest mode."""
+    """Poll an unfinished swap from one thread while another captures in the strictest mode."""
     num_blocks = sizes.pool_bytes(64 << 20, 4 << 20) // (16 << 10)
     pages, host = memories(16 << 10, num_blocks)
     engine = SwapEngine(pages, host)

@@ -1,4 +1,7 @@
-"""Stage: facts about the machine. Unavailable facts are omitted; without a CUDA device the run ends."""
+"""Stage: facts about the machine.
+
+Unavailable facts are omitted. Fails if there is no CUDA device.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage: each op once on the GPU, compared byte by byte with the CPU op; and pinned host memory.
+"""Stage: runs each op once on the GPU, compares it with the CPU op, and checks pinned host memory.
 
 The sanitizer stage uses this as its smoke test, and the counters stage runs larger single cases.
 """
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def compare(case: Case) -> None:
-    """Raise AssertionError with the first differing byte unless both devices give the same result."""
+    """Raise AssertionError with the first differing byte if the results of both devices differ."""
     for number, (found, wanted) in enumerate(zip(case("cuda", 1), case("cpu", 1), strict=True)):
         if not torch.equal(found, wanted):
             differing = (found != wanted).flatten().nonzero().flatten()
@@ -56,7 +56,7 @@ def compare(case: Case) -> None:
 
 
 def check_pinned() -> None:
-    """Raise AssertionError unless host pages are pinned from the first byte to the last."""
+    """Raise AssertionError unless all bytes of the host pages are pinned."""
     pages = Pages.allocate(9, [[4096, 4096]] * 2, device="cuda")
     host = pages.on_host(1000)
     assert host.is_pinned, "Pages.on_host gave memory that torch does not see as pinned"

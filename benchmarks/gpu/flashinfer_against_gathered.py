@@ -1,6 +1,6 @@
 """Stage: FlashInfer's attention over pages compared with PyTorch's over gathered contexts, in bf16.
 
-Both are used through `kvcache.engine.transformers` over the same cache. Their outputs are compared with
+Both run through `kvcache.engine.transformers` on the same cache. Their outputs are compared with
 float32 attention over the same K and V, by token, relative to the norm of the output. FlashInfer
 compiles its kernels at first use, which is reported separately.
 """
@@ -29,13 +29,13 @@ _HEADS, _KV_HEADS, _HEAD_SIZE, _BLOCK = 32, 8, 128, 16
 _WINDOW = 100
 # Rounding to bf16 causes errors of about 0.3 %; one extra or missing key of 400 causes about 5 %.
 _TOLERANCE = 0.02
-_LENGTHS = (1, 15, 16, 17, 31, 100, 101, 255, 400)  # of contexts, including the step's tokens
+_LENGTHS = (1, 15, 16, 17, 31, 100, 101, 255, 400)  # context lengths, including the step's tokens
 _CHUNK = 40  # tokens per prefill request in a mixed batch
 _TIMED = (64, 4096)  # number of requests, context length
 
 
 class Layer(NamedTuple):
-    """A layer of the cache: its number, and its attention window."""
+    """The number and the attention window of a layer."""
 
     number: int
     window: int | None
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 class Attention:
-    """A batch's queries, K and V over a randomly filled cache, and both attention methods."""
+    """A batch of queries, K and V, with a randomly filled cache and both attention methods."""
 
     def __init__(self, seq_lens: np.ndarray, query_lens: np.ndarray) -> None:
         from kvcache.engine.transformers.layer_places import places_of
@@ -117,7 +117,10 @@ class Attention:
 
     @contextmanager
     def attending(self, way: str, layer: Layer) -> Iterator[Callable[[], torch.Tensor]]:
-        """Write the batch's K and V; yields a function that attends to all contexts, [t, heads, size]."""
+        """Write the batch's K and V.
+
+        Yields a function that returns the attention output, [t, heads, size].
+        """
         from kvcache.engine.transformers.attention import CURRENT, paged_attention
 
         module = torch.nn.Module()
@@ -142,7 +145,7 @@ class Attention:
             reader.begin(None)
 
     def exact(self, layer: Layer) -> torch.Tensor:
-        """Compute the same in float32, request by request, after K and V were written."""
+        """Compute the attention output in float32, per request. K and V must have been written."""
         place, at, found = self._places[layer.number], 0, []
         table = self.cache.tables[place.group]
         for row, start, count in zip(self.batch.rows, self.batch.starts, self.batch.query_lens):
@@ -203,7 +206,7 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def measure() -> None:
-    """Measure a large decode step with both methods, and a device copy: each K and V is read once."""
+    """Measure a large decode step with both methods, and a device copy as the limit."""
     num_requests, length = (sizes.scaled(n, least) for n, least in zip(_TIMED, (2, 64)))
     seq_lens = np.full(num_requests, length)
     attention = Attention(seq_lens, np.ones_like(seq_lens))
@@ -214,7 +217,7 @@ def measure() -> None:
     stream.wait_stream(torch.cuda.current_stream())
     for way in _WAYS:
         with attention.attending(way, layer) as attend:
-            attend()  # plans
+            attend()  # the first call plans
             seconds = stream_seconds(attend, stream)
         rate = num_bytes / seconds / 1e9
         say.row(

@@ -1,4 +1,4 @@
-"""Stage: a replay that verifies every block on the GPU, and the slow build at first use."""
+"""Stage: a replay on the GPU that verifies every block, and the slow build at first use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _ALL, _CUDA = ("_core", "libkvcache_cpu", "libkvcache_cuda"), "libkvcache_cuda"
 
 
 def jit_check(devices: tuple[str, ...], names: tuple[str, ...]) -> str:
-    """Return a program that uses an op on these devices and checks that it built the libraries."""
+    """Return a program that calls an op on these devices and checks that the libraries were
+    built."""
     return f"""
 import torch, kvcache
 from kvcache.native import load
@@ -46,7 +47,7 @@ def main() -> int:
 
 
 def replay() -> None:
-    """Replay interleaved chats with a small cache and a host tier, reading back every token."""
+    """Replay interleaved chats with a small cache and a host tier, and verify every token."""
     command = module("kvcache.cli", "replay", "--verify", "--json", "--device", "cuda")
     command += ("--num-blocks", "301", "--host-blocks", "4001", "--concurrency", "4")
     if REHEARSAL:
@@ -63,7 +64,7 @@ def replay() -> None:
 def build_at_first_use() -> None:
     """Build all libraries with torch.utils.cpp_extension in an empty folder, then load them again.
 
-    In a rehearsal, only the CUDA library is removed and built: the tests without a GPU build the others.
+    A rehearsal only rebuilds the CUDA library, because the tests without a GPU build the others.
     """
     names = (_CUDA,) if REHEARSAL else _ALL
     if REHEARSAL:
@@ -81,7 +82,7 @@ def build_at_first_use() -> None:
 
 
 def output_of(command: tuple[str, ...], environment: dict[str, str]) -> tuple[list[str], float]:
-    """Return a command's lines and seconds. Raises RuntimeError if it fails."""
+    """Run a command and return its output lines and seconds. Raises RuntimeError if it fails."""
     lines: list[str] = []
 
     def take(line: str) -> None:

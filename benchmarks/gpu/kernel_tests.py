@@ -13,10 +13,12 @@ from benchmarks.gpu.sizes import REHEARSAL
 from benchmarks.gpu.stages import module
 
 _LIMIT_S = 60.0  # per file
-# Fewer examples for random tests and fewer steps for race tests, which would take seconds each.
+# Limit the examples of random tests and the steps of race tests, which would otherwise take seconds
+# each.
 _SHORT = {"HYPOTHESIS_PROFILE": "few", "KVCACHE_TEST_SWAP_STEPS": "60"}
 _REHEARSED = ("test_block_copy_op.py", "test_transfer_blocks.py")
-# Tests of the runtime without a GPU, which a GPU skips entirely, and of stages of the second run.
+# Excluded files: tests of the runtime without a GPU (all skipped on a GPU), and tests of stages in
+# the second run.
 _LEFT_OUT = ("test_gpu_less.py", "test_call_counts.py", "test_gpu_second_run.py")
 _PROGRESS = re.compile(r"([.FEsxX]+) *(?:\[ *\d+%\])?")
 _MARKS = re.compile(r"mark\.gpu\b|tests\.backends import")
@@ -54,7 +56,7 @@ def gpu_test_files(folder: Path) -> list[Path]:
 
 
 def tested(path: Path, limit_s: float) -> dict:
-    """Run one file, report failures, and return its counts."""
+    """Run the tests of one file, report failures, and return the counts."""
     lines: list[str] = []
     command = module(
         "pytest", "-q", "-rfEs", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu", str(path)
@@ -67,7 +69,7 @@ def tested(path: Path, limit_s: float) -> dict:
     ended = process.run(command, limit_s, lines.append, environment=environment)
     say.log("\n".join(f"  {path.stem}: {line}" for line in lines))
     found = {"file": path.name, "seconds": round(ended.seconds, 1), **counts(lines)}
-    # 5: the file has no tests marked gpu after all.
+    # Exit code 5 means that pytest collected no tests marked gpu.
     found["status"] = "ok" if ended.returncode == 5 and not ended.timed_out else ended.status
     found["names"] = [
         line.split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))

@@ -1,8 +1,8 @@
 """Stage: KV from another process is loaded into pages while captured decode steps run.
 
-The sender is an engine in a separate process with pages in host memory, so only the load disturbs the
-steps. Its blocks have half the size and HND layout, so received pages are also permuted. First the bytes
-and order of each load are checked, then the slowdown of the steps is measured.
+The sender is an engine in a separate process with pages in host memory, so only the load disturbs
+the steps. Its blocks have half the size and HND layout, so received pages are also permuted. The
+stage first checks the bytes and order of each load, and then measures the slowdown of the steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvcache.worker.swap.streams import PolledEvent
 from tests.machinery.disaggregation_engine import Engine, EngineProcess
 
 _BLOCK = 32
-_NUM_TOKENS = 1024  # per load: 64 MiB with the sizes below
+_NUM_TOKENS = 1024  # per load; 64 MiB with the sizes below
 _SIZES = {"num_layers": 16, "num_heads": 8, "head_size": 128}
 _REHEARSED = {"num_layers": 2, "num_heads": 2, "head_size": 8}
 _WIDTH, _NUM_PRODUCTS = 8192, 16  # square matrices per step: about 20 ms at 800 TFLOP/s
@@ -78,10 +78,11 @@ def measure(name: str) -> None:
 
 
 class Step:
-    """A decode step in a CUDA graph on the current stream: products, token writes, and page reads.
+    """A decode step in a CUDA graph on the current stream: matrix products, token writes and page
+    reads.
 
-    slots: int64[t], where the step writes its tokens at its end; -1: nowhere. watched: int64[n], pages
-    that it reads last. seen: [layers, 2, n, ...], the contents that it read.
+    slots: int64[t], slots written at the end of the step; -1: none. watched: int64[n], pages read
+    after that. seen: [layers, 2, n, ...], the contents of the watched pages.
     """
 
     def __init__(self, storage: KVStorage, num_watched: int) -> None:
@@ -115,7 +116,10 @@ class Step:
             run()
 
     def replay(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Launch the step with at most `_IN_FLIGHT` steps in flight; returns the events around it."""
+        """Launch the step, with at most `_IN_FLIGHT` steps in flight.
+
+        Returns its start and end events.
+        """
         if len(self._flights) > _IN_FLIGHT:
             self._flights.pop(0).synchronize()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -127,7 +131,8 @@ class Step:
 
 
 class Loads:
-    """Consecutive requests with the same tokens, from the sender into the receiver's pages."""
+    """Loads of consecutive requests with the same tokens from the sender into the receiver's
+    pages."""
 
     def __init__(self, sender: EngineProcess, receiver: Engine, num_tokens: int) -> None:
         self._sender, self.receiver = sender, receiver
@@ -182,7 +187,8 @@ class Loads:
 def check_order(loads: Loads, step: Step, number: int, held_s: float) -> None:
     """Start a load after a step that still writes its pages. The step launched after the load reads them.
 
-    The first step is held long enough that a load which did not wait for it would finish earlier.
+    The first step is delayed for so long that a load would finish earlier if it did not wait for
+    the step.
     """
     published = loads.publish()
     step.slots.copy_(torch.arange(step.num_slots))

@@ -1,4 +1,4 @@
-"""The commit, machine and tools of a run. All of these facts are optional."""
+"""The commit, machine and tools of a run. Every fact may be missing."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def find_tool(name: str) -> str | None:
 
 
 def lacks(needs_build: bool) -> list[str]:
-    """Return messages about missing requirements, as far as they are known without importing torch."""
+    """Return messages about missing requirements that can be detected without importing torch."""
     found = []
     if sys.version_info < (3, 10):  # noqa: UP036  (run from a checkout, which pip never checked)
         found.append(f"Python 3.10 or newer (this is {sys.version.split()[0]})")
@@ -111,7 +111,7 @@ def processor() -> str:
 
 
 def write_results(path: Path, contents: Mapping[str, object]) -> None:
-    """Write JSON with one line per key, and per entry of a list of rows."""
+    """Write JSON with one line per key, and one line per row in lists of rows."""
     lines = []
     for key, value in contents.items():
         text = json.dumps(value)

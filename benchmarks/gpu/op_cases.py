@@ -1,4 +1,4 @@
-"""One call of each op on seeded random inputs, whose results are compared between devices.
+"""Calls each op once on seeded random inputs, so that results can be compared between devices.
 
 A case takes a device and a size factor relative to the smallest case, and returns tensors on the CPU.
 The stages first-contact, sanitizer and counters share these cases.
@@ -50,7 +50,7 @@ def _tables(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def slot_mapping(device: str, size: int) -> list[torch.Tensor]:
-    """Map requests of 7 tokens each, one of them padding."""
+    """Map requests with 7 tokens each. One request is padding."""
     num_rows = 8 * size
     tables, groups = _tables(num_rows)
     rows = _int32(torch.randperm(num_rows, generator=_seeded()))
@@ -66,7 +66,7 @@ def slot_mapping(device: str, size: int) -> list[torch.Tensor]:
 
 
 def update_block_tables(device: str, size: int) -> list[torch.Tensor]:
-    """Write segments of 1 to 5 entries, a few entries apart."""
+    """Write segments of 1 to 5 entries. Segments start 8 entries apart."""
     count = 64 * size
     lengths = draw(torch.randint, 1, 6, (count,), device=device, size=size)
     with torch.device(lengths.device):
@@ -81,7 +81,7 @@ def update_block_tables(device: str, size: int) -> list[torch.Tensor]:
 
 
 def gather_block_tables(device: str, size: int) -> list[torch.Tensor]:
-    """Gather rows in another order, one of them padding."""
+    """Gather rows in random order. One row is padding."""
     num_rows = 8 * size
     tables, groups = _tables(num_rows)
     order = _int32(torch.randperm(num_rows, generator=_seeded()))
@@ -95,10 +95,13 @@ def gather_block_tables(device: str, size: int) -> list[torch.Tensor]:
 
 
 def attention_metadata(device: str, size: int) -> list[torch.Tensor]:
-    """Build requests of one or several tokens: one is padding, two only reserve space."""
+    """Build metadata for requests with 1 to 5 tokens.
+
+    One request is padding, and outputs have space for two more.
+    """
     num_reqs = 8 * size
     tables, groups = _tables(num_reqs)
-    groups[1, 6] = 100  # a window
+    groups[1, 6] = 100  # sliding window, in tokens
     rows = _int32(torch.randperm(num_reqs, generator=_seeded()))
     rows[3] = -1
     query_lens = _int32(torch.randint(1, 6, (num_reqs,), generator=_seeded()))
@@ -115,7 +118,7 @@ def attention_metadata(device: str, size: int) -> list[torch.Tensor]:
 def token_io(
     name: str, dtype: torch.dtype, layout: str, device: str, size: int
 ) -> list[torch.Tensor]:
-    """Run `write_kv` or `gather_kv` on a cache; every seventh token has no slot."""
+    """Run `write_kv` or `gather_kv`. Every seventh token has no slot."""
     num_tokens = 24 * size
     num_blocks = 2 * num_tokens // _BLOCK_SIZE + 1
     order = (_BLOCK_SIZE, _HEADS) if layout == "NHD" else (_HEADS, _BLOCK_SIZE)
@@ -150,13 +153,13 @@ def _filled(device: str, size: int, fragment: int) -> Pages:
 
 
 def _pairs(num_blocks: int) -> np.ndarray:
-    """Return pairs for half of the pages; no page is both read and written."""
+    """Return pairs of pages to copy. No page is both read and written."""
     ids = torch.randperm(num_blocks - 1, generator=_seeded())[: (num_blocks - 1) // 2 * 2] + 1
     return ids.view(-1, 2).int().numpy()
 
 
 def copy_within(fragment: int, ids_there: bool, device: str, size: int) -> list[torch.Tensor]:
-    """Copy pages within one memory and clear two pages; ids on the device or on the CPU."""
+    """Copy pages within one memory and clear two pages. Ids are on the device or on the CPU."""
     pages = _filled(device, size, fragment)
     pairs = _pairs(pages.num_blocks)
     pairs[:2, 0] = -1
@@ -167,7 +170,7 @@ def copy_within(fragment: int, ids_there: bool, device: str, size: int) -> list[
 def copy_host(
     direction: str, engine: int, device: str, size: int, *, bulk: bool = False
 ) -> list[torch.Tensor]:
-    """Copy pages to or from pinned host memory; `bulk`: with the kernel's bulk copies."""
+    """Copy pages to or from pinned host memory. `bulk`: use the kernel's bulk copies."""
     pages = _filled(device, size, 4096)
     num_blocks = pages.num_blocks
     host = pages.on_host(num_blocks)
@@ -227,7 +230,7 @@ CASES: dict[str, Case] = {
     "permute_blocks_ NHD of 128": partial(permute_blocks, "NHD", -4),
 }
 
-_TOKEN_BYTES = 24 * 2 * _HEADS * _HEAD_SIZE  # for size 1, times the bytes per element
+_TOKEN_BYTES = 24 * 2 * _HEADS * _HEAD_SIZE  # of a case of size 1, per byte of an element
 # Bytes that a case of size 1 reads and writes, for cases measured by their memory traffic.
 TOUCHED = {
     "copy_blocks 4 KiB, ids on the device": 8 * 4 * 2 * 4096,

@@ -1,4 +1,5 @@
-"""Runs one process with a time limit, forwards its output, and kills everything it started."""
+"""Runs a process with a time limit, forwards its output, and kills all processes that it
+started."""
 
 from __future__ import annotations
 
@@ -46,9 +47,9 @@ def run(
 ) -> Ended:
     """Run a command and pass each line of its output (stdout and stderr) to `on_line`, without newline.
 
-    At the time limit, the process and all processes it started are killed. Processes that remain after a
-    normal exit are killed too, so that a stage cannot disturb the next. Bytes that are not UTF-8 are
-    replaced.
+    At the time limit, the process and all processes it started are killed. Processes that remain
+    after a normal exit are also killed, so that a stage cannot disturb the next one. Bytes that are
+    not UTF-8 are replaced.
     """
     start = time.monotonic()
     child = subprocess.Popen(
@@ -100,7 +101,10 @@ class _Lines:
         return self._open
 
     def drain(self, limit_s: float) -> None:
-        """Read to the end within a time limit, because a process of another session may hold the pipe."""
+        """Read the remaining output.
+
+        Limited in time, because a process of another session may hold the pipe.
+        """
         deadline = time.monotonic() + limit_s
         while self._open and time.monotonic() < deadline and self.read(0.05):
             pass
@@ -110,10 +114,11 @@ class _Lines:
 
 
 def _family(leader: int) -> set[int]:
-    """Return the processes of a session, their descendants, and the sessions these started."""
+    """Return the processes of a session, their descendants, and all processes of the descendants'
+    sessions."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, IndexError, ValueError):  # it has ended meanwhile
+        with contextlib.suppress(OSError, IndexError, ValueError):  # the process has already ended
             fields = stat.read_text(errors="replace").rpartition(")")[2].split()
             found[int(stat.parent.name)] = (int(fields[1]), int(fields[3]))
     family, sessions, size = {leader}, {leader}, 0

@@ -1,4 +1,4 @@
-"""A rehearsal: the same run with small sizes, on the CUDA runtime without a GPU."""
+"""Rehearses a run with small sizes on the CUDA runtime without a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_inside() -> bool:
 def again_inside(args: argparse.Namespace, results: Path) -> int:
     """Run the command on that runtime, in a copy of the checkout without built libraries.
 
-    The libraries that the runtime's tests use are provided as prebuilt ones. Returns the exit code.
+    The run uses the libraries of the runtime's tests as prebuilt libraries. Returns the exit code.
     """
     from tests.machinery.gpu_less import build
 
@@ -39,7 +39,7 @@ def again_inside(args: argparse.Namespace, results: Path) -> int:
     command += ["--libraries", str(libraries.resolve())]
     command += ["--second"] if args.run == SECOND else []
     command += ["--only", *args.only] if args.only else []
-    # Like a fresh machine: a checkout without built libraries or caches.
+    # The copy has no built libraries or caches, like a checkout on a new machine.
     with tempfile.TemporaryDirectory(prefix="kvcache-bare-") as folder:
         bare = Path(folder, "tree")
         workspace.make(bare, build.TREE)

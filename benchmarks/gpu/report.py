@@ -39,7 +39,10 @@ class Report:
 
 
 class StageLog:
-    """The lines of a stage, written as they arrive; of very many, only the first and the last."""
+    """The log of a stage.
+
+    Lines are written as they arrive. If there are too many, only the first and last are kept.
+    """
 
     def __init__(self, path: Path, header: str) -> None:
         self._file = path.open("a", encoding="utf-8", errors="replace")
@@ -98,7 +101,7 @@ class Outcome:
         self.last: list[str] = []  # the last few lines outside the protocol
 
     def take(self, line: str) -> str | None:
-        """Process a line of output; returns the message for the user, if it contains one."""
+        """Process a line of output. Returns the message for the user, if the line contains one."""
         fields = parsed(line)
         if fields is None:
             if line.strip():

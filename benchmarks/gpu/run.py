@@ -1,4 +1,4 @@
-"""Runs stages one after the other. A stage that fails, hangs or dies does not affect the others."""
+"""Runs stages one after another. A stage that fails, hangs or dies does not affect the others."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Run:
             status = self._process(stage, outcome, limit_s)
         except OSError as error:
             status = f"could not be run: {error}"
-        except BaseException:  # a signal or Ctrl-C: keep the results so far
+        except BaseException:  # on a signal or Ctrl-C, keep the results so far
             self._ended(stage, outcome, "interrupted", time.monotonic() - start, limit_s)
             raise
         return self._ended(stage, outcome, status, time.monotonic() - start, limit_s)
@@ -120,7 +120,7 @@ class Run:
         return good
 
     def _built(self) -> bool:
-        """Return whether the libraries loaded, including when the build was skipped."""
+        """Return whether the libraries loaded. Also true if the build was skipped."""
         build = self.report.contents["stages"].get("build")
         return build is None or any("libraries" in row for row in build["rows"])
 
@@ -135,6 +135,6 @@ def judged(status: str, outcome: Outcome) -> str:
 
 
 def printed(text: str) -> None:
-    """Print and flush. A reader that closed the pipe does not end the run."""
+    """Print and flush. The run continues if the reader has closed the pipe."""
     with contextlib.suppress(OSError):
         print(text.encode("utf-8", "replace").decode(), flush=True)

@@ -10,9 +10,9 @@ from benchmarks.gpu.sizes import REHEARSAL
 from benchmarks.gpu.stages import module
 
 _SMOKE = module("benchmarks.gpu.first_contact", "--no-compare")
-# Tool, fraction of the stage's time, arguments of the smoke test.
+# For each tool: its name, its fraction of the stage's time, and the arguments of the smoke test.
 _CHECKS = (("memcheck", 0.7, ()), ("racecheck", 0.95, ("--only", "permute_blocks_")))
-# Messages of a sanitizer that does not work on this machine. Not an error of the kernels.
+# Messages of a sanitizer that does not support this machine. They are not kernel errors.
 _CANNOT = ("Device not supported", "Unable to find injection library", "No attachable process")
 
 
@@ -28,15 +28,15 @@ def main() -> int:
 
 
 def checked(tool: str | None, check: str, limit_s: float, arguments: tuple[str, ...]) -> None:
-    """Run the smoke test under one tool. Raises AssertionError for its findings."""
+    """Run the smoke test with one tool. Raises AssertionError if the tool reports errors."""
     lines: list[str] = []
 
     def take(line: str) -> None:
         print("  " + line, flush=True)  # indented, so that it is not part of the protocol
         lines.append(line)
 
-    # Only this project's kernels, whose mangled names contain its namespace. Failing CUDA calls are not
-    # errors here: some of them probe what a machine supports.
+    # Check only this project's kernels, whose mangled names contain its namespace. Failing CUDA
+    # calls are not reported as errors, because some of them probe the machine's features.
     prefix = (tool, "--tool", check, "--kernel-name", "kns=kvcache", "--error-exitcode", "9")
     prefix += ("--report-api-errors", "no") if check == "memcheck" else ()
     ended = process.run([*(prefix if tool else ()), *_SMOKE, *arguments], limit_s, take)

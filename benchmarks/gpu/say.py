@@ -1,7 +1,10 @@
-"""The protocol from a stage to the run: one JSON object per line of output. Other lines are log.
+"""The protocol from a stage to the run.
 
-A row is a measurement or another result. `learned` is a message for the user. `skipped` is the reason why
-a stage, or a part of it, did not run. `failed` is an error after which the stage continues.
+Each message is a JSON object on one line of output. Other lines are log output.
+
+`row` reports a measurement or another result. `learned` reports a message for the user. `skipped`
+reports why a stage or a part of it did not run. `failed` reports an error after which the stage
+continues.
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ _lock = threading.Lock()
 
 
 def log(text: str) -> None:
-    """Write log lines in one piece.
+    """Write log lines in a single call.
 
-    With unbuffered output, `print` writes the newline separately, and a row of another thread could come
-    in between.
+    With unbuffered output, `print` writes the newline separately, so a row of another thread could
+    be written in between.
     """
     with _lock:
         sys.stdout.write(text + "\n")
@@ -59,7 +62,7 @@ def failed(text: str) -> None:
 
 @contextmanager
 def attempt(name: str) -> Iterator[None]:
-    """Report exceptions in the block under a name, with the traceback in the log; the stage continues."""
+    """Report exceptions in the block under a name and log the traceback. The stage continues."""
     try:
         yield
     except Exception as error:

@@ -12,21 +12,21 @@ from benchmarks.gpu import machine, say
 
 REHEARSAL = os.environ.get("KVCACHE_REHEARSAL") == "1"
 FACTOR = 1024
-_SHARE_OF_FREE = 0.4  # of the free memory of each kind, for one pool
+_SHARE_OF_FREE = 0.4  # fraction of the free memory used by one pool
 
 
 def scaled(size: int, least: int = 1) -> int:
-    """Return the size; in a rehearsal 1/1024 of it, but at least `least`."""
+    """Return the size. In a rehearsal, return 1/1024 of it, but at least `least`."""
     return max(size // FACTOR, least) if REHEARSAL else size
 
 
 def repeats(count: int) -> int:
-    """Return the number of repetitions; 1 in a rehearsal, where times are meaningless."""
+    """Return the number of repetitions. Returns 1 in a rehearsal, where times are meaningless."""
     return 1 if REHEARSAL else count
 
 
 def pool_bytes(wanted: int, least: int = 1 << 20, *, on_host: bool = True) -> int:
-    """Return the size of a device pool, and of an equal host pool if `on_host`, that fits into memory."""
+    """Return the size of a pool that fits into device memory, and into host memory if `on_host`."""
     import torch
 
     size = scaled(wanted, least)
@@ -46,7 +46,10 @@ def available_host_bytes() -> int:
 
 @functools.cache
 def pinning() -> ModuleType:
-    """Load only the file pinning.py: the package needs its libraries, which may not be built yet."""
+    """Load only pinning.py.
+
+    Importing the package requires its libraries, which may not be built yet.
+    """
     path = machine.REPO / "kvcache" / "worker" / "pages" / "pinning.py"
     spec = importlib.util.spec_from_file_location("_pinning", path)
     module = importlib.util.module_from_spec(spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 
-FIRST, SECOND = 1, 2  # the second run contains the stages for which the first has no time
+FIRST, SECOND = 1, 2  # the second run contains the stages that do not fit into the first
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,10 @@ def of_run(number: int) -> list[Stage]:
     return [stage for stage in STAGES if number in stage.runs]
 
 
-# The limits allow for a cold first import of torch. The build gets a long limit, because everything else
-# depends on it. Together the limits therefore exceed the time of a run, but most stages end long before
-# theirs. With prebuilt libraries, the last stage has 50 s even if all others use their full time.
+# The limits allow for a cold first import of torch. The build gets a long limit, because everything
+# else depends on it. The sum of the limits therefore exceeds the time of a run, but most stages end
+# long before their limits. With prebuilt libraries, the last stage has 50 s even if all others use
+# their full time.
 STAGES = (
     Stage(
         "facts", 40, module("benchmarks.gpu.facts"), "setup",
@@ -58,7 +59,7 @@ STAGES = (
     Stage(
         "sanitizer", 60, module("benchmarks.gpu.sanitizer"), "checks",
         "does a kernel read or write outside its memory, or race in shared memory",
-        # The caching allocator's large blocks would hide accesses outside a tensor.
+        # Disabled because the caching allocator's large blocks hide accesses outside a tensor.
         {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     ),
     Stage(

@@ -1,4 +1,4 @@
-"""Stage: swaps and their limit, before and after `kvcache bench --calibrate`, reported immediately."""
+"""Stage: bandwidth of swaps and of a pinned copy, before and after `kvcache bench --calibrate`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def main() -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     num_bytes = sizes.scaled(_BYTES, 256 << 10)
     pool_bytes = sizes.pool_bytes(bandwidth.POOL_BYTES)
-    # First the figures with targets, with the built-in calibration, so that they exist in any case.
+    # Measure the figures with targets first, with the built-in calibration, so that they are always
+    # available.
     with say.attempt("swaps"):
         report_swaps(device, num_bytes, DEFAULT, ("scattered",), pool_bytes)
     found: list[Calibration] = []
@@ -42,7 +43,10 @@ def report_swaps(
     patterns: tuple[str, ...],
     pool_bytes: int,
 ) -> None:
-    """Measure swaps with the calibration's methods, reporting each immediately, while time is left."""
+    """Measure swaps with the methods of the calibration until the time is used up.
+
+    Results are reported immediately.
+    """
     is_built_in = calibration is DEFAULT
     rates = bandwidth.device_rates(
         device,
@@ -67,7 +71,7 @@ def report_swaps(
 
 
 def report_trial(rate: bandwidth.Rate) -> None:
-    """Report one trial of the calibration, which ends when no time is left."""
+    """Report one trial of the calibration. The calibration ends when no time is left."""
     say.row(kind="trial", **asdict(rate), share=rate.share)
     if say.seconds_left() < _LEAST_S:
         raise TimeoutError("no time left")

@@ -11,7 +11,7 @@ _BULK_COPIES = "KVCACHE_BULK_COPIES"
 
 @contextlib.contextmanager
 def bulk_copies(on: bool) -> Iterator[None]:
-    """Set whether the kernel between device and host uses bulk copies in the block."""
+    """Enable or disable bulk copies in the kernel between device and host, within the block."""
     os.environ[_BULK_COPIES] = str(int(on))
     try:
         yield

@@ -27,10 +27,12 @@ def mark(status: str) -> str:
 
 
 def bar_rows(contents: dict) -> list[dict]:
-    """Return the measurements with a target: name, GB/s, limit, ratio, target, whether it is met."""
-    swaps: dict[tuple, dict] = {}  # the last of each: calibrated, if the stage got that far
+    """Return the measurements that have a target, with GB/s, limit, ratio, target, and whether it
+    is met."""
+    # The last measurement of each kind, which is the calibrated one if the stage calibrated.
+    swaps: dict[tuple, dict] = {}
     for rate in rows_of(contents, "swaps"):
-        # Consecutive pages are merged, so only scattered ones have their nominal fragment size.
+        # Only scattered pages have the nominal fragment size, because consecutive pages are merged.
         if rate.get("kind") != "swap" or rate.get("pattern") != "scattered":
             continue
         bar = bar_of_swap(rate["fragment"])
@@ -46,7 +48,7 @@ def bar_rows(contents: dict) -> list[dict]:
 
 
 def bar_of_swap(fragment: int) -> float | None:
-    """Return the target of swaps with such fragments, as a fraction of the contiguous copy."""
+    """Return the target of swaps with this fragment size, as a fraction of the contiguous copy."""
     if fragment >= _SMALL:
         return BAR_SMALL
     return BAR_SMALLEST if fragment == _SMALLEST else None
@@ -62,7 +64,7 @@ def _bar_row(name: str, rate: float, limit: float, bar: float | None) -> dict:
 
 
 def bar_lines(rows: list[dict]) -> Iterator[str]:
-    """Return the same as a table."""
+    """Yield the lines of a table of the measurements."""
     if not rows:
         return
     yield f"{'measured':62}{'GB/s':>8}{'beside':>9}{'ratio':>7}{'bar':>6}"

@@ -16,24 +16,24 @@ from kvcache.worker.swap.bandwidth import Timing, device_seconds
 def stream_seconds(
     function: Callable[[], object], stream: torch.cuda.Stream, rounds: int = 5
 ) -> float:
-    """Return median seconds of the device's work for one call on a stream."""
+    """Return the median device time of a call on a stream, in seconds."""
     return stream_timing(function, stream, rounds).device_s
 
 
 def stream_timing(
     function: Callable[[], object], stream: torch.cuda.Stream, rounds: int = 5
 ) -> Timing:
-    """Return the same with the submission time; times are never zero in a rehearsal."""
+    """Return the device time and the submission time. The device time is at least 1 ns."""
     with torch.cuda.stream(stream):
         timing = device_seconds(function, repeats(rounds))
     return replace(timing, device_s=max(timing.device_s, 1e-9))
 
 
 def graph_us(calls: Sequence[Callable[[], None]], rounds: int = 20) -> float:
-    """Return median microseconds per call of a sequence of calls captured in one graph.
+    """Return the median time per call of calls captured in one graph, in microseconds.
 
-    In a graph, the gaps between launches shrink to the device's minimum. Calls on different memory keep
-    data left in the L2 from speeding up the next round: see `num_rotated`.
+    In a graph, the gaps between launches are minimal. If the calls use enough different memory (see
+    `num_rotated`), data left in the L2 cache does not speed up the next round.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -58,9 +58,9 @@ def graph_us(calls: Sequence[Callable[[], None]], rounds: int = 20) -> float:
 
 @contextmanager
 def captured_beside(graph: torch.cuda.CUDAGraph, mode: str = "global") -> Iterator[None]:
-    """Capture the launches in the block on a separate stream while earlier work is in flight.
+    """Capture the launches in the block on a separate stream without waiting for earlier work.
 
-    `torch.cuda.graph` would first synchronize the device, so that nothing is in flight.
+    `torch.cuda.graph` would first synchronize the device.
     """
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -72,6 +72,7 @@ def captured_beside(graph: torch.cuda.CUDAGraph, mode: str = "global") -> Iterat
 
 
 def num_rotated(num_bytes: int, most: int = 256) -> int:
-    """Return how many input sets of this size are four times the L2, so that none stays cached."""
+    """Return how many input sets of this size fill four times the L2 cache, so that none stays
+    cached."""
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     return 2 if REHEARSAL else min(max(-(-4 * l2_bytes // max(num_bytes, 1)), 4), most)

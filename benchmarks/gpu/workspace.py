@@ -1,6 +1,7 @@
 """A copy of the checkout for building and running, and prebuilt libraries.
 
-The libraries of the checkout itself are not changed: they may belong to another Python or torch.
+The libraries of the checkout are not changed, because they may belong to another Python or torch
+version.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from benchmarks.gpu import machine
 
 MANIFEST = "kvcache-libraries.json"
 OPS = ("libkvcache_cpu.so", "libkvcache_cuda.so")
-# Run by the Python of the build; the package is not imported.
+# Run by the build's Python interpreter, without importing the package.
 _BUILT_WITH = """
 import importlib.metadata, importlib.util, json, subprocess
 spec = importlib.util.spec_from_file_location("_build", "kvcache/native/build.py")
@@ -67,7 +68,7 @@ def carried(folder: Path, repo: Path = machine.REPO) -> list[Path]:
 
 
 def built_with(folder: Path) -> str:
-    """Return a text from the manifest about how the libraries were built."""
+    """Return a description of how the libraries were built, from the manifest."""
     facts = json.loads((folder / MANIFEST).read_text())
     return ", ".join(f"{name} {facts.get(name)}" for name in ("archs", "cuda", "torch"))
 
@@ -78,9 +79,10 @@ def write_manifest(
     python: Path | str = sys.executable,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Write which sources the libraries in the folder were built from, and with which tools.
+    """Write a manifest of the sources and tools that the libraries in the folder were built with.
 
-    `python`, `environment`: those of the build, which determine torch, the toolkit and the architectures.
+    `python`, `environment`: the interpreter and environment of the build. They determine torch, the
+    toolkit and the architectures.
     """
     facts = {"commit": machine.commit(repo), "sources": machine.sources_digest(repo)}
     asked = subprocess.run(

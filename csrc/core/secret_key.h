@@ -8,14 +8,15 @@
 
 namespace kvcache {
 
-// Anyone who sends tokens can search for hashes with equal prefixes, but which of them collide here
-// depends on the key. A fold is a sum of products of 32-bit words, each plus a random number
-// (multilinear hashing, Lemire and Kaser, "Strongly universal string hashing is fast"): over all
-// keys, the upper halves of the sums of any two hashes agree with a probability of 2**-32.
+// Anyone who sends tokens can search for hashes with equal prefixes, but the collisions of folds
+// depend on the key. A fold is a sum of products of 32-bit words, each plus a random number
+// (multilinear hashing, Lemire and Kaser, "Strongly universal string hashing is fast"). For a
+// random key, the upper halves of the sums of any two hashes are equal with a probability of
+// 2**-32.
 class SecretKey {
  public:
-  SecretKey() = default;     // zeros: equal folds in every process, for tests
-  static SecretKey drawn();  // a random key; std::runtime_error without random bytes
+  SecretKey() = default;     // a key of zeros, with equal folds in every process, for tests
+  static SecretKey drawn();  // a random key; throws std::runtime_error if there are no random bytes
   static const SecretKey& of_process();
 
   uint64_t fold(const Hash& hash, uint8_t group = 0) const {
@@ -23,10 +24,12 @@ class SecretKey {
     for (int i = 0; i < 8; i += 2) {
       uint64_t words;
       std::memcpy(&words, hash.bytes + 4 * i, sizeof(words));
-      __asm__("" : "+r"(words));  // kept in a register: SSE2 is slow at vectors of 64-bit products
+      // Keeps it in a register, because SSE2 multiplies vectors of 64-bit numbers slowly.
+      __asm__("" : "+r"(words));
       sum += (numbers_[i] + static_cast<uint32_t>(words)) * (numbers_[i + 1] + (words >> 32));
     }
-    // A bijection: the lower bits of a sum depend only on the lower bits of the words.
+    // Apply a bijection, because the lower bits of a sum depend only on the lower bits of the
+    // words.
     sum ^= sum >> 32;
     sum *= 0x9E3779B97F4A7C15ull;
     return sum ^ sum >> 32;
@@ -36,14 +39,15 @@ class SecretKey {
   uint64_t numbers_[10] = {};
 };
 
-// 64 bits of a hash, constant during the process. Two hashes that nobody has searched for collide
-// with a probability of 2**-64, so decisions by tag depend on no secret.
+// 64 bits of a hash, constant during the process. Two hashes that were not chosen to collide have
+// equal tags with a probability of 2**-64, so decisions based on tags do not depend on the secret
+// key.
 inline uint64_t tag_of(const Hash& hash) { return SecretKey::of_process().fold(hash); }
 
-// 32 bits, where a collision only costs time.
+// 32 bits of a hash, for uses in which a collision only costs time.
 inline uint32_t short_tag_of(const Hash& hash) { return static_cast<uint32_t>(tag_of(hash)); }
 
-// The same for hash tables.
+// A hash function for hash tables.
 struct HashOf {
   size_t operator()(const Hash& hash) const { return tag_of(hash); }
 };

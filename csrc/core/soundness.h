@@ -1,8 +1,8 @@
-// Whether an object is consistent, or broken because a call failed halfway.
+// Records whether an object is consistent, or broken because a call failed during its changes.
 //
-// A call first checks its arguments and prepares everything that may fail. From its first change
-// on, it holds a Change. If an exception (out of memory) leaves the Change, the object is broken.
-// Every later call reports this, and a broken object can only be destroyed.
+// A call first checks its arguments and prepares everything that may fail. From the first change
+// on, the call holds a Change object. If an exception (out of memory) leaves the Change, the object
+// is broken. Every later call reports this, and a broken object can only be destroyed.
 #pragma once
 
 #include <exception>
@@ -18,7 +18,7 @@ class Soundness {
   // Spans a call from its first change to its last. Changes may be nested.
   class Change {
    public:
-    // Throws like `check`.
+    // Throws the errors of `check`.
     Change(Soundness* soundness, const char* call)
         : soundness_(soundness), call_(call), num_exceptions_(std::uncaught_exceptions()) {
       soundness->check();

@@ -11,9 +11,9 @@
 
 namespace kvcache {
 
-// Anonymous pages: page-aligned, zero, committed by the kernel on first access. A pool of ten
-// million blocks is therefore constructed in microseconds, and only blocks that were used take
-// memory.
+// The memory consists of anonymous pages, which are page-aligned, zero, and committed by the kernel
+// on first access. A pool of ten million blocks is therefore constructed in microseconds, and only
+// blocks that were used take up memory.
 template <class T>
 class ZeroedArray {
   static_assert(std::is_trivially_copyable_v<T>);
@@ -24,7 +24,8 @@ class ZeroedArray {
     if (p == MAP_FAILED) throw std::bad_alloc();
     data_ = static_cast<T*>(p);
 #ifdef MADV_HUGEPAGE
-    // TLB misses limit random access over many megabytes. Without huge pages, only speed is lost.
+    // Requests huge pages, because TLB misses limit random access over many megabytes. If the
+    // request fails, the array is only slower.
     if (num_bytes_ >= (size_t{4} << 20)) (void)madvise(p, num_bytes_, MADV_HUGEPAGE);
 #endif
   }

@@ -1,9 +1,9 @@
-// Reports misaligned accesses, which the hardware rejects and x86 does not.
+// Reports misaligned accesses, which GPUs reject and x86 CPUs do not.
 //
 // With -fsanitize=alignment -fno-sanitize-recover=alignment, the compiler checks every access and
-// calls the functions below for misaligned ones. They replace the sanitizer's runtime library, so
-// that the launch ends with an exception instead of ending the process. Do not link that library
-// for this check.
+// calls the functions below for misaligned ones. These functions replace the sanitizer's runtime
+// library, so that the launch ends with an exception and the process continues. Do not link that
+// library for this check.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,8 @@ inline std::string describe_misaligned(const TypeMismatch& access, uintptr_t add
          std::to_string(address % 16);
 }
 
-// Objects on the running thread's stack are not destroyed after this, so the text is freed first.
+// Objects on the running thread's stack are not destroyed after this call, so the text is freed
+// first.
 [[noreturn]] inline void report_misaligned(const TypeMismatch& access, uintptr_t address) {
   std::exception_ptr error;
   {
@@ -53,9 +54,10 @@ inline std::string describe_misaligned(const TypeMismatch& access, uintptr_t add
 
 }  // namespace emul
 
-// Weak: every source file has a copy, and the linker keeps one. Hidden: a process may contain
-// several emulators, and each library calls its own. The compiler declares the function as visible
-// and would not accept the attribute.
+// The function is weak, because every source file has a copy and the linker keeps one. It is
+// hidden, because a process may contain several emulators, each of which must call its own copy.
+// The visibility is set in assembly, because the compiler declares the function as visible and
+// would not accept the attribute.
 asm(".hidden __ubsan_handle_type_mismatch_v1_abort");
 extern "C" {
 [[noreturn]] __attribute__((weak)) void __ubsan_handle_type_mismatch_v1_abort(void* access,

@@ -30,7 +30,7 @@ inline void begin_async_copy(void* shared, const void* global, size_t num_bytes)
   emulator().current().async_copies.begun.push_back(copy);
 }
 
-// Forms a group of the copies that the thread has started since its last group.
+// Commits the copies that the thread has started since its last group as a new group.
 inline void commit_async_copies() {
   AsyncCopies& copies = emulator().current().async_copies;
   copies.group_ends.push_back(copies.begun.size());

@@ -15,7 +15,7 @@ inline constexpr bool is_one_of = (std::is_same_v<T, Allowed> || ...);
 
 using Ull = unsigned long long;
 
-// Atomic also across OS threads, with CUDA's relaxed order. Returns the old value.
+// Atomic across OS threads too, with CUDA's relaxed order. Returns the old value.
 template <class T, class F>
 T atomic_update(T* address, F new_value) {
   T old_value, replacement;
@@ -32,7 +32,7 @@ T atomic_update(T* address, F new_value) {
 template <class T>
 T atomicAdd(T* address, emul::Value<T> value) {
   static_assert(emul::is_one_of<T, int, unsigned, emul::Ull, float, double>, "not in CUDA");
-  // int is added as unsigned: overflow wraps around in CUDA and is undefined in C++.
+  // int is added as unsigned, because overflow wraps around in CUDA and is undefined in C++.
   using Sum = std::conditional_t<std::is_same_v<T, int>, unsigned, T>;
   return emul::atomic_update(address, [=](T old) { return T(Sum(old) + Sum(value)); });
 }

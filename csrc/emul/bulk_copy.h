@@ -1,7 +1,7 @@
-// Bulk copies of one thread between global and shared memory (cp.async.bulk). Loads are read
-// immediately and arrive when their barrier is waited for. Stores are read and written as late as
-// possible, when the copy is waited for. This exposes kernels that do not wait, or overwrite bytes
-// in flight. A thread that exits with copies in flight is reported.
+// Bulk copies of one thread between global and shared memory (cp.async.bulk). Loads read
+// immediately and arrive when the kernel waits for their barrier. Stores read and write as late as
+// possible, when the kernel waits for the copy. This exposes kernels that do not wait or that
+// overwrite bytes in flight. A thread that exits with copies in flight is reported.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ inline void check_bulk(const void* shared, const void* global, size_t num_bytes)
   }
 }
 
-// `barrier` counts its phases.
+// `barrier` stores the number of completed phases.
 inline void bulk_load(void* shared, const void* global, size_t num_bytes, uint64_t* barrier) {
   check_bulk(shared, global, num_bytes);
   auto& loads = emulator().current().bulk_copies.loads;

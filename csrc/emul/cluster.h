@@ -15,8 +15,8 @@ inline void cluster_sync(Site site = Site::here()) {
   emulator().sync_block(Wait::kSyncCluster, false, site);
 }
 
-// The address in the dynamic shared memory of block `rank` of the cluster with the same offset as
-// `shared` in the running thread's block.
+// Returns the address in the dynamic shared memory of block `rank` of the cluster that corresponds
+// to `shared` in the running thread's block.
 template <class T>
 const T* shared_of_block(const T* shared, unsigned rank) {
   Emulator& e = emulator();

@@ -1,4 +1,4 @@
-// Switches between stacks: with assembly on x86-64, with ucontext elsewhere or with
+// Switches between stacks. Uses assembly on x86-64, and ucontext on other CPUs or with
 // -DKVCACHE_EMUL_UCONTEXT. swapcontext is 20 times slower, because it makes two system calls for
 // the signal mask.
 #pragma once
@@ -7,9 +7,9 @@
 
 #if defined(__x86_64__) && !defined(KVCACHE_EMUL_UCONTEXT)
 
-// Saves the callee-saved registers and the stack pointer, and loads those of the other side. Weak
-// and comdat: every source file has a copy, and the linker keeps one. With -flto, the copies meet
-// in one assembly file, hence .ifndef.
+// Saves the callee-saved registers and the stack pointer, and loads the values of the other side.
+// The function is weak and comdat, because every source file has a copy and the linker keeps one.
+// With -flto, all copies are in one assembly file, so .ifndef is needed.
 extern "C" __attribute__((visibility("hidden"))) void kv_emul_switch(void** save_sp, void* load_sp);
 asm(R"(
   .ifndef kv_emul_switch
@@ -44,8 +44,8 @@ struct Context {
   void* sp = nullptr;
 };
 
-// Prepares the stack for kv_emul_switch: six registers, then entry as the return address. The last
-// slot is the return address of entry; null ends backtraces there.
+// Prepares the stack for kv_emul_switch with six registers, followed by entry as the return
+// address. The last slot is the return address of entry. It is null, so that backtraces end there.
 inline void make_context(Context& context, char* stack, size_t stack_bytes, void (*entry)()) {
   constexpr int kSlots = 8;
   void** frame = reinterpret_cast<void**>(stack + stack_bytes) - kSlots;

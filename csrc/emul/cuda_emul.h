@@ -1,7 +1,7 @@
 // Compiles the project's .cu sources as C++17 and runs their kernels on the CPU, so that CI without
-// a GPU executes the shipped code. scheduler.h describes how, and the cost.
+// a GPU executes the shipped code. scheduler.h describes the method and its cost.
 //
-// Clusters must have blocks along x, whole warps in a block and only dynamic shared memory.
+// Clusters must extend along x, with whole warps per block and only dynamic shared memory.
 //
 // Not supported: tensor maps, cooperative groups, textures, launches from kernels, __constant__
 // memory, __noinline__ (libstdc++ uses this word), ThreadSanitizer, and spinning on a value that

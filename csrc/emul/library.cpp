@@ -1,4 +1,4 @@
-// The ops of torch.ops.kvcache_emul: the CUDA kernels of csrc/ops, run on the CPU for tests.
+// The ops of torch.ops.kvcache_emul, which run the CUDA kernels of csrc/ops on the CPU for tests.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -18,7 +18,8 @@ void overflow_(torch::stable::Tensor x) {
   emul::launch(dim3(1), dim3(32), 0, [=] { overflow_kernel(data, n); });
 }
 
-// Adds one to each element. Undefined for the largest int, to show that the sanitizer is active.
+// Adds one to each element. Deliberately undefined for the largest int, to show that the sanitizer
+// is active.
 __global__ void overflow_int_kernel(int32_t* x) { x[threadIdx.x] += 1; }
 
 void overflow_int_(torch::stable::Tensor x) {
@@ -35,7 +36,8 @@ void misaligned_(torch::stable::Tensor x) {
   emul::launch(dim3(1), dim3(1), 0, [=] { misaligned_kernel(data); });
 }
 
-// Gives a range of host memory a different device address. 0 bytes: removes all such ranges.
+// Assigns a different device address to a range of host memory. With 0 bytes, removes all such
+// ranges.
 void map_host(int64_t host, int64_t num_bytes, int64_t device) {
   auto& mappings = emul::host_mappings();
   if (num_bytes == 0) return mappings.clear();

@@ -3,7 +3,7 @@
 // CUDA guarantees no order. With KVCACHE_EMUL_SEED=<number>, each launch draws an order from the
 // number and the launch dimensions: the blocks of the grid and the threads of a block run in any
 // order, and warps pause while others proceed to their next barrier. The same seed gives the same
-// order. If unset, blocks and threads run from first to last, and warps in turn.
+// order. If it is not set, blocks and threads run from first to last, and warps in turn.
 #pragma once
 
 #include <cstddef>
@@ -37,7 +37,7 @@ class Order {
 
   bool is_random() const { return random_; }
 
-  // 0 to n - 1, in the order of execution.
+  // Returns the numbers from 0 to n - 1 in the order of execution.
   std::vector<uint64_t> of(uint64_t n) {
     std::vector<uint64_t> order(n);
     std::iota(order.begin(), order.end(), uint64_t{0});
@@ -51,11 +51,11 @@ class Order {
     for (size_t n = order.size(); n > 1; --n) std::swap(order[n - 1], order[next() % n]);
   }
 
-  // Whether a warp proceeds this time. Always true without a seed.
+  // Whether a warp proceeds in this round. Always true without a seed.
   bool goes_on() { return !random_ || next() % 4 != 0; }
 
  private:
-  // SplitMix64.
+  // Random numbers from SplitMix64.
   uint64_t next() {
     uint64_t x = state_ += 0x9E3779B97F4A7C15u;
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;

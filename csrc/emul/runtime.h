@@ -92,7 +92,7 @@ enum cudaDeviceAttr {
   cudaDevAttrClusterLaunch = 120,
 };
 
-// Stored for later launches of the kernel.
+// Stores the attribute for later launches of the kernel.
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
   const bool ok = emul::SharedLimits::instance().set(reinterpret_cast<const void*>(kernel), bytes);
@@ -121,7 +121,7 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
   return cudaSuccess;
 }
 
-// Limited only by the number of threads.
+// The occupancy is limited only by the number of threads.
 template <class Kernel>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, int threads,
                                                           size_t /*shared_bytes*/) {

@@ -1,9 +1,9 @@
-// Runs grids: blocks one after another, the threads of a block cooperatively.
+// Runs grids. Blocks run one after another, and the threads of a block run cooperatively.
 //
 // A thread runs until it waits (barrier, shuffle, vote) or returns. A fiber runs one thread after
 // another as long as none of them waits. A waiting thread keeps its fiber, and the remaining
-// threads continue on another one. Measured per thread (g++ 12 -O2, a shared x86-64 machine): 7 ns
-// without a barrier, 120 ns with one __syncthreads, 500 ns for a warp sum and a __syncthreads.
+// threads continue on another fiber. Measured per thread (g++ 12 -O2, a shared x86-64 machine): 7
+// ns without a barrier, 120 ns with one __syncthreads, 500 ns for a warp sum and a __syncthreads.
 // order.h determines the order of blocks and threads.
 #pragma once
 
@@ -28,7 +28,7 @@
 
 namespace emul {
 
-// The emulator of one OS thread: runs one grid at a time.
+// The emulator of one OS thread, which runs one grid at a time.
 class Emulator {
  public:
   using Call = void (*)(void*);
@@ -52,7 +52,7 @@ class Emulator {
     }
   }
 
-  // For the running thread:
+  // Functions for the running thread:
 
   Thread& current() { return *current_; }
   char* dynamic_shared() { return dynamic_shared(current_->block); }
@@ -94,7 +94,7 @@ class Emulator {
   }
 
  private:
-  // Marks the emulator as busy, and cleans up at the end of the launch, including failures.
+  // Marks the emulator as busy, and cleans up at the end of the launch, even if it fails.
   struct RunningScope {
     explicit RunningScope(Emulator& owner) : emulator(owner) { emulator.running_ = true; }
     ~RunningScope() {
@@ -109,7 +109,7 @@ class Emulator {
     void operator()(char* memory) const { std::free(memory); }
   };
 
-  // Allocations of exactly this size, so that AddressSanitizer detects accesses past the end.
+  // Allocates exactly this size, so that AddressSanitizer detects accesses past the end.
   void allocate_dynamic_shared(size_t bytes, unsigned num_blocks) {
     dynamic_shared_.clear();
     for (unsigned b = 0; b < num_blocks; ++b) {
@@ -137,7 +137,8 @@ class Emulator {
     }
   }
 
-  // Draws the warps that proceed this time, or selects all. Returns whether all proceed.
+  // Draws the warps that proceed in this round, or selects all warps. Returns whether all warps
+  // proceed.
   bool draw_warps(bool all) {
     going_on_.assign((block_.threads.size() + kWarpLanes - 1) / kWarpLanes, true);
     if (all || !order_.is_random()) return true;
@@ -145,8 +146,8 @@ class Emulator {
     return std::find(going_on_.begin(), going_on_.end(), false) == going_on_.end();
   }
 
-  // Runs the threads of these warps until each one waits or has exited. Returns whether there were
-  // any.
+  // Runs the threads of these warps until each thread waits or has exited. Returns whether any
+  // thread ran.
   bool run_threads() {
     runnable_.clear();
     for (Thread& thread : block_.threads) {
@@ -168,7 +169,7 @@ class Emulator {
 
   static void fiber_entry();
 
-  // The endless loop of a fiber: runs new threads, then idles until there are more.
+  // The endless loop of a fiber, which runs new threads and then idles until there are more.
   void fiber_loop() {
     asan_arrive(nullptr, &scheduler_.stack, &scheduler_.stack_bytes);
     Fiber* self = running_fiber_;
@@ -248,19 +249,20 @@ class Emulator {
   bool running_ = false;
   Call call_ = nullptr;
   void* argument_ = nullptr;
-  std::vector<std::unique_ptr<char, FreeDeleter>> dynamic_shared_;  // by block of the cluster
+  // Dynamic shared memory, by block of the cluster.
+  std::vector<std::unique_ptr<char, FreeDeleter>> dynamic_shared_;
   size_t dynamic_shared_bytes_ = 0;
 
   // State of the block, or of the blocks of a cluster.
   uint3 first_block_{0, 0, 0};
   Order order_;
   ThreadBlock block_;
-  std::vector<bool> going_on_;     // by warp
-  std::vector<Thread*> runnable_;  // in order of execution
+  std::vector<bool> going_on_;     // whether each warp proceeds in this round
+  std::vector<Thread*> runnable_;  // threads that can run, in execution order
   size_t next_runnable_ = 0;
   unsigned num_live_ = 0;  // threads that have not exited
   Thread* current_ = nullptr;
-  std::exception_ptr error_;  // an exception of a thread, for the caller of launch()
+  std::exception_ptr error_;  // exception of a thread, rethrown to the caller of launch()
 
   // The stacks, kept between launches.
   Side scheduler_;

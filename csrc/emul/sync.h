@@ -1,5 +1,5 @@
-// Barriers, warp shuffles and votes. The last argument, site, is never passed explicitly: it
-// records the caller's line.
+// Barriers, warp shuffles and votes. The last argument, site, records the caller's line and is
+// never passed explicitly.
 #pragma once
 
 #include <cstdint>
@@ -80,7 +80,7 @@ T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32,
   return emul::shuffle(mask, value, source, in_range, site);
 }
 
-// Reads from earlier segments but not from later ones, like CUDA's.
+// Reads from earlier segments but not from later ones, as in CUDA.
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32,
                   emul::Site site = emul::Site::here()) {
@@ -108,6 +108,6 @@ inline int __all_sync(unsigned mask, int predicate, emul::Site site = emul::Site
   return __ballot_sync(mask, predicate == 0, site) == 0;
 }
 
-// Returns only the calling lane. CUDA guarantees no convergence, so this is valid. Code that takes
-// __activemask() for "all lanes in this branch" fails its test.
+// Returns only the calling lane. This is valid, because CUDA does not guarantee convergence. Code
+// that assumes that __activemask() contains all lanes in a branch fails its test.
 inline unsigned __activemask() { return 1u << emul::emulator().current().lane(); }

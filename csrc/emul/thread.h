@@ -1,4 +1,4 @@
-// One CUDA thread of the running block, and the operation for which it waits.
+// A CUDA thread of the running block, and the operation for which it waits.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ namespace emul {
 inline constexpr unsigned kWarpLanes = 32;
 inline constexpr unsigned kFullMask = 0xffffffffu;
 
-// A location in a kernel's source. As a default argument, here() is the caller's line.
+// A location in a kernel's source. As a default argument, here() returns the caller's line.
 struct Site {
   const char* file = "";
   int line = 0;
@@ -84,7 +84,7 @@ struct AsyncCopy {
 
 struct AsyncCopies {
   std::vector<AsyncCopy> begun;    // copies that have not arrived, in order
-  std::vector<size_t> group_ends;  // number of copies in each group and all groups before it
+  std::vector<size_t> group_ends;  // number of copies in each group and all earlier groups
 
   void clear() {
     begun.clear();
@@ -118,15 +118,15 @@ struct BulkCopies {
 
 struct Thread {
   uint3 index;
-  unsigned block;         // its block's rank in the cluster; 0 without clusters
+  unsigned block;         // rank of its block in the cluster; 0 without clusters
   unsigned linear;        // x + y * blockDim.x + z * blockDim.x * blockDim.y, after the threads of
                           // the cluster's earlier blocks
-  Wait wait;              // kNone: runnable
+  Wait wait;              // the operation for which it waits; kNone: runnable
   unsigned mask;          // lanes in its current warp operation
-  Site site;              // where it waits
+  Site site;              // the location where it waits
   Fiber* fiber;           // the fiber on whose stack it waits
-  uint64_t offered;       // its operand of a shuffle or vote
-  uint64_t published;     // the operand after the operation completed, which others read
+  uint64_t offered;       // operand of a shuffle or vote
+  uint64_t published;     // operand of the last completed operation, which other lanes read
   unsigned participants;  // lanes in the last completed warp operation
   AsyncCopies async_copies;
   BulkCopies bulk_copies;

@@ -37,8 +37,8 @@ class ThreadBlock {
   }
 
   // Called for warps without a runnable thread, so every published operand has been read. Completes
-  // all of their operations that can complete, otherwise barriers of blocks, otherwise the
-  // cluster's barrier. Returns whether any operation completed.
+  // all warp operations that can complete, otherwise barriers of blocks, otherwise the cluster's
+  // barrier. Returns whether any operation completed.
   bool release(const std::vector<bool>& warps) {
     bool released = false;
     for (unsigned first = 0; first < threads.size(); first += kWarpLanes) {
@@ -61,7 +61,8 @@ class ThreadBlock {
 
   // The value that another lane offered in the warp operation that the reader has just completed.
   uint64_t read(const Thread& reader, unsigned lane) const {
-    // CUDA leaves the value undefined. With this pattern, a kernel that uses it fails its test.
+    // CUDA leaves this value undefined. With this pattern, a kernel that uses the value fails its
+    // test.
     if ((reader.participants >> lane & 1) == 0) return 0xCDCDCDCDCDCDCDCDu;
     return threads[reader.linear - reader.lane() + lane].published;
   }
@@ -126,9 +127,9 @@ class ThreadBlock {
     return std::min(first + kWarpLanes, unsigned(threads.size()));
   }
 
-  // Completes the barrier of `count` threads when all live threads wait at the same one. Two
-  // __syncthreads on different lines are different: hardware may accept this, but CUDA's rules do
-  // not.
+  // Completes the barrier of `count` threads when all live threads wait at the same barrier.
+  // __syncthreads on different lines are different barriers. Hardware may accept threads at
+  // different ones, but CUDA's rules do not.
   bool release_barrier(unsigned begin, unsigned count, bool (*is_wait)(Wait)) {
     const Thread* first = nullptr;
     int num_true = 0;
@@ -149,7 +150,7 @@ class ThreadBlock {
   }
 
   unsigned block_threads_ = 0;
-  std::vector<int> num_true_;  // by block
+  std::vector<int> num_true_;  // number of true predicates, by block
 };
 
 }  // namespace emul

@@ -10,8 +10,8 @@
 #define __launch_bounds__(...)
 
 // Blocks of one launch run one after another, so one copy per OS thread is enough. Only
-// -fsanitize=bounds detects an index out of range: AddressSanitizer does not, and the memory is not
-// poisoned between blocks. Dynamic shared memory has both checks.
+// -fsanitize=bounds detects indices out of range in this memory. AddressSanitizer does not, and the
+// memory is not poisoned between blocks. For dynamic shared memory, both checks exist.
 #define __shared__ static thread_local
 
 struct uint2 {

@@ -1,5 +1,5 @@
 // Asynchronous copies from global to shared memory. They use no registers, so a thread can have any
-// number in flight. Hardware support starts with sm_80; on older devices, a copy is a load and a
+// number in flight. Hardware support starts with sm_80. On older devices, a copy is a load and a
 // store, and waiting is a no-op.
 #pragma once
 
@@ -16,14 +16,14 @@ namespace kvcache {
 template <class Vector>
 constexpr bool has_async_copy = sizeof(Vector) == 4 || sizeof(Vector) == 8 || sizeof(Vector) == 16;
 
-// Starts to copy one vector. Both addresses must be aligned to it. The bytes have arrived after the
-// wait.
+// Starts to copy one vector. Both addresses must be aligned to the vector size. The bytes have
+// arrived after the wait.
 template <class Vector>
 __device__ __forceinline__ void async_copy(Vector* shared, const Vector* global) {
   static_assert(has_async_copy<Vector>, "asynchronous copies have 4, 8 or 16 bytes");
 #ifdef KV_HAS_CP_ASYNC
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  if constexpr (sizeof(Vector) == 16) {  // bypasses the L1, which only copies of 16 bytes can
+  if constexpr (sizeof(Vector) == 16) {  // bypasses the L1 cache, which only 16-byte copies can
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
   } else {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global),

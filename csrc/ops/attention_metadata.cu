@@ -10,7 +10,7 @@
 namespace kvcache {
 namespace {
 
-// Constants chosen by the amount of work; not measured on a GPU.
+// These constants were chosen by the amount of work, and have not been measured on a GPU.
 constexpr unsigned kThreads = 256;
 constexpr unsigned kWarps = kThreads / 32;
 constexpr unsigned kInFlight = 8;  // table entries that a thread loads at once
@@ -20,14 +20,15 @@ constexpr int kMaxTile = static_cast<int>(kThreads);      // requests per thread
 // the copies, so tiles grow instead.
 constexpr int kMostTiles = 128;
 
-// Sums that a thread block needs: over the requests before its own, and over all requests.
+// The sums that a thread block needs, over the requests before its own requests and over all
+// requests.
 struct Sums {
   int64_t queries_before;
   int64_t pages_before, pages;
 };
 
 // Sums the values of all threads in the block, and returns the sums to every thread. All threads
-// must call it.
+// must call this function.
 __device__ inline Sums sum_over_block(Sums sums) {
   __shared__ Sums of_warp[kWarps];
   for (int step = 16; step > 0; step /= 2) {
@@ -65,8 +66,8 @@ __device__ inline int32_t saturated(int64_t sum) {
 }
 
 // One thread block per tile of requests (x), group (y) and range of columns (z). Each block
-// computes the sums over the requests before its tile itself, so no block waits for another one,
-// and no state is kept between launches.
+// computes the sums over the requests before its tile, so no block waits for another block, and no
+// state is kept between launches.
 __global__ void __launch_bounds__(kThreads)
     attention_metadata_kernel(KV_PARAMETER AttentionMetadata m, int tile) {
   __shared__ KVExtent kv[kMaxTile];
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(kThreads)
     num_queries[t] = m.num_queries(first + t);
   }
   __syncthreads();
-  // One more entry than the tile has requests: the end of the last request.
+  // One entry more than the number of requests in the tile, for the end of the last request.
   if (t <= count) {
     int64_t queries = sums.queries_before, pages = sums.pages_before;
     for (int before = 0; before < t; ++before) {
@@ -111,13 +112,13 @@ __global__ void __launch_bounds__(kThreads)
   if (m.block_tables == nullptr && m.page_indices == nullptr) return;
   __syncthreads();
 
-  // Below 2^31, because the outputs have at least as many entries.
+  // The sums are below 2^31, because the outputs have at least as many entries.
   const int32_t columns = m.num_written[g];
   const int64_t num_entries = int64_t{count} * columns;
   for (int64_t pass = blockIdx.z * kPass; pass < num_entries; pass += gridDim.z * kPass) {
     int32_t ids[kInFlight];
 #pragma unroll
-    for (unsigned k = 0; k < kInFlight; ++k) {  // all loads first
+    for (unsigned k = 0; k < kInFlight; ++k) {  // all loads precede the first store
       const int64_t entry = pass + k * kThreads + threadIdx.x;
       ids[k] = 0;
       if (entry < num_entries) {
@@ -174,7 +175,8 @@ void attention_metadata_cuda(Tensor tables, Tensor groups, int64_t num_rows, Ten
       paged_kv_last_page_len);
   const OnDevice device(query_start_loc);
   if (checked_mode()) check_values(m, device.stream);
-  // At most kThreads - 1 requests: one thread per request, and one for the end.
+  // At most kThreads - 1 requests, because each request needs one thread, and the end needs one
+  // more.
   const int tile = std::clamp((m.num_out + kMostTiles - 1) / kMostTiles, 1, kMaxTile - 1);
   const int64_t num_tiles = std::max(1, (m.num_out + tile - 1) / tile);
   const int32_t widest = *std::max_element(m.num_written, m.num_written + m.groups.num_groups);

@@ -1,9 +1,9 @@
-// Metadata of a batch for attention kernels, computed from block tables. Per group: local sequence
-// lengths, block tables in batch order (FlashAttention) and page lists (FlashInfer). For all
-// groups: the start of each request's queries.
+// Computes the metadata of a batch for attention kernels from block tables. The outputs per group
+// are local sequence lengths, block tables in batch order (FlashAttention) and page lists
+// (FlashInfer). The start of each request's queries is shared by all groups.
 //
-// A padded request (row -1, or beyond the last request) has no KV: its length is 0, its table row
-// is null, and it has no pages.
+// A padded request (with row -1, or after the last request) has no KV. Its length is 0, its table
+// row is null, and it has no pages.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ namespace kvcache {
 struct KVExtent {
   int32_t num_tokens;     // local tokens, including those outside the window
   int32_t first_page;     // first visible column
-  int32_t num_pages;      // visible pages
+  int32_t num_pages;      // number of visible pages
   int32_t last_page_len;  // tokens in the last visible page, 1 to the block size; 0 without pages
 };
 
@@ -27,12 +27,12 @@ struct AttentionMetadata {
   TableGroups groups;
   const int32_t* tables;
   const int32_t* rows;        // [num_requests]
-  const int32_t* query_lens;  // [num_requests] tokens in this step
-  const int32_t* seq_lens;    // [num_requests] tokens after this step
+  const int32_t* query_lens;  // [num_requests], tokens in this step
+  const int32_t* seq_lens;    // [num_requests], tokens after this step
   const int32_t* counts;      // entries of each row
   int32_t num_requests;
   int32_t num_out;       // requests, including padded ones
-  int32_t most_tokens;   // maximum per request
+  int32_t most_tokens;   // maximum number of tokens per request
   int64_t out_capacity;  // capacity of block_tables and page_indices in requests
 
   int32_t* query_start;    // [num_out + 1]
@@ -67,14 +67,14 @@ struct AttentionMetadata {
     }
     return -1;
   }
-  // Whether request i is invalid in any group. Reads only its own entries.
+  // Whether request i is invalid in any group. Reads only the entries of request i.
   KV_HOST_DEVICE bool operator()(int64_t i) const {
     return bad_row(i) || bad_lens(i) || group_without(i) >= 0;
   }
 
-  // The table row of request i < num_out in group g, or -1 if it has no KV there. An invalid
-  // request, which only a device encounters outside the checked mode, has no row. Only the counts
-  // of group g are read.
+  // Returns the table row of request i < num_out in group g, or -1 if the request has no KV in the
+  // group. Invalid requests, which occur only on devices outside the checked mode, have no row.
+  // Reads only the counts of group g.
   KV_HOST_DEVICE int32_t row_of(int g, int64_t i) const {
     const bool served =
         i < num_requests && rows[i] >= 0 && !bad_row(i) && !bad_lens(i) && !behind_row(g, i);
@@ -83,7 +83,7 @@ struct AttentionMetadata {
   KV_HOST_DEVICE int32_t num_queries(int64_t i) const {
     return i < num_requests && query_lens[i] > 0 ? query_lens[i] : 0;
   }
-  // The KV of request i, for `row` as returned by row_of.
+  // Returns the KV of request i, for `row` as returned by row_of.
   KV_HOST_DEVICE KVExtent extent(int g, int64_t i, int32_t row) const {
     if (row < 0) return {0, 0, 0, 0};
     const TableGroupView& group = groups.group[g];
@@ -108,8 +108,9 @@ struct AttentionMetadata {
   KV_HOST_DEVICE int32_t* page_list(int g) const {
     return page_indices + out_capacity * columns_before[g];
   }
-  // The index in the page list for column c of request i. The request's visible pages start at
-  // `start`. Its other columns get null entries after the `total` pages of all requests, so num_out
+  // Returns the index in the page list for column c of request i. The request's visible pages start
+  // at `start`. Its other columns get null entries after the `total` pages of all requests, so
+  // num_out
   // * num_written columns fill the same number of entries, each once.
   KV_HOST_DEVICE int64_t page_place(int g, int64_t i, int32_t c, const KVExtent& kv, int64_t start,
                                     int64_t total) const {
@@ -271,7 +272,8 @@ inline AttentionMetadata checked_attention_metadata(
   return m;
 }
 
-// Throws for request i. Row and lengths are arguments, because they may come from a device.
+// Throws the error of request i. The row and the lengths are arguments, because they may be on a
+// device.
 [[noreturn]] inline void fail_request(const AttentionMetadata& m, int64_t i, int32_t row,
                                       int32_t query_len, int32_t seq_len) {
   const std::string at = "[" + std::to_string(i) + "] is ";

@@ -14,17 +14,18 @@ namespace kvcache {
 namespace {
 
 constexpr int kWarps = 16;  // per thread block
-// Thread blocks of a copy to or from the host: a few saturate the bus, and attention runs at the
-// same time. A copy within the device uses as many as can be resident.
+// The number of thread blocks of a copy to or from the host. A few thread blocks saturate the bus
+// and leave resources for attention, which runs at the same time. A copy within the device uses as
+// many thread blocks as can be resident.
 constexpr int64_t kHostThreadBlocks = 8;
 
-// Copies one chunk: kCopyUnroll vectors per lane, or fewer at the end of the region. All loads
-// precede the first store.
+// Copies one chunk, which has kCopyUnroll vectors per lane, or fewer at the end of the region. All
+// loads precede the first store.
 template <class Vector>
 __device__ __forceinline__ void copy_chunk(const Vector* from, Vector* to, int64_t num_vectors,
                                            bool cleared) {
   const int lane = static_cast<int>(threadIdx.x % 32);
-  // The lane copies the vectors at 0, 32, ... below `left`.
+  // The lane copies the vectors at offsets 0, 32, ... below `left`.
   const int left = static_cast<int>(min(num_vectors, int64_t{32 * kCopyUnroll})) - lane;
   from += lane;
   to += lane;
@@ -51,7 +52,7 @@ __global__ void __launch_bounds__(kWarps * 32, kWide ? 1 : 2)
     const uint32_t page = head.page_chunks.divide(task);
     const uint32_t chunk = task - page * head.page_chunks.divisor;
     const CopyPair pair = c.pair(page);
-    // Out of range: skipped, see checked_mode.
+    // Pairs out of range are skipped, see checked_mode.
     if (is_bad_pair(pair.source, pair.destination, head.num_sources, head.num_destinations)) {
       continue;
     }
@@ -117,8 +118,8 @@ void launch_shares(const BlockCopy& c, const std::vector<VectorRegion>& regions,
   });
 }
 
-// One launch if possible, with the smaller parameter block if it suffices, because a launch copies
-// all of its parameters.
+// Uses a single launch if possible, with the smaller parameter block if it suffices, because a
+// launch copies all of its parameters.
 void copy_by_kernel(const BlockCopy& c, bool with_host, const OnDevice& device) {
   const std::vector<VectorRegion> regions = vector_regions(c);
   const int64_t usual = with_host ? kHostThreadBlocks : 0;
@@ -133,7 +134,7 @@ void copy_by_kernel(const BlockCopy& c, bool with_host, const OnDevice& device) 
   }
 }
 
-// The copy, with host memory at the device's addresses.
+// The same copy with device addresses of the host memory.
 void copy_by_kernel(const BlockCopy& c, bool from_host, bool to_host, const OnDevice& device) {
   const auto to_mapped = [&](const BlockCopy& part) {
     const auto launch_part = [&](const BlockCopy& p) {

@@ -1,8 +1,8 @@
-// Block copy: whole pages in all layers, between and within devices and the host.
+// Copies whole pages of all layers between and within devices and the host.
 //
-// The bytes of a page lie in regions: K and V of each layer, or one region for the whole page. A
-// page has one fragment per region. Consecutive pages whose fragments are contiguous on both sides
-// form a run. A call passes only ids; the table of regions is created once.
+// The bytes of a page are in regions, which are K and V of each layer or one region for the whole
+// page. A page has one fragment per region. Consecutive pages whose fragments are contiguous on
+// both sides form a run. A call passes only ids, and the table of regions is created once.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -39,7 +39,7 @@ class IndexOfId {
     while (size < 2 * static_cast<size_t>(n)) size *= 2;
     table_.assign(size, {-1, 0});
   }
-  // The index of an earlier insertion of this id, or -1.
+  // Inserts this id. Returns the index of its earlier insertion, or -1.
   int64_t insert(int32_t id, int64_t index) {
     Entry& entry = slot(id);
     if (entry.id == id) return entry.index;
@@ -65,8 +65,9 @@ class IndexOfId {
   std::vector<Entry> table_;
 };
 
-// Checks pairs on the CPU: all pages are in range, and no page is written twice. If both sides
-// share pages, no page is both read and written. The order of the pairs therefore does not matter.
+// Checks pairs on the CPU. All pages must be in range, and no page may be written twice. If both
+// sides share pages, no page may be both read and written. The order of the pairs therefore does
+// not matter.
 inline void check_pairs(const BlockCopy& c) {
   IndexOfId written(c.num_pairs);
   for (int64_t i = 0; i < c.num_pairs; ++i) {
@@ -90,7 +91,7 @@ inline void check_pairs(const BlockCopy& c) {
   }
 }
 
-// The bytes from the first page of a region to its last, or nothing on an int64 overflow.
+// Returns the bytes from the first page of a region to its last, or nothing on an int64 overflow.
 inline std::optional<ByteSpan> pages_span(const char* memory, int64_t offset, int64_t stride,
                                           int64_t num_bytes, int64_t num_pages) {
   if (num_pages == 0 || num_bytes == 0) return ByteSpan{};
@@ -109,8 +110,8 @@ inline std::optional<ByteSpan> pages_span(const char* memory, int64_t offset, in
        " that lie outside: expected memory of src, dst or one of owners");
 }
 
-// How source and destination pages in the same memory overlap: not at all, exactly (page i is page
-// i on both sides), or partially.
+// How source and destination pages in the same memory overlap: not at all, exactly (page i is the
+// same on both sides), or partially.
 enum class Overlap { kNone, kExact, kPartial };
 
 inline Overlap overlap_of(const BlockCopy& c, const CopyRegion& r) {
@@ -212,19 +213,19 @@ inline BlockCopy checked_block_copy(const std::optional<Tensor>& source, const T
   return c;
 }
 
-// Copies pages [source, source + num_pages) to [destination, destination + num_pages). In a run
-// that clears, source is kCleared.
+// Copies pages [source, source + num_pages) to [destination, destination + num_pages). If the run
+// clears pages, source is kCleared.
 struct CopyRun {
   int32_t source, destination;  // ids of the lowest page
   int64_t num_pages;
 };
 
-// The runs of pairs on the CPU: consecutive pairs whose ids both increase, or both decrease, by
-// one. A run has at most `most` pages. On a side that is cut (host memory accessed by a copy
-// engine), no run crosses a multiple of pages_per_run.
+// Returns the runs of pairs on the CPU. A run consists of consecutive pairs whose ids both increase
+// or both decrease by one, and has at most `most` pages. On a side that is cut (host memory
+// accessed by a copy engine), no run crosses a multiple of pages_per_run.
 inline std::vector<CopyRun> runs_of(const BlockCopy& c, int64_t most, bool cuts_source = false,
                                     bool cuts_destination = false) {
-  // Whether a multiple of pages_per_run lies between these pages and the next ones.
+  // Whether a multiple of pages_per_run lies between these pages and the next pages.
   const auto crosses = [&](int32_t source, int32_t destination) {
     const int64_t size = c.pages_per_run;
     return size > 0 && ((cuts_source && source >= 0 && (source + int64_t{1}) % size == 0) ||

@@ -12,7 +12,7 @@
 namespace kvcache {
 namespace {
 
-// Minimum per thread; with less work, a second thread does not pay off.
+// The minimum work per thread. With less work, a second thread does not pay off.
 constexpr int64_t kGrainBytes = 1 << 18;
 constexpr int64_t kScratchBytes = 1 << 18;  // per thread; fits in L2 together with the unit
 constexpr int64_t kLeastSliceBytes = 64;    // a cache line

@@ -12,34 +12,36 @@ namespace kvcache {
 namespace {
 
 constexpr unsigned kThreads = 256;
-constexpr int kUnroll = 8;                       // loads in flight per thread
-constexpr int kClusterUnroll = 4;                // loads in flight from the cluster's shared memory
-constexpr int64_t kSharedBytes = 32 << 10;       // per thread block, if the slice is wide enough
-constexpr int64_t kMoreSharedBytes = 96 << 10;   // if slices would be below kLeastSliceBytes
-constexpr int64_t kLeastSliceBytes = 64;         // one memory transaction
-constexpr int64_t kLineBytes = 128;              // an L2 line; narrower slices read half lines
-constexpr int64_t kWideSharedBytes = 64 << 10;   // for slices of one line: three blocks on an H100
-constexpr int64_t kPlainSharedBytes = 48 << 10;  // a kernel must request more explicitly
+constexpr int kUnroll = 8;                  // loads in flight per thread
+constexpr int kClusterUnroll = 4;           // loads in flight from the cluster's shared memory
+constexpr int64_t kSharedBytes = 32 << 10;  // per thread block, if the slice is wide enough
+// Used if slices would be smaller than kLeastSliceBytes.
+constexpr int64_t kMoreSharedBytes = 96 << 10;
+constexpr int64_t kLeastSliceBytes = 64;  // one memory transaction
+constexpr int64_t kLineBytes = 128;       // an L2 cache line; narrower slices read half lines
+// For slices of one line; three blocks fit on an H100 SM.
+constexpr int64_t kWideSharedBytes = 64 << 10;
+constexpr int64_t kPlainSharedBytes = 48 << 10;    // a kernel must request more explicitly
 constexpr int64_t kReservedSharedBytes = 1 << 10;  // used by CUDA in each thread block
 
 constexpr int64_t kMaxGrid = INT32_MAX;
 constexpr int kLayersPerLaunch = 64;
 constexpr int kIdsPerLaunch = 812;
 
-// The parameters of one launch: some groups in some layers.
+// The parameters of one launch, which processes some groups in some layers.
 struct PermuteLaunch {
   BlockPermute p;
   FastDivisor units_per_group;
-  FastDivisor unit_blocks;  // thread blocks per unit; those of a cluster are adjacent
+  FastDivisor unit_blocks;  // thread blocks per unit; blocks of a cluster are adjacent
   FastDivisor slice;        // vectors per slice; the last slice of a row may have fewer
   FastDivisor row;          // vectors per row
   FastDivisor cluster;      // thread blocks that share a slice
   FastDivisor share;        // rows per thread block of a cluster; the last block may have fewer
-  uint32_t rows_at_once;    // rows that the threads of a block move at once
+  uint32_t rows_at_once;    // number of rows that the threads of a block move at once
   int64_t layers[kLayersPerLaunch];
   LaunchIds<kIdsPerLaunch> ids;
 
-  // The unit of this thread block, and the index of the block within the unit.
+  // Returns the unit of this thread block, and the index of the block within the unit.
   KV_HOST_DEVICE PermuteUnit unit(uint32_t block, uint32_t& of_unit) const {
     const uint32_t u = unit_blocks.divide(block);
     of_unit = block - u * unit_blocks.divisor;
@@ -47,7 +49,7 @@ struct PermuteLaunch {
     return p.unit(group, u - group * units_per_group.divisor);
   }
 
-  // Whether the group of this unit has a block out of range. Such a unit is skipped, see
+  // Whether the group of this unit has a block out of range. These units are skipped, see
   // checked_mode.
   KV_HOST_DEVICE bool skips(const PermuteUnit& unit) const {
     if (ids.on_device == nullptr) return false;  // checked on the host
@@ -60,12 +62,13 @@ struct PermuteLaunch {
 };
 static_assert(sizeof(PermuteLaunch) <= kSmallParameterBytes, "too many ids in a launch");
 
-// One thread block per unit and slice of its rows (x) and per layer (y). It reads the whole slice
-// into shared memory and writes it back permuted. A thread keeps its column, so adjacent threads
-// access adjacent bytes of a row. kDense: all rows are evenly spaced.
+// Uses one thread block per unit and slice of its rows (x) and per layer (y). The block reads the
+// whole slice into shared memory and writes it back permuted. A thread keeps its column, so
+// adjacent threads access adjacent bytes of a row. kDense: all rows are evenly spaced.
 //
 // kClustered: a cluster of thread blocks shares a slice. Each block holds some of the rows and
-// reads the others from the shared memory of the cluster, so slices stay as wide as an L2 line.
+// reads the others from the shared memory of the cluster, so that slices can be as wide as an L2
+// line.
 //
 // All loads of a thread are in flight together if the hardware copies asynchronously, otherwise
 // kUnroll at a time.
@@ -84,7 +87,7 @@ __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteL
     end = min(begin + launch.share.divisor, end);
     of_unit = of_slice;
   }
-  const uint32_t of_step = launch.slice.divide(threadIdx.x);  // the thread's row in a step
+  const uint32_t of_step = launch.slice.divide(threadIdx.x);  // row of the thread within a step
   const uint32_t column = threadIdx.x - of_step * slice;
   const uint32_t in_row = of_unit * slice + column;
   const uint32_t step = launch.rows_at_once;
@@ -105,7 +108,7 @@ __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteL
         for (uint32_t row = first_row; row < end; row += step) {
           async_copy(held + (row - begin) * slice, vector_at(row));
         }
-      } else {  // load the ids of several rows together
+      } else {  // loads the ids of several rows together
         for (uint32_t at = first_row; at < end; at += step * kUnroll) {
           const Vector* from[kUnroll];
 #pragma unroll
@@ -168,8 +171,9 @@ __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteL
   }
 }
 
-// For units that do not fit into shared memory even with one vector per row: one thread per row and
-// vector. If the row is the smallest of its cycle, the thread moves the vectors along the cycle.
+// For units that do not fit into shared memory even with one vector per row. Uses one thread per
+// row and vector. If the row is the smallest of its cycle, the thread moves the vectors along the
+// cycle.
 template <class Vector>
 __global__ void __launch_bounds__(kThreads) rotate_kernel(KV_PARAMETER PermuteLaunch launch) {
   const BlockPermute& p = launch.p;
@@ -192,7 +196,7 @@ __global__ void __launch_bounds__(kThreads) rotate_kernel(KV_PARAMETER PermuteLa
   __stcs(vector_at(to), first);
 }
 
-// The widest vector, in bytes, that all rows of all layers allow: 16, 8, 4, 2 or 1.
+// Returns the widest vector, in bytes, that all rows of all layers allow: 16, 8, 4, 2 or 1.
 int64_t vector_bytes(const BlockPermute& p, const int64_t* layers, int64_t num_layers) {
   uint64_t all =
       reinterpret_cast<uint64_t>(p.cache) |
@@ -219,7 +223,8 @@ bool has_clusters(const Tensor& t) {
 
 // How units are divided into slices.
 struct Slicing {
-  int64_t bytes;    // per slice: a power of two or a whole row; 0 if no vector of every row fits
+  // Bytes per slice, a power of two or a whole row; 0 if not even one vector per row fits.
+  int64_t bytes;
   int64_t cluster;  // thread blocks that share a slice
   int64_t rows;     // maximum rows per thread block
 };
@@ -251,7 +256,7 @@ Slicing slicing_of(const BlockPermute& p, int64_t vector, const Tensor& cache) {
 template <auto kKernel>
 void allow_shared_bytes(int64_t shared, const Tensor& cache) {
   if (shared <= kPlainSharedBytes) return;
-  // Always the maximum, because another thread may be between this call and its own launch.
+  // Always sets the maximum, because another thread may be between this call and its own launch.
   KV_CUDA_CHECK(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                      static_cast<int>(most_shared_bytes(cache))));
 }

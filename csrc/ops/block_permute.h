@@ -2,9 +2,9 @@
 //
 // A remote engine's blocks arrive as bytes, with its block size and its order of tokens and heads.
 // A row (one token of one head) stays whole, so the conversion is a permutation of rows. NHD is
-// equivalent to HND with blocks of one token, which leaves one case: from HND blocks of R tokens to
-// HND blocks of L tokens, where one divides the other. It keeps runs of min(L, R) rows whole, and
-// transposes a matrix of max(L, R) / min(L, R) by number-of-heads runs.
+// equivalent to HND with blocks of one token. This leaves one case, from HND blocks of R tokens to
+// HND blocks of L tokens, where one number divides the other. The conversion keeps runs of min(L,
+// R) rows whole, and transposes a matrix of max(L, R) / min(L, R) by number-of-heads runs.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -22,19 +22,19 @@ namespace kvcache {
 
 // The start of a unit. A unit is the set of rows that one transposition moves.
 struct PermuteUnit {
-  int64_t first_id;    // index of its group's first id among all ids
-  uint32_t first_row;  // index within its group
+  int64_t first_id;    // index of the first id of its group among all ids
+  uint32_t first_row;  // index of its first row within the group
 };
 
 // Plain data, passed to a kernel. Strides are in bytes. A group is the blocks of one row of ids.
 struct BlockPermute {
   char* cache;
   int64_t num_blocks, block_stride, outer_stride, inner_stride, row_bytes;
-  FastDivisor block_rows;  // rows of a block
+  FastDivisor block_rows;  // rows per block
   FastDivisor inner_rows;  // consecutive rows of a block that are inner_stride apart
   FastDivisor run;         // rows that stay together
   FastDivisor columns;     // runs in a row of the transposed matrix
-  uint32_t matrix_rows;    // if this or columns is 1, nothing moves
+  uint32_t matrix_rows;    // if matrix_rows or columns is 1, nothing moves
   uint32_t unit_rows;      // matrix_rows * columns * run
   int32_t group_size;      // ids per group
   uint32_t units_per_group;
@@ -44,7 +44,7 @@ struct BlockPermute {
     return {group * group_size, of_group * unit_rows};
   }
 
-  // The received row of the unit that belongs at row r.
+  // Returns the received row of the unit that must move to row r.
   KV_HOST_DEVICE uint32_t source(uint32_t r) const {
     const uint32_t to = run.divide(r);
     const uint32_t i = columns.divide(to);
@@ -52,7 +52,7 @@ struct BlockPermute {
     return (j * matrix_rows + i) * run.divisor + (r - to * run.divisor);
   }
 
-  // The byte offset within a layer of row r of the unit; rows are counted in memory order.
+  // Returns the byte offset within a layer of row r of the unit, with rows in memory order.
   template <class Ids>
   KV_HOST_DEVICE int64_t place(const PermuteUnit& unit, const Ids& ids, uint32_t r) const {
     const uint32_t row = unit.first_row + r;
@@ -63,7 +63,7 @@ struct BlockPermute {
            (in_block - outer * inner_rows.divisor) * inner_stride;
   }
 
-  // Whether r is the smallest row of its cycle, and moves at all.
+  // Whether r is the smallest row of its cycle and has to move.
   KV_HOST_DEVICE bool leads_cycle(uint32_t r) const {
     uint32_t at = source(r);
     if (at == r) return false;
@@ -71,7 +71,7 @@ struct BlockPermute {
     return at == r;
   }
 
-  // Whether the rows of a block all lie at inner_stride.
+  // Whether all rows of a block are inner_stride apart.
   bool is_dense() const { return outer_stride == inner_rows.divisor * inner_stride; }
   bool is_identity() const { return matrix_rows == 1 || columns.divisor == 1; }
   int64_t unit_bytes() const { return int64_t{unit_rows} * row_bytes; }
@@ -164,7 +164,7 @@ inline BlockPermute checked_block_permute(const Tensor& cache, const Tensor& off
   check_layer_offsets(offsets, indices, cache, owners,
                       cache.numel() > 0 ? cache.size(3) * element : 0);
 
-  // The stride of a dimension of size 1 is meaningless: NHD and HND are then identical.
+  // The stride of a dimension of size 1 is meaningless, because NHD and HND are identical then.
   const bool local_is_hnd = block_size > 1 && heads > 1 && cache.stride(2) > cache.stride(1);
   const int64_t local_rows_per_head = local_is_hnd ? block_size : 1;
   const int64_t remote_rows_per_head = remote_is_hnd ? remote_block_size : 1;
@@ -190,7 +190,8 @@ inline BlockPermute checked_block_permute(const Tensor& cache, const Tensor& off
   p.block_rows = fast_divisor(block_rows);
   p.inner_rows = fast_divisor(inner_rows);
   p.run = fast_divisor(run);
-  const bool heads_outside = local_rows_per_head >= remote_rows_per_head;  // in the local layout
+  // Whether heads are the outer dimension in the local layout.
+  const bool heads_outside = local_rows_per_head >= remote_rows_per_head;
   p.matrix_rows = static_cast<uint32_t>(heads_outside ? std::max<int64_t>(heads, 1) : runs);
   p.columns = fast_divisor(heads_outside ? runs : std::max<int64_t>(heads, 1));
   p.unit_rows = p.matrix_rows * p.columns.divisor * p.run.divisor;

@@ -1,6 +1,6 @@
-// Experimental: copies between a device and the host with bulk copies of one warp per thread block,
-// which take few registers, and no other warps, from concurrent kernels. KVCACHE_BULK_COPIES=1
-// enables it. It stays disabled until `make gpu` has shown that it is faster.
+// Experimental copies between a device and the host, with bulk copies by one warp per thread block.
+// They take few registers, and no other warps, from concurrent kernels. KVCACHE_BULK_COPIES=1
+// enables them. They stay disabled until `make gpu` has shown that they are faster.
 #pragma once
 
 #include <algorithm>
@@ -19,8 +19,8 @@ constexpr uint32_t kBulkStages = 8;  // chunks in shared memory; a power of two
 constexpr uint32_t kBulkStores = 2;  // stages that may be stored at the same time
 constexpr unsigned kBulkThreads = 32;
 
-// Whether bulk copies can be used: chunks of whole 16-byte vectors, pairs checked on the host, and
-// no clearing.
+// Whether bulk copies can be used. They require chunks of whole 16-byte vectors, pairs checked on
+// the host, and no cleared pages.
 inline bool is_bulk(const BlockCopy& c, bool with_host, const OnDevice& device) {
   if (!with_host || !c.pairs_on_cpu || !switched_on("KVCACHE_BULK_COPIES")) return false;
   int capability = 0;

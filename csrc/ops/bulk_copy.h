@@ -1,6 +1,6 @@
-// Bulk copies between global and shared memory: one instruction of one thread copies many bytes
-// without registers. Hardware support starts with sm_90; nothing here is launched on an older
-// device. Addresses and sizes are multiples of 16 bytes.
+// Bulk copies between global and shared memory. One instruction of one thread copies many bytes
+// without registers. Hardware support starts with sm_90. These copies are not launched on older
+// devices. Addresses and sizes are multiples of 16 bytes.
 //
 // One thread makes all calls. A copy into shared memory has arrived when a phase of its barrier
 // ends. Copies out of shared memory complete in order.
@@ -16,7 +16,8 @@
 
 namespace kvcache {
 
-// A barrier in shared memory. Each copy passed to it ends one of its phases, numbered from 0.
+// A barrier in shared memory. Each copy that uses it ends one of its phases, which are numbered
+// from 0.
 struct alignas(8) BulkBarrier {
   uint64_t state;
 };
@@ -27,7 +28,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* shared) {
 }
 #endif
 
-// Initializes barriers before their first copy.
+// Initializes barriers. Must be called before their first copy.
 __device__ __forceinline__ void bulk_barriers_init(BulkBarrier* barriers, int count) {
   for (int i = 0; i < count; ++i) {
 #ifdef KV_HAS_BULK_COPY
@@ -60,7 +61,7 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint
 #endif
 }
 
-// Waits for the end of the phase with this number. Only its lowest bit is used.
+// Waits for the end of the phase with this number. Only the lowest bit of the number is used.
 __device__ __forceinline__ void bulk_wait(BulkBarrier* barrier, uint32_t phase) {
 #ifdef KV_HAS_BULK_COPY
   asm volatile(

@@ -65,8 +65,8 @@ inline void check_contiguous(const Tensor& t, const char* name) {
     fail(std::string(name) + " is not contiguous: expected a contiguous tensor");
 }
 
-// Checks that no two elements of a written tensor share memory: the stride of each dimension
-// exceeds the extent of all inner dimensions.
+// Checks that no two elements of a written tensor share memory. The stride of each dimension must
+// exceed the extent of all inner dimensions.
 inline void check_no_overlap(const Tensor& t, const char* name) {
   std::vector<std::pair<int64_t, int64_t>> dims;  // (stride, size)
   for (int64_t i = 0; i < t.dim(); ++i) {
@@ -84,7 +84,7 @@ inline void check_no_overlap(const Tensor& t, const char* name) {
   }
 }
 
-// The bytes from the first element of a tensor to its last, or none for an empty tensor.
+// Returns the bytes from the first element of a tensor to its last, or none for an empty tensor.
 struct ByteSpan {
   uintptr_t begin = 0, end = 0;
 
@@ -109,7 +109,7 @@ inline ByteSpan span_of(const Tensor& t) {
   fail(written + " shares memory with " + other + ": expected memory of its own");
 }
 
-// An argument of an op, without a tensor if it is optional and not given.
+// An argument of an op. It has no tensor if it is optional and not given.
 struct NamedTensor {
   NamedTensor(const char* name, const Tensor& t) : name(name), tensor(&t) {}
   NamedTensor(const char* name, const std::optional<Tensor>& t)
@@ -120,7 +120,7 @@ struct NamedTensor {
 };
 
 // Checks that written tensors share no memory with read tensors, comparing the byte ranges they
-// span. Every op lists all its tensors here, except those that it copies before the first write.
+// span. Every op passes all of its tensors, except tensors that it copies before the first write.
 inline void check_disjoint(std::initializer_list<NamedTensor> written,
                            std::initializer_list<NamedTensor> read) {
   for (const NamedTensor& out : written) {
@@ -132,8 +132,8 @@ inline void check_disjoint(std::initializer_list<NamedTensor> written,
   }
 }
 
-// The bytes of the storage behind a tensor, or none for an empty tensor: torch reports no address
-// for it, so offsets have no base.
+// Returns the bytes of a tensor's storage, or none for an empty tensor. torch reports no address
+// for an empty tensor, so offsets have no base.
 inline ByteSpan storage_of(const Tensor& t) {
   if (t.numel() == 0) return {};
   int64_t offset = 0, bytes = 0;
@@ -148,8 +148,8 @@ inline ByteSpan storage_of(const Tensor& t) {
 
 using Owners = std::optional<std::vector<Tensor>>;
 
-// The memory that an op may access by offsets: the storages of an argument and of `owners`, which
-// are on the device of an argument. Adjacent storages count as one.
+// The memory that an op may access by offsets. It consists of the storages of an argument and of
+// `owners`, which are on the device of an argument. Adjacent storages count as one storage.
 class Reach {
  public:
   Reach(std::initializer_list<NamedTensor> arguments, const Owners& owners) {
@@ -174,7 +174,7 @@ class Reach {
     spans_.resize(last + 1);
   }
 
-  // Any memory contains an empty span.
+  // Every memory contains an empty span.
   bool holds(const ByteSpan& span) const {
     if (span.begin == span.end) return true;
     const auto after = std::upper_bound(
@@ -196,7 +196,7 @@ class Reach {
   std::vector<ByteSpan> spans_;
 };
 
-// a * b + c, or nothing on an int64 overflow.
+// Returns a * b + c, or nothing on an int64 overflow.
 inline std::optional<int64_t> multiply_add(int64_t a, int64_t b, int64_t c) {
   int64_t product = 0, sum = 0;
   if (__builtin_mul_overflow(a, b, &product) || __builtin_add_overflow(product, c, &sum)) return {};

@@ -1,5 +1,5 @@
-// Clusters: thread blocks that run concurrently and read each other's shared memory. Hardware
-// support starts with sm_90; nothing here is launched on an older device.
+// Clusters of thread blocks that run concurrently and read each other's shared memory. Hardware
+// support starts with sm_90. Clusters are not launched on older devices.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ __device__ __forceinline__ void cluster_sync() {
 #endif
 }
 
-// Like cluster_sync, without ordering writes. A thread block must not exit while others read its
+// Like cluster_sync, but does not order writes. A thread block must not exit while others read its
 // shared memory.
 __device__ __forceinline__ void cluster_sync_before_end() {
 #ifdef KV_HAS_CLUSTERS

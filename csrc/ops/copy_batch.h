@@ -1,8 +1,8 @@
-// Copies with a device's copy engines: many per call if the driver supports batches, otherwise one
-// per call.
+// Copies with a device's copy engines, with many copies per call if the driver supports batches and
+// one copy per call otherwise.
 //
-// Needs only the CUDA runtime API, which is included before this header (by ops/device.h; a test
-// substitutes a scripted API).
+// Requires only the CUDA runtime API, which must be included before this header (ops/device.h does
+// it; a test substitutes a scripted API).
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@
 
 namespace kvcache {
 
-// Copies per call, far below the tens of thousands at which drivers have failed
+// The number of copies per call, far below the tens of thousands at which drivers have failed
 // (vllm-project/vllm#49276).
 constexpr size_t kMaxDescriptors = 4096;
 
@@ -33,14 +33,14 @@ inline std::atomic<bool>& driver_has_no_batches() {
 class CopyBatch {
  public:
   // `batched`: whether the caller wants batches. `with_host`: one side is host memory. `settled`:
-  // no work in flight writes to the sources, which are host memory.
+  // the sources are host memory, and no work in flight writes to them.
   CopyBatch(cudaStream_t stream, bool batched, bool with_host, bool settled = false)
       : stream_(stream),
         with_host_(with_host),
         settled_(settled),
         batched_(batched && batches_switched_on() && batches_possible()),
         copies_(pooled()) {
-    copies_.clear();  // left over from an earlier failure
+    copies_.clear();  // copies may be left over from an earlier failure
   }
   CopyBatch(const CopyBatch&) = delete;
   CopyBatch& operator=(const CopyBatch&) = delete;
@@ -52,8 +52,8 @@ class CopyBatch {
     if (copies_.sizes.size() == kMaxDescriptors) flush();
   }
 
-  // Throws std::runtime_error, which names the copy that the runtime rejects. Earlier copies are
-  // launched.
+  // Throws std::runtime_error, which identifies the copy that the runtime rejects. Earlier copies
+  // are launched.
   void flush() {
     if (!flush_batched()) {
       for (size_t i = 0; i < copies_.sizes.size(); ++i) copy_one(i);
@@ -76,7 +76,7 @@ class CopyBatch {
     }
   };
 
-  // Kept per thread, so that memory is allocated once. A thread has one batch at a time.
+  // Kept per thread, so that memory is allocated only once. A thread has only one batch at a time.
   static Descriptors& pooled() {
     static thread_local Descriptors descriptors;
     return descriptors;
@@ -86,7 +86,7 @@ class CopyBatch {
 #if CUDART_VERSION >= 12080
     if (driver_has_no_batches()) return false;
     if (stream_ == nullptr) return false;  // the legacy default stream rejects batches
-    // A batch would invalidate a graph capture; single copies become graph nodes.
+    // A batch would invalidate a graph capture, but single copies become graph nodes.
     cudaStreamCaptureStatus capture{};
     if (cudaStreamIsCapturing(stream_, &capture) != cudaSuccess) {
       (void)cudaGetLastError();
@@ -109,8 +109,8 @@ class CopyBatch {
 #endif
   }
 
-  // Copies with one call. Returns false if the driver has no such call, or rejects copies that
-  // single calls may accept.
+  // Copies with one call. Returns false if the driver does not have this call, or rejects copies
+  // that single calls may accept.
   bool flush_batched() {
 #if CUDART_VERSION >= 12080
     auto& [destinations, sources, sizes] = copies_;

@@ -1,9 +1,10 @@
-// One launch of the kernel that copies blocks: the regions and pairs in its parameters, and how its
-// warps divide the work.
+// A launch of the kernel that copies blocks, with the regions and pairs in its parameters and the
+// division of work among warps.
 //
 // The page of each pair is divided into chunks, region by region. A warp copies one chunk at a
-// time: kUnroll vectors per lane, with the width that the region allows. Regions and ids share the
-// parameters' memory, so few regions leave room for many pairs. Ids on the device take no room.
+// time, which has kUnroll vectors per lane with the width that the region allows. Regions and ids
+// share the parameter memory, so few regions leave space for many pairs. Ids on the device take no
+// space.
 #pragma once
 
 #include <algorithm>
@@ -32,16 +33,17 @@ struct CopyHead {
   const char* source;
   char* destination;
   int64_t num_sources, num_destinations;
-  const int32_t* pairs;       // on the device; nullptr: after the regions
+  const int32_t* pairs;       // pairs on the device; nullptr: the pairs follow the regions
   FastDivisor page_chunks;    // chunks per page
-  FastDivisor region_chunks;  // chunks per region; divisor 0 if they differ
+  FastDivisor region_chunks;  // chunks per region; divisor 0 if the regions differ
   uint32_t num_regions;
   uint32_t num_tasks;  // pairs times chunks per page, below 2^31
 };
 
 template <size_t kBytes>
 struct CopyLaunch {
-  // A region's fields, its first chunk (low half) and the size of its vectors in bytes (high half).
+  // The fields of a region, its first chunk (low half), and the size of its vectors in bytes (high
+  // half).
   static constexpr int64_t kRegionWords = kRegionFields + 1;
   static constexpr int64_t kWords = static_cast<int64_t>((kBytes - sizeof(CopyHead)) / 8);
 
@@ -69,10 +71,10 @@ struct CopyLaunch {
     return {static_cast<int32_t>(ids), static_cast<int32_t>(ids >> 32)};
   }
 
-  // The region that contains a chunk of a page.
+  // Returns the region that contains a chunk of a page.
   KV_HOST_DEVICE uint32_t region_of(uint32_t chunk) const {
     if (head.region_chunks.divisor != 0) return head.region_chunks.divide(chunk);
-    // The last region that starts at or before the chunk.
+    // Returns the last region that starts at or before the chunk.
     uint32_t low = 0, high = head.num_regions - 1;
     while (low < high) {
       const uint32_t middle = (low + high + 1) / 2;
@@ -86,7 +88,7 @@ struct CopyLaunch {
   }
 };
 
-// A region with the widest vectors that its addresses, strides and size allow.
+// Returns a region with the widest vectors that its addresses, strides and size allow.
 struct VectorRegion {
   CopyRegion region;
   int64_t vector_bytes;
@@ -97,7 +99,7 @@ struct VectorRegion {
   }
 };
 
-// The regions that are not empty.
+// Returns the regions that are not empty.
 inline std::vector<VectorRegion> vector_regions(const BlockCopy& c) {
   std::vector<VectorRegion> found;
   for (int64_t i = 0; i < c.num_regions; ++i) {

@@ -7,11 +7,12 @@
 
 namespace kvcache {
 
-constexpr int32_t kCleared = -1;  // as a source id: fills the destination with zeros
+constexpr int32_t kCleared = -1;  // source id that fills the destination with zeros
 
-// One region on both sides: a row of the op's table, passed to a kernel unchanged.
+// A region on both sides. It is a row of the op's table, which is passed to a kernel unchanged.
 struct CopyRegion {
-  int64_t source, source_stride;  // bytes: offset of page 0 in the tensor, distance between pages
+  // Offset of page 0 in the tensor and distance between pages, in bytes.
+  int64_t source, source_stride;
   int64_t destination, destination_stride;
   int64_t num_bytes;  // per page
 
@@ -22,8 +23,8 @@ constexpr int64_t kRegionFields = 5;
 static_assert(sizeof(CopyRegion) == kRegionFields * sizeof(int64_t), "a row of the op's table");
 
 // The engine that copies between a device and the host. kSingle is the copy engine with one call
-// per fragment. kBatchOfSettled is kBatch for a source that no work in flight writes to: it may be
-// read immediately, before earlier work of the stream has run.
+// per fragment. kBatchOfSettled is kBatch for a source to which no work in flight writes. The
+// source may be read immediately, before earlier work of the stream has run.
 enum class CopyEngine : int64_t { kKernel = 0, kBatch = 1, kSingle = 2, kBatchOfSettled = 3 };
 
 struct BlockCopy {
@@ -36,9 +37,9 @@ struct BlockCopy {
   int64_t num_pairs;
   int64_t num_sources, num_destinations;  // pages
   CopyEngine engine;
-  int64_t pages_per_run;      // host pages pinned with one call; 0: all
-  int64_t num_thread_blocks;  // of the kernel; 0: chosen by direction
-  bool within;                // both sides share pages
+  int64_t pages_per_run;      // number of host pages pinned with one call; 0: all
+  int64_t num_thread_blocks;  // thread blocks of the kernel; 0: chosen by direction
+  bool within;                // whether both sides share pages
 
   const char* from(const CopyRegion& r, int64_t page) const {
     return source + r.source + page * r.source_stride;

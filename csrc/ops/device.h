@@ -28,7 +28,7 @@
     (kernel)<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__); \
     STD_CUDA_KERNEL_LAUNCH_CHECK();                               \
   } while (0)
-// Like KV_LAUNCH, in clusters of `cluster` thread blocks along x.
+// Like KV_LAUNCH, but in clusters of `cluster` thread blocks along x.
 #define KV_LAUNCH_CLUSTERS(kernel, grid, block, shared_bytes, stream, cluster, ...)                \
   do {                                                                                             \
     ::kvcache::list_kernel<(kernel)>();                                                            \
@@ -62,7 +62,7 @@
 
 namespace kvcache {
 
-// Makes a tensor's device current, and holds torch's current stream of that device.
+// Makes a tensor's device current and holds torch's current stream of that device.
 #ifdef __CUDACC__
 struct OnDevice {
   explicit OnDevice(const Tensor& t) : index(t.get_device_index()), guard(index) {
@@ -111,7 +111,7 @@ __global__ void first_bad_kernel(Bad bad, int64_t n, unsigned long long* first) 
   if (i < n && bad(i)) atomicMin(first, static_cast<unsigned long long>(i));
 }
 
-// Owns one number in device memory.
+// Owns a number in device memory.
 class DeviceNumber {
  public:
   DeviceNumber() { KV_CUDA_CHECK(cudaMalloc(&memory_, sizeof(unsigned long long))); }
@@ -137,7 +137,7 @@ inline void check_not_capturing([[maybe_unused]] cudaStream_t stream) {
 #endif
 }
 
-// The smallest i < n with bad(i), or -1. Synchronizes, so it is used only in checked mode.
+// Returns the smallest i < n with bad(i), or -1. Synchronizes, so it is used only in checked mode.
 template <class Bad>
 int64_t first_bad_on_device(const Bad& bad, int64_t n, cudaStream_t stream) {
   if (n == 0) return -1;
@@ -154,7 +154,7 @@ int64_t first_bad_on_device(const Bad& bad, int64_t n, cudaStream_t stream) {
   return found == ~0ull ? -1 : static_cast<int64_t>(found);
 }
 
-// One value of a device array, for an error message. Synchronizes.
+// Returns one value of a device array, for an error message. Synchronizes.
 template <class T>
 T fetch(const T* device_pointer, cudaStream_t stream) {
   T value;

@@ -7,7 +7,7 @@
 
 namespace kvcache {
 
-// Divides numbers in [0, 2^31) by a fixed divisor, with one multiplication.
+// Divides numbers in [0, 2^31) by a fixed divisor with one multiplication.
 struct FastDivisor {
   uint32_t divisor, magic, shift;
 
@@ -17,7 +17,7 @@ struct FastDivisor {
 };
 
 // With 2^s >= d, magic = ceil(2^(31 + s) / d) fits into 32 bits. magic / 2^(31 + s) exceeds 1 / d
-// by less than 2^-(31 + s). Multiplied by a dividend below 2^31, the error never reaches the next
+// by less than 2^-(31 + s). Multiplied by a dividend below 2^31, this error never reaches the next
 // multiple.
 inline FastDivisor fast_divisor(int64_t divisor) {
   uint32_t bits = 0;

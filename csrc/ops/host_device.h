@@ -1,4 +1,4 @@
-// Marks functions shared by the CPU op and the CUDA kernel, compiled for both.
+// Marks functions that are compiled for both the CPU op and the CUDA kernel.
 #pragma once
 
 #include <cstdint>

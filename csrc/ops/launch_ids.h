@@ -1,8 +1,8 @@
-// Ids for a kernel: in device memory, or passed by the host in the launch parameters.
+// Ids for a kernel, in device memory or passed by the host in the launch parameters.
 //
-// The launch copies its parameters. No buffer must therefore outlive the call, no copy must
-// complete first, and a captured graph keeps the ids it was captured with. The size of parameters
-// is limited, so a call with more ids needs several launches.
+// The launch copies its parameters. Therefore, no buffer has to outlive the call, no copy has to
+// complete first, and a captured graph keeps the ids with which it was captured. The size of
+// parameters is limited, so a call with more ids needs several launches.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -16,7 +16,7 @@
 #include "ops/host_device.h"
 
 #ifdef __CUDACC__
-// Marks a struct that stays in parameter memory although it is indexed at run time.
+// Keeps a struct in parameter memory although it is indexed at run time.
 #define KV_PARAMETER __grid_constant__ const
 #else
 #define KV_PARAMETER const
@@ -33,7 +33,7 @@ constexpr size_t kLargeParameterBytes = kSmallParameterBytes;
 constexpr size_t kLargeParameterBytes = 32760;
 #endif
 
-// Whether the driver accepts the larger size. KVCACHE_SMALL_PARAMETERS=1 disables the larger size.
+// Whether the driver accepts the larger size. KVCACHE_SMALL_PARAMETERS=1 disables it.
 inline bool takes_large_parameters() {
 #ifdef __CUDACC__
   static const bool by_driver = [] {
@@ -47,8 +47,8 @@ inline bool takes_large_parameters() {
   return by_driver && !switched_on("KVCACHE_SMALL_PARAMETERS");
 }
 
-// Whether the ids are on the host. Under emulation, all ids are; KVCACHE_EMUL_DEVICE_IDS=1 treats
-// them as device ids.
+// Whether the ids are on the host. Under emulation, all ids are on the host, and
+// KVCACHE_EMUL_DEVICE_IDS=1 treats them as device ids.
 inline bool ids_on_host(const Tensor& ids) {
 #ifdef __CUDACC__
   return ids.is_cpu();
@@ -60,7 +60,7 @@ inline bool ids_on_host(const Tensor& ids) {
 // Up to `kCapacity` ids for one launch.
 template <int kCapacity>
 struct LaunchIds {
-  const int32_t* on_device;  // nullptr: `values`
+  const int32_t* on_device;  // ids on the device; nullptr: the ids are in `values`
   int32_t values[kCapacity];
 
   KV_HOST_DEVICE int32_t operator[](int64_t i) const {
@@ -68,8 +68,8 @@ struct LaunchIds {
   }
 };
 
-// The int32 ids [first, first + n) for one launch. `is_cpu`: whether the tensor of ids is on the
-// CPU.
+// Returns the int32 ids [first, first + n) for one launch. `is_cpu`: whether the tensor of ids is
+// on the CPU.
 template <int kCapacity>
 LaunchIds<kCapacity> launch_ids(const int32_t* ids, bool is_cpu, int64_t first, int64_t n) {
   LaunchIds<kCapacity> taken{};

@@ -1,5 +1,5 @@
-// Device addresses of pinned host memory. On most systems, they equal the host addresses. On others
-// (WSL, sgl-project/sglang#40232), each pinned range has its own device address.
+// Device addresses of pinned host memory. On most systems, they are equal to the host addresses. On
+// others (WSL, sgl-project/sglang#40232), each pinned range has a different device address.
 #pragma once
 
 #include <cstdint>
@@ -26,13 +26,13 @@ inline std::optional<int64_t> ask_shift_to_device(const char* host) {
   return static_cast<const char*>(attributes.devicePointer) - host;
 }
 
-// The device address minus the host address of pinned memory; nullopt for memory that is not
-// pinned. `device` must be current.
+// Returns the device address minus the host address of pinned memory, or nullopt if the memory is
+// not pinned. `device` must be current.
 inline std::optional<int64_t> shift_to_device(int32_t device, const char* host) {
   return PinnedRanges::instance().shift(device, host, ask_shift_to_device);
 }
 
-// A kernel cannot access memory that is not pinned.
+// Kernels cannot access memory that is not pinned.
 [[noreturn]] inline void fail_pageable(const std::string& name) {
   fail(name +
        " is host memory that is not pinned: expected pinned memory for engine 0 (kernel), or "
@@ -61,8 +61,8 @@ void with_mapped_host(const BlockCopy& c, bool is_source, int32_t device, Copy&&
     return is_source ? r.source + page * r.source_stride
                      : r.destination + page * r.destination_stride;
   };
-  // Each region may be separate memory (`Pages.over`). A region that is not pinned is rejected
-  // here: a kernel that reads it would break the CUDA context of the process.
+  // Each region may be separate memory (`Pages.over`). Regions that are not pinned are rejected,
+  // because a kernel that reads them would break the CUDA context of the process.
   bool is_one_range = true;
   for (int64_t i = 0; i < c.num_regions; ++i) {
     const std::optional<int64_t> of_region =

@@ -1,5 +1,5 @@
-// How many thread blocks of a kernel can be resident on a device. A grid of this size, whose blocks
-// loop over their tasks, has no half-empty last wave.
+// Determines how many thread blocks of a kernel can be resident on a device. A grid of this size,
+// whose blocks loop over their tasks, has no half-empty last wave.
 #pragma once
 
 #include <array>
@@ -10,11 +10,11 @@
 
 namespace kvcache {
 
-// The number of resident thread blocks of `kKernel` with kThreads threads and without dynamic
-// shared memory, at least 1. Queried once per kernel and device.
+// Returns the number of resident thread blocks of `kKernel` with kThreads threads and without
+// dynamic shared memory, which is at least 1. Queried once per kernel and device.
 template <auto kKernel, int kThreads>
 int64_t resident_blocks(const OnDevice& device) {
-  static std::array<std::atomic<int32_t>, 64> known{};  // by device; 0: not queried yet
+  static std::array<std::atomic<int32_t>, 64> known{};  // indexed by device; 0: not queried yet
   const auto index = static_cast<size_t>(device.index);
   if (index < known.size()) {
     if (const int32_t blocks = known[index].load(std::memory_order_relaxed)) return blocks;

@@ -9,8 +9,8 @@
 
 namespace kvcache {
 
-// A forked process inherits torch's thread pool without its threads, so waiting for them would
-// hang. There, the calling thread does all the work.
+// A forked process inherits torch's thread pool without its threads, so waiting for the threads
+// would hang. In forked processes, the calling thread therefore does all the work.
 template <typename Function>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const Function& function) {
   static const pid_t first_user = getpid();

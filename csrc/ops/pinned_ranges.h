@@ -9,8 +9,8 @@
 namespace kvcache {
 
 // Caches the driver's answer for each pinned range while the range is registered. A query takes
-// about a microsecond, and a copy may have a hundred regions. Memory pinned by others is not
-// cached, because nothing would report that it was unpinned.
+// about a microsecond, and a copy may have a hundred regions. Memory pinned by other libraries is
+// not cached, because nothing reports when it is unpinned.
 class PinnedRanges {
  public:
   static PinnedRanges& instance() {
@@ -29,9 +29,9 @@ class PinnedRanges {
     ranges_.erase(begin);
   }
 
-  // The result of ask(host): the device address of `host` minus the host address, or nullopt
-  // without a device address. `ask` is called once per range and device, and for every address
-  // outside all ranges.
+  // Returns the result of ask(host), which is the device address of `host` minus the host address,
+  // or nullopt without a device address. `ask` is called once per range and device, and for every
+  // address outside all ranges.
   template <class Ask>
   std::optional<int64_t> shift(int32_t device, const char* host, Ask&& ask) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -47,11 +47,11 @@ class PinnedRanges {
  private:
   struct Range {
     const char* end;
-    std::map<int32_t, int64_t> shifts;  // by device
+    std::map<int32_t, int64_t> shifts;  // shifts by device
   };
 
   std::mutex mutex_;
-  std::map<const char*, Range> ranges_;  // by first byte
+  std::map<const char*, Range> ranges_;  // keyed by first byte
 };
 
 }  // namespace kvcache

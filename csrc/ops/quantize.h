@@ -1,5 +1,5 @@
-// Conversions between fp8 and the dtypes of tokens, bitwise equal to PyTorch's, except for the sign
-// of NaN.
+// Conversions between fp8 and the dtypes of tokens. The results are bitwise equal to PyTorch's,
+// except for the sign of NaN.
 //
 // An fp8 value is token / scale. Every branch selects between two numbers, so that compilers can
 // vectorize loops. From compute capability 8.9 on, each conversion is one instruction.
@@ -29,7 +29,7 @@ KV_HOST_DEVICE uint32_t choose(bool condition, uint32_t a, uint32_t b) {
 }
 
 // A floating-point format stored in `Bits`: a sign, an exponent and `mantissa` bits. Magnitudes
-// from `special` on are infinite or NaN. A value above `most` (the bits of a float) becomes `most`;
+// from `special` on are infinite or NaN. Values above `most` (the bits of a float) become `most`.
 // NaN becomes `nan`.
 template <class Bits, uint32_t mantissa, uint32_t bias, uint32_t special, uint32_t most,
           uint32_t nan>
@@ -66,8 +66,8 @@ struct SmallFloat {
 };
 
 // The fp8 formats saturate at their largest finite value.
-using E4M3 = SmallFloat<uint8_t, 3, 7, 0x7F, 0x43E00000u, 0x7F>;   // to 448; no infinity
-using E5M2 = SmallFloat<uint8_t, 2, 15, 0x7C, 0x47600000u, 0x7F>;  // to 57344
+using E4M3 = SmallFloat<uint8_t, 3, 7, 0x7F, 0x43E00000u, 0x7F>;   // saturates at 448; no infinity
+using E5M2 = SmallFloat<uint8_t, 2, 15, 0x7C, 0x47600000u, 0x7F>;  // saturates at 57344
 // float16 does not saturate: 65536 becomes infinity.
 using IeeeHalf = SmallFloat<uint16_t, 10, 15, 0x7C00, 0x47800000u, 0x7E00>;
 
@@ -123,7 +123,7 @@ KV_HOST_DEVICE void quantize(Element x, float scale, uint8_t& out) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   out = static_cast<uint8_t>(encode_pair<Format>(quotient, 0.0f));
 #else
-  out = Format::encode(quotient);  // encoding pairs would prevent vectorization
+  out = Format::encode(quotient);  // not in pairs, which would prevent vectorization
 #endif
 }
 

@@ -1,5 +1,5 @@
-// The schema of every op. Both the library of the real ops and the library of the emulated kernels
-// are defined from it. Mutated arguments are marked; no op returns an alias.
+// The schema of every op. The library of the real ops and the library of the emulated kernels are
+// both defined from these schemas. Mutated arguments are marked, and no op returns an alias.
 #pragma once
 
 namespace kvcache {

@@ -8,10 +8,11 @@ namespace kvcache {
 namespace {
 
 constexpr unsigned kThreads = 256;
-constexpr unsigned kStarts = 4 * kThreads;  // entries of query_start_loc per thread block
+// Maximum entries of query_start_loc in shared memory, per thread block.
+constexpr unsigned kStarts = 4 * kThreads;
 
 // Finds requests like SlotMapping::request_of, with every `step`-th entry of query_start_loc in
-// shared memory. These entries are loaded at once; a search in device memory would wait for one
+// shared memory. These entries are loaded at once. A search in device memory would wait for one
 // entry after another.
 class RequestFinder {
  public:
@@ -38,12 +39,12 @@ class RequestFinder {
  private:
   const SlotMapping& m_;
   const int32_t* starts_;
-  uint32_t step_;  // 0 without requests
+  uint32_t step_;  // 0 if there are no requests
   int32_t end_ = 0;
 };
 
-// One thread per output entry of a group (y): first the tokens, then the entries after the last
-// token. Parallelism over tokens makes long and short requests equally fast.
+// Uses one thread per output entry of a group (y). The tokens come first, followed by the entries
+// after the last token. Parallelism over tokens makes long and short requests equally fast.
 template <class Slot, bool kByRequest>
 __global__ void __launch_bounds__(kThreads) slot_mapping_kernel(const SlotMapping m) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -62,8 +63,8 @@ __global__ void __launch_bounds__(kThreads) slot_mapping_kernel(const SlotMappin
   const int g = static_cast<int>(blockIdx.y);
   int64_t slot = kNoSlot;
   if (row >= 0 && !m.bad_row(row) && !m.outside(position)) {
-    // Only this group's row length counts: other groups may hold a block for the position. The
-    // entry is loaded before the length is compared, so that both loads overlap.
+    // Only the row length of this group is checked, because other groups may hold a block for the
+    // position. The entry is loaded before the length is compared, so that both loads overlap.
     const int64_t num_held = m.counts == nullptr ? INT64_MAX : m.num_held(g, row);
     slot = m.slot(g, row, position);
     if (position >= num_held) slot = kNoSlot;
@@ -81,7 +82,7 @@ void check_values(const SlotMapping& m, cudaStream_t stream) {
   if (i < 0) return;
   int64_t at = i;
   if (m.query_start != nullptr) {
-    at = 0;  // finds the request of token i again, on the host
+    at = 0;  // on the host, finds the request of token i again
     while (at + 1 < m.num_requests && fetch(m.query_start + at + 1, stream) <= i) ++at;
   }
   fail_slot_mapping(m, i, fetch(m.rows + at, stream), fetch(m.positions + i, stream));

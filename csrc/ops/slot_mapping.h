@@ -1,4 +1,4 @@
-// Slot mapping: the slot of each token's KV in the paged cache, for all groups in one call.
+// Computes the slot of each token's KV in the paged cache, for all groups in one call.
 //
 // Rows are given per token, or per request with the start index of each request's tokens. Row -1 is
 // a dummy request. Tokens of dummy requests, tokens on another context-parallel rank, and entries
@@ -72,7 +72,8 @@ inline SlotMapping checked_slot_mapping(const Tensor& tables, const Tensor& grou
   return m;
 }
 
-// Throws for token i. Row and position are arguments, because they may come from a device.
+// Throws the error of token i. The row and the position are arguments, because they may be on a
+// device.
 [[noreturn]] inline void fail_slot_mapping(const SlotMapping& m, int64_t i, int32_t row,
                                            int64_t position) {
   fail(wrong_token(m, i, row, position));

@@ -1,4 +1,4 @@
-// Copies of scattered fragments that in total exceed the CPU caches.
+// Copies scattered fragments that together exceed the CPU caches.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace kvcache {
 
-// A call that writes at least this much would evict its own output from the caches.
+// A call that writes at least this number of bytes would evict its own output from the caches.
 constexpr int64_t kStreamedBytes = int64_t{4} << 20;
 
 #if defined(__SSE2__)
@@ -18,7 +18,7 @@ namespace stream {
 
 constexpr int64_t kLine = 64;
 constexpr int64_t kRow =
-    4096;  // four rows of memory are read at once: prefetchers see four streams
+    4096;  // four rows of memory are read at once, so prefetchers detect four streams
 constexpr int64_t kRows = 4;
 constexpr int64_t kAhead = 256;
 
@@ -35,9 +35,9 @@ inline void line(char* to, const char* from) {
 
 }  // namespace stream
 
-// Copies like memcpy, but bypasses the caches: a line that is completely overwritten is not read
-// first. glibc's memcpy does this only for many megabytes. Call `stream_done` before other threads
-// read the result.
+// Copies like memcpy, but bypasses the caches, so that a line that is completely overwritten is not
+// read first. glibc's memcpy does this only for copies of many megabytes. Call `stream_done` before
+// other threads read the result.
 inline void stream_copy(char* to, const char* from, int64_t n) {
   using namespace stream;
   const int64_t head = -reinterpret_cast<intptr_t>(to) & 15;

@@ -1,7 +1,8 @@
-// Ops for streams, events, pinning and kernel loading that torch lacks: polling and pinning that do
-// not disturb captures, separate streams, and loading of all kernels before a capture.
+// Ops for streams, events, pinning and kernel loading that torch lacks. They provide polling and
+// pinning that do not disturb captures, separate streams, and loading of all kernels before a
+// capture.
 //
-// These ops take no tensors, so they have no dispatch key of a device. Only the CUDA library has
+// These ops take no tensors, so they have no device dispatch key. Only the CUDA library contains
 // them. Handles of events and streams are their addresses.
 #include "ops/device.h"
 #include "ops/pinned_ranges.h"
@@ -13,8 +14,8 @@ namespace {
 
 // While this object exists, calls of the current thread do not invalidate captures of any thread.
 //
-// The thread-local mode would not suffice, because a capturing thread may poll as well. The calls
-// made here do not touch captured work.
+// The thread-local mode would not suffice, because a capturing thread may also poll. The guarded
+// calls do not affect captured work.
 class OutsideCapture {
  public:
   OutsideCapture() { exchange(); }
@@ -111,8 +112,8 @@ int64_t load_kernels(int64_t device) {
   return static_cast<int64_t>(kernel_list().size());
 }
 
-// The CUDA version that this library was compiled with, and the newest version that the driver
-// supports.
+// Returns the CUDA version with which this library was compiled, and the newest version that the
+// driver supports.
 int64_t compiled_version() { return CUDART_VERSION; }
 
 int64_t driver_version() {

@@ -1,4 +1,4 @@
-// Switches: boolean environment variables.
+// Reads boolean environment variables.
 #pragma once
 
 #include <cctype>

@@ -1,4 +1,4 @@
-// The cache groups of a worker's tables as op arguments.
+// Reads the cache groups of a worker's tables from op arguments.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

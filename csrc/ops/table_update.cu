@@ -31,8 +31,8 @@ __device__ __forceinline__ void copy_by_warp(int32_t* to, const int32_t* from, i
 
 // The kernel reads the number of segments, and the grid size does not depend on it, so a captured
 // graph serves every step. All warps get equal numbers of segments. A warp takes up to 32 at once,
-// one per lane. A lane writes short segments (a decode step appends one id to a row) itself; the
-// whole warp writes long segments, one after another.
+// one per lane. Short segments are written by a single lane (a decode step appends one id to a
+// row). Long segments are written by the whole warp, one after another.
 __global__ void __launch_bounds__(kWarps * 32) update_kernel(const TableUpdate u) {
   if (u.bad_count()) return;  // see checked_mode
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kWarps * 32) update_kernel(const TableUpdate u
   }
 }
 
-// Four ids of the output row, starting at column c.
+// Returns four ids of the output row, starting at column c.
 __device__ __forceinline__ int4 shown(const GatheredRow& row, int32_t c) {
   if (c + 3 < row.hidden) return int4{0, 0, 0, 0};
   int4 ids = *reinterpret_cast<const int4*>(row.from + c);
@@ -79,15 +79,16 @@ __device__ __forceinline__ int4 shown(const GatheredRow& row, int32_t c) {
   return ids;
 }
 
-// One thread block per output row (x) and group (y). It copies four ids at a time if both rows are
-// aligned to 16 bytes, at the start or after the same number of leading ids.
+// Uses one thread block per output row (x) and group (y). Copies four ids at a time if both rows
+// are aligned to 16 bytes, at the start or after the same number of leading ids.
 __global__ void __launch_bounds__(kGatherThreads) gather_kernel(KV_PARAMETER TableGather m) {
   const GatheredRow row = m.row(static_cast<int>(blockIdx.y), blockIdx.x);
   const auto misalignment = [](const int32_t* p) {
     return static_cast<int32_t>(reinterpret_cast<uintptr_t>(p) / sizeof(int32_t) % 4);
   };
   const auto thread = static_cast<int32_t>(threadIdx.x);
-  int32_t head = row.columns, vectors = 0;  // ids before the first vector; vectors of four ids
+  // Number of ids before the first vector, and number of vectors of four ids.
+  int32_t head = row.columns, vectors = 0;
   if (misalignment(row.to) == misalignment(row.from)) {
     head = min((4 - misalignment(row.to)) % 4, row.columns);
     vectors = (row.columns - head) / 4;

@@ -1,4 +1,4 @@
-// Device-resident block tables: updates, and gathering rows in batch order.
+// Updates device-resident block tables, and gathers their rows in batch order.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 namespace kvcache {
 
 // The buffer written by `HostTables::pack`: [number of segments, (start, length, index of the
-// values) each, values].
+// values) per segment, values].
 struct TableUpdate {
   int32_t* tables;
   int64_t num_ids;
@@ -19,7 +19,7 @@ struct TableUpdate {
 
   KV_HOST_DEVICE int64_t num_segments() const { return updates[0]; }
   KV_HOST_DEVICE const int32_t* segment(int64_t s) const { return updates + 1 + 3 * s; }
-  // Whether segment s lies outside the tables or the buffer. Segment -1 stands for the number of
+  // Whether segment s lies outside the tables or the buffer. For s = -1, checks the number of
   // segments.
   KV_HOST_DEVICE bool bad_segment(int64_t s) const {
     const int32_t* place = segment(s);
@@ -53,8 +53,8 @@ inline TableUpdate checked_table_update(const Tensor& tables, const Tensor& upda
   fail("segment " + std::to_string(s) + " of updates lies outside the tables or the buffer");
 }
 
-// A row of one group's table in batch order: null in the first `hidden` columns, which lie before
-// the window, then the ids. A padded row is null in all columns.
+// A row of one group's table in batch order. The first `hidden` columns, which lie before the
+// window, are null and are followed by the ids. In a padded row, all columns are null.
 struct GatheredRow {
   const int32_t* from;
   int32_t* to;
@@ -66,8 +66,9 @@ struct GatheredRow {
 struct TableGather {
   TableGroups groups;
   const int32_t* tables;
-  const int32_t* idx_mapping;   // [num_out_rows]; -1: a padded row
-  const int32_t* num_computed;  // [num_out_rows] tokens before the row's first query, or null
+  const int32_t* idx_mapping;  // [num_out_rows]; -1: a padded row
+  // [num_out_rows], tokens before the first query of each row, or null
+  const int32_t* num_computed;
   int64_t num_out_rows;
   int64_t max_num_tokens;  // columns beyond this number of tokens are not written
   int32_t* out;            // same layout as tables
@@ -79,7 +80,8 @@ struct TableGather {
     const TableGroupView& group = groups.group[g];
     const int32_t row = idx_mapping[i];
     const auto columns = static_cast<int32_t>(num_columns(g));
-    int64_t hidden = columns;  // a padded row, or a row out of range (see checked_mode)
+    // All columns, for a padded row or a row out of range (see checked_mode).
+    int64_t hidden = columns;
     if (row >= 0 && row < groups.num_rows) {
       hidden = num_computed != nullptr ? group.num_hidden_columns(num_computed[i]) : 0;
     }

@@ -7,8 +7,8 @@
 
 #include "ops/parallel.h"
 
-// Compiled with and without AVX2; the CPU decides which version runs. AVX2 is twice as fast (AMD
-// EPYC, gcc 12).
+// Compiled with and without AVX2. The version is selected by CPU. AVX2 is twice as fast (AMD EPYC,
+// gcc 12).
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
 #define KV_CLONES __attribute__((target_clones("avx2", "default")))
 #else
@@ -19,9 +19,10 @@ namespace kvcache {
 namespace {
 
 constexpr int64_t kCacheLine = 64;
-constexpr int64_t kGrainBytes = 1 << 18;  // minimum per thread; smaller shares do not pay off
+constexpr int64_t kGrainBytes = 1 << 18;  // minimum bytes per thread; smaller shares do not pay off
 
-// Copies in fixed-size steps: a memcpy of 2 KiB is 5 to 30 % slower (AMD EPYC, gcc 12, glibc 2.36).
+// Copies in fixed-size steps, because a memcpy of 2 KiB is 5 to 30 % slower (AMD EPYC, gcc 12,
+// glibc 2.36).
 constexpr size_t kCopyBytes = 1024;
 
 void copy(char* to, const char* from, size_t n) {

@@ -12,8 +12,9 @@ namespace kvcache {
 namespace {
 
 constexpr int64_t kVectorBytes = 16;
-constexpr unsigned kThreads = 128;      // maximum threads per thread block
-constexpr uint32_t kMaxShares = 32767;  // thread blocks per token; grid.y holds those of K and V
+constexpr unsigned kThreads = 128;  // maximum threads per thread block
+// Maximum thread blocks per token; grid.y includes the blocks of K and of V.
+constexpr uint32_t kMaxShares = 32767;
 
 // A mover converts vectors between tokens and pages. `Token` and `Page` are the vector types. A
 // thread loads the vectors of `kInFlight` tokens before the first store. A mover has one scale.
@@ -38,7 +39,7 @@ struct Fp8Vectors {
   struct alignas(n * sizeof(Element)) Token {
     Element elements[n];
   };
-  // Codes are handled in pairs if n is above 1: extracting single bytes costs an instruction each.
+  // Codes are handled in pairs if n > 1, because extracting a single byte costs an instruction.
   struct alignas(n) Page {
     std::conditional_t<n == 1, uint8_t, uint16_t> codes[(n + 1) / 2];
   };
@@ -50,7 +51,7 @@ struct ToFp8 : Fp8Vectors<Element, n> {
   using typename Fp8Vectors<Element, n>::Token;
   using typename Fp8Vectors<Element, n>::Page;
   using Format = Format_;
-  // Converting a wide vector takes many registers; with two vectors, more warps fit.
+  // Converting a wide vector takes many registers. With two vectors in flight, more warps fit.
   static constexpr unsigned kInFlight = n == 1 ? 4 : 2;
 
   KV_HOST_DEVICE explicit ToFp8(float scale) : divisor(scale) {}
@@ -106,7 +107,7 @@ struct Vectors {
   FastDivisor per_run;
 };
 
-// K and V, and the number of thread blocks per token of K; the rest of grid.y belongs to V.
+// K and V, and the number of thread blocks per token of K. The remaining part of grid.y is for V.
 struct TokenLaunch {
   TokenIo io;
   Vectors vectors[2];
@@ -125,7 +126,8 @@ Vectors vectors_of(const TokenPages& p) {
 
 constexpr int64_t kNoSlot = -1, kSkipped = -2;
 
-// The offset of token i with this slot within the pages of a layer, or one of the constants above.
+// Returns the offset of token i, which has this slot, within the pages of a layer, or one of the
+// constants above.
 __device__ __forceinline__ int64_t place_of(const TokenIo& io, const TokenPages& p, uint32_t i,
                                             int64_t slot) {
   if (i >= io.num_tokens || slot < -1 || slot >= io.num_slots) {
@@ -134,8 +136,8 @@ __device__ __forceinline__ int64_t place_of(const TokenIo& io, const TokenPages&
   return slot < io.first_slot() ? kNoSlot : p.page_place(slot);
 }
 
-// The places of tokens first, first + blockDim.y, ... All slots are loaded before the first one is
-// checked, so that the loads overlap.
+// The offsets of the tokens first, first + blockDim.y, ... All slots are loaded before the first
+// slot is checked, so that the loads overlap.
 template <unsigned n>
 __device__ __forceinline__ void find_places(const TokenIo& io, const TokenPages& p, uint32_t first,
                                             int64_t (&place)[n]) {
@@ -164,9 +166,9 @@ __device__ void write_by_division(const TokenIo& io, const TokenPages& p, float 
   }
 }
 
-// Grid: groups of tokens (x), shares of the vectors of K and V (y), layers (z). Thread block:
-// vectors of a token (x), tokens (y). A thread moves the same vector of Mover::kInFlight tokens,
-// which therefore share one scale and the values derived from it.
+// The grid has groups of tokens (x), shares of the vectors of K and V (y), and layers (z). A thread
+// block has vectors of a token (x) and tokens (y). A thread moves the same vector of
+// Mover::kInFlight tokens, which therefore share one scale and the values derived from it.
 template <class Mover, Direction direction>
 __global__ void __launch_bounds__(kThreads) token_io_kernel(KV_PARAMETER TokenLaunch launch) {
   using Token = typename Mover::Token;
@@ -246,7 +248,7 @@ void launch(const TokenIo& io, const OnDevice& device) {
   KV_LAUNCH((token_io_kernel<Mover, direction>), grid, block, 0, device.stream, launch);
 }
 
-// The largest of 16, 8, 4, 2 and 1 that divides all of these byte counts.
+// Returns the largest of 16, 8, 4, 2 and 1 that divides all of these byte counts.
 int64_t alignment_of(const char* address, std::initializer_list<int64_t> strides) {
   uint64_t all = reinterpret_cast<uintptr_t>(address);
   for (int64_t stride : strides) all |= static_cast<uint64_t>(stride);

@@ -1,12 +1,12 @@
-// Token I/O: copies K and V of single tokens into the paged cache and back, in one layer or in all.
+// Copies K and V of single tokens into the paged cache and back, in one layer or in all layers.
 //
-// Caches are [num_blocks, block_size, num_kv_heads, head_size], with arbitrary strides except a
-// dense last dimension, so the same code serves NHD and HND. For all layers, num_layers is the
-// first dimension. If tokens and cache have the same dtype, bytes are copied. An fp8 cache also
-// takes tokens of a wider dtype, divided by a scale (quantize.h).
+// Caches are [num_blocks, block_size, num_kv_heads, head_size], with arbitrary strides except for a
+// dense last dimension, so the same code handles NHD and HND. If a cache contains all layers,
+// num_layers is the first dimension. If tokens and cache have the same dtype, bytes are copied. An
+// fp8 cache also takes tokens of a wider dtype, divided by a scale (quantize.h).
 //
-// Block 0 is the null block: writes to its slots are dropped, and reads return zeros, as for slot
-// -1. Tokens outside a window and padding therefore belong to no request.
+// Block 0 is the null block. Writes to its slots are dropped, and reads return zeros, as for slot
+// -1. Tokens outside a window and padding tokens therefore affect no request.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ namespace kvcache {
 struct TokenPages {
   char* tokens;  // [num_layers, num_tokens, num_heads, head_size]
   int64_t token_layer_stride, token_stride;
-  uint32_t token_head_stride;  // 32 bits, which a GPU multiplies in one instruction
+  uint32_t token_head_stride;  // 32 bits, because a GPU multiplies these in one instruction
   char* pages;                 // [num_layers, num_blocks, block_size, num_heads, head_size]
   int64_t page_layer_stride, block_stride, offset_stride, page_head_stride;
   FastDivisor by_block;  // its divisor is the block size
@@ -34,7 +34,7 @@ struct TokenPages {
   int64_t token_element, page_element;
   ScalarType token_type, page_type;
   const float* scales;  // [num_layers, 1 or num_heads]; nullptr: copy bytes
-  int64_t scale_layer_stride, scale_head_stride;  // in elements; 0: one scale for all heads
+  int64_t scale_layer_stride, scale_head_stride;  // strides in elements; 0: one scale for all heads
 
   KV_HOST_DEVICE char* token(int64_t layer, int64_t i) const {
     return tokens + layer * token_layer_stride + i * token_stride;
@@ -53,7 +53,7 @@ struct TokenPages {
   }
   // The number of elements of a token.
   KV_HOST_DEVICE int64_t width() const { return num_heads * head_size; }
-  // Whether a token is contiguous, also in its page (NHD), with one scale for all heads.
+  // Whether a token is contiguous in memory and in its page (NHD), with one scale for all heads.
   KV_HOST_DEVICE bool is_contiguous() const {
     return scale_head_stride == 0 &&
            (num_heads <= 1 || (page_head_stride == head_size * page_element &&
@@ -69,7 +69,7 @@ struct TokenIo {
 
   KV_HOST_DEVICE const TokenPages& k() const { return sides[0]; }
   KV_HOST_DEVICE const TokenPages& v() const { return sides[1]; }
-  // Smaller slots belong to the null block.
+  // The first slot after the null block. Smaller slots belong to the null block.
   KV_HOST_DEVICE int64_t first_slot() const { return k().by_block.divisor; }
   // Whether the slot of token i is out of range.
   KV_HOST_DEVICE bool operator()(int64_t i) const { return slots[i] < -1 || slots[i] >= num_slots; }
@@ -111,7 +111,8 @@ inline void check_scale(const std::optional<Tensor>& scale, const std::string& n
   check_dtype(*scale, name.c_str(), {ScalarType::Float});
   check_contiguous(*scale, name.c_str());
   check_same_device(*scale, name.c_str(), tokens, tokens_name.c_str());
-  const int64_t first = cache.dim() - 4;  // 1 if the first dimension is num_layers
+  // Index of the num_blocks dimension: 1 if the first dimension is num_layers.
+  const int64_t first = cache.dim() - 4;
   const int64_t layers = first ? cache.size(0) : 1, heads = cache.size(first + 2);
   const bool one = first == 0 && scale->dim() == 0;
   const bool many = scale->dim() == first + 1 && (first == 0 || scale->size(0) == layers) &&
@@ -127,7 +128,7 @@ inline void check_scale(const std::optional<Tensor>& scale, const std::string& n
 inline TokenPages checked_token_pages(const Tensor& tokens, const std::string& name,
                                       const Tensor& cache, const std::optional<Tensor>& scale) {
   const std::string cache_name = name + "_cache", scale_name = name.substr(0, 1) + "_scale";
-  const int64_t first = cache.dim() == 5;  // the dimension after num_layers
+  const int64_t first = cache.dim() == 5;  // index of the dimension after num_layers
   if (first == 0) {
     check_dim(cache, cache_name.c_str(), 4,
               "[num_blocks, block_size, num_kv_heads, head_size], or with num_layers in front");
@@ -242,7 +243,7 @@ inline TokenIo checked_token_io(Direction direction, const Tensor& key, const Te
           num_blocks * block_size};
 }
 
-// Throws for token i. The slot is an argument, because it may come from a device.
+// Throws the error of token i. The slot is an argument, because it may be on a device.
 [[noreturn]] inline void fail_token_io(const TokenIo& io, int64_t i, int64_t slot) {
   fail("slot_mapping[" + std::to_string(i) + "] is " + std::to_string(slot) +
        ": expected -1 (no slot) to " + std::to_string(io.num_slots - 1));

@@ -1,4 +1,4 @@
-// The widest type with which a kernel can move data, given addresses and sizes.
+// Selects the widest type with which a kernel can move data, given addresses and sizes.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,8 @@
 
 namespace kvcache {
 
-// The largest of 16, 8, 4, 2 and 1 that divides all values, which are combined with bitwise or.
+// Returns the largest of 16, 8, 4, 2 and 1 that divides all values. The values must be combined
+// with bitwise or.
 inline int64_t common_vector_bytes(uint64_t all) {
   all |= 16;
   return static_cast<int64_t>(all & (~all + 1));

@@ -1,4 +1,4 @@
-// Integer arrays between Python and native code.
+// Conversions of integer arrays between Python and native code.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -18,14 +18,14 @@ namespace py = pybind11;
 
 using Int32Array = py::array_t<int32_t, py::array::c_style>;
 
-// A new array, created by numpy's constructor: a step creates several, and pybind11's general
-// constructor is three times as slow.
+// Creates an array with numpy's constructor, because a step creates several arrays and pybind11's
+// general constructor is three times as slow.
 template <class T>
 py::array_t<T, py::array::c_style> new_array(py::ssize_t n) {
   static const py::dtype dtype = py::dtype::of<T>();
   const auto& api = py::detail::npy_api::get();
   Py_intptr_t size = n;
-  dtype.inc_ref();  // the constructor takes a reference
+  dtype.inc_ref();  // the constructor steals a reference
   PyObject* array = api.PyArray_NewFromDescr_(api.PyArray_Type_, dtype.ptr(), 1, &size, nullptr,
                                               nullptr, 0, nullptr);
   if (array == nullptr) throw py::error_already_set();
@@ -37,14 +37,14 @@ template <class T>
 py::object view_of(T* data, std::initializer_list<py::ssize_t> shape, const py::object& owner) {
   static const py::dtype dtype = py::dtype::of<T>();
   const auto& api = py::detail::npy_api::get();
-  dtype.inc_ref();  // the constructor takes a reference
+  dtype.inc_ref();  // the constructor steals a reference
   PyObject* array =
       api.PyArray_NewFromDescr_(api.PyArray_Type_, dtype.ptr(), static_cast<int>(shape.size()),
                                 reinterpret_cast<const Py_intptr_t*>(shape.begin()), nullptr, data,
                                 py::detail::npy_api::NPY_ARRAY_WRITEABLE_, nullptr);
   if (array == nullptr) throw py::error_already_set();
   auto out = py::reinterpret_steal<py::object>(array);
-  owner.inc_ref();  // the array takes a reference
+  owner.inc_ref();  // the array steals a reference
   if (api.PyArray_SetBaseObject_(array, owner.ptr()) != 0) throw py::error_already_set();
   return out;
 }
@@ -72,7 +72,7 @@ inline void clear_refusal() {
   PyErr_Clear();
 }
 
-// A value in an error message, as `kvcache.checks.shown` formats it. Integers with more digits than
+// Formats a value for an error message, like `kvcache.checks.shown`. Integers with more digits than
 // Python prints, and values without a repr, are described.
 inline std::string repr_of(const py::handle& value) {
   try {
@@ -94,13 +94,14 @@ inline std::string short_repr(const py::handle& value) {
   const std::string text = repr_of(value);
   if (text.size() <= kMost) return text;
   size_t end = kMost;
-  // Within a UTF-8 character.
+  // Whether the position is within a UTF-8 character.
   while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;
   return text.substr(0, end) + "...";
 }
 
-// Converts a Python int, or an object with __index__, but not True or False. TypeError for anything
-// else; ValueError for values beyond int64, and therefore beyond every bound that C++ checks.
+// Converts a Python int or an object with __index__, but not True or False. Raises TypeError for
+// anything else, and ValueError for values beyond int64, which are beyond every bound that C++
+// checks.
 inline int64_t int_argument(const py::handle& value, const char* name) {
   const auto number = PyBool_Check(value.ptr())
                           ? py::object()
@@ -120,7 +121,7 @@ inline int64_t int_argument(const py::handle& value, const char* name) {
       (overflow > 0 ? ": expected at most " + std::to_string(kMaxInt32) : ": expected 0 or more"));
 }
 
-// Converts a Python float, or an object with __float__ or __index__, but not True or False.
+// Converts a Python float or an object with __float__ or __index__, but not True or False.
 inline double number_argument(const py::handle& value, const char* name) {
   const double out = PyBool_Check(value.ptr()) ? -1 : PyFloat_AsDouble(value.ptr());
   if (!PyErr_Occurred() && !PyBool_Check(value.ptr())) return out;
@@ -135,7 +136,7 @@ inline double number_argument(const py::handle& value, const char* name) {
   throw py::type_error(text);
 }
 
-// A string that can be encoded as UTF-8.
+// Converts a string that can be encoded as UTF-8.
 inline std::string text_argument(const py::handle& value, const char* name) {
   const bool is_text = PyUnicode_Check(value.ptr()) != 0;
   Py_ssize_t size = 0;
@@ -152,7 +153,7 @@ inline bool flag_argument(const py::handle& value, const char* name) {
   throw py::type_error(std::string(name) + " is " + short_repr(value) + ": expected True or False");
 }
 
-// An integer argument from `least` to `most`.
+// Converts an integer argument in the range from `least` to `most`.
 inline int64_t int_argument(const py::handle& value, const char* name, int64_t least,
                             int64_t most) {
   const int64_t number = int_argument(value, name);
@@ -183,10 +184,11 @@ inline void check_num_entries(const py::handle& value, const char* name) {
   }
 }
 
-// int32 values of a one-dimensional integer sequence: C-contiguous int32 arrays without a copy,
-// lists and tuples of ints directly, everything else through numpy with range checks. TypeError for
-// floats, True and False; ValueError for values beyond int32. A `least` of 0 only changes the error
-// message: the callee checks values that fit int32.
+// The int32 values of a one-dimensional integer sequence. C-contiguous int32 arrays are not copied,
+// lists and tuples of ints are converted directly, and everything else is converted by numpy with
+// range checks. Raises TypeError for floats, True and False, and ValueError for values beyond
+// int32. A `least` of 0 only changes the error message, because the callee checks values that fit
+// int32.
 class Int32Input {
  public:
   Int32Input(const py::handle& value, const char* name, int64_t least = kMinInt32)
@@ -203,8 +205,8 @@ class Int32Input {
   }
   Int32Input(const Int32Input&) = delete;
 
-  // The integers of a list or tuple from entry `first` on, with spare capacity. TypeError if an
-  // entry is not a Python int.
+  // Returns the integers of a list or tuple from entry `first` on, with spare capacity. Raises
+  // TypeError if an entry is not a Python int.
   static std::vector<int32_t> entries_behind(const py::handle& list, const char* name,
                                              py::ssize_t first) {
     Int32Input input(name, kMinInt32);
@@ -243,7 +245,7 @@ class Int32Input {
                                                : std::to_string(least_) + " to 2147483647"));
   }
 
-  // numpy converts a bool among integers to 0 or 1.
+  // Rejects bools among integers, which numpy would convert to 0 or 1.
   void check_no_bool(const py::handle& value) const {
     static const auto* numpy_bool = new py::object(py::module_::import("numpy").attr("bool_"));
     for (py::ssize_t i = 0; i < size_; ++i) {
@@ -254,7 +256,7 @@ class Int32Input {
     }
   }
 
-  // Returns false if an item is not a Python int; numpy then decides.
+  // Returns false if an item is not a Python int. In that case, numpy converts the sequence.
   bool copy_ints(const py::handle& value, py::ssize_t first = 0) {
     PyObject** items = PySequence_Fast_ITEMS(value.ptr());
     size_ = PySequence_Fast_GET_SIZE(value.ptr());
@@ -277,7 +279,7 @@ class Int32Input {
   Int32Array convert(const py::handle& value) const {
     check_num_entries(value, name_);
     if (PyList_Check(value.ptr()) || PyTuple_Check(value.ptr())) {
-      // numpy descends into entries that are sequences.
+      // Checks nested entries too, because numpy descends into entries that are sequences.
       for (const py::handle& entry : value) check_num_entries(entry, name_);
     }
     py::array array;
@@ -323,7 +325,7 @@ class Int32Input {
   std::vector<int32_t> copy_;
 };
 
-// The values of several arrays, as one list each.
+// Converts each of several arrays to a list.
 inline std::vector<std::vector<int32_t>> int32_lists(const py::list& arrays, const char* name) {
   std::vector<std::vector<int32_t>> out;
   for (const py::handle& each : arrays) {
@@ -333,7 +335,7 @@ inline std::vector<std::vector<int32_t>> int32_lists(const py::list& arrays, con
   return out;
 }
 
-// [(values[0], values[1]), (values[2], values[3]), ...]
+// Returns [(values[0], values[1]), (values[2], values[3]), ...].
 inline py::list list_of_pairs(const std::vector<int32_t>& values) {
   py::list out(values.size() / 2);
   for (size_t i = 0; i < values.size(); i += 2) {

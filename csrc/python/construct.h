@@ -1,7 +1,7 @@
 // Constructors of Python classes that survive running out of memory.
 //
 // If pybind11 has no memory to register a new object, it frees the object twice or ends the
-// process. Here the object is freed once, and MemoryError is raised.
+// process. These constructors free the object once and raise MemoryError.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -45,8 +45,8 @@ Class def_init(Class of, Make make, const Extra&... extra) {
   return of;
 }
 
-// An object over memory owned by these Python objects, which it keeps alive. (`py::keep_alive` ends
-// the process if it runs out of memory.)
+// An object that uses memory owned by these Python objects, and keeps them alive. (`py::keep_alive`
+// ends the process if it runs out of memory.)
 template <class T, class... Owners>
 std::shared_ptr<T> over(std::unique_ptr<T> made, Owners... owners) {
   return std::shared_ptr<T>(made.release(), [owners...](T* gone) { delete gone; });

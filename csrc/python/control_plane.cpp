@@ -1,4 +1,4 @@
-// Python bindings of the control plane. Only convert arguments and results.
+// Python bindings of the control plane. The bindings only convert arguments and results.
 #include <pybind11/functional.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -42,13 +42,13 @@ void append_tokens(TokenIds& self, const py::object& token_ids) {
   self.append(tokens.data(), tokens.size());
 }
 
-// During long work, lets other threads run and runs pending signal handlers. Callable with or
+// Lets other threads run during long work, and runs pending signal handlers. Can be called with or
 // without the GIL.
 void run_signal_handlers(bool is_long) {
   if (is_long && PyGILState_Check() != 0) {
     const py::gil_scoped_release unlocked;
-    // A thread that waits for the GIL wakes up only now. Without a pause, this thread would take
-    // the GIL again first.
+    // A thread that waits for the GIL wakes up only after the GIL is released. Without a pause,
+    // this thread would reacquire the GIL first.
     std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
   const py::gil_scoped_acquire locked;
@@ -81,7 +81,7 @@ HashArray hash_blocks_of(const py::object& token_ids, const py::object& block_si
   return copy_hashes(hashes.data(), hashes.size(), digest_bytes(algorithm));
 }
 
-// Rows of a numpy array, which do not change. Reading them runs no Python code.
+// Rows of a numpy array, which do not change. Reading the rows runs no Python code.
 class ArrayRows : public RowDigests {
  public:
   ArrayRows(py::array rows, int64_t block_size) : rows_(std::move(rows)), block_size_(block_size) {
@@ -110,8 +110,8 @@ class ArrayRows : public RowDigests {
   std::string header_;
 };
 
-// Arguments already checked by `Request`: (name, path) or None, (identifier, first, length) tuples,
-// a string or None, an array of rows or None.
+// The arguments have been checked by `Request`. They are (name, path) or None, (identifier, first,
+// length) tuples, a string or None, and an array of rows or None.
 ExtraKeys extra_keys(const py::object& lora, const py::tuple& mm_items,
                      const py::object& cache_salt, const py::object& embeds, int64_t block_size) {
   std::vector<MmItem> items;
@@ -129,7 +129,7 @@ ExtraKeys extra_keys(const py::object& lora, const py::tuple& mm_items,
                    std::move(rows));
 }
 
-// The engine's list of bytes, which the engine extends. Reading it runs no Python code.
+// The engine's list of bytes, which the engine extends. Reading the list runs no Python code.
 class ListedHashes : public GivenHashes {
  public:
   ListedHashes(py::list hashes, std::string request_id, int64_t block_size, int64_t num_bytes)
@@ -172,13 +172,13 @@ class ListedHashes : public GivenHashes {
   int64_t block_size_, num_bytes_;
 };
 
-// Keeps a Python object alive for native code. All of this requires the GIL.
+// Keeps a Python object alive for native code. Requires the GIL.
 EventLabels labels_of(const py::object& labels) {
   if (labels.is_none()) return nullptr;
   return std::make_shared<py::object>(labels);
 }
 
-// The source of a chain's hashes: `given` is (engine's list, quoted request id), a `HashedTokens`
+// The source of a chain's hashes. `given` is (engine's list, quoted request id), a `HashedTokens`
 // or None.
 HashScheme hash_scheme(const std::string& algorithm, const py::object& given, int64_t block_size,
                        int64_t num_bytes) {
@@ -341,14 +341,14 @@ std::unique_ptr<BlockPool> make_pool(const py::object& num_blocks, const py::obj
                                          pool_argument(copies_of, "copies_of").policy()));
 }
 
-// A property of a pool, which must be sound.
+// Defines a property of a pool, which must be sound.
 template <auto kMethod>
 auto sound(const BlockPool& pool) {
   pool.check_sound();
   return (pool.*kMethod)();
 }
 
-// Checks ids even if the policy does not use them.
+// Checks the ids even if the policy does not use them.
 void check_ids(const BlockPool& pool, const Int32Input& ids) {
   for (py::ssize_t i = 0; i < ids.size(); ++i) pool.check_id(ids.data()[i], "ids");
 }

@@ -1,4 +1,4 @@
-// `HashedTokens` for Python. The engine sees it as a sequence of bytes, one per block.
+// `HashedTokens` for Python. It is a sequence of bytes objects, one per block.
 #include "core/hashing/hashed_tokens.h"
 
 #include <pybind11/pybind11.h>
@@ -15,7 +15,7 @@
 namespace kvcache {
 namespace {
 
-// Hashes the tokens of the list that follow the known ones.
+// Hashes the tokens of the list that follow the known tokens.
 void extend(HashedTokens& self, const py::list& token_ids,
             const std::optional<std::vector<std::string>>& extras) {
   const auto size = static_cast<int64_t>(PyList_GET_SIZE(token_ids.ptr()));

@@ -1,5 +1,5 @@
-// Hashes between Python and native code: uint8[n, 32] arrays and 32 bytes. Shorter hashes are
-// padded with zeros in native code.
+// Converts hashes between Python and native code, as uint8[n, 32] arrays and 32-byte values. In
+// native code, shorter hashes are padded with zeros.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -16,7 +16,7 @@ namespace kvcache {
 
 namespace py = pybind11;
 
-// Below this length, hashing a prompt is faster than handing the GIL to another thread.
+// The prompt length in tokens below which hashing is faster than handing the GIL to another thread.
 constexpr int64_t kUnlockedTokens = 4096;
 
 using HashArray = py::array_t<uint8_t, py::array::c_style>;
@@ -35,7 +35,7 @@ inline const Hash* as_hashes(const HashArray& array) {
   return reinterpret_cast<const Hash*>(array.data());
 }
 
-// Hashes with num_bytes each, from a uint8[n, num_bytes] array.
+// Returns hashes of num_bytes bytes from a uint8[n, num_bytes] array.
 inline std::vector<Hash> hashes_of_rows(const py::handle& value, const char* name,
                                         int64_t num_bytes) {
   if (py::isinstance<HashArray>(value)) {

@@ -1,5 +1,5 @@
-// The arrays of a step's plan in one allocation, owned by a Python capsule. numpy arrays are views,
-// created on demand: most plans are read only in part, many not at all.
+// The arrays of a step's plan in one allocation, owned by a Python capsule. numpy arrays are views
+// and are created on demand, because most plans are only partly read, and many are not read at all.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -18,7 +18,7 @@ namespace py = pybind11;
 
 class HeldPlan {
  public:
-  // The arrays in the order in which they are stored. Arrays per group follow those for all groups.
+  // The arrays in storage order. Arrays per group follow the arrays for all groups.
   enum Section {
     kRows,
     kNumComputedTokens,
@@ -74,7 +74,8 @@ class HeldPlan {
   static int in_group(size_t group, GroupSection section) {
     return kFirstOfGroup + static_cast<int>(group) * kNumOfGroup + section;
   }
-  // int32[size], or [size / width, width]. The view keeps `capsule`, which must be the plan's.
+  // Returns a view int32[size] or [size / width, width]. The view keeps `capsule` alive, which must
+  // be the plan's capsule.
   py::object view(const py::object& capsule, int section, py::ssize_t width = 0) {
     const int32_t first = words_[section], size = words_[section + 1] - first;
     return width == 0 ? view_of(words_.get() + first, {size}, capsule)
@@ -110,7 +111,8 @@ class HeldPlan {
 
   size_t num_groups_, num_status_;
   int64_t num_running_, num_leaving_;
-  std::unique_ptr<int32_t[]> words_;  // start of each section, the sections, the status bytes
+  // Start of each section, followed by the sections and the status bytes.
+  std::unique_ptr<int32_t[]> words_;
 };
 
 }  // namespace kvcache

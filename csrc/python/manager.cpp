@@ -1,4 +1,5 @@
-// Python bindings of the manager and its attention kinds. Only convert arguments and results.
+// Python bindings of the manager and its attention kinds. The bindings only convert arguments and
+// results.
 #include "core/manager/manager.h"
 
 #include <pybind11/numpy.h>
@@ -30,9 +31,9 @@
 namespace kvcache {
 namespace {
 
-// A kind written in Python. Called once per position, so that its answers are consistent. Its
-// errors cannot stop a step halfway: they are reported as unraisable, and the answer is 0, with
-// which every block is kept and needed.
+// An attention kind written in Python. It is called only once per position, so that its answers are
+// consistent. Its errors cannot stop a step halfway. They are reported as unraisable, and the
+// answer is 0, for which every block is kept and needed.
 class PythonKind : public AttentionKind {
  public:
   int64_t first_needed_token(int64_t num_computed_tokens) const override {
@@ -54,7 +55,7 @@ class PythonKind : public AttentionKind {
       return token;
     } catch (py::error_already_set& error) {
       if (error.matches(PyExc_KeyboardInterrupt))
-        PyErr_SetInterrupt();  // raised when the call ends
+        PyErr_SetInterrupt();  // KeyboardInterrupt is raised when the call ends
       error.discard_as_unraisable(method);
       return 0;
     }
@@ -181,7 +182,7 @@ py::list per_group(const std::vector<std::vector<BlockId>>& blocks) {
   return out;
 }
 
-// None without slots, otherwise the new blocks per group.
+// Returns the new blocks per group, or None without slots.
 py::object as_python(const Slots& slots) {
   if (slots.status != Status::kServed) return py::none();
   return per_group(slots.new_blocks);
@@ -197,7 +198,7 @@ py::object answer(Manager& self, const char* call, const Answer& native) {
   const Soundness::Change change = self.change(call);
   return as_python(native);
 }
-// The same, by request id.
+// Returns the same result by request id.
 py::dict answer(Manager& self, const RequestRows& requests, const char* call,
                 const Recompute& recompute) {
   const Soundness::Change change = self.change(call);
@@ -221,7 +222,7 @@ py::object as_tuple(const TierCount& tiers, const BlockPool* host) {
                         host->num_evicted());
 }
 
-// (total, window, groups, lifetime or None, idle or None, host or None)
+// Returns (total, window, groups, lifetime or None, idle or None, host or None).
 py::tuple stats_of(Manager& self) {
   const CacheStats& stats = self.stats();
   const std::vector<GroupCount> recent = stats.window_groups();
@@ -239,9 +240,9 @@ py::tuple stats_of(Manager& self) {
                         as_tuple(self.tiers(), self.host()));
 }
 
-// (kinds uint8[n], mediums uint8[n], groups int32[n], hashes and parents uint8[n, hash_bytes],
-// tokens int32[...], int32[n] first tokens or, for cleared events, the number of dropped events,
-// is_reused uint8[n], labels of requests or None)
+// Returns (kinds uint8[n], mediums uint8[n], groups int32[n], hashes and parents uint8[n,
+// hash_bytes], tokens int32[...], int32[n] first tokens or, for cleared events, the number of
+// dropped events, is_reused uint8[n], labels of requests or None).
 py::tuple waiting_events(Manager& self) {
   const EventLog::Drained& drained = self.events();
   const auto n = static_cast<py::ssize_t>(drained.events.size());
@@ -271,7 +272,7 @@ py::tuple waiting_events(Manager& self) {
 void free_requests(Manager& self, RequestRows& requests, const py::tuple& named,
                    const ReleaseFeatures& features, int64_t after_step = -1,
                    bool keep_blocks = false) {
-  if (!self.is_broken()) self.check_caller();  // even if there is nothing to free
+  if (!self.is_broken()) self.check_caller();  // checked even if there is nothing to free
   const RequestRows::Leaving leaving = requests.leaving(named);
   LeavingBlocks blocks;
   blocks.after_step = after_step;
@@ -282,8 +283,8 @@ void free_requests(Manager& self, RequestRows& requests, const py::tuple& named,
   requests.forget(leaving);
 }
 
-// None where there are no slots, else the request's new blocks per group. `computed` is None for
-// the longest cached prefix.
+// Returns the request's new blocks per group, or None without slots. `computed` is None for the
+// longest cached prefix.
 py::object admit(Manager& self, RequestRows& requests, const py::object& asked,
                  const py::object& computed) {
   RequestRows::Asking asking = requests.asking_alone(asked, "request");
@@ -308,7 +309,7 @@ py::object admit(Manager& self, RequestRows& requests, const py::object& asked,
   return as_python(slots);
 }
 
-// Lists per group, or () without blocks.
+// Returns lists per group, or () without blocks.
 py::tuple as_lists(const std::vector<std::vector<BlockId>>& blocks) {
   const bool any = std::any_of(blocks.begin(), blocks.end(),
                                [](const std::vector<BlockId>& ids) { return !ids.empty(); });
@@ -322,7 +323,7 @@ py::tuple as_lists(const std::vector<std::vector<BlockId>>& blocks) {
   return out;
 }
 
-// For each request, None if it does not fit, otherwise its new blocks.
+// Returns, for each request, its new blocks, or None if it does not fit.
 py::list advance(Manager& self, const py::object& rows, const py::object& starts,
                  const py::object& stops, const py::object& num_lookahead_tokens,
                  const py::object& token_ids, const py::object& num_token_ids) {
@@ -360,7 +361,7 @@ py::list advance(Manager& self, const py::object& rows, const py::object& starts
   return answers;
 }
 
-// The row of the child, or -1.
+// Returns the row of the child, or -1.
 int32_t fork(Manager& self, RequestRows& requests, const py::object& parent,
              const py::object& child) {
   const RequestRows::Asking asking = requests.asking_alone(child, "child");
@@ -377,7 +378,7 @@ int32_t fork(Manager& self, RequestRows& requests, const py::object& parent,
   return child_row;
 }
 
-// A property of a sound manager, readable from any thread.
+// Defines a property of a sound manager that any thread can read.
 template <auto kMethod>
 int64_t sound(const Manager& manager) {
   manager.check_sound();
@@ -420,7 +421,7 @@ void bind_manager(py::module_& m) {
              self.find_hashes(wanted.data(), n, g, /*on_host=*/true, host.mutable_data());
              return py::make_tuple(device, host);
            })
-      .def("hashes_of_blocks",  // (hashes uint8[n, hash_bytes], groups int32[n])
+      .def("hashes_of_blocks",  // returns (hashes uint8[n, hash_bytes], groups int32[n])
            [](const Manager& self, const py::object& ids, bool on_host) {
              const Int32Input array(ids, "ids");
              Int32Array groups = new_int32(array.size());
@@ -445,7 +446,7 @@ void bind_manager(py::module_& m) {
           py::arg("chain"), py::arg("read_cache") = py::none(), py::arg("with_partial") = false)
       .def("take_copies", [](Manager& self) { return list_of_pairs(self.take_copies()); })
       .def(
-          // (tokens on the device only, tokens with the host, blocks from the host).
+          // Returns (tokens on the device only, tokens with the host, blocks from the host).
           "lookup_tiers",
           [](Manager& self, TokenChain& chain, const std::optional<bool>& read_cache) {
             const int64_t on_device =

@@ -1,4 +1,4 @@
-// A manager's options for Python, field by field.
+// Binds a manager's options for Python, field by field.
 #include "core/manager/options.h"
 
 #include <pybind11/pybind11.h>
@@ -27,7 +27,7 @@ void bind_size(Binding& binding, const char* name, int64_t ManagerOptions::* fie
       });
 }
 
-// A size that is None in Python and 0 in C++ if unset.
+// Binds a size that is None in Python and 0 in C++ if it is not set.
 void bind_optional_size(Binding& binding, const char* name, int64_t ManagerOptions::* field) {
   binding.def_property(
       name,
@@ -59,7 +59,7 @@ void bind_options(py::module_& m) {
   def_init(
       eviction,
       [](const std::string& policy, const std::map<std::string, double>& options) {
-        // Only to raise an error for invalid options.
+        // Called only to raise an error for invalid options.
         make_eviction_policy(policy, options, /*num_blocks=*/2);
         return std::make_unique<Eviction>(Eviction{policy, options, /*make=*/{}});
       },
@@ -83,7 +83,7 @@ void bind_options(py::module_& m) {
     return std::make_unique<ManagerOptions>();
   }).def("check_optional", &check_optional);
   options.def_property("groups", nullptr, [](ManagerOptions& self, const py::list& tuples) {
-    // (kind, tokens per block, drafts, cached, transferred) per group
+    // Reads (kind, tokens per block, drafts, cached, transferred) per group.
     self.groups = groups_of_tuples(tuples);
   });
   bind_size(options, "num_gpu_blocks", &ManagerOptions::num_blocks);

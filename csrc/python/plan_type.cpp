@@ -1,4 +1,5 @@
-// A plan for Python: an object of the class in kvcache/step.py, with the arrays of a `HeldPlan`.
+// Creates plans for Python. A plan is an object of the class in kvcache/step.py, with the arrays of
+// a `HeldPlan`.
 #include "python/plan_type.h"
 
 #include <pybind11/numpy.h>
@@ -24,9 +25,8 @@ class PlanType {
     py::object ids, splits, pairs, replace;
   };
 
-  // The fields that the native step sets. Some are set immediately. Answers and changes are each
-  // set at the first access to one of them: most plans are read only for their answers, and plans
-  // without changes for nothing else.
+  // The fields that the native step sets. Some are set immediately. All answers, or all changes,
+  // are set at the first access to one of them, because most plans are read only for their answers.
   enum Field {
     kStepId,
     kPreviousStepId,
@@ -54,11 +54,11 @@ class PlanType {
   };
 
   static PlanType& get() {
-    static auto* type = new PlanType;  // leaked: it must outlive the interpreter
+    static auto* type = new PlanType;  // leaked, because it must outlive the interpreter
     return *type;
   }
 
-  // TypeError if the dataclass lacks a field, or has an additional field without a default.
+  // Raises TypeError if the dataclass lacks a field, or has an additional field without a default.
   void use(const py::type& dataclass, EmptySections sections) {
     static constexpr const char* kNames[kNumFields] = {"step_id",
                                                        "previous_step_id",
@@ -127,9 +127,10 @@ class PlanType {
   }
 
   void hold(const py::object& plan, const py::object& capsule) const { set(plan, held_, capsule); }
-  // The plan's capsule, borrowed; null for a plan that no step has created.
+  // Returns the plan's capsule as a borrowed reference, or null for a plan that was not created by
+  // a step.
   PyObject* held(PyObject* plan) const { return value_of(plan, held_); }
-  // The missing answer or change with this name, or kNumFields.
+  // Returns the unset answer or change with this name, or kNumFields.
   Field missing(PyObject* plan, PyObject* name) const {
     for (size_t i = kFirstAnswer; i < slots_.size(); ++i) {
       if (slots_[i].name.ptr() != name) continue;
@@ -168,13 +169,13 @@ class PlanType {
     return out;
   }
 
-  // Borrowed; null if unset.
+  // Returns a borrowed reference, or null if the field is not set.
   static PyObject* value_of(PyObject* plan, const Slot& slot) {
     if (slot.offset < 0) return nullptr;
     return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(plan) + slot.offset);
   }
 
-  // Written in place, which takes a tenth of the time of setting an attribute.
+  // Writes the field in place, which takes a tenth of the time of setting an attribute.
   static void set(const py::object& plan, const Slot& slot, const py::object& value) {
     if (slot.offset < 0) {
       if (PyObject_SetAttr(plan.ptr(), slot.name.ptr(), value.ptr()) != 0)
@@ -190,7 +191,7 @@ class PlanType {
   Slot held_;
   py::tuple no_arguments_;
   std::array<Slot, kNumFields> slots_;
-  std::vector<std::pair<Slot, py::object>> defaults_;  // of the remaining fields
+  std::vector<std::pair<Slot, py::object>> defaults_;  // defaults of the remaining fields
 };
 
 void set_answers(const PlanType& type, const py::object& out, const py::object& capsule) {
@@ -266,7 +267,7 @@ py::object held_arrays_type() {
 
 }  // namespace
 
-// `plan_attribute` creates the arrays.
+// The arrays are created by `plan_attribute`.
 py::object as_plan(const StepPlan& plan) {
   const PlanType& type = PlanType::get();
   py::object out = type.make();

@@ -12,7 +12,7 @@ namespace kvcache {
 
 namespace py = pybind11;
 
-// A plan whose arrays are created on demand.
+// Returns a plan whose arrays are created on demand.
 py::object as_plan(const StepPlan& plan);
 
 // The native arrays of a plan of which no change has been created as a Python array or assigned.

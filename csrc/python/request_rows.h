@@ -1,8 +1,9 @@
-// The requests of a KVCacheManager: the row of each request, and the chain with its hashes.
+// The requests of a KVCacheManager, with the row of each request and the chain that contains its
+// hashes.
 //
 // A call changes the rows and the manager together, and runs no Python code between the first and
-// the last change: an exception from a signal handler comes before both or after both. Names are
-// therefore exact strings, which compare and hash without Python code.
+// the last change. An exception from a signal handler is therefore raised before or after all
+// changes. Names must be exact strings, because these compare and hash without Python code.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -34,19 +35,19 @@ class RequestRows {
   // num_reserved_blocks, max_host_blocks, read_cache), where external is None or a NamedTuple
   // (num_tokens, delayed).
   static void use_admit_types(const py::type& admit, const py::type& external) {
-    admit_type() = admit.inc_ref().ptr();  // they must outlive the interpreter
+    admit_type() = admit.inc_ref().ptr();  // leaked, because the types must outlive the interpreter
     external_type() = external.inc_ref().ptr();
   }
 
-  // Requests to admit: none of them has a row yet.
+  // Requests to admit, none of which has a row yet.
   struct Asking {
     std::vector<py::object> ids;
     std::vector<NewRow> rows;
   };
 
   // Reads requests and `Admit` values. Throws TypeError for anything else, and ValueError for a
-  // request that is admitted already, is named twice, or has more encoder tokens than the manager
-  // takes.
+  // request that is already admitted, is named twice, or has more encoder tokens than the manager
+  // accepts.
   Asking asking(const py::handle& requests) const {
     const py::object sequence = sequence_of(requests, "new");
     const py::ssize_t n = PySequence_Fast_GET_SIZE(sequence.ptr());
@@ -54,7 +55,8 @@ class RequestRows {
     out.ids.reserve(static_cast<size_t>(n));
     out.rows.reserve(static_cast<size_t>(n));
     for (py::ssize_t i = 0; i < n; ++i) {
-      // Borrowed anew each time, because reading a request runs Python code that may change a list.
+      // Borrows each entry again, because reading a request runs Python code that may change a
+      // list.
       add(item(sequence, i, n), [i] { return "new[" + std::to_string(i) + "]"; }, &out);
     }
     if (n > 1) check_once(out.ids);
@@ -65,7 +67,7 @@ class RequestRows {
     add(request, [name] { return std::string(name); }, &out);
     return out;
   }
-  // The request of an `Admit`, or the request itself.
+  // Returns the request of an `Admit`, or the request itself.
   static py::object request_of(const py::object& asked) {
     if (!is_admit(asked)) return asked;
     return py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(asked.ptr(), 0));
@@ -78,20 +80,20 @@ class RequestRows {
     for (const py::object& id : asking.ids) check_new(id);
   }
 
-  // Records the rows of the new requests; -1: no row.
+  // Records the rows of the new requests. A row of -1 means no row.
   void admit(const Asking& asking, const int32_t* rows) {
     for (size_t i = 0; i < asking.ids.size(); ++i) {
       if (rows[i] >= 0) rows_[asking.ids[i]] = py::int_(rows[i]);
     }
   }
 
-  // The admitted ones of these requests, each once.
+  // The admitted requests among these requests, each listed once.
   struct Leaving {
     std::vector<py::object> ids;
     std::vector<int32_t> rows;
   };
 
-  // TypeError for values that are not requests. Requests without a row are omitted.
+  // Throws TypeError for values that are not requests. Requests without a row are omitted.
   Leaving leaving(const py::tuple& requests) const {
     Leaving out;
     std::optional<py::set> seen;
@@ -101,7 +103,7 @@ class RequestRows {
     for (const py::handle& request : requests) {
       ids.push_back(id_of(request, [] { return std::string("request"); }));
     }
-    // After the last Python code, which may have freed and admitted requests.
+    // Runs after the last Python code, which may have freed and admitted requests.
     for (py::object& id : ids) {
       PyObject* row = row_of(id);
       if (row == nullptr || (seen && !is_first(*seen, id))) continue;
@@ -116,19 +118,19 @@ class RequestRows {
     }
   }
 
-  // The row of the request, or -1.
+  // Returns the row of the request, or -1.
   int32_t find(const py::object& request) const {
     PyObject* row = row_of(id_of(request, [] { return std::string("request"); }));
     return row == nullptr ? -1 : static_cast<int32_t>(PyLong_AsLong(row));
   }
-  // The row of the request. ValueError if it has none.
+  // Returns the row of the request. Throws ValueError if it has none.
   int32_t at(const py::object& request, const char* name) const {
     const py::object id = id_of(request, [name] { return std::string(name); });
     PyObject* row = row_of(id);
     if (row != nullptr) return static_cast<int32_t>(PyLong_AsLong(row));
     throw py::value_error("request " + repr(id) + " is not admitted: it has no blocks");
   }
-  // Values per row, by request id.
+  // Returns the values per row by request id.
   py::dict by_id(const std::vector<int32_t>& rows, const std::vector<int32_t>& values) const {
     py::dict out;
     if (rows.empty()) return out;  // true for most reports
@@ -149,7 +151,7 @@ class RequestRows {
   }
   static PyTypeObject* admit_class() { return reinterpret_cast<PyTypeObject*>(admit_type()); }
 
-  // `name()` says which argument the request is.
+  // `name()` returns which argument the request is.
   template <class Name>
   void add(const py::object& asked, const Name& name, Asking* out) const {
     const py::object request = request_of(asked);
@@ -206,7 +208,7 @@ class RequestRows {
     if (row_of(id) == nullptr) return;
     throw py::value_error("request " + repr(id) + " is admitted already");
   }
-  // The id as an exact string. `name()` describes the argument in an error.
+  // Returns the id as an exact string. `name()` describes the argument in an error.
   template <class Name>
   static py::object id_of(const py::handle& request, const Name& name) {
     py::object id = attribute(request, id_name(), name);
@@ -220,7 +222,7 @@ class RequestRows {
   }
 
   static std::string repr(const py::handle& value) { return short_repr(value); }
-  // Leaked, because it must outlive the interpreter.
+  // The object is leaked, because it must outlive the interpreter.
   static const py::str& interned(const char* text) {
     return *new py::str(py::reinterpret_steal<py::str>(PyUnicode_InternFromString(text)));
   }
@@ -238,7 +240,7 @@ class RequestRows {
     return name;
   }
 
-  // A list or tuple unchanged, any other iterable as a list.
+  // Returns a list or tuple unchanged, and any other iterable as a list.
   static py::object sequence_of(const py::handle& values, const char* name) {
     check_num_entries(values, name);
     if (PySequence_Check(values.ptr()) || PyObject_HasAttrString(values.ptr(), "__len__")) {
@@ -254,7 +256,7 @@ class RequestRows {
                          ": expected a sequence of requests");
   }
 
-  // The values of an iterator, which may be infinite.
+  // Reads the values of an iterator, which may be infinite.
   static py::object listed(const py::object& iterator, const char* name) {
     constexpr size_t kMost = 1 << 20;
     py::list out;
@@ -286,7 +288,7 @@ class RequestRows {
                               const Name& name) {
     auto out = py::reinterpret_steal<py::object>(PyObject_GetAttr(request.ptr(), attribute.ptr()));
     if (out) return out;
-    const py::error_already_set error;  // takes the current error
+    const py::error_already_set error;  // fetches the current error
     if (!error.matches(PyExc_AttributeError)) throw error;
     fail_no_request(request, name());
   }
@@ -307,12 +309,12 @@ class RequestRows {
     const auto chain = py::reinterpret_steal<py::object>(
         PyObject_VectorcallMethod(chain_name().ptr(), arguments, 2, nullptr));
     if (chain) return py::cast<std::shared_ptr<TokenChain>>(chain);
-    const py::error_already_set error;  // takes the current error
+    const py::error_already_set error;  // fetches the current error
     if (PyObject_HasAttr(request.ptr(), chain_name().ptr())) throw error;
     fail_no_request(request, name());
   }
 
-  // Borrowed; null without a row.
+  // Returns a borrowed reference, or null without a row.
   PyObject* row_of(const py::object& id) const {
     PyObject* row = PyDict_GetItemWithError(rows_.ptr(), id.ptr());
     if (row == nullptr && PyErr_Occurred()) throw py::error_already_set();
@@ -340,7 +342,7 @@ class RequestRows {
     return PySet_GET_SIZE(seen.ptr()) > before;
   }
 
-  py::dict rows_;  // by id
+  py::dict rows_;  // rows by request id
   py::tuple chain_key_;
   int64_t max_encoder_tokens_;
 };

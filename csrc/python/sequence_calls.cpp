@@ -16,14 +16,15 @@ std::shared_ptr<TokenChain> chain_of(const py::handle& tokens) {
   return py::cast<std::shared_ptr<TokenChain>>(tokens.attr("chain"));
 }
 
-// Null if there is no entry.
+// Returns null if there is no entry.
 py::object entry_of(const py::dict& entries, const py::object& name) {
   PyObject* entry = PyDict_GetItemWithError(entries.ptr(), name.ptr());
   if (entry == nullptr && PyErr_Occurred()) throw py::error_already_set();
   return py::reinterpret_borrow<py::object>(entry);
 }
 
-// Its whole prompt is computed in one step, and its blocks are cached once that step has run.
+// The whole prompt of the row is computed in one step, and its blocks are cached after that step
+// has run.
 NewRow new_row(std::shared_ptr<TokenChain> chain) {
   NewRow asked;
   asked.chain = std::move(chain);
@@ -43,7 +44,7 @@ void SequenceCalls::set_row(const py::object& seq_id, const py::object& owner, i
 bool SequenceCalls::take_rows(const py::list& sequences, const py::list& hits, int64_t num_cached,
                               bool skips_blocks, const py::object& encoder) {
   struct New {
-    py::object seq_id, owner;  // of an AllocatedSequence without a row
+    py::object seq_id, owner;  // id and owner of an AllocatedSequence without a row
     std::shared_ptr<TokenChain> chain;
   };
   std::vector<New> all;
@@ -69,8 +70,8 @@ bool SequenceCalls::take_rows(const py::list& sequences, const py::list& hits, i
   return true;
 }
 
-// For a prompt, blocks outside the window are not held; for later tokens they are. All tokens of an
-// encoder are read, so tokens after the first are added as later tokens.
+// Blocks outside the window are not allocated for a prompt, but they are for later tokens. All
+// tokens of an encoder are read, so all tokens except the first are added as later tokens.
 void SequenceCalls::take_encoder_row(const py::tuple& encoder) {
   const auto num_more = py::cast<int64_t>(encoder[3]) - 1;
   NewRow asked = new_row(chain_of(encoder[2]));
@@ -109,7 +110,8 @@ void SequenceCalls::free_encoder_row(const py::dict& rows, const py::object& req
   }
 }
 
-// Removes row and entry together: comparing names may run Python code, which may raise.
+// Removes the row and the entry together, because comparing names may run Python code, which may
+// raise.
 void SequenceCalls::free_entry(const py::dict& entries, const py::object& name, int32_t row) {
   native_->free(row);
   if (native_->is_broken()) return;
@@ -167,7 +169,7 @@ PyObject* SequenceCalls::can_append_slots(py::handle group, py::handle num_looka
   return py::bool_(!is_too_long && num_touched <= native_->pool().num_free()).release().ptr();
 }
 
-// Reads the new token ids of a sequence if they are needed.
+// Reads the new token ids of a sequence, if they are needed.
 void SequenceCalls::read_ids(const AllocatedSequence& known, py::handle seq, int64_t num_new,
                              NewTokens* out) const {
   out->size = num_new;
@@ -234,8 +236,8 @@ PyObject* SequenceCalls::append_slots(py::handle seq, py::handle num_lookahead_s
 
 namespace {
 
-// New tokens of several sequences that their chains have taken. Tokens without slots are rolled
-// back.
+// New tokens of several sequences, which have been appended to their chains. Tokens without slots
+// are rolled back.
 class TakenTokens {
  public:
   TakenTokens(Manager* native, std::vector<RowAsk> all) : native_(native), all_(std::move(all)) {
@@ -285,7 +287,7 @@ PyObject* SequenceCalls::append_group_slots(py::handle groups,
     }
     ends.push_back(all.size());
   }
-  // A group with a sequence that is too long does not fit, and ends the batch.
+  // A group with a sequence that is too long does not fit and ends the batch.
   const auto too_long = std::find_if(all.begin(), all.end(), [&](const Growing& each) {
     return value_of(each.owner).num_tokens + each.tokens.size > max_model_len_;
   });
@@ -299,7 +301,7 @@ PyObject* SequenceCalls::append_group_slots(py::handle groups,
   }
   TakenTokens taken(native_, std::move(asks));
   py::list pairs;
-  std::optional<Soundness::Change> change;  // from the first served sequence on
+  std::optional<Soundness::Change> change;  // set from the first served sequence on
   size_t num_served = 0, first = 0;
   for (; num_served < ends.size(); first = ends[num_served++]) {
     int64_t num_touched = 0;
@@ -322,8 +324,8 @@ PyObject* SequenceCalls::append_group_slots(py::handle groups,
   return py::make_tuple(num_served, pairs).release().ptr();
 }
 
-// Updates the views. Blocks from `first_written` on were added or replaced, and leading blocks may
-// have left a window.
+// Updates the views. Blocks from `first_written` on have been added or replaced, and leading blocks
+// may have left a window.
 void SequenceCalls::refresh_table(AllocatedSequence* known, int64_t first_written) const {
   const std::vector<BlockId>& blocks = native_->blocks(known->row, 0);
   const auto size = static_cast<int64_t>(blocks.size());
@@ -385,7 +387,7 @@ PyObject* SequenceCalls::access_all_blocks_in_seq(py::handle seq, py::handle now
   Py_RETURN_NONE;
 }
 
-// The sum of all marks, including `count`.
+// The sum of all marks of the sequence, including `count`.
 int64_t SequenceCalls::marks_with(const AllocatedSequence& known, int64_t count,
                                   py::handle seq) const {
   const int64_t num_marked = std::min(known.num_marked + count, known.num_tokens);
@@ -400,7 +402,7 @@ PyObject* SequenceCalls::mark_blocks_as_computed(py::handle group,
                                                  py::handle token_chunk_size) const {
   const int64_t count = size_argument(token_chunk_size, "token_chunk_size");
   if (!enable_caching_ && !window_) Py_RETURN_NONE;
-  std::vector<std::pair<py::object, int64_t>> more;  // after the first sequence
+  std::vector<std::pair<py::object, int64_t>> more;  // sequences after the first
   std::pair<py::object, int64_t> first;
   Sequences seqs = Sequences::of(group);
   while (const py::object seq = seqs.next()) {
@@ -414,7 +416,7 @@ PyObject* SequenceCalls::mark_blocks_as_computed(py::handle group,
       more.emplace_back(std::move(owner), num_marked);
     }
   }
-  std::optional<Soundness::Change> change;  // from the first marked sequence on
+  std::optional<Soundness::Change> change;  // set from the first marked sequence on
   const auto mark = [&](const std::pair<py::object, int64_t>& each) {
     AllocatedSequence& known = value_of(each.first);
     if (enable_caching_) native_->mark_computed(known.row, known.num_computed(each.second));

@@ -1,5 +1,5 @@
-// The calls that a scheduler makes for each sequence in each step: they read a sequence's Python
-// objects and return the native manager's answer.
+// The calls that a scheduler makes for each sequence in each step. They read a sequence's Python
+// objects and return the answer of the native manager.
 //
 // Returned lists are updated in place, so the cost of a call does not depend on the length of the
 // sequence.
@@ -19,29 +19,31 @@
 
 namespace kvcache::sequences {
 
-// A sequence with blocks: its row, its tokens, and how many of them are marked as computed.
+// A sequence with blocks, with its row, its tokens, and the number of tokens that are marked as
+// computed.
 struct AllocatedSequence {
   int32_t row;
   py::object tokens;  // kvcache.compat.sequences.tokens.Tokens
   bool reads_ids;     // whether token ids are read
-  // For a prompt longer than the window, blocks outside the window at its end are not held.
+  // For a prompt longer than the window, blocks outside the window at the end of the prompt are not
+  // allocated.
   bool skips_blocks;
   int64_t num_tokens;   // tokens with slots
   int64_t num_prompt;   // tokens with slots at allocation
-  int64_t num_cached;   // prompt tokens that were hits at allocation
+  int64_t num_cached;   // prompt tokens that hit the cache at allocation
   int64_t num_marked;   // sum of all marks, at most `num_tokens`
   int64_t num_with_kv;  // tokens with KV after the last mark
-  // Views created on demand: the blocks of the sequence, and its hit blocks.
+  // The blocks of the sequence and its hit blocks, as views created on demand.
   int64_t num_dropped = 0;  // leading null entries of `table`
   py::object table, hits;
   int64_t last_call = 0;  // last call with several sequences that included this one
 
-  // The number of tokens with KV if the sum of marks is `marked`. After the prompt, a step may
-  // accept several tokens regardless of its mark.
+  // Returns the number of tokens with KV if the sum of marks is `marked`. After the prompt, a step
+  // may accept several tokens regardless of its mark.
   int64_t num_computed(int64_t marked) const {
     return marked < num_prompt ? marked : std::max(marked, num_tokens - 1);
   }
-  // The initial state of a prompt with these tokens, without a row.
+  // Returns the initial state of a prompt with these tokens, without a row.
   static AllocatedSequence begun(const py::object& tokens, int64_t num_cached, bool skips_blocks) {
     AllocatedSequence out{};
     out.row = -1;
@@ -52,7 +54,7 @@ struct AllocatedSequence {
     out.num_cached = out.num_with_kv = num_cached;
     return out;
   }
-  // The initial state of a child, without a row.
+  // Returns the initial state of a child, without a row.
   AllocatedSequence forked(const py::object& child_tokens) const {
     AllocatedSequence child = *this;
     child.row = -1;
@@ -70,9 +72,9 @@ struct AllocatedSequence {
 // Tokens that need slots.
 struct NewTokens {
   int64_t size = 0;
-  bool are_read = false;         // otherwise their values do not matter
-  int32_t one = 0;               // if there is one token
-  std::vector<int32_t> several;  // otherwise
+  bool are_read = false;         // whether the values of the tokens are read
+  int32_t one = 0;               // id if there is one token
+  std::vector<int32_t> several;  // ids if there are several
 
   const int32_t* data() const {
     return !are_read ? nullptr : several.empty() ? &one : several.data();
@@ -105,7 +107,7 @@ class SequenceCalls {
   int64_t watermark_blocks() const { return watermark_blocks_; }
   void set_watermark_blocks(int64_t num_blocks) { watermark_blocks_ = num_blocks; }
 
-  // The AllocatedSequence of a sequence, or null if it has no blocks.
+  // Returns the AllocatedSequence of a sequence, or null if it has no blocks.
   py::object find(py::handle seq) const {
     const py::object seq_id = seq_id_of(seq);
     PyObject* known = PyDict_GetItemWithError(allocated_.ptr(), seq_id.ptr());
@@ -131,21 +133,21 @@ class SequenceCalls {
     return required + ceil_div(num_encoder_tokens, block_size_);
   }
 
-  // Creates rows with slots for the prompt of `sequences`, (seq_id, Tokens) each, after a hit: the
-  // first sequence gets the blocks, and the others share them. `encoder` is None, or (rows of
-  // encoders, request_id, Tokens of one token, number of tokens) for an encoder that fits. Returns
-  // false, with nothing changed, if the prompt does not fit.
+  // Creates rows with slots for the prompt of `sequences`, which are (seq_id, Tokens) pairs, after
+  // a hit. The first sequence gets the blocks, and the others share them. `encoder` is None, or
+  // (rows of encoders, request_id, Tokens of one token, number of tokens) for an encoder that fits.
+  // Returns false, without any change, if the prompt does not fit.
   bool take_rows(const py::list& sequences, const py::list& hits, int64_t num_cached,
                  bool skips_blocks, const py::object& encoder);
   // Creates a row for a child that shares the blocks of `parent`.
   void fork_row(const py::object& parent, const py::object& seq_id, const py::object& tokens);
-  // No effect without a row.
+  // Has no effect without a row.
   void free_row(const py::object& seq_id);
   void free_encoder_row(const py::dict& rows, const py::object& request_id);
-  // The blocks to move as (device block, host block) pairs, or None if they do not fit.
+  // Returns the blocks to move as (device block, host block) pairs, or None if they do not fit.
   py::object swap_out_rows(const std::vector<int32_t>& rows, const py::list& sequences) const;
 
-  // The calls of the scheduler.
+  // Calls of the scheduler:
   PyObject* can_allocate(py::handle group, py::handle num_lookahead_slots) const;
   PyObject* can_append_slots(py::handle group, py::handle num_lookahead_slots) const;
   PyObject* append_slots(py::handle seq, py::handle num_lookahead_slots) const;
@@ -179,7 +181,7 @@ class SequenceCalls {
     }
   }
   int64_t marks_with(const AllocatedSequence& known, int64_t count, py::handle seq) const;
-  // The number of blocks that contain slots `start` to `stop - 1`.
+  // Returns the number of blocks that contain slots `start` to `stop - 1`.
   int64_t num_touched_blocks(int64_t start, int64_t stop) const {
     return stop > start ? (stop - 1) / block_size_ - start / block_size_ + 1 : 0;
   }
@@ -196,8 +198,8 @@ class SequenceCalls {
   bool enable_caching_;
   int64_t watermark_blocks_, max_model_len_;
   AllocStatuses statuses_;
-  py::dict allocated_;             // by seq_id
-  mutable int64_t num_calls_ = 0;  // calls with several sequences
+  py::dict allocated_;             // sequences with blocks, by seq_id
+  mutable int64_t num_calls_ = 0;  // number of calls with several sequences
 };
 
 }  // namespace kvcache::sequences

@@ -1,5 +1,4 @@
-// Reads the engine's objects: sequences and groups of `BlockSpaceManager`, through CPython's own
-// calls.
+// Reads the engine's sequence and group objects for `BlockSpaceManager`, with CPython's own calls.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,7 +13,7 @@
 
 namespace kvcache::sequences {
 
-// Names of attributes of sequences and groups.
+// The names of attributes of sequences and groups.
 struct Names {
   static const Names& get() {
     static const auto* names = new Names;  // leaked, because it must outlive the interpreter
@@ -60,7 +59,7 @@ inline py::object call_method(py::handle of, const py::str& name) {
   return py::reinterpret_steal<py::object>(value);
 }
 
-// A dictionary key, which must be hashable.
+// Checks a dictionary key, which must be hashable.
 inline py::object name_of(py::handle of, const py::str& attribute_name) {
   py::object value = attribute(of, attribute_name);
   if (PyLong_CheckExact(value.ptr()) || PyUnicode_CheckExact(value.ptr())) return value;
@@ -141,10 +140,11 @@ inline Status status_named(PyObject* name) {
   return py::cast<bool>(text.attr("startswith")("FINISHED")) ? Status::kFinished : Status::kOther;
 }
 
-// The status of a sequence, an enum member or text. Names of enum members do not change, so known
-// members are cached.
+// The status of a sequence, which is an enum member or text. Names of enum members do not change,
+// so known members are cached.
 inline Status status_of(py::handle seq) {
-  constexpr size_t kMostKnown = 32;  // an engine has one enum
+  // Maximum number of cached members; an engine has only one enum.
+  constexpr size_t kMostKnown = 32;
   static auto* known = new std::vector<std::pair<PyObject*, Status>>;
   const Names& names = Names::get();
   const py::object status = attribute(seq, names.status);
@@ -170,21 +170,21 @@ inline Status status_of(py::handle seq) {
   return value;
 }
 
-// The sequences of a group. Python code may run between them.
+// Iterates over the sequences of a group. Python code may run in between.
 class Sequences {
  public:
   Sequences(py::object seqs, const char* name) : seqs_(listed(std::move(seqs), name)) {}
   static Sequences of(py::handle group) {
     return Sequences(call_method(group, Names::get().get_seqs), "get_seqs() of seq_group");
   }
-  // The next sequence, or null at the end.
+  // Returns the next sequence, or null at the end.
   py::object next() {
     if (at_ >= PySequence_Fast_GET_SIZE(seqs_.ptr())) return {};
     return py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(seqs_.ptr(), at_++));
   }
 
  private:
-  // Lists and tuples unchanged. Other values must have a length.
+  // Returns lists and tuples unchanged. Other values must have a length.
   static py::object listed(py::object seqs, const char* name) {
     if (PyList_CheckExact(seqs.ptr()) || PyTuple_CheckExact(seqs.ptr())) return seqs;
     check_num_entries(seqs, name);
@@ -204,7 +204,7 @@ class Sequences {
                         " has no " + status + " sequence: expected 1 or more");
 }
 
-// The group's sequences with this status, at least one.
+// Returns the group's sequences with this status, at least one.
 inline py::list sequences_with(py::handle group, const py::str& status) {
   const Status wanted = status_named(status.ptr());
   Sequences seqs = Sequences::of(group);

@@ -1,6 +1,6 @@
-// The calls of `SequenceCalls` as methods of the Python class `BlockSpaceManager`.
+// Provides the calls of `SequenceCalls` as methods of the Python class `BlockSpaceManager`.
 //
-// They are CPython methods, because the dispatch of pybind11 would take longer than the calls.
+// The methods are CPython methods, because pybind11's dispatch would take longer than the calls.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -129,7 +129,7 @@ std::array<_PyCFunctionFastWithKeywords, kNumCalls> functions(std::index_sequenc
   return {&call<kCall>...};
 }
 
-// A decorator: returns the native method of this name, with the declaration's signature and
+// A decorator that returns the native method of this name, with the declaration's signature and
 // docstring.
 py::object native_method(const py::object& declaration) {
   const auto name = py::cast<std::string>(declaration.attr("__name__"));
@@ -143,7 +143,7 @@ py::object native_method(const py::object& declaration) {
   text += ")\n--\n\n" + py::cast<std::string>(declaration.attr("__doc__"));
   const auto function =
       functions(std::make_index_sequence<kNumCalls>())[static_cast<size_t>(spec - kCalls)];
-  // Leaked, because both must live as long as the method.
+  // Both objects are leaked, because they must live as long as the method.
   auto* method = new PyMethodDef{
       spec->name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
       METH_FASTCALL | METH_KEYWORDS, (new std::string(text))->c_str()};

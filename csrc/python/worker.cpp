@@ -1,4 +1,5 @@
-// Python bindings of the worker's native host code. Only convert arguments and results.
+// Python bindings of the worker's native host code. The bindings only convert arguments and
+// results.
 #include <deque>
 
 #include "python/arrays.h"
@@ -11,7 +12,7 @@
 namespace kvcache {
 namespace {
 
-// The tables work in the memory of this array, so it must not be a converted copy.
+// The tables use the memory of this array, so it must not be a converted copy.
 int32_t* shared_int32(const py::object& value, const char* name, int64_t size) {
   if (!py::isinstance<Int32Array>(value)) {
     throw py::type_error(std::string(name) + ": expected a C-contiguous int32 array");
@@ -34,7 +35,7 @@ std::vector<TableGroup> table_groups(const py::list& fields) {
   return groups;
 }
 
-// One group's replacements: int32[n, 3].
+// Converts the replacements of one group, int32[n, 3].
 Int32Array replacements_of(const py::handle& value, size_t g) {
   const std::string name = "replace[" + std::to_string(g) + "]";
   if (!py::isinstance<Int32Array>(value)) {
@@ -60,7 +61,7 @@ void let_go(const HostTables& tables, Int32Input* input) {
   if (tables.overlaps(input->data(), input->size())) input->copy_values();
 }
 
-// A section with one entry per group.
+// Reads a section with one entry per group.
 py::sequence per_group(const py::object& value, const char* name) {
   if (!PySequence_Check(value.ptr()) || PyUnicode_Check(value.ptr()) ||
       PyBytes_Check(value.ptr())) {
@@ -83,7 +84,7 @@ void apply(HostTables& self, const py::object& clear_rows, const py::object& app
   let_go(self, &append);
   require_same_length(static_cast<py::ssize_t>(append_splits.size()), "append_splits",
                       static_cast<py::ssize_t>(append_ids.size()), "append_ids");
-  std::deque<GroupIds> inputs;  // references stay valid as it grows
+  std::deque<GroupIds> inputs;  // a deque, so that references stay valid when it grows
   std::vector<RaggedIds> ragged;
   for (size_t g = 0; g < append_ids.size(); ++g) {
     GroupIds& in = inputs.emplace_back(append_splits[g], append_ids[g], std::to_string(g));
@@ -134,7 +135,7 @@ void apply_plan(HostTables& self, const py::object& plan, const py::object& num_
 
 using Int64Array = py::array_t<int64_t, py::array::c_style>;
 
-// The groups with slots, each given by the numbers of GroupField.
+// Converts the groups with slots, which are given by the numbers of GroupField.
 std::vector<TableGroupView> table_views(const py::list& fields) {
   std::vector<TableGroupView> views;
   for (const py::handle& item : fields) {
@@ -161,7 +162,7 @@ std::shared_ptr<HostSlots> make_host_slots(const py::object& arena, const py::ob
   return over(std::move(made), arena, counts, py::object(slots));
 }
 
-// The data of a one-dimensional array of this type, or null for any other object.
+// Returns the data of a one-dimensional array of this type, or null for any other object.
 template <class Array>
 auto data_of(const py::object& value, int64_t* size) -> decltype(Array().data()) {
   if (!py::isinstance<Array>(value)) return nullptr;
@@ -226,7 +227,7 @@ bool compute_slots(HostSlots& self, int64_t place, const py::object& rows,
   return true;
 }
 
-// int64[n] in new memory. Arrays must have the right type.
+// Returns int64[n] in new memory. The arrays must have the right type.
 Int64Array slots_of(const HostSlots& self, int64_t place, const py::object& rows,
                     const py::object& positions, const py::object& query_start_loc) {
   const SlotArguments in(rows, positions, query_start_loc);
@@ -267,7 +268,7 @@ void bind_worker(py::module_& m) {
       py::class_<HostTables, std::shared_ptr<HostTables>>(m, "HostTables"),
       [](const py::object& arena, int64_t num_rows, const py::list& fields, bool track) {
         std::vector<TableGroup> groups = table_groups(fields);
-        int64_t size = static_cast<int64_t>(groups.size()) * num_rows;  // the counts
+        int64_t size = static_cast<int64_t>(groups.size()) * num_rows;  // size of the counts
         for (const TableGroup& group : groups) size += num_rows * group.width;
         return over(std::make_unique<HostTables>(shared_int32(arena, "arena", size), num_rows,
                                                  std::move(groups), track),

@@ -1,6 +1,7 @@
 #pragma once
-// A test harness in one header. A test file holds TEST(name) { ... } bodies and one TEST_MAIN().
-// A failed check throws, so it also works inside a function, a lambda or an emulated kernel.
+// A test harness in a single header. A test file contains TEST(name) { ... } bodies and one
+// TEST_MAIN(). A failed check throws, so checks also work in functions, lambdas and emulated
+// kernels.
 
 #include <cstdio>
 #include <cstring>
@@ -38,7 +39,7 @@ std::string show(const T& value) {
   }
 }
 
-// As ==, but an int and a size_t compare by value and without a warning.
+// Like ==, but an int and a size_t are compared by value and without a warning.
 template <class A, class B>
 bool equal(const A& a, const B& b) {
   if constexpr (std::is_integral_v<A> && std::is_integral_v<B>) {

@@ -1,5 +1,6 @@
-// Runs a test's body in a child process, because each needs its own runtime: settings are read once
-// from the environment, a sticky error stays, and an access to device memory kills the process.
+// Runs the body of a test in a child process. Each body needs a new runtime, because settings are
+// read only once from the environment, a sticky error is permanent, and an access to device memory
+// kills the process.
 #pragma once
 
 #include <sys/wait.h>
@@ -17,8 +18,8 @@
 namespace kvcache::test {
 
 struct Ended {
-  bool normally;       // the body came to its end and nothing failed
-  std::string output;  // of stderr
+  bool normally;       // whether the body ran to its end without a failure
+  std::string output;  // output on stderr
 };
 
 using Variables = std::vector<std::pair<const char*, const char*>>;
@@ -68,7 +69,7 @@ void in_child(Body&& body) {
   in_child({}, body);
 }
 
-// Checks that the body dies after it has printed `text`.
+// Checks that the process dies after it has printed `text`.
 template <class Body>
 void dies_saying(const char* text, Body&& body) {
   const Ended ended = run_child({}, body);

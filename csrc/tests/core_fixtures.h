@@ -1,5 +1,5 @@
 #pragma once
-// Helpers for tests of the core's components: numbered hashes, groups, cached blocks.
+// Helpers for tests of the core's components: numbered hashes, groups and cached blocks.
 
 #include <cstring>
 #include <memory>
@@ -19,7 +19,7 @@ inline Hash hash_of(uint32_t i) {
   return hash;
 }
 
-// hash_of(first), hash_of(first + 1), ...
+// Returns hash_of(first), hash_of(first + 1), ...
 inline std::vector<Hash> hashes_from(uint32_t first, size_t n) {
   std::vector<Hash> hashes;
   for (size_t i = 0; i < n; ++i) hashes.push_back(hash_of(first + static_cast<uint32_t>(i)));
@@ -48,7 +48,7 @@ inline std::vector<CacheGroup> full_groups(int64_t block_size) {
   return {group_of(std::make_shared<FullAttention>(), block_size)};
 }
 
-// Held blocks, and a function that publishes them as a chain with these hashes.
+// `take` allocates blocks. `publish_chain` publishes blocks as a chain with these hashes.
 inline std::vector<BlockId> take(BlockPool* pool, int64_t n) {
   std::vector<BlockId> ids(static_cast<size_t>(n));
   pool->allocate(n, ids.data());

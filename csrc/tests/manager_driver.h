@@ -1,5 +1,5 @@
-// The manager under random calls of both kinds (steps and single requests), over mixed groups:
-// checks tables that follow the plans, and the invariants.
+// Makes random calls of both kinds (steps and single requests) to a manager with mixed groups.
+// Checks tables that follow the plans, and the invariants.
 #pragma once
 
 #include <algorithm>
@@ -38,8 +38,7 @@ inline Request make_request(int64_t num_tokens, int32_t variant = 0, int64_t blo
                                                writes, num_encoder_tokens)};
 }
 
-// A step that only asks for a new row.
-// Calls `hook` after each block that is hashed, until it goes.
+// While this object exists, calls `hook` after each hashed block.
 class WhileHashing {
  public:
   explicit WhileHashing(std::function<void()> hook) {
@@ -58,7 +57,7 @@ class WhileHashing {
   int64_t before_ = tokens_per_piece;
 };
 
-// One manager, its requests and the tables that a worker would have.
+// A manager, its requests, and the tables that a worker would have.
 class ManagerDriver {
  public:
   explicit ManagerDriver(uint64_t seed)
@@ -87,7 +86,7 @@ class ManagerDriver {
     Request request;
     bool by_step;
   };
-  using Table = std::vector<std::vector<BlockId>>;  // per group
+  using Table = std::vector<std::vector<BlockId>>;  // table of each group
 
   int32_t below(int64_t n) { return static_cast<int32_t>(random_() % static_cast<uint64_t>(n)); }
 
@@ -215,7 +214,7 @@ class ManagerDriver {
         }
         try {
           manager_.abort(id);
-        } catch (const std::invalid_argument& error) {  // done, or aborted before
+        } catch (const std::invalid_argument& error) {  // the step is done or was already aborted
           CHECK(std::string(error.what()).find("in flight") != std::string::npos);
         }
         break;
@@ -268,7 +267,7 @@ class ManagerDriver {
     }
   }
 
-  // One of two ways that the row's tokens may go on, if they are known.
+  // Forks the row with one of two possible continuations of its tokens, if they are known.
   void fork(int32_t row, const Admitted& parent) {
     const int64_t num_computed = manager_.num_computed_tokens(row);
     const TokenChain& chain = *parent.request.chain;
@@ -294,7 +293,7 @@ class ManagerDriver {
       if (room(id) == 0 || below(2) == 0) continue;
       asked.push_back(id);
       counts.push_back(1 + below(room(id)));
-      // At most one more than max_model_len: the last that was sampled.
+      // At most max_model_len + 1 tokens, because the last sampled token is not computed.
       const int64_t most = options_.max_model_len + 1 - state.request.tokens->size();
       num_ids.push_back(static_cast<int32_t>(std::clamp<int64_t>(most, 0, below(3))));
       ids.insert(ids.end(), static_cast<size_t>(num_ids.back()), below(2));
@@ -334,7 +333,7 @@ class ManagerDriver {
     }
   }
 
-  // Questions, which change nothing.
+  // Makes queries, which change nothing.
   void ask() {
     const int64_t num_free = manager_.pool().num_free();
     const Request request = new_request();
@@ -356,7 +355,7 @@ class ManagerDriver {
     rows_[plan.rows[0]] = {request, true};
   }
 
-  // Calls that are refused, whatever the state.
+  // Makes calls that are rejected in every state.
   void wrong() {
     StepRequest request;
     const int32_t rows[] = {1000, -1}, counts[] = {1, 1}, ids[] = {5, -5};
@@ -435,7 +434,7 @@ class ManagerDriver {
   void check() {
     CHECK_EQ(manager_.num_rows(), rows_.size());
     for (const auto& [id, state] : rows_) {
-      // The next plan or a later one has the others.
+      // The other tables are sent by the next plan or a later plan.
       if (!state.by_step || manager_.must_resend(id) || manager_.is_on_host(id)) continue;
       for (size_t g = 0; g < options_.groups.size(); ++g) {
         CHECK(tables_[id][g] == manager_.blocks(id, static_cast<int64_t>(g)));

@@ -1,4 +1,4 @@
-// Kernels for test_runtime_kernels, as the library of emulated kernels would have them.
+// Kernels for test_runtime_kernels, registered like kernels in the library of emulated kernels.
 #include <cstdint>
 
 #include "emul/cuda_emul.h"
@@ -6,7 +6,7 @@
 
 namespace kvcache {
 
-// By value: a launch keeps what it was given.
+// The argument is passed by value, because a launch copies its arguments.
 struct Numbers {
   int* out;
   int value;

@@ -1,4 +1,4 @@
-// Helpers for tests of the runtime without a GPU: streams whose work leaves a trace.
+// Helpers for tests of the runtime without a GPU, with streams whose work leaves a trace.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,7 +12,7 @@ extern "C" long kvcache_gpuless_count(size_t i);
 
 namespace kvcache::test {
 
-// What the runtime counted under a name.
+// Returns the value of the runtime's counter with this name.
 inline long count(const std::string& name) {
   for (size_t i = 0; kvcache_gpuless_counter(i) != nullptr; ++i) {
     if (name == kvcache_gpuless_counter(i)) return kvcache_gpuless_count(i);
@@ -20,7 +20,7 @@ inline long count(const std::string& name) {
   throw Failure("no counter is called " + name);
 }
 
-inline std::string ran;  // a letter per host function that ran
+inline std::string ran;  // one letter per host function that ran
 
 inline void note(cudaStream_t stream, const char* letter) {
   const auto append = [](void* text) { ran += static_cast<const char*>(text); };

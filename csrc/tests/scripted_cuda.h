@@ -1,5 +1,5 @@
-// The copying part of the CUDA 13 runtime, for tests: copies happen at once, calls are counted, and
-// the test sets the results of calls.
+// The copy functions of the CUDA 13 runtime, for tests. Copies are executed immediately, calls are
+// counted, and the test sets the results of calls.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
 #pragma once
-// The parts that give rows their blocks, put together as a manager does, over one pool of 20 and a
-// host of 10.
+// The components that allocate blocks to rows, connected as in a manager, with a pool of 20 blocks
+// and a host of 10 pages.
 
 #include <exception>
 #include <memory>
@@ -17,7 +17,7 @@
 
 namespace kvcache::test {
 
-// The options with these groups.
+// Returns options with these groups.
 inline ManagerOptions with_groups(ManagerOptions options, const std::vector<CacheGroup>& groups) {
   for (const CacheGroup& group : groups) options.groups.push_back({group.kind, group.block_size});
   options.num_blocks = 20;
@@ -60,7 +60,7 @@ struct Serving {
   void begin() {
     journal.begin();
     plan.begin(journal.numbers().num_steps);
-    swap.leave(StepRequest{});  // no row, but those of steps before are forgotten
+    swap.leave(StepRequest{});  // moves no row, but forgets the rows moved by earlier steps
   }
   const StepPlan& end() {
     publisher.publish_offloaded();
@@ -81,7 +81,7 @@ struct Serving {
     rows[row].by_step = rows[row].reads = true;
     return row;
   }
-  // Another row with all blocks of this one.
+  // Creates another row with all blocks of this row.
   int32_t add_twin(int32_t row) {
     const int32_t twin = add_row(20);
     ids(twin) = ids(row);
@@ -90,7 +90,7 @@ struct Serving {
     rows[row].may_share = true;
     return twin;
   }
-  // Gives the row slots for tokens start to stop - 1, the last of which are drafts.
+  // Allocates slots for the tokens [start, stop) of the row. The last num_drafts tokens are drafts.
   ServedRow serve(int32_t row, int64_t start, int64_t stop, int32_t num_drafts = 0) {
     ServedRow served;
     served.row = row;
@@ -106,7 +106,7 @@ struct Serving {
   std::vector<BlockId>& ids(int32_t row, uint8_t group = 0) {
     return rows.blocks(row)[group].blocks;
   }
-  // References are what rows, onboards and fences hold.
+  // Checks that all references are held by rows, onboards and fences.
   void check() const {
     PerBlock<int32_t> device(20), pages(10);
     rows.check_invariants(&device, &pages);

@@ -1,5 +1,5 @@
-// Random operations on managers, for a time: soak_manager SECONDS [SEED]. Prints seeds and the
-// rate. Each seed is a manager of its own options; a failure names it.
+// Runs random operations on managers for a given time: soak_manager SECONDS [SEED]. Prints seeds
+// and the rate. Each seed creates a manager with different options. A failure prints its seed.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -10,8 +10,9 @@
 
 namespace {
 
-constexpr int kOperations = 20'000;  // per seed
-constexpr int kOneIn = 50;           // is followed by a check of tables and invariants
+constexpr int kOperations = 20'000;  // operations per seed
+// One in kOneIn operations is followed by a check of tables and invariants.
+constexpr int kOneIn = 50;
 
 double seconds() {
   using Clock = std::chrono::steady_clock;

@@ -1,4 +1,4 @@
-// Emulated asynchronous copies arrive at the wait for them and no sooner.
+// Emulated asynchronous copies arrive when the kernel waits for them, and not earlier.
 
 #include <vector>
 
@@ -10,7 +10,7 @@ namespace {
 constexpr unsigned kThreads = 4;
 constexpr uint32_t kPoison = 0xCDCDCDCD;  // the initial content of dynamic shared memory
 
-// The values that four threads find in their shared memory after `kernel(place, source)`.
+// Returns the values in the shared memory of four threads after `kernel(place, source)`.
 template <class F>
 std::vector<uint32_t> found_after(F&& kernel) {
   std::vector<uint32_t> source{10, 11, 12, 13}, found(kThreads);

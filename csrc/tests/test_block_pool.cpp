@@ -1,4 +1,4 @@
-// The block pool against a plain model: lists and maps, no cleverness.
+// Compares the block pool with a simple model of lists and maps.
 #include "core/pool/block_pool.h"
 
 #include <algorithm>
@@ -39,8 +39,8 @@ struct Model {
     for (int id = 1; id < n; ++id) uncached.push_back(id);
   }
   std::vector<int> refs;
-  std::vector<int64_t> content;  // hash number, -1: none
-  std::vector<int64_t> age;      // when it was published
+  std::vector<int64_t> content;  // number of the hash; -1: none
+  std::vector<int64_t> age;      // time of publication
   std::deque<int> uncached, cached;
   int64_t clock = 0;
 
@@ -84,7 +84,7 @@ void run_random(uint64_t seed, int num_blocks, int num_operations) {
   };
   BlockPool pool(num_blocks);
   Model model(num_blocks);
-  std::vector<BlockId> held;  // once per reference
+  std::vector<BlockId> held;  // one entry per reference
   for (int step = 0; step < num_operations; ++step) {
     switch (below(6)) {
       case 0: {
@@ -108,7 +108,7 @@ void run_random(uint64_t seed, int num_blocks, int num_operations) {
         for (BlockId id : ids) model.release(id);
         break;
       }
-      case 2: {  // publish a held block under one of few hashes: duplicates are common
+      case 2: {  // publish a held block under one of a few hashes, so that duplicates are common
         if (held.empty()) break;
         const BlockId id = held[below(static_cast<int64_t>(held.size()))];
         const int64_t number = below(num_blocks / 2 + 1);
@@ -121,7 +121,7 @@ void run_random(uint64_t seed, int num_blocks, int num_operations) {
         }
         break;
       }
-      case 3: {  // look up, and take the hit
+      case 3: {  // look up hashes and take the hit
         const int64_t number = below(num_blocks / 2 + 1);
         const Hash hash = hash_of(static_cast<uint32_t>(number));
         BlockId id = 0;
@@ -133,7 +133,7 @@ void run_random(uint64_t seed, int num_blocks, int num_operations) {
         held.push_back(id);
         break;
       }
-      case 4: {  // a release that cannot be served changes nothing
+      case 4: {  // an invalid release changes nothing
         std::vector<BlockId> ids(held.begin(), held.end());
         ids.push_back(held.empty() ? 1 : held.front());
         for (BlockId id : held) ids.push_back(id);
@@ -235,7 +235,7 @@ struct Listener : kvcache::EvictionListener {
   const BlockPool* pool;
   std::vector<BlockId> heard;
   void on_eviction(BlockId id) override {
-    CHECK(pool->hash_of(id) != nullptr);  // still found
+    CHECK(pool->hash_of(id) != nullptr);  // the block is still found
     heard.push_back(id);
   }
 };
@@ -250,11 +250,11 @@ TEST(a_listener_hears_of_content_that_is_about_to_be_gone) {
     CHECK(pool.allocate(4, ids));
     const Hash hashes[] = {hash_of(1), hash_of(2)};
     publish(&pool, ids, hashes, 2);
-    publish(&pool, &ids[2], hashes, 1);  // a duplicate of the first
+    publish(&pool, &ids[2], hashes, 1);  // a duplicate of the first block
     pool.release(ids, 4);
     BlockId taken[4];
     CHECK(pool.allocate(1, taken));
-    CHECK(listener.heard.empty());  // it was not cached
+    CHECK(listener.heard.empty());  // the block was not cached
     CHECK(pool.allocate(3, taken));
     CHECK(listener.heard == std::vector<BlockId>({ids[1], ids[2]}));
   }
@@ -272,7 +272,7 @@ TEST(what_becomes_findable_and_what_leaves_is_told_in_order) {
   content.tokens = tokens;
   content.tokens_per_block = 2;
   pool.publish(ids, content, 2, 0);
-  publish(&pool, &ids[2], hashes, 1);  // a duplicate: nothing new is found
+  publish(&pool, &ids[2], hashes, 1);  // a duplicate, so no new hash is found
   const BlockId tail_first[] = {ids[1], ids[0]};
   pool.release(tail_first, 2);
   CHECK(pool.allocate(2, ids));
@@ -293,7 +293,7 @@ TEST(a_log_that_nobody_drains_is_bounded_and_says_what_it_dropped) {
   EventLog events(/*most_events=*/4, /*most_tokens=*/100);
   const std::vector<Hash> hashes = kvcache::test::hashes_from(1, 20);
   for (const Hash& hash : hashes) events.removed(hash, 0, kvcache::Tier::kDevice);
-  // After the first four, three at a time behind a notice: 4 + 5 * 3 + 1.
+  // The first four events are dropped, then three at a time after a notice: 4 + 5 * 3 + 1.
   EventLog::Drained drained = events.drain();
   CHECK_EQ(drained.events.size(), 2);
   CHECK(drained.events[0].kind == EventLog::Kind::kCleared);
@@ -336,7 +336,7 @@ TEST(what_follows_from_a_bad_block_is_evicted_though_its_parent_is_gone) {
   Content content{chain, &seed};
   content.root = &chain[0];
   pool.publish(ids, content, 4, 0);
-  // A branch: behind the first block another second one.
+  // A branch with another second block after the first block.
   const Hash branch = hash_of(12);
   Content other{&branch, &chain[0]};
   other.root = &chain[0];
@@ -481,7 +481,7 @@ TEST(a_policy_is_told_all_that_happens_and_offered_leaves_only) {
   pool.notify_release(ids, prefix_tokens, 3, features);
   pool.access(ids, 2, pool.begin_access(7.0));
   pool.set_now(99);
-  pool.release(ids, 3);  // block 1 has a child, block 3 is no chain's
+  pool.release(ids, 3);  // block 1 has a child, block 3 belongs to no chain
   CHECK(notified({"release 3 1 16 5 6 7 8 9 10 11 16 1 1 2 3 4", "access 2 1 7 5", "now 99",
                   "idle 1", "idle 2", "insert 2", "idle 3", "insert 3"}));
 
@@ -592,7 +592,7 @@ TEST(pinned_blocks_go_last_in_the_order_of_their_release) {
   CHECK(pool.allocate(2, out));
   CHECK(out[0] == 4 && out[1] == 5);
   pool.check_invariants();
-  pool.retain(ids, 1);  // from among those that eviction has passed over
+  pool.retain(ids, 1);  // one of the blocks that eviction has skipped
   pool.unpin(&ids[2], 1);
   pool.release(ids, 1);
   pool.check_invariants();

@@ -27,7 +27,7 @@ struct Fixture {
 
   explicit Fixture(const ManagerOptions& options = options_with(5)) : setup(options) {}
 
-  // Cached blocks that are free.
+  // Creates cached blocks that are free.
   Ids cache(int64_t n) {
     const Ids ids = take(&tiers.pool(), n);
     publish_chain(&tiers.pool(), ids, hashes_from(1, ids.size()));
@@ -77,7 +77,8 @@ TEST(cached_blocks_wait_for_a_step_that_offloads_them) {
     f.tiers.host()->on_published(ids.data(), 1);
     f.steps.begin();
     f.tiers.offload_queued(f.tiers.num_queued(), {});
-    CHECK_EQ(f.tiers.pool().ref_count(ids[0]), fences ? 1 : 0);  // else the stream protects it
+    // Without fences, the stream order protects the block.
+    CHECK_EQ(f.tiers.pool().ref_count(ids[0]), fences ? 1 : 0);
     f.tiers.host()->publish_offloaded();
     f.tiers.release_read();
     CHECK_EQ(f.tiers.frees().num_waiting(), fences ? 1 : 0);
@@ -131,7 +132,7 @@ TEST(the_time_reaches_residency_and_does_not_go_back) {
   f.tiers.set_now(1000);
   f.cache(5);
   f.tiers.set_now(1700);
-  f.tiers.read_clock();  // it is set by the caller
+  f.tiers.read_clock();  // has no effect, because the caller sets the clock
   take(&f.tiers.pool(), 1);
   CHECK_EQ(f.tiers.pool().residency()->lifetime().sum, 700);
   CHECK_THROWS(f.tiers.set_now(1699), "the clock is set to 1699 ms: expected 1700");

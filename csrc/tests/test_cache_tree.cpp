@@ -1,4 +1,4 @@
-// The tree of cached blocks alone, against counts by hash.
+// Compares the tree of cached blocks with counts by hash.
 #include "core/pool/cache_tree.h"
 
 #include <cstring>
@@ -21,12 +21,12 @@ Hash hash_of(uint32_t number) {
   return hash;
 }
 
-// Blocks with numbers for hashes; the parent of number k is k / 2, of 1 none.
+// Blocks whose hashes are numbers. The parent of number k is k / 2. Number 1 has no parent.
 struct Cached {
   explicit Cached(int num_blocks)
       : blocks(num_blocks), numbers(num_blocks), index(blocks.data(), num_blocks) {}
 
-  // `by_tag`: as pools of copies do, which know no parent.
+  // `by_tag`: like pools of copies, which do not know parents.
   void add(BlockId id, uint32_t number, bool by_tag) {
     blocks[id].hash = hash_of(number);
     index.insert(id);
@@ -59,7 +59,7 @@ struct Cached {
     }
     return found;
   }
-  // Whoever is not named is what it was.
+  // Checks that blocks that were not reported as changed have not changed.
   void check_changes() {
     std::vector<bool> now(blocks.size());
     for (size_t id = 1; id < blocks.size(); ++id) {
@@ -79,7 +79,7 @@ struct Cached {
   }
 
   std::vector<Block> blocks;
-  std::vector<uint32_t> numbers;  // 0: not cached
+  std::vector<uint32_t> numbers;  // number of each block; 0: not cached
   HashIndex index;
   CacheTree tree{blocks.data(), static_cast<int64_t>(blocks.size())};
   std::vector<BlockId> changed;
@@ -87,8 +87,8 @@ struct Cached {
   std::vector<bool> was_there = std::vector<bool>(blocks.size());
 };
 
-// Parents that leave before their children and come again, twins, blocks under other hashes in the
-// place of parents.
+// Runs random operations, with parents that are removed before their children and added again,
+// duplicates, and parent ids that are reused for other hashes.
 void run(uint32_t seed, bool by_tag) {
   std::mt19937 random(seed);
   const int num_blocks = 2 + static_cast<int>(random() % 14);

@@ -10,7 +10,7 @@
 using namespace kvcache;
 namespace {
 
-// The message that the call throws in another thread; empty where it does not throw.
+// Returns the message of the exception that the call throws in another thread, or an empty string.
 std::string elsewhere(const std::function<void()>& call) {
   std::string message;
   std::thread([&] {
@@ -26,8 +26,8 @@ std::string elsewhere(const std::function<void()>& call) {
 TEST(the_first_caller_owns_it) {
   CallGuard guard;
   guard.check_reader();
-  CHECK_EQ(elsewhere([&] { guard.check_reader(); }), "");  // no owner yet
-  CHECK_EQ(elsewhere([&] { guard.check_caller(); }), "");  // the owner from now on
+  CHECK_EQ(elsewhere([&] { guard.check_reader(); }), "");  // there is no owner yet
+  CHECK_EQ(elsewhere([&] { guard.check_caller(); }), "");  // this thread becomes the owner
   CHECK_THROWS(guard.check_caller(), "but the manager belongs to thread ");
   CHECK_THROWS(guard.check_reader(), "called from thread ");
   CHECK_THROWS(CallGuard::Scope(&guard), "called from thread ");

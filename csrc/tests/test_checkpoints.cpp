@@ -24,14 +24,14 @@ TEST(a_step_ends_at_the_last_boundary_that_it_reaches) {
   CHECK_EQ(to_next({0, 1200, 0, true}, 700), 512);
   CHECK_EQ(to_next({512, 1200, 0, true}, 600), 512);
   CHECK_EQ(to_next({512, 5000, 0, true}, 2048), 2048);
-  CHECK_EQ(to_next({0, 1200, 0, true}, 100), 100);  // it reaches none
+  CHECK_EQ(to_next({0, 1200, 0, true}, 100), 100);  // reaches no checkpoint
 }
 
 TEST(the_last_step_of_a_prompt_ends_where_an_equal_prompt_can_hit) {
   CHECK_EQ(to_next({1024, 1200, 0, true}, 700), 160);  // at 1,184
   CHECK_EQ(to_next({1184, 1200, 0, true}, 700), 16);
-  CHECK_EQ(to_next({0, 1195, 0, true}, 1190), 1184);  // with a few tokens left
-  // Only a longer prompt can hit all of this one.
+  CHECK_EQ(to_next({0, 1195, 0, true}, 1190), 1184);  // a few tokens are left
+  // Only a longer prompt can hit all tokens of this prompt.
   CHECK_EQ(to_next({0, 1024, 0, true}, 1024), 1008);
   CHECK_EQ(to_next({1008, 1024, 0, true}, 1024), 16);
   CHECK_EQ(to_next({0, 9, 0, true}, 9), 9);

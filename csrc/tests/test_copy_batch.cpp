@@ -1,7 +1,7 @@
-// CopyBatch: when it uses batches, and how it handles a batch that the runtime refuses.
+// Tests when CopyBatch uses batches, and how it handles a batch that the runtime rejects.
 
 #include "check.h"
-// Replaces CUDA's runtime, so it is included first.
+// Included first, because it replaces CUDA's runtime.
 #include "scripted_cuda.h"
 // Included after the scripted runtime.
 #include "ops/copy_batch.h"
@@ -185,7 +185,7 @@ TEST(a_call_carries_so_many_at_most) {
   CHECK_EQ(script.num_batches, 2);
   CHECK_EQ(to[static_cast<size_t>(2 * most - 1)], 7);
   CHECK_EQ(to.back(), 0);
-  batch.flush();  // the one that is left
+  batch.flush();  // flushes the remaining copy
   CHECK(from == to);
   CHECK_EQ(script.num_singles, 1);
 }

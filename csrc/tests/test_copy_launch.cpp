@@ -1,4 +1,5 @@
-// A block copy takes few launches: as many regions and pairs each as the parameters hold.
+// A block copy takes few launches, because each launch has the maximum number of regions and pairs
+// in its parameters.
 
 #include <cstring>
 #include <vector>
@@ -73,7 +74,8 @@ TEST(holds_agrees_with_the_shares) {
   for (int64_t num_regions : {1, 7, 40, 41, 42, 100}) {
     for (int64_t num_pairs : {1, 100, 250, 260, 300, 496, 500, 510}) {
       const bool one = num_launches<kSmall>(Copy(num_regions, num_pairs)) == 1;
-      // Pairs have half of the parameters, regions no more than that.
+      // At least half of the parameters is reserved for pairs, so regions use no more than the
+      // other half.
       const bool held = CopyLaunch<kSmall>::holds(num_regions, num_pairs);
       if (one) CHECK(held);
       if (held && num_regions <= 40) CHECK(one);
@@ -102,7 +104,7 @@ TEST(tasks_of_a_launch_stay_below_2_to_the_31) {
     CHECK(share.num_pairs * share.page_chunks <= INT32_MAX);
   }
   copy.data.pairs_on_cpu = false;
-  CHECK_EQ(num_launches<kSmall>(copy), 4u);  // 31 pairs each
+  CHECK_EQ(num_launches<kSmall>(copy), 4u);  // 31 pairs per launch
 }
 
 TEST(each_region_has_its_own_vectors) {

@@ -49,7 +49,8 @@ TEST(blocks_wait_for_the_report_on_their_step) {
   Fixture f;
   f.steps.issue();
   f.frees.release_or_defer(f.ids.data(), 2);
-  f.frees.release_or_defer(f.ids.data() + 2, 1, /*step_id=*/1);  // of the step that is being made
+  // Waits for the step that is being built.
+  f.frees.release_or_defer(f.ids.data() + 2, 1, /*step_id=*/1);
   CHECK_EQ(f.pool.num_free(), 4);
   CHECK_EQ(f.frees.num_waiting(), 3);
   CHECK_EQ(f.frees.num_waiting_of(f.ids[0]), 1);
@@ -75,7 +76,7 @@ TEST(what_is_said_to_wait_waits_with_and_without_fences) {
     CHECK_EQ(frees.num_waiting(), 2);
     steps.complete(0);
     frees.release_completed();
-    CHECK_EQ(frees.num_waiting(), is_enabled ? 2 : 0);  // the last step may read them, too
+    CHECK_EQ(frees.num_waiting(), is_enabled ? 2 : 0);  // the last step may also read them
     steps.complete(1);
     frees.release_completed();
     CHECK_EQ(pool.num_free(), 8);
@@ -90,7 +91,7 @@ TEST(blocks_are_kept_under_a_name_until_it_is_released) {
   CHECK_EQ(f.frees.num_kept_of(f.ids[0]), 1);
   CHECK_EQ(f.pool.num_free(), 4);
   f.steps.issue();
-  f.frees.release_kept("a");  // behind the step in flight
+  f.frees.release_kept("a");  // waits for the step in flight
   CHECK_EQ(f.frees.num_kept(), 0);
   CHECK_EQ(f.frees.num_waiting(), 2);
   f.steps.complete(0);
@@ -107,7 +108,7 @@ TEST(the_order_of_release_is_that_of_the_steps) {
   f.steps.issue();
   f.steps.complete(1);
   f.frees.release_completed();
-  take(&f.pool, 4);  // those that are not cached
+  take(&f.pool, 4);  // the uncached blocks
   CHECK_EQ(take(&f.pool, 1)[0], f.ids[1]);
 }
 

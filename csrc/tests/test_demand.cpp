@@ -44,7 +44,7 @@ struct Fixture {
                                                num_encoder_tokens);
     return asked;
   }
-  // In chunks like the first.
+  // Returns the status of a prompt that is computed in chunks like `first`.
   Status whole(const Span& first, int64_t num_tokens) {
     const NewRow asked = asked_of(num_tokens);
     const Demand demand = rules.of_new(&held, asked, first);
@@ -102,7 +102,7 @@ TEST(pages_for_earlier_drafts_make_room_where_the_row_gives_them_up) {
   CHECK(demand.status == Status::kServed && demand.gives_up);
   CHECK_EQ(demand.groups[0].num_surplus, 0);
   CHECK_EQ(demand.groups[1].num_surplus, 5);
-  CHECK(!demand.groups[1].moves);  // the state goes on in its page
+  CHECK(!demand.groups[1].moves);  // the state continues in its page
   CHECK_EQ(demand.groups[1].num_new, 0);
 }
 
@@ -111,7 +111,7 @@ TEST(what_is_spare_is_behind_the_watermark) {
   options.watermark_blocks = 3;
   Fixture f(full_groups(4), options);
   CHECK_EQ(f.running({0, 8, 0}).num_spare, 5);
-  const Demand all = f.running({0, 36, 0});  // a running row may go below it
+  const Demand all = f.running({0, 36, 0});  // a running row may use blocks below the watermark
   CHECK(all.status == Status::kServed);
   CHECK_EQ(all.num_spare, 0);
   CHECK(f.fresh({0, 28, 0}, 28).status == Status::kServed);
@@ -142,7 +142,7 @@ TEST(free_hits_are_not_free_for_new_blocks) {
   CHECK(f.fresh({16, 40, 0}, 40).status == Status::kServed);
   take(&f.pool, 1);
   CHECK(f.fresh({16, 40, 0}, 40).status == Status::kWait);
-  f.held.blocks[3] = kNullBlock;  // on the host: takes a block
+  f.held.blocks[3] = kNullBlock;  // on the host, so it needs a free block
   CHECK(f.fresh({16, 36, 0}, 36).status == Status::kServed);
   CHECK(f.fresh({16, 40, 0}, 40).status == Status::kWait);
 }
@@ -168,22 +168,24 @@ TEST(each_draft_needs_a_page_for_its_state) {
   f.held.blocks = take(&f.pool, 1);
   CHECK_EQ(f.running({2, 4, 0, 1}).groups[0].num_new, 1);
   CHECK_EQ(f.running({2, 6, 0, 3}).groups[0].num_new, 3);
-  CHECK_EQ(f.running({4, 6, 0, 1}).groups[0].num_new, 2);  // and the state moves
+  CHECK_EQ(f.running({4, 6, 0, 1}).groups[0].num_new, 2);  // one of them because the state moves
   const Ids more = take(&f.pool, 3);
   f.held.blocks.insert(f.held.blocks.end(), more.begin(), more.end());
-  CHECK_EQ(f.running({3, 7, 0, 3, 1}).groups[0].num_new, 0);  // those that it has serve again
-  CHECK_EQ(f.running({5, 9, 0, 3, 3}).groups[0].num_new, 1);  // but for the state after 4 tokens
-  CHECK_EQ(f.running({4, 8, 0, 3, 1}).groups[0].num_new, 1);  // which the row leaves here
+  CHECK_EQ(f.running({3, 7, 0, 3, 1}).groups[0].num_new, 0);  // the pages of the row are reused
+  // Except the page with the state after 4 tokens.
+  CHECK_EQ(f.running({5, 9, 0, 3, 3}).groups[0].num_new, 1);
+  // The row leaves that page in this step.
+  CHECK_EQ(f.running({4, 8, 0, 3, 1}).groups[0].num_new, 1);
 }
 
 TEST(blocks_that_others_hold_are_replaced_where_they_are_written) {
   Fixture f;
   f.held.blocks = take(&f.pool, 3);
   f.pool.retain(f.held.blocks.data(), 3);
-  CHECK_EQ(f.running({5, 11, 0}).groups[0].num_shared, 0);  // known to share nothing
+  CHECK_EQ(f.running({5, 11, 0}).groups[0].num_shared, 0);  // the row is known to share no block
   CHECK_EQ(f.running({5, 11, 0}, /*may_share=*/true).groups[0].num_shared, 2);
   CHECK(f.rules.shares_from(&f.held, 11));
-  f.plan.hold(f.held.blocks[2]);  // the other row has left it in this step
+  f.plan.hold(f.held.blocks[2]);  // the other row has released the block in this step
   CHECK(!f.rules.shares_from(&f.held, 11));
   CHECK_EQ(f.holders.num_rows(f.held.blocks[1]), 2);
 }
@@ -195,7 +197,7 @@ TEST(a_prompt_computed_at_once_never_holds_what_its_window_has_left) {
   const Demand demand = f.rules.of_new(&f.held, asked, {0, 20, 0});
   CHECK_EQ(demand.groups[0].num_skipped, 4);
   CHECK_EQ(demand.groups[0].num_new, 1);
-  CHECK_EQ(f.running({0, 20, 0}).groups[0].num_skipped, 0);  // not of a running row
+  CHECK_EQ(f.running({0, 20, 0}).groups[0].num_skipped, 0);  // not for a running row
 }
 
 TEST(a_chunk_that_fits_is_served_and_the_whole_is_another_question) {
@@ -213,7 +215,7 @@ TEST(a_chunk_that_fits_is_served_and_the_whole_is_another_question) {
   CHECK(w.whole({0, 40, 0}, 400) == Status::kNever);
   Fixture r({group_of(std::make_shared<RecurrentState>(), 4)});
   take(&r.pool, 9);
-  CHECK(r.whole({0, 4, 0}, 400) == Status::kServed);  // a state goes on in its page
+  CHECK(r.whole({0, 4, 0}, 400) == Status::kServed);  // a state continues in its page
   take(&r.pool, 1);
   CHECK(r.whole({0, 4, 0}, 400) == Status::kWait);
   CHECK(r.whole({0, 4, 0}, 4) == Status::kWait);

@@ -1,4 +1,4 @@
-// The emulator does what CUDA does: each test is one behaviour kernels rely on.
+// Tests that the emulator behaves like CUDA. Each test covers one behaviour on which kernels rely.
 
 #include <cstdlib>
 #include <numeric>
@@ -50,14 +50,15 @@ __global__ void barrier_only_for_first_half() {
   __syncwarp();
 }
 
-// A barrier is missing: wrong on a GPU, right where threads run from first to last.
+// A barrier is missing, so the kernel is wrong on a GPU, but correct if threads run from first to
+// last.
 __global__ void previous_without_barrier(int* data) {
   KV_DYN_SHARED(int, buffer);
   buffer[threadIdx.x] = data[threadIdx.x];
   if (threadIdx.x > 0) data[threadIdx.x] = buffer[threadIdx.x - 1];
 }
 
-// A barrier is missing: a thread may begin its next round while others still read.
+// A barrier is missing, so a thread may begin its next round while others still read.
 __global__ void next_in_rounds(int* data) {
   KV_DYN_SHARED(int, buffer);
   for (int round = 0; round < 2; ++round) {
@@ -67,7 +68,7 @@ __global__ void next_in_rounds(int* data) {
   }
 }
 
-// The barrier covers only the warp, but another warp's values are read.
+// The barrier covers only the warp, but the kernel reads values of another warp.
 __global__ void next_warp_after_syncwarp(int* data) {
   KV_DYN_SHARED(int, buffer);
   buffer[threadIdx.x] = int(threadIdx.x);
@@ -350,7 +351,7 @@ TEST(invalid_launches_are_rejected) {
   launch(dim3(1), dim3(1), 227 * 1024);
 }
 
-// Doubles ints in chunks of 16 bytes, through one place of shared memory.
+// Doubles ints in chunks of 16 bytes, through one buffer in shared memory.
 __global__ void double_by_bulk_copies(const int* from, int* to, int count, bool waits_for_reads) {
   KV_DYN_SHARED(int, buffer);
   uint64_t barrier = 0;
@@ -373,7 +374,7 @@ TEST(bulk_copies_arrive_at_the_waits_for_them) {
   };
   run(true);
   for (int i = 0; i < 16; ++i) CHECK_EQ(to[i], 2 * from[i]);
-  run(false);  // the place is written over before it was read
+  run(false);  // the buffer is overwritten before it has been read
   CHECK_EQ(to[0], 2 * from[12]);
 }
 
@@ -424,7 +425,7 @@ TEST(blocks_of_a_cluster_read_each_others_shared_memory) {
 TEST(each_block_of_a_cluster_has_barriers_of_its_own) {
   std::vector<int> votes(4);
   emul::launch_clusters(dim3(4), dim3(32), 0, 2, [&] {
-    const int rounds = blockIdx.x % 2 == 0 ? 1 : 3;  // more in one block than in the other
+    const int rounds = blockIdx.x % 2 == 0 ? 1 : 3;  // one block has more rounds than the other
     for (int i = 0; i < rounds; ++i) {
       votes[blockIdx.x] = __syncthreads_count(threadIdx.x < blockIdx.x);
     }
@@ -437,7 +438,7 @@ TEST(shared_memory_of_a_block_that_has_exited_is_not_read) {
   const auto kernel = [] {
     KV_DYN_SHARED(int, buffer);
     buffer[threadIdx.x] = 1;
-    if (blockIdx.x == 1) return;  // without a barrier after the others' reads
+    if (blockIdx.x == 1) return;  // exits without a barrier after the reads of the other block
     for (int i = 0; i < 50; ++i) __syncthreads();
     buffer[threadIdx.x] = *emul::shared_of_block(buffer + threadIdx.x, 1);
   };
@@ -506,13 +507,13 @@ TEST(misaligned_access_ends_the_launch_and_the_next_one_works) {
 
 // --- the order of threads and blocks
 
-// Sets the seed for as long as it lives.
+// Sets the seed while the object exists.
 struct Seed {
   explicit Seed(const std::string& seed) { setenv("KVCACHE_EMUL_SEED", seed.c_str(), 1); }
   ~Seed() { unsetenv("KVCACHE_EMUL_SEED"); }
 };
 
-// How many of the seeds 1 to 20 a predicate holds for.
+// Returns for how many of the seeds 1 to 20 a predicate is true.
 template <class F>
 int num_seeds(F&& holds) {
   int count = 0;

@@ -1,4 +1,4 @@
-// The index alone, with keys that the test knows: what it finds, and how far it looks.
+// Tests the index with known keys: which blocks it finds, and how far it searches.
 #include "core/pool/hash_index.h"
 
 #include <algorithm>
@@ -20,7 +20,8 @@ Hash hash_of(const uint32_t (&words)[8]) {
   return hash;
 }
 
-// All of these have one fold under the key of zeros: each product has a factor 0.
+// With the key of zeros, all of these hashes have the same fold, because each product has a factor
+// of 0.
 Hash colliding(uint32_t number) { return hash_of({number, 0, 0, number * 77, 1, 0, 0, 0}); }
 
 struct Indexed {
@@ -96,8 +97,8 @@ TEST(walks_of_hashes_that_nobody_chose_are_short) {
       for (uint32_t& word : words) word = random();
       all.insert(id, hash_of(words));
     }
-    // Of 1,000 keys, 100,000 blocks: 6 buckets in the median, 12 at most; one more is a third as
-    // often.
+    // For 1,000 keys and 100,000 blocks, the median is 6 buckets and the maximum is 12. Each
+    // additional bucket is a third as likely.
     CHECK(all.index.longest_walk() <= HashIndex::kLongestWalk);
     CHECK_EQ(all.index.num_keys(), 1);
     all.index.clear();
@@ -117,14 +118,14 @@ TEST(every_byte_and_the_group_change_a_fold) {
   CHECK(key.fold({}) != SecretKey::drawn().fold({}));
 }
 
-// Few buckets, entries that come and go: every bucket may have entries displaced over it, and only
-// a count ends the search for a hash that is not there.
+// There are few buckets, and entries are added and removed, so every bucket may have displaced
+// entries. In that case, only the bound ends the search for a missing hash.
 TEST(any_order_of_insertions_and_removals_agrees_with_a_map) {
   for (uint32_t seed = 1; seed <= 200; ++seed) {
     std::mt19937 random(seed);
     const int num_blocks = 2 + static_cast<int>(random() % 30);
     Indexed all(num_blocks, seed % 2 == 0 ? SecretKey() : SecretKey::drawn());
-    std::map<uint32_t, std::vector<BlockId>> model;  // by number of the hash, oldest first
+    std::map<uint32_t, std::vector<BlockId>> model;  // blocks by number of the hash, oldest first
     std::vector<uint32_t> number_of(num_blocks, 0);
     const uint32_t num_hashes = 1 + random() % 40;
     for (int step = 0; step < 300; ++step) {

@@ -11,7 +11,8 @@ namespace {
 
 constexpr int64_t kRows = 4, kColumns = 3, kNumSlots = 40;
 
-// Two groups with shared positions, blocks of 4 and of 5 tokens, and an encoder's of 4.
+// Two groups with shared positions and blocks of 4 and 5 tokens, and an encoder group with blocks
+// of 4.
 struct Fixture {
   std::vector<int32_t> tables, counts;
   Slots slots = Slots(3 * kNumSlots, -1);
@@ -19,7 +20,8 @@ struct Fixture {
 
   static std::vector<int32_t> ids() {
     std::vector<int32_t> out;
-    for (int32_t i = 0; i < 3 * kRows * kColumns; ++i) out.push_back(i);  // the first is null
+    // The first block is the null block.
+    for (int32_t i = 0; i < 3 * kRows * kColumns; ++i) out.push_back(i);
     return out;
   }
   static std::vector<TableGroupView> groups() {
@@ -88,20 +90,20 @@ TEST(what_an_earlier_call_has_filled_is_minus_one_again) {
   for (int64_t g = 0; g < 2; ++g) {
     for (int64_t i = 2; i < kNumSlots; ++i) CHECK_EQ(f.slots[g * kNumSlots + i], -1);
   }
-  f.slots[20] = 7;  // not by this class, so it stays
+  f.slots[20] = 7;  // not written by this class, so the value stays
   CHECK(!f.compute(0, {1}, {5}));
   CHECK_EQ(f.slots[1], -1);
   CHECK_EQ(f.slots[20], 7);
-  CHECK_EQ(f.slots[kNumSlots + 1], f.slot_of(1, 2, 6));  // the other group's
+  CHECK_EQ(f.slots[kNumSlots + 1], f.slot_of(1, 2, 6));  // slot of the other group
 }
 
 TEST(a_wrong_token_is_named_and_nothing_is_written) {
   Fixture f;
-  f.counts[2 * kRows + 1] = f.counts[kRows + 1] = 2;  // row 1 of groups 1 and 2
+  f.counts[2 * kRows + 1] = f.counts[kRows + 1] = 2;  // counts of row 1 in groups 1 and 2
   CHECK(!f.compute(HostSlots::kShared, {1}, {9}));
   const Slots before = f.slots;
   const auto wrong = [&](const std::vector<int32_t>& rows, const Slots& positions) {
-    for (int64_t copies : {1, 5}) {  // alone, and among eight and more
+    for (int64_t copies : {1, 5}) {  // the tokens alone, and after other tokens
       std::vector<int32_t> r(3 * (copies - 1), 0);
       Slots p(3 * (copies - 1), 2);
       r.insert(r.end(), rows.begin(), rows.end());
@@ -149,7 +151,7 @@ TEST(a_device_has_what_was_committed) {
       CHECK_EQ(f.slots[g * kNumSlots + 2], -1);
       CHECK(f.slots[g * kNumSlots + 1] != -1);
     }
-    f.host.commit(0, kNumSlots);  // no more than there were
+    f.host.commit(0, kNumSlots);  // does not increase the number of tokens
     CHECK_EQ(f.host.num_on_device(0), 2);
     f.host.note_on_device(2, 9);
     CHECK_EQ(f.host.num_on_device(2), 9);

@@ -42,7 +42,8 @@ TEST(back_offloads_what_is_evicted_by_the_plan_that_evicts_it) {
   f.host.offload_queued(f.host.num_queued(), false);
   take(&f.device, 6);
   CHECK(f.plan.end().swap_out == Ids({f.ids[2], 1}));
-  CHECK_EQ(f.host.pages().find(f.hashes[2], 0), 0);  // not by the plan that writes it
+  // Not found before the step that writes it ends.
+  CHECK_EQ(f.host.pages().find(f.hashes[2], 0), 0);
   CHECK(f.host.publish_offloaded() == Ids({1}));
   CHECK_EQ(f.host.pages().find(f.hashes[2], 0), 1);
   CHECK_EQ(f.host.counts().written_blocks, 1);
@@ -67,7 +68,8 @@ TEST(through_offloads_what_was_published_by_the_next_plan) {
   f.host.publish_offloaded();
   f.plan.begin(1);
   f.host.on_published(f.ids.data(), 3);
-  f.host.offload_queued(f.host.num_queued(), false);  // there already: used once more
+  // The page already exists and is used once more.
+  f.host.offload_queued(f.host.num_queued(), false);
   CHECK(f.plan.end().swap_out.empty());
   CHECK(f.host.publish_offloaded().empty());
   f.check();
@@ -90,7 +92,8 @@ TEST(selective_offloads_what_was_hit_often_enough) {
   f.host.publish_offloaded();
   f.plan.begin(1);
   release(&f.device, f.ids);
-  take(&f.device, 8);  // evicts all three: only one was hit twice, and it is there
+  // Evicts all three blocks; only one was hit twice, and it is already on the host.
+  take(&f.device, 8);
   CHECK(f.plan.end().swap_out.empty());
   f.host.publish_offloaded();
   f.check();

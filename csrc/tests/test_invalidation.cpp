@@ -9,7 +9,7 @@ using Ids = std::vector<BlockId>;
 
 namespace {
 
-// Rows of one group of blocks of 4 tokens, and what publishes their blocks.
+// Rows of one group with blocks of 4 tokens, and the component that publishes their blocks.
 struct Fixture {
   BlockPool pool{30};
   std::vector<CacheGroup> groups = full_groups(4);
@@ -18,7 +18,7 @@ struct Fixture {
   RowTable rows{&groups, 0};
   StepJournal journal;
 
-  // A row that has computed its blocks from the num_hits-th on; all tokens are `token`.
+  // Adds a row that has computed its blocks from block num_hits on. All tokens are `token`.
   int32_t add(int32_t token, int64_t num_tokens, const Ids& ids, int64_t num_hits = 0) {
     auto tokens = std::make_shared<TokenIds>();
     const std::vector<int32_t> all(static_cast<size_t>(num_tokens), token);
@@ -52,7 +52,7 @@ TEST(a_row_recomputes_from_its_invalid_block_on) {
   f.add(2, 4, take(&f.pool, 1));
   const Invalidation invalid = f.failed({ids[2]});
   CHECK(invalid.limits() == Limits({{0, 8}}));
-  CHECK(invalid.blocks() == Ids({ids[2], ids[3]}));  // what was computed from it
+  CHECK(invalid.blocks() == Ids({ids[2], ids[3]}));  // the block and the block computed from it
 }
 
 TEST(a_block_of_no_row_affects_none) {
@@ -85,7 +85,8 @@ TEST(what_was_computed_from_a_hit_is_followed_to_other_rows) {
   Invalidation invalid = f.invalidation(/*by_hash=*/false);
   invalid.limit_row(1, 6);
   invalid.spread();
-  // Row 1 may go on inside its own block; row 2 holds that block, whose last tokens are invalid.
+  // Row 1 can continue inside its own block. Row 2 also holds that block, whose last tokens are
+  // invalid.
   CHECK(invalid.limits() == Limits({{1, 6}, {2, 4}}));
   CHECK(invalid.blocks() == Ids({ids[1], ids[2]}));
 }
@@ -141,14 +142,15 @@ TEST(an_onboard_from_a_failed_page_and_into_a_failed_block_is_invalid) {
   CHECK(f.failed({}, {pages[1]}).limits() == Limits({{0, 4}}));
   const Invalidation invalid = f.failed({ids[0]});
   CHECK(invalid.limits() == Limits({{0, 0}}));
-  CHECK_EQ(invalid.chains().hashes.count(tag_of(hash_of(50))), 1);  // the page is not used again
+  // The page is not onboarded again.
+  CHECK_EQ(invalid.chains().hashes.count(tag_of(hash_of(50))), 1);
 }
 
 TEST(a_swapped_row_starts_anew_where_a_page_of_it_is_invalid) {
   Fixture f;
   const int32_t row = f.add(1, 8, {3, 4});
   f.rows[row].on_host = true;
-  CHECK(f.failed({3, 4}).limits().empty());  // blocks of the device by these numbers
+  CHECK(f.failed({3, 4}).limits().empty());  // device blocks with these ids are not affected
   CHECK(f.failed({}, {4}).limits() == Limits({{row, 0}}));
 }
 

@@ -1,4 +1,4 @@
-// The parts of the policy that learns, each alone.
+// Unit tests of the parts of the learned policy.
 #include <cmath>
 #include <cstdint>
 #include <deque>
@@ -98,17 +98,17 @@ TEST(a_class_that_is_used_again_is_worth_more_and_as_long_as_it_is) {
       hazards.reach(used, b);
       hazards.reach(left, b);
     }
-    hazards.use(used, 5);  // at one age, and at no other
+    hazards.use(used, 5);  // used at this age only
   }
   hazards.solve();
   const auto at = [&](int b) { return static_cast<int64_t>(std::ceil(ages.begin(b))); };
   CHECK(hazards.index(used, at(0)) > hazards.index(left, at(0)));
-  // The nearer its use comes, the more; behind it, as little as the other.
+  // The value increases as the use approaches. After the use, it is as low as for the other class.
   for (int b = 0; b < 5; ++b) {
     CHECK(hazards.index(used, at(b)) < hazards.index(used, at(b + 1)));
   }
   CHECK(hazards.index(used, at(8)) < hazards.index(used, at(0)));
-  // What was counted long ago counts less.
+  // Old counts have less weight.
   const double before = hazards.index(used, at(5));
   for (int i = 0; i < 5'000; ++i) hazards.fade();
   hazards.solve();
@@ -129,19 +129,19 @@ TEST(the_gain_of_a_block_is_its_hits_less_what_its_space_costs) {
   for (int64_t age : {0, 30, 150, 1'000, 100'000, 1'000'000'000}) {
     const double worth = hazards.index(3, age);
     double last = hazards.gain(3, age, 1, 0);
-    for (double share : {0.2, 0.5, 0.9}) {  // the dearer its space, the less is gained
+    for (double share : {0.2, 0.5, 0.9}) {  // the gain decreases as the price of space increases
       const double gain = hazards.gain(3, age, 1, share * worth);
       CHECK(gain > 0 && gain < last);
       last = gain;
     }
-    // At the price of its own worth it is as well given up; between the ages at which a bucket
-    // begins that worth is on a line.
+    // If the price exceeds the block's own value, there is no gain. Between the starts of buckets,
+    // values are interpolated linearly.
     CHECK(hazards.gain(3, age, 1, 1.5 * worth) < 0.01);
   }
 }
 
 TEST(only_the_sample_is_counted_and_the_ends_of_segments_are_remembered) {
-  ReuseModel model(30'000);  // one of ten
+  ReuseModel model(30'000);  // samples one of ten blocks
   int num_sampled = 0;
   constexpr int kKeys = 2'000;
   const auto key_of = [](int i) { return static_cast<uint32_t>(i) * 0x9E3779B1u | 1u; };
@@ -155,8 +155,9 @@ TEST(only_the_sample_is_counted_and_the_ends_of_segments_are_remembered) {
     CHECK(record->turn == 255 && record->is_end == (i % 8 == 0) && record->time == model.clock());
   }
   CHECK(num_sampled > kKeys / 15 && num_sampled < kKeys / 7);
-  CHECK_EQ(model.hazards().counts()[2 * AgeBuckets::kNum], num_sampled);  // all reached bucket 0
-  for (int repeat = 0; repeat < 2; ++repeat) {  // the second use of a record counts nothing
+  // All samples reached bucket 0.
+  CHECK_EQ(model.hazards().counts()[2 * AgeBuckets::kNum], num_sampled);
+  for (int repeat = 0; repeat < 2; ++repeat) {  // the second use of a record is not counted
     for (int i = 1; i <= kKeys; ++i) model.note_use(key_of(i));
   }
   double num_used = 0;
@@ -164,7 +165,7 @@ TEST(only_the_sample_is_counted_and_the_ends_of_segments_are_remembered) {
   for (size_t i = counts.size() / 2; i < counts.size(); ++i) num_used += counts[i];
   CHECK_EQ(num_used, num_sampled);
   ReuseModel larger(15'000);
-  larger.add_blocks(15'000);  // samples as rarely
+  larger.add_blocks(15'000);  // same sampling rate as above
   for (int i = 1; i <= kKeys; ++i) larger.note_release(key_of(i), 2, 0, false, false);
   CHECK_EQ(larger.hazards().counts()[2 * AgeBuckets::kNum], num_sampled);
 }
@@ -204,7 +205,7 @@ TEST(what_is_in_the_other_tier_goes_first_then_what_is_worth_least) {
   CHECK_EQ(order.victim(), 3);
   add(4, ReuseClass::kLoaded, 1);
   CHECK_EQ(order.worth(segments.of(4)), 0);
-  CHECK_EQ(order.victim(), 3);  // what was chosen is used up before the next is
+  CHECK_EQ(order.victim(), 3);  // a chosen segment is evicted completely before the next
   for (BlockId expected : {3, 4, 1, 2}) {
     CHECK_EQ(order.victim(), expected);
     segments.remove(expected);
@@ -227,7 +228,7 @@ TEST(segments_are_listed_by_class_and_blocks_within_them_in_order) {
   segments.insert(5);
   CHECK(segments.is_listed(2) && segments.is_listed(5));
   CHECK(segments.oldest(1) == old && segments.youngest(1) == young && segments.oldest(2) == other);
-  for (BlockId id : {1, 2, 3}) {  // as they were assigned
+  for (BlockId id : {1, 2, 3}) {  // in the order of assignment
     CHECK_EQ(segments[old].first, id);
     segments.remove(id);
     CHECK(!segments.is_listed(id));
@@ -238,7 +239,7 @@ TEST(segments_are_listed_by_class_and_blocks_within_them_in_order) {
   segments.remove(2);
   for (BlockId id : {1, 2, 3}) segments.assign(id, Segments::kNone);
   const int64_t number = segments[old].number;
-  const int32_t again = segments.open(9, 1);  // the place of the one that has ended
+  const int32_t again = segments.open(9, 1);  // reuses the index of the segment that has ended
   CHECK(again == old && segments[again].number > number);
   segments.clear();
   CHECK(segments.oldest(1) == Segments::kNone && segments.of(4) == Segments::kNone);
@@ -249,7 +250,7 @@ TEST(any_order_of_calls_agrees_with_plain_lists) {
     std::mt19937 random(seed);
     constexpr int kBlocks = 12;
     struct Block {
-      int64_t number = 0, order = 0;  // of its segment, and among all that were assigned
+      int64_t number = 0, order = 0;  // number of its segment, and position among all assignments
       bool is_in = false;
     };
     std::vector<Block> model(kBlocks);

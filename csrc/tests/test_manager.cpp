@@ -152,8 +152,8 @@ TEST(a_new_request_that_outgrows_the_model_while_another_is_hashed_is_refused) {
   manager.check_invariants();
 }
 
-// Rows 0 (by step) and 1 (by allocate, with 4 slots) of 3 tokens, then 5 known tokens more each:
-// two blocks to hash.
+// Rows 0 (by step) and 1 (by allocate, with 4 slots) have 3 tokens. Then each row gets 5 more known
+// tokens, so there are two blocks to hash.
 struct TwoRows {
   Manager manager{make_options(4, 40, 100)};
   Request stepped = make_request(3), allocated = make_request(3, 1);
@@ -234,7 +234,7 @@ TEST(a_call_that_is_interrupted_while_hashing_changes_nothing) {
   }
 }
 
-// Records its notifications; evicts in the order of release.
+// Records its notifications, and evicts in release order.
 class Recorder : public kvcache::EvictionPolicy {
  public:
   explicit Recorder(std::vector<std::string>* log) : log_(log) {}
@@ -304,8 +304,9 @@ TEST(a_policy_is_told_what_requests_do) {
   };
 
   const Request first = make_request(10);
-  step_new(&manager, {{first.chain, 6}}, /*lookahead=*/4);  // a chunk of 6, and a block for drafts
-  serve(&manager, 0, 4, 0);                                 // the rest, and one token comes
+  // A chunk of 6 tokens, and a block for drafts.
+  step_new(&manager, {{first.chain, 6}}, /*lookahead=*/4);
+  serve(&manager, 0, 4, 0);  // the remaining tokens
   notified({});
   kvcache::ReleaseFeatures features;
   features.turn = 3;
@@ -317,17 +318,18 @@ TEST(a_policy_is_told_what_requests_do) {
   notified(
       {"release 3 2 1",
        "  tokens 12 8 4, turn 3, prefix 0, new 3, output 1, class 5, time 1 7, of 4, retention 1"});
-  manager.report(1, /*completed=*/true, {}, {});  // behind the fence; the last one is not cached
+  // Releases the fence; the last block is not cached.
+  manager.report(1, /*completed=*/true, {}, {});
   notified({"idle 2", "idle 1"});
 
   const Request second = make_request(9);
   step_new(&manager, {{second.chain, 100}});
   notified({"hit 1 2"});
   manager.access(0, 11.5);
-  notified({});  // its blocks are said to have had it when it releases them
+  notified({});  // the access is reported when the row releases its blocks
   const Request child = make_request(9);
   CHECK(manager.fork(0, child.chain).status == Status::kServed);
-  notified({});  // a fork is no hit
+  notified({});  // a fork is not a hit
   const int32_t row = 1;
   StepRequest leave;
   leave.swap_out_rows = &row;
@@ -337,7 +339,7 @@ TEST(a_policy_is_told_what_requests_do) {
       {"release 4 2 1",
        "  tokens 12 8 4, turn 0, prefix 9, new 0, output 0, class -1, time 2 7, of 4, retention 0"
        ", swapped"});
-  manager.free(1);  // from the host: no block of the device goes
+  manager.free(1);  // frees a row on the host, so no device block is released
   notified({});
   manager.free(0);
   notified(
@@ -362,8 +364,9 @@ TEST(a_policy_is_told_of_hits_inside_blocks_and_of_each_group) {
   manager.free(0);
   log.clear();
   const Request second = make_request(13, 0, 2);
-  step_new(&manager, {{second.chain, 100}});  // 12 tokens: a block and half of one; the window's
-  // The block whose half was copied is idle again.
+  // 12 tokens: one and a half blocks, and the blocks of the window
+  step_new(&manager, {{second.chain, 100}});
+  // The block from which half was copied is idle again.
   CHECK(log == std::vector<std::string>({"hit 2", "hit 1", "hit 4 5", "idle 2"}));
   manager.free(0);
   manager.check_invariants();

@@ -1,4 +1,5 @@
-// PinnedRanges: the driver is asked once per range and device, and anew once the range has ended.
+// Tests that PinnedRanges queries the driver once per range and device, and again after the range
+// has ended.
 #include "check.h"
 #include "ops/pinned_ranges.h"
 
@@ -6,7 +7,7 @@ namespace {
 
 using kvcache::PinnedRanges;
 
-// A driver that counts the questions.
+// A driver that counts queries.
 struct Driver {
   int num_asked = 0;
   std::optional<int64_t> answer = 64;
@@ -54,9 +55,9 @@ TEST(a_range_that_ended_is_forgotten) {
   ranges.add(memory, 50);
   CHECK_EQ(*ranges.shift(0, memory, driver), 64);
   ranges.remove(memory);
-  driver.answer = std::nullopt;  // it is no longer pinned
+  driver.answer = std::nullopt;  // the memory is no longer pinned
   CHECK(!ranges.shift(0, memory, driver));
-  ranges.add(memory, 20);  // smaller, and elsewhere for the device
+  ranges.add(memory, 20);  // a smaller range with a different device address
   driver.answer = 128;
   CHECK_EQ(*ranges.shift(0, memory, driver), 128);
   CHECK_EQ(*ranges.shift(0, memory + 20, driver), 128);

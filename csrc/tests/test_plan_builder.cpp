@@ -20,7 +20,7 @@ TEST(appends_are_ragged_by_row_in_every_group) {
   const RowBlocks second[] = {blocks_of({5}), blocks_of({6})};
   const int64_t from[] = {1, 1}, all[] = {0, 0};
   plan.append(0, first, from);
-  plan.append(1, second, from);  // has nothing new
+  plan.append(1, second, from);  // the row has no new blocks
   plan.append(2, second, all);
   const StepPlan& made = plan.end();
   CHECK_EQ(made.step_id, 5);
@@ -70,7 +70,7 @@ TEST(a_row_that_is_sent_anew_has_no_entries_replaced) {
   plan.resend(2);
   plan.resend(6);
   plan.resend(4);
-  plan.forget_resend(4);  // it has left
+  plan.forget_resend(4);  // the row was freed
   CHECK(plan.must_resend(6) && !plan.must_resend(4) && !plan.must_resend(100));
   plan.begin(0);
   plan.replace(6, 0, 1, 3);

@@ -11,7 +11,7 @@ using Ids = std::vector<BlockId>;
 
 namespace {
 
-// A request of 16 tokens, and pools that have some of its blocks of 4.
+// A request of 16 tokens, and pools that contain some of its blocks of 4 tokens.
 struct Fixture {
   std::vector<CacheGroup> groups;
   BlockPool pool{20}, host{20};
@@ -31,7 +31,7 @@ struct Fixture {
     chain->hashes();
     return chain;
   }
-  // One block with the content of this block of the request.
+  // Publishes a block with the content of this block of the request.
   BlockId cache(BlockPool* in, size_t block, uint8_t group = 0) {
     const Ids ids = take(in, 1);
     const auto num_hashes = static_cast<size_t>(groups[group].num_hashes);
@@ -82,7 +82,8 @@ TEST(a_drafting_group_finds_one_block_more_than_the_hit_takes) {
   for (size_t block = 0; block < 3; ++block) f.cache(&f.pool, block);
   CHECK_EQ(f.find().num_tokens, 8);
   CHECK_EQ(f.find().blocks[0].size(), 2);
-  f.cache(&f.pool, 3);  // holds the last token, which must run: it tells all the same
+  // Contains the last token, which must be computed, but the block still counts.
+  f.cache(&f.pool, 3);
   CHECK_EQ(f.find().num_tokens, 12);
   f.cache(&f.host, 3);
   CHECK_EQ(f.find(/*with_host=*/true).num_host_blocks, 0);

@@ -31,7 +31,7 @@ struct Fixture {
     rows[0].by_step = true;
     publisher.refresh(0);
   }
-  // The row has slots for num_computed tokens, of which num_known are known.
+  // Sets the row's slots to num_computed tokens, of which num_known are known.
   void compute(int64_t num_computed, int64_t num_known) {
     const int64_t more = num_known - tokens->size();
     tokens->append(std::vector<int32_t>(static_cast<size_t>(more), 7).data(), more);
@@ -119,7 +119,7 @@ TEST(what_has_left_a_window_is_not_published) {
 }
 
 TEST(what_no_hit_can_read_is_not_published) {
-  // Hits end at multiples of 16, behind which a window of 4 reads the last block of 4.
+  // Hits end at multiples of 16. After them, a window of 4 tokens reads the last block of 4 tokens.
   CacheGroup group = group_of(std::make_shared<SlidingWindow>(4), 4);
   group.hit_unit = 16;
   Fixture f({group});
@@ -131,7 +131,7 @@ TEST(what_no_hit_can_read_is_not_published) {
   CHECK_EQ(f.pool.find(hashes[7], 0), f.block(7));
   CHECK_EQ(f.rows.blocks(0)[0].num_published, 8);
 
-  group.drafts = true;  // the block behind a hit is looked for, too
+  group.drafts = true;  // the block after a hit is also looked up
   Fixture drafting({group});
   drafting.compute(34, 34);
   drafting.publish();
@@ -155,7 +155,7 @@ TEST(a_state_is_found_where_a_step_ended_at_a_boundary) {
   Fixture f({group_of(std::make_shared<RecurrentState>(), 4)});
   f.compute(7, 7);
   f.publish();
-  CHECK_EQ(f.pool.num_cached(), 0);  // the state after 4 tokens was written over
+  CHECK_EQ(f.pool.num_cached(), 0);  // the state after 4 tokens was overwritten
   f.compute(8, 8);
   f.publish();
   CHECK_EQ(f.pool.num_cached(), 1);
@@ -194,11 +194,11 @@ TEST(a_state_inside_a_block_is_kept_at_a_hash_boundary_of_the_prompt) {
   CHECK_THROWS(f.publisher.check_invariants(), "not at a hash boundary");
   f.rows.blocks(0)[0].keeps_state = false;
 
-  f.pool.publish_partial(take(&f.pool, 1)[0], hashes[2], hashes[0], 0);  // another row's
+  f.pool.publish_partial(take(&f.pool, 1)[0], hashes[2], hashes[0], 0);  // published by another row
   f.compute(6, 6);
   f.publish();
   CHECK(!f.rows.blocks(0)[0].keeps_state);
-  CHECK_EQ(f.rows[0].next_publish, 8);  // behind the prompt, boundaries alone
+  CHECK_EQ(f.rows[0].next_publish, 8);  // after the prompt, only block boundaries
 }
 
 TEST(events_name_what_was_filled_and_what_is_hit) {
@@ -214,7 +214,7 @@ TEST(events_name_what_was_filled_and_what_is_hit) {
   CHECK_EQ(stored.events.size(), 2);
   CHECK_EQ(stored.tokens.size(), 8);
   CHECK(!stored.events[1].is_reused && stored.events[1].first_token == 4);
-  // The second block of three is not read any more.
+  // The second of three blocks is no longer read.
   f.compute(12, 13);
   f.publish();
   log.drain();
@@ -226,7 +226,7 @@ TEST(events_name_what_was_filled_and_what_is_hit) {
   CHECK(hit.events[1].is_reused && hit.events[1].hash == chain.known_hashes()[2]);
   CHECK(hit.events[1].parent == chain.known_hashes()[1] && hit.events[1].first_token == 8);
   CHECK_EQ(hit.tokens.size(), 8);
-  // Nor is the first, which the row has let go of.
+  // The first block, which the row has dropped, is not announced either.
   f.rows.blocks(0)[0].num_dropped = 1;
   f.publisher.announce_hit(0, taken);
   const EventLog::Drained rest = log.drain();

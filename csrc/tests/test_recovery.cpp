@@ -20,9 +20,10 @@ struct Fixture : Serving {
     publisher.refresh(row);
     return row;
   }
-  // One step: the row computes tokens start to stop - 1, and what has filled is published.
+  // Runs one step, in which the row computes the tokens [start, stop) and filled blocks are
+  // published.
   void step(int32_t row, int64_t start, int64_t stop) {
-    if (journal.numbers().num_steps > 0) begin();  // the first is open
+    if (journal.numbers().num_steps > 0) begin();  // the first step is already open
     const ServedRow served = serve(row, start, stop);
     journal.note_served(row, rows[row], served.safe_start);
     publisher.publish(row);
@@ -48,7 +49,7 @@ TEST(a_row_goes_back_to_where_the_aborted_step_began) {
   CHECK_EQ(f.found(row, 2), kNullBlock);
   CHECK_EQ(f.found(row, 3), kNullBlock);
   CHECK(f.plan.must_resend(row));
-  CHECK(f.abort_from(1).rows.empty());  // it was aborted already
+  CHECK(f.abort_from(1).rows.empty());  // the step was already aborted
   CHECK_EQ(f.rows[row].num_computed, 8);
 }
 
@@ -62,8 +63,8 @@ TEST(a_receiving_row_goes_on_behind_what_has_arrived_and_is_valid) {
     CHECK_EQ(f.found(row, 0), kNullBlock);
     const Ids before = f.ids(row);
     if (num_valid == 6) {
-      CHECK(
-          f.recovery.invalidate({before[1]}, {}).rows.empty());  // the sender writes to its blocks
+      // The sender still writes to the row's blocks.
+      CHECK(f.recovery.invalidate({before[1]}, {}).rows.empty());
       CHECK_EQ(f.rows[row].num_computed, 12);
     }
     f.recovery.receive(row, 11);

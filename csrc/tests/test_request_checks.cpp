@@ -67,7 +67,7 @@ TEST(rows_leave_once_each) {
   const int32_t rows[] = {1, 0, 1, 7};
   f.checks.check_leaving(rows, 0, {});
   f.checks.check_leaving(rows, 2, {});
-  f.checks.check_leaving(rows, 2, {});  // of another call
+  f.checks.check_leaving(rows, 2, {});  // a second call
   CHECK_THROWS(f.checks.check_leaving(rows, 3, {}), "row 1 is to be freed twice");
   CHECK_THROWS(f.checks.check_leaving(rows + 2, 2, {}), "row 7 is not in use");
 }

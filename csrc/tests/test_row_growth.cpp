@@ -70,7 +70,7 @@ TEST(a_written_block_that_another_row_holds_is_copied) {
   const ServedRow served = s.serve(row, 6, 12);
   const BlockId own = s.ids(row)[1];
   CHECK(own != shared);
-  CHECK_EQ(served.safe_start, 4);  // the copy is of this step
+  CHECK_EQ(served.safe_start, 4);  // the copy is part of this step
   CHECK_EQ(s.plan.num_held(shared), 1);
   const StepPlan& plan = s.end();
   CHECK(plan.copy == Ids({shared, own}));
@@ -98,7 +98,7 @@ TEST(a_state_moves_to_the_page_of_its_block) {
   s.serve(row, 4, 11);
   CHECK_EQ(s.growth.left_states().size(), 1);
   CHECK_EQ(s.growth.left_states()[0].num_tokens, 4);
-  CHECK_EQ(s.pool.ref_count(first), 1);  // until it is published
+  CHECK_EQ(s.pool.ref_count(first), 1);  // held until it is published
   s.growth.release_left_states();
   CHECK_EQ(s.pool.ref_count(first), 0);
   const BlockId second = s.ids(row)[2];
@@ -188,7 +188,7 @@ TEST(a_state_that_is_kept_stays_behind_where_a_page_is_free) {
   s.begin();
   s.serve(row, 6, 7);
   CHECK(s.ids(row) == Ids({second}));
-  CHECK_EQ(s.pool.find_partial(hash_of(2), 0), kNullBlock);  // it is written over
+  CHECK_EQ(s.pool.find_partial(hash_of(2), 0), kNullBlock);  // the state is overwritten
   CHECK(s.end().copy.empty());
   release(&s.pool, others);
 }
@@ -230,7 +230,7 @@ TEST(a_hit_is_held_and_its_partial_block_is_copied) {
   served.span = {10, 14, 0};
   served.safe_start = 10;
   s.growth.take_hit(&served, hit);
-  CHECK_EQ(s.pool.ref_count(cached[2]), 1);  // until it is copied
+  CHECK_EQ(s.pool.ref_count(cached[2]), 1);  // held until it is copied
   s.growth.serve(&served, s.rules.of_running(s.rows.blocks(row), served.span, false));
   CHECK_EQ(served.safe_start, 8);
   CHECK(s.end().copy == Ids({cached[2], s.ids(row)[2]}));

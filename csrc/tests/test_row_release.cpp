@@ -72,7 +72,7 @@ TEST(a_row_resumes_where_its_blocks_hold_what_it_reads) {
   f.serve(row, 12, 13);  // the first two blocks have left the window
   CHECK(f.release.can_resume(row, 11));
   CHECK(!f.release.can_resume(row, 10));  // reads token 7
-  CHECK(!f.release.can_resume(row, 0));   // the cache may still have something
+  CHECK(!f.release.can_resume(row, 0));   // the cache may contain a hit
   f.end();
 }
 

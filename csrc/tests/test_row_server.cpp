@@ -15,7 +15,7 @@ constexpr auto kServed = static_cast<uint8_t>(Status::kServed);
 constexpr auto kWait = static_cast<uint8_t>(Status::kWait);
 constexpr auto kNever = static_cast<uint8_t>(Status::kNever);
 
-// Publishing, but for what this step computes, needs hashes: here chains of tokens 0.
+// Publishing blocks of earlier steps needs hashes. These chains consist of tokens 0.
 std::shared_ptr<TokenChain> hashed_chain(int64_t num_tokens) {
   auto chain = Serving::chain_of(num_tokens);
   chain->hashes();
@@ -25,14 +25,14 @@ std::shared_ptr<TokenChain> hashed_chain(int64_t num_tokens) {
 struct Fixture : Serving {
   using Serving::Serving;
 
-  // Requests are served; what they compute is published.
+  // Serves the requests and publishes the blocks that they compute.
   void admit(const std::vector<NewRow>& requests) {
     StepRequest request;
     request.new_rows = requests;
     server.serve_new(request);
     server.publish_served();
   }
-  // The row computes more tokens in a step that is open.
+  // Serves more tokens of the row in an open step.
   void extend(int32_t row, int32_t num_tokens) {
     StepRequest request;
     request.rows = &row;
@@ -72,8 +72,8 @@ TEST(a_row_that_is_asked_with_no_tokens_gets_nothing) {
   CHECK_EQ(f.ids(row).size(), 2);
 }
 
-// The row's quiet_until, and whether its serve up to that many tokens leaves its blocks as they
-// are.
+// Returns the row's quiet_until, after checking that serving up to this number of tokens does not
+// change its blocks.
 int64_t served_to_its_quiet_end(Fixture* f, int32_t row) {
   const int64_t until = f->rows.quiet_until(row);
   const Ids before = f->ids(row);
@@ -102,7 +102,7 @@ TEST(a_row_is_quiet_until_a_block_leaves_its_window) {
   window.num_prealloc = 2;
   Fixture f({window});
   f.admit({{hashed_chain(6), 6}});
-  // The token at 9 reads from 4 on.
+  // The token at position 9 reads tokens from position 4 on.
   CHECK_EQ(served_to_its_quiet_end(&f, 0), 9);
   f.end();
   f.begin();
@@ -138,7 +138,7 @@ TEST(a_request_gets_its_hit_and_blocks_for_the_rest) {
   CHECK_EQ(f.rows[0].num_computed, 14);
   CHECK(f.rows[0].by_step);
   CHECK_EQ(f.stats.total().hit_tokens, 8);
-  CHECK_EQ(f.journal.last().rows[0].start, 8);  // valid whatever becomes of the step
+  CHECK_EQ(f.journal.last().rows[0].start, 8);  // valid even if the step is aborted
   f.server.check_invariants();
 }
 
@@ -155,14 +155,14 @@ TEST(external_tokens_have_slots_behind_the_hit) {
   f.server.serve_new(request, {8, 8, 4});
   f.server.publish_served();
   const StepPlan& plan = f.end();
-  CHECK(plan.status == Statuses({kServed, kServed, kWait}));  // the last one counted from 4
+  CHECK(plan.status == Statuses({kServed, kServed, kWait}));  // the last request was counted from 4
   CHECK(plan.num_computed_tokens == Ids({14, 17, 14}));
   CHECK_EQ(f.rows[0].num_computed, 17);
   CHECK_EQ(f.ids(0).size(), 5);
   CHECK_EQ(f.ids(1).size(), 5);
   CHECK(f.rows[1].is_receiving);
   CHECK_EQ(f.journal.last().rows[0].start, 8);   // loaded within the step
-  CHECK_EQ(f.journal.last().rows[1].start, 17);  // comes whatever becomes of it
+  CHECK_EQ(f.journal.last().rows[1].start, 17);  // arrives even if the step is aborted
 }
 
 TEST(later_rows_of_a_step_wait_for_what_earlier_ones_fill_or_share_it) {
@@ -185,7 +185,8 @@ TEST(later_rows_of_a_step_wait_for_what_earlier_ones_fill_or_share_it) {
     CHECK_EQ(f.ids(1)[2], f.ids(0)[2]);
     CHECK_EQ(f.server.fills().row_of(f.ids(0)[2]), 0);
     CHECK_EQ(f.server.fills().row_of(f.ids(0)[3]), -1);
-    CHECK_EQ(f.journal.last().rows[1].start, 0);  // all that it reads is of this step
+    // All tokens that it reads are computed in this step.
+    CHECK_EQ(f.journal.last().rows[1].start, 0);
   }
 }
 
@@ -227,8 +228,8 @@ TEST(whether_a_request_would_fit_changes_nothing) {
   const Ids cached = f.cache(2);
   const Ids others = take(&f.pool, 15);
   CHECK(f.fits(17, 17) == Status::kWait);
-  CHECK(f.fits(17, 8) == Status::kServed);  // two behind the hit
-  CHECK(f.fits(80, 1) == Status::kServed);  // as far as it goes
+  CHECK(f.fits(17, 8) == Status::kServed);  // two blocks after the hit
+  CHECK(f.fits(80, 1) == Status::kServed);  // only the next chunk must fit
   CHECK(f.fits(80, 1, /*whole=*/true) == Status::kNever);
   CHECK(f.fits(80, 80) == Status::kNever);
   CHECK_EQ(f.pool.ref_count(cached[0]), 0);
@@ -298,7 +299,7 @@ TEST(a_row_on_the_host_comes_back_when_it_is_served) {
   f.extend(0, 1);
   CHECK(!f.rows[0].on_host);
   CHECK(f.plan.must_resend(0));
-  CHECK_EQ(f.journal.last().rows[0].start, 0);  // what comes back rests on this step
+  CHECK_EQ(f.journal.last().rows[0].start, 0);  // loaded blocks depend on this step
   CHECK_EQ(f.end().swap_in.size(), 4);
 }
 
@@ -349,7 +350,7 @@ TEST(a_fork_shares_blocks_until_one_of_both_writes) {
   const Slots slots = f.server.serve({1, 1});
   CHECK(slots.copies == Ids({shared, f.ids(1)[1]}));
   CHECK(f.ids(0)[1] == shared && f.ids(1)[1] != shared);
-  CHECK(f.server.serve({0, 1}).copies.empty());  // it has the block alone now
+  CHECK(f.server.serve({0, 1}).copies.empty());  // the row no longer shares the block
   CHECK_EQ(f.server.num_common_prefix_blocks(0, 2, 0), 1);
 }
 

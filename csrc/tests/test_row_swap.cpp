@@ -10,7 +10,7 @@ using Ids = std::vector<BlockId>;
 
 namespace {
 
-// Whether the row has left for the host, within the step.
+// Moves the rows to the host within the step. Returns whether the last row has moved.
 bool leave(Serving* s, const std::vector<int32_t>& rows) {
   StepRequest request;
   request.swap_out_rows = rows.data();
@@ -58,7 +58,8 @@ TEST(what_is_on_the_host_already_is_not_written_again) {
   leave(&s, {row});
   CHECK(s.ids(row)[0] == page);
   CHECK_EQ(s.end().swap_out.size(), 2);
-  CHECK_EQ(s.host.pages().find(hash_of(2), 0), s.ids(row)[1]);  // found by others, too
+  // The page can be found by other rows.
+  CHECK_EQ(s.host.pages().find(hash_of(2), 0), s.ids(row)[1]);
 }
 
 TEST(a_row_that_does_not_fit_stays) {
@@ -88,7 +89,7 @@ TEST(a_row_comes_back_as_far_as_it_still_reads) {
   CHECK(!s.rows[row].on_host);
   CHECK(s.ids(row)[0] == kNullBlock && s.ids(row)[1] == kNullBlock);
   CHECK(s.end().swap_in == Ids({pages[2], s.ids(row)[2]}));
-  CHECK_EQ(s.host.pages().num_free(), 8);  // one is being read
+  CHECK_EQ(s.host.pages().num_free(), 8);  // one page is being read
   CHECK_EQ(s.journal.last().swapped.size(), 1);
 }
 
@@ -152,8 +153,9 @@ TEST(what_rows_take_when_they_come_back) {
   s.swap.swap_out({row, other});
   CHECK_EQ(s.swap.num_blocks_back({row, other}, {0, 0}).num_taken, 2);
   CHECK_EQ(s.swap.num_blocks_back({row, other}, {1, 0}).num_taken,
-           3);  // its own in place of a shared one
-  CHECK_EQ(s.swap.num_blocks_back({row, other}, {1, 1}).num_taken, 3);  // the last one keeps it
+           3);  // a copy of a shared block
+  // The last row keeps the shared block.
+  CHECK_EQ(s.swap.num_blocks_back({row, other}, {1, 1}).num_taken, 3);
   CHECK_EQ(s.swap.num_blocks_back({row, other}, {2, 3}).num_taken, 4);
   CHECK_EQ(s.swap.num_blocks_back({row}, {2}).num_taken, 2);
   CHECK_EQ(s.swap.num_blocks_back({row}, {3}).num_taken, 3);
@@ -166,7 +168,8 @@ TEST(what_leaves_a_window_makes_room_for_what_comes_back) {
   s.end();
   s.swap.swap_out({row});
   CHECK_EQ(s.swap.num_blocks_back({row}, {0}).num_taken, 3);
-  CHECK_EQ(s.swap.num_blocks_back({row}, {8}).num_taken, 3);  // two leave, two come
+  // Two blocks are dropped, two are added.
+  CHECK_EQ(s.swap.num_blocks_back({row}, {8}).num_taken, 3);
   CHECK_EQ(s.swap.num_blocks_back({row}, {12}).num_taken, 4);
 }
 
@@ -180,26 +183,26 @@ TEST(what_the_device_still_has_is_shared_by_rows_that_come_back) {
   s.end();
   s.swap.swap_out({row});
   CHECK(s.pool.find(hashes[2], 0) == before[2]);
-  s.pool.evict(&before[1], 1);  // the third is found, but not behind the second
+  s.pool.evict(&before[1], 1);  // the third block is cached, but cannot be used without the second
   CHECK_EQ(s.swap.num_blocks_back({row}, {0}).num_taken, 4);
   const auto pairs = s.swap.swap_in({row});
   CHECK_EQ(pairs->size(), 6);
   CHECK_EQ(s.ids(row)[0], before[0]);
-  CHECK(s.pool.find(hashes[1], 0) == s.ids(row)[1]);  // what moved is found again
+  CHECK(s.pool.find(hashes[1], 0) == s.ids(row)[1]);  // the moved block is published again
   CHECK_EQ(s.host.pages().num_free(), 9);
   s.swap.swap_out({row});
   s.pool.retain(before.data(), 1);
   const RowSwap::BlocksBack back = s.swap.num_blocks_back({row}, {3});
-  CHECK_EQ(back.num_taken, 4);  // another row holds the first
+  CHECK_EQ(back.num_taken, 4);  // another row holds the first block
   CHECK_EQ(back.alone, 5);
   s.pool.release(before.data(), 1);
-  const Ids others = take(&s.pool, 16);  // all but the three that are cached
+  const Ids others = take(&s.pool, 16);  // all blocks except the three cached ones
   CHECK(!s.swap.swap_in({row}));
   release(&s.pool, others);
 }
 
-// 3 groups, blocks of 2 and 4, seed 1000116 of soak_manager: the second group's pages were
-// published as blocks of the device when the first group was back.
+// Regression found with 3 groups, blocks of 2 and 4 tokens, and seed 1000116 of soak_manager. The
+// pages of the second group were published as device blocks after the first group had been loaded.
 TEST(groups_that_come_back_outside_of_a_step_are_published_when_all_are_there) {
   Serving s({group_of(std::make_shared<FullAttention>(), 4, 0),
              group_of(std::make_shared<FullAttention>(), 4, 1)});

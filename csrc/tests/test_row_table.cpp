@@ -72,7 +72,7 @@ TEST(the_first_token_that_a_block_has_a_part_in) {
   CHECK_EQ(rows.first_token(row, groups[0], 3), 6);
   CHECK_EQ(rows.first_token(row, groups[1], 4), 8);
   CHECK_EQ(rows.first_token(row, groups[2], 1), 0);
-  rows[row].num_computed = 8;  // a hit that has not run: the next token reads it
+  rows[row].num_computed = 8;  // a hit only, so the next token is the first to read it
   CHECK_EQ(rows.first_token(row, groups[1], 1), 7);
 }
 
@@ -104,7 +104,7 @@ TEST(lookahead_blocks_are_not_written) {
   CHECK_EQ(f.rows.num_written(row, f.groups[1]), 2);
   CHECK_EQ(f.rows.num_written(row, f.groups[2]), 1);
   CHECK(f.rows.written_blocks(row) == Ids({1, 4, 6}));
-  f.rows[row].on_host = true;  // there are no others there
+  f.rows[row].on_host = true;  // on the host, all blocks are written
   CHECK(f.rows.written_blocks(row) == Ids({1, 2, 3, 4, 5, 6}));
   f.check();
 }

@@ -1,5 +1,5 @@
-// The CUDA runtime without a GPU: the calls that a capture records or refuses, or that invalidate
-// it.
+// Tests the CUDA runtime without a GPU: which calls a capture records or rejects, and which calls
+// invalidate it.
 #include <cuda_runtime_api.h>
 
 #include <string>
@@ -158,7 +158,8 @@ TEST(an_event_of_an_ended_capture_cannot_be_waited_for_and_no_later_work_is_lost
     CHECK_EQ(cudaStreamWaitEvent(b, event, 0), cudaErrorCapturedEvent);
     CHECK_EQ(end(b), cudaErrorStreamCaptureInvalidated);
 
-    CHECK_EQ(cudaEventRecord(event, a), cudaSuccess);  // recorded again, it is as any other
+    // After another record, the event is a regular event.
+    CHECK_EQ(cudaEventRecord(event, a), cudaSuccess);
     CHECK_EQ(cudaStreamWaitEvent(b, event, 0), cudaSuccess);
     CHECK_EQ(cudaStreamSynchronize(b), cudaSuccess);
   });

@@ -1,6 +1,6 @@
-// The CUDA runtime without a GPU: kernels are found by name, launched late, and checked.
-// RUNTIME_KERNELS is the path of runtime_kernels.cpp, compiled; RUNTIME_LIMITS of
-// runtime_limits.txt.
+// Tests the CUDA runtime without a GPU: kernels are found by name, launched late, and checked.
+// RUNTIME_KERNELS is the path of the library built from runtime_kernels.cpp. RUNTIME_LIMITS is the
+// path of runtime_limits.txt.
 #include <cuda_runtime_api.h>
 
 #include <array>
@@ -10,7 +10,7 @@
 #include "tests/check.h"
 #include "tests/child.h"
 
-// As nvcc's generated code calls it.
+// Declared as in nvcc's generated code.
 extern "C" void __cudaRegisterFunction(void**, const char*, char*, const char*, int, uint3*, uint3*,
                                        dim3*, dim3*, int*);
 extern "C" const char* kvcache_gpuless_unbound_kernel(size_t);
@@ -22,7 +22,7 @@ struct Numbers {
   int value;
 };
 
-// The addresses stand for host stubs.
+// The addresses of these variables are used as host stubs.
 const char write_stub = 0, shared_stub = 0, trap_stub = 0, missing_stub = 0, foreign_stub = 0;
 
 void add(const char* stub, const char* mangled) {
@@ -113,7 +113,8 @@ TEST(a_kernel_that_cannot_run_is_an_error_at_its_launch) {
   });
 }
 
-// Each kernel's line as cuobjdump gives it: registers, static shared memory, threads per block.
+// The file has a line per kernel, with registers, static shared memory, and threads per block from
+// cuobjdump.
 TEST(launches_are_held_against_the_machine_codes_limits) {
   const kvcache::test::Variables variables = {{"KVCACHE_GPULESS_KERNELS", RUNTIME_KERNELS},
                                               {"KVCACHE_GPULESS_LIMITS", RUNTIME_LIMITS}};
@@ -134,7 +135,7 @@ TEST(launches_are_held_against_the_machine_codes_limits) {
     CHECK_EQ(cudaFuncSetAttribute(&shared_stub, attribute, 188 * 1024), cudaErrorInvalidValue);
     CHECK_EQ(cudaFuncSetAttribute(&shared_stub, attribute, 187 * 1024), cudaSuccess);
     CHECK_EQ(launch(&shared_stub, dim3(1), dim3(4), 187 * 1024, out), cudaSuccess);
-    // trap_kernel is not in the file: its library is another.
+    // trap_kernel is not in the file, as if it belonged to another library.
     CHECK_EQ(launch(&trap_stub, dim3(1), dim3(1), 0), cudaErrorInvalidDeviceFunction);
     CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
   });
@@ -158,11 +159,11 @@ TEST(attributes_and_occupancy_are_those_of_the_machine_code) {
       return n;
     };
     CHECK_EQ(blocks(&write_stub, 128, 0), 12);         // registers: 4 warps of 1,280 each
-    CHECK_EQ(blocks(&write_stub, 32, 0), 32);          // the most thread blocks
+    CHECK_EQ(blocks(&write_stub, 32, 0), 32);          // limited by the number of thread blocks
     CHECK_EQ(blocks(&write_stub, 128, 48 * 1024), 4);  // shared memory
-    CHECK_EQ(blocks(&shared_stub, 32, 0), 5);          // static shared memory
-    CHECK_EQ(blocks(&shared_stub, 1024, 0), 0);        // registers: not even one
-    CHECK_EQ(blocks(&write_stub, 256, 0), 0);          // beyond __launch_bounds__
+    CHECK_EQ(blocks(&shared_stub, 32, 0), 5);          // limited by static shared memory
+    CHECK_EQ(blocks(&shared_stub, 1024, 0), 0);        // not enough registers for one block
+    CHECK_EQ(blocks(&write_stub, 256, 0), 0);          // exceeds __launch_bounds__
   });
 }
 
@@ -190,7 +191,7 @@ TEST(a_spin_kernel_holds_its_stream_and_neither_other_streams_nor_the_host) {
 
 TEST(a_trap_is_an_error_that_stays) {
   with_kernels([] {
-    (void)launch(&trap_stub, dim3(1), dim3(1), 0);  // may have run already
+    (void)launch(&trap_stub, dim3(1), dim3(1), 0);  // the kernel may have run already
     CHECK_EQ(cudaDeviceSynchronize(), cudaErrorLaunchFailure);
     void* p = nullptr;
     CHECK_EQ(cudaGetLastError(), cudaErrorLaunchFailure);

@@ -1,4 +1,4 @@
-// The CUDA runtime without a GPU: allocations, pinned and registered memory, copies.
+// Tests the CUDA runtime without a GPU: allocations, pinned and registered memory, and copies.
 #include <cuda_runtime_api.h>
 
 #include <array>
@@ -98,7 +98,7 @@ TEST(overlapping_copies_and_fills_of_pageable_memory_are_errors) {
     CHECK_EQ(copy(8, 0), cudaErrorInvalidValue);
     CHECK_EQ(copy(0, 15), cudaErrorInvalidValue);
     CHECK_EQ(copy(16, 0), cudaSuccess);
-    // Columns of one matrix.
+    // Copies columns within one matrix.
     CHECK_EQ(cudaMemcpy2DAsync(device + 8, 16, device, 16, 8, 4, cudaMemcpyDefault, stream),
              cudaSuccess);
     char pageable[16];
@@ -195,7 +195,7 @@ TEST(a_pageable_source_is_read_during_the_call_and_a_pinned_one_later) {
       cudaMemcpyAsync(device, &pageable, 1, cudaMemcpyDefault, stream);
       cudaMemcpyAsync(device + 1, pinned, 1, cudaMemcpyDefault, stream);
       pageable = *static_cast<char*>(pinned) = 2;
-      // A pageable destination: the call returns when the bytes are there.
+      // With a pageable destination, the call returns when the bytes have arrived.
       CHECK_EQ(cudaMemcpyAsync(back, device, 2, cudaMemcpyDefault, stream), cudaSuccess);
       CHECK_EQ(back[0], 1);
       if (back[1] == 2) throw kvcache::test::Failure("late");
@@ -301,7 +301,7 @@ TEST(a_copy_crosses_registered_neighbours_where_it_is_told_to) {
       CHECK_EQ(cudaHostRegister(host.memory + kPage, kPage, 0), cudaSuccess);
       const auto across = joined ? cudaSuccess : cudaErrorInvalidValue;
       CHECK_EQ(cudaMemcpy(device, host.memory, 2 * kPage, cudaMemcpyDefault), across);
-      // Never into memory that is not registered.
+      // Copies must not extend into memory that is not registered.
       CHECK_EQ(cudaMemcpy(device, host.memory + kPage, kPage + 1, cudaMemcpyDefault),
                cudaErrorInvalidValue);
     });

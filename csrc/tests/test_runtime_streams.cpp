@@ -1,4 +1,4 @@
-// The CUDA runtime without a GPU: the orders that streams and events enforce, and those they allow.
+// Tests the CUDA runtime without a GPU: the orders that streams and events enforce or allow.
 #include <cuda_runtime_api.h>
 
 #include <chrono>
@@ -20,7 +20,7 @@ using kvcache::test::ran;
 using kvcache::test::recorded;
 using kvcache::test::Variables;
 
-// The values of `ran` after `body`, under several seeds.
+// Returns the values of `ran` after `body` for several seeds.
 template <class Body>
 std::set<std::string> orders(Body&& body) {
   std::set<std::string> seen;
@@ -73,7 +73,7 @@ TEST(a_wait_is_for_the_record_before_it_even_if_the_event_is_recorded_again) {
     CHECK_EQ(cudaStreamSynchronize(b), cudaSuccess);
   });
   for (const std::string& order : seen) CHECK(order.find('a') < order.find('b'));
-  CHECK_EQ(seen.count("ab"), 1);  // c need not have run
+  CHECK_EQ(seen.count("ab"), 1);  // c may not have run
 }
 
 TEST(the_null_stream_waits_for_blocking_streams_and_they_for_it) {

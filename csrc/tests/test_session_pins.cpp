@@ -37,16 +37,16 @@ TEST(a_session_pins_anew) {
   CHECK_EQ(f.pins.pin("one", {f.hashes[0]}, f.groups), 1);
   CHECK_EQ(f.pool.num_pinned(), 1);
   CHECK_EQ(f.pins.unpin("one"), 0);
-  CHECK(f.pool.is_pinned(f.ids[0]));  // the other session's
+  CHECK(f.pool.is_pinned(f.ids[0]));  // the other session still pins it
   CHECK_EQ(f.pins.unpin("two"), 0);
   CHECK_EQ(f.pool.num_pinned(), 0);
-  CHECK_EQ(f.pins.unpin("two"), 0);  // pins nothing any more
+  CHECK_EQ(f.pins.unpin("two"), 0);  // the session has no pins left
 }
 
 TEST(a_pin_dies_with_its_hash) {
   Fixture f;
   f.pins.pin("one", f.hashes, f.groups);
-  take(&f.pool, 7);  // all but one: two pinned blocks go
+  take(&f.pool, 7);  // all blocks but one, so two pinned blocks are evicted
   CHECK_EQ(f.pool.num_pinned(), 1);
   CHECK_EQ(f.pins.unpin("one"), 2);
   CHECK_EQ(f.pool.num_pinned(), 0);

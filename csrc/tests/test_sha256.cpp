@@ -25,8 +25,8 @@ struct Case {
   std::string text, digest;
 };
 
-// NIST's examples for FIPS 180-4, and lengths around the places where the padding takes one chunk
-// more (those of "a" by Python's hashlib).
+// Digests of NIST's examples for FIPS 180-4, and of strings of "a" (from Python's hashlib) with
+// lengths around which the padding takes another chunk.
 const std::vector<Case>& cases() {
   static const std::vector<Case> all = {
       {"", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"},
@@ -73,7 +73,7 @@ TEST(the_implementations_agree_on_every_length) {
 TEST(bytes_need_not_be_aligned_and_no_others_are_read) {
   for (size_t size : {size_t{3}, size_t{55}, size_t{56}, size_t{64}, size_t{150}}) {
     for (size_t offset = 0; offset < 16; ++offset) {
-      // Ends where the allocation does: a sanitizer sees a byte read beyond.
+      // The data ends at the end of the allocation, so that a sanitizer detects reads beyond it.
       const std::vector<uint8_t> bytes(offset + size, 'a');
       for (const Sha256Implementation& each : sha256_implementations()) {
         uint8_t out[32], expected[32];

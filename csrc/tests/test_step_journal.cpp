@@ -20,7 +20,7 @@ void step(StepJournal* journal) {
 
 TEST(notes_are_of_the_step_that_was_opened_last) {
   StepJournal journal;
-  journal.note_dropped(1, admitted(1), 0, 5);  // no step: nothing needs to be known
+  journal.note_dropped(1, admitted(1), 0, 5);  // no step is in flight, so nothing is recorded
   journal.begin();
   journal.note_served(1, admitted(7), 16);
   journal.issue({3, 4});
@@ -58,7 +58,7 @@ TEST(the_last_step_that_was_not_aborted_is_known_whatever_came_between) {
   journal.abort_from(2);
   CHECK_EQ(journal.last_kept(), 1);
   step(&journal);
-  journal.abort_from(4);  // 2 and 3 were aborted before
+  journal.abort_from(4);  // 2 and 3 were already aborted
   CHECK_EQ(journal.last_kept(), 1);
   journal.complete_to(1);
   CHECK_EQ(journal.last_kept(), 1);
@@ -75,7 +75,7 @@ TEST(as_many_steps_as_may_be_in_flight_are_kept_by_number) {
   journal.check_may_abort(10);
   journal.abort_from(60);
   step(&journal);
-  CHECK_EQ(journal.in_flight().front().id, 11);  // not 64 steps, but the last 64 numbers
+  CHECK_EQ(journal.in_flight().front().id, 11);  // keeps the last 64 step numbers, not 64 steps
 }
 
 TEST(an_abort_takes_out_the_step_and_all_behind_it) {
@@ -91,16 +91,16 @@ TEST(an_abort_takes_out_the_step_and_all_behind_it) {
   CHECK_EQ(aborted.size(), 2);
   CHECK(aborted[0].id == 3 && aborted[1].id == 2);  // newest first
   CHECK_EQ(journal.numbers().last_issued, 1);
-  // What came late may be of the step before.
+  // Notes of aborted steps may belong to the step before them.
   CHECK_EQ(journal.last().published.size(), 3);
   CHECK_EQ(journal.last().published[1].id, 4);
   CHECK_EQ(journal.last().dropped.size(), 3);
   CHECK_EQ(journal.last().left.size(), 3);
   journal.note_forgotten(aborted[0].published[0], nullptr);
   CHECK_EQ(journal.last().dropped.back().id, 4);
-  CHECK(journal.abort_from(3).empty());  // aborted before
+  CHECK(journal.abort_from(3).empty());  // already aborted
   step(&journal);
-  CHECK_EQ(journal.last().id, 4);  // numbers are not used again
+  CHECK_EQ(journal.last().id, 4);  // step numbers are not reused
   journal.check_invariants();
 }
 
@@ -119,7 +119,7 @@ TEST(a_child_inherits_what_steps_did_for_its_parent) {
   CHECK(last.rows[2].row == 3 && last.rows[2].admission == 12 && last.rows[2].start == 4);
   CHECK_EQ(last.swapped.size(), 2);
   CHECK_EQ(last.dropped.size(), 2);
-  CHECK_EQ(last.published.size(), 1);  // withdrawn with the parent's
+  CHECK_EQ(last.published.size(), 1);  // the parent's note was withdrawn before the copy
 }
 
 TEST(steps_that_there_were_not_are_refused) {

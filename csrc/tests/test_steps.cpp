@@ -42,7 +42,7 @@ TEST(tables_that_are_to_be_sent_anew_are_cleared_and_sent_whole) {
   f.steps.begin();
   const StepPlan& plan = f.steps.end(f.rows);
   CHECK(plan.clear_rows == Ids({1, 2}));
-  CHECK(plan.append_rows == Ids({1}));  // the other one is sent when it comes back
+  CHECK(plan.append_rows == Ids({1}));  // the other row is sent when it returns
   CHECK(plan.groups[0].append_ids == Ids({2, 3}));
   CHECK(f.steps.journal().last().clear_rows == Ids({1, 2}));
   CHECK(!f.steps.plan().must_resend(1));

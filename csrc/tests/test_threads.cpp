@@ -1,4 +1,5 @@
-// What managers of several threads share, for ThreadSanitizer (`make sanitize-thread`).
+// Tests the state that managers of several threads share, with ThreadSanitizer (`make
+// sanitize-thread`).
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -64,7 +65,7 @@ TEST(blocks_are_hashed_by_several_threads_at_once) {
   for (const Hash& each : last) CHECK(each == last[0]);
 }
 
-// As the interpreter's lock does: a call and its check of the caller are one.
+// The lock makes a call and its check of the caller atomic, like the interpreter's lock.
 TEST(a_manager_under_a_lock_refuses_all_threads_but_one) {
   Manager manager(options());
   std::mutex lock;

@@ -14,7 +14,7 @@ using namespace kvcache::test;
 
 namespace {
 
-// What an engine has computed so far; `num_read` counts how many hashes were asked for.
+// The hashes that an engine has computed so far. `num_read` counts how many hashes were read.
 struct Given : GivenHashes {
   std::vector<Hash> hashes;
   mutable int64_t num_read = 0;
@@ -104,7 +104,7 @@ TEST(given_hashes_are_read_once_each) {
   CHECK(f.chain.is_given());
   CHECK(f.chain.known_hashes() == hashes_from(50, 2));
   CHECK(f.chain.hashes() == hashes_from(50, 2));
-  f.given->hashes = hashes_from(50, 5);  // one ahead
+  f.given->hashes = hashes_from(50, 5);  // one more hash than full blocks
   f.append(7);                           // 17 tokens, 4 blocks
   CHECK(f.chain.known_hashes() == hashes_from(50, 4));
   CHECK_EQ(f.given->num_read, 4);
@@ -114,7 +114,7 @@ TEST(given_hashes_are_read_once_each) {
 
 TEST(tokens_whose_given_hashes_are_missing_are_refused) {
   Fixture f(10, hashes_from(50, 3));
-  // A second manager's chain of the same tokens lags behind.
+  // A second manager's chain of the same tokens has fewer hashes.
   const auto fewer = std::make_shared<Given>();
   fewer->hashes = hashes_from(70, 2);
   TokenChain second(f.tokens, 4, hash_of(0), ExtraKeys(), true, true, 0,
@@ -138,11 +138,11 @@ TEST(a_chain_without_its_given_hashes_is_not_made) {
     CHECK_EQ(chain.known_hashes().size(), 2);
   };
   CHECK_THROWS(make(), "too few");
-  f.append(3);  // reads nothing for it
+  f.append(3);  // reads no hashes for the failed chain
   f.chain.take_back(3);
   given->hashes = hashes_from(50, 2);
   make();
-  f.append(3);  // it is gone
+  f.append(3);  // the chain no longer exists
 }
 
 TEST(chains_with_other_given_hashes_do_not_begin_alike) {

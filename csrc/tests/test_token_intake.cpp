@@ -28,7 +28,7 @@ TEST(ids_are_shared_out_by_row_and_taken_back) {
   CHECK_EQ(f.rows[0].chain->tokens()[3], 9);
   f.intake.take_back_ids_of(request, 0);
   CHECK(f.num_known(1) == 5 && f.num_known(0) == 4);
-  request.num_token_ids = nullptr;  // one each
+  request.num_token_ids = nullptr;  // one id per row
   request.num_ids = 2;
   f.intake.take_in(request);
   CHECK(f.num_known(1) == 6 && f.num_known(0) == 5);

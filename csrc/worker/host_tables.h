@@ -1,5 +1,5 @@
-// The host side of a worker's block tables: one call applies a step's changes to all rows and
-// groups and lists the changes for the device. Plain C++; the caller owns the memory.
+// The host side of a worker's block tables. One call applies a step's changes to all rows and
+// groups, and records the changes for the device. Plain C++. The caller owns the memory.
 #pragma once
 
 #include <algorithm>
@@ -11,13 +11,13 @@ namespace kvcache {
 
 // One cache group's table in the arena: `num_rows` rows of `width` kernel-block ids.
 struct TableGroup {
-  int64_t offset;   // of its first id in the arena
+  int64_t offset;   // offset of its first id in the arena
   int64_t width;    // columns, in kernel blocks
   int64_t ratio;    // kernel blocks per allocation block: id b becomes b*ratio .. b*ratio+ratio-1
   int64_t max_ids;  // bound of allocation block ids, so that kernel block ids fit int32
 };
 
-// Ids to append, ragged: row rows[i] gets ids[splits[i]] to ids[splits[i + 1] - 1].
+// Ids to append, as a ragged array. Row rows[i] gets ids[splits[i]] to ids[splits[i + 1] - 1].
 struct RaggedIds {
   const int32_t* splits;  // [num_rows + 1]
   const int32_t* ids;
@@ -32,11 +32,12 @@ struct Replacements {
 
 class HostTables {
  public:
-  // `arena`: the tables, num_rows * width ids per group, followed by counts [num_groups, num_rows]
-  // (kernel blocks per row); owned by the caller. `track`: record changes for `pack`.
+  // `arena`: the tables with num_rows * width ids per group, followed by counts [num_groups,
+  // num_rows] (kernel blocks per row), owned by the caller. `track`: whether to record changes for
+  // `pack`.
   HostTables(int32_t* arena, int64_t num_rows, std::vector<TableGroup> groups, bool track);
 
-  // Whether these values lie in the arena, where a change could overwrite them before they are
+  // Whether these values are in the arena, where a change could overwrite them before they are
   // read.
   bool overlaps(const int32_t* values, int64_t n) const {
     return values < counts_ + num_groups() * num_rows_ && values + n > arena_;
@@ -47,30 +48,31 @@ class HostTables {
 
   // Applies a step: empties the rows in `clear`, appends ids in every group, then replaces entries.
   // A row in `clear` beyond the tables counts as empty, so a manager with more rows can report a
-  // row that has left. Checks everything first (throws std::invalid_argument, nothing changed):
-  // rows, widths, columns that a row has, ids in [0, num_blocks) (num_blocks < 0: unknown).
+  // row that has left. First checks all rows, widths, existing columns, and ids in [0, num_blocks)
+  // (num_blocks < 0: unknown), and throws std::invalid_argument without any change if one is
+  // invalid.
   void apply(const int32_t* clear, int64_t num_clear, const int32_t* append, int64_t num_append,
              const std::vector<RaggedIds>& ids, const std::vector<Replacements>& replace,
              int64_t num_blocks);
 
-  // Resets a row of one group (if `reset`), then appends.
+  // Resets a row of one group if `reset`, and appends ids.
   void append_row(int64_t group, int64_t row, const int32_t* ids, int64_t n, bool reset);
 
   // Applies the pairs (source, target) of rows one after another, in all groups or in `group`.
   void move_rows(const int32_t* src, const int32_t* tgt, int64_t n, int64_t group = -1);
   void swap_rows(const int32_t* src, const int32_t* tgt, int64_t n, int64_t group = -1);
   void clear_rows(const int32_t* rows, int64_t n, int64_t group = -1);
-  void clear();  // everything
+  void clear();  // clears all rows
 
   // Writes the changes since the last pack for the device: [number of segments, (destination,
-  // length, index of its values in the buffer) each, values]. Returns the number of int32 values
-  // required, and writes them only if `capacity` suffices. Returns -1 if the whole arena must be
-  // uploaded, because there are more changes than ids.
+  // length, index of the values in the buffer) per segment, values]. Returns the number of int32
+  // values required, and writes them only if `capacity` suffices. Returns -1 if the whole arena
+  // must be uploaded, because there are more changes than ids.
   int64_t pack(int32_t* out, int64_t capacity) const;
-  void mark_clean();  // the packed changes have been sent
+  void mark_clean();  // records that the packed changes have been sent
 
-  // Whether the device lacks changes, in any group or in one. Every call that changes a row sets
-  // this.
+  // Whether the device lacks changes, in any group or in one group. Every call that changes a row
+  // sets this.
   bool is_changed() const { return is_changed_; }
   bool is_changed(int64_t g) const { return changed_[static_cast<size_t>(g)] != 0; }
   // Records that all used rows of a group have been sent completely.
@@ -80,14 +82,15 @@ class HostTables {
 
  private:
   struct Segment {
-    int32_t start, length;  // in the arena
+    int32_t start, length;  // range in the arena
   };
   int32_t* row_of(int64_t g, int64_t row) const { return arena_ + start_of(g, row); }
   int64_t start_of(int64_t g, int64_t row) const {
     const TableGroup& group = groups_[static_cast<size_t>(g)];
     return group.offset + row * group.width;
   }
-  // The entries of a row. Callers may write the counts as well, so they are clamped to the width.
+  // Returns the number of entries in a row. Callers may also write the counts, so they are clamped
+  // to the width.
   int64_t count(int64_t g, int64_t row) const {
     const int64_t width = groups_[static_cast<size_t>(g)].width;
     return std::clamp<int64_t>(counts_[g * num_rows_ + row], 0, width);
@@ -111,25 +114,27 @@ class HostTables {
   void move(int64_t g, int32_t src, int32_t tgt);
   void swap(int64_t g, int32_t src, int32_t tgt);
   void note(int64_t start, int64_t length);
-  void reserve_notes(int64_t num_rows, int64_t num_entries);  // so that recording cannot fail
-  void begin_change(int64_t group);                           // -1: all groups
+  // Reserves memory, so that recording cannot fail.
+  void reserve_notes(int64_t num_rows, int64_t num_entries);
+  void begin_change(int64_t group);  // -1: all groups
   template <class Change>
   void for_groups(int64_t group, const Change& change);
 
   int32_t* arena_;
   int64_t num_rows_;
-  int64_t num_ids_;  // of all tables
+  int64_t num_ids_;  // number of ids in all tables
   std::vector<TableGroup> groups_;
   bool track_;
-  int32_t* counts_;  // after the tables
+  int32_t* counts_;  // follow the tables in the arena
   bool is_changed_ = false;
-  std::vector<uint8_t> changed_;  // per group
+  std::vector<uint8_t> changed_;  // whether the group has changed
   int64_t num_applied_ = 0;
   bool all_dirty_ = false;
   bool counts_dirty_ = false;
   std::vector<Segment> dirty_;
   int64_t num_dirty_ids_ = 0;
-  std::vector<int32_t> planned_;  // per row: kernel blocks after the step being checked
+  // Number of kernel blocks per row after the step that is being checked.
+  std::vector<int32_t> planned_;
 };
 
 }  // namespace kvcache

@@ -12,7 +12,7 @@
 namespace kvcache {
 namespace {
 
-// Compiles a function twice, with and without AVX2; the loader chooses by CPU.
+// Compiles a function twice, with and without AVX2. The loader selects the version by CPU.
 #ifdef KV_X86
 #define KV_VECTOR_CLONES __attribute__((target_clones("avx2", "default")))
 #else
@@ -28,8 +28,8 @@ bool has_avx2() {
 #endif
 }
 
-// Whether any of these tokens is invalid, regardless of the content of its row. Without an early
-// exit, so that the loop is vectorized.
+// Whether any of these tokens is invalid, regardless of the content of its row. Has no early exit,
+// so that the loop is vectorized.
 KV_VECTOR_CLONES bool any_bad(const int32_t* rows, const int64_t* positions, int64_t n,
                               int32_t num_rows, int64_t num_positions) {
   int64_t bad = 0;
@@ -52,8 +52,8 @@ struct Places {
   int32_t* indices;
 };
 
-// Finds the places of tokens, and returns the result of `any_bad`. One loop, so that rows and
-// positions are read once.
+// Finds the places of tokens, and returns the result of `any_bad`. Uses one loop, so that rows and
+// positions are read only once.
 KV_VECTOR_CLONES bool find_places(const int32_t* __restrict rows,
                                   const int64_t* __restrict positions, int64_t n, int32_t num_rows,
                                   int64_t num_positions, FastDivisor by_column,
@@ -75,7 +75,7 @@ KV_VECTOR_CLONES bool find_places(const int32_t* __restrict rows,
   return bad != 0;
 }
 
-// The places in all groups, computed once per row shape: number of columns and tokens per column.
+// The places in all groups, computed once per row shape (number of columns and tokens per column).
 class PlacesByGroup {
  public:
   PlacesByGroup(const SlotMapping& m, const int32_t* rows) {
@@ -112,8 +112,8 @@ class PlacesByGroup {
 // These functions process several tokens at a time and return the index at which they stopped.
 // benchmarks/tables.py compares them with an engine's plain loop.
 
-// The number of entries in the rows of eight tokens; 0 for a dummy request. One load if the rows
-// are consecutive, as in most decode steps.
+// Returns the number of entries in the rows of eight tokens, or 0 for a dummy request. Uses one
+// load if the rows are consecutive, as in most decode steps.
 __attribute__((target("avx2"))) inline __m256i counts_of_eight(const int32_t* counts, __m256i rows,
                                                                __m256i live) {
   const int32_t first = _mm256_extract_epi32(rows, 0);
@@ -142,7 +142,7 @@ __attribute__((target("avx2"))) int64_t find_behind_avx2(const int32_t* counts, 
   return i;
 }
 
-// The slots of four tokens; -1 where `without` is set, regardless of the offset.
+// Returns the slots of four tokens, with -1 where `without` is set, regardless of the offset.
 __attribute__((target("avx2"))) inline __m256i slots_of_four(__m128i blocks, __m128i offsets,
                                                              __m128i without, __m256i block_size) {
   const __m256i first = _mm256_mul_epi32(_mm256_cvtepi32_epi64(blocks), block_size);
@@ -150,8 +150,8 @@ __attribute__((target("avx2"))) inline __m256i slots_of_four(__m128i blocks, __m
   return _mm256_or_si256(slot, _mm256_cvtepi32_epi64(without));
 }
 
-// The table must have an entry, and fewer than 2^31. Entries are read one by one: a gather is
-// slower if most of them are not in the L1 cache (AMD Zen 3).
+// The table must have at least one and fewer than 2^31 entries. Entries are read one by one,
+// because a gather is slower if most entries are not in the L1 cache (AMD Zen 3).
 __attribute__((target("avx2"))) int64_t map_avx2(const int32_t* table, const TableGroupView& group,
                                                  const int32_t* rows, const Places& places,
                                                  int64_t n, int64_t* out) {
@@ -162,7 +162,7 @@ __attribute__((target("avx2"))) int64_t map_avx2(const int32_t* table, const Tab
     const __m128i block = _mm_setr_epi32(table[at[0]], table[at[1]], table[at[2]], table[at[3]]);
     const __m128i row = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + i));
     const __m128i offset = _mm_loadu_si128(reinterpret_cast<const __m128i*>(places.offsets + i));
-    // No slot for a dummy request, or for a token whose entry is not a block id.
+    // Dummy requests, and tokens whose entry is not a block id, have no slot.
     const __m128i without = _mm_srai_epi32(_mm_or_si128(block, row), 31);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i),
                         slots_of_four(block, offset, without, block_size));
@@ -249,10 +249,12 @@ KV_VECTOR_CLONES int64_t find_breaks(const int32_t* rows, const int64_t* positio
   return count;
 }
 
-// The runs of the tokens; empty if they are too short to pay off (a decode step).
+// Returns the runs of the tokens, or nothing if they are too short to pay off (as in a decode
+// step).
 std::vector<TokenRun> runs_of(const int32_t* rows, const int64_t* positions, int64_t n) {
-  constexpr int64_t kWorthwhile = 8;  // average tokens per run
-  constexpr int64_t kAtATime = 256;   // a decode step is recognized by its first tokens
+  constexpr int64_t kWorthwhile = 8;  // minimum average number of tokens per run
+  // Tokens checked at a time, so that a decode step is recognized by its first tokens.
+  constexpr int64_t kAtATime = 256;
   std::vector<TokenRun> runs;
   if (n < kWorthwhile) return runs;
   static thread_local std::vector<uint8_t> breaks;

@@ -10,11 +10,11 @@
 namespace kvcache {
 
 // Writes the slots of all tokens in all groups, followed by -1 up to entry fill_to[g] of group g
-// (null: all m.num_out). Returns an error message if a token is invalid; then nothing is written.
+// (null: all m.num_out). If a token is invalid, returns an error message and writes nothing.
 std::optional<std::string> map_slots(const SlotMapping& m, const int64_t* fill_to = nullptr);
 
-// The error message for token i, which is invalid. Row and position are arguments, because they may
-// come from a device.
+// Returns the error message for token i, which is invalid. The row and the position are arguments,
+// because they may be on a device.
 inline std::string wrong_token(const SlotMapping& m, int64_t i, int32_t row, int64_t position) {
   if (m.bad_row(row)) {
     return std::string(m.query_start ? "the row of token " : "rows[") + std::to_string(i) +
@@ -29,7 +29,7 @@ inline std::string wrong_token(const SlotMapping& m, int64_t i, int32_t row, int
   return text + ": expected less, as row " + std::to_string(row) + " holds no block for it";
 }
 
-// The error message for entry r of query_start_loc.
+// Returns the error message for entry r of query_start_loc.
 inline std::string wrong_query_start(int64_t r, int64_t num_tokens) {
   return "query_start_loc[" + std::to_string(r) + "] is wrong: expected numbers from 0 to " +
          std::to_string(num_tokens) + ", the number of positions, that never decrease";

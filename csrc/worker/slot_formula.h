@@ -1,5 +1,5 @@
-// Views of the tables of all cache groups in their shared arena, and the slot formula. Plain C++,
-// for the CPU and for kernels.
+// Views of the tables of all cache groups in their shared arena, and the slot formula. Plain C++
+// for both the CPU and kernels.
 #pragma once
 
 #include <cstdint>
@@ -15,20 +15,20 @@ inline constexpr int64_t kNoSlot = -1;
 struct TableGroupView {
   int64_t offset;             // start of its table in the arena
   int32_t num_columns;        // kernel blocks per row
-  int32_t block_size;         // tokens of a kernel block on one rank
+  int32_t block_size;         // tokens per kernel block on one rank
   int32_t window;             // tokens that a query sees, including its own; 0: all
   int32_t counts_row;         // the group's row in num_blocks_per_row
-  uint32_t rank;              // of this worker, among `by_world.divisor` context-parallel ranks
+  uint32_t rank;              // rank of this worker among `by_world.divisor` context-parallel ranks
   FastDivisor by_column;      // block_size * world: tokens per column
-  FastDivisor by_interleave;  // consecutive tokens that stay on one rank
+  FastDivisor by_interleave;  // number of consecutive tokens that stay on one rank
   FastDivisor by_world;
 
   KV_HOST_DEVICE int64_t num_positions() const { return int64_t{num_columns} * by_column.divisor; }
 
-  // The slot of the token at `position`, in [0, num_positions()), for a row with these ids. The
-  // token lies in column pos / V with V = block_size * world. With o = pos % V and interleave I,
-  // rank (o / I) % world holds it, at offset (o / I / world) * I + o % I of its block. -1 on other
-  // ranks, and if the entry is not a block id.
+  // Returns the slot of the token at `position`, which is in [0, num_positions()), for a row with
+  // these ids. The token is in column pos / V with V = block_size * world. With o = pos % V and
+  // interleave I, it is on rank (o / I) % world, at offset (o / I / world) * I + o % I of its
+  // block. Returns -1 on other ranks, and if the entry is not a block id.
   KV_HOST_DEVICE int64_t slot(const int32_t* row, uint32_t position) const {
     const uint32_t column = by_column.divide(position);
     uint32_t offset = position - column * by_column.divisor;
@@ -42,11 +42,11 @@ struct TableGroupView {
     return block < 0 ? -1 : block * block_size + offset;
   }
 
-  // How many of the first `num_tokens` tokens of a column this rank holds. `num_tokens` must be
-  // smaller than the tokens of a column.
+  // Returns how many of the first `num_tokens` tokens of a column this rank holds. `num_tokens`
+  // must be smaller than the number of tokens in a column.
   KV_HOST_DEVICE uint32_t num_local(uint32_t num_tokens) const {
     if (by_world.divisor == 1) return num_tokens;
-    // Contains the first token that is not counted.
+    // The interleave chunk that contains the first token that is not counted.
     const uint32_t chunk = by_interleave.divide(num_tokens);
     const uint32_t round = by_world.divide(chunk);
     const uint32_t turn = chunk - round * by_world.divisor;
@@ -56,14 +56,15 @@ struct TableGroupView {
     return round * by_interleave.divisor + of_round;
   }
 
-  // Number of leading columns that the window hides from all queries at or after position `first`.
+  // Returns the number of leading columns that the window hides from all queries at or after
+  // position `first`.
   KV_HOST_DEVICE int64_t num_hidden_columns(int32_t first) const {
     const int64_t first_visible = int64_t{first} - window + 1;
     if (window == 0 || first_visible <= 0) return 0;
     return by_column.divide(static_cast<uint32_t>(first_visible));
   }
 
-  // Number of columns of a row with up to this many tokens.
+  // Returns the number of columns needed for up to this number of tokens, at most num_columns.
   KV_HOST_DEVICE int64_t num_columns_for(int64_t max_num_tokens) const {
     if (max_num_tokens <= 0) return 0;
     const int64_t last = (max_num_tokens < INT32_MAX ? max_num_tokens : INT32_MAX) - 1;
@@ -72,12 +73,13 @@ struct TableGroupView {
   }
 };
 
-inline constexpr int kMaxTables = 32;  // groups are kernel parameters, which have 4 KiB in total
+// Limited because groups are kernel parameters, which have 4 KiB in total.
+inline constexpr int kMaxTables = 32;
 
 struct TableGroups {
   int32_t num_groups;
   int32_t num_rows;
-  int64_t num_positions;  // positions for which every group has a column
+  int64_t num_positions;  // number of positions for which every group has a column
   TableGroupView group[kMaxTables];
 };
 
@@ -109,8 +111,9 @@ inline TableGroupView table_view(const int64_t* fields) {
   return view;
 }
 
-// The last of the ascending numbers [low, high) that is at most i; numbers[low] must be. For
-// arbitrary numbers, the function reads nothing outside the range, and the result is in it.
+// Returns the index in [low, high) of the last of the ascending numbers that is at most i.
+// numbers[low] must be at most i. For arbitrary numbers, the function reads nothing outside the
+// range, and the result is in the range.
 KV_HOST_DEVICE int64_t last_up_to(const int32_t* numbers, int64_t low, int64_t high, int64_t i) {
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
@@ -130,10 +133,11 @@ struct SlotMapping {
   const int32_t* counts;     // [any, num_rows] entries that each row holds, or null
   int64_t num_tokens;
   int64_t num_out;  // entries per group, num_out >= num_tokens
-  bool wide;        // out is int64, else int32
+  bool wide;        // whether out is int64 instead of int32
   void* out;        // [num_groups, num_out]
 
-  // The request of token i: the last one that starts at or before i. -1 after the last request.
+  // Returns the request of token i, which is the last request that starts at or before i, or -1
+  // after the last request.
   KV_HOST_DEVICE int64_t request_of(int64_t i) const {
     if (num_requests == 0 || i < query_start[0] || i >= query_start[num_requests]) return -1;
     return last_up_to(query_start, 0, num_requests, i);
@@ -153,25 +157,26 @@ struct SlotMapping {
     return row >= 0 &&
            (outside(positions[i]) || (counts != nullptr && group_without(row, positions[i]) >= 0));
   }
-  // The first group in which the row has no entry for this position, or -1.
+  // Returns the first group in which the row has no entry for this position, or -1.
   KV_HOST_DEVICE int group_without(int32_t row, int64_t position) const {
     for (int g = 0; g < groups.num_groups; ++g) {
       if (position >= num_held(g, row)) return g;
     }
     return -1;
   }
-  // Number of positions that the entries of a row cover.
+  // Returns the number of positions that the entries of a row cover.
   KV_HOST_DEVICE int64_t num_held(int g, int32_t row) const {
     const TableGroupView& group = groups.group[g];
     return int64_t{counts[int64_t{group.counts_row} * groups.num_rows + row]} *
            group.by_column.divisor;
   }
-  // Whether token i is invalid. Reads only its own entries.
+  // Whether token i is invalid. Reads only the entries of token i.
   KV_HOST_DEVICE bool operator()(int64_t i) const {
     const int32_t row = row_of(i);
     return bad_row(row) || bad_position(row, i);
   }
-  // The slot in group g of the token at this position of a row. Both must be valid.
+  // Returns the slot in group g of the token at this position of a row. The row and the position
+  // must be valid.
   KV_HOST_DEVICE int64_t slot(int g, int32_t row, int64_t position) const {
     const TableGroupView& group = groups.group[g];
     const int32_t* ids = tables + group.offset + int64_t{row} * group.num_columns;
@@ -179,8 +184,8 @@ struct SlotMapping {
   }
 };
 
-// Finds an entry r of query_start_loc that is smaller than its predecessor, or larger than the
-// number of tokens.
+// Whether entry r of query_start_loc is smaller than its predecessor or larger than the number of
+// tokens.
 struct BadQueryStart {
   const int32_t* query_start;
   int64_t num_tokens;

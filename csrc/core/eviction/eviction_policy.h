@@ -12,7 +12,7 @@
 
 namespace kvcache {
 
-// Retention priority that a caller gives to tokens [first, stop) of a request.
+// Retention priority that a caller assigns to tokens [first, stop) of a request.
 struct Retention {
   int64_t first, stop;
   int32_t priority;  // 0 to 100; the lowest is evicted first
@@ -21,14 +21,14 @@ struct Retention {
 
 // Features of a request segment whose blocks are released.
 struct ReleaseFeatures {
-  int32_t turn = 0;               // turn of the conversation
+  int32_t turn = 0;               // index of the turn in the conversation
   int64_t num_prefix_tokens = 0;  // hit length at admission
   int64_t num_new_blocks = 0;
-  int64_t num_output_tokens = -1;  // -1, to a manager: tokens appended to the prompt
+  int64_t num_output_tokens = -1;  // -1: the manager uses the tokens appended to the prompt
   int32_t request_class = -1;      // chosen by the caller; -1: none
   int64_t logical_time = 0;        // number of releases so far
   int64_t wall_ms = 0;             // the caller's clock
-  int64_t tokens_per_block = 1;    // blocks begin at multiples of it
+  int64_t tokens_per_block = 1;    // blocks start at multiples of this number
   const Retention* retention = nullptr;
   int64_t num_retention = 0;
   uint32_t tenant = 0;          // derived from the cache salt; 0: none
@@ -39,7 +39,7 @@ struct ReleaseFeatures {
 struct ReleasedAs {
   int64_t segment = 0;     // equal for blocks released together; 0: unknown
   int64_t time = 0;        // on the policy's clock
-  float cost = 1;          // of recomputing the block, relative to a first block
+  float cost = 1;          // of recomputing the block, relative to the first block of a chain
   uint16_t num_forks = 0;  // forks observed in its chain
   uint8_t reuse_class = 0;
 };
@@ -65,7 +65,8 @@ class EvictionPolicy {
   // Returns the next candidate to evict, without removing it, or the null block if there is none.
   virtual BlockId victim() = 0;
 
-  // Notifications to learn from, each before the `insert` or after the `remove` that it causes.
+  // Notifications from which policies learn. Each is sent before the `insert` or after the `remove`
+  // that it causes.
   virtual void on_allocate(const BlockId*, int64_t) {}  // allocated for new content
   // The block becomes cached. `hash` is null while the block is only partially cached.
   virtual void on_publish(BlockId, const Hash*, uint8_t /*group*/) {}
@@ -75,29 +76,29 @@ class EvictionPolicy {
   // (outside a window, for a copy, or invalid), only `on_released` is called.
   virtual void on_release(const BlockId*, const int64_t* /*prefix_tokens*/, int64_t,
                           const ReleaseFeatures&) {}
-  virtual void on_released(const BlockId*, int64_t) {}  // for any reason
-  virtual void on_idle(BlockId) {}  // a cached block is no longer held; in release order
+  virtual void on_released(const BlockId*, int64_t) {}  // blocks were released for any reason
+  virtual void on_idle(BlockId) {}  // a cached block is no longer held; called in release order
   // Starts a new access. Called only if the policy uses accesses.
   virtual Access begin_access(double /*now*/) { return {}; }
   // These blocks had this access. Blocks that were reallocated, forgotten or accessed later are
   // ignored.
   virtual void on_access(const BlockId*, int64_t, const Access&) {}
-  // The block is no longer cached; `evicted`: to free space.
+  // The block is no longer cached. `evicted`: it was evicted to free space.
   virtual void on_forget(BlockId, const Hash*, uint8_t /*group*/, bool /*evicted*/) {}
   virtual void set_now(int64_t /*ms*/) {}
   virtual void clear() {}  // no block is cached any more
-  // Exchange between the policies of two tiers. `released_as` returns this policy's classification
-  // of a block. `on_copy` passes the classification of a copied block to the policy of the copy's
-  // tier, and is called again after each further eviction from the other tier. Copied blocks are
-  // cached and held.
+  // Exchange of data between the policies of two tiers. `released_as` returns this policy's
+  // classification of a block. `on_copy` passes the classification of a copied block to the policy
+  // of the copy's tier, and is called again after each further eviction from the other tier. Copied
+  // blocks are cached and held.
   virtual ReleasedAs released_as(BlockId) const { return {}; }
   virtual void on_copy(BlockId, const ReleasedAs&) {}
   virtual void on_load(BlockId) {}  // the copied block is cached in the other tier again
   // Returns the expected hits of a copy of a block with this classification, minus the value of its
   // space for other blocks; at least 1 without any data. `evicts`: no uncached block is left.
   virtual double gain_of_copy(const ReleasedAs&, bool /*evicts*/) { return 1; }
-  // Returns the learned reuse statistics, for another policy of the same kind; empty if there are
-  // none. `learn` replaces the statistics; the caller checks their number.
+  // Returns the learned reuse statistics for another policy of the same kind, or nothing if there
+  // are none. `learn` replaces the statistics; the caller checks their number.
   virtual std::vector<double> learned() const { return {}; }
   virtual void learn(const std::vector<double>&) {}
   virtual size_t num_bytes() const { return 0; }

@@ -14,7 +14,7 @@ namespace kvcache {
 struct GivenPriority {
   static constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
-  int32_t priority = -1;  // -1: none
+  int32_t priority = -1;  // -1: no priority
   int64_t end = 0;        // ms
 
   // Returns the priority of the block that ends with this prefix.

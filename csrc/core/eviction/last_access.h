@@ -1,4 +1,5 @@
-// Evicts by last access, then longest prefix, then release order.
+// Evicts the block with the earliest last access first, then by longest prefix, then by release
+// order.
 //
 // A block's access time is the `now` of its last access, regardless of later releases. A block
 // without any access has the time of its last release: the caller's clock at that time (the largest
@@ -50,7 +51,7 @@ class LastAccess : public EvictionPolicy {
   void on_idle(BlockId id) override {
     State& state = states_[id];
     state.idle = ++num_idle_;
-    // A fence may have kept it since.
+    // A fence may have delayed this, so the time of the release was recorded.
     if (!state.is_accessed) {
       state.time = state.is_told ? state.announced_time : clock_;
       state.tick = state.is_told ? state.told_tick : logical_time_;
@@ -89,10 +90,11 @@ class LastAccess : public EvictionPolicy {
     double time;
     int64_t tick;  // logical time of the release, or kAccessed
     int64_t num_prefix_tokens;
-    int64_t idle;           // release number among all blocks
-    double announced_time;  // of a release that was announced but has not happened yet
+    int64_t idle;           // number of the release, counted over all blocks
+    double announced_time;  // time of a release that was announced but has not happened yet
     int64_t told_tick;
-    int64_t last_access;  // effective: its own, or the latest of all when it was reallocated
+    // Number of the block's last access, or of the latest access before it was reallocated.
+    int64_t last_access;
     bool is_told;
     bool is_accessed;
   };

@@ -1,13 +1,13 @@
 // Evicts the blocks that are least worth keeping, based on the observed reuse of similar blocks.
 //
-// The blocks that a request releases form segments: those shared with other conversations, and its
-// own. A segment's class describes similar segments. For a sample of blocks, the policy records
-// when they were released and when they are used again, whether cached or not. These records give
-// the value of a block for each class and age. The policy chooses the oldest or youngest segment of
-// the class with the lowest value, and evicts all its blocks, deepest first, before it chooses the
-// next. Ages are counted in released tokens, so decisions depend only on the calls and not on a
-// clock. While there are too few records to judge the oldest segments, the oldest segment is
-// evicted first.
+// The blocks that a request releases form segments. Blocks shared with other conversations and
+// blocks used only by the request's own conversation are in different segments. A segment's class
+// describes similar segments. For a sample of blocks, cached or not, the policy records when they
+// were released and when they are used again. These records give the value of a block for each
+// class and age. The policy chooses the oldest or youngest segment of the class with the lowest
+// value, and evicts all its blocks, deepest first, before it chooses the next. Ages are counted in
+// released tokens, so decisions depend only on the calls and not on a clock. While there are too
+// few records to judge the oldest segments, the oldest segment is evicted first.
 #pragma once
 
 #include <algorithm>
@@ -27,15 +27,15 @@ namespace kvcache {
 
 class Learned : public EvictionPolicy {
  public:
-  // `double_cost_tokens`: a block after a prefix of this length costs twice as much to recompute as
-  // the first block, and is worth twice as much; 0: all cost the same. `tenant_share`: fraction of
-  // the blocks that one salt may keep while others need space; 1: all.
+  // `double_cost_tokens`: prefix length after which a block costs twice as much to recompute as the
+  // first block, and is worth twice as much; 0: all blocks cost the same. `tenant_share`: fraction
+  // of the blocks that one salt may keep while others need space; 1: all.
   Learned(int64_t num_blocks, double double_cost_tokens, double tenant_share = 1)
       : double_cost_tokens_(double_cost_tokens),
         model_(std::make_shared<ReuseModel>(num_blocks)),
         levels_(num_blocks, model_.get(), tenant_share) {}
 
-  // For the policy of another tier, which then learns from the same releases.
+  // Shared with the policy of another tier, which then learns from the same releases.
   const std::shared_ptr<ReuseModel>& model() const { return model_; }
 
   void insert(BlockId id) override { levels_.of(id).segments.insert(id); }
@@ -56,7 +56,7 @@ class Learned : public EvictionPolicy {
     chain_.clear();
     for (int64_t i = n - 1; i >= 0; --i) {
       const bool is_free =
-          levels_.of(ids[i]).segments.is_listed(ids[i]);  // no request can release it
+          levels_.of(ids[i]).segments.is_listed(ids[i]);  // a listed block is not held
       if (levels_.keys().key(ids[i]) != 0 && !is_free) chain_.push_back({prefix_tokens[i], ids[i]});
     }
     if (chain_.empty()) return;
@@ -100,7 +100,8 @@ class Learned : public EvictionPolicy {
     const int64_t n = num_in_chain();
     int64_t num_hit = 0;
     while (num_hit < n && chain_[num_hit].prefix_tokens <= features.num_prefix_tokens) ++num_hit;
-    // The known part of the chain, and whether this request continues one that ended there.
+    // The known part of the chain, and whether this request continues an earlier request that ended
+    // there.
     int64_t num_known = n;
     const GhostRing::Record* last = nullptr;
     for (; num_known > 0; --num_known) {
@@ -118,8 +119,8 @@ class Learned : public EvictionPolicy {
     release_segment(num_shared, n, reuse_class, 0, turn, features);
   }
 
-  // Releases the segments shared with other conversations, one per previous segment of the blocks.
-  // The chain forks after `num_to_fork` blocks; 0: it does not fork. Returns the number of these
+  // Releases the blocks shared with other conversations, as one segment per previous segment. The
+  // chain forks after `num_to_fork` blocks; 0: it does not fork. Returns the number of shared
   // blocks.
   int64_t release_shared(int64_t num_to_fork, const ReleaseFeatures& features) {
     const auto shares = [&](int64_t i) { return ReuseClass::is_shared(segment_of(i).reuse_class); };
@@ -164,7 +165,7 @@ class Learned : public EvictionPolicy {
     const Segments& segments = levels_.of(chain_[i].id).segments;
     return segments[segments.of(chain_[i].id)];
   }
-  // Uses the block in the middle.
+  // Returns the cost of the block in the middle of the range.
   float cost_of(int64_t first, int64_t stop) const {
     if (double_cost_tokens_ <= 0) return 1;
     const auto tokens = static_cast<double>(chain_[(first + stop) / 2].prefix_tokens);

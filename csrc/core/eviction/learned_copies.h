@@ -1,5 +1,5 @@
-// Evicts the pages of a second tier that are least worth keeping, using what the policy of the
-// first tier has learned.
+// Evicts the pages of a second tier that are least worth keeping, based on the statistics learned
+// by the first tier's policy.
 //
 // A page holds a copy of a block, with that block's class and release time. Copies of blocks that
 // were loaded into the first tier are evicted first, because they are redundant.

@@ -1,5 +1,5 @@
-// Evicts the least recently released block, like a pool without a policy, but always leaves first.
-// For the host tier, where heads of chains may arrive before tails.
+// Evicts the least recently released block, like a pool without a policy, but always evicts leaves
+// first. Used for the host tier, where heads of chains may arrive before tails.
 #pragma once
 
 #include "core/eviction/eviction_policy.h"
@@ -23,7 +23,7 @@ class LeastRecent : public EvictionPolicy {
   }
 
  private:
-  ZeroedArray<int64_t> idle_;  // release number among all blocks
+  ZeroedArray<int64_t> idle_;  // number of the release, counted over all blocks
   Ranked<int64_t> candidates_;
   int64_t num_idle_ = 0;
 };

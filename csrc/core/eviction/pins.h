@@ -19,8 +19,9 @@ class Pins {
   int64_t num_pinned() const { return num_pinned_; }  // blocks
   int64_t num_broken() const { return num_broken_; }
   void add(BlockId id) { num_pinned_ += counts_[id]++ == 0; }
-  void take(BlockId id) { num_pinned_ -= --counts_[id] == 0; }  // a pinned block
-  // The block is no longer cached; `evicted`: to free space.
+  // Removes one pin from a pinned block.
+  void take(BlockId id) { num_pinned_ -= --counts_[id] == 0; }
+  // The block is no longer cached. `evicted`: it was evicted to free space.
   void forget(BlockId id, bool evicted) {
     if (!has(id)) return;
     counts_[id] = 0;
@@ -28,7 +29,7 @@ class Pins {
     num_broken_ += evicted;
   }
 
-  // Whether eviction has skipped the block, which is then in a separate free list.
+  // Whether eviction has skipped the block. Skipped blocks are in a separate free list.
   bool is_passed(BlockId id) const { return passed_[id] != 0; }
   void set_passed(BlockId id, bool passed) { passed_[id] = passed; }
 

@@ -1,9 +1,10 @@
 // Evicts by priority, lowest first, then least recently released.
 //
 // A release may assign priorities, with a time to live, to ranges of its tokens. A block takes the
-// highest priority that overlaps its tokens (among equal ones, the one that lasts longest),
-// replacing an earlier priority. A release without a priority for a block does not change its
-// priority. Blocks without a priority, or with an expired one, have the default priority.
+// highest priority that overlaps its tokens, which replaces an earlier priority. Among equal
+// priorities, it takes the one that expires last. A release without a priority for a block does not
+// change its priority. Blocks without a priority, or with an expired one, have the default
+// priority.
 #pragma once
 
 #include <algorithm>
@@ -70,8 +71,8 @@ class Priority : public EvictionPolicy {
 
  private:
   struct State {
-    int64_t end;   // end of the priority
-    int64_t idle;  // release number among all blocks
+    int64_t end;   // time at which the priority expires
+    int64_t idle;  // number of the release, counted over all blocks
     int32_t priority;
     bool is_given;
   };

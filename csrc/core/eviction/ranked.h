@@ -1,4 +1,4 @@
-// Blocks ordered by a key, smallest first: a binary heap that records each block's position.
+// Blocks ordered by a key, smallest first, in a binary heap that records each block's position.
 #pragma once
 
 #include <cstdint>
@@ -82,7 +82,7 @@ class Ranked {
   }
 
   std::vector<Entry> heap_;
-  ZeroedArray<int32_t> place_;  // in the heap, counted from 1; 0: absent
+  ZeroedArray<int32_t> place_;  // position in the heap, counted from 1; 0: absent
 };
 
 }  // namespace kvcache

@@ -30,9 +30,9 @@ using Values = std::map<std::string, double>;  // all options of a policy
 struct Entry {
   const char* name;
   std::vector<Option> options;
-  bool serves_host;  // needs neither accesses nor priorities, which the host tier does not track
+  bool serves_host;  // can serve the host tier, which tracks neither accesses nor priorities
   std::unique_ptr<EvictionPolicy> (*make)(int64_t num_blocks, const Values& values);
-  // Serves the host only with the same policy on the device, and has no options there.
+  // Can serve the host only if the device has the same policy. It has no options on the host.
   std::unique_ptr<EvictionPolicy> (*make_beside)(int64_t num_blocks,
                                                  const EvictionPolicy* device) = nullptr;
 };
@@ -81,7 +81,7 @@ const Entry kEntries[] = {
      }},
 };
 
-// The pool for which a policy is chosen, and the argument that names the policy.
+// The pool for which a policy is chosen, and the name of the argument.
 struct Target {
   const char* argument;
   bool is_host;

@@ -22,13 +22,13 @@ std::unique_ptr<EvictionPolicy> make_eviction_policy(const std::string& name,
                                                      const std::map<std::string, double>& options,
                                                      int64_t num_blocks);
 
-// Creates a policy for a host pool, given the device's policy (null: the pool's own). Errors name
-// `host_eviction`. Never returns null.
+// Creates a policy for a host pool, given the device's policy (null: the pool's built-in LRU).
+// Errors name `host_eviction`. Never returns null.
 std::unique_ptr<EvictionPolicy> make_host_eviction_policy(
     const std::string& name, const std::map<std::string, double>& options, int64_t num_blocks,
     const EvictionPolicy* device);
 
-// Throw the same errors without creating a policy.
+// These functions throw the same errors without creating a policy.
 void check_host_eviction(const std::string& name, const std::map<std::string, double>& options);
 void check_host_eviction_beside(const std::string& host, const std::string& device);
 

@@ -1,12 +1,12 @@
 // S3-FIFO (Yang, Zhang, Qiu, Yue, Vigfusson: FIFO queues are all you need for cache eviction,
 // SOSP 2023): most blocks are never hit, and a small queue lets them leave early.
 //
-// A block enters the small queue when it is published, or the main queue if its hash is among the
-// ghosts, the last `num_blocks` hashes that left the small queue. Hits are counted up to 3. While
-// the small queue has reached its share of the pool, its oldest candidate is evicted, or moved to
-// the main queue if it was hit at least twice. Otherwise the oldest candidate of the main queue is
-// evicted, or reinserted with one hit less if it was hit. If the chosen queue has no candidate, the
-// other one is used. Blocks that are held or have cached children keep their places.
+// A published block enters the small queue, or the main queue if its hash is a ghost. Ghosts are
+// the last `num_blocks` hashes that left the small queue. Hits are counted up to 3. While the small
+// queue has reached its share of the pool, its oldest candidate is evicted, or moved to the main
+// queue if it was hit at least twice. Otherwise, the oldest candidate of the main queue is evicted,
+// or reinserted with one hit less if it was hit. If the chosen queue has no candidate, the other
+// queue is used. Blocks that are held or have cached children keep their places.
 #pragma once
 
 #include <algorithm>
@@ -42,7 +42,8 @@ class Ghosts {
     where_.clear();
   }
   size_t num_bytes() const {
-    constexpr size_t kEntryBytes = 3 * sizeof(void*) + 4 * sizeof(void*);  // list, map
+    // A list node and a map node.
+    constexpr size_t kEntryBytes = 3 * sizeof(void*) + 4 * sizeof(void*);
     return order_.size() * kEntryBytes + where_.bucket_count() * sizeof(void*);
   }
 
@@ -119,7 +120,7 @@ class S3Fifo : public EvictionPolicy {
     Queue queue;
     uint8_t num_hits;
   };
-  void enter(BlockId id, Queue queue) {  // as the youngest
+  void enter(BlockId id, Queue queue) {  // adds the block as the youngest
     num_small_ += (queue == kSmall) - (states_[id].queue == kSmall);
     states_[id].queue = queue;
     states_[id].place = ++num_entered_;
@@ -129,7 +130,7 @@ class S3Fifo : public EvictionPolicy {
   ZeroedArray<State> states_;
   Ranked<int64_t> small_, main_;  // candidates, oldest first
   Ghosts ghosts_;
-  int64_t num_small_ = 0;  // all cached blocks in it
+  int64_t num_small_ = 0;  // cached blocks in the small queue
   int64_t num_entered_ = 0;
 };
 

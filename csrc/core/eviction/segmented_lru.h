@@ -1,10 +1,10 @@
 // Segmented LRU (Karedla, Love, Wherry 1994): blocks with a hit outlive blocks without one.
 //
-// A cached block is on probation until it is hit, and then protected. Protected blocks (held, with
-// cached children, or candidates) may take up to a share of the pool. Beyond that, the least
-// recently hit or released one returns to probation as its most recent block. Probation is evicted
-// first, and within a segment the least recently released block. The default share is in
-// registry.cpp.
+// A cached block is on probation until it is hit, and protected afterwards. Protected blocks (held,
+// with cached children, or candidates) may occupy up to a fixed share of the pool. Above that
+// share, the least recently hit or released protected block becomes the most recent block on
+// probation. Blocks on probation are evicted first. Within a segment, the least recently released
+// block is evicted first. The default share is in registry.cpp.
 #pragma once
 
 #include <utility>
@@ -61,8 +61,8 @@ class SegmentedLru : public EvictionPolicy {
 
   size_t most_protected_;
   ZeroedArray<int64_t> recency_;
-  Ranked<int64_t> protected_;                    // all cached blocks in it
-  Ranked<std::pair<bool, int64_t>> candidates_;  // probation first
+  Ranked<int64_t> protected_;                    // all protected cached blocks
+  Ranked<std::pair<bool, int64_t>> candidates_;  // eviction candidates, blocks on probation first
   int64_t num_touched_ = 0;
 };
 

@@ -1,7 +1,7 @@
-// A kind of attention, as the cache sees it: which earlier tokens are still read.
+// A kind of attention, which determines which earlier tokens are still read.
 //
-// This one function determines which blocks can be dropped while a request runs, and which blocks
-// must be found for a prefix hit: those that later tokens read.
+// first_needed_token determines which blocks can be dropped while a request runs, and which blocks
+// must be found for a prefix hit.
 #pragma once
 
 #include <cstdint>
@@ -14,14 +14,15 @@ class AttentionKind {
  public:
   virtual ~AttentionKind() = default;
 
-  // The first token that the token at `num_computed_tokens` or any later token reads. Must be
-  // between 0 and `num_computed_tokens`, and must not decrease as that number grows.
+  // Returns the first token that the token at `num_computed_tokens` or any later token reads. The
+  // result must be between 0 and `num_computed_tokens`, and must not decrease as
+  // `num_computed_tokens` grows.
   virtual int64_t first_needed_token(int64_t num_computed_tokens) const = 0;
 
   // Whether first_needed_token is always 0.
   virtual bool keeps_all() const { return false; }
 
-  // The page rules (core/groups/rules). The default is the rules of tokens.
+  // The page rules (core/groups/rules). The default is kTokenRules.
   virtual const PageRules& rules() const;
 
   // For states: the number of drafts per step with a page for their state, so that they can be

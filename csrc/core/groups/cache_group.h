@@ -23,21 +23,22 @@ struct CacheGroup {
   std::shared_ptr<const AttentionKind> kind;
   const PageRules* rules;
   bool keeps_all;
-  bool is_cached;           // false: its blocks are never hit, and it does not limit hits
+  // false: its blocks are never hit, and it does not limit the hits of other groups
+  bool is_cached;
   bool is_transferred;      // false: no connector reads or writes its blocks
   bool drafts;              // the last block of a hit is recomputed
   bool has_partial;         // hits may end inside a block, which is then copied
   uint8_t id;               // index of the group, also stored with its blocks in the pool
   int64_t block_size;       // tokens, over all context-parallel ranks
   int64_t num_hashes;       // per block
-  int64_t hit_unit;         // tokens: hits of the manager end at its multiples
+  int64_t hit_unit;         // tokens; hits of the manager end at multiples of this number
   int64_t max_blocks;       // maximum per request; circular: the size of the buffer
   int64_t num_places;       // maximum number of tokens with slots per row, or kUnbounded
   int64_t num_prealloc;     // blocks
   int64_t num_speculative;  // for states: drafts per step that may be rejected
 
-  // Whether a hit can read this whole block, or recomputes it for a drafter. The shortest hit that
-  // ends after the block reads most of it, so no other hit is checked.
+  // Whether a hit can read this whole block, or recomputes it for a drafter. Only the shortest hit
+  // that ends after the block is checked, because longer hits read no earlier tokens.
   bool may_be_hit(int64_t block) const {
     if (keeps_all) return true;
     const int64_t end = (block + 1) * block_size;
@@ -46,7 +47,7 @@ struct CacheGroup {
     return drafts && hit > 0 && hit % hit_unit == 0;
   }
 
-  // Tokens after a hit that the group must also find, and that are recomputed.
+  // The number of tokens after a hit that the group must also find, and that are recomputed.
   int64_t num_redone(bool with_partial) const {
     if (!drafts || !is_cached) return 0;
     return with_partial && has_partial ? block_size / num_hashes : block_size;
@@ -57,11 +58,11 @@ struct CacheGroup {
     return keeps_all ? 0
                      : std::clamp<int64_t>(kind->first_needed_token(num_computed), 0, num_computed);
   }
-  // Whether slots up to `stop` overwrite no token that the token at `start` reads.
+  // Whether writing slots up to `stop` keeps all tokens that the token at `start` reads.
   bool has_places_for(int64_t start, int64_t stop) const {
     return stop - first_needed_token(start) <= num_places;
   }
-  // Earlier blocks contain no token that is still read.
+  // The first block that is still read.
   int64_t first_needed_block(int64_t num_computed) const {
     return keeps_all ? 0 : first_needed_token(num_computed) / block_size;
   }

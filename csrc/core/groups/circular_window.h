@@ -1,7 +1,7 @@
 // Each token reads itself and the window - 1 tokens before it, from a circular buffer.
 //
-// A request keeps the blocks of the buffer until it ends. The token at position p overwrites the
-// token one buffer length before it, so blocks of the buffer are never hit.
+// A request keeps the blocks of the buffer until it ends. Each token overwrites the token one
+// buffer length before it, so blocks of the buffer are never hit.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Every token reads all encoder tokens. No other request can use their KV.
+// Every token reads all encoder tokens. No other request can use the encoder's KV.
 #pragma once
 
 #include "core/groups/attention_kind.h"

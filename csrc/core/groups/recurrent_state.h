@@ -2,13 +2,13 @@
 //
 // A step updates the state in place, in the page of the block that contains its last token. If the
 // step enters another block, the plan first copies the state to the new page. The old page contains
-// the state at a block boundary only if a step ended there; then it can be hit. A state inside a
-// block can be hit if a step of the prompt ended at a hash boundary; the next step then also
-// continues in another page.
+// the state at a block boundary only if a step ended there. In that case it can be hit. A state
+// inside a block can be hit if a step of the prompt ended at a hash boundary. In that case, the
+// next step also continues in another page.
 //
-// With speculative blocks, a row has this number of pages after the page of its state: a step
-// writes the state after its i-th draft to the i-th of them. If drafts are rejected, the row
-// continues from the page of the last accepted draft: the pages change places, and no state is
+// With speculative blocks, this number of pages follows the page of a row's state. A step writes
+// the state after its i-th draft to the i-th of these pages. If drafts are rejected, the row
+// continues from the page of the last accepted draft. The pages swap places, and no state is
 // copied.
 #pragma once
 

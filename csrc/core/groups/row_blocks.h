@@ -12,34 +12,35 @@ namespace kvcache {
 
 // Invariant: a block is null if and only if its column is below num_dropped.
 struct RowBlocks {
-  // By column, of the sequence or of an encoder; null: dropped. For states: the first non-null page
-  // is the one that a step continues, followed by one page per draft.
+  // Blocks of the sequence or of an encoder, by column; null: dropped. For states, the first
+  // non-null page is the page in which a step continues, followed by one page per draft.
   std::vector<BlockId> blocks;
-  int64_t num_dropped = 0;    // leading blocks that are null
-  int64_t num_published = 0;  // leading blocks that are published or never will be
-  int32_t num_hits = 0;       // leading blocks that the row has not computed
-  int32_t num_partial = 0;  // has_partial: leading hash blocks that are published or never will be
+  int64_t num_dropped = 0;    // number of leading blocks that are null
+  int64_t num_published = 0;  // number of leading blocks that are published or never will be
+  int32_t num_hits = 0;       // number of leading blocks that the row has not computed
+  // For has_partial: number of leading hash blocks that are published or never will be.
+  int32_t num_partial = 0;
   // For states: the number of tokens in the state when it entered the first page.
   int32_t state_start = 0;
   // For states: whether the first page contains a published state inside a block. The next step
   // then writes to another page or, if none is available, gives up the published state.
   bool keeps_state = false;
-  // While the row is served: the block to copy, or the host page to load, into the next block of
-  // the row.
+  // Set while the row is served: the block to copy or the host page to load into the row's next
+  // block.
   BlockId source = kNullBlock, host_source = kNullBlock;
 
   int64_t size() const { return static_cast<int64_t>(blocks.size()); }
   int64_t num_alive() const { return size() - num_dropped; }  // blocks that are not null
   BlockId& operator[](int64_t block) { return blocks[static_cast<size_t>(block)]; }
   BlockId operator[](int64_t block) const { return blocks[static_cast<size_t>(block)]; }
-  // For states: places this page in this column, followed by the pages for drafts.
+  // For states: moves this page to this column, followed by the pages for drafts.
   void set_pages(int64_t column, BlockId page, const std::vector<BlockId>& spare) {
     blocks.assign(static_cast<size_t>(column), kNullBlock);
     blocks.push_back(page);
     blocks.insert(blocks.end(), spare.begin(), spare.end());
     num_dropped = column;
   }
-  // At most the first n blocks are hits.
+  // Limits the hits to the first n blocks.
   void lower_hits(int64_t n) { num_hits = static_cast<int32_t>(std::min<int64_t>(num_hits, n)); }
   void resize(int64_t size) { blocks.resize(static_cast<size_t>(size), kNullBlock); }
 
@@ -53,7 +54,7 @@ struct RowBlocks {
   }
 };
 
-// At most one cache line, because each row of a step reads one object per group.
+// Must fit into one cache line, because each row of a step reads one object per group.
 static_assert(sizeof(RowBlocks) <= 64);
 
 }  // namespace kvcache

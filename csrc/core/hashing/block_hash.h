@@ -1,4 +1,4 @@
-// Block hashes: a digest chained over canonical CBOR, in the form that other engines use.
+// Block hashes, which are chained digests over canonical CBOR, in the format of other engines.
 //
 //   none_hash  = H(CBOR text string of the seed)
 //   hash of a block = H(CBOR of [parent hash, [token ids], extra keys or null])
@@ -18,20 +18,20 @@ namespace kvcache {
 
 enum class HashAlgorithm : uint8_t { kSha256Cbor, kXxh3Cbor };
 
-// Throws std::invalid_argument with a list of the algorithms.
+// Throws std::invalid_argument with a list of the supported algorithms.
 HashAlgorithm hash_algorithm_of(std::string_view name);
 std::vector<std::string> hash_algorithm_names();
 inline int64_t digest_bytes(HashAlgorithm algorithm) {
   return algorithm == HashAlgorithm::kSha256Cbor ? 32 : 16;
 }
 
-// The parent hash of a first block.
+// Returns the parent hash of the first block of a chain.
 Hash hash_seed(std::string_view seed, HashAlgorithm algorithm);
 
 // Hashes the blocks of a chain in order, reusing its buffer.
 class BlockHasher {
  public:
-  // `extra` is the CBOR of the block's extra keys; empty means null.
+  // `extra` is the CBOR of the block's extra keys. Empty means null.
   Hash hash(HashAlgorithm algorithm, const Hash& parent, const int32_t* tokens, int64_t num_tokens,
             std::string_view extra);
 

@@ -17,13 +17,15 @@ enum CborMajor : uint8_t {
 };
 inline constexpr uint8_t kCborNull = 0xF6;
 inline constexpr int64_t kMaxHeadBytes = 5;  // one byte, and a value of up to 32 bits
-inline constexpr int64_t kBytesWritten = 8;  // by write_head; bytes after the head are undefined
+// Written by write_head; bytes after the head are undefined.
+inline constexpr int64_t kBytesWritten = 8;
 
 // Returns the end of the head. Branch-free, because the head sizes of a prompt's token ids are
 // unpredictable.
 inline uint8_t* write_head(uint8_t* p, uint8_t major, uint32_t value) {
-  static constexpr uint8_t kUnused[] = {24, 24, 16, 0};  // unused bits of the value, by head size
-  static constexpr uint8_t kBehind[] = {0, 8, 8, 8};     // bits in the first byte of a longer head
+  static constexpr uint8_t kUnused[] = {24, 24, 16, 0};  // unused bits of the value, by form
+  // Bits before the value in a longer head, by form.
+  static constexpr uint8_t kBehind[] = {0, 8, 8, 8};
   static constexpr uint8_t kMark[] = {0, 24, 25, 26};
   static constexpr uint8_t kSize[] = {1, 2, 3, 5};
   const int form = (value >= 24) + (value > 0xFF) + (value > 0xFFFF);

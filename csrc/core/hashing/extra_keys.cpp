@@ -12,8 +12,7 @@ namespace kvcache {
 
 namespace {
 
-// Writes the head of an array with `size` entries for one key, and the name of the key as its first
-// entry.
+// Writes the head of an array with `size` entries, and the key's name as the first entry.
 void append_key(std::string* out, uint32_t size, std::string_view name) {
   append_head(out, kArray, size);
   append_string(out, kText, name);
@@ -102,7 +101,7 @@ uint64_t ExtraKeys::variant_behind(uint64_t parent) const {
     Hash words{};
     std::memcpy(words.bytes, &variant, sizeof(variant));
     std::memcpy(words.bytes + sizeof(variant), &items_[i].length, sizeof(items_[i].length));
-    variant = tag_of(words) | 1;  // never the variant of content without items
+    variant = tag_of(words) | 1;  // distinct from the variant of content without items
   }
   return variant;
 }

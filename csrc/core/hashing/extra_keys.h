@@ -1,5 +1,5 @@
-// Extra keys: everything besides its tokens that the KV of a request depends on. Per block, as
-// CBOR.
+// Extra keys contain everything besides the tokens that the KV of a request depends on, as CBOR per
+// block.
 //
 // A block's keys, in this order: ["lora", name, path] on every block; ["mm", identifier, first
 // token of the item - first token of the block] on every block that overlaps the item;
@@ -18,7 +18,7 @@
 
 namespace kvcache {
 
-// An image or other item that stands for a run of tokens.
+// An image or other item that replaces a run of tokens.
 struct MmItem {
   std::string identifier;
   int64_t first, length;  // tokens
@@ -31,7 +31,7 @@ struct MmItem {
 class RowDigests {
  public:
   virtual ~RowDigests() = default;
-  virtual int64_t num_blocks() const = 0;  // number of leading blocks with rows
+  virtual int64_t num_blocks() const = 0;  // number of leading blocks that have rows
   // Throws if the digest cannot be computed.
   virtual Hash of_block(int64_t block) const = 0;
 };
@@ -39,8 +39,8 @@ class RowDigests {
 class ExtraKeys {
  public:
   ExtraKeys() = default;
-  // A block's keys list items in the order of `items`, which may overlap. The tokens that items
-  // cover need not be known yet: keys do not depend on the time of the call.
+  // A block's keys list items in the order of `items`, which may overlap. Items may cover tokens
+  // that are not known yet, because keys do not depend on the time of the call.
   ExtraKeys(const std::optional<std::pair<std::string, std::string>>& lora,
             std::vector<MmItem> items, const std::optional<std::string>& cache_salt,
             std::shared_ptr<const RowDigests> embeds);  // null: no rows
@@ -51,8 +51,9 @@ class ExtraKeys {
   // A number derived from the salt, equal in every process; 0: no salt.
   uint32_t tenant() const { return tenant_; }
 
-  // Returns the CBOR of a block's keys, empty without keys, valid until the next call. Blocks must
-  // be requested in ascending order (repeats are allowed), because items are traversed once.
+  // Returns the CBOR of a block's keys, which is empty without keys and valid until the next call.
+  // Blocks must be requested in ascending order (repeats are allowed), because items are traversed
+  // once.
   std::string_view of_block(int64_t block, int64_t block_size);
   // The variant (core/pool/variants.h) of the last requested block, after a block of variant
   // `parent`. It covers the lengths of the block's items, which the keys do not contain.
@@ -60,7 +61,8 @@ class ExtraKeys {
   bool has_items() const { return !items_.empty(); }
 
  private:
-  void find_items(int64_t start, int64_t stop);  // those that overlap tokens [start, stop)
+  // Finds the items that overlap tokens [start, stop).
+  void find_items(int64_t start, int64_t stop);
   int64_t num_blocks_with_rows() const { return embeds_ == nullptr ? 0 : embeds_->num_blocks(); }
   const Hash& embed_digest(int64_t block) const;
 
@@ -70,7 +72,7 @@ class ExtraKeys {
   std::shared_ptr<const RowDigests> embeds_;
   mutable std::vector<Hash> embed_digests_;  // of the first blocks; computed on demand
   std::vector<size_t> by_first_;             // items by first token
-  size_t next_ = 0;               // in by_first_: the first item that no block has reached
+  size_t next_ = 0;  // index in by_first_ of the first item that no requested block has reached
   std::vector<size_t> touching_;  // items that overlap the last requested block, ascending
   std::string buffer_;
 };

@@ -17,7 +17,7 @@ std::vector<Hash> HashedTokens::hash_behind(const std::vector<int32_t>& tokens,
 }
 
 void HashedTokens::append(std::vector<int32_t> tokens, std::vector<Hash> hashes) {
-  if (num_tokens() == 0) {  // avoids copying a long prompt
+  if (num_tokens() == 0) {  // moves a long prompt instead of copying it
     hashes_ = std::move(hashes);
     kept_ = std::move(tokens);
     return;

@@ -1,5 +1,5 @@
-// A request's tokens and the packed hashes of their full blocks, which an engine's request holds
-// instead of a list of objects.
+// A request's tokens and the packed hashes of its full blocks, used by engines instead of a list of
+// objects.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,11 @@
 
 namespace kvcache {
 
-// Keeps all tokens until the manager's request takes them, and then only those of the partial last
-// block. Used by one thread at a time; only `hash_behind` may run concurrently with readers.
+// Keeps all tokens until the manager's request takes them, and then only the tokens of the partial
+// last block. Used by one thread at a time; only `hash_behind` may run concurrently with readers.
 class HashedTokens : public GivenHashes {
  public:
-  // `parent`: hash before the first block.
+  // `parent`: parent hash of the first block.
   HashedTokens(HashAlgorithm algorithm, int64_t block_size, const Hash& parent)
       : algorithm_(algorithm), block_size_(block_size), parent_(parent) {}
 
@@ -28,15 +28,15 @@ class HashedTokens : public GivenHashes {
     return (num_tokens() + num_new) / block_size_ - num_blocks();
   }
 
-  // Returns the hashes of the blocks that `tokens` fill after the known ones. `extras` is empty, or
-  // has the CBOR of each block's extra keys. Changes nothing.
+  // Returns the hashes of the blocks that `tokens` fill after the known tokens. `extras` is empty,
+  // or contains the CBOR of each block's extra keys. Does not change the object.
   std::vector<Hash> hash_behind(const std::vector<int32_t>& tokens,
                                 const std::vector<std::string>& extras) const;
   // Appends tokens, with the result of `hash_behind`.
   void append(std::vector<int32_t> tokens, std::vector<Hash> hashes);
-  // Removes all blocks after the first ones, which must exist, and all later tokens.
+  // Removes all blocks after the first `num_blocks`, which must exist, and all later tokens.
   void truncate(int64_t num_blocks);
-  // Takes all tokens without a copy; none if they were already taken.
+  // Moves out all tokens without a copy. Returns no tokens if they were already taken.
   std::vector<int32_t> take_tokens();
 
   void read(int64_t first, int64_t stop, Hash* out) const override;
@@ -47,7 +47,7 @@ class HashedTokens : public GivenHashes {
   HashAlgorithm algorithm_;
   int64_t block_size_;
   Hash parent_;
-  std::vector<int32_t> kept_;  // tokens from this one on
+  std::vector<int32_t> kept_;  // tokens from the first kept token on
   int64_t first_kept_ = 0;
   std::vector<Hash> hashes_;
 };

@@ -1,4 +1,5 @@
-// Long computations in pieces, between which the embedding application may interrupt them.
+// Splits long computations into pieces, so that the embedding application can interrupt them in
+// between.
 #pragma once
 
 #include <chrono>
@@ -7,15 +8,16 @@
 
 namespace kvcache {
 
-// Called between pieces of work whose effects are not visible yet; may throw. Null: no calls.
-// `is_long`: other threads have been waiting for milliseconds.
+// Called between pieces of work whose effects are not visible yet. May throw. Null disables the
+// calls. `is_long`: other threads have been waiting for milliseconds.
 inline void (*between_pieces)(bool is_long) = nullptr;
 
-// Tokens hashed per piece, in at most a few milliseconds. Tests use pieces of one block.
+// The number of tokens hashed per piece, which takes at most a few milliseconds. Tests use pieces
+// of one block.
 inline int64_t tokens_per_piece = int64_t{1} << 16;
 constexpr std::chrono::milliseconds kLong{5};
 
-// Counts processed tokens, and ends a piece when it has enough.
+// Counts processed tokens, and ends the piece when it is full.
 class Pieces {
  public:
   void pass(int64_t num_tokens) {
@@ -31,7 +33,8 @@ class Pieces {
 
  private:
   int64_t num_tokens_ = 0;
-  std::optional<std::chrono::steady_clock::time_point> since_;  // first piece or last call
+  // Time of the first piece or the last call.
+  std::optional<std::chrono::steady_clock::time_point> since_;
 };
 
 }  // namespace kvcache

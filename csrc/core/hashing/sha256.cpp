@@ -32,7 +32,7 @@ alignas(16) constexpr uint32_t kConstants[kNumRounds] = {
     0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
-// Single bytes would suffice, but gcc generates slow vector code for the bytes of eight words.
+// Loading byte by byte would also work, but gcc generates slow vector code for it.
 inline uint32_t load_big_endian(const uint8_t* p) {
   uint32_t word;
   std::memcpy(&word, p, sizeof(word));
@@ -49,7 +49,7 @@ inline uint32_t rotate_right(uint32_t word, int n) { return word >> n | word << 
 void compress_portable(uint32_t* state, const uint8_t* chunks, size_t num_chunks) {
   for (; num_chunks > 0; --num_chunks, chunks += kChunkBytes) {
     uint32_t schedule[16];  // words of this round and the next 15
-    uint32_t words[8];      // a to h of FIPS 180-4; their places shift by one each round
+    uint32_t words[8];      // a to h of FIPS 180-4; their positions shift by one each round
     for (int i = 0; i < 16; ++i) schedule[i] = load_big_endian(chunks + 4 * i);
     std::copy_n(state, 8, words);
     for (int first = 0; first < kNumRounds; first += 16) {
@@ -88,7 +88,8 @@ __attribute__((target("sha,sse4.1"))) void compress_sha_ni(uint32_t* state, cons
   const __m128i to_big_endian = _mm_set_epi8(12, 13, 14, 15, 8, 9, 10, 11, 4, 5, 6, 7, 0, 1, 2, 3);
   auto* const words = reinterpret_cast<__m128i*>(state);
   const auto* const constants = reinterpret_cast<const __m128i*>(kConstants);
-  // The instructions expect the words as (a, b, e, f) and (c, d, g, h), the first one highest.
+  // The instructions expect the words as (a, b, e, f) and (c, d, g, h), with the first word in the
+  // highest lane.
   const __m128i badc = _mm_shuffle_epi32(_mm_loadu_si128(words), 0xB1);
   const __m128i hgfe = _mm_shuffle_epi32(_mm_loadu_si128(words + 1), 0x1B);
   __m128i abef = _mm_alignr_epi8(badc, hgfe, 8);
@@ -124,7 +125,7 @@ __attribute__((target("sha,sse4.1"))) void compress_sha_ni(uint32_t* state, cons
 #elif defined(__aarch64__)
 
 bool has_sha2() {
-#if defined(__ARM_FEATURE_SHA2)  // supported by every CPU of this build's target
+#if defined(__ARM_FEATURE_SHA2)  // supported by all CPUs of this build's target
   return true;
 #elif defined(__linux__)
   return (getauxval(AT_HWCAP) & HWCAP_SHA2) != 0;
@@ -190,7 +191,8 @@ void sha256(const uint8_t* data, size_t size, uint8_t* out,
   uint32_t state[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
                        0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
   const size_t num_whole = size / kChunkBytes, num_left = size % kChunkBytes;
-  // The remainder, a set bit, zeros, and the number of bits in 8 bytes.
+  // The padding consists of the remaining bytes, a set bit, zeros, and the number of bits in 8
+  // bytes.
   uint8_t tail[2 * kChunkBytes] = {};
   const size_t num_tail = num_left + 1 + 8 <= kChunkBytes ? 1 : 2;
   std::copy_n(data + num_whole * kChunkBytes, num_left, tail);

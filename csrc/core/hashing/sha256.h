@@ -1,4 +1,4 @@
-// SHA-256 (FIPS 180-4), with the CPU's SHA instructions if available, otherwise in plain C++.
+// SHA-256 (FIPS 180-4). Uses the CPU's SHA instructions if available, and plain C++ otherwise.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ struct Sha256Implementation {
   void (*compress)(uint32_t* state, const uint8_t* chunks, size_t num_chunks);
 };
 
-// The implementations that this CPU supports, fastest first. The last is "portable".
+// Returns the implementations that this CPU supports, fastest first. The last one is "portable".
 const std::vector<Sha256Implementation>& sha256_implementations();
 
 // Writes the 32-byte digest of `size` bytes at `data` to `out`.

@@ -117,8 +117,8 @@ const std::vector<Hash>& TokenChain::hashes() {
   const size_t num_full = static_cast<size_t>(num_tokens() / block_size_);
   static thread_local BlockHasher hasher;
   const int32_t* tokens = tokens_->ids().data();
-  // A prompt gets exactly the capacity that it needs. Later the capacity doubles, so that generated
-  // blocks do not copy it each time.
+  // A prompt gets exactly the capacity that it needs. After that, the capacity doubles, so that
+  // most generated blocks cause no copy.
   if (num_full > hashes_.capacity()) hashes_.reserve(std::max(num_full, 2 * hashes_.size()));
   Pieces pieces;
   while (hashes_.size() < num_full) {
@@ -128,7 +128,7 @@ const std::vector<Hash>& TokenChain::hashes() {
     const Hash hash =
         hasher.hash(scheme_.algorithm, parent, tokens + i * block_size_, block_size_, keys);
     if (extra_keys_.has_items()) {
-      // An earlier attempt that threw may have left one more.
+      // An earlier attempt that threw may have left an extra entry.
       variants_.resize(hashes_.size());
       variants_.push_back(extra_keys_.variant_behind(variants_.empty() ? 0 : variants_.back()));
     }
@@ -142,7 +142,7 @@ void TokenChain::read_given() {
   const size_t num_known = hashes_.size();
   const auto num_full = static_cast<size_t>(num_tokens() / block_size_);
   if (num_full <= num_known) return;
-  hashes_.resize(num_full);  // if `read` throws, these are removed with the tokens
+  hashes_.resize(num_full);  // removed with the tokens if `read` throws
   scheme_.given->read(static_cast<int64_t>(num_known), static_cast<int64_t>(num_full),
                       hashes_.data() + num_known);
 }

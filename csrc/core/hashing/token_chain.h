@@ -1,8 +1,8 @@
 // The tokens of one request, and the hashes of its full blocks. Both belong to the request, so
 // computed hashes survive preemption.
 //
-// Used by one thread at a time. Hashing many tokens lets signal handlers and other threads run
-// (long_work.h); calls that are not allowed meanwhile are rejected.
+// Used by one thread at a time. Signal handlers and other threads may run while many tokens are
+// hashed (long_work.h). Calls that are not allowed during that time are rejected.
 #pragma once
 
 #include <cstdint>
@@ -18,21 +18,21 @@ namespace kvcache {
 
 class TokenChain;
 
-// Known token ids, shared by the chains of a request.
+// The known token ids, shared by the chains of a request.
 class TokenIds {
  public:
-  // Ids are at least 0. With `takes_placeholders`, negative ids are also allowed, and other data
-  // defines their content.
+  // Ids are at least 0. With `takes_placeholders`, negative ids are also allowed. Their content is
+  // defined by other data.
   explicit TokenIds(bool takes_placeholders = false) : takes_placeholders_(takes_placeholders) {}
   TokenIds(std::vector<int32_t> ids, bool takes_placeholders)
       : takes_placeholders_(takes_placeholders), ids_(std::move(ids)) {}
   TokenIds(const TokenIds&) = delete;
 
-  // Appends tokens; null stands for zeros. Throws std::invalid_argument on a negative id,
+  // Appends tokens; null means zeros. Throws std::invalid_argument on a negative id,
   // std::runtime_error while a chain hashes these tokens, and the errors of a chain's given hashes.
-  // Nothing is appended then.
+  // If it throws, nothing is appended.
   void append(const int32_t* tokens, int64_t n) {
-    // Most calls append one sampled token.
+    // Fast path for one sampled token, as in most calls.
     if (n == 1 && tokens != nullptr && (*tokens >= 0 || takes_placeholders_) && num_hashing_ == 0 &&
         readers_.empty() && ids_.size() < ids_.capacity()) {
       ids_.push_back(*tokens);
@@ -44,7 +44,7 @@ class TokenIds {
   void take_back(int64_t n);
 
   bool takes_placeholders() const { return takes_placeholders_; }
-  // Throws std::invalid_argument about the negative i-th id.
+  // Throws std::invalid_argument for the i-th id, which is negative.
   [[noreturn]] static void fail_negative(int64_t i, int32_t id);
 
   int64_t size() const { return static_cast<int64_t>(ids_.size()); }
@@ -56,7 +56,7 @@ class TokenIds {
 
   bool takes_placeholders_;
   std::vector<int32_t> ids_;
-  int num_hashing_ = 0;               // chains that are currently hashing
+  int num_hashing_ = 0;               // number of chains that are currently hashing
   std::vector<TokenChain*> readers_;  // chains that read given hashes when tokens arrive
 };
 
@@ -74,16 +74,16 @@ struct HashScheme {
   std::shared_ptr<const GivenHashes> given;  // null: computed here
 };
 
-// The caller's labels for event readers, opaque here. Null: none.
+// The caller's labels for event readers, which are opaque to the manager. Null: none.
 using EventLabels = std::shared_ptr<const void>;
 
 // A request's block hashes for one block size and one root. Given hashes are read when the chain is
-// created and when tokens arrive, so later calls always find them.
+// created and when tokens arrive, so they are available to all later calls.
 class TokenChain {
  public:
-  // `read_cache`, `write_cache`: whether the request may hit cached blocks, and whether its blocks
-  // are cached. `num_encoder_tokens`: tokens in groups that hold an encoder's KV. Throws the errors
-  // of the given hashes.
+  // `read_cache`: whether the request may hit cached blocks. `write_cache`: whether its blocks are
+  // cached. `num_encoder_tokens`: tokens in groups that hold an encoder's KV. Throws the errors of
+  // the given hashes.
   TokenChain(std::shared_ptr<TokenIds> tokens, int64_t block_size, const Hash& parent,
              ExtraKeys extra_keys, bool read_cache, bool write_cache,
              int64_t num_encoder_tokens = 0, HashScheme scheme = {}, EventLabels labels = nullptr);
@@ -92,7 +92,7 @@ class TokenChain {
 
   int64_t block_size() const { return block_size_; }
   bool read_cache() const { return read_cache_; }
-  // For calls that specify whether to read; never with encoder tokens.
+  // Used by calls that specify whether to read the cache. Does not support encoder tokens.
   bool reads(std::optional<bool> read_cache) const {
     return read_cache.value_or(read_cache_) && num_encoder_tokens_ == 0;
   }
@@ -101,8 +101,8 @@ class TokenChain {
   int64_t num_tokens() const { return tokens_->size(); }
   bool takes_placeholders() const { return tokens_->takes_placeholders(); }
   const int32_t* tokens() const { return tokens_->ids().data(); }
-  const Hash& parent() const { return parent_; }         // of the first block
-  const EventLabels& labels() const { return labels_; }  // for the events of its blocks
+  const Hash& parent() const { return parent_; }         // parent hash of the first block
+  const EventLabels& labels() const { return labels_; }  // labels of the events of its blocks
   uint32_t tenant() const { return extra_keys_.tenant(); }
   bool is_given() const { return scheme_.given != nullptr; }  // hashes are given by the engine
   bool has_unhashed_blocks() const {
@@ -110,11 +110,11 @@ class TokenChain {
   }
 
   // Returns the hashes of the full blocks, computing missing ones. Throws std::runtime_error while
-  // an earlier call computes them, and the error of an interruption; already computed hashes are
-  // kept.
+  // an earlier call computes them, and rethrows the error of an interruption. Already computed
+  // hashes are kept.
   const std::vector<Hash>& hashes();
 
-  // The hashes computed so far; computes none.
+  // Returns the hashes computed so far, without computing more.
   const std::vector<Hash>& known_hashes() const { return hashes_; }
   // The variant (core/pool/variants.h) of each hash. Null: all are 0.
   const uint64_t* variants() const { return variants_.empty() ? nullptr : variants_.data(); }
@@ -130,7 +130,7 @@ class TokenChain {
   // equal.
   void adopt_hashes(const TokenChain& other, int64_t num_tokens);
 
-  // Removes the last n tokens, which nobody but the caller has used, and their blocks' hashes.
+  // Removes the last n tokens, which only the caller has used, and the hashes of their blocks.
   void take_back(int64_t n) {
     tokens_->take_back(n);
     forget_removed();

@@ -165,7 +165,7 @@ uint64_t merge(const uint64_t* lanes, const uint8_t* secret, uint64_t start) {
 Digest digest_long(const uint8_t* p, size_t n) {
   uint64_t lanes[kLanes] = {kPrime32[2], kPrime64[0], kPrime64[1], kPrime64[2],
                             kPrime64[3], kPrime32[1], kPrime64[4], kPrime32[0]};
-  const size_t num_stripes = (n - 1) / kStripe;  // without the last one, which may overlap
+  const size_t num_stripes = (n - 1) / kStripe;  // excludes the last stripe, which may overlap
   for (size_t i = 0; i < num_stripes; ++i) {
     const size_t of_block = i % kStripesPerBlock;
     if (i > 0 && of_block == 0) scramble(lanes);

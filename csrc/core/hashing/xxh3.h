@@ -1,5 +1,5 @@
-// 128-bit XXH3 with seed 0 and the default secret, by its public specification. Not cryptographic:
-// anyone who can choose tokens can construct two blocks with the same hash.
+// 128-bit XXH3 with seed 0 and the default secret, implemented from the public specification. It is
+// not cryptographic, so anyone who can choose tokens can construct two blocks with the same hash.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// Counts the holders of a block: rows, and temporary holders.
+// Counts the rows and temporary holders that hold a block.
 #pragma once
 
 #include <cstdint>
@@ -20,9 +20,9 @@ class BlockHolders {
   // The number of rows that hold the block. Blocks kept for connectors and onboards do not count.
   int64_t num_rows(BlockId id) const { return num_users(id) - frees_->num_kept_of(id); }
 
-  // Whether several rows hold the block, or a row and a connector that may still read it. A block
-  // that the current step has replaced by a copy is held until the step ends; that reference does
-  // not count.
+  // Whether the block is held by several rows, or by a row and a connector that may still read it.
+  // A block that the current step has replaced by a copy is held until the step ends; that
+  // reference does not count.
   bool is_shared(BlockId id) const {
     if (id == kNullBlock || pool_->ref_count(id) == 1) return false;
     return num_users(id) - plan_->num_held(id) > 1;

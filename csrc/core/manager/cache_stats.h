@@ -1,4 +1,4 @@
-// Cache hit statistics: in total, and over the most recent requests.
+// Cache hit statistics, in total and over the most recent requests.
 #pragma once
 
 #include <algorithm>
@@ -11,24 +11,24 @@ namespace kvcache {
 struct HitCount {
   int64_t num_requests = 0;     // admitted requests that read the cache
   int64_t query_tokens = 0;     // tokens of these requests
-  int64_t hit_tokens = 0;       // the part of them found in the cache
-  int64_t host_hit_tokens = 0;  // the part of hit_tokens from the first host block on
+  int64_t hit_tokens = 0;       // tokens found in the cache
+  int64_t host_hit_tokens = 0;  // part of hit_tokens from the first host block on
 };
 
 // Pages that moved between the tiers.
 struct TierCount {
   int64_t written_blocks = 0;      // cached blocks written to the host
   int64_t unwritten_blocks = 0;    // not written because no host page was free
-  int64_t declined_blocks = 0;     // kLearned: not written because too few hits were expected
-  int64_t loaded_blocks = 0;       // blocks of hits, loaded from the host
-  int64_t swapped_out_blocks = 0;  // blocks of rows
+  int64_t declined_blocks = 0;     // for kLearned: not written because too few hits were expected
+  int64_t loaded_blocks = 0;       // blocks loaded from the host for hits
+  int64_t swapped_out_blocks = 0;  // blocks of swapped-out rows
   int64_t swapped_in_blocks = 0;
 };
 
-// Whole blocks of one group.
+// Statistics of one group, in whole blocks.
 struct GroupCount {
   int64_t query_blocks = 0;   // whole blocks of all counted requests
-  int64_t hit_blocks = 0;     // the part of them within the hit, including blocks before a window
+  int64_t hit_blocks = 0;     // whole blocks within the hits, including blocks before a window
   int64_t stored_blocks = 0;  // published blocks
 };
 
@@ -53,7 +53,7 @@ class CacheStats {
   void add_stored(size_t group, int64_t num_blocks) { groups_[group].stored_blocks += num_blocks; }
 
   const HitCount& total() const { return total_; }
-  const HitCount& window() const { return window_; }  // the last `window` requests
+  const HitCount& window() const { return window_; }  // counts over the last `window` requests
   const std::vector<GroupCount>& groups() const { return groups_; }
   std::vector<GroupCount> window_groups() const {
     std::vector<GroupCount> out(block_sizes_.size());

@@ -1,9 +1,8 @@
 // The two tiers of blocks: the pool of the device and, if configured, the pool of the host.
 //
 // The tiers share one clock and one event log. The class also holds released device blocks that a
-// step may still read.
-// Invariant: the references of a block or page are those held by rows, onboards and fences; both
-// tiers have the same time.
+// step may still read. Invariant: all references to a block or page are held by rows, onboards and
+// fences, and both tiers have the same time.
 #pragma once
 
 #include <cstdint>
@@ -62,10 +61,11 @@ class CacheTiers {
   const TierCount& counts() const;
   void clear_counts();  // also clears residency times
 
-  // Within a step: writes the first n queued cached blocks to the host.
+  // Within a step, writes the first n queued cached blocks to the host.
   size_t num_queued() const { return host_ == nullptr ? 0 : host_->num_queued(); }
   void offload_queued(size_t n, const StepFills& fills);
-  // At the end of a step: releases the blocks that its plan reads, after the plan has run.
+  // Called at the end of a step. The blocks that its plan reads are released after the plan has
+  // run.
   void release_read();
 
   bool any_held() const;  // whether any block is held, on either tier

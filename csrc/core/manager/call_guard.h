@@ -1,4 +1,5 @@
-// Allows one thread, and one call at a time, to use a manager that is not broken.
+// Ensures that only one thread uses a manager, with one call at a time, and that the manager is not
+// broken.
 //
 // During a call, a signal handler or an attention kind written in Python may call the manager again
 // or let another thread run. Both kinds of calls are rejected with an error that states the reason.
@@ -35,7 +36,7 @@ class CallGuard {
     check_reader();
   }
 
-  // Does the same without making the thread the owner.
+  // Makes the same checks without making the thread the owner.
   void check_reader() const {
     const bool is_owner = owner_ == std::thread::id() || owner_ == std::this_thread::get_id();
     if (!is_owner || in_call_) fail_caller(is_owner);

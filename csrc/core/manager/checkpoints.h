@@ -1,5 +1,5 @@
-// Chooses where the steps of a prompt end, so that later requests can hit the states at these
-// positions.
+// Chooses the positions at which the steps of a prompt end, so that later requests can hit the
+// states there.
 //
 // Invariant: changes nothing.
 #pragma once
@@ -16,27 +16,27 @@ class Checkpoints {
   struct Prompt {
     int64_t num_computed;  // computed tokens, including hits
     int64_t num_tokens;
-    int64_t num_shared;  // tokens that all groups except those of states would hit
+    int64_t num_shared;  // tokens that all groups without states would hit
     bool is_cached;      // whether its blocks may become hits
   };
 
   // `unit`: hits end at multiples of this number of tokens.
   Checkpoints(const std::vector<CacheGroup>& groups, int64_t unit, int64_t hash_block_size);
 
-  // The number of tokens to compute, out of the next num_tokens. The step ends at the end of the
-  // shared tokens, or else at the last position where the hit of an equal prompt can end, or else
-  // at the last block boundary of the states. It includes all tokens if none of these positions
-  // lies in range or no states are kept.
+  // Returns how many of the next num_tokens tokens to compute. The step ends at the end of the
+  // shared tokens, otherwise at the last position where the hit of an equal prompt can end,
+  // otherwise at the last block boundary of the states. It includes all tokens if none of these
+  // positions is in range or if no states are kept.
   int64_t num_tokens_to_next(const Prompt& prompt, int64_t num_tokens) const;
 
  private:
-  // Where the longest hit ends for a prompt equal to one of num_tokens tokens.
+  // Returns the end of the longest hit for a repeated prompt of num_tokens tokens.
   int64_t last_hit(int64_t num_tokens) const;
 
   bool has_states_ = false;
   int64_t unit_, hash_block_size_;  // tokens
   int64_t num_redone_ = 0;          // tokens after a hit that a drafting group must also find
-  int64_t interval_ = 1;            // tokens: states of all groups can be kept at its multiples
+  int64_t interval_ = 1;  // tokens; states of all groups can be kept at multiples of this number
 };
 
 }  // namespace kvcache

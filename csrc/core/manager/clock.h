@@ -1,6 +1,6 @@
-// The clock for residency times and eviction policies: set by the caller, or the steady clock of
-// the system with a resolution of a few milliseconds. Every call reads the clock, so reads must be
-// fast.
+// The clock for residency times and eviction policies. The caller sets the time. Otherwise, the
+// system's steady clock is used, with a resolution of a few milliseconds. Every call reads the
+// clock, so reads must be fast.
 //
 // Invariant: time never decreases.
 #pragma once
@@ -16,7 +16,8 @@ namespace kvcache {
 
 class Clock {
  public:
-  // Without `reads_system`, time changes only when it is set, for managers that do not use it.
+  // Without `reads_system`, time changes only when it is set. Used by managers that do not need the
+  // time.
   explicit Clock(bool reads_system = true) : reads_system_(reads_system) {}
 
   int64_t now_ms() const { return now_ms_; }

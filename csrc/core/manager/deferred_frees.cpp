@@ -37,7 +37,8 @@ void DeferredFrees::release_after(const BlockId* ids, int64_t n, int64_t step_id
 }
 
 void DeferredFrees::add_fence(const BlockId* ids, int64_t n, int64_t step_id) {
-  // Fences are ordered by the step they wait for, which is not always the order of the releases.
+  // Fences are ordered by the step that they wait for, which may differ from the order of the
+  // releases.
   auto at = fences_.end();
   while (at != fences_.begin() && std::prev(at)->step_id > step_id) --at;
   fences_.insert(at, {step_id, {ids, ids + n}});
@@ -68,7 +69,8 @@ void DeferredFrees::await_copies(const std::vector<BlockId>& pairs) {
 std::vector<BlockId> DeferredFrees::take_copies() {
   std::vector<BlockId> pairs = std::exchange(copies_, {});
   for (BlockId id : pairs) --kept_of_[id];
-  // Steps issued from now on run after the copies, so they cannot overwrite the blocks too early.
+  // Steps that are issued later run after the copies, so they cannot overwrite the blocks too
+  // early.
   release_or_defer(pairs.data(), static_cast<int64_t>(pairs.size()));
   return pairs;
 }

@@ -1,8 +1,9 @@
 // Released blocks that may still be read.
 //
-// A step in flight may read a block until the step is reported done, and a connector until it has
-// sent the block. The source and destination of a copy are held until the caller takes the copies.
-// Invariant: the per-block counts equal the references held by fences, under names and by copies.
+// A step in flight may read a block until the step is reported as done. A connector may read a
+// block until it has sent the block. The source and destination of a copy are held until the caller
+// takes the copies. Invariant: the per-block counts equal the references held by fences, under
+// names and by copies.
 #pragma once
 
 #include <cstdint>
@@ -19,22 +20,22 @@ namespace kvcache {
 
 class DeferredFrees {
  public:
-  // Without `is_enabled`, only explicit requests wait: CUDA streams order the reads of steps in
-  // flight.
+  // Without `is_enabled`, only explicit requests wait, because CUDA streams order the reads of
+  // steps in flight.
   DeferredFrees(BlockPool* pool, const StepNumbers* steps, bool is_enabled);
 
   // Whether blocks that this step reads must wait for the report on it.
   bool defers(int64_t step_id) const { return is_enabled_ && step_id >= steps_->num_completed; }
 
-  // Removes one reference from each block, in this order: immediately, or once step `step_id` is
-  // done.
+  // Removes one reference from each block, in the given order, immediately or when step `step_id`
+  // is done.
   void release_or_defer(const BlockId* ids, int64_t n, int64_t step_id);
   // Releases blocks that only issued steps read.
   void release_or_defer(const BlockId* ids, int64_t n) {
     release_or_defer(ids, n, steps_->last_issued);
   }
 
-  // Does the same, but always waits until step `step_id` is done, even if not enabled.
+  // Removes the references when step `step_id` is done, even if deferral is not enabled.
   void release_after(const BlockId* ids, int64_t n, int64_t step_id);
 
   // Keeps one reference to each block under this name, which must be new, until release_kept.
@@ -50,8 +51,8 @@ class DeferredFrees {
 
   // Releases the blocks that wait for completed steps.
   void release_completed();
-  // After steps have been aborted: blocks that wait for an aborted step wait for the last issued
-  // step instead.
+  // Called after steps have been aborted. Blocks that wait for an aborted step wait for the last
+  // issued step instead.
   void forget_aborted();
 
   int64_t num_waiting() const { return num_waiting_; }  // references held by fences
@@ -59,7 +60,8 @@ class DeferredFrees {
   int32_t num_waiting_of(BlockId id) const { return waiting_[id]; }
   int32_t num_kept_of(BlockId id) const { return kept_of_[id]; }
 
-  // Adds the references held here to `references`. Throws std::logic_error if the counts are wrong.
+  // Adds the references held by this object to `references`. Throws std::logic_error if the counts
+  // are wrong.
   void check_invariants(PerBlock<int32_t>* references) const;
 
  private:

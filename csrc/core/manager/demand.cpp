@@ -17,7 +17,7 @@ namespace {
   int64_t num_new = 0, num_free = supply.num_free;
   for (const CacheGroup& group : groups) {
     const RowBlocks& each = held[group.id];
-    GroupDemand& needs = demand[group];  // in place, because a copy would wait for each store
+    GroupDemand& needs = demand[group];  // a reference, because a copy would wait for each store
     needs = {0, each.num_dropped, 0, 0, 0, false};
     with_rules(group, [&](const auto& rules) __attribute__((always_inline)) {
       rules.demand(on, group, each, asked, &needs, &num_free);
@@ -75,7 +75,7 @@ Demand DemandRules::of_running(const RowBlocks* held, const Span& span, bool may
     if (demand.status == Status::kServed) {
       for (const CacheGroup& group : *groups_) demand[group].num_surplus = num_surplus[group.id];
       demand.gives_up = true;
-      demand.num_spare = 0;  // otherwise it would be spent twice
+      demand.num_spare = 0;  // otherwise these blocks would be used twice
       return demand;
     }
   }
@@ -100,17 +100,17 @@ Demand DemandRules::of_new(const RowBlocks* held, const NewRow& asked, const Spa
   Demand demand = with_upfront(held, asked, span, {num_free, watermark_blocks_ + num_reserved});
   for (const CacheGroup& group : *groups_) num_blocks += demand[group].num_new;
   if (num_blocks <= pool_->num_total() - watermark_blocks_) return demand;
-  // If computed in chunks from its first token, the request would respect the watermark only at its
-  // first chunk. It is therefore not refused because of the size of its hit, and is admitted if
-  // nothing else is held.
+  // Without the hit, the request would be computed in chunks, and only its first chunk would
+  // respect the watermark. The request is therefore not rejected because of the size of its hit,
+  // and is admitted if nothing else is held.
   const bool would_grow = span.start > 0 && !asked.computes_whole;
   if (would_grow && is_alone) demand = with_upfront(held, asked, span, {num_free, num_reserved});
   if (!would_grow || num_blocks > pool_->num_total()) demand.status = Status::kNever;
   return demand;
 }
 
-// Whether a block of a hit takes a free block: it has no references or, if it is on the host
-// (null), it needs a new block.
+// Whether a block of a hit takes a free block. It does if it has no references, or if it is on the
+// host (null) and needs a new block.
 bool DemandRules::stops_being_free(BlockId id) const {
   return id == kNullBlock || pool_->ref_count(id) == 0;
 }
@@ -138,17 +138,18 @@ bool DemandRules::shares_from(const RowBlocks* held, int64_t start) const {
 
 Status DemandRules::of_whole(const RowBlocks* held, const TokenChain& chain, const Span& first,
                              int64_t num_tokens, const Demand& demand) const {
-  // Later chunks can use the blocks kept free for others, the source block of a hit that ends
-  // inside a block, and blocks of the hit that they no longer read.
+  // Later chunks can use the blocks that are kept free for other requests, the source block of a
+  // hit that ends inside a block, and blocks of the hit that are no longer read.
   int64_t room = pool_->num_free(), most = 0, most_new = 0, num_upfront = 0;
-  std::array<int64_t, kMaxGroups> first_held;  // first block of the hit still held, by group
+  // First block of the hit that is still held, by group.
+  std::array<int64_t, kMaxGroups> first_held;
   for (const CacheGroup& group : *groups_) {
     const RowBlocks& each = held[group.id];
     num_upfront += group.rules->num_upfront(group, chain);
     first_held[group.id] = each.num_dropped;
   }
   room -= num_upfront;
-  int64_t num_hits = 0;  // blocks of the hit that were free and that this chunk holds
+  int64_t num_hits = 0;  // previously free blocks of the hit that this chunk holds
   for (const CacheGroup& group : *groups_) {
     const RowBlocks& each = held[group.id];
     for (int64_t b = each.num_dropped; b < each.size(); ++b) num_hits += stops_being_free(each[b]);

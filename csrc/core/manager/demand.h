@@ -22,7 +22,7 @@ namespace kvcache {
 struct Demand {
   Status status;
   int64_t num_spare;  // free blocks, beyond the demand, that preallocation may use
-  bool gives_up;      // whether the row gives up surplus blocks and kept states
+  bool gives_up;      // whether the row releases surplus blocks and kept states
   std::array<GroupDemand, kMaxGroups> groups;  // one entry per group of the manager
 
   GroupDemand& operator[](const CacheGroup& group) { return groups[group.id]; }
@@ -41,8 +41,8 @@ class DemandRules {
               const ManagerOptions& options);
 
   // The demand of a row on the device. If the row does not fit, the status states whether it ever
-  // can. `may_share`: other rows may hold blocks that it writes. `gives_up`: a row that does not
-  // fit gives up its blocks without a slot of the span, and its pages with states after earlier
+  // can. `may_share`: other rows may hold blocks that it writes. `gives_up`: if the row does not
+  // fit, it releases its blocks without a slot of the span, and its pages with states after earlier
   // drafts.
   Demand of_running(const RowBlocks* held, const Span& span, bool may_share,
                     bool gives_up = false) const;
@@ -51,20 +51,21 @@ class DemandRules {
   // to be onboarded.
   Demand of_new(const RowBlocks* held, const NewRow& asked, const Span& span) const;
 
-  // Whether a request whose first chunk has this demand can be computed completely: with the free
-  // blocks, with all blocks of the pool, or never. Each further chunk has num_tokens tokens.
+  // Returns whether a request whose first chunk has this demand can be computed completely with the
+  // free blocks, with all blocks of the pool, or never. Each later chunk has num_tokens tokens.
   Status of_whole(const RowBlocks* held, const TokenChain& chain, const Span& first,
                   int64_t num_tokens, const Demand& demand) const;
 
-  // The demand, in blocks only, of a row that starts or returns with these blocks. `skip_for`: see
-  // DemandFor.
+  // The demand of a row that starts or returns with these blocks, considering only the number of
+  // blocks. `skip_for`: see DemandFor.
   Demand of(const RowBlocks* held, const Span& span, const Supply& supply, int64_t skip_for) const;
 
   // Whether other rows hold a block that may be written from token `start` on.
   bool shares_from(const RowBlocks* held, int64_t start) const;
 
   int64_t watermark_blocks() const { return watermark_blocks_; }
-  Status never_or_wait(int64_t num_blocks) const {  // for a row of num_blocks that does not fit
+  // The answer for a row of num_blocks blocks that does not fit.
+  Status never_or_wait(int64_t num_blocks) const {
     return num_blocks > pool_->num_total() ? Status::kNever : Status::kWait;
   }
 
@@ -75,7 +76,7 @@ class DemandRules {
   Demand with_upfront(const RowBlocks* held, const NewRow& asked, const Span& span,
                       const Supply& supply) const;
   DemandBasis basis() const { return {pool_, &holders_, frees_at_once()}; }
-  // Whether blocks that a row drops now are free at once, because no step may still read them.
+  // Whether blocks that a row drops are free immediately, because no step can still read them.
   bool frees_at_once() const { return !frees_->defers(steps_->last_issued); }
 
   const std::vector<CacheGroup>* groups_;

@@ -21,12 +21,12 @@ Copied HostTier::content_of(BlockId id) const {
   return device_->copied(id, (*groups_)[device_->group_of(id)].keeps_all);
 }
 
-// Returns whether the plan writes this cached block to the host.
+// Writes this cached block to the host. Returns whether the plan contains the write.
 bool HostTier::offload(BlockId id) {
   const Copied content = content_of(id);
   BlockId page = pages_->find(content.hash, content.group);
   if (page != kNullBlock) {
-    pages_->retain(&page, 1);  // it is kept as long as a page written now
+    pages_->retain(&page, 1);  // keeps the page as long as a page written by this plan
     offloads_.push_back({page, content, /*is_row=*/false, /*is_there=*/true});
     return false;
   }
@@ -70,9 +70,9 @@ void HostTier::count_hits(const BlockId* ids, int64_t n) {
   }
 }
 
-// In every mode, an evicted block that is eligible and not on the host is written now.
+// In every mode, an eligible block that is not on the host is written when it is evicted.
 void HostTier::on_eviction(BlockId id) {
-  if (!plan_->is_step()) return;  // no plan would contain the write
+  if (!plan_->is_step()) return;  // outside of steps, no plan can contain the write
   if (!num_hits_.empty() && num_hits_[id] < writes_.num_hits) return;
   offload(id);
 }
@@ -89,7 +89,7 @@ void HostTier::offload_queued(size_t n, bool holds_blocks, const StepFills& fill
   queue_.erase(queue_.begin(), end);
   for (auto next = first.rbegin(); next != first.rend(); ++next) {
     const BlockId id = *next;  // tails first, so that the host evicts them first
-    if (fills.fills(id)) {     // it was reallocated, and its new content is not complete
+    if (fills.fills(id)) {     // the block was reallocated, and its new content is not complete
       queue_.push_back(id);
       continue;
     }
@@ -157,7 +157,7 @@ bool HostTier::may_publish(const Onboard& onboard) const {
 }
 
 void HostTier::note_loaded(const Onboard& onboard) {
-  // kLearned: removing the page is worth fewer hits, but keeping it avoids another write.
+  // With kLearned, evicting the page first would gain hits, but keeping it avoids another write.
   if (writes_.mode != HostWrite::kLearned) pages_->notify_load(onboard.page);
 }
 

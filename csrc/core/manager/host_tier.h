@@ -1,10 +1,10 @@
-// Cached blocks on the host: offloaded from the device, and onboarded for requests that hit them.
+// Manages cached blocks on the host, which are offloaded from the device and onboarded when
+// requests hit them.
 //
 // The host has its own pool of pages. A plan that offloads a block writes it to a page, which later
-// plans can find. A plan that onboards a page loads it into a device block; the block arrives when
-// the step is reported done.
-// Invariant: a page that a plan loads, and its destination block, are held until the block arrives,
-// so that neither is reused.
+// plans can find. A plan that onboards a page loads it into a device block. The block arrives when
+// the step is reported as done. Invariant: a page that a plan loads, and its destination block, are
+// held until the block arrives, so that neither of them is reused.
 #pragma once
 
 #include <cstdint>
@@ -34,13 +34,13 @@ struct HostWrites {
 
 class HostTier : public EvictionListener {
  public:
-  struct Onboard {  // a load of a host page, until it arrives
+  struct Onboard {  // a load of a host page that has not arrived
     int64_t step_id;
-    BlockId page, block;  // holds one reference to each
-    int64_t column;       // block of the sequence
+    BlockId page, block;  // one reference to each is held
+    int64_t column;       // index of the block in the sequence
     uint8_t group;
     std::shared_ptr<TokenChain>
-        chain;  // of a hit: the block is published on arrival; otherwise null
+        chain;  // for a hit, the block is published on arrival; otherwise null
   };
 
   struct Context {
@@ -56,8 +56,8 @@ class HostTier : public EvictionListener {
   const TierCount& counts() const { return counts_; }
   TierCount* mutable_counts() { return &counts_; }
 
-  // Events of the device pool: blocks were published, were hit, or are about to be evicted within a
-  // step. Depending on the mode, the current plan or a later one offloads them.
+  // Handle events of the device pool: blocks were published, were hit, or are about to be evicted
+  // within a step. Depending on the mode, the blocks are offloaded by the current or a later plan.
   void on_published(const BlockId* ids, int64_t n);
   void on_hit(const BlockId* ids, int64_t n) {
     if (!num_hits_.empty()) count_hits(ids, n);
@@ -65,46 +65,48 @@ class HostTier : public EvictionListener {
   void on_eviction(BlockId id) override;
 
   // Offloads the first n queued blocks, which earlier steps published or hit often enough. Blocks
-  // without a hash are skipped; blocks that this step fills stay queued. With `holds_blocks`, the
-  // plan holds the offloaded blocks, because nothing else protects them while they are read.
+  // without a hash are skipped. Blocks that this step fills stay queued. With `holds_blocks`, the
+  // plan holds the offloaded blocks, because nothing else prevents their reuse while they are read.
   size_t num_queued() const { return queue_.size(); }
   void offload_queued(size_t n, bool holds_blocks, const StepFills& fills = {});
-  // Removes all hashes and all queued blocks.
+  // Removes the hashes of all pages, and all queued blocks.
   void clear();
 
-  // The page of a swapped-out row contains a copy of this cached block, and is published too.
+  // Also publishes this page of a swapped-out row, which contains a copy of a cached block.
   void add_row_page(BlockId page, BlockId block);
 
-  // Publishes the pages that this step writes. Until then they are held, so that no other write of
-  // the step can take them. Returns the written pages.
+  // Publishes the pages that this step writes. The pages are held until then, so that no other
+  // write of the step can use them. Returns the written pages.
   std::vector<BlockId> publish_offloaded();
 
-  // Adds the load to the plan. Takes over one reference to the page, and adds one to the block.
+  // Adds the load to the plan. Takes over one reference to the page and adds a reference to the
+  // block.
   void onboard(Onboard onboard);
 
-  // Removes and returns, oldest first, the onboards of steps below num_completed, which have
-  // arrived, or those of aborted steps after last_issued. Pass the result to `finish`.
+  // Remove and return onboards, oldest first: those of completed steps (below num_completed), which
+  // have arrived, or those of aborted steps (after last_issued). Pass the result to `finish`.
   std::vector<Onboard> take_arrived(int64_t num_completed);
   std::vector<Onboard> take_aborted(int64_t last_issued);
-  // Whether the page still has the content it was onboarded for, and the block can be published.
+  // Whether the page still has the content for which it was onboarded, and the block can be
+  // published.
   bool may_publish(const Onboard& onboard) const;
-  void note_loaded(const Onboard& onboard);  // after the block has arrived and was published
+  void note_loaded(const Onboard& onboard);  // called after the block has arrived and was published
   // Releases the blocks and pages of these onboards, tails before heads.
   void finish(const std::vector<Onboard>& over);
 
-  const std::deque<Onboard>& onboards() const { return onboards_; }  // in flight
+  const std::deque<Onboard>& onboards() const { return onboards_; }  // onboards in flight
   int64_t num_onboards() const { return static_cast<int64_t>(onboards_.size()); }
   int32_t num_onboards_into(BlockId block) const { return num_onboards_[block]; }
 
   // Adds the references held by onboards on the device and on the host. Throws std::logic_error if
-  // their count is wrong or offloads of a step are left.
+  // the counts are wrong or if offloads of a step remain.
   void check_invariants(PerBlock<int32_t>* device, PerBlock<int32_t>* host) const;
 
  private:
   struct Offload {
     BlockId page;
     Copied content;
-    bool is_row;    // page of a row, which remains held
+    bool is_row;    // a page of a row, which remains held
     bool is_there;  // the page already existed when the block was evicted again
   };
 
@@ -124,7 +126,8 @@ class HostTier : public EvictionListener {
   PerBlock<uint8_t> is_queued_;
   PerBlock<int32_t> num_hits_;     // kSelective: hits per cached block; otherwise empty
   std::vector<Offload> offloads_;  // of the current step
-  std::unordered_map<Hash, uint32_t, HashOf> offloading_;  // hashes in offloads_; bit g: group g
+  // Hashes in offloads_ -> groups as a bit mask.
+  std::unordered_map<Hash, uint32_t, HashOf> offloading_;
   std::deque<Onboard> onboards_;
   PerBlock<int32_t> num_onboards_;  // references held by onboards
 };

@@ -19,8 +19,8 @@ void Invalidation::add_failed(const std::vector<BlockId>& blocks,
   std::vector<BlockId> failed = blocks;
   if (context_.host != nullptr) {
     for (const HostTier::Onboard& onboard : context_.host->onboards()) {
-      // The page does not have the content that the block should get, so it is never onboarded
-      // again.
+      // The content of the page is not the expected content of the block, so the page is never
+      // onboarded again.
       const bool is_named = std::find(blocks.begin(), blocks.end(), onboard.block) != blocks.end();
       if (!is_named && pages_.count(onboard.page) == 0) continue;
       pages_.insert(onboard.page);
@@ -96,7 +96,7 @@ int64_t Invalidation::limit_by_blocks(int32_t row) const {
     const RowBlocks& each = context_.rows->blocks(row)[group.id];
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
       if (on_host) {
-        if (pages_.count(each[b]) != 0) return 0;  // it starts again in any case
+        if (pages_.count(each[b]) != 0) return 0;  // the row is restarted in any case
         continue;
       }
       const auto found = blocks_.find(each[b]);
@@ -114,7 +114,7 @@ int64_t Invalidation::limit_by_hashes(int32_t row) const {
     const auto found = hashes_.find(hashes[i]);
     if (found == hashes_.end()) continue;
     const InvalidHash& what = found->second;
-    // The first token of the last hash block.
+    // Returns the first token of the last hash block.
     const int64_t last = static_cast<int64_t>(i) * context_.hash_block_size;
     const int64_t of_block = last / what.block_size * what.block_size;
     limit = std::min(limit, std::max(of_block, what.num_valid));
@@ -122,7 +122,7 @@ int64_t Invalidation::limit_by_hashes(int32_t row) const {
   return limit;
 }
 
-// Blocks before a window, and pages that states have left, are known while their steps may be in
+// Blocks before a window, and pages that states have left, are recorded while their steps may be in
 // flight.
 void Invalidation::limit_by_drops(const std::vector<BlockId>& ids) {
   const std::unordered_set<BlockId> failed(ids.begin(), ids.end());
@@ -135,8 +135,8 @@ void Invalidation::limit_by_drops(const std::vector<BlockId>& ids) {
   }
 }
 
-// A row that held the block may have used it for its tokens from `first_token` on, including tokens
-// in blocks that it has released.
+// A row that held the block may have used it for tokens from `first_token` on, including tokens in
+// blocks that the row has released.
 void Invalidation::add_used(const TokenChain& chain, int64_t first_token) {
   const auto num_hashed = static_cast<int64_t>(chain.known_hashes().size());
   for (const CacheGroup& group : *context_.groups) {
@@ -147,8 +147,8 @@ void Invalidation::add_used(const TokenChain& chain, int64_t first_token) {
   }
 }
 
-// The last tokens of a row's last step may be drafts that are not accepted or rejected yet. If the
-// step computed more than prompt tokens, only tokens that must have been accepted stay valid.
+// The last tokens of a row's last step may be drafts that have not been accepted or rejected. In
+// that case, only tokens that must have been accepted stay valid.
 int64_t Invalidation::confirmed_limit(int32_t row, int64_t limit) const {
   const Row& r = (*context_.rows)[row];
   const int64_t num_known = r.chain->num_tokens();
@@ -167,7 +167,8 @@ int64_t Invalidation::own_limit(int32_t row, int64_t limit) const {
   return limit;
 }
 
-// Adds the blocks that the row has computed from token `limit` on. Returns whether any is new.
+// Adds the blocks that the row has computed from token `limit` on. Returns whether any block was
+// added.
 bool Invalidation::add_computed(int32_t row, int64_t limit) {
   bool changed = false;
   const Row& r = (*context_.rows)[row];
@@ -232,14 +233,15 @@ bool Invalidation::add_kept_states(int32_t row, const CacheGroup& group, int64_t
   return changed;
 }
 
-// Does the same for a block without an id, which its row has dropped or released, if it can still
-// be found. For partial blocks, this is unknown, so all are added.
+// Adds the hashes of a block that its row has dropped or released, if the block can still be found.
+// For partial blocks, this is unknown, so all of their hashes are added.
 bool Invalidation::add_dropped(const TokenChain& chain, const CacheGroup& group, int64_t block,
                                int64_t num_valid) {
   const std::vector<Hash>& hashes = chain.known_hashes();
   const int64_t end = (block + 1) * group.num_hashes;
   bool changed = false;
-  // Other rows may have used the block while it was published, and may have published results.
+  // Other rows may have used the block while it was published, and may have published their
+  // results.
   if (!hashes.empty()) roots_.insert(short_tag_of(hashes[0]));
   for (int64_t i = num_valid / context_.hash_block_size;
        i < std::min(end, static_cast<int64_t>(hashes.size())); ++i) {

@@ -1,9 +1,8 @@
-// Finds the rows affected by invalid content, and where each must recompute.
+// Finds the rows affected by invalid content, and the token from which each row must recompute.
 //
-// Starts from blocks, host pages or rows that are known to be invalid, and follows everything
-// computed from them until nothing new is found.
-// Invariant: changes only its own state; the set of invalid content only grows, and limits only
-// decrease.
+// Starts from blocks, host pages or rows that are known to be invalid, and adds everything computed
+// from them until nothing new is found. Invariant: only the object's own state changes, the set of
+// invalid content only grows, and limits only decrease.
 #pragma once
 
 #include <cstdint>
@@ -33,11 +32,11 @@ struct InvalidationContext {
 
 class Invalidation {
  public:
-  using Limits = std::map<int32_t, int64_t>;  // by row: maximum number of valid tokens
+  using Limits = std::map<int32_t, int64_t>;  // maximum number of valid tokens, by row
 
   // With `by_hash`, a row is affected if its tokens include the content of an invalid block, even
-  // if it does not hold that block: it may have dropped or copied the block, or hit content
-  // computed from it.
+  // if the row does not hold that block. The row may have dropped or copied the block, or hit
+  // content computed from it.
   Invalidation(const InvalidationContext& context, bool by_hash)
       : context_(context), by_hash_(by_hash) {}
 
@@ -46,7 +45,7 @@ class Invalidation {
   void add_failed(const std::vector<BlockId>& blocks, const std::vector<BlockId>& pages);
   // The first num_valid tokens of the prefix that ends with the block are valid.
   void add_block(BlockId id, int64_t num_valid) { add_invalid_block(id, num_valid); }
-  // At most num_tokens tokens of this row are valid.
+  // Limits the valid tokens of this row to num_tokens.
   void limit_row(int32_t row, int64_t num_tokens);
 
   // Finds everything that was computed from the invalid content.
@@ -54,9 +53,9 @@ class Invalidation {
 
   const Limits& limits() const {
     return limits_;
-  }  // of rows that must recompute, and of some others
+  }  // of all rows that must recompute, and possibly of other rows
   std::vector<BlockId> blocks() const;  // in ascending order
-  InvalidChains chains() const;         // of both tiers
+  InvalidChains chains() const;         // invalid chains of both tiers
 
  private:
   struct InvalidHash {

@@ -1,5 +1,5 @@
-// The manager's calls. Each checks, appends and hashes its input, and delegates the work to a
-// component.
+// The manager's calls. Each call checks its input, appends and hashes tokens, and delegates the
+// work to a component.
 #include "core/manager/manager.h"
 
 #include <algorithm>
@@ -134,8 +134,8 @@ std::vector<BlockId> Manager::take_copies() {
   return tiers_.frees().take_copies();
 }
 
-// The hit that `lookup` returned as these blocks, if it ends inside a block. The last block of each
-// group is then the one to copy from.
+// Reconstructs the hit that `lookup` returned as these blocks, if it ends inside a block. The last
+// block of each group is the source of the copy.
 std::optional<PrefixHit> Manager::partial_hit(const NewRow& asked,
                                               const std::vector<std::vector<BlockId>>& computed) {
   if (!copies_hits_ || !asked.reads()) return std::nullopt;
@@ -219,7 +219,7 @@ const StepPlan& Manager::step(const StepRequest& request) {
   checks_.check_step(request);
   const std::vector<int64_t> hits = external_hits(request.new_rows);
   intake_.take_in(request);
-  // From here on, nothing is rejected.
+  // After this point, nothing is rejected.
   const Soundness::Change change = this->change("step");
   steps_.begin();
   steps_.plan().set_parts(request.num_rows, request.num_swap_out_rows);
@@ -228,14 +228,15 @@ const StepPlan& Manager::step(const StepRequest& request) {
   server_.serve_rows(request);
   swap_.answer(request, have_left);
   server_.serve_new(request, hits);
-  tiers_.offload_queued(num_queued, server_.fills());  // after the rows, which have priority
+  // Called after rows have been served, because rows have priority.
+  tiers_.offload_queued(num_queued, server_.fills());
   server_.publish_served();
   publisher_.publish_offloaded();
   tiers_.release_read();
   return steps_.end(rows_);
 }
 
-// The hits before external tokens, for the requests that have such tokens.
+// The lengths of the hits before external tokens, for requests that have external tokens.
 std::vector<int64_t> Manager::external_hits(const std::vector<NewRow>& requests) {
   std::vector<int64_t> hits;
   for (size_t i = 0; i < requests.size(); ++i) {
@@ -277,7 +278,8 @@ Slots Manager::admit(NewRow asked, const std::vector<std::vector<BlockId>>& comp
   return server_.allocate(asked, hit);
 }
 
-// Rows that continue must already contain the blocks of their hits.
+// Checks that no copies of hits are pending, because rows that continue need the blocks of their
+// hits.
 void Manager::check_copies_taken() const {
   if (!tiers_.frees().awaits_copies()) return;
   throw std::invalid_argument(
@@ -336,7 +338,7 @@ Slots Manager::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   const Call call(this);
   rows_.at(row);
   intake_.hash_filled(row);
-  checks_.check_fork(row, *child);  // including all hashes that the row will have
+  checks_.check_fork(row, *child);  // computes all hashes that the row will have
   const Soundness::Change change = this->change("fork");
   return server_.fork(row, child);
 }

@@ -1,19 +1,20 @@
-// The manager of requests: maps requests to rows, and allocates blocks for a whole batch per call.
+// The request manager maps requests to rows, and allocates blocks for a whole batch per call.
 //
 // There are two tiers with one page size: the pool of the device and, if configured, the pool of
-// the host. Plans list the pages to move between them as pairs: pages of rows that are swapped out
-// or in, and cached blocks that stay on the host after the device has evicted them.
+// the host. Plans list the pages to move between the pools as pairs. These are the pages of rows
+// that are swapped out or in, and cached blocks that stay on the host after the device has evicted
+// them.
 //
-// A row is the stable place of a request in the block tables. `step` decides which blocks each row
-// gets in each cache group, and returns the changes of the tables as one StepPlan. `admit` and
-// `serve` decide for single requests of a caller that keeps its own tables. A row belongs to the
-// driver that admitted it; all other calls accept rows of both.
+// A row is the stable index of a request in the block tables. `step` allocates blocks to rows in
+// each cache group, and returns the table changes as one StepPlan. `admit` and `serve` allocate
+// blocks for single requests of a caller that keeps its own tables. A row can only be served by the
+// kind of call that admitted it. All other calls accept both kinds of rows.
 //
-// A manager belongs to the thread that first uses it. Every call that changes something first
-// checks its arguments, then computes the hashes it needs, then makes its changes. Hashing a long
-// prompt can be interrupted, and lets signal handlers and other threads run; their calls are
-// rejected. If memory runs out during the changes, the manager is broken: every later call except
-// `free` throws.
+// A manager belongs to the thread that first uses it. Every call that changes the manager first
+// checks its arguments, then computes the hashes that it needs, and then makes its changes. Hashing
+// a long prompt can be interrupted, and lets signal handlers and other threads run. Calls from
+// these are rejected. If memory runs out during the changes, the manager is broken: every later
+// call except `free` throws.
 #pragma once
 
 #include <cstdint>
@@ -63,19 +64,19 @@ class Manager {
   const TierCount& tiers() const { return tiers_.counts(); }
   void clear_stats();
   // The learned statistics of the device's eviction policy, empty if it does not learn. `learn`
-  // takes the same number of values.
+  // replaces them with the same number of values.
   std::vector<double> learned() const;
   void learn(const std::vector<double>& numbers);
-  const EventLog::Drained& events();  // events that wait to be drained
+  const EventLog::Drained& events();  // the events that have not been drained
   EventLog::Drained drain_events();
 
-  // See CallGuard. All calls up to `check_invariants` include this check.
+  // See CallGuard. All calls up to `check_invariants` make this check.
   void check_caller() { guard_.check_caller(); }
   void check_reader() const { guard_.check_reader(); }
   bool is_broken() const { return guard_.is_broken(); }
   void check_sound() const { guard_.check_sound(); }
-  // While the result exists, an exception breaks the manager. For changes that belong to a call and
-  // follow it.
+  // Used for changes that are part of a call but follow it. While the result exists, an exception
+  // breaks the manager.
   Soundness::Change change(const char* call) { return {soundness(), call}; }
   Soundness* soundness() { return &guard_.soundness(); }
 
@@ -94,10 +95,10 @@ class Manager {
   // published.
   const Hash* hash_of(BlockId id, bool on_host, int32_t* group) const;
 
-  // Returns the longest cached prefix: whole blocks unless `with_partial`, at most num_tokens - 1
-  // tokens, because the last token must be computed. Empty if the request does not read the cache.
-  // `read_cache` overrides the setting of the chain. Changes nothing. The result is valid until the
-  // next call.
+  // Returns the longest cached prefix, in whole blocks unless `with_partial`. It has at most
+  // num_tokens - 1 tokens, because the last token must be computed. Returns an empty prefix if the
+  // request does not read the cache. `read_cache` overrides the setting of the chain. Changes
+  // nothing. The result is valid until the next call.
   const PrefixHit& lookup(TokenChain& chain, bool with_host = false, bool with_partial = false,
                           std::optional<bool> read_cache = std::nullopt);
 
@@ -105,14 +106,15 @@ class Manager {
   // call.
   std::vector<BlockId> take_copies();
 
-  // The status that a step with only this new request would return now. With `whole`, the status
-  // for all known tokens, in chunks of num_tokens tokens.
+  // Returns the status that a step with only this new request would return. With `whole`, returns
+  // the status for all known tokens, computed in chunks of num_tokens tokens.
   Status would_fit(const NewRow& asked, bool whole);
-  // The status that a row would get for this number of further tokens.
+  // Returns the status that a row would get for this number of additional tokens.
   Status would_extend(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
 
-  // How many of the next num_tokens tokens a step should compute so that it ends where recurrent
-  // states are kept (see Checkpoints). `row`: the row of the request, or -1.
+  // Returns how many of the next num_tokens tokens a step should compute, so that it ends at a
+  // position where recurrent states are kept (see Checkpoints). `row`: the row of the request, or
+  // -1.
   int64_t checkpoint_tokens(TokenChain& chain, int32_t row, int64_t num_tokens);
 
   // Serves running rows, then new requests, in the given order. Throws on an invalid request
@@ -120,53 +122,53 @@ class Manager {
   // plan is valid until the next call.
   const StepPlan& step(const StepRequest& request);
 
-  // Creates a row with blocks per group from a lookup of the caller, and with slots for its
-  // external tokens and num_tokens more. `new_blocks` in the result excludes the computed blocks.
+  // Creates a row with the blocks of a previous lookup, and with slots for its external tokens and
+  // num_tokens additional tokens. `new_blocks` in the result excludes the computed blocks.
   Slots admit(NewRow asked, const std::vector<std::vector<BlockId>>& computed);
 
-  // Ends the receiving of a row: this number of its external tokens have arrived, and no more will.
-  // Publishes the blocks that they fill. Returns the row's number of computed tokens, where it
+  // Reports that this number of a row's external tokens have arrived and that no more will follow.
+  // Publishes the blocks that they fill. Returns the row's number of computed tokens, from which it
   // continues.
   int64_t finish_receiving(int32_t row, int64_t num_tokens);
 
   // Serves rows created by `admit`, in two calls. First, `take_in` checks all asks and appends
-  // their ids to the chains; if an ask is rejected or hashing is interrupted, no chain changes.
-  // Then `serve` allocates the slots of one row or, if they do not fit, removes its ids again and
-  // changes nothing else. Pass an ask that will not be served to `give_back`. `lists_new`: whether
-  // the result lists the new blocks.
+  // their ids to the chains. If an ask is rejected or hashing is interrupted, no chain changes.
+  // Then `serve` allocates the slots of one row. If they do not fit, it removes the row's ids again
+  // and changes nothing else. Pass an ask that will not be served to `give_back`. `lists_new`:
+  // whether the result lists the new blocks.
   void take_in(const RowAsk* asks, size_t n);
   Slots serve(const RowAsk& ask, bool lists_new = true);
   void give_back(const RowAsk& ask) { rows_[ask.row].chain->take_back(ask.num_ids); }
 
-  // Takes back the last num_tokens tokens of a row, which are rejected drafts. The next tokens of
-  // the row reuse their slots.
+  // Removes the last num_tokens tokens of a row, which are rejected drafts. The next tokens of the
+  // row reuse their slots.
   void reject(int32_t row, int64_t num_tokens);
 
   // Creates a row for `child`, which starts with all computed tokens of the row and shares its
-  // blocks. Copy-on-write: the first row that writes to a shared block gets its own copy.
+  // blocks. Shared blocks are copy-on-write.
   Slots fork(int32_t row, const std::shared_ptr<TokenChain>& child);
 
-  // Swaps out rows created by `admit`, all or, if they do not fit, none. Returns (device page, host
-  // page) pairs; a block that several rows hold moves once. `swap_in` does the reverse. The moves
-  // must be executed in the order of the calls.
+  // Swaps out rows created by `admit`. If they do not all fit, no row is moved. Returns (device
+  // page, host page) pairs. A block that several rows hold moves once. `swap_in` does the reverse.
+  // The moves must be executed in the order of the calls.
   std::optional<std::vector<BlockId>> swap_out(const std::vector<int32_t>& rows);
   std::optional<std::vector<BlockId>> swap_in(const std::vector<int32_t>& rows);
   bool is_on_host(int32_t row) const { return row_at(row).on_host; }
   bool by_step(int32_t row) const { return row_at(row).by_step; }
-  int64_t num_unique_blocks(
-      const std::vector<int32_t>& rows) const;  // blocks with KV; all rows on one tier
+  // Returns the number of blocks with KV. All rows must be on one tier.
+  int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;
   // See RowSwap. num_slots: at least 0 per row.
   RowSwap::BlocksBack num_blocks_back(const std::vector<int32_t>& rows,
                                       const std::vector<int64_t>& num_slots) const;
 
-  // The first num_tokens tokens of a row created by `admit` now have KV.
+  // Reports that the first num_tokens tokens of a row created by `admit` have KV.
   void mark_computed(int32_t row, int64_t num_tokens);
 
   // Notifies the eviction policy that the blocks of the row were used.
   void access(int32_t row, double now);
 
-  // Frees rows one by one: publishes the blocks filled since the row was last served, then releases
-  // its blocks, tail first, and the row. If a step admitted the row, the next plan clears it.
+  // Frees rows one by one. Publishes the blocks filled since the row was last served, releases its
+  // blocks, tail first, and frees the row. If a step admitted the row, the next plan clears it.
   // `features`: the caller's data about the conversations, for the eviction policy. Has no effect
   // on a broken manager.
   void free(const int32_t* rows, int64_t n, const ReleaseFeatures& features = {},
@@ -177,42 +179,43 @@ class Manager {
 
   // Processes the report of a worker on a step. If completed, this step and all earlier ones are
   // done, and blocks released before can be reused. Otherwise, this step and all later ones are
-  // aborted: their results leave the cache, the rows return to their earlier state, and the next
-  // plan sends the tables of these rows again. The `failed` device blocks and the `failed_on_host`
-  // pages, which were not written correctly, are invalidated. Throws, without any change, if an
-  // argument is rejected.
+  // aborted. Their results are removed from the cache, the rows return to their earlier state, and
+  // the next plan sends the tables of these rows again. The `failed` device blocks and
+  // `failed_on_host` pages, which were not written correctly, are invalidated. Throws, without any
+  // change, if an argument is rejected.
   Recompute report(int64_t step_id, bool completed, const std::vector<BlockId>& failed,
                    const std::vector<BlockId>& failed_on_host);
   Recompute abort(int64_t step_id) { return report(step_id, /*completed=*/false, {}, {}); }
 
-  // Invalidates blocks with wrong content: these blocks, and everything computed from them, leave
-  // the cache, and the rows that used them return to their valid tokens.
+  // Invalidates blocks with wrong content. These blocks and everything computed from them are
+  // removed from the cache, and rows that used them return to their valid tokens.
   Recompute invalidate(const BlockId* ids, int64_t n);
 
-  // Lets the row continue from the current hit in the device cache, if the hit is longer than its
-  // computed tokens. Returns its number of computed tokens.
+  // Lets the row continue from its current hit in the device cache, if the hit is longer than the
+  // row's computed tokens. Returns the row's number of computed tokens.
   int64_t take_cached(int32_t row);
 
-  // Pins the cached device blocks of the request's full blocks for a session (see BlockPool::pin),
-  // in place of its earlier pins. Returns the number of pinned blocks.
+  // Pins the request's full blocks that are cached on the device for a session (see
+  // BlockPool::pin), replacing its earlier pins. Returns the number of pinned blocks.
   int64_t pin(const std::string& session, TokenChain& chain);
   // Removes the pins of a session. Returns how many of its blocks were evicted despite their pins;
   // 0 if the session has no pins.
   int64_t unpin(const std::string& session);
 
-  // Removes the hashes of these blocks, held or free; see BlockPool::evict.
+  // Removes the hashes of these blocks, which may be held or free (see BlockPool::evict).
   void evict(const BlockId* ids, int64_t n);
 
-  // The number of leading blocks of the row's group that exactly num_running rows hold.
+  // Returns the number of leading blocks of the row in this group that exactly num_running rows
+  // hold.
   int64_t num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group);
 
   bool reset_prefix_cache();
-  // Does the same for one group. Returns false, without any change, while rows hold blocks of the
-  // group or loads are in flight.
+  // Resets one group. Returns false, without any change, while rows hold blocks of the group or
+  // loads are in flight.
   bool reset_group(int64_t group);
 
-  // Called after the weights have changed: no earlier hash is found again, and existing rows
-  // publish nothing more.
+  // Must be called after the weights have changed. Earlier hashes are no longer found, and existing
+  // rows publish nothing more.
   void start_epoch();
 
   int64_t num_rows() const { return rows_.num_in_use(); }
@@ -220,26 +223,26 @@ class Manager {
   int64_t last_step_id() const { return steps_.numbers().last_issued; }
   int64_t num_fenced() const { return tiers_.frees().num_waiting(); }
   int64_t num_kept() const { return tiers_.frees().num_kept(); }
-  int64_t num_external(int32_t row) const {  // external tokens of a receiving row
+  int64_t num_external(int32_t row) const {  // number of external tokens of a receiving row
     return row_at(row).num_computed - rows_.info(row).num_hit;
   }
   bool is_receiving(int32_t row) const { return row_at(row).is_receiving; }
-  int64_t num_loading() const {  // blocks
+  int64_t num_loading() const {  // number of blocks being loaded from the host
     return tiers_.host() == nullptr ? 0 : tiers_.host()->num_onboards();
   }
   const std::vector<BlockId>& blocks(int32_t row, int64_t group) const;
   int64_t num_computed_tokens(int32_t row) const { return row_at(row).num_computed; }
-  const std::vector<int64_t>& quiet_until() const {  // by row; see RowTable
+  const std::vector<int64_t>& quiet_until() const {  // indexed by row; see RowTable
     check_reader();
     return rows_.quiet_until();
   }
-  // Whether the next plan sends the whole table of the row.
+  // Whether the next plan sends the complete table of the row.
   bool must_resend(int32_t row) const {
     rows_.at(row);
     return steps_.plan().must_resend(row);
   }
 
-  // Checks the invariants of the pools, and that all references are those held by rows and fences.
+  // Checks the invariants of the pools, and that all references are held by rows and fences.
   void check_invariants() const;
 
  private:
@@ -251,7 +254,7 @@ class Manager {
     return rows_.at(row);
   }
 
-  // A call that may change the manager or read data of its thread.
+  // Guards a call that may change the manager or read data of its thread.
   struct Call {
     explicit Call(Manager* manager) : scope(&manager->guard_) { manager->tiers_.read_clock(); }
     CallGuard::Scope scope;

@@ -16,23 +16,23 @@ namespace kvcache {
 // When a cached block is written to the host.
 enum class HostWrite : uint8_t {
   kBack,       // when the device evicts it
-  kThrough,    // by the step after the one that filled it
+  kThrough,    // by the step after the step that filled it
   kSelective,  // by the step after its n-th hit
   kLearned,    // when the device evicts it, if enough hits on the host are expected
 };
 
 struct GroupOptions {
   std::shared_ptr<const AttentionKind> kind;
-  int64_t block_size;          // tokens, over all context-parallel ranks
-  bool drafts = false;         // layers of a drafter: the last block of a hit is recomputed
-  bool is_cached = true;       // whether its blocks can be hits
+  int64_t block_size;     // tokens, over all context-parallel ranks
+  bool drafts = false;    // the layers are a drafter's, so the last block of a hit is recomputed
+  bool is_cached = true;  // whether its blocks can be hits
   bool is_transferred = true;  // false: no connector reads or writes its blocks
 };
 
-struct Eviction {  // per pool
+struct Eviction {  // the eviction policy of one pool
   std::string policy = "lru";
   std::map<std::string, double> options;
-  // Creates a policy of the caller for a pool of this number of blocks; replaces `policy`.
+  // Creates a user-defined policy for a pool with this number of blocks. Overrides `policy`.
   std::function<std::unique_ptr<EvictionPolicy>(int64_t)> make;
 };
 
@@ -40,27 +40,29 @@ struct ManagerOptions {  // all sizes are at most 2**31 - 1
   std::vector<GroupOptions> groups;
   int64_t num_blocks = 0;     // including the null block
   int64_t max_model_len = 0;  // tokens
-  // Tokens per hash; must divide every block size. If set and smaller than a block of tokens, hits
-  // may also end inside blocks. 0: the largest common divisor; hits consist of whole blocks.
+  // Tokens per hash, which must divide every block size. If it is set and smaller than a block of
+  // tokens, hits may also end inside blocks. If 0, the largest common divisor is used, and hits
+  // consist of whole blocks.
   int64_t hash_block_size = 0;
   int64_t hash_bytes = 32;  // length of each hash, 1 to 32
   bool enable_caching = true;
   int64_t num_preallocate_tokens = 0;
-  int64_t max_num_reqs = 0;      // maximum number of rows; 0: unlimited
-  int64_t watermark_blocks = 0;  // free blocks that admission and preallocation leave
-  bool fence_frees = false;      // released blocks wait for the report on the last step
+  int64_t max_num_reqs = 0;  // maximum number of rows; 0: unlimited
+  // Number of free blocks that admission and preallocation must leave.
+  int64_t watermark_blocks = 0;
+  // Released blocks are not reused until the last issued step is reported as done.
+  bool fence_frees = false;
   bool record_events = false;
-  bool announce_reused = false;  // also record events for the blocks that a request hits
+  bool announce_reused = false;  // whether to record events also for blocks that a request hits
   bool track_residency = false;
   int64_t stats_window = 1000;  // requests
   Eviction eviction, host_eviction;
   int64_t num_host_blocks = 0;  // including the null block; 0: no host tier
   HostWrite host_write = HostWrite::kBack;
-  int64_t num_hits_to_write = 2;    // kSelective
-  double min_gain_to_write = 0.05;  // kLearned: hits
-  // Allows groups of recurrent states in calls outside of steps: the engine itself copies a state
-  // from the row's old page to the new one. The old page is kept until the last issued step is
-  // reported.
+  int64_t num_hits_to_write = 2;    // for kSelective: hits before a block is written
+  double min_gain_to_write = 0.05;  // for kLearned: minimum expected hits
+  // Allows groups of recurrent states in calls outside of steps. The engine copies a state from the
+  // row's old page to the new page. The old page is kept until the last issued step is reported.
   bool engine_copies_states = false;
 };
 
@@ -68,15 +70,15 @@ struct ManagerOptions {  // all sizes are at most 2**31 - 1
 // groups or the sizes without a default.
 void check_optional(const ManagerOptions& options);
 
-// Returns the options; throws std::invalid_argument, naming the option, if one is out of range.
+// Returns the options. Throws std::invalid_argument, naming the option, if one is out of range.
 ManagerOptions checked(const ManagerOptions& options);
 
-// Tokens per hash. Throws std::invalid_argument if the given number is not a divisor.
+// Returns the tokens per hash. Throws std::invalid_argument if the given number is not a divisor.
 int64_t hash_block_size_of(const ManagerOptions& options);
 
 std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_block_size);
 
-// Tokens per block, by group; 0 for a group that is not cached.
+// Returns the tokens per block, by group; 0 for a group that is not cached.
 std::vector<int64_t> cached_block_sizes(const std::vector<CacheGroup>& groups);
 
 // The checked options of a manager, and values derived from them. Throws std::invalid_argument,
@@ -92,7 +94,7 @@ struct ManagerSetup {
   const std::vector<CacheGroup> groups;
 };
 
-// Null selects the pool's own order, least recently released first.
+// Null selects the pool's built-in order, least recently released first.
 std::unique_ptr<EvictionPolicy> policy_of(const Eviction& eviction, int64_t num_blocks);
 
 }  // namespace kvcache

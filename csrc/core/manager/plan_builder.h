@@ -1,4 +1,4 @@
-// Builds the plan of a step: its answers and its changes.
+// Builds the plan of a step, which consists of answers and changes.
 //
 // Between steps, the builder collects what the next plan must contain: freed rows to clear, and
 // rows whose tables must be sent again. Within a step, it holds the blocks that the plan reads.
@@ -22,12 +22,12 @@ class PlanBuilder {
 
   void begin(int64_t step_id, int64_t previous_step_id = -1);
   const StepPlan& end();  // valid until the next `begin`
-  // Starts a call outside of steps: it creates no plan, only pairs that are returned to its caller.
+  // Starts a call outside of steps, which creates only pairs for the caller and no plan.
   void begin_direct() { direct_pairs_.clear(); }
   const std::vector<int32_t>& direct_pairs() const { return direct_pairs_; }
   bool is_step() const { return is_step_; }
 
-  // Sets the sizes of the first two parts of the answers: for running rows, and for rows to swap
+  // Sets the sizes of the first two parts of the answers, for running rows and for rows to swap
   // out. The answers for new requests follow.
   void set_parts(int64_t num_running, int64_t num_leaving) {
     plan_.num_running = num_running;
@@ -50,7 +50,7 @@ class PlanBuilder {
     std::vector<int32_t>& replace = plan_.groups[group].replace;
     replace.insert(replace.end(), {row, static_cast<int32_t>(block), id});
   }
-  // Records that the row reads blocks that row `on` fills in this step.
+  // Records that the row reads blocks that the row `on` fills in this step.
   void depend(int32_t row, int32_t on) {
     const std::vector<int32_t>& pairs = plan_.depends_on;
     for (size_t i = pairs.size(); i > 0 && pairs[i - 2] == row; i -= 2) {
@@ -69,13 +69,13 @@ class PlanBuilder {
     ++num_held_[id];
   }
   int32_t num_held(BlockId id) const { return num_held_[id]; }
-  // Returns the held references, in the order in which they were taken over, and no longer holds
-  // them.
+  // Removes and returns the held references, in the order in which they were taken over.
   std::vector<BlockId> take_held();
 
-  // The next plan clears this row, which was freed.
+  // Makes the next plan clear this row, which was freed.
   void clear_later(int32_t row) { clear_rows_.push_back(row); }
-  // The next plan sends the whole table of the row. Until then, single entries are not replaced.
+  // Makes the next plan send the complete table of the row. Until then, single entries are not
+  // replaced.
   void resend(int32_t row);
   bool must_resend(int32_t row) const {
     return row < static_cast<int64_t>(is_resent_.size()) && is_resent_[row] != 0;
@@ -98,7 +98,7 @@ class PlanBuilder {
   StepPlan plan_;
   std::vector<int32_t> direct_pairs_;
   bool is_step_ = false;
-  std::vector<int32_t> clear_rows_;  // freed since the last step
+  std::vector<int32_t> clear_rows_;  // rows freed since the last step
   std::vector<int32_t> resend_;
   std::vector<uint8_t> is_resent_;  // by row
   std::vector<BlockId> held_;

@@ -66,10 +66,12 @@ BlockId PrefixFinder::host_page(const CacheGroup& group, int64_t block) const {
   return host_->find(hash_at(end), group.id, variant_at(end));
 }
 
-// The number of leading blocks of a group that are found, out of the first num_blocks.
+// Returns how many of the first num_blocks blocks of a group are found, counting from the first
+// block.
 int64_t PrefixFinder::find_leading(const CacheGroup& group, int64_t num_blocks) {
   std::vector<BlockId>& found = hit_.blocks[group.id];
-  // The first block identifies a cold prompt; nothing is prepared for the other blocks.
+  // A miss of the first block identifies a cold prompt, so nothing is prepared for the other blocks
+  // yet.
   const bool any = num_blocks > 0 && is_found(group, 0);
   found.resize(any ? static_cast<size_t>(num_blocks) : 0);
   int64_t n = 0;
@@ -94,7 +96,7 @@ int64_t PrefixFinder::find_leading(const CacheGroup& group, int64_t num_blocks) 
     n += search(*host_);
     if (n == first) break;
     for (int64_t i = first; i < n; ++i) {
-      // The device may contain a later block without the blocks before it.
+      // The device may contain a block without the blocks before it.
       const BlockId id = device_block(group, i);
       if (id == kNullBlock) hit_.on_host[group.id].push_back({i, found[i]});
       found[i] = id;
@@ -107,7 +109,8 @@ BlockId PrefixFinder::partial_block_of(const CacheGroup& group, int64_t num_toke
   return pool_->find_partial(hash_at(num_tokens), group.id, variant_at(num_tokens));
 }
 
-// Whether the group finds the block with the last of num_tokens tokens, filled up to this token.
+// Whether the group finds the block that contains the last of num_tokens tokens and is filled up to
+// that token.
 bool PrefixFinder::is_end_found(const CacheGroup& group, int64_t num_tokens) const {
   return num_tokens % group.block_size == 0 ? is_found(group, num_tokens / group.block_size - 1)
                                             : partial_block_of(group, num_tokens) != kNullBlock;
@@ -138,7 +141,7 @@ const PrefixHit& PrefixFinder::find(const TokenChain& chain, bool with_partial, 
   return hit_;
 }
 
-// Iterates to a fixed point, because a hit that one group shortens is shorter for all groups.
+// Iterates to a fixed point, because shortening the hit in one group shortens it in all groups.
 int64_t PrefixFinder::accepted_by_all(int64_t num_tokens, bool with_states) {
   num_tokens -= num_tokens % step_;
   for (int64_t before = -1; num_tokens != before && num_tokens > 0;) {
@@ -167,7 +170,7 @@ int64_t PrefixFinder::accepted_by_prefix(const CacheGroup& group, int64_t num_to
   if (num_leading < 0) {
     num_leading = find_leading(group, std::max<int64_t>(num_tokens + redone, 0) / bs);
   }
-  // The hit ends in the block after the whole blocks at the latest.
+  // The hit ends no later than in the block after the whole blocks.
   num_tokens = std::min(num_tokens, (num_leading + 1) * bs - hash_block_size_ - redone);
   num_tokens -= num_tokens % step_;
   const auto is_missing = [&](int64_t n) {
@@ -196,7 +199,8 @@ int64_t PrefixFinder::accepted_by_window(const CacheGroup& group, int64_t num_to
     int64_t block = num_tokens / bs - 1;
     while (block >= first_token / bs && is_found(group, block)) --block;
     if (block < first_token / bs) break;
-    num_tokens = (block + 1) * bs - hash_block_size_;  // at most a part of the block
+    // The hit includes at most a part of the block.
+    num_tokens = (block + 1) * bs - hash_block_size_;
     num_tokens -= num_tokens % step_;
   }
   return std::max<int64_t>(num_tokens, 0);

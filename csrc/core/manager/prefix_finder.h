@@ -15,26 +15,26 @@ namespace kvcache {
 
 struct PrefixHit {
   struct HostBlock {  // a block of the hit that is on the host
-    int64_t column;   // block of the sequence
+    int64_t column;   // index of the block in the sequence
     BlockId page;
   };
   int64_t num_tokens = 0;
-  // The hit of the groups of tokens alone, regardless of states; 0 without such groups.
+  // The hit of the token groups alone, in tokens, regardless of states; 0 without such groups.
   int64_t num_shared_tokens = 0;
   // Per group: whole blocks; null if the block is no longer read, or is on the host.
   std::vector<std::vector<BlockId>> blocks;
-  std::vector<std::vector<HostBlock>> on_host;  // per group, in order of columns
+  std::vector<std::vector<HostBlock>> on_host;  // per group, in column order
   int64_t num_host_blocks = 0;
   // Per group: the block whose first num_tokens % block_size tokens are copied, or null.
   std::vector<BlockId> sources;
 
-  // The hit of a caller that looked up whole blocks on the device.
+  // Creates the hit of a caller that looked up whole blocks on the device.
   static PrefixHit of_device(int64_t num_tokens, const std::vector<std::vector<BlockId>>& blocks);
 
-  // The first token of the hit whose block is on the host; num_tokens if there is none.
+  // Returns the first token of the hit whose block is on the host, or num_tokens if there is none.
   int64_t first_host_token(const std::vector<CacheGroup>& groups) const;
 
-  // The blocks of the group, followed by the block to copy, if there is one.
+  // Returns the blocks of the group, followed by the block to copy, if any.
   std::vector<BlockId> ids(const CacheGroup& group) const {
     std::vector<BlockId> out = blocks[group.id];
     if (has_part_of(group)) out.push_back(sources[group.id]);
@@ -63,14 +63,15 @@ class PrefixFinder {
     int64_t hash_block_size;
   };
   // A drafter needs the hidden states of the tokens before the computed ones, so the last block
-  // that its group finds is recomputed: the group must find one block more than the hit, even if
-  // this block ends after the last token that a hit may include. If hits can end inside blocks, one
-  // hash block is enough.
+  // that its group finds is recomputed. The group must therefore find one more block than the hit,
+  // even if this block ends after the last token that a hit may include. If hits can end inside
+  // blocks, one more hash block is enough.
   PrefixFinder(const Context& context, const ManagerOptions& options);
 
-  // Finds the hit of a request, at most all its tokens except the last; valid until the next call.
-  // Empty if caching is disabled or the request does not read the cache. Does not change the pools.
-  // The hashes of the chain must be known. Partial blocks are found only on the device.
+  // Returns the hit of a request, which excludes at least the last token. The result is valid until
+  // the next call. Empty if caching is disabled or the request does not read the cache. Does not
+  // change the pools. The hashes of the chain must be known. Partial blocks are found only on the
+  // device.
   const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host) {
     return find(chain, with_partial, with_host, chain.read_cache());
   }
@@ -107,14 +108,14 @@ class PrefixFinder {
   // See unit() and whole_unit().
   int64_t unit_ = 1, whole_unit_ = 1;
   bool is_enabled_, has_tokens_ = false, has_states_ = false;
-  // State of the current search:
+  // State of the current search.
   const std::vector<Hash>* hashes_ = nullptr;
   const uint64_t* variants_ = nullptr;
   bool with_partial_ = false;
   int64_t step_ = 1;        // unit_ or whole_unit_
   int64_t num_hashed_ = 0;  // tokens
   bool with_host_ = false;
-  std::vector<int64_t> num_leading_;  // per group: leading blocks found; -1: unknown
+  std::vector<int64_t> num_leading_;  // number of leading blocks found, per group; -1: unknown
   PrefixHit hit_;
 };
 

@@ -119,8 +119,8 @@ Content Publisher::content_of(const TokenChain& chain, const CacheGroup& group,
   return content;
 }
 
-// Announces the blocks that the row has taken. With external tokens, these may be fewer than the
-// hit.
+// Announces the blocks that the row has taken. With external tokens, the row may take fewer blocks
+// than the hit has.
 void Publisher::announce(int32_t row, const PrefixHit& hit) const {
   const TokenChain& chain = *(*c_.rows)[row].chain;
   for (const CacheGroup& group : *c_.groups) {

@@ -1,7 +1,7 @@
-// Publishes filled blocks under the hashes of their tokens, and in events.
+// Publishes filled blocks under the hashes of their tokens, and records events.
 //
-// Invariant: nothing is published that may never be computed (lookahead slots, unknown tokens) or
-// that a row holds from an earlier epoch.
+// Invariant: content that may never be computed (lookahead slots, unknown tokens) and content from
+// an earlier epoch is not published.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +41,7 @@ class Publisher {
   }
   // Publishes the blocks filled since the last call. Their hashes must have been computed.
   void publish(int32_t row) {
-    if (may_publish(row)) publish_filled(row);  // few rows of a step
+    if (may_publish(row)) publish_filled(row);  // few rows in a step
   }
   // Publishes only whole blocks of tokens, for later rows of the step that fills them.
   void publish_blocks(int32_t row);
@@ -54,15 +54,14 @@ class Publisher {
   void announce_hit(int32_t row, const PrefixHit& hit) const {
     if (announces_reused_) announce(row, hit);
   }
-  // Must be called when the blocks of the row, or what is published of them, have changed by other
-  // means.
+  // Must be called when the blocks of the row or their publication have changed by other means.
   void refresh(int32_t row) { (*c_.rows)[row].next_publish = next_publish(row); }
 
   // The number of tokens of the row that are known to have KV.
   int64_t num_with_kv(int32_t row) const;
 
-  // For page rules: publishes the row's blocks from first_block on; or the part of a block that
-  // ends with this hash block of the row.
+  // Called by page rules. publish_run publishes the row's blocks from first_block on. publish_part
+  // publishes the part of a block that ends with this hash block of the row.
   void publish_run(int32_t row, const CacheGroup& group, int64_t first_block, const BlockId* ids,
                    int64_t n);
   void publish_part(int32_t row, const CacheGroup& group, int64_t block, int64_t hash);
@@ -73,7 +72,7 @@ class Publisher {
 
  private:
   int64_t next_publish(int32_t row) const;
-  int64_t num_hashed(int32_t row) const;  // hash blocks of the row with KV
+  int64_t num_hashed(int32_t row) const;  // number of hash blocks of the row that have KV
   void publish_filled(int32_t row);
   Content content_of(const TokenChain& chain, const CacheGroup& group, int64_t first_block) const;
   void announce(int32_t row, const PrefixHit& hit) const;

@@ -10,8 +10,8 @@ Recompute Recovery::report(int64_t step_id, bool completed, const std::vector<Bl
   Recompute all;
   if (!completed) all = abort_from(step_id);
   if (!failed.empty() || !failed_on_host.empty()) {
-    // Before the step is done, because its journal records which rows used these blocks and dropped
-    // them.
+    // Runs before the step is marked as done, because its journal records which rows used and
+    // dropped these blocks.
     const Recompute more = invalidate(failed, failed_on_host);
     all.rows.insert(all.rows.end(), more.rows.begin(), more.rows.end());
     all.num_computed_tokens.insert(all.num_computed_tokens.end(), more.num_computed_tokens.begin(),
@@ -39,7 +39,7 @@ Recompute Recovery::abort_from(int64_t step_id) {
   for (const StepJournal::Step& step : aborted) {
     for (const StepJournal::Published& each : step.published) add_published(each, left, &invalid);
   }
-  // Blocks no longer wait for the aborted steps.
+  // Blocks must no longer wait for the aborted steps.
   c_.frees->forget_aborted();
   if (c_.host != nullptr) {
     c_.host->finish(c_.host->take_aborted(c_.journal->numbers().last_issued));
@@ -79,7 +79,7 @@ void Recovery::undo(const StepJournal::Step& step, Invalidation* invalid) {
 void Recovery::add_published(const StepJournal::Published& published, const Chains& left,
                              Invalidation* invalid) const {
   if (c_.pool->generation(published.id) != published.generation) return;
-  int64_t num_valid = 0;  // for a freed row, nothing is known
+  int64_t num_valid = 0;  // no valid tokens are known for a freed row
   if (c_.rows->is_still(published.row, published.admission)) {
     const auto limit = invalid->limits().find(published.row);
     const int64_t end = published.first_token + (*c_.groups)[published.group].block_size;
@@ -87,8 +87,8 @@ void Recovery::add_published(const StepJournal::Published& published, const Chai
     num_valid = std::max(limit->second, published.first_token);
   }
   invalid->add_block(published.id, num_valid);
-  // An earlier step may have written to the block too, and the row may have used it for later
-  // tokens. For states, this was recorded when their page was left.
+  // An earlier step may also have written to the block, and the row may have used it for later
+  // tokens. For states, this was recorded when the row left the page.
   const auto chain = left.find(published.admission);
   if (chain == left.end() || (*c_.groups)[published.group].rules->traits.updates_in_place) return;
   c_.journal->note_forgotten(published, chain->second);
@@ -108,9 +108,9 @@ Recompute Recovery::invalidate(const std::vector<BlockId>& blocks,
   return recompute(invalid.limits());
 }
 
-// Rows with invalid computed tokens go back to the end of their valid tokens. If their own blocks
-// do not contain everything that they read from there, they start again. A row that receives does
-// so when it has received its tokens.
+// Rows with invalid computed tokens return to the end of their valid tokens. If a row does not hold
+// all blocks that it reads from there, it starts again. A receiving row does this after its tokens
+// have arrived.
 Recompute Recovery::recompute(const Invalidation::Limits& limits) {
   RowTable& rows = *c_.rows;
   Recompute out;

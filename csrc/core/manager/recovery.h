@@ -1,8 +1,8 @@
-// Processes reports: completes steps, or takes rows and caches back to valid content after an
-// aborted step or invalid content.
+// Processes reports. Completes steps, or returns rows and caches to valid content after an aborted
+// step or invalid content.
 //
-// Has no state of its own. Invariant: a row that recomputes keeps no invalid token, and no cache
-// contains a block computed from one.
+// The class has no state. Invariant: a row that recomputes keeps no invalid token, and no cache
+// contains a block computed from an invalid token.
 #pragma once
 
 #include <cstdint>
@@ -34,31 +34,33 @@ class Recovery {
   Recompute report(int64_t step_id, bool completed, const std::vector<BlockId>& failed,
                    const std::vector<BlockId>& failed_on_host);
 
-  // Invalidates the content of these blocks and host pages: both caches lose it and everything
-  // computed from it, and the rows that used it recompute.
+  // Invalidates the content of these blocks and host pages. The content and everything computed
+  // from it are removed from both caches, and the rows that used it recompute.
   Recompute invalidate(const std::vector<BlockId>& blocks, const std::vector<BlockId>& pages);
 
-  // At most num_tokens tokens of a receiving row have arrived; the row continues after them.
+  // Reports that at most num_tokens tokens of a receiving row have arrived. The row continues after
+  // them.
   void receive(int32_t row, int64_t num_tokens);
-  // The row releases its blocks and continues from its hit in the device cache.
+  // Releases the blocks of the row. The row continues from its hit in the device cache.
   void restart(int32_t row);
 
   // Removes the hashes of both tiers.
   void clear_cache();
-  // Does the same, and prevents rows from publishing the content they hold.
+  // Removes the hashes of both tiers, and prevents rows from publishing the content that they hold.
   void start_epoch();
 
  private:
-  // Undoes this step and all later ones: each row returns to the state before the first of these
-  // steps that served it, and their results leave the device cache. No effect if the step was
-  // already aborted.
+  // Undoes this step and all later ones. Each row returns to its state before the first of these
+  // steps that served it, and their results are removed from the device cache. No effect if the
+  // step was already aborted.
   Recompute abort_from(int64_t step_id);
   void complete_to(int64_t step_id);
   InvalidationContext invalidation_context() const {
     return {c_.groups, parts_.hash_block_size, c_.pool, c_.host, c_.rows, c_.journal};
   }
   void undo(const StepJournal::Step& step, Invalidation* invalid);
-  using Chains = std::unordered_map<int64_t, std::shared_ptr<TokenChain>>;  // by admission number
+  // Keyed by admission number.
+  using Chains = std::unordered_map<int64_t, std::shared_ptr<TokenChain>>;
   void add_published(const StepJournal::Published& published, const Chains& left,
                      Invalidation* invalid) const;
   Recompute recompute(const Invalidation::Limits& limits);

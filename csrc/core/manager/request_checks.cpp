@@ -317,7 +317,7 @@ void RequestChecks::check_step(const StepRequest& request) const {
     const NewRow& row = request.new_rows[i];
     check_counts(row);
     check_new(*row.chain);
-    // With external tokens, the places depend on the hit, which is not known yet.
+    // With external tokens, the slots depend on the hit, which is not known yet.
     if (row.num_external == 0) check_new_places(row, /*start=*/0);
   }
 }

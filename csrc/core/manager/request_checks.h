@@ -1,6 +1,6 @@
 // Rejects invalid requests before anything changes.
 //
-// Invariant: changes nothing except the record of the rows that the call has named.
+// Invariant: changes nothing except the record of the rows named in the call.
 #pragma once
 
 #include <algorithm>
@@ -36,26 +36,26 @@ class RequestChecks {
   void check_length(int64_t num_total, const char* what) const {
     if (num_total > c_.setup->options.max_model_len) fail_length(num_total, what);
   }
-  // Checks the driver of the row: `step`, or a caller that keeps its own tables.
+  // Checks whether the row is driven by `step` or by a caller that keeps its own tables.
   void check_driver(int32_t row, bool by_step) const {
     if (c_.rows->at(row).by_step != by_step) fail_driver(row, by_step);
   }
   void check_not_receiving(int32_t row) const {
     if ((*c_.rows)[row].is_receiving) fail_receiving(row);
   }
-  // For circular buffers: checks that the slots of one step do not overwrite tokens that the step
+  // For circular buffers, checks that the slots of a step do not overwrite tokens that the step
   // reads. `what` requests `num_slots` slots, including lookahead, from token `start` on.
   void check_places(int64_t start, int64_t num_slots, const char* what) const {
     if (has_bound_) check_bound(start, num_slots, what);
   }
-  // Checks a request whose external tokens end at `start`, for its own tokens after them. Of the
-  // external tokens, only the last ones arrive, as many as fit.
+  // Checks the tokens of a request after its external tokens, which end at `start`. Only the last
+  // external tokens that fit arrive.
   void check_new_places(const NewRow& asked, int64_t start) const {
     const int64_t num_tokens = std::min(asked.num_tokens, asked.chain->num_tokens() - start);
     check_places(start, num_tokens + asked.num_lookahead, "a new request");
   }
-  // Checks that a running row with num_known known tokens has no more drafts than states are kept
-  // for.
+  // Checks that a running row with num_known known tokens does not have more drafts than kept
+  // states.
   void check_drafts(int32_t row, int64_t start, int64_t num_tokens, int64_t num_known) const {
     const int64_t num_sure = std::max(start + 1, num_known) - start;
     if (max_drafts_ > 0 && num_tokens > num_sure + max_drafts_)
@@ -81,7 +81,7 @@ class RequestChecks {
   void check_fork(int32_t row, const TokenChain& child) const;
   void check_swap(const std::vector<int32_t>& rows, bool on_host) const;
   void check_leaving(const int32_t* rows, int64_t n, const LeavingBlocks& blocks) const;
-  // The number of tokens in these blocks, which the caller has looked up.
+  // Returns the number of tokens in these blocks, which the caller has looked up.
   int64_t check_computed(const TokenChain& chain, const std::vector<std::vector<BlockId>>& computed,
                          bool reads = true) const;
   void check_step(const StepRequest& request) const;

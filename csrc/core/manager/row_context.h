@@ -24,12 +24,12 @@ struct RowContext {
   StepJournal* journal;
   DeferredFrees* frees;
 
-  // Called before the row releases these blocks: records its last access to them.
+  // Records the row's last access to these blocks. Called before the row releases them.
   void note_access(int32_t row, const BlockId* ids, int64_t n) const {
     pool->access(ids, n, rows->info(row).access);
   }
 
-  // Notes in the journal that the row drops the block in this column.
+  // Records in the journal that the row drops the block in this column.
   void note_dropped(int32_t row, const CacheGroup& group, int64_t column, BlockId id) const {
     journal->note_dropped(row, (*rows)[row], rows->first_token(row, group, column), id);
   }
@@ -40,7 +40,7 @@ struct RowContext {
     if (each.size() <= size) return;
     rows->disturb(row);
     std::vector<BlockId> ids(each.blocks.rbegin(), each.blocks.rend() - size);
-    // The end of the table may already be null.
+    // Blocks at the end of the table may already be null.
     ids.erase(std::remove(ids.begin(), ids.end(), kNullBlock), ids.end());
     note_access(row, ids.data(), static_cast<int64_t>(ids.size()));
     frees->release_or_defer(ids.data(), static_cast<int64_t>(ids.size()));
@@ -48,7 +48,7 @@ struct RowContext {
     each.lower_hits(size);
   }
 
-  // If plans contain the row, the next plan sends its whole table.
+  // If plans contain the row, makes the next plan send its complete table.
   void resend(int32_t row) const {
     if ((*rows)[row].by_step) plan->resend(row);
   }

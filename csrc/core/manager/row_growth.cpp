@@ -11,14 +11,14 @@ void RowGrowth::set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHi
   const std::vector<BlockId>& blocks = hit.blocks[group.id];
   held->blocks.assign(blocks.begin(), blocks.end());
   held->num_published = held->size();
-  // If a window begins inside the last block of the hit, the block lacks earlier tokens. Of its
-  // partial hashes, only those after the hit are then valid for readers.
+  // If a window begins inside the last block of the hit, the block lacks earlier tokens. In that
+  // case, only its partial hashes after the hit are valid for readers.
   const bool is_whole =
       group.first_hit_token(hit.num_tokens) <= held->num_published * group.block_size;
   held->num_partial =
       static_cast<int32_t>(is_whole ? held->num_published * group.num_hashes
                                     : hit.num_tokens / (group.block_size / group.num_hashes));
-  // For a group that is not cached, the hit contains nothing.
+  // A group that is not cached takes no blocks from the hit.
   const int64_t first =
       std::max(group.first_hit_block(hit.num_tokens), group.first_needed_block(start));
   held->num_dropped = std::min(first, held->num_published);
@@ -37,7 +37,7 @@ void RowGrowth::take_hit(ServedRow* served, const PrefixHit& hit) {
     const RowBlocks& each = c_.rows->blocks(served->row)[group.id];
     const BlockId source = hit.sources[group.id];
     if (source != kNullBlock) {
-      c_.pool->retain(&source, 1);  // until it has been copied
+      c_.pool->retain(&source, 1);  // keeps the block until it has been copied
       c_.pool->hit(&source, 1);
       c_.plan->hold(source);
     }
@@ -48,7 +48,7 @@ void RowGrowth::take_hit(ServedRow* served, const PrefixHit& hit) {
       note_hits(each.blocks.data() + each.num_dropped, each.num_alive());
     }
   }
-  // All blocks of the hit are held by now, so that onboarding does not evict any of them.
+  // At this point all blocks of the hit are held, so onboarding cannot evict any of them.
   if (hit.num_host_blocks > 0) onboard_hit(served, hit);
 }
 
@@ -98,7 +98,8 @@ void RowGrowth::serve(ServedRow* served, const Demand& demand) {
     const RowBlocks& each = held[group.id];
     PageRules::Take& take = takes[group.id];
     served->num_before[group.id] = each.size();
-    // For most rows, a step changes nothing in most groups; their rules are not called.
+    // A step usually changes nothing in most groups of a row. The rules of such groups are not
+    // called.
     const bool changes = needs.num_new + needs.num_shared + needs.num_skipped > 0 ||
                          needs.drop_to > each.num_dropped || each.keeps_state;
     if (!changes) {
@@ -119,7 +120,7 @@ void RowGrowth::serve(ServedRow* served, const Demand& demand) {
   }
 }
 
-// The worker's table of the row is too long after this, so the whole table is sent again.
+// This makes the worker's table of the row too long, so the whole table is sent again.
 void RowGrowth::give_up(ServedRow* served, const Demand& demand) {
   c_.resend(served->row);
   for (const CacheGroup& group : *c_.groups) {
@@ -127,7 +128,7 @@ void RowGrowth::give_up(ServedRow* served, const Demand& demand) {
     const int64_t size = growth_.held(served->row, group).size();
     c_.release_tail(served->row, group, size - demand[group].num_surplus);
   }
-  served->span.num_accepted = 0;  // already final
+  served->span.num_accepted = 0;  // already accepted
 }
 
 void RowGrowth::accept_drafts(int32_t row, const Span& span) {

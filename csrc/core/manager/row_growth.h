@@ -1,8 +1,8 @@
-// Gives rows their blocks: cache hits, new blocks, and own copies of shared blocks.
+// Assigns blocks to rows: cache hits, new blocks, and copies of shared blocks.
 //
-// Applies a Demand that fits to the blocks of the row, the plan and the journal.
-// Invariant: a row holds exactly the blocks that it was given and has not released; between steps,
-// no state is about to leave its page.
+// Applies a Demand that fits to the blocks of the row, the plan and the journal. Invariant: a row
+// holds exactly the blocks that it was given and has not released. Between steps, no state is about
+// to leave its page.
 #pragma once
 
 #include <array>
@@ -23,24 +23,24 @@ class RowGrowth {
   RowGrowth(const RowContext& context, BlockHolders holders)
       : c_(context), growth_{context, holders} {}
 
-  // Sets the blocks with which a request starts that takes this hit and continues at token `start`.
-  // Tokens between the hit and `start` come from elsewhere. Changes only `held`.
+  // Sets the initial blocks of a request that takes this hit and continues at token `start`. The
+  // tokens between the hit and `start` come from another source. Changes only `held`.
   static void set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHit& hit,
                       int64_t start);
 
-  // The row, which starts with the blocks of the hit, takes a reference to each.
+  // Adds a reference to each block of the hit with which the row starts.
   void take_hit(ServedRow* served, const PrefixHit& hit);
 
-  // Drops the blocks that the row no longer reads or gives up, and allocates its demand.
+  // Drops the blocks that the row no longer reads or that it gives up, and allocates its demand.
   void serve(ServedRow* served, const Demand& demand);
 
-  // Makes the drafts of the row's last step final: the row continues at span.start.
+  // Accepts the drafts of the row's last step. The row continues at span.start.
   void accept_drafts(int32_t row, const Span& span);
 
-  // Pages that rows leave in the current step.
+  // Returns the pages that rows leave in the current step.
   const std::vector<LeftState>& left_states() const { return growth_.left_states; }
-  // `engine_copies`: the engine copies from the pages, so they wait until the last issued step is
-  // done.
+  // `engine_copies`: the engine copies from the pages, so they are kept until the last issued step
+  // is done.
   void release_left_states(bool engine_copies = false);
 
  private:

@@ -24,8 +24,7 @@ void RowRelease::let_go(int32_t row) {
   release_row(row, /*with_all=*/false);
 }
 
-// Records, for the journal, computed blocks of a released row that cannot be found, and its
-// onboards.
+// Records computed blocks of a released row that cannot be found, and its onboards, in the journal.
 void RowRelease::note_left(int32_t row) const {
   if (!c_.journal->notes((*c_.rows)[row])) return;
   c_.journal->note_left((*c_.rows)[row]);
@@ -34,14 +33,15 @@ void RowRelease::note_left(int32_t row) const {
     const RowBlocks& each = c_.rows->blocks(row)[group.id];
     if (!group.rules->traits.follows_sequence) continue;
     const int64_t size = std::min(c_.rows->computed(row, group).stop, each.size());
-    // A published block can be found, unless no hit can read it or one of these conditions applies.
+    // Published blocks can be found, unless no hit can read them or one of these conditions
+    // applies.
     const bool may_be_lost =
         !group.keeps_all || has_forgotten_ || c_.host != nullptr || (*c_.rows)[row].has_forked;
     const int64_t first =
         may_be_lost ? each.num_dropped : std::max(each.num_dropped, each.num_published);
     for (int64_t b = first; b < size; ++b) {
       const BlockId id = each[b];
-      // The hash of a state does not cover the earlier blocks that its step has computed.
+      // The hash of a state does not identify the earlier blocks that its step has computed.
       const bool is_found =
           c_.pool->hash_of(id) != nullptr && !group.rules->traits.updates_in_place;
       if (!is_found) c_.note_dropped(row, group, b, id);
@@ -128,7 +128,7 @@ void RowRelease::notify_release(int32_t row, ReleaseFeatures features) {
 bool RowRelease::can_resume(int32_t row, int64_t num_tokens) const {
   const RowBlocks* held = c_.rows->blocks(row);
   const AdmissionInfo& info = c_.rows->info(row);
-  if (num_tokens == 0) return false;  // the cache may contain a hit
+  if (num_tokens == 0) return false;  // the row may still hit the cache
   return std::all_of(c_.groups->begin(), c_.groups->end(), [&](const CacheGroup& group) {
     return group.rules->can_resume(group, held[group.id], info, num_tokens);
   });

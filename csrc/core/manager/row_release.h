@@ -1,4 +1,4 @@
-// Releases the blocks of rows: all when a row leaves, or those after its valid tokens.
+// Releases all blocks of rows that leave, or the blocks after a row's valid tokens.
 //
 // Invariant: before blocks are released, the eviction policy is notified, and the journal records
 // the blocks that cannot be found otherwise.
@@ -15,13 +15,13 @@
 
 namespace kvcache {
 
-// What happens to the blocks of a row that leaves.
+// Options for the blocks of a row that leaves.
 struct Departure {
-  int64_t after_step = -1;               // the blocks wait until this step is done
-  const std::string* keep_as = nullptr;  // the blocks are kept under this name
+  int64_t after_step = -1;               // keep the blocks until this step is done
+  const std::string* keep_as = nullptr;  // keep the blocks under this name
 };
 
-// The same for several rows.
+// The same options for several rows.
 struct LeavingBlocks {
   int64_t after_step = -1;
   std::vector<std::string> keep_as = {};  // one name per row, or none
@@ -40,24 +40,23 @@ class RowRelease {
   // clears it.
   void leave(int32_t row, const ReleaseFeatures& features, const Departure& departure);
 
-  // Called when hashes of held blocks are removed: from then on, a published block may not be
-  // found.
+  // Called when hashes of held blocks are removed. After that, a published block may not be found.
   void note_forgotten() { has_forgotten_ = true; }
 
   // Notifies the eviction policy. Called before the blocks of the row are released.
   void notify_release(int32_t row, ReleaseFeatures features);
 
-  // Releases the blocks of the row, tail first. `with_all`: including those that do not follow the
+  // Releases the blocks of the row, tail first. `with_all`: includes blocks that do not follow the
   // sequence.
   void release_row(int32_t row, bool with_all, const Departure& departure = {});
 
-  // The row starts again: releases its blocks that follow the sequence.
+  // Restarts the row by releasing its blocks that follow the sequence.
   void let_go(int32_t row);
 
-  // Whether the row holds all blocks that the token at `num_tokens` reads, and the block that it is
-  // written to.
+  // Whether the row holds all blocks that the token at `num_tokens` reads, and the block to which
+  // it is written.
   bool can_resume(int32_t row, int64_t num_tokens) const;
-  // Takes the row back to num_tokens computed tokens, where it must be able to resume.
+  // Returns the row to num_tokens computed tokens, where it must be able to resume.
   void truncate(int32_t row, int64_t num_tokens);
 
  private:

@@ -23,12 +23,13 @@ inline void RowServer::answer(const ServedRow& served, Status status) {
   c_.plan->answer(served.row, status, span.start, is_served ? span.stop - span.start : 0);
   if (!is_served) return;
   c_.journal->note_served(served.row, (*c_.rows)[served.row], served.safe_start);
-  if (c_.plan->must_resend(served.row)) return;  // sent as a whole when all rows are served
+  // The complete table is sent when all rows are served.
+  if (c_.plan->must_resend(served.row)) return;
   c_.plan->append(served.row, c_.rows->blocks(served.row), served.num_before.data());
 }
 
-// The span of a running row. Its tokens after the known ones are drafts, except the first one.
-// Inlined, because it runs for every row of a step.
+// Returns the span of a running row. Tokens after the known tokens are drafts, except for the first
+// one. Inlined, because it runs for every row of a step.
 inline Span RowServer::span_of(int32_t row, int64_t num_rejected, int64_t num_tokens,
                                int64_t num_lookahead) const {
   const Row& r = (*c_.rows)[row];
@@ -41,7 +42,8 @@ inline Span RowServer::span_of(int32_t row, int64_t num_rejected, int64_t num_to
   return span;
 }
 
-// In most steps, a row only advances: its blocks, and all that depends on them, do not change.
+// In most steps, a row only advances, and its blocks and everything that depends on them do not
+// change.
 inline bool RowServer::pass_quietly(int32_t row, const Span& span) {
   if (span.stop + span.lookahead > c_.rows->quiet_until(row)) return false;
   Row& r = (*c_.rows)[row];
@@ -63,7 +65,7 @@ void RowServer::serve_rows(const StepRequest& request) {
     const int32_t row = request.rows[i];
     const int64_t rejected = request.num_rejected == nullptr ? 0 : request.num_rejected[i];
     const int64_t start = (*c_.rows)[row].num_computed - rejected;
-    if (request.num_tokens[i] == 0) {  // no allocation, on either tier
+    if (request.num_tokens[i] == 0) {  // allocates nothing on either tier
       (*c_.rows)[row].take_back(rejected);
       c_.plan->answer(row, Status::kServed, start, /*num_tokens=*/0);
       continue;
@@ -107,7 +109,8 @@ Status RowServer::admit_new(ServedRow* served, const StepRequest& request, size_
     const PrefixHit& hit = find_hit(asked, choice);
     served->span = span_of(asked, hit);
     served->row = -1;
-    // Earlier rows of this step have changed the cache, so the load would be for other tokens.
+    // Earlier rows of this step have changed the cache, so the external load would be for different
+    // tokens.
     if (asked.num_external > 0 && hit.num_tokens != external_hit) return Status::kWait;
     if (request.in_step_hits == InStepHits::kWait && asked.reads() &&
         waits_for_earlier(*asked.chain, hit.num_tokens)) {
@@ -121,8 +124,8 @@ Status RowServer::admit_new(ServedRow* served, const StepRequest& request, size_
   return answer;
 }
 
-// Whether a request with this status should be tried with a shorter hit. External tokens were
-// counted from the end of the hit, so they rule this out.
+// Whether a request with this status should be tried with a shorter hit. This is not possible with
+// external tokens, because they were counted from the end of the hit.
 bool RowServer::tries_less(const NewRow& asked, const PrefixHit& hit, Status status) {
   if (asked.num_external > 0) return false;
   return status == Status::kWait ? hit.copies_partial()
@@ -139,7 +142,7 @@ const PrefixHit& RowServer::find_hit(const NewRow& asked, HitChoice choice) {
   return parts_.finder->find(*asked.chain, with_partial, /*with_host=*/false, reads);
 }
 
-// Tokens between the hit and the start come from elsewhere.
+// Tokens between the hit and the start come from another source.
 Span RowServer::span_of(const NewRow& asked, const PrefixHit& hit) {
   const int64_t num_known = asked.chain->num_tokens();
   const int64_t start = hit.num_tokens + asked.num_external;
@@ -147,7 +150,7 @@ Span RowServer::span_of(const NewRow& asked, const PrefixHit& hit) {
   return {start, stop, asked.num_lookahead};
 }
 
-// Whether an earlier row of the step fills blocks that this request will find in the next step.
+// Whether an earlier row of the step fills blocks that this request could hit in the next step.
 bool RowServer::waits_for_earlier(const TokenChain& chain, int64_t num_hit) const {
   const int64_t unit = has_state_ ? parts_.finder->unit() : parts_.finder->whole_unit();
   const std::vector<Hash>& hashes = chain.known_hashes();
@@ -155,7 +158,8 @@ bool RowServer::waits_for_earlier(const TokenChain& chain, int64_t num_hit) cons
     const Row& r = (*c_.rows)[served.row];
     if (r.next_publish == kUnbounded) continue;
     const int64_t first = std::max(served.start, num_hit);
-    // The first boundary that the row passes and the hit does not; for states, the end of the step.
+    // The first boundary that the row passes and the hit does not. For states, this is the end of
+    // the step.
     const int64_t stop = has_state_ ? r.num_computed - r.num_drafts : (first / unit + 1) * unit;
     if (stop % unit != 0 || stop <= first || !keeps_states_at(served.row, stop)) continue;
     if (stop > r.num_computed || stop >= chain.num_tokens()) continue;
@@ -211,7 +215,7 @@ Status RowServer::would_fit(const NewRow& asked, bool whole) {
     const Status status =
         whole ? rules_.of_whole(candidate_.data(), *asked.chain, span, asked.num_tokens, demand)
               : demand.status;
-    // Like `step`, which does not consider further chunks.
+    // Accepts the first hit that fits, like `step`, which does not consider further chunks.
     if (demand.status == Status::kServed) return status;
     answer = std::min(answer, status);
     if (!tries_less(asked, hit, demand.status)) break;
@@ -272,8 +276,7 @@ Demand RowServer::bring_back(ServedRow* served) {
   return back.demand;
 }
 
-// The row itself has computed the blocks that it writes, even if they started as another row's
-// blocks.
+// Marks the blocks that the row writes as computed by the row, even if they came from another row.
 void RowServer::keep_own_blocks(const ServedRow& served) {
   const Span& span = served.span;
   for (const CacheGroup& group : *c_.groups) {
@@ -313,7 +316,7 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
   r.by_step = by_step;
   std::swap_ranges(candidate_.begin(), candidate_.end(), c_.rows->blocks(row));
   growth_.take_hit(served, hit);
-  parts_.publisher->announce_hit(row, hit);  // before anything may be evicted
+  parts_.publisher->announce_hit(row, hit);  // called before anything may be evicted
   growth_.serve(served, demand);
   note_slots(row, served->span);
   c_.rows->set_quiet_until(row, c_.rows->next_quiet_until(row));
@@ -355,7 +358,7 @@ Slots RowServer::allocate(const NewRow& asked, const PrefixHit& hit) {
   const int64_t start = hit.num_tokens + asked.num_external;
   ServedRow served;
   served.span = {start, start + asked.num_tokens,
-                 asked.num_lookahead};  // not clipped, because of drafts
+                 asked.num_lookahead};  // not clipped, because drafts may follow
   const Status status = admit(&served, asked, hit, /*by_step=*/false);
   Slots slots{status, served.row, {}, {}};
   if (status != Status::kServed) return slots;
@@ -370,7 +373,7 @@ Slots RowServer::allocate(const NewRow& asked, const PrefixHit& hit) {
   return slots;
 }
 
-// Outside of steps, there is no plan: the copies of a hit that ends inside blocks wait for the
+// Outside of steps, there is no plan, so the copies of a hit that ends inside blocks wait for the
 // caller.
 void RowServer::await_copies() {
   const std::vector<int32_t>& pairs = c_.plan->direct_pairs();
@@ -419,7 +422,7 @@ void RowServer::add_new_blocks(int32_t row, const int64_t* from, Slots* slots) c
 
 Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   if (!c_.rows->has_free()) return {Status::kWait, -1, {}, {}};
-  // Publishes filled blocks now, so that neither row has to publish blocks that both hold.
+  // Publishes filled blocks first, so that neither row has to publish blocks that both hold.
   parts_.publisher->publish(row);
   accept_drafts(row);
   child->adopt_hashes(*(*c_.rows)[row].chain, (*c_.rows)[row].num_computed);
@@ -456,7 +459,7 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   return {Status::kServed, other, {}, {}};
 }
 
-// Makes the drafts of the row's last step, which are all known, final.
+// Accepts the drafts of the row's last step, which are all known tokens.
 void RowServer::accept_drafts(int32_t row) {
   Row& r = (*c_.rows)[row];
   if (r.num_drafts == 0) return;

@@ -1,8 +1,8 @@
 // Serves rows: allocates the next slots of running rows, admits requests, and forks rows.
 //
-// DemandRules computes what a row needs. If it fits, RowGrowth allocates it, and the journal and
-// the plan record it.
-// Invariant: a row that does not fit gets an answer and is left unchanged.
+// DemandRules computes what a row needs. If the demand fits, RowGrowth allocates it, and the
+// journal and the plan record it. Invariant: a row that does not fit gets an answer and stays
+// unchanged.
 #pragma once
 
 #include <cstdint>
@@ -40,51 +40,53 @@ class RowServer {
   };
   RowServer(const RowContext& context, const Parts& parts, const ManagerOptions& options);
 
-  // Within a step: serves the running rows in the given order.
+  // Serves the running rows of a step in the given order.
   void serve_rows(const StepRequest& request);
-  // Serves the new requests. `external_hits`: for requests with external tokens, the hit before
-  // them.
+  // Serves the new requests of a step. `external_hits`: the hits before external tokens, for
+  // requests that have them.
   void serve_new(const StepRequest& request, const std::vector<int64_t>& external_hits = {});
-  // Called when all rows of the step are served, so that later plans, but not this one, can hit
-  // what the step computes.
+  // Called when all rows of the step are served, so that later plans, but not this plan, can hit
+  // the blocks that the step computes.
   void publish_served();
 
   // Blocks that rows of the current step fill and that later rows may share.
   const StepFills& fills() const { return fills_; }
 
-  // The status that a step with only this new request would return now; with `whole`, the status
-  // for all known tokens, in chunks. The hashes of the request must be known.
+  // Returns the status that a step with only this new request would return. With `whole`, returns
+  // the status for all known tokens, computed in chunks. The hashes of the request must be known.
   Status would_fit(const NewRow& asked, bool whole);
-  // The status that a row would get.
+  // Returns the status that a row would get for num_tokens additional tokens.
   Status would_extend(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) const;
 
-  // The tokens of the hit that this request would take if admitted now. Its hashes must be known.
+  // Returns the tokens of the hit that this request would take if it were admitted now. The hashes
+  // of the request must be known.
   int64_t num_hit_tokens(const NewRow& asked) {
     return find_hit(asked, HitChoice::kPartial).num_tokens;
   }
 
-  // Outside of steps: creates a row with the blocks of this hit, and slots for the tokens after it;
-  // allocates slots for a row; or creates a row that shares all computed tokens and blocks of
-  // `row`.
+  // Calls outside of steps. `allocate` creates a row with the blocks of this hit, and slots for the
+  // tokens after it. `serve` allocates slots for a row. `fork` creates a row that shares all
+  // computed tokens and blocks of `row`.
   Slots allocate(const NewRow& asked, const PrefixHit& hit);
   // `lists_new`: whether the result lists the new blocks.
   Slots serve(const RowAsk& ask, bool lists_new = true);
   Slots fork(int32_t row, const std::shared_ptr<TokenChain>& child);
 
   // Continues a row, which has released its blocks, from its hit in the device cache. Encoder pages
-  // on the host stay there, and return with the row.
+  // on the host stay there until the row returns.
   void restart(int32_t row);
 
-  // The number of leading blocks of the row's group that exactly num_running rows hold.
+  // Returns the number of leading blocks of the row in this group that exactly num_running rows
+  // hold.
   int64_t num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group) const;
 
   // Throws std::logic_error if a state is still about to leave its page after a step.
   void check_invariants() const;
 
  private:
-  // The hits that a request may take. A hit that ends inside a block needs that block and its copy,
-  // and a hit with a state needs its page and the page that continues it. Without them, fewer
-  // blocks may be enough.
+  // The kinds of hits that a request may take. A hit that ends inside a block needs that block and
+  // its copy. A hit with a state needs the page of the state and the page in which it continues. A
+  // shorter hit may need fewer blocks.
   enum class HitChoice : uint8_t { kPartial, kWhole, kNone };
   static constexpr HitChoice kHitChoices[] = {HitChoice::kPartial, HitChoice::kWhole,
                                               HitChoice::kNone};
@@ -107,8 +109,8 @@ class RowServer {
   bool keeps_states_at(int32_t row, int64_t num_tokens) const;
   void share_filled(int32_t row);
   void publish_left_states();
-  void await_copies();               // of a call outside of steps
-  void publish_direct(int32_t row);  // after a call outside of steps
+  void await_copies();               // for a call outside of steps
+  void publish_direct(int32_t row);  // called after a call outside of steps
   void note_shared(ServedRow* served, const PrefixHit& hit);
   void add_new_blocks(int32_t row, const int64_t* from, Slots* slots) const;
 

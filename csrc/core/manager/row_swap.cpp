@@ -23,8 +23,8 @@ RowSwap::BlocksBack RowSwap::num_blocks_back(const std::vector<int32_t>& rows,
           num_blocks_back(rows, num_slots, {})};
 }
 
-// For rows on the host: the leading pages with full blocks of computed tokens that are also in the
-// device cache.
+// Finds the leading host pages with full blocks of computed tokens that are also in the device
+// cache.
 RowSwap::Twins RowSwap::cached_twins(const std::vector<int32_t>& rows) const {
   Twins twins;
   for (int32_t row : rows) {
@@ -77,7 +77,7 @@ int64_t RowSwap::num_blocks_back(const std::vector<int32_t>& rows,
       for (int64_t b = each.num_dropped; b < drop_to; ++b) {
         num_taken -= --num_holders[key_of(each[b])] == 0;
       }
-      // If several rows write a page, the last one keeps the block.
+      // If several rows write a page, the last row keeps the block.
       const int64_t num_blocks = std::min(ceil_div(stop, group.block_size), group.max_blocks);
       for (int64_t b = start / group.block_size; b < std::min(num_blocks, each.size()); ++b) {
         int64_t& holders = num_holders[key_of(each[b])];
@@ -110,7 +110,7 @@ std::optional<std::vector<BlockId>> RowSwap::swap_in(const std::vector<int32_t>&
   if (num_taken > c_.pool->num_free()) return std::nullopt;
   c_.plan->begin_direct();
   begin();
-  // The shared blocks are held first, so that loading does not evict any of them.
+  // Shared blocks are held first, so that loading does not evict any of them.
   const auto num_shared = static_cast<int64_t>(shared.size());
   c_.pool->retain(shared.data(), num_shared);
   c_.pool->hit(shared.data(), num_shared);
@@ -138,7 +138,7 @@ void RowSwap::answer(const StepRequest& request, const std::vector<bool>& have_l
     c_.plan->answer(row, have_left[i] ? Status::kServed : Status::kWait,
                     (*c_.rows)[row].num_computed, /*num_tokens=*/0);
   }
-  begin();  // later rows belong to another step
+  begin();  // rows that move later belong to another step
 }
 
 // Moves the row to the host, or returns false if it does not fit.
@@ -181,7 +181,7 @@ std::optional<RowSwap::Departure> RowSwap::departure_of(int32_t row) const {
 void RowSwap::move_out(int32_t row, const Departure& departure) {
   BlockPool& host = c_.host->pages();
   const bool is_cached = (*c_.rows)[row].by_step;
-  std::unordered_set<BlockId> taken;  // the row already has a reference to their pages
+  std::unordered_set<BlockId> taken;  // blocks for whose pages the row already has a reference
   for (size_t i = 0; i < departure.known.size(); i += 2) {
     const BlockId id = departure.known[i], page = departure.known[i + 1];
     host.retain(&page, 1);  // so that no new page replaces it
@@ -226,7 +226,7 @@ void RowSwap::move_out(int32_t row, const Departure& departure) {
 RowSwap::Return RowSwap::return_of(int32_t row, const Span& span, const DemandRules& rules) const {
   const RowBlocks* held = c_.rows->blocks(row);
   Return back;
-  // Host pages that fall out of a window free no device blocks.
+  // Dropping host pages that leave a window frees no device blocks.
   std::vector<RowBlocks> on_device(c_.groups->size());
   int64_t num_onboards = 0, num_blocks = 0;
   for (const CacheGroup& group : *c_.groups) {
@@ -240,7 +240,7 @@ RowSwap::Return RowSwap::return_of(int32_t row, const Span& span, const DemandRu
       ++num_blocks;
     }
   }
-  // If nothing else is held, no blocks have to be left free.
+  // If nothing else is held, the watermark does not apply.
   const bool is_alone = c_.pool->num_free() == c_.pool->num_total();
   const Supply supply{c_.pool->num_free() - num_onboards, is_alone ? 0 : rules.watermark_blocks()};
   back.demand = rules.of(on_device.data(), span, supply, /*skip_for=*/span.start);
@@ -276,7 +276,7 @@ void RowSwap::move_in(int32_t row, int64_t start, const Return* back) {
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
       BlockId& id = each[b];
       const BlockId page = id;
-      if (moves) {  // a state has only this page
+      if (moves) {  // a row with states has only this page
         each.host_source = page;
         id = kNullBlock;
         each.num_dropped = b + 1;
@@ -305,7 +305,7 @@ void RowSwap::move_in(int32_t row, int64_t start, const Return* back) {
       note_returned(row, group, first_own, num_own == each.size() - first_own);
     }
   }
-  if (back == nullptr) {  // all groups are loaded
+  if (back == nullptr) {  // loads all groups
     publisher_->refresh(row);
     publisher_->publish(row);
   }

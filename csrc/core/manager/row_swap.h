@@ -1,6 +1,6 @@
 // Moves rows from the device to the host, and back.
 //
-// Invariant: a row is on one tier; a block or page that several rows of a call hold moves once.
+// Invariant: a row is on one tier, and a block or page that several rows of a call hold moves once.
 #pragma once
 
 #include <array>
@@ -22,49 +22,52 @@ class RowSwap {
  public:
   struct Return {
     Demand demand;                          // on the device
-    std::array<int64_t, kMaxGroups> first;  // per group: earlier blocks do not return
+    std::array<int64_t, kMaxGroups> first;  // first block that returns, per group
   };
 
-  // Without a host tier, no row may be moved.
+  // Rows can be moved only with a host tier.
   RowSwap(const RowContext& context, Publisher* publisher, RowRelease* release)
       : c_(context), publisher_(publisher), release_(release) {}
 
-  // The number of blocks with KV of these rows, which are on one tier. Shared blocks count once.
+  // Returns the number of blocks with KV of these rows, which must be on one tier. Shared blocks
+  // count once.
   int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;
 
-  // The maximum number of free device blocks taken when these rows return together and then each
-  // gets num_slots[i] further slots, in this order. `alone`: if the device holds nothing else.
+  // Returns the maximum number of free device blocks needed when these rows return together and
+  // then get num_slots[i] additional slots each, in this order. `alone`: assumes that the device
+  // holds nothing else.
   struct BlocksBack {
     int64_t num_taken, alone;
   };
   BlocksBack num_blocks_back(const std::vector<int32_t>& rows,
                              const std::vector<int64_t>& num_slots) const;
 
-  // Outside of steps: moves all rows or, if they do not fit, none. Returns (device page, host page)
-  // pairs; swap_in returns the reverse. Blocks that the device cache still contains do not move
-  // back: the rows share them.
+  // Outside of steps, moves all rows, or none if they do not all fit. Returns (device page, host
+  // page) pairs; swap_in returns the reverse. Blocks that the device cache still contains are
+  // shared by the rows instead of moving back.
   std::optional<std::vector<BlockId>> swap_out(const std::vector<int32_t>& rows);
   std::optional<std::vector<BlockId>> swap_in(const std::vector<int32_t>& rows);
 
-  // Within a step, before rows are served: moves its rows that fit to the host. Returns which rows
-  // have moved. Their answers follow those of the running rows.
+  // Called within a step before rows are served. Moves the step's rows that fit to the host.
+  // Returns which rows have moved. Their answers follow the answers for running rows.
   std::vector<bool> leave(const StepRequest& request);
   void answer(const StepRequest& request, const std::vector<bool>& have_left);
 
-  // The demand of a row on the host that a step is to serve: the pages that it still reads, and new
-  // blocks.
+  // The demand of a row on the host that a step will serve, with the pages that it still reads and
+  // new blocks.
   Return return_of(int32_t row, const Span& span, const DemandRules& rules) const;
   // Loads the pages of the row for a step, except pages that it no longer reads. A state that
   // continues in a new page is loaded there.
   void move_in(int32_t row, int64_t start, const Return& back);
 
  private:
-  struct Departure {             // of a row that fits on the host
+  struct Departure {             // the move of a row that fits on the host
     std::vector<BlockId> known;  // (block, page with the same content) pairs
-    int64_t num_new;             // new pages for the other blocks
+    int64_t num_new;             // number of new pages for the other blocks
   };
 
-  // Rows that move after this call share what they move, but not with rows that moved earlier.
+  // Starts a new call. Rows that move in the same call share moved blocks, but not with earlier
+  // rows.
   void begin() { moved_.clear(); }
   bool leave(int32_t row);
   std::optional<Departure> departure_of(int32_t row) const;

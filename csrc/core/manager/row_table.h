@@ -1,8 +1,8 @@
 // The rows of requests, their blocks per group, and the free rows.
 //
-// Invariant: the count of rows in use is exact; the blocks of a row are null exactly in the columns
-// below num_dropped; a row holds references on the device or, after it was swapped out, on the
-// host; serving a row up to its `quiet_until` changes no block.
+// Invariants: the count of rows in use is exact. The blocks of a row are null exactly in the
+// columns below num_dropped. A row holds references on the device or, after it was swapped out, on
+// the host. Serving a row up to its `quiet_until` changes no block.
 #pragma once
 
 #include <algorithm>
@@ -23,22 +23,24 @@ namespace kvcache {
 
 struct Row {
   std::shared_ptr<TokenChain> chain;  // null: the row is not in use
-  int64_t num_computed = 0;           // tokens with a slot, and with KV once the plans have run
+  int64_t num_computed = 0;           // tokens with a slot; they have KV after the plans have run
   int64_t start = 0;                  // num_computed before the row was last served
-  int64_t next_publish = kUnbounded;  // below this number of computed tokens, nothing to publish
-  int64_t admission = 0;              // number of the admission that created the row
-  uint32_t stamp = 0;                 // of the last call that named the row
-  // Groups of states: computed tokens of the last step that may be rejected. The state after all
-  // computed tokens is in the page this many columns after the first page of the row.
+  // Number of computed tokens below which there is nothing to publish.
+  int64_t next_publish = kUnbounded;
+  int64_t admission = 0;  // number of the admission that created the row
+  uint32_t stamp = 0;     // stamp of the last call that named the row
+  // For groups of states: number of computed tokens of the last step that may be rejected. The
+  // state after all computed tokens is in the page num_drafts columns after the first page of the
+  // row.
   int32_t num_drafts = 0;
   bool by_step = false;          // admitted by `step`
-  bool reads = false;            // whether a restarted row takes hits
+  bool reads = false;            // the row takes hits when it is restarted
   bool is_stale = false;         // holds KV of an earlier epoch, so it publishes nothing
   bool has_forked = false;       // shares blocks that are not full, or has shared some
   bool may_share = false;        // may share blocks that it writes next
   bool on_host = false;          // its blocks are host pages
-  bool is_receiving = false;     // KV of external tokens has not arrived
-  bool waits_for_marks = false;  // see NewRow
+  bool is_receiving = false;     // the KV of its external tokens has not arrived
+  bool waits_for_marks = false;  // blocks are published by `mark_computed`; see NewRow
 
   // Removes the last n computed tokens, which were rejected drafts.
   void take_back(int64_t n) {
@@ -50,15 +52,15 @@ struct Row {
   }
 };
 
-struct AdmissionInfo {     // data that is needed after the admission
+struct AdmissionInfo {     // data of the admission that is needed later
   int64_t num_prompt = 0;  // known tokens at admission
-  int64_t num_hit = 0;     // the part of them that was hit; updated at a restart
+  int64_t num_hit = 0;     // tokens of the hit; updated when the row is restarted
   int64_t num_marked = 0;  // tokens marked as computed
-  int64_t num_shared = 0;  // prompt tokens that groups of tokens would hit, regardless of states
-  Access access;           // the last access, not yet recorded for the row's blocks
+  int64_t num_shared = 0;  // prompt tokens that token groups would hit, regardless of states
+  Access access;           // last access that is not yet recorded for the row's blocks
   int64_t num_valid = kUnbounded;  // maximum number of valid tokens while the row receives
-  int64_t num_slots = 0;           // slots given so far, which may have been written
-  int64_t hit_end = 0;  // end of the hit; earlier tokens are kept only if later ones read them
+  int64_t num_slots = 0;           // slots allocated so far, which may have been written
+  int64_t hit_end = 0;  // end of the hit; tokens before it are held only if later tokens read them
 };
 
 class RowTable {
@@ -85,19 +87,19 @@ class RowTable {
   AdmissionInfo& info(int32_t row) { return info_[row]; }
   const AdmissionInfo& info(int32_t row) const { return info_[row]; }
   // The number of tokens, including lookahead, up to which serving the row changes no block; 0 if
-  // unknown. Set when the row is served; `disturb` resets it when the blocks of the row change by
-  // other means.
+  // unknown. It is set when the row is served. `disturb` resets it when the blocks of the row
+  // change by other means.
   int64_t quiet_until(int32_t row) const { return quiet_until_[static_cast<size_t>(row)]; }
   const std::vector<int64_t>& quiet_until() const { return quiet_until_; }  // by row
   void set_quiet_until(int32_t row, int64_t num_tokens) {
     quiet_until_[static_cast<size_t>(row)] = num_tokens;
   }
   void disturb(int32_t row) { set_quiet_until(row, 0); }
-  // The value that the page rules return now; 0 for a row that shares blocks, receives or is on the
-  // host.
+  // Recomputes the value with the page rules. It is 0 for a row that shares blocks, receives or is
+  // on the host.
   int64_t next_quiet_until(int32_t row) const;
 
-  RowBlocks* blocks(int32_t row) { return &blocks_[first_of(row)]; }  // by group
+  RowBlocks* blocks(int32_t row) { return &blocks_[first_of(row)]; }  // indexed by group
   const RowBlocks* blocks(int32_t row) const { return &blocks_[first_of(row)]; }
 
   bool has_free() const {
@@ -109,7 +111,7 @@ class RowTable {
   // Frees the row, which has released its blocks.
   void give_up(int32_t row);
 
-  // `begin_call` starts a call; `name` returns whether the call names the row for the first time.
+  // `begin_call` starts a call. `name` returns whether the call names the row for the first time.
   void begin_call() { ++call_stamp_; }
   bool name(int32_t row) {
     const bool is_first = rows_[row].stamp != call_stamp_;
@@ -124,10 +126,11 @@ class RowTable {
 
   int64_t num_written(int32_t row, const CacheGroup& group) const;
   PageRules::Columns computed(int32_t row, const CacheGroup& group) const;
-  std::vector<BlockId> written_blocks(int32_t row) const;  // of all groups, without null blocks
-  // All blocks of the row. Tails are evicted before heads in all groups, so blocks later in the
-  // sequence come first. `with_all`: blocks that do not follow the sequence come before all others;
-  // otherwise they are omitted.
+  // Blocks of all groups, without null blocks.
+  std::vector<BlockId> written_blocks(int32_t row) const;
+  // Returns all blocks of the row. Blocks later in the sequence come first, because tails are
+  // evicted before heads in all groups. With `with_all`, blocks that do not follow the sequence
+  // come before all others. Otherwise, they are omitted.
   std::vector<BlockId> tail_first(int32_t row, bool with_all) const;
 
   // Adds the references that rows hold on the device and on the host. Throws std::logic_error.

@@ -12,7 +12,7 @@ int64_t SessionPins::pin(const std::string& session, const std::vector<Hash>& ha
                          const std::vector<CacheGroup>& groups) {
   std::vector<Pinned> pinned = found(hashes, groups);
   forget_dead_sessions();
-  std::vector<Pinned>& of_session = pins_[session];  // first, because it may throw
+  std::vector<Pinned>& of_session = pins_[session];  // created first, because this may throw
   for (const Pinned& each : pinned) pool_->pin(&each.id, 1);
   unpin_all(of_session);
   of_session = std::move(pinned);
@@ -57,8 +57,8 @@ void SessionPins::unpin_all(const std::vector<Pinned>& pinned) {
   }
 }
 
-// Sessions that are never unpinned must not accumulate. Amortized: runs when their number has
-// doubled.
+// Sessions that are never unpinned must not accumulate. Runs only when their number has doubled, so
+// the cost is amortized.
 void SessionPins::forget_dead_sessions() {
   if (pins_.size() < num_sessions_to_look_through_) return;
   for (auto it = pins_.begin(); it != pins_.end();) {

@@ -1,6 +1,7 @@
 // The cached blocks that each session has pinned.
 //
-// Invariant: a pin ends with the hash of its block; a session counts only pins that still exist.
+// Invariant: a pin ends when its block loses its hash, and a session counts only pins that still
+// exist.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +20,7 @@ class SessionPins {
  public:
   explicit SessionPins(BlockPool* pool) : pool_(pool) {}
 
-  // Pins the blocks of the pool with these hashes for a session, in place of its earlier pins.
+  // Pins the blocks of the pool with these hashes for a session, replacing its earlier pins.
   // Returns the number of pinned blocks.
   int64_t pin(const std::string& session, const std::vector<Hash>& hashes,
               const std::vector<CacheGroup>& groups);
@@ -28,7 +29,7 @@ class SessionPins {
 
   size_t num_sessions() const { return pins_.size(); }
 
-  // Throws std::logic_error if the pool has fewer pinned blocks than the sessions.
+  // Throws std::logic_error if the pool counts fewer pinned blocks than the sessions hold.
   void check_invariants() const;
 
  private:

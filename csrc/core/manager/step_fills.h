@@ -1,6 +1,6 @@
 // Blocks that rows of the current step fill and that later rows of the step may share.
 //
-// Invariant: contains no block of an earlier step once the next step has begun.
+// Invariant: contains only blocks of the current step.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ class StepFills {
   void begin() { rows_.clear(); }
   void add(BlockId id, int32_t row) { rows_[id] = row; }
 
-  // The row that fills the block in this step, or -1.
+  // Returns the row that fills the block in this step, or -1.
   int32_t row_of(BlockId id) const {
     if (rows_.empty()) return -1;
     const auto found = rows_.find(id);

@@ -8,7 +8,7 @@
 namespace kvcache {
 
 void StepJournal::begin() {
-  // By number instead of by count, because aborts leave gaps.
+  // Compares step numbers instead of counts, because aborts leave gaps.
   while (!in_flight_.empty() && in_flight_.front().id <= numbers_.num_steps - kMaxStepsInFlight) {
     forget_oldest();
   }

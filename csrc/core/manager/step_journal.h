@@ -1,6 +1,6 @@
 // Records the effects of steps in flight, so that an aborted step can be undone.
 //
-// Invariant: contains at most kMaxStepsInFlight steps, in order, none of them done.
+// Invariant: contains at most kMaxStepsInFlight steps, in ascending order, none of which is done.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ class StepJournal {
     int32_t row;
     BlockId id;
     int64_t admission, first_token;
-    std::shared_ptr<TokenChain> chain;  // of the row, which may have been freed
+    std::shared_ptr<TokenChain> chain;  // chain of the row, which may have been freed
   };
   struct Left {  // a row that has released its blocks
     int64_t admission;
@@ -48,7 +48,7 @@ class StepJournal {
   struct Step {
     int64_t id;
     std::vector<Served> rows;
-    std::vector<Swapped> swapped;  // to the host, or from it
+    std::vector<Swapped> swapped;  // rows moved to or from the host
     std::vector<BlockId> written;  // host pages
     std::vector<int32_t> clear_rows;
     std::vector<Published> published;
@@ -59,16 +59,16 @@ class StepJournal {
   const StepNumbers& numbers() const { return numbers_; }
   const std::deque<Step>& in_flight() const { return in_flight_; }  // in ascending order
 
-  // Opens the next step. Until the following step is opened, notes belong to this one.
+  // Opens the next step. Notes belong to this step until the following step is opened.
   void begin();
-  // Called when the plan of the step is complete; the plan clears these rows.
+  // Called when the plan of the step is complete. The plan clears these rows.
   void issue(const std::vector<int32_t>& clear_rows);
   const Step& last() const { return in_flight_.back(); }  // the journal must not be empty
-  // The last issued step that was not aborted, or -1.
+  // Returns the last issued step that was not aborted, or -1.
   int64_t last_kept() const { return in_flight_.empty() ? last_left_ : in_flight_.back().id; }
 
-  // Notes on the last opened step, also between steps. Recorded only for rows admitted by `step`,
-  // while a step is in flight.
+  // Add notes to the last opened step, also between steps. Notes are recorded only for rows
+  // admitted by `step`, and only while a step is in flight.
   void note_served(int32_t row, const Row& r, int64_t start) {
     in_flight_.back().rows.push_back({row, r.admission, start});
   }
@@ -81,34 +81,35 @@ class StepJournal {
   }
   void note_dropped(int32_t row, const Row& r, int64_t first_token, BlockId id);
   void note_left(const Row& r);
-  // Records a block that an aborted step published and its row had released: it is no longer found.
+  // Records a block that an aborted step published and that its row had released. It is no longer
+  // found.
   void note_forgotten(const Published& published, const std::shared_ptr<TokenChain>& chain);
   // Whether notes on this row are recorded.
   bool notes(const Row& r) const { return !in_flight_.empty() && r.by_step; }
   // Copies the notes of the parent to a child, which holds the same blocks.
   void inherit(int32_t row, const Row& r, int32_t child, const Row& c);
 
-  // These throw std::invalid_argument for a step that does not exist, or that can no longer be
+  // These functions throw std::invalid_argument for a step that does not exist or can no longer be
   // aborted.
   void check_step_id(int64_t step_id) const;
   void check_may_abort(int64_t step_id) const;
 
   // Removes this step and all earlier ones, which are done.
   void complete_to(int64_t step_id);
-  // Removes and returns this step and all later ones, newest first; nothing if the step was already
-  // aborted. Their published and dropped blocks may contain results of the step before them, so
-  // that step keeps these notes.
+  // Removes and returns this step and all later ones, newest first. Returns nothing if the step was
+  // already aborted. Published and dropped blocks of these steps may contain results of the
+  // preceding step, so that step keeps these notes.
   std::vector<Step> abort_from(int64_t step_id);
 
   void check_invariants() const;
 
  private:
-  // From then on, the oldest step cannot be aborted.
+  // After this, the oldest step cannot be aborted.
   void forget_oldest();
 
   StepNumbers numbers_;
   std::deque<Step> in_flight_;
-  Step spare_{};            // empty; its memory is reused for the next step
+  Step spare_{};            // empty step whose memory is reused for the next step
   int64_t last_left_ = -1;  // last step that was removed but not aborted
 };
 

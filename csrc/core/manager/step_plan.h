@@ -14,12 +14,12 @@ enum class Status : uint8_t { kServed = 0, kWait = 1, kNever = 2 };
 struct StepPlan {
   int64_t step_id = -1;
   int64_t previous_step_id = -1;  // last earlier step that was not aborted, or -1
-  // The first answers are for running rows, the next ones for rows to swap out, the others for new
+  // Answers for running rows come first, then answers for rows to swap out, then answers for new
   // requests.
   int64_t num_running = 0, num_leaving = 0;
   std::vector<int32_t> rows;  // per answer; -1: no row
   std::vector<uint8_t> status;
-  std::vector<int32_t> num_computed_tokens;  // where the new tokens of the row start
+  std::vector<int32_t> num_computed_tokens;  // position at which the new tokens of the row start
   std::vector<int32_t> num_tokens;           // tokens that got slots; 0 if not served
   std::vector<int32_t> clear_rows;
   std::vector<int32_t> append_rows;
@@ -46,10 +46,10 @@ struct Slots {
   Status status;
   int32_t row = -1;
   std::vector<std::vector<BlockId>> new_blocks;  // per group
-  std::vector<BlockId> copies;                   // (source, destination) pairs for copy-on-write
+  std::vector<BlockId> copies;  // (source, destination) pairs of copies for copy-on-write
 };
 
-// Rows whose KV has become invalid, with their remaining numbers of computed tokens.
+// Rows whose KV has become invalid, and the number of computed tokens that each row keeps.
 struct Recompute {
   std::vector<int32_t> rows, num_computed_tokens;
 };

@@ -26,8 +26,8 @@ class Steps {
 
   // Opens the plan and the journal entry of the next step.
   void begin();
-  // Issues the step. Returns its plan, including the whole tables to send; valid until the next
-  // `begin`.
+  // Issues the step. Returns its plan, including complete tables to send. The plan is valid until
+  // the next `begin`.
   const StepPlan& end(const RowTable& rows);
 
   // Throws std::logic_error.

@@ -31,7 +31,7 @@ void TokenIntake::hash_filled(int32_t row) const {
 void TokenIntake::hash_ahead(const StepRequest& request) const {
   for (int64_t i = 0; i < request.num_rows; ++i) {
     const Row& row = (*c_.rows)[request.rows[i]];
-    // In most steps, a row fills no block; its chain is not accessed.
+    // In most steps, a row fills no block, so its chain is not accessed.
     if (row.num_computed + request.num_tokens[i] >= row.next_publish) {
       hash_ahead(*row.chain, /*reads=*/false);
     }
@@ -66,7 +66,7 @@ void TokenIntake::take_back_ids_of(const StepRequest& request, int64_t i) const 
   if (n > 0) (*c_.rows)[request.rows[i]].chain->take_back(n);
 }
 
-// Dropped blocks are known only by their hashes, and restarted rows look up theirs.
+// Dropped blocks are known only by their hashes, and restarted rows look up their hashes.
 void TokenIntake::hash_rows() const {
   for (int32_t row = 0; row < c_.rows->size(); ++row) {
     if (c_.rows->is_in_use(row)) hash_ahead(*(*c_.rows)[row].chain, /*reads=*/true);

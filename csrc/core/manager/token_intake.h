@@ -28,7 +28,7 @@ class TokenIntake {
   TokenIntake(const Context& context, bool enable_caching)
       : c_(context), is_enabled_(enable_caching) {}
 
-  // Appends all ids of the step and computes the hashes it needs; on an error or interruption,
+  // Appends all ids of the step and computes the hashes that it needs. On an error or interruption,
   // removes all ids again. take_back_ids_of removes the ids of the i-th row.
   void take_in(const StepRequest& request) const;
   void take_back_ids_of(const StepRequest& request, int64_t i) const;
@@ -36,7 +36,7 @@ class TokenIntake {
   // `reads`: whether hashes are needed for a lookup.
   void hash_ahead(TokenChain& chain, bool reads) const;
   void hash_filled(int32_t row) const;
-  void hash_rows() const;  // of all rows, and of dropped blocks in the journal
+  void hash_rows() const;  // computes the hashes of all rows and of dropped blocks in the journal
 
  private:
   bool must_hash(const TokenChain& chain, bool reads) const;

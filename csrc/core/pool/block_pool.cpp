@@ -13,8 +13,7 @@ namespace kvcache {
 
 namespace {
 
-// How far ahead a batch loop prefetches: far enough to hide a cache miss behind the work on earlier
-// blocks.
+// How many blocks ahead a batch loop prefetches, so that work on earlier blocks hides a cache miss.
 constexpr int64_t kPrefetchBlocks = 8;
 
 std::string named(const char* what, BlockId id) {
@@ -83,7 +82,7 @@ void BlockPool::forget_hashes(BlockId id, uint32_t tag) {
 
 void BlockPool::take_evicted(int64_t n, BlockId* out) {
   if (!is_plain_) return take_chosen(n, out);
-  // The list is traversed first, so that blocks, and the index entries of their hashes, can be
+  // Traverses the list first, so that the blocks and the index entries of their hashes can be
   // prefetched.
   for (int64_t i = 0; i < n; ++i) {
     out[i] = cached_free_.head();
@@ -169,7 +168,8 @@ void BlockPool::release(const BlockId* ids, int64_t n) {
       }
       continue;
     }
-    // In reverse order, each push is the removed tail, so the lists are restored exactly.
+    // Undoes the releases in reverse order. Each block is the tail of its list, so the lists are
+    // restored exactly.
     for (int64_t j = i; j-- > 0;) {
       if (blocks_[ids[j]].ref_count++ > 0) continue;
       list_of(blocks_[ids[j]]).remove(links_.data(), ids[j]);
@@ -185,7 +185,7 @@ void BlockPool::release(const BlockId* ids, int64_t n) {
 }
 
 void BlockPool::check_publish(const BlockId* ids, int64_t n, uint8_t group) {
-  // Marked in a link that unindexed blocks do not use, to detect repeated ids.
+  // To detect repeated ids, a link that unindexed blocks do not use is marked.
   constexpr BlockId kMarked = -1;
   int64_t i = 0;
   const auto fail = [&](const char* what) {
@@ -224,7 +224,7 @@ void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, u
     if (!is_cached(block)) {
       set_cached(ids[i], group, parent, content.root ? root : static_cast<uint32_t>(lineage));
     }
-    lineage_[ids[i]].set_parent(parent);  // partial hashes were published without it
+    lineage_[ids[i]].set_parent(parent);  // partial hashes were published without the parent
     block.hash = hash;
     variants_.note(ids[i], content.variant(i));
     const bool is_first = index_.insert(tag, ids[i]);
@@ -349,7 +349,7 @@ void BlockPool::clear() {
   if (!is_plain_) clear_places();
   uncached_free_.take_over(links_.data(), &cached_free_);
   num_cached_ = 0;
-  if (++epoch_ == 0) {  // the epoch wrapped around: no block may keep an earlier equal number
+  if (++epoch_ == 0) {  // the epoch wrapped around, so no block may keep an old epoch
     for (BlockId id = 1; id < next_fresh_; ++id) blocks_[id].epoch = 0;
     epoch_ = 1;
   }
@@ -395,7 +395,7 @@ void BlockPool::check_invariants() const {
     ++num_cached;
     require(is_indexed(block) || partial_.has(id), "a cached block is under no hash", id);
     if (!is_indexed(block)) continue;
-    // Reachable from the index, which finds the oldest block of a ring.
+    // The block must be reachable from the index, which finds the oldest block of a ring.
     const BlockId oldest = index_.find(block.hash, block.group);
     require(oldest != kNullBlock, "a cached block is not in the index", id);
     BlockId other = oldest;

@@ -1,9 +1,10 @@
-// The block pool: which blocks are free, held or cached, and under which hashes.
+// The block pool, which records whether each block is free, held or cached, and the hashes of
+// cached blocks.
 //
-// Every method processes a batch of ids. It processes the whole batch, or throws or returns failure
-// without any change. If memory for a policy, an event or a partial hash runs out during a change,
-// the pool is broken (soundness.h). The pool knows only block ids and 32-byte hashes: no requests,
-// tokens or KV bytes. Plain C++17, without torch, CUDA or Python.
+// Every method processes a whole batch of ids, or throws or returns failure without any change. If
+// memory for a policy, an event or a partial hash runs out during a change, the pool is broken
+// (soundness.h). The pool handles only block ids and 32-byte hashes, but no requests, tokens or KV
+// bytes. It is plain C++17 and does not use torch, CUDA or Python.
 #pragma once
 
 #include <cstddef>
@@ -34,7 +35,8 @@
 
 namespace kvcache {
 
-// Invalid content, by the tags of its hashes, and the roots of its chains, by short tags.
+// Invalid content, identified by the tags of its hashes, and the short tags of the roots of its
+// chains.
 struct InvalidChains {
   std::unordered_set<uint64_t> hashes;
   std::unordered_set<uint32_t> roots;
@@ -47,7 +49,7 @@ class BlockPool {
   explicit BlockPool(int64_t num_blocks, std::unique_ptr<EvictionPolicy> policy = nullptr);
 
   int64_t num_blocks() const { return num_blocks_; }
-  int64_t num_total() const { return num_blocks_ - 1; }  // without the null block
+  int64_t num_total() const { return num_blocks_ - 1; }  // excludes the null block
   int64_t num_free() const { return num_free_; }
   int64_t num_cached() const { return num_cached_; }
   int64_t num_evicted() const { return num_evicted_; }  // cached blocks evicted for other content
@@ -61,47 +63,48 @@ class BlockPool {
     return id > kNullBlock && id < num_blocks_ && is_indexed(blocks_[id]) &&
            blocks_[id].group == group && blocks_[id].hash == hash && is_variant(id, variant);
   }
-  // Whether a cached block's content has this variant; 0: any.
+  // Whether a cached block's content has this variant; 0 matches any variant.
   bool is_variant(BlockId id, uint64_t variant) const {
     return variant == 0 || variants_.of(id) == variant;
   }
   uint64_t variant_of(BlockId id) const { return variants_.of(id); }
 
-  // The hash under which a block is published; null if it is not. Accepts any id of the pool.
+  // Returns the hash under which a block is published, or null if it is not published. Accepts any
+  // id of the pool.
   const Hash* hash_of(BlockId id) const {
     return is_indexed(blocks_[id]) ? &blocks_[id].hash : nullptr;
   }
   // Throws std::invalid_argument, naming `what`, if the id is not in the pool.
   void check_id(BlockId id, const char* what) const { (void)at(id, what); }
-  // Changes at each allocation of the block, modulo 256.
+  // The number of allocations of the block, modulo 256.
   uint8_t generation(BlockId id) const { return blocks_[id].generation; }
   // The group of a cached block's content, and the hashes of its partial content.
   uint8_t group_of(BlockId id) const { return blocks_[id].group; }
   std::vector<Hash> partial_hashes_of(BlockId id) const { return partial_.of(id); }
-  // Cached blocks of a group that were evicted for other content.
+  // The number of cached blocks of a group that were evicted for other content.
   int64_t num_evicted_of(uint8_t group) const {
     return group < evicted_by_group_.size() ? evicted_by_group_[group] : 0;
   }
 
-  // Allocates n blocks with one reference each; returns false, without any change, if fewer are
-  // free. The order is: uncached blocks, least recently released first; then cached blocks chosen
-  // by the policy, which are evicted and lose their hashes; if the policy has no candidate, parents
-  // of held blocks, least recently released first; then pinned blocks, least recently released
-  // first.
+  // Allocates n blocks with one reference each. Returns false, without any change, if fewer blocks
+  // are free. Uncached blocks are allocated first, least recently released first. They are followed
+  // by cached blocks chosen by the policy, which are evicted and lose their hashes. If the policy
+  // has no candidate, parents of held blocks are evicted, least recently released first, and
+  // finally pinned blocks, least recently released first.
   bool allocate(int64_t n, BlockId* out);
 
   // Adds a reference to each block, which must be held, or free and cached (a hit). Ids may repeat.
   void retain(const BlockId* ids, int64_t n);
 
   // Removes a reference from each block, in the given order (the order of eviction). Content and
-  // hash remain until reallocation. Throws on a block that is not held, without any change.
+  // hash remain until reallocation. Throws, without any change, on a block that is not held.
   void release(const BlockId* ids, int64_t n);
 
-  // Publishes held blocks that are not yet published, under their hashes for `group`. Two blocks
-  // may share a hash.
+  // Publishes held blocks that are not yet published, under their hashes for `group`. Several
+  // blocks may have the same hash.
   void publish(const BlockId* ids, const Content& content, int64_t n, uint8_t group);
 
-  // Reports blocks with this content as stored again in events, because a request hits them.
+  // Records events that blocks with this content are reused, because a request hits them.
   void announce(const Content& content, int64_t n, uint8_t group);
 
   // Like `publish`, for one block that holds a copy of a cached block of another pool. Returns
@@ -109,19 +112,20 @@ class BlockPool {
   void publish_copy(BlockId id, const Copied& copied);
   Copied copied(BlockId id, bool is_chain) const;  // for a published block
 
-  // Notifications between the pools of two tiers, for the policy: the original of this cached and
-  // held block was released again and evicted; its content is in the other pool again; and the
-  // expected hits of a copy, minus the value of its space (eviction_policy.h).
+  // Exchange between the pools of two tiers, for the policy (eviction_policy.h). copy_again: the
+  // original of this cached and held block was released again and evicted. notify_load: the content
+  // of this block is in the other pool again. gain_of_copy: returns the expected hits of a copy,
+  // minus the value of its space.
   void copy_again(BlockId id, const Copied& copied);
   void notify_load(BlockId id);
   double gain_of_copy(const Copied& copied);
 
-  // Publishes the partial content of a held block for `find_partial`, under one more hash.
+  // Publishes the partial content of a held block for `find_partial`, under an additional hash.
   void publish_partial(BlockId id, const Hash& hash, const Hash& root, uint8_t group,
                        uint64_t variant = 0);
 
-  // Sets out[i] to the oldest block published under hashes[i * stride], or -1. With `prefix`,
-  // everything from the first miss on is -1 and is not looked up. Returns the number of leading
+  // Sets out[i] to the oldest block published under hashes[i * stride], or -1. With `prefix`, all
+  // entries from the first miss on are -1 and are not looked up. Returns the number of leading
   // hits.
   int64_t lookup(const Hash* hashes, int64_t n, uint8_t group, bool prefix, BlockId* out,
                  int64_t stride = 1) const;
@@ -136,33 +140,36 @@ class BlockPool {
     return partial_.find(hash, group, variant);
   }
 
-  // Removes the hash of each block, held or free. Free blocks are then allocated first. Uncached
-  // ids are ignored.
+  // Removes the hash of each block, which may be held or free. Free blocks are allocated first
+  // afterwards. Uncached ids are ignored.
   void evict(const BlockId* ids, int64_t n);
 
-  void evict_group(uint8_t group);  // all blocks of the group
+  void evict_group(uint8_t group);  // removes the hashes of all blocks of the group
 
-  // Adds the chains of those blocks that are cached.
+  // Adds the chains of the given blocks that are cached.
   void add_chains(const BlockId* ids, int64_t n, InvalidChains* invalid) const;
 
-  // Evicts invalid blocks and everything that may have been computed from them: all blocks of
-  // chains with such a root, except blocks whose ancestors are all cached, in the same group, and
-  // valid. The exception requires that all blocks of a chain have one size (`is_uniform`).
+  // Evicts invalid blocks and everything that may have been computed from them. These are all
+  // blocks of chains with an invalid root, except blocks whose ancestors are all cached, in the
+  // same group, and valid. The exception requires that all blocks of a chain have the same size
+  // (`is_uniform`).
   void evict_derived(const InvalidChains& invalid, bool is_uniform);
 
-  // Removes all hashes; returns false, without any change, while any block is held.
+  // Removes all hashes. Returns false, without any change, while any block is held.
   bool reset();
-  // Does the same while blocks are held: they stay held, and are no longer cached. O(1).
+  // Removes all hashes, even while blocks are held. Held blocks stay held but are no longer cached.
+  // O(1).
   void clear();
 
   // Adds or removes a pin for each of these cached blocks; ids may repeat. Pinned blocks are
-  // evicted only if no other cached block is free. A pin ends with its block's hash. Throws on a
-  // block that is not cached, or has fewer pins, without any change.
+  // evicted only if no other cached block is free. A pin ends when its block loses its hash.
+  // Throws, without any change, on a block that is not cached or has too few pins.
   void pin(const BlockId* ids, int64_t n);
   void unpin(const BlockId* ids, int64_t n);
   bool is_pinned(BlockId id) const { return has_pin(at(id, "id")); }
   int64_t num_pinned() const { return pins_ ? pins_->num_pinned() : 0; }
-  int64_t num_pins_broken() const { return pins_ ? pins_->num_broken() : 0; }  // evicted pins
+  // Number of pinned blocks that were evicted.
+  int64_t num_pins_broken() const { return pins_ ? pins_->num_broken() : 0; }
 
   // Notifies the policy (eviction_policy.h). Has no effect without one.
   bool has_policy() const { return candidates_ != nullptr; }
@@ -179,7 +186,8 @@ class BlockPool {
     const Soundness::Change change = this->change("release");
     candidates_->policy().on_released(ids, n);
   }
-  // Starts an access. Pass it later to `access` with its blocks. Throws if `now` is not finite.
+  // Starts an access. Pass the result to `access` with the accessed blocks. Throws if `now` is not
+  // finite.
   Access begin_access(double now);
   void access(const BlockId* ids, int64_t n, const Access& access) {
     if (access.number > 0 && has_policy()) notify_access(ids, n, access);
@@ -200,20 +208,21 @@ class BlockPool {
     candidates_->policy().learn(numbers);
   }
 
-  // The log for stored, removed and cleared hashes, and the tier that the events name.
+  // Sets the log for stored, removed and cleared hashes, and the tier named in events.
   void emit_to(EventLog* events, Tier tier) {
     events_ = events;
     tier_ = tier;
   }
 
-  // Receives evictions from now on; null: no listener. Must outlive all calls of the pool.
+  // Sets the listener that is notified of evictions; null: no listener. The listener must outlive
+  // all calls of the pool.
   void set_eviction_listener(EvictionListener* listener) { eviction_listener_ = listener; }
 
   // Makes the pool share the soundness state of the object that contains it.
   void share(Soundness* soundness) { soundness_ = soundness; }
   void check_sound() const { soundness_->check(); }
 
-  // Lifetimes of cached blocks, once tracking is enabled.
+  // Lifetimes of cached blocks, recorded while tracking is enabled.
   void track_residency();
   Residency* residency() { return residency_.get(); }
 
@@ -231,7 +240,8 @@ class BlockPool {
     return is_cached(block) && block.older != kNullBlock;
   }
   void notify_eviction(BlockId id) {
-    // The only block of its hash: after its removal, nothing is found under the hash.
+    // Notifies the listener only for the last block of a hash, after which the hash is no longer
+    // found.
     if (eviction_listener_ == nullptr) return;
     const Block& block = blocks_[id];
     if (is_indexed(block) && block.younger == id) eviction_listener_->on_eviction(id);
@@ -241,15 +251,16 @@ class BlockPool {
   void set_cached(BlockId id, uint8_t group, uint64_t parent, uint32_t root);
   bool is_untouched(BlockId id, const std::unordered_set<uint64_t>& invalid,
                     std::unordered_map<uint64_t, BlockId>* by_hash) const;
-  void forget(BlockId id, bool evicted = false);  // removes all hashes, and its place in the index
-  void forget_hashes(BlockId id, uint32_t tag);   // `tag`: the index's tag of its hash
+  // Removes all hashes of the block and its place in the index.
+  void forget(BlockId id, bool evicted = false);
+  void forget_hashes(BlockId id, uint32_t tag);  // `tag`: the index's tag of the block's hash
   FreeList& list_of(const Block& block) {
     if (!is_cached(block)) return uncached_free_;
     return pins_ && pins_->is_passed(id_of(block)) ? passed_ : cached_free_;
   }
   void note_use();
 
-  // In block_pool_eviction.cpp: operations of a pool that has a policy, or ever had a pin.
+  // Defined in block_pool_eviction.cpp: operations of a pool that has a policy or ever had a pin.
   BlockId id_of(const Block& block) const { return static_cast<BlockId>(&block - blocks_.data()); }
   bool has_pin(const Block& block) const { return pins_ && pins_->has(id_of(block)); }
   void check_ids(const BlockId* ids, int64_t n) const;
@@ -283,11 +294,11 @@ class BlockPool {
       parent_lower = static_cast<uint32_t>(tag);
     }
   };
-  ZeroedArray<Lineage> lineage_;  // of cached blocks
+  ZeroedArray<Lineage> lineage_;  // lineage of cached blocks
   HashIndex index_;
   FreeList uncached_free_, cached_free_;
   FreeList passed_;  // pinned blocks skipped by eviction, released before all of `cached_free_`
-  BlockId next_fresh_ = 1;  // blocks from here on were never used; they are free and in no list
+  BlockId next_fresh_ = 1;  // blocks from this id on were never used; they are free and in no list
   int64_t num_free_;
   int64_t num_cached_ = 0;
   int64_t num_evicted_ = 0;
@@ -295,7 +306,7 @@ class BlockPool {
   int64_t peak_used_ = 0;
   uint16_t epoch_ = 1;
   PartialIndex partial_;
-  Variants variants_;  // of indexed blocks
+  Variants variants_;  // variants of indexed blocks
   EventLog* events_ = nullptr;
   Tier tier_ = Tier::kDevice;
   EvictionListener* eviction_listener_ = nullptr;

@@ -1,7 +1,7 @@
 // Eviction in a pool with a policy or pins.
 //
-// `passed_`, then `cached_free_`, contain all free cached blocks in release order, candidates or
-// not. Eviction moves pinned blocks from the head of `cached_free_` to `passed_`. When a pin on
+// `passed_` followed by `cached_free_` contains all free cached blocks in release order, candidates
+// or not. Eviction moves pinned blocks from the head of `cached_free_` to `passed_`. When a pin on
 // one of them is released, all blocks in `passed_` return to the front.
 #include <cmath>
 #include <stdexcept>
@@ -30,7 +30,7 @@ void BlockPool::unlist(BlockId id) {
   if (pins_) pins_->set_passed(id, false);
 }
 
-// One at a time: evicting a child may make its parent the next victim.
+// Evicts one block at a time, because evicting a child may make its parent the next victim.
 void BlockPool::take_chosen(int64_t n, BlockId* out) {
   for (int64_t i = 0; i < n; ++i) {
     BlockId id = candidates_ ? candidates_->policy().victim() : kNullBlock;
@@ -45,7 +45,7 @@ void BlockPool::take_chosen(int64_t n, BlockId* out) {
   num_evicted_ += n;
 }
 
-// The least recently released free cached block, pinned ones last.
+// Returns the least recently released free cached block, with pinned blocks last.
 BlockId BlockPool::least_recently_released() {
   BlockId id = cached_free_.head();
   for (; id != kNullBlock && has_pin(blocks_[id]); id = cached_free_.head()) {
@@ -66,8 +66,8 @@ void BlockPool::forget_place(BlockId id, bool evicted) {
   candidates_->tree().remove(id, lineage_[id].parent(), &changed_);
 }
 
-// Updates blocks that have become leaves, or no longer are, because another block was added or
-// removed.
+// Updates blocks that have become leaves, or are no longer leaves, because another block was added
+// or removed.
 void BlockPool::update_changed() {
   for (BlockId other : changed_) update_candidate(other);
 }
@@ -217,7 +217,7 @@ std::vector<CacheTree::Member> BlockPool::published() const {
   return members;
 }
 
-// Notifies the policy of the blocks after `last`, which a release has just listed.
+// Notifies the policy of the blocks after `last`, which a release has just added to the list.
 void BlockPool::notify_idle(BlockId last) {
   BlockId id = last == kNullBlock ? cached_free_.head() : links_[last].next;
   for (; id != kNullBlock; id = links_[id].next) {

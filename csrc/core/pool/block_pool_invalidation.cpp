@@ -1,4 +1,4 @@
-// Removes invalid content from a pool, with everything that may have been computed from it.
+// Removes invalid content, and everything that may have been computed from it, from a pool.
 #include <algorithm>
 
 #include "core/pool/block_pool.h"
@@ -7,7 +7,7 @@ namespace kvcache {
 
 namespace {
 
-// Stands for all blocks under a hash.
+// States of all blocks under a hash.
 constexpr BlockId kUntouched = -1;
 constexpr BlockId kTouched = kNullBlock;
 
@@ -24,10 +24,11 @@ void BlockPool::add_chains(const BlockId* ids, int64_t n, InvalidChains* invalid
 }
 
 void BlockPool::evict_derived(const InvalidChains& invalid, bool is_uniform) {
-  // One traversal of all used blocks per incident.
+  // Traverses all used blocks once per call.
   if (invalid.roots.empty()) return;
   std::vector<BlockId> found;
-  std::unordered_map<uint64_t, BlockId> by_hash;  // any block under the hash, or its known state
+  // Any block under the hash, or kUntouched or kTouched if known.
+  std::unordered_map<uint64_t, BlockId> by_hash;
   for (BlockId id = 1; id < next_fresh_; ++id) {
     const Block& block = blocks_[id];
     if (!is_cached(block) || invalid.roots.count(lineage_[id].root) == 0) continue;

@@ -14,14 +14,14 @@ uint64_t key_of(const Block& block) { return key_of(block.group, tag_of(block.ha
 
 }  // namespace
 
-// Whether this former parent still has that hash. If there are no entries, no block with children
+// Whether this former parent still has the hash. If there are no entries, no block with children
 // has been removed.
 bool CacheTree::is_known(BlockId parent, uint64_t key) const {
   if (parent <= kNullBlock || entries_.empty()) return parent > kNullBlock;
   return blocks_[parent].older != kNullBlock && key_of(blocks_[parent]) == key;
 }
 
-// Children that arrived before any block under their parent's hash.
+// Assigns children to this block that arrived before any block under their parent's hash.
 void CacheTree::adopt(BlockId id, uint64_t key) {
   const auto found = finds_by_tag_ ? entries_.try_emplace(key).first : entries_.find(key);
   if (found == entries_.end()) return;
@@ -41,7 +41,7 @@ void CacheTree::add(BlockId id, BlockId parent, const uint64_t* parent_tag,
   if (is_alone(id)) {
     if (finds_by_tag_ || !entries_.empty()) adopt(id, key_of(block));
   } else if (block.older == block.younger) {
-    changed->push_back(block.older);  // it was the only one
+    changed->push_back(block.older);  // it was the only block of its ring
   }
   if (parent_tag == nullptr) return;
   const uint64_t key = key_of(block.group, *parent_tag);
@@ -57,13 +57,13 @@ void CacheTree::add(BlockId id, BlockId parent, const uint64_t* parent_tag,
 
 void CacheTree::remove(BlockId id, uint64_t parent_tag, std::vector<BlockId>* changed) {
   const Block& block = blocks_[id];
-  if (block.older == kNullBlock) return;  // in no ring
+  if (block.older == kNullBlock) return;  // the block is in no ring
   Place& place = places_[id];
   const bool leaves_children = place.num_children > 0;
   if (!is_alone(id)) {
     const BlockId twin = block.younger;
     places_[twin].num_children += place.num_children;
-    if (block.older == twin) changed->push_back(twin);  // it is now the only one
+    if (block.older == twin) changed->push_back(twin);  // it is now the only block of its ring
     // Children may refer to this block, which is no longer their parent.
     if (leaves_children || entries_.count(key_of(block)) > 0) entries_[key_of(block)] = {twin, 0};
   } else if (leaves_children) {
@@ -85,7 +85,7 @@ void CacheTree::drop_child(BlockId id, uint64_t parent_tag, std::vector<BlockId>
   if (--found->second.num_children == 0) entries_.erase(found);
 }
 
-// Any block of the ring may hold the count.
+// Any block of the ring may hold part of the count.
 void CacheTree::drop_child_of(BlockId parent, std::vector<BlockId>* changed) {
   BlockId each = parent;
   while (places_[each].num_children == 0) {

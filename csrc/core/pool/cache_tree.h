@@ -1,5 +1,5 @@
 // The chains of cached blocks. A block should not be evicted before its cached successors, because
-// no lookup would find them afterwards.
+// lookups would no longer find the successors.
 #pragma once
 
 #include <cstddef>
@@ -15,33 +15,33 @@ namespace kvcache {
 
 // Counts the cached children of each (hash, group). The counts are stored with the blocks published
 // under the hash, and only their sum over the ring is meaningful. A child records the block that
-// was its parent when it was added. If no block is left under a hash that has children, or one is
-// published after them, the hash has an entry in a map. This is rare, except in pools of copies,
-// which know parents only by tag: there, every hash has an entry.
+// was its parent when it was added. If a hash with children has no block left, or its block was
+// published after the children, the hash has an entry in a map. This is rare, except in pools of
+// copies, which know parents only by tag. In these pools, every hash has an entry.
 //
-// Hashes are identified by tags. If two hashes of a group have equal tags, which
-// practically never happens by chance, one may count a child of the other as its own, and is then
+// Hashes are identified by tags. If two hashes of a group have equal tags, which practically never
+// happens by chance, a block may count a child of the other hash as its own. The block is then
 // evicted later than necessary.
 class CacheTree {
  public:
   CacheTree(const Block* blocks, int64_t num_blocks)
       : blocks_(blocks), places_(static_cast<size_t>(num_blocks)) {}
 
-  // Whether no cached block is found only through this one: it has no cached child, or another
-  // block has the same hash.
+  // Whether no other cached block is found only through this block, because it has no cached child
+  // or because another block has the same hash.
   bool is_leaf(BlockId id) const {
     return places_[id].num_children == 0 || blocks_[id].younger != id;
   }
-  // One bit per block for the caller, lost when the block is added.
+  // One bit per block for the caller, which is reset when the block is added.
   bool is_marked(BlockId id) const { return places_[id].is_marked != 0; }
   void mark(BlockId id, bool is_marked) { places_[id].is_marked = is_marked; }
   // Adds a block that was just published and is in the ring of its hash. `parent_tag`: tag of its
   // parent's hash; null for the first block of a chain. `parent`: a block under that hash; the null
   // block if there is none or, in a tree that finds parents by tag, if it is unknown. Appends other
-  // blocks that have become leaves, or no longer are, to `changed`.
+  // blocks that have become leaves, or are no longer leaves, to `changed`.
   void add(BlockId id, BlockId parent, const uint64_t* parent_tag, std::vector<BlockId>* changed);
-  // Removes a block, which need not have been added, before it leaves the ring of its hash. Appends
-  // blocks that become leaves, or no longer are, to `changed`.
+  // Removes a block, which may not have been added, before it leaves the ring of its hash. Appends
+  // blocks that become leaves, or are no longer leaves, to `changed`.
   void remove(BlockId id, uint64_t parent_tag, std::vector<BlockId>* changed);
   void clear();
   size_t num_bytes() const;
@@ -52,18 +52,20 @@ class CacheTree {
     uint64_t tag, parent_tag;
   };
   void check_invariants(const std::vector<Member>& members) const;
-  // Finds parents by tags from now on. `members`: the published blocks.
+  // Switches to finding parents by tags. `members`: the published blocks.
   void find_by_tag(const std::vector<Member>& members);
   bool finds_by_tag() const { return finds_by_tag_; }
 
  private:
   struct Place {
-    BlockId parent;  // when added; kUnknown: its hash had no block; null block: no parent
+    // Parent when the block was added; kUnknown: the parent's hash had no block; null block: no
+    // parent.
+    BlockId parent;
     uint32_t num_children : 31;
     uint32_t is_marked : 1;
   };
-  // An entry for a hash whose children may not know a block under it: one such block, or the number
-  // of children while no block has the hash.
+  // An entry for a hash whose children may not know a block under it. Contains one block under the
+  // hash, or the number of children if there is none.
   struct Entry {
     BlockId block;
     int32_t num_children;
@@ -79,7 +81,7 @@ class CacheTree {
 
   const Block* blocks_;
   ZeroedArray<Place> places_;
-  std::unordered_map<uint64_t, Entry> entries_;  // by group and tag
+  std::unordered_map<uint64_t, Entry> entries_;  // keyed by group and tag
   bool finds_by_tag_ = false;
 };
 

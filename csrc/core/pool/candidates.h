@@ -1,4 +1,4 @@
-// The blocks from which a policy may choose: always leaves.
+// The blocks from which a policy may choose, which are always leaves.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,8 @@ class Candidates {
   const CacheTree& tree() const { return tree_; }
   bool has(BlockId id) const { return tree_.is_marked(id); }
 
-  // `is_idle`: cached, not held and not pinned. The block is a candidate if it is also a leaf.
+  // `is_idle`: whether the block is cached, not held and not pinned. If it is also a leaf, it is a
+  // candidate.
   void set_idle(BlockId id, bool is_idle) {
     const bool is_in = is_idle && tree_.is_leaf(id);
     if (is_in == has(id)) return;

@@ -1,4 +1,4 @@
-// The content of blocks: the hashes under which it is published, and the data for events.
+// The content of blocks, with the hashes under which it is published and the data for events.
 #pragma once
 
 #include <cstdint>
@@ -13,25 +13,26 @@ namespace kvcache {
 struct Copied {
   Hash hash;
   uint8_t group;
-  uint64_t parent;  // tags
+  uint64_t parent;  // tag of the parent's hash
   uint32_t root;
-  bool is_chain;  // found only through its parent
+  bool is_chain;  // whether the block is found only through its parent
   ReleasedAs released_as;
-  uint64_t variant;  // variants.h
+  uint64_t variant;  // see variants.h
 };
 
 // The content of consecutive blocks of one request: hashes and, if events are recorded, tokens. The
-// hash of block i is hashes[i * stride]. Its parent is that of block i - 1, or `parent` for i = 0.
+// hash of block i is hashes[i * stride]. The parent hash is the hash of block i - 1, or `parent`
+// for i = 0.
 struct Content {
   const Hash* hashes;
   const Hash* parent;
   int64_t stride = 1;
   const uint64_t* variants = nullptr;  // one per hash (variants.h); null: all are 0
   const Hash* root = nullptr;          // first hash of the chain; null: each block is a chain
-  const int32_t* tokens = nullptr;     // tokens_per_block for each block
+  const int32_t* tokens = nullptr;     // tokens_per_block tokens for each block
   int64_t tokens_per_block = 0;
   int64_t first_token = 0;                              // position of the first of `tokens`
-  const std::shared_ptr<const void>* labels = nullptr;  // for events; null: none
+  const std::shared_ptr<const void>* labels = nullptr;  // labels for events; null: none
   bool is_chain = true;         // whether a block is useless without its parent
   bool begins_chain = false;    // the first block has no parent
   BlockId before = kNullBlock;  // probable parent of the first block; the null block: unknown

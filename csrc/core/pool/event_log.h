@@ -1,6 +1,6 @@
-// Events in order until drained: hashes that became available in a cache, and those removed from
-// it. The log is bounded. When it is full, all waiting events are dropped, and one cleared event
-// per tier makes the reader discard its state.
+// Stores events in order until they are drained. Events report hashes that became available in a
+// cache or were removed from it. The log is bounded. When it is full, all stored events are
+// dropped, and one cleared event per tier makes the reader discard its state.
 #pragma once
 
 #include <cstdint>
@@ -23,12 +23,13 @@ class EventLog {
     uint8_t group;
     Tier tier;
     Hash hash;
-    // For blocks stored on the device:
+    // Fields for blocks stored on the device:
     Hash parent = {};
-    bool is_reused = false;  // already stored, and hit by a request
+    bool is_reused = false;  // the block was already stored and a request hit it
     int64_t first_token = 0;
-    int64_t num_dropped = 0;                       // cleared: since the last drain
-    std::shared_ptr<const void> labels = nullptr;  // of the request that computed or hit it
+    int64_t num_dropped = 0;  // for cleared events: events dropped since the last drain
+    // Labels of the request that computed or hit the block.
+    std::shared_ptr<const void> labels = nullptr;
   };
   struct Drained {
     std::vector<Event> events;
@@ -39,7 +40,7 @@ class EventLog {
   explicit EventLog(size_t most_events = kMostEvents, size_t most_tokens = kMostTokens)
       : most_events_(most_events), most_tokens_(most_tokens) {}
 
-  // Records that block i of this content was stored, or is reused.
+  // Records that block i of this content was stored or reused.
   void stored(const Content& content, int64_t i, uint8_t group, bool is_reused) {
     make_room();
     Event event{Kind::kStored, group, Tier::kDevice, content.hash(i), content.parent_of(i)};
@@ -90,7 +91,7 @@ class EventLog {
   }
 
   const size_t most_events_, most_tokens_;
-  bool has_host_ = false;  // events were stored on the host
+  bool has_host_ = false;  // whether any events are from the host
   int64_t num_dropped_ = 0;
   int64_t num_notices_ = 0;  // number of leading cleared events in `waiting_`
   Drained waiting_;

@@ -7,7 +7,8 @@ namespace kvcache {
 
 class EvictionListener {
  public:
-  // The block is still published, as the only one under its hash. Must not change the calling pool.
+  // Called before a block is evicted. The block is still published and is the only one under its
+  // hash. Must not change the calling pool.
   virtual void on_eviction(BlockId id) = 0;
 
  protected:

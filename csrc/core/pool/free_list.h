@@ -5,8 +5,8 @@
 
 namespace kvcache {
 
-// Free-list links, stored apart from Block to stay small: eviction walks a list from its head,
-// where the next id is known only after the link is read, so links should stay in the CPU caches.
+// Free-list links. They are stored apart from Block so that they fit into the CPU caches, because
+// eviction walks a list from its head and knows the next id only after reading a link.
 struct Link {
   BlockId prev, next;
 };
@@ -28,7 +28,7 @@ class FreeList {
     (link.prev == kNullBlock ? head_ : links[link.prev].next) = link.next;
     (link.next == kNullBlock ? tail_ : links[link.next].prev) = link.prev;
   }
-  // Appends all of `other`, in its order.
+  // Appends all blocks of `other`, in the same order.
   void take_over(Link* links, FreeList* other) {
     if (other->head_ == kNullBlock) return;
     (tail_ == kNullBlock ? head_ : links[tail_].next) = other->head_;

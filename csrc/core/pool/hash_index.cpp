@@ -6,14 +6,14 @@
 namespace kvcache {
 
 HashIndex::HashIndex(Block* blocks, int64_t num_blocks, const SecretKey& key)
-    // Four of seven slots are used when every block is cached. Then 5 % of the buckets overflow.
+    // If every block is cached, four of seven slots are used and 5 % of the buckets overflow.
     : blocks_(blocks),
       key_(key),
       num_buckets_((num_blocks + 3) / 4),
       buckets_(static_cast<size_t>(num_buckets_)) {}
 
 void HashIndex::add(uint32_t tag, BlockId id) {
-  // There is an empty slot, because the table has more slots than the pool has blocks.
+  // The table has more slots than the pool has blocks, so there is always an empty slot.
   int64_t walk = 1;
   for (int64_t b = home_of(tag);; b = after(b), ++walk) {
     Bucket& bucket = buckets_[b];
@@ -43,9 +43,10 @@ void HashIndex::draw_new_key() {
       }
     }
   } catch (const std::exception&) {
-    // No memory or no random bytes: the index remains unchanged, correct and slow.
+    // Without memory or random bytes, the index remains unchanged. It is correct but slow.
   }
-  // If that did not help, the next attempt is delayed, so that all attempts together stay cheap.
+  // If the new key did not help, the next attempt is delayed, so that the total cost of attempts
+  // stays low.
   most_walk_ = std::max(kLongestWalk, 2 * longest_walk_);
 }
 
@@ -86,7 +87,7 @@ bool HashIndex::erase(uint32_t tag, BlockId id) {
       const int slot = __builtin_ctz(slots);
       if (bucket.ids[slot] != id) continue;
       if (!alone) {
-        bucket.ids[slot] = next;  // the next oldest takes over the entry
+        bucket.ids[slot] = next;  // the next oldest block takes over the entry
         return false;
       }
       bucket.tags[slot] = 0;
@@ -95,7 +96,8 @@ bool HashIndex::erase(uint32_t tag, BlockId id) {
       }
       return true;
     }
-    if (bucket.num_displaced == 0) break;  // not the oldest of its ring, so it has no entry
+    // The block is not the oldest of its ring, so it has no entry.
+    if (bucket.num_displaced == 0) break;
   }
   return false;
 }

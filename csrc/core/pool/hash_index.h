@@ -17,14 +17,14 @@ namespace kvcache {
 
 // Maps (hash, group) to the blocks published under it, oldest first. The table consists of buckets
 // of one cache line each, which are searched without a branch per entry. Entries contain 32 bits of
-// the key, so that a search accesses a block only if it almost certainly matches. An entry is the
-// oldest block of a ring of duplicates: insertion and removal are O(1) for any number of
+// the key, so that a search accesses a block only if it almost certainly matches. An entry refers
+// to the oldest block of a ring of duplicates, so insertion and removal are O(1) for any number of
 // duplicates.
 class HashIndex {
  public:
   HashIndex(Block* blocks, int64_t num_blocks, const SecretKey& key = SecretKey::drawn());
-  // The tag of a hash, which searches use. Callers that process many hashes compute each tag once.
-  // Tags are valid for one key, which an insertion may replace.
+  // Returns the tag of a hash, which is used in searches. Callers that process many hashes compute
+  // each tag once. Tags are valid for one key, which an insertion may replace.
   uint32_t tag_of(const Hash& hash, uint8_t group) const {
     return static_cast<uint32_t>(key_.fold(hash, group) >> 32) | 1u;  // 0 marks an empty slot
   }
@@ -35,18 +35,18 @@ class HashIndex {
   BlockId find(const Hash& hash, uint8_t group) const {
     return find(tag_of(hash, group), hash, group);
   }
-  // Inserts a block, whose hash and group are set and have this tag, as the youngest. Returns
-  // whether it is the first under its hash.
+  // Inserts a block as the youngest of its ring. Its hash and group must be set and have this tag.
+  // Returns whether the block is the first under its hash.
   bool insert(uint32_t tag, BlockId id);
   bool insert(BlockId id) { return insert(tag_of(id), id); }
-  bool erase(uint32_t tag, BlockId id);  // returns whether it was the last one under its hash
+  bool erase(uint32_t tag, BlockId id);  // returns whether it was the last block under its hash
   bool erase(BlockId id) { return erase(tag_of(id), id); }
   void clear() {
     buckets_.zero();
     longest_walk_ = 1;
   }
-  // Prefetches what `find` with this tag will read: the bucket in the first call, and the block in
-  // it in a second call, once the bucket has arrived.
+  // Prefetches the data that `find` with this tag will read. The first function prefetches the
+  // bucket. The second prefetches the block, after the bucket has arrived.
   void prefetch_bucket(uint32_t tag) const { __builtin_prefetch(&buckets_[home_of(tag)], 1); }
   void prefetch_block(uint32_t tag) const {
     const Bucket& bucket = buckets_[home_of(tag)];
@@ -54,8 +54,8 @@ class HashIndex {
     if (slots != 0) __builtin_prefetch(&blocks_[bucket.ids[__builtin_ctz(slots)]], 1);
   }
   size_t num_bytes() const { return buckets_.num_bytes(); }
-  // Maximum buckets per search. With a secret key, more than kLongestWalk are practically
-  // impossible. If it happens, the index draws another key and is rebuilt.
+  // The maximum number of buckets per search. With a secret key, more than kLongestWalk buckets are
+  // practically impossible. If it happens, the index draws a new key and is rebuilt.
   int64_t longest_walk() const { return longest_walk_; }
   static constexpr int64_t kLongestWalk = 16;
   int64_t num_keys() const { return num_keys_; }  // number of keys drawn
@@ -63,15 +63,16 @@ class HashIndex {
  private:
   static constexpr int kSlots = 7;
   struct alignas(64) Bucket {
-    uint32_t tags[kSlots];   // 0: the slot is empty
-    uint32_t num_displaced;  // entries stored after this bucket, with a home up to it
+    uint32_t tags[kSlots];  // 0: the slot is empty
+    // Number of entries stored after this bucket whose home is at or before it.
+    uint32_t num_displaced;
     BlockId ids[kSlots];
   };
   struct Place {
     int64_t bucket;
     int slot;  // -1: not found
   };
-  // Bit i: slot i has this tag.
+  // Returns a bit mask. Bit i is set if slot i has this tag.
   static unsigned slots_with(const Bucket& bucket, uint32_t tag) {
 #if defined(__SSE2__)
     // The tags and num_displaced fit in two registers.
@@ -94,8 +95,8 @@ class HashIndex {
   }
   int64_t after(int64_t bucket) const { return bucket + 1 == num_buckets_ ? 0 : bucket + 1; }
   Place place_of(uint32_t tag, const Hash& hash, uint8_t group) const {
-    // Bounded, because there may be no bucket without displaced entries to end the search. All
-    // entries lie within this distance of their home.
+    // The search is bounded, because there may be no bucket without displaced entries. All entries
+    // lie within this distance of their home bucket.
     int64_t b = home_of(tag);
     for (int64_t left = longest_walk_; left > 0; --left, b = after(b)) {
       const Bucket& bucket = buckets_[b];

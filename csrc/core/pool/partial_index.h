@@ -1,8 +1,9 @@
-// Partially filled blocks, by the hashes of prefixes that end inside a block.
+// Maps hashes of prefixes that end inside a block to partially filled blocks.
 //
-// Only managers with hash blocks smaller than their allocation blocks have any; they copy the block
-// on such a hit. Blocks under one hash form a list, oldest first, and so do the entries of a block.
-// Every operation is O(1) per entry, for any number of blocks with equal prefixes.
+// Only managers whose hash blocks are smaller than their allocation blocks have partial blocks.
+// They copy the block when it is hit. The blocks under one hash form a list, oldest first, and so
+// do the entries of a block. Every operation is O(1) per entry, for any number of blocks with equal
+// prefixes.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +18,8 @@ namespace kvcache {
 
 class PartialIndex {
  public:
-  // The oldest block with the content of this hash, or the null block if there is none or its
-  // variant differs.
+  // Returns the oldest block with the content of this hash, or the null block if there is none or
+  // its variant differs.
   BlockId find(const Hash& hash, uint8_t group, uint64_t variant = 0) const {
     if (by_hash_.empty()) return kNullBlock;
     const auto found = by_hash_.find({hash, group});
@@ -27,7 +28,7 @@ class PartialIndex {
     return is_variant(part.variant, variant) ? part.block : kNullBlock;
   }
   void add(BlockId id, const Hash& hash, uint8_t group, uint64_t variant = 0);
-  void forget(BlockId id);  // all its entries
+  void forget(BlockId id);  // removes all entries of the block
   void clear();
   bool empty() const { return of_block_.empty(); }
   bool has(BlockId id) const { return of_block_.count(id) != 0; }
@@ -48,12 +49,12 @@ class PartialIndex {
   struct Part {
     Key key;
     BlockId block;
-    int32_t older, younger;  // under the same hash
+    int32_t older, younger;  // neighbors under the same hash
     int32_t next_of_block;   // the next shorter part, or the next unused entry
     uint64_t variant;
   };
   struct Ends {
-    int32_t first, last;  // oldest, youngest
+    int32_t first, last;  // oldest and youngest entry
   };
 
   std::vector<Part> parts_;

@@ -1,4 +1,4 @@
-// How long blocks stay cached: from publication, and from the last release, to eviction.
+// How long blocks stay cached, from publication and from the last release until eviction.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 
 namespace kvcache {
 
-// Durations in milliseconds. Bucket i counts durations below 2**i, without those of earlier
-// buckets.
+// Durations in milliseconds. Bucket i counts durations below 2**i that are not in an earlier
+// bucket.
 struct DurationStats {
   int64_t count = 0;
   int64_t sum = 0;
@@ -33,7 +33,8 @@ class Residency {
   explicit Residency(int64_t num_blocks)
       : born_(static_cast<size_t>(num_blocks)), idle_since_(static_cast<size_t>(num_blocks)) {}
 
-  // 32 bits: differences are valid for durations below 49 days, for any start of the clock.
+  // 32 bits are enough, because differences are valid for durations below 49 days, regardless of
+  // the clock's start.
   void set_now(int64_t ms) { now_ = static_cast<uint32_t>(ms); }
 
   void published(BlockId id) { born_[id] = now_; }

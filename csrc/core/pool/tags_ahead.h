@@ -13,7 +13,7 @@ struct HashOfGroup {
   uint8_t group;
 };
 
-// Computes each tag once, kAhead places before it is needed, and prefetches its bucket.
+// Computes each tag once, kAhead positions before it is needed, and prefetches its bucket.
 // `hash_at(i)` returns the i-th of n hashes.
 template <int64_t kAhead, class HashAt>
 class TagsAhead {
@@ -22,14 +22,14 @@ class TagsAhead {
       : index_(index), n_(n), hash_at_(hash_at) {
     fold_from(0);
   }
-  // The i-th tag, for the current key of the index. Earlier tags are not kept.
+  // Returns the i-th tag for the current key of the index. Earlier tags are not kept.
   uint32_t next(int64_t i) {
     if (index_->num_keys() != num_keys_) fold_from(i);
     const uint32_t tag = tags_[i % kAhead];
     fold(i + kAhead);
     return tag;
   }
-  // A tag that `next` reaches within kAhead calls, if the key does not change.
+  // Returns a tag that `next` will return within kAhead calls, if the key does not change.
   uint32_t operator[](int64_t i) const { return tags_[i % kAhead]; }
 
  private:

@@ -1,9 +1,9 @@
 // Distinguishes contents with equal hashes.
 //
 // The interoperable hash contains an image's identifier and start, but not its number of tokens.
-// Two requests that give one identifier different lengths may have equal hashes and different KV. A
-// pool therefore records the variant of such content, and finds it only for a chain of the same
-// variant. Content without images has variant 0, at no cost.
+// Two requests that use the same identifier with different lengths may have equal hashes but
+// different KV. A pool therefore records the variant of such content and returns it only for a
+// chain of the same variant. Content without images has variant 0, at no cost.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ class Variants {
     const auto found = by_block_.find(id);
     return found == by_block_.end() ? 0 : found->second;
   }
-  // For a block that is not recorded yet.
+  // Records the variant of a block that has none yet.
   void note(BlockId id, uint64_t variant) {
     if (variant != 0) by_block_[id] = variant;
   }

@@ -1,5 +1,5 @@
-// The prologue and epilogue of every function in the runtime's C interface: the lock, the sticky
-// error and the thread's last error.
+// The prologue and epilogue of every function in the runtime's C interface, which handle the lock,
+// the sticky error and the thread's last error.
 //
 // One lock guards all state of the runtime. It is recursive, because host functions on a stream run
 // while the lock is held.
@@ -24,10 +24,11 @@ class RuntimeLock {
   RuntimeLock(const RuntimeLock&) = delete;
 };
 
-// The calling thread's last error, as cudaGetLastError reports it. Returns `error`.
+// Sets the calling thread's last error, which cudaGetLastError reports. Returns `error`.
 cudaError_t failed(cudaError_t error);
 
-// Sets an error from which no later call recovers: an illegal access, a trap. The first one stays.
+// Sets an error from which no later call recovers, such as an illegal access or a trap. The first
+// such error is kept.
 void set_sticky(cudaError_t error);
 cudaError_t sticky_error();
 
@@ -41,7 +42,7 @@ cudaError_t call(Body&& body) {
   const RuntimeLock lock;
   if (sticky_error() != cudaSuccess) return failed(sticky_error());
   const cudaError_t error = body();
-  if (sticky_error() != cudaSuccess) return failed(sticky_error());  // raised while work ran
+  if (sticky_error() != cudaSuccess) return failed(sticky_error());  // set while work was running
   return error == cudaSuccess ? error : failed(error);
 }
 

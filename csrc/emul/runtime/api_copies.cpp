@@ -1,4 +1,4 @@
-// The runtime's C interface: copies and fills.
+// Functions of the runtime's C interface for copies and fills.
 #include "emul/runtime/api.h"
 #include "emul/runtime/capture.h"
 #include "emul/runtime/copies.h"
@@ -17,7 +17,7 @@ cudaError_t on_stream(cudaStream_t handle, Body&& body) {
   });
 }
 
-// Calls `body`, and the host waits for the null stream.
+// Calls `body`, and then waits for the null stream.
 template <class Body>
 cudaError_t and_wait(Body&& body) {
   return on_stream(nullptr, [&](Stream& stream) {

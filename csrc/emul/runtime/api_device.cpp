@@ -1,5 +1,5 @@
-// The runtime's C interface: the only device, with the properties of an H200 as far as callers read
-// them.
+// Functions of the runtime's C interface for the device. There is one device, with the properties
+// of an H200 that callers read.
 #include <cstdio>
 #include <cstring>
 
@@ -105,7 +105,7 @@ KV_GPULESS_API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr att
       *value = settings().other_pointers ? 0 : 1;
       break;
     default:
-      *value = 0;  // no memory pools, no peers, no managed memory
+      *value = 0;  // no memory pools, peers or managed memory
   }
   return cudaSuccess;
 }

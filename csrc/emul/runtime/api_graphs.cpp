@@ -1,4 +1,4 @@
-// The runtime's C interface: capture and graphs.
+// Functions of the runtime's C interface for captures and graphs.
 #include "emul/runtime/api.h"
 #include "emul/runtime/capture.h"
 #include "emul/runtime/counters.h"
@@ -42,7 +42,7 @@ KV_GPULESS_API cudaError_t cudaStreamIsCapturing(cudaStream_t handle,
   });
 }
 
-// Does not report dependencies: callers only request the status, the id and the graph.
+// Does not report dependencies, because callers only request the status, the id and the graph.
 #undef cudaStreamGetCaptureInfo
 KV_GPULESS_API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle,
                                                     cudaStreamCaptureStatus* status,
@@ -81,7 +81,8 @@ KV_GPULESS_API cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStrea
   return call([&] {
     Stream* stream = stream_of(handle);
     if (stream == nullptr || executable == nullptr) return cudaErrorInvalidResourceHandle;
-    if (stream->capture != nullptr) return cudaErrorNotSupported;  // a graph inside a graph
+    // A graph inside a graph is not supported.
+    if (stream->capture != nullptr) return cudaErrorNotSupported;
     if (const cudaError_t error = refuse_implicit_dependency(*stream)) return error;
     if (stream->is_null()) count(Counter::kLegacyWork);
     launch_graph(*graph_of(executable), *stream);
@@ -96,7 +97,7 @@ KV_GPULESS_API cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   });
 }
 
-// Launches in flight have their own copies of the work.
+// Launches in flight hold their own copies of the work.
 KV_GPULESS_API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
   return call([&] {
     delete graph_of(executable);

@@ -1,5 +1,4 @@
-// The runtime's C interface: functions called by nvcc's generated code, launches, kernel
-// attributes.
+// Functions of the runtime's C interface for nvcc's generated code, launches and kernel attributes.
 #include <cuda_runtime_api.h>
 
 #include <vector>
@@ -16,7 +15,7 @@ struct LaunchConfiguration {
   size_t shared_bytes;
   cudaStream_t stream;
 };
-thread_local std::vector<LaunchConfiguration> configurations;  // between <<< and >>>
+thread_local std::vector<LaunchConfiguration> configurations;  // configurations between <<< and >>>
 
 cudaError_t launch_on(const void* stub, dim3 grid, dim3 block, void** arguments,
                       size_t shared_bytes, cudaStream_t handle, unsigned cluster = 1) {

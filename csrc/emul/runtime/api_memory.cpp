@@ -1,4 +1,5 @@
-// The runtime's C interface: allocation, pinned and registered memory, pointers.
+// Functions of the runtime's C interface for allocation, pinned and registered memory, and
+// pointers.
 #include "emul/runtime/api.h"
 #include "emul/runtime/capture.h"
 #include "emul/runtime/counters.h"

@@ -13,7 +13,7 @@ cudaError_t missing(const char* name) {
   });
 }
 
-// Stands in for driver functions that are looked up by name.
+// Substitute for driver functions that are looked up by name.
 int missing_in_driver() {
   say("a function of the driver, asked for by name, is not simulated");
   return cudaErrorNotSupported;

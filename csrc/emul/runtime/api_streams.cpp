@@ -1,4 +1,4 @@
-// The runtime's C interface: streams and events.
+// Functions of the runtime's C interface for streams and events.
 #include <algorithm>
 
 #include "emul/runtime/api.h"
@@ -10,10 +10,10 @@ using namespace kvcache::gpuless;
 
 namespace {
 
-// An event holds its last record: a completion, or a position in a capture.
+// An event holds its last record, which is a completion or a position in a capture.
 struct Event {
   unsigned flags = 0;
-  CompletionPtr recorded;  // null: never recorded, which counts as reached
+  CompletionPtr recorded;  // null if never recorded, which counts as reached
   Capture* capture = nullptr;
   std::vector<int> leaves;
 };
@@ -41,7 +41,7 @@ bool is_reached(const Event& event) { return !event.recorded || event.recorded->
 
 cudaError_t wait_in_capture(Stream& stream, const Event& event) {
   if (event.capture == nullptr) {
-    if (!event.recorded) return cudaSuccess;  // never recorded
+    if (!event.recorded) return cudaSuccess;  // an event that was never recorded counts as reached
     stream.capture->invalid = true;
     return cudaErrorStreamCaptureIsolation;
   }
@@ -204,7 +204,7 @@ KV_GPULESS_API cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaE
     const Event* event = event_of(handle);
     Stream* stream = stream_of(stream_handle);
     if (event == nullptr || stream == nullptr) return cudaErrorInvalidResourceHandle;
-    // A graph contains the marked work, so there is no work of this process to wait for.
+    // The marked work belongs to a graph, so there is no submitted work to wait for.
     if (event->capture != nullptr && event->capture->ended) {
       if (stream->capture != nullptr) stream->capture->invalid = true;
       return cudaErrorCapturedEvent;

@@ -1,5 +1,5 @@
-// Kernels compiled for the emulator, in the form in which the runtime finds and launches them: by
-// demangled name, with their parameters copied at the launch.
+// Registers kernels compiled for the emulator. The runtime finds them by demangled name and copies
+// their parameters at the launch.
 //
 // In that build, KV_LAUNCH uses Registered<kernel>, so every kernel that is launched anywhere is
 // registered when the library loads.

@@ -9,7 +9,7 @@ namespace kvcache::gpuless {
 struct LaunchShape {
   unsigned grid[3], block[3];
   size_t shared_bytes;
-  unsigned cluster;  // thread blocks per cluster, along x
+  unsigned cluster;  // thread blocks per cluster along x
 };
 
 struct Bound {

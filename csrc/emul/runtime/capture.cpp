@@ -21,7 +21,7 @@ std::vector<Capture*> captures() {
   return found;
 }
 
-// Whether `capture` forbids unsafe calls of the calling thread.
+// Whether `capture` forbids unsafe calls from the calling thread.
 bool forbids(const Capture& capture) {
   if (thread_mode == cudaStreamCaptureModeRelaxed) return false;
   if (capture.mode == cudaStreamCaptureModeRelaxed) return false;
@@ -29,7 +29,7 @@ bool forbids(const Capture& capture) {
   return capture.mode == cudaStreamCaptureModeGlobal && thread_mode == cudaStreamCaptureModeGlobal;
 }
 
-// Whether each node precedes some leaf of the origin stream.
+// Whether each node precedes a leaf of the origin stream.
 bool all_joined(const Capture& capture) {
   const std::vector<Node>& nodes = capture.graph->nodes;
   std::vector<bool> reached(nodes.size());
@@ -150,7 +150,7 @@ void launch_graph(const Graph& graph, Stream& stream) {
   for (size_t i = 0; i < waiting.size(); ++i) waiting[i] = i;
   std::vector<bool> taken(graph.nodes.size());
   while (!waiting.empty()) {
-    std::vector<size_t> ready;  // indices in `waiting`
+    std::vector<size_t> ready;  // indices into `waiting`
     for (size_t at = 0; at < waiting.size() && ready.size() < 8; ++at) {
       const std::vector<int>& after = graph.nodes[waiting[at]].after;
       if (std::all_of(after.begin(), after.end(), [&](int n) { return taken[size_t(n)]; })) {

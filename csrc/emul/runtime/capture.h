@@ -1,8 +1,8 @@
 // Stream capture and graphs. Callers hold the runtime's lock.
 //
-// A capture starts in one stream and includes each stream that waits for an event recorded in it.
-// Forbidden calls are rejected as in CUDA. Most rejections invalidate the capture, which its end
-// then reports. A graph is its nodes in capture order, each with its dependencies.
+// A capture starts in one stream and includes each stream that waits for an event recorded in the
+// capture. Forbidden calls are rejected as in CUDA. Most rejections invalidate the capture, which
+// is reported when it ends. A graph consists of nodes in capture order, each with its dependencies.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -29,18 +29,20 @@ struct Capture {
   cudaStreamCaptureMode mode;
   std::thread::id thread;
   Stream* origin;
-  std::set<Stream*> streams;  // including the origin
+  std::set<Stream*> streams;  // captured streams, including the origin
   bool invalid = false;
   bool ended = false;
   Graph* graph;  // owned by the caller after the end
 };
 
-// For calls that are unsafe during a capture (cudaMalloc, cudaEventQuery, ...). If the calling
-// thread may not make them, invalidates the captures that forbid them and returns the error.
+// Checks calls that are unsafe during a capture (cudaMalloc, cudaEventQuery, ...). If they are
+// forbidden for the calling thread, invalidates the captures that forbid them and returns the
+// error.
 cudaError_t refuse_while_capturing();
-// For calls on a stream that a capture never allows (synchronization).
+// Checks calls on a stream that are never allowed during a capture (synchronization).
 cudaError_t refuse_if_capturing(Stream& stream);
-// For work in the null stream while a stream that waits for the null stream is capturing.
+// Checks work in the null stream, which is not allowed while a stream that waits for the null
+// stream is capturing.
 cudaError_t refuse_implicit_dependency(const Stream& stream);
 
 cudaError_t begin_capture(Stream& stream, cudaStreamCaptureMode mode);
@@ -50,7 +52,7 @@ cudaError_t exchange_thread_mode(cudaStreamCaptureMode* mode);
 
 // Runs or records `work`. Every stream operation calls this function.
 cudaError_t submit_or_capture(Stream& stream, Work work);
-// Does the same for a pause.
+// Runs or records a pause.
 cudaError_t pause_or_capture(Stream& stream, double milliseconds);
 // Runs the nodes as tasks of the stream, in an order that the dependencies allow.
 void launch_graph(const Graph& graph, Stream& stream);

@@ -31,7 +31,7 @@ bool fits_kind(const CopyShape& c, cudaMemcpyKind kind) {
     case cudaMemcpyDeviceToDevice:
       return to && from;
     default:
-      return true;  // cudaMemcpyDefault: derived from the pointers
+      return true;  // for cudaMemcpyDefault, the kind is derived from the pointers
   }
 }
 
@@ -44,8 +44,8 @@ void move_rows(const CopyShape& c, char* to, size_t to_pitch, const char* from, 
   }
 }
 
-// Work may run after its memory was freed. Earlier work of the stream runs before, so addresses are
-// resolved when the work runs.
+// Resolves addresses when the work runs, after all earlier work of the stream, because the memory
+// may have been freed by then.
 Work direct(const CopyShape& c) {
   return [c] { move_rows(c, reachable(c.to), c.to_pitch, reachable(c.from), c.from_pitch); };
 }
@@ -56,8 +56,8 @@ Work from_staging(const CopyShape& c) {
   return [c, staged] { move_rows(c, reachable(c.to), c.to_pitch, staged->data(), c.row_bytes); };
 }
 
-// Overlap is undefined on a device, which copies in no particular order. Rows of one side may lie
-// between rows of the other.
+// Overlapping copies are undefined on a device, because it copies in no particular order. Rows of
+// the source may lie between rows of the destination.
 bool overlaps(const CopyShape& c) {
   if (c.num_rows != 1) return false;
   const auto to = reinterpret_cast<uintptr_t>(c.to), from = reinterpret_cast<uintptr_t>(c.from);
@@ -140,14 +140,14 @@ cudaError_t copy_batch(void* const* to, const void* const* from, const size_t* b
     const CopyShape c{to[i], from[i], bytes[i]};
     const int access = attributes[a].srcAccessOrder;
     const bool at_once = access == cudaMemcpySrcAccessOrderDuringApiCall && is_pageable(from[i]);
-    // Read at the call, before earlier work of the stream, or late.
+    // The source may be read at the call, before earlier work of the stream, or when the copy runs.
     const bool early =
         access == cudaMemcpySrcAccessOrderAny && !is_device(from[i]) && random_below(2) == 0;
     copies.push_back(at_once || early ? from_staging(c) : direct(c));
     to_pageable = to_pageable || is_pageable(to[i]);
     if (is_pageable(from[i]) || is_pageable(to[i])) count(Counter::kPageableCopies);
   }
-  // The copies of a batch have no order among each other.
+  // The copies of a batch run in no particular order.
   for (size_t i = num_copies - 1; i > 0; --i) std::swap(copies[i], copies[random_below(i + 1)]);
   submit(stream, [copies = std::move(copies)] {
     for (const Work& one : copies) one();

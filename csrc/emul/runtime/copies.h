@@ -7,9 +7,9 @@
 
 namespace kvcache::gpuless {
 
-// num_rows rows of row_bytes, one pitch apart. Pageable sources are read before the call returns,
-// and a call with a pageable destination returns when the copy is done. In a capture, neither
-// holds: memory is read and written when the graph runs.
+// Copies num_rows rows of row_bytes, one pitch apart. Pageable sources are read before the call
+// returns, and a call with a pageable destination returns when the copy is done. In a capture, all
+// memory is read and written when the graph runs.
 struct CopyShape {
   void* to;
   const void* from;

@@ -1,5 +1,5 @@
-// Counts of runtime calls by kind. Tests compare counts to assert the cost of a path. Performance
-// faults that would only show as time on a device become numbers here.
+// Counts of runtime calls by kind. Tests compare counts to assert the cost of a path. The counts
+// reveal performance faults that would only show as time on a device.
 #pragma once
 
 #include <cstddef>
@@ -12,20 +12,20 @@ enum class Counter {
   kBatchedCopies,   // copies in batches
   kPageableCopies,  // single or batched copies with pageable host memory on one side
   kFills,
-  kLaunches,        // of kernels of this project
+  kLaunches,        // launches of kernels of this project
   kLegacyWork,      // copies, fills, launches, host functions, operators on the legacy stream
   kWaits,           // host waits for a stream, an event, the device, or a pageable copy
-  kEventQueries,    // of events and streams
+  kEventQueries,    // queries of events and streams
   kPointerQueries,  // queries of the kind of an address
   kDeviceQueries,   // attributes of the device and of kernels, free memory
   kCaptureQueries,  // queries of the capture status of a stream
-  kAllocations,     // on the device, pinned, registered
+  kAllocations,     // device allocations, pinned allocations and registrations
   kNum,
 };
 
 void count(Counter counter, long n = 1);
 long count_of(Counter counter);
-// The name used in tests, or nullptr past the last counter.
+// Returns the name used in tests, or nullptr for a number above the last counter.
 const char* name_of_counter(size_t i);
 
 }  // namespace kvcache::gpuless

@@ -39,7 +39,7 @@ struct sigaction previous_action;
 
 void write_text(const char* text) { (void)!write(STDERR_FILENO, text, std::strlen(text)); }
 
-// Prints the address and the accessor, then lets the process die as it would without this handler.
+// Prints the address and the accessor. The process then dies as it would without this handler.
 void on_fault(int, siginfo_t* info, void*) {
   const char* address = static_cast<const char*>(info->si_addr);
   const bool in_device = address >= arena->device && address < arena->device + kArenaBytes;
@@ -109,7 +109,7 @@ void* allocate_device(size_t bytes) {
       !map_shared(a.alias + offset, whole, PROT_READ | PROT_WRITE, offset)) {
     return nullptr;
   }
-  // At least one unmapped page between allocations.
+  // Leaves at least one unmapped page between allocations.
   a.next = offset + round_up(whole + kPage, kAlignment);
   a.in_use += whole;
   a.allocations[a.device + offset] = whole;

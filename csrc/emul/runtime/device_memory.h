@@ -1,9 +1,9 @@
-// The device's memory: each allocation is mapped twice.
+// The device's memory, in which each allocation is mapped twice.
 //
 // At its device address, which callers see, memory is PROT_NONE except while a kernel runs, so host
-// code that touches it dies with a message. At its alias, at a constant distance, the runtime's own
-// copies can always access it. Addresses are never reused: an access after free also dies, as does
-// an access past the end of an allocation, rounded up to pages.
+// code that touches it crashes with a message. The runtime's copies use an alias at a constant
+// distance, which is always accessible. Addresses are never reused, so an access after free also
+// crashes. An access past the end of an allocation, rounded up to pages, crashes too.
 //
 // Callers hold the runtime's lock.
 #pragma once
@@ -14,21 +14,22 @@ namespace kvcache::gpuless {
 
 // Returns nullptr if the device memory is full.
 void* allocate_device(size_t bytes);
-void free_device(void* memory);  // of allocate_device
+void free_device(void* memory);  // frees memory from allocate_device
 bool in_device_arena(const void* p);
 size_t device_bytes_in_use();
 
-// The host address of the memory at device address p.
+// Returns the host address of the memory at device address p.
 void* device_alias(const void* p);
 
 // Maps host memory a second time, for device pointers that differ from host pointers. Replaces the
-// pages of [begin, begin + bytes) by shared pages with the same content. Returns nullptr on
+// pages of [begin, begin + bytes) with shared pages with the same content. Returns nullptr on
 // failure.
 void* alias_host_pages(void* begin, size_t bytes);
 void drop_host_alias(void* host_begin);
 
-// Device memory is accessible while such an object exists. `kernel` is the running kernel, for
-// messages. Host memory with an alias is not accessible: a kernel must use the device pointer.
+// Makes device memory accessible while the object exists. `kernel` is the running kernel, for
+// messages. Host memory with an alias is not accessible, because a kernel must use the device
+// pointer.
 class OpenDevice {
  public:
   explicit OpenDevice(const char* kernel);

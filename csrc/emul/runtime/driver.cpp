@@ -1,5 +1,5 @@
-// A substitute for libcuda.so.1 without a driver, sufficient for torch to load. Functions that
-// torch looks up but never calls here report that they are not supported.
+// A substitute for libcuda.so.1 without a driver, sufficient for loading torch. Functions that
+// torch looks up but does not call return a "not supported" error.
 #define KV_DRIVER_API extern "C" __attribute__((visibility("default")))
 
 namespace {

@@ -1,4 +1,4 @@
-// Errors: the last one of each thread, the sticky one, and CUDA's names and texts.
+// CUDA errors: each thread's last error, the sticky error, and error names and descriptions.
 #include <cstdarg>
 #include <cstdio>
 

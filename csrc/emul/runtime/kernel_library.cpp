@@ -1,5 +1,5 @@
-// The library of emulated kernels: csrc/ops/*.cu compiled by g++ with KVCACHE_GPULESS, and this
-// file.
+// The library of emulated kernels, which consists of this file and csrc/ops/*.cu compiled by g++
+// with KVCACHE_GPULESS.
 #include "emul/runtime/bind.h"
 
 extern "C" __attribute__((visibility("default"))) const kvcache::gpuless::Bound*

@@ -27,7 +27,7 @@ struct Kernel {
   const char* mangled;
   size_t asked_shared_bytes = 0;  // dynamic shared memory requested by cudaFuncSetAttribute
   long num_launches = 0;
-  bool is_loaded = false;  // by a launch or a query of its attributes
+  bool is_loaded = false;  // loaded by a launch or a query of its attributes
 };
 
 std::unordered_map<const void*, Kernel>& kernels() {
@@ -35,8 +35,7 @@ std::unordered_map<const void*, Kernel>& kernels() {
   return *all;
 }
 
-// Kernels of other libraries that may be skipped, because no tensor visible to a caller depends on
-// them.
+// Kernels of other libraries that may be skipped, because no visible tensor depends on them.
 struct LeftOut {
   const char* part_of_name;
   const char* why;
@@ -45,7 +44,7 @@ constexpr LeftOut kLeftOut[] = {
     {"FillFunctor<long>", "torch writes its random state of a graph; no graph here draws numbers"},
 };
 
-// torch.cuda._sleep: a thread that spins for a number of clock cycles.
+// torch.cuda._sleep, in which a thread spins for a number of clock cycles.
 constexpr const char* kSpinKernel = "at::cuda::(anonymous namespace)::spin_kernel";
 constexpr double kCyclesPerMillisecond = 2e6;
 
@@ -57,12 +56,13 @@ std::string demangled(const char* mangled) {
   return name;
 }
 
-// "void kvcache::f<int>(long)", a compiler's name of a kernel -> "kvcache::f<int>(long)".
+// Converts a compiler's name of a kernel, "void kvcache::f<int>(long)", to "kvcache::f<int>(long)".
 std::string without_result(std::string name) {
   return name.compare(0, 5, "void ") == 0 ? name.substr(5) : name;
 }
 
-// "kvcache::f(long)" -> "kvcache::f". Unchanged if the name does not end with parentheses.
+// Converts "kvcache::f(long)" to "kvcache::f". Names that do not end with parentheses are
+// unchanged.
 std::string without_parameters(const std::string& name) {
   if (name.empty() || name.back() != ')') return name;
   size_t at = name.size();
@@ -73,7 +73,7 @@ std::string without_parameters(const std::string& name) {
   return name;
 }
 
-// The kernel's name in the name of Named<&kernel>.
+// Extracts the kernel's name from the name of Named<&kernel>.
 std::string name_in_type(const char* type_name) {
   std::string name = demangled(type_name);
   const size_t begin = name.find('<') + 1, end = name.rfind('>');
@@ -132,7 +132,7 @@ Limits limits_of(const std::string& name) {
   return found == all_limits().end() ? Limits{} : found->second;
 }
 
-// CUDA's documentation states that such launches fail, but not always with which error.
+// CUDA's documentation states that these launches fail, but does not always state the error.
 cudaError_t refuse_beyond_limits(const Kernel& kernel, const std::string& name, dim3 block,
                                  size_t shared_bytes) {
   if (is_own(name) && !all_limits().empty() && all_limits().count(name) == 0) {
@@ -185,8 +185,8 @@ Work run_kernel(const std::string& name, std::function<void()> body) {
   };
 }
 
-// The kernel with a demangled name, or nullptr. In a type's name, kernels that are not templates
-// have no parameters.
+// Returns the kernel with a demangled name, or nullptr. In the name of a type, kernels that are not
+// templates have no parameters.
 const Bound* find_bound(const std::string& name) {
   for (const std::string& key : {name, without_parameters(name)}) {
     const auto found = bound().find(key);
@@ -240,7 +240,7 @@ cudaError_t launch(const void* stub, dim3 grid, dim3 block, void** arguments, si
   if (const cudaError_t error = refuse_beyond_limits(kernel, name, block, shared_bytes)) {
     return error;
   }
-  // Loading allocates memory. Drivers before 12.3 load a kernel at its first launch.
+  // Loading a kernel allocates memory. Drivers before 12.3 load a kernel at its first launch.
   if (!kernel.is_loaded && settings().no_loading_in_captures) {
     if (const cudaError_t error = refuse_while_capturing()) return error;
   }
@@ -268,7 +268,7 @@ cudaError_t describe(const void* stub, cudaFuncAttributes* attributes) {
   attributes->maxThreadsPerBlock = limits.max_threads;
   attributes->maxDynamicSharedSizeBytes =
       int(std::max(kernel.asked_shared_bytes, kSharedBytes - limits.static_shared_bytes));
-  // Callers expect a number above zero, even for kernels whose code is unknown.
+  // Callers expect a positive number, even for kernels whose code is unknown.
   attributes->numRegs = limits.registers > 0 ? limits.registers : 32;
   attributes->ptxVersion = attributes->binaryVersion = 90;
   return cudaSuccess;

@@ -28,9 +28,9 @@ using LimitsByName = std::map<std::string, Limits>;
 // Reads the limits by demangled name. Aborts with a message if the file cannot be read.
 LimitsByName read_limits(const std::string& path, std::string (*name_of)(const char* mangled));
 
-// Registers of a thread block with this number of threads.
+// Returns the registers of a thread block with this number of threads.
 int registers_of_block(const Limits& limits, int threads);
-// Thread blocks that fit into a multiprocessor at once.
+// Returns the number of thread blocks that fit into a multiprocessor at once.
 int blocks_per_multiprocessor(const Limits& limits, int threads, size_t dynamic_shared_bytes);
 
 }  // namespace kvcache::gpuless

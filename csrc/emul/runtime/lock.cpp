@@ -1,4 +1,4 @@
-// The runtime's lock, and its interaction with Python's GIL, if there is an interpreter.
+// The runtime's lock, and its interaction with Python's GIL if an interpreter is running.
 #include <dlfcn.h>
 
 #include "emul/runtime/api.h"

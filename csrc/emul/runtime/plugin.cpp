@@ -1,4 +1,4 @@
-// Functions besides CUDA's, for the Python plug-in that runs torch's own operators on the CPU.
+// Additional functions for the Python plug-in that runs torch's operators on the CPU.
 #include <cstring>
 #include <numeric>
 
@@ -10,7 +10,7 @@
 
 using namespace kvcache::gpuless;
 
-// The host address of device memory, or nullptr for freed memory.
+// Returns the host address of device memory, or nullptr for freed memory.
 KV_GPULESS_API void* kvcache_gpuless_alias(const void* device) {
   void* alias = nullptr;
   call([&] {
@@ -21,8 +21,8 @@ KV_GPULESS_API void* kvcache_gpuless_alias(const void* device) {
   return alias;
 }
 
-// Runs the submitted work of the stream. Unlike CUDA's synchronization, allowed while other streams
-// capture.
+// Runs the submitted work of the stream. Unlike CUDA's synchronization, this is allowed while other
+// streams capture.
 KV_GPULESS_API int kvcache_gpuless_drain(cudaStream_t stream) {
   return call([&] {
     drain(*stream_of(stream));
@@ -68,7 +68,7 @@ KV_GPULESS_API int kvcache_gpuless_is_capturing(cudaStream_t stream) {
   return capturing;
 }
 
-// The counter's name, or nullptr past the last one.
+// Returns the counter's name, or nullptr for a number above the last counter.
 KV_GPULESS_API const char* kvcache_gpuless_counter(size_t i) { return name_of_counter(i); }
 KV_GPULESS_API long kvcache_gpuless_count(size_t i) { return count_of(Counter(i)); }
 
@@ -79,8 +79,8 @@ KV_GPULESS_API size_t kvcache_gpuless_num_bound_kernels() {
   return num_bound_kernels();
 }
 
-// The name of an unbound kernel of this project, or nullptr past the last one. Valid until the next
-// call in the same thread.
+// Returns the name of an unbound kernel of this project, or nullptr for a number above the last
+// kernel. The result is valid until the next call in the same thread.
 KV_GPULESS_API const char* kvcache_gpuless_unbound_kernel(size_t i) {
   const std::lock_guard<std::recursive_mutex> lock(runtime_mutex());
   static thread_local std::string name;

@@ -15,7 +15,8 @@ namespace {
 
 constexpr uintptr_t kPage = 4096;
 
-// By first byte. Never destroyed, because memory is freed while the process exits.
+// All ranges, keyed by their first byte. Never destroyed, because memory is freed while the process
+// exits.
 std::map<char*, Range>& ranges() {
   static auto* const all = new std::map<char*, Range>;
   return *all;
@@ -48,7 +49,7 @@ bool shares_a_page(const char* begin, const char* end) {
   return false;
 }
 
-// The pointer with which a kernel accesses `memory` in the pages [begin, end).
+// Returns the pointer with which a kernel accesses `memory` in the pages [begin, end).
 char* device_pointer(void* memory, char* begin, char* end) {
   auto* const host = static_cast<char*>(memory);
   if (!settings().other_pointers) return host;

@@ -1,6 +1,7 @@
-// The memory ranges known to the runtime: device allocations, pinned and registered host memory.
+// The memory ranges known to the runtime: device allocations, and pinned and registered host
+// memory.
 //
-// Invariant: ranges do not overlap; registered ranges do not even share a page. All other memory is
+// Invariant: ranges do not overlap, and registered ranges do not share pages. All other memory is
 // pageable host memory. Callers hold the runtime's lock.
 #pragma once
 
@@ -16,7 +17,8 @@ struct Range {
   char* begin;
   size_t bytes;
   RangeKind kind;
-  char* device_begin;  // for kernels; `begin` unless KVCACHE_GPULESS_DEVICE_POINTERS is set
+  // Address for kernels; equal to `begin` unless KVCACHE_GPULESS_DEVICE_POINTERS is set.
+  char* device_begin;
   unsigned flags;
 };
 
@@ -31,7 +33,7 @@ cudaError_t remove_range(void* memory, RangeKind kind);
 
 // Whether an operand of a copy lies within one range, or entirely in pageable memory.
 bool is_operand(const void* p, size_t bytes);
-// The address at which the runtime accesses p: the alias of device memory, or p.
+// Returns the address at which the runtime accesses p, which is the alias of device memory, or p.
 char* reachable(const void* p);
 
 }  // namespace kvcache::gpuless

@@ -16,7 +16,7 @@ struct Settings {
   bool joined_neighbours = false;  // KVCACHE_GPULESS_NEIGHBOURS=joined
   bool batches_fail = false;       // KVCACHE_GPULESS_BATCHES=fail
   bool batches_crash = false;      // KVCACHE_GPULESS_BATCHES=crash
-  bool no_loading_in_captures = false;  // KVCACHE_GPULESS_LOADING=lazy: as drivers before 12.3
+  bool no_loading_in_captures = false;  // KVCACHE_GPULESS_LOADING=lazy: like drivers before 12.3
   std::string limits;                   // KVCACHE_GPULESS_LIMITS: see limits.h
   std::string kernels;                  // KVCACHE_GPULESS_KERNELS: the library of emulated kernels
 };

@@ -13,7 +13,7 @@
 namespace kvcache::gpuless {
 namespace {
 
-// A device proceeds without host calls: after this time without a call, tasks run anyway.
+// A device proceeds without host calls, so tasks also run after this time without a call.
 constexpr auto kQuiet = std::chrono::milliseconds(20);
 
 std::vector<Stream*>& streams() {
@@ -45,14 +45,15 @@ void run_first(Stream& stream) {
   ++num_run;
 }
 
-// Whether the task is a pause in progress. Starts a pause whose dependencies are met.
+// Returns whether the task is a pause in progress. Starts a pause whose dependencies are met.
 bool pauses(Task& task) {
   if (task.pause_ms == 0) return false;
   if (task.until_ms == 0) task.until_ms = now_ms() + task.pause_ms;
   return now_ms() < task.until_ms;
 }
 
-enum class Ran { kOne, kNothing, kNothingYet };  // kNothingYet: streams pause
+// kNothingYet: no task is ready, but a stream is pausing
+enum class Ran { kOne, kNothing, kNothingYet };
 
 Ran run_any() {
   std::vector<Stream*> ready;
@@ -72,7 +73,8 @@ Ran run_any() {
 
 void nap() { std::this_thread::sleep_for(std::chrono::microseconds(200)); }
 
-// Runs a task that `done` depends on: the first of its stream, or a task that this task waits for.
+// Runs a task that `done` depends on, which is the first task of its stream or a task for which
+// that task waits.
 void run_toward(const CompletionPtr& done) {
   Completion* needed = done.get();
   while (const CompletionPtr* earlier = unreached(needed->stream->tasks.front())) {
@@ -172,7 +174,7 @@ CompletionPtr submit_pause(Stream& stream, double milliseconds) {
 void run_until(const CompletionPtr& done) {
   while (!done->reached) {
     if (random_below(4) == 0) {
-      run_any();  // other streams proceed, too
+      run_any();  // other streams also proceed
     } else {
       run_toward(done);
     }

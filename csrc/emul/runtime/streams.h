@@ -1,10 +1,10 @@
-// Streams as queues of tasks that run late: when a caller waits, occasionally during other calls,
-// and from a thread of the runtime if no call comes. The seed determines the order, within the
-// constraints of streams and events.
+// Streams are queues of tasks that run late. Tasks run when a caller waits, occasionally during
+// other calls, and in a thread of the runtime if there are no calls. The seed determines the order,
+// within the constraints of streams and events.
 //
-// Invariants: a task runs after all earlier tasks of its stream and after all tasks in `after`,
-// which were submitted earlier, so some task can run as long as any is left. Callers hold the
-// runtime's lock.
+// Invariants: a task runs after all earlier tasks of its stream, and after all tasks in `after`,
+// which were submitted earlier. Therefore, some task can run as long as any task is left. Callers
+// hold the runtime's lock.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -20,7 +20,7 @@ namespace kvcache::gpuless {
 struct Stream;
 struct Capture;
 
-// The end of a task, which events record and other tasks wait for.
+// The completion of a task. Events record it, and other tasks wait for it.
 struct Completion {
   Stream* stream;
   bool reached = false;
@@ -31,7 +31,7 @@ using Work = std::function<void()>;
 
 struct Task {
   Work work;            // empty: a mark or a pause
-  double pause_ms = 0;  // duration of a pause of the stream, by the host's clock
+  double pause_ms = 0;  // duration of a pause of the stream on the host's clock
   std::vector<CompletionPtr> after;
   CompletionPtr done;
   double until_ms = 0;  // end of a pause in progress
@@ -41,24 +41,24 @@ struct Stream {
   unsigned flags = 0;  // cudaStreamNonBlocking: no ordering with the null stream
   int priority = 0;    // stored without effect, because any order of ready tasks is valid
   std::deque<Task> tasks;
-  CompletionPtr last;               // of the most recently submitted task
-  Capture* capture = nullptr;       // in progress in this stream
+  CompletionPtr last;               // completion of the most recently submitted task
+  Capture* capture = nullptr;       // capture in progress in this stream
   std::vector<int> capture_leaves;  // graph nodes on which the next node depends
   bool is_null() const;
   bool is_blocking() const { return (flags & cudaStreamNonBlocking) == 0; }
 };
 
 Stream& null_stream();
-// The stream of a handle, or nullptr for an invalid or destroyed one.
+// Returns the stream of a handle, or nullptr for an invalid or destroyed stream.
 Stream* stream_of(cudaStream_t handle);
 Stream* create_stream(unsigned flags, int priority);
-void destroy_stream(Stream* stream);  // its pending tasks still run
+void destroy_stream(Stream* stream);  // pending tasks of the stream still run
 const std::vector<Stream*>& all_streams();
 
-// Appends work to the stream. The work runs later, at the latest when something waits for it.
+// Appends work to the stream. The work runs later, but no later than when something waits for it.
 CompletionPtr submit(Stream& stream, Work work, std::vector<CompletionPtr> after = {});
 
-// Appends a pause. Other streams proceed, as does the host unless it waits.
+// Appends a pause. Other streams proceed, and the host also proceeds unless it waits.
 CompletionPtr submit_pause(Stream& stream, double milliseconds);
 
 void run_until(const CompletionPtr& done);

@@ -1,8 +1,9 @@
-// ScaleDivisor against the true division: the fp8 codes of both, for
+// Compares the fp8 codes of ScaleDivisor and of a true division, for
 //   - every bfloat16 and every float16 and `num_scales` scales each,
-//   - `num_floats` pairs of a random float32 and a scale, most of them near a step of fp8, where
-//     the quotient itself must be the true one.
-// Usage: division num_scales num_floats seed. Prints counts; exit code 1 where codes differ.
+//   - `num_floats` pairs of a random float32 and a scale, most of them near a boundary of fp8
+//   codes, where
+//     the quotient itself must be equal to the true quotient.
+// Usage: division num_scales num_floats seed. Prints counts. The exit code is 1 if codes differ.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -56,7 +57,7 @@ void one_float(float x, float scale) {
   ++num_compared;
 }
 
-// A number of 5 bits, as the steps of fp8 are.
+// Returns a number with 5 significant bits, like the boundaries between fp8 codes.
 float random_step(Random& random) {
   return std::ldexp(static_cast<float>(16 + random() % 16), static_cast<int>(random() % 40) - 25);
 }
@@ -65,8 +66,9 @@ float neighbour(Random& random, float x, uint32_t reach) {
   return float_of(bits_of(x) + static_cast<uint32_t>(random() % (2 * reach + 1)) - reach);
 }
 
-// A scale within the exact range. Most lie where roundings are closest: a mantissa of all ones or
-// nearly, of few bits, or such that a number of 11 bits divided by it is close to a step of fp8.
+// Returns a scale within the exact range. Most scales are cases in which rounding is hardest. Their
+// mantissa has all or nearly all bits set, or few bits set, or an 11-bit number divided by the
+// scale is close to a boundary between fp8 codes.
 float random_scale(Random& random) {
   const uint32_t exponent = 127 - 78 + static_cast<uint32_t>(random() % 156);
   uint32_t mantissa = random() & 0x7FFFFF;

@@ -1,6 +1,6 @@
-// The conversions to and from fp8 against those of NVIDIA's cuda_fp8.h, in its form for the host:
-// every bfloat16, every float16, every fp8 code, and every `stride`-th of the 2^32 floats.
-// Usage: nvidia stride. Prints counts; exit code 1 where something differs (a NaN's sign may).
+// Compares the conversions to and from fp8 with the host version of NVIDIA's cuda_fp8.h, for every
+// bfloat16, every float16, every fp8 code, and every `stride`-th of the 2^32 floats. Usage: nvidia
+// stride. Prints counts. The exit code is 1 if any result differs (except for the sign of NaN).
 #include <cuda_fp8.h>
 
 #include <cstdio>

@@ -8,7 +8,7 @@
 
 namespace kvcache {
 
-// An age is a number of ticks of a policy's clock. The last bucket is unbounded.
+// Ages are measured in ticks of the policy's clock. The last bucket is unbounded.
 class AgeBuckets {
  public:
   static constexpr int kNum = 26;
@@ -23,7 +23,7 @@ class AgeBuckets {
   }
 
   double begin(int bucket) const { return begin_[bucket]; }
-  int64_t first(int bucket) const { return first_[bucket]; }  // lowest age in it
+  int64_t first(int bucket) const { return first_[bucket]; }  // lowest age in the bucket
   double width(int bucket) const { return begin_[bucket + 1] - begin_[bucket]; }
   int of(int64_t age) const {
     const auto above = std::upper_bound(first_.begin() + 1, first_.begin() + kNum, age);

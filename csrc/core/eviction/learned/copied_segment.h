@@ -1,4 +1,4 @@
-// The segment of blocks that formed one segment in another tier and arrive here one by one.
+// A segment for blocks that formed one segment in another tier and arrive in this tier one by one.
 #pragma once
 
 #include <cstdint>

@@ -8,8 +8,8 @@
 
 namespace kvcache {
 
-// The most recent records, found by block key. Of two records with equal keys, the later one is
-// found.
+// The most recent records, indexed by block key. If two records have equal keys, a lookup returns
+// the later record.
 class GhostRing {
  public:
   struct Record {
@@ -17,9 +17,9 @@ class GhostRing {
     uint32_t key;
     uint8_t reuse_class, turn;
     int8_t bucket;       // age bucket reached so far, if sampled
-    bool is_sample : 1;  // counted
-    bool is_end : 1;     // the last block of a request
-    bool is_used : 1;    // was used again
+    bool is_sample : 1;  // whether the record is counted
+    bool is_end : 1;     // whether it is the last block of a request
+    bool is_used : 1;    // whether the block was used again
   };
 
   explicit GhostRing(int64_t num)  // a power of two
@@ -40,8 +40,8 @@ class GhostRing {
     }
     return nullptr;
   }
-  // Overwrites the oldest record if the ring is full. An earlier record of the same key is not
-  // found any more.
+  // Overwrites the oldest record if the ring is full. Lookups no longer find an earlier record with
+  // the same key.
   void add(const Record& record) {
     unlink(record.key, kNone);
     const auto i = static_cast<int32_t>(place_of(num_added_));
@@ -56,7 +56,8 @@ class GhostRing {
     head = i;
     ++num_added_;
   }
-  // By number, counted from 0 in the order of `add`. Records [first, num_added) still exist.
+  // Accesses records by number, counted from 0 in the order of `add`. Records [first, num_added)
+  // still exist.
   int64_t first() const { return std::max<int64_t>(num_added_ - num(), 0); }
   int64_t num_added() const { return num_added_; }
   Record& at(int64_t number) { return records_[place_of(number)]; }
@@ -82,7 +83,7 @@ class GhostRing {
   size_t slot_of(uint32_t key) const {
     return (key * uint64_t{0x9E3779B97F4A7C15} >> 32) & (heads_.size() - 1);
   }
-  // Finds the record of this key; with `only`, only at this place.
+  // Unlinks the most recent record of this key, or the record at index `only` if it is given.
   void unlink(uint32_t key, int32_t only) {
     for (int32_t* i = &heads_[slot_of(key)]; *i != kNone; i = &next_[*i]) {
       if (only == kNone ? records_[*i].key != key : *i != only) continue;

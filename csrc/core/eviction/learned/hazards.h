@@ -1,4 +1,4 @@
-// The probability that a block is used again, by class and age, and the resulting value of keeping
+// Estimates the probability that a block is used again, by class and age, and the value of keeping
 // it.
 #pragma once
 
@@ -27,8 +27,8 @@ class Hazards {
   }
   void use(int reuse_class, int bucket) { counts_[reuse_class][bucket].used += 1; }
 
-  // All counts, over classes and buckets: first how many blocks reached each, then how many were
-  // used.
+  // All counts by class and bucket: first the blocks that reached each bucket, then the blocks that
+  // were used.
   std::vector<double> counts() const {
     std::vector<double> found;
     for (const auto count : {&Count::reached, &Count::used}) {
@@ -69,12 +69,12 @@ class Hazards {
   }
 
   // Expected hits of a block of this class and age, minus the price of each tick until the optimal
-  // stopping age. A hit counts `cost`.
+  // stopping age. Each hit counts as `cost`.
   double gain(int reuse_class, int64_t age, double cost, double price) const {
     const int first = ages_.of(age);
     double alive = 1, gain = 0, best = 0;
     for (int b = first; b < kBuckets; ++b) {
-      double share = 1;  // remaining part of the bucket
+      double share = 1;  // remaining fraction of the bucket
       if (b == first && b + 1 < kBuckets) {
         share = (ages_.begin(b + 1) - static_cast<double>(age)) / ages_.width(b);
       }
@@ -115,18 +115,20 @@ class Hazards {
     Row hazard, index;
   };
 
-  static constexpr double kKept = 0.997;     // decay factor of the counts
-  static constexpr double kOfClass = 20;     // weight of the counts of all classes, in samples
-  static constexpr double kOfAll = 30;       // weight of the prior, in samples
-  static constexpr double kPrior = 0.02;     // prior of use per bucket; per tick it falls with age
-  static constexpr double kLeastFall = 0.8;  // least factor between buckets, over all classes
+  static constexpr double kKept = 0.997;  // decay factor of the counts
+  static constexpr double kOfClass = 20;  // weight of the counts of all classes, in samples
+  static constexpr double kOfAll = 30;    // weight of the prior, in samples
+  static constexpr double kPrior = 0.02;  // prior of use per bucket; per tick it falls with age
+  // Minimum factor between successive buckets, over all classes.
+  static constexpr double kLeastFall = 0.8;
 
-  // `prior` supplies what is unknown about a class.
+  // `prior` is used where a class has little data.
   Solved solved(const Counts& counts, const Row& prior) const {
     Row hazard;
     for (int b = 0; b < kBuckets; ++b) {
       const Count& count = counts[b];
-      // Blocks that reached a bucket were counted before their use, and have decayed since.
+      // Blocks are counted when they reach a bucket, which is before their use, so their counts
+      // have decayed more.
       hazard[b] = std::min((count.used + kOfClass * prior[b]) / (count.reached + kOfClass), 1.0);
     }
     return {hazard, index_of(hazard)};
@@ -145,8 +147,8 @@ class Hazards {
     }
     return index;
   }
-  // Classes of own blocks, without and with the caller's classes. While there is little data, they
-  // are pooled.
+  // Solves the classes of own blocks, first without and then with the caller's classes. Classes
+  // with little data are pooled.
   void solve_requests(int own, const Solved& unknown) {
     constexpr int kStep = ReuseClass::kOfRequest;
     solved_[own] = is_counted_[own] ? solved(counts_[own], unknown.hazard) : unknown;

@@ -23,9 +23,9 @@
 namespace kvcache {
 
 // Lower priorities are evicted first, regardless of value. Within a priority, the victim is taken
-// from the tenant with the most blocks among those that exceed their share, or from the lowest
-// value if none does. In most pools no block has a priority and no share is set. Then there is only
-// one level, and no search.
+// from the tenant with the most blocks among the tenants that exceed their share. If no tenant
+// does, the block with the lowest value is the victim. In most pools no block has a priority and no
+// share is set. Such pools have only one level and need no search.
 class Levels {
  public:
   struct Level {
@@ -41,7 +41,7 @@ class Levels {
     Segments segments;
     WorthOrder order;
     LooseSegment loose{ReuseClass::kLoose};
-    CopiedSegment ended;  // blocks whose priority has ended
+    CopiedSegment ended;  // blocks whose priority has expired
   };
 
   // `tenant_share`: fraction of the blocks that one tenant may keep while others need space; 1:
@@ -56,13 +56,13 @@ class Levels {
   // The level that owns this block's segment.
   Level& of(BlockId id) { return places_.empty() ? default_ : *level_of(id); }
   const Level& of(BlockId id) const { return const_cast<Levels*>(this)->of(id); }
-  // Keys are kept here for all levels.
+  // Block keys are stored here for all levels.
   Segments& keys() { return default_.segments; }
   const Segments& keys() const { return default_.segments; }
 
-  // Moves a block that is released now, and is not a candidate, to its level. If the release gives
-  // no priority, the block keeps its own until it ends. `tenant`: a number for the tenant; 0: no
-  // tenant, and no share.
+  // Moves a block, which is being released and is not a candidate, to its level. If the release
+  // assigns no priority, the block keeps its priority until it expires. `tenant`: a number for the
+  // tenant; 0: no tenant, and no share.
   Level& move(BlockId id, const GivenPriority& given, uint32_t tenant) {
     const int bucket = has_shares_ && tenant != 0 ? static_cast<int>(1 + tenant % kTenants) : 0;
     if (given.priority < 0 && bucket == 0 && places_.empty()) return default_;
@@ -129,19 +129,20 @@ class Levels {
     num_of_.fill(0);
   }
   size_t num_bytes() const {
-    constexpr size_t kPlaceBytes = 128;  // a map node, a set node, and the place in a level
+    // Estimated size of a map node, a set node, and a place in a level.
+    constexpr size_t kPlaceBytes = 128;
     return default_.segments.num_bytes() + places_.size() * kPlaceBytes;
   }
 
  private:
   static constexpr int32_t kDefault = 35;   // priority
-  static constexpr uint32_t kTenants = 63;  // further tenants share these buckets
+  static constexpr uint32_t kTenants = 63;  // tenant buckets; additional tenants share them
   using Key = std::pair<int32_t, int>;      // priority and tenant bucket; 0: no tenant
 
   struct Place {  // of a block outside the default level
     Level* level;
     Key key;
-    int64_t end;  // end of the priority
+    int64_t end;  // time at which the priority expires, in ms
   };
 
   Level* level_of(BlockId id) {
@@ -165,7 +166,8 @@ class Levels {
     ++num_of_[place.key.second];
     return *place.level;
   }
-  // The block must have no segment; it returns to the default level.
+  // Removes the block, which is not a candidate, from its segment, and returns it to the default
+  // level.
   void leave(BlockId id) {
     of(id).segments.assign(id, Segments::kNone);
     if (places_.empty()) return;
@@ -200,7 +202,7 @@ class Levels {
   std::map<Key, Level*> levels_;  // empty until a second level exists
   std::vector<std::unique_ptr<Level>> others_;
   std::unordered_map<BlockId, Place> places_;
-  std::set<std::pair<int64_t, BlockId>> ends_;  // of temporary priorities
+  std::set<std::pair<int64_t, BlockId>> ends_;  // expiry times of temporary priorities
   std::array<int64_t, kTenants + 1> num_of_{};  // blocks per tenant bucket
   int64_t now_ = 0;                             // ms
 };

@@ -1,4 +1,4 @@
-// The segment of blocks that are not released by a request.
+// Assigns segments to blocks that were not released by a request.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@ class LooseSegment {
  public:
   explicit LooseSegment(int reuse_class) : reuse_class_(reuse_class) {}
 
-  // Returns the segment for a block that becomes idle now: a new one if the last is full or too
-  // old.
+  // Returns the segment for a block that has become idle. Opens a new segment if the last one is
+  // full or too old.
   int32_t at(int64_t time, Segments* segments) {
     const Segments::Segment& last = (*segments)[last_];
     const bool is_open = last_ != Segments::kNone && last.num_blocks > 0 &&

@@ -12,7 +12,7 @@ namespace kvcache {
 class ReuseClass {
  public:
   static constexpr int kTurns = 4, kAdded = 3, kAnswers = 2, kForks = 4;
-  static constexpr int kRequests = 4;  // none; the caller's 0 and 1; all others
+  static constexpr int kRequests = 4;  // no request class, class 0, class 1, and all other classes
   static constexpr int kOfRequest = kTurns * kAdded * kAnswers;
   static constexpr int kOwn = kRequests * kOfRequest;
   static constexpr int kLoose = kOwn + kForks;

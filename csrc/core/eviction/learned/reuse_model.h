@@ -1,5 +1,4 @@
-// What is known about the reuse of blocks: records of released blocks, and counts derived from
-// them.
+// Learns how blocks are reused, from records of released blocks and counts derived from them.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +32,8 @@ class ReuseModel {
     sample();
   }
 
-  // Even, never 0, and equal in every process: sampling must not depend on a secret.
+  // Returns an even key that is never 0. It is equal in every process, because sampling must not
+  // depend on a secret.
   static uint32_t key_of(const Hash& hash, uint8_t group) {
     uint64_t word;
     std::memcpy(&word, hash.bytes, sizeof(word));
@@ -43,7 +43,7 @@ class ReuseModel {
   int64_t clock() const { return clock_; }  // tokens released
   void advance(int64_t num_tokens) { clock_ += num_tokens; }
 
-  // The record of a block; null if there is none or it was overwritten.
+  // Returns the record of a block, or null if there is none or it was overwritten.
   const GhostRing::Record* find(uint32_t key) {
     return is_sampled(key) || ghosts_.may_have_unsampled(key) ? ghosts_.find(key) : nullptr;
   }
@@ -83,11 +83,11 @@ class ReuseModel {
     if (num_releases_ < 1'024 || num_releases_ % 128 == 0) hazards_.solve();
   }
 
-  // Hits per released token that keeping a block is worth, given its release.
+  // Returns the value of keeping a block, given its release, in hits per released token.
   double index(int reuse_class, int64_t time) const {
     return hazards_.index(reuse_class, clock_ - time);
   }
-  // Expected hits of a block, minus the price of each released token while it is kept.
+  // Returns the expected hits of a block, minus the price of each token released while it is kept.
   double gain(const ReleasedAs& as, double price) const {
     return hazards_.gain(as.reuse_class, clock_ - as.time, double{as.cost}, price);
   }

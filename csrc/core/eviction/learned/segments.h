@@ -1,4 +1,5 @@
-// Blocks that were released together: runs of a chain with one release time and one class.
+// Segments of blocks that were released together. Each is a run of a chain with one release time
+// and one class.
 #pragma once
 
 #include <array>
@@ -21,11 +22,11 @@ class Segments {
   static constexpr int32_t kNone = 0;
 
   struct Segment {
-    int64_t number;  // in the order of `open`
-    int64_t time;    // never decreases between segments
+    int64_t number;  // number of the segment in the order of `open`
+    int64_t time;    // release time; never decreases from one segment to the next
     int32_t num_blocks;
-    BlockId first, last;     // candidates
-    int32_t older, younger;  // neighbors in the class list; `younger` also links unused ones
+    BlockId first, last;     // first and last candidate
+    int32_t older, younger;  // neighbors in the class list; `younger` also links unused segments
     float cost;              // of recomputing a block, relative to a first block
     uint16_t num_forks;
     uint8_t reuse_class;
@@ -46,7 +47,7 @@ class Segments {
   int32_t youngest(int reuse_class) { return end(&lists_[reuse_class].youngest); }
   size_t num_bytes() const { return places_.num_bytes() + all_.capacity() * sizeof(Segment); }
 
-  // The key of a block with a hash; 0: no hash.
+  // Returns the key of a block, or 0 if it has no hash.
   uint32_t key(BlockId id) const { return places_[id].key & ~kTold; }
   void set_key(BlockId id, uint32_t key) { places_[id].key = key; }
   // Whether a request has released the block since the last `take_told`.
@@ -97,7 +98,8 @@ class Segments {
   void insert(BlockId id) {
     Place& place = places_[id];
     Segment& s = all_[place.segment];
-    // Usually the last one, unless its last child or a pin was removed.
+    // Searches from the end, because a block is usually the last candidate unless its last child or
+    // a pin was removed.
     BlockId before = s.last, after = kNullBlock;
     while (before != kNullBlock && is_before(place, places_[before])) {
       after = before;
@@ -125,20 +127,21 @@ class Segments {
   }
 
  private:
-  static constexpr uint32_t kTold = 1;  // not used by any key
+  static constexpr uint32_t kTold = 1;  // bit that no key uses
 
   struct Place {
     int32_t segment;
     uint32_t order;      // modulo 2**32, unique among the few blocks of a segment
     BlockId prev, next;  // neighboring candidates
-    uint32_t key;        // with the bit kTold
+    uint32_t key;        // key of the block, with the bit kTold
   };
   struct List {
     int32_t oldest, youngest;
   };
 
-  // Returns the end of a list, after removing segments without candidates there. They are kept
-  // until then, because the parent of the last candidate usually becomes the next one.
+  // Removes segments without candidates from the end of a list and returns the end. Such segments
+  // are not removed earlier, because the parent of the last candidate usually becomes the next
+  // candidate.
   int32_t end(const int32_t* s) {
     while (*s != kNone && !has_candidate(*s)) unlist(*s);
     return *s;
@@ -146,7 +149,8 @@ class Segments {
   static bool is_before(const Place& a, const Place& b) {
     return static_cast<int32_t>(a.order - b.order) < 0;
   }
-  // Usually the youngest of its class; an old one if its last child was removed.
+  // The segment is usually the youngest of its class. It may be older if a block's last child was
+  // removed.
   void list(int32_t s) {
     List& list = lists_[all_[s].reuse_class];
     int32_t older = list.youngest, younger = kNone;
@@ -173,7 +177,7 @@ class Segments {
   }
 
   ZeroedArray<Place> places_;
-  std::vector<Segment> all_;                        // the first stands for none
+  std::vector<Segment> all_;                        // segment 0 means no segment
   std::array<List, ReuseClass::kNum + 1> lists_{};  // including kLoaded
   int32_t unused_ = kNone;
   uint32_t num_assigned_ = 0;

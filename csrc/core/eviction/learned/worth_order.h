@@ -1,4 +1,4 @@
-// Chooses the segment of a pool that is worth least.
+// Chooses the segment of a pool that is least worth keeping.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,9 @@
 namespace kvcache {
 
 // Copies of blocks that are also in the other tier are chosen first, then the oldest or youngest
-// segment of the class with the lowest value. A chosen segment is evicted completely before the
-// next. While there are too few records to judge the oldest segments, the oldest is chosen.
+// segment of the class with the lowest value. A chosen segment is evicted completely before another
+// one is chosen. While there are too few records to judge the oldest segments, the oldest is
+// chosen.
 class WorthOrder {
  public:
   WorthOrder(const ReuseModel* model, Segments* segments) : model_(model), segments_(segments) {}
@@ -27,7 +28,7 @@ class WorthOrder {
     }
     return all[chosen_].first;
   }
-  // Hits per released token that keeping a segment's blocks is worth.
+  // Returns the value of keeping a segment's blocks, in hits per released token.
   double worth(int32_t s) const {
     const Segments::Segment& segment = (*segments_)[s];
     if (segment.reuse_class == ReuseClass::kLoaded) return 0;

@@ -16,14 +16,15 @@ void CircularRules::demand(const DemandBasis& on, const CacheGroup& group, const
   }
 }
 
-// After a hit or external tokens, new blocks are zeroed: they contain no earlier tokens.
+// After a hit or external tokens, new blocks are zeroed, because they contain no earlier tokens.
 const BlockId* CircularRules::grow(Growth* growth, ServedRow* served, const CacheGroup& group,
                                    const Take& take, const BlockId* own) const {
   RowBlocks& each = growth->held(served->row, group);
   const int64_t first = served->span.start / group.block_size;
   for (int64_t block = first, left = take.num_shared; left > 0; ++block) {
     const int64_t b = column_of(group, block);
-    if (b >= each.size() || !growth->holders.is_shared(each[b])) continue;  // not shared, or new
+    // The block is new or not shared.
+    if (b >= each.size() || !growth->holders.is_shared(each[b])) continue;
     growth->c.plan->replace(served->row, group.id, b, *own);
     growth->replace_shared(served, group, b, *own++, /*copies=*/true);
     --left;
@@ -44,13 +45,13 @@ PageRules::ChunkDemand CircularRules::chunk_demand(const CacheGroup& group, cons
   return {stop, std::max<int64_t>(stop - held.size(), 0), 0};
 }
 
-// False if the blocks were overwritten.
+// Returns false if tokens that are read again were overwritten.
 bool CircularRules::can_resume(const CacheGroup& group, const RowBlocks&, const AdmissionInfo& info,
                                int64_t num_tokens) const {
   return group.has_places_for(num_tokens, info.num_slots);
 }
 
-// Any block may be written again.
+// Every block may be written again.
 bool CircularRules::shares_from(const BlockHolders& holders, const CacheGroup&,
                                 const RowBlocks& held, int64_t) const {
   return std::any_of(held.blocks.begin(), held.blocks.end(),

@@ -1,4 +1,4 @@
-// Pages with the KV of the most recent tokens, in blocks that are reused in a circle.
+// Pages with the KV of the most recent tokens, in a circular buffer of blocks.
 #pragma once
 
 #include "core/groups/rules/page_rules.h"
@@ -30,7 +30,7 @@ class CircularRules final : public PageRules {
   bool may_share_onboard(const CacheGroup&, int64_t, int64_t) const override { return false; }
 
  private:
-  // The column of a block of the sequence.
+  // Returns the column that stores this block of the sequence.
   static int64_t column_of(const CacheGroup& group, int64_t block) {
     return block % group.max_blocks;
   }

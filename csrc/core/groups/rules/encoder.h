@@ -1,7 +1,7 @@
 // Pages with the KV of an encoder's tokens.
 //
-// A row allocates them at admission and holds them until it is freed. They do not grow with the
-// sequence, and are never hit, published, rewritten or recomputed.
+// A row allocates these pages at admission and holds them until it is freed. The pages do not grow
+// with the sequence, and are never hit, published, rewritten or recomputed.
 #pragma once
 
 #include "core/groups/rules/page_rules.h"
@@ -30,7 +30,7 @@ class EncoderRules final : public PageRules {
                       const BlockId* own) const override;
   bool shares_from(const BlockHolders&, const CacheGroup&, const RowBlocks&,
                    int64_t) const override {
-    return false;  // nothing is written again
+    return false;  // encoder blocks are not written again
   }
   // Every token reads every block.
   int64_t first_token(const CacheGroup&, const RowBlocks&, int64_t, int64_t) const override {

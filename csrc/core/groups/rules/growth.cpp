@@ -20,12 +20,12 @@ void Growth::replace_shared(ServedRow* served, const CacheGroup& group, int64_t 
   c.note_access(row, &shared, 1);
   each.lower_hits(column);
   if (copies) {
-    c.note_dropped(row, group, column, shared);  // no longer held
+    c.note_dropped(row, group, column, shared);  // the row no longer holds the block
     each.state_start = static_cast<int32_t>(served->span.start);
     served->depends_from(column * group.block_size);
     c.plan->copy(shared, own);
     if (c.plan->is_step()) {
-      c.plan->hold(shared);  // until the copy is done
+      c.plan->hold(shared);  // keeps the block until the copy is done
       return;
     }
   }
@@ -36,7 +36,7 @@ void Growth::copy_source(ServedRow* served, const CacheGroup& group, BlockId own
   RowBlocks& each = held(served->row, group);
   const int64_t column = served->num_before[group.id];
   c.plan->copy(each.source, own);
-  c.note_dropped(served->row, group, column, each.source);  // no longer held
+  c.note_dropped(served->row, group, column, each.source);  // the row no longer holds the block
   served->depends_from(column * group.block_size);
   each.source = kNullBlock;
 }

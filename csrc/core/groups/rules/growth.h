@@ -12,11 +12,11 @@
 
 namespace kvcache {
 
-// A row that the current step serves.
+// A row that is being served by the current step.
 struct ServedRow {
   int32_t row;
   Span span;
-  int64_t safe_start;                          // earlier tokens do not depend on this step
+  int64_t safe_start;                          // tokens before this one do not depend on this step
   std::array<int64_t, kMaxGroups> num_before;  // blocks per group in the worker's table
 
   void depends_from(int64_t token) {
@@ -24,13 +24,13 @@ struct ServedRow {
   }
 };
 
-// A page with a state that its row leaves once all rows of the step are served.
+// A state page that its row releases after all rows of the step have been served.
 struct LeftState {
   int32_t row;
   uint8_t group;
   BlockId page;
   int64_t num_tokens;   // tokens that the state summarizes
-  int64_t first_token;  // first token that depends on it
+  int64_t first_token;  // first token that depends on this state
 };
 
 struct Growth {
@@ -45,7 +45,7 @@ struct Growth {
   // Loads a host page into a block, and takes over one reference of the page.
   void onboard(ServedRow* served, const CacheGroup& group, int64_t column, BlockId page,
                BlockId block, bool is_hit) const;
-  // Replaces a shared block by `own`, and copies its content if `copies` is true.
+  // Replaces a shared block with `own`, and copies the content if `copies` is true.
   void replace_shared(ServedRow* served, const CacheGroup& group, int64_t column, BlockId own,
                       bool copies) const;
   // Copies the part of a hit that ends inside a block into the row's own block.

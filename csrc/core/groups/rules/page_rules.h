@@ -1,9 +1,9 @@
 // The rules of a group's pages: how rows allocate, write, share and release pages of one content.
 //
-// Each content has one file with one stateless object. Every difference between contents is a
-// method or a trait of this class; the default methods suit pages that store the tokens of the
-// sequence, block by block. Rules read and change the records of rows
-// (core/manager/row_context.h). The components that serve, publish and release rows call them.
+// Each kind of content has one file with one stateless object. All differences between contents are
+// methods or traits of this class. The default methods apply to pages that store the tokens of the
+// sequence, block by block. Rules read and change the records of rows (core/manager/row_context.h).
+// They are called by the components that serve, publish and release rows.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +34,7 @@ struct PageTraits {
   bool updates_in_place;  // a page stores a summary of all tokens up to the end of a step
 };
 
-// Tokens start to stop - 1 get slots, followed by `lookahead` slots for drafts.
+// The tokens [start, stop) that get slots, followed by `lookahead` slots for drafts.
 struct Span {
   int64_t start, stop, lookahead;
   // For states: tokens at the end that may be rejected, and accepted drafts of the previous step.
@@ -42,28 +42,29 @@ struct Span {
 };
 
 struct GroupDemand {
-  int64_t num_new;      // blocks to add after those that the row holds
+  int64_t num_new;      // blocks to add after the held blocks
   int64_t drop_to;      // blocks below this column are dropped
-  int64_t num_shared;   // shared blocks that the row writes, and therefore replaces by its own
-  int64_t num_skipped;  // blocks after those that the row holds that stay null
-  int64_t num_surplus;  // blocks at the end to give up, because the row lacks blocks elsewhere
-  bool moves;           // for states: the state continues in a new page
+  int64_t num_shared;   // shared blocks that the row writes and therefore replaces with its own
+  int64_t num_skipped;  // columns after the held blocks that stay null
+  // Blocks at the end to release, because the row lacks blocks in other groups.
+  int64_t num_surplus;
+  bool moves;  // for states: the state continues in a new page
 };
 
-// The records that the demand of a row depends on.
+// The state from which demands are computed.
 struct DemandBasis {
   const BlockPool* pool;
   const BlockHolders* holders;
-  bool frees_at_once;  // dropped blocks are free at once, because no step may still read them
+  bool frees_at_once;  // dropped blocks are free immediately, because no step can still read them
 };
 
-// What a demand is computed for. `skip_for`: for a new row, its first token; blocks ahead of those
+// The input of a demand. `skip_for`: the first token of a new row. Blocks before the first block
 // that this token reads stay null.
 struct DemandFor {
   Span span;
   int64_t skip_for;
   bool may_share;  // other rows may hold blocks that this row writes
-  bool gives_up;   // the row makes do with as few blocks as possible
+  bool gives_up;   // the row uses as few blocks as possible
 };
 
 class PageRules {
@@ -78,10 +79,10 @@ class PageRules {
   virtual void demand(const DemandBasis& on, const CacheGroup& group, const RowBlocks& held,
                       const DemandFor& asked, GroupDemand* needs, int64_t* num_free) const = 0;
 
-  // The demand of a row that gives up every block it can, because it lacks blocks in other groups.
+  // The demand of a row that releases all blocks it can, because it lacks blocks in other groups.
   struct LeastDemand {
-    int64_t num_surplus;  // blocks at the end without a slot of the span, which the row gives up
-    int64_t num_freed;    // the part of them that becomes free
+    int64_t num_surplus;  // released blocks at the end, which have no slot of the span
+    int64_t num_freed;    // number of released blocks that become free
     int64_t num_blocks;   // blocks that the row holds afterwards, none of them shared
   };
   virtual LeastDemand least_demand(const DemandBasis&, const CacheGroup&, const RowBlocks& held,
@@ -93,8 +94,8 @@ class PageRules {
   // the hit `held`.
   struct ChunkDemand {
     int64_t num_held;  // blocks of the row after the chunk
-    int64_t num_new;   // the part of them that is not from the hit
-    int64_t num_left;  // leading blocks of the hit that the row has dropped by then
+    int64_t num_new;   // number of these blocks that are not from the hit
+    int64_t num_left;  // leading blocks of the hit that the row has dropped after the chunk
   };
   virtual ChunkDemand chunk_demand(const CacheGroup& group, const RowBlocks& held,
                                    const Span& first, const Span& span) const = 0;
@@ -103,15 +104,16 @@ class PageRules {
   virtual bool shares_from(const BlockHolders& holders, const CacheGroup& group,
                            const RowBlocks& held, int64_t start) const = 0;
 
-  // The number of tokens, lookahead included, up to which a row that continues after num_computed
-  // tokens, and shares no block, can be served without a change of these blocks; 0 if none is sure.
+  // Returns the number of tokens, including lookahead, up to which a row can be served without
+  // changing these blocks, or 0 if unknown. The row continues after num_computed tokens and shares
+  // no block.
   virtual int64_t quiet_until(const CacheGroup&, const RowBlocks&, int64_t num_computed) const = 0;
 
-  // Removes the blocks that a new row does not take over from its hit. `held` has the hit's blocks
-  // that are still read from token `start` on.
+  // Removes the blocks that a new row does not take over from its hit. `held` contains the blocks
+  // of the hit that are still read from token `start` on.
   virtual void take_hit(RowBlocks*, const CacheGroup&, const PrefixHit&, int64_t /*start*/) const {}
 
-  // The new blocks that a row gets: at least its demand.
+  // The new blocks that a row gets, which are at least its demand.
   struct Take {
     int64_t num_new, num_shared;
     bool moves;  // for states
@@ -125,14 +127,14 @@ class PageRules {
   // Adds the blocks `own` to the row; returns the first block that was not used.
   virtual const BlockId* grow(Growth* growth, ServedRow* served, const CacheGroup& group,
                               const Take& take, const BlockId* own) const = 0;
-  // Called before the row gives up its surplus.
+  // Called before the row releases its surplus blocks.
   virtual void give_up(Growth*, ServedRow*, const CacheGroup&, const GroupDemand&) const {}
 
   // The column of the block in which the first token of the span is written.
   virtual int64_t first_written(const CacheGroup& group, const Span& span) const {
     return span.start / group.block_size;
   }
-  // Makes the drafts of the row's last step, up to span.start, final.
+  // Accepts the drafts of the row's last step up to span.start.
   virtual void accept_drafts(Growth*, int32_t /*row*/, const CacheGroup&, const Span&) const {}
   // Removes the blocks that a fork does not share from its copy of the parent's blocks.
   virtual void fork(RowBlocks*) const {}
@@ -144,13 +146,15 @@ class PageRules {
     return column * group.block_size;
   }
 
-  // Blocks that contain KV, including dropped ones; the others are for lookahead.
+  // Returns the number of blocks that contain KV, including dropped blocks. All further blocks are
+  // for lookahead.
   virtual int64_t num_written(const CacheGroup& group, const RowBlocks& held,
                               int64_t num_computed) const {
     return std::min(held.size(), ceil_div(num_computed, group.block_size));
   }
 
-  // The columns, out of num_written, that contain computed tokens; pages for drafts are excluded.
+  // Returns the columns below num_written that contain computed tokens. Pages for drafts are
+  // excluded.
   struct Columns {
     int64_t first, stop;
   };
@@ -161,16 +165,16 @@ class PageRules {
   // The number of tokens with slots in these blocks, or kMaxSize if the blocks set no limit.
   virtual int64_t num_slots(const CacheGroup&, const RowBlocks&) const { return kMaxSize; }
 
-  // Whether the row's own blocks suffice to recompute the token at `num_tokens`: all blocks that it
-  // reads, and the block that it is written to.
+  // Whether the row holds all blocks that it needs to recompute the token at `num_tokens`: the
+  // blocks that the token reads, and the block to which it is written.
   virtual bool can_resume(const CacheGroup& group, const RowBlocks& held, const AdmissionInfo& info,
                           int64_t num_tokens) const = 0;
-  // How many of its first `limit` tokens, which are valid, a row can keep.
+  // Returns how many of its first `limit` tokens a row can keep. These tokens are valid.
   virtual int64_t resume_point(const CacheGroup&, const RowBlocks&, int64_t limit) const {
     return limit;
   }
-  // The first block with tokens that the row computed after the first `limit` tokens, and the
-  // number of leading tokens up to which a block stays valid.
+  // first_computed returns the first block with tokens that the row computed after the first
+  // `limit` tokens. num_valid returns the number of leading tokens up to which a block stays valid.
   virtual int64_t first_computed(const CacheGroup& group, const RowBlocks& held,
                                  int64_t limit) const {
     return std::max<int64_t>(held.num_hits, limit / group.block_size);
@@ -183,10 +187,10 @@ class PageRules {
   // Called for cached groups only.
   virtual void publish(Publisher*, int32_t /*row*/, const CacheGroup&,
                        int64_t /*num_hashed*/) const {}
-  // As `publish`, for whole blocks only, so that later rows of the same step can share them.
+  // Publishes only whole blocks, so that later rows of the same step can share them.
   virtual void publish_whole(Publisher*, int32_t /*row*/, const CacheGroup&,
                              int64_t /*num_hashed*/) const {}
-  // Publishes a page that the row leaves; it contains the state after num_tokens tokens.
+  // Publishes a page that the row leaves. The page contains the state after num_tokens tokens.
   virtual void publish_left(Publisher*, int32_t /*row*/, const CacheGroup&, int64_t /*num_tokens*/,
                             BlockId) const {}
   // Whether a partly filled block that ends at a hash boundary may be published.
@@ -196,8 +200,8 @@ class PageRules {
 
   // Called before the row's blocks move to the host; releases the blocks that do not move.
   virtual void leave_device(const RowContext&, int32_t /*row*/, const CacheGroup&) const {}
-  // The host pages that a swapped-out row needs for the span: those from column `first` on.
-  // is_onboarded: whether they are loaded into blocks of their own.
+  // The host pages from column `first` on, which a swapped-out row needs for the span.
+  // is_onboarded: whether each page is loaded into its own block.
   struct Returning {
     int64_t first;
     bool is_onboarded;
@@ -206,7 +210,8 @@ class PageRules {
     return {held.num_dropped, true};
   }
   // Whether a row that returns from the host and continues at token `start` may share the block in
-  // this column with a row that has just loaded it. True if the row does not write the block next.
+  // this column with a row that has just loaded it. By default, true if the row does not write the
+  // block next.
   virtual bool may_share_onboard(const CacheGroup& group, int64_t column, int64_t start) const {
     return (column + 1) * group.block_size <= start;
   }
@@ -227,7 +232,7 @@ inline int64_t max_drafts(const std::vector<CacheGroup>& groups) {
   return std::max<int64_t>(most, 0);
 }
 
-// Whether any group limits the tokens for which a row has slots at a time.
+// Whether any group limits the number of tokens for which a row has slots at one time.
 inline bool has_bound(const std::vector<CacheGroup>& groups) {
   return std::any_of(groups.begin(), groups.end(),
                      [](const CacheGroup& group) { return group.num_places != kUnbounded; });

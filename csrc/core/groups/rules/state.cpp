@@ -10,7 +10,8 @@ namespace kvcache {
 
 namespace {
 
-// Pages with states at block ends that accepted drafts have passed, which the row leaves.
+// Returns the number of pages with states at block ends that accepted drafts have passed. The row
+// leaves these pages.
 int64_t num_passed(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
                    const Span& span, bool gives_up) {
   const int64_t before = span.start - span.num_accepted;
@@ -34,7 +35,7 @@ void replace_changed(const Growth& growth, int32_t row, const CacheGroup& group,
 
 }  // namespace
 
-// A row that gives up blocks continues in its own page if it can.
+// A row that gives up blocks continues in its page if no other row shares it.
 bool StateRules::moves(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
                        const Span& span, bool gives_up) {
   const bool has_any = held.num_alive() > 0;
@@ -58,9 +59,9 @@ void StateRules::demand(const DemandBasis& on, const CacheGroup& group, const Ro
   }
 }
 
-// The row gives up its last pages, for drafts beyond those of the span, but keeps the page in which
-// the state continues, and shared pages that drafts have passed. A row that is alone shares no page
-// and continues in its own.
+// The row releases its last pages, which are for drafts beyond the span. It keeps the page in which
+// the state continues, and shared pages that drafts have passed. If there is no other row, no page
+// is shared, and the row continues in its own page.
 PageRules::LeastDemand StateRules::least_demand(const DemandBasis& on, const CacheGroup& group,
                                                 const RowBlocks& held, const Span& span,
                                                 const GroupDemand&) const {
@@ -121,7 +122,7 @@ PageRules::Take StateRules::prepare(const Growth& growth, const ServedRow& serve
   return take;
 }
 
-// The state continues in the first page, or in a new page if it must; pages for drafts follow.
+// The state continues in the first page, or in a new page if required. Pages for drafts follow.
 const BlockId* StateRules::grow(Growth* growth, ServedRow* served, const CacheGroup& group,
                                 const Take& take, const BlockId* own) const {
   const bool settles = served->span.num_accepted > 0;
@@ -159,8 +160,8 @@ void StateRules::accept_drafts(Growth* growth, int32_t row, const CacheGroup& gr
 }
 
 // Moves the state of a row that continues at token span.start back into its first page. Pages of
-// accepted drafts become spare pages. They are left if other rows hold them, or if they contain
-// states at block ends that are kept.
+// accepted drafts become spare pages. The row leaves these pages if other rows hold them, or if
+// they contain states at block ends that are kept.
 void StateRules::settle(Growth* growth, int32_t row, const CacheGroup& group, const Span& span,
                         bool keeps_passed) {
   RowBlocks& each = growth->held(row, group);
@@ -177,7 +178,7 @@ void StateRules::settle(Growth* growth, int32_t row, const CacheGroup& group, co
       continue;
     }
     if (b < current) {
-      c.note_dropped(row, group, first, each[b]);  // no longer held
+      c.note_dropped(row, group, first, each[b]);  // the row no longer holds the block
       c.pool->evict(&each[b], 1);                  // overwritten: no longer a hit
     }
     spare.push_back(each[b]);
@@ -196,13 +197,13 @@ void StateRules::move(Growth* growth, ServedRow* served, const CacheGroup& group
   if (each.host_source != kNullBlock) {
     growth->onboard(served, group, column, each.host_source, page, /*is_hit=*/false);
     each.host_source = kNullBlock;
-  } else if (each.source == kNullBlock) {  // otherwise a hit inside a block is copied below
+  } else if (each.source == kNullBlock) {  // a hit inside a block is copied below
     if (each.num_alive() > 0) {
       c.plan->copy(each[first], page);
       growth->left_states.push_back({served->row, group.id, each[first], start,
                                      c.rows->first_token(served->row, group, first)});
       spare.assign(each.blocks.begin() + first + 1, each.blocks.end());
-    } else if (start == 0 && c.plan->is_step()) {  // otherwise the state comes from outside
+    } else if (start == 0 && c.plan->is_step()) {  // otherwise the state comes from another source
       c.plan->zero(page);
     }
   }
@@ -270,7 +271,7 @@ bool StateRules::publishes_part(const AdmissionInfo& info, int64_t num_tokens) c
   return num_tokens <= info.num_prompt;
 }
 
-// Pages for drafts do not move to the host, because their tokens count as accepted.
+// Pages for drafts do not move to the host, because all tokens count as accepted.
 void StateRules::leave_device(const RowContext& context, int32_t row,
                               const CacheGroup& group) const {
   const Row& r = (*context.rows)[row];
@@ -278,7 +279,7 @@ void StateRules::leave_device(const RowContext& context, int32_t row,
   if (each.num_alive() <= 1) return;
   const int64_t first = each.num_dropped;
   for (int64_t b = first; b < first + r.num_drafts; ++b) {
-    context.note_dropped(row, group, first, each[b]);  // no longer held
+    context.note_dropped(row, group, first, each[b]);  // the row no longer holds the block
   }
   each.set_pages((r.num_computed - 1) / group.block_size, each[first + r.num_drafts], {});
 }

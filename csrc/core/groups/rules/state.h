@@ -41,8 +41,8 @@ class StateRules final : public PageRules {
   }
   bool shares_from(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
                    int64_t start) const override;
-  // A state contributes to all tokens computed since it entered its page, and to the next token, so
-  // a row cannot continue at its position without it.
+  // A state contributes to all tokens computed since it entered its page, and to the next token.
+  // Without the state, a row cannot continue at its position.
   int64_t first_token(const CacheGroup&, const RowBlocks& held, int64_t num_computed,
                       int64_t) const override {
     return std::min<int64_t>(held.state_start, num_computed - 1);
@@ -74,11 +74,12 @@ class StateRules final : public PageRules {
 
  private:
   static void keep(Publisher* publisher, int32_t row, const CacheGroup& group);
-  // The column of the first of the row's pages.
+  // Returns the column of the row's first page.
   static int64_t column_of(const CacheGroup& group, const Span& span) {
     return (span.stop - span.num_drafts - 1) / group.block_size;
   }
-  // Whether the state continues in a new page: the row has no page, or one of an earlier block.
+  // Whether the state continues in a new page, because the row has no page or its page belongs to
+  // an earlier block.
   static bool leaves_page(const CacheGroup& group, const Span& span, bool has_page) {
     return !has_page || column_of(group, span) >= ceil_div(span.start, group.block_size);
   }

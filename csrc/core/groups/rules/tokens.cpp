@@ -25,7 +25,7 @@ const BlockId* TokenRules::grow(Growth* growth, ServedRow* served, const CacheGr
   PlanBuilder* plan = growth->c.plan;
   RowBlocks& each = growth->held(served->row, group);
   const int64_t start = served->span.start;
-  // A shared block with tokens of the row is copied; one without is only replaced.
+  // A shared block is copied if it contains tokens of the row, and only replaced otherwise.
   for (int64_t b = start / group.block_size, left = take.num_shared; left > 0; ++b) {
     if (!growth->holders.is_shared(each[b])) continue;
     plan->replace(served->row, group.id, b, *own);
@@ -51,8 +51,8 @@ const BlockId* TokenRules::grow(Growth* growth, ServedRow* served, const CacheGr
 int64_t TokenRules::quiet_until(const CacheGroup& group, const RowBlocks& held, int64_t) const {
   const int64_t num_slots = held.size() * group.block_size;
   if (group.keeps_all) return held.size() < group.max_blocks ? num_slots : kUnbounded;
-  // The number of tokens after which a block leaves the window: no kind needs less for more tokens,
-  // and all need at most the tokens that there are.
+  // Binary search for the number of tokens after which a block leaves the window. The first needed
+  // token never decreases, and is at most the number of computed tokens.
   int64_t first = held.num_dropped * group.block_size, last = num_slots;
   while (first < last) {
     const int64_t middle = first + (last - first) / 2;
@@ -65,7 +65,7 @@ int64_t TokenRules::quiet_until(const CacheGroup& group, const RowBlocks& held, 
   return first;
 }
 
-// The surplus are blocks without a token of the span, from preallocation or an earlier step's
+// Surplus blocks contain no token of the span. They are from preallocation or an earlier step's
 // lookahead.
 PageRules::LeastDemand TokenRules::least_demand(const DemandBasis& on, const CacheGroup& group,
                                                 const RowBlocks& held, const Span& span,
@@ -91,8 +91,8 @@ PageRules::ChunkDemand TokenRules::chunk_demand(const CacheGroup& group, const R
 bool TokenRules::can_resume(const CacheGroup& group, const RowBlocks& held,
                             const AdmissionInfo& info, int64_t num_tokens) const {
   const int64_t first = group.first_needed_token(num_tokens);
-  // Blocks inside the hit that only shorter hits read were never there, even if the row
-  // holds a block in their column.
+  // Blocks inside the hit that only shorter hits read were never loaded, even if the row holds a
+  // block in their column.
   if (group.is_cached && num_tokens < info.hit_end &&
       first < std::min(num_tokens, group.first_needed_token(info.hit_end))) {
     return false;
@@ -113,7 +113,7 @@ void TokenRules::publish(Publisher* publisher, int32_t row, const CacheGroup& gr
   publish_whole(publisher, row, group, num_hashed);
 }
 
-// Blocks that no hit can read are not published, and are reused ahead of all cached blocks.
+// Blocks that no hit can read are not published, and are reused before all cached blocks.
 void TokenRules::publish_whole(Publisher* publisher, int32_t row, const CacheGroup& group,
                                int64_t num_hashed) const {
   RowBlocks& each = publisher->rows().blocks(row)[group.id];

@@ -1,4 +1,4 @@
-// Pages with the KV of block_size tokens each: one page per block that is still read.
+// Pages with the KV of block_size tokens. A row has one page per block that is still read.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ class TokenRules final : public PageRules {
       : PageRules({/*follows_sequence=*/true, /*has_hits=*/true, /*appends=*/true,
                    /*updates_in_place=*/false}) {}
 
-  // Inlined: every row of a step calls it, and most arguments are known at the call.
+  // Inlined, because it runs for every row of a step and most arguments are constants at the call.
   [[gnu::always_inline]] void demand(const DemandBasis& on, const CacheGroup& group,
                                      const RowBlocks& held, const DemandFor& asked,
                                      GroupDemand* needs, int64_t* num_free) const override {
@@ -84,7 +84,7 @@ class TokenRules final : public PageRules {
 
  private:
   static void drop(const Growth& growth, int32_t row, const CacheGroup& group, int64_t drop_to);
-  // Number of shared blocks in which tokens start to stop - 1 are written.
+  // Returns the number of shared blocks to which tokens [start, stop) are written.
   static int64_t num_shared(const BlockHolders& holders, const CacheGroup& group,
                             const RowBlocks& held, int64_t start, int64_t stop) {
     const int64_t last = std::min(ceil_div(stop, group.block_size), held.size());
@@ -96,7 +96,7 @@ class TokenRules final : public PageRules {
 
 inline constexpr TokenRules kTokenRules;
 
-// Calls `ask` with the group's rules. The token rules, which most groups have, are inlined.
+// Calls `ask` with the group's rules. Inlines the token rules, which most groups use.
 template <class Ask>
 [[gnu::always_inline]] inline auto with_rules(const CacheGroup& group, const Ask& ask) {
   if (group.rules == &kTokenRules) return ask(kTokenRules);
