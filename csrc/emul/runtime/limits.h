@@ -1,7 +1,7 @@
 // Launch limits of kernels according to their machine code, from the file in
 // KVCACHE_GPULESS_LIMITS: one line per kernel with its mangled name, registers per thread, bytes of
-// static shared memory and threads per block. tests/machinery/gpu_less/limits.py writes the file from a
-// cubin.
+// static shared memory and threads per block. tests/machinery/gpu_less/limits.py writes the file
+// from a cubin.
 #pragma once
 
 #include <cstddef>
