@@ -1,6 +1,6 @@
 // The manager under random calls of both kinds (steps and single requests), over mixed groups:
-// checks tables that follow the plans, and the invariants. tests/allocator/test_allocator_random.py compares
-// every answer with a model; this test runs under the sanitizers.
+// checks tables that follow the plans, and the invariants. tests/allocator/test_allocator_random.py
+// compares every answer with a model; this test runs under the sanitizers.
 #include "core/manager/manager.h"
 
 #include <algorithm>
