@@ -21,7 +21,7 @@ UNTOUCHED = -5
 
 
 def local_positions(seq_len, block_size, world, rank, interleave):
-    """Positions with KV on this rank, one by one, in column order."""
+    """Positions with KV on this rank, in column order."""
     span = block_size * world
     return [p for p in range(seq_len) if p % span // interleave % world == rank]
 
@@ -189,7 +189,7 @@ def check(backend, call):
     backend.ops.attention_metadata(**on)
     for name, want in reference(call).items():
         assert torch.equal(on[name].cpu(), want), name
-        base = on[name]._base  # of rows with room between them
+        base = on[name]._base  # the base tensor has gaps between its rows
         if base is not None:
             assert bool((base[:, want.shape[1] :] == UNTOUCHED).all()), name
 
@@ -236,7 +236,7 @@ def test_a_row_longer_than_one_pass_of_a_thread_block(backend):
 
 @each_backend
 def test_more_requests_than_tiles_of_the_largest_size(backend):
-    """At most 255 requests per thread block: the grid grows beyond 128 blocks."""
+    """At most 255 requests fit a thread block, so the grid grows beyond 128 blocks."""
     check(backend, large(33_000, columns=1))
 
 
@@ -401,7 +401,7 @@ def test_value_out_of_range_writes_nothing(backend, message, monkeypatch):
 @each_device_backend
 @pytest.mark.parametrize("message", BAD_VALUES)
 def test_unchecked_invalid_request_becomes_padding(backend, message, monkeypatch):
-    """The request keeps its queries, so tokens of other requests do not move."""
+    """The request keeps its queries, so that the tokens of other requests do not move."""
     monkeypatch.delenv("KVCACHE_CHECKED", raising=False)
     changes = {
         name: value if isinstance(value, int) else ints(backend, *value)
@@ -418,13 +418,14 @@ def test_unchecked_invalid_request_becomes_padding(backend, message, monkeypatch
     assert call["seqused_k"][0, wrong] == 0
     written = 1 if call["max_num_tokens"] == 4 else 2
     assert call["block_tables"].view(3, 2)[wrong, :written].tolist() == [0] * written
-    if "rows" not in changes and "max_num_tokens" not in changes:  # the other one is served
+    # the other request is still served
+    if "rows" not in changes and "max_num_tokens" not in changes:
         assert call["seqused_k"][0, 1 - wrong] > 0
 
 
 @each_backend
 def test_page_count_beyond_int32_is_rejected(backend):
-    """Without the list, whose size is limited: 2^11 requests with 2^20 pages share one row."""
+    """Without a page list, whose size is limited. 2^11 requests with 2^20 pages share one row."""
     n, columns = 2**11, 2**20
     call = put(
         {
@@ -498,7 +499,10 @@ def test_tensors_on_two_devices_are_rejected(backend):
 
 @pytest.mark.gpu
 def test_a_captured_launch_serves_changed_inputs():
-    """Captured once; rows, lengths, tables and the number of requests change in the same tensors."""
+    """Captured once.
+
+    Rows, lengths, tables and the number of requests then change in the same tensors.
+    """
     call = put(large(40, columns=9), "cuda")
     torch.ops.kvcache.attention_metadata(**call)
     torch.cuda.synchronize()

@@ -1,4 +1,6 @@
-"""python -m tests.other_device [NAME...]: the matrix of a device that is neither CPU nor CUDA."""
+"""python -m tests.other_device [NAME...] prints the matrix for a device that is neither CPU nor
+CUDA.
+"""
 
 import sys
 
