@@ -1,4 +1,4 @@
-"""Comparison of eviction policies, and the optimum."""
+"""Comparison of eviction policies with each other and with the optimum."""
 
 import itertools
 import json

@@ -55,7 +55,7 @@ class Engine:
         ids = list(range(1, pages + SPARE))
         rng.shuffle(ids)
         self.ids = np.array(ids[:pages])
-        self.ids[: rng.randint(0, pages) if window else 0] = 0  # slid out of a window
+        self.ids[: rng.randint(0, pages) if window else 0] = 0  # outside the window
         for layer in range(LAYERS):
             for kv, part in enumerate(self.parts(layer)):
                 part.fill_(EMPTY)
@@ -100,7 +100,7 @@ class Engine:
                         got = part[page, slot]
                         if (
                             token is None
-                        ):  # no token of the request: garbage of a shared page, or EMPTY
+                        ):  # not a token of the request: garbage in a shared page, or EMPTY
                             assert page in self.ids[self.ids > 0] or (got == EMPTY).all()
                             continue
                         right = self.value(token, layer, kv)
@@ -334,7 +334,7 @@ def test_invalid_tables_are_rejected(local, remote, tokens, said):
         plan_range(plan_transfer(cache, cache, 0), local, remote, *tokens)
 
 
-# With a transport.
+# with a transport
 
 
 @pytest.fixture

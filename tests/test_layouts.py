@@ -192,7 +192,7 @@ def version(**changes):
 
 TOKENS_FIRST, HEADS_FIRST = (0, 1, 2, 3, 4), (0, 1, 3, 2, 4)
 MLA_DIMS = ("block", "token", "element")
-# The same backend's name, different versions of one engine; and what they answer when set to HND.
+# Versions of one backend in different engine releases, and their answers when set to HND.
 VERSIONS = {
     "TRITON_ATTN that has no orders": (
         version(), ("block", "kv", "token", "head", "element"),
@@ -229,7 +229,7 @@ def test_engine_classes_of_each_version_are_described(case):
     engine, order, packed = VERSIONS[case]
     found = AttentionBackend.from_engine(engine)
     assert found.name == "TRITON_ATTN" and described_backend(engine) == found
-    for layout in ("NHD", "HND"):  # the engine is set to one
+    for layout in ("NHD", "HND"):  # layout that the engine is configured with
         assert found.memory_order(layout) == order
         assert found.memory_order(layout, cross_layers=True) == packed
     assert found.is_mla == case.startswith("MLA")

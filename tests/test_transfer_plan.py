@@ -1,4 +1,4 @@
-"""Transfer plans on fake memories in all combinations, and detection of planted defects."""
+"""Transfer plans on fake memories for all combinations, and detection of planted defects."""
 
 import itertools
 from dataclasses import replace
@@ -20,7 +20,8 @@ from tests.transfer_plan_checker import (
 )
 from tests.transfer_plan_table import HEADS, PARALLEL, SIZES, page_product, parallel_product, tally
 
-NUM_SHARES = 797  # of all combinations; prime to the sizes, so that each share has every size
+# shares of all combinations; coprime to the sizes, so that each share has every size
+NUM_SHARES = 797
 
 
 @pytest.mark.parametrize("share", sampled(range(0, NUM_SHARES, 32)))
@@ -36,7 +37,7 @@ def test_every_layout_and_packing(parallel):
     some = itertools.islice(page_product([parallel], block_sizes=(4, 8)), 0, None, 7)
     counts, wrong = tally(some)
     assert not wrong and counts["right"]
-    refused = counts["refused: cp_interleave"]  # 8 tokens in a block of 4
+    refused = counts["refused: cp_interleave"]  # 8 tokens exceed a block of 4
     assert set(counts) <= {"right", "right, permuted", "refused: cp_interleave"}
     assert counts.total() - refused > 40
 
@@ -85,11 +86,11 @@ def test_sizes_that_do_not_divide_each_other(local, remote, allow_permutation):
 SCALE_ORDERS = [name for name in ORDERS if name not in ("heads first", "kv, heads, layers")]
 SCALE_ORDERS = [
     name for name in SCALE_ORDERS if name != "all K, all V" and not has_heads_outside(name)
-]  # layers apart from K and V
+]  # K and V of a layer are not separated from other layers
 
 
 def drawn_side(rng, heads, num_layers, scales):
-    """Equal or uneven stages of layers and ranks, context parallelism, and any memory order."""
+    """Draw equal or uneven stages of layers and ranks, context parallelism, and any memory order."""
     orders = SCALE_ORDERS if scales else [*ORDERS]
     values = of(
         packing=orders[rng.integers(len(orders))],
@@ -166,7 +167,8 @@ def test_scales_move_with_their_heads(packing, layouts, sizes):
         check(local, remote, rank, allow_permutation=False)
     moved = sum(plan_transfer(local, remote, 0).bytes_per_group.values())
     group = plan_transfer(local, remote, 0).tokens_per_group
-    assert moved == group * 2 * local.heads_per_rank * (2 * 2 * 4 + 4)  # K, V, scales of two layers
+    # K, V and scales of two layers
+    assert moved == group * 2 * local.heads_per_rank * (2 * 2 * 4 + 4)
 
 
 @pytest.mark.parametrize("allow_permutation", [True, False])
@@ -190,12 +192,12 @@ def test_a_partial_group_reads_no_page_without_tokens():
     local, remote = cache(block_size=8), cache(block_size=2)
     plan = plan_transfer(local, remote, 0).for_tokens(3)
     assert plan.remote_pages_per_group == 2 and set(plan.fragments.remote_page) == {0, 1}
-    sharded = cache(block_size=2, cp_world_size=4)  # each rank has one token of four
+    sharded = cache(block_size=2, cp_world_size=4)  # each rank has one of four tokens
     assert plan_transfer(local, sharded, 0).for_tokens(2).remote_ranks == (0, 1)
     sharded_coarsely = cache(block_size=4, cp_world_size=2)  # token 4 is on rank 0
     plan = plan_transfer(cache(), sharded_coarsely, 0)
     assert plan.for_tokens(5, first_token=4).remote_ranks == (0,)
-    nothing = plan_transfer(sharded, local, 3).for_tokens(3)  # rank 3's first is token 3
+    nothing = plan_transfer(sharded, local, 3).for_tokens(3)  # rank 3 starts at token 3
     assert nothing.num_fragments == 0 and nothing.bytes_per_group == {}
     for wrong in (of(num_tokens=0), of(num_tokens=9), of(num_tokens=8, first_token=3)):
         with pytest.raises(ValueError, match=r"num_tokens is|first_token is"):
@@ -288,7 +290,8 @@ ROW = 2 * 4  # bytes
     ],
 )  # fmt: skip
 def test_planted_defects_are_found(change, message):
-    # Local rank 0 holds 2 of 4 heads: of one remote rank that holds all, or of two that hold one each.
+    # Local rank 0 holds 2 of 4 heads. It reads from a remote rank with all heads, or from two with
+    # one head each.
     local = cache(tp_size=2)
     for remote in (cache(), cache(tp_size=8)):
         check(local, remote, 0)

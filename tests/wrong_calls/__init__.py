@@ -1,1 +1,1 @@
-"""Public calls with wrong and hostile arguments, drawn at random: `python -m tests.wrong_calls`."""
+"""Public calls with random invalid and hostile arguments: `python -m tests.wrong_calls`."""
