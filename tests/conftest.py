@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_sessionfinish(session):
-    # pytest-xdist: every worker collects the same tests
+    # With pytest-xdist, every worker collects all tests.
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["num_without_gpu"] = session.config.stash.get(
             num_without_gpu, 0

@@ -97,7 +97,7 @@ class EngineRun:
                 with contextlib.suppress(ModelFailed):
                     engine.step()
                 num_steps += 1
-                # cached content must now come from the store
+                # From now on, cached content must come from the store.
                 if engine.sources and num_steps % 16 == 0:
                     self.paged.cache.manager.cache.reset()
                 assert num_steps < 20_000, "the run does not end"
@@ -200,7 +200,7 @@ class EngineRun:
             if len(plan.swap_in) and self.rng.random() < 3 * self.failure_rate:
                 page = int(self.rng.choice(plan.swap_in[:, 1]))
                 for layer in range(self.paged.cache.pages.num_layers):
-                    # corrupts the page that the plan swapped in
+                    # Corrupts the page that the plan swapped in.
                     self.paged.cache.pages.layer(layer)[page] = 255
                 return StepReport(plan.step_id, True, failed_pages=[page])
             return report

@@ -110,7 +110,7 @@ class Pool:
 
     def publish(self, i, number, group, parent):
         self.blocks[i].cached = (number, group, parent)
-        # without a parent; "none" is never a hash number, so the block is no child
+        # Without a parent; "none" is never a hash number, so the block is no child.
         if parent is None:
             self.blocks[i].cached = (number, group, "none")
         self.blocks[i].published = self.tick()

@@ -96,7 +96,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
 
     def __init__(self, float_workspace_buffer, kv_layout="NHD", *, use_tensor_cores=False):
         super().__init__(float_workspace_buffer, kv_layout)
-        # without tensor cores, a warp serves one query head, so queries are not grouped
+        # Without tensor cores, a warp serves one query head, so queries are not grouped.
         assert use_tensor_cores
         assert not float_workspace_buffer.any()
 

@@ -126,7 +126,7 @@ class ModelPool:
         self.chain_sizes = chain_sizes
         self.num_blocks = num_blocks
         self.refs = dict.fromkeys(range(1, num_blocks), 0)
-        # number of allocations of each block
+        # Number of allocations of each block.
         self.generation = dict.fromkeys(range(1, num_blocks), 0)
         self.uncached_free = list(range(1, num_blocks))
         self.cached_free: list[int] = []
@@ -369,7 +369,7 @@ class ModelManager:
                 start = num_hit + num_external
                 after = start if delay else min(start + limit, len(request.tokens))
                 status, row = WAIT, -1
-                # the hit changed, so the load would cover other tokens
+                # The hit changed, so the load would cover other tokens.
                 is_other = num_external and num_hit != hit
                 if is_other or (in_step == "wait" and self._is_about_to_hit(request, num_hit)):
                     statuses.append(WAIT)
@@ -551,7 +551,7 @@ class ModelManager:
                 else:
                     need = min(ceil_div(stop + lookahead, size), self.columns[g])
                     first = 0 if group.pages == CIRCULAR else group.reads_from(start) // size
-                    # leading null columns of the hit stay null
+                    # Leading null columns of the hit stay null.
                     first = max(first, each.num_dropped)
                     count += max(need - first, 0)
                     new += max(need - max(first, columns), 0)
@@ -1657,7 +1657,7 @@ class ModelManager:
         group = self.groups[g]
         if group.pages == ENCODER:
             return 0
-        # every step since has updated the state, and the next step reads it
+        # Every step since has updated the state, and the next step reads it.
         if group.pages == STATE:
             return min(state.held[g].state_start, state.num_computed - 1)
         return column * group.block_size
@@ -1699,7 +1699,7 @@ class ModelManager:
                     continue
                 right = max(limit, start)
             invalid[block] = min(invalid.get(block, right), right)
-            # no longer found, but requests that released it are recorded
+            # No longer found, but requests that released it are recorded.
             if self.groups[g].pages != STATE:
                 first = (len(prefix) - 1) // size * size
                 dropped += [(of, first, block, who) for of, who in left if of == admission]
@@ -1876,7 +1876,7 @@ class ModelManager:
                         continue
                     if block:
                         is_invalid = prefix in [whole, *partial]
-                        # in a page that the row has released
+                        # In a page that the row has released.
                         if group.pages == STATE and self.has_partial[g]:
                             is_invalid |= n < end and n <= state.num_computed
                     else:  # dropped blocks: full blocks if still found, partial blocks always

@@ -187,7 +187,7 @@ DEFECTS = [
         "slot mapping",
         "csrc/worker/slot_formula.h",
         "i >= query_start[num_requests]",
-        # assigns the first token beyond the batch to the last request
+        # Assigns the first token beyond the batch to the last request.
         "i > query_start[num_requests]",
         "slot_mapping_op block_table",
     ),
@@ -195,7 +195,7 @@ DEFECTS = [
         "slots of the host",
         "csrc/worker/map_slots.cpp",
         "if (end > m.num_tokens) std::fill",
-        # stale slots of a longer step remain after this step's slots
+        # Stale slots of a longer step remain after this step's slots.
         "if (fill_to == nullptr) std::fill",
         "block_table",
     ),

@@ -116,7 +116,7 @@ class Driver:
         self.size, self.window = options["block_size"], options["sliding_window"]
         self.has_host = options["num_cpu_blocks"] > 1
         self.manager = BlockSpaceManager(**options, enable_events=True)
-        # hashes that are cached according to the events
+        # Hashes that are cached according to the events.
         self.findable = {"gpu": set(), "cpu": set()}
         self.model = ModelSpace(**options)
         self.pages = Pages(self.size)

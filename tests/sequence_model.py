@@ -335,7 +335,7 @@ class ModelSpace:
         if not each.caches:
             return
         num_computed = each.num_marked
-        # after the prompt, all tokens but the newest are computed, regardless of the marks
+        # After the prompt, all tokens but the newest are computed, regardless of the marks.
         if num_computed >= each.num_prompt:
             num_computed = max(num_computed, len(each.tokens) - 1)
         each.num_kv = max(each.num_kv, num_computed)
@@ -377,7 +377,7 @@ class ModelSpace:
         return list(moved.items())
 
     def swap_in(self, keys):
-        # device blocks with equal content; their host pages need not move
+        # Device blocks with equal content; their host pages need not move.
         twins = self._cached_twins(keys)
         shared = {*twins.values()}
         num_taken = len(self.moving(keys)) - len(twins)

@@ -18,7 +18,7 @@ def make(num_blocks=10, block_size=4, max_model_len=2048, **options):
 
 
 def test_a_chunk_that_fits_is_served_though_the_whole_prompt_never_will_be():
-    """10 blocks of 4, 41 tokens, chunks of 4."""
+    """The pool has 10 blocks of 4 tokens, and the prompt has 41 tokens, in chunks of 4."""
     manager, request = make(), Request("a", range(41))
     assert manager.would_fit(Admit(request, num_tokens=4)) == Status.SERVED
     assert manager.would_fit(Admit(request, num_tokens=4), whole=True) == Status.NEVER
@@ -169,7 +169,7 @@ def test_queued_offloads_take_nothing_from_the_request_that_would_fit():
     manager = make(num_host_blocks=20, host_write="through", fence_frees=True)
     manager.step(new=[Request("a", range(32))])
     manager.free(Request("a", [0]))
-    # 8 cached blocks are free and wait to be written to the host
+    # 8 cached blocks are free and wait to be written to the host.
     manager.report(StepReport(0, completed=True))
     request = Request("b", range(50, 82))
     assert manager.would_fit(request) == Status.SERVED
@@ -290,7 +290,7 @@ def test_the_plan_pickles_with_its_dependencies():
 
 
 def test_a_state_that_is_not_kept_makes_no_request_wait():
-    """Found by allocator_driver.drive(1029, 500)."""
+    """Regression: found by allocator_driver.drive(1029, 500)."""
     groups = [GroupSpec("recurrent", 8), GroupSpec("recurrent", 6)]
     manager = KVCacheManager.for_groups(
         groups, 30, 64, hash_block_size=2, num_preallocate_tokens=0, in_step_hits="wait"
@@ -315,7 +315,7 @@ def run_in_chunks(manager, request, size):
 
 
 def test_the_block_that_a_hit_is_copied_from_is_there_for_later_chunks():
-    """4 pages, a hit of 6 tokens inside a block of 8, 29 tokens."""
+    """4 pages. The request has 29 tokens and hits 6 tokens inside a block of 8."""
     manager = make(5, 8, hash_block_size=2)
     first, request = Request("first", range(6)), Request("a", range(29))
     manager.step(new=[first])

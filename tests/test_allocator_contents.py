@@ -35,7 +35,7 @@ from tests.shared import sampled
 
 NUM_SEEDS, SEEDS_PER_TEST, NUM_OPERATIONS = 150, 25, 150
 LONGEST = 48
-# older steps are not aborted, and the blocks that they released are not tracked
+# Older steps are not aborted, and the blocks that they released are not tracked.
 MOST_STEPS_BACK = 60
 BAD = "bad"  # content that must never be read
 KV_MIXES = [
@@ -60,7 +60,7 @@ class Conversation:
     request: Request
     tokens: list[int]
     num_sampled: int  # existing tokens, whether or not the manager knows them
-    # rejected drafts of the last step that are not yet reported to the manager
+    # Rejected drafts of the last step that are not yet reported to the manager.
     num_rejected: int = 0
     begins: Begins = (0, 0)
     external: tuple[int, int] = (0, 0)  # first external token, and the end of the external tokens
@@ -830,7 +830,7 @@ class Simulation:
             cells = self.cells_read(table, computed, conversation.num_sure, conversation.begins)
             cells = [cell for cell in cells if cell[2] < real]
             for group, blocks in zip(self.groups, table):
-                # the state to continue from
+                # The state to continue from.
                 if group.pages == STATE and real >= conversation.num_sure:
                     column = state_column(group, real, conversation.num_sure)
                     cells.append((blocks[column], STATE, real - 1))

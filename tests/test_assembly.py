@@ -66,7 +66,10 @@ class Engine:
         self.num_loaded = self.num_checked = 0
 
     def content(self, spec, tokens):
-        """K and V [n, heads, size] of tokens, exact in the layer's dtype; for a state, only K."""
+        """Return K and V [n, heads, size] of tokens, exact in the layer's dtype.
+
+        For a state, return only K.
+        """
         storage = self.cache.storages[self.cache.group(spec.name)]
         layer = self.specs.index(spec)
         dtype = torch.bfloat16 if storage.k_scale is not None else storage.dtype
@@ -197,7 +200,7 @@ def test_kernel_blocks_of_tables_and_tensors_agree(model, layout):
         assert table.kernel_block_size == storage.block_size == 4 and table.blocks_per_kv_block > 1
         blocks = cache.kv_cache(spec.name)
         assert blocks.shape[0] == plan.num_pages * table.blocks_per_kv_block
-        # the shape that a kernel reads
+        # The shape that a kernel reads.
         key = blocks[:, 0] if model != "MLA" else blocks[:, :, None]
         wanted, _ = engine.content(spec, prompt[:num_cached])
         column, offset = np.divmod(np.arange(num_cached), 4)
@@ -226,7 +229,7 @@ def test_parts_match_the_plan():
         index = plan.groups[group].layers.index(spec.name)
         assert cache.kv_cache(spec.name) is cache.storages[group].kv_caches[index]
     places = {cache.kv_cache(spec.name).data_ptr() for spec in plan.layers}
-    # groups share pages, layers within a group do not
+    # Groups share pages, layers within a group do not.
     assert len(places) == len(plan.groups[0].layers)
     assert kvcache.build(plan, max_num_reqs=3).host_pages is None
 

@@ -119,7 +119,7 @@ def test_method_depends_on_contiguity_of_both_sides():
     apart = engine([[8 * KIB, 8 * KIB]] * 4, calibration=BY_SIZE)
     scattered, run = ids(1, 9, 5, 2), np.stack([np.arange(1, 9), np.arange(21, 29)], 1)
     assert apart.fragment_bytes("out", scattered) == 8 * KIB
-    # host layers are not adjacent, so consecutive pages do not merge
+    # Host layers are not adjacent, so consecutive pages do not merge.
     assert apart.fragment_bytes("out", run) == 8 * KIB
     assert [apart.method_for(d, run) for d in ("out", "in")] == ["staging", "kernel"]
     packed = engine([[8 * KIB, 8 * KIB]], block_major=True, calibration=BY_SIZE)
@@ -128,7 +128,7 @@ def test_method_depends_on_contiguity_of_both_sides():
     assert packed.fragment_bytes("in", run[::-1]) == 8 * 16 * KIB  # descending runs merge, too
     assert packed.method_for("in", scattered) == "kernel"
     assert packed.method_for("in", run) == "copy_engine"
-    # a page is a single fragment, so staging has no benefit
+    # A page is a single fragment, so staging has no benefit.
     assert packed.method_for("out", scattered) == "kernel"
     assert engine([[8]], method="staging").method_for("in", run) == "staging"
     on_cpu = SwapEngine(apart.device, apart.host)  # only one method on a CPU
@@ -213,7 +213,7 @@ def test_measured_pages_are_scattered_over_the_pool():
 
 
 class Memory:
-    """Track live bytes of pages by where they were allocated, and their maximum."""
+    """Tracks live page bytes by place of allocation, and their maximum."""
 
     def __init__(self, monkeypatch) -> None:
         self.now, self.most = {"pool": 0, "host": 0, "staging": 0}, {}
@@ -317,12 +317,12 @@ def test_numbers_of_thread_blocks_are_tried_over_one_pool(monkeypatch):
     monkeypatch.setattr(bandwidth, "steps_of", lambda steps: ((0, ((0, "kernel"),)),))
     found = bandwidth.calibrate(torch.device("cpu"), 1 << 20, pool_bytes=2 << 20)
     assert tried == list(bandwidth._THREAD_BLOCKS) and found.num_thread_blocks == 8
-    # the second contiguous measurement belongs to the methods
+    # The second contiguous measurement belongs to the methods.
     assert (len(pools), len(contiguous)) == (1, 2)
 
 
 @pytest.mark.gpu
-# takes minutes on the runtime without a GPU; `make gpu-rehearsal` also runs it there
+# Takes minutes on the runtime without a GPU; `make gpu-rehearsal` also runs it there.
 @pytest.mark.exhaustive
 def test_a_machine_is_calibrated_and_swaps_follow_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KVCACHE_CALIBRATION", str(tmp_path / "here.json"))
@@ -338,7 +338,7 @@ class FakeDevice:
     """A device with its own clock, instead of torch's streams and events."""
 
     def __init__(self, monkeypatch) -> None:
-        # current host time, and when the device will have finished its work
+        # Current host time, and when the device will have finished its work.
         self.host_s = self.device_s = 0.0
         device = self
 

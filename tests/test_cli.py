@@ -415,7 +415,9 @@ def test_invalid_policies_and_host_tiers_print_one_line(capsys, argv, says):
 
 
 def write_nothing(verifier, span):
-    """Replaces `KVVerifier.write`. New pages may contain data of an earlier replay."""
+    """Stand in for `KVVerifier.write`, but clear the pages, which may hold data of an earlier
+    replay.
+    """
     verifier.storage.pages.layer(0).zero_()
 
 

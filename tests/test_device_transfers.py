@@ -51,7 +51,7 @@ def side_stream():
 
 
 def pages_on(device, page_bytes, seed=None):
-    """Pages of two layers in two allocations, with random bytes or zeros."""
+    """Return pages of two layers in two allocations, filled with random bytes or zeros."""
     found = []
     for layer in range(2):
         memory = torch.zeros(NUM_BLOCKS, page_bytes, dtype=torch.uint8)
@@ -199,7 +199,9 @@ COUNTED = (
 @pytest.mark.parametrize("num_fragments", [32, 1000])
 @pytest.mark.parametrize("name", NAMES)
 def test_staging_cost(name, num_fragments):
-    """Cost of the second of two reads: 32 pages in two allocations, or 1,000 small fragments in one."""
+    """Measures the second of two reads: 32 pages in two allocations, or 1,000 small fragments in
+    one.
+    """
     with Sides(name, ("cuda", "cuda"), 4096) as both:
         ids = np.arange(1, 33, 2)
         at = np.arange(num_fragments) * 64
@@ -265,7 +267,7 @@ def test_staging_disturbs_no_capture():
 
 @pytest.fixture
 def entered(monkeypatch):
-    """Names of threads that made the device of the pages current."""
+    """Record the names of threads that make the pages' device current."""
     found, enter = set(), torch.cuda.set_device
 
     def note(device):

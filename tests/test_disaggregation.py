@@ -117,7 +117,7 @@ def test_between_unlike_engines(pair, kinds, engines):
             Engine(f"d{there}", kinds=kinds, **SIDES[there]) as receiver,
         ):
             shared = tokens_of(rng, rng.randint(1, 200))
-            # with a common prefix, the receiver has hits before the loaded tokens
+            # With a common prefix, the receiver has hits before the loaded tokens.
             for number in range(3):
                 tokens = [*shared, *tokens_of(rng, rng.randint(1, 100))]
                 offer = send(sender, f"r{number}", tokens)
@@ -549,7 +549,7 @@ def test_a_rank_that_never_answers_does_not_hold_its_request():
     now[0] = 60.0
     (loaded,) = receiver.poll()
     assert loaded.num_computed_tokens is None and "did not answer in time" in loaded.error
-    # kept forever, since the rank may still write to these blocks
+    # Kept forever, since the rank may still write to these blocks.
     assert manager.pool.num_kept == 5
 
 
@@ -583,7 +583,7 @@ def test_a_request_that_comes_back_is_matched_anew():
         receiver.match(other, offer)
     assert [each.request_id for step in rank.steps for each in step.unread] == ["r"]
     rank.steps.clear()
-    # same offer, which will still be read, so the sender gets no "unread" message
+    # Same offer, which will still be read, so the sender gets no "unread" message.
     for _ in range(2):
         request = Request("r", range(71))
         assert receiver.match(request, offer) == 70
@@ -866,7 +866,7 @@ def test_layers_arrive_before_the_last_one_is_computed(sides, kinds, engines):
     [
         (("block", "kv", "token", "head", "element"), [96, 64]),
         (("layer", "block", "token", "head", "element"), [96, 64]),
-        # one region for both layers
+        # One region for both layers.
         (("block", "layer", "kv", "token", "head", "element"), [64, 64]),
     ],
 )

@@ -211,7 +211,7 @@ def test_samples_share_the_prompts_blocks_and_copy_what_they_write(paged):
     params = SamplingParams(max_tokens=4, n=4, temperature=1.0, seed=0)
     engine.generate([list(range(1, 41))], params)
     assert engine.metrics.forked_sequences == 3
-    # the block of tokens 32 to 39, copied for all samples but one
+    # The block of tokens 32 to 39, copied for all samples but one.
     assert engine.metrics.copied_pages == 3
     assert engine.metrics.computed_tokens == 40 + 4 * 3
 

@@ -45,8 +45,7 @@ def test_a_page_that_a_state_left_waits_for_the_report_of_the_last_step():
     first = manager.step()
     manager.admit(Admit(request, num_tokens=2), ())
     num_free = manager.pool.num_free
-    # needs a state page and an attention page, and releases a state page after the next step
-    manager.extend(request, 4)
+    manager.extend(request, 4)  # a state page and an attention page; one state page is left
     assert manager.pool.num_free == num_free - 2
     second = manager.step()
     manager.report(StepReport(first.step_id, completed=True))
@@ -69,7 +68,7 @@ def test_a_state_at_the_end_of_a_block_is_a_hit_and_one_inside_is_not():
     found = manager.cache.find_prefix(Request("b", range(13)))
     assert found.num_tokens == 12 and found.num_shared_tokens == 12
     found = manager.cache.find_prefix(Request("b", range(11)))
-    # states lag behind the token groups
+    # States lag behind the token groups.
     assert (found.num_tokens, found.num_shared_tokens) == (4, 8)
 
 

@@ -238,7 +238,7 @@ def test_blocks_of_the_host_come_with_parents_and_tokens():
     done(manager, manager.step())
     events = [event for event in reader.take(manager) if event.medium == "CPU"]
     hashes = [wire_hash(each.tobytes()) for each in manager.cache.hashes(request)]
-    # in token order, although the manager writes tails first
+    # In token order, although the manager writes tails first.
     assert [event.block_hashes for event in events] == [hashes]
     (event,) = events
     assert event.parent_block_hash is None and event.token_ids == [*range(12)]
@@ -342,7 +342,7 @@ class Watched(Driver):
         assert shown(view) == cached(self.manager)
         groups = self.reader.translator._groups.items()
         known = {(number, each) for number, group in groups for each in group._blocks}
-        # blocks removed from all places are forgotten
+        # Blocks removed from all places are forgotten.
         assert known == {(group, each) for _, group, each in shown(view)}
         self.check(view)
         if self.choose.chance(10):

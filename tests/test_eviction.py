@@ -384,7 +384,7 @@ def test_what_goes_on_outlives_what_is_never_continued():
     for name in ("lru", "learned"):
         pool, hits[name] = BlockPool(401, name), 0
         for number in range(600):
-            # a first turn, and the next turn of an earlier conversation
+            # A first turn, and the next turn of an earlier conversation.
             chats = [[5, 1000 + number, 0], [5, 1000 + number - 30, 0, 1]]
             scans = [[9, 10_000 * k + number, *range(8)] for k in (1, 2)]
             for request in (*chats, *scans):

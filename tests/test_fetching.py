@@ -204,7 +204,7 @@ def cells(ids, block_size):
 
 
 def lhbnc(num_layers, num_blocks, block_size):
-    """Return an engine's [heads, blocks, tokens, K and V] tensors, with K and V views."""
+    """Return an engine's [heads, blocks, tokens, K and V] tensors, and views of K and V."""
     tensors = [
         torch.full((HEADS, num_blocks, block_size, 2 * SIZE), EMPTY) for _ in range(num_layers)
     ]

@@ -152,7 +152,7 @@ def test_an_aborted_step_takes_the_child_back_too():
     serve(manager, parent, token_ids=[10])
     parent.append_tokens([11])
     child = child_of(manager, parent, "child", 7)
-    # a row resumes inside a block only if it computed that block
+    # A row resumes inside a block only if it computed that block.
     assert manager.abort(1) == {"parent": 10, "child": 8}
     assert ids(manager, child) == [1, 2]
     check_invariants(manager)

@@ -279,7 +279,7 @@ def test_the_commit_without_git(no_programs, monkeypatch, tmp_path):
 def test_the_driver_without_nvidia_smi(no_programs, monkeypatch, tmp_path):
     version = tmp_path / "version"
     monkeypatch.setattr(machine, "_DRIVER_FILE", version)
-    assert machine.driver()  # whatever is known without either
+    assert machine.driver()  # available without nvidia-smi and without the version file
     version.write_text(
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.1.4  Tue Sep\nGCC: 12.2\n"
     )

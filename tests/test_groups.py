@@ -1,4 +1,4 @@
-"""Several cache groups over one pool: one behaviour per test."""
+"""Several cache groups over one pool. Each test covers one behavior."""
 
 import math
 from dataclasses import replace
@@ -238,7 +238,7 @@ def test_a_window_needs_only_its_last_blocks_for_a_hit():
     manager.free(request)
     manager.cache.evict(ids[:3])
     found, num_tokens, _ = manager.cache.find_prefix(Request("b", range(18)))
-    # token 16 reads from 11 on, so block 2 is missing
+    # Token 16 reads from 11 on, so block 2 is missing.
     assert (found.tolist(), num_tokens) == ([], 0)
     found, num_tokens, _ = manager.cache.find_prefix(Request("b", range(30)))
     assert (found.tolist(), num_tokens) == ([0, 0, 0, *ids[3:].tolist()], 20)
@@ -249,7 +249,7 @@ def test_only_blocks_that_a_hit_can_read_are_cached_and_the_others_go_first():
     manager = make(full, window, num_blocks=15)
     request = Request("a", range(65))
     run(manager, request, 65)
-    # 2 full-attention blocks, and 2 of 8 window blocks: those before tokens 32 and 64
+    # 2 full-attention blocks, and 2 of 8 window blocks: those before tokens 32 and 64.
     assert manager.pool.num_cached == 2 + 2
     hit = manager.cache.find_prefix(Request("b", range(65))).block_ids
     manager.free(request)
@@ -268,7 +268,7 @@ def test_blocks_that_leave_a_window_in_one_step_are_evicted_tail_first():
     run(manager, request, 24, 1)  # blocks 0 to 3 are dropped immediately
     hits = [hit_length(manager, range(n)) for n in (9, 13, 17)]
     assert hits == [8, 12, 16]
-    # takes two of the dropped blocks
+    # Takes two of the dropped blocks.
     manager.step(new=[Request("b", range(500, 509), write_cache=False)])
     assert manager.pool.num_evicted == 2
     assert [hit_length(manager, range(n)) for n in (9, 13, 17)] == [8, 8, 8]
@@ -724,7 +724,7 @@ def test_a_drafting_group_computes_the_last_block_that_it_finds_anew():
     ids = manager.block_ids(request)
     manager.free(request)
     manager.cache.evict([ids[2]])
-    # hits of 16 and 12 would read block 2, and 8 would recompute it
+    # Hits of 16 and 12 would read block 2, and 8 would recompute it.
     assert hit_length(manager, range(30)) == 4
 
 

@@ -37,7 +37,8 @@ ALL = f"{UNEQUAL},recurrent:block_size=32,chunked_local:chunk_size=70"
 
 
 def hybrid(groups, num_blocks, concurrency=1, verified=None, **options) -> Replayer:
-    """`groups`: command-line syntax, blocks of 4 tokens by default.
+    """Make a replayer of `groups`, which use command-line syntax with blocks of 4 tokens by
+    default.
 
     `verified`: groups to verify instead.
     """
@@ -398,7 +399,7 @@ def test_blocks_read_by_custom_kind_are_kept(lookback, is_right):
 
 @register("test_goes_back")
 class GoesBack(AttentionKind):
-    """Reads 16 tokens less from token `at` on, which the manager has already dropped."""
+    """From token `at` on, reads 16 further tokens that the manager has already dropped."""
 
     def __init__(self, *, at):
         super().__init__()

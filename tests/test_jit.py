@@ -71,7 +71,7 @@ def environment_for(checkout, compiler="copies", **changes):
     variables = {**os.environ, "PYTHONPATH": str(checkout)}
     variables.pop("KVCACHE_JIT", None)
     variables["KVCACHE_JIT_DIR"] = str(checkout / "jit" / compiler)
-    # with arguments, as in "ccache g++ -m64"
+    # With arguments, as in "ccache g++ -m64".
     variables["CXX"] = f"env {checkout / compiler / 'g++'} -pipe"
     return {**variables, **changes}
 

@@ -1,4 +1,4 @@
-"""Run every kernel test emulated, under AddressSanitizer and UndefinedBehaviourSanitizer."""
+"""Runs every kernel test emulated, under AddressSanitizer and UndefinedBehaviorSanitizer."""
 
 import os
 import subprocess

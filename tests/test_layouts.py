@@ -22,7 +22,7 @@ SIZES = {"kv": 2, "block": NB, "token": BS, "head": H, "element": D, "layer": L}
 
 @pytest.fixture
 def registry(monkeypatch):
-    """Register into a copy."""
+    """Make registrations go to a copy of the registry."""
     monkeypatch.setattr(layouts, "_BACKENDS", dict(layouts._BACKENDS))
 
 
@@ -160,7 +160,9 @@ def test_unknown_backend_error_lists_known_backends():
 
 
 class Engine:
-    """An engine's backend class of one version: a shape by role, and orders for its layouts."""
+    """One version of an engine's backend class, with a shape by role and memory orders for its
+    layouts.
+    """
 
     name, dims, layout = "TRITON_ATTN", ("block", "kv", "token", "head", "element"), "HND"
     orders, packed_orders = {}, {}

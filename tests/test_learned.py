@@ -51,7 +51,7 @@ def test_what_was_learned_is_saved_and_loaded(tmp_path):
 def test_who_has_learned_evicts_otherwise_than_who_has_not():
     """The older prompt's class has been reused, and the younger prompt's class never."""
     reached, used = np.zeros((101, 26)), np.zeros((101, 26))
-    # classes for answers shorter than 64 tokens, and for longer ones
+    # Classes for answers shorter than 64 tokens, and for longer ones.
     reached[0] = reached[1] = 1000
     used[1] = 500
     for learned in (None, LearnedReuse(reached, used)):

@@ -103,7 +103,7 @@ class Driver:
         self.host_model.retain(pages)
         new = self.allocate(len(nodes) - num_hit)
         self.publish(nodes[num_hit:], new, group)
-        # otherwise, as with host_write="learned": both copies are kept
+        # Otherwise, as with host_write="learned": both copies are kept.
         is_moved = self.random.random() < 0.7
         for page in pages:
             self.num_loaded += 1

@@ -107,7 +107,7 @@ def test_a_request_that_does_not_fit_leaves_the_order_of_eviction():
     assert manager.admit(Admit(Request("c", range(13)), num_tokens=9), [1]) is None
     assert manager.step(new=[Request("c", range(13))]).status.tolist() == [Status.NEVER]
     manager.step(new=[Request("d", range(50, 54)), Request("e", range(60, 64))])
-    # a was evicted first
+    # a was evicted first.
     assert len(manager.cache.find_prefix(Request("f", range(5))).block_ids) == 0
     assert len(manager.cache.find_prefix(Request("g", range(100, 105))).block_ids) == 1
 
@@ -140,7 +140,7 @@ def test_preallocation_takes_more_but_never_beyond_the_model_or_the_pool():
     assert manager.extend(a, 9).tolist() == []
     assert manager.extend(a, 1).tolist() == [4, 5, 6]
     b = Request("b", range(50, 60))
-    # preallocated only one of two blocks
+    # Preallocated only one of two blocks.
     assert manager.admit(Admit(b, num_tokens=10), ()).tolist() == [7, 8, 9, 10]
     manager = make(num_preallocate_tokens=100, max_model_len=9)
     assert manager.admit(Admit(Request("a", range(3)), num_tokens=3), ()).tolist() == [1, 2, 3]

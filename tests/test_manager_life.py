@@ -1,4 +1,4 @@
-"""Admission, reports, fences, withdrawal, statistics and events, one behavior per test."""
+"""Admission, reports, fences, withdrawal, statistics and events. Each test covers one behavior."""
 
 import pytest
 
@@ -131,7 +131,7 @@ def test_a_draft_in_a_slot_is_not_cached_as_the_token_that_came_instead():
     request = Request("a", range(4))
     manager.step(new=[request])
     manager.step([0], [4])  # slots 4 to 7; 6 and 7 hold drafts
-    # both drafts were rejected, so tokens 6 and 7 have no KV yet
+    # Both drafts were rejected, so tokens 6 and 7 have no KV yet.
     request.append_tokens([4, 5, 6, 7])
     manager.reject_tokens(request, 2)
     manager.free(request)
@@ -266,7 +266,7 @@ def test_a_report_knows_who_let_go_of_a_failed_page_in_its_own_step():
 
 
 def test_aborts_leave_no_journal_behind():
-    """With a step that is never reported, and many aborts."""
+    """One step is never reported, and there are as many aborts as steps."""
     manager = make()
     kept = Request("kept", [99])
     manager.step(new=[kept])

@@ -189,7 +189,8 @@ def test_make_builds_again_after_clean(made):
 
 # --- steps of CI ----------------------------------------------------------------------------------
 
-# In the order of their output. gpu-rehearsal starts two steps earlier.
+# In the order of their output. gpu-rehearsal starts two steps earlier. LAST_BESIDE maps a
+# background step to the last step that runs concurrently with it.
 STEPS = (
     *("setup", "lint", "test-vllm", "sanitize", "sanitize-thread", "gpu-less", "gpu-rehearsal"),
     *("docs", "demo", "fuzz", "bench", "test", "test-exhaustive"),
@@ -217,7 +218,7 @@ def test_ci_runs_every_step_and_says_how_long_each_took(tmp_path):
     code, out = run_ci(tmp_path, failing="nothing")
     assert code == 0
     assert [step for step in STEPS if f"ran {step}\n" in out] == list(STEPS)
-    # plus the CUDA check, which is reported even if it is skipped
+    # Plus the CUDA check, which is reported even if it is skipped.
     assert out.count("== took ") == len(STEPS) + 1
     assert "== all passed in " in out
 

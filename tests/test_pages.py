@@ -234,7 +234,9 @@ def test_a_page_of_a_packed_storage_is_one_fragment():
 
 
 def engine_tensors(backend, layout, num_layers=3, num_blocks=6, dtype=torch.float16):
-    """Tensors as backends register them: logical [.., block, head, element], memory order by stride."""
+    """Return tensors as backends register them: logical [.., block, head, element], ordered by
+    stride.
+    """
     size, heads, width = 4, 2, 8
     inner = [size, heads, width] if layout == "NHD" else [heads, size, width]
 
@@ -301,7 +303,7 @@ def test_states_of_any_dtype_are_pages_too():
 
 @st.composite
 def strided(draw):
-    """A tensor over part of a larger one, with its dimensions in any memory order."""
+    """Draw a tensor over part of a larger one, with its dimensions in any memory order."""
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     wider = [n + draw(st.integers(0, 1)) for n in shape]
     order = draw(st.permutations(range(len(shape))))
@@ -471,7 +473,7 @@ def test_invalid_pairs_are_reported():
 
 
 def separate(num_layers=4):
-    """Tensors in separate allocations, some of which lie below the first one."""
+    """Return tensors in separate allocations, sorted by descending address."""
     made = [torch.randn(50, 3, 7) for _ in range(num_layers)]
     return sorted(made, key=lambda t: t.data_ptr(), reverse=True)
 
@@ -643,7 +645,7 @@ def test_unsupported_plans_are_rejected():
 
 
 def test_mla_sizes_agree_between_specs_and_storage():
-    """A latent of 512 elements and a rotary part of 64, separate or as one vector."""
+    """Covers a latent of 512 elements and a rotary part of 64, separate or as one vector."""
     order = ("block", "token", "element")
     descriptions = [
         CacheDescription(

@@ -93,7 +93,7 @@ def test_the_order_of_dimensions_is_never_guessed(shape):
         shaped = cache.transpose(1, 2)
         permute_received_blocks(shaped, [0, 1, 4, 3], remote_block_size=k * bs, dims="HND")
         assert torch.equal(cache, want)
-        # read as 12 heads of one token, the blocks have different bytes
+        # Read as 12 heads of one token, the blocks have different bytes.
         if layout == "NHD" and bs > 1:
             other = cache_of(layout, shape=shape)
             permute_received_blocks(other.transpose(1, 2), [0, 1, 4, 3], remote_block_size=k)

@@ -262,7 +262,7 @@ def test_a_place_that_is_taken_leaves_nothing_behind(context):
             OSError, match=r"replay_endpoint is .*[Aa]ddress already in use"
         ) as told:
             EventPublisher(place, first.endpoint, context=context)
-        # the traceback keeps the failed publisher alive, so it was closed explicitly
+        # The traceback keeps the failed publisher alive, so it was closed explicitly.
         assert told.traceback
         with at(place, None, context):
             pass
@@ -398,7 +398,7 @@ def test_a_large_request_ends_its_connection_alone(context, publisher):
     other = Asker(context, publisher)
     other.ask(b"", encode_sequence(1))
     assert len(other.answers()) == 1
-    # ZMQ discarded them before they reached the publisher
+    # ZMQ discarded them before they reached the publisher.
     assert publisher.counts.refused_requests == 0
 
 
@@ -512,7 +512,7 @@ def test_a_reader_that_takes_nothing_for_long_is_dropped(context, monkeypatch):
         asker = Asker(context, publisher)
         asker.ask(b"", encode_sequence(0))
         assert len(asker.answers()) == 60
-        # including closed connections
+        # Including closed connections.
         wait_for(lambda: not any(publisher._server.held_bytes.values()))
         assert len(readers) == 3
 

@@ -181,7 +181,7 @@ class TestPreemption:
         assert course.step() == {"r0": 1}  # the second needs three blocks, but two are free
         new = course.add(1, priority=-1)
         assert course.step() == {"r0": 1} and new.state is State.WAITING
-        # it has the last rank, so no other sequence is preempted for it
+        # It has the last rank, so no other sequence is preempted for it.
         assert second.state is State.RUNNING
         course.scheduler.finish(first)
         assert course.step() == {"r1": 57}

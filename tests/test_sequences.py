@@ -120,7 +120,7 @@ def test_wrong_types_are_named(arguments, named):
 
 
 def test_can_allocate_keeps_the_watermark():
-    # 10 blocks, of which int(0.2 * 11) = 2 are kept free
+    # 10 blocks, of which int(0.2 * 11) = 2 are kept free.
     manager = make(num_gpu_blocks=11, watermark=0.2)
     assert manager.watermark_blocks == 2
     assert manager.can_allocate(Group("r", [seq(0, 32)])) == OK
@@ -304,7 +304,7 @@ def test_can_append_slots_counts_every_block_that_is_touched():
     manager = make(num_gpu_blocks=6)  # 5 blocks
     group = admitted(manager, 6, num_seqs=2)  # 2 blocks
     assert manager.can_append_slots(group, 0)  # nothing to write
-    # 2 slots left in a shared block: one more block for each
+    # Slots 6 and 7 are in one block, which each sequence needs for itself.
     assert manager.can_append_slots(group, 2)
     assert not manager.can_append_slots(group, 3)  # two blocks each, 4 > 3
     group.seqs[1].status = Status.FINISHED_STOPPED
@@ -405,7 +405,7 @@ def test_with_caching_only_the_tail_is_read():
 def test_nothing_fits_beyond_max_model_len():
     manager = make(max_model_len=8)
     assert manager.can_allocate(Group("s", [seq("s", 9)])) == NEVER
-    # lookahead may exceed max_model_len
+    # Lookahead may exceed max_model_len.
     assert manager.can_allocate(Group("s", [seq("s", 8)]), 4) == OK
     with pytest.raises(ValueError, match="max_model_len"):
         manager.allocate(Group("s", [seq("s", 9)]))
@@ -805,7 +805,7 @@ def test_a_swap_out_that_does_not_fit_changes_nothing():
 
 
 def test_a_watermark_that_is_set_counts_in_every_call():
-    # 8 blocks, 2 of them kept free
+    # 8 blocks, 2 of them kept free.
     manager = make(num_gpu_blocks=9, num_cpu_blocks=9, watermark=0.25)
     group = Group("g", [seq("a", 28)])
     assert (manager.watermark_blocks, manager.can_allocate(group)) == (2, NEVER)
@@ -1131,7 +1131,7 @@ def test_before_the_end_of_the_prompt_marks_alone_count():
     child.tokens += [*range(20, 29)]
     manager.append_slots(child, 0)
     group.seqs.append(child)
-    # a child's prompt is its parent's, of which 19 tokens are marked
+    # A child's prompt is its parent's, of which 19 tokens are marked.
     manager.mark_blocks_as_computed(group, 0)
     assert manager.get_num_cached_tokens(seq("s", 30)) == 16
     manager.mark_blocks_as_computed(group, 1)
@@ -1175,7 +1175,7 @@ def test_a_swap_in_shares_what_is_still_cached_on_the_device():
     assert manager.get_num_cached_tokens(group.seqs[0]) == 12
     again = admitted(manager, 14, "s")  # holds the same three blocks and one more
     assert counts(manager)[0] == 3
-    # loads only a partial block, plus two of the three free blocks
+    # Loads only a partial block, plus two of the three free blocks.
     assert manager.can_swap_in(group, 10) == OK
     pairs = manager.swap_in(group)
     assert len(pairs) == 1 and counts(manager) == (2, 10)
@@ -1320,7 +1320,7 @@ def test_another_eviction_policy():
     for group in groups:
         manager.free(group.seqs[0])
     admitted(manager, 9, "c", first=30)
-    # the prompt that was released last
+    # The prompt that was released last.
     assert manager.get_num_cached_tokens(seq("d", 5, first=20)) == 4
     assert manager.get_num_cached_tokens(seq("d", 5, first=10)) == 0
     options = {"protected_share": 0.5}

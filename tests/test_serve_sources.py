@@ -81,7 +81,7 @@ def test_a_restarted_server_loads_what_the_earlier_one_has_stored(alone, tmp_pat
 @needs_nixl
 def test_a_store_that_cannot_be_used_does_not_stop_the_server(alone, tmp_path):
     options = ("--store", str(tmp_path / "kv"))
-    # only one server can use a folder
+    # Only one server can use a folder.
     with ServeProcess(*options) as first, ServeProcess(*options) as second:
         assert answer(first) == answer(second) == (alone, 0)
         wait_until(lambda: counts(second, "store")["errors"] > 0)

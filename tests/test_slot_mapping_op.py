@@ -108,7 +108,7 @@ def test_tokens_find_their_request_among_many(backend, num_requests):
 
 @each_backend
 def test_tokens_after_the_last_request_get_no_slot(backend):
-    """Like a captured graph: one position per buffer entry, and fewer tokens in the requests."""
+    """As in a captured graph, the buffer has more positions than the requests have tokens."""
     call = arguments(backend, positions=backend.tensor([0, 5, 3, 7]))
     call["rows"] = backend.tensor([0, 1, -1], dtype=INT32)
     call["query_start_loc"] = backend.tensor([0, 1, 2, 3], dtype=INT32)
@@ -144,7 +144,7 @@ def test_every_token_has_one_rank_and_a_unique_slot(world, block_size):
 @each_backend
 @given(st.integers(1, 2**31 - 1), st.lists(st.integers(0, 2**31 - 2), min_size=1, max_size=20))
 def test_division_is_exact_for_every_block_size(backend, block_size, positions):
-    """Division by multiplication, with positions up to 2^31 - 1."""
+    """Covers division by multiplication, with positions up to 2^31 - 1."""
     columns = max(positions) // block_size + 1
     if columns > 100_000 or columns * block_size > 2**31 - 1:
         positions = [p % block_size for p in positions]

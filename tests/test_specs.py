@@ -621,7 +621,7 @@ def test_a_kind_that_answers_what_it_must_not_is_not_planned(monkeypatch, answer
     [
         ("max_live_tokens", -5, r"\(64, 16\) is -5: expected 16 to "),
         ("max_live_tokens", 0, r"\(64, 16\) is 0: expected 16 to "),
-        # fewer than the tokens of a step
+        # Fewer than the tokens of a step.
         ("max_live_tokens", 15, r"\(64, 16\) is 15: expected 16 to "),
         ("max_live_tokens", None, r"\(64, 16\) is None: expected an integer$"),
         ("max_live_tokens", 20.5, r"\(64, 16\) is 20.5: expected an integer$"),
@@ -995,7 +995,7 @@ def test_fewer_groups_would_need_more_than_a_tenth_more(case):
     plan = plan_cache(layers, GIB, **arguments)
     length, share = plan.max_model_len, plan.layer_page_bytes
     chosen = plan.pages_per_request(length) * plan.page_bytes
-    sizes = {}  # properties shared by a group and its layers -> sizes of the groups with them
+    sizes = {}  # (group without layers, layer properties) -> number of layers that may share groups
     by_name = {layer.name: layer for layer in layers}
     for group in plan.groups:
         alike = [replace(by_name[name], name="any", block_size=1) for name in group.layers]

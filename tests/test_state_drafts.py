@@ -86,7 +86,7 @@ def test_more_drafts_than_pages_are_refused_by_name():
         with pytest.raises(ValueError, match=expected):
             wrong()
     assert request.num_tokens == manager.num_computed_tokens(request) == 6
-    # two known tokens and three drafts
+    # Two known tokens and three drafts.
     plan = manager.step([0], [5], token_ids=[6, 7], num_token_ids=[2])
     assert plan.num_tokens.tolist() == [5]
     assert [len(manager.block_ids(request, g)) for g in (1, 2)] == [1 + 4, 4]
@@ -111,7 +111,7 @@ def test_one_group_without_pages_for_drafts_takes_no_rejection():
     manager = manager_of(FULL, states(), GroupSpec("recurrent", 4))
     request = Request("a", range(6))
     manager.step(new=[request])
-    # without speculative blocks, any number of unknown tokens counts as accepted
+    # Without speculative blocks, any number of unknown tokens counts as accepted.
     manager.step([0], [9])
     with pytest.raises(ValueError, match=r"no token back without num_speculative_blocks"):
         manager.reject_tokens(request, 1)
@@ -203,7 +203,7 @@ def test_a_fork_begins_with_the_accepted_state_alone():
         manager.reject_tokens(parent, 1)
     plan = manager.step([row, 0], [4, 4], token_ids=[9], num_token_ids=[0, 1])
     first = manager.block_ids(child, 1).tolist()
-    # its own state, and three more pages
+    # Its own state, and three more pages.
     assert plan.copy[:, 0].tolist()[-1] == pages[2] and len(first) == 4
     assert not set(first) & set(manager.block_ids(parent, 1).tolist())
     check_invariants(manager)

@@ -131,7 +131,7 @@ def test_reads_are_correct_under_any_stream_order(form, seeds):
 
 
 def without_order_against_compute(monkeypatch):
-    """Swaps do not wait for earlier work of the compute stream."""
+    """Make swaps ignore earlier work of the compute stream."""
     record = SimulatedStreams.record
 
     def happened(self, stream):

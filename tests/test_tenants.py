@@ -150,19 +150,19 @@ def test_another_seed_shares_no_hash():
         for seed in ("one", "other", "vllm-none-hash")
     ]
     assert all(not one & other for one, other in itertools.combinations(hashes, 2))
-    # the default salt is public
+    # The default salt is public.
     assert hashes[2] == {bytes(each) for each in hash_blocks(TOKENS, 4)}
 
 
 def test_only_what_the_page_names_listens_and_none_unpickles_or_makes_a_temporary_file():
-    """docs/security.md, "Who may listen"."""
+    """Checks the section "Who may listen" of docs/security.md."""
     of_listeners = {"socket", "asyncio", "zmq"}
     listeners = {
         REPO / "kvcache/cli/serve.py",
         *(REPO / "kvcache/server").glob("*.py"),
         *(REPO / "kvcache/router_events").glob("*.py"),
         *(REPO / "kvcache/transfer/transport").glob("*.py"),
-        # connects to a server; Mooncake's client listens
+        # Connects to a server; Mooncake's client listens.
         REPO / "kvcache/sources/store/mooncake.py",
     }
     modules = {

@@ -53,7 +53,7 @@ class Engine:
 def test_what_is_learned_to_come_again_is_written_and_the_rest_is_not():
     """The class of one prompt has been reused, and that of the other prompt never."""
     reached, used = np.zeros((101, 26)), np.zeros((101, 26))
-    # classes for answers shorter than 64 tokens, and for longer ones
+    # Classes for answers shorter than 64 tokens, and for longer ones.
     reached[0] = reached[1] = 1000
     used[1] = 500
     learned = dict.fromkeys(("eviction", "host_eviction", "host_write"), "learned")
@@ -699,7 +699,7 @@ def test_fences_beside_a_swap_end_with_their_own_steps():
         num_blocks=30, groups=[GroupSpec("sliding_window", 4, {"window": 5})], fence_frees=True
     )
     manager.step(new=[Request("a", range(16)), Request("b", range(100, 108))])
-    # fences hold two blocks until step 1, and three until step 0
+    # Fences hold two blocks until step 1, and three until step 0.
     manager.step([0], [1], swap_out=[1])
     assert manager.pool.num_fenced == 5
     manager.report(StepReport(0, completed=True))

@@ -77,7 +77,7 @@ def test_a_prompt_that_never_fits_is_rejected_at_once():
     requests = [request(0, 0, 0, 8, 100), request(1, 0, 100, 400, 0), request(2, 5, 200, 8, 0)]
     report = replayed(requests, num_blocks=11)
     assert (report.rejected_requests, report.requests) == (1, 3)
-    # the third waits for the first one's prefill
+    # The third waits for the first one's prefill.
     assert report.mean_ms_to_first_token == (8 + 11) / 2
 
 

@@ -34,7 +34,7 @@ def dequantize(x, scale, dtype):
 
 
 def same(got, want):
-    """Compare bit patterns; all NaNs are equal."""
+    """Compare bit patterns. All NaNs are equal."""
     got, numbers = got.cpu(), ~want.isnan()
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[want.element_size()]
     got_bits, want_bits = (x.contiguous().view(integers)[numbers] for x in (got, want))
@@ -123,7 +123,7 @@ def all_patterns(dtype):
 
 
 def through(backend, patterns, fp8, scale):
-    """Write the patterns to an fp8 cache."""
+    """Write the patterns to an fp8 cache, and return its codes."""
     tokens = patterns.view(-1, 1, 64).to(backend.device)
     shape = (1 + len(tokens), 1, 1, 64)  # the null block comes first
     caches = [torch.zeros(shape, device=backend.device).to(fp8) for _ in "kv"]

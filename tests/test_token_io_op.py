@@ -20,7 +20,7 @@ LAYOUTS = ["NHD", "HND"]
 
 
 def random_tensor(shape, dtype, generator):
-    """Random bytes, so that every bit pattern occurs (including NaN and fp8)."""
+    """Return random bytes, so that every bit pattern occurs (including NaN and fp8)."""
     size = torch.empty(0, dtype=dtype).element_size()
     raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * size), generator=generator)
     return raw.to(torch.uint8).view(dtype) if shape[-1] else torch.empty(shape, dtype=dtype)
@@ -283,7 +283,7 @@ SHARED = {
 
 
 def on_device(views, device):
-    """Views of one tensor remain views of one tensor on another device."""
+    """Move views to a device. Views of one tensor remain views of one tensor."""
     storage = views[0].untyped_storage()
     whole = torch.empty(0).set_(storage, 0, (storage.nbytes() // 4,)).to(device, copy=True)
     return [whole.as_strided(v.shape, v.stride(), v.storage_offset()) for v in views]

@@ -32,7 +32,10 @@ def workers(tp_size, pp_size, heads, is_mla=False):
 
 
 def holding(heads, stages, pp_size, pp_rank, tp_size, tp_rank):
-    """Return the (head, stage) pairs of a rank; the model has as many stages as the longer pipeline."""
+    """Return the (head, stage) pairs of a rank.
+
+    The model has as many stages as the longer pipeline.
+    """
     per_rank = stages // pp_size
     own = range(pp_rank * per_rank, (pp_rank + 1) * per_rank)
     return set(itertools.product(heads_of_rank(heads, tp_size, tp_rank), own))
@@ -199,7 +202,7 @@ def test_shapes(backend, layout, shape, blocks_first, split, cross_layers, posit
 
 
 class EngineBackend:
-    """A backend class as written in serving engines."""
+    """A backend class like those of serving engines."""
 
     stride_order = (1, 4, 0, 2, 3, 5)
 

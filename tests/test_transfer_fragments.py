@@ -108,7 +108,7 @@ def test_ranks_equal_the_topology(heads, is_mla):
         (of(block_size=16), of(layout="HND", tp_size=2), (4, "HND"), 32),
         (of(), of(tp_size=2), None, 2 * 4 * 4),  # heads from two ranks, token by token
         (of(layout="HND"), of(tp_size=2), (4, "NHD"), 2 * 4 * 4),
-        # with one head, both layouts have the same order
+        # With one head, both layouts have the same order.
         (of(tp_size=4), of(layout="HND", tp_size=4), None, 4),
         (of(cp_world_size=2), of(layout="HND"), None, 64),
         (of(cp_world_size=2), of(layout="HND", cp_world_size=2), (4, "HND"), 4),
@@ -127,12 +127,12 @@ def test_the_fewest_fragments_are_chosen(local, remote, permutation, num_fragmen
 @pytest.mark.parametrize(
     ("packing", "num_fragments"),
     [
-        # 4 of 8 heads in blocks of 4 tokens, 6 layers: K and V of these heads are contiguous over
-        # all layers,
+        # 4 of 8 heads in blocks of 4 tokens, 6 layers. The heads' K and V are contiguous over all
+        # layers.
         ("heads first", (1, 1)),
-        # K and V are contiguous separately,
+        # K and V are contiguous separately.
         ("kv, heads, layers", (2, 2)),
-        # and with layers outermost, each layer's K and V are contiguous.
+        # With layers outermost, each layer has a fragment for K and one for V.
         ("block_major", (12, 12)),
         ("apart", (12, 12)),
     ],

@@ -149,7 +149,7 @@ def test_ranks_of_uneven_stages_have_own_addresses():
 
 
 def test_states_arrive_in_pages_that_groups_share():
-    """A convolution with 4 heads and 2 groups and an SSM with 4 heads, from two ranks to one."""
+    """Two ranks send to one: a convolution with 4 heads and 2 groups, and an SSM with 4 heads."""
     tensors = [
         StateTensor(sections=[(4, 3), (2, 2), (2, 2)], row_size=3),
         StateTensor(sections=[(4, 1)], row_size=5, dtype="float32"),
@@ -172,7 +172,7 @@ def test_states_arrive_in_pages_that_groups_share():
         parts = [pages.layer(layer)[source] for pages in theirs]
         convs = [part[: 10 * 3 * 2].view(10, 6) for part in parts]
         channels = [each[rows] for rows in (slice(6), slice(6, 8), slice(8, 10)) for each in convs]
-        # slices of both ranks, first for x, then for B and C
+        # Slices of both ranks, first for x, then for B and C.
         assert torch.equal(conv, torch.cat(channels))
         assert torch.equal(ssm, torch.cat([part[10 * 3 * 2 :].view(2, 20) for part in parts]))
 

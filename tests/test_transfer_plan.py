@@ -20,7 +20,7 @@ from tests.transfer_plan_checker import (
 )
 from tests.transfer_plan_table import HEADS, PARALLEL, SIZES, page_product, parallel_product, tally
 
-# shares of all combinations; coprime to the sizes, so that each share has every size
+# Shares of all combinations; coprime to the sizes, so that each share has every size.
 NUM_SHARES = 797
 
 
@@ -86,7 +86,7 @@ def test_sizes_that_do_not_divide_each_other(local, remote, allow_permutation):
 SCALE_ORDERS = [name for name in ORDERS if name not in ("heads first", "kv, heads, layers")]
 SCALE_ORDERS = [
     name for name in SCALE_ORDERS if name != "all K, all V" and not has_heads_outside(name)
-]  # K and V of a layer are not separated from other layers
+]  # excludes orders that separate layers from K and V
 
 
 def drawn_side(rng, heads, num_layers, scales):
@@ -137,7 +137,7 @@ def test_random_uneven_stages_with_scales(seed):
 
 
 def test_stages_with_different_tensor_parallel_sizes():
-    """A prefill engine with 3 + 1 layers on 1 and 4 ranks, and a decode engine with 2 ranks."""
+    """The prefill engine has 3 + 1 layers on 1 and 4 ranks, and the decode engine has 2 ranks."""
     prefill = cache(num_layers=4, stages=[(3, 1), (1, 4)])
     decode = cache(num_layers=4, tp_size=2)
     assert [prefill.layers(rank) for rank in range(5)] == [range(3)] + [range(3, 4)] * 4
@@ -167,7 +167,7 @@ def test_scales_move_with_their_heads(packing, layouts, sizes):
         check(local, remote, rank, allow_permutation=False)
     moved = sum(plan_transfer(local, remote, 0).bytes_per_group.values())
     group = plan_transfer(local, remote, 0).tokens_per_group
-    # K, V and scales of two layers
+    # K, V and scales of two layers.
     assert moved == group * 2 * local.heads_per_rank * (2 * 2 * 4 + 4)
 
 

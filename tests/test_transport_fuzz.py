@@ -172,14 +172,14 @@ def test_mutated_metadata_are_refused(name, rng):
                 with pytest.raises(ValueError):
                     side.transport.connect(bytes(data))
                 continue
-            # a mutated name or memory address may still be valid
+            # A mutated name or memory address may still be valid.
             with suppress(ConnectionError, ValueError):
                 side.transport.disconnect(side.transport.connect(bytes(data), timeout_s=0.5))
         check_alive(side, name, before)
 
 
 def drawn_spans(rng, address):
-    """Valid and invalid spans, as sent by a peer."""
+    """Draw valid and invalid spans, as sent by a peer."""
     count = rng.choice([0, 1, 2, 50])
     length = np.array([rng.choice([1, 8, 512]) for _ in range(count)], np.int64)
     at = np.array([rng.randrange(0, NUM_BYTES - 512) for _ in range(count)], np.int64)

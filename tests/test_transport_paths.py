@@ -125,7 +125,10 @@ def test_direct_path_is_used_if_faster(monkeypatch, other, options, size, path):
 
 @needs_nixl
 def test_long_block_lists_are_split_among_threads():
-    """NIXL splits lists of 1,024 descriptors or more. Their number and order are odd here."""
+    """NIXL splits lists of 1,024 descriptors or more.
+
+    The list lengths are uneven, and the order is random.
+    """
     with Pair(24 << 20) as pair:
         for seed, count in enumerate((1023, 1024, 1025, 2901)):
             rng = np.random.default_rng(seed)

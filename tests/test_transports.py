@@ -133,7 +133,7 @@ def drawn(rng):
 
 
 def copied(destination, source, to, at, length):
-    """Reference: copy one fragment after another."""
+    """Copy one fragment after another, as a reference."""
     result = destination.copy()
     for t, a, n in zip(to.tolist(), at.tolist(), length.tolist()):
         result[t : t + n] = source[a : a + n]
@@ -526,7 +526,7 @@ def test_digest_of_cancelled_read_keeps_connection(monkeypatch):
     real = connection.Connection.on_frame
 
     def late(self, header, payload):
-        """Digests of the first read arrive after it has ended."""
+        """Deliver digests of the first read only after the read has ended."""
         if self.peer.agent == other.transport.agent and header["op"] == "digest" and not is_over:
             held.append((self, header, payload))
             read.cancel("enough")
@@ -835,7 +835,7 @@ def test_silent_clients_do_not_block_others(side, peer):
 
 def test_listener_survives_failed_accept(side, name, monkeypatch):
     class Poor:
-        """A listener and a thread in a process that temporarily lacks resources."""
+        """A listener in a process that temporarily lacks resources, such as threads."""
 
         def __init__(self, listener):
             self.listener, self.num_left = listener, 2
@@ -938,7 +938,7 @@ def test_the_same_secret_connects(name):
 
 
 def test_only_the_loopback_listens(side, name):
-    """All listening TCP sockets of this process, as listed by the kernel."""
+    """Return all listening TCP sockets of this process, as listed by the kernel."""
     inodes = set()
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -993,7 +993,7 @@ def test_wrong_metadata_is_refused(side, changes, said):
     ("data", "said"),
     [
         *((data, "metadata") for data in (b"", b"\x80\x04N.", b"[]", b"{", b"[" * 100_000)),
-        # None: the side's own metadata
+        # None: the side's own metadata.
         *(("{}", "expected bytes"), (None, "expected another agent's")),
     ],
 )

@@ -121,7 +121,7 @@ def test_a_load_waits_for_the_step_that_still_writes_to_its_blocks(name):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         zeros = torch.zeros_like(receiver.caches["layer0"])
-        # with asynchronous scheduling, the previous step is still running
+        # With asynchronous scheduling, the previous step is still running.
         with torch.cuda.stream(side):
             torch.cuda._sleep(int(1.0 * CYCLES_PER_S))
             for cache in receiver.caches.values():

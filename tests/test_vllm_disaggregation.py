@@ -158,7 +158,7 @@ def broken(offer, path, value):
     for key in path[:-1]:
         at = at[key]
     at[path[-1]] = value
-    # without a valid seal, only the seal would be reported
+    # Without a valid seal, only the seal would be reported.
     changed["kvcache"] = sealed(changed["kvcache"])
     return changed
 

@@ -142,7 +142,7 @@ class Workload:
 
     def load(self):
         context, keys = self.rng.choice(self.live)
-        # vLLM does not load a chunk twice at the same time
+        # vLLM does not load a chunk twice at the same time.
         hits = [k for k in keys if k in self.plain.idle]
         chunks = self.manager.prepare_load(hits, context).chunks.tolist()
         self.plain.idle = [key for key in self.plain.idle if key not in hits]

@@ -86,7 +86,7 @@ def test_aborts_in_every_phase(case):
     phases = {"waiting", "running"}
     if has_prefix_cache(model):
         phases.add("prompt")
-    # its aborts leave enough room for all other requests
+    # Its aborts leave enough room for all other requests.
     if (model, engine) != ("gemma3", "ours drafts"):
         phases.add("preempted")
     assert set(found["aborts"]["aborted"]) == phases

@@ -98,7 +98,7 @@ def append(rows, splits, ids):
         (append([0], [0, 6], [1] * 6), "row 0 of group 0 has 0 blocks and would get 6 more"),
         (append([0, 0], [0, 3, 6], [1] * 6), "row 0 of group 0 has 3 blocks and would get 3 more"),
         ({"replace": [[(1, 0, 1)]]}, r"replace\[0\]\[0\] names column 0, but row 1 has 0 blocks"),
-        # the row was cleared
+        # The row was cleared.
         ({"replace": [[(2, 0, 1)]]}, "names column 0, but row 2 has 0 blocks"),
         ({"replace": [[(9, 1, 1)]]}, "names row 9: expected 0 to 3"),
         ({"append_ids": [[], []]}, "append_splits has 1 entries, append_ids has 2"),

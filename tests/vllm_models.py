@@ -138,7 +138,7 @@ def make_room():
     from vllm.triton_utils import dispatcher
 
     ensure_kv_transfer_shutdown()  # for an engine that failed at its start
-    # fails when called a second time in a process
+    # Fails when called a second time in a process.
     dispatcher.register_kernels = lambda kernels: None
     gc.collect()  # otherwise, the next engine's process groups would end with the old engine
     cleanup_dist_env_and_memory()

@@ -495,7 +495,7 @@ class SideBySide:
         assert sizes[0] == sizes[1]
         self.counts["preemptions"] += len(theirs.preempted_req_ids or ())
         if self.is_async and not self.is_dense:
-            # vLLM keeps states and blocks outside a window until the step's output has arrived
+            # vLLM keeps states and blocks outside a window until the step's output has arrived.
             return
         usages = [scheduler.kv_cache_manager.usage for scheduler in self.pair]
         assert abs(usages[0] - usages[1]) < 1e-9, "pools are used unlike"

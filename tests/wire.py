@@ -91,7 +91,7 @@ class Wire:
 
     def _run(self) -> None:
         number = itertools.count()
-        # heap of (arrival time, sequence number, end, packet)
+        # Heap of (arrival time, sequence number, end, packet).
         under_way: list[tuple[float, int, int, bytes]] = []
         while True:
             now = time.monotonic()

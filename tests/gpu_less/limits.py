@@ -16,8 +16,8 @@ from pathlib import Path
 
 _TRITON = "backends/nvidia/bin/cuobjdump"  # path inside the triton package
 _RESERVED_SHARED = (
-    # bytes reserved by the system, included in the figure of kernels with shared memory from sm_90
-    # on
+    # Bytes reserved by the system, included in the figure of kernels with shared memory from sm_90
+    # on.
     1024
 )
 _MOST_THREADS = 1024

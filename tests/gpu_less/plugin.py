@@ -87,7 +87,7 @@ class CudaOnCpu(TorchDispatchMode):
         if (capturing or torch.cuda.get_sync_debug_mode()) and _waits_for_values(
             func, args, kwargs
         ):
-            # raises the errors of CUDA captures and of torch's sync debug mode
+            # Raises the errors of CUDA captures and of torch's sync debug mode.
             torch.cuda.current_stream().synchronize()
         if capturing:
             return _capture(func, args, kwargs, stream)
@@ -138,8 +138,7 @@ def _waits_for_values(func, args, kwargs) -> bool:
         masks = [x for x in args[1] if x is not None and x.dtype in (torch.bool, torch.uint8)]
         if not masks or name == "index":
             return bool(masks)
-        # torch converts this to masked_fill
-        fill = args[2].numel() == 1 and args[2].device.type == "cpu"
+        fill = args[2].numel() == 1 and args[2].device.type == "cpu"  # masked_fill in torch
         return not (fill and sum(x is not None for x in args[1]) == 1)
     tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
     return name == "_unique" or any(tag in func.tags for tag in tags)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from tests.gpu_less.build import TREE, Built
 
-# number of parts that the test files are split into; each part runs in its own process
+# Number of parts that the test files are split into; each part runs in its own process.
 NUM_SHARES = 4
 # Every file with tests marked gpu matches. Other files are slow to import, so they are skipped.
 _MARKED = re.compile(r"mark\.gpu|tests\.backends")

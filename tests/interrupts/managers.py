@@ -76,7 +76,7 @@ class Managed:
         other = Request("other", range(500, 520))
         self.manager.step(new=[other])
         num_free = pool.num_free
-        # already freed above, so this call must change nothing
+        # Already freed above, so this call must change nothing.
         self.manager.free(*self.requests.values())
         assert pool.num_free == num_free and is_admitted(self.manager, other)
         self.manager.free(other)

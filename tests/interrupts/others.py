@@ -141,8 +141,9 @@ def check_table(call: str) -> int:
 
 
 def check_aggregator() -> int:
-    """Check that each report counts once if the call is repeated only after an interrupt without
-    output.
+    """Check that each report counts once.
+
+    The call is repeated unless its output shows that it has completed.
     """
 
     def make() -> SimpleNamespace:

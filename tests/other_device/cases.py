@@ -184,7 +184,7 @@ def _fuzzed(name: str) -> Callable[[str], object]:
                 getattr(ops, name)(*placed.args)
                 is_refused = False
             except (RuntimeError, TypeError) as error:
-                # a type error raised by torch for a schema mismatch
+                # A type error raised by torch for a schema mismatch.
                 by_torch = str(error).startswith("kvcache::")
                 assert by_torch or "\n" not in str(error), str(error)
                 is_refused = True
@@ -475,7 +475,7 @@ def placed(tensor: torch.Tensor, device: str) -> torch.Tensor:
 @case("copy_kv_blocks")
 def _(device: str) -> object:
     found = []
-    # a different memory order than on the host, which copies through additional host memory
+    # A different memory order than on the host, which copies through additional host memory.
     for is_hnd in (False, True):
         host = {str(i): randn(9, 16, 2, 8, seed=i) for i in range(3)}
         there = {
@@ -584,7 +584,7 @@ def _(device: str) -> object:
 @case("Transport", "Transfer", "make_transport")
 def _(device: str) -> object:
     found = _fetched("gloo", device, digest=True)
-    # NIXL never reads this device's memory directly
+    # NIXL never reads this device's memory directly.
     if importlib.util.find_spec("nixl") is not None:
         found += [_fetched("nixl", device, direct_bytes=0)]
     return found

@@ -56,7 +56,7 @@ class Managed:
             m.step(swap_out=self.rows("d"))
         else:
             m.step(self.rows("d"), [1], token_ids=[9])
-        # hash the requests now, so that hashing does not allocate during the call under test
+        # Hash the requests now, so that hashing does not allocate during the call under test.
         for name in "ghi":
             m.cache.find_prefix(r[name])
 

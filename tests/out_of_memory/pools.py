@@ -15,7 +15,7 @@ def _hashes(first: int, n: int) -> np.ndarray:
 
 
 class Pooled:
-    """A pool with held, free cached and pinned blocks."""
+    """A pool with held, cached free, and pinned blocks."""
 
     def __init__(self, eviction: str) -> None:
         self.pool = pool = BlockPool(30, eviction=eviction)

@@ -116,7 +116,7 @@ def run_cases(cases: list[Case], first: int, first_n: int) -> None:
         states = _states(case)
         n = first_n if at == first else 1
         while True:
-            # if the process dies, the last such line names the allocation
+            # If the process dies, the last such line names the allocation.
             print(json.dumps([at, n]), flush=True)
             faulthandler.dump_traceback_later(MOST_SECONDS, exit=True)
             result = try_allocation(case, n, states)

@@ -1,4 +1,4 @@
-"""Every call of block tables, `Worker` and `SwapEngine`, and transfer plans."""
+"""Every call of block tables, `Worker`, `SwapEngine` and transfer plans."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from tests.wrong_calls.messages import is_clear
 SLOW_S = 2.0
 HANG_S, BUSY_S = 60.0, 5.0  # limits per call in wall time and CPU time
 MEMORY = 8 << 30  # bytes of address space beyond what the process already uses
-BATCH = 40  # calls on one scene before its state after rejected calls is compared with a twin's
+BATCH = 40  # calls on one scene; its state is then compared with a twin's
 MOST_UNCLEAR = 0.01  # fraction of rejected calls
 BAD = {
     "crash": "crashes",
@@ -62,7 +62,7 @@ class Counts:
     by_name: collections.Counter = field(default_factory=collections.Counter)  # (name, kind)
     unclear: collections.Counter = field(default_factory=collections.Counter)
     findings: list[dict] = field(default_factory=list)
-    # findings, including repeated ones
+    # Findings, including repeated ones.
     seen: collections.Counter = field(default_factory=collections.Counter)
     seconds: collections.Counter = field(default_factory=collections.Counter)  # per scene
     examples: dict[str, str] = field(default_factory=dict)
@@ -334,7 +334,7 @@ def child(seed: int, first: int, count: int, names: list[str] | None) -> None:
     from tests.wrong_calls.walked import walked
 
     torch.set_num_threads(1)
-    # torch imports many modules the first time such a tensor is created or printed
+    # `torch` imports many modules the first time such a tensor is created or printed.
     for make in TENSORS:
         value = make()
         if value.numel() < 100:

@@ -307,8 +307,7 @@ def _variant(rng: random.Random, value: object, others: list) -> object:
         of_kind = _array_variant if isinstance(value, np.ndarray) else _tensor_variant
         try:
             return of_kind(rng, value)
-        # such as for a sparse tensor
-        except (TypeError, ValueError, RuntimeError, NotImplementedError):
+        except (TypeError, ValueError, RuntimeError, NotImplementedError):  # e.g. sparse tensors
             return draw(rng)
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return _list_variant(rng, list(value), others)
