@@ -3,7 +3,7 @@
     python -m tests.planted_breaks                  # all; exit code 1 if one is missed
     python -m tests.planted_breaks demand publisher
     python -m tests.planted_breaks --list
-    python -m tests.planted_breaks --mutants        # the mutants of tests/mutants.py; names are accepted
+    python -m tests.planted_breaks --mutants        # tests/mutants.py; names are accepted
 
 There is a defect for each component of the manager, for each op, and for the plans built in Python.
 Each defect is planted in `build/planted/tree`, a copy of the checkout with its own CMake build,

@@ -14,7 +14,7 @@ def make(num_blocks=10, block_size=4, max_model_len=2048, **options):
     return KVCacheManager(block_size, num_blocks, max_model_len, **options)
 
 
-# a first chunk that fits is served ---------------------------------------------------------------------
+# A first chunk that fits is served ---------------------------------------------------------------------
 
 
 def test_a_chunk_that_fits_is_served_though_the_whole_prompt_never_will_be():
@@ -178,7 +178,7 @@ def test_queued_offloads_take_nothing_from_the_request_that_would_fit():
     assert len(plan.swap_out) == 8
 
 
-# requests of one step with a common prefix -------------------------------------------------------------
+# Requests of one step with a common prefix -------------------------------------------------------------
 
 
 def prompts(n, num_tokens=1610):
@@ -302,7 +302,7 @@ def test_a_state_that_is_not_kept_makes_no_request_wait():
     assert plan.status.tolist() == [Status.SERVED, Status.SERVED]
 
 
-# whole prompts in chunks -------------------------------------------------------------------------------
+# Whole prompts in chunks -------------------------------------------------------------------------------
 
 
 def run_in_chunks(manager, request, size):

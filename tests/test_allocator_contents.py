@@ -913,7 +913,7 @@ def test_every_mix_is_simulated():
     assert mixes == set(range(len(KV_MIXES)))
 
 
-# planted defects, which the simulation must detect ----------------------------------------------------
+# Planted defects, which the simulation must detect ----------------------------------------------------
 
 
 def test_copies_that_are_not_carried_out_are_noticed(monkeypatch):

@@ -77,7 +77,7 @@ def check_load(receiver, request, offer, end):
     receiver.manager.free(request)
 
 
-# correct bytes -----------------------------------------------------------------------------------------
+# Correct bytes -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -167,7 +167,7 @@ def test_nothing_is_read_where_the_receiver_has_all(engines):
     assert sender.drained()  # the sender was notified that nothing is read
 
 
-# rejections --------------------------------------------------------------------------------------------
+# Rejections --------------------------------------------------------------------------------------------
 
 
 def layout(**changes):
@@ -789,7 +789,7 @@ def test_a_short_run_of_faults(transport):
     assert found["loaded"] > 0
 
 
-# while the prefill computes ----------------------------------------------------------------------------
+# While the prefill computes ----------------------------------------------------------------------------
 
 
 def here(receiver, request, kind, layer, end):
@@ -928,7 +928,7 @@ def test_layers_from_another_process_that_ends_well_and_then_is_killed(engines):
         assert receiver.drained(20)
 
 
-# misbehaving peers and ranks ---------------------------------------------------------------------------
+# Misbehaving peers and ranks ---------------------------------------------------------------------------
 
 
 def test_a_message_of_a_peer_does_not_end_the_thread(engines):

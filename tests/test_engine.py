@@ -267,8 +267,8 @@ class TestDefectsAreNoticed:
         def break_it(cache):
             cache.worker._copy = lambda moves: None
 
-        # Drafts make samples differ. Otherwise, each sample would write the same values without its
-        # copy.
+        # Samples that draw the same tokens write the same KV, so a missing copy only shows through
+        # wrong drafts.
         drafter = mostly_right(
             [(p, greedy(dense(name), p, 30)) for p in prompts_of(3, 7)], np.random.default_rng(0)
         )

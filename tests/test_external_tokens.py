@@ -67,7 +67,7 @@ def test_no_block_is_announced_that_external_tokens_make_unneeded():
     assert not events[1].is_reused
 
 
-# within a step -----------------------------------------------------------------------------------------
+# Within a step -----------------------------------------------------------------------------------------
 
 
 def test_loaded_tokens_have_slots_and_are_computed():
@@ -105,7 +105,7 @@ def test_an_aborted_step_has_loaded_nothing():
     assert manager.abort(plan.step_id) == {"b": 8}
 
 
-# after the step ----------------------------------------------------------------------------------------
+# After the step ----------------------------------------------------------------------------------------
 
 
 def test_blocks_of_a_receiver_are_no_hits_before_their_bytes_have_arrived():
@@ -209,7 +209,7 @@ def test_external_tokens_wait_where_rows_of_the_step_change_the_hit():
     assert manager.step(new=asked).num_computed_tokens.tolist() == [16]
 
 
-# requests admitted one at a time -----------------------------------------------------------------------
+# Requests admitted one at a time -----------------------------------------------------------------------
 
 
 def test_admit_takes_external_tokens():
@@ -251,7 +251,7 @@ def test_admit_takes_the_blocks_of_an_encoder():
     )
 
 
-# deferred frees ----------------------------------------------------------------------------------------
+# Deferred frees ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fence_frees", [False, True])
@@ -401,7 +401,7 @@ def test_a_receiver_that_leaves_hands_its_blocks_over():
     assert manager.pool.num_free == 20
 
 
-# invalid calls, which change nothing -------------------------------------------------------------------
+# Invalid calls, which change nothing -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

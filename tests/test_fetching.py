@@ -334,7 +334,7 @@ def test_invalid_tables_are_rejected(local, remote, tokens, said):
         plan_range(plan_transfer(cache, cache, 0), local, remote, *tokens)
 
 
-# with a transport
+# With a transport.
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def failures(rows):
     return [row["failed"] for row in rows if "failed" in row]
 
 
-# missing dependencies ---------------------------------------------------------------------------------
+# Missing dependencies ---------------------------------------------------------------------------------
 
 
 def test_stages_without_their_package_are_skipped_by_name(monkeypatch, capsys):

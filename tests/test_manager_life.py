@@ -28,7 +28,7 @@ def hit_length(manager, tokens):
     return manager.cache.find_prefix(Request("probe", tokens)).num_tokens
 
 
-# admission ------------------------------------------------------------------------------------------
+# Admission ------------------------------------------------------------------------------------------
 
 
 def test_one_recompute_serves_all_that_shared_a_failed_block():
@@ -176,7 +176,7 @@ def test_wrong_arrays_of_a_step_are_named_and_change_nothing(arguments, message)
     check_invariants(manager)
 
 
-# reports --------------------------------------------------------------------------------------------
+# Reports --------------------------------------------------------------------------------------------
 
 
 def test_fenced_blocks_come_back_with_the_report_on_the_step_that_read_them():
@@ -341,7 +341,7 @@ def test_fences_of_aborted_steps_wait_for_nobody():
     assert manager.pool.num_free == 3
 
 
-# withdrawal -----------------------------------------------------------------------------------------
+# Withdrawal -----------------------------------------------------------------------------------------
 
 
 def test_failed_blocks_and_what_was_computed_from_them_leave_the_cache():
@@ -640,7 +640,7 @@ def test_blocks_that_all_running_requests_share_are_counted():
         manager.cache.num_common_prefix_blocks(Request("x", [1]), 1)
 
 
-# statistics and events ------------------------------------------------------------------------------
+# Statistics and events ------------------------------------------------------------------------------
 
 
 def test_statistics_count_in_total_recently_and_by_group():

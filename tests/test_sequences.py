@@ -1422,7 +1422,7 @@ def test_it_belongs_to_the_thread_that_used_it_first():
     assert manager.get_block_table(group.seqs[0]) == [1, 2]
 
 
-# random calls ----------------------------------------------------------------------------------------
+# Random calls ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", sampled(range(0, 200, 25), 2))

@@ -61,7 +61,7 @@ def a_user(store=None, groups=(FULL,), **options):
     return StoreUser(MemoryStore() if store is None else store, [*groups], **options)
 
 
-# sharing through a store --------------------------------------------------------------------------------
+# Sharing through a store --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 90])
@@ -363,7 +363,7 @@ def test_the_host_tier_decides_what_goes_to_the_store():
     user.end()
 
 
-# invalid behavior of a store ----------------------------------------------------------------------------
+# Invalid behavior of a store ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -533,7 +533,7 @@ def test_a_load_that_is_cancelled_leaves_nothing():
     other.end()
 
 
-# random schedules ---------------------------------------------------------------------------------------
+# Random schedules ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", sampled(range(30), 5))
@@ -645,7 +645,7 @@ def test_routers_see_what_the_store_has():
     user.end()
 
 
-# components ---------------------------------------------------------------------------------------------
+# Components ---------------------------------------------------------------------------------------------
 
 
 def test_a_value_says_what_it_is():
@@ -800,7 +800,7 @@ def test_nothing_is_put_while_a_later_step_is_planned():
     user.manager.free(Request("a", [1]))
 
 
-# streams ------------------------------------------------------------------------------------------------
+# Streams ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", sampled(range(20), 3))

@@ -184,7 +184,7 @@ def test_no_lie_of_a_store_is_a_wrong_hit_a_hang_or_an_error(seed):
     assert store.lies
 
 
-# disks --------------------------------------------------------------------------------------------------
+# Disks --------------------------------------------------------------------------------------------------
 
 
 def disk_user(folder, choose, groups=MIXES[0]):

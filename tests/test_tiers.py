@@ -70,7 +70,7 @@ def test_what_is_learned_to_come_again_is_written_and_the_rest_is_not():
     assert manager.cache.cached_tokens(Request("b2", range(100, 117))).with_host == 0
 
 
-# hits on the host ----------------------------------------------------------------------------------
+# Hits on the host ----------------------------------------------------------------------------------
 
 
 def test_evicted_blocks_are_hit_on_the_host():
@@ -310,7 +310,7 @@ def test_events_and_statistics_name_the_tier():
     assert cleared == [AllBlocksCleared("gpu"), AllBlocksCleared("cpu")]
 
 
-# swapped-out rows ------------------------------------------------------------------------------------
+# Swapped-out rows ------------------------------------------------------------------------------------
 
 
 def test_a_row_leaves_and_comes_back_when_it_is_served():
@@ -617,7 +617,7 @@ def test_wrong_options_of_tiers(options, error, message):
         KVCacheManager(4, 10, 64, **options)
 
 
-# found by a reviewer --------------------------------------------------------------------------------
+# Found by a reviewer --------------------------------------------------------------------------------
 
 
 def test_a_row_on_the_host_is_told_in_no_plan():
@@ -732,7 +732,7 @@ def test_pins_behind_a_gap_are_none():
     assert manager.cache.pin("session", request) == 1
 
 
-# eviction and pins through the manager ---------------------------------------------------------------
+# Eviction and pins through the manager ---------------------------------------------------------------
 
 
 def test_priorities_keep_a_range_of_tokens_until_their_time_is_over():

@@ -26,7 +26,7 @@ def stand_in():
         yield
 
 
-# host tier ----------------------------------------------------------------------------------------------
+# Host tier ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -76,7 +76,7 @@ def test_what_layers_use_of_a_page_is_stored_and_loaded(device):
             torch.cuda.set_stream(torch.cuda.default_stream())
 
 
-# disaggregation -----------------------------------------------------------------------------------------
+# Disaggregation -----------------------------------------------------------------------------------------
 
 
 class Engine:

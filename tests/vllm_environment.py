@@ -24,7 +24,7 @@ NEWEST = "0.32.0"
 FOLDERS = Path(os.environ.get("KVCACHE_VLLM_VENVS") or "~/.cache/kvcache/vllm").expanduser()
 TESTS = sorted(str(each.relative_to(REPO)) for each in (REPO / "tests").glob("test_vllm*.py"))
 TEST_NEEDS = ("pytest", "hypothesis", "xxhash")
-# Requirements of vLLM that are not installed, because the tests do not need vLLM's choice of them.
+# Requirements of vLLM to skip. torch is installed separately, and the tests do not need the others.
 LEFT_OUT = ("torch", "torchaudio", "torchvision", "torchcodec", "opencv-python-headless")
 REQUIREMENTS = (
     "from importlib.metadata import requires; "
