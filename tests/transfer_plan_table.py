@@ -1,15 +1,17 @@
 """`python -m tests.transfer_plan_table` executes and checks transfer plans of every combination.
 
-Prints how many combinations were right, wrong and refused, by what they differ in. A combination is two
-descriptions, one local rank and whether a permutation is allowed. Two products:
+Prints the number of right, wrong and refused combinations by their differences. A combination
+consists of two descriptions, a local rank, and whether a permutation is allowed. There are two
+products:
 
-- parallel: every TP, PP and context-parallel size of both sides and every number of heads (MLA too); what
-  a page looks like is drawn per combination, `--draws` times; `--all-ranks`: every local rank too.
-- pages: every layout, packing, block size and interleave of both sides, head sizes, with and without
-  permutation, for each of a list of parallel sizes, every local rank in turn.
+- parallel: every TP, PP and context-parallel size of both sides and every number of heads,
+  including MLA. `--draws` random page layouts are checked per combination. `--all-ranks` checks
+  every local rank instead of a random one.
+- pages: every layout, packing, block size and interleave of both sides, and several head sizes, with
+  and without permutation, for each of a list of parallel sizes. Local ranks alternate.
 
-The product of both is 6 * 10^8, times the local ranks: `--random N` checks N of it, drawn with `--seed`;
-one in eight of these may have other heads on the two sides, which must be refused.
+The product of both has 6 * 10^8 combinations, times the local ranks. `--random N` checks N of them,
+drawn with `--seed`. In one of eight, the two sides may have different heads, which must be refused.
 """
 
 import argparse
