@@ -2,22 +2,24 @@ import gc
 import os
 import signal
 
-# Set before torch is imported, and inherited by subprocesses. pytest-xdist already keeps all cores busy;
-# further OpenMP threads would only spin.
+# Set before torch is imported; subprocesses inherit it. pytest-xdist already keeps all cores busy,
+# so further OpenMP threads would only spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
 
-# Derandomised in CI: a red run is then red for everyone. `HYPOTHESIS_PROFILE=random` explores.
+# CI is derandomized, so that a failure reproduces for everyone. `HYPOTHESIS_PROFILE=random`
+# explores new examples.
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, max_examples=25)
 settings.register_profile("exhaustive", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("random", deadline=None, print_blob=True)
-# Under tools that slow every launch down a hundredfold (compute-sanitizer).
+# For tools such as compute-sanitizer, which make each launch 100 times slower.
 settings.register_profile("few", derandomize=True, deadline=None, max_examples=5)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-# A job that a shell starts in the background ignores interrupts, and so would the processes of tests.
+# A shell's background job ignores SIGINT, and test subprocesses would inherit that. Restore the
+# handler.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -27,7 +29,9 @@ num_without_gpu = pytest.StashKey[int]()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """What is imported and collected stays to the end: the garbage collector is spared walking it."""
+    """Collect without garbage collection, and then freeze the collected objects, which live to the
+    end.
+    """
     gc.disable()
     try:
         return (yield)
@@ -37,11 +41,9 @@ def pytest_collection():
         gc.enable()
 
 
-@pytest.hookimpl(
-    trylast=True
-)  # behind -m and -k, so that only tests that were asked for are counted
+@pytest.hookimpl(trylast=True)  # after -m and -k, so that only selected tests are counted
 def pytest_collection_modifyitems(config, items):
-    """Tests marked gpu are left out where torch finds no CUDA device; the summary says how many."""
+    """Deselect tests marked gpu if torch finds no CUDA device. The summary reports how many."""
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not needs_gpu:
         return
@@ -55,7 +57,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_sessionfinish(session):
-    if hasattr(session.config, "workeroutput"):  # of pytest-xdist: every worker collects the same
+    # With pytest-xdist, every worker collects all tests.
+    if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["num_without_gpu"] = session.config.stash.get(
             num_without_gpu, 0
         )
@@ -63,7 +66,7 @@ def pytest_sessionfinish(session):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    if output := getattr(node, "workeroutput", None):  # None: the worker has crashed
+    if output := getattr(node, "workeroutput", None):  # None if the worker has crashed
         node.config.stash[num_without_gpu] = output["num_without_gpu"]
 
 

@@ -1,4 +1,7 @@
-"""From a plan to a cache with one call: all models use the same path and read what they wrote."""
+"""Builds a cache from a plan with one call.
+
+All models use the same path and read what they wrote.
+"""
 
 from dataclasses import replace
 
@@ -63,7 +66,10 @@ class Engine:
         self.num_loaded = self.num_checked = 0
 
     def content(self, spec, tokens):
-        """K and V [n, heads, size] of tokens, exact in the layer's dtype; for a state, only K."""
+        """Return K and V [n, heads, size] of tokens, exact in the layer's dtype.
+
+        For a state, return only K.
+        """
         storage = self.cache.storages[self.cache.group(spec.name)]
         layer = self.specs.index(spec)
         dtype = torch.bfloat16 if storage.k_scale is not None else storage.dtype
@@ -194,7 +200,8 @@ def test_kernel_blocks_of_tables_and_tensors_agree(model, layout):
         assert table.kernel_block_size == storage.block_size == 4 and table.blocks_per_kv_block > 1
         blocks = cache.kv_cache(spec.name)
         assert blocks.shape[0] == plan.num_pages * table.blocks_per_kv_block
-        key = blocks[:, 0] if model != "MLA" else blocks[:, :, None]  # as a kernel reads it
+        # The shape that a kernel reads.
+        key = blocks[:, 0] if model != "MLA" else blocks[:, :, None]
         wanted, _ = engine.content(spec, prompt[:num_cached])
         column, offset = np.divmod(np.arange(num_cached), 4)
         found = key[table.block_table.cpu[row, column].long(), offset]
@@ -222,7 +229,8 @@ def test_parts_match_the_plan():
         index = plan.groups[group].layers.index(spec.name)
         assert cache.kv_cache(spec.name) is cache.storages[group].kv_caches[index]
     places = {cache.kv_cache(spec.name).data_ptr() for spec in plan.layers}
-    assert len(places) == len(plan.groups[0].layers)  # groups share pages, layers of a group do not
+    # Groups share pages, layers within a group do not.
+    assert len(places) == len(plan.groups[0].layers)
     assert kvcache.build(plan, max_num_reqs=3).host_pages is None
 
 
@@ -250,7 +258,9 @@ CROSS = [LayerSpec(f"cross.{i}", "cross_attention", 4, 2, 8, dtype="float32") fo
 
 
 def encoder_cache(**options):
-    """Requests of up to 32 tokens with encoders of up to 50. A step has at most 32 tokens."""
+    """Build a cache with an encoder group: up to 32 tokens per request, 50 encoder tokens, 32
+    tokens per step.
+    """
     plan = plan_cache([*FULL[:2], *CROSS], 2**20, max_model_len=32, max_encoder_tokens=50)
     return kvcache.build(plan, max_num_reqs=3, **options)
 
@@ -289,7 +299,7 @@ def test_encoders_longer_and_shorter_than_the_model(kernel_sizes):
             cache.write(layer.name, *parts[-1][1])
         slots, kv = zip(*parts)
         written[layer.name] = torch.cat(slots), torch.cat(kv, 1)
-    cache.worker.apply(cache.manager.step(rows=step.rows, num_tokens=[1, 1, 1]))  # a decode step
+    cache.worker.apply(cache.manager.step(rows=step.rows, num_tokens=[1, 1, 1]))  # decode step
     cache.tables.compute_slot_mapping(req_indices=step.rows, positions=np.full(3, 9))
     every = []
     for name, (slots, (key, value)) in written.items():
@@ -399,12 +409,12 @@ def test_tokens_without_slots_are_not_dropped():
     assert len(cache.slots("full.0", 12)) == 12
     with pytest.raises(ValueError, match="num_tokens is 13: expected at most 12"):
         cache.slots("full.0", 13)
-    with pytest.raises(ValueError, match="positions"):  # nothing written, nothing counted
+    with pytest.raises(ValueError, match="positions"):  # nothing is written or counted
         cache.tables.compute_slot_mapping(np.full(2, step.rows[0]), np.array([0, 10**6]))
     assert cache.tables[0].num_computed_slots == 12
     cache.worker.apply(cache.manager.step(step.rows, [1], token_ids=[7]))
     with pytest.raises(ValueError, match="key has 12 tokens: expected at most 0"):
-        cache.write("full.0", key[:12], value[:12])  # with slots of the step before
+        cache.write("full.0", key[:12], value[:12])  # uses the previous step's slots
 
 
 def test_invalid_calls_are_reported():
@@ -492,9 +502,9 @@ def test_row_context_has_its_own_slots():
         cache.tables.compute_slot_mapping(rows, positions, query_start_loc=starts)
         cache.tables.commit_slot_mapping(16)
         for name, kv in written.items():
-            new = kv[:, :, first : first + 8].flatten(1, 2)  # the rows one after the other
+            new = kv[:, :, first : first + 8].flatten(1, 2)  # rows concatenated
             hnd = [each.transpose(0, 1).contiguous().transpose(0, 1) for each in new]
-            cache.write(name, *hnd)  # in HND order
+            cache.write(name, *hnd)  # HND order
         first += 8
         if first == 32:
             break
@@ -503,7 +513,7 @@ def test_row_context_has_its_own_slots():
     for name, kv in written.items():
         key, value = cache.gather_context(name, rows=[1, 0], num_tokens=[32, 5])
         wanted = [torch.cat([kv[side, 1, :32], kv[side, 0, :5]]) for side in range(2)]
-        if name == "local":  # positions that slid out of the window are zeros
+        if name == "local":  # positions outside the window are zeros
             group = cache.group(name)
             for row, begin, n in ((1, 0, 32), (0, 32, 5)):
                 null = np.repeat(cache.tables[group].get_numpy_array()[row] == 0, 4)[:n]
@@ -511,7 +521,7 @@ def test_row_context_has_its_own_slots():
                 for each in wanted:
                     each[begin : begin + n][torch.from_numpy(null)] = 0
         assert torch.equal(key, wanted[0]) and torch.equal(value, wanted[1]), name
-    assert torch.equal(cache.slots("full", 16), slots)  # those of the step
+    assert torch.equal(cache.slots("full", 16), slots)  # this step's slots
     tables = cache.tables[0]
     long = tables.slots_of(np.zeros(500, np.int32), np.tile(np.arange(20), 25))
     assert len(long) == 500 and long.dtype == torch.int64  # longer than a step
@@ -569,7 +579,7 @@ def test_null_pages_in_kernel_blocks_are_not_written():
             plan, max_num_reqs=4, kernel_sizes=kernel_sizes, num_preallocate_tokens=0
         )
         request = Request("a", range(100))
-        # 80 tokens come from elsewhere; most of them slid out of the window before they are written.
+        # 80 tokens are external. Most of them leave the window before they are written.
         step = cache.manager.step(new=[Admit(request, num_tokens=4, external=External(96))])
         cache.worker.apply(step)
         slots = cache.tables[0].slots_of(np.zeros(96, np.int32), np.arange(96))

@@ -22,7 +22,7 @@ SIZES = {"kv": 2, "block": NB, "token": BS, "head": H, "element": D, "layer": L}
 
 @pytest.fixture
 def registry(monkeypatch):
-    """Register into a copy."""
+    """Make registrations go to a copy of the registry."""
     monkeypatch.setattr(layouts, "_BACKENDS", dict(layouts._BACKENDS))
 
 
@@ -160,7 +160,9 @@ def test_unknown_backend_error_lists_known_backends():
 
 
 class Engine:
-    """An engine's backend class of one version: a shape by role, and orders for its layouts."""
+    """One version of an engine's backend class, with a shape by role and memory orders for its
+    layouts.
+    """
 
     name, dims, layout = "TRITON_ATTN", ("block", "kv", "token", "head", "element"), "HND"
     orders, packed_orders = {}, {}
@@ -192,7 +194,7 @@ def version(**changes):
 
 TOKENS_FIRST, HEADS_FIRST = (0, 1, 2, 3, 4), (0, 1, 3, 2, 4)
 MLA_DIMS = ("block", "token", "element")
-# The same backend's name, different versions of one engine; and what they answer when set to HND.
+# Versions of one backend in different engine releases, and their answers when set to HND.
 VERSIONS = {
     "TRITON_ATTN that has no orders": (
         version(), ("block", "kv", "token", "head", "element"),
@@ -229,7 +231,7 @@ def test_engine_classes_of_each_version_are_described(case):
     engine, order, packed = VERSIONS[case]
     found = AttentionBackend.from_engine(engine)
     assert found.name == "TRITON_ATTN" and described_backend(engine) == found
-    for layout in ("NHD", "HND"):  # the engine is set to one
+    for layout in ("NHD", "HND"):  # layout that the engine is configured with
         assert found.memory_order(layout) == order
         assert found.memory_order(layout, cross_layers=True) == packed
     assert found.is_mla == case.startswith("MLA")

@@ -1,4 +1,7 @@
-"""What Prometheus reads of a manager: the manager's own counts, that never fall."""
+"""The metrics that Prometheus reads from a manager.
+
+They equal the manager's counters and never decrease.
+"""
 
 import random
 import subprocess
@@ -18,7 +21,7 @@ from tests.machinery.cache_user import CacheUser
 
 
 def scrape(metrics):
-    """(name, values of labels) -> value, as Prometheus would parse the text."""
+    """Parse the metrics as Prometheus does. Return (name, label values) -> value."""
     registry = CollectorRegistry()
     registry.register(metrics)
     return {
@@ -40,7 +43,7 @@ def served(**options):
 
 def test_figures_are_what_the_manager_counts():
     manager, metrics = served(), CacheMetrics()
-    assert scrape(metrics) == {}  # nothing was observed
+    assert scrape(metrics) == {}  # nothing has been observed
     metrics.observe(manager)
     found = scrape(metrics)
     expected = {
@@ -98,7 +101,7 @@ def test_counters_never_fall():
     metrics.observe(manager)
     metrics.observe(manager)
     assert scrape(metrics)["kvcache_query_tokens_total",] == 37
-    metrics.observe(served())  # of another manager
+    metrics.observe(served())  # another manager
     assert scrape(metrics)["kvcache_query_tokens_total",] == 65
     assert scrape(metrics)["kvcache_hit_tokens_total",] == 12 + 8 + 12
 

@@ -1,4 +1,4 @@
-"""Specs of layers and groups, and the plan of a pool from layers and a budget of bytes."""
+"""Specs of layers and groups, and the plan of a pool from layers and a byte budget."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GIB = 2**30
 
 
 def attention(kind, count, *, block_size=16, heads=8, head_size=128, **more):
-    """Layers of 64 KiB per block of 16 tokens by default."""
+    """Return layers with 64 KiB per block of 16 tokens by default."""
     return [
         LayerSpec(f"{kind}.{i}", kind, block_size, heads, head_size, **more) for i in range(count)
     ]
@@ -34,7 +34,7 @@ def recurrent(count, state_bytes, block_size=1, prefix="recurrent"):
 
 
 def shape(plan):
-    """(kind, block size, number of layers) of each group."""
+    """Return (kind, block size, number of layers) of each group."""
     return [(group.kind, group.block_size, len(group.layers)) for group in plan.groups]
 
 
@@ -258,7 +258,7 @@ def test_five_sliding_layers_to_one_full():
     assert plan.groups[0].options == {"window": 1024}
     assert plan.groups[5].layers == tuple(f"layers.{i}" for i in (5, 11, 17, 23, 29))
     assert (plan.page_bytes, plan.num_pages) == (320 * KIB, 3276)
-    # 1023 + 2048 tokens are alive: 192 blocks, or 193.
+    # 1023 + 2048 live tokens span 192 blocks, or 193 if unaligned.
     assert plan.pages_per_request(32768) == 5 * 193 + 2048
     assert plan.pages_per_request(1000) == 6 * 63
 
@@ -266,7 +266,7 @@ def test_five_sliding_layers_to_one_full():
 def test_a_query_is_a_token_of_its_own_window():
     layers = attention("sliding_window", 1, options={"window": 17})
     plan = plan_cache(layers, GIB, max_model_len=4096, max_num_batched_tokens=16)
-    assert plan.pages_per_request(4096) == 3  # 16 + 16 tokens, that may begin inside a block
+    assert plan.pages_per_request(4096) == 3  # 16 + 16 tokens, which may start inside a block
 
 
 def test_without_a_limit_of_a_step_a_window_holds_every_token():
@@ -288,7 +288,8 @@ def test_where_the_numbers_of_layers_share_no_divisor_the_last_group_is_smaller(
     layers = attention("sliding_window", 37, options={"window": 1024})
     layers += attention("full_attention", 8)
     plan = plan_cache(layers, 80 * GIB, max_model_len=2**17, max_num_batched_tokens=2048)
-    # Eight layers per group: 5 + 1 groups; with two there would be 19 + 4, for hardly less.
+    # Eight layers per group give 5 + 1 groups. Two per group would give 19 + 4 for hardly less
+    # memory.
     assert shape(plan)[4:] == [("sliding_window", 16, 5), ("full_attention", 16, 8)]
     assert plan.padding_bytes == (0,) * 4 + (3 * 64 * KIB, 0)
 
@@ -309,7 +310,7 @@ def test_a_state_raises_the_block_size_of_attention():
     layers = recurrent(6, state_bytes=3_300_000) + attention("full_attention", 2)
     plan = plan_cache(layers, 10 * GIB, max_model_len=131072)
     assert shape(plan) == [("recurrent", 816, 2)] * 3 + [("full_attention", 816, 2)]
-    assert plan.layer_page_bytes == 816 * 4096  # of 800 tokens: less than the state
+    assert plan.layer_page_bytes == 816 * 4096  # 800 tokens would be smaller than the state
     assert plan.padding_bytes == (2 * (816 * 4096 - 3_300_000),) * 3 + (0,)
     assert plan.pages_per_request(131072) == 3 * 2 + 161
 
@@ -330,7 +331,8 @@ def test_a_state_is_stored_where_its_own_block_size_allows():
 def test_states_have_an_interval_of_their_own():
     layers = recurrent(6, state_bytes=3_300_000, block_size=256) + attention("full_attention", 2)
     plan = plan_cache(layers, 10 * GIB, max_model_len=131072, state_interval=512)
-    # Attention takes no more than the state needs; without an interval it would be 1,024.
+    # Attention blocks are no larger than the state needs. Without an interval, the recurrent block
+    # would have 1,024 tokens.
     assert shape(plan) == [("recurrent", 512, 2)] * 3 + [("full_attention", 816, 2)]
     assert plan.pages_per_request(131072) == 3 * 2 + 161
     alone = plan_cache(recurrent(2, state_bytes=100, block_size=8), GIB, max_model_len=64,
@@ -429,7 +431,8 @@ def test_where_padding_is_needed_block_sizes_keep_a_common_boundary():
     layers = recurrent(1, 3_300_000) + attention("full_attention", 1)
     layers += attention("sliding_window", 1, heads=5, options={"window": 512})
     plan = plan_cache(layers, GIB, max_model_len=4096)
-    # 81 blocks of 16 tokens would fit: then hits could end at multiples of 22,032 only.
+    # Blocks of 81 * 16 tokens would fit, but then hits could only end at multiples of 22,032
+    # tokens.
     assert {group.block_size for group in plan.groups} == {816}
 
 
@@ -532,12 +535,12 @@ def test_a_pool_has_no_more_pages_than_ids():
     assert plan_cache(layers, 2**40, max_model_len=1).num_pages == 2**31 - 1
 
 
-# --- kinds of a user ------------------------------------------------------------------------------
+# --- user-defined kinds ---------------------------------------------------------------------------
 
 
 @register("test_last_segments")
 class LastSegments(AttentionKind):
-    """A token reads its own segment and the one before it."""
+    """A token reads its own segment and the previous one."""
 
     def __init__(self, *, segment):
         super().__init__()
@@ -550,7 +553,7 @@ class LastSegments(AttentionKind):
 def test_a_kind_of_a_user_is_planned_from_its_first_needed_token():
     layers = attention("test_last_segments", 2, options={"segment": 32})
     plan = plan_cache(layers, GIB, max_model_len=100_000, max_num_batched_tokens=64)
-    # 63 tokens before the last of a segment, and 64 of the step: 8 blocks, or 9.
+    # 63 tokens before the last token of a segment, plus 64 of the step: 8 or 9 blocks.
     assert [plan.pages_per_request(n) for n in (1, 16, 17, 90, 127, 128, 144, 100_000)] == [
         1, 1, 2, 6, 8, 8, 9, 9,
     ]  # fmt: skip
@@ -597,7 +600,7 @@ def test_a_window_shorter_than_what_a_kind_reads_is_not_planned(monkeypatch):
         (lambda n: None, r"Wrong.first_needed_token\(0\) is None: expected an integer$"),
         (lambda n: 1 // (n - 3), r"Wrong.first_needed_token\(0\) is -1"),
         (lambda n: 0 // (n - 3), r"Wrong.first_needed_token\(3\) raised ZeroDivisionError: "),
-        (  # it goes back
+        (  # decreases
             lambda n: n if n < 40 else n - 8,
             r"Wrong.first_needed_token\(40\) is 32: expected 39 or more, the answer for 39$",
         ),
@@ -618,7 +621,8 @@ def test_a_kind_that_answers_what_it_must_not_is_not_planned(monkeypatch, answer
     [
         ("max_live_tokens", -5, r"\(64, 16\) is -5: expected 16 to "),
         ("max_live_tokens", 0, r"\(64, 16\) is 0: expected 16 to "),
-        ("max_live_tokens", 15, r"\(64, 16\) is 15: expected 16 to "),  # less than a step
+        # Fewer than the tokens of a step.
+        ("max_live_tokens", 15, r"\(64, 16\) is 15: expected 16 to "),
         ("max_live_tokens", None, r"\(64, 16\) is None: expected an integer$"),
         ("max_live_tokens", 20.5, r"\(64, 16\) is 20.5: expected an integer$"),
         ("max_live_tokens", True, r"\(64, 16\) is True: expected an integer$"),
@@ -656,7 +660,7 @@ def plan_own(monkeypatch, base=AttentionKind, length=100, step=16, **members):
 
 
 def test_a_formula_of_ones_own_below_what_the_rule_needs_is_not_planned(monkeypatch):
-    """The step of tokens 25 to 40 reads from token 6 on: blocks 0 to 5."""
+    """The step with tokens 25 to 40 reads from token 6 on, i.e. blocks 0 to 5."""
     rule = {"first_needed_token": lambda self, n: max(n - 19, 0)}
     says = (
         r"^Own.max_pages\(100, 16, 8\) is 5: expected 6 or more, "
@@ -671,7 +675,7 @@ def test_a_formula_of_ones_own_below_what_the_rule_needs_is_not_planned(monkeypa
 @pytest.mark.parametrize(
     ("base", "members", "says"),
     [
-        # The pages follow from a bound of live tokens that is too low.
+        # The number of pages derives from a bound on live tokens that is too low.
         (
             AttentionKind,
             {
@@ -729,7 +733,7 @@ def test_a_rule_that_goes_back_is_refused_each_time_it_is_asked():
     assert kind.max_live_tokens(4, 4) == 4 + 2
 
 
-# --- plans that cannot be -------------------------------------------------------------------------
+# --- impossible plans -----------------------------------------------------------------------------
 
 
 def test_a_budget_too_small_says_what_is_missing_and_what_fits():
@@ -867,19 +871,19 @@ def test_a_buffer_must_hold_the_window_and_a_step():
     with pytest.raises(KindError, match=says):
         planned(144, 61)
     assert planned(129, 45)  # rounded up to 144 by whole blocks
-    assert planned(100, 1024, length=100)  # never written over
+    assert planned(100, 1024, length=100)  # never wraps around
     with pytest.raises(
         ValueError, match=r"^buffer is 99: expected 100 to 2147483647 \(the window\)$"
     ):
         planned(99, 1)
 
 
-# --- any layers and budgets -----------------------------------------------------------------------
+# --- random layers and budgets --------------------------------------------------------------------
 
 
 @st.composite
 def cases(draw):
-    """(layers, arguments of plan_cache but the budget): up to five kinds, lengths up to 300."""
+    """(layers, arguments of plan_cache without the budget): up to five kinds, lengths up to 300."""
     layers = []
     kinds = draw(st.lists(st.sampled_from(range(5)), min_size=1, max_size=4))
     for kind in kinds:
@@ -914,7 +918,7 @@ def cases(draw):
 
 
 def blocks_touched(group, plan, num_tokens):
-    """The most blocks of a group that hold a token which a step may read or writes, by trying."""
+    """Find by brute force the most blocks with a token that a step may read or write."""
     tokens, step = group.tokens_per_block(plan.context_parallel), plan.max_num_batched_tokens
     if group.kind == "cross_attention":
         return -(-plan.max_encoder_tokens // tokens)
@@ -933,7 +937,7 @@ def blocks_touched(group, plan, num_tokens):
 
 
 def least_budget(layers, arguments):
-    """The bytes that the error for a budget of 0 says are needed."""
+    """Return the number of bytes that the error for a budget of 0 asks for."""
     with pytest.raises(ValueError, match="needs") as caught:
         plan_cache(layers, 0, **arguments)
     return int(str(caught.value).split(" needs ")[1].split()[0])
@@ -991,7 +995,7 @@ def test_fewer_groups_would_need_more_than_a_tenth_more(case):
     plan = plan_cache(layers, GIB, **arguments)
     length, share = plan.max_model_len, plan.layer_page_bytes
     chosen = plan.pages_per_request(length) * plan.page_bytes
-    sizes = {}  # layers that may share groups -> how many, by what groups and layers have in common
+    sizes = {}  # (group without layers, layer properties) -> number of layers that may share groups
     by_name = {layer.name: layer for layer in layers}
     for group in plan.groups:
         alike = [replace(by_name[name], name="any", block_size=1) for name in group.layers]
@@ -1043,7 +1047,7 @@ def test_the_budget_said_to_be_needed_is_the_least(case):
 def test_the_length_is_fitted_to_the_budget():
     layers = attention("full_attention", 2)
     plan = plan_cache(layers, 10**6, max_model_len=8192, fit_max_model_len=True)
-    # Pages of 64 KiB: 7 for each layer's 112 tokens, and the null page.
+    # Pages of 64 KiB: 7 for each layer's 112 tokens, plus the null page.
     assert (plan.max_model_len, plan.max_num_batched_tokens, plan.num_pages) == (112, 112, 15)
     assert plan == plan_cache(layers, 10**6, max_model_len=112)
     enough = {"max_model_len": 8192, "max_num_batched_tokens": 64}

@@ -1,4 +1,4 @@
-"""Chunks that fit, wholes that do not, and requests of one step with one prefix."""
+"""Admission by chunks, of whole prompts, and of requests that share a prefix within one step."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def make(num_blocks=10, block_size=4, max_model_len=2048, **options):
 
 
 def test_a_chunk_that_fits_is_served_though_the_whole_prompt_never_will_be():
-    """10 blocks of 4, 41 tokens, chunks of 4."""
+    """The pool has 10 blocks of 4 tokens, and the prompt has 41 tokens, in chunks of 4."""
     manager, request = make(), Request("a", range(41))
     assert manager.would_fit(Admit(request, num_tokens=4)) == Status.SERVED
     assert manager.would_fit(Admit(request, num_tokens=4), whole=True) == Status.NEVER
@@ -60,7 +60,7 @@ def test_a_window_is_computed_in_chunks_whatever_the_length():
 
 
 def test_the_whole_fits_where_chunks_of_it_come_to_its_end():
-    """What `would_fit(whole=True)` says, done."""
+    """Checks the answers of `would_fit(whole=True)` by running the chunks."""
     groups = [FULL, GroupSpec("sliding_window", 16, {"window": 32}), GroupSpec("recurrent", 16)]
     for num_blocks in range(8, 40):
         manager = KVCacheManager.for_groups(groups, num_blocks, 512, num_preallocate_tokens=0)
@@ -83,7 +83,7 @@ def test_a_row_gives_up_what_it_preallocated_where_another_group_of_its_own_need
     assert manager.would_fit(Admit(request, num_tokens=4)) == Status.SERVED
     plan = manager.step([0], [4])
     assert plan.status.tolist() == [Status.SERVED]
-    assert plan.clear_rows.tolist() == [0]  # the table is sent anew
+    assert plan.clear_rows.tolist() == [0]  # the table is resent
     assert [len(ids) for ids in plan.append_ids] == [6, 2]
     check_invariants(manager)
 
@@ -112,7 +112,10 @@ def test_null_columns_behind_a_hit_need_nothing():
 
 
 def test_a_request_is_not_refused_for_its_hit():
-    """Alone it ran beyond the watermark; admitted again, it would hit more than admissions may take."""
+    """The request ran alone beyond the watermark.
+
+    When readmitted, its hit exceeds the admission limit.
+    """
     manager = KVCacheManager(4, 11, 64, num_preallocate_tokens=0, watermark=0.2)
     request = Request("a", range(36))
     manager.step(new=[Admit(request, num_tokens=4)])
@@ -160,11 +163,14 @@ def test_what_step_takes_besides_counts():
 
 
 def test_queued_offloads_take_nothing_from_the_request_that_would_fit():
-    """Write-through with fences: what is written to the host is held, but behind new requests."""
+    """Write-through with fences: blocks waiting to be written are held, but new requests take
+    precedence.
+    """
     manager = make(num_host_blocks=20, host_write="through", fence_frees=True)
     manager.step(new=[Request("a", range(32))])
     manager.free(Request("a", [0]))
-    manager.report(StepReport(0, completed=True))  # 8 cached blocks are free, and wait for the host
+    # 8 cached blocks are free and wait to be written to the host.
+    manager.report(StepReport(0, completed=True))
     request = Request("b", range(50, 82))
     assert manager.would_fit(request) == Status.SERVED
     plan = manager.step(new=[request])
@@ -172,7 +178,7 @@ def test_queued_offloads_take_nothing_from_the_request_that_would_fit():
     assert len(plan.swap_out) == 8
 
 
-# Requests of one step with one prefix ------------------------------------------------------------------
+# Requests of one step with a common prefix -------------------------------------------------------------
 
 
 def prompts(n, num_tokens=1610):
@@ -256,7 +262,7 @@ def test_what_may_not_be_cached_is_neither_waited_for_nor_shared():
 
 
 def test_blocks_that_a_step_fills_go_to_the_host_by_the_next_one():
-    """Write-through: a block that waits for the host is taken for other content, and shared at once."""
+    """Write-through: a block waiting to be written is reallocated and immediately shared."""
     manager = make(10, 4, num_host_blocks=40, host_write="through", in_step_hits="share")
     manager.step(new=[Request("a", range(32))])
     manager.free(Request("a", [0]))
@@ -284,19 +290,19 @@ def test_the_plan_pickles_with_its_dependencies():
 
 
 def test_a_state_that_is_not_kept_makes_no_request_wait():
-    """Found by allocator_driver.drive(1029, 500)."""
+    """Regression: found by allocator_driver.drive(1029, 500)."""
     groups = [GroupSpec("recurrent", 8), GroupSpec("recurrent", 6)]
     manager = KVCacheManager.for_groups(
         groups, 30, 64, hash_block_size=2, num_preallocate_tokens=0, in_step_hits="wait"
     )
     manager.step(new=[Request("a", range(19))])
     new = Request("b", range(28))
-    # The state after 20 tokens lies inside blocks, behind the prompt of 19.
+    # The state after 20 tokens lies inside blocks, beyond the 19-token prompt.
     plan = manager.step([0], [1], token_ids=[19], new=[new])
     assert plan.status.tolist() == [Status.SERVED, Status.SERVED]
 
 
-# The whole, chunk by chunk -----------------------------------------------------------------------------
+# Whole prompts in chunks -------------------------------------------------------------------------------
 
 
 def run_in_chunks(manager, request, size):
@@ -309,7 +315,7 @@ def run_in_chunks(manager, request, size):
 
 
 def test_the_block_that_a_hit_is_copied_from_is_there_for_later_chunks():
-    """4 pages, a hit of 6 tokens inside a block of 8, 29 tokens."""
+    """4 pages. The request has 29 tokens and hits 6 tokens inside a block of 8."""
     manager = make(5, 8, hash_block_size=2)
     first, request = Request("first", range(6)), Request("a", range(29))
     manager.step(new=[first])

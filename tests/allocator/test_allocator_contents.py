@@ -1,13 +1,12 @@
-"""The content of pages: plans are carried out on simulated pages, and every read must find its KV.
+"""Page contents: plans run on simulated pages, and every read must find the correct KV.
 
-The KV of a token depends on all tokens up to it, so its content here is that prefix. A page is a dict
-of slots. Steps are "computed" through the tables that plans made, with drafts, late tokens, fences,
-aborted steps (carried out, not carried out, or garbled) and pages whose contents were lost, behind a
-step or before it computes; steps are aborted before the manager hears of a loss, too. Requests are
-forked, swapped out and back, and take what is cached by now; a second tier of pages takes what is
-evicted, under any eviction policy.
-KV comes from elsewhere, too: within a step or some time later, all of it or less; and a connector reads
-the blocks of requests that have left. Rows of one step share what it fills, where the plan says so.
+The KV of a token depends on all tokens up to it, so the simulation represents it by that prefix. A
+page is a dict of slots. Steps "compute" through the block tables, with drafts, late tokens and
+fences. Aborted steps are executed, skipped or garbled. Pages lose their contents before or after a
+step computes, and a step may be aborted before the loss is reported. Requests are forked, swapped
+out and in, and restarted from the cache. Evicted blocks go to a second tier under any eviction
+policy. External KV arrives within a step or later, completely or in part, and a connector reads the
+blocks of freed requests. Rows of one step share blocks that the step fills if the plan says so.
 """
 
 from __future__ import annotations
@@ -36,8 +35,9 @@ from tests.machinery.shared import sampled
 
 NUM_SEEDS, SEEDS_PER_TEST, NUM_OPERATIONS = 150, 25, 150
 LONGEST = 48
-MOST_STEPS_BACK = 60  # an older step is not aborted, and blocks that it released are not traced
-BAD = "bad"  # content that nothing may read
+# Older steps are not aborted, and the blocks that they released are not tracked.
+MOST_STEPS_BACK = 60
+BAD = "bad"  # content that must never be read
 KV_MIXES = [
     *(mix for mix in MIXES if all(kind.model(size).pages != ENCODER for kind, size in mix[0])),
     ([(FULL, 8), (_window(9), 12)], 2),
@@ -45,32 +45,33 @@ KV_MIXES = [
 ]
 
 Content = tuple[int, ...] | str | None
-Pages = dict[int, dict[int | str, Content]]  # page -> slot (STATE: the only one) -> content
+Pages = dict[int, dict[int | str, Content]]  # page -> slot (STATE: its only slot) -> content
 Tables = dict[int, list[list[int]]]  # row -> group -> pages
-# Groups that are not cached lack the tokens before the first, which were a hit; those that are not
-# transferred either lack what came from elsewhere, too, and begin at the second.
+# First token that a group has. The first entry is for uncached groups, which lack the hit. The
+# second is for groups that also lack the external tokens because they are not transferred.
 Begins = tuple[int, int]
-Cell = tuple[int, int | str, int]  # page, slot, position of the token whose KV is to be there
+Cell = tuple[int, int | str, int]  # (page, slot, position of the token whose KV belongs there)
 
 
 @dataclass(eq=False)
 class Conversation:
-    """A request, and the tokens that it will have in the end."""
+    """A request, and all tokens that it will eventually have."""
 
     request: Request
     tokens: list[int]
-    num_sampled: int  # tokens that exist by now, whether or not the manager knows them
-    num_rejected: int = 0  # drafts of its last step that the manager has yet to hear of
+    num_sampled: int  # existing tokens, whether or not the manager knows them
+    # Rejected drafts of the last step that are not yet reported to the manager.
+    num_rejected: int = 0
     begins: Begins = (0, 0)
-    external: tuple[int, int] = (0, 0)  # first token and stop of what comes from elsewhere
+    external: tuple[int, int] = (0, 0)  # first external token, and the end of the external tokens
     is_receiving: bool = False
-    num_sure: int = 0  # tokens of its last step and before that the manager takes no draft for
+    num_sure: int = 0  # tokens up to the last step that the manager does not treat as drafts
 
     def __post_init__(self) -> None:
         self.contents = [tuple(self.tokens[: i + 1]) for i in range(len(self.tokens))]
 
     def content(self, position: int) -> Content:
-        """The KV of a token, or the state behind it; None before the first."""
+        """Return the KV of a token, or the state after it. None before the first token."""
         return self.contents[position] if position >= 0 else None
 
     def late_tokens(self) -> list[int]:
@@ -79,7 +80,7 @@ class Conversation:
 
 @dataclass
 class StepInFlight:
-    """A step in flight: the state before it, and the pages that it reads."""
+    """A step in flight: the simulation's state before it, and the pages that it reads."""
 
     pages: Pages
     host: Pages
@@ -90,12 +91,12 @@ class StepInFlight:
 
 @dataclass
 class Kept:
-    """Blocks of a request that has left, which a connector uses."""
+    """Blocks of a freed request that a connector still uses."""
 
     request: Request
-    read: Pages  # what it sends
-    written: set[int]  # pages that it still writes to
-    num_aborts: int  # that there were
+    read: Pages  # contents that the connector sends
+    written: set[int]  # pages that the connector still writes to
+    num_aborts: int  # number of aborts when the blocks were kept
 
 
 def pages_of(table: list[list[int]]) -> set[int]:
@@ -107,7 +108,7 @@ def copy_pages(pages: Pages) -> Pages:
 
 
 class Simulation:
-    """One manager, and the pages and tables of a simulated device that carries its plans out."""
+    """A manager, and the pages and tables of a simulated device that executes its plans."""
 
     def __init__(self, choose: Chooser, *, lose_pages: bool) -> None:
         self.choose = choose
@@ -145,22 +146,22 @@ class Simulation:
         )
         self.pages: Pages = {}
         self.host: Pages = {}
-        self.tables: Tables = {}  # rows that were freed keep theirs
-        self.running: dict[int, Conversation] = {}  # by row
+        self.tables: Tables = {}  # freed rows keep their tables
+        self.running: dict[int, Conversation] = {}  # keyed by row
         self.idle: list[Conversation] = []
         self.num_conversations = 0
         self.num_steps = 0
-        self.in_flight: dict[int, StepInFlight] = {}  # by step
+        self.in_flight: dict[int, StepInFlight] = {}  # keyed by step
         self.last_written: list[int] = []
-        self.lost_page: int | None = None  # not reported to the manager yet
+        self.lost_page: int | None = None  # page whose loss is not yet reported to the manager
         self.lost_slots: dict[int | str, Content] = {}
         self.lost_at = 0
-        self.failing: int | None = None  # page that takes nothing in this step
-        self.lost_on_host: tuple[int, int] | None = None  # step that was to write it, page
+        self.failing: int | None = None  # page that ignores writes in this step
+        self.lost_on_host: tuple[int, int] | None = None  # (step that should have written it, page)
         self.lose_pages = lose_pages
-        self.written_by: dict[int, int] = {}  # in this step: page -> row
+        self.written_by: dict[int, int] = {}  # this step: page -> row
         self.writing_row = -1
-        self.depends_on: set[tuple[int, int]] = set()  # rows of this step
+        self.depends_on: set[tuple[int, int]] = set()  # row dependencies of this step
         self.kept: list[Kept] = []
         self.num_aborts = 0
         self.is_over = False
@@ -189,7 +190,7 @@ class Simulation:
     # Conversations ---------------------------------------------------------------------------------
 
     def next_conversation(self) -> Conversation:
-        """A new one, or one that was here before."""
+        """Return a new conversation or an idle one."""
         choose = self.choose
         if self.idle and choose.chance(2):
             return self.idle.pop(choose.integer(0, len(self.idle) - 1))
@@ -200,7 +201,10 @@ class Simulation:
         return Conversation(request, tokens, num_prompt)
 
     def num_tokens_next(self, conversation: Conversation) -> int:
-        """A chunk of the tokens that exist, with drafts behind the last of them; 0: not in this step."""
+        """Return the size of the next chunk, including drafts after the last existing token.
+
+        0 skips the step.
+        """
         choose = self.choose
         if conversation.is_receiving:
             return 0
@@ -215,20 +219,23 @@ class Simulation:
             count = min(self.manager.checkpoint_tokens(conversation.request, count), missing)
         if count == missing and choose.chance(2):
             count += choose.integer(0, self.max_drafts)
-        if self.has_state and self.max_drafts:  # tokens that the manager does not know are drafts
+        if self.has_state and self.max_drafts:  # tokens unknown to the manager count as drafts
             num_known = max(conversation.request.num_tokens - computed, 1)
             count = min(count, num_known + self.max_drafts)
         return min(count, LONGEST - computed, most)
 
     def most_slots(self, start: int) -> int:
-        """Tokens that a step may have from `start` on, with what they read, in all buffers."""
+        """Return the most tokens that a step from `start` may have in every circular buffer."""
         return min(
             group.num_places() * group.block_size - (start - group.reads_from(start))
             for group in self.groups
         )
 
     def restart(self, affected: dict[str, int]) -> None:
-        """The manager answered from where these go on: no draft is left to reject."""
+        """Record the tokens from which the affected conversations continue.
+
+        They have no drafts left to reject.
+        """
         for conversation in self.running.values():
             if conversation.request.request_id in affected:
                 conversation.num_rejected = 0
@@ -247,7 +254,7 @@ class Simulation:
         admitted = [self.next_conversation() for _ in range(choose.pick([0, 1, 1, 2]))]
         leaving = self.rows_to_swap_out(counts)
         for row in leaving if self.has_state else ():
-            self.decide(self.running[row])  # the pages for drafts do not leave with the row
+            self.decide(self.running[row])  # the draft pages are not swapped out with the row
         held_before = self.pages_held()
         most = [choose.pick([0, 3, 99, 99]) for _ in admitted]
         spans = [self.external_span(each, cap) for each, cap in zip(admitted, most)]
@@ -286,7 +293,7 @@ class Simulation:
         )
 
     def external_span(self, conversation: Conversation, most_host_blocks: int) -> tuple[int, int]:
-        """First token and stop of what comes from elsewhere, behind its hit."""
+        """Return the first external token and the end of the external tokens, after the hit."""
         cached = self.manager.cache.cached_tokens(conversation.request)
         with_host = cached.num_host_blocks <= most_host_blocks
         num_hit = cached.with_host if with_host else cached.on_device
@@ -296,7 +303,7 @@ class Simulation:
         return num_hit, num_hit + count
 
     def pages_held(self) -> dict[int, set[int]]:
-        """By row, as the manager has them."""
+        """Return the pages of each row according to the manager."""
         return {
             row: pages_of([self.block_ids(each.request, g) for g in range(len(self.groups))])
             for row, each in self.running.items()
@@ -316,7 +323,7 @@ class Simulation:
         ]
 
     def rows_on_device(self) -> list[Conversation]:
-        """Those whose blocks are all theirs: not swapped out, and nothing is to come."""
+        """Return the rows that are neither swapped out nor receiving."""
         return [
             each
             for each in self.running.values()
@@ -325,7 +332,7 @@ class Simulation:
         ]
 
     def fork(self) -> None:
-        """A conversation goes on in two ways from what is computed."""
+        """Fork a conversation at its computed tokens."""
         on_device = self.rows_on_device()
         if not on_device:
             return
@@ -347,7 +354,7 @@ class Simulation:
             self.tables[row] = [[] for _ in self.groups]
 
     def decide(self, conversation: Conversation) -> None:
-        """The manager hears which drafts of the last step were rejected."""
+        """Report the rejected drafts of the last step to the manager."""
         if conversation.num_rejected:
             self.manager.reject_tokens(conversation.request, conversation.num_rejected)
             conversation.num_rejected = 0
@@ -390,7 +397,7 @@ class Simulation:
         self.kept.append(Kept(conversation.request, read, written, self.num_aborts))
 
     def release_blocks(self) -> None:
-        """The connector is done: what it sent is what there was, and it may have written until now."""
+        """Release the blocks of a connector. Check that the pages it sent are unchanged."""
         if not self.kept:
             return
         kept = self.kept.pop(self.choose.integer(0, len(self.kept) - 1))
@@ -408,7 +415,10 @@ class Simulation:
         self.manager.release_blocks(kept.request)
 
     def finish_receiving(self) -> None:
-        """All that was to come has come, or less; of what is missing, some was written."""
+        """Finish receiving all or some of the external tokens.
+
+        Some of the missing tokens were still written.
+        """
         rows = [row for row, each in self.running.items() if each.is_receiving]
         if not rows:
             return
@@ -426,14 +436,16 @@ class Simulation:
         conversation.begins = going_on if is_moved else conversation.begins[0], going_on
         conversation.num_sure = going_on
         assert going_on == self.manager.num_computed_tokens(request)
-        if self.may_lose():  # else there is wrong KV that the manager has not heard of
+        if self.may_lose():  # otherwise, the manager may not know of some incorrect KV
             self.check_what_is_kept("after KV was received")
 
     def cells_received(self, table: list[list[int]], first: int, stop: int, end: int) -> list[Cell]:
-        """Where the KV of these tokens goes, as far as it has slots; a state: that of the last one.
+        """Return the cells of received tokens that have slots.
 
-        The step ends at `end`: it goes on from the state, in its page. Of a buffer that is written round
-        the last tokens come for which there are places.
+        For a state, return the last token's cell.
+
+        A step that ends at `end` continues from the state in place. A circular buffer receives only
+        the last tokens for which it has places.
         """
         cells = []
         for group, blocks in zip(self.groups, table):
@@ -465,20 +477,23 @@ class Simulation:
             self.last_written.append(page)
 
     def pages_of_all_times(self) -> list[Pages]:
-        """What others write stays written, whatever becomes of steps in flight."""
+        """Return current and saved pages.
+
+        External writes remain whatever happens to the steps in flight.
+        """
         return [self.pages, *(each.pages for each in self.in_flight.values())]
 
     def report(self) -> None:
-        """Reports the oldest step as completed, unless a lost page is still to be reported."""
+        """Report the oldest step as completed, unless a lost page has not been reported yet."""
         if self.in_flight and self.lost_page is None and self.lost_on_host is None:
             step = min(self.in_flight)
             del self.in_flight[step]
             self.manager.report(StepReport(step, completed=True))
 
     def abort(self) -> None:
-        """A step and all behind it: whatever became of them, what they wrote counts for nothing.
+        """Abort a step and all later ones, and discard their writes.
 
-        Where a page was lost and the manager has not heard of it, the steps are newer than the loss.
+        If a lost page has not been reported yet, only steps after the loss are aborted.
         """
         least = 0 if self.lost_page is None else self.lost_at
         steps = [step for step in self.in_flight if step >= least]
@@ -503,7 +518,7 @@ class Simulation:
             self.check_what_is_kept(f"after an abort, {outcome}")
 
     def take_cached(self) -> None:
-        """A conversation goes on from the cache, where that has more than it has computed."""
+        """Restart a conversation from the cache if the cache has more tokens."""
         on_device = self.rows_on_device()
         if not on_device:
             return
@@ -525,7 +540,7 @@ class Simulation:
                     slots[slot] = BAD
 
     def lose_or_invalidate(self) -> None:
-        """A page loses its contents; the manager hears of it some operations later."""
+        """Lose a page's contents, or report a loss from some operations ago."""
         if self.lost_on_host is not None:
             (last, page), self.lost_on_host = self.lost_on_host, None
             self.in_flight = {step: each for step, each in self.in_flight.items() if step > last}
@@ -563,7 +578,7 @@ class Simulation:
         leaving: list[int],
         held_before: dict[int, set[int]],
     ) -> None:
-        """Carries out a plan and computes what it serves; `asked` are those that it answers."""
+        """Execute a plan and compute the served conversations in `asked`."""
         fenced = set()
         if self.fences:
             fenced = set().union(*(each.reads for each in self.in_flight.values()))
@@ -590,7 +605,7 @@ class Simulation:
             self.lost_slots, self.failing = dict(self.pages[self.failing]), None
 
     def fail_page(self, served: list[int]) -> None:
-        """A page of this step lacks what the plan moves there, and takes nothing of what is computed."""
+        """Make a page of this step ignore the plan's moves and all computed KV."""
         if not (self.lose_pages and served and self.may_lose() and self.choose.chance(4)):
             return
         table = self.choose.pick([each for each in self.tables[self.choose.pick(served)] if each])
@@ -601,7 +616,9 @@ class Simulation:
             self.lost_at = self.num_steps
 
     def check_destinations(self, plan: StepPlan, fenced: set[int]) -> None:
-        """A page is written once, not while it is read, and no copy reads what a copy writes."""
+        """Check that a page is written once, is not written while it is read, and that copies are
+        independent.
+        """
         written = [*plan.copy[:, 1].tolist(), *plan.zero.tolist(), *plan.swap_in[:, 1].tolist()]
         assert len(written) == len(set(written)), "a page is written twice"
         assert not set(plan.copy[:, 0].tolist()) & set(written), "a copy reads a page being written"
@@ -609,7 +626,7 @@ class Simulation:
         self.last_written = written
 
     def check_host_pages(self, plan: StepPlan) -> None:
-        """A page of the host is written once, and not while a step reads it."""
+        """Check that a host page is written once and not while a step reads it."""
         written = plan.swap_out[:, 1].tolist()
         assert len(written) == len(set(written)), "a page of the host is written twice"
         read = set(plan.swap_in[:, 0].tolist())
@@ -632,7 +649,7 @@ class Simulation:
             self.pages[target] = dict(self.host.get(page, {}))
 
     def carry_out_copies(self, plan: StepPlan) -> None:
-        """All read before any is written."""
+        """Execute the copies. All sources are read before any destination is written."""
         copies = plan.copy.tolist()
         self.pages.update({target: dict(self.pages.get(source, {})) for source, target in copies})
 
@@ -647,14 +664,16 @@ class Simulation:
                 self.tables[row][g][column] = page
 
     def notice_reuse_of_lost_page(self, plan: StepPlan, held_before: dict[int, set[int]]) -> None:
-        """Once it is given to another, to invalidate it no longer says what was lost: that ends it."""
+        """Stop tracking a lost page once it is reallocated, because invalidating it would no longer
+        report the loss.
+        """
         lost = self.lost_page
         if lost is None:
             return
         if self.num_steps - self.lost_at > MOST_STEPS_BACK:
             self.is_over = True
         held = any(lost in pages for pages in held_before.values())
-        written = self.last_written  # so far only by the plan's copies and zeros
+        written = self.last_written  # so far written only by the plan's copies and zeros
         appended = any(lost in ids.tolist() for ids in plan.append_ids)
         shared = any(
             lost in pages_of(table) and lost not in held_before.get(row, ())
@@ -667,7 +686,10 @@ class Simulation:
     def take_answers(
         self, plan: StepPlan, asked: list[Conversation], leaving: list[int]
     ) -> list[tuple[int, int]]:
-        """(row, first token) of those that are served; a new request that is not becomes idle."""
+        """Return (row, first token) of served conversations.
+
+        A rejected new request becomes idle.
+        """
         served = []
         answers = zip(plan.rows.tolist(), plan.status.tolist(), plan.num_computed_tokens.tolist())
         for conversation, (row, status, start) in zip(asked, answers, strict=True):
@@ -690,9 +712,9 @@ class Simulation:
         return served
 
     def compute(self, row: int, start: int, reads: set[int], forbidden: set[int]) -> None:
-        """Reads and writes KV through the row's table; some of its drafts are accepted.
+        """Read and write KV through the row's table. Accept some of its drafts.
 
-        `reads` takes what is read; a page of `forbidden` is not to be written.
+        `reads` collects the pages that are read. A page in `forbidden` must not be written.
         """
         conversation, table = self.running[row], self.tables[row]
         request = conversation.request
@@ -722,7 +744,7 @@ class Simulation:
             content = conversation.content(position) if is_right else BAD
             self.write(table, position, sure, content, forbidden)
         if self.has_circular and not self.has_state and start < end:
-            # A kernel writes all tokens of the step before the first one reads.
+            # A kernel writes all tokens of the step before any token reads.
             cells = self.cells_read(table, start, sure, conversation.begins)
             wrong = self.wrong_cells(
                 conversation, [cell for cell in cells if cell[2] < num_accepted]
@@ -733,7 +755,7 @@ class Simulation:
             conversation.num_sampled = num_accepted + 1
 
     def load(self, conversation: Conversation, table: list[list[int]], forbidden: set[int]) -> None:
-        """What comes from elsewhere within the step."""
+        """Load external tokens within the step."""
         first, stop = conversation.external
         end = self.manager.num_computed_tokens(conversation.request)
         for page, slot, position in self.cells_received(table, first, stop, end):
@@ -751,7 +773,7 @@ class Simulation:
         content: Content,
         forbidden: set[int],
     ) -> None:
-        """The KV of a token, and the state behind it: of a draft, in a page of its own."""
+        """Write a token's KV and the state after it. A draft's state has its own page."""
         for group, blocks in zip(self.groups, table):
             is_state = group.pages == STATE
             column = position // group.block_size
@@ -773,7 +795,9 @@ class Simulation:
     def cells_read(
         self, table: list[list[int]], position: int, sure: int, begins: Begins
     ) -> list[Cell]:
-        """The tokens that the token at `position` reads in a step whose drafts begin at `sure`."""
+        """Return the cells that the token at `position` reads in a step whose drafts begin at
+        `sure`.
+        """
         return [
             cell
             for group, blocks in zip(self.groups, table)
@@ -781,7 +805,7 @@ class Simulation:
         ]
 
     def wrong_cells(self, conversation: Conversation, cells: list[Cell]) -> list[Cell]:
-        """Those that do not hold the conversation's KV."""
+        """Return the cells without the conversation's correct KV."""
         return [
             (page, slot, position)
             for page, slot, position in cells
@@ -789,7 +813,7 @@ class Simulation:
         ]
 
     def check_what_is_kept(self, when: str) -> None:
-        """All rows' own blocks, and all that is a hit for anyone, hold what they should."""
+        """Check that all blocks of all rows and all possible hits hold the correct content."""
         for row, conversation in self.running.items():
             is_out = self.manager.state(conversation.request) is RequestState.SWAPPED_OUT
             if not is_out and not conversation.is_receiving:
@@ -806,7 +830,8 @@ class Simulation:
             cells = self.cells_read(table, computed, conversation.num_sure, conversation.begins)
             cells = [cell for cell in cells if cell[2] < real]
             for group, blocks in zip(self.groups, table):
-                if group.pages == STATE and real >= conversation.num_sure:  # the one to go on from
+                # The state to continue from.
+                if group.pages == STATE and real >= conversation.num_sure:
                     column = state_column(group, real, conversation.num_sure)
                     cells.append((blocks[column], STATE, real - 1))
             wrong = self.wrong_cells(conversation, cells)
@@ -824,7 +849,9 @@ class Simulation:
             assert not wrong, f"{when}, a hit of {num_hit} tokens has wrong KV: {wrong}"
 
     def check_cached(self, conversation: Conversation, when: str) -> None:
-        """Blocks of the device in which some hit reads every slot, be they a hit now or not."""
+        """Check device blocks that some hit could read completely, whether or not it is possible
+        now.
+        """
         tokens = conversation.tokens
         hashes = self.manager.cache.hashes(Request("probe", tokens))
         for g, group in enumerate(self.groups):
@@ -846,14 +873,18 @@ class Simulation:
 
 
 def state_column(group: ModelGroup, num_tokens: int, sure: int) -> int:
-    """The column of the state after so many tokens, of a step whose drafts begin at `sure`."""
+    """Return the column of the state after this many tokens, for a step whose drafts begin at
+    `sure`.
+    """
     return (sure - 1) // group.block_size + max(num_tokens - sure, 0)
 
 
 def cells_of(
     group: ModelGroup, blocks: list[int], position: int, sure: int, begins: Begins
 ) -> list[Cell]:
-    """The tokens of a group that the token at `position` reads in a step, with drafts from `sure` on."""
+    """Return the cells of a group that the token at `position` reads in a step with drafts from
+    `sure` on.
+    """
     size = group.block_size
     if group.pages == STATE:
         return [(blocks[state_column(group, position, sure)], STATE, position - 1)]
@@ -862,7 +893,7 @@ def cells_of(
 
 
 def simulate(seed: int, *, lose_pages: bool) -> None:
-    """Runs a seed; an error names it."""
+    """Run one seed. An error names the seed."""
     try:
         Simulation(Chooser(seed), lose_pages=lose_pages).run(NUM_OPERATIONS)
     except BaseException as error:
@@ -882,7 +913,7 @@ def test_every_mix_is_simulated():
     assert mixes == set(range(len(KV_MIXES)))
 
 
-# Planted defects: each must be noticed ----------------------------------------------------------------
+# Planted defects, which the simulation must detect ----------------------------------------------------
 
 
 def test_copies_that_are_not_carried_out_are_noticed(monkeypatch):
@@ -898,7 +929,7 @@ def test_an_invalidation_without_effect_is_noticed(monkeypatch):
         "report",
         lambda self, of: report(self, StepReport(of.step_id, of.completed)),
     )
-    expect_error("wrong KV", lose_pages=True)  # then, or when it is read
+    expect_error("wrong KV", lose_pages=True)  # on the loss, or when the page is read
 
 
 def test_an_abort_without_effect_is_noticed(monkeypatch):

@@ -1,8 +1,8 @@
 """The manager against its plain model, over mixed groups: 96,000 random operations.
 
-What random runs found stands as cases of its own in test_groups.py, test_manager_life.py and
-test_hybrid_replay.py ("found by a random run"): a seed means something else with the next operation
-that the driver learns.
+Failures found by random runs are kept as fixed cases in test_groups.py, test_manager_life.py and
+test_hybrid_replay.py ("found by a random run"). A seed is not kept, because its operations change
+whenever the driver gets a new operation.
 """
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.machinery.allocator_driver import MIXES, OPERATIONS_PER_SEED, Chooser, Driver, drive
 from tests.machinery.shared import sampled
 
-NUM_SEEDS = 192  # 96,000 operations, exhaustive ones included; `make soak` makes more
+NUM_SEEDS = 192  # 96,000 operations including exhaustive tests; `make soak` runs more
 SEEDS_PER_TEST = len(MIXES)  # each mix once
 
 
@@ -25,7 +25,7 @@ def test_random_operations_agree_with_the_model(first):
 
 
 class HypothesisChooser(Chooser):
-    """Choices that hypothesis draws, so that it can shrink them."""
+    """Choices drawn by hypothesis, so that it can shrink them."""
 
     def __init__(self, data: st.DataObject) -> None:
         self.data = data

@@ -1,4 +1,7 @@
-"""The pool through its Python binding; `csrc/tests/test_block_pool.cpp` drives it against a model."""
+"""The pool through its Python binding.
+
+`csrc/tests/test_block_pool.cpp` compares it with a model.
+"""
 
 import subprocess
 import sys
@@ -30,7 +33,7 @@ def test_allocate_publish_release_lookup_hit():
 
 
 def test_hashes_that_differ_only_at_the_end_are_two():
-    """The index keeps tags of the first bytes; the whole hash decides."""
+    """The index stores tags made from the first bytes, but compares complete hashes."""
     pool = BlockPool(5)
     ids = pool.allocate(2)
     both = hashes(7, 7)
@@ -134,7 +137,10 @@ def test_a_size_that_makes_no_pool_is_named(size):
 
 
 def test_hashes_that_were_chosen_to_collide_cost_no_more_than_others():
-    """All begin alike, or have words whose exclusive or is 0: where they lie depends on a secret."""
+    """The hashes have equal first bytes, or words whose XOR is 0.
+
+    Their positions depend on a secret.
+    """
     n = 20_000
     others = np.random.default_rng(1).integers(0, 256, (n, 32), np.uint8)
     chosen = np.zeros((n, 4), np.uint64)
@@ -151,11 +157,11 @@ def test_hashes_that_were_chosen_to_collide_cost_no_more_than_others():
 
     attack = chosen.view(np.uint8)
     ratios = [seconds(attack) / seconds(others) for _ in range(5)]
-    assert min(ratios) < 5  # one walk over all entries that collide: more than 100
+    assert min(ratios) < 5  # walking over all colliding entries would give more than 100
 
 
 def test_at_most_100_bytes_per_block_and_a_large_pool_costs_nothing_to_construct():
-    """Resident memory of a pool whose every block was used, and of one that was not."""
+    """Measures the resident memory of a pool with all blocks used, and of an unused pool."""
     program = """
 import resource, numpy as np
 from kvcache import BlockPool
@@ -182,7 +188,7 @@ print(constructed, resident() - before, pool.num_bytes)
 
 
 def test_no_block_is_cached_again_when_the_numbers_of_epochs_are_used_up():
-    """An epoch has 16 bits."""
+    """Epoch numbers have 16 bits."""
     pool = BlockPool(4)
     for id in pool.allocate(2):
         pool.publish([id], hashes(id))

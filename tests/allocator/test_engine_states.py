@@ -1,4 +1,4 @@
-"""`engine_copies_states`: calls outside of steps with groups of recurrent states."""
+"""`engine_copies_states`: calls outside of steps, with groups of recurrent states."""
 
 import random
 
@@ -31,7 +31,7 @@ def test_a_state_moves_to_the_column_of_the_last_token_and_those_between_are_nul
     request = Request("r", range(20))
     states, attention = manager.admit(Admit(request, num_tokens=2), ())
     assert len(states) == 1 and len(attention) == 1
-    states, attention = manager.extend(request, 1)  # in the same block: in place
+    states, attention = manager.extend(request, 1)  # in place, since the block is the same
     assert len(states) == 0 and len(attention) == 0
     states, attention = manager.extend(request, 13)
     assert states.tolist()[:2] == [0, 0] and states[2] > 0 and len(attention) == 3
@@ -45,7 +45,7 @@ def test_a_page_that_a_state_left_waits_for_the_report_of_the_last_step():
     first = manager.step()
     manager.admit(Admit(request, num_tokens=2), ())
     num_free = manager.pool.num_free
-    manager.extend(request, 4)  # one page of a state, one of attention; one is left
+    manager.extend(request, 4)  # a state page and an attention page; one state page is left
     assert manager.pool.num_free == num_free - 2
     second = manager.step()
     manager.report(StepReport(first.step_id, completed=True))
@@ -59,16 +59,17 @@ def test_a_page_that_a_state_left_waits_for_the_report_of_the_last_step():
 def test_a_state_at_the_end_of_a_block_is_a_hit_and_one_inside_is_not():
     manager = make()
     request = Request("a", range(12))
-    manager.admit(Admit(request, num_tokens=4), ())  # ends at a block
-    manager.extend(request, 3)  # ends inside the second one
-    manager.extend(request, 5)  # ends at the third
+    manager.admit(Admit(request, num_tokens=4), ())  # ends at a block boundary
+    manager.extend(request, 3)  # ends inside the second block
+    manager.extend(request, 5)  # ends at the third block boundary
     manager.free(request)
     ids, num_tokens, _ = manager.cache.find_prefix(Request("b", range(12)))
     assert num_tokens == 4 and [len(each) for each in ids] == [1, 1]
     found = manager.cache.find_prefix(Request("b", range(13)))
     assert found.num_tokens == 12 and found.num_shared_tokens == 12
     found = manager.cache.find_prefix(Request("b", range(11)))
-    assert (found.num_tokens, found.num_shared_tokens) == (4, 8)  # the states lag behind
+    # States lag behind the token groups.
+    assert (found.num_tokens, found.num_shared_tokens) == (4, 8)
 
 
 def test_a_state_that_a_quiet_request_left_at_the_end_of_a_block_is_a_hit():
@@ -76,14 +77,17 @@ def test_a_state_that_a_quiet_request_left_at_the_end_of_a_block_is_a_hit():
     request = Request("a", range(3))
     manager.admit(Admit(request, num_tokens=3), ())
     row = manager.row(request)
-    # The engine has computed token 3 without asking, and goes on behind it.
+    # The engine has computed token 3 without a call, and continues after it.
     manager.advance([row], [4], [5], token_ids=[3, 4], num_token_ids=[2])
     manager.free(request)
     assert manager.cache.find_prefix(Request("b", range(6))).num_tokens == 4
 
 
 class Engine:
-    """Copies states as its step begins, writes them as it ends; contents are digests of tokens."""
+    """An engine that copies states at the start of a step and writes them at its end.
+
+    Contents are digests of tokens.
+    """
 
     def __init__(self, seed, num_blocks, groups):
         self.rng = random.Random(seed)
@@ -115,7 +119,7 @@ class Engine:
             request, start = self.requests[name], self.num_computed[name]
             stop = min(start + rng.choice([1, 1, 3, 4, 9]), request.num_tokens)
             new = manager.extend(request, stop - start)
-            if new is None:  # it leaves, and comes back as another
+            if new is None:  # the request leaves and returns under another name
                 self.preemptions += 1
                 manager.free(request)
                 del self.requests[name]
@@ -151,7 +155,7 @@ class Engine:
         request = Request(name, tokens)
         ids, start, _ = manager.cache.find_prefix(request)
         if start and int(ids[0][-1]) in filled:
-            return  # this step computes the state
+            return  # the state is only computed by this step
         count = min(rng.choice([1, 4, 8, 30]), len(tokens) - start)
         new = manager.admit(Admit(request, num_tokens=count), ids if start else ())
         if new is None:
@@ -170,7 +174,7 @@ class Engine:
             if start:
                 block = self.tables[name][0][(start - 1) // BLOCK]
                 assert self.slots[0, block] == self.digest(tokens, start), f"{name} at {start}"
-                # New pages are cleared or copied to at the same time.
+                # New pages are cleared or overwritten by copies at the same time.
                 is_new = block in self.new and (stop - 1) // BLOCK != (start - 1) // BLOCK
                 assert not is_new, "a page is given out that a state is copied from"
             for group in range(1, len(self.specs)):

@@ -1,4 +1,4 @@
-"""What events say of the blocks that they name, and what is asked of hashes and blocks."""
+"""Contents of events, and look-ups of hashes and blocks."""
 
 import contextlib
 
@@ -27,7 +27,7 @@ def rows_of(embeds):
 
 
 def check_hashes(event):
-    """A block's hash follows from its event alone."""
+    """Check that a block's hash follows from its event alone."""
     every = hash_blocks(
         event.token_ids,
         event.hash_block_size,
@@ -96,7 +96,7 @@ def test_extra_keys_of_an_event():
 
 
 def test_blocks_of_two_requests_are_two_events():
-    """The second goes on where the first ended, but belongs to another session."""
+    """The second request continues the first, but belongs to another session."""
     manager = make()
     manager.step(new=[Request("a", range(9), session="one")])
     manager.step(new=[Request("b", range(17), session="two")])
@@ -132,7 +132,7 @@ def test_reused_blocks_are_announced_where_that_is_wanted():
             assert np.array_equal(event.block_hashes, stored.block_hashes)
             assert event.token_ids.tolist() == [*range(12)]
             check_hashes(event)
-        # By `admit` as well.
+        # The same with `admit`.
         other = Request("c", range(17))
         ids = manager.cache.find_prefix(other).block_ids
         manager.admit(Admit(other, num_tokens=1), ids)
@@ -231,7 +231,7 @@ def test_one_group_is_reset():
     )
     request = Request("a", range(24))
     manager.step(new=[request])
-    assert not manager.cache.reset(group=1)  # a request holds blocks of it
+    assert not manager.cache.reset(group=1)  # a request holds blocks of the group
     manager.report(StepReport(manager.step().step_id, completed=True))
     manager.free(request)
     hashes = manager.cache.hashes(request)
@@ -254,11 +254,11 @@ def test_one_group_is_reset():
     assert [type(event) for event in manager.cache.drain_events()] == [AllBlocksCleared] * 2
 
 
-# --- tokens below 0 -------------------------------------------------------------------------------
+# --- negative token ids ---------------------------------------------------------------------------
 
 
 def test_placeholders_of_images():
-    """As an engine's tests have them: two images of -1 tokens, told apart by their items."""
+    """As in an engine's tests: two images made of -1 tokens, which only their items distinguish."""
     tokens = [*range(10), *[-1] * 10, *range(10, 20), *[-1] * 18]
     manager = KVCacheManager(16, 30, 200, enable_events=True)
     first = Request("a", tokens, mm_items=[("aaa", 11, 10), ("bbb", 30, 18)])
@@ -293,7 +293,7 @@ def test_tokens_below_0_need_something_that_says_what_they_are():
 
 def test_events_that_nobody_drains_are_bounded_and_what_was_dropped_is_said():
     manager = KVCacheManager(1, 2**17 + 2, 2**17, enable_events=True, num_preallocate_tokens=0)
-    for i in range(9):  # each stores 2**17 blocks, and removes those before it
+    for i in range(9):  # each stores 2**17 blocks and evicts the previous ones
         request = Request("r", np.arange(2**17) + i)
         assert len(manager.step(new=[request]).rows) == 1
         manager.free(request)
@@ -310,7 +310,7 @@ def test_events_that_nobody_drains_are_bounded_and_what_was_dropped_is_said():
 
 
 class View:
-    """What a subscriber believes: the hashes of each group and medium that it was told of."""
+    """A subscriber's view: the hashes of each group and medium according to the events."""
 
     def __init__(self):
         self.known = {"gpu": set(), "cpu": set()}
@@ -328,7 +328,9 @@ class View:
         return self
 
     def matches(self, manager, requests):
-        """Every hash of these requests is believed to be where the manager finds it, and only there."""
+        """Check that every hash of these requests is in the view exactly where the manager finds
+        it.
+        """
         for request in requests:
             hashes = manager.cache.hashes(request)
             for group, size in enumerate(manager.block_sizes):
@@ -348,7 +350,7 @@ def test_events_of_an_aborted_step_are_withdrawn():
     view.take(manager)
     plan = manager.step(new=[second])
     events = manager.cache.drain_events()
-    assert [type(event) for event in events] == [BlockStored]  # of b's own blocks, as planned
+    assert [type(event) for event in events] == [BlockStored]  # b's own blocks, stored at planning
     manager.abort(plan.step_id)
     (removed,) = manager.cache.drain_events()
     assert isinstance(removed, BlockRemoved)
@@ -386,7 +388,7 @@ def test_blocks_that_a_step_reports_as_failed_are_withdrawn():
 
 
 def test_what_an_aborted_step_evicted_stays_removed():
-    """Its page was to be written over; the worker may have done so."""
+    """The evicted page was planned to be overwritten, and the worker may have done so."""
     manager, view = KVCacheManager(4, 5, 64, enable_events=True, num_preallocate_tokens=0), View()
     old, new = Request("old", range(16)), Request("new", range(100, 112))
     manager.step(new=[old])
@@ -395,13 +397,13 @@ def test_what_an_aborted_step_evicted_stays_removed():
     view.take(manager)
     manager.abort(plan.step_id)
     view.take(manager).matches(manager, [old, new])
-    assert len(view.known["gpu"]) == 1  # of old's first block alone
+    assert len(view.known["gpu"]) == 1  # the first block of old
 
 
 @pytest.mark.parametrize("seed", sampled(range(12), 3))
 @pytest.mark.parametrize("num_host_blocks", [0, 12])
 def test_a_subscriber_never_believes_in_what_failed_steps_left(seed, num_host_blocks):
-    """Steps that complete, fail, are aborted or raise, over three groups and both tiers."""
+    """Steps complete, fail, are aborted or raise, with three groups and both tiers."""
     rng = np.random.default_rng(seed)
     manager = KVCacheManager.for_groups(
         GROUPS,
@@ -428,7 +430,7 @@ def test_a_subscriber_never_believes_in_what_failed_steps_left(seed, num_host_bl
                 rows = [manager.row(each) for each in running]
                 tokens = [int(each) for each in rng.integers(0, 3, len(rows))]
                 ones = [1] * len(rows)
-                with contextlib.suppress(ValueError):  # of a row that must compute again first
+                with contextlib.suppress(ValueError):  # a row may first have to recompute
                     plans.append(manager.step(rows, ones, token_ids=tokens, num_token_ids=ones))
             case "free" if running:
                 manager.free(running.pop(int(rng.integers(len(running)))))

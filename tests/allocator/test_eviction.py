@@ -1,4 +1,4 @@
-"""Eviction policies: every victim is the plain model's (`eviction_models.py`)."""
+"""Eviction policies: every victim equals that of the plain model (`eviction_models.py`)."""
 
 import hashlib
 import random
@@ -12,7 +12,7 @@ from tests.machinery.eviction_models import MODELS, Pool
 from tests.machinery.eviction_models import hash_of as hash_of_number
 from tests.machinery.shared import sampled
 
-NUM_NODES = 20  # prefixes: a tree in which node k stands behind node (k - 1) // 2
+NUM_NODES = 20  # number of prefixes in a tree; the parent of node k is node (k - 1) // 2
 OPTIONS = {
     "learned": [{}, {"double_cost_tokens": 100_000}, {"tenant_share": 0.3}],
     "priority": [{}, {"default_priority": 0}, {"default_priority": 60}],
@@ -33,7 +33,7 @@ def parent_of(node):
 
 
 def path_to(node):
-    """Nodes from the root to this one."""
+    """Return the nodes from the root to this node."""
     return [node] if node == 0 else [*path_to((node - 1) // 2), node]
 
 
@@ -46,7 +46,7 @@ def hash_of(node):
 
 
 class Driver:
-    """Does the same to a pool and to its model, and compares what can be seen."""
+    """Applies the same operations to a pool and to its model, and compares the observable state."""
 
     def __init__(self, name, options, seed):
         self.random = random.Random(f"{name} {options} {seed}")
@@ -54,9 +54,10 @@ class Driver:
         self.pool = BlockPool(num_blocks, name, options)
         self.model = Pool(num_blocks, MODELS[name](num_blocks, **options))
         self.now = self.logical_time = 0
-        # Ages of the learning policy are counted in tokens: of small blocks all are young.
+        # The learning policy measures ages in tokens, so with small blocks everything would be
+        # young.
         self.sizes = [16, 5_000, 60_000] if name == "learned" else [1, 4, 16]
-        self.requests = []  # (group, nodes, ids, how many are published)
+        self.requests = []  # [group, nodes, ids, number of published blocks]
 
     def some(self, ids, most=4):
         return [self.random.choice(ids) for _ in range(self.random.randint(1, most))] if ids else []
@@ -82,11 +83,14 @@ class Driver:
             self.model.policy.after_hits()
 
     def start(self):
-        """A request: its hits, and blocks for the rest, of which some are published at once."""
+        """Start a request with its hits and new blocks.
+
+        Some of the new blocks are published immediately.
+        """
         group = self.random.choice([0, 0, 0, 1, 2])
         nodes = path_to(self.random.randrange(NUM_NODES))
         hits = []
-        if self.random.random() < 0.8:  # else as if it read no cache: duplicates
+        if self.random.random() < 0.8:  # otherwise, ignore the cache and create duplicates
             for node in nodes:
                 found = self.model.lookup(node, group)
                 if found < 0:
@@ -114,7 +118,7 @@ class Driver:
     def publish_more(self):
         for request in self.requests:
             if request[3] < len(request[1]) and self.random.random() < 0.5:
-                # A block that was evicted while it was held stays without a hash.
+                # A block that was evicted while held is not published again.
                 self.extend(request)
 
     def finish(self):
@@ -123,7 +127,7 @@ class Driver:
         ids = self.requests.pop(self.random.randrange(len(self.requests)))[2]
         size = self.random.choice(self.sizes)
         prefixes = [size * (k + 1) for k in range(len(ids))]
-        prefixes[-1] -= self.random.randrange(size)  # the last one may not be full
+        prefixes[-1] -= self.random.randrange(size)  # the last block may be partial
         order = list(range(len(ids)))[::-1]
         if self.random.random() < 0.2:
             self.random.shuffle(order)
@@ -220,14 +224,12 @@ class Driver:
         for i in self.some(list(self.model.blocks), most=2):
             self.pool.evict([i])
             self.model.evict(i)
-        for (
-            request
-        ) in self.requests:  # no request publishes evicted blocks again, or blocks after them
+        for request in self.requests:  # stop publishing after a request's block has been evicted
             if not all(self.model.blocks[i].cached for i in request[2][: request[3]]):
                 request[3] = len(request[1])
 
     def take_many(self):
-        """Evicts, a few or all that can be, and gives them back empty."""
+        """Evict some or all candidates and return them empty."""
         most = self.model.num_free()
         ids = self.allocate(self.random.choice([most, most + 1, self.random.randint(0, most)]))
         if ids:
@@ -236,7 +238,7 @@ class Driver:
 
     def pass_time(self):
         self.now += self.random.choice([1, 1, 5])
-        now = self.now - self.random.choice([0, 0, 0, 8])  # a clock that goes back is ignored
+        now = self.now - self.random.choice([0, 0, 0, 8])  # a clock that runs backwards is ignored
         self.pool.set_now(now)
         self.model.policy.set_now(now)
 
@@ -305,7 +307,7 @@ def test_every_victim_is_the_models(name, options, seed):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("options", OPTIONS["learned"])
 def test_100_000_victims_of_the_policy_that_learns_are_the_models(options):
-    """So long that its ring of records is full, and that it learns at its slower pace."""
+    """Long enough to fill the record ring and to reach the slower learning pace."""
     driver = Driver("learned", options, 100)
     for _ in range(100_000):
         driver.step()
@@ -315,7 +317,7 @@ def test_100_000_victims_of_the_policy_that_learns_are_the_models(options):
 
 @pytest.mark.parametrize("seed", sampled(range(6)))
 def test_victims_among_chats_are_the_models(seed):
-    """Turns, forks, shared beginnings, prompts that come once: every class, at many ages."""
+    """Turns, forks, shared prefixes and one-off prompts cover every class at many ages."""
     rng, num_blocks, size = random.Random(seed), 50, 4_000
     pool, model = BlockPool(num_blocks, "learned"), Pool(num_blocks, MODELS["learned"](num_blocks))
     chats, num_nodes = [], 10
@@ -368,7 +370,7 @@ def test_releases_of_blocks_that_no_request_holds_are_none_to_learn_from():
     pool.publish(ids, hashes(range(4)))
     pool.notify_release(ids[::-1], [4, 3, 2, 1])
     pool.release(ids[::-1])
-    for _ in range(3):  # they are candidates by now, or have children that are
+    for _ in range(3):  # the blocks are already candidates, or have children that are
         pool.notify_release(ids[::-1], [4, 3, 2, 1])
         pool.notify_release([ids[3]] * 2, [4, 4])
     pool.check_invariants()
@@ -377,12 +379,13 @@ def test_releases_of_blocks_that_no_request_holds_are_none_to_learn_from():
 
 
 def test_what_goes_on_outlives_what_is_never_continued():
-    """Two turns a conversation, and prompts that come once: least-recently-used takes any."""
+    """Conversations of two turns compete with one-off prompts. LRU does not distinguish them."""
     hits = {}
     for name in ("lru", "learned"):
         pool, hits[name] = BlockPool(401, name), 0
         for number in range(600):
-            chats = [[5, 1000 + number, 0], [5, 1000 + number - 30, 0, 1]]  # a turn, its next one
+            # A first turn, and the next turn of an earlier conversation.
+            chats = [[5, 1000 + number, 0], [5, 1000 + number - 30, 0, 1]]
             scans = [[9, 10_000 * k + number, *range(8)] for k in (1, 2)]
             for request in (*chats, *scans):
                 hits[name] += serve(pool, [tuple(request[: k + 1]) for k in range(1, len(request))])
@@ -391,7 +394,7 @@ def test_what_goes_on_outlives_what_is_never_continued():
 
 
 def test_the_callers_classes_tell_apart_what_looks_alike():
-    """First turns that go on much later, beside prompts of the same length that come once."""
+    """First turns that continue much later compete with one-off prompts of the same length."""
     hits = {}
     for tells in (False, True):
         pool, hits[tells] = BlockPool(301, "learned"), 0
@@ -407,7 +410,7 @@ def test_the_callers_classes_tell_apart_what_looks_alike():
 
 
 def serve(pool, prefixes, request_class=-1):
-    """One request, of blocks with these contents; how many of them are hits."""
+    """Serve a request with these block contents. Return the number of hit blocks."""
     keys = np.array([list(hashlib.sha256(repr(each).encode()).digest()) for each in prefixes])
     keys = keys.astype(np.uint8)
     found = pool.lookup(keys)
@@ -434,7 +437,7 @@ def test_nothing_cached_is_found_through_a_victim_alone_while_there_is_a_leaf(na
     rng = random.Random(name)
     num_blocks = 32
     pool = BlockPool(num_blocks, name)
-    held, content = [], {}  # block -> (node, parent); blocks with references
+    held, content = [], {}  # blocks with references; block -> (node, parent)
 
     def leaves():
         parents = {parent for _, parent in content.values()}
@@ -468,7 +471,7 @@ def test_nothing_cached_is_found_through_a_victim_alone_while_there_is_a_leaf(na
 
 
 def chain(pool, nodes, group=0):
-    """Blocks of a chain of these nodes, held."""
+    """Allocate and publish a chain of blocks for these nodes, and hold them."""
     ids = pool.allocate(len(nodes))
     pool.publish(ids, hashes(nodes), group)
     return ids
@@ -478,7 +481,7 @@ def chain(pool, nodes, group=0):
 def test_a_parent_goes_right_after_its_last_child_and_before_a_held_ones_parent(name):
     pool = BlockPool(6, name)
     ids = chain(pool, [0, 1, 3])
-    pool.release(ids)  # heads first: the worst order
+    pool.release(ids)  # heads first, the worst order
     assert pool.allocate(5).tolist() == [4, 5, 3, 2, 1]
 
 
@@ -557,7 +560,7 @@ def test_a_priority_ends_when_its_time_has_passed_and_not_before():
 def test_a_ghost_comes_back_into_the_main_queue():
     pool = BlockPool(5, "s3_fifo", {"small_share": 0.25})
     pool.release(chain(pool, [0]))
-    pool.release(pool.allocate(4))  # node 0 left the small queue
+    pool.release(pool.allocate(4))  # evicts node 0 from the small queue
     for node in (0, 1, 2, 3):
         pool.release(chain(pool, [node]))
     order = pool.lookup(hashes([1, 2, 3, 0]), prefix=False).tolist()

@@ -1,4 +1,4 @@
-"""Tokens whose KV comes from elsewhere, and blocks that a connector still uses."""
+"""External tokens, and blocks that a connector still uses after the request has left."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from kvcache.events import BlockRemoved, BlockStored
 FULL = GroupSpec("full_attention", 4)
 WINDOW = GroupSpec("sliding_window", 4, {"window": 6})
 STATE = GroupSpec("recurrent", 4)
-RING = GroupSpec("circular_window", 4, {"window": 6, "buffer": 13}, cached=False)  # 16 places
+RING = GroupSpec("circular_window", 4, {"window": 6, "buffer": 13}, cached=False)  # 16 slots
 
 
 def make(num_blocks=21, groups=(FULL,), **options):
@@ -46,7 +46,7 @@ def test_blocks_for_which_nothing_comes_are_cleared():
 
 
 def test_no_block_is_announced_that_external_tokens_make_unneeded():
-    """The step that admits the request evicts the hit's blocks, which nothing reads any more."""
+    """The step that admits the request evicts the hit blocks, which are no longer read."""
     manager = KVCacheManager(
         4,
         6,
@@ -105,11 +105,11 @@ def test_an_aborted_step_has_loaded_nothing():
     assert manager.abort(plan.step_id) == {"b": 8}
 
 
-# Some time later ---------------------------------------------------------------------------------------
+# After the step ----------------------------------------------------------------------------------------
 
 
 def test_blocks_of_a_receiver_are_no_hits_before_their_bytes_have_arrived():
-    """By default prompt blocks are hits for the next plan; here the bytes come later."""
+    """Prompt blocks are normally hits for the next plan, but these bytes arrive later."""
     manager = make()
     request, plan = receiver(manager)
     assert (plan.num_computed_tokens.tolist(), len(plan.append_ids[0])) == ([16], 4)
@@ -131,7 +131,7 @@ def test_what_has_not_arrived_is_computed(arrived):
     assert hit_length(manager, 21) == arrived // 4 * 4
     plan = manager.step([manager.row(request)], [21 - arrived])
     assert plan.num_computed_tokens.tolist() == [arrived]
-    # The whole table is sent again where tokens were lost.
+    # The whole table is resent if tokens were lost.
     assert len(plan.append_ids[0]) == (2 if arrived == 16 else 6)
     assert hit_length(manager, 21) == 20
 
@@ -152,7 +152,7 @@ def test_windows_and_states_hold_what_the_next_token_reads():
     assert [sum(block > 0 for block in each) for each in blocks] == [4, 2, 1]
     assert blocks[1][:2] == [0, 0]
     assert blocks[2][:3] == [0, 0, 0]
-    assert len(plan.copy) == len(plan.zero) == 0  # the state comes from elsewhere
+    assert len(plan.copy) == len(plan.zero) == 0  # the state is external
     assert manager.finish_receiving(request) == 16
     assert hit_length(manager, 21) == 16
 
@@ -171,8 +171,8 @@ def test_an_abort_while_it_receives_takes_effect_when_it_is_done():
     filler = manager.step(new=[Request("a", range(8))])
     request, _ = receiver(manager, "b", num_external=9)
     held = manager.block_ids(request).tolist()
-    assert manager.abort(filler.step_id) == {"a": 0}  # the hit of b came to nothing, too
-    assert manager.block_ids(request).tolist() == held  # the sender writes to them
+    assert manager.abort(filler.step_id) == {"a": 0}  # b's hit is lost as well
+    assert manager.block_ids(request).tolist() == held  # the sender still writes to them
     assert manager.num_computed_tokens(request) == 17
     assert manager.finish_receiving(request) == 0
     plan = manager.step([manager.row(request)], [21])
@@ -197,7 +197,7 @@ def test_a_new_epoch_while_it_receives_publishes_nothing():
 
 
 def test_external_tokens_wait_where_rows_of_the_step_change_the_hit():
-    """A row that leaves publishes what has filled since: what was to be loaded is cached now."""
+    """A row that is swapped out publishes its full blocks, so a token to be loaded is now cached."""
     manager = make(num_host_blocks=9)
     first = Request("a", range(7))
     manager.step(new=[first])
@@ -209,7 +209,7 @@ def test_external_tokens_wait_where_rows_of_the_step_change_the_hit():
     assert manager.step(new=asked).num_computed_tokens.tolist() == [16]
 
 
-# One request at a time ---------------------------------------------------------------------------------
+# Requests admitted one at a time -----------------------------------------------------------------------
 
 
 def test_admit_takes_external_tokens():
@@ -251,7 +251,7 @@ def test_admit_takes_the_blocks_of_an_encoder():
     )
 
 
-# Frees that wait ---------------------------------------------------------------------------------------
+# Deferred frees ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fence_frees", [False, True])
@@ -274,7 +274,7 @@ def test_a_step_that_is_done_or_aborted_is_not_waited_for():
     manager.step(new=[a, b])
     manager.free(a, after_step=0)
     manager.abort(0)
-    assert manager.pool.num_free == 20  # nothing else was in flight, and b begins anew
+    assert manager.pool.num_free == 20  # no other step was in flight, and b restarts
     manager.step([manager.row(b)], [1])
     manager.report(StepReport(1, completed=True))
     manager.free(b, after_step=1)
@@ -309,7 +309,7 @@ def test_blocks_of_groups_that_are_not_transferred_are_released_at_once(fence_fr
     manager.report(StepReport(plan.step_id, True))
     assert (manager.pool.num_kept, manager.pool.num_free) == (3, 16)
     check_invariants(manager)
-    assert hit_length(manager, 9) == 8  # they are cached as before
+    assert hit_length(manager, 9) == 8  # still cached
     received = Request("b", range(50, 60))
     manager.step(new=[Admit(received, external=External(8, delayed=True))])
     manager.free(received, keep_blocks=True)
@@ -320,7 +320,7 @@ def test_blocks_of_groups_that_are_not_transferred_are_released_at_once(fence_fr
 
 
 def test_a_cached_group_that_is_not_transferred_takes_no_external_tokens():
-    """Its blocks would be found without their KV."""
+    """Its blocks would be hits without valid KV."""
     own = GroupSpec("full_attention", 4, transferred=False)
     manager = make(groups=(FULL, own))
     request = Request("a", range(9))
@@ -339,7 +339,9 @@ def test_a_cached_group_that_is_not_transferred_takes_no_external_tokens():
 
 @pytest.mark.parametrize("groups", [(RING,), (RING, FULL)])
 def test_of_a_buffer_written_round_the_last_external_tokens_come(groups):
-    """The step behind 30 external tokens may have 11 of its own: 5 are read."""
+    """After 30 external tokens, the step may compute 11 tokens, since it reads 5 of the external
+    ones.
+    """
     manager = make(num_blocks=40, groups=groups)
     request = Request("a", range(60))
     external = External(30)
@@ -362,7 +364,10 @@ def test_of_a_buffer_written_round_the_last_external_tokens_come(groups):
 
 @pytest.mark.parametrize(("arrived", "goes_on"), [(30, 30), (28, 28), (19, 19), (18, 0), (0, 0)])
 def test_a_load_that_failed_in_part_goes_on_where_the_buffer_still_has_the_window(arrived, goes_on):
-    """Of 30 tokens the last 16 have places: behind token 19 all of its window, 14 to 18, has come."""
+    """Of 30 tokens, the last 16 have slots.
+
+    After token 19, its whole window (14 to 18) has arrived.
+    """
     manager = make(num_blocks=40, groups=(RING,))
     request = Request("a", range(60))
     plan = manager.step(new=[Admit(request, external=External(30, delayed=True))])
@@ -396,7 +401,7 @@ def test_a_receiver_that_leaves_hands_its_blocks_over():
     assert manager.pool.num_free == 20
 
 
-# Wrong calls: refused, and nothing changes -------------------------------------------------------------
+# Invalid calls, which change nothing -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

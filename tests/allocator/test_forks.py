@@ -1,4 +1,4 @@
-"""Forks and copy-on-write: rows that share blocks until one of them writes."""
+"""Forks and copy-on-write: rows share blocks until one row writes to them."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def admit(manager, name, tokens, **options):
 
 
 def child_of(manager, parent, name, *more):
-    """A child with the parent's computed tokens and these."""
+    """Fork a child with the parent's computed tokens and these further tokens."""
     computed = manager.num_computed_tokens(parent)
     child = Request(name, [*parent.token_ids[:computed].tolist(), *more])
     assert manager.fork(parent, child) >= 0
@@ -60,7 +60,7 @@ def test_the_first_write_to_a_shared_block_copies_and_replaces_it():
     assert plan.replace[0].tolist() == [[0, 2, 4]]
     assert ids(manager, parent) == [1, 2, 4]
     assert ids(manager, child) == [1, 2, 3]
-    plan = serve(manager, child)  # alone by now: nothing to copy
+    plan = serve(manager, child)  # the child is the only holder, so nothing is copied
     assert len(plan.copy) == len(plan.replace[0]) == 0
     check_invariants(manager)
 
@@ -152,7 +152,8 @@ def test_an_aborted_step_takes_the_child_back_too():
     serve(manager, parent, token_ids=[10])
     parent.append_tokens([11])
     child = child_of(manager, parent, "child", 7)
-    assert manager.abort(1) == {"parent": 10, "child": 8}  # inside a block only where it is its own
+    # A row resumes inside a block only if it computed that block.
+    assert manager.abort(1) == {"parent": 10, "child": 8}
     assert ids(manager, child) == [1, 2]
     check_invariants(manager)
 
@@ -182,7 +183,7 @@ def test_a_page_that_left_the_parents_window_and_fails_is_known_of_the_child(lea
     manager.step(new=[Admit(parent, num_tokens=8)])
     failed = ids(manager, parent)[0]
     manager.step([0], [8])
-    assert ids(manager, parent)[0] == 0  # the null block: the page is the parent's no more
+    assert ids(manager, parent)[0] == 0  # null block: the parent no longer holds the page
     child_of(manager, parent, "child", *range(16, 40))
     if leaves:
         manager.free(parent)
@@ -192,7 +193,7 @@ def test_a_page_that_left_the_parents_window_and_fails_is_known_of_the_child(lea
 
 
 def test_what_a_child_computes_in_a_block_that_it_did_not_begin_is_withdrawn_with_it():
-    """Found by a random run of the simulation of contents: its block counted as another's."""
+    """Found by a random run of the contents simulation: the child's block counted as the parent's."""
     groups = [GroupSpec("full_attention", 4), GroupSpec("full_attention", 8)]
     manager = make(groups=groups)
     parent = admit(manager, "parent", range(3))

@@ -1,4 +1,4 @@
-"""Several cache groups over one pool: one behaviour per test."""
+"""Several cache groups over one pool. Each test covers one behavior."""
 
 import math
 from dataclasses import replace
@@ -41,7 +41,7 @@ def make(*groups, num_blocks=41, max_model_len=200, **options):
 
 
 def run(manager, request, *counts):
-    """Admits a request with the first count, and steps its row with the others; the plans."""
+    """Admit a request with the first count, and step its row with the others. Return the plans."""
     plans = [manager.step(new=[Admit(request, *counts[:1])])]
     plans += [manager.step([manager.row(request)], [count]) for count in counts[1:]]
     assert all(plan.status.tolist() == [Status.SERVED] for plan in plans)
@@ -72,7 +72,7 @@ def test_a_kind_says_what_is_still_read(kind, options, reads_from):
 def test_a_kind_says_what_its_pages_hold_and_which_window_a_table_shows():
     options = {"sliding_window": {"window": 6}, "chunked_local": {"chunk_size": 8}}
     options["circular_window"] = {"window": 6, "buffer": 13}
-    # Of the package: other tests register kinds, and names of kinds, of their own.
+    # Built-in kinds only, because other tests register kinds and kind names.
     ours = [n for n in kind_names() if kind_class(n).__module__ == f"kvcache.kinds.{n}"]
     kinds = {n: make_kind(n, options.get(n, {})) for n in ours}
     assert {name: (kind.pages.name, kind.window) for name, kind in kinds.items()} == {
@@ -122,12 +122,12 @@ class OfStates(Keeps):
 
 
 def derived(name, **members):
-    """A class derived from a kind of the package."""
+    """Return a class derived from a built-in kind."""
     return type("Derived", (kind_class(name),), members)
 
 
 class InTwoSteps(derived("sliding_window", first_needed_token=lambda self, n: 0)):
-    """What it inherits is an override all the same."""
+    """An inherited override also counts as an override."""
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ class InTwoSteps(derived("sliding_window", first_needed_token=lambda self, n: 0)
         ("", Keeps, ValueError, "name is '': expected a name that is not empty"),
         ("test_x", Keeps(), TypeError, "expected a class derived from AttentionKind"),
         ("test_x", dict, TypeError, "expected a class derived from AttentionKind"),
-        # The native manager takes none of these.
+        # The native manager accepts none of these.
         ("test_x", KindProperties, TypeError, "expected a class derived from AttentionKind"),
         (
             "test_x",
@@ -223,7 +223,7 @@ def test_blocks_that_leave_a_window_are_freed_and_become_null():
     manager = make(WINDOW)
     request = Request("a", range(40))
     plans = run(manager, request, 8, 4, 4, 4)
-    # Before token 12 the first read is 7, before 16 it is 11: blocks 0 and 1 have left by then.
+    # Token 12 reads from 7 on and token 16 from 11 on, so blocks 0 and 1 have been dropped.
     assert [plan.replace[0].tolist() for plan in plans] == [[], [], [[0, 0, 0]], [[0, 1, 0]]]
     assert manager.block_ids(request).tolist()[:2] == [0, 0]
     assert manager.pool.num_total - manager.pool.num_free == 3
@@ -238,7 +238,8 @@ def test_a_window_needs_only_its_last_blocks_for_a_hit():
     manager.free(request)
     manager.cache.evict(ids[:3])
     found, num_tokens, _ = manager.cache.find_prefix(Request("b", range(18)))
-    assert (found.tolist(), num_tokens) == ([], 0)  # token 16 reads from 11 on: block 2 is gone
+    # Token 16 reads from 11 on, so block 2 is missing.
+    assert (found.tolist(), num_tokens) == ([], 0)
     found, num_tokens, _ = manager.cache.find_prefix(Request("b", range(30)))
     assert (found.tolist(), num_tokens) == ([0, 0, 0, *ids[3:].tolist()], 20)
 
@@ -248,10 +249,11 @@ def test_only_blocks_that_a_hit_can_read_are_cached_and_the_others_go_first():
     manager = make(full, window, num_blocks=15)
     request = Request("a", range(65))
     run(manager, request, 65)
-    assert manager.pool.num_cached == 2 + 2  # of 8 window blocks those before tokens 32 and 64
+    # 2 full-attention blocks, and 2 of 8 window blocks: those before tokens 32 and 64.
+    assert manager.pool.num_cached == 2 + 2
     hit = manager.cache.find_prefix(Request("b", range(65))).block_ids
     manager.free(request)
-    # 12 of its blocks held no hit, or were not full: with them, nothing is evicted.
+    # 12 of its blocks were not cached. Allocating those evicts nothing.
     other = Request("c", range(1_000, 1_040), write_cache=False)
     manager.step(new=[other])
     assert manager.pool.num_evicted == 0
@@ -263,10 +265,11 @@ def test_only_blocks_that_a_hit_can_read_are_cached_and_the_others_go_first():
 def test_blocks_that_leave_a_window_in_one_step_are_evicted_tail_first():
     manager = make(WINDOW, num_blocks=9)
     request = Request("a", range(40))
-    run(manager, request, 24, 1)  # blocks 0 to 3 leave at once
+    run(manager, request, 24, 1)  # blocks 0 to 3 are dropped immediately
     hits = [hit_length(manager, range(n)) for n in (9, 13, 17)]
     assert hits == [8, 12, 16]
-    manager.step(new=[Request("b", range(500, 509), write_cache=False)])  # two of them are taken
+    # Takes two of the dropped blocks.
+    manager.step(new=[Request("b", range(500, 509), write_cache=False)])
     assert manager.pool.num_evicted == 2
     assert [hit_length(manager, range(n)) for n in (9, 13, 17)] == [8, 8, 8]
     check_invariants(manager)
@@ -284,7 +287,7 @@ def test_a_chunk_that_is_over_is_dropped_and_a_hit_may_end_where_it_ended():
     request = Request("a", range(24), read_cache=False)
     plans = run(manager, request, 8, 8, 8)
     assert plans[1].replace[0].tolist() == [[0, 0, 0], [0, 1, 0]]
-    # Behind token 8 nothing before it is read: that is a hit for anybody, of no block at all.
+    # After token 8, no earlier token is read, so any request has a hit without blocks.
     found, num_tokens, _ = manager.cache.find_prefix(Request("b", [7] * 12))
     assert (found.tolist(), num_tokens) == ([0, 0], 8)
 
@@ -312,7 +315,7 @@ def test_groups_of_unequal_block_size_hit_at_common_multiples():
 
 
 def test_one_hash_serves_groups_of_every_block_size():
-    """A chained hash stands for the whole prefix: nothing is hashed twice."""
+    """A chained hash covers the whole prefix, so nothing is hashed twice."""
     manager = make(FULL, GroupSpec("full_attention", 8))
     small, large = KVCacheManager(4, 41, 200), Request("a", range(32))
     assert np.array_equal(manager.cache.hashes(large), small.cache.hashes(large))
@@ -324,7 +327,7 @@ def test_a_state_moves_to_the_page_of_its_block_and_the_old_page_is_let_go():
     first, second, third = run(manager, request, 3, 4, 10)
     assert first.zero.tolist() == first.append_ids[0].tolist() == [1]
     assert second.copy.tolist() == [[1, 2]] and second.replace[0].tolist() == [[0, 0, 0]]
-    # Over two boundaries at once: no state was stored between.
+    # The step crosses two boundaries, so no state is stored in between.
     assert third.append_ids[0].tolist() == [0, 0, 3] and third.copy.tolist() == [[2, 3]]
     assert manager.block_ids(request).tolist() == [0, 0, 0, 0, 3]
     assert manager.pool.num_total - manager.pool.num_free == 1
@@ -353,7 +356,7 @@ def test_a_state_inside_a_block_is_kept_where_a_step_of_the_prompt_ended():
     a = Request("a", range(30))
     first, second = run(manager, a, 12, 6)
     page = int(first.append_ids[1][-1])
-    # The next step leaves the page to the state, whose successor is in another from then on.
+    # The next step leaves the stored state in its page and continues in another page.
     ((left, _),) = second.copy.tolist()
     assert left == page and second.replace[1].tolist() == [[0, 1, 0]]
     plan = manager.step(new=[Request("b", [*range(13), 99])])
@@ -372,7 +375,7 @@ def test_within_a_block_the_entry_of_the_table_is_replaced():
     pages.append(second.replace[1].tolist()[0][2])
     assert second.copy.tolist() == [pages] and second.replace[1].tolist() == [[0, 0, pages[1]]]
     pages.append(third.replace[1].tolist()[0][2])
-    assert third.copy.tolist() == [pages[1:]]  # a state at 8 tokens, too
+    assert third.copy.tolist() == [pages[1:]]  # a state at 8 tokens as well
     assert manager.block_ids(a, 1).tolist() == pages[2:]
     for tokens, hit in ((5, 4), (9, 8), (12, 8)):
         plan = manager.step(new=[Request(f"b{tokens}", range(tokens))])
@@ -397,7 +400,7 @@ def test_states_inside_blocks_are_of_prompts_and_are_kept_once():
     plans += [manager.step([0], [2], token_ids=[6, 7], num_token_ids=[2])]
     plans += [manager.step([0], [2], token_ids=[8, 9], num_token_ids=[2])]
     plans += [manager.step([0], [2], token_ids=[10, 11], num_token_ids=[2])]
-    # The state at 6 was left in its page, that at 8 at the boundary, none while tokens are decoded.
+    # States were kept at 6 tokens and at the boundary of 8, and none while decoding.
     assert [len(plan.copy) for plan in plans] == [0, 1, 1, 0]
     first = manager.step(new=[Admit(b, num_tokens=1)])  # from 6 to 7
     assert first.num_computed_tokens.tolist() == [6]
@@ -407,7 +410,7 @@ def test_states_inside_blocks_are_of_prompts_and_are_kept_once():
 @pytest.mark.parametrize(
     ("groups", "num_shared", "chunks", "num_hit"),
     [
-        # 2,048-token blocks with states every 512 tokens; before: 0.
+        # 2,048-token blocks with states every 512 tokens. Previously 0.
         ([("full_attention", 2048), ("recurrent", 512)], 1_100, [512, 512, 176], 1_024),
         ([("full_attention", 2048), ("recurrent", 2048)], 1_100, [1_088, 112], 1_088),
         ([("full_attention", 544), ("recurrent", 544)], 1_250, [1_248, 52], 1_248),
@@ -424,7 +427,7 @@ def test_large_blocks_are_hit_where_states_were_kept(groups, num_shared, chunks,
     check_invariants(manager)
 
 
-@pytest.mark.parametrize("state_interval", [512, None])  # None: kept inside the blocks of 2,048
+@pytest.mark.parametrize("state_interval", [512, None])  # None: kept inside the 2,048-token blocks
 def test_a_planned_hybrid_is_hit_inside_its_large_blocks(state_interval):
     layers = [LayerSpec(f"full.{i}", "full_attention", 16, 1, 2) for i in range(2)]
     layers += [LayerSpec(f"state.{i}", "recurrent", 16, state_bytes=16_384) for i in range(6)]
@@ -461,8 +464,8 @@ def test_a_step_ends_where_the_shared_prefix_does():
             manager.step([manager.row(request)], [chunk])
             ends[-1].append(manager.num_computed_tokens(request))
         manager.free(request)
-    # The first leaves its state at the end of its prompt, the second at the end of what it shares
-    # with the first, where the third begins.
+    # The first request leaves a state at the end of its prompt. The second leaves one at the end of
+    # the prefix that it shares with the first, where the third starts.
     assert ends == [[0, 148, 150], [0, 48, 148, 150], [48, 148, 150]]
     with pytest.raises(ValueError, match=r"^num_tokens is 0: expected 1 to 2147483647"):
         manager.checkpoint_tokens(Request("x", range(9)), 0)
@@ -485,7 +488,7 @@ def test_a_step_ends_where_the_shared_prefix_does():
 def test_an_equal_prompt_hits_all_that_it_can_the_first_time(
     full, hash_block_size, num_tokens, want
 ):
-    """Its last token is computed in any case, and a drafter computes one hash block anew."""
+    """The last prompt token is always computed, and a drafter recomputes one hash block."""
     groups = [full, GroupSpec("recurrent", 512)]
     manager = make(*groups, hash_block_size=hash_block_size, num_blocks=200, max_model_len=2_000)
     hits = []
@@ -527,7 +530,7 @@ def test_blocks_of_an_encoder_are_taken_at_once_and_never_shared():
     plan = manager.step([0], [4], new=[b])
     assert plan.num_computed_tokens.tolist() == [9, 0]
     assert [np.diff(splits).tolist() for splits in plan.append_splits] == [[1, 3], [0, 3]]
-    assert manager.pool.num_cached == 0  # what the decoder computes depends on the encoder
+    assert manager.pool.num_cached == 0  # decoder KV depends on the encoder
     manager.free(a)
     manager.free(b)
     assert manager.pool.num_free == manager.pool.num_total
@@ -539,7 +542,7 @@ def test_a_prompt_that_its_encoder_makes_too_large_never_fits():
     assert manager.would_fit(too_large) == Status.NEVER
     fits = Request("b", range(9), num_encoder_tokens=8)
     assert manager.would_fit(fits) == Status.SERVED
-    # Nor as long as another one holds a block that its encoder needs.
+    # It must also wait while another request holds a block that its encoder needs.
     plan = manager.step(new=[Request("c", [1]), fits])
     assert plan.status.tolist() == [Status.SERVED, Status.WAIT]
     check_invariants(manager)
@@ -584,24 +587,27 @@ def test_a_group_that_is_not_cached_takes_no_part_in_hits():
     assert {event.group for event in manager.cache.drain_events()} == {0}
     plan = manager.step(new=[Request("b", range(22))])
     assert plan.num_computed_tokens.tolist() == [20]
-    # The table has null blocks where the others have the hit.
+    # The table has null blocks in place of the other groups' hit.
     assert plan.append_ids[1].tolist() == [0] * 5 + [12]
     assert [group.hit_blocks for group in manager.cache.stats.groups] == [5, 0]
     check_invariants(manager)
-    # Without any that is cached there are no hits.
+    # If no group is cached, there are no hits.
     manager = make(uncached)
     run(manager, a, 20)
     assert manager.pool.num_cached == 0 and hit_length(manager, range(22)) == 0
 
 
 def test_a_group_that_is_not_cached_may_have_larger_blocks():
-    """In a step a hit ends where the others' ends; what the block lacks before it is zero."""
+    """In a step, a hit ends at the other groups' hit.
+
+    The rest of the uncached block before it is zeroed.
+    """
     manager = make(FULL, GroupSpec("full_attention", 16, cached=False))
     run(manager, Request("a", range(20)), 20)
     plan = manager.step(new=[Request("b", range(22))])
     assert plan.num_computed_tokens.tolist() == [20]
     assert plan.append_ids[1][0] == 0 and plan.zero.tolist() == plan.append_ids[1][1:].tolist()
-    # A caller that keeps its own tables cannot clear: whole blocks of all groups.
+    # A caller with its own tables cannot clear blocks, so hits are whole blocks of all groups.
     found, num_tokens, _ = manager.cache.find_prefix(Request("c", range(22)))
     assert num_tokens == 16 and [len(ids) for ids in found] == [4, 1]
     request = Request("c", range(22))
@@ -618,7 +624,7 @@ def test_a_circular_group_has_a_fixed_number_of_blocks():
     request = Request("a", range(100))
     plans = run(manager, request, 6, 6, 8, *[11] * 7)
     assert [plan.append_ids[0].tolist() for plan in plans[:4]] == [[1, 2], [3], [4], []]
-    # Over 16 places, the blocks stay as they are: no entry of the table changes.
+    # When 16 slots wrap around, the blocks stay the same and no table entry changes.
     assert all(len(plan.replace[0]) == 0 for plan in plans)
     assert manager.block_ids(request).tolist() == [1, 2, 3, 4]
     assert manager.num_computed_tokens(request) == 97
@@ -642,7 +648,7 @@ def test_a_step_asks_for_no_more_than_a_buffer_has_places_for():
     with pytest.raises(ValueError, match=says):
         manager.step([0], [10], num_lookahead_tokens=2)
     manager.step([0], [9], num_lookahead_tokens=2)
-    # Behind max_model_len are no slots: lookahead ends there.
+    # There are no slots beyond max_model_len, so lookahead ends there.
     manager.step([0], [11])
     manager.step([0], [4], num_lookahead_tokens=50)
     assert manager.num_computed_tokens(a) == 40
@@ -661,7 +667,7 @@ def test_hits_are_given_up_with_a_circular_group_unless_it_is_not_cached():
     run(manager, a, 16, 8)
     plan = manager.step(new=[Admit(Request("b", range(26)), num_tokens=2)])
     assert plan.num_computed_tokens.tolist() == [24]
-    # All its blocks at once, and no other request's tokens in them.
+    # The group gets all its blocks at once, and zeroes them.
     assert len(plan.append_ids[1]) == 4 and plan.zero.tolist() == plan.append_ids[1].tolist()
     assert hit_length(manager, range(26)) == 24
     check_invariants(manager)
@@ -684,7 +690,8 @@ def test_a_row_resumes_unless_its_window_was_written_over():
         request = Request("a", range(40))
         run(manager, request, 13)
         plan = manager.step([0], [last])
-        # 16 places; the token at 13 reads from 8 on, and nothing of that is lost up to token 23.
+        # 16 slots. Token 13 reads from 8 on, and none of these tokens is overwritten up to token
+        # 23.
         plan = manager.step([0], [last])
         affected = manager.abort(plan.step_id - 1)
         assert affected == {"a": resumes_at}
@@ -707,24 +714,25 @@ def test_a_drafting_group_computes_the_last_block_that_it_finds_anew():
         manager = make(*groups)
         run(manager, Request("a", range(17)), 17)
         assert hit_length(manager, range(17)) == 12
-        assert hit_length(manager, range(16)) == 12  # the block of the last token tells it
+        assert hit_length(manager, range(16)) == 12  # the drafter needs the last token's block
         assert hit_length(manager, range(15)) == 8
         assert hit_length(manager, range(4)) == 0
-    # A shorter hit must still have its whole window in the cache.
+    # The whole window of a shorter hit must still be cached.
     manager = make(drafting(WINDOW))
     request = Request("a", range(20))
     run(manager, request, 20)
     ids = manager.block_ids(request)
     manager.free(request)
     manager.cache.evict([ids[2]])
-    assert hit_length(manager, range(30)) == 4  # 16 and 12 would read block 2, 8 compute it anew
+    # Hits of 16 and 12 would read block 2, and 8 would recompute it.
+    assert hit_length(manager, range(30)) == 4
 
 
 @pytest.mark.parametrize(
     ("groups", "hash_block_size", "num_cached", "chunks", "num_hit"),
     [
-        # In each but the last but one the first group drafts. Before, one unit of the joint hit was
-        # given up: 512, 32, 64, 0 and 0.
+        # The first group drafts in every case but the last but one. Previously, one unit of the
+        # joint hit was given up, for 512, 32, 64, 0 and 0 tokens.
         ([("full_attention", 16), ("recurrent", 512)], None, 1_100, [512, 512, 76], 1_024),
         ([("full_attention", 4), ("sliding_window", 4, 10)], None, 40, [40], 36),
         ([("full_attention", 32), ("recurrent", 32)], None, 128, [32] * 4, 96),
@@ -779,7 +787,7 @@ def test_a_hit_inside_a_block_is_copied_into_the_requests_own():
     assert plan.copy.tolist() == [[1, 2]] and plan.append_ids[0].tolist() == [2]
     manager.free(a)
     manager.free(b)
-    # The oldest of those that hold it.
+    # Copies from the oldest block with this content.
     assert manager.step(new=[Request("c", range(9))]).copy.tolist() == [[1, 3]]
     check_invariants(manager)
 
@@ -797,7 +805,7 @@ def test_per_request_calls_find_and_copy_hits_inside_blocks():
     found, num_tokens, _ = manager.cache.find_prefix(b)
     assert (found.tolist(), num_tokens) == ([1, 2], 28)
     assert manager.cache.find_prefix(b, whole_blocks=True)[1] == 16
-    assert manager.cache.cached_tokens(b).on_device == 16  # says so
+    assert manager.cache.cached_tokens(b).on_device == 16  # only whole blocks
     assert manager.admit(Admit(b, num_tokens=2), found).tolist() == [3]
     assert manager.take_copies().tolist() == [[2, 3]]
     assert manager.take_copies().shape == (0, 2)
@@ -815,7 +823,7 @@ def test_sources_and_destinations_are_held_until_their_copies_are_taken():
     manager.admit(Admit(b, num_tokens=2), found)
     manager.free(b)
     check_invariants(manager)
-    assert manager.pool.num_free == 2  # of 4: block 2 and b's own wait for the copy
+    assert manager.pool.num_free == 2  # of 4: block 2 and b's own block wait for the copy
     assert manager.admit(Admit(Request("c", range(100, 148)), num_tokens=48), ()) is None
     assert not manager.cache.reset()
     assert manager.take_copies().tolist() == [[2, 3]]
@@ -825,7 +833,7 @@ def test_sources_and_destinations_are_held_until_their_copies_are_taken():
 
 
 def test_requests_go_on_only_once_copies_are_taken():
-    """An engine that does not know of copies must not read what was never written."""
+    """An engine that ignores copies must not read unwritten slots."""
     manager = partial()
     run(manager, Request("a", range(30)), 30)
     b = Request("b", range(30))
@@ -836,7 +844,7 @@ def test_requests_go_on_only_once_copies_are_taken():
     ):
         with pytest.raises(ValueError, match="expected a call of take_copies before"):
             go_on()
-    c = Request("c", range(30))  # several may be admitted before
+    c = Request("c", range(30))  # several requests may be admitted before the copies are taken
     manager.admit(Admit(c, num_tokens=2), manager.cache.find_prefix(c).block_ids)
     assert manager.take_copies().tolist() == [[2, 3], [2, 4]]
     assert manager.extend(b, 1) is not None
@@ -908,7 +916,7 @@ def test_states_and_uncached_groups_are_hit_inside_blocks_by_steps_alone(groups)
 
 
 def test_behind_a_missing_block_a_hit_may_still_end_inside_it():
-    """Found by a random run: of a window's missing block, the part before was not looked for."""
+    """Found by a random run: the valid part of a window's missing block was not considered."""
     manager = make(GroupSpec("sliding_window", 8, {"window": 3}), hash_block_size=4)
     run(manager, Request("a", range(14)), 14)
     plan = manager.step(new=[Request("b", range(20))])
@@ -917,7 +925,7 @@ def test_behind_a_missing_block_a_hit_may_still_end_inside_it():
 
 
 def test_a_large_block_is_hit_by_prompts_shorter_than_it():
-    """B5: hybrid models make blocks of 2048 tokens."""
+    """B5: hybrid models use blocks of 2048 tokens."""
     manager = make(
         GroupSpec("full_attention", 2048), hash_block_size=16, max_model_len=8192, num_blocks=9
     )
@@ -969,7 +977,7 @@ def test_tails_of_all_groups_are_evicted_before_heads():
     run(manager, request, 16)
     small, large = manager.block_ids(request, 0), manager.block_ids(request, 1)
     manager.free(request)
-    manager.step(new=[Request("b", [99])])  # two fresh blocks
+    manager.step(new=[Request("b", [99])])  # takes two unused blocks
     taken = manager.step(new=[Request("c", [98] * 8)]).append_ids
     assert sorted([*taken[0], *taken[1]]) == sorted([small[3], small[2], large[1]])
 
@@ -1045,7 +1053,7 @@ def test_wrong_groups_and_options_are_named(groups, options, error, message):
 
 
 def test_a_state_that_ends_no_hit_is_not_cached():
-    """Hits end at multiples of 8 tokens: nothing reads a state at 4 or 12."""
+    """Hits end at multiples of 8 tokens, so states at 4 or 12 are never read."""
     groups = [GroupSpec("full_attention", 8), GroupSpec("recurrent", 4)]
     manager = KVCacheManager.for_groups(groups, 30, 64, num_preallocate_tokens=0)
     row = manager.step(new=[Admit(Request("r", range(16)), num_tokens=4)]).rows[0]
@@ -1057,7 +1065,7 @@ def test_a_state_that_ends_no_hit_is_not_cached():
 
 
 def test_a_request_with_an_encoder_takes_no_hit_of_one_without():
-    """What its decoder computes depends on the encoder, of which hashes say nothing."""
+    """Decoder KV depends on the encoder, which is not part of the hashes."""
     groups = [GroupSpec("full_attention", 4), GroupSpec("cross_attention", 4)]
     manager = KVCacheManager.for_groups(groups, 30, 64, num_preallocate_tokens=0)
     manager.step(new=[Request("plain", range(13))])

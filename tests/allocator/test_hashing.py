@@ -16,7 +16,7 @@ from kvcache.allocator.hashing import encode_extra_keys, encoded_blocks
 from kvcache.native.load import core
 from tests.machinery.shared import shared_file
 
-# Of content(n) for n bytes, by the xxhash package 4.1.
+# Digests of content(n) for n bytes, from version 4.1 of the xxhash package.
 XXH3_128 = [
     (0, "99aa06d3014798d86001c324468d497f"),
     (1, "a6cd5e9392000f6ac44bdff4074eecdb"),
@@ -56,7 +56,7 @@ def content(n):
 def digest_of(algorithm):
     return {
         "sha256_cbor": lambda data: hashlib.sha256(data).digest(),
-        "xxh3_128_cbor": core.xxh3_128,  # itself compared with the xxhash package below
+        "xxh3_128_cbor": core.xxh3_128,  # compared with the xxhash package below
     }[algorithm]
 
 
@@ -68,7 +68,7 @@ def reference(
     parent=None,
     algorithm="sha256_cbor",
 ):
-    """The definition, with a CBOR library and hashlib."""
+    """Hash as defined, with a CBOR library and hashlib."""
     cbor2 = pytest.importorskip("cbor2", reason="cbor2 is not installed")
     digest = digest_of(algorithm)
     parent = parent or digest(cbor2.dumps(seed, canonical=True))
@@ -170,7 +170,7 @@ def test_an_unknown_algorithm_is_named():
 
 
 def test_token_ids_below_0_are_hashed_as_negative_integers():
-    """Placeholders of images, which the extra keys name."""
+    """They are placeholders of images, which the extra keys identify."""
     tokens = [5, -1, -24, -25, -256, -257, -(2**31), 2**31 - 1]
     keys = [[("mm", "a", 1)], None]
     assert hexes(hash_blocks(tokens, 4, extra_keys=keys)) == reference(tokens, 4, keys)
@@ -202,7 +202,7 @@ def test_token_ids_below_0_are_hashed_as_negative_integers():
     ],
 )
 def test_known_encodings_of_extra_keys(value, encoded):
-    """RFC 8949, worked out by hand: an array of one array of one value."""
+    """RFC 8949, worked out by hand: an array that contains an array with one value."""
     assert encode_extra_keys([(value,)]).hex() == "8181" + encoded
 
 
@@ -298,7 +298,7 @@ def test_text_that_utf_8_cannot_hold_is_named():
 
 
 def request_extra_keys(request, block_size, num_blocks):
-    """The definition: the extra keys of each block, in their fixed order."""
+    """Return the extra keys of each block as defined, in their fixed order."""
     keys = []
     for block in range(num_blocks):
         start, stop = block * block_size, (block + 1) * block_size
@@ -318,7 +318,7 @@ def request_extra_keys(request, block_size, num_blocks):
 
 
 def digest_of_embeds(rows):
-    """The definition: SHA-256 of the dtype, the sizes of a row, and the bytes."""
+    """Hash embeddings as defined: SHA-256 of the dtype, the sizes of a row, and the bytes."""
     header = rows.dtype.str + "".join(f",{size}" for size in rows.shape[1:])
     return hashlib.sha256(header.encode() + b":" + rows.tobytes()).digest()
 
@@ -379,7 +379,9 @@ items = st.lists(st.tuples(st.text(max_size=300), st.integers(0, 90), st.integer
     num_rows=st.none() | st.integers(0, 120),
 )
 def test_extra_keys_of_any_request(num_tokens, later, block_size, lora, items, salt, num_rows):
-    """Native code against the definition: items that overlap, in any order, of tokens yet to come."""
+    """Compares native code with the definition, for overlapping items in any order and for future
+    tokens.
+    """
     rows = None if num_rows is None else np.arange(num_rows * 3, dtype=np.float16).reshape(-1, 3)
     request = Request(
         "r", range(num_tokens), lora=lora, mm_items=items, cache_salt=salt, prompt_embeds=rows
@@ -393,7 +395,7 @@ def test_extra_keys_of_any_request(num_tokens, later, block_size, lora, items, s
 
 
 def test_rows_without_tokens_cost_nothing():
-    """2**31 rows for 3 tokens: digests of all of them would take hours, and gigabytes."""
+    """2**31 rows for 3 tokens. Digests of all rows would take hours and gigabytes."""
     rows = np.broadcast_to(np.float32(1), (2**31 - 1, 4))
     request = Request("r", range(3), prompt_embeds=rows)
     few = Request("r", range(3), prompt_embeds=np.ones((4, 4), np.float32))
@@ -433,7 +435,7 @@ def test_forks_compare_rows_up_to_the_last_computed_token():
     ],
 )
 def test_what_stands_for_tokens_yet_to_come_counts_when_they_come(options):
-    """An image that the prompt's chunks had not reached: another image must not hit its blocks."""
+    """The image starts after the first chunk. Another image must not hit its blocks."""
     whole, grown, other = (
         Request(str(i), range(n), **options(name))
         for i, (name, n) in enumerate([("a", 112), ("a", 10), ("bb", 10)])
@@ -446,7 +448,7 @@ def test_what_stands_for_tokens_yet_to_come_counts_when_they_come(options):
 
 
 def test_images_of_a_long_prompt_cost_little():
-    """130 images over 131,072 tokens: a Python loop over the blocks took 77 ms more."""
+    """130 images over 131,072 tokens. A Python loop over the blocks took 77 ms longer."""
     tokens = np.arange(131_072, dtype=np.int32)
     images = [(f"image-{i}", 1000 * i, 576) for i in range(130)]
 
@@ -459,7 +461,7 @@ def test_images_of_a_long_prompt_cost_little():
         return min(taken)
 
     assert seconds(mm_items=images) < 3 * seconds() + 0.01
-    # An item may also claim tokens that never come: nothing is made for them beforehand.
+    # An item may claim tokens that never arrive. They must not take any time in advance.
     assert seconds(mm_items=[("video", 0, 2**31 - 1)], cache_salt="s") < 3 * seconds() + 0.01
 
 
@@ -480,7 +482,10 @@ def test_threads_hash_prompts_side_by_side():
 
 
 def test_an_image_changes_its_blocks_and_all_later_ones():
-    """Images that only the extra keys tell apart: the second must not hit behind the first."""
+    """Only extra keys distinguish the images.
+
+    The second request must not hit the image block or later ones.
+    """
     manager = KVCacheManager(16, 100, 1000)
     plain, a, b = (
         manager.cache.hashes(Request(name, range(80), mm_items=items))
@@ -501,11 +506,11 @@ def test_blocks_that_generation_fills_carry_the_adapter_but_not_the_salt():
     assert hexes(manager.cache.hashes(request)) == want
 
 
-# --- hashes that the engine gives -----------------------------------------------------------------
+# --- hashes given by the engine -------------------------------------------------------------------
 
 
 def given_hashes(tokens, size, num_bytes=32):
-    """Chained; of an algorithm that only the engine knows."""
+    """Return chained hashes of an algorithm that only the engine knows."""
     return [
         hashlib.blake2b(repr(tokens[: n * size]).encode(), digest_size=num_bytes).digest()
         for n in range(1, len(tokens) // size + 1)
@@ -534,13 +539,13 @@ def test_given_hashes_are_what_blocks_are_found_under(num_bytes):
     assert manager.cache.find(hashes).device.tolist() == plan.append_ids[0][:7].tolist()
     again = Request("b", tokens, block_hashes=list(hashes))
     assert manager.cache.find_prefix(again).num_tokens == 28
-    # It is the hashes that count: other tokens under the same ones are the same to the manager.
+    # Only hashes are compared: other tokens with the same hashes count as equal.
     other = Request("c", list(range(100, 130)), block_hashes=hashes[:3] + [bytes(num_bytes)] * 4)
     assert manager.cache.find_prefix(other).num_tokens == 12
 
 
 def test_hashes_that_differ_in_any_byte_are_two():
-    """Short ones are padded with zeros, which is unambiguous as all have one length."""
+    """Short hashes are zero-padded. All hashes have the same length, so this is unambiguous."""
     manager = engine_manager(32)
     for byte in range(32):
         hashes = [bytes(32), bytes(byte) + b"\1" + bytes(31 - byte)]
@@ -554,7 +559,7 @@ def test_hashes_that_differ_in_any_byte_are_two():
 
 
 def test_given_hashes_are_read_as_the_engine_extends_them():
-    """Nothing is hashed: where a digest would be asked, the engine's list is."""
+    """Nothing is hashed. The manager reads the engine's list instead."""
     tokens = list(range(40))
     hashes = given_hashes(tokens, 4)
     manager = engine_manager(num_preallocate_tokens=0)
@@ -568,7 +573,7 @@ def test_given_hashes_are_read_as_the_engine_extends_them():
         manager.step([row], [1], token_ids=[token])
         assert manager.pool.num_cached == (token + 1) // 4
     assert manager.cache.find(hashes[:8]).device.tolist() == manager.block_ids(request)[:8].tolist()
-    # The engine may be ahead, by tokens that were sampled and are not known here yet.
+    # The engine may be ahead by sampled tokens that the manager does not know yet.
     mine.append(hashes[8])
     manager.free(request)
     assert manager.cache.find_prefix(Request("s", tokens, block_hashes=hashes)).num_tokens == 32
@@ -656,7 +661,7 @@ def test_a_list_that_lags_behind_the_tokens_is_refused_with_the_step():
 
 
 def test_tokens_whose_given_hash_is_missing_are_refused_when_they_come():
-    """Not by a later call, such as a report on other requests."""
+    """The call with the tokens fails, rather than a later call such as a report on other requests."""
     tokens = list(range(8))
     hashes, mine = given_hashes(tokens, 4), given_hashes(tokens[:7], 4)
     manager, second = (engine_manager(num_preallocate_tokens=0) for _ in range(2))
@@ -677,20 +682,20 @@ def test_tokens_whose_given_hash_is_missing_are_refused_when_they_come():
     assert other.num_tokens == 7 and second.cache.hashes(other).shape == (1, 32)
     mine[1] = hashes[1]
     manager.step([0, 1], [1, 1], token_ids=[7, 7])
-    mine.clear()  # what was read is known
+    mine.clear()  # hashes that were read are kept
     second.report(StepReport(0, completed=False))
     assert manager.invalidate(manager.block_ids(other)[1:2]) == {"r": 4, "s": 4}
     check_invariants(manager)
 
 
 def test_without_caching_equal_given_hashes_are_blocks_of_their_own():
-    """Found by a random run: all requests with the hash of a failed block went back."""
+    """Found by a random run: all requests with the hash of a failed block were reset."""
     manager = engine_manager(num_preallocate_tokens=0, enable_caching=False)
     tokens = list(range(10))
     pair = [Request(name, tokens, block_hashes=given_hashes(tokens, 4)) for name in "ab"]
     manager.step(new=pair)
     assert manager.invalidate(manager.block_ids(pair[1])[:1]) == {"b": 0}
-    # A request that another manager has hashed.
+    # A request that another manager has already hashed.
     plain, caching = (KVCacheManager(4, 50, 100, enable_caching=on) for on in (False, True))
     pair = [Request(name, tokens) for name in "ab"]
     for request in pair:
@@ -735,7 +740,7 @@ def test_true_and_false_are_no_token_ids(ids):
 
 
 class TestHashedTokens:
-    """What a request of an engine carries in place of a list with an object per block."""
+    """A sequence of block hashes that a request uses in place of a list with an object per block."""
 
     @pytest.mark.parametrize("algorithm", ["sha256_cbor", "xxh3_128_cbor"])
     def test_tokens_that_come_in_parts_hash_as_all_at_once(self, algorithm):
@@ -749,7 +754,7 @@ class TestHashedTokens:
                 keys = [("s", i) if i % 2 else None for i in range(len(hashed), len(known) // size)]
                 extras = encoded_blocks([[key] if key else None for key in keys])
                 hashed.extend_to(known, extras)
-                if rng.random() < 0.3:  # other tokens follow; the first ones stay
+                if rng.random() < 0.3:  # continue with other tokens after a common prefix
                     kept = rng.randint(0, len(hashed))
                     del hashed[kept:]
                     tokens[kept * size :] = tokens[kept * size :][::-1]

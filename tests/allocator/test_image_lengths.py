@@ -1,4 +1,7 @@
-"""One identifier with two lengths: hashes are equal, as engines know them, and no hit is wrong."""
+"""One image identifier with two lengths.
+
+The hashes are equal, as engines compute them, but no hit is wrong.
+"""
 
 import numpy as np
 import pytest
@@ -48,12 +51,12 @@ def test_an_image_of_another_length_ends_the_hit_before_it(cached_length, length
 
 
 def test_text_behind_an_image_of_another_length_is_no_hit():
-    """Blocks without an image have equal hashes too, and other KV: they read the image."""
+    """Text blocks after the image have equal hashes but different KV, because they read the image."""
     manager = make()
     cached(manager, image("a", 5, num_tokens=40))
     other = image("b", 4, num_tokens=40)
     manager.step(new=[other])
-    assert hit(manager, image("c", 4, num_tokens=40)) == 4  # the one that was cached first is found
+    assert hit(manager, image("c", 4, num_tokens=40)) == 4  # finds the prompt that was cached first
     assert hit(manager, image("d", 5, num_tokens=40)) == 36
 
 
@@ -108,7 +111,7 @@ def test_a_swapped_request_comes_back_with_its_own_image():
     rows += manager.step(new=[long]).rows.tolist()
     first = manager.step(swap_out=rows[:1]).swap_out
     second = manager.step(swap_out=rows[1:]).swap_out
-    # Block 0 is shared, and moves once; the others have equal hashes, and pages of their own.
+    # Block 0 is shared and moves once. The others have equal hashes but separate pages.
     assert len(first) == 5 and len(second) == 4
     assert not set(first[:, 1].tolist()) & set(second[:, 1].tolist())
     back = manager.step(rows[1:], [1], token_ids=[7], num_token_ids=[1]).swap_in
@@ -120,7 +123,7 @@ def test_a_swapped_request_comes_back_with_its_own_image():
 @pytest.mark.parametrize("hash_block_size", [None, 2])
 @pytest.mark.parametrize("num_host_blocks", [0, 12])
 def test_no_hit_ever_holds_the_kv_of_another_image(seed, hash_block_size, num_host_blocks):
-    """Pages by what was computed into them, carried out plan by plan, against each request's own KV."""
+    """Executes plans on simulated pages and compares each page with the request's own KV."""
     rng = np.random.default_rng(seed)
     groups = [GroupSpec("full_attention", 4), GroupSpec("sliding_window", 4, {"window": 6})]
     manager = KVCacheManager.for_groups(
@@ -131,7 +134,7 @@ def test_no_hit_ever_holds_the_kv_of_another_image(seed, hash_block_size, num_ho
         hash_block_size=hash_block_size,
         num_host_blocks=num_host_blocks,
     )
-    device = {}  # page: KV by offset; a token's KV is all that it depends on
+    device = {}  # page -> KV by offset; a token's KV is everything it depends on
     host = {}
     num_hits = 0
     for i in range(120):
@@ -140,7 +143,7 @@ def test_no_hit_ever_holds_the_kv_of_another_image(seed, hash_block_size, num_ho
         request = Request(f"r{i}", range(num_tokens), mm_items=items)
         kv = [
             tuple(item for item in items if item[1] <= token) for token in range(num_tokens)
-        ]  # and the tokens, which are the same in all
+        ]  # and the tokens, which are equal in all requests
         plan = manager.step(new=[request])
         for page, target in plan.swap_out.tolist():
             host[target] = dict(device[page])

@@ -1,4 +1,4 @@
-"""What the eviction policy `learned` has counted: shown, saved, loaded, refused."""
+"""Counts of the eviction policy `learned`: display, saving, loading and rejected values."""
 
 import json
 import warnings
@@ -49,9 +49,10 @@ def test_what_was_learned_is_saved_and_loaded(tmp_path):
 
 
 def test_who_has_learned_evicts_otherwise_than_who_has_not():
-    """Of two prompts the older one's class was used again, and the younger one's never."""
+    """The older prompt's class has been reused, and the younger prompt's class never."""
     reached, used = np.zeros((101, 26)), np.zeros((101, 26))
-    reached[0] = reached[1] = 1000  # answers of less than 64 tokens, and of more
+    # Classes for answers shorter than 64 tokens, and for longer ones.
+    reached[0] = reached[1] = 1000
     used[1] = 500
     for learned in (None, LearnedReuse(reached, used)):
         manager = KVCacheManager(16, 5, 64, num_preallocate_tokens=0, eviction="learned")
@@ -147,11 +148,14 @@ def test_a_wrong_call_is_named_and_changes_nothing():
 
 
 def test_a_priority_bounds_what_worth_ranks():
-    """Lowest priority first, while it lasts; among equal ones what is least likely used again."""
+    """Evicts the lowest unexpired priority first.
+
+    Within a priority, evicts the least likely to be reused.
+    """
     manager = KVCacheManager(16, 7, 64, num_preallocate_tokens=0, eviction="learned")
     reached, used = np.zeros((101, 26)), np.zeros((101, 26))
     reached[0] = reached[1] = 1000
-    used[1] = 500  # long answers go on
+    used[1] = 500  # requests with long answers are continued
     manager.cache.learn_from(LearnedReuse(reached, used))
     manager.cache.set_now(1)
     for name, first, answer, retention in (
@@ -169,14 +173,14 @@ def test_a_priority_bounds_what_worth_ranks():
     assert [cached(first) for first in (0, 100, 200)] == [32, 32, 32]
     manager.step(new=[Request("x", range(300, 332))])
     assert [cached(first) for first in (0, 100, 200)] == [0, 32, 32]
-    manager.cache.set_now(6)  # its priority is over, and its kind is never used again
+    manager.cache.set_now(6)  # its priority has expired, and its class is never reused
     manager.step(new=[Request("y", range(400, 432))])
     assert [cached(first) for first in (100, 200)] == [0, 32]
     check_invariants(manager)
 
 
 def flooded(share):
-    """How many tokens of one tenant's prompt are left when another one has sent 200 prompts."""
+    """Return how many cached tokens a tenant keeps after another tenant has sent 200 prompts."""
     manager = KVCacheManager(
         16, 101, 64, num_preallocate_tokens=0, eviction="learned",
         eviction_options={"tenant_share": share},
@@ -188,7 +192,7 @@ def flooded(share):
         manager.free(request)
         return int(plan.num_computed_tokens[0])
 
-    # What the flood is made of is known to come again, and what the other tenant sends is not.
+    # The flood's prompts are known to recur, and the other tenant's prompts are not.
     for _ in range(20):
         for number in range(3):
             serve("warm", 100 * number, "flood")

@@ -1,4 +1,4 @@
-"""`learned` on two tiers: every page that goes is the plain model's, and so is what is not written."""
+"""`learned` on two tiers: evicted pages and declined writes equal those of the plain model."""
 
 import random
 
@@ -12,7 +12,10 @@ from tests.machinery.shared import sampled
 
 
 class Driver:
-    """Requests over two pools and their models: what the device evicts is copied to the host."""
+    """Requests over two pools and their models.
+
+    Blocks that the device evicts are copied to the host.
+    """
 
     def __init__(self, seed, cost):
         self.random = random.Random(seed)
@@ -26,7 +29,9 @@ class Driver:
         self.num_copied = self.num_declined = self.num_loaded = self.num_again = 0
 
     def write(self, block):
-        """Copies a block to the host that the device is about to evict, if that is worth it."""
+        """Copy the block that the device is about to evict to the host if the copy is worth its
+        space.
+        """
         cached = self.device_model.blocks[block].cached
         segment = self.device_model.policy.segment_of.get(block)
         number, group, _ = cached
@@ -53,14 +58,14 @@ class Driver:
             self.host.publish_copy(page, self.device, block, is_chain=group != 1)
             self.host_model.publish_copy(page, cached, segment)
             self.num_copied += 1
-        if self.random.random() < 0.05:  # a request holds it
+        if self.random.random() < 0.05:  # a request holds the page
             self.held_pages.append(page)
             return
         self.host.release([page])
         self.host_model.release([page])
 
     def allocate(self, n):
-        """One at a time, so that the model says which block goes before it does."""
+        """Allocate one block at a time, so that the model predicts each victim in advance."""
         assert n <= self.device_model.num_free()
         out = []
         for _ in range(n):
@@ -98,7 +103,8 @@ class Driver:
         self.host_model.retain(pages)
         new = self.allocate(len(nodes) - num_hit)
         self.publish(nodes[num_hit:], new, group)
-        is_moved = self.random.random() < 0.7  # else as host_write="learned": both are kept
+        # Otherwise, as with host_write="learned": both copies are kept.
+        is_moved = self.random.random() < 0.7
         for page in pages:
             self.num_loaded += 1
             if is_moved:
@@ -165,7 +171,7 @@ def test_20_000_requests_over_two_tiers():
 
 
 def released(pool, first, answer, held=()):
-    """A prompt of three blocks, released with an answer of so many tokens; its blocks."""
+    """Release a prompt of three blocks with an answer of `answer` tokens. Return its blocks."""
     ids = pool.allocate(3).tolist()
     pool.publish(ids, hashes(range(first, first + 3)))
     ends = [3 * 512, 2 * 512, 512]
@@ -188,7 +194,7 @@ def test_a_page_that_was_loaded_goes_first():
 
 
 def test_a_copy_is_worth_what_is_expected_of_it():
-    """Nothing is known of a block that no request released: it is worth all."""
+    """A block that no request released has no statistics, so its copy has the full gain."""
     device = BlockPool(20, "learned")
     host = BlockPool(3, "learned", copies_of=device)
     (held,) = device.allocate(1).tolist()

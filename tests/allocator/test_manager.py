@@ -44,7 +44,7 @@ def test_the_last_token_always_runs():
 
 
 def test_blocks_of_one_step_are_hits_for_later_plans_only():
-    """Two equal requests in one step: both compute, so the same hash stands twice (D5)."""
+    """Both requests in the step compute, so the cache has the same hash twice (D5)."""
     manager = make()
     a, b = Request("a", range(10)), Request("b", range(10))
     plan = manager.step(new=[a, b])
@@ -52,7 +52,7 @@ def test_blocks_of_one_step_are_hits_for_later_plans_only():
     assert manager.pool.num_cached == 4
     assert manager.cache.find_prefix(Request("c", range(10))).block_ids.tolist() == [1, 2]
     check_invariants(manager)
-    # Ids once handed out never change; the older copies go first, then the younger ones are found.
+    # Allocated ids never change. After the older copies are evicted, the younger ones are found.
     assert manager.block_ids(b).tolist() == [4, 5, 6]
     manager.cache.evict([1, 2])
     assert manager.cache.find_prefix(Request("c", range(10))).block_ids.tolist() == [4, 5]
@@ -97,17 +97,18 @@ def test_what_does_not_fit_waits_and_what_never_will_is_told_apart():
 
 
 def test_a_request_that_does_not_fit_leaves_the_order_of_eviction():
-    """The defect of an original: hits touched before the capacity check."""
+    """Regression from an original implementation, which touched hits before the capacity check."""
     manager = make(num_blocks=4)
     a, b = Request("a", range(4)), Request("b", range(100, 104))
     manager.step(new=[a, b])
     manager.free(a)
     manager.free(b)
-    # It would hit a's block, and needs three more: two are free, one of them the hit itself.
+    # c would hit a's block and need three more. Two are free, including the hit.
     assert manager.admit(Admit(Request("c", range(13)), num_tokens=9), [1]) is None
     assert manager.step(new=[Request("c", range(13))]).status.tolist() == [Status.NEVER]
     manager.step(new=[Request("d", range(50, 54)), Request("e", range(60, 64))])
-    assert len(manager.cache.find_prefix(Request("f", range(5))).block_ids) == 0  # a went first
+    # a was evicted first.
+    assert len(manager.cache.find_prefix(Request("f", range(5))).block_ids) == 0
     assert len(manager.cache.find_prefix(Request("g", range(100, 105))).block_ids) == 1
 
 
@@ -139,7 +140,8 @@ def test_preallocation_takes_more_but_never_beyond_the_model_or_the_pool():
     assert manager.extend(a, 9).tolist() == []
     assert manager.extend(a, 1).tolist() == [4, 5, 6]
     b = Request("b", range(50, 60))
-    assert manager.admit(Admit(b, num_tokens=10), ()).tolist() == [7, 8, 9, 10]  # one of two fitted
+    # Preallocated only one of two blocks.
+    assert manager.admit(Admit(b, num_tokens=10), ()).tolist() == [7, 8, 9, 10]
     manager = make(num_preallocate_tokens=100, max_model_len=9)
     assert manager.admit(Admit(Request("a", range(3)), num_tokens=3), ()).tolist() == [1, 2, 3]
 
@@ -155,7 +157,7 @@ def test_late_tokens_are_hashed_when_they_arrive():
     manager = make()
     request = Request("a", range(6))
     manager.step(new=[request])
-    manager.step([0], [2])  # two slots reserved, their tokens not known yet
+    manager.step([0], [2])  # two slots are reserved; their tokens are not known yet
     assert manager.pool.num_cached == 1
     request.append_tokens([6, 7])
     manager.step([0], [1])
@@ -255,7 +257,7 @@ def test_tokens_that_arrive_before_free_are_cached_by_it():
     manager = make()
     request = Request("a", range(6))
     manager.step(new=[request])
-    manager.step([0], [3])  # slots for tokens 6 to 8; block 1 fills when tokens 6 and 7 are known
+    manager.step([0], [3])  # slots for tokens 6 to 8; block 1 is full when tokens 6 and 7 are known
     request.append_tokens([6, 7])
     manager.free(request)
     assert manager.pool.num_cached == 2
@@ -303,9 +305,7 @@ def test_a_plan_clears_rows_of_steps_only_and_loses_none_to_other_calls():
     manager.step(new=[a])
     manager.admit(Admit(b, num_tokens=2), ())
     manager.free(a)
-    manager.admit(
-        Admit(c, num_tokens=2), ()
-    )  # in the row of a, whose table the worker has yet to clear
+    manager.admit(Admit(c, num_tokens=2), ())  # in a's row, which the worker has not cleared yet
     manager.extend(b, 1)
     assert manager.step().clear_rows.tolist() == [0]
     manager.free(b)
@@ -364,7 +364,7 @@ def test_a_call_from_another_thread_is_refused_and_changes_nothing():
 
 
 def test_threads_that_share_a_request_get_the_hashes_it_has_or_are_refused():
-    """A manager per thread. While one hashes, the others run, and meet a chain that is being changed."""
+    """One manager per thread. While one thread hashes, others see the chain change."""
     tokens = np.arange(200_000, dtype=np.int32)
     want = hash_blocks(tokens, 4)
     request, found, refused = Request("a", tokens), [], []
@@ -583,7 +583,7 @@ check_invariants(small)
 
 
 def test_the_largest_sizes_are_served():
-    """Sums of them overflowed; now they do not fit int64 by far."""
+    """Their sums used to overflow."""
     largest = 2**31 - 1
     manager = KVCacheManager(1, 100, largest, num_preallocate_tokens=largest)
     request = Request("a", range(10))
@@ -703,7 +703,7 @@ def test_what_a_hash_was_made_of_cannot_be_changed():
     request = Request("a", range(10), prompt_embeds=embeds)
     with pytest.raises(ValueError, match="read-only"):
         request.prompt_embeds[0] = 1
-    assert embeds.flags.writeable  # the caller's own array stays as it was
+    assert embeds.flags.writeable  # the caller's array is unchanged
 
 
 @pytest.mark.parametrize(
@@ -737,7 +737,7 @@ def test_a_wrong_request_is_named(options, error, message):
 
 
 def test_a_request_without_tokens_yet():
-    """It can be asked about and given slots; what is published waits for the tokens."""
+    """It can be queried and given slots. Blocks are published once the tokens are known."""
     manager = make()
     request = Request("a", [])
     assert request.num_tokens == 0 and len(manager.cache.hashes(request)) == 0
@@ -791,7 +791,7 @@ def test_a_plan_that_the_native_step_cannot_fill_is_refused(left_out, added, mes
 
 
 def test_read_cache_of_a_call():
-    """A request that opted out may take hits in one call, and one that did not may be told not to."""
+    """The argument of a call overrides the request's own setting, in both directions."""
     manager = make(num_preallocate_tokens=0)
     size = manager.block_sizes[0]
     manager.step(new=[Request("a", range(2 * size + 1))])
@@ -834,7 +834,7 @@ def test_read_cache_of_a_call():
 
 
 def test_other_tokens_after_a_wait_have_hashes_of_their_own():
-    """The ids that came with a step that could not be served were hashed, and are taken back."""
+    """Token ids of a step that was not served are hashed and then taken back."""
     manager = KVCacheManager(4, 5, 100, num_preallocate_tokens=0)
     request, other = Request("r", range(7)), Request("other", range(50, 57))
     row = manager.step(new=[request, other]).rows[0]
@@ -848,7 +848,7 @@ def test_other_tokens_after_a_wait_have_hashes_of_their_own():
 
 
 class TestAdvance:
-    """`reject_tokens` and `extend` of many requests, by positions."""
+    """`reject_tokens` and `extend` for many requests, given by position."""
 
     def admitted(self, num_blocks=11):
         manager = KVCacheManager(4, num_blocks, 64, num_preallocate_tokens=0)

@@ -1,4 +1,4 @@
-"""Admission, reports, fences, withdrawal, statistics and events: one behaviour per test."""
+"""Admission, reports, fences, withdrawal, statistics and events. Each test covers one behavior."""
 
 import pytest
 
@@ -44,7 +44,7 @@ def test_one_recompute_serves_all_that_shared_a_failed_block():
     assert [manager.take_cached(each) for each in requests] == [21, 20, 20]
     new = manager.block_ids(requests[0])
     assert (manager.block_ids(requests[1]) == new[:5]).all()
-    assert num_free - manager.pool.num_free == 4  # blocks 2 to 5, once
+    assert num_free - manager.pool.num_free == 4  # blocks 2 to 5, without duplicates
     plan = manager.step([1, 2], [1, 1])
     assert plan.num_computed_tokens.tolist() == [20, 20]
     assert plan.clear_rows.tolist() == [1, 2]
@@ -54,7 +54,7 @@ def test_one_recompute_serves_all_that_shared_a_failed_block():
 
 
 def test_admissions_leave_the_watermark_and_running_requests_may_use_it():
-    manager = make(num_blocks=11, watermark=0.2)  # 2 blocks
+    manager = make(num_blocks=11, watermark=0.2)  # keeps 2 blocks
     assert manager.would_fit(Request("a", range(36))) == Status.NEVER
     assert manager.step(new=[Request("a", range(28))]).status.tolist() == [Status.SERVED]
     assert manager.would_fit(Request("b", range(50, 55))) == Status.WAIT
@@ -77,7 +77,7 @@ def test_a_hit_inside_a_block_is_given_up_where_the_copy_does_not_fit():
     a, b = Request("a", range(24)), Request("b", [*range(6), *range(50, 68)])
     manager.step(new=[a])
     manager.free(a)
-    # Three blocks and the one to be copied from would be four, and there are three.
+    # Three blocks plus the copy source would need four, but there are only three.
     plan = manager.step(new=[b])
     assert plan.status.tolist() == [Status.SERVED] and plan.num_computed_tokens.tolist() == [0]
 
@@ -114,7 +114,8 @@ def test_rejected_drafts_give_their_slots_to_the_next_tokens():
     manager.step(new=[request])
     plan = manager.step([0], [6])  # one token and five drafts: slots 4 to 9
     assert plan.append_ids[0].tolist() == [2, 3]
-    # Token 4 was there, two drafts were accepted, a third token was sampled; three were rejected.
+    # Token 4 was known, two drafts were accepted, and a third token was sampled. Three drafts were
+    # rejected.
     plan = manager.step(
         [0], [1], token_ids=[4, 5, 6, 7], num_token_ids=[4], num_rejected_tokens=[3]
     )
@@ -129,8 +130,9 @@ def test_a_draft_in_a_slot_is_not_cached_as_the_token_that_came_instead():
     manager = make()
     request = Request("a", range(4))
     manager.step(new=[request])
-    manager.step([0], [4])  # slots 4 to 7, of which 6 and 7 hold drafts
-    request.append_tokens([4, 5, 6, 7])  # both were rejected: these tokens have no KV yet
+    manager.step([0], [4])  # slots 4 to 7; 6 and 7 hold drafts
+    # Both drafts were rejected, so tokens 6 and 7 have no KV yet.
+    request.append_tokens([4, 5, 6, 7])
     manager.reject_tokens(request, 2)
     manager.free(request)
     assert manager.pool.num_cached == 1
@@ -227,7 +229,10 @@ def test_a_report_on_a_step_that_never_was_is_refused():
 
 
 def test_each_of_several_aborted_steps_may_be_reported():
-    """A worker reports every step; the first report on a failed one withdraws all later ones."""
+    """A worker reports every step.
+
+    The first report of a failed step also withdraws all later ones.
+    """
     manager = make()
     a = Request("a", range(20))
     manager.step(new=[Admit(a, num_tokens=8)])
@@ -255,13 +260,13 @@ def test_a_report_knows_who_let_go_of_a_failed_page_in_its_own_step():
     manager = KVCacheManager.for_groups(groups, 50, 64, num_preallocate_tokens=0, fence_frees=True)
     manager.step(new=[Admit(Request("a", range(13)), num_tokens=3)])
     manager.report(StepReport(0, completed=True))
-    state = int(manager.step([0], [5]).copy[0, 0])  # the step moves the state out of this page
+    state = int(manager.step([0], [5]).copy[0, 0])  # page that the state is moved from
     assert manager.report(StepReport(1, True, [state])) == {"a": 0}
     assert hit_length(manager, range(13)) == 0
 
 
 def test_aborts_leave_no_journal_behind():
-    """A step that is never reported, and as many aborts as steps."""
+    """One step is never reported, and there are as many aborts as steps."""
     manager = make()
     kept = Request("kept", [99])
     manager.step(new=[kept])
@@ -301,14 +306,14 @@ def test_an_aborted_step_leaves_nothing_cached_and_its_rows_go_back():
     a, b = Request("a", range(20)), Request("b", range(20))
     manager.step(new=[Admit(a, num_tokens=6)])
     aborted = manager.step([0], [10])
-    later = manager.step([0], [1], new=[b])  # it hit what the aborted step computed
+    later = manager.step([0], [1], new=[b])  # hits blocks that the aborted step computed
     assert later.num_computed_tokens.tolist() == [16, 16]
     assert manager.abort(aborted.step_id) == {"a": 6, "b": 4}
     assert hit_length(manager, range(20)) == 4
     check_invariants(manager)
     plan = manager.step([0, 1], [2, 2])
     assert plan.num_computed_tokens.tolist() == [6, 4]
-    assert plan.clear_rows.tolist() == [0, 1]  # their whole tables are sent again
+    assert plan.clear_rows.tolist() == [0, 1]  # the complete tables are resent
     ids = plan.append_ids[0].tolist()
     splits = plan.append_splits[0].tolist()
     for row, request in ((0, a), (1, b)):
@@ -346,7 +351,7 @@ def test_failed_blocks_and_what_was_computed_from_them_leave_the_cache():
     manager.step(new=[a, other])
     manager.step(new=[b, c])
     bad = manager.block_ids(a)[2]
-    assert manager.invalidate([bad]) == {"a": 8, "b": 8}  # c holds two blocks before it
+    assert manager.invalidate([bad]) == {"a": 8, "b": 8}  # c holds only the two blocks before it
     assert hit_length(manager, range(17)) == 8
     assert hit_length(manager, range(50, 60)) == 8
     check_invariants(manager)
@@ -356,7 +361,7 @@ def test_failed_blocks_and_what_was_computed_from_them_leave_the_cache():
 
 
 def test_descendants_leave_even_where_a_block_between_was_evicted():
-    """Found by a random run: the chain to the bad block could not be followed."""
+    """Found by a random run: the chain to the invalid block had a gap."""
     manager = make(num_blocks=30)
     request = Request("a", range(17))
     manager.step(new=[request])
@@ -364,19 +369,19 @@ def test_descendants_leave_even_where_a_block_between_was_evicted():
     manager.free(request)
     manager.cache.evict([ids[2]])
     manager.invalidate([ids[1]])
-    manager.step(new=[Request("b", range(12))])  # computes blocks 1 and 2 again
-    assert hit_length(manager, range(17)) == 12  # block 3 was computed from the bad one
+    manager.step(new=[Request("b", range(12))])  # recomputes blocks 1 and 2
+    assert hit_length(manager, range(17)) == 12  # block 3 was computed from the invalid block
 
 
 def test_who_holds_what_was_computed_from_a_failed_block_is_told():
-    """No request may hold the block itself any more."""
+    """No request holds the failed block any more."""
     manager = make(num_blocks=30)
     e, d = Request("e", range(5)), Request("d", range(9))
-    manager.step(new=[e, d])  # both compute block 0: e's copy is found first
+    manager.step(new=[e, d])  # both compute block 0, and e's copy is found first
     failed = int(manager.block_ids(d)[0])
     manager.free(d)
     c = Request("c", range(20))
-    manager.step(new=[c])  # e's block 0, and d's block 1, which followed from the failed one
+    manager.step(new=[c])  # hits e's block 0 and d's block 1, which derives from the failed block
     assert manager.invalidate([failed]) == {"c": 0, "e": 0}
     assert manager.pool.num_cached == 0
 
@@ -399,7 +404,7 @@ def test_a_row_does_not_go_on_inside_a_block_that_it_has_dropped():
     manager.step(new=[Admit(a, num_tokens=10)])
     aborted = manager.step([0], [10])
     manager.step([0], [10])
-    # Nothing before token 10 is read by the chunk, but tokens 10 and 11 go into its block.
+    # The chunk reads nothing before token 10, but it writes tokens 10 and 11 to the block.
     assert manager.abort(aborted.step_id) == {"a": 0}
     manager.step([0], [12])
     assert 0 not in manager.block_ids(a, 1).tolist()[2:]
@@ -409,7 +414,7 @@ def test_drafts_of_the_last_step_are_lost_with_the_failed_block():
     manager = make(num_blocks=30)
     a = Request("a", range(8))
     manager.step(new=[a])
-    manager.step([0], [6], token_ids=[8])  # token 8 and five drafts, not known which are accepted
+    manager.step([0], [6], token_ids=[8])  # token 8 and five drafts that are not decided yet
     failed = int(manager.block_ids(a)[3])
     assert manager.invalidate([failed]) == {"a": 8}
     manager.step([0], [1])
@@ -442,7 +447,7 @@ def test_siblings_of_a_failed_block_stay():
 
 @pytest.mark.parametrize("sizes", [(4, 4), (4, 8)])
 def test_prompts_of_another_beginning_stay_cached(sizes):
-    """Of one beginning, where blocks have one size, what came before the failed one stays as well."""
+    """With one block size, the blocks before the failed block of the same prompt stay cached too."""
     groups = [GroupSpec("full_attention", size) for size in sizes]
     manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0)
     prompts = [range(0, 17), range(100, 117)]
@@ -457,7 +462,7 @@ def test_prompts_of_another_beginning_stay_cached(sizes):
 
 
 def test_a_failed_block_takes_along_the_small_ones_that_were_computed_from_it():
-    """It covers two of the other group; their chain of hashes does not lead to it."""
+    """The block covers two blocks of the other group, whose hash chain does not lead to it."""
     groups = [GroupSpec("full_attention", 4), GroupSpec("full_attention", 8)]
     manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0)
     request = Request("a", range(17))
@@ -489,15 +494,15 @@ def test_a_row_whose_window_is_gone_restarts_from_what_the_cache_has():
     for _ in range(3):
         manager.step([0], [4])
     bad = int(manager.block_ids(request, 0)[2])
-    # Token 8 would read from 3 on, and the window's first blocks have left the row: but they are
-    # still cached.
+    # Token 8 would read from 3 on. The row has dropped the first blocks of that window, but they
+    # are still cached.
     assert manager.invalidate([bad]) == {"a": 8}
     check_invariants(manager)
     assert manager.step([0], [4]).num_computed_tokens.tolist() == [8]
 
 
 def test_a_row_does_not_resume_where_its_hit_lacks_what_a_shorter_one_reads():
-    """The hit of 6 tokens ends with a chunk of 3: of the chunk before, it brings nothing."""
+    """The hit of 6 tokens ends at a chunk of 3, so it does not include the previous chunk."""
     groups = [GroupSpec("full_attention", 4), GroupSpec("chunked_local", 8, {"chunk_size": 3})]
     manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0, hash_block_size=1)
     manager.step(new=[Request("a", range(7))])
@@ -525,13 +530,13 @@ def hybrid(**options):
 
 
 def cached_blocks(manager, request):
-    """Of the first group."""
+    """Return the cached columns of the first group."""
     found = manager.cache.find(manager.cache.hashes(request)).device
     return [block for block, page in enumerate(found.tolist()) if page > 0]
 
 
 def test_a_failed_state_takes_along_all_that_ran_with_it():
-    """The step computed blocks 2 to 4 from the state in its page, whose own block is the last."""
+    """The step computed blocks 2 to 4 from the state, whose own page belongs to the last block."""
     manager = hybrid()
     request = Request("a", range(24))
     plan = manager.step(new=[Admit(request, num_tokens=12, external=External(8))])
@@ -583,7 +588,7 @@ def test_a_failed_page_of_an_encoder_that_was_swapped_out_restarts_the_request()
 
 
 def test_a_failed_page_of_an_encoder_restarts_the_request():
-    """Found by a random run: the encoder's blocks were taken a second time."""
+    """Found by a random run: the encoder's blocks were allocated a second time."""
     groups = [GroupSpec("full_attention", 4), GroupSpec("cross_attention", 4)]
     manager = KVCacheManager.for_groups(groups, 20, 64, num_preallocate_tokens=0)
     request = Request("a", range(9), num_encoder_tokens=8)
@@ -610,7 +615,7 @@ def test_a_new_epoch_hides_all_that_was_cached_and_running_requests_leave_nothin
 
 
 def test_rows_that_are_used_again_after_an_epoch_are_cached():
-    """Found by a random run: rows not in use had become stale too."""
+    """Found by a random run: unused rows had become stale as well."""
     manager = make()
     a = Request("a", range(9))
     manager.step(new=[a])
@@ -732,7 +737,7 @@ def test_a_row_that_starts_anew_reads_the_cache_as_it_was_admitted(own, of_call,
         ids, num_hit, _ = manager.cache.find_prefix(request, read_cache=of_call)
         assert num_hit == want
         manager.admit(Admit(request, num_tokens=12 - num_hit, read_cache=of_call), ids)
-    # Not by their hashes, under which others would be found too.
+    # Not identified by their hashes, which would also match other blocks.
     manager.cache.evict(manager.block_ids(request)[want // 4 :])
     affected = manager.invalidate(manager.block_ids(request)[want // 4 :])
     assert affected == {"r": want}

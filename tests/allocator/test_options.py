@@ -1,4 +1,6 @@
-"""Options of a manager: one dataclass, the arguments that name its fields, the native structure."""
+"""A manager's options: the dataclass, the arguments named after its fields, and the native
+structure.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from kvcache.kinds import make_kind
 from kvcache.native.load import core
 from kvcache.replay import Replayer
 
-# One that differs from the default, for each.
+# A non-default value for each option.
 OTHERS = {
     "enable_caching": False,
     "num_preallocate_tokens": 5,

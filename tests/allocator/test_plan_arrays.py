@@ -1,4 +1,4 @@
-"""The arrays of a plan are made when they are asked for, and are the same whenever that is."""
+"""The arrays of a plan are created on first access, and their values do not depend on when that is."""
 
 import copy
 import dataclasses
@@ -26,7 +26,9 @@ CHANGES = [
 
 
 def plan_with_everything() -> StepPlan:
-    """Two groups and a host tier: a row in, a row out, a request, a fork's copy."""
+    """Return a plan for two groups and a host tier: a row swapped in, a row swapped out, a new
+    request, a fork's copy.
+    """
     groups = [GroupSpec("full_attention", 4), GroupSpec("sliding_window", 4, {"window": 8})]
     manager = KVCacheManager.for_groups(
         groups, 64, 256, num_preallocate_tokens=0, num_host_blocks=32, page_bytes=8
@@ -89,7 +91,7 @@ def test_arrays_outlive_their_plan_and_are_its_own():
     manager.free(request)
     other = manager.step(new=[Request("b", range(40, 60))])
     assert ids.tolist() == [1, 2, 3]
-    ids[0] = 9  # the caller's
+    ids[0] = 9  # the caller may modify the array
     assert other.append_ids[0].tolist() == other.append_ids[0].copy().tolist()
 
 
@@ -140,12 +142,12 @@ def test_fields_may_be_set():
     plan = plan_with_everything()
     assert len(plan_with_everything().copy)
     plan.copy = NO_PAIRS
-    assert len(plan.swap_in)  # made now, with all that was not set
+    assert len(plan.swap_in)  # creates every array that has not been set
     assert plan.copy is NO_PAIRS
 
 
 def state_after(manager: KVCacheManager) -> list:
-    """What the manager does from here on: the ids that it hands out, and in which order."""
+    """Return what determines the manager's further behavior: the ids it allocates, in order."""
     check_invariants(manager)
     answers = [manager.pool.num_free, manager.pool.num_cached]
     plan = manager.step(new=[Request("next", range(500, 570))])

@@ -1,4 +1,4 @@
-"""Recurrent states with speculative blocks: drafts are rejected, and no state is copied."""
+"""Recurrent states with speculative blocks: drafts can be rejected without copying a state."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,10 @@ def states(block_size=4, num_speculative_blocks=3):
 
 
 def start(manager, num_tokens=6):
-    """A request with a sampled token behind its prompt, and three drafts; its pages of states."""
+    """Start a request with three drafts after its first sampled token.
+
+    Return it and its state pages.
+    """
     request = Request("a", range(num_tokens))
     manager.step(new=[request])
     plan = manager.step([0], [4], token_ids=[num_tokens])
@@ -49,7 +52,7 @@ def test_pages_change_places_and_nothing_is_copied():
     assert len(plan.copy) == len(plan.zero) == 0
     assert plan.replace[1].tolist() == [[0, 0, pages[1]], [0, 1, pages[0]]]
     assert manager.block_ids(request, 1).tolist() == [pages[1], pages[0], *pages[2:]]
-    # All rejected: the page of the state stays, and its table with it.
+    # All rejected: the state stays in its page, and the table is unchanged.
     plan = manager.step([0], [4], token_ids=[61], num_rejected_tokens=[3])
     assert plan.num_computed_tokens.tolist() == [9] and len(plan.replace[1]) == 0
     # All accepted.
@@ -83,7 +86,8 @@ def test_more_drafts_than_pages_are_refused_by_name():
         with pytest.raises(ValueError, match=expected):
             wrong()
     assert request.num_tokens == manager.num_computed_tokens(request) == 6
-    plan = manager.step([0], [5], token_ids=[6, 7], num_token_ids=[2])  # two known, three drafts
+    # Two known tokens and three drafts.
+    plan = manager.step([0], [5], token_ids=[6, 7], num_token_ids=[2])
     assert plan.num_tokens.tolist() == [5]
     assert [len(manager.block_ids(request, g)) for g in (1, 2)] == [1 + 4, 4]
 
@@ -107,7 +111,8 @@ def test_one_group_without_pages_for_drafts_takes_no_rejection():
     manager = manager_of(FULL, states(), GroupSpec("recurrent", 4))
     request = Request("a", range(6))
     manager.step(new=[request])
-    manager.step([0], [9])  # as many as are wanted: they count as accepted
+    # Without speculative blocks, any number of unknown tokens counts as accepted.
+    manager.step([0], [9])
     with pytest.raises(ValueError, match=r"no token back without num_speculative_blocks"):
         manager.reject_tokens(request, 1)
     assert len(manager.block_ids(request, 1)) == 4
@@ -117,7 +122,7 @@ def test_a_boundary_that_accepted_drafts_pass_is_a_hit():
     manager = manager_of(FULL, states())
     request, pages = start(manager)  # states after 7, 8, 9 and 10 tokens
     assert pages[:1] == [0] and hit_length(manager, range(20)) == 0
-    assert manager.pool.num_cached == 1  # the first block of tokens, and nothing of a draft
+    assert manager.pool.num_cached == 1  # the first token block only; no draft is cached
     plan = manager.step([0], [4], token_ids=[7, 8, 60], num_token_ids=[3], num_rejected_tokens=[1])
     assert len(plan.copy) == 0
     probe = Request("probe", [*range(9), 60])
@@ -125,7 +130,7 @@ def test_a_boundary_that_accepted_drafts_pass_is_a_hit():
     assert num_hit == 8 and found.tolist() == [0, pages[2]]
     now = manager.block_ids(request, 1).tolist()
     assert now[:2] == [0, 0] and now[2] == pages[3] and pages[2] not in now
-    assert len(now) == 2 + 4  # another page in place of the one that is kept
+    assert len(now) == 2 + 4  # another page replaces the cached one
 
 
 def test_a_boundary_that_rejected_drafts_pass_is_no_hit():
@@ -134,12 +139,12 @@ def test_a_boundary_that_rejected_drafts_pass_is_no_hit():
     plan = manager.step([0], [4], token_ids=[60], num_rejected_tokens=[3])
     assert plan.num_computed_tokens.tolist() == [7]
     assert hit_length(manager, range(20)) == 0
-    # The state after 8 tokens is one of this step, and no draft's.
+    # The state after 8 tokens comes from this step rather than from a draft.
     probe = Request("probe", [*range(7), 60, 61])
     (_, found), num_hit, _ = manager.cache.find_prefix(probe)
     assert num_hit == 8 and found.tolist() == [0, pages[1]]
     plan = manager.step([0], [1], token_ids=[61], num_rejected_tokens=[3])
-    assert plan.copy[:, 0].tolist() == [pages[1]]  # which it leaves
+    assert plan.copy[:, 0].tolist() == [pages[1]]  # the page that the state leaves
     assert hit_length(manager, [*range(7), 60, 61]) == 8
     check_invariants(manager)
 
@@ -156,7 +161,7 @@ def test_with_blocks_of_one_token_each_accepted_draft_leaves_a_state():
     manager = manager_of(GroupSpec("full_attention", 1), states(1))
     request, pages = start(manager)
     plan = manager.step([0], [4], token_ids=[7, 8, 60], num_token_ids=[3], num_rejected_tokens=[1])
-    assert plan.copy[:, 0].tolist() == [pages[8]]  # the state itself is left, too
+    assert plan.copy[:, 0].tolist() == [pages[8]]  # the current state stays cached in its page, too
     assert [hit_length(manager, range(n + 1)) for n in (6, 7, 8, 9)] == [6, 7, 8, 9]
     assert len(manager.block_ids(request, 1)) == 9 + 1 + 3
     assert make_kind("recurrent", {"num_speculative_blocks": 3}).max_pages(64, 8, 1) == 8
@@ -198,7 +203,8 @@ def test_a_fork_begins_with_the_accepted_state_alone():
         manager.reject_tokens(parent, 1)
     plan = manager.step([row, 0], [4, 4], token_ids=[9], num_token_ids=[0, 1])
     first = manager.block_ids(child, 1).tolist()
-    assert plan.copy[:, 0].tolist()[-1] == pages[2] and len(first) == 4  # its own, and three more
+    # Its own state, and three more pages.
+    assert plan.copy[:, 0].tolist()[-1] == pages[2] and len(first) == 4
     assert not set(first) & set(manager.block_ids(parent, 1).tolist())
     check_invariants(manager)
 
@@ -214,7 +220,7 @@ def test_a_row_leaves_for_the_host_with_its_state_alone():
         manager.step([0], [1], num_rejected_tokens=[1])
     plan = manager.step([0], [4], token_ids=[7, 8, 60], num_token_ids=[3])
     assert plan.num_computed_tokens.tolist() == [9]
-    assert len(manager.block_ids(request, 1)) == 4  # one comes back, three are new
+    assert len(manager.block_ids(request, 1)) == 4  # one page is swapped in, three are new
     manager.step([0], [1], token_ids=[61], num_rejected_tokens=[3])
     check_invariants(manager)
 
@@ -272,7 +278,7 @@ def test_pages_for_drafts_are_planned_and_asked_for():
     assert [pages for pages, _ in sizes] == [4 + 2, 4 + 5]
     assert [round(most, 1) for _, most in sizes] == [170.5, 113.7]
 
-    manager = manager_of(FULL, states(16), num_blocks=7)  # two blocks of tokens, and the state
+    manager = manager_of(FULL, states(16), num_blocks=7)  # two token blocks, and the state
     request = Request("a", range(8))
     assert manager.would_fit(Admit(request, num_tokens=8), whole=True) == Status.SERVED
     assert (
@@ -327,7 +333,9 @@ def test_the_number_of_pages_for_drafts_is_checked(num_blocks, expected):
 
 
 def test_random_rejections_go_on_from_the_right_state():
-    """A worker's own memory: the state after a token is the sum of the tokens up to it."""
+    """Simulates a worker's memory, in which the state after a token is the sum of all tokens so
+    far.
+    """
     layers = [LayerSpec("full", "full_attention", 4, 1, 8)]
     options = {"num_speculative_blocks": 2}
     layers += [
@@ -337,7 +345,7 @@ def test_random_rejections_go_on_from_the_right_state():
     plan = plan_cache(layers, 2**17, max_model_len=256, state_interval=8)
     cache = build(plan, max_num_reqs=4)
     tables, pick = cache.tables, np.random.default_rng(7)
-    truth = {}  # by row: tokens that were accepted
+    truth = {}  # row -> accepted tokens
 
     def compute(plan, row, tokens, num_drafts):
         cache.worker.apply(plan)
@@ -381,7 +389,10 @@ def test_random_rejections_go_on_from_the_right_state():
 
 
 def test_pages_of_earlier_drafts_make_room_for_a_block():
-    """7 pages: 3 blocks, the state and 3 pages for drafts, of which the fourth block takes one."""
+    """7 pages: 3 blocks, the state, and 3 draft pages.
+
+    The fourth block takes one of the draft pages.
+    """
     manager, request = manager_of(FULL, states(16), num_blocks=8), Request("a", range(8))
     manager.step(new=[request])
     manager.step([0], [4], token_ids=[8])
@@ -401,21 +412,26 @@ def test_pages_of_earlier_drafts_make_room_for_a_block():
 
 @pytest.mark.parametrize(("num_blocks", "num_hit"), [(8, 0), (41, 8)])
 def test_states_that_drafts_have_passed_are_kept_where_there_is_room(num_blocks, num_hit):
-    """2 blocks, the state after 10 tokens, a page for the next one, and the 3 that drafts passed."""
+    """2 blocks, the state after 10 tokens, a page for the next state, and 3 states that drafts
+    passed.
+    """
     manager = manager_of(GroupSpec("full_attention", 8), states(1), num_blocks=num_blocks)
     request = Request("a", range(6))
     manager.step(new=[request])
     manager.step([0], [4], token_ids=[6])
     plan = manager.step([0], [4], token_ids=[7, 8, 9, 10], num_token_ids=[4])
     assert plan.status.tolist() == [Status.SERVED]
-    assert len(plan.copy) == (num_hit > 0)  # into a new page, or it goes on in its own
+    assert len(plan.copy) == (num_hit > 0)  # copied to a new page if there is room, else in place
     assert len(manager.block_ids(request, 1)) == 10 + 4
     assert hit_length(manager, range(12)) == num_hit
     check_invariants(manager)
 
 
 def test_a_page_that_a_row_writes_again_is_found_no_longer():
-    """7 pages: full blocks and the states after 8 to 11 tokens; a draft's state comes to that after 8."""
+    """7 pages: full blocks, and the states after 8 to 11 tokens.
+
+    A draft's state overwrites the state after 8.
+    """
     groups = [GroupSpec("full_attention", 4), states(4)]
     manager = manager_of(*groups, num_blocks=8)
     request = Request("a", range(7))
@@ -429,7 +445,10 @@ def test_a_page_that_a_row_writes_again_is_found_no_longer():
 
 
 def test_a_row_goes_on_where_it_wrote_a_found_state_again():
-    """States of 2: the pages that drafts have passed were published, and serve for the next drafts."""
+    """States every 2 tokens.
+
+    Pages that drafts have passed are published and then reused for the next drafts.
+    """
     groups = [GroupSpec("full_attention", 2), states(2)]
     manager = manager_of(*groups, num_blocks=12)
     request, other = Request("a", range(7)), Request("o", [90])

@@ -1,4 +1,4 @@
-"""Two tenants who do not trust each other: each sentence of docs/security.md that can be tested."""
+"""Two tenants that do not trust each other. Tests every verifiable sentence of docs/security.md."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make(groups, num_blocks=60, **options):
 
 
 def run(manager, name, salt, tokens=TOKENS):
-    """A request in steps of 8 tokens, to its end."""
+    """Run a request to its end, in steps of 8 tokens."""
     request = Request(name, tokens, cache_salt=salt)
     plan = manager.step(new=[Admit(request, num_tokens=8)])
     row = plan.rows[0]
@@ -150,18 +150,20 @@ def test_another_seed_shares_no_hash():
         for seed in ("one", "other", "vllm-none-hash")
     ]
     assert all(not one & other for one, other in itertools.combinations(hashes, 2))
-    assert hashes[2] == {bytes(each) for each in hash_blocks(TOKENS, 4)}  # the default is public
+    # The default salt is public.
+    assert hashes[2] == {bytes(each) for each in hash_blocks(TOKENS, 4)}
 
 
 def test_only_what_the_page_names_listens_and_none_unpickles_or_makes_a_temporary_file():
-    """docs/security.md, "Who may listen"."""
+    """Checks the section "Who may listen" of docs/security.md."""
     of_listeners = {"socket", "asyncio", "zmq"}
     listeners = {
         REPO / "kvcache/cli/serve.py",
         *(REPO / "kvcache/server").glob("*.py"),
         *(REPO / "kvcache/router_events").glob("*.py"),
         *(REPO / "kvcache/transfer/transport").glob("*.py"),
-        REPO / "kvcache/sources/store/mooncake.py",  # it connects, and Mooncake's client listens
+        # Connects to a server; Mooncake's client listens.
+        REPO / "kvcache/sources/store/mooncake.py",
     }
     modules = {
         "socket",
@@ -175,7 +177,7 @@ def test_only_what_the_page_names_listens_and_none_unpickles_or_makes_a_temporar
         "shelve",
     }
     calls = {"eval", "exec"}
-    clients = {REPO / "kvcache/sources/disaggregation/prefill.py"}  # of HTTP: it connects
+    clients = {REPO / "kvcache/sources/disaggregation/prefill.py"}  # HTTP clients, which connect
     for path in (REPO / "kvcache").rglob("*.py"):
         forbidden = modules - of_listeners if path in listeners else modules
         if path in clients:

@@ -1,4 +1,4 @@
-"""Two tiers: rows swapped out and back, cached blocks on the host, pins, eviction by name."""
+"""Two tiers: swapped rows, cached blocks on the host, pins, and eviction policies by name."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def make(num_blocks=6, num_host_blocks=20, groups=(FULL,), **options):
 
 
 class Engine:
-    """Steps that are reported done at once."""
+    """A manager whose steps are reported as completed immediately."""
 
     def __init__(self, **options):
         self.manager = make(**options)
@@ -44,16 +44,17 @@ class Engine:
         return request, self.step(new=[Admit(request, **options)])
 
     def run(self, name, tokens):
-        """A request from its admission to its end; its plan."""
+        """Admit a request, run it to its end, and return its plan."""
         request, plan = self.admit(name, tokens)
         self.manager.free(request)
         return plan
 
 
 def test_what_is_learned_to_come_again_is_written_and_the_rest_is_not():
-    """Of two prompts one's class was used again, and the other's never."""
+    """The class of one prompt has been reused, and that of the other prompt never."""
     reached, used = np.zeros((101, 26)), np.zeros((101, 26))
-    reached[0] = reached[1] = 1000  # answers of less than 64 tokens, and of more
+    # Classes for answers shorter than 64 tokens, and for longer ones.
+    reached[0] = reached[1] = 1000
     used[1] = 500
     learned = dict.fromkeys(("eviction", "host_eviction", "host_write"), "learned")
     engine = Engine(num_blocks=9, min_gain_to_write=0.3, **learned)
@@ -76,7 +77,7 @@ def test_evicted_blocks_are_hit_on_the_host():
     engine = Engine()
     engine.run("a", range(16))  # blocks 1 to 4
     plan = engine.run("b", range(100, 116))
-    assert plan.swap_out.tolist() == [[4, 1], [3, 2], [2, 3]]  # tails first, block 5 was empty
+    assert plan.swap_out.tolist() == [[4, 1], [3, 2], [2, 3]]  # tails first; block 5 was empty
     assert engine.manager.host_pool.num_cached == 3
     request, plan = engine.admit("a2", range(16))
     assert plan.num_computed_tokens.tolist() == [12]
@@ -133,7 +134,9 @@ def test_a_page_of_the_host_is_not_reused_while_it_is_read():
 
 
 def test_a_hit_prefers_the_device_block_by_block():
-    """Found by a random run: a block that both tiers had was loaded, where those before it were not."""
+    """Found by a random run: a block in both tiers was loaded from the host if the blocks before it
+    were on the host only.
+    """
     engine = Engine(num_blocks=8)
     engine.run("a", range(13))
     manager = engine.manager
@@ -181,7 +184,7 @@ def test_selective_writes_after_so_many_hits():
 
 
 def test_with_fences_a_page_that_a_plan_writes_to_the_host_is_not_given_out_before_the_report():
-    """Found by a random run of the simulation of contents."""
+    """Found by a random run of the contents simulation."""
     manager = make(num_blocks=4, host_write="through", fence_frees=True)
     request = Request("a", range(8))
     manager.step(new=[request])
@@ -307,7 +310,7 @@ def test_events_and_statistics_name_the_tier():
     assert cleared == [AllBlocksCleared("gpu"), AllBlocksCleared("cpu")]
 
 
-# Rows that are swapped out ---------------------------------------------------------------------------
+# Swapped-out rows ------------------------------------------------------------------------------------
 
 
 def test_a_row_leaves_and_comes_back_when_it_is_served():
@@ -336,7 +339,7 @@ def test_its_blocks_serve_others_within_the_same_step():
     request, _ = engine.admit("a", range(12))
     other = Request("b", range(100, 116))
     plan = engine.step(swap_out=[0], new=[other])
-    assert plan.rows.tolist() == [0, 1]  # those that leave, then the new ones
+    assert plan.rows.tolist() == [0, 1]  # leaving rows first, then new requests
     assert plan.status.tolist() == [Status.SERVED, Status.SERVED]
     assert set(plan.swap_out[:, 0]) <= set(plan.append_ids[0])
     assert engine.step([0], [1]).status.tolist() == [Status.WAIT]
@@ -344,7 +347,7 @@ def test_its_blocks_serve_others_within_the_same_step():
     engine.manager.free(other)
     assert engine.step([0], [5]).status.tolist() == [
         Status.NEVER
-    ]  # 5 blocks are more than there are
+    ]  # the pool has fewer than 5 blocks
     assert engine.step([0], [4]).status.tolist() == [Status.SERVED]
 
 
@@ -366,7 +369,7 @@ def test_blocks_that_rows_share_move_once():
     plan = engine.step(swap_out=[0, 1])
     assert len(plan.swap_out) == 3
     plan = engine.step([0, 1], [1, 1])
-    # Full blocks are shared again; the one that both write is loaded for each.
+    # Full blocks are shared again. The block that both rows write to is loaded for each.
     assert len(plan.swap_in) == 4
     assert manager.block_ids(parent).tolist()[:2] == manager.block_ids(child).tolist()[:2]
     assert manager.block_ids(parent)[2] != manager.block_ids(child)[2]
@@ -444,7 +447,7 @@ def test_an_aborted_swap_loses_the_row_its_kv(which):
 
 
 def test_a_page_that_turns_out_wrong_after_it_was_swapped_out_is_traced():
-    """Found by a random run of the simulation of contents."""
+    """Found by a random run of the contents simulation."""
     manager = make(num_blocks=9, enable_caching=False)
     request = Request("a", range(10))
     manager.step(new=[request])
@@ -455,13 +458,15 @@ def test_a_page_that_turns_out_wrong_after_it_was_swapped_out_is_traced():
 
 
 def test_a_row_that_was_swapped_in_from_a_bad_page_and_has_left_is_traced():
-    """Found by a random run of the simulation of contents: its blocks had no hash when they went."""
+    """Found by a random run of the contents simulation: its blocks had no hash when they were
+    released.
+    """
     manager = make(num_blocks=9)
     request = Request("a", range(7))
     manager.step(new=[request])
     plan = manager.step(swap_out=[0])
     page = plan.swap_out[1, 1]
-    manager.step([0], [1], token_ids=[7])  # fills the block that was loaded
+    manager.step([0], [1], token_ids=[7])  # fills the loaded block
     manager.free(request)
     probe = Request("probe", range(9))
     assert manager.cache.cached_tokens(probe).on_device == 8
@@ -471,7 +476,9 @@ def test_a_row_that_was_swapped_in_from_a_bad_page_and_has_left_is_traced():
 
 
 def test_what_a_row_computed_and_an_invalidation_made_forgotten_is_traced_when_it_has_left():
-    """Found by a random run of the simulation of contents: nothing named its blocks any more."""
+    """Found by a random run of the contents simulation: its blocks were no longer recorded
+    anywhere.
+    """
     manager = make(num_blocks=12)
     request = Request("a", range(8))
     manager.step(new=[request])
@@ -661,11 +668,11 @@ def test_nothing_goes_to_the_host_twice():
     engine.admit("b", range(100, 120))
     ids = list(range(200, 220))
     plan = engine.step([1], [20], token_ids=ids, num_token_ids=[20], swap_out=[0])
-    assert len(plan.swap_out) == 5  # its blocks are taken in the same step
+    assert len(plan.swap_out) == 5  # takes the swapped-out row's blocks in the same step
     through = Engine(num_blocks=11, num_host_blocks=60, host_write="through")
     through.admit("a", range(16))
     assert len(through.step().swap_out) == 4
-    assert len(through.step(swap_out=[0]).swap_out) == 0  # the host has them already
+    assert len(through.step(swap_out=[0]).swap_out) == 0  # the host already has them
     assert len(through.step([0], [1]).swap_in) == 4
 
 
@@ -692,7 +699,8 @@ def test_fences_beside_a_swap_end_with_their_own_steps():
         num_blocks=30, groups=[GroupSpec("sliding_window", 4, {"window": 5})], fence_frees=True
     )
     manager.step(new=[Request("a", range(16)), Request("b", range(100, 108))])
-    manager.step([0], [1], swap_out=[1])  # fences: two blocks until step 1, three until step 0
+    # Fences hold two blocks until step 1, and three until step 0.
+    manager.step([0], [1], swap_out=[1])
     assert manager.pool.num_fenced == 5
     manager.report(StepReport(0, completed=True))
     assert manager.pool.num_fenced == 2
@@ -760,10 +768,10 @@ def test_a_pinned_session_stays_until_nothing_else_is_left():
     probe = Request("probe", range(9))
     assert manager.cache.cached_tokens(probe).on_device == 8
     assert manager.cache.stats.num_pins_broken == 0
-    large = Request("large", range(900, 932))  # all blocks
+    large = Request("large", range(900, 932))  # takes all blocks
     assert manager.step(new=[large]).status.tolist() == [Status.SERVED]
     assert manager.cache.stats.num_pins_broken == 2
-    assert manager.cache.unpin("session") == 2  # so many had given way
+    assert manager.cache.unpin("session") == 2  # number of broken pins
     assert manager.cache.unpin("nobody") == 0
     check_invariants(manager)
 

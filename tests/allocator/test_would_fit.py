@@ -1,4 +1,4 @@
-"""What `would_fit` promises comes true: random requests, run to their end in a manager of their own."""
+"""The answers of `would_fit` hold: random requests run to their end alone in an empty manager."""
 
 import pytest
 
@@ -17,7 +17,10 @@ NO_BUFFERS = [
 
 
 def test_a_request_that_fits_without_its_hit_alone_is_served():
-    """4 pages: with a hit of 4 tokens 3 blocks and 2 states, without it one state."""
+    """With 4 pages, a hit of 4 tokens would need 3 blocks and 2 states.
+
+    Without it, one state suffices.
+    """
     manager = manager_of(GroupSpec("full_attention", 4), GroupSpec("recurrent", 4), num_blocks=5)
     first, request = Request("a", range(4)), Request("b", range(12))
     manager.step(new=[first])
@@ -25,7 +28,7 @@ def test_a_request_that_fits_without_its_hit_alone_is_served():
     assert manager.cache.find_prefix(request).num_tokens == 4
     assert manager.would_fit(request) == Status.SERVED
     assert manager.would_fit(request, whole=True) == Status.SERVED
-    # The second chunk's state goes on in its page.
+    # The second chunk's state stays in its page.
     assert manager.would_fit(Admit(request, num_tokens=8), whole=True) == Status.SERVED
     plan = manager.step(new=[request])
     assert plan.status.tolist() == [Status.SERVED]
@@ -35,7 +38,10 @@ def test_a_request_that_fits_without_its_hit_alone_is_served():
 
 
 def test_a_hit_inside_a_block_that_fits_later_is_waited_for():
-    """8 pages: from 46 tokens on 5 blocks and 2 that are copied, from 24 on 10."""
+    """8 pages.
+
+    From 46 tokens, the request needs 5 blocks and 2 copy sources. From 24 tokens, it needs 10.
+    """
     manager = manager_of(
         GroupSpec("sliding_window", 8, {"window": 6}),
         GroupSpec("sliding_window", 12, {"window": 6}),
@@ -55,7 +61,7 @@ def test_a_hit_inside_a_block_that_fits_later_is_waited_for():
 
 
 def run(manager: KVCacheManager, request: Request, chunk: int) -> list[int]:
-    """The answers to a request that is served alone, chunk by chunk."""
+    """Return the answers to a request that is served alone in chunks."""
     plan = manager.step(new=[Admit(request, num_tokens=chunk)])
     statuses = plan.status.tolist()
     while statuses[-1] == Status.SERVED:
@@ -108,7 +114,7 @@ def test_what_is_said_of_a_whole_prompt_comes_true(first):
     [(GroupSpec("sliding_window", 4, {"window": 4}), 6), (GroupSpec("recurrent", 4), 5)],
 )
 def test_the_whole_fits_where_later_chunks_leave_the_hit(other, num_free):
-    """A hit of 8 tokens of 16: the window's block and the state of it are free for the last chunk."""
+    """A hit of 8 of 16 tokens. Its window block and state are free again for the last chunk."""
     manager = manager_of(GroupSpec("full_attention", 4), other, num_blocks=num_free + 1)
     first, request = Request("a", range(8)), Request("b", range(16))
     manager.step(new=[first])
@@ -120,7 +126,9 @@ def test_the_whole_fits_where_later_chunks_leave_the_hit(other, num_free):
 
 
 def test_a_state_goes_on_in_its_page_where_there_is_no_other():
-    """3 pages: 2 blocks and a state, which is at the end of the first block. It is not found again."""
+    """3 pages for 2 blocks and a state, which is at the end of the first block and is no longer
+    cached.
+    """
     manager = manager_of(GroupSpec("full_attention", 4), GroupSpec("recurrent", 4), num_blocks=4)
     request = Request("a", range(4))
     manager.step(new=[request])

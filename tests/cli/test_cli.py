@@ -416,7 +416,9 @@ def test_invalid_policies_and_host_tiers_print_one_line(capsys, argv, says):
 
 
 def write_nothing(verifier, span):
-    """Replaces `KVVerifier.write`. New pages may contain data of an earlier replay."""
+    """Stand in for `KVVerifier.write`, but clear the pages, which may hold data of an earlier
+    replay.
+    """
     verifier.storage.pages.layer(0).zero_()
 
 
@@ -727,10 +729,10 @@ def test_interrupt_exits_quietly(tmp_path):
     fifo = tmp_path / "endless.jsonl"
     os.mkfifo(fifo)
     process = spawn("replay", str(fifo), "--json")
-    with open(fifo, "w") as trace:  # returns once the reader is there
+    with open(fifo, "w") as trace:  # returns once the reader has opened the fifo
         trace.write(json.dumps(LINE) + "\n")
         trace.flush()
-        wait_until_asleep(process.pid)  # it has read the line, and waits for more
+        wait_until_asleep(process.pid)  # it has read the line and waits for more
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, "", "")
@@ -742,7 +744,7 @@ def wait_until_asleep(pid: int, timeout_s: float = 60.0) -> None:
     while quiet < 10:
         assert time.monotonic() < deadline, f"process {pid} does not come to rest"
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        times = fields[10:12]  # in user and in system mode
+        times = fields[10:12]  # user and system time
         quiet = quiet + 1 if state == "S" and times == last else 0
         last = times
         time.sleep(0.05)

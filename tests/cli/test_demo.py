@@ -1,11 +1,11 @@
-"""The demo: a tiny model serves chats, and every answer is compared."""
+"""The demo. A tiny model serves chats, and every answer is checked."""
 
 import json
 import logging
 
 import pytest
 
-pytest.importorskip("transformers")  # before what needs it is imported
+pytest.importorskip("transformers")  # skip before importing modules that need transformers
 
 from kvcache.cli import main
 from kvcache.cli.models import load_model

@@ -151,7 +151,8 @@ def test_the_count_comes_from_the_connector_or_the_world_size(count, expected):
 def test_a_worker_changes_the_count_for_new_requests_in_worker_order():
     aggregator = KVOutputAggregator(3)
     aggregator.aggregate([sending("old"), output(), output()])
-    # "early" is first reported before worker 1 changes the count, "late" after, by worker 1 itself.
+    # "early" is first reported before worker 1 changes the count. Worker 1 reports "late" after the
+    # change.
     outputs = [
         sending("early"),
         sending("late", expected_finished_count=2),
@@ -200,7 +201,7 @@ def test_statistics_are_summed_by_type():
 
 
 class MultiStats:
-    """Statistics by connector. Adopts those of unknown connectors."""
+    """Statistics by connector. Adopts the statistics of unknown connectors."""
 
     def __init__(self, **data):
         self.data = data
@@ -408,7 +409,8 @@ def test_merged_report_has_engine_class_and_defaults():
     assert type(aggregator.aggregate(none).kv_connector_output) is KVConnectorOutput
     merged = aggregator.aggregate([engine(), engine()]).kv_connector_output
     assert merged == EngineReport(expected_finished_count=2) and merged.is_empty()
-    # What the original has: sets of ids become None, invalid blocks and failed ones stay empty sets.
+    # As in the original, empty sets of ids become None, but invalid blocks and failures stay empty
+    # sets.
     assert merged.finished_sending is None and merged.finished_recving is None
     assert merged.invalid_block_ids == set() and merged.failed_recving == set()
     merged.invalid_block_ids.add(3)
@@ -448,7 +450,7 @@ def test_late_failure_does_not_affect_reused_id():
             aggregator.begin_receiving("a")
         merged = aggregator.aggregate(copy.deepcopy(both)).kv_connector_output
         assert (merged.finished_recving, merged.failed_recving) == ({"a"}, want)
-    # A failure named before all have finished is one of this use.
+    # A failure reported before all workers have finished belongs to the current use of the id.
     aggregator.begin_receiving("a")
     aggregator.aggregate(copy.deepcopy(late))
     assert aggregator.aggregate(both).kv_connector_output.failed_recving == {"a"}
@@ -636,7 +638,7 @@ def test_empty_output_of_output_rank_keeps_reports(empty):
     report = aggregator.aggregate(last).kv_connector_output
     assert report.finished_sending == {"a"} and report.invalid_block_ids == {5, 6}
     assert report.kv_connector_stats == Stats(bytes=3)
-    # As though each worker had reported all of it now.
+    # The result is the same as if every worker had reported everything now.
     assert report.kv_cache_events.get_number_of_workers() == 3
     assert report.kv_cache_events.get_common_events() == ["stored", "x"]
     assert report.expected_finished_count == 3
@@ -754,7 +756,8 @@ class Model:
 
     def __init__(self, expected):
         self.expected = expected
-        self.reports = {"sending": {}, "recving": {}}  # id -> [reports wanted, reports so far]
+        # id -> [number of reports wanted, reports so far]
+        self.reports = {"sending": {}, "recving": {}}
         self.carry = {"sending": set(), "recving": set(), "invalid": set()}
         self.stats, self.events, self.loaded, self.failed = {}, {}, Counter(), set()
 
@@ -836,7 +839,7 @@ def random_report(rng, kind):
 
 
 def corrupted(outputs, rank, rng):
-    """The same outputs with one error."""
+    """Return the same outputs with one error."""
     bad = copy.deepcopy(outputs)
     others = [worker for worker in range(len(bad)) if worker != rank]
     if others and bad[rank] is not None and rng.random() < 0.5:
@@ -892,7 +895,7 @@ def test_random_steps_match_the_model(seed):
                 assert own.kv_connector_output == given, "a worker's own report was changed"
 
 
-# The requests of a scheduler's step.
+# The requests of a scheduler step.
 
 
 def step_of(new, req_ids, new_block_ids, resumed):

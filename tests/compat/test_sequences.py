@@ -1,4 +1,7 @@
-"""The sequence-group manager, line by line of the contract; random calls are in sequence_driver.py."""
+"""The sequence-group manager, line by line of the contract.
+
+sequence_driver.py makes random calls.
+"""
 
 import collections
 import inspect
@@ -117,7 +120,8 @@ def test_wrong_types_are_named(arguments, named):
 
 
 def test_can_allocate_keeps_the_watermark():
-    manager = make(num_gpu_blocks=11, watermark=0.2)  # 10 in all, 2 kept: int(0.2 * 11)
+    # 10 blocks, of which int(0.2 * 11) = 2 are kept free.
+    manager = make(num_gpu_blocks=11, watermark=0.2)
     assert manager.watermark_blocks == 2
     assert manager.can_allocate(Group("r", [seq(0, 32)])) == OK
     assert manager.can_allocate(Group("r", [seq(0, 33)])) == NEVER
@@ -138,7 +142,7 @@ def test_can_allocate_counts_no_hits():
     manager.mark_blocks_as_computed(group, 12)
     again = Group("s", [seq("s", 12)])
     assert manager.can_allocate(again) == LATER
-    manager.allocate(again)  # it takes one block in addition to its hits
+    manager.allocate(again)  # takes one block in addition to its hits
     assert counts(manager)[0] == 0
 
 
@@ -297,10 +301,11 @@ def test_lookahead_without_a_new_token():
 
 
 def test_can_append_slots_counts_every_block_that_is_touched():
-    manager = make(num_gpu_blocks=6)  # 5
-    group = admitted(manager, 6, num_seqs=2)  # 2 of them
+    manager = make(num_gpu_blocks=6)  # 5 blocks
+    group = admitted(manager, 6, num_seqs=2)  # 2 blocks
     assert manager.can_append_slots(group, 0)  # nothing to write
-    assert manager.can_append_slots(group, 2)  # 2 slots left in one block: one each
+    # Slots 6 and 7 are in one block, which each sequence needs for itself.
+    assert manager.can_append_slots(group, 2)
     assert not manager.can_append_slots(group, 3)  # two blocks each, 4 > 3
     group.seqs[1].status = Status.FINISHED_STOPPED
     assert manager.can_append_slots(group, 3)
@@ -338,7 +343,7 @@ def test_wrong_appends_are_named():
             call(short, 4)
     for nothing in (None, 0.0, ""):
         with pytest.raises(TypeError, match="num_lookahead_slots is "):
-            manager.append_slots(one, nothing)  # no new tokens either
+            manager.append_slots(one, nothing)  # without new tokens as well
     one.tokens += [1]
     with pytest.raises(ValueError, match="num_lookahead_slots is -1"):
         manager.append_slots(one, -1)
@@ -400,7 +405,8 @@ def test_with_caching_only_the_tail_is_read():
 def test_nothing_fits_beyond_max_model_len():
     manager = make(max_model_len=8)
     assert manager.can_allocate(Group("s", [seq("s", 9)])) == NEVER
-    assert manager.can_allocate(Group("s", [seq("s", 8)]), 4) == OK  # lookahead may lie behind it
+    # Lookahead may exceed max_model_len.
+    assert manager.can_allocate(Group("s", [seq("s", 8)]), 4) == OK
     with pytest.raises(ValueError, match="max_model_len"):
         manager.allocate(Group("s", [seq("s", 9)]))
     group = admitted(manager, 7)
@@ -524,13 +530,13 @@ def test_a_table_is_one_list_that_is_kept_up_to_date(window):
     before = [*table]
     swapped_out(manager, group)
     manager.swap_in(group)
-    assert table == before  # of then: there is a new one
+    assert table == before  # the old list is unchanged, since there is a new one
     assert manager.get_block_table(one) is not table
     manager.check_invariants()
 
 
 def test_a_decode_step_of_all_groups_in_one_call():
-    manager = make(num_gpu_blocks=8, enable_caching=True)  # 7
+    manager = make(num_gpu_blocks=8, enable_caching=True)  # 7 blocks
     groups = [
         admitted(manager, n, name, first=50 * n) for n, name in ((4, "a"), (6, "b"), (3, "c"))
     ]
@@ -544,7 +550,7 @@ def test_a_decode_step_of_all_groups_in_one_call():
     assert tables == [[1, 5], [2, 6], [4]] and manager.get_block_table(child) == [2, 3]
     for group in groups:
         group.seqs[0].tokens += [7]
-    assert manager.append_group_slots(groups, 2) == (1, [])  # the second touches four blocks
+    assert manager.append_group_slots(groups, 2) == (1, [])  # the second group touches four blocks
     assert counts(manager)[0] == 1 and manager.get_block_table(child) == [2, 3]
     assert [manager._num_new(group.seqs[0]) for group in groups] == [0, 1, 1]
     manager.check_invariants()
@@ -578,13 +584,13 @@ def test_a_decode_step_that_is_refused_changes_nothing():
             manager.append_group_slots(groups, lookahead)
     assert [manager._num_new(each) for each in (one, other)] == [1, 1]
     other.tokens += [5] * 4
-    assert manager.append_group_slots(groups, 0) == (1, [])  # the other is beyond max_model_len
+    assert manager.append_group_slots(groups, 0) == (1, [])  # the other group exceeds max_model_len
     assert manager.append_group_slots([], 0) == (0, [])
     manager.check_invariants()
 
 
 def test_blocks_are_hashed_by_the_algorithm_that_is_asked_for():
-    """Its hashes meet those of other managers; events name it."""
+    """Hashes match other managers with the algorithm, and events name the algorithm."""
     tokens = [*range(9)]
     for algorithm, num_bytes in (("sha256_cbor", 32), ("xxh3_128_cbor", 16)):
         manager = make(enable_caching=True, enable_events=True, hash_algorithm=algorithm)
@@ -639,7 +645,7 @@ def test_siblings_have_one_list_of_hits():
     manager.swap_in(group)
     group.set_status(Status.RUNNING)
     again = manager.get_common_computed_block_ids(group.seqs)
-    assert again == [1, 2, 3, 4]  # which the first sequence still holds
+    assert again == [1, 2, 3, 4]  # the first sequence still holds these blocks
     assert manager.get_common_computed_block_ids(group.seqs[1:]) is again
 
 
@@ -655,7 +661,7 @@ def test_a_fork_shares_all_blocks_and_the_first_write_copies_the_partial_one():
     assert manager.append_slots(child, 0) == [(2, 3)]
     assert manager.get_block_table(child) == [1, 3]
     parent.tokens += [8]
-    assert manager.append_slots(parent, 0) == []  # it is the only one left
+    assert manager.append_slots(parent, 0) == []  # only the parent still holds the block
     assert manager.get_block_table(parent) == [1, 2]
 
 
@@ -799,7 +805,8 @@ def test_a_swap_out_that_does_not_fit_changes_nothing():
 
 
 def test_a_watermark_that_is_set_counts_in_every_call():
-    manager = make(num_gpu_blocks=9, num_cpu_blocks=9, watermark=0.25)  # 8, 2 kept
+    # 8 blocks, 2 of them kept free.
+    manager = make(num_gpu_blocks=9, num_cpu_blocks=9, watermark=0.25)
     group = Group("g", [seq("a", 28)])
     assert (manager.watermark_blocks, manager.can_allocate(group)) == (2, NEVER)
     manager.watermark_blocks = 0
@@ -840,7 +847,7 @@ def test_sizes_that_a_manager_was_made_with_are_read_only(manager):
 
 
 def test_can_swap_in_counts_new_tokens_and_lookahead_and_keeps_the_watermark():
-    manager = make(num_gpu_blocks=7, watermark=0.3)  # 6, 2 kept
+    manager = make(num_gpu_blocks=7, watermark=0.3)  # 6 blocks, 2 of them kept free
     group = admitted(manager, 6)
     swapped_out(manager, group)
     answers = [manager.can_swap_in(group, n) for n in (0, 10, 11, 18, 19)]
@@ -860,10 +867,12 @@ def test_can_swap_in_counts_a_partial_last_block_once():
 
 
 def swap_in_case(size, window, length, num_seqs, num_new, lookahead, num_held):
-    """What can_swap_in says, and whether swap_in and append_slots then work. None: not reached.
+    """Return the answer of can_swap_in, and whether swap_in and append_slots succeed.
 
-    Each sequence gets `num_new` tokens of its own before the swap, the first half as many after it.
-    `num_held`: blocks of others.
+    None: not attempted.
+
+    Each sequence gets `num_new` tokens before the swap, and the first gets half as many after it.
+    `num_held`: blocks held by other groups.
     """
     manager = make(8, 40, size, sliding_window=window)
     try:
@@ -966,7 +975,7 @@ def test_a_window_holds_its_blocks_and_no_more(window):
     one = admitted(manager, 50).seqs[0]
     for _ in range(20):
         table = manager.get_block_table(one)
-        first = (len(one.tokens) - window + 1) // 4  # what the next token reads, at the least
+        first = (len(one.tokens) - window + 1) // 4  # first block that the next token reads
         assert not any(table[: max(first - 1, 0)]) and all(table[first:])
         held = sum(map(bool, table))
         assert held <= window // 4 + 2 and counts(manager)[0] == 99 - held
@@ -1028,10 +1037,10 @@ def test_a_refused_mark_changes_no_sequence():
 
 def test_with_a_window_what_is_held_whole_may_be_computed_in_chunks():
     manager = make(num_gpu_blocks=30, sliding_window=8, enable_caching=True)
-    group = admitted(manager, 10)  # its first block is read by what follows
+    group = admitted(manager, 10)  # the next tokens still read its first block
     manager.mark_blocks_as_computed(group, 5)
     manager.mark_blocks_as_computed(group, 5)
-    again = admitted(manager, 15, "s")  # behind a hit
+    again = admitted(manager, 15, "s")  # with a hit
     assert manager.get_num_cached_tokens(again.seqs[0]) == 8
     manager.mark_blocks_as_computed(again, 12)
     assert manager.get_num_cached_tokens(seq("t", 15)) == 12
@@ -1054,7 +1063,7 @@ def test_behind_a_window_a_hit_holds_no_more_than_the_window_and_keeps_the_water
         assert counts(manager)[0] >= 100 and manager.get_num_cached_tokens(other.seqs[0]) == asked
         num_hits += asked > 0
         manager.free(other.seqs[0])
-    assert num_hits > 1  # where it ends close behind what is cached
+    assert num_hits > 1  # prompts that end shortly after the cached blocks
 
 
 # E7: prefix caching ----------------------------------------------------------------------------------
@@ -1084,7 +1093,7 @@ def test_marks_count_cached_tokens_and_never_more_than_there_are():
     manager.mark_blocks_as_computed(admitted(manager, 9), 9)
     group = admitted(manager, 14, "s")
     assert manager.get_num_cached_tokens(group.seqs[0]) == 8
-    manager.mark_blocks_as_computed(group, 11)  # 8 of them were there
+    manager.mark_blocks_as_computed(group, 11)  # 8 of them were hits
     assert manager.get_num_cached_tokens(seq("t", 20)) == 8
     manager.mark_blocks_as_computed(group, 100)
     assert manager.get_num_cached_tokens(seq("t", 20)) == 12
@@ -1097,7 +1106,7 @@ def test_marks_count_cached_tokens_and_never_more_than_there_are():
 
 @pytest.mark.parametrize("num_accepted, lookahead", [(1, 0), (5, 0), (5, 6)])
 def test_a_mark_behind_the_prompt_covers_what_a_step_accepts(num_accepted, lookahead):
-    """Engines say 1 token per decode step, however many of the drafted ones it accepts."""
+    """Engines report 1 token per decode step, regardless of the number of accepted drafts."""
     manager = make(num_gpu_blocks=30, enable_caching=True)
     group = admitted(manager, 8)
     manager.mark_blocks_as_computed(group, 5)
@@ -1107,7 +1116,7 @@ def test_a_mark_behind_the_prompt_covers_what_a_step_accepts(num_accepted, looka
         one.tokens += [*range(len(one.tokens), len(one.tokens) + num_accepted)]
         manager.append_slots(one, lookahead)
         manager.mark_blocks_as_computed(group, 1)
-        # All but the newest; where marks and tokens go together, that one too.
+        # All tokens but the newest, or all if marks and tokens agree.
         num_computed = len(one.tokens) - (num_accepted > 1)
         assert manager.get_num_cached_tokens(seq("s", 60)) == num_computed // 4 * 4
 
@@ -1122,7 +1131,8 @@ def test_before_the_end_of_the_prompt_marks_alone_count():
     child.tokens += [*range(20, 29)]
     manager.append_slots(child, 0)
     group.seqs.append(child)
-    manager.mark_blocks_as_computed(group, 0)  # a child's prompt is its parent's: 19 are marked
+    # A child's prompt is its parent's, of which 19 tokens are marked.
+    manager.mark_blocks_as_computed(group, 0)
     assert manager.get_num_cached_tokens(seq("s", 30)) == 16
     manager.mark_blocks_as_computed(group, 1)
     assert manager.get_num_cached_tokens(seq("s", 30)) == 28
@@ -1140,7 +1150,7 @@ def test_cached_tokens_count_own_ones_once_the_prompt_is_computed():
     manager = make(num_gpu_blocks=30, enable_caching=True)
     group = admitted(manager, 9)
     manager.mark_blocks_as_computed(group, 5)
-    assert manager.get_num_cached_tokens(group.seqs[0]) == 0  # as when it was allocated
+    assert manager.get_num_cached_tokens(group.seqs[0]) == 0  # same as at allocation
     manager.mark_blocks_as_computed(group, 4)
     assert manager.get_num_cached_tokens(group.seqs[0]) == 8
     again = admitted(manager, 14, "s")
@@ -1158,14 +1168,15 @@ def test_cached_tokens_count_own_ones_once_the_prompt_is_computed():
 
 
 def test_a_swap_in_shares_what_is_still_cached_on_the_device():
-    manager = make(num_gpu_blocks=8, enable_caching=True)  # 7
+    manager = make(num_gpu_blocks=8, enable_caching=True)  # 7 blocks
     group = admitted(manager, 14)
     manager.mark_blocks_as_computed(group, 14)
     assert len(swapped_out(manager, group)) == 4
     assert manager.get_num_cached_tokens(group.seqs[0]) == 12
-    again = admitted(manager, 14, "s")  # holds the same three blocks, and one more
+    again = admitted(manager, 14, "s")  # holds the same three blocks and one more
     assert counts(manager)[0] == 3
-    assert manager.can_swap_in(group, 10) == OK  # two of the three, and a partial one
+    # Loads only a partial block, plus two of the three free blocks.
+    assert manager.can_swap_in(group, 10) == OK
     pairs = manager.swap_in(group)
     assert len(pairs) == 1 and counts(manager) == (2, 10)
     group.set_status(Status.RUNNING)
@@ -1176,11 +1187,11 @@ def test_a_swap_in_shares_what_is_still_cached_on_the_device():
 
 
 def test_what_was_evicted_comes_back_and_is_a_hit_again():
-    manager = make(num_gpu_blocks=6, enable_caching=True)  # 5
+    manager = make(num_gpu_blocks=6, enable_caching=True)  # 5 blocks
     group = admitted(manager, 14)
     manager.mark_blocks_as_computed(group, 14)
     swapped_out(manager, group)
-    other = admitted(manager, 16, "o", first=50)  # two free blocks, and two that were cached
+    other = admitted(manager, 16, "o", first=50)  # takes two free blocks and two that were cached
     assert manager.get_num_cached_tokens(group.seqs[0]) == 4
     manager.free(other.seqs[0])
     assert [page for page, _ in manager.swap_in(group)] == [2, 3, 4]
@@ -1193,7 +1204,7 @@ def test_a_sequence_that_is_asked_for_is_hashed_once():
     manager.mark_blocks_as_computed(admitted(manager, 12), 12)
     one = seq("s", 6)
     assert manager.get_num_cached_tokens(one) == 4
-    one.tokens = [None] * 6 + [6, 7, 8]  # only what is new is read
+    one.tokens = [None] * 6 + [6, 7, 8]  # only new tokens are read
     assert manager.get_num_cached_tokens(one) == 8
     manager.remove_seq_from_computed_blocks_tracker(one)
     one.tokens = [*range(5)]
@@ -1240,7 +1251,7 @@ def test_extra_hash_is_optional_and_checked():
 
 
 def test_the_hashes_are_those_of_the_request_manager():
-    """Two managers over one allocator (E8): the same chain, salt and seed."""
+    """Two managers over one allocator (E8) compute the same chain with the same salt and seed."""
     manager = make(enable_caching=True, hash_seed="s")
     tokens = manager._tokens.read(Seq("a", [*range(8)], extra="salt"))
     other = KVCacheManager(4, 10, 100, hash_seed="s")
@@ -1267,7 +1278,7 @@ def test_the_least_recently_accessed_is_evicted_first():
         manager.access_all_blocks_in_seq(group.seqs[0], now)
     for group in groups:
         manager.free(group.seqs[0])
-    admitted(manager, 9, "c", first=30)  # two uncached blocks, and one that was
+    admitted(manager, 9, "c", first=30)  # two uncached blocks and one cached block
     assert manager.get_num_cached_tokens(seq("d", 5, first=20)) == 0
     assert manager.get_num_cached_tokens(seq("d", 5, first=10)) == 4
 
@@ -1309,7 +1320,8 @@ def test_another_eviction_policy():
     for group in groups:
         manager.free(group.seqs[0])
     admitted(manager, 9, "c", first=30)
-    assert manager.get_num_cached_tokens(seq("d", 5, first=20)) == 4  # the one released last
+    # The prompt that was released last.
+    assert manager.get_num_cached_tokens(seq("d", 5, first=20)) == 4
     assert manager.get_num_cached_tokens(seq("d", 5, first=10)) == 0
     options = {"protected_share": 0.5}
     make(enable_caching=True, eviction="segmented_lru", eviction_options=options)
@@ -1338,7 +1350,7 @@ def test_events():
     assert isinstance(stored, BlockStored) and stored.medium == "gpu"
     assert stored.token_ids.tolist() == [*range(8)] and stored.block_size == 4
     manager.free(group.seqs[0])
-    admitted(manager, 8, "s", first=50)  # one free block, and the leaf
+    admitted(manager, 8, "s", first=50)  # one free block and the leaf
     (removed,) = manager.drain_events()
     assert isinstance(removed, BlockRemoved)
     assert removed.block_hashes.tolist() == stored.block_hashes[1:].tolist()

@@ -1,4 +1,4 @@
-"""The ranks of another engine that hold a worker's KV, by brute force over all sizes."""
+"""The ranks of another engine that hold a worker's KV, computed by brute force for all sizes."""
 
 import copy
 import itertools
@@ -32,7 +32,10 @@ def workers(tp_size, pp_size, heads, is_mla=False):
 
 
 def holding(heads, stages, pp_size, pp_rank, tp_size, tp_rank):
-    """Return the (head, stage) pairs of a rank; the model has as many stages as the longer pipeline."""
+    """Return the (head, stage) pairs of a rank.
+
+    The model has as many stages as the longer pipeline.
+    """
     per_rank = stages // pp_size
     own = range(pp_rank * per_rank, (pp_rank + 1) * per_rank)
     return set(itertools.product(heads_of_rank(heads, tp_size, tp_rank), own))
@@ -89,17 +92,17 @@ def test_equal_engines_read_same_rank(heads):
 @pytest.mark.parametrize(
     ("local", "remote_tp", "remote_pp", "targets"),
     [
-        # More local ranks than remote ones: groups of them read from one.
+        # More local ranks than remote ranks: several local ranks read from the same remote rank.
         ({"tp_rank": 3, "tp_size": 4, "total_num_kv_heads": 8}, 2, 1, [(1, 0, 1)]),
-        # Fewer: one reads from several.
+        # Fewer local ranks: each reads from several remote ranks.
         ({"tp_rank": 1, "tp_size": 2, "total_num_kv_heads": 8}, 4, 1, [(2, 0, 2), (3, 0, 3)]),
-        # The remote side replicates: one rank per head, not all eight.
+        # The remote side replicates: reads from one rank per head, not from all eight.
         ({"tp_rank": 0, "tp_size": 1, "total_num_kv_heads": 2}, 8, 1, [(0, 0, 0), (4, 0, 4)]),
-        # Both replicate: readers of a head take different replicas.
+        # Both sides replicate: readers of a head use different replicas.
         ({"tp_rank": 3, "tp_size": 4, "total_num_kv_heads": 2}, 8, 1, [(6, 0, 6)]),
-        # The local side replicates: each of its ranks reads one head.
+        # The local side replicates: each local rank reads one head.
         ({"tp_rank": 5, "tp_size": 8, "total_num_kv_heads": 2}, 1, 1, [(0, 0, 0)]),
-        # Pipelines, and the global rank.
+        # Pipeline stages and global ranks.
         (
             {"tp_rank": 0, "tp_size": 1, "pp_rank": 1, "pp_size": 2, "total_num_kv_heads": 2},
             2,
@@ -107,7 +110,7 @@ def test_equal_engines_read_same_rank(heads):
             [(4, 2, 0), (5, 2, 1), (6, 3, 0), (7, 3, 1)],
         ),
         ({"tp_rank": 1, "tp_size": 2, "pp_rank": 3, "pp_size": 4}, 1, 2, [(1, 1, 0)]),
-        # MLA: one rank has it all, whatever the heads.
+        # MLA: one rank has the complete KV, regardless of the number of heads.
         (
             {"tp_rank": 1, "tp_size": 2, "total_num_kv_heads": 128, "is_mla": True},
             8,
@@ -199,7 +202,7 @@ def test_shapes(backend, layout, shape, blocks_first, split, cross_layers, posit
 
 
 class EngineBackend:
-    """A backend class as written in serving engines."""
+    """A backend class like those of serving engines."""
 
     stride_order = (1, 4, 0, 2, 3, 5)
 
@@ -347,7 +350,7 @@ def test_unknown_engine_error_lists_known_engines(ask):
         (lambda: topology(2, 2), "tp_rank is 2: expected 0 to 1"),
         (lambda: topology(-1, 2), "tp_rank is -1: expected 0 to 1"),
         (lambda: topology(0, 0), "tp_size is 0"),
-        (  # the own size is named, not the remote engine's
+        (  # the error names the local size, not the remote engine's
             lambda: topology(0, 3, total_num_kv_heads=4, remotes={"pre": RemoteEngine(3)}),
             "^total_num_kv_heads is 4, tp_size is 3",
         ),
@@ -450,7 +453,7 @@ def test_targets_and_readers_of_uneven_stages():
     assert sender.engine("local").world_size == 5 and sender.engine("local").tp_sizes == (1, 4)
     sender = with_stages(UNLIKE.stages, 1, 2, total_num_kv_heads=4)
     assert sender.get_reader_ranks(2) == [(1, 0, 1)]
-    # As many layers as the stages have, spread evenly over the other's pipeline ranks.
+    # Assumes the layers of all stages, spread evenly over the other engine's pipeline ranks.
     assert sender.get_reader_ranks(1, 2) == [(1, 1, 0)]
     assert asked[0].pp_ratio_from_engine_id("pre") == -2
     assert asked[0].is_kv_replicated("pre") is False

@@ -1,4 +1,6 @@
-"""`attach` proves that a model answers over a paged cache as it does by itself, or refuses it."""
+"""`attach` verifies that a model gives the same answers over a paged cache as by itself, or rejects
+the model.
+"""
 
 import logging
 
@@ -6,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("transformers")  # before what needs it is imported
+pytest.importorskip("transformers")  # skip before importing modules that need transformers
 
 from transformers import T5Config, T5ForConditionalGeneration
 
@@ -26,18 +28,19 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 def answers_of(model, lines, max_tokens=12):
-    """What the model generates by itself, prompt by prompt."""
+    """Return the model's own answer to each prompt."""
     return [greedy(model, line, max_tokens) for line in lines]
 
 
 def served(paged, lines, max_tokens=12, **options):
-    """What an engine answers to all prompts together."""
+    """Return an engine's answers to all prompts in one batch."""
     found = Engine(paged, **options).generate(lines, SamplingParams(max_tokens=max_tokens))
     return [each.samples[0].token_ids for each in found]
 
 
-# One of each mechanism: states with and without K and V, and both in one module, learned positions,
-# positions counted by the cache, biases, local layers in float32, K and V attended twice.
+# One model per mechanism: states with K and V, states without K and V, both in one module, learned
+# positions, positions counted by the cache, biases, local layers in float32, and K and V that are
+# attended to twice.
 @pytest.mark.parametrize(
     "model_type,is_batched",
     sampled(
@@ -143,7 +146,7 @@ def test_an_encoder_decoder_is_refused():
 
 
 class TestRopeThatDependsOnTheLength:
-    """Requests are as long as one set of factors goes; longer ones are refused."""
+    """Requests may be as long as one set of RoPE factors covers. Longer requests are rejected."""
 
     @pytest.fixture
     def model(self):
@@ -177,7 +180,7 @@ class TestRopeThatDependsOnTheLength:
 
 
 class TestTrainingMode:
-    """Dropout would change answers, and the KV that stays in the cache."""
+    """Dropout would change the answers and the cached KV."""
 
     def test_a_model_in_training_mode_is_refused(self):
         model = tiny_model("llama")
@@ -230,7 +233,7 @@ class TestTheCheckLeavesNoTrace:
 
 
 class TestDefectsAreNoticed:
-    """A defect is planted in what computes the batch; the check must find it."""
+    """Plants a defect in the code that computes the batch. The check must detect it."""
 
     def test_a_mask_that_hides_nothing(self, monkeypatch):
         parts_of = paged_attention.parts_of
@@ -266,7 +269,7 @@ class TestDefectsAreNoticed:
             check.compute_dense()
 
         class Wrong:
-            """Answers as the model does, but for token 13 of request 0, which is far off."""
+            """Answers like the model, except for token 13 of request 0, which is far off."""
 
             def forward(self, batch):
                 dense = [
@@ -299,7 +302,7 @@ class TestDefectsAreNoticed:
 
 
 def test_a_pass_that_reads_by_other_ways_raises_without_the_check():
-    """The structure is tried even so: by request is what such a model gets."""
+    """The structural check still runs, because such a model is served request by request."""
     paged = attach(tiny_architecture("gpt_neo"), "8MiB", max_model_len=96, check=False)
     assert paged.by_request and "attend by other ways than" in paged.why_by_request
     paged.detach()

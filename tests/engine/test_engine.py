@@ -1,4 +1,6 @@
-"""The engine over real models: answers equal those of the model's own dense cache, whatever happens."""
+"""The engine over real models: answers equal those of the model's own dense cache under any
+schedule.
+"""
 
 import logging
 import os
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("transformers")  # before what needs it is imported
+pytest.importorskip("transformers")  # skip before importing modules that need transformers
 
 from kvcache import plan_cache
 from kvcache.allocator import check_invariants
@@ -33,14 +35,14 @@ from tests.machinery.engine_driver import EngineRun
 from tests.machinery.shared import sampled
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
-# Of each model; 200 take twenty minutes.
+# Sequences per model. 200 take twenty minutes.
 NUM_SEQUENCES = int(os.environ.get("KVCACHE_ENGINE_SEQUENCES", "6"))
 
 
 def tight(
     name, *, requests=1.7, host="8MiB", max_model_len=128, num_drafts=4, model=None, **options
 ):
-    """A model in a pool for so many requests of the greatest length."""
+    """Attach a model with a pool for this many requests of the maximum length."""
     model = model or dense(name)
     sizes = {"num_speculative_tokens": num_drafts}
     plan = plan_cache(
@@ -61,7 +63,10 @@ def tight(
 
 @pytest.fixture
 def paged(request):
-    """Models that the test attaches; each is given back, its pool empty and whole."""
+    """Attach models for a test.
+
+    Each model is detached at the end, and its pool must be empty and intact.
+    """
     made = []
 
     def make(*args, **options):
@@ -77,7 +82,7 @@ def paged(request):
 
 
 def prompts_of(seed, count, longest=70):
-    """Prompts of which every third begins as one before it."""
+    """Return prompts of which every third starts like an earlier one."""
     rng = np.random.default_rng(seed)
     prompts = []
     for i in range(count):
@@ -88,7 +93,7 @@ def prompts_of(seed, count, longest=70):
 
 
 def mostly_right(answers, rng):
-    """A drafter that knows the answers, and is wrong with every fifth token."""
+    """Return a drafter that knows the answers but gets every fifth token wrong."""
 
     def draft(request):
         tokens = request.token_ids.tolist()
@@ -105,7 +110,9 @@ def mostly_right(answers, rng):
 
 
 def check_all_the_ways(name, count, paged, max_tokens=40, requests=1.7):
-    """Every prompt by swap and by recompute, with drafts and without, and again from the cache."""
+    """Serve every prompt by swap and by recompute, with and without drafts, and again from the
+    cache.
+    """
     model = dense(name)
     prompts = prompts_of(MODELS.index(name), count)
     answers = [greedy(model, prompt, max_tokens) for prompt in prompts]
@@ -118,14 +125,14 @@ def check_all_the_ways(name, count, paged, max_tokens=40, requests=1.7):
             found = engine.generate(prompts, SamplingParams(max_tokens=max_tokens))
             assert [each.samples[0].token_ids for each in found] == answers
         longest = max(range(count), key=lambda i: len(prompts[i]))
-        for _ in range(2):  # alone, so that nothing pushes it out of the cache
+        for _ in range(2):  # alone, so that nothing evicts it from the cache
             (found,) = engine.generate([prompts[longest]], SamplingParams(max_tokens=max_tokens))
             assert found.samples[0].token_ids == answers[longest]
         metrics = engine.metrics
         assert found.num_cached_tokens > 0 and metrics.cached_prompt_tokens > 0
         if preemption == "recompute":
             assert metrics.recomputed_sequences > 0 == metrics.swapped_out_sequences
-        elif not drafts:  # pages planned for drafts leave room
+        elif not drafts:  # with drafts, the pages planned for them leave enough room
             assert metrics.swapped_out_sequences > 0 and metrics.swapped_in_pages > 0
         assert bool(drafts) == (metrics.accepted_drafts > 0)
         assert metrics.drafted_tokens > metrics.accepted_drafts or not drafts
@@ -148,7 +155,7 @@ def test_answers_are_those_of_the_dense_cache(name, paged):
     ],
 )
 def test_answers_on_a_gpu_are_those_of_the_dense_cache(name, preemption, is_own_stream, paged):
-    """On the default stream, and on one that neither waits for it nor is waited for."""
+    """On the default stream, and on a stream without synchronization with it."""
     prompts = prompts_of(MODELS.index(name), 5)
     answers = [greedy(dense(name), prompt, 16) for prompt in prompts]
     model = tiny_model(name, dtype=torch.float64).to("cuda")
@@ -169,7 +176,8 @@ def test_answers_of_many_sequences_are_those_of_the_dense_cache(name, paged):
     check_all_the_ways(name, NUM_SEQUENCES, paged)
 
 
-# Of the last three, beams wait for each other, or are computed again when others have ended them.
+# In the first three runs, beams wait for each other or are recomputed after other beams have
+# finished.
 @pytest.mark.parametrize("seed", [2867, 3006, 3338, *sampled([3, 0, 6, 1, 2, 4, 5, 7, 8])])
 def test_random_runs(seed):
     EngineRun(MODELS[seed % len(MODELS)], seed).run()
@@ -211,15 +219,16 @@ def test_samples_share_the_prompts_blocks_and_copy_what_they_write(paged):
     params = SamplingParams(max_tokens=4, n=4, temperature=1.0, seed=0)
     engine.generate([list(range(1, 41))], params)
     assert engine.metrics.forked_sequences == 3
-    assert engine.metrics.copied_pages == 3  # the block of tokens 32 to 39, for all but one
+    # The block of tokens 32 to 39, copied for all samples but one.
+    assert engine.metrics.copied_pages == 3
     assert engine.metrics.computed_tokens == 40 + 4 * 3
 
 
-SOME = sampled(["llama", "gemma3", "deepseek_v3", "bamba"])  # each has another kind of cache
+SOME = sampled(["llama", "gemma3", "deepseek_v3", "bamba"])  # each has a different kind of cache
 
 
 class TestDefectsAreNoticed:
-    """Each part of the cache is broken in turn; answers must then differ."""
+    """Breaks each part of the cache in turn. Answers must then differ."""
 
     def answers(self, name, break_it, drafter=None, **params):
         model, prompts = dense(name), prompts_of(3, 7)
@@ -266,7 +275,8 @@ class TestDefectsAreNoticed:
         def break_it(cache):
             cache.worker._copy = lambda moves: None
 
-        # The copies of samples that draw the same: each writes what the others would.
+        # Samples that draw the same tokens write the same KV, so a missing copy only shows through
+        # wrong drafts.
         drafter = mostly_right(
             [(p, greedy(dense(name), p, 30)) for p in prompts_of(3, 7)], np.random.default_rng(0)
         )
@@ -292,7 +302,7 @@ class TestDefectsAreNoticed:
 
 
 def test_prompts_of_one_token_begin_with_an_empty_state(paged):
-    """Pages that others have left are not read."""
+    """Stale pages of earlier requests are not read."""
     engine = Engine(paged("bamba", requests=1.3))
     prompts = [*prompts_of(2, 4), [7], [9]]
     found = engine.generate(prompts, SamplingParams(max_tokens=6))
@@ -317,7 +327,10 @@ def test_beams_that_are_aborted_leave_nothing(paged):
 
 
 class TestFlashInfer:
-    """By a stand-in, in float64: every answer is the dense cache's, so pages, lengths and windows fit."""
+    """With a stand-in in float64.
+
+    All answers equal the dense cache's, so pages, lengths and windows are correct.
+    """
 
     @pytest.fixture
     def served(self, monkeypatch):
@@ -330,7 +343,7 @@ class TestFlashInfer:
         "name,layers_served", sampled([("gemma3", 4), ("llama", 4), ("bamba", 2)])
     )
     def test_answers(self, name, layers_served, served, paged, monkeypatch):
-        monkeypatch.setattr(paged_model, "_check_attention", lambda *_: None)  # on the CPU, too
+        monkeypatch.setattr(paged_model, "_check_attention", lambda *_: None)  # allow the CPU
         self.check(name, layers_served, served, paged, dense(name))
 
     @pytest.mark.gpu
@@ -343,7 +356,7 @@ class TestFlashInfer:
         answers = [greedy(dense(name), prompt, 24) for prompt in prompts]
         attached = paged(name, requests=1.3, model=model, attention="flashinfer")
         kernels = attached._paged.kernels
-        # The self-check of `attach` runs the kernels, too.
+        # The self-check of `attach` runs the kernels as well.
         assert sum(each.num_runs for each in served) > 0
         for each in served:
             each.num_runs = 0
@@ -371,7 +384,7 @@ class TestFlashInfer:
         monkeypatch.setattr(paged_model, "_check_attention", lambda *_: None)
         prefill, decode = served
         engine = Engine(paged("llama", attention="flashinfer"))
-        prefill.num_runs = decode.num_runs = 0  # those of the self-check
+        prefill.num_runs = decode.num_runs = 0  # discards the runs of the self-check
         prompts = prompts_of(2, 2)
         engine.generate(prompts, SamplingParams(max_tokens=1))
         num_prefills = prefill.num_runs
@@ -403,7 +416,7 @@ class TestFlashInfer:
 
 
 class TestLowPrecision:
-    """Logits stay as near to dense tensors' as the same attention over dense tensors does."""
+    """Logits are as close to dense attention as the same attention over dense tensors."""
 
     @torch.inference_mode()
     @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
@@ -430,7 +443,7 @@ class TestLowPrecision:
 
 @torch.inference_mode()
 def rounded_logits(model, prompt, answer):
-    """The logits where a dense cache holds K and V in fp8."""
+    """Return the logits of a dense cache with K and V in fp8."""
     from transformers import DynamicCache
 
     class Rounded(DynamicCache):

@@ -1,4 +1,4 @@
-"""A request that fails in a step fails alone: every other one keeps its tokens."""
+"""A request that fails in a step fails alone. All others keep their tokens."""
 
 import itertools
 
@@ -36,7 +36,7 @@ def make_engine():
 
 
 class Others:
-    """Requests beside one that fails; each must get the tokens that the model itself would choose."""
+    """Requests running with the failing request. Each must get the model's own tokens."""
 
     def __init__(self, engine):
         self.engine, self.got = engine, {}
@@ -44,7 +44,7 @@ class Others:
         self.generations = [engine.add(prompt, params) for prompt in PROMPTS]
 
     def run(self):
-        """To the end; the deltas of other requests than these."""
+        """Run the engine to its end. Return the deltas of the other requests."""
         own = {generation.request_id: [] for generation in self.generations}
         deltas = []
         while self.engine.num_unfinished:
@@ -61,7 +61,7 @@ class Others:
 
 
 def spoil(engine, monkeypatch, prompt, spoiled):
-    """From the second step of this prompt on, `spoiled` changes its rows of the logits."""
+    """Modify this prompt's logits rows with `spoiled` from the second step on."""
     forward = engine.model.forward
 
     def wrong(batch):

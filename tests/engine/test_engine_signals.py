@@ -1,4 +1,6 @@
-"""Signal handlers that raise while an engine works: no token is lost or doubled, and nothing is stuck."""
+"""Signal handlers that raise while an engine works: no token is lost or duplicated, and nothing
+hangs.
+"""
 
 import signal
 import threading
@@ -19,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 @pytest.mark.parametrize("name", sampled(["by swap", "plain", "by recompute", "with drafts"]))
 def test_a_signal_at_many_instants_of_steps(name):
-    # 61 and 997 are prime: other lines are met in each step.
+    # 61 and 997 are prime, so each step is interrupted at different lines.
     for first, stride in ((3, 61), (40, 61), (500, 997)):
         assert engines.check_each_instant(name, first, stride) > 3
 
@@ -155,7 +157,9 @@ class TestSignalHold:
         assert seen == [signal.default_int_handler]
 
     def test_stand_ins_of_interrupted_holds_do_not_pile_up(self):
-        """One that raises while handlers are put back leaves some, which the next hold unwraps."""
+        """An interrupt while handlers are restored may leave stand-ins behind, which the next hold
+        unwraps.
+        """
         before = signal.signal(signal.SIGUSR1, engines._raise)
         try:
             for at in range(1, 400, 3):

@@ -1,4 +1,4 @@
-"""The engine over sources of outside KV: answers stay the model's own, whatever the sources do."""
+"""The engine with sources of external KV: answers remain the model's own, whatever the sources do."""
 
 import logging
 import threading
@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-pytest.importorskip("transformers")  # before what needs it is imported
+pytest.importorskip("transformers")  # skip before importing modules that need transformers
 
 from kvcache import Request
 from kvcache.allocator import check_invariants
@@ -36,7 +36,7 @@ FOUR = SamplingParams(max_tokens=4)
 
 
 def an_engine(*make_sources, **options):
-    """An engine of the tiny llama, with sources made for its cache."""
+    """Make an engine of the tiny llama, with sources made for its cache."""
     sizes = {"max_model_len": 128, "max_num_batched_tokens": 64, "num_preallocate_tokens": 0}
     paged = attach(dense("llama", 2), "256KiB", enable_events=True, **sizes, **options)
     return Engine(paged, sources=[make(paged.cache) for make in make_sources])
@@ -52,13 +52,13 @@ def a_tier(store, **options):
 
 
 def answer(engine, prompt=LONG):
-    """The four tokens of an answer."""
+    """Return the four tokens of an answer."""
     (generation,) = engine.generate([prompt], FOUR)
     return generation.samples[0].token_ids
 
 
 def settle(engine):
-    """Steps until nothing is left to do, and the pool is empty and whole."""
+    """Step until the engine is idle. Check that its pool is empty and intact."""
     until = time.monotonic() + 20
     while engine.is_busy:
         assert time.monotonic() < until, "the engine stays busy"
@@ -70,7 +70,7 @@ def settle(engine):
 
 @pytest.fixture
 def filled():
-    """A store with the blocks of a prompt, as an engine that has ended has left it."""
+    """A store with the blocks of a prompt, filled by an engine that has ended."""
     store = MemoryStore()
     engine = an_engine(a_tier(store))
     assert answer(engine) == greedy(dense("llama", 2), LONG, 4)
@@ -108,7 +108,7 @@ def test_a_load_that_fails_is_computed(filled, fault):
 
 def test_an_engine_that_is_closed_stores_what_waits():
     store = MemoryStore(fault=lambda: "slow")
-    engine = an_engine(a_tier(store, staging_bytes=1))  # a block at a time
+    engine = an_engine(a_tier(store, staging_bytes=1))  # one block at a time
     answer(engine)
     assert len(store.values) < 93 // 16
     engine.close()
@@ -145,7 +145,7 @@ def test_random_runs_over_a_store_that_fails_give_the_models_answers(name, seed)
 
 
 class Scripted:
-    """A source that has so many tokens of prompts that begin with `only`, and never brings them."""
+    """A source that claims to have tokens of prompts starting with `only`, and never delivers them."""
 
     name = "scripted"
 
@@ -204,9 +204,10 @@ def test_what_is_no_source_is_refused_and_so_are_two_stores():
 
 
 class HeldRank:
-    """A rank that reports each load as failed at once, and as over only when `is_held` is False.
+    """A rank that reports each load as failed immediately, and as released only while `is_held` is
+    False.
 
-    The bytes come all the same, as from a peer that is slow.
+    The bytes still arrive, as from a slow peer.
     """
 
     def __init__(self, rank):
@@ -231,7 +232,7 @@ class HeldRank:
 
 
 class WithOffer:
-    """A connector as a source whose offers come with the prompts."""
+    """A source that wraps a connector and takes the offers given with the prompts."""
 
     def __init__(self, connector, offer):
         self._connector, self.offer = connector, offer
@@ -245,7 +246,7 @@ class WithOffer:
 
 
 class Pair:
-    """Two engines in this process: one prefills, the other loads."""
+    """Two engines in this process: the first prefills, the second loads."""
 
     def __init__(self, stack):
         self.sender, self.receiver = an_engine(), an_engine()
@@ -272,7 +273,7 @@ class Pair:
         self.receiver = Engine(self.receiver.model, sources=[self.source])
 
     def held(self):
-        """Blocks of the receiver that no request may use."""
+        """Return the number of receiver blocks that are not free."""
         pool = self.receiver.cache.manager.pool
         return pool.num_total - pool.num_free
 

@@ -1,4 +1,4 @@
-"""The next token from logits: sampling, beams, drafts. No model."""
+"""The next token from logits: sampling, beams and drafts, without a model."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0, 2.5])
 
 
 def drawn(count=2_000, **options):
-    """How often each token is drawn."""
+    """Return the frequency of each drawn token."""
     sampler = Sampler(SamplingParams(**({"temperature": 1.0, "seed": 1} | options)), 0)
     tokens = [sampler.token(LOGITS) for _ in range(count)]
     return np.bincount(tokens, minlength=len(LOGITS)) / count
@@ -34,7 +34,7 @@ class TestSampler:
         assert np.count_nonzero(drawn(top_k=100, temperature=9.0)) == 6
 
     def test_top_k_counts_equal_logits(self):
-        """Of equal ones the first are drawn from, as greedy sampling does."""
+        """Among equal logits, the first ones are kept, as in greedy sampling."""
         logits = torch.tensor([1.0, 3.0, 3.0, 0.0, 3.0, 3.0])
         for top_k in (1, 2, 3):
             sampler = Sampler(SamplingParams(temperature=1.0, seed=1, top_k=top_k), 0)
@@ -49,7 +49,7 @@ class TestSampler:
         assert len(drawn) == 7
 
     def test_top_p_leaves_the_fewest_that_reach_it(self):
-        weights = LOGITS.softmax(-1)  # of 1, 5 and 3: 0.46, 0.28, 0.17
+        weights = LOGITS.softmax(-1)  # tokens 1, 5 and 3 have 0.46, 0.28 and 0.17
         assert set(np.flatnonzero(drawn(top_p=0.4))) == {1}
         assert set(np.flatnonzero(drawn(top_p=float(weights[1]) + 0.01))) == {1, 5}
         assert set(np.flatnonzero(drawn(top_p=0.9))) == {1, 5, 3}
@@ -65,7 +65,7 @@ class TestSampler:
 
 
 class Line:
-    """A beam: its tokens behind the prompt."""
+    """A beam with its tokens after the prompt."""
 
     def __init__(self, *token_ids):
         self.token_ids = list(token_ids)
@@ -118,7 +118,7 @@ class TestNgramDrafter:
 
     @pytest.mark.parametrize("alphabet", [[1, 2], [0, 1, 256, 65_536, 16_777_216]])
     def test_it_is_a_plain_search(self, alphabet):
-        """Tokens whose bytes are found across each other's, too."""
+        """Includes tokens whose bytes also match across token boundaries."""
         rng = np.random.default_rng(0)
         drafter = NgramDrafter(3, longest=3, shortest=1)
         num_found = 0

@@ -1,4 +1,6 @@
-"""The reference scheduler by itself: who is computed, who waits and who leaves. No model, no bytes."""
+"""The reference scheduler alone: which sequences compute, wait or are preempted, without a model or
+KV.
+"""
 
 import numpy as np
 import pytest
@@ -11,13 +13,13 @@ BLOCK = 16
 
 
 class Course:
-    """A scheduler whose steps all succeed, and whose sequences get a token wherever one is sampled."""
+    """A scheduler whose steps all succeed, and whose sequences get every sampled token."""
 
     def __init__(self, num_blocks, budget=64, *, num_rows=8, host_blocks=0, preemption="swap"):
         options = {"num_host_blocks": host_blocks} if host_blocks else {}
         self.manager = KVCacheManager(
             BLOCK,
-            num_blocks + 1,  # and the null block
+            num_blocks + 1,  # plus the null block
             256,
             max_num_reqs=num_rows,
             num_preallocate_tokens=0,
@@ -29,7 +31,7 @@ class Course:
         self.num_added = 0
 
     def add(self, num_tokens, priority=0, *, shares=(), **options):
-        """A sequence of tokens that no other has, behind those that it `shares`."""
+        """Add a sequence that starts with `shares` and continues with unique tokens."""
         own = 1_000 * (self.num_added + 1) + np.arange(num_tokens - len(shares))
         request = Request(f"r{self.num_added}", [*shares, *own])
         sequence = Sequence(request, rank=(priority, self.num_added), **options)
@@ -38,7 +40,7 @@ class Course:
         return sequence
 
     def step(self):
-        """How many tokens each sequence computes in the next step."""
+        """Return the number of tokens that each sequence computes in the next step."""
         step = self.scheduler.schedule()
         self.scheduler.complete(step)
         for sequence, has_logits in zip(step.sequences, step.num_logits):
@@ -79,9 +81,10 @@ class TestBudget:
         one, other = course.add(3, max_tokens=7), course.add(3, max_tokens=100)
         course.step()
         one.drafts, other.drafts = [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]
-        # Of the first, that 7 tokens are reached with one sampled behind them; of the other, the budget.
+        # The first sequence is limited by its maximum of 7 tokens including the sampled one, and
+        # the other by the budget.
         assert course.step() == {"r0": 3, "r1": 5}
-        assert (len(one.drafts), len(other.drafts)) == (0, 0)  # accepted as none
+        assert (len(one.drafts), len(other.drafts)) == (0, 0)  # no drafts accepted
 
 
 class TestOrder:
@@ -110,7 +113,7 @@ class TestOrder:
         course.until(lambda: second.num_preemptions == 1)
         new = course.add(30, priority=0)
         course.scheduler.finish(first)
-        course.step()  # there is room for one of them
+        course.step()  # there is room for only one of them
         assert (second.state, new.state) == (State.RUNNING, State.WAITING)
 
 
@@ -119,7 +122,7 @@ class TestRows:
         course = Course(40, num_rows=3)
         parent, other = course.add(20, num_rows=2), course.add(20, num_rows=2)
         assert course.step() == {"r0": 20}
-        assert other.state is State.WAITING  # needs two rows, and one is left
+        assert other.state is State.WAITING  # needs two rows, but one is left
         child = Sequence(Request("child", parent.request.token_ids[:20]), rank=(0, 0))
         assert course.scheduler.fork(parent, child)
         third = course.add(20)
@@ -135,7 +138,7 @@ class TestRows:
         assert not course.scheduler.fork(parent, child)
         assert child.state is State.WAITING
         course.scheduler.finish(parent)
-        assert course.step() == {"child": 5}  # behind a cached block
+        assert course.step() == {"child": 5}  # after a cached block
         course.scheduler.finish(child)
         assert course.manager.pool.num_free == course.manager.pool.num_total
 
@@ -162,7 +165,9 @@ class TestPreemption:
         assert course.scheduler.num_recomputed == 1 and second.state is State.WAITING
 
     def test_none_of_a_better_rank_leaves(self):
-        """The one of the last rank waits for blocks itself: nobody is preempted for it."""
+        """The sequence of the last rank waits for blocks itself, and no other sequence is preempted
+        for it.
+        """
         course = Course(6, preemption="recompute")
         first, second = course.add(45), course.add(40, priority=1)
         course.step()
@@ -173,10 +178,11 @@ class TestPreemption:
         course = Course(7, preemption="recompute")
         first, second = course.add(31), course.add(90, priority=1)
         assert course.step() == {"r0": 31, "r1": 33}
-        assert course.step() == {"r0": 1}  # the second needs three blocks, two are free
+        assert course.step() == {"r0": 1}  # the second needs three blocks, but two are free
         new = course.add(1, priority=-1)
         assert course.step() == {"r0": 1} and new.state is State.WAITING
-        assert second.state is State.RUNNING  # and is of the last rank: no other leaves for it
+        # It has the last rank, so no other sequence is preempted for it.
+        assert second.state is State.RUNNING
         course.scheduler.finish(first)
         assert course.step() == {"r1": 57}
         assert course.step() == {"r1": 1, "r2": 1}

@@ -1,4 +1,6 @@
-"""`kvcache.engine`, `kvcache.server`: wrong values are refused by argument, and nothing changes."""
+"""`kvcache.engine` and `kvcache.server` reject invalid values by argument name, and nothing
+changes.
+"""
 
 import asyncio
 import math
@@ -24,7 +26,7 @@ from kvcache.server import ByteTexts, EngineLoop, Limits, Server, make_app
 from kvcache.server.engine_loop import EngineError
 from tests.machinery.dense_models import dense
 
-HUGE = 10**5_000  # more digits than Python writes
+HUGE = 10**5_000  # more digits than Python converts
 NUMBERS = [math.nan, math.inf, -math.inf, 1.5, -1, HUGE, -HUGE, "1", None, [], {}, True, object()]
 OBJECTS = [None, 0, 1.5, "a", [], {}, object(), HUGE, [HUGE]]
 NO_TEXTS = [value for value in OBJECTS if value != "a"]
@@ -32,7 +34,7 @@ LISTS = [None, 0, 1.5, math.nan, "a", [1.5], ["a"], [None], [[1]], {1: 2}, [HUGE
 
 
 class World:
-    """An engine and all that its parts are called with."""
+    """An engine, its parts, and the objects that they are called with."""
 
     def __init__(self):
         self.paged = attach(dense("llama", 2), "1MiB", max_model_len=64, max_num_seqs=4)
@@ -50,7 +52,7 @@ class World:
         return Batch(**({"cache": self.cache} | arguments | {"num_logits": [1]} | options))
 
     def state(self):
-        """What a refused call must leave as it was."""
+        """Return the state that a rejected call must not change."""
         scheduler, manager = self.scheduler, self.cache.manager
         return (
             [each.request.request_id for each in scheduler.waiting + scheduler.admitted],
@@ -70,7 +72,7 @@ def world():
 
 
 REQUEST = Request("other", range(5))
-# Of each call: the argument, the call with a value for it, and which values are wrong.
+# For each call: the argument's name, the call with a value for it, and its invalid values.
 CALLS = [
     *(
         (name, lambda w, v, name=name: SamplingParams(**{name: v}), NUMBERS)
@@ -159,7 +161,7 @@ CALLS = [
         for name in Limits.__dataclass_fields__
     ),
 ]
-# Values that are right for some argument.
+# Values that are valid for one of the arguments.
 RIGHT = {
     ("temperature", "1.5"),
     ("top_k", "None"),
@@ -183,7 +185,7 @@ RIGHT = {
 def is_right(name, value):
     try:
         return (name, repr(value)) in RIGHT
-    except ValueError:  # an integer of too many digits
+    except ValueError:  # an integer with too many digits
         return False
 
 
@@ -240,7 +242,7 @@ class TestLifeOfTheEngineLoop:
             loop.start()
 
     def test_every_request_beside_a_stop_ends(self, loop):
-        """None waits for ever, whether it comes before, during or after the stop."""
+        """No request waits forever, whether it arrives before, during or after the stop."""
 
         async def serve_all():
             tasks = [asyncio.create_task(self.serve(loop, 40)) for _ in range(8)]

@@ -1,4 +1,6 @@
-"""Integers of more digits than Python writes (4,300): refused by the name of their argument."""
+"""Integers with more digits than Python converts (4,300) are rejected with the name of their
+argument.
+"""
 
 import ast
 
@@ -217,7 +219,9 @@ def modules():
 
 
 def test_refusals_show_what_came_by_the_one_function_that_never_raises():
-    """`{value!r}: expected` in an error would fail where the value has no text."""
+    """`{value!r}: expected` in an error message would fail if the value cannot be converted to
+    text.
+    """
     assert kvcache.__file__ and len(modules()) > 50
     found = []
     for path in modules():

@@ -1,4 +1,4 @@
-"""A signal handler that raises, at each instant of each call."""
+"""A signal handler that raises at each instant of each call."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from tests.machinery.interrupts.instants import Alarm, interrupted_at
 from tests.machinery.interrupts.managers import CALLS, OPTIONS, Serving, prepared
 from tests.machinery.shared import sampled
 
-# An interrupt within a generator that is being closed has nobody to go to.
+# An interrupt in a generator that is being closed cannot propagate.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 

@@ -1,4 +1,4 @@
-"""Calls out of order, processes and threads: what docs/order.md answers."""
+"""Calls out of order, and use from several processes and threads, as specified in docs/order.md."""
 
 import os
 import pickle
@@ -93,8 +93,8 @@ def test_a_lost_plan_is_aborted_and_the_next_one_sends_its_tables():
 def test_reports_twice_of_unknown_steps_and_after_aborts():
     manager, _ = three_plans()
     assert manager.report(StepReport(1, True)) == {}
-    assert manager.report(StepReport(1, True)) == {}  # twice
-    assert manager.report(StepReport(0, True)) == {}  # of a step that is done
+    assert manager.report(StepReport(1, True)) == {}  # repeated report
+    assert manager.report(StepReport(0, True)) == {}  # the step is already complete
     free = manager.pool.num_free
     for step_id in (-1, 4, 99):
         with pytest.raises(ValueError, match=rf"step_id is {step_id}"):
@@ -102,10 +102,10 @@ def test_reports_twice_of_unknown_steps_and_after_aborts():
         with pytest.raises(ValueError, match=rf"{step_id}"):
             manager.abort(step_id)
     with pytest.raises(ValueError, match=r"1"):
-        manager.report(StepReport(1, False))  # it was reported as completed
+        manager.report(StepReport(1, False))  # already reported as completed
     assert manager.pool.num_free == free
     assert manager.abort(2) == {"a": 11, "b": 0}
-    assert manager.abort(2) == {}  # again
+    assert manager.abort(2) == {}  # repeated abort
     check_invariants(manager)
 
 
@@ -128,7 +128,7 @@ def test_a_request_pickles_as_a_copy_whose_tokens_are_its_own():
     request.append_tokens([7])
     assert again.token_ids.tolist() == [*range(9)]
     assert (again.lora, again.cache_salt, again.session) == (("l", "/l"), "s", "t")
-    # The name is what a manager knows.
+    # A manager identifies a request by its id.
     assert manager.row(again) == manager.row(request)
     with pytest.raises(ValueError, match=r"request 'a' is admitted already"):
         manager.step(new=[again])
@@ -155,7 +155,7 @@ def test_what_has_native_state_does_not_pickle_and_says_its_name(what, protocol)
 
 
 def in_child(work) -> str:
-    """What `work` answers in a forked process; its error where it raises."""
+    """Run `work` in a forked process. Return its result or its error."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -261,7 +261,7 @@ def test_a_manager_belongs_to_the_thread_that_used_it_first(call):
 
 @pytest.fixture(scope="module")
 def prompt() -> np.ndarray:
-    """As many token ids, int32, as this machine hashes in 0.3 s: 1 to 40 million."""
+    """Return as many int32 token ids as this machine hashes in 0.3 s: 1 to 40 million."""
     million = np.arange(1_000_000, dtype=np.int32) % 1000
     started = time.perf_counter()
     hash_blocks(million, 16)
@@ -351,7 +351,7 @@ def test_a_signal_handler_cannot_change_the_arrays_of_a_step(prompt):
         plan = manager.step(rows, counts, new=[new])
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert (rows[0], counts[0]) == (5, 100)  # it ran
+    assert (rows[0], counts[0]) == (5, 100)  # the step ran
     assert plan.rows.tolist() == [0, 1]
     assert plan.num_tokens.tolist()[0] == 1
     check_invariants(manager)

@@ -1,4 +1,6 @@
-"""A device that is neither CPU nor CUDA: everything public works there by torch's copies, or refuses."""
+"""A device that is neither CPU nor CUDA: every public name works there through torch copies, or is
+rejected.
+"""
 
 import importlib
 import inspect

@@ -1,6 +1,8 @@
-"""An allocation that fails, in every public call: nothing has changed, or the object says it is broken.
+"""Fails an allocation in every public call.
 
-All of it, with counts: `python -m tests.machinery.out_of_memory`.
+The state must be unchanged, or the object must report that it is broken.
+
+`python -m tests.machinery.out_of_memory` runs all cases and prints counts.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Wrong and hostile arguments: drawn at random, and those that once broke something, by their numbers."""
+"""Invalid and hostile arguments: random ones, and fixed cases for those that once caused a failure."""
 
 import itertools
 import os
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("fastapi")  # which `kvcache.server` needs, before it is imported
+pytest.importorskip("fastapi")  # `kvcache.server` needs it at import
 
 import kvcache
 from kvcache import (
@@ -55,7 +55,7 @@ from tests.ops.test_kernels_under_asan import run_with_asan
 SEED = int(os.environ.get("KVCACHE_FUZZ_SEED", "1"))
 
 
-# Modules whose every public call holds, by the walk; `make fuzz` runs all of them.
+# Modules in which the walk must find every public call. `make fuzz` runs all modules.
 MENDED = [
     *("kvcache.demo", "kvcache.sources.disaggregation", "kvcache.events", "kvcache.plugins"),
     *("kvcache.kinds", "kvcache.layouts", "kvcache.metrics", "kvcache.ops", "kvcache.replay"),
@@ -68,7 +68,9 @@ MENDED = [
 
 @pytest.mark.parametrize("name", walked())
 def test_each_public_call_takes_the_right_arguments(name):
-    """The fuzzer makes wrong ones of these: what it cannot make right it does not test."""
+    """The fuzzer derives invalid arguments from valid ones, so it cannot test a call without valid
+    arguments.
+    """
     right_call(name)
 
 
@@ -180,7 +182,7 @@ def test_ops_with_wrong_arguments_stay_inside_their_tensors():
     assert "20000 calls" in done.stdout
 
 
-# --- refusals that the walk asked for
+# rejections that the walk asked for
 
 
 def huge(dtype: type = np.int32) -> np.ndarray:
@@ -255,7 +257,7 @@ def test_failed_calls_of_serving_and_demo_change_nothing():
     scheduler.complete(scheduler.schedule())
     child = engine.Sequence(Request("b", range(50, 56)))
     with pytest.raises(ValueError):
-        scheduler.fork(parent, child)  # which has other tokens
+        scheduler.fork(parent, child)  # has other tokens
     assert (parent.num_rows, child.has_begun, scheduler.num_unfinished) == (3, False, 1)
     chat = demo.Chat([[1], [2]], [3])
     for answers in ([], [[1.5]], 5):
@@ -264,7 +266,7 @@ def test_failed_calls_of_serving_and_demo_change_nothing():
     assert (chat.history, chat.turns) == ([3], [])
 
 
-# --- memory
+# memory
 
 
 @pytest.mark.parametrize(
@@ -298,7 +300,7 @@ def test_pages_whose_bytes_int64_does_not_count_are_refused(num_blocks, sizes, e
 
 
 def token_io():
-    """Memory with a key cache at its beginning, and as much again behind it."""
+    """Return memory with a key cache at its start, and the same amount of memory after it."""
     memory = torch.zeros(1 << 12, dtype=torch.uint8)
     cache = memory[:512].view(torch.bfloat16).view(4, 4, 2, 8)
     tokens = torch.ones(8, 2, 8, dtype=torch.bfloat16)
@@ -366,7 +368,7 @@ def test_regions_beyond_int64_are_refused(region):
 
 @pytest.mark.parametrize("side", ["src", "dst"])
 def test_offsets_from_a_tensor_without_elements_are_refused(side):
-    """From the fuzzer: torch has no address for it, and bytes were written from address 0 on."""
+    """From the fuzzer: torch has no address for it, and bytes were written starting at address 0."""
     memory = torch.zeros(256, dtype=torch.uint8)
     sides = {"src": memory, "dst": memory.clone(), side: memory.view(1, 256)[:0]}
     regions, pairs = torch.tensor([[0, 32, 0, 32, 32]]), torch.tensor([[0, 1]], dtype=torch.int32)
@@ -377,12 +379,12 @@ def test_offsets_from_a_tensor_without_elements_are_refused(side):
 @pytest.mark.parametrize(
     ("region", "is_refused"),
     [
-        ([100, 32, 0, 32, 32], True),  # from the fuzzer: `memcpy` of bytes that overlap
+        ([100, 32, 0, 32, 32], True),  # from the fuzzer: `memcpy` with overlapping bytes
         ([0, 32, 32, 32, 32], True),  # page i of one side is page i + 1 of the other
         ([0, 16, 0, 16, 32], True),  # pages overlap each other
         ([0, 32, 0, 64, 32], True),
         ([16, 64, 0, 64, 32], True),
-        ([0, 64, 32, 64, 32], False),  # pages of either side between those of the other
+        ([0, 64, 32, 64, 32], False),  # the pages of the two sides alternate
         ([128, 64, 0, 64, 32], True),
         ([0, 32, 0, 32, 32], False),
         ([0, 32, 256, 32, 32], False),
@@ -460,7 +462,7 @@ def test_rows_in_the_second_half_of_a_slot_that_is_written_are_refused():
     assert memory.sum() == 0
 
 
-# --- sizes
+# sizes
 
 
 def test_what_has_no_end_is_refused_before_a_loop():
@@ -535,7 +537,7 @@ def test_candidates_that_have_no_end_are_refused_before_a_loop():
     ],
 )
 def test_sizes_whose_loops_would_not_end_soon_are_refused(make, sizes, message):
-    """From the fuzzer: 65,536 ranks took 12 s to plan, 65,536 layers 6 s to lay out."""
+    """From the fuzzer: 65,536 ranks took 12 s to plan, and 65,536 layers took 6 s to lay out."""
     heads = {"total_num_kv_heads": 1, "block_size": 1}
     needed = {
         CacheDescription: {"engine_id": "a", "num_layers": 2, "head_size": 1, **heads},
@@ -553,7 +555,7 @@ def test_sizes_whose_loops_would_not_end_soon_are_refused(make, sizes, message):
         make(**{**needed, **sizes})
 
 
-# --- state
+# state
 
 
 def test_a_request_whose_name_frees_another_is_freed_with_the_row_of_then():

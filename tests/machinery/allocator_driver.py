@@ -1,8 +1,8 @@
-"""Drives the manager and its plain model through the same random calls and compares all they say.
+"""Drives the manager and its plain model through the same random calls and compares every answer.
 
-Where choices come from is open: hypothesis (which shrinks what it finds) or a seeded generator
-(which is fast). An error names its seed; what it found becomes a case of its own. For as long as
-wanted: `make soak SECONDS=600`.
+The choices come either from hypothesis, which shrinks its failures, or from a seeded generator,
+which is fast. An error names its seed. Keep each failure as a fixed case. `make soak SECONDS=600`
+runs for a given time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tests.machinery.model import (
 
 @register("test_sinks_and_stride")
 class Strided(AttentionKind):
-    """A kind of a user's: reads from the last multiple of `stride` but one."""
+    """A user-defined kind. A token reads from the start of the stride before its own."""
 
     def __init__(self, *, stride: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Strided(AttentionKind):
 
 
 class Chooser:
-    """Choices of a seeded generator."""
+    """Draws choices from a seeded generator."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -72,7 +72,7 @@ class Chooser:
 
 @dataclass(frozen=True)
 class Kind:
-    spec: Callable[[int], GroupSpec]  # of a block size
+    spec: Callable[[int], GroupSpec]  # argument: block size
     model: Callable[[int], ModelGroup]
 
 
@@ -143,7 +143,7 @@ STRIDED = Kind(
     lambda size: ModelGroup(size, lambda n: max(n // 6 - 1, 0) * 6),
 )
 
-# (kinds with block sizes, hash block size) of the managers that are driven.
+# Manager configurations to drive: (kinds with block sizes, hash block size).
 MIXES = [
     ([(FULL, 4)], None),
     ([(_window(6), 4)], None),
@@ -183,7 +183,7 @@ MIXES = [
 def groups_of(
     choose: Chooser, kinds: Sequence[tuple[Kind, int]]
 ) -> tuple[list[GroupSpec], list[ModelGroup]]:
-    """The groups of a mix, and of its model; some of those that hold tokens draft."""
+    """Return the groups of a mix and the matching model groups. Some token groups draft."""
     specs, groups = [], []
     for kind, size in kinds:
         group = kind.model(size)
@@ -194,13 +194,13 @@ def groups_of(
     return specs, groups
 
 
-ENGINE = "engine:blake2b"  # hashes that the requests come with
+ENGINE = "engine:blake2b"  # block hashes supplied with the request
 LONGEST = 40
 OPERATIONS_PER_SEED = 500
 
 
 class Driver:
-    """One manager, its model, the tables a worker would have, and the requests there are."""
+    """A manager, its model, the block tables of a simulated worker, and the live requests."""
 
     def __init__(self, choose: Chooser, mix: tuple | None = None) -> None:
         self.choose = choose
@@ -251,19 +251,19 @@ class Driver:
             **options,
         )
         self.has_state = any(group.pages == STATE for group in self.model.groups)
-        self.takes_external = not any(  # as `is_cached` natively
+        self.takes_external = not any(  # same condition as the native `is_cached`
             group.cached and not group.transferred and group.pages not in (ENCODER, CIRCULAR)
             for group in groups
         )
         self.has_encoder = any(group.pages == ENCODER for group in self.model.groups)
         self.num_groups = len(kinds)
-        self.requests: dict[int, tuple[Request, ModelRequest]] = {}  # by row
+        self.requests: dict[int, tuple[Request, ModelRequest]] = {}  # row -> (request, its model)
         self.waiting: list[tuple[Request, ModelRequest]] = []
-        self.kept: list[Request] = []  # whose blocks are kept
+        self.kept: list[Request] = []  # freed requests whose blocks are kept for a connector
         self.tables: dict[int, list[list[int]]] = {}
-        self.before: dict[int, dict] = {}  # step -> tables before it
+        self.before: dict[int, dict] = {}  # step -> block tables before that step
         self.count = 0
-        self.hashes: dict[tuple, bytes] = {}  # of prefixes
+        self.hashes: dict[tuple, bytes] = {}  # prefix -> hash
         self.operations = [
             (10, self.step),
             (3, self.free),
@@ -290,7 +290,7 @@ class Driver:
         self.weighted = [each for weight, each in self.operations for _ in range(weight)]
 
     def run(self, num_operations: int) -> None:
-        """Random operations, each followed by a comparison of all state."""
+        """Run random operations and compare the full state after each one."""
         for _ in range(num_operations):
             self.choose.pick(self.weighted)()
             self.compare()
@@ -298,7 +298,7 @@ class Driver:
     # Requests --------------------------------------------------------------------------------------
 
     def new_request(self) -> tuple[Request, ModelRequest]:
-        """A new request, or one that was here before."""
+        """Return a new request or repeat an earlier one."""
         choose = self.choose
         again = [pair for pair in self.waiting if len(pair[1].tokens) <= LONGEST]
         if again and choose.chance(2):
@@ -319,7 +319,7 @@ class Driver:
         return request, ModelRequest(tokens, bool(reads) and can, bool(writes) and can, encoder)
 
     def make_request(self, tokens: list[int], **options) -> Request:
-        """A request, with its hashes where they are the engine's."""
+        """Make a request. In a mix with engine hashes, supply its block hashes."""
         self.count += 1
         hashes = [] if self.algorithm == ENGINE else None
         request = Request(f"r{self.count}", tokens, block_hashes=hashes, **options)
@@ -327,7 +327,9 @@ class Driver:
         return request
 
     def extend_hashes(self, request: Request, tokens: list[int]) -> None:
-        """As an engine does when tokens come, before it appends them here."""
+        """Append the hashes of new tokens to the request, as an engine does before it reports the
+        tokens.
+        """
         if request.block_hashes is not None:
             size = self.model.hash_size
             for n in range(len(request.block_hashes) + 1, len(tokens) // size + 1):
@@ -338,12 +340,15 @@ class Driver:
         return position + (1000 if position >= differs else 0)
 
     def later_tokens(self, model: ModelRequest, n: int) -> list[int]:
-        """At most one more than max_model_len: the last that was sampled."""
+        """Return up to `n` new tokens.
+
+        The sequence may exceed max_model_len by the last sampled token.
+        """
         n = min(n, LONGEST + 1 - len(model.tokens))
         return [self.token(len(model.tokens) + i, 99) for i in range(n)]
 
     def rows(self, by_step: bool) -> dict[int, int]:
-        """Row -> tokens it still has room for."""
+        """Return, for each row, the number of tokens that still fit."""
         rooms = {
             row: LONGEST - self.model.rows[row].num_computed
             for row in sorted(self.requests)
@@ -352,7 +357,7 @@ class Driver:
         return {row: room for row, room in rooms.items() if room}
 
     def record_row(self, pair: tuple, row: int) -> None:
-        """Records whether the request runs, and in which row, or waits."""
+        """Record whether the request waits or runs, and in which row."""
         if row >= 0:
             self.requests[row] = pair
         else:
@@ -480,7 +485,7 @@ class Driver:
         for i, tried, model, count, lookahead in zip(answers, starts, known, asked, ahead):
             for start in tried if want.status[i] == Status.NEVER else ():
                 if has_state and start > 0 and i >= len(rows):
-                    continue  # a state that is hit, or comes from elsewhere, is a page more
+                    continue  # a state that is hit or external needs one more page
                 most = LONGEST if i < len(rows) else len(model.tokens)
                 stop = min(start + max(count, 1), most)
                 self.check_never(model, start, stop, stop - start, lookahead)
@@ -490,14 +495,14 @@ class Driver:
             self.record_row(pair, row)
 
     def hold_all(self, rows: list[int]) -> bool:
-        """Whether these rows hold all blocks that are held, and give up some at once."""
+        """Whether these rows hold every held block, and releasing one frees it immediately."""
         model = self.model
         is_fenced = model.fence_frees and model.last_issued >= model.num_completed
         others = [*model.kept.values(), *model.fences, *model.loads]
         return len(rows) == len(model.rows) and not others and not is_fenced
 
     def most_with_drafts(self, row: int, start: int, num_ids: int = 0) -> int:
-        """Tokens that a step may compute from `start` on: as far as they are known, and drafts."""
+        """Return the most tokens that a step may compute from `start`: known tokens plus drafts."""
         if not self.model.max_drafts:
             return LONGEST
         known = len(self.requests[row][1].tokens) + num_ids
@@ -506,16 +511,19 @@ class Driver:
     def check_never(
         self, model: ModelRequest, start: int, stop: int, chunk: int, lookahead: int
     ) -> None:
-        """Alone in an empty manager, what never fits does not: token by token up to `start`, then so."""
+        """Check that a request answered NEVER does not fit an empty manager either.
+
+        The request is computed token by token up to `start`, and then in chunks.
+        """
         if self.model.max_drafts and (lookahead or stop > len(model.tokens)):
-            return  # known tokens take no pages for drafts
+            return  # known tokens take no draft pages
         tokens = model.tokens[:stop] + [0] * (stop - len(model.tokens))
         request = self.make_request(tokens, num_encoder_tokens=model.num_encoder_tokens)
         manager, n = self.make_manager(), 0
         while n < stop:
             count, ahead = (1, 0) if n < start else (min(chunk, stop - n), lookahead)
             if count + ahead > self.model.most_slots(n):
-                return  # more than there are places for is refused
+                return  # the manager rejects more tokens than the row has places
             rows = ([0], [count]) if n else ()
             new = [] if n else [Admit(request, count, num_lookahead_tokens=ahead)]
             plan = manager.step(*rows, new=new, num_lookahead_tokens=ahead)
@@ -526,7 +534,7 @@ class Driver:
         raise AssertionError(f"answered NEVER, but fits: {start} to {stop} by {chunk}")
 
     def num_external(self, model: ModelRequest, cap: int = 0) -> int:
-        """Tokens behind the request's hit that come from elsewhere."""
+        """Choose how many tokens after the request's hit are external."""
         if not self.takes_external:
             return 0
         most = len(model.tokens) - 1 - self.model.capped_hit(model, cap)[0]
@@ -564,7 +572,7 @@ class Driver:
         return not any(map(len, [*sections, *plan.append_ids, *plan.replace]))
 
     def reads_of_call(self, pairs: list[tuple]) -> tuple[list[bool | None] | None, list[bool]]:
-        """`read_cache` of a call, which the models are told of, and what they said themselves."""
+        """Choose `read_cache` for a call. Return it with each request's previous setting."""
         own = [model.reads for _, model in pairs]
         if not self.choose.chance(4):
             return None, own
@@ -575,7 +583,9 @@ class Driver:
         return reads, own
 
     def check_destinations(self, plan) -> None:
-        """A page is written by one section, once, and a copy reads nothing that a copy writes."""
+        """Check that each page is written at most once and that no copy reads a page written by the
+        plan.
+        """
         written = [*plan.copy[:, 1].tolist(), *plan.zero.tolist(), *plan.swap_in[:, 1].tolist()]
         assert len(written) == len(set(written))
         assert not set(plan.copy[:, 0].tolist()) & set(written)
@@ -617,7 +627,7 @@ class Driver:
         writes = bool(self.choose.integer(0, 3))
         encoder = known.num_encoder_tokens
         request = self.make_request(tokens, write_cache=writes, num_encoder_tokens=encoder)
-        if len(known.tokens) < num_shared:  # drafts that are not confirmed
+        if len(known.tokens) < num_shared:  # unconfirmed drafts
             with pytest.raises(ValueError, match="are known"):
                 self.manager.fork(parent, request)
             return
@@ -629,7 +639,7 @@ class Driver:
 
     def admit_alone(self) -> None:
         request, model = pair = self.new_request()
-        # The model allocates behind whole blocks; hits inside blocks are found, and not taken.
+        # The model allocates after whole-block hits. Partial-block hits are found but not used.
         inside = self.manager.cache.find_prefix(request).num_tokens
         ids, num_hit, _ = self.manager.cache.find_prefix(request, whole_blocks=True)
         assert num_hit == self.model.hit_length(model) <= inside
@@ -739,7 +749,7 @@ class Driver:
             pair, state = self.requests[row], self.model.rows[row]
             keep = not state.on_host and pair[0] not in self.kept
             keep &= state.receiving or self.choose.chance(5)
-            if state.receiving or keep:  # one at a time: the others are released
+            if state.receiving or keep:  # one request per call here; the other rows are freed below
                 if keep:
                     del self.requests[row]
                     self.manager.free(pair[0], keep_blocks=True)
@@ -773,7 +783,7 @@ class Driver:
         assert found == self.by_request(want)
 
     def abort(self) -> None:
-        """Reports a step in flight, or one that was aborted already."""
+        """Abort a step in flight or one that is already aborted."""
         least = max(self.model.num_completed, self.model.num_steps - 4)
         if least >= self.model.num_steps:
             return
@@ -781,7 +791,7 @@ class Driver:
         steps = {each["id"] for each in self.model.in_flight}
         found = self.manager.report(StepReport(step, completed=False))
         assert found == self.by_request(self.model.abort(step))
-        if step in steps and self.choose.chance(2):  # the plans were not carried out
+        if step in steps and self.choose.chance(2):  # the aborted plans were never applied
             self.tables = copy.deepcopy(self.before[step])
             for row in self.requests:
                 self.tables.setdefault(row, [[] for _ in range(self.num_groups)])
@@ -792,7 +802,7 @@ class Driver:
         assert found == self.by_request(self.model.invalidate(ids))
 
     def take_cached(self) -> None:
-        """Also by requests that lost no block."""
+        """Call `take_cached` on any rows, including rows that lost no block."""
         rows = [
             row
             for row in sorted(self.requests)
@@ -804,7 +814,7 @@ class Driver:
             assert found == self.model.take_cached(row)
 
     def some_blocks(self) -> list[int]:
-        """Any block, some of a request, or one that was dropped a moment ago."""
+        """Return some blocks: arbitrary ones, those of a request, or recently dropped ones."""
         choose = self.choose
         dropped = [block for step in self.model.in_flight for _, _, block, _ in step["dropped"]]
         if dropped and choose.chance(3):
@@ -826,7 +836,7 @@ class Driver:
             assert self.manager.cache.reset() == self.model.reset()
 
     def ask(self) -> None:
-        """Questions: they change nothing, which `compare` sees."""
+        """Call the queries. `compare` then checks that they changed nothing."""
         request, model = pair = self.new_request()
         self.waiting.append(pair)
         num_hit = self.model.hit_length(model, partial=True)
@@ -881,7 +891,7 @@ class Driver:
             assert found == self.model.num_common_prefix_blocks(row, running, group)
 
     def wrong_call(self) -> None:
-        """Calls that are refused, whatever the state; and `compare` sees that nothing changed."""
+        """Make invalid calls. `compare` then checks that the state is unchanged."""
         manager, stranger = self.manager, Request("stranger", [1, 2])
         calls = [
             lambda: manager.step([len(self.tables) + 50], [1]),
@@ -953,7 +963,7 @@ class Driver:
             drafts = self.most_with_drafts(row, self.model.rows[row].num_computed)
             if drafts < rows[row]:
                 calls.append(lambda: manager.step([row], [drafts + 1]))
-            if self.algorithm != ENGINE:  # else the given hashes say what they stand for
+            if self.algorithm != ENGINE:  # with engine hashes, the given hashes define the content
                 calls.append(lambda: manager.step([row], [1], token_ids=[-1]))
         others = self.rows(by_step=False)
         if others:
@@ -1001,7 +1011,7 @@ class Driver:
         self.compare_events()
 
     def compare_events(self) -> None:
-        """The events are those of the model, in its order."""
+        """Check that the events equal the model's events, in order."""
         found = []
         for event in self.manager.cache.drain_events():
             if isinstance(event, AllBlocksCleared):
@@ -1041,7 +1051,10 @@ class Driver:
         return found
 
     def parent_of(self, before: tuple) -> bytes | None:
-        """Parent of a block behind these tokens; none of first blocks that the engine hashes."""
+        """Return the parent hash of a block that follows these tokens.
+
+        With engine hashes, a first block has none.
+        """
         if before:
             return self.hash_of(before)
         if self.algorithm == ENGINE:
@@ -1060,7 +1073,7 @@ class Driver:
 
 
 def drive(seed: int, num_operations: int) -> None:
-    """Runs a seed, over the mixes in turn; an error names it, so that it can be kept."""
+    """Run one seed over all mixes in turn. An error names the seed so that it can be kept."""
     try:
         Driver(Chooser(seed), MIXES[seed % len(MIXES)]).run(num_operations)
     except BaseException as error:
@@ -1069,7 +1082,7 @@ def drive(seed: int, num_operations: int) -> None:
 
 
 def soak(seconds: float, first_seed: int) -> None:
-    """Seeds from `first_seed` on until the time is over."""
+    """Run consecutive seeds from `first_seed` until the time is up."""
     seed, start = first_seed, time.monotonic()
     print(f"seeds from {first_seed}, {OPERATIONS_PER_SEED} operations each, for {seconds:.0f} s")
     while time.monotonic() - start < seconds:

@@ -1,8 +1,10 @@
-"""Every causal architecture that transformers registers, tiny, over a paged cache: what becomes of it.
+"""Runs a tiny instance of every causal architecture in transformers over a paged cache and reports
+the outcome.
 
-`python -m tests.machinery.architectures [MODEL_TYPE ...]` prints a table and the counts. The judge is
-`generate`, of each prompt alone. Prompts are served together, cut in chunks, in a pool so small that
-some are preempted, by swap and by recompute, and again behind prefix hits.
+`python -m tests.machinery.architectures [MODEL_TYPE ...]` prints a table and the counts. The reference is
+`generate` on each prompt alone. The engine serves all prompts together and splits them into chunks.
+The pool is small enough that some requests are preempted, by swap and by recompute, and the second
+pass starts from prefix hits.
 """
 
 from __future__ import annotations
@@ -28,11 +30,14 @@ from tests.machinery.tiny_architectures import VOCAB_SIZE, architectures, tiny_a
 
 _MAX_MODEL_LEN, MAX_TOKENS, _TOKENS_PER_STEP = 96, 10, 24
 _REFUSED, _RIGHT, _WRONG, _RAISED = "refused", "right", "wrong", "raised"
-_NOT_BUILT = "not built"  # tiny, or not run by transformers itself
+_NOT_BUILT = "not built"  # transformers itself cannot build or run a tiny instance
 
 
 class Verdict(NamedTuple):
-    """What became of an architecture: `answer`, and the reason; the rest where it is right."""
+    """The outcome for one architecture.
+
+    The fields after `reason` are set only for right answers.
+    """
 
     answer: str
     reason: str = ""
@@ -42,7 +47,10 @@ class Verdict(NamedTuple):
 
 
 def prompts() -> list[list[int]]:
-    """Longer and shorter than a step, a block and a window; the fifth begins as the first does."""
+    """Prompts longer and shorter than a step, a block and a window.
+
+    The fifth starts like the first.
+    """
     rng = np.random.default_rng(3)
     lines = [rng.integers(3, VOCAB_SIZE - 8, count).tolist() for count in (61, 38, 7, 1, 9, 26)]
     lines[4] = lines[0][:36] + lines[4]
@@ -50,12 +58,12 @@ def prompts() -> list[list[int]]:
 
 
 def judge(model_type: str) -> Verdict:
-    """Builds the model, lets it generate by itself, and compares what an engine serves."""
+    """Build the model, generate reference answers, and compare an engine's answers with them."""
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # some print
+        with contextlib.redirect_stdout(io.StringIO()):  # some models print
             model = tiny_architecture(model_type)
             answers = [greedy(model, prompt, MAX_TOKENS) for prompt in prompts()]
-    # The code of two hundred models may raise anything.
+    # The code of two hundred models may raise any exception.
     except Exception as error:
         return Verdict(_NOT_BUILT, _line(error))
     try:
@@ -67,11 +75,13 @@ def judge(model_type: str) -> Verdict:
 
 
 def judge_model(model: PreTrainedModel, answers: list[list[int]]) -> Verdict:
-    """Whether an engine's answers to `prompts()` are these, whatever happens to its requests."""
+    """Compare an engine's answers to `prompts()` with these, under preemption by swap and by
+    recompute.
+    """
     num_preempted = num_cached_tokens = 0
     paged = _in_tight_pool(model)
     try:
-        for preemption in ("swap", "recompute"):  # the second time behind prefix hits
+        for preemption in ("swap", "recompute"):  # the second pass starts from prefix hits
             engine = Engine(paged, preemption=preemption)
             found = engine.generate(prompts(), SamplingParams(max_tokens=MAX_TOKENS))
             for i, each in enumerate(found):
@@ -110,7 +120,7 @@ def _line(error: Exception) -> str:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model_types", metavar="MODEL_TYPE", nargs="*", help="default: all")
     args = parser.parse_args()

@@ -1,5 +1,7 @@
-"""The places an op runs: the CPU op, the CUDA kernel emulated on the CPU (its threads and blocks in any
-order; under sanitizers from first to last), the CUDA op."""
+"""Backends of an op: the CPU op, the CUDA kernel emulated on the CPU, and the CUDA op.
+
+The emulator runs threads and blocks in a random order, or in ascending order under sanitizers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from tests.machinery.emulation import ASAN, emulated_ops
 class Backend:
     name: str
     device: str
-    any_order: bool = False  # of threads and blocks, emulated: one drawn for each test
+    any_order: bool = False  # emulated only: each test draws a random order of threads and blocks
 
     @property
     def ops(self):
@@ -35,7 +37,10 @@ class Backend:
 
 
 def _seed() -> int:
-    """By the test's name, so that a failure stays; KVCACHE_TEST_SEED=<number> draws others."""
+    """Return a seed derived from the test's name, so that failures reproduce.
+
+    KVCACHE_TEST_SEED=<number> changes it.
+    """
     test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]
     return zlib.crc32(f"{os.environ.get('KVCACHE_TEST_SEED', '')}{test}".encode())
 
@@ -47,13 +52,13 @@ _CUDA = pytest.param(Backend("cuda", "cuda"), id="cuda", marks=pytest.mark.gpu)
 
 
 def _each(*backends):
-    # Under sanitizers only the kernels are of interest, there from the first thread to the last.
+    # Under sanitizers, only the kernels are tested, with threads in ascending order.
     chosen = [_EMULATED] if ASAN else list(backends)
     return pytest.mark.parametrize("backend", chosen)
 
 
 each_backend = _each(_CPU, _ANY_ORDER, _CUDA)
-# Where values live on a device, and are checked only in the checked mode.
+# Backends whose index values live on a device and are checked only in the checked mode.
 each_device_backend = _each(_ANY_ORDER, _CUDA)
-# The ops that users call: with fake implementations.
+# Backends of the public ops, which have fake implementations.
 each_real_backend = _each(_CPU, _CUDA)

@@ -1,4 +1,4 @@
-"""Random requests against a manager with events and a host tier, as a scheduler would make them."""
+"""Random scheduler-like requests to a manager with events and a host tier."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GROUPS = [GroupSpec("full_attention", 8), GroupSpec("sliding_window", 4, {"windo
 
 
 class CacheUser:
-    """A manager, and requests of few prefixes that come, go on and leave."""
+    """A manager and random requests that share a few prefixes."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -32,7 +32,7 @@ class CacheUser:
         self.digests = {wire_hash(hash_seed(DEFAULT_SEED, "seed")): hash_seed(DEFAULT_SEED, "seed")}
 
     def work(self) -> None:
-        """One operation."""
+        """Perform one random operation."""
         chosen = self._rng.choices(
             (self._admit, self._go_on, self._leave, self._reset, self._new_weights, self._evict),
             (40, 20, 30, 2, 1, 5),
@@ -89,11 +89,11 @@ class CacheUser:
         self.manager.cache.evict([block])
 
     def cached(self) -> set[tuple[str, int, int]]:
-        """(medium, group, hash on the wire) of all that is cached, as the pools say themselves."""
+        """Return (medium, group, wire hash) of each cached block according to the pools."""
         return cached(self.manager)
 
     def check_content(self, view) -> None:
-        """Each block's hash follows from the parent and the tokens that the view has."""
+        """Check that each block's hash follows from the parent and the tokens recorded in the view."""
         root = hash_seed(DEFAULT_SEED, "seed")
         for medium, group in view.places:
             for each in view.hashes(medium, group):
@@ -107,7 +107,7 @@ class CacheUser:
 
 
 def cached(manager: KVCacheManager) -> set[tuple[str, int, int]]:
-    """(medium, group, hash on the wire) of all that is cached, as the pools say themselves."""
+    """Return (medium, group, wire hash) of each cached block according to the pools."""
     found = set()
     pools = {"gpu": manager.pool, "cpu": manager.host_pool}
     for medium, pool in pools.items():
@@ -123,5 +123,5 @@ def cached(manager: KVCacheManager) -> set[tuple[str, int, int]]:
 
 
 def shown(view) -> set[tuple[str, int, int]]:
-    """The same of a reader's view."""
+    """Return (medium, group, wire hash) of each block in a reader's view."""
     return {(*place, each) for place in view.places for each in view.hashes(*place)}

@@ -1,4 +1,4 @@
-"""Tiny models with their own dense caches: what an engine's answers are compared with."""
+"""Tiny models with their own dense caches, the reference for an engine's answers."""
 
 from functools import cache, wraps
 
@@ -8,20 +8,21 @@ from transformers import PreTrainedModel
 
 from kvcache.engine.transformers.tiny_models import tiny_model
 
-# Every kind of layer: full, windows, chunks, MLA, experts, sinks, three forms of recurrent states.
+# Covers every kind of layer: full attention, sliding windows, chunks, MLA, experts, sinks, and
+# three forms of recurrent state.
 MODELS = (
     *("llama", "qwen3", "gemma3", "deepseek_v3", "bamba", "qwen3_next"),
     *("gpt_oss", "llama4", "falcon_h1"),
 )
 RECURRENT = ("bamba", "qwen3_next", "falcon_h1")
 VOCAB_SIZE = 512
-# Threads of several test processes would wait for each other at each small product.
+# With more threads, concurrent test processes would wait for each other at every small matmul.
 torch.set_num_threads(1)
 
 
 @cache
 def dense(name: str, num_layers: int = 4) -> PreTrainedModel:
-    """A model in float64, so that no near-tie of two tokens flips by rounding."""
+    """Return a model in float64, so that rounding cannot decide between two nearly tied tokens."""
     model = tiny_model(name, dtype=torch.float64, **sizes_of(name, num_layers))
     if name in RECURRENT:
         forward = model.forward
@@ -36,10 +37,11 @@ def dense(name: str, num_layers: int = 4) -> PreTrainedModel:
 
 
 class Float64(TorchFunctionMode):
-    """Recurrent layers compute in float32 whatever the model's dtype; here they stay in float64.
+    """Keeps recurrent layers in float64, although they compute in float32 whatever the model's
+    dtype.
 
-    Otherwise a model's logits differ by up to 1e-4 with the chunks that a prompt is computed in, by the
-    model's own cache, too.
+    In float32, the logits vary by up to 1e-4 with the chunking of a prompt, even with the model's
+    own cache.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -54,7 +56,10 @@ class Float64(TorchFunctionMode):
 
 
 def sizes_of(name: str, num_layers: int) -> dict[str, object]:
-    """The configuration of a model with fewer layers, of which one is of each kind."""
+    """Return the configuration of a model with fewer layers.
+
+    With 2 layers, each is of a different kind.
+    """
     if num_layers == 4:
         return {}
     assert num_layers == 2
@@ -75,7 +80,7 @@ def sizes_of(name: str, num_layers: int) -> dict[str, object]:
 
 @torch.inference_mode()
 def greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
-    """The model's own answer, by `generate` over its own cache."""
+    """Return the model's own answer, generated over its dense cache."""
     ids = torch.tensor([prompt])
     answer = model.generate(
         ids,
@@ -90,7 +95,7 @@ def greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[i
 
 @torch.inference_mode()
 def logits_of(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    """[len(answer), vocab_size]: from which each token of the answer was chosen, in one pass."""
+    """Return the logits [len(answer), vocab_size] for each answer token, computed in one pass."""
     if not answer:
         return torch.zeros(0, VOCAB_SIZE)
     tokens = torch.tensor([[*prompt, *answer]])
@@ -104,7 +109,7 @@ def beam_search(
     num_tokens: int,
     stop_token_ids: tuple[int, ...] = (),
 ) -> list[tuple[list[int], float]]:
-    """The `width` best answers and their scores, every beam computed anew for each token."""
+    """Return the `width` best answers and their scores. Each beam is recomputed for every token."""
     beams, ended = [([], 0.0)], []
     for _ in range(num_tokens):
         longer = []

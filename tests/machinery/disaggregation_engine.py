@@ -1,4 +1,7 @@
-"""A small engine for tests of disaggregation: a manager, pages of all ranks, KV that names its token."""
+"""A small engine for disaggregation tests.
+
+It has a manager and the pages of all ranks; each KV value identifies its token.
+"""
 
 import contextlib
 import glob
@@ -29,7 +32,7 @@ STATE = [
 
 
 class Engine:
-    """All ranks of an engine in this process."""
+    """An engine with all its ranks in this process."""
 
     def __init__(
         self,
@@ -57,7 +60,7 @@ class Engine:
         shape = {"num_kv_heads": num_heads // tp, "head_size": head_size, "dtype": dtype}
         layers = []
         self.order = [f"{kind}.{i}" for i in range(num_layers) for kind in kinds]
-        for i in range(num_layers // pp):  # of a stage
+        for i in range(num_layers // pp):  # layers per pipeline stage
             for kind in kinds:
                 name = f"{kind}.{i}"
                 if kind == "full":
@@ -115,10 +118,10 @@ class Engine:
     def __exit__(self, *_):
         self.close()
 
-    # What a model computes: values that name token, position, layer, head and place.
+    # The "model": values that encode token, position, layer, head and element index.
 
     def values(self, rank, layer, part, tokens, first):
-        """[n, heads, head_size] of tokens that begin at position `first`."""
+        """Return [n, heads, head_size] for tokens that start at position `first`."""
         heads, rank = self.num_heads // self.tp, rank % self.tp
         head = torch.arange(rank * heads, (rank + 1) * heads)[None, :, None]
         place = torch.arange(self.head_size)[None, None, :]
@@ -128,7 +131,7 @@ class Engine:
         return (mixed % 65_521).float()
 
     def state(self, rank, layer, tokens):
-        """The rank's part of the state behind tokens, as one row of elements."""
+        """Return the rank's part of the state after `tokens`, as one row of elements."""
         rank, found = rank % self.tp, []
         seed = (sum(tokens) * 31 + len(tokens)) % 4093
         for t, tensor in enumerate(STATE):
@@ -143,13 +146,13 @@ class Engine:
         return torch.cat(found)
 
     def rank_layers(self):
-        """(rank, its layer of a group, the model's layer of the kind)"""
+        """Yield (rank, local layer index in the group, global layer index of the kind)."""
         for rank in range(self.num_ranks):
             for at in range(self.per_stage):
                 yield rank, at, rank // self.tp * self.per_stage + at
 
     def each_page(self, request, group, first, end):
-        """(block, slots, tokens' positions) of the blocks that hold tokens [first, end)."""
+        """Yield (block, slots, token positions) for each block that holds tokens of [first, end)."""
         size = self.manager.block_sizes[group]
         for number, block in enumerate(self.manager.block_ids(request, group).tolist()):
             low, high = max(first, number * size), min(end, (number + 1) * size)
@@ -157,7 +160,7 @@ class Engine:
                 yield block, slice(low - number * size, high - number * size), (low, high)
 
     def compute(self, request, first, end, layers=None):
-        """Writes KV of tokens [first, end), of all layers or of those named."""
+        """Write the KV of tokens [first, end) to the named layers, by default to all layers."""
         tokens = request.token_ids.tolist()
         for group, kind in enumerate(self.kinds):
             for rank, at, layer in self.rank_layers():
@@ -181,7 +184,9 @@ class Engine:
         return int(self.manager.block_ids(request, group)[(end - 1) // size])
 
     def wrong(self, request, end):
-        """What of the first `end` tokens is not what the next token must read; None: nothing."""
+        """Describe an incorrect value that the token after the first `end` tokens would read, or
+        return None.
+        """
         tokens = request.token_ids.tolist()
         for group, kind in enumerate(self.kinds):
             first = max(end - WINDOW + 1, 0) if kind == "window" else 0
@@ -204,7 +209,7 @@ class Engine:
                     return f"{kind}: {seen} tokens of {end - first}"
         return None
 
-    # Steps of the engine.
+    # Engine steps.
 
     def apply(self, plan):
         for pages in {id(each[0].pages): each[0].pages for each in self.storages}.values():
@@ -216,7 +221,10 @@ class Engine:
                     memory[page] = 0
 
     def prefill(self, request):
-        """Computes a request's tokens behind its hit; returns the hit, or None where it waits."""
+        """Compute a request's tokens after its hit.
+
+        Return the hit length, or None if the request waits.
+        """
         plan = self.manager.step(new=[request])
         if plan.status.tolist() != [Status.SERVED]:
             return None
@@ -226,7 +234,10 @@ class Engine:
         return hit
 
     def admit(self, request, offer):
-        """Begins to load a request; True where it was admitted. ValueError for a refusal."""
+        """Admit a request to load.
+
+        Return whether it was admitted. A rejection raises ValueError.
+        """
         count = self.connector.match(request, offer)
         if count == 0:
             return False
@@ -238,7 +249,7 @@ class Engine:
         return True
 
     def loaded(self, request, timeout_s=30):
-        """Waits for the end of a load."""
+        """Wait for the end of a load."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             for each in self.connector.poll():
@@ -248,7 +259,7 @@ class Engine:
         raise AssertionError(f"no word of request {request.request_id} within {timeout_s} s")
 
     def recompute(self, request, loaded):
-        """Goes on after a load that may have failed; all known tokens are computed then."""
+        """Continue after a load, which may have failed, by computing the remaining known tokens."""
         if loaded is None or loaded.num_computed_tokens is None:
             assert self.prefill(request) is not None
             return
@@ -259,7 +270,10 @@ class Engine:
         self.compute(request, loaded.num_computed_tokens, request.num_tokens)
 
     def drained(self, timeout_s=10):
-        """Whether, within so long, no block is held for a request, a reader or a transport."""
+        """Wait up to `timeout_s` until no request, reader or transport holds a block.
+
+        Return whether that happened.
+        """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self.connector.poll()
@@ -280,19 +294,19 @@ class Engine:
 
 
 class EngineProcess(Forked):
-    """An engine in a process of its own, as a test sees it."""
+    """An engine in a separate process, controlled by a test."""
 
     def __init__(self, engine_id, **options):
         self._options = {"engine_id": engine_id, **options}
         self.start()
 
     def start(self):
-        """Starts it; again, under its name, where it was killed."""
+        """Start the process. A killed process restarts under the same name."""
         super().__init__(serve, **self._options)
 
 
 def queued_s():
-    """Seconds that this process's threads were ready to run and had no core, of the one with most."""
+    """Return the longest time in seconds that a thread of this process was runnable without a core."""
     found = []
     for path in glob.glob("/proc/self/task/*/schedstat"):
         with contextlib.suppress(OSError), open(path) as file:
@@ -301,7 +315,10 @@ def queued_s():
 
 
 def load_all(engine, requests):
-    """Loads requests side by side, computes what did not come, frees them; a result for each."""
+    """Load requests in parallel, compute missing tokens, and free the requests.
+
+    Return one result each.
+    """
     results, waiting = [], {}
     for each in requests:
         request = Request(each["id"], each["tokens"])
@@ -336,7 +353,7 @@ def finish(engine, request, loaded, result):
 
 
 def serve(commands, **options):
-    """Obeys commands until the test process ends; leases are looked after meanwhile."""
+    """Execute commands until the test process ends, and maintain leases meanwhile."""
     torch.set_num_threads(1)
 
     def answer(**values):
@@ -367,7 +384,7 @@ def obey(engine, commands, answer):
                 request = early[command["id"]] = Request(command["id"], command["tokens"])
                 engine.apply(engine.manager.step(new=[request]))
                 answer(offer=engine.connector.publish_early(request, engine.order))
-            case "layers":  # computes the next `count` layers of tokens [first, end)
+            case "layers":  # compute the next `count` layers of tokens [first, end)
                 request = early[command["id"]]
                 names = engine.order[: command["count"]]
                 first, end = command["first"], command["end"]

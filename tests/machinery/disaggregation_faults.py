@@ -1,4 +1,6 @@
-"""Requests that go from a prefill to a decode process, either of which is killed or stopped meanwhile."""
+"""Sends requests from a prefill process to a decode process while faults kill or stop either
+process.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ KINDS = ["full", "window", "state"]
 
 
 class Faults:
-    """A run that a seed determines, as far as processes can be timed.
+    """A seeded run. The timing of the processes is not deterministic.
 
-    Each round loads one to four requests side by side. In a round with a fault, a process is killed or
-    stopped before or while they load; a killed one is started again under its name, a stopped one goes
-    on after a while.
+    Each round loads one to four requests in parallel. In a round with a fault, a process is killed
+    or stopped before or during the loads. A killed process restarts under the same name. A stopped
+    process resumes after a delay.
     """
 
     def __init__(
@@ -44,13 +46,16 @@ class Faults:
             "stops": {"prefill": 0, "decode": 0},
             **dict.fromkeys(("loaded", "computed", "lost", "wrong", "hanging", "leaked"), 0),
             "deadline_s": TIMEOUT_S,
-            "worst_wait_s": 0.0,  # of requests whose own process was not stopped
+            "worst_wait_s": 0.0,  # seconds; only requests whose own process was not stopped
             "of_that_without_a_core_s": 0.0,
             "reasons": {},
         }
 
     def run(self) -> dict:
-        """Counts: `lost` requests are those of a decode process that was killed."""
+        """Run all rounds and return the counts.
+
+        `lost` counts requests of a killed decode process.
+        """
         options = {"transport": self._transport, "timeout_s": TIMEOUT_S, "lease_s": LEASE_S}
         common = {"kinds": KINDS, "options": options, "num_blocks": 300}
         with ExitStack() as stack:
@@ -69,7 +74,10 @@ class Faults:
         return self.found
 
     def _next_fault(self, left: int) -> str | None:
-        """Faults are spread over the requests that are left, about 2.5 a round."""
+        """Draw the next fault, or None.
+
+        Faults are spread over the remaining requests, about 2.5 per round.
+        """
         if self._faults and self._rng.random() < len(self._faults) * 3 / max(left, 1):
             return self._faults.pop()
         return None
@@ -116,7 +124,7 @@ class Faults:
         process.signal(signal.SIGCONT)
 
     def _request(self) -> dict:
-        """A computed request and its offer; None where the sender is full."""
+        """Compute a request and publish its offer. The offer is None if the sender is full."""
         rng, self._number = self._rng, self._number + 1
         shared = [rng.randrange(4)] * rng.choice([0, 64, 130])
         tokens = [*shared, *(rng.randrange(50_000) for _ in range(rng.randint(1, 150)))]
@@ -146,7 +154,7 @@ class Faults:
             print(f"{self.found['requests']} requests", end="\r", flush=True)
 
     def _check_leaks(self) -> None:
-        """Whether both pools end empty once leases are over."""
+        """Count as leaked each pool that is not empty after its leases have expired."""
         for name, process in (("prefill", self.prefill), ("decode", self.decode)):
             answer = process.ask("drained", timeout_s=60, seconds=LEASE_S + TIMEOUT_S)
             if not answer["drained"]:

@@ -1,4 +1,4 @@
-"""Builds and loads the CUDA kernels compiled for the CPU: `torch.ops.kvcache_emul`."""
+"""Builds and loads the CUDA kernels compiled for the CPU (`torch.ops.kvcache_emul`)."""
 
 from __future__ import annotations
 
@@ -16,27 +16,33 @@ from kvcache.native import build
 from tests.machinery.shared import REPO
 
 ASAN = os.environ.get("KVCACHE_TEST_ASAN") == "1"
-# vptr needs the classes of torch's libraries.
+# The vptr check needs type information of torch's classes.
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize=vptr"]
-# Precompiled: each source would spend seconds on them.
+# Precompiled, since parsing these headers takes seconds per source file.
 _TORCH_HEADERS = "#include <torch/csrc/stable/library.h>\n#include <torch/csrc/stable/tensor.h>\n"
 
 
 @functools.cache
 def emulated_ops():
-    """The namespace of the emulated ops; built once per state of csrc, with sanitizers where asked."""
+    """Return the namespace of the emulated ops, built once per state of csrc.
+
+    KVCACHE_TEST_ASAN=1 adds sanitizers.
+    """
     torch.ops.load_library(str(build_library(ASAN)))
     return torch.ops.kvcache_emul
 
 
 def build_library(asan: bool) -> Path:
-    """The library of the emulated kernels."""
+    """Build the library of the emulated kernels. Return its path."""
     root = REPO / "csrc"
     return _built([*build.cuda_sources(root), root / "emul" / "library.cpp"], asan, "emul")
 
 
 def build_cpu_library(asan: bool) -> Path:
-    """The library of the CPU ops, as the package has it but for the sanitizers."""
+    """Build the library of the CPU ops as in the package, optionally with sanitizers.
+
+    Return its path.
+    """
     return _built(build.cpu_sources(REPO / "csrc"), asan, "cpu")
 
 
@@ -51,7 +57,7 @@ def _built(sources: list[Path], asan: bool, name: str) -> Path:
         "-Wno-unknown-pragmas",
     ]
     flags += [f"-D{build.TORCH_TARGET}", f"-isystem{build.torch_dir() / 'include'}", f"-I{root}"]
-    # Misaligned accesses end a launch with an exception: csrc/emul/alignment.h.
+    # A misaligned access aborts the launch with an exception (csrc/emul/alignment.h).
     flags += ["-fsanitize=alignment", "-fno-sanitize-recover=all"] if name == "emul" else []
     flags += [*SANITIZE, "-fno-omit-frame-pointer"] if asan else []
     flags += ["-fno-sanitize-recover=all"] if asan else []

@@ -1,7 +1,7 @@
-"""Random runs of an engine over a tiny model, each answer compared with the model's own.
+"""Runs an engine randomly over a tiny model and compares each answer with the model's own.
 
-`python -m tests.machinery.engine_driver --runs N --seed S [--model NAME]` makes runs with the seeds
-from S on.
+`python -m tests.machinery.engine_driver --runs N --seed S [--model NAME]` makes N runs with seeds S, S
++ 1, ....
 """
 
 import argparse
@@ -24,13 +24,13 @@ from tests.machinery.stores import FAULTS, MemoryStore, patient
 
 
 class ModelFailed(Exception):
-    """Raised within the forward pass, as a device would."""
+    """Raised in the forward pass, like a device error."""
 
 
 class EngineRun:
-    """One run: an engine with settings that the seed gives, in a pool for one request and a little.
+    """A run of an engine with random settings, in a pool slightly larger than one request.
 
-    `with_store`: over a store in memory, which fails in every way at a rate that the seed gives.
+    `with_store` adds an in-memory store with random faults of every kind, at a random rate.
     """
 
     def __init__(self, name: str, seed: int, with_store: bool = False) -> None:
@@ -82,7 +82,7 @@ class EngineRun:
         self._inject_failures()
 
     def run(self, num_requests: int = 12) -> None:
-        """Adds requests, steps and aborts, until all have ended; then compares."""
+        """Add requests, step and abort until every request has ended. Then compare the answers."""
         engine, rng = self.engine, self.rng
         left, num_steps = num_requests, 0
         while left or engine.is_busy:
@@ -97,7 +97,8 @@ class EngineRun:
                 with contextlib.suppress(ModelFailed):
                     engine.step()
                 num_steps += 1
-                if engine.sources and num_steps % 16 == 0:  # what it held comes from the store now
+                # From now on, cached content must come from the store.
+                if engine.sources and num_steps % 16 == 0:
                     self.paged.cache.manager.cache.reset()
                 assert num_steps < 20_000, "the run does not end"
             if rng.random() < 0.05:
@@ -138,7 +139,7 @@ class EngineRun:
         if self.generations and kind < 0.75:
             before = self.generations[rng.integers(len(self.generations))]
             prompt = before.prompt.tolist()
-            if kind < 0.3:  # the next turn
+            if kind < 0.3:  # the next turn of a conversation
                 prompt += before.samples[0].token_ids
             elif kind < 0.4:
                 prompt = prompt[: rng.integers(1, len(prompt) + 1)]
@@ -172,7 +173,9 @@ class EngineRun:
         self.generations.append(generation)
 
     def _draft(self, request) -> list[int]:
-        """What followed the same tokens in an earlier answer, with mistakes; else random tokens."""
+        """Draft the continuation of the same tokens in an earlier answer, with mistakes, or random
+        tokens.
+        """
         rng, tokens = self.rng, request.token_ids.tolist()
         count = int(rng.integers(0, 6))
         for generation in self.generations:
@@ -197,7 +200,8 @@ class EngineRun:
             if len(plan.swap_in) and self.rng.random() < 3 * self.failure_rate:
                 page = int(self.rng.choice(plan.swap_in[:, 1]))
                 for layer in range(self.paged.cache.pages.num_layers):
-                    self.paged.cache.pages.layer(layer)[page] = 255  # not what the plan says
+                    # Corrupts the page that the plan swapped in.
+                    self.paged.cache.pages.layer(layer)[page] = 255
                 return StepReport(plan.step_id, True, failed_pages=[page])
             return report
 

@@ -1,4 +1,6 @@
-"""The pool and its eviction policies, plain: lists, loops and no cleverness, from what they mean."""
+"""Plain models of the block pool and its eviction policies: lists and loops, written from the
+definitions.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +12,23 @@ NEVER = float("inf")
 
 
 def hash_of(number):
-    """32 bytes, unlike those of other numbers from the first to the last."""
+    """Return 32 pseudorandom bytes, different for each number."""
     return np.random.default_rng(number).bytes(32)
 
 
 class Block:
     def __init__(self):
         self.refs = 0
-        self.cached = None  # (hash number, group, number of the parent's hash or None)
+        self.cached = None  # (hash number, group, parent's hash number or None)
         self.pins = 0
-        self.released = 0  # when, among all blocks
-        self.published = 0  # when, among all blocks
+        self.released = 0  # logical time of the last release
+        self.published = 0  # logical time of publication
 
 
 class Pool:
     def __init__(self, num_blocks, policy):
         self.blocks = {i: Block() for i in range(1, num_blocks)}
-        self.empty = list(self.blocks)  # free and not cached, next one first
+        self.empty = list(self.blocks)  # free blocks without cached content, in allocation order
         self.policy = policy
         self.time = 0
         self.num_evicted = self.num_pins_broken = 0
@@ -45,7 +47,7 @@ class Pool:
         return len(self.empty) + len(self.free_cached())
 
     def is_needed(self, i):
-        """Whether a cached block is found through this one alone."""
+        """Whether this block is the only one cached under its hash and has cached children."""
         number, group, _ = self.blocks[i].cached
         twins = [j for j in self.cached() if self.blocks[j].cached[:2] == (number, group)]
         children = [j for j in self.cached() if self.blocks[j].cached[1:] == (group, number)]
@@ -108,7 +110,8 @@ class Pool:
 
     def publish(self, i, number, group, parent):
         self.blocks[i].cached = (number, group, parent)
-        if parent is None:  # not even behind the root of a chain
+        # Without a parent; "none" is never a hash number, so the block is no child.
+        if parent is None:
             self.blocks[i].cached = (number, group, "none")
         self.blocks[i].published = self.tick()
         self.policy.on_publish(i, (number, group))
@@ -137,7 +140,7 @@ class Pool:
 
 
 class Policy:
-    """Ignores every notification."""
+    """The base policy. Ignores every notification."""
 
     leaf_first = True
 
@@ -176,8 +179,11 @@ class Policy:
 
 
 def given_priority(prefix, tokens_per_block, retention, now):
-    """(priority, end) of the block that ends with this prefix; None: none is given."""
-    # Blocks begin at multiples of tokens_per_block; this one ends with token prefix - 1.
+    """Return the block's (priority, end) given by the retention ranges, or None.
+
+    `prefix` is the block's end.
+    """
+    # Blocks start at multiples of tokens_per_block. The last token of this block is prefix - 1.
     first = (prefix - 1) // tokens_per_block * tokens_per_block
     wanted = [
         (priority, NEVER if ttl is None else now + ttl)
@@ -203,13 +209,13 @@ class Lru(Policy):
 
 
 class LastAccess(Policy):
-    """By access time, then by longest prefix, then by release."""
+    """Evicts by access time, then by longest prefix, then by release order."""
 
     def __init__(self, num_blocks):
         self.largest_now = 0
         self.any_access = False
         self.logical_time = 0
-        self.order = []  # by release
+        self.order = []  # in release order
         self.clear()
 
     def clear(self):
@@ -251,11 +257,11 @@ class LastAccess(Policy):
 
 
 class SegmentedLru(Policy):
-    """Protects blocks that were hit, up to a share of the pool; evicts the others first."""
+    """Protects blocks that were hit, up to a share of the pool, and evicts other blocks first."""
 
     def __init__(self, num_blocks, protected_share=0.8):
         self.most_protected = int(protected_share * (num_blocks - 1))
-        self.order = []  # all blocks, least recently hit, released or demoted first
+        self.order = []  # all blocks, ordered by last hit, release or demotion, oldest first
         self.clear()
 
     def clear(self):
@@ -288,7 +294,7 @@ class SegmentedLru(Policy):
 
 
 class S3Fifo(Policy):
-    """A small queue for what is new, a main one for what was hit or came back."""
+    """Puts new blocks into a small queue, and blocks that were hit or returned into a main queue."""
 
     def __init__(self, num_blocks, small_share=0.1):
         self.small_size = int(small_share * (num_blocks - 1))
@@ -340,7 +346,7 @@ class S3Fifo(Policy):
 
 
 class Priority(Policy):
-    """Lowest priority first, while it lasts; then by release."""
+    """Evicts the lowest priority first, then by release order. Expired priorities do not count."""
 
     def __init__(self, num_blocks, default_priority=35):
         self.default = default_priority
@@ -376,18 +382,18 @@ class Priority(Policy):
 
 
 class Segment:
-    """Blocks that were released together."""
+    """Blocks released together."""
 
     def __init__(self, number, time, reuse_class, num_forks=0, cost=1.0):
         self.number = number
-        self.time = time  # tokens released until then
+        self.time = time  # clock at the release: number of tokens released so far
         self.reuse_class = reuse_class
         self.num_forks = num_forks
         self.cost = cost
 
 
 class Ghost:
-    """What is remembered of a released block."""
+    """The record of a released block."""
 
     def __init__(self, key, time, reuse_class, turn, is_sample, is_end):
         self.key = key
@@ -395,13 +401,13 @@ class Ghost:
         self.reuse_class = reuse_class
         self.turn = turn
         self.is_sample = is_sample
-        self.is_end = is_end  # the last block of a request
+        self.is_end = is_end  # last block of a request
         self.is_used = False
         self.bucket = 0
 
 
 class ByWorth(Policy):
-    """Chooses the segment that is least worth keeping, by what `source` has learned."""
+    """Evicts the segment with the least worth, estimated from what `source` has learned."""
 
     OF_REQUEST, NUM_OWN, NUM_SHARED, NUM_BUCKETS, NUM_GHOSTS = 24, 96, 4, 26, 32_768
     LOOSE, LOADED = NUM_OWN + NUM_SHARED, NUM_OWN + NUM_SHARED + 1
@@ -416,7 +422,10 @@ class ByWorth(Policy):
         self.segment_of[i], self.order[i] = segment, self.num_assigned
 
     def follow(self, i, segment, level=0):
-        """The block comes from elsewhere: it joins what came last, if that was of its segment."""
+        """Add a copied or expired block.
+
+        It joins the last new segment if that one follows the same segment.
+        """
         followed, following = self.following.get(level, (None, None))
         if followed is not segment or following not in self.segment_of.values():
             following = self.open(
@@ -426,7 +435,9 @@ class ByWorth(Policy):
         self.assign(i, following)
 
     def joined(self, segment, reuse_class):
-        """The segment that a block joins which no release puts with others: this one, or a new one."""
+        """Return the segment for a block that no release assigns: `segment`, or a new one if it is
+        full or old.
+        """
         clock = self.source.clock
         num_there = list(self.segment_of.values()).count(segment)
         if 0 < num_there < 64 and clock - segment.time < self.FIRST_BUCKET:
@@ -444,11 +455,13 @@ class ByWorth(Policy):
         return (index[b] + share * (index[b + 1] - index[b])) * segment.cost
 
     def level(self, i):
-        """(priority, tenant)"""
+        """Return (priority, tenant) of a block."""
         return 0, 0
 
     def choose(self, ids):
-        """Of the lowest priority: the tenant's that is most over its share, or what is worth least."""
+        """Choose within the lowest priority: first by the tenant's excess over its share, then by
+        least worth.
+        """
         levels = sorted(set(map(self.level, ids)))
         victims = [
             self.choose_of(level, [i for i in ids if self.level(i) == level])
@@ -467,7 +480,10 @@ class ByWorth(Policy):
         return min((i for i in ids if self.segment_of[i] is chosen), key=self.order.get)
 
     def choose_segment(self, segments):
-        """What is in the other tier, too; else of the oldest and the youngest of each class."""
+        """Prefer segments loaded from the other tier.
+
+        Otherwise compare the oldest and youngest segment of each class.
+        """
         loaded = [s for s in segments if s.reuse_class == self.LOADED]
         if loaded:
             return min(loaded, key=lambda segment: segment.number)
@@ -486,7 +502,7 @@ class ByWorth(Policy):
 
 
 class Learned(ByWorth):
-    """Learns of a sample when blocks of a class are used again, and evicts what is least worth."""
+    """Learns from a sample of blocks when each class is reused, and evicts the least worth."""
 
     def __init__(self, num_blocks, double_cost_tokens=0, tenant_share=1):
         self.source = self
@@ -506,22 +522,22 @@ class Learned(ByWorth):
         self.clear()
 
     def sample(self, num_blocks):
-        """So many blocks more are cached."""
+        """Adjust the sampling rate to `num_blocks` additional cached blocks."""
         self.num_blocks += num_blocks
         self.last_sampled = (2**32 - 1) // max(self.num_blocks // 3000, 1)
 
     def clear(self):
         self.keys, self.segment_of, self.order, self.told = {}, {}, {}, set()
-        self.given, self.wanted = {}, {}  # priority and end, of blocks
-        self.tenants = {}  # of blocks
-        self.chosen, self.loose = {}, {}  # by level
+        self.given, self.wanted = {}, {}  # block -> (priority, end)
+        self.tenants = {}  # block -> tenant
+        self.chosen, self.loose = {}, {}  # keyed by level
         self.following = {}
 
     def bucket_of(self, age):
         return sum(begin <= age for begin in self.begin[1 : self.NUM_BUCKETS])
 
     def ghost_of(self, key):
-        """The youngest record of the key that is still there."""
+        """Return the youngest record of the key if it is still in the ring, else None."""
         ghost = self.youngest.get(key)
         return ghost if ghost and ghost.number > self.num_ghosts - self.NUM_GHOSTS else None
 
@@ -557,7 +573,9 @@ class Learned(ByWorth):
             self.wanted[i] = given
 
     def give(self, i):
-        """The priority that the release gives, or none, or the one before while it lasts."""
+        """Set the block's priority: the one of this release, else an earlier one that has not
+        expired.
+        """
         self.tenants[i] = self.tenant
         priority, end = self.wanted.get(i) or self.given.get(i, (35, NEVER))
         self.given.pop(i, None)
@@ -568,7 +586,7 @@ class Learned(ByWorth):
         return self.given.get(i, (35, NEVER))[0], self.tenants.get(i, 0)
 
     def over(self, i):
-        """Blocks that its tenant has beyond its share."""
+        """Return the number of blocks by which the block's tenant exceeds its share."""
         tenant = self.tenants.get(i, 0)
         num = list(self.tenants.values()).count(tenant)
         return max(num - self.most, 0) if tenant else 0
@@ -672,7 +690,8 @@ class Learned(ByWorth):
                 self.reached[reuse_class][0] += 1
 
     def learn(self):
-        for ghost in self.ghosts:  # of two with one key only the younger can be used: both grow old
+        # Only the youngest record of a key can be used, but all of them age.
+        for ghost in self.ghosts:
             if not ghost.is_sample or ghost.is_used:
                 continue
             while ghost.bucket + 1 < self.NUM_BUCKETS:
@@ -707,7 +726,7 @@ class Learned(ByWorth):
             self.hazards[c], self.index[c] = found
 
     def together(self, own, unknown):
-        """What is known of a class of own blocks, whatever the caller's class."""
+        """Return (hazards, index) of a class of own blocks, summed over the caller's classes."""
         rows = range(own, self.NUM_OWN, self.OF_REQUEST)
         if not any(any(self.reached[c]) for c in rows[1:]):
             return self.hazards[own], self.index[own]
@@ -752,7 +771,7 @@ class Learned(ByWorth):
 
 
 class LearnedCopies(ByWorth):
-    """Pages of a second tier: each of the class and time of the block that it is a copy of."""
+    """Pages of a second tier. Each page keeps the class and time of the block it copies."""
 
     def __init__(self, num_blocks, source):
         self.source = source
@@ -782,7 +801,10 @@ class LearnedCopies(ByWorth):
         self.segment_of.pop(i, None)
 
     def gain(self, segment, candidates):
-        """Hits expected of a copy, less those that its space is worth; None: it costs none."""
+        """Return the expected hits of a copy minus the worth of the space it takes.
+
+        Without candidates, space is free.
+        """
         if segment is None:
             return 1.0
         source, price = self.source, 0.0

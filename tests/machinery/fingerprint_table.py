@@ -1,7 +1,8 @@
-"""Every field of specs, layouts, plans and parallel sizes, and what it does to a store's fingerprint.
+"""Lists every field of specs, layouts, plans and parallel sizes with its effect on a store's
+fingerprint.
 
 `python -m tests.machinery.fingerprint_table` prints the table. `tests/sources/test_fingerprint.py`
-walks over the same classes and signatures: a field without a row here fails.
+enumerates the same classes and signatures and fails for a field without a row here.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ CP = ContextParallel(dcp_world_size=2)
 
 
 def of_layer(plan=None, made=None, names=("a", "b"), **layer):
-    """The fingerprint of a cache of two equal layers that `kvcache.build` makes."""
+    """Return the fingerprint of a cache of two equal layers made by `kvcache.build`."""
     own = {**LAYER, **layer}
     given = {"enable_events": True, "max_num_reqs": 4, **(made or {})}
     names = (own["name"], names[1])
@@ -53,12 +54,12 @@ def of_build(**options):
 
 
 def of_kernels(**options):
-    """As `of_build`, with blocks of 32 tokens."""
+    """Like `of_build`, with blocks of 32 tokens."""
     return of_layer(made=options, block_size=32)
 
 
 def of_group(context_parallel=None, interleave=1, **group):
-    """The fingerprint of a manager of one group over pages that are always the same."""
+    """Return the fingerprint of a manager with one group over fixed pages."""
     spec = GroupSpec(**{"kind": "full_attention", "block_size": 16, **group})
     manager = KVCacheManager.for_groups([spec], 9, 256, context_parallel=context_parallel)
     pages = Pages.allocate(9, [[4096]])
@@ -68,7 +69,7 @@ def of_group(context_parallel=None, interleave=1, **group):
 
 
 def of_storage(num_blocks=9, **storage):
-    """The fingerprint of a manager over the pages of a storage of its own."""
+    """Return the fingerprint of a manager over the pages of a separate storage."""
     sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "num_layers": 2, **storage}
     manager = KVCacheManager(16, 9, 64)
     return fingerprint(manager, KVStorage(num_blocks, **sizes).pages, model="m")
@@ -80,7 +81,7 @@ def of_backend(storage=None, **backend):
 
 
 def of_identity(**arguments):
-    """The fingerprint with other arguments of the caller's."""
+    """Return the fingerprint with changed identity arguments of the caller."""
     manager = KVCacheManager.for_groups(
         [GroupSpec("full_attention", 16)], 9, 256, context_parallel=CP
     )
@@ -92,14 +93,15 @@ def of_identity(**arguments):
 
 
 def of_description(**_):
-    """No fingerprint is made from a `CacheDescription`."""
+    """Fail, because no fingerprint is computed from a `CacheDescription`."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Two engines that differ in a field alone; `same` is why their fingerprints are equal.
+    """Two engines that differ in one field only. `same` says why their fingerprints are equal.
 
-    Without `changed`, `same` says by what else the field is told apart, or why it cannot be tried.
+    Without `changed`, `same` names another field that distinguishes the engines, or says why the
+    field cannot be tested.
     """
 
     of: Any
@@ -320,7 +322,7 @@ KINDS = {
 
 
 def walked() -> list[str]:
-    """Every field that must have a row."""
+    """Return every field that must have a row."""
     classes = (LayerSpec, GroupSpec, ContextParallel, CachePlan, AttentionBackend, CacheDescription)
     found = [f"{each.__name__}.{field.name}" for each in classes for field in fields(each)]
     in_build = inspect.signature(build).parameters

@@ -1,7 +1,7 @@
-"""FlashInfer's paged attention in plain PyTorch: what its documents say of `plan` and `run`.
+"""FlashInfer's paged attention in plain PyTorch, following the documentation of `plan` and `run`.
 
-The names and the order of the arguments are those of flashinfer-python 0.7.2. It checks what the real one
-needs: int32 indices, lengths on the host, one shape of K and V.
+Argument names and order follow flashinfer-python 0.7.2. The stand-in checks the same requirements:
+int32 indices, lengths on the host, and equal shapes of K and V.
 """
 
 import sys
@@ -12,7 +12,7 @@ import torch
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
-    """Attention of a batch of requests, each with queries at its end, over pages."""
+    """Prefill attention over pages. The queries of each request are its last tokens."""
 
     num_runs = 0
 
@@ -42,7 +42,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert qo_indptr.device.type == "cpu" and qo_indptr.dtype == torch.int32
         assert len(qo_indptr) == len(paged_kv_indptr)
         assert causal
-        assert (qo_indptr.diff() > 1).any()  # else its tiles of 128 queries would be empty
+        assert (qo_indptr.diff() > 1).any()  # otherwise, tiles of 128 queries would be mostly empty
         self._plan = dict(locals())
 
     def _check_pages(self, indptr, indices, last_page_len, page_size):
@@ -74,7 +74,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         return out
 
     def _attention(self, q, k, v):
-        """[heads, queries, size], of which the last one sees the last key."""
+        """Return [heads, queries, size]. The last query attends to the last key."""
         plan = self._plan
         k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], dim=0) for x in (k, v))
         scale = q.shape[-1] ** -0.5 if plan["sm_scale"] is None else plan["sm_scale"]
@@ -90,13 +90,14 @@ class BatchPrefillWithPagedKVCacheWrapper:
 
 
 class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
-    """The same of requests with one query each."""
+    """Decode attention over pages, with one query per request."""
 
     num_runs = 0
 
     def __init__(self, float_workspace_buffer, kv_layout="NHD", *, use_tensor_cores=False):
         super().__init__(float_workspace_buffer, kv_layout)
-        assert use_tensor_cores  # without, a warp has one query head: no grouped queries
+        # Without tensor cores, a warp serves one query head, so queries are not grouped.
+        assert use_tensor_cores
         assert not float_workspace_buffer.any()
 
     def plan(
@@ -127,7 +128,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
 
 
 def install(monkeypatch):
-    """`import flashinfer` finds the stand-in, until the test ends: its wrappers of prefill and decode."""
+    """Install the stand-in for `import flashinfer`, with its prefill and decode wrappers, until the
+    test ends.
+    """
     module = ModuleType("flashinfer")
     module.__spec__ = ModuleSpec("flashinfer", None)
     wrappers = BatchPrefillWithPagedKVCacheWrapper, BatchDecodeWithPagedKVCacheWrapper

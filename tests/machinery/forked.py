@@ -1,6 +1,6 @@
-"""Processes of tests, forked from one that has imported torch: the import takes seconds.
+"""Test processes forked from a process that has already imported torch, which takes seconds.
 
-The fork server is multiprocessing's, one per test process; it ends with that process.
+Uses multiprocessing's fork server. Each test process has one, which ends with it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ context.set_forkserver_preload(
 class Forked:
     """A process that runs `serve(commands, **options)`. Leaving the block kills it.
 
-    Commands and answers are JSON objects. `greeting` is the first one that `serve` sends.
+    Commands and answers are JSON objects. `greeting` is the first object that `serve` sends.
     """
 
     def __init__(self, serve: Callable[..., None], **options: object) -> None:
@@ -54,16 +54,19 @@ class Forked:
         self._commands.close()
 
     def ask(self, command: str, timeout_s: float = 30, **arguments: object) -> dict:
-        """What it answers."""
+        """Send a command and return the answer."""
         self.tell(command, **arguments)
         return self._answer(timeout_s)
 
     def tell(self, command: str, **arguments: object) -> None:
-        """A command without an answer."""
+        """Send a command that has no answer."""
         send(self._commands, command=command, **arguments)
 
     def signal(self, number: int) -> None:
-        """Sends a signal; returns once SIGKILL has ended the process, or SIGSTOP stopped its threads."""
+        """Send a signal.
+
+        For SIGKILL and SIGSTOP, return once the process has ended or all its threads have stopped.
+        """
         os.kill(self.pid, number)
         if number == signal.SIGKILL:
             self._process.join()
@@ -80,12 +83,12 @@ class Forked:
 
 
 def send(to: Connection, **values: object) -> None:
-    """A command or an answer, as JSON."""
+    """Send a command or an answer as JSON."""
     to.send_bytes(json.dumps(values).encode())
 
 
 def received(commands: Connection) -> dict:
-    """The next command; EOFError where the test process has ended."""
+    """Return the next command. Raises EOFError if the test process has ended."""
     return json.loads(commands.recv_bytes())
 
 
@@ -95,7 +98,10 @@ def _run(serve: Callable[..., None], commands: Connection, **options: object) ->
 
 
 def run_code(code: str, errors: Path) -> tuple[int, str]:
-    """Runs a program as `python -c` does; its exit code and its stderr, which goes to a file."""
+    """Run a program like `python -c`, with stderr redirected to a file.
+
+    Return its exit code and stderr.
+    """
     process = context.Process(target=_execute, args=(code, str(errors)))
     process.start()
     process.join()

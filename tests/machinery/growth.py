@@ -1,8 +1,8 @@
-"""Long runs in which memory must stay flat: `python -m tests.machinery.growth [--scale F] [--seed N]`.
+"""Long runs whose memory use must stay flat: `python -m tests.machinery.growth [--scale F] [--seed N]`.
 
-Each run has a warm-up, in which tables, indices and the queue of events reach their size. What the
-process holds at its end may be `MOST_GROWTH` more than after the warm-up; twice that with many requests
-alive, four times that with a large pool, whose allocations are large. No event is drained.
+During the warm-up, tables, indices and the event queue reach their final size. After the warm-up,
+resident memory may grow by at most `MOST_GROWTH`, by twice that with many live requests, and by
+four times that with a large pool, whose allocations are large. Events are never drained.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvcache import KVCacheManager, Request, StepReport
 from kvcache.allocator import check_invariants
 
 MOST_GROWTH = 16 << 20  # bytes
-WARM_UP = 0.5  # of a run
+WARM_UP = 0.5  # fraction of a run
 
 
 def resident_bytes() -> int:
@@ -29,7 +29,10 @@ def resident_bytes() -> int:
 
 
 def coming_and_going(num_steps: int, seed: int) -> Iterator[None]:
-    """Steps of some 8 requests; each admits one and frees one. A half of the prompts begins alike."""
+    """Run steps with about 8 requests.
+
+    Each step admits one request and frees one. Half of the prompts share a prefix with others.
+    """
     rng = random.Random(seed)
     manager = KVCacheManager(4, 1000, 256, enable_events=True, announce_reused=True)
     running: dict[int, Request] = {}
@@ -48,7 +51,7 @@ def coming_and_going(num_steps: int, seed: int) -> Iterator[None]:
 
 
 def many_alive(num_requests: int, seed: int) -> Iterator[None]:
-    """So many requests at once, a token for each, then they all leave; again and again."""
+    """Repeatedly run `num_requests` requests at once, compute a token for each, and free them all."""
     rng = random.Random(seed)
     manager = KVCacheManager(4, 4 * num_requests, 64, num_preallocate_tokens=0)
     for _ in range(10):
@@ -64,10 +67,10 @@ def many_alive(num_requests: int, seed: int) -> Iterator[None]:
 
 
 def large_pool(num_blocks: int, seed: int) -> Iterator[None]:
-    """A pool that is filled with cached blocks four times."""
+    """Fill a pool with cached blocks four times."""
     part = max(num_blocks // 40, 1)
     manager = KVCacheManager(1, num_blocks, part, num_preallocate_tokens=0, enable_events=True)
-    for i in range(160):  # a fortieth of the pool each
+    for i in range(160):  # each request fills a fortieth of the pool
         request = Request("r", (np.arange(part) + (seed + i) % 1000 * part) % 2**31)
         assert manager.step(new=[request]).rows[0] >= 0
         manager.free(request)
@@ -76,7 +79,7 @@ def large_pool(num_blocks: int, seed: int) -> Iterator[None]:
 
 
 def measure(name: str, operations: int, run: Callable[[], Iterator[None]], most: int) -> bool:
-    """Prints what a run of so many operations took. Whether memory stayed flat."""
+    """Run the operations and print their time and memory. Return whether memory stayed flat."""
     started, start = time.perf_counter(), resident_bytes()
     samples = [resident_bytes() for _ in run()] if operations < 10**4 else _sampled(run, operations)
     took, end = time.perf_counter() - started, resident_bytes()

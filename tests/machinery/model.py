@@ -1,7 +1,7 @@
-"""A plain model of the allocator: lists, dictionaries and loops, no cleverness, no arrays.
+"""A plain model of the allocator: lists, dictionaries and loops, without arrays or optimizations.
 
-What a hit is, is written down as it is meant (the longest prefix of which every group has what it
-reads), not as it is found. Content is known by its tokens: no hashes.
+Prefix hits follow their definition: the longest prefix for which every group has the KV that it
+reads. Content is identified by its tokens, without hashes.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ FOREVER = 10**9
 
 @dataclass
 class ModelGroup:
-    """`reads_from(n)`: the first token that the token at n, or a later one, reads."""
+    """A cache group. `reads_from(n)` is the first token read by token n or by any later token."""
 
     block_size: int
     reads_from: Callable[[int], int] = lambda n: 0
     pages: str = TOKENS
-    keeps_all: bool = False  # reads_from is 0 always
+    keeps_all: bool = False  # reads_from always returns 0
     drafts: bool = False
     cached: bool = True
     transferred: bool = True
-    buffer: int = 0  # CIRCULAR: tokens that a row has places for, rounded up to blocks
-    ends_caching: bool = False  # CIRCULAR, and said to be cached
-    num_speculative: int = 0  # STATE: drafts of a step that may be rejected
+    buffer: int = 0  # CIRCULAR: token capacity of a row, before rounding up to whole blocks
+    ends_caching: bool = False  # CIRCULAR: the group is declared as cached
+    num_speculative: int = 0  # STATE: draft tokens of a step that may be rejected
 
     def num_places(self):
-        """Blocks that a row has, if it has a fixed number."""
+        """Return the fixed number of blocks per row, or FOREVER if the number is not fixed."""
         return ceil_div(self.buffer, self.block_size) if self.pages == CIRCULAR else FOREVER
 
     def hits_from(self, n):
-        """The first token whose KV a hit of n tokens brings."""
+        """Return the first token whose KV a hit of n tokens provides."""
         return self.reads_from(n) if self.cached else n
 
 
@@ -49,20 +49,20 @@ class ModelRequest:
 
 @dataclass
 class ModelHeld:
-    """The blocks that a row holds of a group; 0 where a block was dropped.
+    """The blocks that a row holds in one group. Dropped blocks are 0.
 
-    STATE: behind the zeros the page that a step reads, and behind that one for each of its drafts.
+    STATE: the zeros are followed by the page that a step reads, and then by one page per draft.
     """
 
     blocks: list[int] = field(default_factory=list)
     num_published: int = 0
     num_partial: int = 0
-    num_hits: int = 0  # leading blocks that the row has not computed
-    state_start: int = 0  # STATE: the last page was taken with the state after so many tokens
-    num_slots: int = 0  # CIRCULAR: slots up to here were given
-    source: int = 0  # new rows: the block that is copied into the row's next one
-    host_source: int = 0  # page of the host that is to be loaded into its next one
-    keeps_state: bool = False  # the page of the state holds a state inside a block that is found
+    num_hits: int = 0  # leading blocks that another row computed
+    state_start: int = 0  # STATE: number of tokens in the state when the last page was allocated
+    num_slots: int = 0  # CIRCULAR: number of slots assigned so far
+    source: int = 0  # new rows: block to copy into the row's next block
+    host_source: int = 0  # host page to load into the row's next block
+    keeps_state: bool = False  # STATE: the page also holds a cached state that ends inside a block
 
     @property
     def num_dropped(self):
@@ -77,18 +77,18 @@ class ModelRow:
     start: int
     num_computed: int
     admission: int
-    num_prompt: int  # tokens known when it was admitted
-    num_shared: int = 0  # of these: what the groups of tokens would have hit
+    num_prompt: int  # tokens known at admission
+    num_shared: int = 0  # prompt tokens that the token groups alone would have hit
     resend: bool = False
     stale: bool = False
     forked: bool = False
     on_host: bool = False
     receiving: bool = False
-    reads: bool = True  # takes hits where it starts anew
-    num_hit: int = 0  # external tokens follow it
-    hit_end: int = 0  # of the tokens before it, the blocks hold those that are read behind it
-    num_valid: int = FOREVER  # while it receives: tokens that are valid at most
-    drafts: int = 0  # of its last step, that may be rejected: with a page each after which
+    reads: bool = True  # takes prefix hits when it restarts
+    num_hit: int = 0  # tokens hit at admission; external tokens follow them
+    hit_end: int = 0  # before this token, the row holds only the hit blocks that are read after it
+    num_valid: int = FOREVER  # while receiving: upper bound on the number of valid tokens
+    drafts: int = 0  # drafts of the last step that may still be rejected; each has a state page
 
     def take_back(self, count):
         self.num_computed -= count
@@ -101,7 +101,7 @@ class Answer:
     status: list[int] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    # Per request: where it would have begun with the hits that were tried and are not copied from.
+    # Per request: start positions of the attempted hits that need no partial-block copy.
     tried: list[list[int]] = field(default_factory=list)
     clear: set[int] = field(default_factory=set)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
@@ -116,24 +116,25 @@ def ceil_div(a, b):
 
 
 class ModelPool:
-    """Blocks of one tier: held, free and cached, or free.
+    """Blocks of one tier: held, cached and free, or empty.
 
-    `chain_sizes`: where given, nothing cached is taken through which alone something cached is found;
-    block sizes of the groups in which blocks follow each other.
+    `chain_sizes`: block sizes of the groups whose blocks form chains. If given, a cached block is
+    not evicted while it is the only path to a cached child.
     """
 
     def __init__(self, num_blocks, medium, events, chain_sizes=None):
         self.chain_sizes = chain_sizes
         self.num_blocks = num_blocks
         self.refs = dict.fromkeys(range(1, num_blocks), 0)
-        self.generation = dict.fromkeys(range(1, num_blocks), 0)  # how often each was allocated
+        # Number of allocations of each block.
+        self.generation = dict.fromkeys(range(1, num_blocks), 0)
         self.uncached_free = list(range(1, num_blocks))
         self.cached_free: list[int] = []
         # Cached block -> (group, tokens of the full block or None, tokens of its partial contents).
         self.content: dict[int, tuple[int, tuple | None, list[tuple]]] = {}
         self.published: list[tuple[int, tuple, int]] = []  # (group, tokens, block), oldest first
         self.partial: list[tuple[int, tuple, int]] = []
-        self.hits: dict[int, int] = {}  # of cached blocks
+        self.hits: dict[int, int] = {}  # cached block -> number of hits
         self.medium, self.events = medium, events
         self.on_eviction = None
 
@@ -276,15 +277,16 @@ class ModelManager:
         self.rows: dict[int, ModelRow] = {}
         self.to_clear: set[int] = set()
         self.fences: list[tuple[int, list[int]]] = []
-        self.kept: dict[str, list[int]] = {}  # by name
+        self.kept: dict[str, list[int]] = {}  # request id -> blocks
         self.loads: list[dict] = []  # in flight
         self.pending_writes: list[int] = []
-        self.writing: list[int] = []  # those of this step
-        self.fills: dict[int, int] = {}  # of this step: block -> row that fills it
-        self.writes: list[tuple[int, int, tuple, str]] = []  # of this step
-        # States whose pages rows leave: (row, group, tokens, page).
+        self.writing: list[int] = []  # blocks to write to the host in this step
+        self.fills: dict[int, int] = {}  # this step: block -> row that fills it
+        self.writes: list[tuple[int, int, tuple, str]] = []  # host writes of this step
+        # States whose pages the rows release: (row, group, tokens, page, first token).
         self.moves: list[tuple[int, int, int, int, int]] = []
-        self.moved: dict[int, int] = {}  # by this step's swaps
+        # this step: source block or page -> destination of the swap
+        self.moved: dict[int, int] = {}
         self.step_answer = None
         self.in_flight: list[dict] = []
         self.num_steps = self.num_completed = self.num_admissions = 0
@@ -312,11 +314,12 @@ class ModelManager:
         delays=None,
         in_step="none",
     ):
-        """`ids`: per row, tokens that became known. `lookahead`: per row, then per request.
+        """Run a step. `ids`: newly known tokens per row. `lookahead`: per row, then per request.
 
-        `leaving`: rows to swap out; `most`: per request, blocks that it may take from the host;
-        `external`: tokens behind its hit that come from elsewhere; `delays`: whether they come later.
-        `in_step`: what becomes of requests whose prefix this step fills, "none", "wait" or "share".
+        `leaving`: rows to swap out. `most`: maximum host blocks per request. `external`: number of
+        external tokens after each request's hit. `delays`: whether the external tokens arrive after
+        the step. `in_step`: policy for requests whose prefix this step fills: "none", "wait" or
+        "share".
         """
         most = most or [FOREVER] * len(requests)
         external = external or [0] * len(requests)
@@ -338,7 +341,7 @@ class ModelManager:
             start = state.num_computed - back
             answer.rows.append(row)
             answer.computed.append(start)
-            if count == 0:  # gets nothing
+            if count == 0:  # computes nothing in this step
                 state.take_back(back)
                 state.request.tokens.extend(new_ids)
                 answer.status.append(SERVED)
@@ -366,7 +369,8 @@ class ModelManager:
                 start = num_hit + num_external
                 after = start if delay else min(start + limit, len(request.tokens))
                 status, row = WAIT, -1
-                is_other = num_external and num_hit != hit  # the load would be of other tokens
+                # The hit changed, so the load would cover other tokens.
+                is_other = num_external and num_hit != hit
                 if is_other or (in_step == "wait" and self._is_about_to_hit(request, num_hit)):
                     statuses.append(WAIT)
                     break
@@ -415,30 +419,37 @@ class ModelManager:
         return answer
 
     def _hits_to_try(self, request, cap, num_external=0):
-        """Hits with which a request may be admitted, and what the groups of tokens share then."""
+        """Yield the hits to try at admission, each with the length that the token groups share."""
         for partial in (False,) if num_external else (True, False):
             num_hit, with_host = self.capped_hit(request, cap, partial)
             yield num_hit, self.hit_length(request, partial, with_host, with_states=False)
         yield 0, 0
 
     def _tries_less(self, request, num_hit, status):
-        """Whether less may do: the block that a hit ends in and its copy, or all that the hit takes."""
+        """Whether to retry with a shorter hit, which needs no partial-block copy or no hit blocks."""
         if status == WAIT:
             return self._copies(request, num_hit)
         return status == NEVER and num_hit > 0
 
     def _copies(self, request, num_hit):
-        """Whether the hit ends inside a block: besides its copy that is held until the step is over."""
+        """Whether the hit ends inside a block.
+
+        The source block is then held until the step completes.
+        """
         return any(each.source for each in self.hit_blocks(request, num_hit))
 
     def _reads_beside(self, request, num_hit):
-        """Whether a row reads a page of the hit and writes another: of a copied block, of a state."""
+        """Whether the row reads one hit page and writes another: for a partial-block copy or a
+        state.
+        """
         held = self.hit_blocks(request, num_hit)
         states = (each for group, each in zip(self.groups, held) if group.pages == STATE)
         return self._copies(request, num_hit) or any(any(each.blocks) for each in states)
 
     def _is_about_to_hit(self, request, num_hit):
-        """Whether an earlier row of this step fills blocks that the next step finds for the request."""
+        """Whether an earlier row of this step fills blocks that the request would hit in the next
+        step.
+        """
         if not request.reads or not self.caching or not self.any_cached:
             return False
         for row, _, start in self.in_flight[-1]["rows"]:
@@ -450,7 +461,7 @@ class ModelManager:
             has_state = any(group.pages == STATE for group in self.groups)
             unit = self.unit if has_state else self.whole_unit
             ends = [n for n in range(0, stop + 1, unit) if n > max(start, num_hit)]
-            if has_state:  # inside blocks they are kept of prompts alone
+            if has_state:  # states inside blocks are kept only for prompts
                 ends = [n for n in ends if n == decided]
                 states = [group.block_size for group in self.groups if group.pages == STATE]
                 if any(decided % size for size in states):
@@ -460,7 +471,7 @@ class ModelManager:
         return False
 
     def _publish_within(self, row):
-        """Whole blocks of tokens that the row fills in this step, for rows behind it."""
+        """Publish the whole blocks that the row fills in this step, for later rows of the step."""
         state = self.rows[row]
         if not state.request.writes or state.stale or state.receiving or not self.caching:
             return
@@ -489,10 +500,11 @@ class ModelManager:
         self.in_flight[-1]["rows"].append(entry)
 
     def would_fit_whole(self, request, chunk, lookahead, reserved, cap):
-        """Whether all known tokens can be computed, chunk by chunk: now, later or never.
+        """Return whether all known tokens fit when computed in chunks (now, later or never), and
+        the hits tried.
 
-        With the hits that were tried, but for those that are too much since the first chunk reads a page
-        of them and writes another: a row that computed these tokens itself has one for both.
+        Excludes a hit that never fits because the first chunk reads one of its pages and writes
+        another. A row that computes these tokens itself needs a single page for both.
         """
         statuses, tried = [], []
         for num_hit, _ in self._hits_to_try(request, cap):
@@ -507,20 +519,20 @@ class ModelManager:
         return min(statuses), tried
 
     def _fits_whole(self, request, chunk, lookahead, reserved, num_hit):
-        """The answer with this hit, and that to the first chunk."""
+        """Return the answers for the whole request and for its first chunk, with this hit."""
         held = self.hit_blocks(request, num_hit)
         hits = [block for each in held for block in each.blocks if block]
         sources = [each.source for each in held if each.source]
         free = self.pool.num_free() - reserved
         is_alone = self.pool.num_free() == self.num_blocks - 1
-        # Other chunks may take what is kept free for new rows, and what was copied from.
+        # Later chunks may use the watermark blocks and the released copy source.
         room_later = self.pool.num_free()
         free -= sum(block < 0 or self.pool.refs[block] == 0 for block in hits + sources)
         room, encoder, most, most_new, start = free - self.watermark, 0, 0, 0, num_hit
         while start < len(request.tokens):
             stop = min(start + chunk, len(request.tokens))
             count = new = for_drafts = 0
-            taken = []  # blocks of the hit that this chunk reads
+            taken = []  # hit blocks that this chunk reads
             for g, (group, each) in enumerate(zip(self.groups, held)):
                 size, columns = group.block_size, len(each.blocks)
                 if group.pages == ENCODER:
@@ -533,13 +545,14 @@ class ModelManager:
                         count += 1 + sum(block != 0 for block in each.blocks)
                         new += 1
                         taken += each.blocks
-                    else:  # it goes on in place where no page is free
+                    else:  # the state stays in place if no page is free
                         count += 1
                         new += 1
                 else:
                     need = min(ceil_div(stop + lookahead, size), self.columns[g])
                     first = 0 if group.pages == CIRCULAR else group.reads_from(start) // size
-                    first = max(first, each.num_dropped)  # null columns of the hit stay so
+                    # Leading null columns of the hit stay null.
+                    first = max(first, each.num_dropped)
                     count += max(need - first, 0)
                     new += max(need - max(first, columns), 0)
                     taken += each.blocks[first:]
@@ -559,7 +572,7 @@ class ModelManager:
         return SERVED if fits and most_new <= room_later else WAIT, chunk_status
 
     def would_extend(self, row, count, lookahead):
-        """The answer that a row would get; asked of a copy."""
+        """Return the answer that a row would get. Called on a copy of the model."""
         state = self.rows[row]
         if self.step_answer is None:
             self.step_answer, self.held_for_step = Answer(), []
@@ -568,7 +581,7 @@ class ModelManager:
         return self._serve(state, row, state.num_computed, count, lookahead, known)
 
     def allocate(self, request, count, num_hit, lookahead, num_external=0, delay=False):
-        """The row and its blocks behind the hits, per group, or None."""
+        """Return the row and its blocks after the hit per group, or None."""
         start = num_hit + num_external
         status, row = self._admit(
             request, num_hit, start, start + count, lookahead, 0, by_step=False, delay=delay
@@ -583,7 +596,7 @@ class ModelManager:
         return row, [held.blocks[n:] for held, n in zip(self.rows[row].held, sizes)]
 
     def append(self, row, count, lookahead, start=None):
-        """`start`: where the call computes, which is where the row is or elsewhere."""
+        """Compute `count` tokens from `start`, by default from the row's current position."""
         state = self.rows[row]
         start = state.num_computed if start is None else start
         sizes = [len(held.blocks) for held in state.held]
@@ -607,7 +620,7 @@ class ModelManager:
         return max(state.num_computed - kept, 0)
 
     def num_slots(self, row):
-        """Tokens that the row's blocks have slots for, from the first on."""
+        """Return the number of leading tokens that have a slot in the row's blocks."""
         state = self.rows[row]
         return min(
             (
@@ -624,7 +637,7 @@ class ModelManager:
         self.rows[row].take_back(count)
 
     def finish_receiving(self, row, num_tokens):
-        """Where the row goes on."""
+        """Finish receiving external tokens. Return the token from which the row continues."""
         state = self.rows[row]
         limit = min(state.num_hit + num_tokens, state.num_valid)
         state.receiving, state.num_valid = False, FOREVER
@@ -650,16 +663,16 @@ class ModelManager:
                 self._note_dropped(state, load["group"], load["column"], load["device"])
         for g, (group, held) in enumerate(zip(self.groups, state.held)):
             stop = ceil_div(state.num_computed, group.block_size)
-            if group.pages == STATE:  # with the pages of drafts
+            if group.pages == STATE:  # including the draft pages
                 stop = held.num_dropped + state.drafts + 1
             for column, block in enumerate(held.blocks[:stop]):
                 is_found = self.pool.content.get(block, (0, None))[1] is not None
-                is_found &= group.pages != STATE  # it computed blocks before its own, too
+                is_found &= group.pages != STATE  # a state page was also computed by earlier tokens
                 if group.pages != ENCODER and block and not is_found:
                     self._note_dropped(state, g, column, block)
 
     def _let_go(self, state):
-        """The row starts anew: it holds nothing but its encoder's blocks."""
+        """Release all blocks except the encoder's, so that the row restarts."""
         if not state.on_host:
             self._note_left(state)
         self._release_row(state, with_encoder=False)
@@ -706,7 +719,7 @@ class ModelManager:
         return count
 
     def most_slots(self, start):
-        """Slots, lookahead included, that a step may ask for from token `start` on."""
+        """Return the most slots, lookahead included, that a step from token `start` may request."""
         return min(
             columns * group.block_size - (start - group.reads_from(start))
             if group.pages == CIRCULAR
@@ -717,13 +730,13 @@ class ModelManager:
     # Hits ------------------------------------------------------------------------------------------
 
     def find(self, g, prefix, with_host=False):
-        """The block under these tokens; a page of the host is negative."""
+        """Return the block for this prefix, negative for a host page, or 0."""
         return self.pool.find(g, prefix) or (
             -self.host.find(g, prefix) if with_host and self.host else 0
         )
 
     def has_all(self, tokens, num_tokens, partial, with_host=False, with_states=True):
-        """Whether every group has what the tokens behind this prefix read, and what it redoes."""
+        """Whether every group has the KV read after this prefix and the KV that drafters recompute."""
         for g, group in enumerate(self.groups):
             size = group.block_size
             if group.pages == ENCODER or not group.cached:
@@ -744,7 +757,9 @@ class ModelManager:
         return True
 
     def has_end(self, g, tokens, num_tokens, with_host):
-        """Whether the group has the block in which this prefix ends, filled as far."""
+        """Return the block in which this prefix ends if it is filled up to the prefix, else a false
+        value.
+        """
         if num_tokens > len(tokens):
             return False
         prefix = tuple(tokens[:num_tokens])
@@ -753,7 +768,10 @@ class ModelManager:
         return self.find(g, prefix, with_host)
 
     def hit_length(self, request, partial=False, with_host=False, with_states=True, reads=None):
-        """Tokens of the longest hit; `partial`: also of those that end inside blocks."""
+        """Return the number of tokens of the longest hit.
+
+        `partial`: hits may also end inside blocks.
+        """
         reads = request.reads if reads is None else reads
         if not reads or not self.caching or not self.any_cached:
             return 0
@@ -764,7 +782,7 @@ class ModelManager:
         return max(n for n in lengths if self.has_all(request.tokens, n, *where))
 
     def checkpoint_tokens(self, request, row, count):
-        """Of the next `count` tokens, as many as end where states are kept."""
+        """Limit `count` tokens so that the step ends where a state is kept."""
         start = self.hit_length(request, partial=True, with_host=True)
         shared = self.hit_length(request, partial=True, with_host=True, with_states=False)
         if row is not None:
@@ -784,7 +802,7 @@ class ModelManager:
         return max(ends, default=stop) - start
 
     def can_hit_of_equal(self, known, n):
-        """Whether a prompt can hit n tokens of an equal one of `known` tokens."""
+        """Whether a prompt of `known` tokens can hit n tokens of an identical prompt."""
         full = known // self.hash_size * self.hash_size
         redone = [
             self.hash_size if self.has_partial[g] else group.block_size
@@ -794,7 +812,7 @@ class ModelManager:
         return n == 0 or n + max(redone, default=0) <= full
 
     def capped_hit(self, request, cap, partial=False):
-        """The hit's length with at most `cap` loads, and whether the host has part in it."""
+        """Return the hit length with at most `cap` loads, and whether host pages were considered."""
         num_hit = self.hit_length(request, partial, with_host=True)
         held = self.hit_blocks(request, num_hit)
         num_loads = sum(b < 0 for h in held for b in h.blocks)
@@ -802,9 +820,12 @@ class ModelManager:
         return (num_hit, True) if num_loads <= cap else (self.hit_length(request, partial), False)
 
     def hit_blocks(self, request, num_tokens, start=None):
-        """Per group what a row with this hit begins with; a page of the host is negative.
+        """Return, per group, the blocks that a row with this hit starts with.
 
-        It goes on at `start`: what lies between comes from elsewhere, and is held as far as it is read.
+        Host pages are negative.
+
+        The row continues at `start`. Tokens between the hit and `start` are external. Hit blocks
+        that the row no longer reads from `start` on are null.
         """
         start = num_tokens if start is None else start
         held = []
@@ -819,7 +840,7 @@ class ModelManager:
                 each.num_published = num_tokens // size
                 each.num_hits, each.state_start = each.num_published, num_tokens
                 each.num_partial = each.num_published * (size // self.hash_size)
-                if first > each.num_published * size:  # the last block lacks what lies before
+                if first > each.num_published * size:  # the last block lacks its leading tokens
                     each.num_partial = num_tokens // self.hash_size
                 if num_tokens % size and first < num_tokens:
                     prefix = tuple(request.tokens[:num_tokens])
@@ -835,10 +856,10 @@ class ModelManager:
     # Serving ---------------------------------------------------------------------------------------
 
     def _needs(self, held, start, after, lookahead, drafts=0, accepted=0, gives_up=False):
-        """Per group (new blocks, columns to drop up to).
+        """Return (number of new blocks, first column to keep) per group.
 
-        `drafts`: of these tokens; `accepted`: of those of the step before. `gives_up`: the states at
-        the ends of blocks that these have passed.
+        `drafts`: drafts among these tokens. `accepted`: accepted drafts of the previous step.
+        `gives_up`: release the states at block ends that the accepted drafts have passed.
         """
         needs = []
         for group, each in zip(self.groups, held):
@@ -866,22 +887,27 @@ class ModelManager:
 
     @staticmethod
     def _moves(group, each, start, sure):
-        """Whether the state goes on in another page: it is at the end of a block, or there is none."""
+        """Whether the state moves to another page: it ends a block, or the row has no state."""
         size = group.block_size
         return sure > (ceil_div(start, size) if any(each.blocks) else len(each.blocks)) * size
 
     def _left_pages(self, group, pages, start, accepted, gives_up):
-        """States at the ends of blocks that drafts have passed; the row writes none of them again."""
+        """Return the pages of states at block ends that accepted drafts have passed.
+
+        The row never writes them again.
+        """
         at = [(n, page) for n, page in zip(range(start - accepted, start), pages)]
         at = [page for n, page in at if n % group.block_size == 0]
         return [page for page in at if self._is_shared(page)] if gives_up else at
 
     def _stays(self, each, accepted):
-        """Whether a state at the end of a block, which its row gives up, goes on in its page."""
+        """Whether a state at a block end stays in its page because the row gives up the stored
+        copy.
+        """
         return any(each.blocks) and not self._is_shared(each.blocks[each.num_dropped + accepted])
 
     def _room(self, held, needs, free):
-        """Free blocks left when all of `needs` is met."""
+        """Return the number of free blocks left after all `needs` are met."""
         for each, (num_new, drop_to) in zip(held, needs):
             free -= num_new
             for block in each.blocks[each.num_dropped : drop_to]:
@@ -889,13 +915,13 @@ class ModelManager:
         return free
 
     def _shared(self, state, start, after, lookahead, drafts, accepted):
-        """(group, column) of blocks that are written for these tokens, and that others hold."""
+        """Return (group, column) of shared blocks that these tokens write to."""
         found = []
         for g, (group, each) in enumerate(zip(self.groups, state.held)):
             size = group.block_size
             stop = ceil_div(after + lookahead, size)
             columns = range(start // size, min(stop, len(each.blocks)))
-            if group.pages == STATE:  # in place, unless it moves on to another page
+            if group.pages == STATE:  # written in place, unless the state moves to another page
                 if not self._moves(group, each, start, after - drafts):
                     page = each.blocks[each.num_dropped + accepted]
                     found += [(g, (start - 1) // size)] if self._is_shared(page) else []
@@ -909,12 +935,15 @@ class ModelManager:
         return found
 
     def _is_shared(self, block):
-        """A connector that may still read the block counts like a row."""
+        """Whether another row holds the block.
+
+        A connector that may still read it counts as a row.
+        """
         count = self._num_holders(block) - self.held_for_step.count(block)
         return count + sum(blocks.count(block) for blocks in self.kept.values()) > 1
 
     def _num_holders(self, block):
-        """References of rows: not those of requests that have left, nor of loads."""
+        """Return the references held by rows, excluding fences, kept blocks and loads."""
         count = self.pool.refs.get(block, 0)
         count -= sum(blocks.count(block) for _, blocks in self.fences)
         count -= sum(blocks.count(block) for blocks in self.kept.values())
@@ -940,7 +969,7 @@ class ModelManager:
         if room < 0:
             surplus = self._surplus(state.held, start, after + lookahead, drafts, accepted)
             alive = sum(
-                1 + drafts  # alone, a state goes on in its page
+                1 + drafts  # if alone, a state stays in its page
                 if group.pages == STATE
                 else len(each.blocks) - len(tail) - drop_to + num_new
                 for group, each, tail, (num_new, drop_to) in zip(
@@ -977,14 +1006,14 @@ class ModelManager:
                 each.blocks = [block for block in each.blocks if block == 0 or block not in given]
                 each.num_hits = min(each.num_hits, len(each.blocks))
         self._allocate_blocks(state, row, start, after, lookahead, needs, spare, shared, stays)
-        self.moves = before + sorted(self.moves, key=lambda move: move[1])  # by group
+        self.moves = before + sorted(self.moves, key=lambda move: move[1])  # in group order
         self._own_what_is_written(state, start, after)
         return SERVED
 
     def _surplus(self, held, start, stop, drafts, accepted):
-        """Per group the blocks at the end in which no token before `stop` has a slot.
+        """Return, per group, the trailing blocks without a slot for any token before `stop`.
 
-        Of states: the last pages but for the one that goes on, and one for each draft.
+        STATE: trailing pages other than the current one and one page per draft.
         """
         surplus = []
         for group, each in zip(self.groups, held):
@@ -1000,22 +1029,22 @@ class ModelManager:
         return surplus
 
     def _own_what_is_written(self, state, start, after):
-        """A row has computed the tokens that it writes, even if it began in another row's block."""
+        """Mark written blocks as computed by this row, even if another row started them."""
         for group, each in zip(self.groups, state.held if state.forked else ()):
             first = after - state.drafts - 1 if group.pages == STATE else start
             each.num_hits = min(each.num_hits, first // group.block_size)
 
     def _resume(self, state, row, start, after, lookahead, drafts):
-        """A row on the host needs what it still reads, and what it writes, on the device again."""
+        """Swap in the blocks that a row on the host still reads or writes."""
         needs = self._needs(state.held, start, after, lookahead, drafts)
         moving = [
             group.pages == STATE and start > 0 and self._moves(group, each, start, after - drafts)
             for group, each in zip(self.groups, state.held)
         ]
-        loads = []  # (group, column, whether a row of this step has loaded the same page)
+        loads = []  # (group, column, whether this step has already loaded the page)
         for g, (group, each) in enumerate(zip(self.groups, state.held)):
             if moving[g]:
-                continue  # loaded into its new page
+                continue  # loaded into its new page below
             for column in range(needs[g][1], len(each.blocks)):
                 is_read_only = group.pages == ENCODER or (
                     group.pages == TOKENS and (column + 1) * group.block_size <= start
@@ -1058,7 +1087,7 @@ class ModelManager:
         return SERVED
 
     def _announce(self, request, columns):
-        """Events of the hits on the device: those of (group, column) each."""
+        """Record a "reused" event for each hit block on the device, given as (group, column)."""
         for g, column in columns:
             end = (column + 1) * self.groups[g].block_size
             self.events.append(("reused", "gpu", g, tuple(request.tokens[:end])))
@@ -1085,7 +1114,7 @@ class ModelManager:
         if now > self.num_blocks - 1 - (0 if start else self.watermark):
             return NEVER, -1
         if now > self.num_blocks - 1 - self.watermark and is_alone:
-            room = min(room + self.watermark, 0)  # none of it for preallocation
+            room = min(room + self.watermark, 0)  # no room for preallocation
         row = next(row for row in range(len(self.rows) + 1) if row not in self.rows)
         if room < 0 or row >= self.max_num_reqs:
             return WAIT, -1
@@ -1098,7 +1127,7 @@ class ModelManager:
         known = len(request.tokens)
         state = ModelRow(request, held, by_step, start, after, self.num_admissions, known)
         state.receiving, state.num_hit, state.hit_end = delay, num_hit, num_hit
-        state.reads = request.reads  # of this call
+        state.reads = request.reads  # `read_cache` of this call
         self.rows[row] = state
         self._take_hits(state)
         if self.announce_reused:
@@ -1111,7 +1140,7 @@ class ModelManager:
         return SERVED, row
 
     def _first_on_host(self, request, num_hit):
-        """The token from which on a hit rests on pages of the host."""
+        """Return the first hit token that depends on host pages."""
         first = num_hit
         for group, each in zip(self.groups, self.hit_blocks(request, num_hit)):
             columns = [column for column, block in enumerate(each.blocks) if block < 0]
@@ -1120,7 +1149,7 @@ class ModelManager:
         return first
 
     def _take_hits(self, state):
-        """Holds them, and loads those on the host."""
+        """Retain the hit blocks and load those on the host."""
         for each in state.held:
             taken = [block for block in each.blocks if block > 0]
             for block in taken:
@@ -1172,13 +1201,13 @@ class ModelManager:
             if each.keeps_state:
                 each.keeps_state = False
                 if not moving[g] and g not in [group for group, _ in shared]:
-                    more = min(room, 1)  # the state stays in the page that is left
+                    more = min(room, 1)  # the old page keeps the cached state
                     room -= more
                     moving[g] = more > 0
                     if not more:
                         self.pool.evict(each.blocks[each.num_dropped])
             numbers.append(num_new + more)
-        # Taken group by group: own ones in place of shared ones, then those behind.
+        # Allocation order: for each group, replacements for shared blocks, then new blocks.
         taken, own = [], []
         for g, n in enumerate(numbers):
             columns = [column for group, column in shared if group == g]
@@ -1215,7 +1244,7 @@ class ModelManager:
             each.blocks += taken[g]
 
     def _own(self, state, g, column, block, start):
-        """A block of its own in place of one that others hold, with what that holds."""
+        """Replace a shared block by the row's own block, and copy the contents (copy-on-write)."""
         each, size = state.held[g], self.groups[g].block_size
         shared, each.blocks[column] = each.blocks[column], block
         each.num_hits = min(each.num_hits, column)
@@ -1252,7 +1281,7 @@ class ModelManager:
         held.blocks = [0] * column + [page] + pages
 
     def _settle_state(self, row, g, start, accepted, keeps_passed=True):
-        """The page of the last accepted draft comes first; the others serve again, or leave."""
+        """Put the page of the last accepted draft first. Reuse or release the other pages."""
         state, held, size = self.rows[row], self.rows[row].held[g], self.groups[g].block_size
         first, pages = held.num_dropped, held.blocks[held.num_dropped :]
         first_token = self._first_token(state, g, first)
@@ -1330,7 +1359,7 @@ class ModelManager:
     # Forks, swaps, and the host -----------------------------------------------------------------------
 
     def fork(self, row, request):
-        """The child's row, or -1."""
+        """Fork a row. Return the child's row, or -1 if no row is free."""
         parent = self.rows[row]
         other = next(row for row in range(len(self.rows) + 1) if row not in self.rows)
         if other >= self.max_num_reqs:
@@ -1341,7 +1370,7 @@ class ModelManager:
         held = []
         for each, group in zip(parent.held, self.groups):
             blocks = list(each.blocks)
-            if group.pages == STATE:  # without the pages for drafts
+            if group.pages == STATE:  # without the draft pages
                 del blocks[each.num_dropped + 1 :]
             for block in blocks:
                 if block:
@@ -1381,7 +1410,7 @@ class ModelManager:
         return other
 
     def _accept_drafts(self, row):
-        """The drafts of the row's last step can be rejected no more."""
+        """Accept all drafts of the row's last step, which can no longer be rejected."""
         state = self.rows[row]
         if not state.drafts:
             return
@@ -1393,12 +1422,12 @@ class ModelManager:
         state.drafts, state.resend = 0, True
 
     def _move_out(self, row):
-        """Whether the row's blocks with KV fit on the host, and went there."""
+        """Swap out the row's blocks with KV. Return False if the host lacks the space."""
         state = self.rows[row]
         held = []
         for group, each in zip(self.groups, state.held):
             stop = len(each.blocks)
-            if group.pages == STATE and any(each.blocks):  # without the pages for drafts
+            if group.pages == STATE and any(each.blocks):  # without the draft pages
                 column = (state.num_computed - 1) // group.block_size
                 held.append([0] * column + [each.blocks[each.num_dropped + state.drafts]])
                 continue
@@ -1406,7 +1435,7 @@ class ModelManager:
                 stop = min(stop, ceil_div(state.num_computed, group.block_size))
             held.append(each.blocks[: max(stop, each.num_dropped)])
         new = {block for blocks in held for block in blocks if block} - set(self.moved)
-        there = {}  # blocks whose content the host has
+        there = {}  # block -> host page that already holds its content
         for block in new:
             group, prefix, _ = self.pool.content.get(block, (0, None, []))
             page = self.host.find(group, prefix) if prefix is not None else 0
@@ -1454,15 +1483,15 @@ class ModelManager:
         self._write(block)
 
     def _write(self, block):
-        """Whether a cached block goes to the host."""
+        """Write a cached block to the host. Return whether a new host page was allocated."""
         g, prefix, _ = self.pool.content[block]
         page = self.host.find(g, prefix)
         if page:
-            self.host.retain(page)  # used once more
+            self.host.retain(page)  # one more use
             self.writes.append((page, g, prefix, "there"))
             return False
         if any((group, key) == (g, prefix) for _, group, key, _ in self.writes):
-            return False  # it goes there in this step
+            return False  # another block with this content is written in this step
         if not self.host.num_free():
             return False
         page = self.host.take()
@@ -1473,7 +1502,7 @@ class ModelManager:
     def _write_pending(self):
         writing, self.writing = self.writing, []
         for block in reversed(writing):
-            if block in self.fills:  # it has other content now, which is not there yet
+            if block in self.fills:  # its new content is computed only by this step
                 self.pending_writes.append(block)
                 continue
             if self.pool.content.get(block, (0, None))[1] is None or not self._write(block):
@@ -1543,7 +1572,7 @@ class ModelManager:
                 each.num_published = max(each.num_published, known // group.block_size)
 
     def may_be_hit(self, g, column):
-        """Whether the whole block is read by some hit, or computed anew behind one."""
+        """Whether some hit reads the whole block, or a drafter recomputes it after a hit."""
         group = self.groups[g]
         end = (column + 1) * group.block_size
         if group.keeps_all:
@@ -1597,7 +1626,7 @@ class ModelManager:
             each.num_published = num_tokens // size
 
     def _keep_state(self, state, g):
-        """A state inside a block, where a step of the prompt ended at a hash boundary."""
+        """Keep a state inside a block if a step of the prompt ended at a hash boundary."""
         each, n = state.held[g], state.num_computed
         if state.drafts or n // self.hash_size <= each.num_partial:
             return
@@ -1624,11 +1653,12 @@ class ModelManager:
             self.in_flight[-1]["dropped"].append(entry)
 
     def _first_token(self, state, g, column):
-        """The first of the row's tokens that is invalid where this block's content is."""
+        """Return the first token of the row that is invalid if this block's content is invalid."""
         group = self.groups[g]
         if group.pages == ENCODER:
             return 0
-        if group.pages == STATE:  # it ran in every step since, and the next one would read it
+        # Every step since has updated the state, and the next step reads it.
+        if group.pages == STATE:
             return min(state.held[g].state_start, state.num_computed - 1)
         return column * group.block_size
 
@@ -1636,7 +1666,7 @@ class ModelManager:
 
     def abort(self, step_id):
         if step_id not in [step["id"] for step in self.in_flight]:
-            return {}  # it was aborted before
+            return {}  # already aborted
         alive = {state.admission: row for row, state in self.rows.items()}
         invalid, limits, published, dropped, left = {}, {}, [], [], []
         for step in [each for each in reversed(self.in_flight) if each["id"] >= step_id]:
@@ -1660,7 +1690,7 @@ class ModelManager:
                     self.to_clear.add(row)
         for admission, block, g, prefix, generation in published:
             if generation != self.pool.generation[block]:
-                continue  # the block was allocated again since
+                continue  # the block has been reallocated
             right, size = 0, self.groups[g].block_size
             if admission in alive:
                 start = (len(prefix) - 1) // size * size
@@ -1669,11 +1699,12 @@ class ModelManager:
                     continue
                 right = max(limit, start)
             invalid[block] = min(invalid.get(block, right), right)
-            if self.groups[g].pages != STATE:  # found no longer: it is known to who let go of it
+            # No longer found, but requests that released it are recorded.
+            if self.groups[g].pages != STATE:
                 first = (len(prefix) - 1) // size * size
                 dropped += [(of, first, block, who) for of, who in left if of == admission]
         self.in_flight = [each for each in self.in_flight if each["id"] < step_id]
-        if self.in_flight:  # it may have been computed by a step that is still in flight
+        if self.in_flight:  # a step still in flight may have computed it
             self.in_flight[-1]["published"] += published
             self.in_flight[-1]["dropped"] += dropped
             self.in_flight[-1]["left"] += left
@@ -1711,7 +1742,7 @@ class ModelManager:
         return self._withdraw(invalid, limits, prefixes, invalid_pages)
 
     def take_cached(self, row):
-        """The row goes on from the cache, if that has more than it has computed."""
+        """Restart the row from the cache if the cache has more tokens than the row has computed."""
         state = self.rows[row]
         if self.hit_length(state.request, reads=state.reads) > state.num_computed:
             state.resend |= state.by_step
@@ -1720,7 +1751,7 @@ class ModelManager:
         return state.num_computed
 
     def _add_used(self, request, first_token, invalid, prefixes):
-        """Prefixes that a row which had the block may have computed from this token on."""
+        """Add the prefixes that a row holding the block may have computed from this token on."""
         if not self.caching:
             return
         num_hashed = len(request.tokens) // self.hash_size * self.hash_size
@@ -1739,11 +1770,11 @@ class ModelManager:
                     self._add_prefix(prefixes, prefix, right, size)
 
     def _withdraw(self, invalid, limits, prefixes, invalid_pages):
-        """Row -> tokens from which it goes on, of the rows that lose some.
+        """Withdraw invalid content. Return the rows that lose tokens and where each continues.
 
-        `invalid`: block -> tokens of its prefix that are right. `prefixes`: invalid content -> (tokens
-        of it that are right, block size): a row whose tokens run through it is affected, whatever blocks
-        it holds; None where only blocks count.
+        `invalid`: block -> number of valid tokens of its prefix. `prefixes`: invalid content ->
+        (number of valid tokens, block size). Every row whose tokens start with the content is
+        affected, whichever blocks it holds. None: only blocks are compared.
         """
         before = None
         while before != (invalid, limits, prefixes):
@@ -1758,7 +1789,7 @@ class ModelManager:
                     continue
                 known = len(state.request.tokens)
                 if limit > state.start and known <= state.num_computed:
-                    # Behind what is known there may be drafts, and one in the last token's place.
+                    # The tokens after the known ones may be drafts, including the last position.
                     limit = max(state.start, min(limit, known - 1))
                 limits[row] = limit = self._own_limit(state, limit)
                 self._add_computed(state, limit, invalid, prefixes)
@@ -1772,7 +1803,7 @@ class ModelManager:
             state, limit = self.rows.get(row), limits[row]
             if state is None or limit >= state.num_computed:
                 continue
-            if state.receiving:  # it waits for those who write to its blocks
+            if state.receiving:  # keeps its blocks until the senders have finished writing
                 state.num_valid = min(state.num_valid, limit)
                 continue
             state.resend |= state.by_step
@@ -1804,7 +1835,7 @@ class ModelManager:
         return limit
 
     def _own_limit(self, state, limit):
-        """Inside a block a row goes on only in one that it has computed itself."""
+        """Lower `limit` so that the row continues inside a block only if it computed that block."""
         before = None
         while before != limit:
             before = limit
@@ -1845,9 +1876,10 @@ class ModelManager:
                         continue
                     if block:
                         is_invalid = prefix in [whole, *partial]
-                        if group.pages == STATE and self.has_partial[g]:  # in a page that was left
+                        # In a page that the row has released.
+                        if group.pages == STATE and self.has_partial[g]:
                             is_invalid |= n < end and n <= state.num_computed
-                    else:  # dropped since: full blocks while they are found, partial ones always
+                    else:  # dropped blocks: full blocks if still found, partial blocks always
                         found = self.find(g, prefix, with_host=True) if n == end else 0
                         if found > 0:
                             invalid[found] = min(invalid.get(found, right), right)
@@ -1856,7 +1888,7 @@ class ModelManager:
                         self._add_prefix(prefixes, prefix, right, size)
 
     def _evict_derived(self, invalid, prefixes, invalid_pages):
-        """Evicts cached blocks and pages with invalid content, or content that may follow from it."""
+        """Evict cached blocks and pages with invalid content, or content that may derive from it."""
         pools = [(self.pool, invalid)]
         if self.host:
             for prefix in prefixes:
@@ -1879,13 +1911,15 @@ class ModelManager:
                 pool.evict(block)
 
     def _is_untouched(self, pool, block, invalid_prefixes):
-        """Whether all it follows from is still there to be seen, and right."""
+        """Whether all blocks that this one derives from are still cached and valid."""
         g, prefix, _ = pool.content[block]
         ends = range(self.hash_size, len(prefix) + 1, self.hash_size)
         return all(pool.find(g, prefix[:n]) and prefix[:n] not in invalid_prefixes for n in ends)
 
     def _can_resume(self, state, num_tokens):
-        """Whether its own blocks hold what the token reads, and the one that it goes into."""
+        """Whether the row's own blocks hold the KV that the next token reads and the block that it
+        writes.
+        """
         if num_tokens == 0:
             return False
         for g, (group, each) in enumerate(zip(self.groups, state.held)):
@@ -1900,7 +1934,7 @@ class ModelManager:
             else:
                 brought = 0
             if any(i < brought for i in range(first, num_tokens)):
-                return False  # the hit did not bring them, even where their block is there
+                return False  # the hit did not provide these tokens, even if their block is held
             is_any = num_tokens % size or first < num_tokens
             if group.pages == TOKENS and is_any and not all(needed):
                 return False

@@ -1,4 +1,4 @@
-"""A master of Mooncake Store in a process of its own, on the loopback."""
+"""Runs a Mooncake Store master in a separate process on the loopback interface."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def is_installed() -> bool:
-    """Whether Mooncake can be used: its package is there, and what its library needs."""
+    """Whether Mooncake is usable: its package and its library's dependencies are installed."""
     if importlib.util.find_spec("mooncake") is None:
         return False
     try:
@@ -22,7 +22,7 @@ def is_installed() -> bool:
 
 
 class Master:
-    """Leaving the block kills it."""
+    """A master process. Leaving the block kills it."""
 
     def __init__(self) -> None:
         import mooncake

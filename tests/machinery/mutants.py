@@ -1,9 +1,8 @@
-"""Small changes of meaning, each of which the tests of `make test` must notice (`make mutants`).
+"""Small code changes that the tests of `make test` must detect (`make mutants`).
 
-A mutant is a replacement in one file; `tests.machinery.planted_breaks` plants them. The test files that
-are named run first, and where they pass, all others: a mutant survives only if no test notices it.
-
-`SURVIVORS` has those that no test can notice, and why.
+A mutant is a replacement in one file; `tests.machinery.planted_breaks` plants it. The listed test files
+run first and, if they pass, all others. A mutant survives only if no test fails. `SURVIVORS` lists
+equivalent mutants, which no test can detect, with the reason.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ TRANSFER, PY_WORKER = "kvcache/transfer/", "kvcache/worker/"
 SERVING, MODELS = "kvcache/engine/", "kvcache/engine/transformers/"
 SERVE = "kvcache/server/"
 
-# By file: its path, the test files that are tried first, and (old, new) of each mutant. `old` stands once
-# in the file.
+# Per file: its path, the test files to run first, and the (old, new) pair of each mutant. `old`
+# occurs exactly once in the file.
 _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         POOL + "block_pool.cpp",
@@ -704,7 +703,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
 ]
 
-# Names of mutants that no test can notice -> why.
+# Name of a mutant that no test can detect -> the reason.
 SURVIVORS = {
     "block_pool.cpp:10": "Python publishes no part of a block in a pool alone: `make ctest` notices.",
     "block_copy.h:3": "Only mapped host memory needs the cuts: `make gpu-less` notices.",
@@ -716,13 +715,13 @@ SURVIVORS = {
 
 
 def _short(path: str) -> str:
-    """The file's name; with its folder where another file has the same."""
+    """Return the file's name, preceded by its folder if another file has the same name."""
     name = path.rpartition("/")[2]
     is_alone = sum(other.endswith(f"/{name}") for other, *_ in _MUTANTS) == 1
     return name if is_alone else "/".join(path.split("/")[-2:])
 
 
-# (name, path, old, new, test files) each.
+# Each entry: (name, path, old, new, test files).
 MUTANTS = [
     (f"{_short(path)}:{number}", path, old, new, tests)
     for path, tests, changes in _MUTANTS

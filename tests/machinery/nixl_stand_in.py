@@ -1,5 +1,6 @@
-"""A stand-in for NIXL's Python API, for tests whose memory NIXL cannot reach: that of a device which is
-simulated, or without NIXL. Agents of one process move bytes at once, in no stream's order, as RDMA does.
+"""A stand-in for NIXL's Python API, for tests with a simulated device, whose memory NIXL cannot
+reach, or on machines without NIXL. Agents in one process move bytes immediately and ignore streams,
+as RDMA does.
 
     with stand_in() as moved:  # import nixl._api finds it
         ...
@@ -22,7 +23,7 @@ import numpy as np
 _agents: dict[str, nixl_agent] = {}
 _moved: list[
     tuple[str, str, str, int]
-] = []  # operation, kinds of both sides, bytes of a descriptor
+] = []  # operation, memory kinds of both sides, descriptor bytes
 
 
 class nixl_thread_sync_t(enum.Enum):
@@ -37,9 +38,9 @@ class nixl_agent_config:
 
 
 class nixl_agent:
-    """Refuses, as NIXL does, descriptors outside of memory that was registered as of their kind."""
+    """An agent. Like NIXL, it rejects descriptors outside of memory registered under their kind."""
 
-    refuses: str | None = None  # a kind of memory that it does not register
+    refuses: str | None = None  # a kind of memory that cannot be registered
 
     def __init__(self, name: str, config: nixl_agent_config) -> None:
         self.name = name
@@ -100,7 +101,9 @@ class nixl_agent:
 
 
 def _reached(address: int, kind: str) -> int:
-    """Where this process reaches memory, of the simulated device too."""
+    """Return the address through which this process accesses the memory, including the simulated
+    device's.
+    """
     if kind == "DRAM":
         return address
     runtime = ctypes.CDLL(os.environ["KVCACHE_GPULESS_RUNTIME"])
@@ -111,8 +114,11 @@ def _reached(address: int, kind: str) -> int:
 
 @contextlib.contextmanager
 def stand_in() -> Iterator[list[tuple[str, str, str, int]]]:
-    """`nixl` is this module meanwhile. Yields what agents move: operation, kinds of memory of the local
-    and the remote side, bytes; one for each descriptor."""
+    """Replace `nixl` with this module during the block.
+
+    Yields a list of the agents' transfers, with one entry per descriptor: operation, local and
+    remote memory kind, bytes.
+    """
     package, api = types.ModuleType("nixl"), types.ModuleType("nixl._api")
     package._api = api
     for each in (nixl_agent, nixl_agent_config, nixl_thread_sync_t):

@@ -1,4 +1,6 @@
-"""Attention over paged KV in plain PyTorch, as two backends read their metadata, and over the tokens."""
+"""Attention in plain PyTorch, over paged KV with the metadata of two backends, and over dense
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,12 @@ HEAD = 3
 
 
 def attend(queries, keys, values, window):
-    """(outputs, log of the sums of weights) of one request's queries, the last ones of its keys.
+    """Return (outputs, log-sum-exp of the weights) for one request.
 
-    The query of key position p sees keys p - window + 1 to p, as with `window_size=(window - 1, 0)`,
-    `causal=True`; it reads no others.
+    The queries are its last tokens.
+
+    The query of key position p sees keys p - window + 1 to p, as with `window_size=(window - 1,
+    0)`, `causal=True`. Other keys are not read.
     """
     outputs = torch.zeros(len(queries), HEAD, dtype=torch.float64)
     weights = torch.full((len(queries),), -torch.inf, dtype=torch.float64)
@@ -34,7 +38,7 @@ def attend(queries, keys, values, window):
 
 
 def over_batch(queries, starts, keys_of, window, weights):
-    """Every request's queries, as query_start_loc cuts them; the rest of the output is zero."""
+    """Attend for every request, split by query_start_loc. The rest of the output is zero."""
     outputs = torch.zeros(len(queries), HEAD, dtype=torch.float64)
     sums = torch.full((len(queries),), -torch.inf, dtype=torch.float64)
     for i, (start, stop) in enumerate(itertools.pairwise(starts)):
@@ -43,7 +47,7 @@ def over_batch(queries, starts, keys_of, window, weights):
 
 
 def flash_attention(queries, cache, query_start_loc, group: GroupMetadata, weights=False):
-    """`flash_attn_varlen_func(..., cu_seqlens_q, seqused_k, block_table, causal=True)`."""
+    """Like `flash_attn_varlen_func(..., cu_seqlens_q, seqused_k, block_table, causal=True)`."""
 
     def keys_of(i):
         length = int(group.seqused_k[i])
@@ -54,7 +58,7 @@ def flash_attention(queries, cache, query_start_loc, group: GroupMetadata, weigh
 
 
 def flash_infer(queries, cache, query_start_loc, group: GroupMetadata, weights=False):
-    """`BatchPrefillWithPagedKVCacheWrapper`, causal: its KV is what the page list holds, no more."""
+    """Like a causal `BatchPrefillWithPagedKVCacheWrapper`. Reads only the KV in the page list."""
 
     def keys_of(i):
         start, stop = group.paged_kv_indptr[i : i + 2].tolist()
@@ -67,7 +71,7 @@ def flash_infer(queries, cache, query_start_loc, group: GroupMetadata, weights=F
 
 @dataclass
 class BatchOfTokens:
-    """Requests with the K and V of every token, for several groups of one model."""
+    """Requests with K and V for every token, for several groups of one model."""
 
     block_sizes: list[int]
     windows: list[int | None]
@@ -115,7 +119,7 @@ class BatchOfTokens:
         )
 
     def make_tables(self, rank=0):
-        """Blocks in a random order, ids of groups apart from each other."""
+        """Return block tables with randomly ordered blocks and different ids per group."""
         cp = ContextParallel(dcp_world_size=self.world_size, dcp_rank=rank)
         tables = BlockTables(
             [
@@ -134,7 +138,9 @@ class BatchOfTokens:
         return tables
 
     def fill_caches(self, tables):
-        """Per group [2, blocks, block size, HEAD]: what the slot mapping says, and elsewhere NaN."""
+        """Return per group [2, blocks, block size, HEAD] filled through the slot mapping, and NaN
+        elsewhere.
+        """
         rows = np.repeat(self.rows, self.seq_lens)
         positions = np.concatenate([np.arange(length) for length in self.seq_lens])
         tables.compute_slot_mapping(rows, positions)

@@ -1,14 +1,15 @@
-"""Plants defects, one at a time, and checks that the tests notice each:
+"""Plants defects, one at a time, and checks that the tests detect each:
 
-    python -m tests.machinery.planted_breaks                  # all; exit code 1 if one is missed python
-    -m tests.machinery.planted_breaks demand publisher python -m tests.machinery.planted_breaks --list
-    python -m tests.machinery.planted_breaks --mutants        # those of tests/machinery/mutants.py;
-    also with names
+    python -m tests.machinery.planted_breaks                  # all; exit code 1 if one is missed
+    python -m tests.machinery.planted_breaks demand publisher
+    python -m tests.machinery.planted_breaks --list
+    python -m tests.machinery.planted_breaks --mutants        # those of mutants.py; names are accepted
 
-There is a defect for each component of the manager, for each op, and for the plans made in Python. Each
-is planted in `build/planted/tree`, a copy of the checkout that has its own native build there, by CMake,
-which compiles only what a defect touches. The tests are those of `make test`, in the files named here.
-A mutant that these files miss is tried with all others, unless `--named-files-only` is given.
+There is a defect for each component of the manager, for each op, and for the plans built in Python.
+Each defect is planted in `build/planted/tree`, a copy of the checkout with its own CMake build,
+which recompiles only the files that a defect changes. Each defect names test files, of which the
+tests in `make test` run. A mutant that these files miss is tried with all others, unless
+`--named-files-only` is given.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from tests.machinery.shared import REPO
 BUILD = REPO / "build" / "planted"
 TREE = BUILD / "tree"
 CMAKE = BUILD / "cmake"
-NATIVE = ("_core", "kvcache_cpu")  # targets of CMake
+NATIVE = ("_core", "kvcache_cpu")  # CMake targets
 
 
 @dataclass(frozen=True)
 class Defect:
-    """`old` stands once in the file; `tests` are names of test files without `test_` and `.py`."""
+    """`old` occurs exactly once in the file. `tests` names test files without `test_` and `.py`."""
 
     name: str
     path: str
@@ -53,168 +54,170 @@ DEFECTS = [
         "pool",
         POOL + "block_pool.cpp",
         "out[i] = cached_free_.head();",
-        "out[i] = cached_free_.tail();",  # the most recent block goes first
+        "out[i] = cached_free_.tail();",  # evicts the most recently used block first
         "block_pool manager",
     ),
     Defect(
         "hash index",
         POOL + "hash_index.h",
         "if (block.group == group && block.hash == hash)",
-        "if (block.group == group)",  # hashes of one tag are taken for one
+        "if (block.group == group)",  # treats blocks with equal hash tags as equal
         "block_pool",
     ),
     Defect(
         "eviction",
         POOL + "block_pool_eviction.cpp",
         "block.ref_count == 0 && !has_pin(block));",
-        "block.ref_count == 0);",  # pinned blocks are candidates
+        "block.ref_count == 0);",  # pinned blocks become eviction candidates
         "eviction",
     ),
     Defect(
         "demand",
         RULES + "tokens.h",
         "*num_free += on.pool->ref_count(held[b]) == 1;",
-        "*num_free += on.pool->ref_count(held[b]) >= 1;",  # shared blocks make room too
+        "*num_free += on.pool->ref_count(held[b]) >= 1;",  # counts shared blocks as freed
         "groups allocator_random",
     ),
     Defect(
         "states after drafts",
         RULES + "state.cpp",
         "/ group.block_size, each[current], spare);",
-        "/ group.block_size, each[first], spare);",  # goes on from the state before the drafts
+        "/ group.block_size, each[first], spare);",  # continues from the state before the drafts
         "state_drafts",
     ),
     Defect(
         "row server",
         MANAGER + "row_server.cpp",
         "if (status != Status::kServed) parts_.intake->take_back_ids_of(request, i);",
-        "",  # a row that waits keeps the token ids that came
+        "",  # a waiting row keeps its new token ids
         "manager allocator_random",
     ),
     Defect(
         "quiet rows",
         MANAGER + "row_table.cpp",
         "if (r.has_forked || r.may_share || r.on_host",
-        "if (r.on_host",  # a row writes to blocks that it shares
+        "if (r.on_host",  # a row writes to shared blocks
         "forks allocator_random",
     ),
     Defect(
         "cache tiers",
         MANAGER + "cache_tiers.cpp",
         "frees_.defers(steps_->numbers().num_steps)",
-        "false",  # blocks that the host gets are overwritten before they are read
+        "false",  # blocks to write to the host are overwritten before they are read
         "tiers allocator_random",
     ),
     Defect(
         "steps",
         MANAGER + "steps.cpp",
         "if (!rows[row].on_host) plan_",
-        "plan_",  # pages of the host in a table of the device
+        "plan_",  # puts host pages into a device table
         "tiers allocator_random",
     ),
     Defect(
         "publisher",
         MANAGER + "publisher.cpp",
         "std::min(c_.rows->info(row).num_marked, r.num_computed)",
-        "r.num_computed",  # before it is marked
+        "r.num_computed",  # releases blocks before they are marked as computed
         "sequences",
     ),
     Defect(
         "plan builder",
         MANAGER + "plan_builder.cpp",
         "clear.erase(std::unique(clear.begin(), clear.end()), clear.end());",
-        "",  # a row is cleared twice
+        "",  # clears a row twice
         "manager manager_life allocator_random",
     ),
     Defect(
         "plan arrays",
         "csrc/python/plan_type.cpp",
         "if (value_of(plan.ptr(), slots_[field]) == nullptr) set(",
-        "set(",  # over what the caller has set
+        "set(",  # overwrites entries that the caller has set
         "plan_arrays",
     ),
     Defect(
         "step journal",
         MANAGER + "step_journal.cpp",
         "copy(step.dropped);",
-        "",  # a fork does not know what its parent dropped
+        "",  # a fork does not inherit the parent's dropped blocks
         "forks allocator_random",
     ),
     Defect(
         "deferred frees",
         MANAGER + "deferred_frees.cpp",
         "fences_.front().step_id < steps_->num_completed",
-        "fences_.front().step_id <= steps_->num_completed",  # one step early
+        "fences_.front().step_id <= steps_->num_completed",  # lifts a fence one step early
         "manager_life allocator_random",
     ),
     Defect(
         "host tier",
         MANAGER + "host_tier.cpp",
         "onboards_.front().step_id < num_completed",
-        "onboards_.front().step_id <= num_completed",  # published before it has arrived
+        "onboards_.front().step_id <= num_completed",  # publishes blocks before they have arrived
         "tiers allocator_random",
     ),
     Defect(
         "row swap",
         MANAGER + "row_swap.cpp",
         "taken.insert(id);",
-        "",  # a page that was on the host is held twice
+        "",  # retains a host page twice
         "tiers allocator_random",
     ),
     Defect(
         "invalidation",
         RULES + "tokens.h",
         "return is_own ? limit : limit - limit % group.block_size;",
-        "return limit;",  # a row goes on inside a block that others hold
+        "return limit;",  # a row resumes inside a block that others hold
         "manager_life allocator_random allocator_contents",
     ),
     Defect(
         "session pins",
         MANAGER + "session_pins.cpp",
         "pool_->generation(pinned.id) == pinned.generation &&",
-        "",  # the pin of a block's earlier life
+        "",  # keeps the pin of a reallocated block
         "tiers allocator_contents",
     ),
     Defect(
         "worker tables",
         "csrc/worker/host_tables.cpp",
         "note(start_of(g, src), n);",
-        "",  # half of an exchange does not reach the device
+        "",  # half of a row exchange does not reach the device
         "host_tables block_table",
     ),
     Defect(
         "slot mapping",
         "csrc/worker/slot_formula.h",
         "i >= query_start[num_requests]",
-        "i > query_start[num_requests]",  # one token behind all is the last request's
+        # Assigns the first token beyond the batch to the last request.
+        "i > query_start[num_requests]",
         "slot_mapping_op block_table",
     ),
     Defect(
         "slots of the host",
         "csrc/worker/map_slots.cpp",
         "if (end > m.num_tokens) std::fill",
-        "if (fill_to == nullptr) std::fill",  # slots of a longer step stay behind those of this one
+        # Stale slots of a longer step remain after this step's slots.
+        "if (fill_to == nullptr) std::fill",
         "block_table",
     ),
     Defect(
         "null block",
         OPS + "token_io.cpp",
         "if (io.slots[i] >= io.first_slot()) {",
-        "if (io.slots[i] >= 0) {",  # what slid out of a window is written over padding
+        "if (io.slots[i] >= 0) {",  # pads slots that slid out of a window, instead of keeping them
         "token_io_op worker",
     ),
     Defect(
         "order of plans",
         MANAGER + "step_journal.cpp",
         "  last_left_ = spare_.id;\n",
-        "",  # a plan does not name a reported step: a lost one goes unnoticed
+        "",  # a lost plan goes unnoticed because no plan names the previous step
         "worker",
     ),
     Defect(
         "copy",
         OPS + "block_copy.cpp",
         "run.source == kCleared ? r.destination_stride == r.num_bytes : r.is_dense()",
-        "run.source == kCleared || r.is_dense()",  # clears what lies between pages
+        "run.source == kCleared || r.is_dense()",  # clears the gaps between pages
         "block_copy_op pages worker",
     ),
     Defect(
@@ -228,35 +231,35 @@ DEFECTS = [
         "write and gather kv",
         OPS + "token_io.cpp",
         "} else if (direction == Direction::kGather) {",
-        "} else if (false) {",  # a token without a slot keeps what was there
+        "} else if (false) {",  # a token without a slot keeps stale values
         "token_io_op token_io_fp8_op",
     ),
     Defect(
         "attention metadata",
         OPS + "attention_metadata.h",
         "rest > 0 ? rest : group.block_size;",
-        "rest;",  # a full last page is taken for an empty one
+        "rest;",  # treats a full last page as empty
         "attention_metadata_op attention_metadata",
     ),
     Defect(
         "memory plan",
         "kvcache/memory_plan.py",
         "return self.request_bytes(size, num_tokens) + size * self.layer_page",
-        "return self.request_bytes(size, num_tokens)",  # without the null page
+        "return self.request_bytes(size, num_tokens)",  # omits the null page
         "specs",
     ),
     Defect(
         "transfer plan",
         "kvcache/transfer/plan/transfer_plan.py",
         "(begin + cache.block_size > first)",
-        "(begin + cache.block_size >= first)",  # the page before the first wanted token
+        "(begin + cache.block_size >= first)",  # includes the page before the first requested token
         "transfer_plan transfer_fragments",
     ),
     Defect(
         "other devices",
         "kvcache/ops_by_copies.py",
         "start = self._shift + first * self._stride",
-        "start = self._shift + first * self._size",  # right where pages are dense
+        "start = self._shift + first * self._size",  # correct only for dense pages
         "other_device",
     ),
 ]
@@ -280,7 +283,7 @@ def main() -> int:
     if arguments.list:
         print(*(f"{d.name}: {d.path}: {d.old}  ->  {d.new}" for d in defects), sep="\n")
         return 0
-    # A text that is gone is found before anything is built.
+    # Check that every text to replace exists before building anything.
     stale = [text for text in map(problem, defects) if text]
     if stale:
         print(*stale, sep="\n")
@@ -293,7 +296,7 @@ def main() -> int:
         if built.returncode:
             print(built.stdout)
             return 1
-    # A test that fails anyway would catch everything.
+    # A test that fails without a defect would appear to detect every defect.
     files = sorted({path for defect in defects for path in _test_files(defect)})
     print("planted: their tests without defects", flush=True)
     sound = _run_tests(*files)
@@ -321,7 +324,7 @@ def _is_caught(defect: Defect, tries_others: bool) -> bool:
 
 
 def problem(defect: Defect) -> str | None:
-    """What keeps a defect from being planted, if anything."""
+    """Return the reason why a defect cannot be planted, or None."""
     path = REPO / defect.path
     if not path.is_file():
         return f"{defect.name}: {defect.path} is not there"
@@ -339,7 +342,10 @@ def _test_files(defect: Defect) -> list[str]:
 
 
 def _try(defect: Defect, tries_others: bool) -> tuple[str, str]:
-    """The verdict on a defect, and what was printed. `tries_others`: also with files not named."""
+    """Plant a defect and run its tests.
+
+    Return the verdict and the output. `tries_others`: if they pass, run all other files too.
+    """
     path = TREE / defect.path
     sound = path.read_text()
     path.write_text(sound.replace(defect.old, defect.new))
@@ -356,7 +362,8 @@ def _try(defect: Defect, tries_others: bool) -> tuple[str, str]:
         path.write_text(sound)
     if tests.returncode == 0:
         return "MISSED", tests.stdout
-    # 1: a test failed; below 0: a test ended the process. Else pytest itself could not run.
+    # Exit code 1: a test failed. Negative: a test killed the process. Otherwise pytest itself did
+    # not run.
     is_caught = tests.returncode == 1 or tests.returncode < 0
     return ("caught" if is_caught else "NOT TESTED"), tests.stdout
 
@@ -373,7 +380,10 @@ def _run_tests(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def _copy_tree() -> None:
-    """Brings the copy up to date; unchanged files keep their time, and with it what was built of them."""
+    """Update the copy.
+
+    Unchanged files keep their modification time, so that they are not rebuilt.
+    """
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=REPO,

@@ -1,7 +1,7 @@
-"""File descriptors and memory of one side over many connections that end.
+"""Measures file descriptors and memory of one side over many connections that end.
 
 `python -m tests.machinery.reconnects --count 1000` prints the curves of both transports, with a peer
-that is disconnected and with one that is killed.
+that is disconnected and with a peer that is killed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _numbers = itertools.count()
 
 
 class Mark(NamedTuple):
-    """What this process holds after some connections.
+    """Resources of this process after a number of connections.
 
-    `descriptors`: the most since the mark before, since NIXL's come and go in sixteens.
+    `descriptors`: the maximum since the previous mark, because NIXL opens and closes them in groups
+    of 16.
     """
 
     connections: int
@@ -38,7 +39,7 @@ class Mark(NamedTuple):
 
 
 def _serve(name: str, agent: str, pipe: Connection) -> None:
-    """The peer: a transport with a page of ones, until the process is killed."""
+    """Run the peer until the process is killed: a transport with one page of ones."""
     os.setsid()
     memory = np.ones(4096, np.uint8)
     transport = make_transport(agent, name, **OPTIONS)
@@ -48,7 +49,7 @@ def _serve(name: str, agent: str, pipe: Connection) -> None:
 
 
 def _started(name: str) -> tuple:
-    """A process with a peer, its metadata, and the address of its memory."""
+    """Start a peer process. Return it with the peer's metadata and the address of its memory."""
     mine, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(name, f"p{next(_numbers)}", theirs), daemon=True)
     process.start()
@@ -67,7 +68,7 @@ def _end(process) -> None:
 
 
 def mark(connections: int) -> Mark:
-    """Now."""
+    """Measure the current resources."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return Mark(
         connections, len(os.listdir("/proc/self/fd")), pages * os.sysconf("SC_PAGESIZE") / 2**20
@@ -75,7 +76,10 @@ def mark(connections: int) -> Mark:
 
 
 def curve(name: str, count: int, *, kill: bool, every: int) -> list[Mark]:
-    """Marks after each `every` of `count` connections, over which bytes are read, and which end."""
+    """Open `count` connections, read over each one and end it.
+
+    Return a mark per `every` connections.
+    """
     memory = np.zeros(4096, np.uint8)
     side = make_transport(f"a{next(_numbers)}", name, **OPTIONS)
     side.register([(memory.ctypes.data, memory.nbytes)])
@@ -91,9 +95,9 @@ def curve(name: str, count: int, *, kill: bool, every: int) -> list[Mark]:
             if kill:
                 _end(process)
                 process, metadata, address = _started(name)
-            with contextlib.suppress(ValueError, ConnectionError):  # it is gone
+            with contextlib.suppress(ValueError, ConnectionError):  # the peer has gone
                 side.disconnect(peer)
-            side.notifications()  # lets go of what has ended
+            side.notifications()  # releases ended connections
             if number % every == 0:
                 time.sleep(0.3)
             now = mark(number)
@@ -108,7 +112,7 @@ def curve(name: str, count: int, *, kill: bool, every: int) -> list[Mark]:
 
 
 def _connected(side, metadata: bytes) -> str:
-    """Connects; the peer may not have noticed yet that the connection before has ended."""
+    """Connect, with retries until the peer has noticed that the previous connection ended."""
     deadline = time.monotonic() + _WAIT_S
     while True:
         try:

@@ -1,8 +1,9 @@
 """Drives `BlockSpaceManager` and its plain model through the same random calls, and fills the pages.
 
-Compared after every call: block tables, pairs, counts, hits. A simulated engine writes what each
-token's KV depends on into the pages that the tables name, executes copies and swaps in the order of
-the calls, and reads back what every sequence would read. An error names its seed.
+Block tables, pairs, counts and hits are compared after every call. A simulated engine represents a
+token's KV by everything it depends on and writes it to the page in the block table. It executes
+copies and swaps in call order, and reads back everything that a sequence would read. An error names
+its seed.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Group:
         self.request_id = request_id
         self.seqs = seqs
         self.encoder = encoder
-        self.num_computed = 0  # of the prompt, the hit included
+        self.num_computed = 0  # prompt tokens, including the hit
         self.num_prompt = 0
 
     def get_seqs(self):
@@ -68,7 +69,10 @@ class Group:
 
 
 class Pages:
-    """The simulated content of the pages of both tiers: per slot, everything its KV depends on."""
+    """Simulated contents of the pages of both tiers.
+
+    Each slot stores everything that its KV depends on.
+    """
 
     def __init__(self, block_size):
         self.size = block_size
@@ -80,7 +84,7 @@ class Pages:
 
     def write(self, table, position, value):
         page = table[position // self.size]
-        if page:  # a window has left the null page behind
+        if page:  # the window may have replaced the page by the null page
             self.gpu.setdefault(page, [None] * self.size)[position % self.size] = value
 
     def read(self, pages, table, position):
@@ -88,7 +92,7 @@ class Pages:
 
 
 def values_of(tokens, seed):
-    """Per token what its KV depends on: itself, all before it, and the seed."""
+    """Return a value per token that depends on the token, all previous tokens, and the seed."""
     value, values = hash(seed), []
     for token in tokens:
         value = hash((value, token))
@@ -112,7 +116,8 @@ class Driver:
         self.size, self.window = options["block_size"], options["sliding_window"]
         self.has_host = options["num_cpu_blocks"] > 1
         self.manager = BlockSpaceManager(**options, enable_events=True)
-        self.findable = {"gpu": set(), "cpu": set()}  # hashes, according to the events
+        # Hashes that are cached according to the events.
+        self.findable = {"gpu": set(), "cpu": set()}
         self.model = ModelSpace(**options)
         self.pages = Pages(self.size)
         self.waiting, self.running, self.swapped = [], [], []
@@ -200,7 +205,7 @@ class Driver:
         assert num_cached == self.model.sequences[first.seq_id].num_cached
         self.check_reads(group, first, num_cached, self.pages.gpu)
         if self.window is not None:
-            self.compute_prompt(group, group.num_prompt)  # at once
+            self.compute_prompt(group, group.num_prompt)  # without chunks
 
     # The engine ------------------------------------------------------------------------------------
 
@@ -214,7 +219,7 @@ class Driver:
             self.compute_prompt(group, self.random.randint(1, 12))
 
     def compute_prompt(self, group, chunk):
-        """A chunk of the prompt; the first one has the hit among its tokens."""
+        """Compute a chunk of the prompt. The hit counts toward the first chunk."""
         first = group.seqs[0]
         num_cached = self.model.sequences[first.seq_id].num_cached
         start = max(group.num_computed, num_cached)
@@ -271,7 +276,7 @@ class Driver:
             self.append_to(group, seq, lookahead, can_append)
 
     def append_to_groups(self, groups, lookahead):
-        """In one call, as far as they fit."""
+        """Append to as many groups as fit, with one call."""
         num_served, wanted, written = 0, [], []
         for group in groups:
             lengths = {seq.seq_id: len(seq.tokens) for seq in group.seqs}
@@ -322,7 +327,7 @@ class Driver:
         group.seqs.append(child)
 
     def finish(self):
-        """One sequence, or the whole group."""
+        """Free one sequence or the whole group."""
         groups = self.running + self.swapped
         if not groups:
             return
@@ -333,7 +338,7 @@ class Driver:
         while len(group.seqs) > num_left:
             seq = group.seqs.pop(self.random.randrange(len(group.seqs)))
             seq.status = Status.FINISHED_STOPPED
-            for _ in range(2):  # the second is of an unknown one
+            for _ in range(2):  # the second call passes an unknown sequence
                 self.manager.free(seq)
             self.model.free(seq.seq_id)
         if not group.seqs:
@@ -347,7 +352,7 @@ class Driver:
         (self.running if group in self.running else self.swapped).remove(group)
 
     def preempt(self):
-        """By recomputation: it waits again, with what it has generated."""
+        """Preempt by recomputation: the group waits again with its generated tokens."""
         groups = [group for group in self.running if len(group.seqs) == 1]
         if not groups:
             return
@@ -384,7 +389,7 @@ class Driver:
         group, lookahead = self.random.choice(self.swapped), self.random.choice([0, 0, 7])
         keys = self.keys(group)
         if self.random.random() < 0.3:
-            group.seqs[0].tokens.append(1)  # sampled before it was swapped out
+            group.seqs[0].tokens.append(1)  # sampled before the swap out
         lengths = {seq.seq_id: len(seq.tokens) for seq in group.seqs}
         answer = self.manager.can_swap_in(group, lookahead)
         assert answer.name == self.model.can_swap_in(keys, lengths, lookahead)
@@ -417,7 +422,7 @@ class Driver:
         assert self.manager.reset_prefix_cache(device) == pool.reset()
 
     def ask(self):
-        """Questions: they change nothing."""
+        """Call the queries, which must not change anything."""
         for group in self.running:
             states = [self.model.sequences[seq.seq_id] for seq in group.seqs]
             hits = [each.blocks[: each.num_cached // self.size] for each in states]
@@ -433,7 +438,7 @@ class Driver:
             assert rate == -1.0
 
     def wrong_call(self):
-        """Calls that are refused, whatever the state; and `compare` sees that nothing changed."""
+        """Make invalid calls. `compare` then checks that the state is unchanged."""
         manager, stranger = self.manager, Seq(-5, [1], Status.RUNNING)
         strangers = Group(-6, [stranger])
         calls = [
@@ -513,7 +518,9 @@ class Driver:
                 self.check_reads(group, seq, num_tokens, self.pages.cpu)
 
     def compare_events(self):
-        """According to the events, as many hashes are findable as the model has contents."""
+        """Check that the number of cached hashes according to the events equals the model's number
+        of contents.
+        """
         for event in self.manager.drain_events():
             found = self.findable[event.medium]
             if isinstance(event, AllBlocksCleared):
@@ -527,7 +534,7 @@ class Driver:
             assert len(self.findable[medium]) == len({*pool.content.values()})
 
     def check_reads(self, group, seq, num_computed, pages):
-        """That the next token would read what this sequence's tokens have left."""
+        """Check that the next token would read the values written for this sequence."""
         first = 0 if self.window is None else max(num_computed - self.window + 1, 0)
         table, values = self.model.sequences[seq.seq_id].blocks, self.values(group, seq)
         for position in range(first, num_computed):
@@ -535,7 +542,7 @@ class Driver:
 
 
 def drive(seed, num_operations=OPERATIONS_PER_SEED):
-    """Runs a seed; an error names it, so that it can be kept."""
+    """Run one seed. An error names the seed so that it can be kept."""
     try:
         Driver(seed).run(num_operations)
     except BaseException as error:
@@ -544,7 +551,7 @@ def drive(seed, num_operations=OPERATIONS_PER_SEED):
 
 
 def soak(seconds, first_seed):
-    """Seeds from `first_seed` on until the time is over."""
+    """Run consecutive seeds from `first_seed` until the time is up."""
     seed, start = first_seed, time.monotonic()
     while time.monotonic() - start < seconds:
         drive(seed)

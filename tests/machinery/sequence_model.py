@@ -1,7 +1,8 @@
-"""A plain model of the sequence-group manager: lists, dictionaries and loops; no hashes, no arrays.
+"""A plain model of the sequence-group manager: lists, dictionaries and loops, without hashes or
+arrays.
 
-Content is known by its tokens. Block ids are exact: who gets which block, and who is evicted, is
-part of what the model says.
+Content is identified by its tokens. The model predicts exact block ids, for allocations as well as
+evictions.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ def ceil_div(a, b):
 
 @dataclass
 class ModelUse:
-    """The values by which eviction ranks a block."""
+    """The values that rank a block for eviction."""
 
     time: float = 0
-    release: float = 0  # which one, counted; before all of them where it was accessed
+    release: float = 0  # number of the release; an accessed block ranks before all releases
     num_prefix_tokens: int = 0
     idle: int = 0
     is_accessed: bool = False
@@ -31,15 +32,15 @@ class ModelUse:
 
 
 class ModelPool:
-    """Blocks of one device. `content`: what cached blocks hold, (extra, tokens of the prefix)."""
+    """Blocks of one device. `content` maps a cached block to (extra, tokens of the prefix)."""
 
     def __init__(self, num_blocks, block_size, is_chain):
         self.num_total = max(num_blocks - 1, 0)
         self.block_size = block_size
-        self.is_chain = is_chain  # whether a block is of use only behind the one before
+        self.is_chain = is_chain  # whether a block is useful only after its parent
         self.refs = dict.fromkeys(range(1, num_blocks), 0)
         self.uncached_free = list(range(1, num_blocks))
-        self.cached_free = []  # in the order of release
+        self.cached_free = []  # in release order
         self.content = {}  # oldest first
         self.use = {block: ModelUse() for block in self.refs}
         self.clock, self.num_idle, self.release_time = 0, 0, 0
@@ -67,7 +68,7 @@ class ModelPool:
         return block
 
     def _is_needed(self, block):
-        """Whether a cached block is found through this one alone."""
+        """Whether the block is the only path to a cached child."""
         parents = [(extra, tokens[: -self.block_size]) for extra, tokens in self.content.values()]
         twins = [each for each in self.content.values() if each == self.content[block]]
         return self.is_chain and self.content[block] in parents and len(twins) == 1
@@ -118,16 +119,16 @@ class ModelPool:
 
 @dataclass
 class ModelSequence:
-    tokens: list[int]  # with slots
+    tokens: list[int]  # tokens with slots
     extra: object = None
     caches: bool = False
     num_cached: int = 0
-    blocks: list[int] = field(default_factory=list)  # 0 where a window left one
+    blocks: list[int] = field(default_factory=list)  # 0 for blocks that left the window
     num_published: int = 0
-    num_marked: int = 0  # the sum of all marks
-    num_kv: int = 0  # tokens that are known to have KV
+    num_marked: int = 0  # tokens marked as computed, in total
+    num_kv: int = 0  # tokens known to have KV
     num_prompt: int = 0
-    skips: bool = False  # whether blocks of the prompt were never held
+    skips: bool = False  # whether the prompt's leading blocks were never allocated
     on_host: bool = False
 
     @property
@@ -139,7 +140,7 @@ class ModelSequence:
 
 
 class ModelSpace:
-    """`sequences`: by any key, cross-attention tables among them."""
+    """The manager's model. `sequences` may have any key and includes cross-attention tables."""
 
     def __init__(
         self, block_size, num_gpu_blocks, num_cpu_blocks, watermark, sliding_window, enable_caching
@@ -154,10 +155,10 @@ class ModelSpace:
         self.num_releases = 0
         self.query_blocks = self.hit_blocks = 0
 
-    # Questions -------------------------------------------------------------------------------------
+    # Queries ---------------------------------------------------------------------------------------
 
     def first_read(self, position):
-        """The first block that the token at this position reads."""
+        """Return the first block that the token at this position reads."""
         return 0 if self.window is None else max(position - self.window + 1, 0) // self.size
 
     def required(self, num_tokens, lookahead, num_encoder_tokens):
@@ -173,7 +174,10 @@ class ModelSpace:
         return OK if self.gpu.num_free() - required >= self.watermark else LATER
 
     def num_touched(self, lengths, lookahead):
-        """`lengths`: per sequence, the tokens it has now."""
+        """Return the number of blocks to write.
+
+        `lengths`: current number of tokens per sequence.
+        """
         touched = set()
         for key, length in lengths.items():
             known = len(self.sequences[key].tokens)
@@ -187,7 +191,7 @@ class ModelSpace:
         return len(self.moving(keys)) <= self.cpu.num_free()
 
     def can_swap_in(self, keys, lengths, lookahead):
-        """By doing it, in a copy: now, and where nothing else is on the device."""
+        """Answer by trying it on copies: in the current state, and with an otherwise empty device."""
         if copy.deepcopy(self)._fits_back(keys, lengths, lookahead, self.watermark):
             return OK
         alone = copy.deepcopy(self)
@@ -197,7 +201,7 @@ class ModelSpace:
         return LATER if alone._fits_back(keys, lengths, lookahead, 0) else NEVER
 
     def _fits_back(self, keys, lengths, lookahead, watermark):
-        """Swaps in and appends; whether both fit, and at no time fewer than these are free."""
+        """Swap in and append. Return whether both fit while `watermark` blocks always stay free."""
         self.gpu.least_free = self.gpu.num_free()
         if self.swap_in(keys) is None:
             return False
@@ -208,7 +212,7 @@ class ModelSpace:
         return self.gpu.least_free >= watermark
 
     def moving(self, keys):
-        """Blocks with KV of these sequences, each once."""
+        """Return the blocks with KV of these sequences, without duplicates."""
         found = {}
         for key in keys:
             each = self.sequences[key]
@@ -219,11 +223,12 @@ class ModelSpace:
         return min(len(sequence.blocks), ceil_div(len(sequence.tokens), self.size))
 
     def hit_length(self, tokens, extra):
-        """The longest cached prefix in whole blocks, not the whole prompt."""
+        """Return the tokens of the longest cached prefix in whole blocks, shorter than the prompt."""
         for num_blocks in range((len(tokens) - 1) // self.size, 0, -1):
             first = self.first_read(num_blocks * self.size)
             if all(self._cached(tokens, extra, column) for column in range(first, num_blocks)):
-                # All from there on is held: with a window at most what a sequence may hold.
+                # The sequence holds all blocks from here on. With a window, their number is
+                # limited.
                 num_held = ceil_div(len(tokens), self.size) - first
                 fits = self.window is None or num_held <= self.window // self.size + 2
                 return num_blocks * self.size if fits else 0
@@ -232,10 +237,13 @@ class ModelSpace:
     def _cached(self, tokens, extra, column):
         return self.gpu.find((extra, tuple(tokens[: (column + 1) * self.size])))
 
-    # Changes ---------------------------------------------------------------------------------------
+    # State changes ---------------------------------------------------------------------------------
 
     def allocate(self, keys, tokens, extra, cross_key, num_encoder_tokens):
-        """Whether it fits; `cross_key`: None for a decoder alone."""
+        """Allocate a group and return whether it fits.
+
+        `cross_key` is None for a decoder-only model.
+        """
         caches = self.caching and cross_key is None
         required = self.required(len(tokens), 0, num_encoder_tokens)
         if cross_key is not None and required > self.gpu.num_free():
@@ -264,7 +272,7 @@ class ModelSpace:
         first = self.first_read(num_hit)
         hits = [self._cached(tokens, extra, column) for column in range(first, num_hit_blocks)]
         num_blocks = ceil_div(len(tokens), self.size)
-        # A prompt without a hit is computed from its own K and V: only its last window is held.
+        # A prompt without a hit is computed in one pass, so only its last window needs blocks.
         skipped = 0 if num_hit else self.first_read(len(tokens))
         num_new = num_blocks - max(skipped, num_hit_blocks)
         num_free = self.gpu.num_free() - sum(self.gpu.refs[block] == 0 for block in hits)
@@ -278,7 +286,7 @@ class ModelSpace:
         return sequence
 
     def append(self, key, tokens, lookahead):
-        """Pairs to be copied, or None."""
+        """Append tokens. Return the pairs to copy, or None if they do not fit."""
         if not tokens and not lookahead:
             return []
         each, size = self.sequences[key], self.size
@@ -314,7 +322,7 @@ class ModelSpace:
         self.sequences[child_key] = child
 
     def can_mark(self, keys, count):
-        """Whether no prompt that is computed at once would be marked in part."""
+        """Whether no prompt computed in one pass would be marked partially."""
         found = [self.sequences[key] for key in keys]
         return not any(
             each.skips and min(each.num_marked + count, len(each.tokens)) < each.num_prompt
@@ -327,7 +335,8 @@ class ModelSpace:
         if not each.caches:
             return
         num_computed = each.num_marked
-        if num_computed >= each.num_prompt:  # all but the newest, whatever the marks say
+        # After the prompt, all tokens but the newest are computed, regardless of the marks.
+        if num_computed >= each.num_prompt:
             num_computed = max(num_computed, len(each.tokens) - 1)
         each.num_kv = max(each.num_kv, num_computed)
         self._publish(each)
@@ -368,7 +377,8 @@ class ModelSpace:
         return list(moved.items())
 
     def swap_in(self, keys):
-        twins = self._cached_twins(keys)  # of pages: they need not move
+        # Device blocks with equal content; their host pages need not move.
+        twins = self._cached_twins(keys)
         shared = {*twins.values()}
         num_taken = len(self.moving(keys)) - len(twins)
         num_taken += sum(self.gpu.refs[block] == 0 for block in shared)
@@ -388,7 +398,7 @@ class ModelSpace:
                     own.append(column)
             each.blocks = [page and moved[page] for page in each.blocks]
             each.on_host = False
-            # What is its own alone is found again.
+            # Publish the sequence's own blocks again.
             first = own[0] if own else len(each.blocks)
             is_whole = own == [*range(first, len(each.blocks))]
             num_full = len(each.tokens) // self.size
@@ -400,7 +410,7 @@ class ModelSpace:
         return [(page, block) for page, block in moved.items() if page not in twins]
 
     def _cached_twins(self, keys):
-        """Blocks that hold what leading pages of computed tokens do."""
+        """Map leading host pages of computed tokens to cached device blocks with the same content."""
         twins = {}
         for each in [self.sequences[key] for key in keys]:
             if not each.caches:

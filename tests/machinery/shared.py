@@ -1,4 +1,4 @@
-"""What several tests need: files outside the project, samples of values, managers."""
+"""Helpers for several tests: files outside the project, samples of values, and managers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHARED = REPO.parent / "shared"
 
 
 def shared_file(name: str) -> Path:
-    """The path of a file of `../shared`; skips the test where it is not there."""
+    """Return the path of a file in `../shared`. Skips the test if it is missing."""
     path = SHARED / name
     if not path.exists():
         pytest.skip(f"{name} is not there: no folder 'shared' with it beside the project")
@@ -21,14 +21,17 @@ def shared_file(name: str) -> Path:
 
 
 def sampled(values, num_first: int = 1) -> list:
-    """Values for `parametrize`, tuples for several names; all but the first are marked exhaustive."""
+    """Return values for `parametrize`, as tuples for several names.
+
+    All but the first are marked exhaustive.
+    """
     each = [value if isinstance(value, tuple) else (value,) for value in values]
     rest = [pytest.param(*value, marks=pytest.mark.exhaustive) for value in each[num_first:]]
     return [*(pytest.param(*value) for value in each[:num_first]), *rest]
 
 
 def spread(values, num: int) -> list:
-    """As `sampled`, with `num` values that lie evenly among all."""
+    """Like `sampled`, but selects `num` evenly spaced values."""
     values = list(values)
     first = [values[i * len(values) // num] for i in range(num)]
     return sampled([*first, *(value for value in values if value not in first)], num)
@@ -37,6 +40,6 @@ def spread(values, num: int) -> list:
 def manager_of(
     *groups: GroupSpec, num_blocks: int = 41, max_model_len: int = 64, **options
 ) -> KVCacheManager:
-    """A manager of these groups, which preallocates no slots unless it is told to."""
+    """Return a manager of these groups, by default without preallocated slots."""
     options = {"num_preallocate_tokens": 0, **options}
     return KVCacheManager.for_groups(groups, num_blocks, max_model_len, **options)

@@ -1,4 +1,6 @@
-"""A device whose streams run in any order that events allow: what is not ordered shows as wrong bytes."""
+"""A device that runs streams in any order that events allow, so that missing synchronization
+corrupts bytes.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections import deque
 
 
 class Event:
-    """Happens when its stream comes to it."""
+    """An event, which happens when its stream reaches it."""
 
     def __init__(self) -> None:
         self.happened = False
@@ -17,16 +19,16 @@ class Event:
 
 
 class SimulatedStreams:
-    """`worker.swap.streams` for tests. Work is carried out by `advance`, in a random legal order."""
+    """`worker.swap.streams` for tests. `advance` executes work in a random legal order."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._streams: list[deque] = []
-        self._speeds: dict[int, int] = {}  # some streams are far behind others
+        self._speeds: dict[int, int] = {}  # relative speeds, so that some streams lag far behind
         self.compute = self.new_stream()
-        self.fails: set[int] = set()  # numbers of launches on other streams that raise
+        self.fails: set[int] = set()  # numbers of launches on other streams that must raise
         self.launches = 0
-        self.capturing = False  # whether the compute stream is captured
+        self.capturing = False  # whether the compute stream is being captured
 
     def new_stream(self) -> deque:
         self._streams.append(deque())
@@ -58,7 +60,7 @@ class SimulatedStreams:
         stream.append(("wait", event))
 
     def advance(self, most: int | None = None) -> int:
-        """Carries out up to `most` things (None: all); returns how many are left waiting or queued."""
+        """Execute up to `most` items (None: all). Return how many are still waiting or queued."""
         done = 0
         while most is None or done < most:
             ready = [stream for stream in self._streams if stream and self._is_ready(stream[0])]

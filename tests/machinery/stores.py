@@ -1,4 +1,4 @@
-"""A store in memory whose faults are chosen, and an engine with real pages that uses a tier over it."""
+"""An in-memory store with injected faults, and an engine with real pages that uses a tier over it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAULTS = ("missing", "corrupt", "short", "other", "raises", "slow", "full")
 
 
 class MemoryStore(BlockStore):
-    """Values in a dictionary, the least recently used go first; `fault` says what goes wrong next."""
+    """An LRU store in a dictionary. `fault` returns the kind of the next fault."""
 
     knows_keys = True
 
@@ -56,7 +56,7 @@ class MemoryStore(BlockStore):
 
     def get(self, keys, values):
         fault, sizes = self._begin(), []
-        if fault == "missing":  # evicted since somebody asked for them
+        if fault == "missing":  # evicted after the lookup
             self.remove(keys)
         for key, value in zip(keys, values):
             kept = self.values.get(key)
@@ -90,9 +90,11 @@ class MemoryStore(BlockStore):
 
 
 class StoreUser:
-    """An engine that computes prompts behind what the store has; every token that it reads is checked.
+    """An engine that loads prefixes from the store and computes the rest.
 
-    Rows run at most `concurrency` at a time. Steps are computed and reported one after another.
+    Every token it reads is checked.
+
+    At most `concurrency` rows run at a time. Each step is computed and reported before the next.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class StoreUser:
         self.waiting.append(Running(item, Request(str(item.index), item.token_ids, **options), 0))
 
     def run(self, *items, timeout_s=30.0):
-        """Serves requests to their end."""
+        """Serve requests until all have finished."""
         for item in items:
             self.add(item)
         deadline = time.monotonic() + timeout_s
@@ -140,7 +142,7 @@ class StoreUser:
                     self.finish(each)
 
     def step(self, chunk=32):
-        """Loads that are over, then one step of all rows and the first request that waits."""
+        """Handle completed loads, and then run a step with all rows and the first waiting request."""
         for received in self.tier.poll():
             running = self.receiving.pop(received.request.request_id)
             running.num_computed = running.num_hit = received.num_computed_tokens
@@ -191,7 +193,7 @@ class StoreUser:
         self.manager.report(report)
         self.tier.save(report)
         self.events += self.tier.drain_events()
-        if stuck and not served:  # it begins anew when others have gone
+        if stuck and not served:  # restarts after other requests have finished
             self.manager.free(stuck[0].request)
             self.running.pop(stuck[0].request.request_id)
             self.waiting.append(Running(stuck[0].item, stuck[0].request, 0))
@@ -210,25 +212,25 @@ class StoreUser:
             assert count == 0, first
 
     def finish(self, running):
-        """Reads all that the request holds once more, and frees it."""
+        """Check everything that the request holds once more, and free the request."""
         self.check(self.verifier.check, [self.span(running, running.num_computed)])
         self.manager.free(running.request)
         del self.running[running.request.request_id]
         self.num_finished += 1
 
     def cancel(self, running):
-        """A request that is receiving leaves."""
+        """Cancel a request that is receiving."""
         self.tier.cancel(running.request)
         del self.receiving[running.request.request_id]
 
     def restart(self, affected):
-        """Rows that go on from an earlier token."""
+        """Record the earlier tokens from which rows continue."""
         for name, start in affected.items():
             if name in self.running:
                 self.running[name].num_computed = self.running[name].num_hit = start
 
     def settle(self):
-        """Until nothing is put any more."""
+        """Wait until no put is pending."""
         deadline = time.monotonic() + 20
         while self.tier.num_waiting_blocks or self.tier._arriving:
             assert time.monotonic() < deadline, self.tier.stats
@@ -242,7 +244,7 @@ class StoreUser:
         self.events += self.tier.drain_events()
 
     def end(self):
-        """All requests leave; nothing may be left of them."""
+        """End all requests and check that nothing is left of them."""
         for each in [*self.receiving.values()]:
             self.cancel(each)
         for each in [*self.running.values()]:
@@ -260,5 +262,5 @@ class StoreUser:
 
 
 def patient() -> Circuit:
-    """One that is tried again soon."""
+    """Return a circuit breaker that retries quickly."""
     return Circuit(num_failures=2, retry_s=0.005, max_retry_s=0.02)

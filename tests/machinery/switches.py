@@ -1,4 +1,4 @@
-"""Environment variables that the ops read at each call, for as long as a `with` block."""
+"""Sets environment variables that the ops read at each call, for the duration of a `with` block."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ def switched(name: str, on: bool):
 
 
 def ids_from(where: str):
-    """Emulated, ids on the "device" are host memory too. This makes kernels treat them as device ids."""
+    """Choose where ids appear to lie.
+
+    The emulator's "device" memory is host memory, so this makes kernels treat ids as device ids.
+    """
     return switched("KVCACHE_EMUL_DEVICE_IDS", where == "device")
 
 
 def bulk_copies():
-    """The kernel between a device and the host copies by bulk copies, where it can."""
+    """Make the kernel between device and host use bulk copies where possible."""
     return switched("KVCACHE_BULK_COPIES", True)
 
 
 def parameters(small: bool):
-    """Launches with parameters of 4 KiB, as older drivers take them, or with all there are."""
+    """Limit kernel parameters to 4 KiB, as with older drivers, or allow the full size."""
     return switched("KVCACHE_SMALL_PARAMETERS", small)

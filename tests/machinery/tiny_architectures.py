@@ -1,4 +1,4 @@
-"""Tiny models of every causal architecture that transformers registers, with seeded random weights."""
+"""Builds tiny models of every causal architecture in transformers, with seeded random weights."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB_SIZE = 160
-# What a field of a configuration becomes, by the first pattern that matches the whole of its name.
-# Fields that are None by default stay so: other fields give them.
+# (pattern, value): a configuration field gets the value of the first pattern that matches its whole
+# name. Fields that are None by default stay None, because other fields determine them.
 _SIZES = [
     (re.compile(pattern), value)
     for pattern, value in [
@@ -59,7 +59,7 @@ _SIZES = [
         (r"is_decoder", True),
     ]
 ]  # fmt: skip
-# What patterns cannot know.
+# Values that cannot be derived from patterns.
 _LOCAL, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 _OWN: dict[str, dict[str, object]] = {
     "bailing_hybrid": {"layer_types": [_LINEAR, _FULL, _LINEAR, _FULL]},
@@ -125,12 +125,14 @@ _FLOAT32 = ("xglm", "xlnet", "xlstm")
 
 
 def architectures() -> tuple[str, ...]:
-    """Every model type for which transformers registers a causal language model."""
+    """Return every model type for which transformers registers a causal language model."""
     return tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def tiny_config(model_type: str, **fields: object) -> PreTrainedConfig:
-    """The configuration of a model type, shrunk field by field, sub-configurations too."""
+    """Return the configuration of a model type with every field shrunk, including
+    sub-configurations.
+    """
     return CONFIG_MAPPING[model_type](**(_shrunk(CONFIG_MAPPING[model_type]) | fields))
 
 
@@ -158,9 +160,10 @@ def _shrunk(config_class: type[PreTrainedConfig]) -> dict[str, object]:
 
 
 def tiny_architecture(model_type: str, *, seed: int = 0, **fields: object) -> PreTrainedModel:
-    """A tiny model in float64, so that no rounding flips two tokens; in float32 where it knows no other.
+    """Return a tiny model in float64, or in float32 if it supports no other dtype.
 
-    Weights depend on `seed` alone. `fields` replaces those of the configuration.
+    In float64, rounding cannot decide between two nearly tied tokens. Weights depend only on
+    `seed`. `fields` overrides fields of the configuration.
     """
     dtype = torch.float32 if model_type in _FLOAT32 else torch.float64
     config = tiny_config(model_type, **fields)
@@ -177,14 +180,14 @@ def tiny_architecture(model_type: str, *, seed: int = 0, **fields: object) -> Pr
 
 
 def _widen(model: PreTrainedModel) -> None:
-    """With weights as most models draw them, answers hardly differ by prompt."""
+    """Widen the weights. With the usual initialization, answers hardly depend on the prompt."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     for parameter in model.parameters():
         if not parameter.is_floating_point():
             continue
         if parameter.ndim >= 2:
             parameter.data.normal_(0, 1.0 if id(parameter) in embeddings else 0.2)
-        else:  # biases and scales: some are 0 by default, which would hide what they do
+        else:  # biases and scales; some are 0 by default, which would hide their effect
             parameter.data += 0.1 * torch.randn_like(parameter)
     for name in ("forced_eos_token_id", "forced_bos_token_id"):
         setattr(model.generation_config, name, None)

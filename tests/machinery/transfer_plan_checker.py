@@ -1,8 +1,8 @@
-"""A transfer plan carried out on fake memories and checked by the plain definition of what lies where.
+"""Executes a transfer plan on fake memories and checks the location of every element.
 
-Shares no code with the plan: where an element lies is written down here once more, as shapes of arrays
-instead of offsets. Every element is a number that names its token, layer, K, V or scales, head and place
-in the row; elements are four bytes, so a wrong byte is a wrong number.
+Shares no code with the plan. Locations are defined here again, as array shapes instead of offsets.
+Every element is a number that encodes its token, layer, K, V or scales, head and position in the
+row. Elements have four bytes, so a wrong byte is a wrong number.
 """
 
 import itertools
@@ -12,17 +12,17 @@ import numpy as np
 from kvcache.transfer.description import CacheDescription
 from kvcache.transfer.plan.transfer_plan import plan_transfer
 
-ELEMENT = 4  # bytes: descriptions are of float32
+ELEMENT = 4  # bytes; descriptions use float32
 PARTS = 3  # K, V, scales
-GROUPS, SPARE = 2, 2  # SPARE: pages that must not be touched, the null block included
+GROUPS, SPARE = 2, 2  # SPARE: pages that must not be touched, including the null block
 
 
-# Memory orders in NHD; HND has head and token the other way round.
+# Memory orders for NHD. For HND, head and token are exchanged.
 ORDERS = {
     "apart": ("kv", "block", "token", "head", "element"),
     "blocks_first": ("block", "kv", "token", "head", "element"),
     "block_major": ("block", "layer", "kv", "token", "head", "element"),
-    "side by side": ("block", "token", "head", "element"),  # V of a head behind its K
+    "side by side": ("block", "token", "head", "element"),  # V of a head follows its K
     "tokens first": ("block", "token", "kv", "head", "element"),
     "heads first": ("block", "head", "layer", "kv", "token", "element"),
     "kv, heads, layers": ("block", "kv", "head", "layer", "token", "element"),
@@ -36,7 +36,7 @@ PACKINGS = ("apart", "blocks_first", "block_major")
 
 
 def order_of(layout="NHD", packing="apart"):
-    """A memory order by what it is called here."""
+    """Return a memory order by its name in this module."""
     other = {"token": "head", "head": "token"} if layout == "HND" else {}
     if has_heads_outside(packing):
         other = {}
@@ -44,18 +44,21 @@ def order_of(layout="NHD", packing="apart"):
 
 
 def has_heads_outside(packing):
-    """Whether the heads of a block do not lie together, so that there is one order of tokens."""
+    """Whether heads are outside of blocks. The tokens then have only one possible order."""
     order = ORDERS[packing]
     return order.index("head") < order.index("block")
 
 
 def of(**values):
-    """A dictionary."""
+    """Return the keyword arguments as a dictionary."""
     return values
 
 
 def cache(**changes):
-    """A small description: one rank, 2 layers, 4 heads, blocks of 4; `layout` and `packing` by name."""
+    """Return a small description: one rank, 2 layers, 4 heads, blocks of 4.
+
+    `layout` and `packing` are names.
+    """
     named = {name: changes.pop(name) for name in ("layout", "packing") if name in changes}
     changes = {"memory_order": order_of(**named), **changes}
     values = of(
@@ -69,7 +72,7 @@ def cache(**changes):
     return CacheDescription(**{**values, **changes})
 
 
-# How local and remote differ from `cache()`: every kind of group.
+# Changes of local and remote with respect to `cache()`, at least one per kind of group.
 DIFFERENT = [
     (of(), of()),
     (of(block_size=8), of(block_size=2)),
@@ -88,11 +91,11 @@ DIFFERENT = [
 
 
 class Wrong(Exception):
-    """A plan is wrong; the message says how."""
+    """The plan is wrong. The message describes the error."""
 
 
 def tokens_of_pages(cache, num_pages):
-    """[cp_world_size, num_pages, block_size]: the token at each place (contract, A5)."""
+    """Return [cp_world_size, num_pages, block_size] with the token in each slot (contract, A5)."""
     n, interleave = cache.cp_world_size, cache.cp_interleave
     virtual = cache.block_size * n
     position = np.arange(num_pages * virtual)
@@ -104,14 +107,14 @@ def tokens_of_pages(cache, num_pages):
 
 
 def held(total, size, rank):
-    """The ones of `total` heads or layers that a rank of `size` holds."""
+    """Return the heads or layers (out of `total`) that rank `rank` of `size` ranks holds."""
     if size > total:
         return [rank * total // size]
     return [i for i in range(total) if i * size // total == rank]
 
 
 def stages_of(cache):
-    """(layers, tp_size) of each pipeline stage."""
+    """Return (layers, tp_size) of each pipeline stage."""
     if cache.stages is None:
         layers = [held(cache.num_layers, cache.pp_size, r) for r in range(cache.pp_size)]
         return [(each, cache.tp_size) for each in layers]
@@ -120,7 +123,7 @@ def stages_of(cache):
 
 
 def ranks_of(cache):
-    """(cp_rank, pp_rank, tp_rank) of all ranks, [world_size] each."""
+    """Return (cp_rank, pp_rank, tp_rank) of all ranks, [world_size] each."""
     table = [
         (cp, pp, tp)
         for cp in range(cache.cp_world_size)
@@ -131,10 +134,13 @@ def ranks_of(cache):
 
 
 class Memory:
-    """The memory of some ranks of a pipeline stage: elements[n, place], -1 where no token lies."""
+    """The memory of some ranks of a pipeline stage: elements[n, place], -1 without a token."""
 
     def __init__(self, cache, ranks, ids, pool):
-        """ranks: [n], ascending. ids: [n, pages], where in a pool of pages the request's lie."""
+        """ranks: [n], ascending.
+
+        ids: [n, pages], ids of the request's pages in a pool of `pool` pages.
+        """
         cp, pp, tp = (of_all[ranks] for of_all in ranks_of(cache))
         self.cache, self.pool, self.ranks = cache, pool, ranks
         tokens = np.full((len(ranks), pool, cache.block_size), -1)
@@ -148,7 +154,7 @@ class Memory:
         self.has_scales = scales > 0
         self.sizes += [scales] * self.has_scales
         widest = max(self.sizes)
-        # [rank, layer, page, token, head]; what has no token stays below 0
+        # [rank, layer, page, token, head]; negative for slots without a token
         tokens = np.where(tokens < 0, -cache.num_layers * cache.total_num_kv_heads, tokens)
         row = tokens[:, None, :, :, None] * cache.num_layers
         row = row + np.array(layers)[:, None, None, None]
@@ -160,7 +166,7 @@ class Memory:
         self.elements, lengths = self.laid_out(parts)
         self.region_length = np.array(lengths)
         self.region_start = np.cumsum(lengths) - lengths
-        # Where the elements of a page are, of K and of V: [layer, page, ...], in the order of memory.
+        # Positions of a page's K and V elements: [layer, page, ...], in memory order.
         shapes = [part.shape[1:] for part in parts]
         numbers = np.split(
             np.arange(sum(map(np.prod, shapes))), np.cumsum([*map(np.prod, shapes)])[:-1]
@@ -173,8 +179,10 @@ class Memory:
         ]
 
     def laid_out(self, parts):
-        """K (and V, and scales) as [rank, layer, block, token, head, element]: by rank in memory; region
-        lengths."""
+        """Lay out K (and V, and scales), given as [rank, layer, block, token, head, element].
+
+        Returns the memory of each rank and the region lengths.
+        """
         *parts, scales = parts if self.has_scales else [*parts, None]
         order = list(self.cache.memory_order)
         if "layer" not in order:
@@ -198,14 +206,14 @@ class Memory:
         memory = np.concatenate(rows, axis=-1).reshape(len(parts[0]), -1)
         if scales is None:
             return memory, lengths
-        if "kv" in outer:  # a region of their own
+        if "kv" in outer:  # scales have their own regions
             return (
                 np.concatenate([memory, scales.reshape(len(scales), -1)], axis=1),
                 [*lengths, *[scales[0].size // self.layers] * self.layers],
             )
         until = (
             max(order.index("block"), order.index("layer")) + 1
-        )  # K and V of a layer's page follow
+        )  # scales follow K and V of a layer's page
         prefix = [scales.shape[axes[role]] for role in order[:until]]
         behind = scales.transpose(0, *(axes[role] for role in order[:until]), 3, 4, 5)
         both = [memory.reshape(len(memory), *prefix, -1), behind.reshape(len(memory), *prefix, -1)]
@@ -214,7 +222,10 @@ class Memory:
         return np.concatenate(both, axis=-1).reshape(len(memory), -1), lengths
 
     def index(self, region, offset, length):
-        """Places of the elements of fragments; Wrong if one leaves its region or tears an element."""
+        """Return the positions of the fragments' elements.
+
+        Raises Wrong if a fragment leaves its region or splits an element.
+        """
         if ((offset % ELEMENT) | (length % ELEMENT)).any():
             raise Wrong("a fragment begins or ends within an element")
         if (region < 0).any() or (region >= len(self.region_start)).any():
@@ -227,11 +238,11 @@ class Memory:
         return np.repeat(start - (np.cumsum(count) - count), count) + np.arange(count.sum())
 
     def part(self, elements, layer, part):
-        """[pool, elements of a page]: one rank's K or V of a layer."""
+        """Return [pool, elements of a page] for one part (K, V or scales) of a layer."""
         return elements[self.places[part][layer]]
 
     def permute(self, elements, ids, remote_block_size, remote_layout):
-        """A plain form of `permute_received_blocks`: bytes in the remote order made local."""
+        """Permute bytes from the remote order to the local order, like `permute_received_blocks`."""
         for layer in range(self.layers):
             for number, size in enumerate(self.sizes[: len(self.sizes) - self.has_scales]):
                 places = self.places[number][layer][ids.ravel()]
@@ -249,7 +260,7 @@ class Memory:
 
 
 def check_listed(plan, got, mine, theirs):
-    """`fragments`, for all these pages, are the bytes that `apply` gives."""
+    """Check that `fragments` gives the same bytes for all these pages as `apply`."""
     f = plan.fragments
     if len(f.length) == 0 or len(got.length) == 0:
         if len(f.length) or len(got.length):
@@ -257,7 +268,7 @@ def check_listed(plan, got, mine, theirs):
         return
     rows = []
     by_rank = [plan.remote.stage_of(rank).region_strides for rank in range(plan.remote.world_size)]
-    strides = np.zeros((len(by_rank), max(map(len, by_rank))), np.int64)  # by rank and region
+    strides = np.zeros((len(by_rank), max(map(len, by_rank))), np.int64)  # per rank and region
     for rank, of_rank in enumerate(by_rank):
         strides[rank, : len(of_rank)] = of_rank
     for group in range(len(mine)):
@@ -270,7 +281,7 @@ def check_listed(plan, got, mine, theirs):
         rows.append(np.stack([f.remote_rank, f.remote_region, remote + f.remote_offset,
                               f.local_region, local + f.local_offset, f.length]))  # fmt: skip
     listed, applied = np.concatenate(rows, axis=1), np.stack(got)
-    # Byte by byte of what is read, and where it goes: runs of `apply` may be several of these.
+    # Compare element by element, because a fragment may equal several runs of `apply`.
     for table in (listed, applied):
         table[:] = table[:, np.lexsort(table[::-1])]
     steps = [np.repeat(table[:5], table[5] // ELEMENT, axis=1) for table in (listed, applied)]
@@ -284,7 +295,9 @@ def check_listed(plan, got, mine, theirs):
 
 
 def some_ids(rng, groups, per_group):
-    """int32[groups, per_group] of a pool with spare pages: side by side, backwards or anywhere."""
+    """Return int32[groups, per_group] ids from a pool with spare pages: consecutive, descending or
+    random.
+    """
     count = groups * per_group
     ids = np.arange(1, count + SPARE)
     kind = rng.integers(3)
@@ -298,9 +311,10 @@ def some_ids(rng, groups, per_group):
 
 
 def check(local, remote, local_rank, *, allow_permutation=True, seed=0, tokens=None, change=None):
-    """Raises Wrong unless the plan, carried out, leaves every element where it belongs.
+    """Raise Wrong unless executing the plan puts every element in its correct location.
 
-    tokens: (first, last) of a single partial group, else whole groups. change: spoils the plan.
+    tokens: (first, last) of a single partial group, else whole groups. change: plants a defect in
+    the plan.
     """
     plan = plan_transfer(local, remote, local_rank, allow_permutation=allow_permutation)
     if not allow_permutation and plan.permutation is not None:
@@ -311,7 +325,7 @@ def check(local, remote, local_rank, *, allow_permutation=True, seed=0, tokens=N
 
 
 def carry_out(plan, seed=0, tokens=None):
-    """As above, of a plan."""
+    """Execute a plan and check the result, as `check` does."""
     rng = np.random.default_rng(seed)
     local, remote, local_rank = plan.local, plan.remote, plan.local_rank
     groups = GROUPS if tokens is None else 1

@@ -1,15 +1,17 @@
 """`python -m tests.machinery.transfer_plan_table` executes and checks all combinations of transfer plans.
 
-Prints how many combinations were right, wrong and refused, by what they differ in. A combination is two
-descriptions, one local rank and whether a permutation is allowed. Two products:
+Prints the number of right, wrong and refused combinations by their differences. A combination
+consists of two descriptions, a local rank, and whether a permutation is allowed. There are two
+products:
 
-- parallel: every TP, PP and context-parallel size of both sides and every number of heads (MLA too); what
-  a page looks like is drawn per combination, `--draws` times; `--all-ranks`: every local rank too.
-- pages: every layout, packing, block size and interleave of both sides, head sizes, with and without
-  permutation, for each of a list of parallel sizes, every local rank in turn.
+- parallel: every TP, PP and context-parallel size of both sides and every number of heads,
+  including MLA. `--draws` random page layouts are checked per combination. `--all-ranks` checks
+  every local rank instead of a random one.
+- pages: every layout, packing, block size and interleave of both sides, and several head sizes, with
+  and without permutation, for each of a list of parallel sizes. Local ranks alternate.
 
-The product of both is 6 * 10^8, times the local ranks: `--random N` checks N of it, drawn with `--seed`;
-one in eight of these may have other heads on the two sides, which must be refused.
+The product of both has 6 * 10^8 combinations, times the local ranks. `--random N` checks N of them,
+drawn with `--seed`. In one of eight, the two sides may have different heads, which must be refused.
 """
 
 import argparse
@@ -31,7 +33,8 @@ HEADS = (*SIZES, "mla")
 LAYOUTS = ("NHD", "HND")
 BLOCK_SIZES = (2, 4, 8)
 V_HEAD_SIZES = (2, 1, 0)
-# (tp, pp, cp) of both sides, heads: of each kind of difference at least one.
+# (tp, pp, cp) of both sides and the number of heads, with at least one entry per kind of
+# difference.
 PARALLEL = (
     ((1, 1, 1), (1, 1, 1), 2),
     ((2, 1, 1), (1, 1, 1), 4),
@@ -46,7 +49,7 @@ PARALLEL = (
 
 
 class Combination(NamedTuple):
-    """One thing to check; block sizes and interleaves may be none that a description allows."""
+    """A combination to check. Its block sizes and interleaves may be invalid for a description."""
 
     local: tuple[int, int, int]  # tp, pp, cp
     remote: tuple[int, int, int]
@@ -56,7 +59,7 @@ class Combination(NamedTuple):
     remote_page: tuple[str, str, int, int]
     v_head_size: int
     allow_permutation: bool
-    rank: int  # local, modulo the world size
+    rank: int  # local rank, modulo the world size
     seed: int
 
 
@@ -80,14 +83,14 @@ def describe(parallel, heads, page, v_head_size, num_layers=8) -> CacheDescripti
 
 
 def must_refuse(one: Combination) -> bool:
-    """Whether the two engines cannot be described, or cannot hold the same."""
+    """Whether the plan must be rejected: a side is invalid, or the sides hold different KV."""
     pages = one.local_page, one.remote_page
     tears = any(block_size % interleave for _, _, block_size, interleave in pages)
     return tears or one.heads != one.remote_heads
 
 
 def verdict(one: Combination) -> str:
-    """ "right", "right, permuted", "wrong: ..." or "refused: ..."."""
+    """Return "right", "right, permuted", "wrong: ..." or "refused: ..."."""
     num_layers = max(one.local[1], one.remote[1]) * (1 + one.seed % 2)
     sides = (
         (one.local, one.heads, one.local_page),
@@ -118,7 +121,7 @@ def draw_page(rng, interleave_divides=True) -> tuple[str, str, int, int]:
 
 
 def parallel_product(draws=1, all_ranks=False, seed=0, start=0, step=1) -> Iterator[Combination]:
-    """Every parallel size and number of heads, 20,480, or every `step`-th of them from `start` on."""
+    """Yield all 20,480 parallel sizes and numbers of heads, or every `step`-th one from `start` on."""
     product = enumerate(itertools.product(*[SIZES] * 6, HEADS))
     for number, (*sizes, heads) in itertools.islice(product, start, None, step):
         local, remote = tuple(sizes[:3]), tuple(sizes[3:])
@@ -126,7 +129,8 @@ def parallel_product(draws=1, all_ranks=False, seed=0, start=0, step=1) -> Itera
             rng = np.random.default_rng([seed, number, draw])
             pages = draw_page(rng), draw_page(rng)
             v_head_size = V_HEAD_SIZES[rng.integers(3)]
-            permute = bool(rng.integers(4))  # without is the rarer thing to go wrong
+            # More often permuted, since errors are rarer without a permutation.
+            permute = bool(rng.integers(4))
             ranks = range(np.prod(local)) if all_ranks else [int(rng.integers(np.prod(local)))]
             for rank in ranks:
                 yield Combination(
@@ -135,10 +139,10 @@ def parallel_product(draws=1, all_ranks=False, seed=0, start=0, step=1) -> Itera
 
 
 def page_product(parallel=PARALLEL, block_sizes=BLOCK_SIZES) -> Iterator[Combination]:
-    """Every page on both sides, for each of the parallel sizes."""
+    """Yield every pair of pages for each of the parallel sizes."""
     pages = list(itertools.product(LAYOUTS, PACKINGS, block_sizes, SIZES))
     for local, remote, heads in parallel:
-        # An interleave says nothing where there is one context-parallel rank.
+        # With one context-parallel rank, the interleave has no effect.
         mine, theirs = (
             [page for page in pages if cp > 1 or page[3] == 1] for _, _, cp in (local, remote)
         )
@@ -151,7 +155,7 @@ def page_product(parallel=PARALLEL, block_sizes=BLOCK_SIZES) -> Iterator[Combina
 
 
 def random_product(count: int, seed: int) -> Iterator[Combination]:
-    """Combinations drawn from both products together."""
+    """Draw combinations from the product of both."""
     rng = np.random.default_rng(seed)
     for _ in range(count):
         sizes = [SIZES[i] for i in rng.integers(4, size=6)]
@@ -171,7 +175,7 @@ def random_product(count: int, seed: int) -> Iterator[Combination]:
 
 
 def tally(combinations: Iterator[Combination]) -> tuple[Counter, list[str]]:
-    """How often each verdict came, and what is wrong, the first ten of them."""
+    """Count the verdicts. Return the counts and the first ten wrong combinations."""
     counts, wrong = Counter(), []
     for one in combinations:
         found = verdict(one)

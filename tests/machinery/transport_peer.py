@@ -1,7 +1,7 @@
-"""A peer in a process of its own, for `test_transports.py`.
+"""A peer in a separate process, for `test_transports.py`.
 
-It registers memory with a known pattern, tells its metadata, and obeys commands. With `lie` it breaks the
-protocol in one way; with `delay` a step takes longer.
+It registers memory with a known pattern, reports its metadata, and executes commands. `lie` names
+one protocol violation, and `delay` names a step that takes longer.
 """
 
 import ctypes
@@ -23,17 +23,17 @@ _CLONE_NEWNET = 0x40000000
 
 
 def pattern(seed: int) -> np.ndarray:
-    """uint8[POOL_BYTES] that a seed determines."""
+    """Return uint8[POOL_BYTES], determined by the seed."""
     return np.random.default_rng(seed).integers(0, 256, POOL_BYTES, np.uint8)
 
 
 class Peer(Forked):
-    """The process, as a test sees it.
+    """A peer process, controlled by a test.
 
     Args:
-        name: Of the transport.
-        agent: Its name for others.
-        options: Those of `serve`.
+        name: Name of the transport.
+        agent: The peer's name for other agents.
+        options: Options of `serve`.
     """
 
     def __init__(self, name: str, agent: str = "peer", **options: object) -> None:
@@ -42,10 +42,10 @@ class Peer(Forked):
 
 
 def tell_lies(how: str) -> None:
-    """Breaks the protocol."""
+    """Violate the protocol in one way."""
     if how == "version":
         handshake.TRANSPORT_VERSION += 1
-    if how == "corrupt":  # behind the digest
+    if how == "corrupt":  # after computing the digest
         real = lane.digest_of
 
         def changed(piece: torch.Tensor) -> str:
@@ -75,7 +75,7 @@ def tell_lies(how: str) -> None:
 
 
 def take_longer(what: str) -> None:
-    """Lets a step take half a second longer."""
+    """Make a step take half a second longer."""
     if what == "open":
         real = connection.Connection.open
 
@@ -97,7 +97,7 @@ def attempt(
     size: int,
     source: int,
 ) -> dict:
-    """Connects where it is not connected, and moves the first bytes of `pattern(source)`."""
+    """Connect if necessary, and transfer the first bytes of `pattern(source)`."""
     begin, error, is_right = time.monotonic(), None, None
     at = np.random.default_rng(0).permutation(size // _FRAGMENT) * _FRAGMENT
     pool[:size] = pattern(source)[:size] if kind == "write" else 0
@@ -112,7 +112,7 @@ def attempt(
 
 
 def enter(namespace: str) -> None:
-    """Opens sockets in this network namespace from now on."""
+    """Open all later sockets in this network namespace."""
     with open(f"/run/netns/{namespace}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"setns to {namespace}")
@@ -133,7 +133,7 @@ def serve(
     namespace: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Obeys commands until the test process ends."""
+    """Execute commands until the test process ends."""
     os.environ.update(environment or {})
     if namespace is not None:
         enter(namespace)
@@ -161,7 +161,7 @@ def serve(
                     found += transport.notifications()
                     time.sleep(0.01)
                 answer(found=[(peer, message.decode()) for peer, message in found])
-            case "busy":  # holds the interpreter's main thread
+            case "busy":  # occupies the interpreter's main thread
                 end = time.monotonic() + command["seconds"]
                 while time.monotonic() < end:
                     pass

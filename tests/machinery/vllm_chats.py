@@ -1,7 +1,7 @@
-"""Chats of several turns with a tiny model in vLLM, on a device pool that holds few of them.
+"""Chats of several turns with a tiny model in vLLM, on a device pool that holds only a few of them.
 
-`python -m tests.machinery.vllm_chats '[{"model": FOLDER, ...}, ...]'` prints what came of each as JSON,
-at last.
+`python -m tests.machinery.vllm_chats '[{"model": FOLDER, ...}, ...]'` prints the results as JSON in its
+last line.
 """
 
 import json
@@ -25,11 +25,13 @@ SWAPS = ("swap_in", "swap_out")
 
 
 def chats(model, *, tier=None, connector=TIER, python=sys.executable, **options):
-    """Runs the chats in another process: answers, hit tokens by turn, CPU seconds, metrics.
+    """Run the chats in another process.
 
-    `tier`: options of the host tier; None for none. `num_blocks`, `num_chats`, `num_turns`,
-    `prompt_tokens`, `turn_tokens`, `max_tokens`: sizes. `fail_every`: so many loads and one more fails.
-    `scheduler_cls`: another one than vLLM's.
+    Return answers, hit tokens by turn, CPU seconds and metrics.
+
+    `tier`: options of the host tier, or None without a tier. `num_blocks`, `num_chats`,
+    `num_turns`, `prompt_tokens`, `turn_tokens`, `max_tokens`: sizes. `fail_every`: number of loads
+    after which one fails. `scheduler_cls`: replaces vLLM's scheduler.
     """
     options |= {"model": model, "tier": tier, "connector": connector}
     [found] = chats_each([options], python)
@@ -39,7 +41,7 @@ def chats(model, *, tier=None, connector=TIER, python=sys.executable, **options)
 
 
 def chats_each(variants, python=sys.executable):
-    """The same for several options, one after the other in one process; `error` of one that failed."""
+    """Run `chats` for several options in turn, in one process. `error` is set for failed ones."""
     done = subprocess.run(
         [python, "-m", __name__, json.dumps(variants)],
         capture_output=True,
@@ -54,11 +56,11 @@ def chats_each(variants, python=sys.executable):
 
 
 class ChatsFailed(Exception):
-    """What the process wrote as it failed, or what was raised."""
+    """The output of the failed process, or the exception that was raised."""
 
 
 def run_each(variants):
-    """What `chats_each` returns, in this process."""
+    """Run the variants in this process and return their results."""
     from kvcache.worker.swap.engine import SwapEngine
     from tests.machinery.vllm_models import make_room
 
@@ -155,7 +157,10 @@ def run(
 
 
 def fail_some(fail_every):
-    """Every so many swaps fail as they are started; a list that grows with each of them."""
+    """Make every `fail_every`-th swap fail at its start.
+
+    Return a list that grows with each failure.
+    """
     from kvcache.worker.swap.engine import SwapEngine
 
     failed, count = [], [0]

@@ -1,6 +1,7 @@
-"""A vLLM engine as a process, which goes on stepping while it waits for commands.
+"""A vLLM engine in a separate process, which continues stepping while it waits for commands.
 
-`python -m tests.machinery.vllm_engine OPTIONS` reads commands and writes answers, a line of JSON each.
+`python -m tests.machinery.vllm_engine OPTIONS` reads commands and writes answers, one JSON value per
+line.
 """
 
 import json
@@ -24,7 +25,10 @@ DEADLINE_S = 240
 
 
 class Engine:
-    """An engine in a process of its own. `options`: of vLLM's `LLM`; `extra`: of the connector."""
+    """An engine in a separate process.
+
+    `options` are those of vLLM's `LLM`, and `extra` those of the connector.
+    """
 
     def __init__(self, folder, role, *, extra=None, environment=None, **options):
         options |= {"model": folder}
@@ -56,7 +60,7 @@ class Engine:
             kept.append(line)
 
     def answer(self, timeout_s=DEADLINE_S):
-        """The next line that the engine answers with."""
+        """Return the next answer of the engine."""
         deadline = time.monotonic() + timeout_s
         while not any(line.startswith("@") for line in self.lines):
             assert self.process.poll() is None, "".join(self.errors)[-3000:]
@@ -67,35 +71,35 @@ class Engine:
         )
 
     def ask(self, command, *arguments, timeout_s=DEADLINE_S):
-        """Sends a command and returns its answer."""
+        """Send a command and return its answer."""
         self.send(command, *arguments)
         return self.answer(timeout_s)
 
     def send(self, command, *arguments):
-        """Sends a command, whose answer comes later."""
+        """Send a command whose answer is read later."""
         self.process.stdin.write(json.dumps([command, *arguments]) + "\n")
         self.process.stdin.flush()
 
     def run(self, prompts, max_tokens=16, params=None, timeout_s=DEADLINE_S):
-        """(tokens, kv_transfer_params) of each prompt."""
+        """Return (tokens, kv_transfer_params) for each prompt."""
         return self.ask(
             "run", prompts, max_tokens, params or [None] * len(prompts), timeout_s=timeout_s
         )
 
     def prefill(self, prompts):
-        """What the engine tells of each prompt's blocks."""
+        """Prefill the prompts. Return the kv_transfer_params of each."""
         return [
             each[1] for each in self.run(prompts, 1, [{"do_remote_decode": True}] * len(prompts))
         ]
 
     def decode(self, prompts, offers, max_tokens=16):
-        """(tokens of each prompt, how many tokens were computed)."""
+        """Decode the prompts. Return (tokens of each prompt, number of computed tokens)."""
         self.ask("scheduled")
         tokens = [each[0] for each in self.run(prompts, max_tokens, offers)]
         return tokens, self.ask("scheduled")
 
     def wait_until_empty(self, timeout_s=30):
-        """Fails unless no block is held soon."""
+        """Wait until no block is held. Fails after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while (held := self.ask("held")) != [0, 0.0]:
             assert time.monotonic() < deadline, f"requests and usage: {held}"
@@ -103,21 +107,21 @@ class Engine:
         assert self.ask("reset") is True
 
     def said(self, text):
-        """How many lines of the log have a text."""
+        """Return the number of log lines that contain a text."""
         return sum(text in line for line in list(self.errors))
 
     def signal(self, number):
-        """To the engine and its workers."""
+        """Send a signal to the engine and its workers."""
         os.killpg(self.process.pid, number)
 
     def end(self):
-        """Begins to end."""
+        """Request the end of the process without waiting."""
         if self.process.poll() is None:
             self.signal(signal.SIGCONT)
         self.process.stdin.close()
 
     def close(self):
-        """Ends the processes."""
+        """Wait for the processes to end, or kill them."""
         self.end()
         try:
             self.process.wait(timeout=20)
@@ -182,7 +186,7 @@ def main():
         before = counts.get("tokens", 0)
         outputs = engine.step()
         if counts.get("tokens", 0) == before:
-            time.sleep(0.001)  # as vLLM's engine does that only waits
+            time.sleep(0.001)  # as vLLM's engine does while it only waits
         for output in outputs:
             if output.finished:
                 tokens = list(output.outputs[0].token_ids)
@@ -193,7 +197,7 @@ def main():
 
 
 def count_scheduled(scheduler):
-    """Counts the tokens that steps compute, from now on."""
+    """Count the tokens of all steps from now on."""
     counts, schedule = {}, scheduler.schedule
 
     def counted(*arguments, **options):
@@ -206,13 +210,13 @@ def count_scheduled(scheduler):
 
 
 class Lines:
-    """Lines of the standard input, as they come."""
+    """Lines of the standard input."""
 
     def __init__(self):
         self.rest = b""
 
     def next(self, timeout_s):
-        """A line; None where none came in time, "" at the end."""
+        """Return the next line, None after a timeout, or "" at the end of the input."""
         if b"\n" not in self.rest and select.select([0], [], [], timeout_s)[0]:
             data = os.read(0, 1 << 20)
             if not data:

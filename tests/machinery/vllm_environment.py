@@ -1,10 +1,11 @@
-"""Runs the tests of `kvcache.plugins.vllm` in a virtual environment of their own (`make test-vllm`).
+"""Runs the tests of `kvcache.plugins.vllm` in a separate virtual environment (`make test-vllm`).
 
     python -m tests.machinery.vllm_environment [--vllm 0.31.0] [-m MODULE] [ARGUMENT ...]
 
-The environment has vLLM's build for CPUs and is made once (some minutes). Where that cannot be had,
-this says so and succeeds. kvcache is the checkout's, as `make setup` has built it for the same Python.
-ARGUMENTs are pytest's, or those of a module that runs in place of it.
+The environment has vLLM's CPU build and is created once, which takes some minutes. If that is
+impossible, the script prints the reason and exits successfully. kvcache comes from the checkout,
+built by `make setup` for the same Python. ARGUMENTs go to pytest, or to the module that runs
+instead.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TESTS = sorted(
     str(each.relative_to(REPO)) for each in (REPO / "tests" / "plugins" / "vllm").glob("test_*.py")
 )
 TEST_NEEDS = ("pytest", "hypothesis", "xxhash")
-# vLLM names them, and the tests do without.
+# Requirements of vLLM to skip. torch is installed separately, and the tests do not need the others.
 LEFT_OUT = ("torch", "torchaudio", "torchvision", "torchcodec", "opencv-python-headless")
 REQUIREMENTS = (
     "from importlib.metadata import requires; "
@@ -34,7 +35,7 @@ REQUIREMENTS = (
 
 
 class Unavailable(Exception):
-    """This machine cannot have vLLM; the message says why, in one line."""
+    """vLLM cannot be installed on this machine. The message gives the reason in one line."""
 
 
 def main() -> int:
@@ -56,7 +57,7 @@ def main() -> int:
 
 
 def _install(vllm_version: str) -> Path:
-    """The Python of the environment with this version of vLLM."""
+    """Install this version of vLLM if necessary. Return the environment's Python."""
     folder = FOLDERS / vllm_version
     python, stamp = folder / "bin" / "python", folder / ".complete"
     if stamp.exists():
@@ -81,7 +82,10 @@ def _install(vllm_version: str) -> Path:
 
 
 def _call(command: list[str]) -> str:
-    """What a step of the installation printed; Unavailable, with its last line, where it fails."""
+    """Run an installation step and return its output.
+
+    Raises Unavailable with the last line if it fails.
+    """
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]

@@ -1,4 +1,4 @@
-"""Caches of two engines whose every element says which token, layer and head it is of."""
+"""Caches of two engines in which every element encodes its token, layer and head."""
 
 import ctypes
 import random
@@ -11,7 +11,7 @@ from kvcache.sources.disaggregation.layout import VEC
 
 
 class Side:
-    """An engine's caches of one group: of each rank, [pages, heads, tokens, content] per layer."""
+    """An engine's caches of one group: per rank and layer, [pages, heads, tokens, content]."""
 
     def __init__(self, shape, block_size, tp_size, *, order="HND", interior=VEC, pages_per_block=1):
         self.num_layers, self.heads, self.head_size = shape
@@ -39,11 +39,11 @@ class Side:
         )
 
     def head_of(self, rank, head):
-        """The model's head."""
+        """Return the model's head index for a rank's head."""
         return rank * self.heads // self.tp_size + head
 
     def pieces(self, rank, block):
-        """(layer, head, part, [tokens, head size] view) of a block, K and V of each head."""
+        """Yield (layer, head, part, [tokens, head size] view) for K and V of each head of a block."""
         for layer, cache in enumerate(self.caches[rank]):
             for page in range(self.pages_per_block):
                 for head in range(self.own):
@@ -57,7 +57,7 @@ class Side:
                         yield layer, page, self.head_of(rank, head), part, view
 
     def expected(self, layer, head, part, tokens):
-        """What each element of these tokens holds."""
+        """Return the expected elements of these tokens."""
         base = ((layer * self.heads + head) * 2 + part) * 1000.0
         return base + tokens[:, None] + torch.arange(self.head_size) / 64
 
@@ -72,7 +72,7 @@ class Side:
 
 
 def read_all(local, remote, local_blocks, remote_blocks):
-    """Carries the plans of all local ranks out; the number of reads."""
+    """Execute the plans of all local ranks. Return the number of reads."""
     addresses = [[cache.data_ptr() for cache in each] for each in remote.caches]
     count = 0
     for rank in range(local.tp_size):
@@ -86,7 +86,7 @@ def read_all(local, remote, local_blocks, remote_blocks):
 
 
 def check_blocks(local, local_blocks, remote_blocks, remote_size):
-    """Every element of tokens that both sides have is right, every other one untouched."""
+    """Check that elements of tokens on both sides are correct and that all others are unchanged."""
     has = {
         number * remote_size + token
         for number, block in enumerate(remote_blocks)
@@ -108,14 +108,16 @@ def check_blocks(local, local_blocks, remote_blocks, remote_size):
 
 
 def some_blocks(rng, num_tokens, block_size, first_token=0):
-    """Ids of a request's blocks in any order; those before a token are 0."""
+    """Return a request's block ids in random order. Blocks before a token are 0."""
     count = -(-num_tokens // block_size)
     ids = rng.sample(range(1, 16), count)
     return [0 if i < first_token // block_size else ids[i] for i in range(count)]
 
 
 def random_case(seed, local_size, remote_size, local_tp, remote_tp, heads):
-    """Two sides and blocks on both, the remote ones filled, with or without a window's null blocks."""
+    """Make two sides with blocks, the remote blocks filled, with or without null blocks before a
+    window.
+    """
     rng = random.Random(seed)
     print(f"seed {seed}")
     shape = (2, heads, 4)

@@ -1,7 +1,8 @@
-"""Tiny models in vLLM, each with several schedulers in one process, and how requests fare with them.
+"""Runs tiny models in vLLM with several schedulers in one process and records the results of
+requests.
 
-`python -m tests.machinery.vllm_models '{"model": FOLDER, ...}'` prints what came of it as JSON, in its
-last line.
+`python -m tests.machinery.vllm_models '{"model": FOLDER, ...}'` prints the results as JSON in its last
+line.
 """
 
 import gc
@@ -30,7 +31,7 @@ MODELS = {
         **{"sliding_window": 128, "hidden_activation": "gelu_pytorch_tanh"},
         "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
     },
-    # vLLM's kernel for the CPU knows latent vectors of 512 and 64 numbers alone.
+    # vLLM's CPU kernel supports only latent vectors with 512 and 64 elements.
     "deepseek_v3": {
         **{key: value for key, value in TINY_LLAMA.items() if key != "head_dim"},
         **{"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
@@ -53,7 +54,7 @@ MODELS = {
         "attention_multiplier": 0.17,
     },
 }
-# Of vLLM's `LLM`. Pools hold 3 requests of a batch of 16, or fewer.
+# Options of vLLM's `LLM`. Each pool holds at most 3 requests of a batch of 16.
 OPTIONS = {
     "llama": {"num_gpu_blocks_override": 40},
     "qwen3": {"num_gpu_blocks_override": 40},
@@ -79,18 +80,21 @@ ENGINES = {
     "vllm drafts": {"async_scheduling": False, **DRAFTS},
     "ours drafts": {"async_scheduling": False, "scheduler_cls": OURS + "VllmScheduler", **DRAFTS},
 }
-# Of each eight requests.
+# State in which each of eight consecutive requests is aborted.
 ABORTED_AS = ("waiting", "prompt", "running", *["preempted"] * 4, None)
 
 
 def write_config(folder, name):
-    """A folder with a tiny model's configuration; its path."""
+    """Create a folder with a tiny model's configuration. Return its path."""
     (folder / "config.json").write_text(json.dumps(MODELS[name]))
     return str(folder)
 
 
 def behaviours(model, engines, **options):
-    """By engine, how requests fared, in a process of its own. `options`: of vLLM's `LLM`."""
+    """Run the requests in a separate process.
+
+    Return the results by engine. `options` are those of vLLM's `LLM`.
+    """
     done = subprocess.run(
         [
             *(sys.executable, "-m", __name__),
@@ -107,7 +111,7 @@ def behaviours(model, engines, **options):
 
 
 def run(model, engines, options):
-    """What `behaviours` returns, in this process."""
+    """Run the requests in this process and return the results by engine."""
     from vllm import LLM
 
     fill_at_random()
@@ -129,14 +133,15 @@ def run(model, engines, options):
 
 
 def make_room():
-    """For another engine in this process; the one before has been let go."""
+    """Clean up after an engine, so that another one can start in this process."""
     from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.triton_utils import dispatcher
 
-    ensure_kv_transfer_shutdown()  # of one that failed at its start
-    dispatcher.register_kernels = lambda kernels: None  # once a process; a second time it fails
-    gc.collect()  # else the next one's groups of processes end with this one
+    ensure_kv_transfer_shutdown()  # for an engine that failed at its start
+    # Fails when called a second time in a process.
+    dispatcher.register_kernels = lambda kernels: None
+    gc.collect()  # otherwise, the next engine's process groups would end with the old engine
     cleanup_dist_env_and_memory()
 
 
@@ -159,7 +164,7 @@ class Requests:
         found = {"manager": type(self.scheduler.kv_cache_manager).__name__}
         found["roomy"] = self.roomy(rng)
         found["tight"] = self.told(lambda: self.generate(requests))
-        if not has_drafts:  # what is drawn depends on the drafts
+        if not has_drafts:  # sampling depends on the drafts
             found["samples"] = self.samples(rng)
         found["aborts"] = self.aborts(requests)
         found["resets"] = self.resets(requests)
@@ -171,7 +176,7 @@ class Requests:
         return found
 
     def told(self, work):
-        """What `work` returns, and how vLLM's counters changed."""
+        """Run `work`. Return its result and the changes of vLLM's counters."""
         before = self.counters()
         answers = work()
         return {
@@ -201,20 +206,28 @@ class Requests:
         return [[list(each.token_ids) for each in output.outputs] for output in outputs]
 
     def roomy(self, rng):
-        """Few short requests, twice: the second time as hits. Two differ in their first half alone."""
+        """Run few short requests twice, with hits the second time.
+
+        Two of them differ only in their first half.
+        """
         tail = tokens(rng, 50)
         requests = [(tokens(rng, 50) + tail, 20) for _ in range(2)] + [(tokens(rng, 150), 20)]
         return self.told(lambda: [self.generate(requests), self.generate(requests)])
 
     def samples(self, rng):
-        """Several samples of each prompt, drawn. vLLM's build for CPUs cannot draw with a seed where a
-        prompt is cut: all of them fit into a step, and into the pool."""
+        """Draw several samples of each prompt.
+
+        vLLM's CPU build cannot sample with a seed if a prompt is split, so all prompts fit into a
+        step and into the pool.
+        """
         requests = [(tokens(rng, rng.randrange(8, 20)), 60) for _ in range(2)]
         return self.told(lambda: self.generate(requests, n=3, temperature=1.0, seed=7))
 
     def aborts(self, requests):
-        """Some of them are aborted, each as soon as it is seen in a state; the tokens of all, and how
-        many were aborted in which state."""
+        """Abort some requests as soon as they are in a given state.
+
+        Returns the tokens of all requests and the number of aborted ones per state.
+        """
         counts = {}
 
         def abort(step):
@@ -229,7 +242,9 @@ class Requests:
         return {"requests": self.steps(requests, abort), "aborted": counts}
 
     def resets(self, requests):
-        """The cache is reset while they run, without and with their preemption, and behind them."""
+        """Reset the cache while requests run, with and without preempting them, and after they have
+        ended.
+        """
         answers = []
 
         def reset(step):
@@ -244,7 +259,10 @@ class Requests:
         return found
 
     def steps(self, requests, between):
-        """The tokens of requests, stepwise; `between` is called with the number of each step."""
+        """Run requests step by step and return their tokens.
+
+        `between` is called with each step's number.
+        """
         self.first = next(self.numbers)
         self.last = [{"tokens": [], "ended": None} for _ in requests]
         for number, (prompt, max_tokens) in enumerate(requests):
@@ -261,7 +279,7 @@ class Requests:
                     entry["tokens"] = list(output.outputs[0].token_ids)
                     entry["ended"] = "finished" if output.finished else None
             step += 1
-        while self.scheduler.has_requests():  # steps under way, of requests that are aborted
+        while self.scheduler.has_requests():  # steps of aborted requests that are still in flight
             self.engine.engine_core.get_output()
         return self.last
 
@@ -281,7 +299,7 @@ def params(max_tokens, **sampling):
 
 
 def state_of(request):
-    """Where a request of the scheduler is: waiting, prompt, running, preempted."""
+    """Return the state of a scheduler's request: waiting, prompt, running or preempted."""
     name = request.status.name
     if name != "RUNNING":
         return name.lower()

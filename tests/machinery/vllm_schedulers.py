@@ -1,4 +1,4 @@
-"""vLLM's own scheduler with its own cache manager and with kvcache's, side by side, without a model."""
+"""Compares vLLM's own scheduler with its own cache manager and with kvcache's, without a model."""
 
 import collections
 import os
@@ -37,7 +37,7 @@ from kvcache.allocator import check_invariants
 from kvcache.plugins import vllm as ours
 from kvcache.plugins.vllm import hashing
 
-BLOCK, LONGEST = 16, 2048  # tokens of a block, and of a request
+BLOCK, LONGEST = 16, 2048  # tokens per block, and maximum tokens per request
 SHAPE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
 TINY = {
     **{"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4},
@@ -84,7 +84,7 @@ PAIRS = {
 
 
 def engine_config(model, *, is_async=False, events=False, **options):
-    """vLLM's configuration for a model's folder."""
+    """Return vLLM's configuration for a model's folder."""
     if events:
         options["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     arguments = {
@@ -98,7 +98,7 @@ def engine_config(model, *, is_async=False, events=False, **options):
 
 
 def make_scheduler(cls, config, groups, num_blocks, context_parallel_size=1, retention=None):
-    """A scheduler of these kinds of groups; `num_blocks` with the null block."""
+    """Make a scheduler for groups of these kinds. `num_blocks` includes the null block."""
     config.parallel_config.decode_context_parallel_size = context_parallel_size
     config.cache_config.num_gpu_blocks = num_blocks
     modes = {kind.partition(" ")[2] for kind in groups if kind.startswith("mamba")}
@@ -125,7 +125,7 @@ def make_scheduler(cls, config, groups, num_blocks, context_parallel_size=1, ret
 
 
 def block_hasher(name="sha256_cbor", size=BLOCK, *, ours=False):
-    """vLLM's own hasher of blocks of so many tokens, or kvcache's."""
+    """Return vLLM's or kvcache's hasher for blocks of `size` tokens."""
     function = get_hash_fn_by_name(name)
     init_none_hash(function)
     make = hashing.get_request_block_hasher if ours else get_request_block_hasher
@@ -133,7 +133,7 @@ def block_hasher(name="sha256_cbor", size=BLOCK, *, ours=False):
 
 
 def make_request(number, token_ids, hasher, max_tokens, **options):
-    """A request that goes on to `max_tokens`."""
+    """Make a request that generates `max_tokens` tokens."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     params.update_from_generation_config({}, None)
     return Request(
@@ -147,7 +147,7 @@ def make_request(number, token_ids, hasher, max_tokens, **options):
 
 
 def answer(scheduler, scheduled):
-    """A model's answer: one token of each request that is past its prompt, and accepted drafts."""
+    """Return a model's output: one token per request past its prompt, plus accepted drafts."""
     ids, sampled = list(scheduled.num_scheduled_tokens), []
     for request_id in ids:
         request = scheduler.requests[request_id]
@@ -165,24 +165,24 @@ def answer(scheduler, scheduled):
 
 
 class Contents:
-    """What a model would have written to each slot, and whether it would read what it needs.
+    """Tracks what a model would have written to each slot, and checks what it reads.
 
-    KV of a token depends on all tokens up to it: a slot's content is a digest of these. Where a token is
-    not known yet, it is found by its request later.
+    The KV of a token depends on all tokens up to it, so a slot's content is their digest. If a
+    token is not known yet, the slot stores the request and position, which are resolved later.
     """
 
     def __init__(self, scheduler):
         self.scheduler = scheduler
-        self.size = scheduler.hash_block_size  # tokens of a block
+        self.size = scheduler.hash_block_size  # tokens per hash block
         self.specs = [g.kv_cache_spec for g in scheduler.kv_cache_config.kv_cache_groups]
-        self.tables = {}  # request id -> ids of each group
-        self.digests = {}  # request id -> of its tokens so far
+        self.tables = {}  # request id -> block ids of each group
+        self.digests = {}  # request id -> digest of each prefix so far
         self.slots = {}  # (group, block, offset) -> digest, or (request id, position)
         self.requests = {}
-        self.checkpoints = 0  # inside of chunks
+        self.checkpoints = 0  # number of checkpoints inside chunks
 
     def apply(self, scheduled):
-        """Checks a step, as its worker would carry it out."""
+        """Check a step by executing it like a worker."""
         for new in scheduled.scheduled_new_reqs:
             self.tables[new.req_id] = [list(ids) for ids in new.block_ids]
         cached = scheduled.scheduled_cached_reqs
@@ -196,17 +196,17 @@ class Contents:
         for request_id, count in scheduled.num_scheduled_tokens.items():
             request = self.requests[request_id] = self.scheduler.requests[request_id]
             drafts = scheduled.scheduled_spec_decode_tokens.get(request_id, [])
-            stop = request.num_computed_tokens  # the scheduler has counted the step
+            stop = request.num_computed_tokens  # the scheduler has already counted the step
             spans.append((request, stop - count, stop, drafts))
         new = {request.req_id for request in scheduled.scheduled_new_reqs} | cached.resumed_req_ids
-        given = set()  # blocks that are cleared or copied to as the step begins
+        given = set()  # blocks cleared or overwritten by copies at the start of the step
         for each in scheduled.scheduled_new_reqs:
             own = zip(each.block_ids, self.specs)
             given.update(*(ids[each.num_computed_tokens // self.size :] for ids, _ in own))
         for request_id, ids in zip(cached.req_ids, cached.new_block_ids):
             if request_id not in new:
                 given.update(*(ids or ()))
-        for request, start, stop, _ in spans:  # states are copied then, too
+        for request, start, stop, _ in spans:  # states are also copied at the start
             self.read_states(request, start, stop, given)
         for request, start, stop, drafts in spans:
             self.write(request, start, stop, drafts)
@@ -218,7 +218,7 @@ class Contents:
         tokens, digests = self.digests.setdefault(request.request_id, ([], []))
         now = request._all_token_ids
         while tokens and (len(tokens) > len(now) or tokens[-1] != now[len(tokens) - 1]):
-            tokens.pop(), digests.pop()  # a session drops its last ones
+            tokens.pop(), digests.pop()  # a session drops its last tokens
         for token in request._all_token_ids[len(tokens) :]:
             tokens.append(token)
             digests.append(hash((digests[-1] if digests else 0, token)))
@@ -240,7 +240,7 @@ class Contents:
                 yield group, position, (group, block, position % self.size)
 
     def states_of(self, request, position):
-        """Where the state after the token at `position` is."""
+        """Yield the location of the state after the token at `position`."""
         for group, table in enumerate(self.tables[request.request_id]):
             spec = self.specs[group]
             if isinstance(spec, MambaSpec):
@@ -255,7 +255,7 @@ class Contents:
                 assert block not in given, "a page is given out that a state is copied from"
 
     def resolved(self, content):
-        """A digest, also of a token that was not known when it was written."""
+        """Return a digest, including that of a token that was unknown when it was written."""
         if isinstance(content, tuple):
             writer, at = content
             return self.digest(self.requests[writer], at)
@@ -276,7 +276,10 @@ class Contents:
             self.slots[slot] = self.digest(request, position, drafts)
 
     def write_checkpoints(self, request, start, stop):
-        """States of a chunk's inside: the worker writes them to where its own rules say."""
+        """Write the states inside a chunk.
+
+        The worker determines their location by its own rules.
+        """
         for group, table in enumerate(self.tables[request.request_id]):
             spec = self.specs[group]
             if not getattr(spec, "num_prefill_checkpoint_blocks", 0) or stop - start == 1:
@@ -307,7 +310,7 @@ class Contents:
 
 
 class SideBySide:
-    """Both schedulers under one random workload; every decision of each step is compared."""
+    """Both schedulers under one random workload. Every decision of each step is compared."""
 
     def __init__(
         self,
@@ -325,7 +328,8 @@ class SideBySide:
         self.is_async = config.scheduler_config.async_scheduling
         self.exact = exact
         self.drafts = drafts
-        self.sessions = {} if sessions else None  # numbers of those that take more parts, by id
+        # request id -> number, for sessions that take further parts
+        self.sessions = {} if sessions else None
         size = BLOCK * context_parallel_size
         self.hashers = [block_hasher(size=size), block_hasher(size=size, ours=True)]
         self.pair = [
@@ -356,10 +360,11 @@ class SideBySide:
         for scheduler in self.pair:
             assert scheduler.kv_cache_manager.usage < 1e-9, "blocks are still held"
         live = [{key for key, count in each.items() if count > 0} for each in self.live]
-        # Where drafts are accepted in a request's last step, what they fill is a hit only here.
+        # If drafts are accepted in a request's last step, only kvcache caches their blocks.
         is_same = live[0] <= live[1] if self.drafts else live[0] == live[1]
         assert not self.exact or is_same, "events tell of other blocks"
-        # Where blocks between are null, vLLM's events name tokens that belong to none of their hashes.
+        # If there are null blocks in between, vLLM's events contain tokens that belong to none of
+        # their hashes.
         if self.exact and not self.drafts and self.is_dense:
             assert self.told[0] == self.told[1], "events tell something else of blocks"
         assert self.pair[0].reset_prefix_cache() and self.pair[1].reset_prefix_cache()
@@ -382,7 +387,7 @@ class SideBySide:
 
     @staticmethod
     def _blocks_told(event):
-        """For each block that an event stores, all that it tells of it."""
+        """Yield everything that an event says about each block it stores."""
         if type(event).__name__ != "BlockStored":
             return
         size, parent = event.block_size, event.parent_block_hash
@@ -430,7 +435,7 @@ class SideBySide:
             scheduler.add_request(make_request(number, tokens, hasher, max_tokens, **options))
 
     def _add_parts(self, share):
-        """More parts of sessions, or their end."""
+        """Add further parts to sessions, or end them."""
         rng = self.rng
         for request_id, number in list((self.sessions or {}).items()):
             request = self.pair[0].requests.get(request_id)
@@ -490,17 +495,18 @@ class SideBySide:
         assert sizes[0] == sizes[1]
         self.counts["preemptions"] += len(theirs.preempted_req_ids or ())
         if self.is_async and not self.is_dense:
-            return  # vLLM keeps what leaves a window, and states, until the step's output is there
+            # vLLM keeps states and blocks outside a window until the step's output has arrived.
+            return
         usages = [scheduler.kv_cache_manager.usage for scheduler in self.pair]
         assert abs(usages[0] - usages[1]) < 1e-9, "pools are used unlike"
 
 
 def main():
-    """Random requests.
+    """Run random requests.
 
     `python -m tests.machinery.vllm_environment -m tests.machinery.vllm_schedulers REQUESTS [SEED]`
 
-    Pools and kinds of groups take turns; where decisions are to be equal, they are compared.
+    Pool sizes and kinds of groups alternate. Decisions are compared where they must be equal.
     """
     import json
     import sys
@@ -511,8 +517,8 @@ def main():
     mixes = [
         *((("full",), num_blocks, True) for num_blocks in (40, 90, 300)),
         (("window", "full"), 3_000, True),
-        # vLLM waits for a state that another request computes again; a state whose tokens come late is a
-        # hit some steps later than vLLM's.
+        # vLLM waits for a state that another request recomputes. A state whose tokens arrive late
+        # becomes a hit a few steps later than with vLLM's manager.
         (("mamba align", "full"), 3_000, False),
         *((groups, 150, False) for groups in (("window", "full"), ("mamba align", "full"))),
     ]

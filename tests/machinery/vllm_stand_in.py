@@ -1,9 +1,11 @@
-"""Stand-ins for the few names of vLLM that a worker's parts of the integration use, where it is missing.
+"""Stand-ins for the few vLLM names that the worker side of the integration uses, for machines
+without vLLM.
 
     with stand_in():
         from kvcache.plugins.vllm.offloading.host_worker import HostWorker
 
-Modules are imported one by one: the packages' own `__init__` would import all of the integration.
+Modules are imported individually, because the packages' `__init__` would import the complete
+integration.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ class _Named(type):
 
 
 class _Module(ModuleType):
-    """Any other name is an empty class, to inherit from or to annotate with; its attributes are names."""
+    """A module in which every other name is an empty class for inheritance or annotations, with
+    names as attributes.
+    """
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
@@ -103,7 +107,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @contextlib.contextmanager
 def stand_in() -> Iterator[None]:
-    """vLLM's modules are stand-ins meanwhile, and those of the integration are imported anew."""
+    """Replace vLLM's modules by stand-ins during the block, and import the integration's modules
+    anew.
+    """
     kept = {
         name: sys.modules.pop(name)
         for name in list(sys.modules)

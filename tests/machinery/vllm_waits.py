@@ -1,7 +1,10 @@
-"""Lets vLLM's processes sleep while they wait for each other, in every process that imports this.
+"""Makes vLLM's processes sleep while they wait for each other.
 
-They call `sched_yield` in a loop. Two workers of a tensor-parallel engine have then kept both cores of a
-machine for up to 20 s (Linux 6.18): no other process of it ran, and deadlines of transfers passed.
+Applies to every process that imports this module.
+
+By default, they call `sched_yield` in a loop. Two workers of a tensor-parallel engine thereby
+occupied both cores of a machine for up to 20 s (Linux 6.18). No other process ran, so transfers
+missed their deadlines.
 """
 
 from vllm.distributed import utils
@@ -10,4 +13,7 @@ utils.USE_SCHED_YIELD = False
 
 
 class Extension:
-    """Of vLLM's worker: named as `worker_extension_cls`, it has a worker import this."""
+    """A vLLM worker extension.
+
+    Its name in `worker_extension_cls` makes a worker import this module.
+    """

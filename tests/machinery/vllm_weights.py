@@ -1,4 +1,6 @@
-"""Random weights of a tiny Llama, in files: `dummy` ones would differ from rank to rank."""
+"""Writes random weights of a tiny Llama to files, because vLLM's `dummy` weights differ from rank
+to rank.
+"""
 
 import json
 
@@ -7,7 +9,7 @@ from safetensors.torch import save_file
 
 
 def write_llama(folder, config):
-    """A model of a configuration in a folder, as vLLM loads it."""
+    """Write a model with a configuration to a folder that vLLM can load."""
     generator = torch.Generator().manual_seed(0)
     hidden, heads = config["hidden_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * heads, config["num_key_value_heads"] * heads
@@ -39,7 +41,7 @@ def write_llama(folder, config):
 
 
 def fill_at_random():
-    """vLLM's `dummy` weights are not so small that answers depend on the last token alone."""
+    """Make vLLM's `dummy` weights large enough that answers depend on more than the last token."""
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     DummyModelLoader.load_weights = _fill
@@ -51,20 +53,23 @@ def _fill(loader, model, model_config):
         if not tensor.is_floating_point():
             continue
         values = torch.randn(tensor.shape, generator=generator)
-        if name.endswith(".A"):  # how fast states decay
+        if name.endswith(".A"):  # decay rate of states
             values = -0.2 - 0.3 * values.abs()
         elif tensor.ndim < 2:  # norms
             values = 1 + 0.1 * values
         elif "embed" not in name:
             values *= 0.2
-        elif model_config.hf_config.tie_word_embeddings:  # else each token is said again
+        elif model_config.hf_config.tie_word_embeddings:  # otherwise, the model repeats each token
             values *= 0.05
         tensor.copy_(values)
 
 
 def without_checkpoints():
-    """Mamba 2 without states inside a prompt's chunk: vLLM's kernels for the CPU fail with them
-    (`IndexError` in `mamba_mixer2.py`, "index 3 is out of bounds for dimension 0 with size 2")."""
+    """Disable Mamba 2 states inside a prompt's chunk.
+
+    vLLM's CPU kernels fail with them (`IndexError` in `mamba_mixer2.py`, "index 3 is out of bounds
+    for dimension 0 with size 2").
+    """
     from vllm.model_executor.layers.mamba.abstract import MambaBase
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 

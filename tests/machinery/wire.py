@@ -1,7 +1,8 @@
-"""Two network namespaces with a wire between them that loses, delays, repeats, flips and cuts.
+"""Two network namespaces, connected by a wire that drops, delays, repeats, corrupts and cuts
+packets.
 
-Each namespace has a TUN device, whose packets a thread carries to the other one. Nothing else leaves or
-enters them. Needs root, `ip` (iproute2) and /dev/net/tun.
+Each namespace has a TUN device, and a thread forwards the packets between the two. The namespaces
+have no other connection. Needs root, `ip` (iproute2) and /dev/net/tun.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Faults:
-    """What happens to packets.
+    """Faults of the wire.
 
-    loss, repeat, flip: shares of them. delay_s: from, to; unlike delays reorder packets.
+    loss, repeat, flip: fraction of packets. delay_s: (minimum, maximum); different delays reorder
+    packets.
     """
 
     loss: float = 0.0
@@ -41,7 +43,7 @@ class Faults:
 
 
 class Wire:
-    """The wire; `faults` may be changed at any time. addresses: of both ends."""
+    """The wire. `faults` may be changed at any time. addresses: of both ends."""
 
     addresses = ("10.77.0.1", "10.77.0.2")
 
@@ -63,7 +65,7 @@ class Wire:
             for i, (name, device) in enumerate(zip(self.namespaces, self.devices)):
                 end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
                 self._ends.append(end)
-                passing = f"{device}p{os.getpid()}"[:15]  # a name in this namespace, for a moment
+                passing = f"{device}p{os.getpid()}"[:15]  # temporary name in this namespace
                 request = struct.pack("16sH22x", passing.encode(), _IFF_TUN | _IFF_NO_PI)
                 fcntl.ioctl(end, _TUNSETIFF, request)
                 _ip("link", "set", passing, "netns", name, "name", device)
@@ -89,7 +91,8 @@ class Wire:
 
     def _run(self) -> None:
         number = itertools.count()
-        under_way: list[tuple[float, int, int, bytes]] = []  # when, which, to which end, packet
+        # Heap of (arrival time, sequence number, end, packet).
+        under_way: list[tuple[float, int, int, bytes]] = []
         while True:
             now = time.monotonic()
             while under_way and under_way[0][0] <= now:
@@ -109,7 +112,7 @@ class Wire:
                         )
 
     def _fate(self, packet: bytes) -> Iterator[tuple[float, bytes]]:
-        """When a packet arrives and as what: never, once, or more often."""
+        """Yield (arrival time, packet) for each delivery of a packet: none, one or several."""
         faults, draw = self.faults, self._random.random
         self.num_packets += 1
         if faults.is_cut or draw() < faults.loss:
@@ -124,7 +127,7 @@ class Wire:
 
 
 def why_not() -> str | None:
-    """Why there is no wire here; None where there is."""
+    """Return the reason why this machine cannot create a wire, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:

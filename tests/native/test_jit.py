@@ -1,4 +1,4 @@
-"""The build at first use, in what a source distribution unpacks to: a package without libraries."""
+"""The build at first use, in an unpacked source distribution without built libraries."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from benchmarks.gpu.jit_and_replay import jit_check
 from kvcache.native import build, jit
 from tests.machinery.shared import REPO, sampled
 
-# Compilers. The first hands on the libraries of this checkout in place of what it should link, so
-# that all but a compiler's own work is done in seconds. The second compiles; speed does not matter.
+# Compiler stand-ins. The first returns this checkout's libraries instead of linking, which takes
+# only seconds. The second compiles without optimization.
 COPIES = f"""#!/bin/sh
 for word in "$@"; do
   case "$before" in -o) out=$word ;; -MF) dependencies=$word ;; esac
@@ -43,7 +43,7 @@ print("works")
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """The checkout as a source distribution hands it on: nothing in it was ever built."""
+    """A copy of the checkout like a source distribution, in which nothing has been built."""
     pytest.importorskip("setuptools")
     folder = tmp_path_factory.mktemp("sdist")
     skip = shutil.ignore_patterns(".*", "build", "dist", "*.so", "*.egg-info", "__pycache__")
@@ -71,7 +71,8 @@ def environment_for(checkout, compiler="copies", **changes):
     variables = {**os.environ, "PYTHONPATH": str(checkout)}
     variables.pop("KVCACHE_JIT", None)
     variables["KVCACHE_JIT_DIR"] = str(checkout / "jit" / compiler)
-    variables["CXX"] = f"env {checkout / compiler / 'g++'} -pipe"  # as in "ccache g++ -m64"
+    # With arguments, as in "ccache g++ -m64".
+    variables["CXX"] = f"env {checkout / compiler / 'g++'} -pipe"
     return {**variables, **changes}
 
 
@@ -92,7 +93,9 @@ def compiler(request):
 
 @pytest.fixture(scope="module")
 def built(checkout, compiler):
-    """The results and output of two processes that first used the package at the same time."""
+    """Return the results and output of two processes that used the package for the first time
+    simultaneously.
+    """
     both = [
         subprocess.Popen(
             [sys.executable, "-c", USE],
@@ -134,7 +137,7 @@ def test_a_wheel_of_a_source_distribution_works_and_holds_the_sources(checkout, 
     with zipfile.ZipFile(wheel) as file:
         names = set(file.namelist())
         file.extractall(tmp_path / "installed")
-    for path in (REPO / "csrc").rglob("*.[hc]*"):  # to build what is missing at first use
+    for path in (REPO / "csrc").rglob("*.[hc]*"):  # sources that are needed to build at first use
         if "tests" not in path.parts:
             assert f"kvcache/{path.relative_to(REPO)}" in names
     changes = {"PYTHONPATH": str(tmp_path / "installed"), "KVCACHE_JIT_DIR": str(tmp_path / "jit")}
@@ -159,7 +162,7 @@ def test_loads_at_once_afterwards(checkout, compiler, built):
 
 
 def without(tmp_path, *tools):
-    """A PATH on which everything but these tools is found."""
+    """Return a PATH without these tools."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for place in os.environ["PATH"].split(os.pathsep):
@@ -228,7 +231,7 @@ def test_an_error_of_the_compiler_is_shown(checkout, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(checkout / "kvcache", broken / "kvcache")
     (broken / "csrc" / "ops").mkdir(parents=True)
-    (broken / "csrc" / "ops" / "library.cpp").touch()  # by which sources are recognised
+    (broken / "csrc" / "ops" / "library.cpp").touch()  # the file that identifies the sources
     (broken / "csrc" / "core").mkdir()
     (broken / "csrc" / "core" / "broken.cpp").write_text("this is not C++\n")
     program, folder = "import kvcache.allocator", str(tmp_path / "j")
@@ -236,11 +239,11 @@ def test_an_error_of_the_compiler_is_shown(checkout, tmp_path):
     assert "building kvcache._core failed" in done.stderr and "broken.cpp" in done.stderr
 
 
-# --- what a build needs, asked for in this process ------------------------------------------------
+# --- requirements of a build, tested in this process ----------------------------------------------
 
 
 def refused(monkeypatch, tmp_path) -> str:
-    """The message of a build of the core that cannot be, which nothing announced."""
+    """Return the message of a core build that must fail without announcing a build."""
     monkeypatch.setenv("KVCACHE_JIT_DIR", str(tmp_path))
     monkeypatch.setattr(jit, "_say_building", lambda *_: pytest.fail("announced a build"))
     with pytest.raises(jit.BuildError) as error:
@@ -283,7 +286,7 @@ def test_a_user_without_a_home_folder_is_told_which_variable_to_set(monkeypatch)
 
 @pytest.fixture
 def tools(monkeypatch, tmp_path):
-    """A PATH with nothing but these programs."""
+    """Return a PATH with only these programs."""
     (tmp_path / "my tools").mkdir()
     for name in ("g++", "clang++", "ccache", "my tools/g++"):
         (tmp_path / name).touch(0o755)

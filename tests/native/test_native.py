@@ -1,4 +1,4 @@
-"""Which native libraries are used, what is said about those that are missing, and when make builds."""
+"""Selection of native libraries, messages about missing ones, and rebuilds by make."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 
 from tests.machinery.shared import REPO
 
-# --- a CUDA build of torch, and no CUDA library ---------------------------------------------------
+# --- a CUDA build of torch without a CUDA library -------------------------------------------------
 
-# Real CUDA tensors where there is a device; else what the dispatcher would call for them.
+# With a device, uses real CUDA tensors. Otherwise, calls the functions that the dispatcher would
+# call.
 USE_WITHOUT_CUDA_LIBRARY = """
 import torch
 torch.version.cuda = torch.version.cuda or "13.0"
@@ -54,7 +55,7 @@ assert main(["doctor"]) == int(torch.cuda.is_available())  # it matters where th
 
 @pytest.fixture
 def package(tmp_path):
-    """The package with what is built of it, but without the CUDA library."""
+    """Copy the built package without the CUDA library."""
     skip = shutil.ignore_patterns("libkvcache_cuda.so", "__pycache__", "csrc")
     shutil.copytree(REPO / "kvcache", tmp_path / "kvcache", ignore=skip)
     (tmp_path / "csrc").symlink_to(REPO / "csrc")
@@ -89,7 +90,7 @@ def test_without_its_cuda_library_a_cuda_torch_has_cpu_ops_and_a_reason(package,
     torch = pytest.importorskip("torch")
     program = USE_WITHOUT_CUDA_LIBRARY.format(setup=setup, has_device=torch.cuda.is_available())
     variables = {**os.environ, "PYTHONPATH": str(package), "KVCACHE_JIT_DIR": str(package / "jit")}
-    variables["COLUMNS"] = "500"  # the doctor's lines whole
+    variables["COLUMNS"] = "500"  # keeps the doctor's output lines unwrapped
     variables.pop("KVCACHE_JIT", None)
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=package, env=variables, capture_output=True, text=True
@@ -132,7 +133,7 @@ NOW = 1_700_000_000
 
 @pytest.fixture
 def made(tmp_path):
-    """A checkout in which everything is built, as far as make can tell."""
+    """A checkout that make considers fully built."""
     for name in ("Makefile", "setup.py", "pyproject.toml"):
         shutil.copy(REPO / name, tmp_path)
     skip = shutil.ignore_patterns("*.so", "__pycache__")
@@ -186,10 +187,10 @@ def test_make_builds_again_after_clean(made):
     assert (made / ".venv" / ".deps").exists()  # torch is not downloaded again
 
 
-# --- what CI runs ---------------------------------------------------------------------------------
+# --- steps of CI ----------------------------------------------------------------------------------
 
-# By the order in which their output comes; gpu-rehearsal begins two steps earlier.
-# In the order in which they begin; and the last step that runs beside one that is waited for later.
+# In the order of their output. gpu-rehearsal starts two steps earlier. LAST_BESIDE maps a
+# background step to the last step that runs concurrently with it.
 STEPS = (
     *("setup", "lint", "test-vllm", "sanitize", "sanitize-thread", "gpu-less", "gpu-rehearsal"),
     *("docs", "demo", "fuzz", "bench", "test", "test-exhaustive"),
@@ -198,7 +199,7 @@ LAST_BESIDE = {"test-vllm": "gpu-less", "gpu-rehearsal": "bench"}
 
 
 def run_ci(tmp_path, failing: str) -> tuple[int, str]:
-    """Exit code and output of .ci/run, with a make that only says what it was asked for."""
+    """Run .ci/run with a `make` that only prints its target. Return exit code and output."""
     make = tmp_path / "make"
     make.write_text(f'#!/bin/sh\necho "ran $1"\n[ "$1" != "{failing}" ]\n')
     make.chmod(0o755)
@@ -217,7 +218,8 @@ def test_ci_runs_every_step_and_says_how_long_each_took(tmp_path):
     code, out = run_ci(tmp_path, failing="nothing")
     assert code == 0
     assert [step for step in STEPS if f"ran {step}\n" in out] == list(STEPS)
-    assert out.count("== took ") == len(STEPS) + 1  # and the CUDA check, where it is skipped too
+    # Plus the CUDA check, which is reported even if it is skipped.
+    assert out.count("== took ") == len(STEPS) + 1
     assert "== all passed in " in out
 
 
@@ -244,9 +246,9 @@ def test_pull_requests_do_not_reach_the_runner_with_the_gpu():
     ("compiled", "driver", "problem"),
     [
         (13000, 13000, None),
-        (13010, 13000, None),  # of the same major version
+        (13010, 13000, None),  # same major version
         (12080, 13000, None),
-        (13000, 0, None),  # no driver: torch says so
+        (13000, 0, None),  # no driver, which torch reports
         (
             13000,
             12040,

@@ -21,7 +21,7 @@ UNTOUCHED = -5
 
 
 def local_positions(seq_len, block_size, world, rank, interleave):
-    """Positions with KV on this rank, one by one, in column order."""
+    """Positions with KV on this rank, in column order."""
     span = block_size * world
     return [p for p in range(seq_len) if p % span // interleave % world == rank]
 
@@ -91,7 +91,10 @@ def reference(call):
 
 
 def outputs(num_groups, num_out, capacity, all_columns, slack=0):
-    """Output tensors filled with a value that no kernel writes, with `slack` entries between groups."""
+    """Return output tensors filled with a value that no kernel writes.
+
+    Groups are `slack` entries apart.
+    """
 
     def per_group(n):
         return torch.full((num_groups, n + slack), UNTOUCHED, dtype=INT32)[:, :n]
@@ -189,13 +192,13 @@ def check(backend, call):
     backend.ops.attention_metadata(**on)
     for name, want in reference(call).items():
         assert torch.equal(on[name].cpu(), want), name
-        base = on[name]._base  # of rows with room between them
+        base = on[name]._base  # the base tensor has gaps between its rows
         if base is not None:
             assert bool((base[:, want.shape[1] :] == UNTOUCHED).all()), name
 
 
 def large(num_requests, columns=3, block_size=4):
-    """More requests than threads per block or tiles per grid."""
+    """Return arguments with more requests than threads per block or tiles per grid."""
     generator = torch.Generator().manual_seed(num_requests)
     num_rows = 7
     lens = torch.randint(0, columns * block_size + 1, (num_requests,), generator=generator)
@@ -236,14 +239,14 @@ def test_a_row_longer_than_one_pass_of_a_thread_block(backend):
 
 @each_backend
 def test_more_requests_than_tiles_of_the_largest_size(backend):
-    """At most 255 requests per thread block: the grid grows beyond 128 blocks."""
+    """At most 255 requests fit a thread block, so the grid grows beyond 128 blocks."""
     check(backend, large(33_000, columns=1))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("block_size", [1, 2, 4, 6])
 def test_rank_lengths_add_up_and_fit_their_pages(world, block_size):
-    """Every length, block size, interleave and rank, with a page list for each rank."""
+    """Covers every length, block size, interleave and rank, with a page list for each rank."""
     columns = 3
     num = columns * block_size * world + 1
     for interleave in (i for i in range(1, block_size + 1) if block_size % i == 0):
@@ -274,7 +277,10 @@ def test_rank_lengths_add_up_and_fit_their_pages(world, block_size):
 
 
 def arguments(backend, **changes):
-    """Two requests with rows 1 and 0, three with padding; blocks of 4 tokens, two per row."""
+    """Return arguments for requests in rows 1 and 0 and for padding.
+
+    Each row has two blocks of 4 tokens.
+    """
     call = {
         "tables": backend.tensor([3, 4, 5, 6], dtype=INT32),
         "groups": torch.tensor([[0, 2, 4, 1, 0, 1, 0, 0]]),
@@ -401,7 +407,7 @@ def test_value_out_of_range_writes_nothing(backend, message, monkeypatch):
 @each_device_backend
 @pytest.mark.parametrize("message", BAD_VALUES)
 def test_unchecked_invalid_request_becomes_padding(backend, message, monkeypatch):
-    """The request keeps its queries, so tokens of other requests do not move."""
+    """The request keeps its queries, so that the tokens of other requests do not move."""
     monkeypatch.delenv("KVCACHE_CHECKED", raising=False)
     changes = {
         name: value if isinstance(value, int) else ints(backend, *value)
@@ -418,13 +424,14 @@ def test_unchecked_invalid_request_becomes_padding(backend, message, monkeypatch
     assert call["seqused_k"][0, wrong] == 0
     written = 1 if call["max_num_tokens"] == 4 else 2
     assert call["block_tables"].view(3, 2)[wrong, :written].tolist() == [0] * written
-    if "rows" not in changes and "max_num_tokens" not in changes:  # the other one is served
+    # The other request is still served.
+    if "rows" not in changes and "max_num_tokens" not in changes:
         assert call["seqused_k"][0, 1 - wrong] > 0
 
 
 @each_backend
 def test_page_count_beyond_int32_is_rejected(backend):
-    """Without the list, whose size is limited: 2^11 requests with 2^20 pages share one row."""
+    """Without a page list, whose size is limited. 2^11 requests with 2^20 pages share one row."""
     n, columns = 2**11, 2**20
     call = put(
         {
@@ -469,7 +476,7 @@ def test_overlapping_outputs_are_rejected(backend):
 @given(length=st.integers(0, 2**31 - 1), window=st.sampled_from([0, 1, 4096, 2**31 - 1]))
 @example(length=2**31 - 1, window=1)
 def test_maximum_lengths(backend, length, window):
-    """One column of 2^31 - 1 tokens, and pages outside a window near the last position."""
+    """One column has 2^31 - 1 tokens, and pages are outside a window near the last position."""
     call = arguments(backend, groups=torch.tensor([[0, 2, 2**30, 1, 0, 1, window, 0]]))
     call["seq_lens"], call["query_lens"] = ints(backend, length, 0), ints(backend, 0, 0)
     call["max_num_tokens"] = 2**31 - 1
@@ -498,7 +505,10 @@ def test_tensors_on_two_devices_are_rejected(backend):
 
 @pytest.mark.gpu
 def test_a_captured_launch_serves_changed_inputs():
-    """Captured once; rows, lengths, tables and the number of requests change in the same tensors."""
+    """Captured once.
+
+    Rows, lengths, tables and the number of requests then change in the same tensors.
+    """
     call = put(large(40, columns=9), "cuda")
     torch.ops.kvcache.attention_metadata(**call)
     torch.cuda.synchronize()

@@ -12,7 +12,10 @@ from tests.machinery.switches import bulk_copies, ids_from, parameters
 
 @dataclass
 class Side:
-    """Memory of pages: fragment (region, page) starts at offsets[region] + page * strides[region]."""
+    """Memory of pages.
+
+    The fragment (region, page) starts at offsets[region] + page * strides[region].
+    """
 
     memory: torch.Tensor  # uint8[n]
     offsets: list[int]
@@ -25,12 +28,12 @@ class Side:
 
 
 def make_side(draw, sizes, generator):
-    """Regions that are separate or packed, with gaps, in any order, without overlap."""
+    """Return regions that are separate or packed, with gaps, in any order, without overlap."""
     num_blocks = draw(st.integers(1, 9))
     gap = draw(st.sampled_from([0, 0, 1, 16]))
     order = draw(st.permutations(range(len(sizes))))
     offsets, strides, end = [0] * len(sizes), [0] * len(sizes), draw(st.sampled_from([0, 16, 3]))
-    if draw(st.booleans()):  # a page's bytes of all regions together
+    if draw(st.booleans()):  # a page's regions are adjacent
         stride = sum(sizes) + gap
         for r in order:
             offsets[r], strides[r] = end, stride
@@ -46,7 +49,7 @@ def make_side(draw, sizes, generator):
 
 @st.composite
 def cases(draw):
-    # Whole vectors, none, and more than a warp copies at a time (4 KiB).
+    # Sizes of whole vectors, of no whole vector, and larger than a warp copies at a time (4 KiB).
     sizes = draw(st.lists(st.sampled_from([0, 1, 6, 16, 48, 4096, 5008]), min_size=1, max_size=4))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     src = make_side(draw, sizes, generator)
@@ -58,7 +61,7 @@ def cases(draw):
         targets = destinations[: draw(st.integers(0, dst.num_blocks))]
         free = [page for page in range(src.num_blocks) if not within or page not in targets]
         sources = [draw(st.sampled_from([-1, *free])) for _ in targets]
-    else:  # one run, the middle of which may be cleared
+    else:  # a run whose middle may be cleared
         n = draw(st.integers(0, min(src.num_blocks, dst.num_blocks) // (2 if within else 1)))
         sources = [page if draw(st.integers(0, 5)) else -1 for page in range(n)]
         targets = [page + dst.num_blocks - n for page in range(n)]
@@ -118,7 +121,7 @@ def test_only_destination_pages_change(backend, case):
     ids=["up", "down", "down behind cleared ones", "up, then down", "down, then up"],
 )
 def test_consecutive_pages_are_copied(backend, pairs, gap):
-    """Consecutive pages are copied as one run, in ascending and descending order."""
+    """Consecutive pages are copied as one run, in ascending or descending order."""
     sides = [
         Side(torch.randint(1, 256, (7 * (5 + gap),)).to(torch.uint8), [0], [5 + gap], 7)
         for _ in range(2)
@@ -142,7 +145,7 @@ def test_device_ids_with_few_thread_blocks(
     assert torch.equal(found, reference(*case))
 
 
-# Bytes per page of the regions: each region has vectors of its own width.
+# Bytes per page of each region. The vector width differs between the regions.
 MIXED = {
     "a small region among wide ones": [4096, 4, 8192, 4096],
     "each width": [16 * 300, 8 * 300, 4 * 300, 2 * 300, 300],
@@ -157,7 +160,7 @@ def check_mixed(backend, name, where):
     sizes, num_blocks = MIXED[name], 5
     generator = torch.Generator().manual_seed(2)
     offsets, end = [], 0
-    for size in sizes:  # each begins at a multiple of 16
+    for size in sizes:  # each region starts at a multiple of 16
         offsets.append(end)
         end += -(-size * num_blocks // 16) * 16
     memory = torch.randint(1, 256, (end,), generator=generator).to(torch.uint8)
@@ -189,7 +192,7 @@ def test_the_copy_engine_moves_the_same_bytes(backend, case, pages_per_run):
     assert torch.equal(found, reference(*case))
 
 
-# Bytes per page of the regions, all of whole vectors of 16 bytes.
+# Bytes per page of each region, all multiples of 16-byte vectors.
 WIDE = {
     "one vector": [16],
     "a chunk and a part of one": [4096 + 2048],
@@ -202,7 +205,7 @@ WIDE = {
 @pytest.mark.parametrize("num_thread_blocks", [0, 1, 3])
 @pytest.mark.parametrize("name", WIDE)
 def test_bulk_copies_move_the_same_bytes(backend, name, num_thread_blocks):
-    """Emulated, where all memory is host memory; on a device, tests/worker/test_swap.py covers them."""
+    """Emulated, so all memory is host memory; `test_swap.py` covers bulk copies on a device."""
     sizes, num_blocks = WIDE[name], 23
     generator = torch.Generator().manual_seed(len(sizes))
     offsets = [sum(sizes[:i]) * num_blocks for i in range(len(sizes))]
@@ -216,7 +219,8 @@ def test_bulk_copies_move_the_same_bytes(backend, name, num_thread_blocks):
         assert torch.equal(found, reference(*case))
 
 
-# Pages, pairs and regions: of parameters of 32 KiB and of 4 KiB, less and more than a launch takes.
+# (pages, pairs, regions) below and above the capacity of one launch, for parameters of 32 KiB and 4
+# KiB.
 MANY = {
     "more pairs than the small parameters hold": (700, 600, 3),
     "more pairs than the large parameters hold": (5000, 4500, 1),
@@ -269,7 +273,7 @@ def test_more_pages_and_regions_than_small_parameters_take(backend, name):
 
 @each_backend
 def test_large_copies_bypass_caches_and_stay_in_bounds(backend):
-    """Odd addresses and sizes that exceed one thread's share, streamed on the CPU."""
+    """Odd addresses, and sizes that exceed one thread's share and are streamed on the CPU."""
     size, num_blocks = 70_001, 64
     if backend.name == "emulated":
         size, num_blocks = 7_001, 8
@@ -385,7 +389,7 @@ def test_checked_mode_validates_device_ids(backend, pairs, message, monkeypatch)
     assert (call["dst"] == 200).all()
     monkeypatch.delenv("KVCACHE_CHECKED")
     with ids_from("device"):
-        backend.ops.copy_blocks(**call)  # skips what is out of range
+        backend.ops.copy_blocks(**call)  # skips out-of-range pages
     assert call["dst"][32:48].tolist() == list(range(16, 32)) and (call["dst"][:32] == 200).all()
 
 
@@ -487,7 +491,7 @@ def test_a_compiled_function_copies_pages(backend):
 @each_backend
 def test_clearing_consecutive_pages_keeps_the_gaps(backend):
     dst = torch.full((6 * 64,), 7, dtype=torch.uint8, device=backend.device)
-    # Fragments of 32 bytes at the beginning of 64: what lies behind each is of nothing that is cleared.
+    # Fragments occupy the first 32 of every 64 bytes. The other 32 bytes must never be cleared.
     regions = torch.tensor([[0, 0, 0, 64, 32]])
     pairs = torch.tensor([[-1, 1], [-1, 2], [-1, 3]], dtype=torch.int32)
     backend.ops.copy_blocks(None, dst, regions, pairs, 0, 6, 0, 0, 0)

@@ -17,7 +17,7 @@ VIEWS = ["plain", "layers in a block", "some heads", "half of each row"]
 
 @dataclass(frozen=True)
 class Case:
-    """Layers that are views of one tensor with random bytes, and the received blocks in them."""
+    """Layers that are views of one tensor with random bytes, and the blocks received into them."""
 
     dtype: torch.dtype
     local: str  # NHD or HND
@@ -63,12 +63,12 @@ class Case:
         generator = torch.Generator().manual_seed(self.seed + 1)
         ids = torch.randperm(self.num_blocks, generator=generator).to(INT32)
         n = self.num_blocks // self.group_size
-        n -= n > 2  # some stay as they are
+        n -= n > 2  # some blocks are not permuted
         return ids[: n * self.group_size].view(n, self.group_size)
 
 
 def reference(case, cache, indices):
-    """Reference: collect the bytes of a group, view them in the remote layout, and write them back."""
+    """Collect the bytes of a group, view them in the remote layout, and write them back."""
     for group in indices.tolist():
         blocks = cache[group]
         rows = blocks.transpose(1, 2) if case.local == "HND" else blocks
@@ -142,9 +142,10 @@ def test_every_pair_of_layouts_in_every_view(backend, view, local, remote, remot
     )
 
 
-# (block size, heads, head size, remote block size), local and remote layout, in bf16: each for what
-# its name says of the kernel, which takes rows in slices of 128 bytes where 64 KiB of shared memory do,
-# or those of a cluster of thread blocks; without clusters in slices of 64 bytes where 96 KiB do.
+# (block size, heads, head size, remote block size), local and remote layout, in bf16. Each case is
+# named after the kernel path that it covers. The kernel processes rows in slices of 128 bytes if
+# they fit into 64 KiB of shared memory, or into the shared memory of a thread block cluster.
+# Without clusters, it uses slices of 64 bytes if they fit into 96 KiB.
 SHAPES = {
     "one slice of shared memory": ((16, 8, 128, 16), "NHD", "HND"),
     "several slices": ((32, 8, 136, 32), "HND", "NHD"),
@@ -179,7 +180,7 @@ def test_blocks_of_every_size(backend, name, where):
 @each_device_backend
 @pytest.mark.parametrize("name", SHAPES)
 def test_blocks_of_every_size_without_clusters(backend, name, monkeypatch):
-    """As on devices before sm_90."""
+    """Devices before sm_90 have no clusters."""
     monkeypatch.setenv("KVCACHE_CLUSTERS", "0")
     check_shape(backend, name, "host")
 
@@ -209,14 +210,14 @@ def test_more_ids_and_layers_than_one_launch_takes(backend, remote_block_size, n
 @each_backend
 @pytest.mark.parametrize("local", ["NHD", "HND"])
 def test_round_trip_changes_nothing(backend, local):
-    # One side's local layout is the other's remote layout: the same bytes, the layouts exchanged.
+    # The two sides have exchanged layouts, so both hold the same bytes.
     remote = {"NHD": "HND", "HND": "NHD"}[local]
     there = Case(torch.bfloat16, local, "plain", 2, 9, 8, 3, 20, 4, remote)
     raw, shape = there.memory()
     got = raw.clone().to(backend.device)
     permute(backend, there.layers(got, shape), there.indices(), there)
     assert not torch.equal(got.cpu(), raw)
-    # To the other side, blocks of 8 tokens are now the remote ones: each fills two of its own.
+    # Permuting back: the remote blocks now have 8 tokens, and each fills two local blocks.
     back = Case(torch.bfloat16, remote, "plain", 2, 18, 4, 3, 20, 8, local)
     first = there.indices() * 2
     ids = torch.cat([first, first + 1], 1)
@@ -321,7 +322,7 @@ def test_layer_outside_its_owner_is_rejected(backend):
     other = torch.zeros_like(call["cache"])
     call["offsets"] = torch.tensor([other.data_ptr() - call["cache"].data_ptr()])
     refused(backend, call, "offsets has -?[0-9]+: expected a layer in the memory of cache")
-    call["owners"] = [other[1:]]  # whose whole memory counts
+    call["owners"] = [other[1:]]  # counts with its whole memory
     backend.ops.permute_blocks_(**call)
     call["offsets"] += 4
     refused(backend, call, "offsets has -?[0-9]+: expected a layer in the memory of cache")

@@ -1,7 +1,9 @@
-"""What each path asks of the CUDA runtime: copies, queries, waits. Faults of speed are numbers here.
+"""Counts the CUDA runtime calls of each path: copies, queries and waits.
 
-The figures are exact, so that a change that costs more, or less, is noticed. They need the CUDA runtime
-without a GPU, which counts.
+Performance regressions show as numbers.
+
+The counts are exact, so any increase or decrease is detected. They need the CUDA runtime without a
+GPU, which counts calls.
 """
 
 import numpy as np
@@ -16,12 +18,12 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not counts.is_available(), reason="only the runtime without a GPU counts"),
 ]
-PAIRS = np.stack([np.arange(1, 61, 2), np.arange(2, 62, 2)], 1)  # 30 pages, no two neighbours
+PAIRS = np.stack([np.arange(1, 61, 2), np.arange(2, 62, 2)], 1)  # 30 pages, no two adjacent
 REGIONS = 4
 
 
 def cost(call):
-    """What the second of two calls on a side stream asks for, without what it does not."""
+    """Return the nonzero counts of the second of two calls on a side stream."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -42,7 +44,7 @@ def pools():
 @pytest.mark.parametrize(
     ("method", "expected"),
     [
-        # Where the host's memory and each of its regions is, the driver was asked by the first call.
+        # The first call queried the location of the host memory and of each region.
         ("kernel", {"launches": 1, "capture_queries": 4}),
         (
             "copy_engine",
@@ -69,8 +71,8 @@ def test_what_a_swap_costs(method, direction, expected):
     pages, host = pools()
     swap = SwapEngine(pages, host, method=method)
     start = swap.swap_out if direction == "out" else swap.swap_in
-    # No single copy, none of pageable memory, nothing on the legacy stream, and the host does not wait.
-    # One job is under way, which is asked whether it is done.
+    # No single copies, no copies of pageable memory, no work on the legacy stream, and no host
+    # wait. One job is in flight, and the call queries whether it has finished.
     assert cost(lambda: start(PAIRS)) == {**expected, "event_queries": 1}
 
 
@@ -103,7 +105,7 @@ def test_what_a_page_copy_by_the_copy_engine_costs(singly):
     expected = {"copies": pieces} if singly else {"batches": 1, "batched_copies": pieces}
     expected |= (
         {} if singly else {"capture_queries": 1, "device_queries": 1}
-    )  # whether it may batch
+    )  # queries whether batches are available
     assert cost(lambda: page_copy.copy(PAIRS, engine=engine)) == expected
 
 

@@ -1,4 +1,4 @@
-"""For which architectures the CUDA library is compiled: what the toolkit has."""
+"""Architectures that the CUDA library is compiled for, depending on the toolkit."""
 
 import platform
 import subprocess
@@ -15,7 +15,7 @@ CUDA_12_6 = ("50", "52", "60", "70", "75", "80", "86", "87", "89", "90")
 
 @pytest.fixture
 def toolkit(tmp_path, monkeypatch):
-    """Makes a toolkit whose nvcc says that it has these architectures."""
+    """Make a toolkit whose nvcc reports these architectures."""
 
     def make(archs):
         nvcc = tmp_path / "bin" / "nvcc"
@@ -54,7 +54,7 @@ def test_cmake_asks_the_same_place(toolkit):
 def test_devices_that_are_present_are_compiled_for(toolkit):
     toolkit(CUDA_12_6)
     assert build.cuda_archs(["89", "90"]) == ["89", "90"]
-    assert build.cuda_archs(["103"]) == ["90"]  # by its PTX
+    assert build.cuda_archs(["103"]) == ["90"]  # runs from its PTX
     with pytest.raises(
         RuntimeError, match=r"compiles for 50, .* 90: expected one of 37; set CUDA_H"
     ):
@@ -117,7 +117,7 @@ RUNTIMES = {
 
 @pytest.mark.parametrize("name", RUNTIMES)
 def test_the_runtime_is_linked_from_where_the_toolkit_has_it(tmp_path, name):
-    """By the linker itself: `main` calls a function that only that library has."""
+    """Checked with the real linker: `main` calls a function that only that library defines."""
     home, scratch = tmp_path / "cuda", tmp_path / "scratch"
     code, expected = tmp_path / "runtime.c", home / RUNTIMES[name][0]
     code.write_text("int cudaFake(void) { return 7; }\n")

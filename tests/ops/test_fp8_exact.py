@@ -1,7 +1,8 @@
-"""fp8 conversions beyond the reach of tensor tests, in C++ programs that share the kernels' headers.
+"""Exact fp8 conversions in C++ programs that share the kernels' headers, with more values than
+tensor tests can cover.
 
-Each takes seconds, or minutes with KVCACHE_EXHAUSTIVE=1: billions of quotients and hundreds of millions
-of floats.
+Each program takes seconds. With KVCACHE_EXHAUSTIVE=1, it takes minutes for billions of quotients
+and hundreds of millions of floats.
 """
 
 import os
@@ -17,7 +18,7 @@ SOURCES = REPO / "csrc" / "tests" / "exact"
 
 
 def run(tmp_path, program, *arguments, include=()):
-    # -mfma: the processor's instruction, where a call of fma would take most of the time.
+    # -mfma: the processor's instruction. Calls of fma would take most of the time.
     flags = ["-O2", "-std=c++17", "-ffp-contract=off", "-w"]
     if "fma" in _flags_of_the_processor():
         flags.append("-mfma")

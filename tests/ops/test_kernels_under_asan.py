@@ -1,4 +1,4 @@
-"""Run every kernel test emulated, under AddressSanitizer and UndefinedBehaviourSanitizer."""
+"""Runs every kernel test emulated, under AddressSanitizer and UndefinedBehaviorSanitizer."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ def run_plainly(*command):
 
 
 def run_with_asan(*command):
-    # libstdc++ too: loaded after ASan it would leave ASan's hook of `throw` without a target.
+    # Includes libstdc++, because ASan cannot hook `throw` if libstdc++ is loaded later.
     runtime = " ".join(
         subprocess.run(
             [build.cxx(), f"-print-file-name={name}"], capture_output=True, text=True, check=True
@@ -28,7 +28,7 @@ def run_with_asan(*command):
     environment = {
         **os.environ,
         "LD_PRELOAD": runtime,
-        "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own
+        "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter leaks
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "KVCACHE_TEST_ASAN": "1",
         "HYPOTHESIS_PROFILE": "ci",  # more examples run without sanitizers
@@ -42,7 +42,7 @@ under_sanitizers = pytest.mark.skipif(ASAN, reason="this is the run under saniti
 
 
 @under_sanitizers
-@pytest.mark.exhaustive  # as all that builds the emulator under sanitizers
+@pytest.mark.exhaustive  # like everything that builds the emulator with sanitizers
 @pytest.mark.parametrize(
     ("call", "report"),
     [

@@ -1,4 +1,4 @@
-"""The parser of machine code, and the expectations, on snippets that were written for them."""
+"""The parser of machine code and the expectations, on handwritten snippets."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from benchmarks.sass_expectations import Expectation, failures
 
 
 def listing(*lines, symbol="copy"):
-    """As cuobjdump -sass prints it: an instruction per 16 bytes, its encoding around it."""
+    """Format lines like cuobjdump -sass: one instruction per 16 bytes, with its encoding."""
     text = ["\tcode for sm_90", f"\t\tFunction : {symbol}", '\t.headerflags\t@"EF_CUDA_SM90"']
     for i, line in enumerate(lines):
         predicate, opcode = line.split(" ", 1) if line.startswith("@") else ("", line)
@@ -70,13 +70,13 @@ def test_a_kernel_without_resources_is_named():
     [
         (TWO_LOADS_THEN_STORES, {16: 2}),
         (ONE_AFTER_THE_OTHER, {16: 1}),
-        # The second register of a vector is used: its load is waited for.
+        # A use of any register of a vector waits for its load.
         (["LDG.E.128 R4, [R2.64]", "IADD3 R9, R6, R1, RZ", "LDG.E.128 R12, [R2.64]"], {16: 1}),
-        # The register past the vector is not its own.
+        # The register after the vector does not belong to it.
         (["LDG.E.128 R4, [R2.64]", "IADD3 R9, R8, R1, RZ", "LDG.E.128 R12, [R2.64]"], {16: 2}),
-        # Overwriting the register waits too.
+        # Overwriting the register waits as well.
         (["LDG.E R4, [R2.64]", "MOV R4, RZ", "LDG.E R5, [R2.64]"], {4: 1}),
-        # A use ends the loads before it, and not those after it.
+        # A use completes all loads before it, and none after it.
         (
             ["LDG.E R4, [R2.64]", "LDG.E R5, [R2.64]", "MOV R9, R4", "LDG.E R6, [R2.64]"]
             + ["LDG.E R7, [R2.64]"],
@@ -88,10 +88,10 @@ def test_a_kernel_without_resources_is_named():
         ),
         # By width: ids, bytes and data.
         (["LDG.E R4, [R2.64]", "LDG.E.U8 R5, [R2.64]", "LDG.E.64 R6, [R2.64]"], {1: 1, 4: 1, 8: 1}),
-        # Code behind an exit does not follow it.
+        # Execution does not continue after an unconditional exit.
         (["LDG.E R4, [R2.64]", "EXIT", "LDG.E R5, [R2.64]"], {4: 1}),
         (["LDG.E R4, [R2.64]", "@P0 EXIT", "LDG.E R5, [R2.64]"], {4: 2}),
-        # Asynchronous copies use no register, and are waited for as a group.
+        # Asynchronous copies use no register, and a group of them is waited for together.
         (["LDGSTS.E.BYPASS.128 [R9], desc[UR8][R2.64]"] * 3 + ["LDGDEPBAR"], {16: 3}),
         (
             ["LDGSTS.E.BYPASS.128 [R9], desc[UR8][R2.64]", "LDGDEPBAR", "DEPBAR.LE SB0, 0x0"] * 2,
@@ -112,14 +112,14 @@ def test_the_data_is_what_has_the_most_bytes_on_the_way():
 def test_instructions_of_one_loop_that_loads_and_stores():
     f = figures(
         "MOV R1, c[0x0][0x28]",
-        "LDG.E R20, [R2.64]",  # 0x10: the loop begins
+        "LDG.E R20, [R2.64]",  # 0x10, start of the loop
         "LDG.E.128 R4, [R2.64]",
         "LDG.E.128 R8, [R2.64]",
         "STG.E.128 [R12.64], R4",
         "STG.E.128 [R12.64], R8",
         "@P0 BRA 0x10",
         "EXIT",
-        "BRA 0x80",  # the trap behind every kernel's end is no loop of it
+        "BRA 0x80",  # the trap after the end of every kernel is not a loop
     )
     assert f.instructions_per_16_bytes == 6 / 2
 

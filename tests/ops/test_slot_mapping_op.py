@@ -13,7 +13,7 @@ FIELDS = ("offset", "columns", "block_size", "world", "rank", "interleave", "win
 
 
 def reference_slot(row_ids, position, block_size, world, rank, interleave):
-    """The formula A5 of the contract; A4 if the world size is 1."""
+    """Formula A5 of the contract, or A4 if the world size is 1."""
     virtual = block_size * world
     offset = position % virtual
     if (offset // interleave) % world != rank:
@@ -108,13 +108,13 @@ def test_tokens_find_their_request_among_many(backend, num_requests):
 
 @each_backend
 def test_tokens_after_the_last_request_get_no_slot(backend):
-    """Like a captured graph: one position per buffer entry, and fewer tokens in the requests."""
+    """As in a captured graph, the buffer has more positions than the requests have tokens."""
     call = arguments(backend, positions=backend.tensor([0, 5, 3, 7]))
     call["rows"] = backend.tensor([0, 1, -1], dtype=INT32)
     call["query_start_loc"] = backend.tensor([0, 1, 2, 3], dtype=INT32)
     backend.ops.slot_mapping(**call)
     assert call["out"].tolist() == [[12, 25, -1, -1]]
-    call["rows"] = backend.tensor([0, 1], dtype=INT32)  # the last request is no dummy
+    call["rows"] = backend.tensor([0, 1], dtype=INT32)  # the last request has tokens
     call["query_start_loc"] = backend.tensor([0, 1, 2], dtype=INT32)
     backend.ops.slot_mapping(**call)
     assert call["out"].tolist() == [[12, 25, -1, -1]]
@@ -144,7 +144,7 @@ def test_every_token_has_one_rank_and_a_unique_slot(world, block_size):
 @each_backend
 @given(st.integers(1, 2**31 - 1), st.lists(st.integers(0, 2**31 - 2), min_size=1, max_size=20))
 def test_division_is_exact_for_every_block_size(backend, block_size, positions):
-    """Division by multiplication, with positions up to 2^31 - 1."""
+    """Covers division by multiplication, with positions up to 2^31 - 1."""
     columns = max(positions) // block_size + 1
     if columns > 100_000 or columns * block_size > 2**31 - 1:
         positions = [p % block_size for p in positions]
@@ -267,9 +267,9 @@ def test_value_out_of_range_writes_nothing(backend, message, monkeypatch):
 
 @each_backend
 def test_invalid_table_entry_gives_no_slot(backend):
-    """Written directly, because the classes reject negative ids.
+    """The entry is written directly, because the classes reject negative ids.
 
-    Must never give a slot of another block.
+    It must never give a slot of another block.
     """
     call = arguments(backend, tables=backend.tensor([3, 4, 5, -1], dtype=INT32))
     for position in (4, 5, 6, 7):

@@ -42,7 +42,7 @@ def test_segments_are_written_only_at_their_destinations(backend, case):
 @pytest.mark.parametrize("longest", [1, 4, 5, 150])
 @pytest.mark.parametrize("num_segments", [31, 700, 1100])
 def test_many_segments_of_any_length_in_one_call(backend, num_segments, longest):
-    """More segments than warps in the launch, short and long ones mixed."""
+    """The launch has fewer warps than segments, which are of mixed lengths."""
     generator = torch.Generator().manual_seed(num_segments + longest)
     lengths = torch.randint(0, longest + 1, (num_segments,), generator=generator)
     gaps = torch.randint(0, 3, (num_segments,), generator=generator)
@@ -66,10 +66,10 @@ def test_many_segments_of_any_length_in_one_call(backend, num_segments, longest)
 BAD_UPDATES = {
     r"updates\[0\] is no number of segments": [[-1], [2, 0, 1, 4, 9], [2**31 - 1, 0]],
     "segment 0 of updates lies outside": [
-        [1, 4, 2, 4, 9, 9],  # over the end of tables
+        [1, 4, 2, 4, 9, 9],  # past the end of the tables
         [1, -1, 1, 4, 9],
         [1, 0, -1, 4, 9],
-        [1, 0, 1, 5, 9],  # values behind the buffer
+        [1, 0, 1, 5, 9],  # values past the end of the buffer
         [1, 0, 1, -1, 9],
         [1, 2**31 - 1, 2**31 - 1, 4, 9],
     ],
@@ -118,7 +118,7 @@ def gathers(draw):
         offset += num_rows * columns
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     n = draw(st.integers(0, num_rows))
-    # Addresses that are aligned to one, two and four ids, in common or not.
+    # Addresses aligned to one, two or four ids, equally or differently.
     in_tables, in_out = draw(st.integers(0, 3)), draw(st.integers(0, 3))
     return {
         "tables": torch.randint(1, 999, (in_tables + offset,), generator=generator).to(INT32)[
@@ -134,7 +134,7 @@ def gathers(draw):
 
 
 def to_device(tensor, device):
-    """Keep the alignment to four ids, which `.to` would improve."""
+    """Move a call and keep the alignment to four ids, which `.to` would improve."""
     if device == "cpu":
         return tensor
     skipped = tensor.storage_offset()

@@ -34,7 +34,7 @@ def dequantize(x, scale, dtype):
 
 
 def same(got, want):
-    """Compare bit patterns; all NaNs are equal."""
+    """Compare bit patterns. All NaNs are equal."""
     got, numbers = got.cpu(), ~want.isnan()
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[want.element_size()]
     got_bits, want_bits = (x.contiguous().view(integers)[numbers] for x in (got, want))
@@ -109,7 +109,10 @@ def test_fp8_is_multiplied_by_its_scale_and_rounded_to_the_tokens_dtype(backend,
 
 
 def all_patterns(dtype):
-    """Every 16-bit pattern; for float32, random patterns and all patterns near an fp8 step."""
+    """Return every 16-bit pattern.
+
+    For float32, return random patterns and all patterns near an fp8 step.
+    """
     if dtype != torch.float32:
         return torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     generator = torch.Generator().manual_seed(0)
@@ -120,9 +123,9 @@ def all_patterns(dtype):
 
 
 def through(backend, patterns, fp8, scale):
-    """Write the patterns to an fp8 cache."""
+    """Write the patterns to an fp8 cache, and return its codes."""
     tokens = patterns.view(-1, 1, 64).to(backend.device)
-    shape = (1 + len(tokens), 1, 1, 64)  # behind the null block
+    shape = (1 + len(tokens), 1, 1, 64)  # the null block comes first
     caches = [torch.zeros(shape, device=backend.device).to(fp8) for _ in "kv"]
     slots = 1 + torch.arange(len(tokens), device=backend.device)
     backend.ops.write_kv(tokens, tokens, *caches, slots, scale, scale)
@@ -140,8 +143,8 @@ def test_every_bit_pattern_converts_like_pytorch(backend, fp8, dtype, scale):
     assert same(got, quantize(patterns, torch.tensor([scale]), fp8))
 
 
-# Zero, both signs, subnormal, tiny, huge, no number; and a mantissa of all ones, where a quotient lies
-# closest to the middle of two codes.
+# Zero, both signs, subnormal, tiny, huge and non-finite values, and a mantissa of all ones, for
+# which a quotient is closest to the midpoint between two codes.
 UNUSUAL_SCALES = [
     0.0, -0.0, -0.37, 1e-45, 1e-39, 1.2e-38, 1e-25, 1e25, 3e38, -1e-41,
     float("inf"), float("-inf"), float("nan"), 2 - 2**-23, (2 - 2**-23) * 2**-10, 2.0**80, 2.0**-80,
@@ -186,7 +189,7 @@ def test_per_head_scales_may_be_unusual(backend, fp8):
 @pytest.mark.parametrize("scale", [1.0, 0.37, 1e-4, 300.0])
 def test_every_fp8_code_decodes_like_pytorch(backend, fp8, dtype, scale):
     codes = torch.arange(256).to(torch.uint8).view(fp8).view(4, 1, 1, 64)
-    cache = torch.cat([codes[:1], codes])  # behind the null block
+    cache = torch.cat([codes[:1], codes])  # the null block comes first
     keys, values = (torch.empty(4, 1, 64, dtype=dtype, device=backend.device) for _ in "kv")
     moved, scales = cache.to(backend.device), backend.tensor([scale])
     slots = 1 + torch.arange(4, device=backend.device)

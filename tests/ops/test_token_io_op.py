@@ -20,7 +20,7 @@ LAYOUTS = ["NHD", "HND"]
 
 
 def random_tensor(shape, dtype, generator):
-    """Random bytes, so that every bit pattern occurs (including NaN and fp8)."""
+    """Return random bytes, so that every bit pattern occurs (including NaN and fp8)."""
     size = torch.empty(0, dtype=dtype).element_size()
     raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * size), generator=generator)
     return raw.to(torch.uint8).view(dtype) if shape[-1] else torch.empty(shape, dtype=dtype)
@@ -31,7 +31,7 @@ def bits(tensor):
 
 
 def make_cache(shape, dtype, layout, generator):
-    """A cache [..., num_blocks, block_size, heads, head_size], with layers inside the blocks."""
+    """Make a cache [..., num_blocks, block_size, heads, head_size], with layers inside the blocks."""
     *layers, num_blocks, block_size, heads, head_size = shape
     order = (block_size, heads) if layout == "NHD" else (heads, block_size)
     cache = random_tensor((num_blocks, *layers, *order, head_size), dtype, generator)
@@ -86,7 +86,7 @@ def cases(draw):
             for size in (head_size, v_head_size)
         ]
         return key, value, *caches, slots
-    # Tokens as a slice of a wider row, as a fused QKV projection gives them.
+    # Tokens as a slice of wider rows, as from a fused QKV projection.
     wide = heads * (head_size + v_head_size) + draw(st.integers(0, 3))
     rows = random_tensor((*layers, num_tokens, max(wide, 1)), dtype, generator)
     key = rows[..., : heads * head_size].unflatten(-1, (heads, head_size))
@@ -206,7 +206,7 @@ def test_invalid_argument_writes_nothing(backend, op, message):
 @each_backend
 def test_slot_count_beyond_31_bits_is_rejected(backend):
     call = arguments(backend)
-    for name in ("key_cache", "value_cache"):  # one block, seen 2^29 times
+    for name in ("key_cache", "value_cache"):  # a single block, expanded 2^29 times
         call[name] = call[name][:1].expand(2**29, -1, -1, -1)
     with pytest.raises(
         RuntimeError, match=r"key_cache has shape .*: expected fewer than 2\^31 slots"
@@ -258,7 +258,7 @@ def halves(shape, k_place, v_place):
 
 EVERY = slice(None)
 LINE = torch.arange(160.0)
-# Both of shape [2, 5, 2, 4].
+# Both halves have the shape [2, 5, 2, 4].
 APART = {
     "halves of a tensor": halves((2, 2, 5, 2, 4), 0, 1),
     "halves of each block": halves((2, 2, 5, 2, 4), (EVERY, 0), (EVERY, 1)),
@@ -283,7 +283,7 @@ SHARED = {
 
 
 def on_device(views, device):
-    """Views of one tensor remain views of one tensor on another device."""
+    """Move views to a device. Views of one tensor remain views of one tensor."""
     storage = views[0].untyped_storage()
     whole = torch.empty(0).set_(storage, 0, (storage.nbytes() // 4,)).to(device, copy=True)
     return [whole.as_strided(v.shape, v.stride(), v.storage_offset()) for v in views]
@@ -310,13 +310,15 @@ def test_caches_sharing_an_element_are_rejected(backend, name):
     with pytest.raises(RuntimeError, match="value_cache shares memory with key_cache: expected"):
         backend.ops.write_kv(*tokens, key_cache, value_cache, slots)
     assert torch.equal(key_cache, before)
-    backend.ops.gather_kv(key_cache, value_cache, slots, *tokens)  # only read: no harm
+    backend.ops.gather_kv(key_cache, value_cache, slots, *tokens)  # reading is harmless
     assert torch.equal(tokens[0], reference_gather(key_cache, slots))
 
 
 @pytest.mark.parametrize(("key_at", "value_at"), [(0, 63), (64, 1), (64, 127), (65, 2)])
 def test_caches_sharing_a_byte_are_rejected(key_at, value_at):
-    """With elements at odd addresses, the last byte of one is the first byte of another."""
+    """The elements are at odd addresses, so the last byte of one cache may be the first byte of the
+    other.
+    """
     memory = bytearray(256)
     caches = [
         torch.frombuffer(memory, dtype=torch.float16, count=32, offset=at).view(4, 2, 1, 4)
@@ -340,7 +342,7 @@ def test_tokens_sharing_an_element_are_rejected(backend):
 
 @st.composite
 def views_of_one_tensor(draw):
-    """Two caches as (shape, strides, offset), each without overlapping elements."""
+    """Draw two caches as (shape, strides, offset), each without overlapping elements."""
     num_blocks, block_size = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     views = []
     for _ in "kv":
@@ -370,7 +372,7 @@ def test_cache_overlap_test_is_exact(backend, views):
 
 
 def mla_caches(dtype, latent, rope, device):
-    """The two parts of a cache [3, 4, latent + rope], as key_cache and value_cache."""
+    """Return the two parts of a cache [3, 4, latent + rope] as key_cache and value_cache."""
     cache = torch.zeros(3, 4, latent + rope, dtype=torch.float32, device=device).to(dtype)
     return cache, cache[:, :, None, :latent], cache[:, :, None, latent:]
 
@@ -400,7 +402,7 @@ def test_the_parts_of_an_mla_latent_are_columns_of_one_cache(backend, latent, ro
 def test_the_null_block_is_not_written_and_reads_as_zeros(backend, layers):
     call = arguments(backend, layers)
     before = {name: tensor.clone() for name, tensor in call.items()}
-    call["slot_mapping"] = backend.tensor([0, 4, -1])  # the first and the last slot of block 0
+    call["slot_mapping"] = backend.tensor([0, 4, -1])  # first and last slot of block 0
     backend.ops.write_kv(**call)
     assert all(torch.equal(call[name], before[name]) for name in ("key_cache", "value_cache"))
     backend.ops.gather_kv(
@@ -530,7 +532,7 @@ def test_inputs_are_unchanged(backend, op, outputs, form):
 def test_opcheck(backend, op, form):
     call = FORMS[form](backend)
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if "fp8" not in form:  # torch cannot compare fp8 there: the test above looks instead
+    if "fp8" not in form:  # torch cannot compare fp8 here, and the test above compares it instead
         checks.append("test_schema")
     torch.library.opcheck(
         getattr(torch.ops.kvcache, op).default, (), call, test_utils=tuple(checks)

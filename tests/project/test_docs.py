@@ -1,4 +1,7 @@
-"""Runs the code in README and docs/; every public name is in the reference; links have targets."""
+"""Runs the code in README and docs/.
+
+Checks that the reference has every public name and that links have targets.
+"""
 
 import importlib
 import inspect
@@ -18,7 +21,9 @@ PAGES = [REPO / "README.md", *sorted(DOCS.glob("*.md"))]
 
 
 def code_of(page) -> str:
-    """The python blocks of a page, one after the other, each line at the number it has there."""
+    """Return the Python blocks of a page, padded with empty lines so that line numbers match the
+    page.
+    """
     lines, inside = [], False
     for line in page.read_text().splitlines():
         fence = line.startswith("```")
@@ -31,7 +36,10 @@ WITH_CODE = [page for page in PAGES if code_of(page).strip()]
 
 
 def run_page(page, tmp_path) -> tuple[int, str]:
-    """In a process of its own, as a page may register kinds and layouts: exit code, stderr."""
+    """Run a page in a separate process, since it may register kinds and layouts.
+
+    Return exit code and stderr.
+    """
     return run_code(code_of(page), tmp_path / "stderr")
 
 
@@ -55,7 +63,7 @@ def test_an_error_in_a_page_names_its_line(tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_each_table_has_a_header(page):
-    """A blank line between rows ends a table: the rows behind it would be text."""
+    """A blank line ends a table, so the rows after it would become text."""
     before, *lines = ["", *page.read_text().splitlines(), ""]
     for line, behind in itertools.pairwise(lines):
         if line.startswith("|") and not before.startswith("|"):
@@ -64,7 +72,7 @@ def test_each_table_has_a_header(page):
 
 
 def referenced() -> set[str]:
-    """Last parts of the names that the reference documents."""
+    """Return the last components of the names that the reference documents."""
     text = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
     return {path.rpartition(".")[2] for path in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)}
 

@@ -1,4 +1,4 @@
-"""The CUDA runtime without a GPU, used from Python: torch's operators, kernels, messages."""
+"""The CUDA runtime without a GPU, used from Python: torch operators, kernels and messages."""
 
 from __future__ import annotations
 

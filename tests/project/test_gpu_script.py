@@ -1,4 +1,6 @@
-"""`make gpu` without a GPU: stages that fail, hang, die or print garbage; machines that lack things."""
+"""`make gpu` without a GPU: stages that fail, hang, die or print garbage, and machines with missing
+tools.
+"""
 
 import dataclasses
 import importlib.metadata
@@ -45,7 +47,7 @@ def stage(name, code, limit_s=30.0, **options):
 
 
 class Runner:
-    """A run of fake stages, what it printed and what it left."""
+    """A run of fake stages, with its output and the files it left."""
 
     def __init__(self, folder, total_s=120.0):
         self.printed = []
@@ -91,7 +93,8 @@ def test_rows_and_what_was_learned_are_kept_and_told(runner):
     ],
 )
 def test_a_stage_that_ends_badly_keeps_its_output_and_the_next_one_runs(runner, code, status):
-    # An interpreter may need a second to start on a busy machine, and only sleeping meets the limit.
+    # An interpreter may take a second to start on a busy machine. Only the sleeping stage must
+    # reach its limit.
     limit_s = 1.0 if "sleep" in code else 30.0
     bad = f"print('{{\"case\": 3}}', flush=True); print('in the log', flush=True); {code}"
     if "sleep" in code:
@@ -127,7 +130,7 @@ def alive(marker):
     return found
 
 
-# A process in a session of its own whose parent has ended belongs to no stage any more.
+# A process in its own session whose parent has ended no longer belongs to any stage.
 @pytest.mark.parametrize(
     ("new_session", "ends"), sampled([(True, False), (False, False), (False, True)])
 )
@@ -201,7 +204,7 @@ def test_all_stages_together_leave_few_files_with_plain_names(runner, number):
     sections = [stage(each.name, GOOD, log=each.log) for each in of_run(number)]
     assert runner.all(*sections)
     names = sorted(path.name for path in runner.report.folder.iterdir())
-    assert len(names) + 1 <= 8  # and the calibration
+    assert len(names) + 1 <= 8  # plus the calibration
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in names)
 
 
@@ -258,7 +261,7 @@ def test_an_interrupted_run_keeps_what_came_before(runner):
 
 @pytest.fixture
 def no_programs(monkeypatch, tmp_path):
-    """A machine without git, make and nvidia-smi."""
+    """Simulate a machine without git, make and nvidia-smi."""
     empty = tmp_path / "bin"
     empty.mkdir()
     monkeypatch.setenv("PATH", str(empty))
@@ -276,7 +279,7 @@ def test_the_commit_without_git(no_programs, monkeypatch, tmp_path):
 def test_the_driver_without_nvidia_smi(no_programs, monkeypatch, tmp_path):
     version = tmp_path / "version"
     monkeypatch.setattr(machine, "_DRIVER_FILE", version)
-    assert machine.driver()  # whatever is known without either
+    assert machine.driver()  # available without nvidia-smi and without the version file
     version.write_text(
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.1.4  Tue Sep\nGCC: 12.2\n"
     )
@@ -322,7 +325,7 @@ def test_the_manifest_says_what_the_libraries_were_built_with(tmp_path):
 
 @pytest.fixture
 def carrying(tmp_path, monkeypatch):
-    """Carried libraries, a package without any, and a build stage whose builds write empty files."""
+    """A package without libraries, carried libraries, and a build stage that writes empty files."""
     given, package = tmp_path / "given", tmp_path / "kvcache"
     given.mkdir()
     package.mkdir()
@@ -351,7 +354,7 @@ def test_carried_libraries_that_do_not_load_are_built_again(carrying, monkeypatc
     assert {path.read_text() for path in package.glob("*.so")} == {"built"}
     rows = [json.loads(x) for x in capsys.readouterr().out.splitlines() if x.startswith("{")]
     assert "no_such_function" in next(row["failed"] for row in rows if "failed" in row)
-    assert any("libraries" in row for row in rows)  # so that the other stages run
+    assert any("libraries" in row for row in rows)  # then the other stages run
 
 
 def test_carried_libraries_that_load_are_used_and_nothing_is_built(carrying, monkeypatch):
@@ -397,7 +400,7 @@ def test_a_workspace_takes_no_built_library_along(tmp_path):
 
 
 def in_bare_tree(folder, program):
-    """Runs a program in a copy of the checkout without built libraries, in which none can be built."""
+    """Run a program in a copy of the checkout that has no built libraries and cannot build any."""
     workspace.make(folder)
     environment = {
         **os.environ,
@@ -459,7 +462,7 @@ def test_list_names_every_stage_in_its_order(capsys):
 def test_only_takes_the_build_along_and_refuses_unknown_stages(capsys):
     assert [each.name for each in command.chosen(FIRST, ["bus"])] == ["build", "bus"]
     assert [each.name for each in command.chosen(SECOND, ["gloo"])] == ["build", "gloo"]
-    assert command.chosen(FIRST, ["facts"]) == []  # which ran before, and need no build
+    assert command.chosen(FIRST, ["facts"]) == []  # the facts stage ran before and needs no build
     assert [each.name for each in command.chosen(FIRST, ["build"])] == ["build"]
     for number in (FIRST, SECOND):
         assert command.chosen(number, None) == of_run(number)[1:]
@@ -502,7 +505,7 @@ def limit_of(name):
 
 
 def test_memcheck_has_time_for_torch_to_be_imported_under_it(monkeypatch):
-    """Under the tool that takes some 20 s; 31 s in all were too few."""
+    """Importing torch under memcheck takes about 20 s. A total of 31 s was too short."""
     given = {}
     monkeypatch.setattr(
         sanitizer, "checked", lambda tool, check, limit_s, arguments: given.update({check: limit_s})
@@ -515,7 +518,7 @@ def test_memcheck_has_time_for_torch_to_be_imported_under_it(monkeypatch):
 
 @pytest.mark.parametrize(("number", "name"), [(FIRST, "jit-and-replay"), (SECOND, "flashinfer")])
 def test_the_last_stage_has_time_where_all_others_take_all_of_theirs(number, name):
-    """With carried libraries, which load in some 20 s."""
+    """With carried libraries, which take about 20 s to load."""
     *others, last = (each.name for each in of_run(number))
     assert last == name
     worst = sum(limit_of(name) for name in others if name != "build") + 20
@@ -587,7 +590,7 @@ def test_a_swap_measured_again_takes_the_place_of_the_first_in_the_bars():
 
 @pytest.fixture
 def fake_bench(monkeypatch):
-    """Measurements in which each call leaves its name and takes no time."""
+    """Replace the measurements by calls that only record their names."""
     bandwidth, calls = swaps.bandwidth, []
 
     def device_rates(device, num_bytes, calibration=None, patterns=(), **_):
@@ -634,7 +637,7 @@ def test_a_pool_on_the_device_alone_is_not_bound_by_the_hosts_memory(monkeypatch
     monkeypatch.setattr(sizes, "available_host_bytes", lambda: 10 << 30)
     assert sizes.pool_bytes(16 << 30, on_host=False) == 16 << 30
     assert capsys.readouterr().out == ""
-    assert sizes.pool_bytes(16 << 30) == 4 << 30  # with one as large on the host
+    assert sizes.pool_bytes(16 << 30) == 4 << 30  # with a host pool of the same size
     assert "memory is short" in capsys.readouterr().out
     assert sizes.pool_bytes(64 << 30, on_host=False) == 28 << 30
 
@@ -710,7 +713,7 @@ def test_a_file_that_skips_all_its_tests_is_a_fault(
 
 
 def test_swaps_are_tested_by_a_number_of_steps_instead_of_seconds(tmp_path):
-    """14 cases of 3 s each would take most of the limit of a file."""
+    """14 cases of 3 s each would take most of a file's time limit."""
     body = "import os; assert os.environ['KVCACHE_TEST_SWAP_STEPS'] == '60'"
     assert kernel_tests.tested(pytest_file(tmp_path, body), 60)["passed"] == 1
 
@@ -759,7 +762,7 @@ def test_files_with_gpu_tests_are_found():
     names = [path.name for path in kernel_tests.gpu_test_files(REPO / "tests")]
     assert {"test_token_io_op.py", *kernel_tests._REHEARSED} <= set(names)
     assert "test_hashing.py" not in names
-    # Skipped as a whole on a GPU; of the second run.
+    # Skipped as a whole on a GPU. These belong to the second run.
     left_out = {"test_gpu_less.py", "test_call_counts.py", "test_gpu_second_run.py"}
     files = {path.name for path in (REPO / "tests").rglob("test_*.py")}
     assert not left_out & set(names) and left_out <= files
@@ -780,7 +783,7 @@ def test_the_table_of_ncu_is_read():
 
 
 def written_bytes(case, size):
-    """How many bytes a case's ops changed in their tensors."""
+    """Return the number of bytes that a case's ops changed in their tensors."""
     found = 0
 
     class Watched(TorchDispatchMode):
@@ -801,15 +804,16 @@ def written_bytes(case, size):
 
 @pytest.mark.parametrize("name", counters.KERNELS)
 def test_counters_are_of_more_bytes_than_the_l2_holds_by_far(name):
-    """25 to 64 MB would stay in an L2 of 50 MB, and the figures of DRAM would mean nothing."""
+    """25 to 64 MB would stay in a 50 MB L2 cache, so DRAM counters would be meaningless."""
     per_size = op_cases.TOUCHED[name]
     assert op_cases.size_for(name, counters.NUM_BYTES) * per_size >= 512 << 20
-    # Half of what is touched is written; a quarter where bf16 becomes fp8 and a slot in seven is none.
+    # Half of the touched bytes are written, or a quarter when bf16 becomes fp8 and one slot in
+    # seven is padding.
     assert written_bytes(op_cases.CASES[name], 8) / (8 * per_size) > 0.25
 
 
 def test_large_cases_are_drawn_where_they_run(monkeypatch):
-    """On the CPU that would take longer than the stage has."""
+    """Drawing large cases on the CPU would take longer than the stage's limit."""
     drawn = []
     monkeypatch.setattr(op_cases, "_seeded", lambda device: drawn.append(device))
     for size, device in ((1, "cpu"), (op_cases.MOST_COMPARED + 1, "meta")):

@@ -1,5 +1,6 @@
-"""The stages of `make gpu SECOND=1` with stand-ins for NIXL and FlashInfer, and with defects that they
-must notice."""
+"""The stages of `make gpu SECOND=1` with stand-ins for NIXL and FlashInfer, and with planted
+defects.
+"""
 
 import contextlib
 import json
@@ -40,7 +41,7 @@ def no_failures(monkeypatch):
 
 
 def told(capsys):
-    """The lines of the protocol."""
+    """Return the lines of the protocol."""
     return [json.loads(x) for x in capsys.readouterr().out.splitlines() if x.startswith("{")]
 
 
@@ -48,7 +49,7 @@ def failures(rows):
     return [row["failed"] for row in rows if "failed" in row]
 
 
-# What is missing --------------------------------------------------------------------------------------
+# Missing dependencies ---------------------------------------------------------------------------------
 
 
 def test_stages_without_their_package_are_skipped_by_name(monkeypatch, capsys):
@@ -71,14 +72,16 @@ def test_costs_of_the_profiler_s_records():
     assert costs.of_records(names) == {
         "launches": 1, "copies": 2, "fills": 1, "pageable_copies": 1,
     }  # fmt: skip
-    assert costs.of_records([]) == {}  # where there is no profiler, nothing is known
+    assert costs.of_records([]) == {}  # without a profiler, nothing is known
 
 
 # Transfers --------------------------------------------------------------------------------------------
 
 
 class ThreadAsProcess:
-    """Stands in for a process of a pair: agents of the stand-in reach each other within one alone."""
+    """Replaces a process of a pair, because the stand-in's agents only reach each other within one
+    process.
+    """
 
     pid = 0
 
@@ -96,7 +99,7 @@ class ThreadAsProcess:
 
 @pytest.fixture
 def small(monkeypatch):
-    """Pairs of threads, and few bytes."""
+    """Make pairs of threads that transfer few bytes."""
     context = SimpleNamespace(Pipe=Pipe, Process=ThreadAsProcess)
     monkeypatch.setattr(transports, "get_context", lambda _: context)
     close = transports.Pair.close
@@ -210,7 +213,7 @@ def test_a_process_that_cannot_start_says_why(small, monkeypatch):
 
 
 def begin_at_once(monkeypatch):
-    """Loads that do not wait for the step before them."""
+    """Start loads without waiting for the previous step."""
 
     class Unordered(rank._QueuedStep):
         def __new__(cls, at, step, after=None):
@@ -220,7 +223,7 @@ def begin_at_once(monkeypatch):
 
 
 def end_early(monkeypatch):
-    """Loads that end while their pages are still permuted."""
+    """Complete loads while their pages are still being permuted."""
     permute = fetching.Fetch._permute
 
     def slow(*args):
@@ -268,7 +271,7 @@ def flashinfer(monkeypatch):
     if not counts.is_available():
         yield wrappers
         return
-    with sdpa_kernel(SDPBackend.MATH):  # the simulated device has no others in bf16
+    with sdpa_kernel(SDPBackend.MATH):  # the simulated device supports no other backend in bf16
         yield wrappers
 
 

@@ -1,4 +1,4 @@
-"""Imports go downwards only; a package may touch what lies below it and nothing else."""
+"""Imports go downwards only. A package may import only the layers below it."""
 
 import ast
 import subprocess
@@ -11,7 +11,7 @@ from tests.machinery.shared import REPO
 
 PACKAGE = REPO / "kvcache"
 
-# From the inside out: a ring imports itself and those before it, in this order, and nothing else of them.
+# From the inside out. A ring may import only itself and the earlier rings.
 RINGS = {
     "ground": {
         *("kvcache.checks", "kvcache.lazy", "kvcache.kinds", "kvcache.step", "kvcache.specs"),
@@ -30,7 +30,7 @@ RINGS = {
 }
 GROUND = RINGS["ground"]
 
-# Package -> the packages it may import, besides itself and the ground.
+# Package -> packages that it may import in addition to itself and the ground ring.
 MAY_IMPORT = {
     "kvcache": set(),
     "kvcache.checks": set(),
@@ -114,7 +114,7 @@ TORCH_FREE = {
     "kvcache.placement",
     "kvcache.cli",
 }
-# In a package that otherwise needs torch: modules that do without it.
+# Torch-free modules in packages that otherwise need torch.
 TORCH_FREE_MODULES = {
     "kvcache.sources",
     "kvcache.sources.base",
@@ -158,7 +158,7 @@ def module_name(path: Path) -> str:
 
 
 def package_of(module: str) -> str:
-    """The longest entry of `MAY_IMPORT` that the module is in."""
+    """Return the longest entry of `MAY_IMPORT` that contains the module."""
     parts = module.split(".")
     names = (".".join(parts[:n]) for n in range(min(len(parts), 3), 0, -1))
     return next((name for name in names if name in MAY_IMPORT and "." in name), parts[0])
@@ -169,7 +169,9 @@ def is_torch_free(module: str) -> bool:
 
 
 def imports_of(path: Path):
-    """(module, whether at import time) for every import, also those inside functions."""
+    """Yield (module, whether imported at import time) for every import, including imports in
+    functions.
+    """
     tree = ast.parse(path.read_text())
     parents = {c: node for node in ast.walk(tree) for c in ast.iter_child_nodes(node)}
     for node in ast.walk(tree):
@@ -192,7 +194,9 @@ def imports_of(path: Path):
 
 
 def imported_modules(path: Path):
-    """Every module that a file names in an import, also inside functions and for type checkers."""
+    """Return every module that a file imports, including imports in functions and for type
+    checkers.
+    """
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -1,4 +1,4 @@
-"""The lists of planted defects and mutants fit the code, so that they can be planted at any time."""
+"""Checks that the listed defects and mutants match the code, so that they can always be planted."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The types that callers see: what a checker finds in their files, and stubs that say what is there."""
+"""Public types: the checker's findings in callers' files, and stubs that match the code."""
 
 import ast
 import importlib
@@ -25,7 +25,10 @@ STUBS = sorted(PACKAGE.rglob("*.pyi"))
     ids=["without torch", "with torch"],
 )
 def found(request):
-    """Lines of `mypy --strict` of both callers; with `without_torch.ini`, tensors are of any type."""
+    """Return the output lines of `mypy --strict` for both callers.
+
+    With `without_torch.ini`, tensors have type Any.
+    """
     pytest.importorskip("mypy")
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary"]
     command += ["--follow-imports=silent", "--explicit-package-bases"]
@@ -54,7 +57,10 @@ def test_the_commonest_mistakes_are_caught(found):
 
 
 def signature_of(function):
-    """Names, kinds and whether there is a default; of a native function, from its docstring."""
+    """Return each parameter's name, whether it is keyword-only, and whether it has a default.
+
+    Native functions are parsed from their docstring.
+    """
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:
@@ -70,7 +76,7 @@ def signature_of(function):
 
 
 def arguments_of(node):
-    """The same of a definition in a stub."""
+    """Return the same properties for a definition in a stub."""
     plain = [*node.args.posonlyargs, *node.args.args]
     without = len(plain) - len(node.args.defaults)
     found = [(each.arg, False, i >= without) for i, each in enumerate(plain)]
@@ -120,8 +126,8 @@ def test_a_checker_knows_every_public_name(module):
     assert names == set(module.__all__)
 
 
-# Every author of an engine reads about each member. What is not about rows belongs to `manager.cache` or
-# `manager.pool`.
+# Every engine author reads about each member, so members that do not concern rows belong to
+# `manager.cache` or `manager.pool`.
 MEMBERS_OF_MANAGER = [
     "for_groups",
     "groups",

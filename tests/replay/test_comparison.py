@@ -1,4 +1,4 @@
-"""Comparison of eviction policies, and the optimum."""
+"""Comparison of eviction policies with each other and with the optimum."""
 
 import itertools
 import json
@@ -11,7 +11,7 @@ from kvcache.replay import Comparison, Replayer, WorkloadRequest, chat_workload,
 
 
 def prompts(*tokens):
-    """Requests with these tokens, one token per block."""
+    """Return requests with these tokens, one token per block."""
     none = np.empty(0, np.int64)
     return [
         WorkloadRequest(i, 0, np.array(each, np.int32), 0, none) for i, each in enumerate(tokens)
@@ -19,7 +19,7 @@ def prompts(*tokens):
 
 
 def best_of_all(chains, capacity):
-    """The maximum hits over all choices of the content kept after each request."""
+    """Return the most hits over all choices of the content to keep after each request."""
     best = {frozenset(): 0}
     for chain in chains:
         keys = [tuple(chain[: k + 1]) for k in range(len(chain))]

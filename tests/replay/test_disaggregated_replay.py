@@ -19,7 +19,7 @@ from kvcache.replay.content import prefix_keys
 from kvcache.replay.groups import parse_groups
 from tests.machinery.shared import sampled
 
-SERVICE = Service(prefill_speed=1_000, decode_speed=100)  # 1 ms and 10 ms a token
+SERVICE = Service(prefill_speed=1_000, decode_speed=100)  # 1 ms and 10 ms per token
 
 
 def request(index, arrival_ms, first, num_tokens, answer):
@@ -28,7 +28,7 @@ def request(index, arrival_ms, first, num_tokens, answer):
 
 
 def replayed(requests, prefill=100, decode=100, lease_s=60.0, concurrency=10, **options):
-    # A token of a load takes a millisecond.
+    # Loading a token takes one millisecond.
     between = Disaggregation(prefill, lease_s=lease_s, bytes_per_token=1e6, gb_per_s=1.0)
     options = {"block_size": 4} if "groups" not in options else options
     replayer = DisaggregatedReplayer(
@@ -52,7 +52,7 @@ def test_a_prompt_is_computed_once_and_loaded():
     )
     assert (report.prefill_computed_tokens, report.decode_computed_tokens) == (40, 1)
     assert report.peak_leased_blocks == 10
-    # 40 ms of prefill, 40 ms of loading, a token; then the answer.
+    # 40 ms of prefill, 40 ms of loading, and one computed token precede the answer.
     assert report.mean_ms_to_first_token == 81
     assert report.duration_s == pytest.approx(0.281)
 

@@ -1,4 +1,4 @@
-"""Hits of the policy that learns on the conversation trace, and on changed forms of it."""
+"""Hits of the learning policy on the conversation trace and on modified versions of it."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from kvcache.replay import optimum, read_mooncake
 from tests.machinery.shared import sampled, shared_file
 
 TRACE = "traces/mooncake_conversation.jsonl"
-# Blocks of 512 tokens: how many of them are hits, at least, and with knowledge of the future.
+# Capacity in blocks of 512 tokens -> (minimum number of hit blocks, hits of the offline optimum).
 LEAST = {
     1_000: (21_500, 54_977),
     3_000: (37_400, 84_879),
@@ -25,14 +25,14 @@ LEAST = {
 
 @pytest.fixture(scope="module")
 def conversations():
-    no_content = np.empty(0, np.int64)  # only verification asks for it
+    no_content = np.empty(0, np.int64)  # only verification needs the content
     path = shared_file(TRACE)
     return [dataclasses.replace(each, content=no_content) for each in read_mooncake(path)]
 
 
 @pytest.fixture(scope="module")
 def on_two_tiers(conversations):
-    """Reports by how many requests and what `replayed` is told; each is replayed once."""
+    """Replay with the given options, once per combination. Returns the report."""
     return functools.cache(lambda count, *options: replayed(conversations[:count], *options))
 
 
@@ -45,7 +45,7 @@ def test_hits_on_the_conversation_trace(conversations, capacity):
 
 @pytest.mark.exhaustive
 def test_hits_on_two_tiers(on_two_tiers):
-    """More than the best of the other pairs of policies of docs/eviction.md."""
+    """Exceeds the best of the other policy pairs in docs/eviction.md."""
     report = on_two_tiers(None, 1_000, "learned", 10_000, "learned", "back")
     assert 67_237 < report.hit_tokens // 512 < 105_592
 
@@ -55,7 +55,7 @@ def test_hits_on_two_tiers(on_two_tiers):
     sampled([(2_500, 500, 3_000, 30_000), (None, 1_000, 10_000, 50_000)]),
 )
 def test_bytes_written_for_each_hit_of_the_host(on_two_tiers, count, device, host, num_declined):
-    """Against what is evicted from the device being written, by the same policies and by LRU's."""
+    """Compared with writing every evicted block, under the same policies and under LRU."""
     back, plain, learned = (
         on_two_tiers(count, device, policy, host, policy, host_write)
         for policy, host_write in (("learned", "back"), ("lru", "back"), ("learned", "learned"))
@@ -83,7 +83,7 @@ def test_on_changed_forms_it_is_never_one_per_cent_behind(form, tmp_path):
 
 @pytest.mark.exhaustive
 def test_small_blocks(conversations):
-    """The first 2,000 requests in blocks of 16 tokens, at the same sizes in tokens."""
+    """The first 2,000 requests in blocks of 16 tokens, with the same pool sizes in tokens."""
     for capacity in [*LEAST][::2]:
         hits = [
             replayed(conversations[:2_000], 32 * capacity, policy, block_size=16).hit_tokens

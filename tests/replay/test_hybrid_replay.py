@@ -36,7 +36,8 @@ ALL = f"{UNEQUAL},recurrent:block_size=32,chunked_local:chunk_size=70"
 
 
 def hybrid(groups, num_blocks, concurrency=1, verified=None, **options) -> Replayer:
-    """`groups`: command-line syntax, blocks of 4 tokens by default.
+    """Make a replayer of `groups`, which use command-line syntax with blocks of 4 tokens by
+    default.
 
     `verified`: groups to verify instead.
     """
@@ -51,7 +52,7 @@ def hybrid(groups, num_blocks, concurrency=1, verified=None, **options) -> Repla
     )
 
 
-# --- right replays --------------------------------------------------------------------------------
+# --- valid replays --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_chats_verify_and_hit(groups, hash_block_size, chunk_tokens, concurrency
     assert report.verified_tokens == report.prompt_tokens > 40_000
     assert report.evicted_blocks > 0 == report.rejected_requests
     assert [group["kind"] for group in report.groups] == [spec.kind for spec in specs]
-    if chunk_tokens or "recurrent" not in groups:  # a state stays only where a step ended
+    if chunk_tokens or "recurrent" not in groups:  # a state is kept only where a step ended
         assert report.token_hit_rate > 0.2
         hits = [group["hit_blocks"] > 0 for group in report.groups]
         assert hits == [spec.cached for spec in specs]
@@ -126,8 +127,8 @@ def test_hits_inside_blocks_are_found_and_copied():
 
 
 def test_unneeded_partial_blocks_before_hit_are_not_published():
-    # A new chunk reads nothing of the chunk before: with its first token a prompt "hits" the three
-    # before it, though no step computed them and no block holds them.
+    # A new chunk reads nothing of the previous chunk. Its first token therefore makes the three
+    # tokens before it a hit, although no step computed them and no block holds them.
     prompts = as_workload([[0, 1, 1, 1], [0, 1]])
     replayer = hybrid("chunked_local:chunk_size=3:block_size=6", 8, hash_block_size=1)
     report = replayer.run(prompts)
@@ -218,7 +219,7 @@ def test_windows_slide_within_a_prompt_only_in_chunks():
     whole = hybrid("sliding_window:window=8", 101).run(prompt)
     chunked = hybrid("sliding_window:window=8", 101, chunk_tokens=16).run(prompt)
     assert (whole.peak_used_blocks, chunked.peak_used_blocks) == (50, 6)
-    # A prompt far longer than the pool: the tables grow beyond the pool's blocks.
+    # The prompt is much longer than the pool, so tables have more columns than the pool has blocks.
     narrow = hybrid("sliding_window:window=8", 9, chunk_tokens=16).run(prompt)
     assert (narrow.rejected_requests, narrow.mismatches, narrow.verified_tokens) == (0, 0, 200)
 
@@ -252,13 +253,14 @@ def test_chunks_end_where_states_can_be_stored(chunk_tokens):
     replayer = hybrid("full_attention,recurrent:block_size=8", 65, chunk_tokens=chunk_tokens)
     report = replayer.run(as_workload([[*shared, 50], [*shared, 60]]))
     assert (report.hit_tokens, report.mismatches) == (48, 0)
-    assert report.groups[1]["hit_blocks"] == 6  # of which one state was read
+    assert report.groups[1]["hit_blocks"] == 6  # one of them is a state
 
 
 @pytest.mark.parametrize(
     ("groups", "hash_block_size", "num_shared", "hits"),
     [
-        # What is shared ends the second prompt's first chunk, so the third hits all of it.
+        # The second prompt's first chunk ends with the shared prefix, so the third prompt hits all
+        # of it.
         ("full_attention:block_size=2048,recurrent:block_size=512", 16, 1_100, 1_024 + 1_088),
         ("full_attention:block_size=544,recurrent:block_size=544", 16, 1_250, 1_088 + 1_248),
     ],
@@ -283,7 +285,7 @@ def test_a_block_that_left_its_window_too_early_is_caught():
     )
     report = replayer.run(prompts)
     found = report.mismatched_requests[0]
-    assert found == Mismatch(0, 0, 0, 0, group=1)  # the null block is read in its place
+    assert found == Mismatch(0, 0, 0, 0, group=1)  # the null block is read instead
     named = "request 0, token 0: wrong KV in block 0 (block column 0, group 1)"
     assert str(found) == named
     assert len(report.mismatched_requests) == 2
@@ -352,7 +354,7 @@ def test_overwritten_kept_state_is_caught(monkeypatch, defect):
 
 def test_uncleared_state_is_caught(monkeypatch):
     replayer = hybrid("full_attention,recurrent:block_size=8", 65)
-    replayer.verifier.storage.pages.layer(0)[1:] = 7  # what was there before
+    replayer.verifier.storage.pages.layer(0)[1:] = 7  # stale data
     plant_in_step(monkeypatch, replayer.manager, without_zeros)
     report = replayer.run(as_workload([range(30)]))
     (found,) = report.mismatched_requests
@@ -364,7 +366,7 @@ def test_uncleared_tokens_before_a_hit_are_caught(monkeypatch):
     prompts = as_workload([[*shared, 50, 51], [*shared, 60, 61]])
     groups = "full_attention:block_size=2,full_attention:block_size=4:cached=0"
     replayer = hybrid(groups, 33)
-    replayer.verifier.storage.pages.layer(0)[1:] = 7  # what was there before
+    replayer.verifier.storage.pages.layer(0)[1:] = 7  # stale data
     report = replayer.run(prompts)
     assert (report.hit_tokens, report.mismatches) == (6, 0)
     replayer = hybrid(groups, 33)
@@ -396,7 +398,7 @@ def test_blocks_read_by_custom_kind_are_kept(lookback, is_right):
 
 @register("test_goes_back")
 class GoesBack(AttentionKind):
-    """Reads 16 tokens less from token `at` on, which the manager has already dropped."""
+    """From token `at` on, reads 16 further tokens that the manager has already dropped."""
 
     def __init__(self, *, at):
         super().__init__()
@@ -406,7 +408,7 @@ class GoesBack(AttentionKind):
         return max(num_computed_tokens - (24 if num_computed_tokens >= self.at else 8), 0)
 
 
-@pytest.mark.parametrize("at", [32, 35])  # where a chunk begins, and inside it
+@pytest.mark.parametrize("at", [32, 35])  # at the start of a chunk, and inside a chunk
 def test_decreasing_first_needed_token_is_reported(at):
     replayer = hybrid(f"test_goes_back:at={at}", 65, chunk_tokens=8)
     says = rf"^GoesBack.first_needed_token\({at}\) is {at - 24}: expected {at - 9} or more, the"
@@ -470,7 +472,7 @@ def test_state_page_reused_while_held_is_caught(monkeypatch):
     assert victim in report.mismatched_requests
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- rejected arguments ---------------------------------------------------------------------------
 
 
 def test_invalid_arguments_are_reported():

@@ -10,7 +10,7 @@ DRAFTS = GroupSpec("recurrent", 4, {"num_speculative_blocks": 3})
 
 
 def cached(manager):
-    """Full-attention pages that are cached for tokens 0 to 19."""
+    """Return the cached full-attention pages for tokens 0 to 19."""
     return manager.cache.find(manager.cache.hashes(Request("probe", range(20))), 0).device.tolist()
 
 

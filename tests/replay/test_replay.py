@@ -30,7 +30,7 @@ from tests.machinery.shared import sampled, shared_file
 
 TRACE = "traces/mooncake_conversation.jsonl"
 
-# --- the reader -----------------------------------------------------------------------------------
+# --- trace reader ---------------------------------------------------------------------------------
 
 GOOD = {"timestamp": 5, "input_length": 1025, "output_length": 7, "hash_ids": [0, 1, 128_001]}
 
@@ -85,7 +85,7 @@ def test_a_line_becomes_a_request(tmp_path):
 def test_a_malformed_line_is_named(tmp_path, line, says):
     path = write_trace(tmp_path, GOOD, "", line)
     reader = read_mooncake(path)
-    next(reader)  # the lines before it are good and are served first
+    next(reader)  # the lines before it are valid and are served first
     with pytest.raises(TraceError) as error:
         next(reader)
     assert f"{path}, line 3: " in str(error.value)
@@ -114,7 +114,7 @@ def assert_keys_stand_for_prefixes(requests) -> None:
 
 
 def test_trace_keys_identify_prefixes(tmp_path):
-    # 1, 128001 and 256001 begin with the same token, as do 5 and 128005.
+    # 1, 128001 and 256001 start with the same token, as do 5 and 128005.
     prompts = [([0, 1], 514), ([0, 128_001], 520), ([0, 256_001], 513), ([0], 512), ([0, 1], 1024)]
     prompts += [([128_005, 3], 600), ([128_005], 70), ([5], 70), ([0, 128_002, 6], 1026)]
     lines = [{**GOOD, "input_length": n, "hash_ids": ids} for ids, n in prompts]
@@ -144,7 +144,7 @@ def test_kv_differs_by_token_and_by_feature():
     assert len(np.unique(kv)) > 0.999 * kv.size
 
 
-# --- the chat workload ----------------------------------------------------------------------------
+# --- chat workload --------------------------------------------------------------------------------
 
 
 def as_tuples(requests):
@@ -169,7 +169,7 @@ def test_chats_arrive_in_order_and_interleaved():
         gaps += [request.index - max(earlier)] if earlier else []
         last_of[int(request.content[-1])] = request.index
     assert len(gaps) > 100  # most turns continue an earlier prompt
-    assert sum(gap > 1 for gap in gaps) > 0.8 * len(gaps)  # with others in between
+    assert sum(gap > 1 for gap in gaps) > 0.8 * len(gaps)  # usually with other prompts in between
 
 
 def test_prompt_is_history_plus_new_message():
@@ -213,8 +213,9 @@ class ReferenceCache:
     capacity: int
     uncached_free: deque = field(default_factory=deque)
     cached_free: OrderedDict = field(default_factory=OrderedDict)  # least recently released first
-    prefix_of: dict = field(default_factory=dict)  # block -> tokens up to its end, while cached
-    blocks_of: dict = field(default_factory=dict)  # those tokens -> blocks, oldest first
+    prefix_of: dict = field(default_factory=dict)  # cached block -> tokens up to its end
+    # tokens up to a block's end -> blocks, oldest first
+    blocks_of: dict = field(default_factory=dict)
     references: dict = field(default_factory=dict)
     hits: int = 0
     evicted: int = 0
@@ -293,7 +294,7 @@ def as_workload(prompts) -> list[WorkloadRequest]:
 
 @st.composite
 def workloads(draw):
-    """Prompts with shared prefixes: each continues part of an earlier one, over two tokens."""
+    """Prompts of two token values. Each may continue part of an earlier one."""
     prompts = []
     for _ in range(draw(st.integers(1, 25))):
         head = draw(st.sampled_from(prompts)) if prompts and draw(st.booleans()) else []
@@ -324,7 +325,7 @@ def test_hits_equal_the_reference_cache(workload, block_size, capacity, concurre
             (10_000, 62_001, 0.2192),
             (50_000, 102_723, 0.3632),
             (100_000, 104_926, 0.3710),
-            (182_790, 105_592, 0.3734),  # every different block of the trace: unbounded
+            (182_790, 105_592, 0.3734),  # capacity for every distinct block of the trace
         ]
     ),
 )
@@ -343,13 +344,13 @@ def test_oversized_requests_are_rejected_and_others_served():
     long, short = list(range(50)), list(range(9))
     report = Replayer(block_size=4, num_blocks=5).run(as_workload([short, long, short]))
     assert (report.requests, report.rejected_requests) == (3, 1)
-    assert report.prompt_tokens == 18  # of those served
+    assert report.prompt_tokens == 18  # only served requests
     assert report.hit_blocks == 2
     assert report.token_hit_rate == 8 / 18
 
 
 def test_oldest_request_finishes_to_make_room():
-    prompts = [[i] * 8 for i in range(6)]  # two blocks each, four in the pool
+    prompts = [[i] * 8 for i in range(6)]  # two blocks each; the pool has four
     report = Replayer(block_size=4, num_blocks=5, concurrency=6).run(as_workload(prompts))
     assert (report.rejected_requests, report.peak_used_blocks) == (0, 4)
     assert report.evicted_blocks == 8
@@ -435,7 +436,8 @@ def test_a_hit_on_tokens_never_computed_is_caught(monkeypatch):
 
     plant_in_step(monkeypatch, replayer.manager, claim_eight_tokens)
     report = replayer.run(prompts)
-    # The first request wrote blocks 1 to 3; the partial block 3 is free first, 4 and 5 were fresh.
+    # The first request wrote blocks 1 to 3. The partial block 3 is reused first, and 4 and 5 were
+    # unused.
     (mismatch,) = report.mismatched_requests
     assert (mismatch.request, mismatch.token, mismatch.block_column) == (1, 0, 0)
     assert report.mismatches == 8
@@ -473,7 +475,7 @@ def test_two_tokens_in_one_slot_are_caught(monkeypatch):
 
     monkeypatch.setattr(table, "compute_slot_mapping", collide)
     report = replayer.run(as_workload([range(10)]))
-    # Nothing was written at the place of token 5; token 6 is lost too if it was written first.
+    # Token 5 was never written to its slot. Token 6 is lost too if it was written first.
     assert report.mismatched_requests == [Mismatch(0, 5, 1, 2)]
     assert report.mismatches in (1, 2)
 
@@ -490,8 +492,8 @@ def test_block_reused_while_held_is_caught(monkeypatch):
 
     plant_in_step(monkeypatch, replayer.manager, hand_out_again)
     report = replayer.run(as_workload([range(0, 10), range(100, 110), range(200, 210)]))
-    # The thief reads its own KV through its table, and nothing in the block that the manager gave it,
-    # both times that it is read; the victim is read again before it is freed.
+    # The thief writes to its own table's blocks, so both reads of the block that the manager
+    # allocated fail. The victim is read again before it is freed.
     thief, victim = report.mismatched_requests
     assert (thief.request, thief.token, thief.block_column) == (1, 0, 0)
     assert victim == Mismatch(0, 4, 1, first_blocks[1])

@@ -1,4 +1,4 @@
-"""Replays with eviction policies and a host tier: exact hits, verified swaps, and caught errors."""
+"""Replays with eviction policies and a host tier: exact hits, verified swaps, and detected errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ def tiered(
     specs, num_blocks, num_host_blocks, *, eviction="lru", host_eviction="lru", host_write="back",
     verify=True, concurrency=1, **options,
 ) -> Replayer:  # fmt: skip
-    """`specs`: groups, or tokens per block of full attention. Policies use command-line syntax."""
+    """Make a replayer.
+
+    `specs` are groups, or the block size of full attention. Policies use command-line syntax.
+    """
     if host_write.startswith("learned"):
         host_eviction = "learned"
     if host_eviction == "learned":
@@ -126,7 +129,7 @@ def test_report_contains_the_options():
     assert report["host_write"] == "selective:2"
 
 
-# --- a store under the tiers -----------------------------------------------------------------------
+# --- a store below the tiers -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 300])
@@ -182,7 +185,7 @@ def test_store_events_reproduce_the_store_content():
     assert has == {key.block_hash for key in replayer._store._blocks}
 
 
-# --- every byte -----------------------------------------------------------------------------------
+# --- bytewise verification ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("concurrency, host_write", spread(zip(itertools.cycle([1, 4]), WRITES), 2))
@@ -210,7 +213,7 @@ def test_chats_verify_through_a_host(
     report = replayer.run(chat_workload(50, 2))
     assert_right(replayer, report)
     assert report.prompt_tokens > 30_000
-    # A state stays only where a step ended.
+    # A state is kept only where a step ended.
     if ("recurrent" not in groups or chunk_tokens) and host_write in ("back", "through"):
         assert report.loaded_blocks > 50
 
@@ -252,7 +255,7 @@ def test_the_published_trace_verifies_through_a_host():
 
 # --- planted defects ------------------------------------------------------------------------------
 
-# Six blocks: the first prompt's two leave for the host, and are hit there.
+# The pool has six blocks. The first prompt's two blocks are written to the host and hit there.
 LEFT = as_workload([*(range(first, first + 9) for first in (0, 100, 200, 300)), [*range(8), 50]])
 
 
@@ -279,7 +282,7 @@ def test_offloaded_blocks_are_hit_on_the_host():
 @pytest.mark.parametrize("defect", [without_loads, without_writes, loads_exchanged])
 def test_wrong_swaps_are_caught(monkeypatch, defect):
     replayer = tiered(4, 7, 9)
-    replayer.verifier.worker.host.memory.fill_(255)  # not what a test before left in this memory
+    replayer.verifier.worker.host.memory.fill_(255)  # overwrites data of an earlier test
     plant_in_step(monkeypatch, replayer.manager, defect)
     report = replayer.run(LEFT)
     assert report.mismatches == 8
@@ -288,7 +291,9 @@ def test_wrong_swaps_are_caught(monkeypatch, defect):
 
 
 def prompts_that_use_every_section(rng):
-    """Shared prefixes and few pages, so that states and blocks are swapped to the host and back."""
+    """Prompts that share prefixes in a small pool, so that states and blocks move to the host and
+    back.
+    """
     for i in range(120):
         first, length = int(rng.integers(6)) * 1000, int(rng.integers(8, 40))
         yield [*range(first, first + length), *range(10_000 + 20 * i, 10_001 + 20 * i + i % 11)]
@@ -297,7 +302,7 @@ def prompts_that_use_every_section(rng):
 PAGE_SECTIONS = ("swap_out", "copy", "zero", "swap_in")
 
 
-# `make test` has the order of Worker.start and one in which pages are read too late.
+# `make test` runs the order of Worker.start and one order that reads pages too late.
 ORDERS = [PAGE_SECTIONS, ("copy", "swap_out", "zero", "swap_in")]
 ORDERS += [each for each in itertools.permutations(PAGE_SECTIONS) if each not in ORDERS]
 
@@ -359,7 +364,7 @@ def test_page_loaded_into_a_held_block_is_caught(monkeypatch):
     assert Mismatch(5, 0, 0, held[5]) in report.mismatched_requests
 
 
-# --- policies as they are written -----------------------------------------------------------------
+# --- how users write policies ---------------------------------------------------------------------
 
 
 def test_policies_are_parsed():

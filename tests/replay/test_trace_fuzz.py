@@ -1,4 +1,4 @@
-"""Damaged and hostile traces: one-line errors that name the location, never a traceback."""
+"""Damaged and hostile traces cause one-line errors that name the location, and never a traceback."""
 
 import gzip
 import json
@@ -66,7 +66,7 @@ def text_of(line):
 
 
 def mutated(rng, form):
-    """A trace of a format, damaged in one or two places."""
+    """Return a trace in the given format, damaged in one or two places."""
     line = LINES[form]
     if isinstance(line, dict) and rng.random() < 0.5:
         line = dict(line)
@@ -145,7 +145,7 @@ def test_damaged_traces_are_read_or_reported(tmp_path):
     ],
 )
 def test_a_hostile_line_is_named(tmp_path, form, line, says):
-    """Cases found by the fuzzer."""
+    """Cases that the fuzzer found."""
     path = tmp_path / "trace"
     path.write_text(f"\n{text_of(line)}\n")
     with pytest.raises(TraceError) as error:

@@ -91,10 +91,10 @@ def test_log_token_ids_are_the_prompt(tmp_path):
 
 
 def test_equal_prefixes_hit_and_partial_blocks_do_not(tmp_path):
-    rest = {**BAILIAN, "hash_ids": [3, 4]}  # 8 tokens more, of which the trace says nothing
+    rest = {**BAILIAN, "hash_ids": [3, 4]}  # 8 more tokens without hash ids
     requests = list(read_trace(written(tmp_path, BAILIAN, rest, rest, {**BAILIAN, "chat_id": 8})))
     assert optimum(requests, 16, 100) == 3 * 32 / 160
-    assert optimum(requests, 8, 100) == (32 + 32 + 40) / 160  # the first one's, again
+    assert optimum(requests, 8, 100) == (32 + 32 + 40) / 160  # the hits of the first request again
     texts = [{"prompt": "a b c d"}, {"prompt": "a b c e"}, {"prompt": "a  b\nc d"}]
     assert optimum(list(read_trace(written(tmp_path, *texts))), 1, 100) == (3 + 4) / 12
 

@@ -1,4 +1,4 @@
-"""Events as routers read them: what is said of blocks, on the host too, and a reader's view."""
+"""Events in the form that routers read, including blocks on the host, and a reader's view."""
 
 from itertools import pairwise
 
@@ -43,7 +43,7 @@ def through_bytes(events):
 
 
 class Reader:
-    """A translator and a view behind it."""
+    """An event translator and the view that it feeds."""
 
     def __init__(self, seed=SEED):
         self.translator = EventTranslator(seed)
@@ -55,7 +55,7 @@ class Reader:
         return events
 
 
-# --- the wire -------------------------------------------------------------------------------------
+# --- the wire format ------------------------------------------------------------------------------
 
 
 def test_a_batch_is_an_array_and_events_are_maps_with_all_required_keys():
@@ -146,7 +146,7 @@ def test_digests_and_keys_of_later_versions_are_read():
     assert view.block(b"b" * 32).parent == b"a" * 32
 
 
-# --- what is said of blocks ------------------------------------------------------------------------
+# --- events about blocks ---------------------------------------------------------------------------
 
 
 def test_first_blocks_have_no_parent_and_others_name_theirs():
@@ -238,7 +238,8 @@ def test_blocks_of_the_host_come_with_parents_and_tokens():
     done(manager, manager.step())
     events = [event for event in reader.take(manager) if event.medium == "CPU"]
     hashes = [wire_hash(each.tobytes()) for each in manager.cache.hashes(request)]
-    assert [event.block_hashes for event in events] == [hashes]  # the manager writes tails first
+    # In token order, although the manager writes tails first.
+    assert [event.block_hashes for event in events] == [hashes]
     (event,) = events
     assert event.parent_block_hash is None and event.token_ids == [*range(12)]
     assert (event.block_size, event.group_idx) == (4, 0)
@@ -297,7 +298,7 @@ def test_one_medium_alone_is_cleared_by_removals():
 
 
 def test_host_blocks_of_which_the_events_were_dropped_have_no_tokens():
-    """As those that vLLM publishes of its own host tier."""
+    """vLLM publishes such events for its own host tier."""
     translator = EventTranslator(SEED)
     on_host = BlockStored(digests(2, 1), None, np.array([], np.int32), 4, 0, "cpu")
     (event,) = through_bytes(translator.translate([AllBlocksCleared("gpu", 5), on_host])[1:])
@@ -323,12 +324,12 @@ def test_chains_come_parent_first():
 
 
 class Watched(Driver):
-    """After each operation the view is what the pools have, and a snapshot is the same."""
+    """After each operation, the view must equal the pools, and a snapshot must equal the view."""
 
     def __init__(self, *args):
         super().__init__(*args)
         self.reader = Reader()
-        self.said = {}  # what the manager's events of the device said of blocks
+        self.said = {}  # contents of blocks according to the manager's device events
         self.num_on_host = 0
 
     def compare(self):
@@ -341,7 +342,8 @@ class Watched(Driver):
         assert shown(view) == cached(self.manager)
         groups = self.reader.translator._groups.items()
         known = {(number, each) for number, group in groups for each in group._blocks}
-        assert known == {(group, each) for _, group, each in shown(view)}  # no more is remembered
+        # Blocks removed from all places are forgotten.
+        assert known == {(group, each) for _, group, each in shown(view)}
         self.check(view)
         if self.choose.chance(10):
             again = CacheView()

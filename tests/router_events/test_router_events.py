@@ -1,4 +1,4 @@
-"""Events over sockets: what a publisher sends and replays, whom it hears, what a reader makes of it."""
+"""Events over sockets: publishing, replay, allowed clients, and readers."""
 
 import itertools
 import random
@@ -51,12 +51,12 @@ def wait_for(condition):
 
 
 def follow(reader, condition):
-    """Takes in what comes until the condition holds."""
+    """Poll until the condition holds."""
     wait_for(lambda: reader.poll(0.01) < 0 or condition())
 
 
 def tokens_event(first, num_blocks=1, group=0):
-    """Blocks of 4 tokens whose hashes are numbers from `first` on."""
+    """Return an event for blocks of 4 tokens, with consecutive numbers from `first` as hashes."""
     hashes = np.array([[0] * 24 + [*struct.pack(">Q", first + i)] for i in range(num_blocks)])
     tokens = np.arange(4 * num_blocks, dtype=np.int32)
     return BlockStored(hashes.astype(np.uint8), bytes(32), tokens, 4, group)
@@ -82,7 +82,7 @@ def publish(publisher, count, first=0):
 
 
 class Asker:
-    """A raw client of the replay socket."""
+    """A client that uses the replay socket directly."""
 
     def __init__(self, context, publisher, kind=None):
         self.socket = context.socket(zmq.DEALER if kind is None else kind)
@@ -93,7 +93,7 @@ class Asker:
         self.socket.send_multipart(frames)
 
     def answers(self, num_delimiters=1):
-        """(topic, sequence, payload) up to the end."""
+        """Return (topic, sequence, payload) of every answer up to the end marker."""
         found = []
         while True:
             assert self.socket.poll(DEADLINE_S * 1000), "no answer"
@@ -107,7 +107,7 @@ class Asker:
             found.append((topic, decode_sequence(sequence), payload))
 
 
-# --- what is sent ---------------------------------------------------------------------------------
+# --- published messages ---------------------------------------------------------------------------
 
 
 def test_a_message_has_three_frames_numbered_from_0(context, publisher):
@@ -207,7 +207,7 @@ def test_publishing_waits_for_room(context, monkeypatch):
         assert publisher.counts.batches == 10
 
 
-# --- where it listens -----------------------------------------------------------------------------
+# --- endpoints ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,8 @@ def test_a_place_that_is_taken_leaves_nothing_behind(context):
             OSError, match=r"replay_endpoint is .*[Aa]ddress already in use"
         ) as told:
             EventPublisher(place, first.endpoint, context=context)
-        assert told.traceback  # keeps what was made alive: it was closed, not collected
+        # The traceback keeps the failed publisher alive, so it was closed explicitly.
+        assert told.traceback
         with at(place, None, context):
             pass
         with pytest.raises(OSError, match=r"^.*endpoint is .*[Aa]ddress already in use"):
@@ -297,7 +298,7 @@ def test_wrong_arguments_are_named(context, options, error, message):
     ],
 )
 def test_an_event_that_no_manager_makes_leaves_the_thread_alive(publisher, field, value):
-    """From the fuzzer: the publisher's thread failed of it, and so did all that came behind it."""
+    """From the fuzzer: the publisher's thread failed on the event and published nothing afterwards."""
     with pytest.raises((TypeError, ValueError), match=rf"events\[1\]\.{field} "):
         publisher.publish([tokens_event(0), replace(tokens_event(1), **{field: value})])
     publish(publisher, 1)
@@ -313,7 +314,7 @@ def test_a_poll_of_any_finite_time_ends_with_what_comes(context, publisher):
 
 
 def test_a_view_that_is_asked_wrongly_names_what_was_wrong():
-    """From the fuzzer: some of these never ended."""
+    """From the fuzzer: some of these calls never returned."""
     view = CacheView()
     for ask, name in (
         (lambda: view.num_leading([1], mediums=itertools.repeat("GPU")), "mediums"),
@@ -353,7 +354,7 @@ def test_batches_are_replayed_from_a_number_on(context, publisher, num_delimiter
 
 
 def test_a_client_that_asks_and_answers_in_turn(context, publisher):
-    """A REQ socket takes the first answer alone."""
+    """A REQ socket receives only the first answer."""
     publish(publisher, 3)
     for i in range(3):
         asker = Asker(context, publisher, zmq.REQ)
@@ -397,7 +398,8 @@ def test_a_large_request_ends_its_connection_alone(context, publisher):
     other = Asker(context, publisher)
     other.ask(b"", encode_sequence(1))
     assert len(other.answers()) == 1
-    assert publisher.counts.refused_requests == 0  # they never came
+    # ZMQ discarded them before they reached the publisher.
+    assert publisher.counts.refused_requests == 0
 
 
 def test_bytes_that_are_not_of_zmq(context, publisher):
@@ -426,7 +428,7 @@ def test_a_reader_that_takes_nothing_stops_nobody(context):
         asker.ask(b"", encode_sequence(0))
         assert [number for _, number, _ in asker.answers()] == [*range(3000)]
         publish(publisher, 1, first=3000)
-        assert [number for _, number, _ in idle.answers()] == [*range(3000)]  # late, and whole
+        assert [number for _, number, _ in idle.answers()] == [*range(3000)]  # late but complete
 
 
 def test_a_reader_that_goes_away_is_given_up(context):
@@ -443,19 +445,19 @@ def test_a_reader_that_goes_away_is_given_up(context):
 
 
 def large_batches(publisher, count):
-    """Publishes batches of about 200 KB each."""
+    """Publish batches of about 200 KB each."""
     for i in range(count):
         publisher.publish([tokens_event(5000 * i, num_blocks=5000)])
     wait_for(lambda: publisher.counts.batches == count)
 
 
 def idle_readers(context, publisher, count):
-    """Readers that ask for everything and take nothing."""
+    """Open readers that request everything and read nothing."""
     readers = [Asker(context, publisher) for _ in range(count)]
     for each in readers:
         each.socket.rcvhwm, each.socket.rcvbuf = 1, 4096
         each.socket.disconnect(publisher.replay_endpoint)
-        each.socket.connect(publisher.replay_endpoint)  # with these options
+        each.socket.connect(publisher.replay_endpoint)  # reconnect with these options
         each.ask(b"", encode_sequence(0))
     wait_for(lambda: publisher.counts.replays == count)
     return readers
@@ -472,7 +474,7 @@ def test_bytes_that_wait_for_readers_are_bounded(context):
         size = publisher.counts.payload_bytes // 60
         before = resident_mib()
         readers = idle_readers(context, publisher, 30)
-        time.sleep(1.0)  # the most that comes to wait has come
+        time.sleep(1.0)  # by now, the queue has reached its maximum
         assert resident_mib() - before < 64 < 30 * 60 * size >> 20
         bound = replay_server.MOST_BYTES_OF_A_READER + size
         held = publisher._server.held_bytes
@@ -510,7 +512,8 @@ def test_a_reader_that_takes_nothing_for_long_is_dropped(context, monkeypatch):
         asker = Asker(context, publisher)
         asker.ask(b"", encode_sequence(0))
         assert len(asker.answers()) == 60
-        wait_for(lambda: not any(publisher._server.held_bytes.values()))  # connections ended too
+        # Including closed connections.
+        wait_for(lambda: not any(publisher._server.held_bytes.values()))
         assert len(readers) == 3
 
 
@@ -540,7 +543,7 @@ def test_who_asks_for_more_than_is_kept_gets_everything_that_is_cached(context):
         assert sorted(h for e in events[1:] for h in e.block_hashes) == [*range(10)]
         asker.ask(b"", encode_sequence(0))
         asker.answers()
-        assert publisher.counts.snapshots == 1  # made once for all who ask at this time
+        assert publisher.counts.snapshots == 1  # one snapshot serves all current requests
         asker.ask(b"", encode_sequence(7))
         assert [number for _, number, _ in asker.answers()] == [7, 8, 9]
 
@@ -549,7 +552,7 @@ def test_who_asks_for_more_than_is_kept_gets_everything_that_is_cached(context):
 
 
 class Lossy(EventSubscriber):
-    """Loses some of what comes."""
+    """Drops some of the received messages."""
 
     loss = 0.0
     rng = random.Random(0)
@@ -572,7 +575,7 @@ def test_a_reader_that_comes_late_knows_everything(context, publisher):
 
 def test_lost_messages_are_noticed_and_replayed(context, publisher):
     with reader_of(publisher, context, Lossy) as reader:
-        assert reader.catch_up()  # of nothing
+        assert reader.catch_up()  # nothing to catch up with
         publisher.publish([tokens_event(0)])
         follow(reader, lambda: reader.view.hashes() == {0})
         reader.loss = 1.0
@@ -636,8 +639,8 @@ def test_without_replay_a_publisher_that_begins_anew_is_followed(context):
         follow(reader, lambda: reader.next_seq == 9)
         first.close()
         with restarted(first, context) as second:
-            follow(reader, lambda: not reader.is_exact)  # it is connected again
-            while not reader.poll(0.5):  # numbers below 9 show the restart; later ones would not
+            follow(reader, lambda: not reader.is_exact)  # reconnected
+            while not reader.poll(0.5):  # numbers below 9 reveal the restart; later ones would not
                 second.publish([tokens_event(50)])
             assert reader.view.hashes() == {50}
     assert reader.counts.restarts == 1
@@ -675,7 +678,7 @@ def test_other_topics_and_malformed_messages_are_ignored(context):
 
 
 def test_a_publisher_that_never_stops_does_not_hold_a_poll(context, monkeypatch):
-    """One poll takes a bounded number of messages, and the next one goes on."""
+    """One poll takes a bounded number of messages, and the next poll continues."""
     monkeypatch.setattr(subscriber, "_MOST_MESSAGES", 4)
     stranger = context.socket(zmq.PUB)
     stranger.bind("inproc://stranger")
@@ -718,7 +721,7 @@ def test_a_replay_that_drips_does_not_hold_a_poll(context):
             before, start = reader.next_seq, time.monotonic()
             reader.poll()
             assert time.monotonic() - start < 3
-            assert reader.next_seq > before  # it goes on where it was
+            assert reader.next_seq > before  # continues where it stopped
     is_over.set()
     thread.join()
     publisher.close()
@@ -737,7 +740,7 @@ def test_a_publisher_that_does_not_answer_is_asked_again(context):
         publish(publisher, 3)
         assert not reader.catch_up() and not reader.is_exact and len(reader.view) == 0
         start = time.monotonic()
-        reader.poll()  # does not ask again at once
+        reader.poll()  # does not send another request immediately
         assert time.monotonic() - start < 0.1
         reader._replay_endpoint = publisher.replay_endpoint
         follow(reader, lambda: reader.is_exact)
@@ -746,13 +749,16 @@ def test_a_publisher_that_does_not_answer_is_asked_again(context):
 
 
 def restarted(publisher, context, **options):
-    """Another publisher in the same place."""
+    """Close a publisher and start another one at the same endpoints."""
     publisher.close()
     return at(publisher.endpoint, publisher.replay_endpoint, context, **options)
 
 
 def at(endpoint, replay_endpoint, context, **options):
-    """A publisher in a place that was left, of which ZMQ's thread may not know yet."""
+    """Start a publisher at endpoints that were just closed.
+
+    Retries until ZMQ's thread has released them.
+    """
     until = time.monotonic() + DEADLINE_S
     while True:
         try:
@@ -769,7 +775,7 @@ def test_messages_of_the_publisher_before_are_not_taken_for_the_next_ones(contex
         assert reader.catch_up()
         wait_for(lambda: not reader.poll(0.1) or reader._last_live >= 4)
         publish(first, 6, first=5)
-        wait_for(lambda: reader._socket.poll(10))  # they lie there unread
+        wait_for(lambda: reader._socket.poll(10))  # the messages are queued and unread
         time.sleep(0.1)
         with restarted(first, context) as second:
             for i in range(8):
@@ -785,7 +791,9 @@ def test_messages_of_the_publisher_before_are_not_taken_for_the_next_ones(contex
 @pytest.mark.parametrize("num_after", [0, 3, 7, 8, 20])
 @pytest.mark.parametrize("polls", [False, True])
 def test_a_publisher_that_begins_anew(context, num_before, num_after, polls):
-    """With fewer batches than before, as many, or more: numbers alone do not show it."""
+    """The new publisher has sent fewer batches, as many, or more, so sequence numbers alone do not
+    reveal the restart.
+    """
     first = EventPublisher(LOCAL, LOCAL, context=context)
     with reader_of(first, context) as reader:
         publish(first, num_before)
@@ -795,7 +803,7 @@ def test_a_publisher_that_begins_anew(context, num_before, num_after, polls):
                 second.publish([tokens_event(100 + i)])
             wait_for(lambda: second.counts.batches == num_after)
             expected = {*range(100, 100 + num_after)}
-            if polls:  # the new connection is enough
+            if polls:  # otherwise, the new connection alone reveals the restart
                 follow(reader, lambda: reader.view.hashes() == expected)
             assert reader.catch_up() and reader.view.hashes() == expected
             assert reader.next_seq == num_after and reader.counts.restarts >= 1
@@ -804,7 +812,7 @@ def test_a_publisher_that_begins_anew(context, num_before, num_after, polls):
 
 
 class RandomCourse:
-    """Random work, with messages lost, readers that come and go, and publishers that begin anew."""
+    """Random work with lost messages, changing readers, and restarted publishers."""
 
     def __init__(self, seed, context):
         self.rng, self.context = random.Random(seed), context

@@ -1,4 +1,6 @@
-"""A real `kvcache serve` process under random requests, and under hostile clients beside honest ones."""
+"""A real `kvcache serve` process under random requests, and under hostile clients next to honest
+ones.
+"""
 
 import pytest
 

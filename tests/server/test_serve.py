@@ -1,4 +1,4 @@
-"""The server: OpenAI's client, clients that go away, a model that fails, the page in a browser."""
+"""The server: OpenAI's client, disconnecting clients, a failing model, and the page in a browser."""
 
 import asyncio
 import inspect
@@ -33,13 +33,13 @@ from kvcache.server.texts import AnswerText, TokenizerTexts
 from tests.machinery.dense_models import dense, greedy
 
 NUMBERS = itertools.count()
-# The default client would read the certificates for each request.
+# The default client would load the certificates for each request.
 HTTP = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
 GREETING = "Hello, what a fine day it is today, is it not?"
 
 
 class Served:
-    """A server in a thread, with its engine and clients of it."""
+    """A server in a thread, with its engine and clients."""
 
     def __init__(self, port, loop):
         self.loop, self.engine, self.url = loop, loop.engine, f"http://127.0.0.1:{port}"
@@ -66,12 +66,12 @@ class Served:
             time.sleep(0.02)
 
     def wait_until_empty(self):
-        """No request is left, and none holds a page."""
+        """Wait until there are no requests and no held pages."""
         self.wait_until(lambda state: state["num_sequences"] == 0)
         self.wait_until(lambda s: s["pool"]["held"] == s["pool"]["held_cached"] == 0)
         told = queue.SimpleQueue()
 
-        def look(engine):  # in the thread of the engine
+        def look(engine):  # runs in the engine's thread
             manager = engine.cache.manager
             try:
                 check_invariants(manager)
@@ -122,7 +122,7 @@ def shared_server():
 
 @pytest.fixture
 def served(shared_server):
-    """The server of all tests; each leaves it without requests."""
+    """The server shared by all tests. Each test must leave it without requests."""
     yield shared_server
     shared_server.slow_seconds = shared_server.num_failures = 0
     shared_server.wait_until_empty()
@@ -164,7 +164,7 @@ class TestCompletions:
         assert reasons[-1] == "length" and not any(reasons[:-1])
         assert pieces[-1].choices == [] and pieces[-1].usage.completion_tokens == 12
         assert len({each.id for each in pieces}) == 1
-        assert len(pieces) > 5  # as the tokens come, not all at the end
+        assert len(pieces) > 5  # streamed token by token instead of all at the end
 
     def test_several_prompts_and_samples_in_order(self, served):
         prompts = ["ab", [99, 100, 101], "ef"]
@@ -252,7 +252,7 @@ class TestChat:
         assert text == dense_answer(self.AS_TEXT, 9)
 
     def test_an_answer_is_a_message_of_the_next_question(self, served):
-        """As clients send it back: the object, or all its fields, with nulls."""
+        """As clients send it back: the object itself, or all its fields including nulls."""
         message = self.ask(served, max_tokens=9).choices[0].message
         texts = set()
         for each in (message, message.model_dump()):
@@ -309,7 +309,7 @@ class TestChat:
     ids=lambda value: re.sub(r"\W+", "-", str(value))[:30],
 )
 def test_wrong_requests_are_told_what_was_expected(served, asked, status, expected):
-    # Not by the client, which refuses some of these itself.
+    # Sent directly, because the client rejects some of these itself.
     asked = dict(asked)
     body = {"model": "llama", "prompt": "x", "max_tokens": 12} | asked.pop("extra_body", {}) | asked
     before = served.state()["metrics"]["requests"]
@@ -342,11 +342,11 @@ def test_a_body_that_is_no_object_is_shown(served):
 
 
 class TestClientsThatGoAway:
-    """In whatever phase: the request ends, and the pool is empty."""
+    """In every phase, the request must end and the pool must become empty."""
 
     def leave(self, served, phase, **asked):
-        """Asks, and closes the connection as soon as `phase` is seen in the server's state."""
-        prompt = f"{next(NUMBERS):<150}"  # of which nothing is cached
+        """Send a request, and disconnect as soon as `phase` appears in the server's state."""
+        prompt = f"{next(NUMBERS):<150}"  # a prompt without cached blocks
         body = {"model": "llama", "temperature": 0, "prompt": prompt, "max_tokens": 100} | asked
 
         async def ask():
@@ -383,7 +383,7 @@ class TestClientsThatGoAway:
     @pytest.mark.parametrize("is_stream", [False, True])
     @pytest.mark.parametrize("phase", ["waiting", "swapped"])
     def test_while_there_is_no_room(self, served, phase, is_stream):
-        """Seven prompts and their answers: more than the pool holds."""
+        """The prompts and their answers exceed the pool."""
         served.slow_seconds = 0.01
         prompts = [chr(97 + i) * 100 for i in range(9)]
         self.leave(served, self.PHASES[phase], prompt=prompts, max_tokens=150, stream=is_stream)
@@ -400,7 +400,7 @@ class TestClientsThatGoAway:
         assert answers == [dense_answer(GREETING, 60)]
 
     def test_before_the_engine_hears_of_it(self, served):
-        """The request comes while a step is being computed, and is gone before that ends."""
+        """The request arrives while a step is computed, and is cancelled before the step ends."""
         served.slow_seconds = 0.3
         first = threading.Thread(target=lambda: served.complete(max_tokens=3))
         first.start()
@@ -453,7 +453,7 @@ class TestFailures:
                 raise RuntimeError("no state")
 
             monkeypatch.setattr("kvcache.server.engine_loop.snapshot", broken)
-            for _ in range(2):  # the one that meets it, and the next
+            for _ in range(2):  # the request that triggers the failure, and the next one
                 with pytest.raises(openai.InternalServerError, match="no state"):
                     for _ in range(20):
                         served.complete(max_tokens=100)
@@ -549,7 +549,7 @@ class TestAnswerText:
 
 
 class TestTokenizers:
-    """The texts of checkpoints."""
+    """Tokenizers of checkpoints."""
 
     WORDS = ("<unk>", "<eos>", "<end>", "it", "'", "s", "do", "n't", ".", "here")
 
@@ -586,7 +586,7 @@ class TestTokenizers:
         try:
             assert command._texts(str(tmp_path), model).end_token_ids == tuple(
                 each for each in expected if each != 1 or model_ends == [5, 1]
-            )  # bytes
+            )  # byte tokenizer
             self.tokenizer().save_pretrained(tmp_path)
             assert command._texts(str(tmp_path), model).end_token_ids == expected
         finally:

@@ -1,4 +1,4 @@
-"""What the server refuses of clients, how long it waits for them, and how it ends."""
+"""Rejected requests, time limits for clients, and shutdown of the server."""
 
 import asyncio
 import json
@@ -140,7 +140,7 @@ class TestBodies:
 
 
 class TestFields:
-    """What fields may hold, without a server."""
+    """Valid and invalid field values, without a server."""
 
     @staticmethod
     def refusal(body, kind=AskedCompletion):
@@ -352,7 +352,7 @@ class TestAnswers:
             time.sleep(0.1)
             started = time.monotonic()
             assert post(served, max_tokens=3).status_code == 200
-            assert time.monotonic() - started < 1.5  # the other takes 6 * 30 steps
+            assert time.monotonic() - started < 1.5  # the other request takes 6 * 30 steps
             assert many.is_alive()
         finally:
             served.slow_seconds = 0.0
@@ -368,7 +368,7 @@ def connected(served):
 
 
 def rest_of(connection):
-    """What comes until the server closes."""
+    """Receive until the server closes the connection."""
     data = b""
     try:
         while piece := connection.recv(65536):
@@ -494,7 +494,7 @@ class TestShutdown:
 
 
 class TestAdmission:
-    """Of four rows."""
+    """Admission to four rows."""
 
     def run(self, course):
         async def main():
@@ -510,7 +510,7 @@ class TestAdmission:
             await release.wait()
 
     def hold_one(self, admission, release, log, name, **options):
-        """A task that holds one row, once it has logged its name."""
+        """Start a task that logs its name and then holds one row."""
         return asyncio.create_task(
             self.holding(admission, 1, release, log=log, name=name, **options)
         )
@@ -546,7 +546,7 @@ class TestAdmission:
             await asyncio.gather(*tasks)
             assert len(log) == 5
             async with admission.rows(16, is_first=True, priority=0):
-                pass  # all that was given came back
+                pass  # all rows have been released
 
         self.run(course)
 

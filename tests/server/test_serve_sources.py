@@ -1,4 +1,4 @@
-"""`kvcache serve` over sources of outside KV, each server a process of its own."""
+"""`kvcache serve` with sources of external KV. Each server is a separate process."""
 
 import importlib.util
 import json
@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-pytest.importorskip("transformers")  # before what needs it is imported
+pytest.importorskip("transformers")  # skip before importing modules that need transformers
 pytest.importorskip("fastapi")
 
 from tests.machinery.http.process import ServeProcess, ask
@@ -21,7 +21,7 @@ PROMPT = [(7 * i) % 251 + 1 for i in range(200)]
 
 
 def answer(server, prompt=PROMPT, **fields):
-    """(text, prompt tokens that were not computed) of a greedy answer of twelve tokens."""
+    """Return (text, number of cached prompt tokens) for a greedy answer of twelve tokens."""
     body = {"model": "llama", "prompt": prompt, "max_tokens": 12, "temperature": 0, **fields}
     reply = ask(server.port, "POST", "/v1/completions", body)
     assert reply.status == 200, reply
@@ -30,13 +30,13 @@ def answer(server, prompt=PROMPT, **fields):
 
 
 def counts(server, name):
-    """The counts of a server's source."""
+    """Return the counters of a server's source."""
     (source,) = [each for each in server.state()["sources"] if each["name"] == name]
     return source["counts"]
 
 
 def wait_for_counts(server, name, **wanted):
-    """Wait until a source has these counts: `/state` may be as old as the step before the answer."""
+    """Wait until a source has these counters. `/state` may lag behind the answer by a step."""
     wait_until(lambda: counts(server, name).items() >= wanted.items())
 
 
@@ -56,7 +56,7 @@ def alone():
         yield answer(server)[0]
 
 
-# A store ------------------------------------------------------------------------------------------------
+# Stores -------------------------------------------------------------------------------------------------
 
 
 @needs_nixl
@@ -65,7 +65,7 @@ def test_a_restarted_server_loads_what_the_earlier_one_has_stored(alone, tmp_pat
     options = ("--store", str(tmp_path / "kv"), "--store-capacity", "64MiB")
     with ServeProcess(*options) as server:
         assert answer(server) == (alone, 0)
-        if end == signal.SIGKILL:  # a server that is asked to end stores what waits
+        if end == signal.SIGKILL:  # a server that ends normally stores pending blocks first
             wait_until(lambda: counts(server, "store")["stored_blocks"] == 211 // 16)
         server.send_signal(end)
         wait_until(lambda: not server.is_running)
@@ -81,7 +81,8 @@ def test_a_restarted_server_loads_what_the_earlier_one_has_stored(alone, tmp_pat
 @needs_nixl
 def test_a_store_that_cannot_be_used_does_not_stop_the_server(alone, tmp_path):
     options = ("--store", str(tmp_path / "kv"))
-    with ServeProcess(*options) as first, ServeProcess(*options) as second:  # one may use a folder
+    # Only one server can use a folder.
+    with ServeProcess(*options) as first, ServeProcess(*options) as second:
         assert answer(first) == answer(second) == (alone, 0)
         wait_until(lambda: counts(second, "store")["errors"] > 0)
 
@@ -98,11 +99,11 @@ def test_a_capacity_without_a_store_is_refused():
         ServeProcess("--store-capacity", "1GiB")
 
 
-# Another server -----------------------------------------------------------------------------------------
+# Prefill by another server ------------------------------------------------------------------------------
 
 
 def behind(prefill, *options):
-    """A server that has its prompts prefilled by another one."""
+    """Return a server whose prompts another server prefills."""
     return ServeProcess("--prefill-from", f"127.0.0.1:{prefill.port}", *options)
 
 
@@ -115,7 +116,7 @@ def test_a_prompt_is_prefilled_by_another_server(alone):
         assert prefill.state()["metrics"]["computed_tokens"] == 199
         text = ask(server.port, "GET", "/metrics").body.decode()
         assert 'kvcache_source_loaded_tokens_total{source="prefill"} 199.0' in text
-        assert answer(server) == (alone, 192)  # its own cache has nearly all of it
+        assert answer(server) == (alone, 192)  # the server's own cache has nearly the whole prompt
         wait_for_counts(server, "prefill", asked_requests=1)
         for each in (prefill, server):
             each.wait_until_empty()
@@ -138,7 +139,7 @@ def test_prompts_are_computed_where_the_other_server_is_too_slow(alone):
             wait_for_counts(server, "prefill", unanswered_requests=1)
         finally:
             prefill.send_signal(signal.SIGCONT)
-        # What it has computed by now is offered to nobody: its lease ends.
+        # The prompt it has computed meanwhile is never loaded, so its lease expires.
         prefill.wait_until_empty()
         server.wait_until_empty()
 

@@ -1,4 +1,4 @@
-"""Prefill and decode in two engines: right bytes, refusals, faults, and nothing that leaks."""
+"""Prefill and decode in two engines: correct bytes, rejections, faults, and no leaks."""
 
 import base64
 import importlib.util
@@ -47,7 +47,7 @@ def tokens_of(rng, count):
 
 @pytest.fixture
 def engines():
-    """Makes engines in this process, and closes them."""
+    """Make engines in this process, and close them at the end."""
     with ExitStack() as stack:
 
         def make(engine_id, **options):
@@ -57,14 +57,17 @@ def engines():
 
 
 def send(sender, name, tokens, **options):
-    """An offer of a computed request, as JSON carries it."""
+    """Publish an offer for a computed request, and pass it through JSON."""
     request = Request(name, tokens)
     assert sender.prefill(request) is not None
     return json.loads(json.dumps(sender.connector.publish(request, **options)))
 
 
 def check_load(receiver, request, offer, end):
-    """Loads a request, and reads what arrived; then it is computed to its end and freed."""
+    """Load a request and check the received bytes.
+
+    Then compute the request to its end and free it.
+    """
     assert receiver.admit(request, offer)
     loaded = receiver.loaded(request)
     assert (loaded.num_computed_tokens, loaded.error) == (end, None)
@@ -74,7 +77,7 @@ def check_load(receiver, request, offer, end):
     receiver.manager.free(request)
 
 
-# Right bytes -------------------------------------------------------------------------------------------
+# Correct bytes -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -114,7 +117,8 @@ def test_between_unlike_engines(pair, kinds, engines):
             Engine(f"d{there}", kinds=kinds, **SIDES[there]) as receiver,
         ):
             shared = tokens_of(rng, rng.randint(1, 200))
-            for number in range(3):  # a common prefix: the receiver has hits before what it loads
+            # With a common prefix, the receiver has hits before the loaded tokens.
+            for number in range(3):
                 tokens = [*shared, *tokens_of(rng, rng.randint(1, 100))]
                 offer = send(sender, f"r{number}", tokens)
                 check_load(receiver, Request(f"r{number}", [*tokens, 7]), offer, len(tokens))
@@ -134,7 +138,10 @@ def test_what_was_loaded_is_a_hit_for_others(engines):
 
 
 def test_a_block_of_which_the_sender_had_a_part_is_a_hit_for_no_one(engines):
-    """The sender's window holds the last 48 tokens in blocks of 16, the receiver's blocks have 64."""
+    """The sender's window holds the last 48 tokens in blocks of 16.
+
+    The receiver's blocks have 64 tokens.
+    """
     sender, receiver = engines("p", kinds=HYBRID), engines("d", block=64, kinds=HYBRID)
     tokens = list(range(150))
     request = Request("a", tokens)
@@ -144,7 +151,7 @@ def test_a_block_of_which_the_sender_had_a_part_is_a_hit_for_no_one(engines):
     window = sender.kinds.index("window")
     assert offer["blocks"][window][:6] == [0] * 6 and all(offer["blocks"][window][6:])
     check_load(receiver, Request("a", [*tokens, 7]), offer, 150)
-    # Tokens 64 to 95 are not there, and a hit of 128 tokens would read from 81 on.
+    # Tokens 64 to 95 are missing, but a hit of 128 tokens would read token 81 and later.
     assert receiver.manager.cache.find_prefix(Request("b", tokens[:140])).num_tokens == 0
     assert sender.drained() and receiver.drained()
 
@@ -157,10 +164,10 @@ def test_nothing_is_read_where_the_receiver_has_all(engines):
     receiver.manager.free(own)
     offer = send(sender, "a", tokens)
     assert not receiver.admit(Request("a", [*tokens, 1]), offer)
-    assert sender.drained()  # the sender was told
+    assert sender.drained()  # the sender was notified that nothing is read
 
 
-# Refusals ----------------------------------------------------------------------------------------------
+# Rejections --------------------------------------------------------------------------------------------
 
 
 def layout(**changes):
@@ -173,7 +180,7 @@ def layout(**changes):
 
 
 class NoRank:
-    """A rank that keeps what it is told, and reports what a test says."""
+    """A rank that records its steps and returns the results set by the test."""
 
     def __init__(self, layouts):
         self.handshake = RankHandshake(layouts, RankAddress("gloo", "bQ==", ((4096, 8192),), 64))
@@ -191,7 +198,7 @@ class NoRank:
 
 
 def lone(engine_id="d", num_ranks=1, num_blocks=50, model=None, clock=None, **manager):
-    """(connector, manager, ranks) without a transport."""
+    """Return (connector, manager, ranks) without a transport."""
     manager = KVCacheManager(16, num_blocks, 1024, num_preallocate_tokens=0, **manager)
     ranks = [NoRank((layout(tp_size=num_ranks),)) for _ in range(num_ranks)]
     connector = Connector(manager, ranks, engine_id=engine_id, model=model, clock=clock)
@@ -259,7 +266,7 @@ def test_a_changed_offer_is_refused_in_one_line_and_nothing_moves(path, value, m
 
 
 def leaves(values, path=()):
-    """The paths of all values that hold no others."""
+    """Return the paths of all scalar values."""
     if isinstance(values, dict | list) and values:
         for key, value in values.items() if isinstance(values, dict) else enumerate(values):
             yield from leaves(value, (*path, key))
@@ -268,7 +275,7 @@ def leaves(values, path=()):
 
 
 def test_a_value_that_changed_on_the_way_is_found():
-    """Any value: also a block, an address or a slot that another request may have."""
+    """Any changed value is detected, including a block, address or slot of another request."""
     for path in [*leaves(an_offer())]:
         offer = at = an_offer()
         for key in path[:-1]:
@@ -296,7 +303,7 @@ def test_a_match_without_an_offer_repeats_the_last_one():
     request = Request("r", range(71))
     assert receiver.match(request) == 0
     assert receiver.match(request, an_offer()) == receiver.match(request) == 70
-    assert receiver.match(Request("r", range(71))) == 0  # another one of its name
+    assert receiver.match(Request("r", range(71))) == 0  # another request with the same id
     receiver.cancel(request)
     assert receiver.match(request) == 0 and len(rank.steps[-1].unread) == 1
 
@@ -530,7 +537,7 @@ def test_where_one_rank_fails_the_others_are_given_up():
     ranks[0].results = Results(failed={"r": "why"}, released={"r"})
     assert [each.num_computed_tokens for each in receiver.poll()] == [None]
     assert all(rank.steps[-1] == Step(cancels={"r"}) for rank in ranks)
-    ranks[1].results = Results(received={"r"})  # it was done before it heard of that
+    ranks[1].results = Results(received={"r"})  # finished before it received the cancellation
     assert receiver.poll() == [] and manager.pool.num_free == 49
 
 
@@ -542,7 +549,8 @@ def test_a_rank_that_never_answers_does_not_hold_its_request():
     now[0] = 60.0
     (loaded,) = receiver.poll()
     assert loaded.num_computed_tokens is None and "did not answer in time" in loaded.error
-    assert manager.pool.num_kept == 5  # for ever: no one knows what it writes
+    # Kept forever, since the rank may still write to these blocks.
+    assert manager.pool.num_kept == 5
 
 
 def test_a_request_that_is_given_up_keeps_its_blocks_until_they_are_let_go():
@@ -575,7 +583,8 @@ def test_a_request_that_comes_back_is_matched_anew():
         receiver.match(other, offer)
     assert [each.request_id for step in rank.steps for each in step.unread] == ["r"]
     rank.steps.clear()
-    for _ in range(2):  # of the same offer: its sender is told nothing, as it is to be read
+    # Same offer, which will still be read, so the sender gets no "unread" message.
+    for _ in range(2):
         request = Request("r", range(71))
         assert receiver.match(request, offer) == 70
     assert rank.steps == []
@@ -583,7 +592,7 @@ def test_a_request_that_comes_back_is_matched_anew():
     assert [len(step.unread) for step in rank.steps] == [1]
     manager.step(new=[Admit(request, external=External(70, delayed=True))])
     with pytest.raises(ValueError, match="request 'r' is not to be loaded"):
-        receiver.begin(request)  # another one of its name was matched last
+        receiver.begin(request)  # the last match was for another request with the same id
 
 
 def test_a_hit_that_grew_before_the_step_begins_no_load():
@@ -611,7 +620,7 @@ def test_a_lease_that_is_over_costs_the_load_and_never_an_answer(engines):
     tokens = list(range(100))
     offer = send(sender, "r", tokens, lease_s=0.05)
     assert sender.drained()
-    for first in range(5000, 9000, 1000):  # writes over the blocks
+    for first in range(5000, 9000, 1000):  # overwrite the blocks
         other = Request(f"from {first}", range(first, first + 900))
         sender.prefill(other)
         sender.manager.free(other)
@@ -723,7 +732,7 @@ def test_a_stopped_sender_does_not_keep_its_name_from_the_one_started_anew(engin
         assert receiver.wrong(waiting, 61) is None
         for each in (waiting, request):
             receiver.manager.free(each)
-        # An old offer does not take the name from the new one.
+        # An old offer must not take over the peer's name from the new one.
         again = Request("r", range(61))
         receiver.manager.cache.reset()
         assert receiver.admit(again, old)
@@ -734,7 +743,7 @@ def test_a_stopped_sender_does_not_keep_its_name_from_the_one_started_anew(engin
 
 
 def check_load_again(receiver, name, tokens, offer):
-    """A load after a fault: it may take the connection that was given up once more."""
+    """Load again after a fault. Only a load over the abandoned connection may fail first."""
     for attempt in range(5):
         request = Request(name, tokens)
         assert receiver.admit(request, offer)
@@ -771,7 +780,7 @@ def test_a_sender_that_is_killed_and_started_again_under_its_name(engines):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_short_run_of_faults(transport):
-    """`python -m benchmarks.disaggregation` is the long one."""
+    """`python -m benchmarks.disaggregation` runs the long version."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     found = Faults(seed, num_requests=12, num_kills=1, num_stops=1, transport=transport).run()
@@ -784,7 +793,7 @@ def test_a_short_run_of_faults(transport):
 
 
 def here(receiver, request, kind, layer, end):
-    """Whether a layer's tokens [0, end) are in the receiver's pages."""
+    """Whether the receiver's pages hold a layer's tokens [0, end)."""
     group = receiver.kinds.index(kind)
     tokens = request.token_ids.tolist()
     for rank, at, number in receiver.rank_layers():
@@ -821,7 +830,9 @@ def test_layers_arrive_before_the_last_one_is_computed(sides, kinds, engines):
     per_stage = len(sender.order) // stages
 
     def compute(end, count):
-        """Tokens of the last chunk in the first layers; says so of each rank."""
+        """Compute the last chunk's tokens in the first `count` layers, and advance the offer on
+        each rank.
+        """
         sender.compute(request, 0 if end < 200 else 96, end, layers=sender.order[:count])
         for rank in range(sender.num_ranks):
             done = min(max(count - rank // sender.tp * per_stage, 0), per_stage)
@@ -855,7 +866,8 @@ def test_layers_arrive_before_the_last_one_is_computed(sides, kinds, engines):
     [
         (("block", "kv", "token", "head", "element"), [96, 64]),
         (("layer", "block", "token", "head", "element"), [96, 64]),
-        (("block", "layer", "kv", "token", "head", "element"), [64, 64]),  # one region for both
+        # One region for both layers.
+        (("block", "layer", "kv", "token", "head", "element"), [64, 64]),
     ],
 )
 def test_layers_that_lie_together_are_read_together(memory_order, expected):
@@ -916,7 +928,7 @@ def test_layers_from_another_process_that_ends_well_and_then_is_killed(engines):
         assert receiver.drained(20)
 
 
-# What a peer or a rank does wrong ----------------------------------------------------------------------
+# Misbehaving peers and ranks ---------------------------------------------------------------------------
 
 
 def test_a_message_of_a_peer_does_not_end_the_thread(engines):
@@ -953,7 +965,7 @@ def test_a_thread_that_gives_up_ends_loads_and_leases(engines, monkeypatch):
         loaded = receiver.loaded(request)
         assert loaded.num_computed_tokens == 0 and "has failed" in loaded.error
         receiver.manager.free(request)
-    assert send(sender, "t", range(50)) is not None  # its lease is over at once
+    assert send(sender, "t", range(50)) is not None  # the lease expires immediately
     assert sender.drained() and receiver.drained()
 
 
@@ -963,7 +975,7 @@ def test_a_thread_that_gives_up_fails_the_loads_under_way(engines, monkeypatch):
     request, again = Request("r", range(50)), Request("r", range(51))
     sender.manager.step(new=[request])
     assert receiver.admit(again, sender.connector.publish_early(request, sender.order))
-    time.sleep(0.1)  # it waits for the layers
+    time.sleep(0.1)  # the load now waits for the layers
     monkeypatch.setattr(receiver.ranks[0]._reader.transport, "notifications", lambda: 1 / 0)
     loaded = receiver.loaded(again, timeout_s=3)
     assert "the thread that loads KV has failed" in loaded.error

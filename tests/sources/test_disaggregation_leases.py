@@ -1,4 +1,4 @@
-"""Leases: what readers find in a slot, and a plain model of them against random calls."""
+"""Leases: what readers find in a slot, and random calls compared with a plain model."""
 
 import json
 import time
@@ -29,7 +29,7 @@ def test_a_lease_ends_when_all_readers_are_done():
     leases.begin("r", lease, 60, ALL)
     assert read_slot(leases.slots[3], 100) == (False, ALL)
     message = done_message("r", 100, 2)
-    for peer in ("a", "a"):  # one reader that says it twice is one reader
+    for peer in ("a", "a"):  # repeated messages of one reader count once
         leases.note(message, peer)
     leases.note(done_message("r", 99, 1), "b")
     for garbage in (
@@ -55,7 +55,7 @@ def test_a_lease_ends_in_time_and_is_over_for_those_before_the_next():
 
 
 def test_progress_of_another_lease_is_none_of_this_one():
-    """A reader may find words of two leases, where a slot changes as it reads."""
+    """If a slot changes during a read, the reader may see words of two leases."""
     leases = Leases()
     leases.begin("r", Lease(3, 100, 0.0), 60, Progress(64, 96, 5))
     torn = leases.slots[3].copy()
@@ -79,8 +79,11 @@ def test_numbers_are_taken_once():
 
 
 class Model(RuleBasedStateMachine):
-    """The model: by request, a lease's end, and which readers are done; by slot and generation, whether a
-    reader may believe its bytes. Time is a number."""
+    """The model.
+
+    Tracks the expiry and the finished readers of each request's lease, and whether a reader may
+    trust its bytes, by slot and generation. Time is a plain number.
+    """
 
     def __init__(self):
         super().__init__()
@@ -88,7 +91,7 @@ class Model(RuleBasedStateMachine):
         self.patch.setattr(module.time, "monotonic", lambda: self.now)
         self.leases, self.numbers = Leases(), LeaseNumbers()
         self.held = {}  # request -> [lease, end, done, progress]
-        self.over = []  # leases
+        self.over = []  # ended leases
 
     def teardown(self):
         self.patch.undo()
@@ -151,7 +154,7 @@ class Model(RuleBasedStateMachine):
         for lease in self.over:
             assert read_slot(self.leases.slots[lease.slot], lease.generation).is_over is True
             later = read_slot(self.leases.slots[lease.slot], lease.generation + 10**6)
-            assert later.is_over is None  # of a lease that has not begun
+            assert later.is_over is None  # the state of a lease that has not begun
         slots = [held[0].slot for held in self.held.values()]
         assert len(set(slots)) == len(slots) == len(self.leases) == len(self.numbers)
 

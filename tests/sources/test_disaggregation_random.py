@@ -1,4 +1,6 @@
-"""Random calls of two connectors whose ranks answer when and as chance says: nothing is lost or leaks."""
+"""Random calls of two connectors whose ranks answer at random times: no request is lost and no
+block leaks.
+"""
 
 import json
 
@@ -14,7 +16,10 @@ NAMES = st.sampled_from([f"r{n}" for n in range(5)])
 
 
 class Pair(RuleBasedStateMachine):
-    """A sender of one rank and a receiver of two. The model: who holds which blocks, and why."""
+    """A sender with one rank and a receiver with two.
+
+    The model tracks who holds which blocks, and why.
+    """
 
     def __init__(self):
         super().__init__()
@@ -24,9 +29,9 @@ class Pair(RuleBasedStateMachine):
             num_ranks=2, num_blocks=40, clock=lambda: self.now
         )
         self.offers, self.leased = {}, set()
-        self.running = {}  # of the receiver, not loading
-        self.under_way = {}  # name -> request, until `poll` tells of it
-        self.left = {}  # name -> ranks that have not let go
+        self.running = {}  # requests of the receiver that are not loading
+        self.under_way = {}  # name -> request, until `poll` returns it
+        self.left = {}  # name -> ranks that have not released the blocks
 
     @rule(name=NAMES, first=st.sampled_from([0, 0, 1000]), count=st.integers(1, 200))
     def publish(self, name, first, count):
@@ -68,7 +73,7 @@ class Pair(RuleBasedStateMachine):
 
     @rule(name=NAMES, rank=st.integers(0, 1), how=st.sampled_from(["well", "failed", "let go"]))
     def answer(self, name, rank, how):
-        """A rank is done, fails, or fails and lets go."""
+        """A rank finishes a load, fails, or fails and releases the blocks."""
         if rank not in self.left.get(name, ()):
             return
         results = self.loading[rank].results

@@ -1,4 +1,4 @@
-"""The fingerprint of a store: whatever changes what bytes mean makes another one."""
+"""The fingerprint of a store: any change in the meaning of bytes changes it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRIED = [name for name, row in TABLE.items() if row.changed is not None]
 def test_every_field_has_a_row_and_every_row_a_field():
     assert sorted(walked()) == sorted(TABLE)
     classes = {name: kind_class(name) for name in kind_names()}
-    # Docstring examples that ran earlier in this process may have registered further kinds.
+    # Earlier docstring examples in this process may have registered other kinds.
     built_in = [
         n for n, c in classes.items() if getattr(sys.modules[c.__module__], c.__name__, None) is c
     ]
@@ -53,7 +53,7 @@ def manager_of(block_size=16, **options):
 
 
 def kv_tensors(*shape, order=(0, 1, 2, 3, 4)):
-    """An engine's own tensor of K and V, its dimensions in this order in memory."""
+    """Return an engine's tensor of K and V with this memory order of dimensions."""
     sizes = [shape[d] for d in order]
     return torch.zeros(sizes).permute([order.index(d) for d in range(5)])
 
@@ -93,7 +93,9 @@ def test_wrong_contents_are_named(contents, error, message):
 
 
 def test_equal_sizes_of_tokens_and_heads_are_told_apart():
-    """One shape and one order in memory, of which one backend says tokens first, the other heads."""
+    """The shape and memory order are the same, but one backend puts tokens first and the other
+    heads.
+    """
     from kvcache.layouts import AttentionBackend
 
     found = set()

@@ -1,4 +1,6 @@
-"""Blocks in a store outside of the engine: right content whatever the store does, and nothing leaks."""
+"""Blocks in a store outside of the engine: contents are correct whatever the store does, and
+nothing leaks.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def a_user(store=None, groups=(FULL,), **options):
     return StoreUser(MemoryStore() if store is None else store, [*groups], **options)
 
 
-# What a store is for ------------------------------------------------------------------------------------
+# Sharing through a store --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 90])
@@ -78,8 +80,8 @@ def test_another_engine_loads_what_one_has_computed(mix, num_host_blocks):
     other = a_user(store, **options)
     longer, *_ = prompts([*range(30), *range(70, 80)])
     other.run(longer)
-    # The longest that all groups' blocks divide; a drafter computes the last block anew. No state is
-    # kept at token 24 where steps end at the last hash block of a prompt, 28.
+    # The longest multiple of all groups' block sizes. A drafter recomputes the last block. No state
+    # is kept at token 24 if steps end at the last hash block of a prompt, 28.
     assert other.num_loaded == {"unequal blocks": 24, "inside blocks": 24, "a drafter": 24,
                                 "state inside blocks": 0}.get(mix, 28)  # fmt: skip
     assert other.tier.stats.loaded_tokens == other.num_loaded
@@ -248,7 +250,10 @@ def test_what_is_invalid_leaves_the_store():
 
 
 class Gated(MemoryStore):
-    """Waits in `exists` while the gate is shut; `remove` fails so often."""
+    """A store that blocks in `exists` while the gate is closed.
+
+    `remove` fails `num_failures` times.
+    """
 
     def __init__(self, num_failures=0):
         super().__init__()
@@ -267,7 +272,7 @@ class Gated(MemoryStore):
 
 
 def begin_a_put(user, item):
-    """A step of a request whose puts wait behind a call."""
+    """Run a step of a request whose puts are queued behind a blocked call."""
     user.add(item)
     while user.tier.match(user.waiting[-1].request) is None:
         time.sleep(0.001)
@@ -280,7 +285,7 @@ def begin_a_put(user, item):
 def test_what_is_invalid_is_not_put_by_a_put_under_way(num_host_blocks):
     user = a_user(Gated(), num_host_blocks=num_host_blocks, host_write="through")
     begin_a_put(user, prompts(LONG)[0])
-    while not user.tier._num_writing:  # the host has it a step later
+    while not user.tier._num_writing:  # written to the host one step later
         user.step()
     assert not user.store.values
     (running,) = user.running.values()
@@ -290,7 +295,7 @@ def test_what_is_invalid_is_not_put_by_a_put_under_way(num_host_blocks):
     user.settle()
     assert not user.store.values and not told(user)
     assert user.tier.stats.dropped_blocks > 0
-    user.run()  # computes it anew
+    user.run()  # recomputes the request
     user.step()
     user.settle()
     assert len(user.store.values) == 7
@@ -358,7 +363,7 @@ def test_the_host_tier_decides_what_goes_to_the_store():
     user.end()
 
 
-# What a store does wrong --------------------------------------------------------------------------------
+# Invalid behavior of a store ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -406,7 +411,7 @@ def test_an_answer_of_another_form_is_a_failure(method, answer):
     setattr(store, method, lambda *_: answer)
     other.run(*prompts(LONG))
     other.settle()
-    is_right = method == "exists" and answer in (["x"] * 7, [1 << 70] * 7)  # seven that are true
+    is_right = method == "exists" and answer in (["x"] * 7, [1 << 70] * 7)  # seven true values
     is_right |= method == "take_evicted" and answer in ([], ["x"] * 7)
     assert other.num_loaded == (28 if is_right else 0)
     assert other.num_finished == 1 and not other.tier._puts
@@ -458,7 +463,7 @@ def test_a_wrong_value_is_removed():
     other.run(*prompts(LONG))
     other.settle()
     assert other.num_loaded == 0 and other.tier.stats.corrupt_blocks == 1
-    third = a_user(store)  # it was put again
+    third = a_user(store)  # the block was stored again
     third.run(*prompts(LONG))
     assert third.num_loaded == 28
     other.end()
@@ -523,7 +528,7 @@ def test_a_load_that_is_cancelled_leaves_nothing():
         if other.tier.stats.lookups:
             store.fault = lambda: "slow"
     other.cancel(next(iter(other.receiving.values())))
-    other.run(*prompts([7] * 30, [8] * 30)[1:])  # takes the pages that were to be filled
+    other.run(*prompts([7] * 30, [8] * 30)[1:])  # reallocates the pages that were to be filled
     store.fault = lambda: None
     other.end()
 
@@ -533,7 +538,7 @@ def test_a_load_that_is_cancelled_leaves_nothing():
 
 @pytest.mark.parametrize("seed", sampled(range(30), 5))
 def test_content_is_right_whatever_the_store_does(seed):
-    """Every token that is read is compared; the events end with what the store has."""
+    """Every token read is compared, and the events must match the final contents of the store."""
     choose = random.Random(seed)
     groups, hash_block_size = MIXES[[*MIXES][seed % len(MIXES)]]
     faults = choose.sample(FAULTS, choose.randint(0, 4))
@@ -584,7 +589,7 @@ def test_content_is_right_whatever_the_store_does(seed):
     if seed % 3 == 0:
         user.add(prompts(*[[0]] * 99, families[1][:30])[-1])
         user.step()
-        user.tier.start_epoch("newer")  # with loads and puts under way
+        user.tier.start_epoch("newer")  # with loads and puts in flight
         user.run(*prompts(*[[0]] * 100, families[0][:40])[-1:])
         user.settle()
     user.end()
@@ -594,7 +599,7 @@ def test_content_is_right_whatever_the_store_does(seed):
 
 
 def told(user):
-    """What the events of the medium "storage" say that the store has."""
+    """Return the contents of the store according to the events with the medium "storage"."""
     has = set()
     for event in user.events:
         if event.medium != "storage":
@@ -605,7 +610,10 @@ def told(user):
 
 
 def test_routers_see_what_the_store_has():
-    """With parents and tokens, also where the device no longer has the block. A reset clears no store."""
+    """Events include parents and tokens, even after the device has evicted the block.
+
+    A reset does not clear a store.
+    """
     pytest.importorskip("msgspec")
     from kvcache.router_events import CacheView
     from kvcache.router_events.translator import EventTranslator
@@ -637,7 +645,7 @@ def test_routers_see_what_the_store_has():
     user.end()
 
 
-# Parts --------------------------------------------------------------------------------------------------
+# Components ---------------------------------------------------------------------------------------------
 
 
 def test_a_value_says_what_it_is():
@@ -797,7 +805,7 @@ def test_nothing_is_put_while_a_later_step_is_planned():
 
 @pytest.mark.parametrize("seed", sampled(range(20), 3))
 def test_copies_are_ordered_where_streams_run_late(seed):
-    """On a device whose streams run in any order that events allow; pages are soon used again."""
+    """Uses a device that runs streams in any order that events allow, with few pages."""
     choose, streams = random.Random(seed), SimulatedStreams(seed)
     manager = KVCacheManager(4, 16, 64, num_preallocate_tokens=0, enable_events=True)
     pages, store = Pages.allocate(16, [[64, 64]] * 2), MemoryStore()
@@ -810,7 +818,7 @@ def test_copies_are_ordered_where_streams_run_late(seed):
         return zlib.crc32(repr(tokens).encode()) % 251
 
     def compute(blocks, tokens, num_loaded):
-        """In the stream: reads what was loaded, and writes the rest."""
+        """Read the loaded blocks and write the others, on the stream."""
         for i, block in enumerate(blocks):
             expected = content(tokens[: 4 * (i + 1)])
             for region in range(4):

@@ -1,4 +1,6 @@
-"""Blocks on a local disk, by NIXL's POSIX plug-in, and in Mooncake Store: the engines themselves."""
+"""Block stores on a local disk (NIXL's POSIX plug-in) and in Mooncake Store, using the real
+backends.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def master():
 
 
 class Opened:
-    """A store with memory of its own, a value per row."""
+    """A store with its own memory, one value per row."""
 
     def __init__(self, store, num_values=3000, value_bytes=VALUE_BYTES):
         self.store = store
@@ -102,7 +104,7 @@ def prompts(*tokens):
 
 
 def serve(user, number, choose, families):
-    """A few more requests, with steps between."""
+    """Serve `number` more requests, with steps in between."""
     for _ in range(number):
         head = choose.choice(families)[: choose.randint(8, 50)]
         user.add(prompts([*head, choose.randrange(1000)])[0])
@@ -221,7 +223,7 @@ def test_a_key_twice_in_one_put_has_one_place_and_the_last_value(tmp_path):
 
 
 def refused_folder(tmp_path, how):
-    """A folder that is not this user's alone, or whose file is not."""
+    """Make a folder that other users can access, or that contains such a file."""
     folder = tmp_path / "store"
     folder.mkdir(mode=0o700)
     file = folder / "blocks.kv"
@@ -341,7 +343,7 @@ def test_a_damaged_file_is_a_miss(tmp_path, damage):
 def test_an_engine_over_a_disk_that_is_too_small(tmp_path, groups):
     choose = random.Random(1)
     families = [[choose.randrange(1000) for _ in range(60)] for _ in range(4)]
-    for _ in range(3):  # each begins with what the one before has left
+    for _ in range(3):  # each engine starts with the previous one's store
         user = StoreUser(DiskStore(tmp_path, "170KiB"), groups, num_blocks=40 * len(groups))
         for _ in range(4):
             serve(user, 8, choose, families)
@@ -402,7 +404,7 @@ def test_an_engine_goes_on_while_the_master_is_killed_and_started_again():
             took = time.monotonic() - begun
             assert took < 6 and user.tier.stats.errors > errors
             loaded = user.tier.stats.loaded_blocks
-            serve(user, 12, choose, families)  # without a store, and soon
+            serve(user, 12, choose, families)  # works without the store, and without delay
             assert user.tier.stats.loaded_blocks == loaded
             master.start()
             assert loads_something(), user.tier.stats

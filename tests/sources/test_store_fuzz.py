@@ -1,4 +1,4 @@
-"""Stores that lie in every answer, and disks that are full, torn or flipped: misses, nothing worse."""
+"""Stores that give false answers, and full, torn or corrupted disks cause misses and nothing worse."""
 
 from __future__ import annotations
 
@@ -27,14 +27,17 @@ NONSENSE = (
     None, 3, "x", b"x", [None], [2**70], [-(2**70)], [1.5], [float("nan")], {}, object(), [[]],
     "kvcache-", ["\ud800"], [""], ["kvcache-" + "0" * 32 + "-99999-00"],
 )  # fmt: skip
-_STEP_S = 5.0  # of a call of the engine, on a busy machine
+_STEP_S = 5.0  # time limit of an engine call on a busy machine
 needs_nixl = pytest.mark.skipif(
     importlib.util.find_spec("nixl") is None, reason="NIXL is not installed"
 )
 
 
 class LyingStore(BlockStore):
-    """A store whose every call may do or answer something else. `gate`: what hangs goes on behind it."""
+    """A store whose calls may do or answer anything.
+
+    Calls that hang continue after `gate` opens.
+    """
 
     knows_keys = True
 
@@ -45,7 +48,7 @@ class LyingStore(BlockStore):
         self.is_closed = False
 
     def _lies(self, *ways):
-        """One of the ways to lie, or None; raises and hangs are ways of every call."""
+        """Return a way to lie, or None. Any call may raise or hang."""
         if self.choose.random() >= self.rate:
             return None
         self.lies += 1
@@ -134,7 +137,7 @@ class LyingStore(BlockStore):
 
 
 def timed(call, *arguments, **options):
-    """What the engine calls comes back soon, and raises nothing."""
+    """Make a call. It must return quickly and not raise."""
     begin = time.monotonic()
     answer = call(*arguments, **options)
     assert time.monotonic() - begin < _STEP_S
@@ -142,7 +145,7 @@ def timed(call, *arguments, **options):
 
 
 def serve(user, choose, count, tick=lambda: None):
-    """Serves requests whose prompts share beginnings; every token that is read is compared."""
+    """Serve requests with shared prefixes. Every token read is compared."""
     families = [[choose.randrange(1000) for _ in range(60)] for _ in range(3)]
     for number in range(count):
         head = choose.choice(families)[: choose.randint(1, 50)]
@@ -176,7 +179,7 @@ def test_no_lie_of_a_store_is_a_wrong_hit_a_hang_or_an_error(seed):
     )  # fmt: skip
     serve(user, choose, 25)
     store.rate = 0
-    store.gate.set()  # what hangs comes back
+    store.gate.set()  # ends the hanging calls
     user.end()
     assert store.lies
 
@@ -193,7 +196,9 @@ def disk_user(folder, choose, groups=MIXES[0]):
 @needs_nixl
 @pytest.mark.parametrize("seed", sampled(range(40), 6))
 def test_no_damage_of_a_disks_file_is_a_wrong_hit(seed, tmp_path):
-    """While it is open and between two engines: flipped bits, torn ends, holes, old copies."""
+    """Damage occurs while the file is open and between two engines: flipped bits, torn ends, holes,
+    old copies.
+    """
     choose = random.Random(seed)
     path = tmp_path / "blocks.kv"
     copies = []
@@ -210,7 +215,7 @@ def test_no_damage_of_a_disks_file_is_a_wrong_hit(seed, tmp_path):
                 file.truncate(at)
             elif how == "copy":
                 copies.append(content)
-            elif how == "restore" and copies:  # what an earlier engine wrote
+            elif how == "restore" and copies:  # contents written by an earlier engine
                 file.write(choose.choice(copies))
             elif size:
                 file.seek(at)
@@ -229,7 +234,7 @@ def test_no_damage_of_a_disks_file_is_a_wrong_hit(seed, tmp_path):
 
 @contextlib.contextmanager
 def small_disk(folder):
-    """A folder on a disk of 128 KiB; where none can be mounted, a limit of what a file may have."""
+    """Provide a folder on a disk of 128 KiB or, if none can be mounted, a file size limit."""
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=128k,mode=0700", "tmpfs", folder], capture_output=True
     )

@@ -1,4 +1,5 @@
-"""Transports, fetching, disaggregation and stores with device tensors, beside compute on another stream.
+"""Transports, fetching, disaggregation and stores with device tensors, concurrent with compute on
+another stream.
 
 The CUDA runtime without a GPU delays streams; `torch.cuda._sleep` delays one of them further.
 A stand-in replaces NIXL there and moves bytes immediately, ignoring streams, as RDMA does.
@@ -34,7 +35,7 @@ from tests.replay.test_replay import as_workload
 
 pytestmark = pytest.mark.gpu
 NAMES = ["gloo", "nixl"]
-CYCLES_PER_S = 2e9  # of torch.cuda._sleep
+CYCLES_PER_S = 2e9  # clock rate assumed for torch.cuda._sleep
 NUM_BLOCKS = 65
 GROUP = GroupSpec("full_attention", 4)
 
@@ -50,7 +51,7 @@ def side_stream():
 
 
 def pages_on(device, page_bytes, seed=None):
-    """Pages of two layers in two allocations, with random bytes or zeros."""
+    """Return pages of two layers in two allocations, filled with random bytes or zeros."""
     found = []
     for layer in range(2):
         memory = torch.zeros(NUM_BLOCKS, page_bytes, dtype=torch.uint8)
@@ -128,7 +129,7 @@ def test_device_memory_moves_directly_beside_registered_host_memory(page_bytes, 
         assert type(move) is path
         if path is DirectTransfer:
             assert both.moved == [("READ", "VRAM", "VRAM", page_bytes)] * (2 * len(HERE))
-        # Words of host memory, as a lease is.
+        # Words of host memory, such as a lease.
         words = [np.array([each.ctypes.data]) for each in both.beside]
         side = both.sides[0][0]
         side.read(both.peer, *words, np.array([512])).wait(20)
@@ -198,7 +199,9 @@ COUNTED = (
 @pytest.mark.parametrize("num_fragments", [32, 1000])
 @pytest.mark.parametrize("name", NAMES)
 def test_staging_cost(name, num_fragments):
-    """Cost of the second of two reads: 32 pages in two allocations, or 1,000 small fragments in one."""
+    """Measures the second of two reads: 32 pages in two allocations, or 1,000 small fragments in
+    one.
+    """
     with Sides(name, ("cuda", "cuda"), 4096) as both:
         ids = np.arange(1, 33, 2)
         at = np.arange(num_fragments) * 64
@@ -264,7 +267,7 @@ def test_staging_disturbs_no_capture():
 
 @pytest.fixture
 def entered(monkeypatch):
-    """Names of threads that made the device of the pages current."""
+    """Record the names of threads that make the pages' device current."""
     found, enter = set(), torch.cuda.set_device
 
     def note(device):
@@ -308,7 +311,7 @@ def caches():
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("how", ["poll", "wait"])
 def test_completed_fetch_has_local_order(name, how, monkeypatch):
-    """Although permuting is slow, and the model's stream waits for nothing."""
+    """Holds even if permuting is slow and the model's stream waits for nothing."""
 
     def slow(*args):
         torch.cuda._sleep(int(0.5 * CYCLES_PER_S))
@@ -335,7 +338,7 @@ def test_completed_fetch_has_local_order(name, how, monkeypatch):
         found = torch.empty(2, 2, 2, 16, 2, 8, pin_memory=True)
         loads = []
 
-        def load():  # in a thread, whose current stream is the default one
+        def load():  # runs in a thread, whose current stream is the default stream
             loads.append(fetch(sides[0], {0: peer}, [group], 0, 32))
             if how == "wait":
                 loads[0].wait(20)
@@ -371,7 +374,7 @@ def closing(transport):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kinds", [["full"], ["full", "window", "state"]], ids=["full", "all"])
 def test_load_waits_for_pending_writes_to_its_blocks(name, kinds):
-    """A step in flight was launched before the blocks were freed and assigned to the load."""
+    """The pending step was launched before its blocks were freed and assigned to the load."""
     options = {"transport": name}
     with ExitStack() as stack, side_stream():
         stack.enter_context(stand_in())
@@ -384,7 +387,7 @@ def test_load_waits_for_pending_writes_to_its_blocks(name, kinds):
         tokens = list(range(100))
         request, again = Request("r", tokens), Request("r", [*tokens, 7])
         assert sender.prefill(request) is not None
-        torch.cuda.current_stream().synchronize()  # the tokens are sampled
+        torch.cuda.current_stream().synchronize()  # the tokens have been sampled
         offer = sender.connector.publish(request)
         pages = receiver.storages[0][0].pages
         torch.cuda._sleep(int(1.5 * CYCLES_PER_S))

@@ -55,7 +55,7 @@ class Engine:
         ids = list(range(1, pages + SPARE))
         rng.shuffle(ids)
         self.ids = np.array(ids[:pages])
-        self.ids[: rng.randint(0, pages) if window else 0] = 0  # slid out of a window
+        self.ids[: rng.randint(0, pages) if window else 0] = 0  # outside the window
         for layer in range(LAYERS):
             for kv, part in enumerate(self.parts(layer)):
                 part.fill_(EMPTY)
@@ -100,7 +100,7 @@ class Engine:
                         got = part[page, slot]
                         if (
                             token is None
-                        ):  # no token of the request: garbage of a shared page, or EMPTY
+                        ):  # not a token of the request: garbage in a shared page, or EMPTY
                             assert page in self.ids[self.ids > 0] or (got == EMPTY).all()
                             continue
                         right = self.value(token, layer, kv)
@@ -204,7 +204,7 @@ def cells(ids, block_size):
 
 
 def lhbnc(num_layers, num_blocks, block_size):
-    """Return an engine's [heads, blocks, tokens, K and V] tensors, with K and V views."""
+    """Return an engine's [heads, blocks, tokens, K and V] tensors, and views of K and V."""
     tensors = [
         torch.full((HEADS, num_blocks, block_size, 2 * SIZE), EMPTY) for _ in range(num_layers)
     ]

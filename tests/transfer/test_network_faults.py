@@ -61,7 +61,8 @@ class Two:
     def attempt(self, kind):
         """Return whether the bytes arrived.
 
-        They must be correct; otherwise there is an error. Both must be in time.
+        Bytes that arrive must be correct, and a failure must raise an error. Both must happen in
+        time.
         """
         reader, server = self.sides
         said = reader.ask(
@@ -80,7 +81,7 @@ class Two:
 
 
 def come(two, kind, within_s=30.0):
-    """Wait until bytes have arrived once."""
+    """Retry until a transfer succeeds."""
     deadline = time.monotonic() + within_s
     while not two.attempt(kind):
         assert time.monotonic() < deadline, f"no {kind} succeeds any more"
@@ -94,7 +95,7 @@ def test_faulty_network_gives_correct_bytes_or_an_error(name, faults):
         before = wire.num_packets
         wire.faults = FAULTS[faults]
         found = [two.attempt(kind) for kind in ("read", "write", "read")]
-        assert wire.num_packets - before > SIZE // 9000  # the bytes did go over this wire
+        assert wire.num_packets - before > SIZE // 9000  # the bytes passed through this wire
         if faults in ("none", "delay and reordering", "repetition"):
             assert all(found)
         wire.faults = Faults()

@@ -41,7 +41,7 @@ def expected(cache, layout, ids, ratio):
     return want
 
 
-# (function, its local layout, whether it takes a ratio)
+# (function, local layout, whether it takes a ratio)
 FUNCTIONS = [
     (kv_postprocess_blksize_on_receive, "HND", True),
     (kv_postprocess_layout_on_receive, "NHD", False),
@@ -93,7 +93,8 @@ def test_the_order_of_dimensions_is_never_guessed(shape):
         shaped = cache.transpose(1, 2)
         permute_received_blocks(shaped, [0, 1, 4, 3], remote_block_size=k * bs, dims="HND")
         assert torch.equal(cache, want)
-        if layout == "NHD" and bs > 1:  # read as 12 heads of one token it is other bytes
+        # Read as 12 heads of one token, the blocks have different bytes.
+        if layout == "NHD" and bs > 1:
             other = cache_of(layout, shape=shape)
             permute_received_blocks(other.transpose(1, 2), [0, 1, 4, 3], remote_block_size=k)
             assert not torch.equal(other, want)
@@ -179,7 +180,7 @@ def test_larger_remote_blocks_are_split(function, layout, k, flat, device):
     want = cache.cpu().clone()
     tokens = remote.transpose(1, 2).reshape(2, k, BS, H, D)
     for i in range(2):
-        parts = remote[i].reshape(k, -1)  # received byte for byte, a block's worth at a time
+        parts = remote[i].reshape(k, -1)  # received bytewise, one local block at a time
         order = (BS, H) if layout == "NHD" else (H, BS)
         for j, block in enumerate(ids[i]):
             part = parts[j].view(*order, D)
@@ -196,7 +197,7 @@ def test_a_remote_side_that_is_nhd(local, remote_size, device):
     cache = cache_of(local, device)
     ids = [7, 0, 10, 3]
     want = cache.cpu().clone()
-    # Tokens follow each other, whatever the size of the blocks they were in.
+    # Tokens are consecutive in both block sizes.
     want[ids] = memory_of(want, local, ids).view(len(ids), BS, H, D)
     permute_received_blocks(cache, ids, remote_block_size=remote_size, remote_layout="NHD")
     assert torch.equal(cache.cpu(), want)
@@ -221,7 +222,7 @@ def test_a_cache_of_one_head_is_its_own_layout():
         kv_postprocess_layout_on_receive(mla, [NB])
 
 
-# --- what is refused, with nothing touched --------------------------------------------------------
+# --- rejected arguments, which change nothing -----------------------------------------------------
 
 
 def refused(message, call, *caches):
@@ -342,7 +343,7 @@ def test_unrelated_errors_propagate_unchanged(monkeypatch):
 
 # --- memory ---------------------------------------------------------------------------------------
 
-# Growth of the process's largest resident size, in MiB, around one call over 64 MiB of payload.
+# Growth of the process's peak resident size, in MiB, during one call with 64 MiB of payload.
 PEAK = """
 import pathlib, torch
 from kvcache.compat import *
@@ -372,8 +373,8 @@ def test_no_temporary_copy_of_the_payload():
     done = subprocess.run([sys.executable, "-c", PEAK], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     ours, plain = map(float, done.stdout.split())
-    # Scratch of two threads and what else a first large call touches; the plain form shows that a
-    # temporary is seen here.
+    # Allows for scratch memory of two threads and for one-time costs of the first large call. The
+    # plain version shows that a temporary copy would be detected.
     assert ours < 4, f"{ours} MiB more for 64 MiB of payload"
     assert plain > 60
 

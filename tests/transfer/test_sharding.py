@@ -1,4 +1,4 @@
-"""Heads and layers of each rank: complete, not split, and rejected if sizes conflict."""
+"""Heads and layers of each rank: complete, unsplit, and rejected if sizes conflict."""
 
 import pytest
 

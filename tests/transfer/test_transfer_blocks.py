@@ -45,7 +45,7 @@ def test_blocks_arrive_in_all_layers_and_no_other_changes(device, backend, layou
 
 
 def reordered(tensor, order, pad=()):
-    """The same content in another memory order of the dimensions, each dimension in `pad` padded."""
+    """Return the same content in another memory order, with each dimension in `pad` padded."""
     sizes = [tensor.shape[d] + 3 * (d in pad) for d in order]
     dims = [order.index(d) for d in range(tensor.ndim)]
     made = torch.zeros(sizes, dtype=tensor.dtype).permute(dims)
@@ -58,7 +58,7 @@ def memory_of(tensor):
     return tensor.as_strided((tensor.untyped_storage().nbytes() // 4,), (1,), 0)
 
 
-# (shape, the dimension of blocks): K and V first, blocks first, MLA.
+# (shape, block dimension): K and V first, blocks first, MLA.
 FORMS = [((2, 6, 4, 3, 8), 1), ((6, 2, 4, 3, 8), 0), ((6, 4, 8), 0)]
 CHANGES = [
     (form, order, pad)
@@ -72,7 +72,7 @@ CHANGES = [
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 @pytest.mark.parametrize("share", sampled(range(7)))
 def test_sides_may_differ_in_order_and_padding(share, direction, staged):
-    """Every order of the outer dimensions and three forms of padding, on one side and on both."""
+    """Every order of the outer dimensions and three kinds of padding, on one side or both."""
     rng, generator = random.Random(share), torch.Generator().manual_seed(share)
     for (shape, dim), order, pad in CHANGES[share::7]:
         last = len(shape) - 1
@@ -89,7 +89,7 @@ def test_sides_may_differ_in_order_and_padding(share, direction, staged):
         whole = [memory_of(t).clone() for t in src.values()]
         bases = [memory_of(t) for t in dst.values()]
         masks = [torch.ones_like(base, dtype=torch.bool) for base in bases]
-        for t, mask in zip(dst.values(), masks):  # where padding is
+        for t, mask in zip(dst.values(), masks):  # padding bytes
             mask.as_strided(t.shape, t.stride(), t.storage_offset()).fill_(False)
         read, written = rng.sample(range(6), 4), rng.sample(range(9), 4)
         pairs = np.array([read, written]).T

@@ -1,4 +1,4 @@
-"""Descriptions of caches: offsets of elements, serialization and rejected values."""
+"""Descriptions of caches: element offsets, serialization and rejected values."""
 
 import itertools
 import json
@@ -165,7 +165,7 @@ def test_regions_equal_the_storage_regions(packing, layout, values):
     pages, parts = storage.pages, len(one.head_bytes)
     region, offset = (
         array.ravel() for array in (one.placement.regions, one.placement.kv_offsets)
-    )  # as the storage has them: by layer, K, V
+    )  # in the storage's order: layer, K, V
     start = dict(zip(region, pages.offsets - offset))
     assert (pages.strides == one.region_bytes[region]).all()
     for layer, part in itertools.product(range(2), range(parts)):

@@ -51,7 +51,9 @@ def storage_of(description, packing, num_blocks=40, **more):
 
 
 def tokens_of(storage, pages):
-    """Return K and V of the tokens in these pages in order: per layer [tokens, heads, size] twice."""
+    """Return K and V of the tokens in these pages, in order: per layer, [tokens, heads, size]
+    twice.
+    """
     ids = torch.from_numpy(pages.ravel()).long()
     return [
         [cache(layer)[ids].flatten(0, 1) for cache in (storage.key_cache, storage.value_cache)]
@@ -147,7 +149,7 @@ def test_ranks_of_uneven_stages_have_own_addresses():
 
 
 def test_states_arrive_in_pages_that_groups_share():
-    """A convolution with 4 heads and 2 groups and an SSM with 4 heads, from two ranks to one."""
+    """Two ranks send to one: a convolution with 4 heads and 2 groups, and an SSM with 4 heads."""
     tensors = [
         StateTensor(sections=[(4, 3), (2, 2), (2, 2)], row_size=3),
         StateTensor(sections=[(4, 1)], row_size=5, dtype="float32"),
@@ -170,7 +172,8 @@ def test_states_arrive_in_pages_that_groups_share():
         parts = [pages.layer(layer)[source] for pages in theirs]
         convs = [part[: 10 * 3 * 2].view(10, 6) for part in parts]
         channels = [each[rows] for rows in (slice(6), slice(6, 8), slice(8, 10)) for each in convs]
-        assert torch.equal(conv, torch.cat(channels))  # x, B and C, of each both ranks' slices
+        # Slices of both ranks, first for x, then for B and C.
+        assert torch.equal(conv, torch.cat(channels))
         assert torch.equal(ssm, torch.cat([part[10 * 3 * 2 :].view(2, 20) for part in parts]))
 
 
@@ -208,7 +211,7 @@ def test_shared_pages_are_described_by_their_stride():
     there = region_addresses(remote, source.pages)
     plan = plan_transfer(local, remote, 0)
     runs = plan.apply(np.array([[5], [6]]), np.array([[8], [9]])).expand()
-    assert len(runs.length) == 4  # neighbours are apart here
+    assert len(runs.length) == 4  # adjacent runs are not merged here
     for _, region, offset, to_region, to_offset, length in zip(*(c.tolist() for c in runs)):
         ctypes.memmove(
             int(found[to_region]) + pages.base + to_offset, int(there[region]) + offset, length

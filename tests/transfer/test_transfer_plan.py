@@ -1,4 +1,4 @@
-"""Transfer plans on fake memories in all combinations, and detection of planted defects."""
+"""Transfer plans on fake memories for all combinations, and detection of planted defects."""
 
 import itertools
 from dataclasses import replace
@@ -27,7 +27,8 @@ from tests.machinery.transfer_plan_table import (
     tally,
 )
 
-NUM_SHARES = 797  # of all combinations; prime to the sizes, so that each share has every size
+# Shares of all combinations; coprime to the sizes, so that each share has every size.
+NUM_SHARES = 797
 
 
 @pytest.mark.parametrize("share", sampled(range(0, NUM_SHARES, 32)))
@@ -43,7 +44,7 @@ def test_every_layout_and_packing(parallel):
     some = itertools.islice(page_product([parallel], block_sizes=(4, 8)), 0, None, 7)
     counts, wrong = tally(some)
     assert not wrong and counts["right"]
-    refused = counts["refused: cp_interleave"]  # 8 tokens in a block of 4
+    refused = counts["refused: cp_interleave"]  # 8 tokens exceed a block of 4
     assert set(counts) <= {"right", "right, permuted", "refused: cp_interleave"}
     assert counts.total() - refused > 40
 
@@ -92,11 +93,11 @@ def test_sizes_that_do_not_divide_each_other(local, remote, allow_permutation):
 SCALE_ORDERS = [name for name in ORDERS if name not in ("heads first", "kv, heads, layers")]
 SCALE_ORDERS = [
     name for name in SCALE_ORDERS if name != "all K, all V" and not has_heads_outside(name)
-]  # layers apart from K and V
+]  # excludes orders that separate layers from K and V
 
 
 def drawn_side(rng, heads, num_layers, scales):
-    """Equal or uneven stages of layers and ranks, context parallelism, and any memory order."""
+    """Draw equal or uneven stages of layers and ranks, context parallelism, and any memory order."""
     orders = SCALE_ORDERS if scales else [*ORDERS]
     values = of(
         packing=orders[rng.integers(len(orders))],
@@ -143,7 +144,7 @@ def test_random_uneven_stages_with_scales(seed):
 
 
 def test_stages_with_different_tensor_parallel_sizes():
-    """A prefill engine with 3 + 1 layers on 1 and 4 ranks, and a decode engine with 2 ranks."""
+    """The prefill engine has 3 + 1 layers on 1 and 4 ranks, and the decode engine has 2 ranks."""
     prefill = cache(num_layers=4, stages=[(3, 1), (1, 4)])
     decode = cache(num_layers=4, tp_size=2)
     assert [prefill.layers(rank) for rank in range(5)] == [range(3)] + [range(3, 4)] * 4
@@ -173,7 +174,8 @@ def test_scales_move_with_their_heads(packing, layouts, sizes):
         check(local, remote, rank, allow_permutation=False)
     moved = sum(plan_transfer(local, remote, 0).bytes_per_group.values())
     group = plan_transfer(local, remote, 0).tokens_per_group
-    assert moved == group * 2 * local.heads_per_rank * (2 * 2 * 4 + 4)  # K, V, scales of two layers
+    # K, V and scales of two layers.
+    assert moved == group * 2 * local.heads_per_rank * (2 * 2 * 4 + 4)
 
 
 @pytest.mark.parametrize("allow_permutation", [True, False])
@@ -197,12 +199,12 @@ def test_a_partial_group_reads_no_page_without_tokens():
     local, remote = cache(block_size=8), cache(block_size=2)
     plan = plan_transfer(local, remote, 0).for_tokens(3)
     assert plan.remote_pages_per_group == 2 and set(plan.fragments.remote_page) == {0, 1}
-    sharded = cache(block_size=2, cp_world_size=4)  # each rank has one token of four
+    sharded = cache(block_size=2, cp_world_size=4)  # each rank has one of four tokens
     assert plan_transfer(local, sharded, 0).for_tokens(2).remote_ranks == (0, 1)
     sharded_coarsely = cache(block_size=4, cp_world_size=2)  # token 4 is on rank 0
     plan = plan_transfer(cache(), sharded_coarsely, 0)
     assert plan.for_tokens(5, first_token=4).remote_ranks == (0,)
-    nothing = plan_transfer(sharded, local, 3).for_tokens(3)  # rank 3's first is token 3
+    nothing = plan_transfer(sharded, local, 3).for_tokens(3)  # rank 3 starts at token 3
     assert nothing.num_fragments == 0 and nothing.bytes_per_group == {}
     for wrong in (of(num_tokens=0), of(num_tokens=9), of(num_tokens=8, first_token=3)):
         with pytest.raises(ValueError, match=r"num_tokens is|first_token is"):
@@ -295,7 +297,8 @@ ROW = 2 * 4  # bytes
     ],
 )  # fmt: skip
 def test_planted_defects_are_found(change, message):
-    # Local rank 0 holds 2 of 4 heads: of one remote rank that holds all, or of two that hold one each.
+    # Local rank 0 holds 2 of 4 heads. It reads from a remote rank with all heads, or from two with
+    # one head each.
     local = cache(tp_size=2)
     for remote in (cache(), cache(tp_size=8)):
         check(local, remote, 0)

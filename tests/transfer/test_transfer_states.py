@@ -35,7 +35,7 @@ def rank_table(described):
 
 
 def names_of(described, rank, state):
-    """Return int64[layers, bytes of a state], the number of every byte of one state on a rank.
+    """Return int64[layers, bytes of a state] with the number of each byte of one state on a rank.
 
     Bytes are numbered by state, layer, tensor, global channel, row and byte of the element.
     """
@@ -58,7 +58,9 @@ def names_of(described, rank, state):
 
 
 def memory_of(described, rank, pages):
-    """Return int64[layers, bytes of all pages], -1 outside states, and the distance between pages."""
+    """Return int64[layers, bytes of all pages], which is -1 outside states, and the distance
+    between pages.
+    """
     names = [names_of(described, rank, state) for state in range(len(pages))]
     stage = rank_table(described)[rank][0]
     stride = described.page_stride or names[0].shape[1]
@@ -91,7 +93,7 @@ def check(local, remote, rank, rng, change=None):
 
 
 def drawn(rng):
-    """Tensors of one model. Each engine may store the channels last."""
+    """Draw the tensors of one model. Each engine may store the channels last."""
     sizes = [1, 2, 4, 8]
     tensors = []
     for _ in range(rng.integers(1, 4)):
@@ -135,8 +137,8 @@ def test_every_byte_arrives_for_all_sizes(seed):
 MAMBA = of(
     num_layers=2,
     tensors=[
-        StateTensor(sections=[(8, 4), (2, 6), (2, 6)], row_size=3),  # the convolution: x, B, C
-        StateTensor(sections=[(8, 1)], row_size=10, dtype="float32"),  # the SSM: heads
+        StateTensor(sections=[(8, 4), (2, 6), (2, 6)], row_size=3),  # convolution: x, B, C
+        StateTensor(sections=[(8, 1)], row_size=10, dtype="float32"),  # SSM: heads
     ],
 )
 
@@ -150,10 +152,10 @@ def mamba(**changes):
     [
         (of(), of(), [(0,)], 2),
         (of(tp_size=2), of(tp_size=2), [(0,), (1,)], 2),
-        # x of 2 ranks, B and C of one group each, heads of 2 ranks
+        # x from 2 ranks, B and C of one group from each, heads from 2 ranks
         (of(), of(tp_size=2), [(0, 1)], 2 * 2 * 4),
         (of(tp_size=2), of(), [(0,), (0,)], 2 * 4),
-        # 4 ranks share 2 groups: B and C are read from one of the two that hold them
+        # 4 ranks share 2 groups, so B and C are read from one of the two ranks that hold them
         (of(tp_size=2), of(tp_size=4), [(0, 1), (2, 3)], 2 * 4),
         (of(tp_size=4), of(tp_size=4), [(0,), (1,), (2,), (3,)], 2),
         (of(tp_size=2), of(stages=[(1, 1), (1, 4)]), [(0, 1, 2), (0, 3, 4)], 4 + 4),
@@ -187,7 +189,7 @@ def test_another_order_of_channels_moves_element_by_element():
     assert plan_states(last, last, 0).num_fragments == 1
     assert plan_states(last, first, 0).num_fragments == 24
     half = replace(last, tp_size=2)
-    assert plan_states(half, last, 1).num_fragments == 3  # of each row a half
+    assert plan_states(half, last, 1).num_fragments == 3  # half of each row
 
 
 @pytest.mark.parametrize(("column", "by"), [(1, 2), (1, -6), (3, 4), (4, -2)])

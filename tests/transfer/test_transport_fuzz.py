@@ -1,4 +1,6 @@
-"""Random and mutated bytes sent to a transport, which must reject them and continue to serve others."""
+"""Sends random and mutated bytes to a transport, which must reject them and continue to serve
+others.
+"""
 
 import json
 import random
@@ -20,7 +22,7 @@ from kvcache.transfer.transport.spans import Spans
 from tests.transfer.test_transports import NAMES
 
 NUM_BYTES = 1 << 16
-GUARD = 4096  # bytes on either side that are not registered
+GUARD = 4096  # unregistered bytes on either side
 JUNK = (
     [None, True, -1, 0, 1, 2, 3, 2**31, 2**63, 10**400, 1.5, float("nan"), "", "x", "x" * 300, "\0"]
     + ["\u2028", [], [[]], [1, 2], {}, {"op": "hello"}, "0.0.0.0", "::1", "a" * 70 + ".invalid"]
@@ -110,24 +112,25 @@ def test_mutated_handshakes_are_refused(name, rng, monkeypatch):
     with Side(name, "side") as side:
         before = side.memory.copy()
         with monkeypatch.context() as patch:
-            # What is cut off is waited for; the honest side below has all the time again.
+            # Truncated frames are waited for, so the timeout is short. The honest side below uses
+            # the full timeout.
             patch.setattr(handshake, "_HANDSHAKE_S", 1.0)
             for number in range(40):
                 mine = dict(
                     side.told, agent=f"stranger {number}", incarnation=secrets.token_hex(16)
                 )
-                at = rng.randrange(3)  # which of its frames is wrong
+                at = rng.randrange(3)  # index of the mutated frame
                 with socket.create_connection(("127.0.0.1", side.told["port"])) as sock:
                     sock.settimeout(20)
                     try:
                         shake_hands(sock, side.told, mine, rng, at)
-                        while True:  # what was mutated is harmless, or the side says why it is not
+                        while True:  # either the mutation is harmless or the side sends an error
                             header, _ = receive_frame(sock, deadline=time.monotonic() + 20)
                             assert header["op"] in ("refused", "ready", "lane", "metadata")
                             if header["op"] != "metadata":
                                 break
                     except (OSError, KeyError):
-                        pass  # it was faster, or what it answers has no nonce
+                        pass  # the side disconnected first, or its answer has no nonce
         for connected in side.transport.peers():
             assert not connected.startswith("stranger")
         check_alive(side, name, before)
@@ -169,13 +172,14 @@ def test_mutated_metadata_are_refused(name, rng):
                 with pytest.raises(ValueError):
                     side.transport.connect(bytes(data))
                 continue
-            with suppress(ConnectionError, ValueError):  # another name or memory may be a right one
+            # A mutated name or memory address may still be valid.
+            with suppress(ConnectionError, ValueError):
                 side.transport.disconnect(side.transport.connect(bytes(data), timeout_s=0.5))
         check_alive(side, name, before)
 
 
 def drawn_spans(rng, address):
-    """Valid and invalid spans, as sent by a peer."""
+    """Draw valid and invalid spans, as sent by a peer."""
     count = rng.choice([0, 1, 2, 50])
     length = np.array([rng.choice([1, 8, 512]) for _ in range(count)], np.int64)
     at = np.array([rng.randrange(0, NUM_BYTES - 512) for _ in range(count)], np.int64)
@@ -205,7 +209,7 @@ OPS = {
 
 
 def drawn_frame(rng, address):
-    """Return (header, payload), often valid at this point except for one value."""
+    """Draw (header, payload). Except for one value, it is often valid at this point."""
     op = rng.choice(list(OPS))
     header = {"op": op}
     for key in OPS[op]:
@@ -227,14 +231,14 @@ def test_malicious_frames_of_connected_peer_are_rejected(name, rng):
             with Side(name, f"liar {number}") as liar:
                 peer = liar.transport.connect(side.transport.metadata(), timeout_s=20)
                 channel = liar.transport._connections[peer].channel
-                channel._on_frame = lambda header, payload: None  # it does not listen either
+                channel._on_frame = lambda header, payload: None  # the liar ignores all frames
                 try:
                     for _ in range(25):
                         frame = drawn_frame(rng, side.address)
                         channel._sock.sendall(encoded(rng, *frame, 0.02))
                 except OSError:
-                    pass  # it was disconnected
-                # This side's own requests of it end, well or with an error.
+                    pass  # disconnected
+                # This side's own requests to the liar must end, with or without an error.
                 try:
                     side.transport.read(
                         f"liar {number}",

@@ -125,7 +125,10 @@ def test_direct_path_is_used_if_faster(monkeypatch, other, options, size, path):
 
 @needs_nixl
 def test_long_block_lists_are_split_among_threads():
-    """NIXL splits lists of 1,024 descriptors or more. Their number and order are odd here."""
+    """NIXL splits lists of 1,024 descriptors or more.
+
+    The list lengths are uneven, and the order is random.
+    """
     with Pair(24 << 20) as pair:
         for seed, count in enumerate((1023, 1024, 1025, 2901)):
             rng = np.random.default_rng(seed)
@@ -184,7 +187,7 @@ def test_fragments_must_lie_in_registered_regions(num_regions):
 
         regions = list(zip(begins.tolist(), ends.tolist()))
         ranges = [(base + o, base + o + n) for o, n in zip(offsets, length)]
-        if len(bases) > 1:  # all runs of a base lie in one region
+        if len(bases) > 1:  # all runs with the same base must lie in one region
             ranges = [(min(first for first, _ in ranges), max(last for _, last in ranges))]
         is_within = all(lie_within(regions, *each) for each in ranges)
         seen.add(is_within)
@@ -257,7 +260,7 @@ def test_runs_are_merged_within_regions_of_both_sides():
 @pytest.mark.parametrize("name", ["gloo", pytest.param("nixl", marks=needs_nixl)])
 @pytest.mark.parametrize("num_pieces", [1, 3, 4, 5, 6, 7, 9, 14])
 def test_pieces_arrive_in_order_at_slow_receiver(name, num_pieces):
-    """Regression: pieces that waited for room were sent in the order of their staging memory."""
+    """Regression: pieces that waited for space were sent in the order of their staging memory."""
     piece = 1 << 20
     options = {"direct_bytes": None} if name == "nixl" else {}
     with Pair(num_pieces * piece, name, piece_bytes=piece, **options) as pair:
@@ -281,7 +284,7 @@ def test_close_ends_threads_after_a_failed_write(monkeypatch):
     before = len(os.listdir("/proc/self/task"))
     with Pair(64 << 20) as pair:
         lane = next(iter(pair.sides[1]._connections.values())).lane
-        lane.on_frame = lambda header, payload: None  # it makes no room any more
+        lane.on_frame = lambda header, payload: None  # the receiver stops freeing space
         lane._connection.on_lane_frame(lane.on_frame)
         begins = pair.mine.ctypes.data, pair.theirs.ctypes.data
         at = np.arange(0, 64 << 20, 4096)
@@ -304,7 +307,7 @@ def test_close_ends_threads_after_a_failed_write(monkeypatch):
 @pytest.mark.parametrize("delay_ms", [4, 20])
 def test_released_pages_are_not_written(monkeypatch, how, delay_ms):
     """Regression: NIXL reported that transfers of a removed peer had ended, but continued them."""
-    monkeypatch.setenv("UCX_TLS", "tcp")  # 64 MiB take some 0.1 s
+    monkeypatch.setenv("UCX_TLS", "tcp")  # 64 MiB take about 0.1 s
     count, size = 4096, 16 << 10
     with Pair(count * size, direct_bytes=1024) as pair:
         pair.theirs[:] = 7

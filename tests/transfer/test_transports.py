@@ -40,15 +40,15 @@ NAMES = [
         ),
     ),
 ]
-SMALL = 512  # bytes: NIXL packs them
-LARGE = 64 << 10  # bytes: NIXL moves them directly
+SMALL = 512  # bytes; NIXL packs fragments of this size
+LARGE = 64 << 10  # bytes; NIXL moves fragments of this size directly
 
 
 numbers = itertools.count()
 
 
 class Side:
-    """The side of the test, with a name that no other test uses."""
+    """The test's side, with a name that no other test uses."""
 
     def __init__(self, name, agent=None, **options):
         agent = agent or f"test {next(numbers)}"
@@ -96,7 +96,7 @@ def side(name):
 
 @pytest.fixture(scope="module")
 def calm():
-    """A shared peer by name. Tests neither write to its memory nor damage it."""
+    """Return a shared peer by name. Tests must not write to its memory or damage it."""
     found = {}
     with ExitStack() as stack:
 
@@ -114,7 +114,7 @@ def peer(calm, name):
 
 
 def drawn(rng):
-    """Return (local, remote, length) of fragments of 1 byte or more, disjoint on both sides."""
+    """Draw (local, remote, length) of fragments of at least 1 byte, disjoint on each side."""
     length = np.array(
         [rng.choice([1, 7, 64, 512, 4096, 30_000]) for _ in range(rng.randint(1, 60))]
     )
@@ -133,7 +133,7 @@ def drawn(rng):
 
 
 def copied(destination, source, to, at, length):
-    """Reference: copy one fragment after another."""
+    """Copy one fragment after another, as a reference."""
     result = destination.copy()
     for t, a, n in zip(to.tolist(), at.tolist(), length.tolist()):
         result[t : t + n] = source[a : a + n]
@@ -174,7 +174,7 @@ def test_large_transfers_are_chunked(name, size, peer):
 
 @pytest.mark.parametrize("delay", ["", "open"])
 def test_accepting_side_can_read(side, name, delay):
-    """Immediately after the call returns, even if the responding thread of the other side is slow."""
+    """Immediately after the call returns, even if the other side's responding thread is slow."""
     side.pool[:] = pattern(9)
     with Peer(name, delay=delay) as peer:
         side.transport.connect(peer.metadata)
@@ -250,7 +250,7 @@ def test_bytes_changed_in_transit_raise(name, size, monkeypatch):
         monkeypatch.undo()
         got = bytes.fromhex(peer.ask("pool", first=0, last=size)["hex"])
         assert got == pattern(1)[:size].tobytes()
-        side.read(peer, 0, 0, size, notify=b"read").wait(20)  # the connection is as it was
+        side.read(peer, 0, 0, size, notify=b"read").wait(20)  # the connection still works
         found = peer.ask("notifications", least=1)["found"]
         assert found == [[side.transport.agent, "read"]]
 
@@ -293,7 +293,7 @@ class Flips:
 
 @pytest.mark.parametrize("kind", ["pull", "push"])
 def test_flipped_request_bits_never_give_wrong_bytes(name, kind, monkeypatch):
-    """In the request itself, before its frame has a digest."""
+    """Bits of the request are flipped before its frame gets a digest."""
     flips = Flips(name, kind, monkeypatch)
     right = flips.run()
     assert len(np.unique(right)) == 4
@@ -325,7 +325,10 @@ def test_piece_of_another_request_or_number_is_rejected(monkeypatch):
 
 
 def test_flipped_frame_bits_are_rejected():
-    """Any frame with a number, including lengths and digest. No frame may replace another one."""
+    """Flips any bit of a numbered frame, including lengths and digest.
+
+    No frame may replace another.
+    """
     frame = ({"op": "landed", "id": 3, "tag": 7}, b"payload")
     sent = bytearray()
     sink = SimpleNamespace(sendall=sent.extend)
@@ -344,7 +347,7 @@ def test_flipped_frame_bits_are_rejected():
         changed[bit // 8] ^= 1 << bit % 8
         with pytest.raises(ChannelError):
             taken(changed)
-    for number in (4, 6):  # one that was lost, or came twice
+    for number in (4, 6):  # as if a frame were lost or duplicated
         with pytest.raises(ChannelError, match=f"frame {number} is another one than was sent"):
             taken(sent, number)
 
@@ -356,7 +359,7 @@ def test_empty_transfer_completes_and_notifies(side, peer):
     assert peer.ask("notifications", least=1)["found"] == [[side.transport.agent, "none"]]
 
 
-# Peers that stop, end and come again.
+# Peers that stop, end and restart.
 
 
 def reads_until_error(side, peer, size, within_s):
@@ -403,10 +406,10 @@ def test_stopped_peer_raises_within_the_deadline(side, name):
         deadline = time.monotonic() + 5
         while not read.is_released:
             assert time.monotonic() < deadline
-        # Whatever the peer does from now on: these bytes do not change.
+        # The peer must not change these bytes any more.
         side.pool[:SMALL] = 3
         peer.signal(signal.SIGCONT)
-        other.wait(20)  # it was under way beside the one that was given up
+        other.wait(20)  # a transfer in flight at the same time as the abandoned one
         assert (side.pool[SMALL : 2 * SMALL] == pattern(1)[:SMALL]).all()
         assert (side.pool[:SMALL] == 3).all()
         side.read(peer, 0, 0, SMALL).wait(20)
@@ -426,7 +429,7 @@ def test_peer_that_holds_a_transfer_is_disconnected(name):
             side.read(peer, 0, 0, SMALL)
         peer.signal(signal.SIGCONT)
         deadline = time.monotonic() + 10
-        while True:  # the peer may not have seen yet that the connection ended
+        while True:  # the peer may not have noticed yet that the connection ended
             try:
                 side.transport.connect(peer.metadata)
                 break
@@ -439,7 +442,7 @@ def test_peer_that_holds_a_transfer_is_disconnected(name):
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_cancelled_transfer_does_not_affect_others(name, size):
-    """At any point of the transfer, in both directions, with many pieces."""
+    """Cancels at any point of the transfer, in both directions, with many pieces."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -483,7 +486,7 @@ def test_cancelled_transfer_does_not_affect_others(name, size):
                 if i != victim or is_read or is_done:
                     assert (got[where] == theirs[where]).all()
                     assert (side.pool[where] == theirs[where]).all() or i == victim
-                else:  # a write that failed leaves anything; it may have landed just before
+                else:  # a failed write may leave anything, or may even have completed
                     theirs[where] = got[where]
                     perhaps.add(f"{number} {i}")
         found = [each[1] for each in peer.ask("notifications", least=len(told))["found"]]
@@ -523,7 +526,7 @@ def test_digest_of_cancelled_read_keeps_connection(monkeypatch):
     real = connection.Connection.on_frame
 
     def late(self, header, payload):
-        """Digests of the first read arrive after it has ended."""
+        """Deliver digests of the first read only after the read has ended."""
         if self.peer.agent == other.transport.agent and header["op"] == "digest" and not is_over:
             held.append((self, header, payload))
             read.cancel("enough")
@@ -593,7 +596,7 @@ def test_excess_transfers_are_rejected_individually(kind, monkeypatch):
 
 
 def waits(number, header, payload):
-    """Replaces the handler of a frame, which never arrives."""
+    """Ignores a frame, as if it had never arrived."""
 
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0, -0.001])
@@ -707,7 +710,7 @@ def test_disconnecting_fails_transfers_in_flight(side, name):
         peer.signal(signal.SIGCONT)
 
 
-# Peers that lie, and strangers.
+# Peers that lie, and unknown peers.
 
 
 @pytest.mark.parametrize(
@@ -727,7 +730,7 @@ def test_invalid_read_response_is_rejected(side, name, how, said):
         side.transport.connect(peer.metadata)
         read = side.read(peer, 0, 0, SMALL)
         deadline = time.monotonic() + 10
-        if how == "twice":  # the read itself may be done by then
+        if how == "twice":  # the read itself may already be complete
             while side.transport.peers():
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
@@ -760,7 +763,7 @@ def test_peer_with_another_version_is_rejected(side, name):
 
 
 def test_peer_rejects_unregistered_memory(side, peer):
-    """Without the local check of metadata, which here is wrong about the peer's memory."""
+    """Disables the local check against metadata, which here misstates the peer's memory."""
     told = json.loads(peer.metadata)
     told["regions"] = [[peer.address - 4096, POOL_BYTES + 8192, "cpu"]]
     side.transport.connect(json.dumps(told).encode())
@@ -769,7 +772,7 @@ def test_peer_rejects_unregistered_memory(side, peer):
         with pytest.raises(TransferError, match="the peer refused: the request has bytes"):
             transfer.wait(10)
         assert transfer.is_released and not side.pool.any()
-    side.read(peer, 0, 0, SMALL).wait(10)  # the connection is as it was
+    side.read(peer, 0, 0, SMALL).wait(10)  # the connection still works
     got = bytes.fromhex(peer.ask("pool", first=POOL_BYTES - 100, last=POOL_BYTES)["hex"])
     assert got == pattern(1)[-100:].tobytes()
 
@@ -832,7 +835,7 @@ def test_silent_clients_do_not_block_others(side, peer):
 
 def test_listener_survives_failed_accept(side, name, monkeypatch):
     class Poor:
-        """A listener and a thread in a process that temporarily lacks resources."""
+        """A listener in a process that temporarily lacks resources, such as threads."""
 
         def __init__(self, listener):
             self.listener, self.num_left = listener, 2
@@ -857,7 +860,7 @@ def test_listener_survives_failed_accept(side, name, monkeypatch):
     start, poor = threading.Thread.start, Poor(side.transport._listener)
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     side.transport._listener = poor
-    for _ in range(3):  # the first one is met by the listener that waits already
+    for _ in range(3):  # the listener is already waiting for the first connection
         socket.create_connection(("127.0.0.1", side.transport.port)).close()
     wait_until(lambda: poor.num_left < 0)
     with Side(name) as other:
@@ -883,7 +886,7 @@ def test_own_metadata_is_rejected(name):
 
 @pytest.mark.parametrize("own", [False, True])
 def test_relayed_proof_is_rejected(name, own):
-    """The relay has lured a side to its own address, and does not know the secret."""
+    """The relay has redirected a side to its own address, but does not know the secret."""
     with Side(name, secret=b"a") as caller, Side(name, secret=b"a") as victim:
         told = json.loads(victim.transport.metadata())
         with socket.create_server(("127.0.0.1", 0)) as lure:
@@ -902,7 +905,7 @@ def test_relayed_proof_is_rejected(name, own):
             with back, socket.create_connection(("127.0.0.1", told["port"])) as there:
                 there.settimeout(5)
                 hello, _ = receive_frame(back)
-                if own:  # it says what the victim expects
+                if own:  # claims the address that the victim expects
                     hello["address"] = f"127.0.0.1:{told['port']}"
                 send_frame(there, hello)
                 answer, _ = receive_frame(there)
@@ -935,7 +938,7 @@ def test_the_same_secret_connects(name):
 
 
 def test_only_the_loopback_listens(side, name):
-    """All listening TCP sockets of this process, as listed by the kernel."""
+    """Return all listening TCP sockets of this process, as listed by the kernel."""
     inodes = set()
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -951,7 +954,7 @@ def test_only_the_loopback_listens(side, name):
     assert len(found) >= 2 and set(found) == {"0100007F"}, found
 
 
-# Wrong arguments: nothing moves.
+# Invalid arguments, which transfer nothing.
 
 
 @pytest.mark.parametrize(
@@ -990,7 +993,8 @@ def test_wrong_metadata_is_refused(side, changes, said):
     ("data", "said"),
     [
         *((data, "metadata") for data in (b"", b"\x80\x04N.", b"[]", b"{", b"[" * 100_000)),
-        *(("{}", "expected bytes"), (None, "expected another agent's")),  # None: the side's own
+        # None: the side's own metadata.
+        *(("{}", "expected bytes"), (None, "expected another agent's")),
     ],
 )
 def test_malformed_metadata_is_rejected(side, data, said):
@@ -1179,12 +1183,12 @@ def test_torch_default_group_is_unaffected(name, peer):
 
 @pytest.mark.parametrize("kill", [False, True])
 def test_closed_connections_leak_no_descriptors(name, kill):
-    """UCX keeps sockets of removed NIXL peers, at most as many as 16 connections use."""
+    """UCX keeps sockets of removed NIXL peers, up to the number that 16 connections use."""
     count = {"gloo": (16, 8), "nixl": (36, 20)}[name][kill]
     first, *marks = curve(name, count, kill=kill, every=2)
     most = {"gloo": 4, "nixl": 16 * 7 + 8}[name]
     assert max(each.descriptors for each in marks) <= first.descriptors + most, marks
-    if name == "nixl":  # an agent has given way, and its sockets are gone
+    if name == "nixl":  # an agent was replaced, which closed its sockets
         counts = [each.descriptors for each in marks]
         assert any(later < earlier for earlier, later in itertools.pairwise(counts)), marks
 

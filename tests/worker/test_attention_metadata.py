@@ -14,7 +14,10 @@ INT32 = torch.int32
 
 
 def make_tables(device="cpu", pin_memory=False, **options):
-    """Full attention and a window of 9, blocks of 8 tokens, up to 64 tokens. Rows 0 to 2 are filled."""
+    """Make tables for full attention and a window of 9.
+
+    Blocks have 8 tokens, rows 0 to 2 up to 64 tokens.
+    """
     tables = BlockTables(
         [TableShape(8, 8), TableShape(16, 4, kernel_block_size=8, window=9, **options)],
         max_num_reqs=4, max_num_tokens=16, pin_memory=pin_memory, device=device,
@@ -46,7 +49,8 @@ def test_a_mixed_batch_of_two_groups(device):
     full, windowed = batch[0], batch[1]
     assert full.seqused_k.tolist() == windowed.seqused_k.tolist() == [16, 24, 0]
     assert full.block_table[:, :4].tolist() == [[9, 10, 11, 12], [1, 2, 3, 0], [0, 0, 0, 0]]
-    # Positions 11 to 15 see 3 and later; position 23 sees 15 and later: column 0 is hidden.
+    # Positions 11 to 15 see position 3 and later. Position 23 sees 15 and later, so column 0 is
+    # hidden.
     assert windowed.block_table[:, :4].tolist() == [[16, 17, 0, 0], [0, 9, 10, 11], [0, 0, 0, 0]]
     assert full.paged_kv_indptr.tolist() == [0, 2, 5, 5]
     assert full.paged_kv_indices.tolist() == [9, 10, 1, 2, 3]
@@ -128,7 +132,7 @@ def test_groups_with_tables_are_served_and_others_on_request():
     both = AttentionMetadataBuilder(tables, groups=[1, 0]).build([0], [1], [9])
     assert both[1].paged_kv_indices.tolist() == [8, 9]
     assert both[0].paged_kv_indices.tolist() == [1, 2]
-    one = AttentionMetadataBuilder(tables[1]).build([0], [1], [9])  # one table of several
+    one = AttentionMetadataBuilder(tables[1]).build([0], [1], [9])  # one of several tables
     assert list(one.groups) == [1] and one[1].paged_kv_indices.tolist() == [8, 9]
 
 
@@ -261,10 +265,10 @@ def test_a_long_row_slows_one_later_build_only(monkeypatch):
     builder = AttentionMetadataBuilder(tables)
     bounds = columns_written(builder, monkeypatch)
     builder.build([0, 1], [1, 1], [256, 3])
-    for _ in range(2):  # the long row is still there, and not of the batch
+    for _ in range(2):  # the long row still exists but is not in the batch
         assert builder.build([1], [1], [3])[0].block_table.tolist() == [[70] + [0] * 63]
     assert bounds == [256, 256, 4]
-    # The second place of the batch was not overwritten before.
+    # The second entry of the batch was not overwritten before.
     tables.add_row([71], 0)
     rows = builder.build([1, 0], [1, 1], [3, 3])[0].block_table.tolist()
     assert rows == [[70] + [0] * 63, [71] + [0] * 63]
@@ -315,7 +319,7 @@ def test_block_tables_equal_gather(lengths, padding):
 
 @given(batch=BatchOfTokens.strategy())
 def test_paged_attention_equals_dense_attention(batch):
-    """The tensors of both backends lead to the K and V of the correct tokens.
+    """The tensors of both backends lead to the correct K and V.
 
     Blocks that no query may see (null block, outside the window, free) contain NaN.
     """
@@ -336,7 +340,7 @@ def test_paged_attention_equals_dense_attention(batch):
 
 @given(batch=BatchOfTokens.strategy(world_sizes=(2, 3), windows=(None,), decode=True))
 def test_context_parallel_decode_equals_dense_attention(batch):
-    """Each rank attends to its own tokens, and their outputs are combined by weight."""
+    """Each rank attends to its own tokens. The ranks' outputs are combined by weight."""
     parts = {name: [] for name in ("flash_attention", "flash_infer")}
     for rank in range(batch.world_size):
         tables = batch.make_tables(rank)
@@ -366,7 +370,7 @@ def test_device_lengths_match_without_synchronizing():
     torch.cuda.set_sync_debug_mode("error")
     try:
         batch = builder.build(*on_device)
-        builder.build(*given)  # neither waits: there are two staging buffers
+        builder.build(*given)  # neither build waits, since there are two staging buffers
         batch = builder.build(*on_device)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -375,7 +379,7 @@ def test_device_lengths_match_without_synchronizing():
     assert (batch.num_tokens, batch.max_query_len, batch.max_seq_len) == (16, 16, 64)
     got = contents(batch)
     for name, value in want.items():
-        if name[1] == "paged_kv_indices":  # the number of pages is not known on the host
+        if name[1] == "paged_kv_indices":  # the host does not know the number of pages
             assert got[name][: len(value)] == value and not any(got[name][len(value) :])
         else:
             assert got[name] == value, name
@@ -430,7 +434,7 @@ def test_replay_after_longer_eager_build_is_clean(options):
     graph.replay()
     assert batch[0].block_table.tolist() == [[6] + [0] * 7, [0] * 8]
     assert batch[0].paged_kv_indices.tolist() == [6] + [0] * 15
-    # An eager build overwrites what the replay left.
+    # An eager build overwrites the replay's results.
     tables.add_row((range(30, 38), [9]), 1)
     tables.commit_updates()
     graph.replay()
@@ -463,7 +467,7 @@ def test_host_lengths_are_rejected_during_capture():
     with torch.cuda.graph(graph):
         with pytest.raises(RuntimeError, match=r"capture.*: give int32 tensors on the device"):
             builder.build([0], [1], [16])
-        builder.build(*lengths)  # the capture goes on
+        builder.build(*lengths)  # the capture continues
     for _ in range(3):
         assert contents(builder.build([0], [1], [24])) == want
     graph.replay()
@@ -474,7 +478,7 @@ def test_host_lengths_are_rejected_during_capture():
 def test_tables_changed_during_capture_are_committed_afterwards():
     tables = make_tables("cuda", pin_memory=True)
     counts = torch.zeros(4, device="cuda")
-    tables.commit_block_table(4)  # an upload that may still be under way
+    tables.commit_block_table(4)  # an upload that may still be in progress
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         counts.add_(1)

@@ -193,7 +193,7 @@ def test_the_first_candidate_that_divides_is_the_kernel_size(kernel_sizes, chose
     table = BlockTable(48, 2, 3, 16, False, "cpu", kernel_sizes=kernel_sizes)
     assert table.kernel_block_size == chosen
     table.add_row([1], 0)
-    # Slots also where it was not the first candidate that was taken.
+    # Slots are also correct for a block size that was not the first candidate.
     table.compute_slot_mapping(np.array([0]), np.array([17]))
     assert table.slot_mapping.np[0] == 48 + 17
 
@@ -208,7 +208,7 @@ def test_invalid_kernel_sizes_are_reported():
 
 
 def test_context_parallel_spreads_tokens():
-    """World size 4, interleave 2, blocks of 4: tokens 2-3 of every 8 are on rank 1."""
+    """World size 4, interleave 2, blocks of 4: tokens 2 and 3 of every 8 are on rank 1."""
     cp = ContextParallel(pcp_world_size=2, pcp_rank=0, dcp_world_size=2, dcp_rank=1)
     table = BlockTable(4, 2, 3, 40, False, "cpu", 4, 2, context_parallel=cp)
     table.add_row([7, 9], 0)
@@ -281,7 +281,7 @@ def test_only_updates_reach_the_device(device):
     tables.commit_updates()
     for table in tables:
         assert torch.equal(table.get_device_tensor().cpu(), table.get_cpu_tensor())
-    if device != "cpu":  # what was not said to have changed is not uploaded
+    if device != "cpu":  # rows not reported as changed are not uploaded
         tables[0].get_numpy_array()[3, 0] = 99
         tables.commit_updates()
         assert int(tables[0].get_device_tensor()[3, 0]) == 0
@@ -312,7 +312,7 @@ def test_arrays_of_rows_are_one_call():
     tables = multi()
     for row in range(3):
         tables.add_row(([row + 1], [row + 1]), row)
-    tables.swap_rows([0, 1], [1, 2])  # one after the other
+    tables.swap_rows([0, 1], [1, 2])  # swaps are applied in order
     assert content(tables[0]) == [[2], [3], [1], []]
     tables.move_rows(np.array([2, 0]), np.array([3, 2]))
     assert content(tables[0]) == [[], [3], [2], [1]]
@@ -408,12 +408,12 @@ def test_gather_returns_batch_order_without_hidden_blocks(device):
     computed = torch.tensor([0, 23, 0], dtype=torch.int32, device=device)
     full, windowed = tables.gather(idx, computed)
     assert full[:, :4].tolist() == [[6, 0, 0, 0], [1, 2, 3, 0], [0, 0, 0, 0]]
-    # Token 23 sees 15 to 23: the first column, tokens 0 to 7, is out of its sight.
+    # Token 23 sees 15 to 23, so the first column (tokens 0 to 7) is outside its window.
     assert windowed[:, :4].tolist() == [[14, 15, 0, 0], [0, 9, 10, 11], [0, 0, 0, 0]]
     address = full.data_ptr()
     tables.clear_row(0)
     tables.commit_updates()
-    full, _ = tables.gather(idx)  # a shorter batch: nothing of the longer one stays
+    full, _ = tables.gather(idx)  # a shorter batch must not keep entries of the longer one
     assert full.data_ptr() == address and full.tolist() == [[6] + [0] * 7, [0] * 8, [0] * 8]
 
 
@@ -455,7 +455,7 @@ def test_a_captured_graph_serves_later_steps():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         gathered = step()
-    assert tables[0].num_computed_slots is None  # a replay may compute others at any time
+    assert tables[0].num_computed_slots is None  # a later replay may compute other slots
     generator = np.random.default_rng(0)
     for _ in range(5):
         for row in range(8):
@@ -515,7 +515,7 @@ def test_step_neither_allocates_nor_synchronizes():
             torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     names = [event.key for event in profile.key_averages()]
-    # The profiler itself ends with a cudaDeviceSynchronize; nothing else may wait.
+    # The profiler ends with a cudaDeviceSynchronize. No other call may wait.
     waits = [n for n in names if n in ("cudaStreamSynchronize", "cudaEventSynchronize")]
     assert not waits and not [n for n in names if "cudaMalloc" in n]
 
@@ -559,7 +559,7 @@ def test_every_commit_reaches_device_without_kernels(monkeypatch):
     tables = OtherDevice(monkeypatch).tables()
     tables.add_row(([5, 6], [2]), 0)
     tables.compute_slot_mapping(np.array([0, 0]), np.array([1, 9]))
-    assert not tables[0].block_table.gpu.any()  # not before it is committed
+    assert not tables[0].block_table.gpu.any()  # not uploaded before the commit
     tables.commit_updates()
     assert tables[0].block_table.gpu[0].tolist()[:3] == [5, 6, 0]
     assert tables[1].block_table.gpu[0].tolist()[:3] == [4, 5, 0]
@@ -574,7 +574,7 @@ def test_every_commit_reaches_device_without_kernels(monkeypatch):
     tables[0].compute_slot_mapping(np.array([1]), np.array([0]))
     tables[0].commit_slot_mapping(1)
     assert tables[0].slot_mapping.gpu[:2].tolist() == [56, -1]
-    assert tables[1].slot_mapping.gpu[:2].tolist() == [33, 41]  # the other group stays
+    assert tables[1].slot_mapping.gpu[:2].tolist() == [33, 41]  # the other group is unchanged
     tables.clear()
     assert not tables[0].block_table.gpu.any() and not tables[1].block_table.gpu.any()
 
@@ -669,7 +669,10 @@ def test_entries_after_committed_tokens_have_no_slot():
 
 
 def test_commit_clears_a_tail_written_by_the_caller():
-    """A6: regardless of the writer. PCP padding and dummy runs write into the buffer directly."""
+    """A6: the tail is cleared regardless of its writer.
+
+    PCP padding and dummy runs write directly into the buffer.
+    """
     for dtype in (torch.int64, torch.int32):
         table = BlockTable(4, 4, 5, 16, slot_mapping_dtype=dtype)
         table.add_row([3, 4], 0)
@@ -678,7 +681,7 @@ def test_commit_clears_a_tail_written_by_the_caller():
         table.slot_mapping.cpu[14] = 7
         table.commit_slot_mapping(3)
         assert table.slot_mapping.gpu.tolist() == [12, 13, 14] + [-1] * 13
-        table.slot_mapping.gpu[3] = 9  # a padded token
+        table.slot_mapping.gpu[3] = 9  # padding token
         table.commit_slot_mapping(4)
         assert table.slot_mapping.gpu.tolist() == [12, 13, 14, 9] + [-1] * 12
         table.commit_slot_mapping(16)
@@ -699,7 +702,7 @@ class FakeEvent:
         self.log = log
 
     def query(self):
-        """Return False at the first call."""
+        """Return False at the first call, then True."""
         self.log.append("poll")
         return len(self.log) > 1
 
@@ -728,7 +731,7 @@ def test_changes_wait_for_an_upload_in_flight(change):
     change(tables)
     assert log == ["poll", "poll"]
     change(tables)
-    assert log == ["poll", "poll"]  # once per upload
+    assert log == ["poll", "poll"]  # one poll per upload
 
 
 @pytest.mark.parametrize("call", ["compute", "commit"])
@@ -745,7 +748,7 @@ def test_slot_changes_wait_for_an_upload_in_flight(call):
 
 
 def test_row_may_be_set_to_its_own_slice():
-    """A rollback: the ids come from the table that changes."""
+    """A rollback. The ids are a slice of the table that changes."""
     table = make()
     table.add_row([3, 4, 5], 1)
     table.add_row(table.get_numpy_array()[1, :2], 1)
@@ -907,7 +910,7 @@ def test_shorter_step_clears_slots_of_longer_step(dtype):
     table = BlockTable(4, 4, 5, 16, False, "cpu", 4, slot_mapping_dtype=dtype)
     table.add_row([3, 4, 5, 6], 0)
     for n in (16, 2, 9, 0, 1):
-        for positions in (np.arange(n), np.arange(n)[::-1].copy()):  # one run, and none
+        for positions in (np.arange(n), np.arange(n)[::-1].copy()):  # one contiguous run, or none
             table.compute_slot_mapping(np.zeros(n, np.int32), positions)
             assert table.slot_mapping.np.tolist() == [*(12 + positions), *[-1] * (16 - n)]
 

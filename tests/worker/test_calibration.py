@@ -107,7 +107,7 @@ def engine(sizes, block_major=False, **options):
     return SwapEngine(pages, pages.on_host(40), streams=SimulatedStreams(0), **options)
 
 
-# The built-in thresholds of many fragments, for any number.
+# Thresholds by fragment size alone: the built-in values for many fragments.
 BY_SIZE = Calibration("a test", ((0, DEFAULT.out[-1][1]),), ((0, DEFAULT.in_[-1][1]),))
 
 
@@ -119,17 +119,19 @@ def test_method_depends_on_contiguity_of_both_sides():
     apart = engine([[8 * KIB, 8 * KIB]] * 4, calibration=BY_SIZE)
     scattered, run = ids(1, 9, 5, 2), np.stack([np.arange(1, 9), np.arange(21, 29)], 1)
     assert apart.fragment_bytes("out", scattered) == 8 * KIB
-    assert apart.fragment_bytes("out", run) == 8 * KIB  # on the host, layers lie between
+    # Host layers are not adjacent, so consecutive pages do not merge.
+    assert apart.fragment_bytes("out", run) == 8 * KIB
     assert [apart.method_for(d, run) for d in ("out", "in")] == ["staging", "kernel"]
     packed = engine([[8 * KIB, 8 * KIB]], block_major=True, calibration=BY_SIZE)
     assert packed.fragment_bytes("in", ids(1, 9, 5, 2)) == 16 * KIB
     assert packed.fragment_bytes("in", run) == 8 * 16 * KIB
-    assert packed.fragment_bytes("in", run[::-1]) == 8 * 16 * KIB  # downwards too
+    assert packed.fragment_bytes("in", run[::-1]) == 8 * 16 * KIB  # descending runs merge, too
     assert packed.method_for("in", scattered) == "kernel"
     assert packed.method_for("in", run) == "copy_engine"
-    assert packed.method_for("out", scattered) == "kernel"  # a page is one piece: nothing to stage
+    # A page is a single fragment, so staging has no benefit.
+    assert packed.method_for("out", scattered) == "kernel"
     assert engine([[8]], method="staging").method_for("in", run) == "staging"
-    on_cpu = SwapEngine(apart.device, apart.host)  # nothing to choose from
+    on_cpu = SwapEngine(apart.device, apart.host)  # only one method on a CPU
     assert [on_cpu.method_for(d, run) for d in ("out", "in")] == ["kernel", "kernel"]
 
 
@@ -150,7 +152,7 @@ def test_cpu_rates_count_moved_bytes(monkeypatch):
 
     def copy(self, pairs):
         if self.source is not self.destination:
-            assert self.source.memory.float().std() > 50  # written, and not all alike
+            assert self.source.memory.float().std() > 50  # contents are initialized and vary
             moved.append(len(pairs) * self.source.page_bytes)
         original(self, pairs)
 
@@ -211,7 +213,7 @@ def test_measured_pages_are_scattered_over_the_pool():
 
 
 class Memory:
-    """Track live bytes of pages by where they were allocated, and their maximum."""
+    """Tracks live page bytes by place of allocation, and their maximum."""
 
     def __init__(self, monkeypatch) -> None:
         self.now, self.most = {"pool": 0, "host": 0, "staging": 0}, {}
@@ -246,9 +248,7 @@ def test_bench_stays_within_its_checked_memory(monkeypatch):
     num_bytes, pool_bytes = 1 << 20, 5 << 20
     memory = Memory(monkeypatch)
     assert len(list(bandwidth.host_rates(num_bytes, bandwidth.FRAGMENTS))) == 4
-    needed = (
-        bandwidth.host_rates_bytes(num_bytes) - 2 * num_bytes
-    )  # in addition to the contiguous copy
+    needed = bandwidth.host_rates_bytes(num_bytes) - 2 * num_bytes  # excluding the contiguous copy
     assert memory.most["pool"] + memory.most["host"] == needed
     memory.most.clear()
     methods = ("kernel", "staging", "staging")
@@ -264,7 +264,9 @@ def test_bench_stays_within_its_checked_memory(monkeypatch):
 
 
 def test_calibration_distinguishes_numbers_of_fragments(monkeypatch):
-    """The copy engine for few fragments, the kernel for many small ones: as measured, not as built in."""
+    """Measurements, not the built-in values, select the copy engine for few fragments and the
+    kernel for many small ones.
+    """
 
     def rates(device, num_bytes, fragments, methods, calibration, *args, **options):
         counts = args[4] if args else (64,)
@@ -293,7 +295,7 @@ def test_calibration_distinguishes_numbers_of_fragments(monkeypatch):
 
 
 def test_numbers_of_thread_blocks_are_tried_over_one_pool(monkeypatch):
-    """Pinning gigabytes for each of them took longer than measuring."""
+    """Pinning gigabytes of host memory for each number took longer than the measurement."""
     contiguous, pools, tried = [], [], []
     monkeypatch.setattr(
         bandwidth, "_contiguous_gb_per_s",
@@ -315,11 +317,13 @@ def test_numbers_of_thread_blocks_are_tried_over_one_pool(monkeypatch):
     monkeypatch.setattr(bandwidth, "steps_of", lambda steps: ((0, ((0, "kernel"),)),))
     found = bandwidth.calibrate(torch.device("cpu"), 1 << 20, pool_bytes=2 << 20)
     assert tried == list(bandwidth._THREAD_BLOCKS) and found.num_thread_blocks == 8
-    assert (len(pools), len(contiguous)) == (1, 2)  # the second is that of the methods
+    # The second contiguous measurement belongs to the methods.
+    assert (len(pools), len(contiguous)) == (1, 2)
 
 
 @pytest.mark.gpu
-@pytest.mark.exhaustive  # minutes on the runtime without a GPU, where `make gpu-rehearsal` does it too
+# Takes minutes on the runtime without a GPU; `make gpu-rehearsal` also runs it there.
+@pytest.mark.exhaustive
 def test_a_machine_is_calibrated_and_swaps_follow_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KVCACHE_CALIBRATION", str(tmp_path / "here.json"))
     monkeypatch.setattr(bandwidth, "FRAGMENTS", (16 * KIB, 1024 * KIB))
@@ -334,7 +338,8 @@ class FakeDevice:
     """A device with its own clock, instead of torch's streams and events."""
 
     def __init__(self, monkeypatch) -> None:
-        self.host_s = self.device_s = 0.0  # when the host is, and when the device has done its work
+        # Current host time, and when the device will have finished its work.
+        self.host_s = self.device_s = 0.0
         device = self
 
         class Event:
@@ -364,7 +369,7 @@ class FakeDevice:
         monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: self.host_s)
 
     def work(self, seconds: float) -> None:
-        """Work that the host submits now without waiting for it."""
+        """Submit device work from the host without waiting for it."""
         self.device_s = max(self.device_s, self.host_s) + seconds
 
     def _wait(self) -> None:
@@ -376,7 +381,7 @@ def test_swap_time_excludes_submission(monkeypatch, submit_s):
     device = FakeDevice(monkeypatch)
 
     def launch():
-        device.host_s += submit_s  # Python, ids, checks of regions
+        device.host_s += submit_s  # time for Python, ids and checks of regions
         device.work(5e-3)
 
     timing = bandwidth.device_seconds(launch, rounds=3)

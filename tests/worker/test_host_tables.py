@@ -138,7 +138,7 @@ TestTablesAgainstLists.settings = settings(stateful_step_count=30)
 
 
 def test_sent_changes_are_not_repeated():
-    """Each update is compared with the size of the tables."""
+    """The size of each update is compared with the size of the tables."""
     arena = np.zeros(ROWS * 20 + ROWS, np.int32)
     tables = core.HostTables(arena, ROWS, [(0, 20, 1, 2**31)], track=True)
     packed = np.zeros(300, np.int32)
@@ -161,7 +161,7 @@ def test_sent_changes_are_not_repeated():
     ids=["swap", "swap with an empty row", "move", "clear", "append", "reset"],
 )
 def test_all_of_one_change_is_packed(change):
-    """With tables so large that the random test above would upload everything."""
+    """The tables are so large that the random test above would upload everything."""
     width = 200
     arena = np.zeros(ROWS * width + ROWS, np.int32)
     tables = core.HostTables(arena, ROWS, [(0, width, 1, 2**31)], track=True)

@@ -1,4 +1,4 @@
-"""Pinned host memory that the device knows by other addresses than the host."""
+"""Pinned host memory whose device addresses differ from its host addresses."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def ids(*pairs):
 
 
 def sides():
-    """The host's memory, what the device sees in its place, and the device's own."""
+    """Return host memory, the memory that the device sees in its place, and device memory."""
     host = torch.full((PAGES * BYTES,), 1, dtype=torch.uint8)
     seen = torch.arange(PAGES, dtype=torch.uint8).repeat_interleave(BYTES) + 10
     return host, seen, torch.zeros(PAGES * BYTES, dtype=torch.uint8)
@@ -52,7 +52,7 @@ def test_kernel_writes_at_the_device_address(ops):
 @pytest.mark.parametrize("into_host", [False, True])
 def test_each_pinned_piece_has_its_own_address(ops, into_host):
     host, seen, device = sides()
-    half = len(host) // 2  # the device has the two pieces the other way round
+    half = len(host) // 2  # the device maps the two halves in reverse order
     ops.map_host(host.data_ptr(), half, seen.data_ptr() + half)
     ops.map_host(host.data_ptr() + half, half, seen.data_ptr())
     pairs = ids([0, 7], [5, 1], [3, 4], [-1, 0])
@@ -80,10 +80,10 @@ def test_pieces_with_different_addresses_are_rejected(ops):
 
 @pytest.mark.parametrize("side", ["src", "dst"])
 def test_unpinned_region_is_reported(ops, side):
-    """Its memory's first byte is pinned, and known by the host's own address."""
+    """The region is in the same tensor as a pinned region, but is not pinned itself."""
     host, _, device = sides()
     half = len(host) // 2
-    ops.map_host(host.data_ptr() + half, half, 0)  # the device has no address for it
+    ops.map_host(host.data_ptr() + half, half, 0)  # the device has no address for this half
     two = torch.tensor([[0, 8, 0, 8, 8], [half, 8, half, 8, 8]])
     source, destination = (host, device) if side == "src" else (device, host)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Page layouts: every layout of attention backends, as pages and as kernel views."""
+"""Page layouts: every layout of the attention backends, as pages and as kernel views."""
 
 import itertools
 import re
@@ -63,7 +63,7 @@ def test_views_show_every_byte_of_a_page_once(form, layout):
     fill(kv)
     views = [view for layer in content(kv) for view in layer]
     assert sum(view.numel() for view in views) == kv.pages.num_bytes
-    kv.pages.zero(np.array([3]))  # each view loses that block, and no other
+    kv.pages.zero(np.array([3]))  # clears only this block in each view
     for before, after in zip(views, (view for layer in content(kv) for view in layer)):
         assert not after[3].any()
         keep = [0, 1, 2, 4, 5, 6]
@@ -234,7 +234,9 @@ def test_a_page_of_a_packed_storage_is_one_fragment():
 
 
 def engine_tensors(backend, layout, num_layers=3, num_blocks=6, dtype=torch.float16):
-    """Tensors as backends register them: logical [.., block, head, element], memory order by stride."""
+    """Return tensors as backends register them: logical [.., block, head, element], ordered by
+    stride.
+    """
     size, heads, width = 4, 2, 8
     inner = [size, heads, width] if layout == "NHD" else [heads, size, width]
 
@@ -301,7 +303,7 @@ def test_states_of_any_dtype_are_pages_too():
 
 @st.composite
 def strided(draw):
-    """A tensor over part of a larger one, with its dimensions in any memory order."""
+    """Draw a tensor over part of a larger one, with its dimensions in any memory order."""
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     wider = [n + draw(st.integers(0, 1)) for n in shape]
     order = draw(st.permutations(range(len(shape))))
@@ -322,7 +324,7 @@ def test_any_strides_become_regions_that_hold_exactly_the_tensor(case):
         assert held == sorted(tensor.select(dim, block).flatten().tolist())
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- rejected arguments ---------------------------------------------------------------------------
 
 
 def two(shape, *others):
@@ -467,11 +469,11 @@ def test_invalid_pairs_are_reported():
     assert pairs_tensor([]).shape == (0, 2)
 
 
-# --- memory of several owners ---------------------------------------------------------------------
+# --- memory with several owners -------------------------------------------------------------------
 
 
 def separate(num_layers=4):
-    """Tensors in separate allocations, some of which lie below the first one."""
+    """Return tensors in separate allocations, sorted by descending address."""
     made = [torch.randn(50, 3, 7) for _ in range(num_layers)]
     return sorted(made, key=lambda t: t.data_ptr(), reverse=True)
 
@@ -643,7 +645,7 @@ def test_unsupported_plans_are_rejected():
 
 
 def test_mla_sizes_agree_between_specs_and_storage():
-    """A latent of 512 elements and a rotary part of 64, separate or as one vector."""
+    """Covers a latent of 512 elements and a rotary part of 64, separate or as one vector."""
     order = ("block", "token", "element")
     descriptions = [
         CacheDescription(
@@ -734,7 +736,7 @@ def test_tokens_and_slots_must_be_tensors():
 
 
 def separate_layers(num_layers=3, num_blocks=6, block_dim=1):
-    """K and V of each layer as tensors of an engine; all blocks differ."""
+    """Return an engine's K and V tensors of each layer. All blocks have different contents."""
     shape = (2, num_blocks, 4, 3) if block_dim else (num_blocks, 2, 4, 3)
     return [
         torch.arange(float(np.prod(shape))).view(shape) + 10_000 * layer
@@ -795,4 +797,4 @@ def test_copies_of_engine_tensors_hold_no_references():
     pages.copy([(1, 2)])
     seen = weakref.ref(pages)
     del pages
-    assert seen() is None  # at once: no cycle of references waits for the collector
+    assert seen() is None  # freed immediately, without the garbage collector

@@ -1,4 +1,4 @@
-"""Host memory: size, start, pinning, and error messages."""
+"""Host memory: size, start address, pinning, and error messages."""
 
 import contextlib
 import ctypes
@@ -69,7 +69,7 @@ def test_chunks_end_where_pages_do_and_their_sum_is_reported(monkeypatch):
 
 
 def is_resident(address, num_bytes):
-    """Return which pages of the system are resident."""
+    """Return which system pages are resident."""
     pages = (ctypes.c_ubyte * -(-num_bytes // mmap.PAGESIZE))()
     done = ctypes.CDLL(None, use_errno=True).mincore(
         ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), pages
@@ -89,7 +89,7 @@ def can_populate():
 
 @pytest.mark.skipif(not can_populate(), reason="MADV_POPULATE_WRITE came with Linux 5.14")
 def test_memory_is_touched_by_several_threads_before_it_is_registered(monkeypatch):
-    """The last chunk ends within a page of the system."""
+    """The last chunk ends inside a system page."""
     registered = []
 
     def host_register(device, address, num_bytes):
@@ -153,7 +153,7 @@ def test_storage_starts_at_the_first_pinned_byte(monkeypatch):
     host = Pages.allocate(4, [[5000]]).on_host(100, pin_memory=True)
     storage = host.memory.untyped_storage()
     assert min(registered)[0] == storage.data_ptr() == host.memory.data_ptr()
-    assert storage.data_ptr() % (2 << 20) == 0  # of a huge page
+    assert storage.data_ptr() % (2 << 20) == 0  # aligned to a huge page
     assert sum(size for _, size in registered) == storage.nbytes() == host.memory.numel()
 
 
@@ -250,7 +250,7 @@ def test_a_fork_copies_no_pinned_memory(monkeypatch, can_be_pinned):
     with expected:
         memory, _, keep = pinning.allocate_host(64, 1 << 20, torch.device("cuda", 0))
     assert is_mapped_in_a_fork(memory) == (not can_be_pinned)
-    memory.fill_(7)  # the parent has it
+    memory.fill_(7)  # the parent still has the page
     assert int(memory[-1]) == 7
     del keep
 
@@ -285,9 +285,9 @@ def test_host_pages_are_pinned_in_chunks_and_unpinned(monkeypatch):
     pages.memory.random_()
     for method in ("kernel", "copy_engine", "staging"):
         swap = SwapEngine(pages, host, method=method)
-        last = host.pages_per_chunk  # a run over the end of a piece
+        last = host.pages_per_chunk  # the run crosses the end of a piece
         swap.swap_out(np.array([[1, last - 1], [2, last], [3, last + 1]])).wait(10)
-        for region in range(len(pages.sizes)):  # K and V of a layer lie apart
+        for region in range(len(pages.sizes)):  # K and V of a layer are not adjacent
             got = host.fragment(region)[last - 1 : last + 2]
             assert torch.equal(got, pages.fragment(region)[1:4].cpu()), f"region {region}"
 

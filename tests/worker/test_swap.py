@@ -1,4 +1,4 @@
-"""SwapEngine: stream dependencies on a simulated device, failures, and a race on a real device."""
+"""SwapEngine: stream dependencies on a simulated device, failures, and races on a real device."""
 
 import os
 import random
@@ -19,7 +19,7 @@ from tests.machinery.shared import sampled
 from tests.machinery.simulated_device import SimulatedStreams
 
 LAYERS = 3
-# One page by the kernel, several through staging.
+# The kernel for one page, staging for several.
 MIXED = Calibration("a test", *[((0, ((0, "kernel"),)), (2 * LAYERS + 1, ((0, "staging"),)))] * 2)
 ALL_LAYERS = range(LAYERS)
 FORMS = {
@@ -40,8 +40,8 @@ def pairs(*values):
 class Race:
     """Compute, swap out, reuse and swap in by a random sequence of calls, and compare every read.
 
-    The expected result is that of immediate execution: `device` and `host` track the number of each page.
-    The simulated device executes later, in some order.
+    The expected result is that of immediate execution: `device` and `host` track the number of each
+    page. The simulated device executes later, in a random legal order.
     """
 
     def __init__(self, seed: int, **form) -> None:
@@ -53,7 +53,7 @@ class Race:
         self.by_layer = form.get("layers_per_event", 0) > 0
         self.device = dict.fromkeys(range(1, 12), 0)
         self.host: dict[int, int] = {}
-        self.arriving = {}  # page -> the job that no call has waited for
+        self.arriving = {}  # page -> job that no call has waited for
         self.number = 0
         self.wrong = 0
         self.reads = 0
@@ -131,7 +131,7 @@ def test_reads_are_correct_under_any_stream_order(form, seeds):
 
 
 def without_order_against_compute(monkeypatch):
-    """Swaps do not wait for earlier work of the compute stream."""
+    """Make swaps ignore earlier work of the compute stream."""
     record = SimulatedStreams.record
 
     def happened(self, stream):
@@ -228,7 +228,7 @@ def test_staging_halves_overlap_with_transfers(direction):
     staging = worker.engine._swap_streams[direction].staging
     first = "relayout" if direction == "out" else "bus"
     last = "bus" if direction == "out" else "relayout"
-    # `first` runs ahead of `last` by both halves and no further.
+    # `first` gets ahead of `last` by both halves and no more.
     only_first = [s for s in streams._streams if s is not staging.last]
     everything, streams._streams = streams._streams, only_first
     streams.advance()
@@ -263,7 +263,7 @@ def simulated_worker(seed=0, **options):
 
 
 def taking(*ids):
-    """Sections of a plan that append these pages to row 0."""
+    """Return the sections of a plan that append these pages to row 0."""
     return {
         "append_rows": np.zeros(1, np.int32),
         "append_splits": [np.array([0, len(ids)], np.int32)],
@@ -281,7 +281,7 @@ def test_a_report_comes_when_the_bytes_have_moved():
     report = step.wait()
     assert report == step.poll()
     assert (report.step_id, report.completed, report.failed_pages) == (7, True, [])
-    assert worker.start(plan(8)).poll().step_id == 8  # nothing to wait for
+    assert worker.start(plan(8)).poll().step_id == 8  # no work to wait for
 
 
 @pytest.mark.parametrize("method", ["kernel", "copy_engine", "staging"])
@@ -358,7 +358,7 @@ def test_waiting_for_all_reports_a_failure_once():
     with pytest.raises(SwapError, match="swap-out 1 of 1 pages failed"):
         worker.engine.wait(timeout_s=5)
     assert other.poll() and other.error is None
-    worker.engine.wait(timeout_s=0)  # the error was raised before
+    worker.engine.wait(timeout_s=0)  # the error has already been raised
 
 
 def test_reports_arrive_in_step_order():
@@ -375,7 +375,7 @@ def test_page_loaded_from_unfilled_host_page_is_reported():
     streams.fails = {1}
     first = worker.start(plan(1, swap_out=pairs((3, 1), (4, 2))))
     second = worker.start(plan(2, swap_in=pairs((2, 6), (5, 7))))
-    third = worker.start(plan(3, swap_out=pairs((3, 2))))  # fills it after all
+    third = worker.start(plan(3, swap_out=pairs((3, 2))))  # fills the host page after all
     fourth = worker.start(plan(4, swap_in=pairs((2, 8))))
     streams.advance()
     assert first.wait(5).failed_host_pages == [1, 2]
@@ -384,7 +384,7 @@ def test_page_loaded_from_unfilled_host_page_is_reported():
 
 
 def test_late_swap_out_failure_is_known_without_polling():
-    """The failure is found without polling the swap-out: only the swap-in is polled."""
+    """Only the swap-in is polled, and the failure is still found."""
     worker, streams = simulated_worker(method="kernel")
     swap = worker.engine
     out = swap.swap_out(pairs((3, 1), (4, 2)))
@@ -439,7 +439,7 @@ def test_calls_during_capture_are_rejected_and_launch_nothing(method):
     streams.advance()
     swap.wait(timeout_s=0)
     assert job.poll() and all(each.poll() and each.error is None for each in after)
-    streams.capturing = True  # with no job under way there is nothing to wait for
+    streams.capturing = True  # nothing to wait for without a job in flight
     swap.before_write(np.array([3]))
     swap.order_after_swap_ins()
 
@@ -462,7 +462,7 @@ def test_two_threads_may_poll_jobs():
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The engines of the executed copies."""
+    """Return the engines used for copies."""
     found = []
     copy_blocks = ops.copy_blocks
 
@@ -493,7 +493,10 @@ def test_swap_in_waits_for_swap_out_of_same_page(asked, method):
     del asked[:]
 
     def engines_of_bus(*launched):
-        """The engines of bus copies. SwapStaging adds a kernel copy for each of them."""
+        """Return the engines used for bus copies.
+
+        SwapStaging adds a kernel copy for each bus copy.
+        """
         for launch, pages in launched:
             launch(pairs(*pages))
         streams.advance()
@@ -504,7 +507,7 @@ def test_swap_in_waits_for_swap_out_of_same_page(asked, method):
     swap_out, swap_in = worker.engine.swap_out, worker.engine.swap_in
     in_order, any_order = ops.COPY_ENGINE, ops.COPY_ENGINE_SETTLED
     assert engines_of_bus((swap_out, [(3, 1)]), (swap_in, [(1, 4)])) == [in_order, in_order]
-    assert engines_of_bus((swap_in, [(1, 5)])) == [any_order]  # it is over now
+    assert engines_of_bus((swap_in, [(1, 5)])) == [any_order]  # the swap-out has finished
     another = (swap_out, [(3, 2)]), (swap_in, [(1, 6)])
     assert engines_of_bus(*another) == [in_order, any_order]
     one_of_two = (swap_out, [(5, 2)]), (swap_in, [(1, 6), (2, 7)])
@@ -527,7 +530,7 @@ def test_staging_without_memory_falls_back_with_a_warning(monkeypatch):
         simulated_worker(method="staging")
 
 
-@pytest.mark.parametrize("failing", [1, 2, 3, 4])  # to staging, from staging, per page
+@pytest.mark.parametrize("failing", [1, 2, 3, 4])  # launch to staging, from staging, per page
 @pytest.mark.parametrize("direction", ["out", "in"])
 def test_partially_failed_job_ends_after_its_launched_work(direction, failing):
     for seed in range(20):
@@ -541,14 +544,14 @@ def test_partially_failed_job_ends_after_its_launched_work(direction, failing):
         assert not any(map(callable, [*staging.first, *staging.last]))
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- rejected arguments ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("moves", "num_runs"),
     [
         ([(1, 2), (2, 3)], 1),
-        ([(2, 3), (1, 2)], 1),  # both downwards
+        ([(2, 3), (1, 2)], 1),  # both in descending order
         ([(1, 3), (2, 2)], 2),
         ([(1, 1), (2, 3)], 2),
         ([(1, 1), (3, 3)], 2),
@@ -636,7 +639,7 @@ def test_cpu_swaps_complete_immediately():
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("backend", [{}, {"backend": "BLOCK_MAJOR", "cross_layers": True}])
 def test_compute_swap_out_reuse_swap_in_on_a_device(form, backend):
-    """The calls of the simulated device, on real streams with slow copies."""
+    """Like the simulated race, but on real streams with slow copies."""
     storage = KVStorage(
         40,
         64,
@@ -664,13 +667,13 @@ def test_compute_swap_out_reuse_swap_in_on_a_device(form, backend):
     for layer in range(LAYERS):
         storage.key_cache(layer).zero_()
         storage.value_cache(layer).zero_()
-    # Either so many steps, or as many as 3 s hold and enough for pages to be used again.
+    # Runs the given number of steps, or for 3 s and at least enough steps to reuse pages.
     steps = int(os.environ.get("KVCACHE_TEST_SWAP_STEPS", "0"))
     deadline = time.monotonic() + 3
     number = 0
     last = torch.cuda.current_stream()
     while number < (steps or 2000) and (steps or number <= 20 or time.monotonic() < deadline):
-        stream = chance.choice(streams)  # the caller's stream changes; the caller orders its own
+        stream = chance.choice(streams)  # the caller switches streams and orders them itself
         stream.wait_stream(last)
         last = stream
         with torch.cuda.stream(stream):
@@ -707,7 +710,10 @@ def test_compute_swap_out_reuse_swap_in_on_a_device(form, backend):
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["kernel", "bulk copies", "copy_engine", "staging"])
 def test_immediate_swap_in_reads_new_bytes(method, monkeypatch):
-    """Nothing waits between the two calls: host pages must not be read before they are filled."""
+    """There is no wait between the two calls.
+
+    Host pages must not be read before they are filled.
+    """
     if method == "bulk copies":
         monkeypatch.setenv("KVCACHE_BULK_COPIES", "1")
         method = "kernel"

@@ -1,4 +1,4 @@
-"""Swaps during graph captures, and the streams of an engine."""
+"""Swaps during graph captures, and an engine's streams."""
 
 import gc
 import os
@@ -29,7 +29,7 @@ def test_collected_engine_destroys_its_streams():
     before = len(streams._streams)
     swap = engine("cpu", method="staging", streams=streams)
     made = streams._streams[before:]
-    assert len(made) == 4  # for the bus and for the relayout, in either direction
+    assert len(made) == 4  # a bus stream and a relayout stream per direction
     del swap
     gc.collect()
     assert [id(stream) for stream in streams.closed] == [id(stream) for stream in made]
@@ -69,7 +69,7 @@ def test_warming_up_a_missing_device_fails(monkeypatch):
 @pytest.mark.parametrize("method", ["kernel", "copy_engine", "staging"])
 @pytest.mark.parametrize("elsewhere", [True, False])
 def test_polling_does_not_break_a_capture(method, elsewhere):
-    """Captures in another thread, and in the polling thread."""
+    """Captures run in another thread, and in the polling thread."""
     swap = engine(method=method)
     swap.device.memory.random_(0, 256)
     other = Pages.over(
@@ -80,7 +80,7 @@ def test_polling_does_not_break_a_capture(method, elsewhere):
     torch.cuda.synchronize()
     held = torch.cuda.Stream()
     with torch.cuda.stream(held):
-        hold(0.2)  # else the swap may be over before the capture begins
+        hold(0.2)  # keeps the swap from finishing before the capture begins
         job = swap.swap_out(np.array([[3, 4], [7, 8]]))
 
     def poll():
@@ -159,7 +159,7 @@ def test_engines_own_high_priority_streams():
     assert len(handles) == 4
     pool = [torch.cuda.Stream(priority=priority) for priority in (0, -1) for _ in range(40)]
     assert not handles & {stream.cuda_stream for stream in pool}
-    highest = min(torch.cuda.Stream.priority_range())  # of torch's pool
+    highest = min(torch.cuda.Stream.priority_range())  # highest priority in torch's pool
     assert highest < 0 and all(stream.priority <= highest for stream in own)
 
 
@@ -197,7 +197,7 @@ print("captured")
 @pytest.mark.gpu
 def test_warm_up_allows_capturing_the_first_launch():
     program = FIRST_LAUNCH_IN_A_CAPTURE
-    # Without a GPU, the runtime refuses to load kernels in captures, as drivers before 12.3 do.
+    # Without a GPU, the runtime rejects loading kernels during captures, as drivers before 12.3 do.
     environment = {**os.environ, "KVCACHE_GPULESS_LOADING": "lazy"}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=REPO, env=environment, capture_output=True, text=True

@@ -98,7 +98,8 @@ def append(rows, splits, ids):
         (append([0], [0, 6], [1] * 6), "row 0 of group 0 has 0 blocks and would get 6 more"),
         (append([0, 0], [0, 3, 6], [1] * 6), "row 0 of group 0 has 3 blocks and would get 3 more"),
         ({"replace": [[(1, 0, 1)]]}, r"replace\[0\]\[0\] names column 0, but row 1 has 0 blocks"),
-        ({"replace": [[(2, 0, 1)]]}, "names column 0, but row 2 has 0 blocks"),  # it was cleared
+        # The row was cleared.
+        ({"replace": [[(2, 0, 1)]]}, "names column 0, but row 2 has 0 blocks"),
         ({"replace": [[(9, 1, 1)]]}, "names row 9: expected 0 to 3"),
         ({"append_ids": [[], []]}, "append_splits has 1 entries, append_ids has 2"),
         ({"version": 99}, "plan has version 99: expected 3"),
@@ -117,7 +118,7 @@ def pairs(*values):
 
 
 def numbered(storage) -> None:
-    """Fill each page with its number, differently in each layer."""
+    """Fill each page with its number, offset by a different value in each layer."""
     for layer in range(storage.num_layers):
         for page in range(storage.num_blocks):
             for cache in (storage.key_cache(layer), storage.value_cache(layer)):
@@ -168,7 +169,7 @@ def test_a_plan_copies_and_clears_pages_before_its_tables_are_read():
         ({"zero": np.array([[4]])}, r"zero has shape \[1, 1\]: expected \[n\]"),
         ({"copy": np.array([4])}, r"copy has shape \[1\]: expected \[n, 2\]"),
         ({"zero": np.array([1.5])}, "zero has dtype float64: expected integers"),
-        # Right pages, wrong tables: not a byte has moved.
+        # Valid pages, but invalid tables: no byte may be moved.
         ({"copy": pairs((1, 2)), "clear_rows": np.array([-9])}, r"clear_rows\[0\] is -9"),
         ({"zero": np.array([3]), **append([0], [0, 1], [20])}, r"append_ids\[0\]\[0\] is 20"),
     ],
@@ -189,7 +190,7 @@ def test_invalid_pages_change_nothing(sections, message):
 
 
 class NoLength(list):
-    """A list that numpy takes for one object, and the tables for a list."""
+    """A list that numpy treats as one object and that the tables treat as a list."""
 
     def __len__(self):
         return -1  # noqa: PLE0303
@@ -232,7 +233,7 @@ def host_numbers(w, layer=0) -> list[int]:
 def test_plan_sections_are_applied_in_order(device, layout):
     w = swapping(device, layout=layout)
     given = plan(
-        swap_out=pairs((5, 3), (6, 1)),  # what was there before the plan
+        swap_out=pairs((5, 3), (6, 1)),  # contents before the plan
         copy=pairs((9, 5), (7, 8)),
         zero=np.array([6]),
         swap_in=pairs((4, 11), (2, 12)),
@@ -303,7 +304,7 @@ def test_one_page_may_be_swapped_to_two_pages():
         ),
         ({"swap_out": np.array([3])}, r"swap_out has shape \[1\]: expected \[n, 2\]"),
         ({"swap_in": np.array([[1.5, 2]])}, "swap_in has dtype float64: expected integers"),
-        # Right pages, wrong tables: not a byte has moved.
+        # Valid pages, but invalid tables: no byte may be moved.
         ({"swap_out": pairs((3, 2)), "clear_rows": np.array([-9])}, r"clear_rows\[0\] is -9"),
     ],
 )
@@ -370,7 +371,7 @@ def test_groups_view_shared_pages_in_own_shapes(layout, device):
             found = storage.gather(layer, slots)
             assert torch.equal(found[0], key) and torch.equal(found[1], value)
     assert not wide.key_cache(0)[0].any()  # the null block is zero
-    PageCopy(pages, pages).copy(pairs((3, 4)))  # whole pages
+    PageCopy(pages, pages).copy(pairs((3, 4)))  # copies whole pages
     assert torch.equal(long.key_cache(1)[4, 4], long.key_cache(1)[3, 4])
     pages.zero(np.array([1]))
     assert not wide.value_cache(0)[1].any() and not pages.layer(1)[1].any()
@@ -383,7 +384,7 @@ def hybrid_tables(block_sizes=(4, 8), **options):
 
 def test_worker_with_several_groups_moves_each_page_once():
     pages = Pages.allocate(20, [[128]] * 2)
-    # The second group has fewer layers: one, in the second of the pages'.
+    # The second group has only one layer, which is the second layer of the pages.
     storages = [KVStorage.over(pages, 4, 1, 8), KVStorage.over(pages, 8, 1, 4, layers=[1])]
     assert [each.num_layers for each in storages] == [2, 1]
     w = Worker(storages, hybrid_tables())
@@ -528,11 +529,11 @@ def test_swap_options_without_host_pages_are_named():
         Worker(storage, table, layers_per_event=2)
 
 
-# --- the order of plans ---------------------------------------------------------------------------
+# --- order of plans -------------------------------------------------------------------------------
 
 
 def planes(**options):
-    """A manager, and a worker with tables of 4 rows."""
+    """Make a manager, and a worker with tables of 4 rows."""
     manager = KVCacheManager(16, 65, 256, num_preallocate_tokens=0, **options)
     return manager, Worker(KVStorage(65, 16, 1, 8), BlockTable(16, 4, 16, 512, False, "cpu", 16))
 
@@ -571,7 +572,7 @@ def test_plan_after_a_lost_plan_is_rejected(num_lost):
     with pytest.raises(ValueError, match=r"follows step 0, but no plan was applied yet"):
         other.apply(lost[0])
     assert manager.abort(1) == {"a": 20}
-    w.apply(manager.step([0], [40]))  # names no plan that the worker lacks, and sends the whole row
+    w.apply(manager.step([0], [40]))  # depends on no lost plan, and resends the whole row
     assert content(w.tables)[0] == manager.block_ids(request).tolist()
 
 
@@ -590,7 +591,7 @@ def test_plans_of_aborted_steps_may_be_skipped():
         w.apply(late)
     assert content(w.tables)[0] == manager.block_ids(request).tolist()
     w.apply(manager.step([0], [1]))
-    manager.abort(4)  # it was carried out, and comes to nothing
+    manager.abort(4)  # the step ran, but its results are discarded
     w.apply(manager.step([0], [16]))
     assert content(w.tables)[0] == manager.block_ids(request).tolist()
 
@@ -620,7 +621,7 @@ def test_manager_with_more_rows_than_tables_makes_progress():
             w.apply(refused)
     manager.abort(refused.step_id)
     manager.free(requests[4])
-    assert w.apply(manager.step([0], [1])).completed  # clears row 4, which the tables have not
+    assert w.apply(manager.step([0], [1])).completed  # clears row 4, which the tables do not have
     assert content(w.tables)[0] == manager.block_ids(requests[0]).tolist()
     manager.free(requests[1])
     plan = manager.step(new=[Request("r5", range(20))])
@@ -687,10 +688,10 @@ def test_a_plan_that_changes_nothing_counts_as_a_step():
     assert w.tables.num_computed_slots == 20
     empty = manager.step([0], [1])
     assert empty.is_empty and pickle.loads(pickle.dumps(empty)).is_empty
-    assert not dataclasses.replace(empty, step_id=5).is_empty  # may have been given entries
+    assert not dataclasses.replace(empty, step_id=5).is_empty  # entries may have been assigned
     report = w.apply(empty)
     assert report == StepReport(1, True) and w.last_step_id == 1
-    assert w.tables.num_computed_slots == 0  # those of the step before
+    assert w.tables.num_computed_slots == 0  # slots of the previous step
     assert manager.report(report) == {}
     step = w.start(manager.step([0], [1]))
     assert step.poll() == step.wait() == StepReport(2, True)
@@ -701,7 +702,7 @@ def test_a_plan_that_changes_nothing_counts_as_a_step():
         w.start(manager.step([0], [1]))
 
 
-# --- the answers of a plan ------------------------------------------------------------------------
+# --- answers of a plan ----------------------------------------------------------------------------
 
 
 def test_plan_answers_are_split_by_list():
@@ -717,7 +718,7 @@ def test_plan_answers_are_split_by_list():
     assert (given.num_running, given.num_leaving) == (1, 1)
     assert [x.tolist() for x in rows] == [[0], [0], [6], [2]]
     assert [x.tolist() for x in leaving] == [[1], [0], [3], [0]]
-    # c hits a's first block; d never fits, with its hit or without.
+    # c hits a's first block. d never fits, with or without its hit.
     assert [x.tolist() for x in new] == [[2, -1], [0, 2], [4, 0], [5, 0]]
     assert given.answers.new.num_tokens.base is not None  # a view
     assert given.num_tokens.tolist() == [2, 0, 5, 0]
@@ -732,7 +733,7 @@ def test_row_with_zero_tokens_gets_no_blocks():
     given = manager.step([0, 1], [0, 1], token_ids=[7, 8], num_lookahead_tokens=40)
     assert given.status.tolist() == [0, 0] and given.num_tokens.tolist() == [0, 1]
     assert given.num_computed_tokens.tolist() == [16, 10]
-    assert given.append_rows.tolist() == [1]  # lookahead for the other one alone
+    assert given.append_rows.tolist() == [1]  # only the other row gets lookahead blocks
     assert (a.num_tokens, b.num_tokens) == (17, 11)
     w.apply(given)
     w.apply(nothing := manager.step([0, 1], [0, 0], num_rejected_tokens=[0, 1]))
@@ -759,7 +760,7 @@ def test_help_documents_every_plan_field():
     assert "the position of its first new token" in pydoc.render_doc(Answers)
 
 
-# --- what slid out of a window --------------------------------------------------------------------
+# --- slots outside a window -----------------------------------------------------------------------
 
 
 def test_tokens_outside_window_are_dropped_and_read_as_zeros():
@@ -776,5 +777,5 @@ def test_tokens_outside_window_are_dropped_and_read_as_zeros():
     assert slots.tolist() == [5, 8]
     storage.write(0, *torch.ones(2, 2, 1, 8).bfloat16(), slots)
     assert storage.key_cache(0)[0].sum() == storage.value_cache(0)[0].sum() == 0
-    storage.key_cache(0)[0] = storage.value_cache(0)[0] = 7  # by other hands
+    storage.key_cache(0)[0] = storage.value_cache(0)[0] = 7  # written by another party
     assert not any(found.any() for found in storage.gather(0, slots))

@@ -1,5 +1,5 @@
-"""Random plans on a simulated device: every valid stream order gives the result of immediate execution,
-and every removed dependency is detected.
+"""Random plans on a simulated device: every valid stream order gives the result of immediate
+execution, and removing any dependency is detected.
 """
 
 import random
@@ -84,7 +84,7 @@ class Plans:
         others = [page for page in after if page not in arrived]
         for page in self.random.sample(others, 3):
             self._compute(self._look, page, after[page], range(LAYERS))
-        # Computes, at once, whatever was taken for it.
+        # Compute immediately on the pages allocated for it.
         for page in [*appended, *replaced, *copied, *cleared]:
             if page in appended + replaced or self.random.random() < 0.5:
                 self.number += 1
@@ -124,7 +124,7 @@ def without(cls, name, result=None):
 
 
 def taken_without(what):
-    """Omit one kind of page from calls of `before_write`."""
+    """Omit one kind of page in calls of `before_write`."""
 
     def patch(monkeypatch):
         original = worker_module._written_pages
@@ -145,7 +145,7 @@ def taken_without(what):
 
 
 def swap_streams_without(which, name):
-    """One direction does not wait for pages that the other direction reads or writes."""
+    """Make one direction not wait for pages that the other direction reads or writes."""
 
     def patch(monkeypatch):
         original = getattr(SwapStream, name)
@@ -184,8 +184,8 @@ MISSING = {
     "a swap-out behind a swap-in that fills its source": swap_streams_without("in", "last_writing"),
     "a swap-out behind a swap-in that reads its target": swap_streams_without("in", "last_reading"),
 }
-# A worker waits for a swap-in before it goes on, which also orders the next plan's swap-outs: these two
-# show where the engine is used without one.
+# A worker waits for a swap-in before it continues, which also orders the next plan's swap-outs.
+# These two defects only show if the engine is used without a worker.
 IMPLIED = [name for name in MISSING if name.startswith("a swap-out behind")]
 BETWEEN_DIRECTIONS = [name for name in MISSING if name.startswith("a swap-")]
 
@@ -203,7 +203,7 @@ def test_dependencies_between_swap_directions_are_detected(monkeypatch, missing)
 
 
 def test_layerwise_swap_in_is_complete_in_next_plan(monkeypatch):
-    """The next plan waits for layers that no call has waited for."""
+    """The next plan waits for layers that no other call has waited for."""
     form = FORMS["layer by layer"]
     assert sum(Plans(seed, **form).run() for seed in range(8)) == 0
     monkeypatch.setattr(SwapEngine, "order_after_swap_ins", lambda self: None)
@@ -211,7 +211,7 @@ def test_layerwise_swap_in_is_complete_in_next_plan(monkeypatch):
 
 
 def test_staged_page_may_be_overwritten_before_reaching_host():
-    """`released` precedes `done`: a compute stream need not wait for the bus."""
+    """`released` precedes `done`, so a compute stream need not wait for the bus."""
     worker, streams = simulated_worker(method="staging")
     transfer = worker.start(plan(swap_out=pairs((3, 1)), zero=np.array([3], np.int32)))
     staging = worker.engine._swap_streams["out"].staging

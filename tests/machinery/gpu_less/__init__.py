@@ -1,1 +1,1 @@
-"""Tests and benchmarks of the CUDA code on a machine without a GPU; docs/gpu_less.md says how."""
+"""Runs tests and benchmarks of the CUDA code on a machine without a GPU. See docs/gpu_less.md."""

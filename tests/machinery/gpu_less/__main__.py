@@ -3,9 +3,9 @@
     python -m tests.machinery.gpu_less run -- python -m pytest -m gpu tests/worker/test_swap.py
     python -m tests.machinery.gpu_less test
 
-A program runs in `build/gpu-less/tree`, a copy of the checkout that is brought up to date first, with
-that copy's package built for CUDA; `python` is the one of the virtual environment with a CUDA build
-of torch. What it starts in turn runs without a GPU too.
+A program runs in `build/gpu-less/tree`, an updated copy of the checkout whose package is built for
+CUDA. `python` is the interpreter of the virtual environment with a CUDA build of torch.
+Subprocesses run without a GPU too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def main() -> int:
     try:
         built = build.build()
     except build.Unavailable as missing:
-        # Exit status 0 for tests, which are skipped; a program that was asked for did not run.
+        # Skipped tests exit with status 0. `run` exits with 2, because the requested program did
+        # not run.
         print(f"SKIPPED: the CUDA runtime without a GPU: {missing}")
         return 2 if arguments.command == "run" else 0
     if arguments.command == "build":

@@ -1,7 +1,8 @@
-"""Builds what a run without a GPU needs: the runtime, the emulated kernels, a tree with the package.
+"""Builds everything that a run without a GPU needs: runtime, emulated kernels, and a tree with the
+package.
 
-Only the standard library: it runs under any Python, before the package is built. Everything goes to
-`build/gpu-less` and is built again only when its sources change.
+Uses only the standard library, so that it runs under any Python before the package is built. Builds
+into `build/gpu-less`, and rebuilds only when sources have changed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.machinery.gpu_less import limits
 REPO = Path(__file__).resolve().parents[3]
 BUILD = REPO / "build" / "gpu-less"
 TREE = BUILD / "tree"
-# The files that a tree needs for building, testing and measuring.
+# Files needed to build, test and measure in the tree.
 COPIED = [
     *("csrc", "kvcache", "tests", "benchmarks", "examples", "docs"),
     *("setup.py", "pyproject.toml", "README.md", "MANIFEST.in", "Makefile", "CMakeLists.txt"),
@@ -36,28 +37,30 @@ TORCH_INDEX = os.environ.get(
     "KVCACHE_GPULESS_TORCH_INDEX", "https://download.pytorch.org/whl/cu130"
 )
 PACKAGES = ["setuptools>=77", "wheel", "numpy", "pybind11>=2.13", "ninja", "pytest", "hypothesis"]
-# Tests that need one of them are skipped without it.
+# Optional packages. Tests that need one are skipped without it.
 EXTRAS = ["transformers>=5.23,<6", "msgspec>=0.18", "pyzmq>=25", "prometheus-client>=0.20"]
 
 
 class Unavailable(Exception):
-    """This machine lacks something; the message says what, in one line."""
+    """A required component is missing on this machine. The message names it in one line."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """The environment of a process that runs without a GPU."""
+    """Paths of the built components for a run without a GPU."""
 
     python: Path
     runtime: Path  # libcudart.so.13
     driver: Path  # libcuda.so.1
     kernels: Path
-    limits: Path | None  # of the kernels' launches; None without a cuobjdump
+    limits: Path | None  # limits of the kernels' launches; None if cuobjdump is missing
     toolkit: Path
 
     def environment(self, tree: Path = TREE) -> dict[str, str]:
-        """The environment of a process that uses the package in `tree`, and of all that it starts."""
-        site = tree / "tests" / "machinery" / "gpu_less" / "site"
+        """Return the environment variables for a process that uses the package in `tree`, and for
+        its subprocesses.
+        """
+        site = tree / "tests" / "gpu_less" / "site"
         environment = {
             **os.environ,
             "KVCACHE_GPULESS_RUNTIME": str(self.runtime),
@@ -78,7 +81,7 @@ class Built:
 
 
 def build() -> Built:
-    """Brings everything up to date; raises Unavailable where this machine cannot."""
+    """Build or update everything. Raises Unavailable if this machine cannot build a component."""
     rules = _build_rules()
     cuda = rules.cuda_home()
     if cuda is None:
@@ -96,7 +99,7 @@ def build() -> Built:
 
 
 def _build_rules():
-    """kvcache/native/build.py, without importing the package."""
+    """Load kvcache/native/build.py without importing the package."""
     spec = importlib.util.spec_from_file_location(
         "_build", REPO / "kvcache" / "native" / "build.py"
     )
@@ -106,12 +109,15 @@ def _build_rules():
 
 
 def environment_folder() -> Path:
-    """The virtual environment with a CUDA build of torch, whether or not it was made."""
+    """Return the folder of the virtual environment with a CUDA build of torch.
+
+    It may not exist yet.
+    """
     return Path(os.environ.get("KVCACHE_GPULESS_VENV") or "~/.cache/kvcache/gpu-less").expanduser()
 
 
 def _environment() -> Path:
-    """The Python of that environment, which is made at the first use."""
+    """Return that environment's Python. Creates the environment on first use."""
     folder = environment_folder()
     python = folder / "bin" / "python"
     if not python.exists() or not _has_torch(python):
@@ -126,7 +132,7 @@ def _install_torch(folder: Path, python: Path) -> None:
     pip = [str(python), "-m", "pip", "install", "--quiet"]
     _call([sys.executable, "-m", "venv", str(folder)])
     _call([*pip, "--upgrade", "pip", *PACKAGES])
-    # The usual index has a CUDA build for most machines; the other one is asked only where it has not.
+    # The default index has a CUDA build for most machines. The other index is a fallback.
     with contextlib.suppress(Unavailable):
         _call([*pip, TORCH])
     if not _has_torch(python):
@@ -136,7 +142,7 @@ def _install_torch(folder: Path, python: Path) -> None:
 
 
 def _call(command: list[str]) -> None:
-    """Runs a step of the installation; raises Unavailable, with the last line it printed."""
+    """Run an installation step. Raises Unavailable with the last printed line if it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -144,7 +150,10 @@ def _call(command: list[str]) -> None:
 
 
 def _has_torch(python: Path) -> bool:
-    """Whether torch is there with the runtime's major version of CUDA; does not import it."""
+    """Whether torch is installed with a matching major version of the CUDA runtime.
+
+    Does not import torch.
+    """
     program = (
         "from importlib.metadata import version; version('torch'); "
         "print(version('nvidia-cuda-runtime'))"
@@ -154,7 +163,10 @@ def _has_torch(python: Path) -> bool:
 
 
 def _copy_tree() -> None:
-    """Makes TREE equal to the checkout, but for what is built in it; keeps what did not change."""
+    """Make TREE equal to the checkout, except for build products.
+
+    Unchanged files are not touched.
+    """
     wanted = set()
     for name in COPIED:
         source = REPO / name
@@ -201,7 +213,7 @@ def _sources(*folders: str) -> list[Path]:
 def _compile(
     sources: list[Path], out: Path, compile_flags: list[str], link_flags: list[str]
 ) -> None:
-    """Compiles in parallel and links; `out` appears when all is done."""
+    """Compile in parallel and link. `out` is created only after everything has succeeded."""
     out.parent.mkdir(parents=True, exist_ok=True)
     objects = [out.parent / f"{source.name}.o" for source in sources]
     commands = [
@@ -263,8 +275,11 @@ def _kernels(rules, python: Path) -> Path:
 
 
 def _toolkit(cuda: Path) -> Path:
-    """The toolkit as pip's wheels lay it out: `lib` instead of `lib64`, and the runtime under its version
-    alone. What is built here shows that such a toolkit will do."""
+    """Lay out a toolkit like pip's wheels: `lib` instead of `lib64`, and only the versioned runtime
+    library.
+
+    A successful build shows that such a toolkit suffices.
+    """
     folder = BUILD / "toolkit"
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "lib").mkdir(parents=True)
@@ -274,14 +289,14 @@ def _toolkit(cuda: Path) -> Path:
         path for name in ("lib64", "lib") for path in (cuda / name).glob("libcudart.so.[0-9]*")
     ]
     for path in runtimes:
-        link = folder / "lib" / ".".join(path.name.split(".")[:3])  # of 13.0.88, the 13
+        link = folder / "lib" / ".".join(path.name.split(".")[:3])  # 13 from 13.0.88
         if not link.exists():
             link.symlink_to(path.resolve())
     return folder
 
 
 def _package(python: Path, toolkit: Path) -> None:
-    """The native libraries of the package within TREE, for this Python and sm_90."""
+    """Build the package's native libraries within TREE, for this Python and sm_90."""
     stamp = BUILD / "package"
     native = _sources("core", "worker", "python", "ops")
     key = _key([*native, REPO / "setup.py", REPO / "kvcache" / "native" / "build.py"], str(python))
@@ -295,7 +310,7 @@ def _package(python: Path, toolkit: Path) -> None:
 
 
 def _limits(cuda: Path) -> Path | None:
-    """What the package's machine code allows of launches, in a file for the runtime."""
+    """Write the launch limits from the package's machine code to a file for the runtime."""
     library, out = TREE / "kvcache" / "libkvcache_cuda.so", BUILD / "limits"
     if out.exists() and out.stat().st_mtime > library.stat().st_mtime:
         return out

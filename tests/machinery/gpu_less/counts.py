@@ -1,12 +1,13 @@
-"""How often a piece of code asked something of the CUDA runtime without a GPU.
+"""Counts the calls that a piece of code makes to the CUDA runtime without a GPU.
 
     with counted() as counts:
         swap.swap_out(pairs)
     assert counts["copies"] == 0 and counts["batches"] == 1
 
-Counters, see csrc/emul/runtime/counters.h: copies (single ones), batches, batched_copies,
-pageable_copies, fills, launches (of this project's kernels), legacy_work (on the legacy stream), waits
-(of the host), event_queries, pointer_queries, device_queries, capture_queries, allocations.
+Counters, see csrc/emul/runtime/counters.h: copies (single copies), batches, batched_copies,
+pageable_copies, fills, launches (of this project's kernels), legacy_work (on the legacy stream),
+waits (waits of the host), event_queries, pointer_queries, device_queries, capture_queries,
+allocations.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from contextlib import contextmanager
 
 
 def is_available() -> bool:
-    """Whether this process runs on that runtime: no other one counts."""
+    """Whether this process uses the runtime without a GPU. Other runtimes have no counters."""
     return "KVCACHE_GPULESS_RUNTIME" in os.environ
 
 
 @functools.cache
 def _runtime() -> tuple[ctypes.CDLL, tuple[str, ...]]:
-    """The runtime and the names of its counters."""
+    """Return the runtime and the names of its counters."""
     runtime = ctypes.CDLL(os.environ["KVCACHE_GPULESS_RUNTIME"])
     runtime.kvcache_gpuless_counter.restype = ctypes.c_char_p
     runtime.kvcache_gpuless_counter.argtypes = [ctypes.c_size_t]
@@ -38,14 +39,14 @@ def _runtime() -> tuple[ctypes.CDLL, tuple[str, ...]]:
 
 
 def totals() -> dict[str, int]:
-    """All counters of this process so far, by name."""
+    """Return all counters of this process so far, by name."""
     runtime, names = _runtime()
     return {name: runtime.kvcache_gpuless_count(i) for i, name in enumerate(names)}
 
 
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
-    """The differences that the code within makes, by name, filled in at its end."""
+    """Yield a dict that holds the counter increments within the block, filled in at its end."""
     found: dict[str, int] = {}
     before = totals()
     yield found

@@ -1,7 +1,7 @@
-"""What the compiler's machine code allows of each kernel's launches: read by cuobjdump for the runtime.
+"""Reads each kernel's launch limits from the compiled machine code with cuobjdump, for the runtime.
 
-Registers, static shared memory, and the threads per block of `__launch_bounds__`, which a launch must
-not exceed on a device and which the emulator does not know.
+The limits are registers, static shared memory, and the threads per block of `__launch_bounds__`. A
+launch on a device must not exceed them, and the emulator does not know them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-_TRITON = "backends/nvidia/bin/cuobjdump"  # in the folder of the package
+_TRITON = "backends/nvidia/bin/cuobjdump"  # path inside the triton package
 _RESERVED_SHARED = (
-    1024  # of the system; in the figure of a kernel that has shared memory, from sm_90 on
+    # Bytes reserved by the system, included in the figure of kernels with shared memory from sm_90
+    # on.
+    1024
 )
 _MOST_THREADS = 1024
 _FUNCTION = re.compile(r"^ *Function (\w+):")
@@ -26,7 +28,7 @@ _SECTION = re.compile(r"^\.nv\.info\.(\w+)")
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one kernel entry, by its mangled name."""
+    """Launch limits of one kernel, by mangled name."""
 
     kernel: str
     registers: int  # per thread
@@ -35,8 +37,10 @@ class Limits:
 
 
 def find_cuobjdump(home: Path | None, environment: Path) -> str | None:
-    """The program's path: $CUOBJDUMP, the toolkit's, the PATH's, or the one that triton carries, here or
-    in a virtual environment (a CUDA build of torch brings triton)."""
+    """Return the program's path: $CUOBJDUMP, the toolkit's, the one in PATH, or triton's.
+
+    Triton is searched here and in virtual environments, since a CUDA build of torch installs it.
+    """
     places = [os.environ.get("CUOBJDUMP"), shutil.which("cuobjdump")]
     if home is not None:
         places.insert(1, home / "bin" / "cuobjdump")
@@ -48,7 +52,10 @@ def find_cuobjdump(home: Path | None, environment: Path) -> str | None:
 
 
 def limits_of(tool: str, library: Path, arch: str) -> list[Limits]:
-    """The limits of all kernels in a library; RuntimeError where it has none for the architecture."""
+    """Return the limits of all kernels in a library.
+
+    Raises RuntimeError if it has no code for the architecture.
+    """
 
     def output(option: str) -> str:
         command = [tool, option, "-arch", arch, str(library)]
@@ -61,7 +68,7 @@ def limits_of(tool: str, library: Path, arch: str) -> list[Limits]:
 
 
 def parse(usage: str, elf: str) -> list[Limits]:
-    """From what `cuobjdump -res-usage` and `cuobjdump -elf` print."""
+    """Parse the output of `cuobjdump -res-usage` and `cuobjdump -elf`."""
     threads = max_threads(elf)
     found, kernel = [], ""
     for line in usage.splitlines():
@@ -76,7 +83,7 @@ def parse(usage: str, elf: str) -> list[Limits]:
 
 
 def max_threads(elf: str) -> dict[str, int]:
-    """Threads per block of each kernel that has `__launch_bounds__`."""
+    """Return the maximum threads per block of each kernel with `__launch_bounds__`."""
     found: dict[str, int] = {}
     kernel, attribute = None, ""
     for line in elf.splitlines():
@@ -92,6 +99,6 @@ def max_threads(elf: str) -> dict[str, int]:
 
 
 def write(limits: list[Limits], path: Path) -> None:
-    """For KVCACHE_GPULESS_LIMITS."""
+    """Write the file that KVCACHE_GPULESS_LIMITS names."""
     lines = (f"{x.kernel} {x.registers} {x.static_shared_bytes} {x.max_threads}\n" for x in limits)
     path.write_text("".join(lines))

@@ -1,10 +1,11 @@
 """Runs torch's own operators on CUDA tensors on the CPU, over the same memory, in stream order.
 
-kvcache's kernels, copies and events go through the runtime; torch's kernels cannot, since there is no
-device to run their code. An operator reads its inputs when it is called, after the work that its
-stream holds, and writes its results when the stream gets there: later than the call, as on a device.
-In a capture, an operator becomes a node of the graph, which calls back when it runs. An operator that
-makes the host wait for a value or a shape is refused in a capture, and as torch's sync debug mode says.
+kvcache's kernels, copies and events go through the runtime. Torch's kernels cannot, since no device
+can run their code. A call of an operator first drains its stream and then reads the inputs. The
+results are written when the stream reaches the operator, later than the call, as on a device. In a
+capture, an operator becomes a graph node that calls back when the graph runs. An operator that
+makes the host wait for a value or a shape is rejected in a capture, and is handled as torch's sync
+debug mode specifies.
 """
 
 from __future__ import annotations
@@ -39,19 +40,21 @@ _runtime.kvcache_gpuless_num_bound_kernels.restype = ctypes.c_size_t
 
 
 def num_bound_kernels() -> int:
-    """How many kernels the emulator has."""
+    """Return the number of kernels in the emulator."""
     return _runtime.kvcache_gpuless_num_bound_kernels()
 
 
 def unbound_kernels() -> list[str]:
-    """Names of this project's kernels that a loaded CUDA library has and the emulator does not."""
+    """Return the names of this project's kernels that are in a loaded CUDA library but not in the
+    emulator.
+    """
     names: list[str] = []
     while (name := _runtime.kvcache_gpuless_unbound_kernel(len(names))) is not None:
         names.append(name.decode())
     return names
 
 
-# Operators that launch nothing, or only what the runtime runs itself.
+# Operators that launch nothing, or that the runtime executes itself.
 NATIVE = {
     f"aten::{name}"
     for name in (
@@ -70,12 +73,12 @@ NATIVE = {
 
 
 class CudaOnCpu(TorchDispatchMode):
-    """While active, in one thread: operators of torch that take or make CUDA tensors run here."""
+    """While active in a thread, runs torch operators that take or create CUDA tensors on the CPU."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if torch.is_inference_mode_enabled() and func._can_decompose():
-            with self:  # otherwise torch has done so before it comes here
+            with self:  # without inference mode, torch decomposes before this call
                 return func.decompose(*args, **kwargs)
         if not _is_ours(func, args, kwargs) or _is_one_copy(func, args, kwargs):
             return func(*args, **kwargs)
@@ -84,7 +87,8 @@ class CudaOnCpu(TorchDispatchMode):
         if (capturing or torch.cuda.get_sync_debug_mode()) and _waits_for_values(
             func, args, kwargs
         ):
-            torch.cuda.current_stream().synchronize()  # CUDA's and torch's own refusals
+            # Raises the errors of CUDA captures and of torch's sync debug mode.
+            torch.cuda.current_stream().synchronize()
         if capturing:
             return _capture(func, args, kwargs, stream)
         _runtime.kvcache_gpuless_drain(stream)
@@ -100,7 +104,7 @@ def _is_ours(func, args, kwargs) -> bool:
         return False
     tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
     if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):
-        return False  # fake tensors and the like
+        return False  # fake tensors and other subclasses
     return _makes_cuda(kwargs) or any(t.device.type == "cuda" for t in tensors)
 
 
@@ -110,7 +114,7 @@ def _makes_cuda(kwargs) -> bool:
 
 
 def _is_one_copy(func, args, kwargs) -> bool:
-    """Whether torch makes a single memcpy of it, which the runtime then runs."""
+    """Whether torch implements this call as a single memcpy, which the runtime executes."""
     if func is torch.ops.aten.copy_.default:
         to, source = args[0], args[1]
         same = to.dtype == source.dtype and to.shape == source.shape
@@ -124,7 +128,9 @@ def _is_one_copy(func, args, kwargs) -> bool:
 
 
 def _waits_for_values(func, args, kwargs) -> bool:
-    """Whether the host waits for the device in it, since a value or a shape depends on data there."""
+    """Whether the call makes the host wait for the device because a value or shape depends on
+    device data.
+    """
     name = func._schema.name.removeprefix("aten::")
     if name == "repeat_interleave":
         return kwargs.get("output_size") is None
@@ -132,14 +138,14 @@ def _waits_for_values(func, args, kwargs) -> bool:
         masks = [x for x in args[1] if x is not None and x.dtype in (torch.bool, torch.uint8)]
         if not masks or name == "index":
             return bool(masks)
-        fill = args[2].numel() == 1 and args[2].device.type == "cpu"  # torch makes it a masked_fill
+        fill = args[2].numel() == 1 and args[2].device.type == "cpu"  # masked_fill in torch
         return not (fill and sum(x is not None for x in args[1]) == 1)
     tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
     return name == "_unique" or any(tag in func.tags for tag in tags)
 
 
 def _run_on_cpu(func, args, kwargs, stream):
-    """The operator over copies of its inputs; the results are written late, in stream order."""
+    """Run the operator on copies of its inputs, and write the results later, in stream order."""
     copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def to_cpu(tensor):
@@ -175,8 +181,9 @@ def _run_on_cpu(func, args, kwargs, stream):
 
 
 def _capture(func, args, kwargs, stream):
-    """The operator as a node of the graph under way; its results have the shapes of now."""
-    # The alias of each tensor's memory: what the graph reads and writes, whoever owns it then.
+    """Add the operator to the graph being captured. Result shapes are fixed at capture."""
+    # Aliases of the tensors' memory. The graph reads and writes this memory even after its owner
+    # changes.
     memory: dict[int, torch.Tensor] = {}
 
     def copy(tensor):
@@ -192,7 +199,8 @@ def _capture(func, args, kwargs, stream):
     mutated = {id(memory[id(t)]) for t in _mutated(func, args, kwargs) if id(t) in memory}
 
     def on_copies():
-        # Mutated memory is copied too now, so that nothing happens before the graph runs.
+        # At capture, mutated tensors are copied as well, so that nothing changes before the graph
+        # runs.
         return tree_map_only(torch.Tensor, lambda t: t.clone() if id(t) in mutated else t, over)
 
     now_args, now_kwargs = on_copies()
@@ -203,7 +211,7 @@ def _capture(func, args, kwargs, stream):
     def run():
         with _disable_current_modes():
             values = tree_flatten(func(*over[0], **over[1]))[0]
-            for to, value in zip(results, values):  # none where the operator wrote in place
+            for to, value in zip(results, values):  # empty if the operator wrote in place
                 to.copy_(value)
 
     _captured.append(run)
@@ -217,24 +225,27 @@ def _capture(func, args, kwargs, stream):
 
 
 def _like(tensor) -> torch.Tensor:
-    """CUDA memory for a result, not written."""
+    """Allocate uninitialized CUDA memory for a result."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
 
 
-_captured: list = []  # kept: a graph may run as long as the process
+_captured: list = []  # never freed: a graph may run until the process ends
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int64)
 def _run_captured(number):
     try:
         _captured[number]()
-    except BaseException:  # there is no caller to tell
+    except BaseException:  # there is no caller to raise to
         traceback.print_exc()
         os.abort()
 
 
 def _is_given(tensor, args, kwargs) -> bool:
-    """Whether it is an argument: `cpu.copy_(cuda)` returns its CPU tensor."""
+    """Whether the tensor is an argument.
+
+    For example, `cpu.copy_(cuda)` returns its CPU argument.
+    """
     return any(tensor is x for x in tree_flatten((args, kwargs))[0])
 
 
@@ -247,7 +258,7 @@ def _mutated(func, args, kwargs):
 
 
 def _over(tensor) -> torch.Tensor:
-    """A CPU tensor over the alias of a CUDA tensor's storage."""
+    """Return a CPU tensor over the alias of a CUDA tensor's storage."""
     storage = tensor.untyped_storage()
     over = torch.empty(0, dtype=tensor.dtype)
     if storage.nbytes() == 0:
@@ -261,7 +272,7 @@ def _over(tensor) -> torch.Tensor:
 
 
 def _read(tensor) -> torch.Tensor:
-    """A copy with the same strides, for the operator to change."""
+    """Return a copy with the same strides, which the operator may modify."""
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride())):
         steps = zip(tensor.shape, tensor.stride())
         extent = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
@@ -272,7 +283,7 @@ def _read(tensor) -> torch.Tensor:
 
 
 def _write(stream, tensor, values) -> None:
-    """Writes `values` into a CUDA tensor when the stream gets there."""
+    """Write `values` into a CUDA tensor when the stream reaches this point."""
     if tensor.shape != values.shape:
         raise RuntimeError("gpu-less: an operator that resizes its result is not simulated")
     if tensor.numel() == 0:
@@ -290,7 +301,7 @@ def _write(stream, tensor, values) -> None:
 
 
 def start() -> None:
-    """Enters the mode in this thread and in each that starts from now on."""
+    """Enter the mode in this thread and in every thread started later."""
     if _started:
         return
     if os.environ.get("KVCACHE_GPULESS_REPORT") == "1":

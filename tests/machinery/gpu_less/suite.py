@@ -1,4 +1,7 @@
-"""Tests marked `gpu`, but not `exhaustive`; then swaps under many orders of streams, a process each."""
+"""Tests marked `gpu` but not `exhaustive`, followed by swaps under many stream orders.
+
+Each job is a process.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,11 @@ from dataclasses import dataclass
 
 from tests.machinery.gpu_less.build import TREE, Built
 
-NUM_SHARES = 4  # of the test files, each in its own process
-# Stands in each file with tests marked gpu; the others take long to import.
+# Number of parts that the test files are split into; each part runs in its own process.
+NUM_SHARES = 4
+# Every file with tests marked gpu matches. Other files are slow to import, so they are skipped.
 _MARKED = re.compile(r"mark\.gpu|tests\.backends")
-SWAP_STEPS = 12  # of each race and seed
+SWAP_STEPS = 12  # per race and seed
 PYTEST = [
     "python",
     "-m",
@@ -31,21 +35,21 @@ PYTEST = [
 
 @dataclass(frozen=True)
 class Job:
-    """A pytest process; `environment`: variables in addition to the usual ones."""
+    """A pytest process. `environment` holds additional variables."""
 
     name: str
     arguments: list[str]
     environment: dict[str, str]
 
     def command(self) -> str:
-        """For a reader to repeat it."""
+        """Return a command line that repeats this job."""
         variables = [f"{name}={value}" for name, value in self.environment.items()]
         words = ["python3", "-m", "tests.machinery.gpu_less", "run", "--", *PYTEST, *self.arguments]
         return " ".join([*variables, shlex.join(words)])
 
 
 def run_suite(built: Built, num_seeds: int) -> int:
-    """Runs and prints every job; is the exit status."""
+    """Run every job and print its output. Return the exit status."""
     started = time.monotonic()
     swaps = sorted(
         str(path.relative_to(TREE))
@@ -88,7 +92,7 @@ def run_suite(built: Built, num_seeds: int) -> int:
 def _run(built: Built, job: Job) -> subprocess.CompletedProcess:
     environment = {**built.environment(), **job.environment}
     environment["KVCACHE_EMUL_SEED"] = job.environment["KVCACHE_GPULESS_SEED"]
-    # Two processes run at a time; each of torch's operators here is small.
+    # Two processes run at a time, and torch's operators are small here.
     environment.setdefault("OMP_NUM_THREADS", "1")
     return subprocess.run(
         [str(built.python), *PYTEST[1:], *job.arguments],

@@ -1,1 +1,3 @@
-"""A real `kvcache serve` process and clients of it over sockets: a fuzzer, and a storm."""
+"""Tests a real `kvcache serve` process over sockets, with a fuzzer and with a storm of hostile
+clients.
+"""

@@ -1,8 +1,10 @@
-"""Random HTTP requests: changed bodies of each endpoint, raw bytes, broken HTTP, clients that go away.
+"""Random HTTP requests: modified bodies for each endpoint, raw bytes, broken HTTP, and clients that
+disconnect.
 
-`python -m tests.machinery.http.fuzz --requests N --seed S` sends so many to a server of its own. None
-may crash or hang it, or be answered with a status of 500 or above; one wrong field is told by its name;
-answers of a client in between stay right; and in the end nothing is held.
+`python -m tests.machinery.http.fuzz --requests N --seed S` starts a server and sends it N requests. No
+request may crash or hang the server, or get a status of 500 or above. An error about a modified
+field must name the field. Correct requests sent in between must get correct answers, and at the end
+no block may be held.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from tests.machinery.http.process import (
     text_of,
 )
 
-SECONDS = 30  # for any request
+SECONDS = 30  # time limit for any request
 OPTIONS = ["--max-model-len=256", "--max-num-seqs=8", "--request-timeout=1", "--grace=1"]
 HONEST = {"model": "llama", "prompt": "An honest prompt.", "max_tokens": 8, "temperature": 0}
 PATHS = ("/v1/completions", "/v1/chat/completions")
-HUGE = "9" * 5_000  # digits, which Python does not convert
+HUGE = "9" * 5_000  # more digits than Python converts
 
 WRONG: list[object] = [
     *(None, True, False, 0, -1, 1, 2, 2**31 - 1, 2**31, 2**53, 2**63, -(2**63), 2**64, 10**400),
@@ -55,18 +57,18 @@ WRONG: list[object] = [
 
 
 class Case(NamedTuple):
-    """What is sent, in pieces, and what must come of it."""
+    """A request to send in pieces, and the expected outcome."""
 
     kind: str
     pieces: list[bytes]
-    is_whole: bool = False  # a well-formed request of HTTP: a reply must come
-    field: str | None = None  # the one that was changed
-    pause: float = 0.0  # between pieces
-    leaves: bool = False  # closes without reading
+    is_whole: bool = False  # a well-formed HTTP request, which must get a reply
+    field: str | None = None  # name of the modified field
+    pause: float = 0.0  # seconds between pieces
+    leaves: bool = False  # the client closes without reading
 
 
 def body_of(rng: random.Random, path: str) -> dict:
-    """A body that is right."""
+    """Return a valid body."""
     body = {"model": "llama", "max_tokens": rng.randint(1, 4)}
     if path == PATHS[0]:
         prompts = ["hello", [1, 2, 3], ["a", "b"], [[1], [2, 3]], "x" * 100]
@@ -93,7 +95,7 @@ def body_of(rng: random.Random, path: str) -> dict:
 
 
 def _changed(rng: random.Random, body: dict) -> tuple[bytes, str | None]:
-    """A body with one thing wrong, and the field that is, where it is one."""
+    """Return a body with one error, and the name of the invalid field if there is one."""
     names = [*body, "cache_salt", "priority", "logprobs", "tools", "\ud800", "x" * 300, "stop"]
     name, kind = rng.choice(names), rng.random()
     if kind < 0.6:
@@ -162,7 +164,7 @@ def _broken(rng: random.Random) -> bytes:
 
 
 def case_of(rng: random.Random) -> Case:
-    """One of any kind."""
+    """Return a random case of any kind."""
     path, draw = rng.choice(PATHS), rng.random()
     body = body_of(rng, path)
     if draw < 0.1:
@@ -186,7 +188,10 @@ def case_of(rng: random.Random) -> Case:
 
 
 def send(port: int, case: Case) -> Reply | None:
-    """The reply, None where the client left before it. TimeoutError where none comes."""
+    """Send a case.
+
+    Return the reply, or None if the client left first. Raises TimeoutError without a reply.
+    """
     try:
         with connect(port, SECONDS) as connection:
             for piece in case.pieces:
@@ -200,7 +205,7 @@ def send(port: int, case: Case) -> Reply | None:
 
 
 def fault_of(case: Case, reply: Reply | None) -> str | None:
-    """What is wrong with a reply."""
+    """Describe the first error in a reply, if any."""
     if reply is None:
         return None
     if reply.status == 0:
@@ -221,7 +226,7 @@ def fault_of(case: Case, reply: Reply | None) -> str | None:
 
 
 def is_named(case: Case, reply: Reply | None) -> bool:
-    """Whether the refusal of one changed field names it."""
+    """Whether an error response about one modified field names the field."""
     if case.field is None or reply is None or reply.status not in (400, 404):
         return True
     message = json.loads(reply.body)["error"]["message"]
@@ -232,7 +237,10 @@ def is_named(case: Case, reply: Reply | None) -> bool:
 
 
 def run(server: ServeProcess, seed: int, count: int, num_clients: int = 8) -> Counter[str]:
-    """Sends so many requests; counts by kind and status. AssertionError at the first fault."""
+    """Send random requests.
+
+    Return counts by kind and status. Raises AssertionError at the first fault.
+    """
     wanted = text_of(ask(server.port, "POST", PATHS[0], HONEST))
     assert wanted is not None
     counts: Counter[str] = Counter()
@@ -245,7 +253,7 @@ def run(server: ServeProcess, seed: int, count: int, num_clients: int = 8) -> Co
 
 
 def _sent(server: ServeProcess, seed: int, numbers: range, wanted: str) -> Counter[str]:
-    """One client's requests."""
+    """Send one client's requests."""
     counts: Counter[str] = Counter()
     for turn, i in enumerate(numbers):
         case = case_of(random.Random(f"{seed} {i}"))

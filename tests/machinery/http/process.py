@@ -1,4 +1,4 @@
-"""A `kvcache serve` process, and requests over plain sockets."""
+"""A `kvcache serve` process, and HTTP requests over plain sockets."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tests.machinery.forked import context
 
 
 class Reply(NamedTuple):
-    """What a server has sent: the status (0: nothing), and all that follows the headers."""
+    """A server's reply: the status (0: no reply) and everything after the headers."""
 
     status: int
     body: bytes
 
 
 class ServeProcess:
-    """A server of a tiny model; a context manager that ends it.
+    """A context manager that runs a server of a tiny model.
 
-    `args`: options of `kvcache serve`. What it writes to stderr is `log` when it has ended.
+    `args`: options of `kvcache serve`. After the process has ended, `log` holds its stderr.
     """
 
     def __init__(self, *args: str, model: str = "llama") -> None:
@@ -71,20 +71,20 @@ class ServeProcess:
         return log
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal to the process."""
+        """Send a signal to the process."""
         os.kill(self._process.pid, number)
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the process is still running."""
         return self._process.is_alive()
 
     def state(self) -> dict:
-        """What the server says of itself."""
+        """Return the server's reported state."""
         return json.loads(ask(self.port, "GET", "/state").body)
 
     def wait_until_empty(self, seconds: float = 60) -> None:
-        """Until no request is left and no block is held."""
+        """Wait until the server has no requests and holds no blocks."""
         until = time.monotonic() + seconds
         while True:
             state = self.state()
@@ -96,7 +96,7 @@ class ServeProcess:
 
 
 def _serve(argv: list[str], errors: Connection) -> None:
-    """Runs a command line in a forked process, with stderr on a pipe."""
+    """Run a command line in a forked process, with stderr on a pipe."""
     os.dup2(errors.fileno(), 2)
     errors.close()
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
@@ -105,14 +105,14 @@ def _serve(argv: list[str], errors: Connection) -> None:
 
 
 def request_of(method: str, path: str, body: bytes | dict = b"", *, more: str = "") -> bytes:
-    """A whole HTTP request, after which the connection is closed."""
+    """Return a complete HTTP request that closes the connection."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{more}"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
 def ask(port: int, method: str, path: str, body: bytes | dict = b"", seconds: float = 60) -> Reply:
-    """One request and its reply. TimeoutError where it does not end."""
+    """Send a request and return the reply. Raises TimeoutError if it does not finish in time."""
     try:
         with connect(port, seconds) as connection:
             connection.sendall(request_of(method, path, body))
@@ -122,12 +122,12 @@ def ask(port: int, method: str, path: str, body: bytes | dict = b"", seconds: fl
 
 
 def connect(port: int, seconds: float) -> socket.socket:
-    """A connection whose calls take so long at most."""
+    """Open a connection. Each call on it times out after `seconds`."""
     return socket.create_connection(("127.0.0.1", port), timeout=seconds)
 
 
 def reply_of(connection: socket.socket, seconds: float) -> Reply:
-    """All that comes until the server closes. TimeoutError where it does not."""
+    """Read until the server closes the connection. Raises TimeoutError if it does not."""
     data, until = b"", time.monotonic() + seconds
     try:
         while True:
@@ -147,7 +147,7 @@ def reply_of(connection: socket.socket, seconds: float) -> Reply:
 
 
 def _joined(data: bytes) -> bytes:
-    """The chunks of a body."""
+    """Join the chunks of a body."""
     joined = b""
     while data:
         size, _, data = data.partition(b"\r\n")
@@ -157,7 +157,7 @@ def _joined(data: bytes) -> bytes:
 
 
 def text_of(reply: Reply) -> str | None:
-    """The text of a whole completion, streamed or not; None for anything else."""
+    """Return the text of a complete completion, streamed or not, and None for any other reply."""
     if reply.status != 200:
         return None
     if reply.body.startswith(b"{"):

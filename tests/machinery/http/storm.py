@@ -1,11 +1,11 @@
-"""Honest and hostile clients of one server: do the honest ones get their answers, and how soon?
+"""Measures whether honest clients of a server get correct answers in time next to hostile clients.
 
-`python -m tests.machinery.http.storm --turns N --seed S` starts `kvcache serve`. In each turn the same
-honest clients are alone first, and then together with hostile ones, threads of another process: tiny
-temperatures, floods of stop texts, large bodies, many prompts, many samples, surrogates and huge
-numbers, broken HTTP, clients that leave in the middle of a stream, that do not read, that send one byte
-after the other, that are silent. Printed are the right answers, and the 99th percentile of the honest
-clients' latency: the medians over the turns, and their ratio.
+`python -m tests.machinery.http.storm --turns N --seed S` starts `kvcache serve`. In each turn, the same
+honest clients run alone first, and then together with hostile clients, which are threads of another
+process. The hostile clients send tiny temperatures, floods of stop texts, large bodies, many
+prompts, many samples, surrogates, huge numbers and broken HTTP. Others leave in the middle of a
+stream, do not read, send single bytes slowly, or stay silent. The output is the number of correct
+answers and the honest clients' p99 latency: the medians over the turns and their ratio.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BODY = {"model": "llama", "temperature": 0}
 
 
 def honest_bodies(seed: int, per_turn: int) -> list[list[dict]]:
-    """What each honest client asks for in a turn, one after the other."""
+    """Return the requests of each honest client in a turn, in order."""
     rng = random.Random(seed)
     return [
         [
@@ -61,7 +61,7 @@ def honest_bodies(seed: int, per_turn: int) -> list[list[dict]]:
 
 
 class Honest:
-    """The honest clients: the latencies of a turn, and whether answers are right."""
+    """The honest clients. Records the latencies of a turn and checks the answers."""
 
     def __init__(self, port: int, seed: int, per_turn: int) -> None:
         self._port, self._bodies = port, honest_bodies(seed, per_turn)
@@ -73,7 +73,7 @@ class Honest:
         self.wrong: list[tuple[dict, Reply]] = []
 
     def turn(self) -> list[float]:
-        """All clients at once; seconds of each request."""
+        """Run all clients in parallel. Return the seconds that each request took."""
         seconds: list[float] = []
 
         def client(bodies: list[dict], wanted: list[str | None]) -> None:
@@ -98,7 +98,7 @@ class Honest:
 
 
 class Hostile:
-    """What one hostile client does, again and again; each method is a kind."""
+    """A hostile client. Each public method is one kind of attack, which the client repeats."""
 
     def __init__(self, port: int, seed: int) -> None:
         self._port, self._rng = port, random.Random(seed)
@@ -175,9 +175,9 @@ KINDS = [name for name in vars(Hostile) if not name.startswith("_")]
 
 
 def be_hostile(port: int, seed: int, pause: float, is_over: object, num_acts: object) -> None:
-    """The process of the hostile clients: a thread of each kind.
+    """Run the hostile clients' process, with one thread per kind of attack.
 
-    It comes after the server where both want a core: clients have machines of their own.
+    The process has a lower priority than the server, since real clients do not share its cores.
     """
     os.nice(_NICE)
 
@@ -201,7 +201,7 @@ def be_hostile(port: int, seed: int, pause: float, is_over: object, num_acts: ob
 
 @contextlib.contextmanager
 def hostile_clients(port: int, seed: int, pause: float) -> Iterator[Synchronized]:
-    """They run while the block does; the number of their acts so far."""
+    """Run hostile clients during the block. Yields the number of attacks so far."""
     is_over, num_acts = context.Event(), context.Value("q", 0)
     process = context.Process(target=be_hostile, args=(port, seed, pause, is_over, num_acts))
     process.start()
@@ -220,17 +220,20 @@ def hostile_clients(port: int, seed: int, pause: float) -> Iterator[Synchronized
 
 
 def p99(seconds: list[float]) -> float:
-    """Linear between the two nearest."""
+    """Return the 99th percentile, interpolated linearly."""
     return statistics.quantiles(seconds, n=100, method="inclusive")[98]
 
 
 def storm(turns: int, seed: int, pause: float, per_turn: int = PER_TURN) -> tuple[float, int]:
-    """Runs it, with `per_turn` requests of each client; the ratio of the medians, the wrong answers."""
+    """Run all turns with `per_turn` requests per client.
+
+    Return the ratio of the medians and the number of wrong answers.
+    """
     alone: list[list[float]] = []
     together: list[list[float]] = []
     with ServeProcess(*OPTIONS) as server:
         honest = Honest(server.port, seed, per_turn)
-        honest.turn()  # warms up
+        honest.turn()  # warm-up
         for turn in range(turns):
             alone.append(honest.turn())
             with hostile_clients(server.port, seed + 1_000 * turn, pause) as num_acts:

@@ -1,4 +1,4 @@
-"""`Engine`: a signal handler that raises at any moment neither loses nor doubles a token."""
+"""`Engine`: no token is lost or duplicated if a signal handler raises at any moment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _OPTIONS = {
 
 
 def make_engine(name: str) -> Engine:
-    """With these options; a pool for three requests of the greatest length, and a host tier."""
+    """Make an engine with these options, a host tier, and a pool for three requests of the maximum
+    length.
+    """
     budget = "256KiB" if name == "plain" else "96KiB"
     paged = attach(
         dense("llama", 2),
@@ -36,7 +38,7 @@ def make_engine(name: str) -> Engine:
 
 
 class Served:
-    """Requests of an engine, and the tokens that `step` has returned of each."""
+    """An engine's requests, and the tokens that `step` has returned for each."""
 
     def __init__(self, engine: Engine, seed: int) -> None:
         self.engine, self.rng = engine, random.Random(seed)
@@ -44,7 +46,7 @@ class Served:
         self.got: dict[tuple[str, int], list[int]] = {}
 
     def add(self) -> None:
-        """Six requests: greedy, sampled, of several samples, of beams."""
+        """Add six requests: greedy, sampled, with several samples, and with beams."""
         for i in range(6):
             prompt = [self.rng.randrange(1, VOCAB_SIZE) for _ in range(self.rng.randint(3, 30))]
             options = [{}, {"temperature": 1.0, "seed": i}, {"n": 3, "temperature": 1.0, "seed": i}]
@@ -53,17 +55,19 @@ class Served:
             self.generations.append(self.engine.add(prompt, params))
 
     def take(self, stepped: list[list]) -> None:
-        """Counts what calls of `step` have returned."""
+        """Count the tokens returned by calls of `step`."""
         for delta in (delta for deltas in stepped for delta in deltas):
             self.got.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
         stepped.clear()
 
     def answers(self) -> list[list[list[int]]]:
-        """The tokens of every sample."""
+        """Return the tokens of every sample."""
         return [[sample.token_ids for sample in each.samples] for each in self.generations]
 
     def check(self, answers: list[list[list[int]]]) -> None:
-        """All are finished, are what an undisturbed engine answers, and were returned once."""
+        """Check that all requests have finished, match an undisturbed engine, and had each token
+        returned once.
+        """
         assert self.answers() == answers
         for generation in self.generations:
             for index, sample in enumerate(generation.samples):
@@ -76,7 +80,7 @@ class Served:
 
 
 def undisturbed(name: str, seed: int) -> list[list[list[int]]]:
-    """The answers to the requests of this seed."""
+    """Return the answers of an undisturbed engine to the requests of this seed."""
     engine = make_engine(name)
     served, stepped = Served(engine, seed), []
     served.add()
@@ -89,7 +93,10 @@ def undisturbed(name: str, seed: int) -> list[list[list[int]]]:
 
 
 def run_to_end(served: Served, step: Callable[[Callable], bool], most: int = 3_000) -> int:
-    """Steps by `step`, which may interrupt; returns how often it has."""
+    """Run the engine to its end with `step`, which may interrupt.
+
+    Return the number of interrupts.
+    """
     engine, stepped, num_interrupts = served.engine, [], 0
     for _ in range(most):
         if not engine.num_unfinished:
@@ -100,7 +107,7 @@ def run_to_end(served: Served, step: Callable[[Callable], bool], most: int = 3_0
 
 
 def check_each_instant(name: str, first: int, stride: int) -> int:
-    """A signal at every `stride`-th instant of the steps, one each; how many came."""
+    """Interrupt one step at each `stride`-th instant in turn. Return the number of interrupts."""
     answers, at = undisturbed(name, 1), first
     before = signal.signal(signal.SIGUSR1, _raise)
     engine = make_engine(name)
@@ -116,7 +123,7 @@ def check_each_instant(name: str, first: int, stride: int) -> int:
         nonlocal at
         was_interrupted = step(call)
         if not was_interrupted:
-            at = first  # it has fewer instants
+            at = first  # the call has fewer instants
         return was_interrupted
 
     try:
@@ -129,13 +136,13 @@ def check_each_instant(name: str, first: int, stride: int) -> int:
 
 
 class EngineRun:
-    """Interrupts at random instants of steps, by the system's timer."""
+    """Interrupts steps at random instants with the system timer."""
 
     def __init__(self, seed: int) -> None:
         self.rng, self.seed = random.Random(seed), seed
 
     def run(self, alarm: Alarm, count: int) -> int:
-        """Until so many interrupts came; returns the number of steps."""
+        """Run until `count` interrupts have occurred. Return the number of steps."""
         num_steps = 0
         while count > 0:
             name = self.rng.choice([*_OPTIONS])

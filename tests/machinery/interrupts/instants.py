@@ -1,4 +1,4 @@
-"""Exceptions at chosen and at random instants of a call."""
+"""Raises exceptions at chosen or random instants of a call."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from types import FrameType
 
 
 class Interrupt(KeyboardInterrupt):
-    """What the handler raises."""
+    """The exception that the handler raises."""
 
 
 def raise_interrupt() -> None:
-    """As any code may."""
+    """Raise Interrupt, as a signal handler may."""
     raise Interrupt
 
 
 def interrupted_at(
     n: int, call: Callable[[], object], strike: Callable[[], object] = raise_interrupt
 ) -> bool:
-    """Runs `call` and raises at its n-th line, entry of a function or return from native code.
+    """Run `call` and raise at its n-th instant: a line, a function entry, or a return from native
+    code.
 
-    False where it has fewer. These are the instants at which CPython runs signal handlers, and more.
-    `strike`: what raises, or has a signal handler raise.
+    Returns False if `call` has fewer instants. They include every instant at which CPython runs
+    signal handlers. `strike`: raises, or makes a signal handler raise.
     """
     left, is_active = n, False
 
@@ -57,7 +58,7 @@ def interrupted_at(
 
 
 class Alarm:
-    """A signal of the system's timer, whose handler raises while a call runs."""
+    """A timer signal whose handler raises during a call."""
 
     def __enter__(self) -> Alarm:
         self._is_armed = False
@@ -74,7 +75,7 @@ class Alarm:
             raise Interrupt
 
     def interrupts(self, seconds: float, call: Callable[[], object]) -> bool:
-        """Whether the signal came within the call."""
+        """Run `call`. Return whether the signal interrupted it."""
         try:
             self._is_armed = True
             signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -1,4 +1,6 @@
-"""`KVCacheManager`: each request is admitted and can be freed, or is not there."""
+"""`KVCacheManager`: after an interrupt, each request is either admitted and can be freed, or is
+unknown.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ GROUPS = {
 
 
 def is_admitted(manager: KVCacheManager, request: Request) -> bool:
-    """Whether the manager answers for the request."""
+    """Whether the manager knows the request."""
     try:
         manager.row(request)
     except ValueError:
@@ -29,7 +31,7 @@ def is_admitted(manager: KVCacheManager, request: Request) -> bool:
 
 
 class Managed:
-    """A manager and all requests that it may know."""
+    """A manager and every request that it may know."""
 
     def __init__(self, groups: str = "one group", **options: object) -> None:
         self.manager = KVCacheManager.for_groups(
@@ -42,7 +44,7 @@ class Managed:
         return self.requests[name]
 
     def check(self) -> None:
-        """What is admitted has blocks, and nothing else has."""
+        """Check that exactly the admitted requests have blocks."""
         check_invariants(self.manager)
         admitted = [r for r in self.requests.values() if is_admitted(self.manager, r)]
         rows = [self.manager.row(r) for r in admitted]
@@ -53,16 +55,16 @@ class Managed:
                 self.manager.block_ids(request)
 
     def free(self, request: Request) -> None:
-        """On whichever way it is there."""
+        """Free a request in any state."""
         manager = self.manager
         if is_admitted(manager, request) and manager.state(request) is RequestState.RECEIVING:
             manager.free(request, keep_blocks=True)
         manager.free(request)
-        with contextlib.suppress(ValueError):  # none were kept
+        with contextlib.suppress(ValueError):  # no blocks were kept
             manager.release_blocks(request)
 
     def check_all_can_be_freed(self) -> None:
-        """All blocks come back, and none is freed twice."""
+        """Check that all blocks are released and that none is freed twice."""
         self.check()
         for request in self.requests.values():
             self.free(request)
@@ -74,14 +76,15 @@ class Managed:
         other = Request("other", range(500, 520))
         self.manager.step(new=[other])
         num_free = pool.num_free
-        self.manager.free(*self.requests.values())  # one that was freed before
+        # Already freed above, so this call must change nothing.
+        self.manager.free(*self.requests.values())
         assert pool.num_free == num_free and is_admitted(self.manager, other)
         self.manager.free(other)
         check_invariants(self.manager)
 
 
 def _running(**options: object) -> Managed:
-    """Two requests that run, one that computed blocks were given to, and one that receives."""
+    """Make two running requests, an admitted request with unfilled blocks, and a receiving request."""
     s = Managed(**options)
     s.manager.step(new=[s.request("a"), s.request("b", 9, 100)])
     s.manager.admit(Admit(s.request("c", 12, 200), num_tokens=6), ())
@@ -131,12 +134,12 @@ OPTIONS = {
 
 
 def prepared(options: str) -> Managed:
-    """What the calls are made of."""
+    """Return the state in which the calls are made."""
     return _running(**OPTIONS[options])
 
 
 class Serving(Managed):
-    """Random calls, each interrupted at a random instant or not."""
+    """Random calls, some of which are interrupted at a random instant."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -186,7 +189,7 @@ class Serving(Managed):
         return lambda: self.manager.fork(parent, child)
 
     def call(self) -> Callable[[], object]:
-        """One that is refused changes nothing either."""
+        """Return a random call. A rejected call must not change anything either."""
         some, other, last = self._some(), self._some(), self.manager.last_step_id
         calls = [
             self._step,
@@ -210,7 +213,7 @@ class Serving(Managed):
         return refused_or_done
 
     def run(self, alarm: Alarm, count: int) -> int:
-        """Until so many interrupts came; returns the number of calls."""
+        """Run until `count` interrupts have occurred. Return the number of calls."""
         num_calls = 0
         while count > 0:
             num_calls += 1

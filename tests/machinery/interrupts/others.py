@@ -1,5 +1,8 @@
-"""`BlockSpaceManager`, `Worker`, block tables and `KVOutputAggregator`: a call before an exception from a
-signal handler is carried out whole or not at all, or its object says that it is broken."""
+"""`BlockSpaceManager`, `Worker`, block tables and `KVOutputAggregator` under interrupts.
+
+If a signal handler raises, the call takes effect completely or not at all, or its object reports
+that it is broken.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ from tests.machinery.sequence_driver import Group, Seq, Status
 
 
 def each_instant(make: Callable, call: Callable, check: Callable) -> int:
-    """Checks what `make` has made after an interrupt of `call` at each instant; how many there are."""
+    """Interrupt `call` at each instant and check the object that `make` made.
+
+    Return the number of instants.
+    """
     n = 0
     while True:
         n += 1
@@ -32,7 +38,7 @@ def each_instant(make: Callable, call: Callable, check: Callable) -> int:
 
 
 class Sequences:
-    """A manager with a group that runs, of two sequences and an encoder, and one that waits."""
+    """A manager with a running group (two sequences and an encoder) and a waiting group."""
 
     def __init__(self) -> None:
         self.manager = BlockSpaceManager(4, 40, 40, enable_caching=True)
@@ -45,7 +51,7 @@ class Sequences:
         self.running.seqs[0].tokens = [*tokens, 10]
 
     def check(self) -> None:
-        """Everything can be freed, once."""
+        """Check that everything can be freed exactly once."""
         manager = self.manager
         manager.check_invariants()
         everything = [*self.running.seqs, *self.waiting.seqs, self.child]
@@ -73,12 +79,12 @@ SEQUENCE_CALLS = {
 
 
 def check_sequences(call: str) -> int:
-    """How many instants the call has."""
+    """Check a call at each instant. Return the number of instants."""
     return each_instant(Sequences, SEQUENCE_CALLS[call], Sequences.check)
 
 
 def check_worker(with_moves: bool) -> int:
-    """The plan was applied, or can be, or the worker is broken."""
+    """Check that the plan has been applied, can still be applied, or the worker is broken."""
     whole = Tabled()
     moves = {"swap_out": np.array([[3, 5]], np.int32), "copy": np.array([[1, 15]], np.int32)}
     plan = _plan(0, **moves if with_moves else {})
@@ -100,7 +106,7 @@ def check_worker(with_moves: bool) -> int:
 
 
 def _with_device() -> GroupTable:
-    """Its device side is memory of its own."""
+    """Return a table whose device copy is separate memory."""
     other = mock.patch.object(
         buffer, "device_zeros", lambda shape, dtype, _: torch.zeros(shape, dtype=dtype)
     )
@@ -124,7 +130,7 @@ TABLE_CALLS = {
 
 
 def check_table(call: str) -> int:
-    """What changed on the host reaches the device with the next `commit_updates`."""
+    """Check that the next `commit_updates` uploads every change on the host."""
 
     def check(table: GroupTable) -> None:
         table.commit_updates()
@@ -135,7 +141,10 @@ def check_table(call: str) -> int:
 
 
 def check_aggregator() -> int:
-    """Reports count once, where the call is made again unless its output says that it was done."""
+    """Check that each report counts once.
+
+    The call is repeated unless its output shows that it has completed.
+    """
 
     def make() -> SimpleNamespace:
         aggregator = KVOutputAggregator(2)
@@ -154,7 +163,7 @@ def check_aggregator() -> int:
 
 
 def check_events() -> int:
-    """Events are all there, or all drained."""
+    """Check that either all events remain or all were drained."""
 
     def make() -> KVCacheManager:
         manager = KVCacheManager(4, 20, 64, enable_events=True)

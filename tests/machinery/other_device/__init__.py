@@ -1,5 +1,7 @@
-"""The data plane on a device that is neither CPU nor CUDA: all of it works there, or refuses.
+"""Tests the data plane on a device that is neither CPU nor CUDA.
 
-`python -m tests.machinery.other_device [NAME...]` prints the matrix: every public name that holds or
+Every part must work or raise a clear error.
+
+`python -m tests.machinery.other_device [NAME...]` prints a matrix of every public name that holds or
 moves tensors.
 """

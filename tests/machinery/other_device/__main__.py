@@ -1,4 +1,6 @@
-"""python -m tests.machinery.other_device [NAME...]: prints the matrix of the device."""
+"""python -m tests.machinery.other_device [NAME...] prints the matrix for a device that is neither CPU nor
+CUDA.
+"""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""Each public op and class on a device: what it does there is compared with what it does on the CPU.
+"""Test cases for each public op and class on a device, whose results are compared with the CPU.
 
-A case takes the name of a device and returns values and tensors, which may lie anywhere. Of what a device
-refuses, a case has the beginning of the error.
+A case takes the name of a device and returns values and tensors, on any device. If the device is
+not supported, the case gives the start of the error message.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ from tests.machinery.wrong_calls.ops import Calls, make_wrong
 
 @dataclass(frozen=True)
 class Case:
-    """What a public name does on a device.
+    """The expected behavior of a public name on a device.
 
-    run: returns what is compared with the CPU. refusal: how its error begins; None: it works.
-    ops_needed: whether the device needs operators of its own, beyond views, fills and copies.
+    run: returns the values to compare with the CPU. refusal: start of the error message; None if
+    supported. ops_needed: whether the device must implement operators beyond views, fills and
+    copies.
     """
 
     run: Callable[[str], object]
@@ -69,7 +70,7 @@ class Case:
 
 CASES: dict[str, Case] = {}
 
-# Whose public names are in the matrix, unless their modules do without torch.
+# Packages whose public names are in the matrix, except for modules that do not use torch.
 PACKAGES = (
     *("kvcache", "kvcache.worker", "kvcache.transfer", "kvcache.engine", "kvcache.sources.store"),
     *("kvcache.sources.disaggregation", "kvcache.engine.transformers"),
@@ -102,7 +103,7 @@ NO_TENSORS = {
 
 
 def case(*names: str, ops_needed: bool = False, refusal: str | None = None) -> Callable:
-    """Registers a function as the case of public names."""
+    """Register a function as the case of public names."""
 
     def added(run: Callable[[str], object]) -> Callable:
         CASES.update((name, Case(run, refusal, ops_needed)) for name in names)
@@ -121,12 +122,15 @@ def ints(values: object, device: str, dtype: torch.dtype = torch.int32) -> torch
 
 # Ops ---------------------------------------------------------------------------------------------------
 
-_NUM_CALLS = 200  # per op; half of them with a wrong argument
-_STAYS = {"groups", "regions", "offsets"}  # arguments that ops take on the host only
+_NUM_CALLS = 200  # per op; half of the calls have an invalid argument
+_STAYS = {"groups", "regions", "offsets"}  # arguments that ops accept only on the host
 
 
 class Placed:
-    """Arguments of an op, their tensors on a device; those that shared memory share it there too."""
+    """Arguments of an op with tensors on a device.
+
+    Tensors that share memory still share it there.
+    """
 
     def __init__(self, name: str, args: list, device: str, seed: int) -> None:
         rng = random.Random(seed)
@@ -157,7 +161,7 @@ class Placed:
 
 
 def _goes_backwards(regions: object) -> bool:
-    """Whether they are regions of a copy whose strides are below 0."""
+    """Whether these are regions of a copy with negative strides."""
     is_table = isinstance(regions, torch.Tensor) and regions.dtype == torch.int64
     return is_table and regions.ndim == 2 and bool((regions[:, 1:4:2] < 0).any())
 
@@ -171,16 +175,17 @@ def _fuzzed(name: str) -> Callable[[str], object]:
             if seed % 2:
                 make_wrong(rng, name, args)
             if any(isinstance(each, int) and each == 2**31 - 1 for each in args):
-                continue  # more pages than the memory has: the CPU trusts that
+                continue  # a page count beyond the memory, which the CPU does not check
             if name == "copy_blocks" and any(map(_goes_backwards, args)):
-                continue  # refused elsewhere: torch has no views of pages that lie backwards
+                continue  # rejected elsewhere, since torch has no views with negative strides
             placed = Placed(name, args, device, seed)
             before = placed.contents()
             try:
                 getattr(ops, name)(*placed.args)
                 is_refused = False
             except (RuntimeError, TypeError) as error:
-                by_torch = str(error).startswith("kvcache::")  # of another type than the schema's
+                # A type error raised by torch for a schema mismatch.
+                by_torch = str(error).startswith("kvcache::")
                 assert by_torch or "\n" not in str(error), str(error)
                 is_refused = True
             if is_refused:
@@ -360,7 +365,10 @@ def _(device: str) -> object:
 
 
 def engines_caches(device: str, num_blocks: int = 9, kv_dim: int = 0) -> list[torch.Tensor]:
-    """Three layers in memory of their own; `kv_dim` 1: K and V of a block are together."""
+    """Return three separately allocated layers.
+
+    With `kv_dim` 1, K and V of a block are adjacent.
+    """
     shape = [num_blocks, 16, 8]
     shape.insert(kv_dim, 2)
     return [randn(*shape, seed=i).to(device) for i in range(3)]
@@ -392,7 +400,8 @@ def _(device: str) -> object:
             {"method": "kernel"},
         )
     ):
-        # The host's tensors; or packed pages, and fragments of the device's that lie apart.
+        # Pages over tensors on the host, or packed pages on the host with separate fragments on the
+        # device.
         apart = number % 2
         caches = engines_caches(device, kv_dim=apart)
         pages = Pages.over(
@@ -458,7 +467,7 @@ def _(device: str) -> object:
 
 
 def placed(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """A copy on a device, with the strides."""
+    """Copy a tensor to a device with the same strides."""
     place = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return place.copy_(tensor)
 
@@ -466,14 +475,15 @@ def placed(tensor: torch.Tensor, device: str) -> torch.Tensor:
 @case("copy_kv_blocks")
 def _(device: str) -> object:
     found = []
-    for is_hnd in (False, True):  # another order than on the host: through more of its memory
+    # A different memory order than on the host, which copies through additional host memory.
+    for is_hnd in (False, True):
         host = {str(i): randn(9, 16, 2, 8, seed=i) for i in range(3)}
         there = {
             name: placed(each.zero_() if not is_hnd else _hnd(each).zero_(), device)
             for name, each in {name: each.clone() for name, each in host.items()}.items()
         }
         back = {name: torch.zeros_like(each) for name, each in host.items()}
-        with torch.device("meta"):  # a default device changes nothing
+        with torch.device("meta"):  # a default device must have no effect
             copy_kv_blocks(host, there, [1, 0, 5], [0, 1, 6], "h2d")
             copy_kv_blocks(there, back, [0, 1, 6], [2, 3, 4], "d2h")
         found += [*there.values(), *back.values()]
@@ -501,7 +511,7 @@ def _(device: str) -> object:
 
 @case("kv_postprocess_blksize_and_layout_on_receive")
 def _(device: str) -> object:
-    whole = randn(3, 9, 16, 2, 8).to(device)  # layers in one memory
+    whole = randn(3, 9, 16, 2, 8).to(device)  # all layers in one allocation
     kv_postprocess_blksize_and_layout_on_receive([*whole], [3, 1], block_size_ratio=4)
     return whole
 
@@ -514,12 +524,12 @@ def _(device: str) -> object:
     return caches
 
 
-# Two engines: the sender has smaller blocks and another layout, so that received ones are permuted.
+# Two engines. The sender has smaller blocks and another layout, so received blocks are permuted.
 _TOKENS = 40
 
 
 class Side:
-    """A storage, its description, and where 40 tokens lie."""
+    """A storage, its description, and the locations of 40 tokens."""
 
     def __init__(self, name: str, block_size: int, layout: str, device: str) -> None:
         shape = {"num_kv_heads": 2, "head_size": 8, "num_layers": 2, "dtype": "float32"}
@@ -574,14 +584,15 @@ def _(device: str) -> object:
 @case("Transport", "Transfer", "make_transport")
 def _(device: str) -> object:
     found = _fetched("gloo", device, digest=True)
-    if importlib.util.find_spec("nixl") is not None:  # never directly from such a device's memory
+    # NIXL never reads this device's memory directly.
+    if importlib.util.find_spec("nixl") is not None:
         found += [_fetched("nixl", device, direct_bytes=0)]
     return found
 
 
 @case("Transport.register")
 def _(device: str) -> object:
-    """Page 2 moves between pools whose layers are allocations of their own."""
+    """Page 2 moves between pools with separately allocated layers."""
     caches = engines_caches(device)
     copies = [torch.zeros_like(each) for each in caches]
     sides = [Pages.over(each, 1) for each in (caches, copies)]
@@ -599,7 +610,7 @@ def _(device: str) -> object:
 
 @case("CacheRank", "Connector", "layouts_of_plan")
 def _(device: str) -> object:
-    """A request is computed in one engine, loaded by another, whose blocks are larger."""
+    """One engine computes a request and another loads it into larger blocks."""
     layers = {
         size: [LayerSpec(f"l{i}", "full_attention", size, 2, 8, dtype="float32") for i in range(2)]
         for size in (16, 32)
@@ -647,7 +658,7 @@ def _slots(manager: object, request: Request, storage: KVStorage, device: str) -
 
 @case("StoreTier", ops_needed=True)
 def _(device: str) -> object:
-    """The second user loads what the first has computed; every token that either reads is checked."""
+    """The second user loads what the first computed. Every token that either reads is checked."""
     verifier, stores.KVVerifier = stores.KVVerifier, partial(stores.KVVerifier, device=device)
     store, found = stores.MemoryStore(), []
     try:
@@ -669,7 +680,7 @@ def _(device: str) -> object:
 
 @case("Engine", "PagedModel", "attach", "Batch", "Context", ops_needed=True)
 def _(device: str) -> object:
-    """Answers are those of the CPU, with prefixes that hit, and sequences that are swapped out."""
+    """Answers equal the CPU's, with prefix hits and swapped-out sequences."""
     found = []
     for name, options in (("llama", {"host_budget": 1 << 20}), ("bamba", {})):
         model = attach(tiny_model(name).to(device), "1MiB", max_model_len=128, **options)

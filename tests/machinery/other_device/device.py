@@ -1,4 +1,4 @@
-"""Builds and registers the device "sealed" (device.cpp), once per process."""
+"""Builds and registers the device "sealed" (device.cpp) once per process."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ _SOURCE = Path(__file__).with_name("device.cpp")
 
 @functools.cache
 def native() -> ModuleType:
-    """The extension; `torch.device("sealed")` is known from then on. The first build takes a minute."""
+    """Load the extension, which registers `torch.device("sealed")`.
+
+    The first build takes a minute.
+    """
     from torch.utils import cpp_extension
 
     folder = REPO / "build" / "other_device"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "held").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        (folder / "lock").unlink(
-            missing_ok=True
-        )  # torch's, which a build that was killed leaves behind
+        (folder / "lock").unlink(missing_ok=True)  # torch's lock, left over by a killed build
         extension = cpp_extension.load(
             "kvcache_sealed_device",
             [str(_SOURCE)],

@@ -1,4 +1,6 @@
-"""Runs the cases on the device "sealed" and on the CPU, in a process that a wrong one may kill."""
+"""Runs the cases on the device "sealed" and on the CPU, in a subprocess that a failing case may
+kill.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ _LIMIT_S = 900
 
 @dataclass(frozen=True)
 class Row:
-    """What became of a public name: "works", "refuses", or what is wrong."""
+    """The result for a public name: "works", "refuses", or a description of the fault."""
 
     name: str
     outcome: str
@@ -29,7 +31,10 @@ class Row:
 
 
 def table(names: Sequence[str] = ()) -> list[Row]:
-    """Runs the cases of these names, or all. Where one kills the process, others go on in a new one."""
+    """Run the named cases, or all.
+
+    If a case kills the process, a new process runs the remaining cases.
+    """
     rows: list[Row] = []
     command = [
         sys.executable,
@@ -58,14 +63,14 @@ def table(names: Sequence[str] = ()) -> list[Row]:
 
 
 def all_names() -> list[str]:
-    """The names of all cases. In this process the cases are only read."""
+    """Return the names of all cases. This process does not run them."""
     from tests.machinery.other_device.cases import CASES
 
     return list(CASES)
 
 
 def child(names: Sequence[str]) -> None:
-    """Prints a row as JSON for each of these names."""
+    """Run the named cases and print each row as JSON."""
     from tests.machinery.other_device.cases import CASES
     from tests.machinery.other_device.device import NAME, native
 
@@ -109,7 +114,10 @@ def _tried(case: object, device: str) -> tuple[str, str]:
 
 
 def differing(mine: object, other: object, torch: object, at: str = "result") -> str | None:
-    """Where two results differ; tensors by their bytes, wherever they lie. None: nowhere."""
+    """Describe where two results differ, or return None.
+
+    Tensors are compared bytewise on any device.
+    """
     if isinstance(mine, torch.Tensor):
         if not isinstance(other, torch.Tensor) or mine.dtype != other.dtype:
             return f"{at} is {other!r}: expected {mine!r}"

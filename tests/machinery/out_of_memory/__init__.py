@@ -1,4 +1,6 @@
-"""Every public call with an allocation that fails: does it change nothing, or is its object broken?
+"""Fails each allocation of every public call.
 
-`python -m tests.machinery.out_of_memory [name]` tries all cases, or those whose names begin so.
+The call must change nothing, or its object must report that it is broken.
+
+`python -m tests.machinery.out_of_memory [name]` runs all cases, or those whose names start with `name`.
 """

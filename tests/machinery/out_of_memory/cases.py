@@ -1,4 +1,4 @@
-"""All cases by family; a family runs in a process of its own."""
+"""All cases by family. Each family runs in its own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every call of `KVCacheManager`, of managers with other groups, policies and a host tier."""
+"""Every call of `KVCacheManager`, for managers with different groups and policies and with a host
+tier.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ NAMES = "abcdefghi"
 
 
 class Managed:
-    """A manager in the midst of its work, and its requests by name.
+    """A manager with two steps in flight, and its requests by name.
 
-    `step` has admitted a to d, all of which have grown; e and f have left the cache blocks. New: g, h
-    (begins like a), i. Two steps are in flight.
+    Requests a to d were admitted by `step` and have grown. Requests e and f were freed and left
+    cached blocks. Requests g, h (starts like a) and i are new.
     """
 
     def __init__(self, groups: list[GroupSpec], **options: object) -> None:
@@ -54,7 +56,8 @@ class Managed:
             m.step(swap_out=self.rows("d"))
         else:
             m.step(self.rows("d"), [1], token_ids=[9])
-        for name in "ghi":  # what a request keeps for a manager is not the question
+        # Hash the requests now, so that hashing does not allocate during the call under test.
+        for name in "ghi":
             m.cache.find_prefix(r[name])
 
     def rows(self, names: str) -> list[int]:
@@ -108,7 +111,7 @@ class Managed:
         for name in "aefghi":
             yield lambda r=self.requests[name]: m.cache.cached_tokens(r)
             yield lambda r=self.requests[name]: m.cache.find_prefix(r)
-        yield m.step  # rows that are cleared or sent anew
+        yield m.step  # reports rows to clear or resend
         yield lambda: m.abort(3)
         yield lambda: m.step(self.rows("abcd"), [3, 2, 1, 4])
         yield lambda: m.step(new=self.of("g", "h"))
@@ -119,7 +122,7 @@ class Managed:
         yield m.step
         yield lambda: m.report(StepReport(7, True))
         yield lambda: check_invariants(m)
-        # The order of eviction.
+        # Evict blocks to reveal the eviction order.
         for i in range(4):
             yield lambda i=i: m.step(new=[Request(f"x{i}", range(5000 + 40 * i, 5037 + 40 * i))])
         yield lambda: m.cache.stats
@@ -128,7 +131,7 @@ class Managed:
 
 
 def _calls(groups: list[GroupSpec], has_host: bool) -> dict[str, Callable[[Managed], object]]:
-    """Each call that changes something, and some that should not."""
+    """Return every call that changes state, and some that should not."""
     calls: dict[str, Callable[[Managed], object]] = {
         "step, rows": lambda s: s.manager.step(
             s.rows("abc"), [9, 5, 1], token_ids=[1, 2, 3, 4], num_token_ids=[2, 1, 1]
@@ -206,7 +209,7 @@ def _calls(groups: list[GroupSpec], has_host: bool) -> dict[str, Callable[[Manag
     return calls
 
 
-# Of a manager with pages of states for drafts.
+# Calls of managers with state pages for drafts.
 _DRAFT_CALLS: dict[str, Callable[[Managed], object]] = {
     "step, drafts": lambda s: _draft(s),
     "step, more drafts": lambda s: s.manager.step(
@@ -231,7 +234,7 @@ def _child(s: Managed) -> Request:
 
 
 def _receive(s: Managed) -> object:
-    """Two calls: where the second fails, the first has been carried out, as in the twin's."""
+    """Make two calls. If the second fails, the first has taken effect, as in the untouched twin."""
     if s.manager._requests.find(s.requests["g"]) < 0:
         s.manager.admit(Admit(s.requests["g"], external=External(16, delayed=True)), ())
     return s.manager.finish_receiving(s.requests["g"], 9)
@@ -274,7 +277,7 @@ def _cases(name: str, groups: list[GroupSpec], **options: object) -> list[Case]:
 
 
 def manager_families() -> dict[str, Callable[[], list[Case]]]:
-    """By name, what makes the cases of managers of one kind."""
+    """Return, by name, functions that make the cases of one kind of manager."""
     return {
         "manager of one group": lambda: _cases("one group", [FULL]),
         "manager with a host": lambda: _cases(

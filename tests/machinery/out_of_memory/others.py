@@ -1,4 +1,4 @@
-"""What is made anew, requests whose hashes are given, the ops, and transfers between engines."""
+"""Constructors, requests with given hashes, ops, and transfers between engines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _GROUPS = {
 }
 
 
-# --- what is made anew ----------------------------------------------------------------------------
+# --- constructors ---------------------------------------------------------------------------------
 
 
 def _manager(groups: list[GroupSpec], **options: object) -> object:
@@ -103,15 +103,15 @@ _MADE: dict[str, Callable[[], object]] = {
     "BlockSpaceManager": _sequence_manager,
     "Request": lambda: Request("a", range(50)).token_ids,
 }
-# Of torch tensors.
+# Constructors that allocate torch tensors.
 _MADE_OF_TENSORS = {"tables": _tables, "build": _cache, "host pages": _host_pages}
 
 
-# --- hashes that the engine gives -----------------------------------------------------------------
+# --- hashes given by the engine -------------------------------------------------------------------
 
 
 class Given:
-    """A manager and a request whose hashes the engine gives."""
+    """A manager and a request with block hashes given by the engine."""
 
     def __init__(self) -> None:
         self.manager = KVCacheManager(4, 30, 64, num_preallocate_tokens=0)
@@ -122,7 +122,7 @@ class Given:
     def append(self) -> object:
         while len(self.hashes) < 40:
             self.hashes.append(bytes([len(self.hashes)]) * 32)
-        missing = 160 - self.request.num_tokens  # none, where the call comes again
+        missing = 160 - self.request.num_tokens  # 0 if the call is repeated
         self.request.append_tokens([7] * missing)
         return self.request.num_tokens
 
@@ -205,7 +205,9 @@ _HND = ("kv", "block", "head", "token", "element")
 
 
 def _permuted(moved: Moved) -> object:
-    """Of a storage of its own: blocks of two tokens came into blocks of four, head by head."""
+    """Permute received pages of a separate storage: blocks of two tokens in HND into blocks of
+    four.
+    """
     local = dataclasses.replace(_description(1), memory_order=_HND)
     remote = dataclasses.replace(_description(1, 2), memory_order=_HND)
     storage = KVStorage(8, 4, 2, 4, dtype=torch.float32, layout="HND")
@@ -229,7 +231,7 @@ def _moved_trial(call: Callable[[Moved], object]) -> Trial:
 
 
 def other_families() -> dict[str, Callable[[], list[Case]]]:
-    """By name, what makes the cases."""
+    """Return, by name, functions that make the cases."""
     return {
         "what is made anew": lambda: [
             Case(

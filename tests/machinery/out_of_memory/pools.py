@@ -15,7 +15,7 @@ def _hashes(first: int, n: int) -> np.ndarray:
 
 
 class Pooled:
-    """A pool with held, free cached and pinned blocks."""
+    """A pool with held, cached free, and pinned blocks."""
 
     def __init__(self, eviction: str) -> None:
         self.pool = pool = BlockPool(30, eviction=eviction)
@@ -37,7 +37,7 @@ class Pooled:
         yield lambda: [pool.is_pinned(i) for i in range(1, 30)]
         for group in (0, 3):
             yield lambda g=group: pool.lookup(_hashes(0, 60), g, prefix=False)
-        for _ in range(20):  # the order of eviction
+        for _ in range(20):  # reveals the eviction order
             yield lambda: pool.allocate(1)
         yield lambda: pool.ref_counts(every)
         yield pool.check_invariants
@@ -85,7 +85,7 @@ def _trial(eviction: str, call: Callable[[Pooled], object]) -> Trial:
 
 
 def pool_cases() -> list[Case]:
-    """Of each policy; and of hashing, which has no object."""
+    """Return the cases of each policy, and of hashing, which has no object."""
     cases = [
         Case(f"BlockPool, {policy}: {name}", lambda p=policy, call=call: _trial(p, call))
         for policy in eviction_names()

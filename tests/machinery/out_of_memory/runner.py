@@ -1,4 +1,4 @@
-"""Runs cases, each allocation of each call failing in turn, in processes that may die."""
+"""Runs cases in processes that may die. Fails each allocation of each call in turn."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvcache.native import build
 from tests.machinery.out_of_memory.trial import BROKEN, Case, Trial, answer, plain
 from tests.machinery.shared import REPO
 
-MOST_SECONDS = 10  # of one trial; a broken list may be an endless one
+MOST_SECONDS = 10  # limit per trial, since a corrupted list may loop forever
 
-# What may follow on an allocation that failed.
+# Possible results of a failed allocation.
 UNCHANGED, BROKEN_SAID = "unchanged", "broken and says so"
 CHANGED, BROKEN_SILENT = "changed", "broken without a word"
 WRONG_ERROR, DIED = "another error than MemoryError", "died"
@@ -26,7 +26,7 @@ IS_WRONG = (CHANGED, BROKEN_SILENT, WRONG_ERROR, DIED)
 
 
 def library() -> Path:
-    """The `operator new` that fails, built once."""
+    """Build the library with the failing `operator new` once. Return its path."""
     source = Path(__file__).with_name("failing_new.cpp")
     out = REPO / "build" / "out_of_memory" / "libfailing_new.so"
     if not out.exists() or out.stat().st_mtime < source.stat().st_mtime:
@@ -46,7 +46,7 @@ def _new() -> ctypes.CDLL:
 
 
 def _failing(trial: Trial, n: int, spares_torch: bool) -> BaseException | None:
-    """What the call raises whose n-th allocation fails."""
+    """Make the call with its n-th allocation failing. Return the exception it raised, or None."""
     raised = None
     _new().fail_new_at(n, spares_torch)
     try:
@@ -74,7 +74,7 @@ def _say_broken(trial: Trial) -> list[bool]:
 
 
 def _states(case: Case) -> list[list[object]]:
-    """Of an untouched twin: its state, and its state after the call."""
+    """Return the state of an untouched twin, and the answer and state of a twin after the call."""
     untouched, called = case.make(), case.make()
     answered = plain(called.call())
     return [
@@ -84,7 +84,10 @@ def _states(case: Case) -> list[list[object]]:
 
 
 def try_allocation(case: Case, n: int, states: list[list[object]]) -> tuple[str, str] | None:
-    """What follows on the failure of the n-th allocation, with details; None where there are fewer."""
+    """Fail the n-th allocation.
+
+    Return the result with details, or None if the call has fewer allocations.
+    """
     for repeats, expected in zip((False, True), states):
         trial = case.make()
         raised = _failing(trial, n, case.spares_torch)
@@ -108,12 +111,13 @@ def try_allocation(case: Case, n: int, states: list[list[object]]) -> tuple[str,
 
 
 def run_cases(cases: list[Case], first: int, first_n: int) -> None:
-    """Prints a line per allocation: case, n, result."""
+    """Run the cases and print a line per allocation: case, n, result."""
     for at, case in enumerate(cases[first:], first):
         states = _states(case)
         n = first_n if at == first else 1
         while True:
-            print(json.dumps([at, n]), flush=True)  # where it dies, this was the last
+            # If the process dies, the last such line names the allocation.
+            print(json.dumps([at, n]), flush=True)
             faulthandler.dump_traceback_later(MOST_SECONDS, exit=True)
             result = try_allocation(case, n, states)
             faulthandler.cancel_dump_traceback_later()
@@ -124,7 +128,10 @@ def run_cases(cases: list[Case], first: int, first_n: int) -> None:
 
 
 def survey(family: str, cases: list[Case], timeout_s: float) -> dict[str, collections.Counter]:
-    """Per case how often what followed; examples of what is wrong are printed."""
+    """Run all cases of a family.
+
+    Return counts of the results per case, and print examples of faults.
+    """
     counts = {case.name: collections.Counter() for case in cases}
     environment = {**os.environ, "LD_PRELOAD": str(library()), "PYTHONPATH": str(REPO)}
     first, first_n = 0, 1

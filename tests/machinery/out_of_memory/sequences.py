@@ -10,7 +10,9 @@ from tests.machinery.sequence_driver import Group, Seq, Status
 
 
 class Spaced:
-    """A manager with running groups a, b (of two sequences) and c, swapped s, and a new one n."""
+    """A manager with running groups a, b (of two sequences) and c, a swapped-out group s, and a new
+    group n.
+    """
 
     def __init__(self, window: int | None, caching: bool) -> None:
         self.manager = m = BlockSpaceManager(
@@ -64,7 +66,7 @@ class Spaced:
         for seq in every:
             yield lambda seq=seq: m.free(seq)
         big = Seq(99, [*range(9000, 9150)])
-        yield lambda: m.allocate(Group("big", [big]))  # the order of eviction
+        yield lambda: m.allocate(Group("big", [big]))  # reveals the eviction order
         yield lambda: [*m.get_block_table(big)]
         yield lambda: [(type(e).__name__, e) for e in m.drain_events()]
         yield m.check_invariants
@@ -125,7 +127,7 @@ def _trial(window: int | None, caching: bool, call: Callable[[Spaced], object]) 
 
 
 def sequence_cases() -> list[Case]:
-    """With a window and without, with caching and without."""
+    """Return the cases with and without a window, and with and without caching."""
     return [
         Case(
             f"BlockSpaceManager, window={window}, caching={caching}: {name}",

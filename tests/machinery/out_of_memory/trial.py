@@ -1,4 +1,4 @@
-"""What is tried: a call on an object, and what the object says of itself after it."""
+"""A trial: a call on an object, and the queries that show the object's state afterwards."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ BROKEN = "is broken: memory ran out within"
 
 @dataclasses.dataclass
 class Trial:
-    """A fresh object and the call that is to fail."""
+    """A fresh object and the call that must fail."""
 
     call: Callable[[], object]
-    # Calls that show all of its state; they change it. The answers, in any form.
+    # Queries that show the complete state, and change it. Their answers may have any type.
     state: Callable[[], Iterator[object]]
-    # Calls that a broken object refuses; the first of them changes nothing of a sound one.
+    # Calls that a broken object rejects. The first one must not change an intact object.
     refusals: list[Callable[[], object]]
-    free: Callable[[], object] = lambda: None  # what a broken object still does
+    free: Callable[[], object] = lambda: None  # must still work on a broken object
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     name: str
     make: Callable[[], Trial]
-    spares_torch: bool = False  # allocations of torch itself do not fail
+    spares_torch: bool = False  # torch's own allocations do not fail
 
 
 def plain(value: object) -> object:
-    """The same in lists, tuples and numbers, to be compared."""
+    """Convert a value to comparable lists, tuples and numbers."""
     if isinstance(value, BaseException):
         return type(value).__name__, str(value)
     if isinstance(value, np.ndarray | torch.Tensor):
@@ -53,7 +53,7 @@ def plain(value: object) -> object:
 
 
 def answer(call: Callable[[], object]) -> object:
-    """What the call answers, or raises."""
+    """Make the call. Return its answer or the exception that it raised."""
     try:
         return plain(call())
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Every call of block tables, `Worker` and `SwapEngine`, and transfer plans."""
+"""Every call of block tables, `Worker`, `SwapEngine` and transfer plans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _ids(*values: int) -> np.ndarray:
 
 
 def _plan(step_id: int, **moves: object) -> StepPlan:
-    """Appends to rows 1 and 2 of both groups, and clears row 3."""
+    """Return a plan that appends to rows 1 and 2 of both groups and clears row 3."""
     return StepPlan(
         step_id=step_id,
         rows=_ids(1, 2),
@@ -38,7 +38,9 @@ def _plan(step_id: int, **moves: object) -> StepPlan:
 
 
 class Tabled:
-    """Tables with three rows, their slots computed, over pages that differ, with a host."""
+    """Tables with three rows and computed slots, over pages with different contents, and a host
+    tier.
+    """
 
     def __init__(self) -> None:
         self.tables = BlockTables.for_groups(
@@ -75,9 +77,7 @@ class Tabled:
             yield table.get_device_tensor
 
     def refusals(self) -> list[Callable[[], object]]:
-        plan = _plan(
-            self.worker.last_step_id
-        )  # refused as one that came before, unless it is broken
+        plan = _plan(self.worker.last_step_id)  # an intact worker rejects this old plan
         return [lambda: self.worker.apply(plan), lambda: self.worker.start(plan)]
 
 
@@ -111,7 +111,7 @@ def _trial(call: Callable[[Tabled], object]) -> Trial:
 
 
 class Swapping:
-    """An engine; a job that failed says so, and its pages are invalid."""
+    """A swap engine. If a job failed, it reports so and the pages are invalid."""
 
     def __init__(self) -> None:
         first = KVStorage(num_blocks=20, block_size=4, num_kv_heads=2, head_size=2)
@@ -126,7 +126,7 @@ class Swapping:
             if not job.poll():
                 raise RuntimeError("a job on the CPU is not done")
             if isinstance(job.error, SwapError):
-                raise MemoryError  # said by the job
+                raise MemoryError  # raised by the job
 
     def state(self) -> Iterator[Callable[[], object]]:
         yield self.swap
@@ -140,6 +140,6 @@ def _swap_trial() -> Trial:
 
 
 def worker_cases() -> list[Case]:
-    """On the CPU: a GPU's memory is not what `operator new` gives."""
+    """Return the cases, which run on the CPU because `operator new` does not allocate GPU memory."""
     cases = [Case(f"tables: {name}", functools.partial(_trial, c)) for name, c in _CALLS.items()]
     return [*cases, Case("SwapEngine", _swap_trial)]

@@ -1,4 +1,4 @@
-"""A caller's file without a mistake: `mypy --strict` says nothing of it."""
+"""A correct caller's file, for which `mypy --strict` must report nothing."""
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from kvcache.transfer import CacheDescription, plan_transfer
 
 
 class Seq:
-    """A sequence of an engine."""
+    """An engine's sequence."""
 
     def __init__(self, seq_id: int, tokens: list[int]) -> None:
         self.seq_id, self.tokens, self.status = seq_id, tokens, "WAITING"

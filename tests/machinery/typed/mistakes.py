@@ -1,5 +1,5 @@
 # ruff: noqa: I001, B018, F401
-"""A caller's mistakes, each named at the end of its line as `mypy --strict` does."""
+"""A caller's mistakes. Each line ends with the error code that `mypy --strict` reports."""
 
 import torch
 

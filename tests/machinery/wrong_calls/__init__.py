@@ -1,1 +1,1 @@
-"""Random wrong and hostile arguments to public calls: `python -m tests.machinery.wrong_calls`."""
+"""Public calls with random invalid and hostile arguments: `python -m tests.machinery.wrong_calls`."""

@@ -10,7 +10,7 @@ import time
 
 from tests.machinery.wrong_calls import driver, surface
 
-CHUNK = 4_000  # calls between two looks at the clock
+CHUNK = 4_000  # number of calls between two checks of the time limit
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
-"""Draws calls, makes one argument or two of each wrong, and looks at what came of it.
+"""Draws calls, makes one or two arguments of each invalid, and checks the results.
 
-Calls run in a child process, in which memory is limited. A child that dies, or hangs, is a finding, and
-the next one goes on behind the call that it died of. Every call is told by its number and the seed.
+Calls run in a child process with limited memory. A child that dies or hangs is a finding, and the
+next child continues after the call that ended it. The seed and a number identify each call.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from tests.machinery.forked import context
 from tests.machinery.wrong_calls.messages import is_clear
 
 SLOW_S = 2.0
-HANG_S, BUSY_S = 60.0, 5.0  # for a call, and of the processor's time
-MEMORY = 8 << 30  # more than the process has, of address space
-BATCH = 40  # calls on one scene, then what was refused is compared with a twin
-MOST_UNCLEAR = 0.01  # of the refused calls
+HANG_S, BUSY_S = 60.0, 5.0  # limits per call in wall time and CPU time
+MEMORY = 8 << 30  # bytes of address space beyond what the process already uses
+BATCH = 40  # calls on one scene; its state is then compared with a twin's
+MOST_UNCLEAR = 0.01  # fraction of rejected calls
 BAD = {
     "crash": "crashes",
     "hang": "hangs",
@@ -46,24 +46,25 @@ BAD = {
     "leak": "leaks of files or threads",
     "closed": "closed standard streams",
 }
-_JOURNAL = 900  # the file to which a child writes what it finds; no argument is this number
-_ERRORS = ".stderr"  # of a child, in its folder
+_JOURNAL = 900  # file descriptor for a child's findings; no argument uses this number
+_ERRORS = ".stderr"  # file in a child's folder
 _OWN_FAULT = 99  # exit code of a worker for an error of the fuzzer itself
-_ROUNDS = 3  # of a batch that left something open
-_MOST_DEATHS = 2  # of a scene in a child, then its batches are skipped
+_ROUNDS = 3  # repetitions of a batch that may leak
+_MOST_DEATHS = 2  # per scene in a child; further batches of the scene are skipped
 
 
 @dataclass
 class Counts:
-    """What came of the calls, by kind, and the calls behind the bad kinds."""
+    """Counts of results by kind, and the calls with bad results."""
 
     calls: int = 0
     kinds: collections.Counter = field(default_factory=collections.Counter)
     by_name: collections.Counter = field(default_factory=collections.Counter)  # (name, kind)
     unclear: collections.Counter = field(default_factory=collections.Counter)
     findings: list[dict] = field(default_factory=list)
-    seen: collections.Counter = field(default_factory=collections.Counter)  # findings, with repeats
-    seconds: collections.Counter = field(default_factory=collections.Counter)  # by scene
+    # Findings, including repeated ones.
+    seen: collections.Counter = field(default_factory=collections.Counter)
+    seconds: collections.Counter = field(default_factory=collections.Counter)  # per scene
     examples: dict[str, str] = field(default_factory=dict)
 
     def add(self, event: dict) -> None:
@@ -92,9 +93,9 @@ class Counts:
 def run(
     seed: int, first: int, count: int, scenes: list[str] | None = None, counts: Counts | None = None
 ) -> Counts:
-    """Calls `first` to `first + count - 1` of a seed, in a process of their own."""
+    """Run calls `first` to `first + count - 1` of a seed in a separate process."""
     counts = Counts() if counts is None else counts
-    folder = tempfile.mkdtemp()  # what a call writes to a file of a wrong name goes here
+    folder = tempfile.mkdtemp()  # for files with invalid names that a call writes
     errors = Path(folder) / _ERRORS
     events, theirs = context.Pipe(duplex=False)
     arguments = theirs, folder, dict(os.environ), seed, first, count, scenes
@@ -113,11 +114,11 @@ def run(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# --- in the child
+# in the child
 
 
 def _begin(events: Connection, folder: str, environment: dict[str, str], *arguments: Any) -> None:
-    """In a forked process: what it finds goes to the pipe, its stderr to a file in the folder."""
+    """Start a forked child. Its findings go to the pipe, and its stderr to a file in the folder."""
     os.environ.update(environment)
     os.chdir(folder)
     with open(_ERRORS, "a") as file:
@@ -128,7 +129,9 @@ def _begin(events: Connection, folder: str, environment: dict[str, str], *argume
 
 
 class _Note:
-    """The call that a worker has begun last, in memory that its parent reads when it has died."""
+    """The last call that a worker began, in shared memory that the parent can read if the worker
+    dies.
+    """
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 4096)
@@ -142,7 +145,7 @@ class _Note:
 
 
 class _Child:
-    """Makes calls and writes what it finds, one JSON object a line."""
+    """Makes calls and writes findings, one JSON object per line."""
 
     def __init__(self, seed: int, note: _Note) -> None:
         self.seed, self.note = seed, note
@@ -164,8 +167,11 @@ class _Child:
         self._journal.write(f"{json.dumps(event)}\n")
 
     def batch(self, numbers: list[int], name: str, make: Callable, wanted: object) -> None:
-        """Calls on one scene. `wanted`: (what an untouched twin answers,), or None for a scene that
-        has a state."""
+        """Run a batch of calls on one scene.
+
+        `wanted`: (the answer of an untouched twin,), or None if the scene's state is compared
+        instead.
+        """
         started = time.process_time()
         if wanted is None:
             self._walked(numbers, name, make)
@@ -177,7 +183,9 @@ class _Child:
         self.counts.clear()
 
     def _twins(self, numbers: list[int], name: str, make: Callable, wanted: object) -> None:
-        """Of a scene that is made anew whenever a call succeeds, and compared at the end."""
+        """Run a batch on a scene that is replaced after each accepted call, and compared with a
+        twin at the end.
+        """
         scene, refused, is_changed = make(), [], False
         for at in numbers:
             call = _Call(self.seed, at, name, scene)
@@ -190,7 +198,7 @@ class _Child:
             self._compare(make, scene, wanted, refused)
 
     def _walked(self, numbers: list[int], name: str, make: Callable) -> None:
-        """Of a scene that has a state, which is compared after each call."""
+        """Run a batch on a scene with a state, which is compared after each call."""
         scene, last = make(), None
         before = scene.state()
         for at in numbers:
@@ -208,7 +216,9 @@ class _Child:
         self._check_leaks(last, numbers, make)
 
     def _check_changed(self, call: _Call, make: Callable) -> None:
-        """Whether it changes a scene of its own, too: other threads may have changed this one."""
+        """Check whether the call also changes a new scene, since other threads may have changed
+        this one.
+        """
         from tests.machinery.wrong_calls.state import difference
 
         scene = make()
@@ -226,7 +236,10 @@ class _Child:
             scene.close()
 
     def _check_leaks(self, call: _Call, numbers: list[int], make: Callable) -> None:
-        """Whether files or threads are left, again and again: what is made once stays."""
+        """Check whether repeated calls keep leaving files or threads behind.
+
+        Objects created once do not count.
+        """
         first = self._held
         for _ in range(_ROUNDS):
             if not self._has_grown():
@@ -241,7 +254,10 @@ class _Child:
             self.tell({**call.event("leak"), "text": text})
 
     def _has_grown(self) -> bool:
-        """Whether more is held than the last time; what is closed elsewhere gets a second."""
+        """Whether there are more open files or threads than before.
+
+        Waits a second for delayed closing.
+        """
         for _ in range(50):
             now = _held()
             if all(is_now <= before for is_now, before in zip(now, self._held)):
@@ -252,14 +268,14 @@ class _Child:
         return True
 
     def _made(self, call: _Call, make: Callable) -> str:
-        """Makes a call; the kind of what came of it."""
+        """Make a call. Return the kind of result."""
         from tests.machinery.wrong_calls.values import OwnError
 
         self.note.write(call.at, call.scene, call.name, call.shown)
         faulthandler.dump_traceback_later(HANG_S, exit=True)
         signal.setitimer(signal.ITIMER_VIRTUAL, BUSY_S)
         call.make()
-        if call.took > SLOW_S:  # also where nothing else delays it?
+        if call.took > SLOW_S:  # repeat the call, since another process may have delayed it
             again = _Call(call.seed, call.at, call.scene, make())
             again.make()
             if again.took > SLOW_S:
@@ -293,7 +309,7 @@ class _Child:
         problem = _difference(scene, wanted)
         if problem is None:
             return
-        for each in refused:  # which of them was it?
+        for each in refused:  # find the call that caused the change
             found = _difference(_after(make, [each]), wanted)
             if found is not None:
                 self.tell({**each.event("changed"), "text": f"{each.text} THEN {found}"[:600]})
@@ -304,12 +320,12 @@ class _Child:
 
 
 def _held() -> tuple[int, int]:
-    """Open files, and threads."""
+    """Return the number of open files and of threads."""
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
 def child(seed: int, first: int, count: int, names: list[str] | None) -> None:
-    """Makes the calls and writes what it finds."""
+    """Make the calls and write the findings."""
     warnings.simplefilter("ignore")
     import torch
 
@@ -318,7 +334,8 @@ def child(seed: int, first: int, count: int, names: list[str] | None) -> None:
     from tests.machinery.wrong_calls.walked import walked
 
     torch.set_num_threads(1)
-    for make in TENSORS:  # torch imports much when it first has some of them, or shows them
+    # `torch` imports many modules the first time such a tensor is created or printed.
+    for make in TENSORS:
         value = make()
         if value.numel() < 100:
             repr(value)
@@ -331,7 +348,7 @@ def child(seed: int, first: int, count: int, names: list[str] | None) -> None:
     _limit_memory()
     os.dup2(1, _JOURNAL)
     note, at, end = _Note(), first, first + count
-    deaths: collections.Counter = collections.Counter()  # by scene
+    deaths: collections.Counter = collections.Counter()  # per scene
     while at < end:
         note.write(at, "", "", "")
         worker = os.fork()
@@ -349,7 +366,7 @@ def child(seed: int, first: int, count: int, names: list[str] | None) -> None:
 def _work(
     maker: _Child, first: int, end: int, scenes: dict, wanted: dict, left_out: set[str]
 ) -> NoReturn:
-    """In a worker: makes the calls but those of some scenes, and ends."""
+    """Make the calls in a worker, except for those of some scenes, and exit."""
     faulthandler.enable()
     faulthandler.register(signal.SIGVTALRM, chain=True)
     try:
@@ -368,7 +385,7 @@ def _work(
 
 
 def _report_death(note: _Note, seed: int, code: int) -> tuple[int, str]:
-    """A worker has crashed, or hung; the number and the scene of its last call."""
+    """Report a worker that crashed or hung. Return the number and the scene of its last call."""
     at, scene, name, wrong = note.read()
     path = Path(_ERRORS)
     lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
@@ -387,7 +404,7 @@ def _report_death(note: _Note, seed: int, code: int) -> tuple[int, str]:
 
 
 def _scene_of(rng: random.Random, scenes: dict[str, Callable], deep: list[str]) -> str:
-    """One of those made by hand a quarter of the time, else one of those that were found."""
+    """Choose one of the handmade scenes a quarter of the time, else one of those found by the walk."""
     found = [name for name in scenes if name not in deep]
     return rng.choice(deep if deep and (not found or rng.random() < 0.25) else found)
 
@@ -399,7 +416,7 @@ def _limit_memory() -> None:
 
 
 def _after(make: Callable, calls: list[_Call]) -> object:
-    """A scene after these calls."""
+    """Return a scene after these calls."""
     scene = make()
     for each in calls:
         _Call(each.seed, each.at, each.scene, scene).make()
@@ -418,7 +435,7 @@ def _difference(scene: object, wanted: object) -> str | None:
 
 
 class _Call:
-    """Call `at` of a seed, on a scene; which it is depends on these alone."""
+    """Call `at` of a seed on a scene. Its arguments depend on nothing else."""
 
     def __init__(self, seed: int, at: int, name_of_scene: str, scene: object) -> None:
         from tests.machinery.wrong_calls.values import variant
@@ -439,18 +456,18 @@ class _Call:
     def make(self) -> None:
         from tests.machinery.wrong_calls.walked import finish
 
-        started = time.process_time()  # waits are short, see `_soon`
+        started = time.process_time()  # CPU time; `_soon` keeps waits short
         try:
             finish(self._function(**self._passed))
         except BaseException as raised:
-            # The traceback is not kept: its frames hold on to what they work with.
+            # Drop the traceback, because its frames keep objects alive.
             self.place = _place(raised.__traceback__)
             self.error = raised.with_traceback(None)
         self.took = time.process_time() - started
         self.text = "accepted" if self.error is None else _text_of(self.error)
 
     def event(self, kind: str) -> dict:
-        """For the reader; shows the wrong arguments as they are after the call."""
+        """Return a readable description with the invalid arguments in their state after the call."""
         shown = {each: _shown(self._passed[each]) for each in self.wrong}
         call = {"at": self.at, "seed": self.seed, "scene": self.scene, "name": self.name}
         return {
@@ -463,14 +480,16 @@ class _Call:
 
 
 def _soon(name: str, value: object) -> object:
-    """Replaces a long valid timeout with a short one, so that no call waits for days."""
+    """Replace a long valid timeout by a short one, so that no call waits for days."""
     if "timeout" in name and isinstance(value, Real) and 1 < value < math.inf:
         return 0.01 if isinstance(value, int | float) else type(value)(0.01)
     return value
 
 
 def _place(at: TracebackType) -> str:
-    """Where an error was raised, in the package if it was raised beneath it."""
+    """Return the location where an error was raised, the innermost one in the package if there is
+    one.
+    """
     found = None
     while at is not None:
         frame = at.tb_frame
@@ -482,7 +501,7 @@ def _place(at: TracebackType) -> str:
 
 
 def _pick(rng: random.Random, names: list[str], further: list[str]) -> list[str]:
-    """One argument or two to be wrong; sometimes one that has a default."""
+    """Choose one or two arguments to make invalid, and sometimes an optional argument."""
     is_optional = further and (not names or rng.random() < 0.3)
     wrong = [rng.choice(further if is_optional else names)]
     if rng.random() < 0.15 and names:
@@ -507,7 +526,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def summary(counts: Counts) -> Iterator[str]:
-    """Lines for a reader."""
+    """Return a readable summary as lines."""
     kinds = counts.kinds
     found = ", ".join(f"{len(counts.of(kind))} {text}" for kind, text in BAD.items())
     yield (
@@ -537,5 +556,5 @@ def summary(counts: Counts) -> Iterator[str]:
 
 
 def share_unclear(counts: Counts) -> float:
-    """Of the refused calls."""
+    """Return the fraction of rejected calls with unclear messages."""
     return counts.kinds["unclear"] / max(counts.calls - counts.kinds["accepted"], 1)

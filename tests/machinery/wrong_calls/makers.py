@@ -1,4 +1,4 @@
-"""Live objects for the fuzzer: those that no constructor makes from right arguments alone."""
+"""Live objects for the fuzzer that cannot be made by a constructor with valid arguments alone."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ from tests.machinery.wrong_calls.scenes import Group, Seq
 if TYPE_CHECKING:
     from tests.machinery.wrong_calls.world import World
 
-TOKENS = 18  # of the request, of which all are computed
+TOKENS = 18  # tokens of the request, all of which are computed
 SIZES = {"block_size": 4, "num_kv_heads": 2, "head_size": 8}
 
 
 class Model:
-    """What `Engine` needs: logits that no model has thought of."""
+    """Implements what `Engine` needs, with arbitrary logits."""
 
     vocab_size = 50
 
@@ -65,7 +65,7 @@ class Model:
 
 
 class Tokenizer:
-    """What `TokenizerTexts` needs of transformers' tokenizers."""
+    """Implements what `TokenizerTexts` needs of a transformers tokenizer."""
 
     eos_token_id = 1
 
@@ -113,7 +113,7 @@ def cache(w: World) -> kvcache.KVCache:
 
 
 def steps(w: World) -> SimpleNamespace:
-    """A manager with requests in every state, and the worker that has applied their plans."""
+    """Make a manager with requests in every state, and the worker that has applied their plans."""
     cache = w.get("KVCache")
     manager, tokens = cache.manager, [list(range(100 * i, 100 * i + TOKENS)) for i in range(8)]
     request, slots, old = (Request(name, tokens[i]) for i, name in enumerate(("a", "s", "o")))
@@ -174,7 +174,7 @@ def step_plan(w: World) -> StepPlan:
 
 
 def multi_plan(w: World) -> StepPlan:
-    """For the tables of two groups."""
+    """Return a plan for the tables of two groups."""
     plan = step_plan(w)
     twice = {name: getattr(plan, name) * 2 for name in ("append_splits", "append_ids", "replace")}
     return StepPlan(
@@ -259,7 +259,7 @@ def of_scheduler(name: str) -> Callable[[World], object]:
 
 
 def ended_step(w: World) -> object:
-    """The sequence of a step that is over."""
+    """Complete a step and return its sequence."""
     scheduler = w.get("Scheduler")
     scheduler.complete(w.get("ScheduledStep"))
     return w.get("Sequence")
@@ -277,7 +277,7 @@ def answer(w: World) -> object:
 
 
 def connectors(w: World) -> SimpleNamespace:
-    """A sender with an offer and a receiver."""
+    """Make a sender with an offer, and a receiver."""
     from tests.machinery.disaggregation_engine import Engine
 
     tokens = range(2 * TOKENS)
@@ -329,7 +329,7 @@ def disk(w: World) -> object:
 
 
 def block_store(w: World) -> object:
-    """On disk where NIXL, which moves its bytes, is installed."""
+    """Make a block store: on disk if NIXL, which moves its bytes, is installed."""
     return w.get("DiskStore") if importlib.util.find_spec("nixl") else MemoryStore()
 
 
@@ -430,7 +430,7 @@ def op(name: str, index: int) -> Callable[[World], object]:
 
 
 def next_plan(w: World) -> StepPlan:
-    """Follows the last plan of the cache's manager, and changes nothing."""
+    """Return a plan that follows the last plan of the cache's manager and changes nothing."""
     last, none = w.get("steps").plan.step_id, np.zeros(0, np.int32)
     return StepPlan(
         last + 1, none, none, none, previous_step_id=last, append_rows=none,
@@ -440,14 +440,14 @@ def next_plan(w: World) -> StepPlan:
 
 
 def kept(w: World) -> Request:
-    """A request that was freed, whose blocks are kept."""
+    """Free a request but keep its blocks."""
     manager = w.get("KVCacheManager")
     manager.free(w.get("Request"), keep_blocks=True)
     return w.get("Request")
 
 
 def fp8(w: World) -> KVStorage:
-    """A storage with scales beside its tokens."""
+    """Make a storage that has scales next to its tokens."""
     return KVStorage(8, **SIZES, num_layers=2, dtype=torch.float8_e4m3fn)
 
 
@@ -466,14 +466,14 @@ def state_batch(w: World) -> object:
 
 
 def encoder(w: World) -> Group:
-    """A group with an encoder, which has a cross-attention table."""
+    """Make a group with an encoder and a cross-attention table."""
     group = Group(Seq(22, [1, 2]), request_id="e", encoder=Seq(23, [1] * 5))
     w.get("BlockSpaceManager").allocate(group)
     return group
 
 
 def begun(w: World) -> Request:
-    """A request of the receiver that was admitted with an offer and is to be loaded."""
+    """Admit a request of the receiver with an offer, so that it can be loaded."""
     made = w.get("connectors")
     request = Request("new", range(2 * TOKENS))
     count = made.other.connector.match(request, made.offer)
@@ -483,7 +483,7 @@ def begun(w: World) -> Request:
 
 
 def to_load(w: World) -> Request:
-    """A request that was admitted to be loaded from the store, which has another one's tokens."""
+    """Admit a request to load from the store, which has the same tokens from another request."""
     tier, manager = w.get("StoreTier"), w._made["store manager"]
     manager.report(w._made["stored report"])
     tier.save(w._made["stored report"])
@@ -631,7 +631,7 @@ MAKERS: dict[str, Callable[[World], object]] = {
     "WorkloadRequest": workload,
 }  # fmt: skip
 
-# What methods are called on, where it is not the instance of their class.
+# Objects to call methods on, if not the standard instance of the class.
 ON: dict[str, Callable[[World], object]] = {
     "KVStorage.set_scales": lambda w: fp8(w),
     "GroupTable.state_pages": lambda w: states_table(w),

@@ -1,10 +1,10 @@
-"""Which messages of errors are clear: those that name a wrong argument."""
+"""Decides which error messages are clear, i.e. name an invalid argument."""
 
 from __future__ import annotations
 
 import re
 
-# Words by which errors name what an argument consists of.
+# Words with which errors refer to parts of an argument.
 _WORDS = {
     "request": ("request", "token_ids", "block_hashes", "row"),
     "new": ("request", "new"),
@@ -17,7 +17,7 @@ _WORDS = {
     "report": ("report", "step", "failed_pages", "failed_host_pages", "completed"),
     "step_id": ("step",),
     "after_step": ("step",),
-    "budget": ("num_gpu_blocks",),  # which follow from it
+    "budget": ("num_gpu_blocks",),  # derived from the budget
     "plan": (
         "num_",
         "max_",
@@ -91,8 +91,8 @@ _RIGHT = (TypeError, ValueError, RuntimeError, IndexError, MemoryError)
 
 
 def is_clear(error: BaseException, text: str, wrong: list[str]) -> bool:
-    """Whether an error tells a caller which argument was wrong."""
-    if isinstance(error, OSError):  # of files and sockets: it names the path, or the argument
+    """Whether an error tells the caller which argument is invalid."""
+    if isinstance(error, OSError):  # errors of files and sockets name the path or the argument
         return error.filename is not None or names_one_of(text, wrong)
     if isinstance(error, AttributeError | KeyError | RecursionError | OverflowError):
         return False

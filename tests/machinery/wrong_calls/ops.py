@@ -1,9 +1,11 @@
-"""The ops with wrong arguments: values out of range, other shapes, one memory for several arguments.
+"""The ops with invalid arguments: values out of range, other shapes, and shared memory between
+arguments.
 
     python -m tests.machinery.wrong_calls.ops LIBRARY [--calls N] [--seed N]
 
-LIBRARY: a library of the ops, the CPU's or the emulated kernels, best one with AddressSanitizer
-(`tests.machinery.emulation`). A refused call has changed no tensor; any other stays within its tensors.
+LIBRARY is a library of the CPU ops or of the emulated kernels, preferably built with AddressSanitizer
+(`tests.machinery.emulation`). A rejected call must not change any tensor, and an accepted call must
+stay within its tensors.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ SLOW_S = 2.0
 
 
 class Calls:
-    """Right calls, each with tensors of its own."""
+    """Valid calls, each with new tensors."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.generator = torch.Generator().manual_seed(rng.randrange(2**31))
 
     def draw(self) -> tuple[str, list]:
-        """The name of an op, and its arguments."""
+        """Draw an op and valid arguments. Return its name and the arguments."""
         names = ("slot_mapping", "update_block_tables", "gather_block_tables", "attention_metadata")
         names += ("write_kv", "gather_kv", "copy_blocks", "permute_blocks_")
         name = self.rng.choice(names)
@@ -117,7 +119,7 @@ class Calls:
         pairs = torch.tensor([[0, 3], [1, 4], [-1, 5]], dtype=torch.int32)
         source = self.rng.choice([None, *memory])
         if self.rng.random() < 0.25:
-            pairs[1, 0] = 3  # both read and written: refused if both sides share pages
+            pairs[1, 0] = 3  # both read and written, which is rejected if both sides share pages
         return [source, memory[1], regions, pairs, pages, pages, 0, 0, 0]
 
     def permute_blocks_(self) -> list:
@@ -149,7 +151,7 @@ WRITTEN = {
 
 
 def make_wrong(rng: random.Random, name: str, args: list) -> int:
-    """Changes an argument, in `args`; its place."""
+    """Make an argument in `args` invalid. Return its index."""
     place = rng.randrange(len(args))
     value = args[place]
     if isinstance(value, torch.Tensor) and place not in WRITTEN[name] and rng.random() < 0.3:
@@ -166,7 +168,7 @@ def make_wrong(rng: random.Random, name: str, args: list) -> int:
 
 
 def _alias(rng: random.Random, name: str, args: list, place: int) -> None:
-    """An argument in the memory of one that is written."""
+    """Put an argument into the memory of an argument that the op writes."""
     value, target = args[place], args[rng.choice(WRITTEN[name])]
     if not isinstance(target, torch.Tensor) or value is target:
         return
@@ -184,7 +186,7 @@ def _alias(rng: random.Random, name: str, args: list, place: int) -> None:
 
 def _wrong_tensor(rng: random.Random, tensor: torch.Tensor) -> object:
     change = rng.randrange(12)
-    if tensor.numel() > 10_000:  # made wrong already
+    if tensor.numel() > 10_000:  # already invalid
         return None
     if change <= 3 and tensor.numel() and not tensor.is_floating_point():
         out = tensor.clone(memory_format=torch.contiguous_format)
@@ -212,7 +214,7 @@ def _wrong_tensor(rng: random.Random, tensor: torch.Tensor) -> object:
 
 
 def contents(args: list) -> list[bytes]:
-    """The memory of all tensors, as it is."""
+    """Return the current memory of all tensors."""
     tensors = [x for x in args if isinstance(x, torch.Tensor) and not x.is_sparse]
     memories = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
     views = [torch.empty(0, dtype=torch.uint8).set_(m) for m in memories.values()]

@@ -1,4 +1,4 @@
-"""Right arguments for the fuzzer, by the name of a parameter and by its annotation."""
+"""Valid arguments for the fuzzer, by parameter name and by annotation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.machinery.wrong_calls.scenes import Group, Seq
 if TYPE_CHECKING:
     from tests.machinery.wrong_calls.world import World
 
-# Annotations that are no class.
+# Annotations that are not classes.
 PLAIN: dict[str, Callable[[], object]] = {
     "int": lambda: 1,
     "float": lambda: 1.0,
@@ -46,7 +46,7 @@ PLAIN: dict[str, Callable[[], object]] = {
 _MULTI = "BlockTables"
 
 
-# Optional arguments that right calls need, where one of several must be given.
+# Optional arguments that a valid call needs because one of several must be given.
 WITH = {
     "EventPublisher": ("endpoint",),
     "Replayer": ("block_size",),
@@ -70,7 +70,7 @@ def _caches(w: World) -> dict[str, torch.Tensor]:
     return {"l": torch.zeros(2, 5, 4, 2, 8)}
 
 
-# By "Class.method.parameter" or "function.parameter", else by the parameter's name.
+# Keys: "Class.method.parameter" or "function.parameter", or else the parameter's name.
 RIGHT: dict[str, Callable[[World], object]] = {
     "block_size": lambda w: 4,
     "num_kv_heads": lambda w: 2,
@@ -496,7 +496,8 @@ RIGHT: dict[str, Callable[[World], object]] = {
     },
 }  # fmt: skip
 
-# The inherited calls of the engines' names take what the calls of the classes below take.
+# Inherited calls of the classes with engine names take the same arguments as those of their base
+# classes.
 for _below, _engine in (("GroupTable", "BlockTable"), ("BlockTables", "MultiGroupBlockTable")):
     for _table in (WITH, RIGHT):
         _table |= {

@@ -1,7 +1,8 @@
-"""Objects in a known state, the calls that they take with right arguments, and what they do afterwards.
+"""Objects in a known state, valid calls for them, and their subsequent behavior.
 
-A scene has `calls()`: (name, function, right arguments by name), made anew for each call, and
-`follow()`: what the objects answer from here on, in plain values, compared with an untouched twin.
+A scene has `calls()`, which yields (name, function, valid arguments by name) with new arguments for
+each call. It also has `follow()`, which returns the further answers of the objects as plain values,
+to be compared with an untouched twin's.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ Call = tuple[str, Callable, dict[str, object]]
 
 
 def plain(value: object) -> object:
-    """Equal for equal content, and comparable: arrays and tensors as lists."""
+    """Convert a value to plain, comparable values that are equal for equal content."""
     if isinstance(value, torch.Tensor):
         value = value.detach().contiguous().view(-1).view(torch.uint8).numpy()
     if isinstance(value, np.ndarray):
@@ -64,9 +65,9 @@ def plain(value: object) -> object:
 
 
 class Scene:
-    """What scenes have in common."""
+    """Base class of scenes."""
 
-    is_constant = False  # no call changes anything
+    is_constant = False  # no call changes the scene
 
     def calls(self) -> Iterator[Call]:
         raise NotImplementedError
@@ -75,29 +76,33 @@ class Scene:
         return None
 
     def draw(self, rng: random.Random) -> tuple[str, Callable, dict[str, object], list[str]]:
-        """A call: name, function, right arguments, and the names of what may be wrong besides."""
+        """Draw a call.
+
+        Return its name, function, valid arguments, and the optional parameters that may be made
+        invalid.
+        """
         name, function, arguments = rng.choice([*self.calls()])
         further = [each for each in parameter_names(function) if each not in arguments]
         return name, function, arguments, further
 
     def right_value(self, name: str, rng: random.Random) -> object:
-        """Of an optional argument; None: not known."""
+        """Return a valid value for an optional argument, or None if none is known."""
         return None
 
     def others(self) -> list[object]:
-        """Valid objects, to be passed in wrong places."""
+        """Return valid objects to pass as the wrong argument."""
         return []
 
     def close(self) -> None:
-        """Ends what the scene holds."""
+        """Release the scene's resources."""
 
 
-_SKIPPED = {"device"}  # of optional arguments
+_SKIPPED = {"device"}  # optional arguments to skip
 
 
 def parameter_names(function: Callable) -> tuple[str, ...]:
-    """The names of what a function takes by name."""
-    if hasattr(function, "__signature__"):  # made for one call
+    """Return the names of a function's named parameters."""
+    if hasattr(function, "__signature__"):  # created for one call
         return tuple(function.__signature__.parameters)
     if inspect.ismethod(function):
         return _names_of(function.__func__)[1:]
@@ -115,7 +120,7 @@ def _names_of(function: Callable) -> tuple[str, ...]:
 
 
 class ManagerScene(Scene):
-    """A request-level manager with running, swapped, free and cached requests."""
+    """A request-level manager with running, swapped, freed and cached requests."""
 
     def __init__(self, *, windowed: bool, host: bool) -> None:
         groups = [GroupSpec("full_attention", 4)]
@@ -213,7 +218,7 @@ class ManagerScene(Scene):
 
 
 class Seq:
-    """A sequence as an engine has it; each answer can be made wrong."""
+    """An engine's sequence, whose answers can each be made invalid."""
 
     def __init__(self, seq_id: object, tokens: list[int], status: object = "WAITING") -> None:
         self.seq_id, self.tokens, self.status = seq_id, tokens, status
@@ -325,7 +330,7 @@ class SequenceScene(Scene):
 
 
 class PoolScene(Scene):
-    """A block pool alone."""
+    """A standalone block pool."""
 
     def __init__(self) -> None:
         self.pool = BlockPool(20, eviction="segmented_lru")
@@ -403,7 +408,7 @@ class ValueScene(Scene):
 
 
 class TableScene(Scene):
-    """Block tables of two groups, and metadata over them."""
+    """Block tables of two groups, and metadata built from them."""
 
     def __init__(self) -> None:
         groups = [GroupSpec("full_attention", 4), GroupSpec("sliding_window", 8, {"window": 12})]
@@ -508,7 +513,7 @@ def _table_plan() -> StepPlan:
 
 
 class WorkerScene(Scene):
-    """A worker with pages on the host: storage, pages, swaps."""
+    """A worker with pages on the host: storage, pages and swaps."""
 
     def __init__(self) -> None:
         self.storage = KVStorage(12, 4, 2, 8, num_layers=2, dtype=torch.float32)
@@ -595,7 +600,10 @@ class WorkerScene(Scene):
 
 
 def _applier(worker: Worker, plan: StepPlan, section: str) -> Callable:
-    """Applies the plan with another section; what it raises names the section."""
+    """Return a function that applies the plan with one section replaced.
+
+    Its errors name the section.
+    """
 
     def apply(**sections: object) -> object:
         return worker.apply(replace(plan, **sections))
@@ -607,7 +615,7 @@ def _applier(worker: Worker, plan: StepPlan, section: str) -> Callable:
 
 
 class TransferScene(Scene):
-    """Plans of transfers, copies between caches, received blocks."""
+    """Transfer plans, copies between caches, and received blocks."""
 
     def __init__(self) -> None:
         sizes = {"num_layers": 2, "total_num_kv_heads": 2, "head_size": 8, "block_size": 4}

@@ -1,4 +1,6 @@
-"""What an object holds, in plain values: equal before and after a call that changes nothing."""
+"""The state of an object as plain values, which are equal before and after a call that changes
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ import torch
 from kvcache.allocator import check_invariants
 
 _DEEPEST = 9
-_MOST = 400  # entries of a list or a mapping that are looked at
+_MOST = 400  # maximum number of inspected entries of a list or a mapping
 _MOST_BYTES = 1 << 20
 
-# Of classes whose state lies in native code or that other threads change: what is looked at instead.
+# Values to inspect instead, for classes with native state or with state that other threads change.
 PROBES: dict[str, Callable] = {
     "KVCacheManager": lambda each: _manager(each),
     "BlockPool": lambda each: _pool(each),
@@ -38,10 +40,10 @@ PROBES: dict[str, Callable] = {
     "AttentionMetadataBuilder": lambda each: {
         name: value
         for name, value in vars(each).items()
-        if name != "_views"  # made when wanted
+        if name != "_views"  # created lazily
     },
     "Connector": lambda each: each._manager,
-    "CacheRank": lambda each: None,  # of a thread
+    "CacheRank": lambda each: None,  # changed by a thread
     "StoreTier": lambda each: (each.num_waiting_blocks, each._manager),
     "DiskStore": lambda each: each.folder,
 }
@@ -70,14 +72,14 @@ def _sequences(manager: object) -> object:
 
 
 def state_of(value: object) -> object:
-    """Plain, comparable values."""
+    """Return the state as plain, comparable values."""
     return _plain(value, 0, {})
 
 
 def _plain(value: object, depth: int, seen: dict[int, tuple]) -> object:
     try:
         return _looked_at(value, depth, seen)
-    except Exception as error:  # of a hostile object that was taken in
+    except Exception as error:  # raised by a hostile object that was accepted
         return (type(value).__name__, type(error).__name__)
 
 
@@ -89,7 +91,7 @@ def _looked_at(value: object, depth: int, seen: dict[int, tuple]) -> object:
         return (kind.__name__, repr(value))  # equal for NaN
     if id(value) in seen:
         return ("again", seen[id(value)][0])
-    seen[id(value)] = (len(seen), value)  # which stays, so that no other gets its id
+    seen[id(value)] = (len(seen), value)  # kept alive, so that no other object gets its id
     if isinstance(value, np.ndarray):
         return _array(value)
     if isinstance(value, torch.Tensor):
@@ -116,7 +118,9 @@ def _looked_at(value: object, depth: int, seen: dict[int, tuple]) -> object:
 
 
 def _attributes(value: object) -> list[tuple[str, object]]:
-    """Those that it has, of Python and of native classes of this package; not what follows from them."""
+    """Return the attributes of Python classes and of the package's native classes, except derived
+    ones.
+    """
     out = dict(getattr(value, "__dict__", {}))
     for base in type(value).__mro__:
         for name, each in vars(base).items():
@@ -155,7 +159,7 @@ def _tensor(tensor: torch.Tensor) -> object:
 
 
 def difference(one: object, other: object, path: str = "") -> str | None:
-    """Where two states differ, for a reader; None where they do not."""
+    """Describe where two states differ, or return None."""
     if one == other:
         return None
     if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):

@@ -1,7 +1,7 @@
-"""Every public call of the package, found by walking it: a new module is covered without a line here.
+"""Finds every public call of the package by walking it, so a new module is covered automatically.
 
-Public is what a module's `__all__` names, and what the reference (docs/reference) documents. Of a class
-that is the constructor, its methods, and the setters of its properties.
+Public names are those in a module's `__all__` and those documented in docs/reference. For a class,
+they are its constructor, methods and property setters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import kvcache
 _REFERENCE = Path(__file__).parents[3] / "docs" / "reference"
 _SPECIAL = ("__getitem__", "__contains__", "__call__")
 
-# Modules that are not imported, and names that are not called, each with the reason.
+# Modules that are not imported and names that are not called, with the reason.
 EXCLUDED_MODULES = {
     "kvcache.plugins.vllm": "needs vLLM, which is another environment",
     "kvcache.cli": "the command line: reads sys.argv, prints, exits; tests/cli has wrong ones",
@@ -33,7 +33,7 @@ EXCLUDED_MODULES = {
     "kvcache.libkvcache_cpu": "ops of torch, not a module; `wrong_calls.ops` calls them directly",
     "kvcache.libkvcache_cuda": "the same",
 }
-LACKS: dict[str, str] = {}  # modules that could not be imported here, each with the reason
+LACKS: dict[str, str] = {}  # module that could not be imported here -> reason
 EXCLUDED = {
     "kvcache.demo.serve_chats": "generates with a model for seconds",
     "kvcache.sources.store.BlockStore": "abstract: a tier handles any error that it raises",
@@ -48,7 +48,7 @@ EXCLUDED = {
 }
 if importlib.util.find_spec("nixl") is None:
     EXCLUDED["kvcache.sources.store.DiskStore"] = "needs NIXL, which is not installed"
-# Classes that callers are given and do not make, and what makes each.
+# Class that callers receive rather than construct -> call that creates it.
 MADE_BY = {
     "kvcache.AttentionMetadata": "AttentionMetadataBuilder.build",
     "kvcache.CachePlan": "plan_cache",
@@ -95,7 +95,7 @@ MADE_BY = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """What a call takes by name. `annotation`: as it was written, or "" """
+    """A named parameter of a call. `annotation` is its source text, which may be empty."""
 
     name: str
     annotation: str = ""
@@ -104,12 +104,12 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Target:
-    """A public call. `owner`: the class whose instance it is called on; None: it needs none."""
+    """A public call. `owner` is the class on whose instance it is called, or None."""
 
     module: str
     name: str  # within the module
     owner: type | None
-    attribute: str  # of the owner, or of the module
+    attribute: str  # of the owner, or else of the module
     parameters: tuple[Parameter, ...]
     is_setter: bool = False
 
@@ -120,11 +120,11 @@ class Target:
 
 @functools.cache
 def modules() -> list[ModuleType]:
-    """All modules of the package but the excluded ones."""
+    """Return all modules of the package except the excluded ones."""
     found = [kvcache]
     extra = os.environ.get(
         "KVCACHE_FUZZ_PATH"
-    )  # a folder of further modules, to test the fuzzer by
+    )  # folder with further modules, for testing the fuzzer
     if extra is not None and extra not in kvcache.__path__:
         kvcache.__path__.append(extra)
     for each in pkgutil.walk_packages(kvcache.__path__, "kvcache.", onerror=lambda name: None):
@@ -145,7 +145,7 @@ def _is_excluded(name: str, excluded: Mapping[str, str] = EXCLUDED_MODULES) -> b
 
 @functools.cache
 def public_objects() -> dict[str, object]:
-    """Public functions and classes by full name: the shortest name by which a user reaches each."""
+    """Return public functions and classes by the shortest full name that a user can use."""
     names: dict[str, object] = {}
     for module in modules():
         for name in getattr(module, "__all__", ()):
@@ -179,7 +179,7 @@ def _documented() -> list[str]:
 
 
 def _is_type_only(value: object) -> bool:
-    """Whether it is made to be caught, named or subclassed: no caller calls it."""
+    """Whether the value is only caught, named or subclassed, and never called."""
     if not inspect.isclass(value):
         return not inspect.isroutine(value)
     if getattr(value, "_is_protocol", False) or typing.is_typeddict(value):
@@ -189,7 +189,7 @@ def _is_type_only(value: object) -> bool:
 
 @functools.cache
 def targets() -> list[Target]:
-    """Every public call that takes an argument."""
+    """Return every public call that takes an argument."""
     out = [each for each in _all_targets() if each.parameters and not _is_left_out(each.full_name)]
     return out
 
@@ -213,7 +213,7 @@ def _of_class(module: str, of: type) -> Iterator[Target]:
             continue
         home = next(base for base in of.__mro__ if name in vars(base))
         if not home.__module__.startswith("kvcache"):
-            continue  # of a tuple, a torch.nn.Module
+            continue  # inherited from a tuple or torch.nn.Module
         static = inspect.getattr_static(of, name)
         full = f"{of.__name__}.{name}"
         if isinstance(static, property):
@@ -226,7 +226,7 @@ def _of_class(module: str, of: type) -> Iterator[Target]:
 
 
 def parameters_of(function: Callable, skip: int = 0) -> tuple[Parameter, ...]:
-    """What it takes by name, of Python's functions and of native ones. `skip`: the first ones."""
+    """Return the named parameters of a Python or native function without the first `skip` ones."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -239,7 +239,7 @@ def parameters_of(function: Callable, skip: int = 0) -> tuple[Parameter, ...]:
             written = "" if each.annotation is each.empty else _written(each.annotation)
             out.append(Parameter(each.name, written, each.default is each.empty))
         elif each.kind == each.VAR_POSITIONAL:
-            pass  # what is passed by place has no name to be told by
+            pass  # positional arguments have no name that an error could mention
     return tuple(out)
 
 
@@ -250,7 +250,7 @@ def _written(annotation: object) -> str:
 
 
 def _keywords(function: Callable, annotation: str) -> list[Parameter]:
-    """Those of `**options: Unpack[Arguments]`, all optional."""
+    """Return the parameters of `**options: Unpack[Arguments]`, all optional."""
     found = re.fullmatch(r"Unpack\[(\w+)\]", annotation)
     if found is None:
         return []
@@ -262,7 +262,7 @@ def _keywords(function: Callable, annotation: str) -> list[Parameter]:
 
 
 def _native_parameters(function: Callable) -> tuple[Parameter, ...]:
-    """As pybind11 writes them in the first line of a docstring."""
+    """Parse the first docstring line of a pybind11 function."""
     text = function.__init__.__doc__ if inspect.isclass(function) else function.__doc__
     found = re.match(r"\w+\((.*)\)(?: ->|$)", (text or "").split("\n")[0])
     if found is None:

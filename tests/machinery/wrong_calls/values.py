@@ -1,4 +1,4 @@
-"""Arguments that no caller should pass: of wrong types, out of range, lying about their size."""
+"""Invalid arguments: of wrong types, out of range, or with a false size."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ HUGE = 2**40
 
 
 class OwnError(Exception):
-    """What the hostile objects raise; a call may let it pass."""
+    """The error that hostile objects raise. A call may propagate it."""
 
 
 class ClaimsMany(Sequence):
-    """A sequence that claims 2**40 entries, and has each."""
+    """A sequence that claims to have 2**40 entries and returns each of them."""
 
     def __len__(self) -> int:
         return HUGE
@@ -46,14 +46,14 @@ class ManyMembers(Set):
 
 
 class WrongLength(list):
-    """Claims more entries than it has."""
+    """A sequence that claims more entries than it has."""
 
     def __len__(self) -> int:
         return 5
 
 
 class Raises:
-    """Raises whatever it is asked."""
+    """An object that raises for every operation."""
 
     def __index__(self) -> int:
         raise OwnError("__index__")
@@ -74,21 +74,21 @@ class Raises:
 
 
 class WrongIndex:
-    """Whose __index__ answers no integer."""
+    """An object whose __index__ does not return an integer."""
 
     def __index__(self) -> int:
         return "1"  # noqa: PLE0305
 
 
 class NegativeLength(list):
-    """Whose length is below zero, which Python refuses."""
+    """A list with a negative length, which Python rejects."""
 
     def __len__(self) -> int:
         return -1  # noqa: PLE0303
 
 
 class NoTruth:
-    """Which is neither true nor false, and hashes to whatever."""
+    """An object that is neither true nor false."""
 
     def __bool__(self) -> bool:
         raise OwnError("__bool__")
@@ -98,7 +98,7 @@ class NoTruth:
 
 
 class EqualsAll:
-    """Which equals all."""
+    """An object that equals everything."""
 
     def __eq__(self, other: object) -> bool:
         return True
@@ -108,7 +108,7 @@ class EqualsAll:
 
 
 class Unprintable:
-    """Whose repr raises."""
+    """An object whose repr raises."""
 
     def __repr__(self) -> str:
         raise OwnError("__repr__")
@@ -142,7 +142,7 @@ def _structured() -> np.ndarray:
     return np.zeros(2, [("a", "i4"), ("b", "f4")])
 
 
-# Functions, so that each call gets its own.
+# Factories, so that each call gets a new object.
 SCALARS = [
     lambda value=value: value
     for value in (
@@ -279,15 +279,15 @@ POOLS = (SCALARS, LISTS, ARRAYS, TENSORS)
 
 
 def draw(rng: random.Random) -> object:
-    """Any of them."""
+    """Return a random invalid value."""
     return rng.choice(rng.choice(POOLS))()
 
 
 def variant(rng: random.Random, value: object, others: list) -> object:
-    """A wrong argument in the place of a right one: often near to it, else anything."""
+    """Return an invalid value in place of a valid one. It is often similar to the valid one."""
     try:
         return _variant(rng, value, others)
-    except Exception:  # nothing is near to it: a huge integer, a nested tensor, an array of texts
+    except Exception:  # no similar value for a huge integer, a nested tensor or an array of strings
         return draw(rng)
 
 
@@ -302,12 +302,12 @@ def _variant(rng: random.Random, value: object, others: list) -> object:
     if isinstance(value, int):
         return rng.choice([value - 1, value + 1, -value, value * 1.0, str(value), Decimal(value)])
     if isinstance(value, np.ndarray | torch.Tensor) and math.prod(value.shape) > 2**20:
-        return draw(rng)  # of one that was drawn
+        return draw(rng)  # the value was already drawn at random
     if isinstance(value, np.ndarray | torch.Tensor):
         of_kind = _array_variant if isinstance(value, np.ndarray) else _tensor_variant
         try:
             return of_kind(rng, value)
-        except (TypeError, ValueError, RuntimeError, NotImplementedError):  # as of a sparse one
+        except (TypeError, ValueError, RuntimeError, NotImplementedError):  # e.g. sparse tensors
             return draw(rng)
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return _list_variant(rng, list(value), others)

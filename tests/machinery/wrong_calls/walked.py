@@ -1,4 +1,4 @@
-"""Scenes for every public call that the walk finds, one per call."""
+"""One scene for each public call found by the walk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.machinery.wrong_calls.world import Unmade, World
 
 
 class Walked:
-    """A public call, its right arguments, and the objects that were made for it."""
+    """A public call with valid arguments and the objects made for it."""
 
     def __init__(self, target: surface.Target) -> None:
         self.target, self.world = target, World()
@@ -38,11 +38,13 @@ class Walked:
         return getattr(instance, target.attribute), self.world.arguments(target)
 
     def draw(self, rng: random.Random) -> tuple[str, Callable, dict[str, object], list[str]]:
-        """The call, its right arguments, and the names of what may be wrong besides."""
+        """Return the call, its valid arguments, and the optional parameters that may be made
+        invalid.
+        """
         return self.name, self.function, self.right, [*self._optional]
 
     def right_value(self, name: str, rng: random.Random) -> object:
-        """Of an optional argument; any value where none is known."""
+        """Return a valid value for an optional argument, or a random value if none is known."""
         try:
             return self.world.value(self.target, self._optional[name])
         except Unmade:
@@ -65,12 +67,12 @@ def _set(instance: object, **values: object) -> None:
 
 @functools.cache
 def walked() -> dict[str, Callable[[], Walked]]:
-    """A scene for each public call, by its full name."""
+    """Return a scene for each public call, by full name."""
     return {each.full_name: functools.partial(Walked, each) for each in surface.targets()}
 
 
 def right_call(name: str) -> None:
-    """Makes one call with right arguments alone, and ends what it began."""
+    """Make one call with only valid arguments, and clean up."""
     scene = walked()[name]()
     try:
         finish(scene.function(**scene.right))
@@ -83,7 +85,7 @@ def _is_of_package(value: object) -> bool:
 
 
 def finish(result: object) -> None:
-    """Takes some of what an iterator yields, and closes what can be closed."""
+    """Consume some values of an iterator, and close what can be closed."""
     if inspect.iscoroutine(result) or (_is_of_package(result) and hasattr(result, "close")):
         result.close()
     elif inspect.isgenerator(result):

@@ -1,8 +1,9 @@
-"""Right arguments and live objects for every public call: by annotation, by name, and by hand.
+"""Valid arguments and live objects for every public call, found by annotation, by name, or made by
+hand.
 
-A `World` makes each object once, so that what it makes fits together: its request is admitted to its
-manager, whose worker has applied its plan. What is not made by hand (`makers.py`) is made by calling the
-constructor with right arguments, found in the same way.
+A `World` makes each object once, so that its objects fit together: its request is admitted to its
+manager, whose worker has applied its plan. Objects not made by hand (`makers.py`) are made by their
+constructor with valid arguments, which are found in the same way.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from tests.machinery.wrong_calls.right import PLAIN, RIGHT, WITH
 
 
 class Unmade(Exception):
-    """No right value is known for an argument, or no instance of a class."""
+    """There is no known valid value for an argument, or no instance of a class."""
 
 
 class World:
-    """Objects of one life, each made when it is first wanted; `close` ends what they hold."""
+    """Related objects, each made on first use. `close` releases their resources."""
 
     def __init__(self) -> None:
         self._made: dict[str, object] = {}
@@ -36,16 +37,16 @@ class World:
 
     @property
     def made(self) -> dict[str, object]:
-        """What was made so far, by name."""
+        """Return the objects made so far, by name."""
         return self._made
 
     @property
     def others(self) -> list[object]:
-        """All that was made so far, to be passed in wrong places."""
+        """Return all objects made so far, to pass as the wrong argument."""
         return list(self._made.values())
 
     def get(self, name: str) -> object:
-        """The instance of a class, or what else has a maker of this name."""
+        """Return the instance of a class, or the object made by the maker of this name."""
         if name not in self._made:
             if name in self._being_made:
                 raise Unmade(f"a {name} takes a {name}")
@@ -64,18 +65,18 @@ class World:
         return of(**self.arguments(target))
 
     def instance(self, target: surface.Target) -> object:
-        """What a method is called on."""
+        """Return the object to call a method on."""
         key = target.name if target.name in ON else target.owner.__name__
         return ON[key](self) if key in ON else self.get(key)
 
     def arguments(self, target: surface.Target) -> dict[str, object]:
-        """Right values of what a call requires, by name."""
+        """Return valid values for the required parameters of a call, by name."""
         wanted = [each for each in target.parameters if each.is_required]
         wanted += [surface.Parameter(name, "", False) for name in WITH.get(target.name, ())]
         return {each.name: self.value(target, each) for each in wanted}
 
     def value(self, target: surface.Target, parameter: surface.Parameter) -> object:
-        """A right value. Unmade where none is known."""
+        """Return a valid value for a parameter. Raises Unmade if none is known."""
         for key in (f"{target.name}.{parameter.name}", parameter.name):
             if key in RIGHT:
                 return RIGHT[key](self)

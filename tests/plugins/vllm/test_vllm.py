@@ -1,4 +1,4 @@
-"""kvcache's manager in vLLM's own schedulers: the same decisions as with vLLM's own manager.
+"""kvcache's manager in vLLM's own schedulers makes the same decisions as vLLM's own manager.
 
 `make test-vllm` runs this with vLLM; elsewhere it is skipped.
 """
@@ -44,7 +44,7 @@ from tests.machinery.vllm_schedulers import (
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Folders with the configurations of tiny models."""
+    """Return folders with the configurations of tiny models."""
     return {"llama": write_config(tmp_path_factory.mktemp("llama"), "llama")}
 
 
@@ -67,8 +67,10 @@ def test_the_same_decisions_with_drafts_where_nothing_is_evicted(seed, models):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_drafts_in_a_tight_pool_end_whole(seed, models):
-    """vLLM forgets what the drafts of a request's last step filled; here it is a hit, and what is evicted
-    differs from then on."""
+    """kvcache caches the accepted drafts of a request's last step, and vLLM does not.
+
+    Evictions differ from then on.
+    """
     config = engine_config(models["llama"])
     counts = SideBySide(seed, config, ("full",), 40, exact=False, drafts=True).run(150)
     assert counts["drafts"] > 0
@@ -84,8 +86,9 @@ def test_the_same_decisions_with_windows_where_there_is_room(groups, models):
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("groups", ["window", "window full", "chunked full"])
 def test_windows_in_a_tight_pool_end_whole(groups, is_async, models):
-    """Hits and preemptions differ from vLLM's there: blocks leave windows and are evicted in another
-    order. All requests end, and none holds a block then."""
+    """Hits and preemptions differ from vLLM's, because blocks leave windows and are evicted in
+    another order. All requests must end and release their blocks.
+    """
     config = engine_config(models["llama"], is_async=is_async)
     counts = SideBySide(1, config, tuple(groups.split()), 120, exact=False).run(150)
     assert counts["requests"] > 50
@@ -115,7 +118,10 @@ def test_states_in_a_tight_pool_are_those_of_their_tokens(mode, num_blocks, is_a
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("num_blocks", [150, 3_000])
 def test_states_inside_of_chunks_reach_no_state_in_use(num_blocks, is_async, models):
-    """The worker of Mamba 2 writes such states by its own rules. vLLM's scheduler has blocks for them."""
+    """Mamba 2 workers write such states by their own rules.
+
+    vLLM's scheduler allocates blocks for them.
+    """
     config = engine_config(models["llama"], is_async=is_async)
     sides = SideBySide(3, config, ("mamba2 align", "mamba2 align", "full"), num_blocks, exact=False)
     assert sides.run(120)["requests"] > 40
@@ -128,8 +134,8 @@ def test_states_inside_of_chunks_reach_no_state_in_use(num_blocks, is_async, mod
 def test_the_same_decisions_with_sessions(seed, num_blocks, is_async, models):
     """A session drops the last token of each answer, and holds blocks while it waits for input.
 
-    In a tight pool vLLM 0.32 loses sessions that are preempted under asynchronous scheduling, with either
-    manager: they wait, and are in no queue.
+    In a tight pool, vLLM 0.32 loses sessions that are preempted under asynchronous scheduling, with
+    either manager: they are waiting but in no queue.
     """
     config = engine_config(models["llama"], is_async=is_async, events=True)
     counts = SideBySide(seed, config, ("full",), num_blocks, sessions=True).run(120)
@@ -138,7 +144,10 @@ def test_the_same_decisions_with_sessions(seed, num_blocks, is_async, models):
 
 
 class FakeConnector:
-    """Has 192 tokens of every request; `is_async`: they come while the request waits."""
+    """Claims to have 192 tokens of every request.
+
+    `is_async`: they arrive while the request waits.
+    """
 
     requires_kv_delivery = supports_divergent_local_hybrid_hits = False
 
@@ -291,7 +300,9 @@ def test_hashes_are_vllms_byte_for_byte(name):
 
 
 class TestRefusals:
-    """Before a request is served, in one line that says what to change."""
+    """Unsupported options are rejected before a request is served, in one line that says what to
+    change.
+    """
 
     def test_intervals_between_cached_prefixes(self, models):
         config = engine_config(models["llama"])
@@ -352,7 +363,7 @@ def test_a_request_of_the_maximum_length_is_not_kept_after_its_end(models):
     while scheduler.has_unfinished_requests():
         scheduled = scheduler.schedule()
         scheduler.update_from_output(scheduled, answer(scheduler, scheduled))
-    for _ in range(2 * BLOCK):  # steps in which its next blocks would have been due
+    for _ in range(2 * BLOCK):  # steps that would have needed the next blocks
         scheduled = scheduler.schedule()
         scheduler.update_from_output(scheduled, answer(scheduler, scheduled))
     del scheduled

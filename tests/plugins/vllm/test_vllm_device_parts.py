@@ -1,4 +1,7 @@
-"""A vLLM worker's parts with device tensors, beside compute on another stream. vLLM is a stand-in."""
+"""Parts of a vLLM worker with device tensors, concurrent with compute on another stream.
+
+Uses a vLLM stand-in.
+"""
 
 import time
 from types import SimpleNamespace
@@ -13,7 +16,7 @@ from kvcache.sources.disaggregation.steps import Load
 from tests.machinery import vllm_stand_in
 from tests.machinery.nixl_stand_in import stand_in as nixl_stand_in
 
-CYCLES_PER_S = 2e9  # of torch.cuda._sleep
+CYCLES_PER_S = 2e9  # clock rate assumed for torch.cuda._sleep
 LAYERS, HEADS, SIZE, BLOCK, NUM_BLOCKS = 2, 2, 16, 8, 12
 
 
@@ -23,12 +26,12 @@ def stand_in():
         yield
 
 
-# The host tier ------------------------------------------------------------------------------------------
+# Host tier ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_what_layers_use_of_a_page_is_stored_and_loaded(device):
-    """The load is expedited, as vLLM 0.33 says; padding behind a page's bytes stays as it is."""
+    """The load is expedited, as in vLLM 0.33. Padding after a page's bytes must not change."""
     from kvcache.plugins.vllm.offloading.host_manager import HostChunks
     from kvcache.plugins.vllm.offloading.host_worker import HostWorker
 
@@ -46,7 +49,7 @@ def test_what_layers_use_of_a_page_is_stored_and_loaded(device):
     blocks, others = [7, 3, 20, 21], [30, 5, 6, 12]
     host = HostChunks(np.array([2, 1], np.int32), [2])
     gpu = names.GPULoadStoreSpec(blocks, [4], [0])
-    if device == "cuda":  # the step that computes the blocks is under way still
+    if device == "cuda":  # the step that computes the blocks is still running
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         torch.cuda.set_stream(side)
@@ -77,7 +80,7 @@ def test_what_layers_use_of_a_page_is_stored_and_loaded(device):
 
 
 class Engine:
-    """A worker of vLLM's connector, and its caches."""
+    """A worker of vLLM's connector, with its caches."""
 
     def __init__(self, engine_id, name, fill):
         from kvcache.plugins.vllm.disaggregation.options import Options
@@ -118,7 +121,8 @@ def test_a_load_waits_for_the_step_that_still_writes_to_its_blocks(name):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         zeros = torch.zeros_like(receiver.caches["layer0"])
-        with torch.cuda.stream(side):  # asynchronous scheduling: the step before is under way
+        # With asynchronous scheduling, the previous step is still running.
+        with torch.cuda.stream(side):
             torch.cuda._sleep(int(1.0 * CYCLES_PER_S))
             for cache in receiver.caches.values():
                 cache.copy_(zeros)
@@ -138,7 +142,7 @@ def test_a_load_waits_for_the_step_that_still_writes_to_its_blocks(name):
 
 
 def test_reads_are_not_merged_over_the_end_of_an_allocation():
-    """Layers that lie side by side, in allocations of their own on one side or on both."""
+    """Layers are adjacent, but in separate allocations on one side or both."""
     from kvcache.plugins.vllm.disaggregation.layout import layout_of_group
     from kvcache.plugins.vllm.disaggregation.moves import GroupPlan
 
@@ -156,7 +160,7 @@ def test_reads_are_not_merged_over_the_end_of_an_allocation():
         return [n for each in moves for n in each.length.tolist()]
 
     page = size // 4
-    assert lengths() == [3 * page, 3 * page]  # page 0 of the second layer lies between
+    assert lengths() == [3 * page, 3 * page]  # page 0 of the second layer lies in between
     everywhere = np.arange(4 * LAYERS) * page
     assert lengths(begins + page * 2, {}) == [page, 2 * page] * 2
     assert lengths(begins, {0: there + page * 2}) == [page, 2 * page] * 2

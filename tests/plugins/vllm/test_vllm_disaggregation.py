@@ -1,7 +1,8 @@
-"""Prefill in one vLLM engine, decode in another: the same answers as one engine's, whatever fails.
+"""Prefill in one vLLM engine and decode in another: answers equal those of a single engine under
+all faults.
 
-Engines are processes with a tiny Llama or Gemma 3 on the CPU. `make test-vllm` runs this with vLLM;
-elsewhere it is skipped.
+Each engine is a process with a tiny Llama or Gemma 3 on the CPU. `make test-vllm` runs this with
+vLLM; elsewhere it is skipped.
 """
 
 import copy
@@ -21,7 +22,7 @@ from tests.machinery.vllm_weights import write_llama
 
 SCHEDULER = "kvcache.plugins.vllm.VllmAsyncScheduler"
 TIMEOUT_S = 15.0
-# kvcache's allocator in some of them, vLLM's own in the others.
+# Some engines use kvcache's allocator, and the others use vLLM's own.
 ENGINES = {
     "tp1": {},
     "tp1 ours": {"scheduler_cls": SCHEDULER},
@@ -39,7 +40,7 @@ def llama(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engines(llama):
-    """Each may prefill and decode."""
+    """Engines that can prefill and decode."""
     started = {
         name: Engine(llama, "kv_both", extra={"timeout_s": TIMEOUT_S, "lease_s": 20}, **options)
         for name, options in ENGINES.items()
@@ -49,7 +50,7 @@ def engines(llama):
 
 @pytest.fixture
 def victim(llama):
-    """A producer that may come to harm."""
+    """A producer that tests may damage."""
     started = {"victim": Engine(llama, "kv_producer", extra={"lease_s": 1.0})}
     for engines in closing(started):
         yield engines["victim"]
@@ -76,7 +77,10 @@ def some_prompts(seed, count=6, least=2, most=300):
 
 
 def alone(engine, prompts, max_tokens=16):
-    """What an engine says without another one's blocks; it is empty before and after."""
+    """Return an engine's answers without blocks of another engine.
+
+    The engine is empty before and after.
+    """
     engine.wait_until_empty()
     tokens, num_computed = engine.decode(prompts, [None] * len(prompts), max_tokens)
     assert num_computed >= sum(map(len, prompts))
@@ -105,7 +109,7 @@ def test_the_same_tokens_as_one_engine(seed, prefill, decode, engines):
     offers = engines[prefill].prefill(prompts)
     tokens, num_computed = engines[decode].decode(prompts, offers)
     assert tokens == wanted
-    # Of each prompt the last token runs; all others were read.
+    # Only the last token of each prompt was computed. All others were loaded.
     assert num_computed == len(prompts) * 16, "".join(engines[decode].errors)[-2000:]
     for name in (prefill, decode):
         engines[name].wait_until_empty()
@@ -115,7 +119,7 @@ def test_what_is_cached_here_is_not_read(engines):
     (prompt,) = some_prompts(5, 1, 200, 201)
     prefill, decode = engines["tp1"], engines["tp1 ours"]
     wanted = alone(decode, [prompt])
-    decode.run([prompt[:100]], 1)  # three blocks of it are cached now
+    decode.run([prompt[:100]], 1)  # three of its blocks are now cached
     offers = prefill.prefill([prompt])
     stolen = copy.deepcopy(offers)
     stolen[0]["kvcache"]["blocks"][0][:3] = [0, 0, 0]
@@ -129,10 +133,10 @@ def test_an_offer_that_is_not_needed_is_given_back(engines):
     (prompt,) = some_prompts(6, 1, 65, 66)
     prefill, decode = engines["tp1"], engines["tp1 ours"]
     wanted = alone(decode, [prompt])
-    decode.run([prompt], 1)  # all but the last token are cached now
+    decode.run([prompt], 1)  # all but the last token are now cached
     offers = prefill.prefill([prompt])
     assert decode.decode([prompt], offers) == (wanted, 16)
-    prefill.wait_until_empty(timeout_s=10)  # long before its lease ends
+    prefill.wait_until_empty(timeout_s=10)  # long before its lease expires
 
 
 def test_many_requests_at_once_in_pools_that_are_too_small(engines):
@@ -154,7 +158,8 @@ def broken(offer, path, value):
     for key in path[:-1]:
         at = at[key]
     at[path[-1]] = value
-    changed["kvcache"] = sealed(changed["kvcache"])  # else the seal is what is wrong
+    # Without a valid seal, only the seal would be reported.
+    changed["kvcache"] = sealed(changed["kvcache"])
     return changed
 
 
@@ -198,7 +203,7 @@ def test_a_lease_that_ended_is_found_out_though_blocks_hold_other_tokens(engines
     wanted = alone(decode, prompts)
     offers = victim.prefill(prompts)
     time.sleep(1.2)
-    victim.wait_until_empty()  # by its lease alone
+    victim.wait_until_empty()  # released when the lease expires
     victim.run(some_prompts(10, 16, 250, 300), 4)  # writes to all of its blocks
     before = decode.said("is over: set a longer lease_s")
     tokens, _ = decode.decode(prompts, offers)
@@ -236,7 +241,7 @@ def test_a_producer_that_does_not_answer(is_connected, engines, victim):
     decode.wait_until_empty()
     victim.signal(signal.SIGCONT)
     victim.wait_until_empty()
-    time.sleep(TIMEOUT_S)  # a peer that was not reached is left alone so long
+    time.sleep(TIMEOUT_S)  # an unreachable peer is not retried during this time
     assert decode.decode(prompts, victim.prefill(prompts)) == (wanted, 3 * 16)
     decode.wait_until_empty()
 
@@ -285,7 +290,7 @@ def test_a_request_that_is_aborted_while_it_is_loaded(engines, victim):
     decode.send("run", prompts, 16, offers)
     time.sleep(0.5)
     assert decode.ask("abort") is True
-    assert decode.ask("held")[0] == 3  # their blocks may still be written
+    assert decode.ask("held")[0] == 3  # the transfers may still write to their blocks
     victim.signal(signal.SIGCONT)
     decode.wait_until_empty()
     victim.wait_until_empty()
@@ -293,7 +298,7 @@ def test_a_request_that_is_aborted_while_it_is_loaded(engines, victim):
 
 @pytest.mark.parametrize("is_ours", [False, True])
 def test_windows(is_ours, tmp_path):
-    """Gemma 3: blocks that have left a window are null, and are not read."""
+    """Gemma 3: blocks outside the window are null and are not read."""
     (tmp_path / "config.json").write_text(json.dumps(MODELS["gemma3"]))
     options = {"load_format": "dummy", "num_gpu_blocks_override": 600}
     if is_ours:
@@ -307,7 +312,8 @@ def test_windows(is_ours, tmp_path):
         wanted = alone(decode, prompts)
         tokens, num_computed = decode.decode(prompts, prefill.prefill(prompts))
         assert tokens == wanted and num_computed == 8 * 16
-        # The producer has let a block go that the last token's window begins in: it is computed here.
+        # The producer has released the block in which the last token's window begins, so this side
+        # recomputes.
         (prompt,) = some_prompts(16, 1, 32 * 6 + 127, 32 * 6 + 128)
         wanted = alone(decode, [prompt])
         tokens, num_computed = decode.decode([prompt], prefill.prefill([prompt]))
@@ -318,8 +324,9 @@ def test_windows(is_ours, tmp_path):
 
 
 def test_allocator_host_tier_and_disaggregation_together(engines, llama):
-    """Blocks come from another engine, go to the host, and are loaded from there when the device has
-    evicted them."""
+    """Blocks come from another engine, are written to the host, and are loaded after the device
+    evicts them.
+    """
     transfer = {"transport": "gloo", "timeout_s": TIMEOUT_S}
     parts = [
         {
@@ -348,7 +355,7 @@ def test_allocator_host_tier_and_disaggregation_together(engines, llama):
         tokens, num_computed = consumer.decode(prompts, offers)
         assert tokens == wanted
         assert num_computed == len(prompts) * 16, "".join(consumer.errors)[-2000:]
-        consumer.run(others)  # evicts what came
+        consumer.run(others)  # evicts the received blocks
         tokens, num_computed = consumer.decode(prompts, [None] * len(prompts))
         assert tokens == wanted
         computed_at_least = sum(map(len, prompts))

@@ -1,4 +1,4 @@
-"""vLLM's own publisher and decoder, as judges of ours: each side reads the other.
+"""Compatibility with vLLM's own publisher and decoder. Each side reads the other.
 
 `make test-vllm` runs this with vLLM; elsewhere it is skipped.
 """
@@ -42,7 +42,7 @@ def wait_for(condition):
 
 
 class RouterView(dict):
-    """(medium, group) -> hash -> (parent, tokens): a router that knows vLLM's classes alone."""
+    """A router that uses only vLLM's classes. Maps (medium, group) -> hash -> (parent, tokens)."""
 
     def apply(self, batch):
         for event in batch.events:
@@ -65,7 +65,7 @@ class RouterView(dict):
 
 
 def check_payload(payload):
-    """vLLM's decoder reads it, and finds nothing that it would not write itself."""
+    """Decode a payload with vLLM's decoder, and check that vLLM would encode it to the same values."""
     batch = DECODER.decode(payload)
     assert type(batch.ts) is float and batch.data_parallel_rank == 2
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch)) == msgspec.msgpack.decode(payload)
@@ -82,7 +82,9 @@ def test_vllm_names_what_we_name():
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_router_with_the_classes_of_vllm_reads_live_messages_and_replays(seed):
-    """It misses messages, asks for them as vLLM's clients do, and ends with what is cached."""
+    """The router loses messages, requests them as vLLM's clients do, and must end with the cached
+    blocks.
+    """
     rng = random.Random(seed)
     user, view = CacheUser(rng), RouterView()
     with (
@@ -204,10 +206,10 @@ def free_port():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_our_reader_follows_the_publisher_of_vllm(seed):
-    """Events of vLLM's own classes over its own sockets, with messages lost on the way."""
+    """Events use vLLM's own classes and sockets, and some messages are lost."""
     rng = random.Random(seed)
     ports = free_port(), free_port()
-    # vLLM binds where an address has a star, and connects elsewhere.
+    # vLLM binds if an address has a star, and otherwise connects.
     theirs = ZmqEventPublisher(
         0,
         endpoint=f"tcp://*:{ports[0]}",
@@ -242,7 +244,7 @@ def test_our_reader_follows_the_publisher_of_vllm(seed):
 
 
 def test_what_vllm_writes_is_read_as_it_is():
-    """Digests as hashes, a medium of storage, blocks of the host without tokens."""
+    """Covers digests as hashes, a storage medium, and host blocks without tokens."""
     stored = BlockStored(
         block_hashes=[b"a" * 32, b"b" * 32],
         parent_block_hash=None,

@@ -1,4 +1,6 @@
-"""The scheduler's side of kvcache's host tier in vLLM, against a plain one; no model is needed.
+"""The scheduler's side of kvcache's host tier in vLLM, compared with a plain model of it.
+
+Needs no LLM.
 
 `make test-vllm` runs this with vLLM; elsewhere it is skipped.
 """
@@ -17,11 +19,11 @@ from kvcache.plugins.vllm.offloading import HostManager, HostTierOptions
 
 
 class PlainTier:
-    """The same manager in plain lists, where what is released first goes first."""
+    """The same manager as plain lists. Evicts in the order of release."""
 
     def __init__(self, num_chunks):
         self.num_chunks = num_chunks
-        self.idle = []  # keys, the next to go first
+        self.idle = []  # keys in eviction order
         self.loading, self.storing = set(), set()
 
     def state(self, key):
@@ -30,14 +32,14 @@ class PlainTier:
         return LookupResult.HIT if key in self.loading | {*self.idle} else LookupResult.MISS
 
     def release(self, keys):
-        """They go in this order, behind the others."""
+        """Append the keys to the eviction order."""
         for key in keys:
             if key in self.idle:
                 self.idle.remove(key)
                 self.idle.append(key)
 
     def prepare_store(self, keys):
-        """(keys to store, keys evicted), or None."""
+        """Return (keys to store, evicted keys), or None."""
         known = [key for key in keys if self.state(key) is not LookupResult.MISS]
         new = [key for key in keys if key not in known]
         self.release(known[::-1])
@@ -52,7 +54,7 @@ class PlainTier:
 
 
 class Workload:
-    """Random requests of two groups, of which some begin alike, on the manager and on the plain one."""
+    """Random requests of two groups, some with a common prefix, on the manager and its plain model."""
 
     def __init__(self, seed, policy, num_chunks=24):
         self.rng = random.Random(seed)
@@ -61,9 +63,9 @@ class Workload:
         groups = {0: 16, 1: 32}
         self.manager = HostManager(num_chunks, options, groups, (0,), enable_events=True)
         self.plain = PlainTier(num_chunks)
-        self.memory = {}  # chunk -> the key whose bytes are there
+        self.memory = {}  # chunk -> key whose bytes it holds
         self.live, self.stores, self.loads = [], [], []
-        self.told = set()  # keys that events say are there
+        self.told = set()  # keys that are stored according to the events
         self.counts = Counter()
 
     def run(self, num_steps):
@@ -118,7 +120,7 @@ class Workload:
             return
         new, evicted = expected
         assert found.keys_to_store == new and len(found.evicted_keys) == len(evicted)
-        if not self.is_lru:  # it evicts as many others
+        if not self.is_lru:  # evicts the same number of chunks, but others
             evicted = found.evicted_keys
             assert before.issuperset(evicted) and not set(keys) & set(evicted)
             self.plain.idle = [key for key in before if key not in evicted]
@@ -140,7 +142,8 @@ class Workload:
 
     def load(self):
         context, keys = self.rng.choice(self.live)
-        hits = [k for k in keys if k in self.plain.idle]  # vLLM loads no chunk twice at a time
+        # vLLM does not load a chunk twice at the same time.
+        hits = [k for k in keys if k in self.plain.idle]
         chunks = self.manager.prepare_load(hits, context).chunks.tolist()
         self.plain.idle = [key for key in self.plain.idle if key not in hits]
         self.plain.loading.update(hits)
@@ -174,7 +177,7 @@ class Workload:
         self.stores, self.loads, self.told = [], [], set()
 
     def noted(self, context, group):
-        """What the request has offered or loaded since the last reset."""
+        """Return the keys that the request has offered or loaded since the last reset."""
         return [k for _, k in self.manager._state(context).by_group().get(group, ())]
 
 
@@ -191,7 +194,7 @@ def test_the_manager_is_the_plain_one(policy):
 
 
 def test_the_last_chunks_of_a_request_go_first():
-    """Though they were stored last, in another step."""
+    """Holds even if they were stored last, in another step."""
     tier = HostManager(4, HostTierOptions(1), {0: 16}, (0,))
     context = ReqContext("a")
     keys = [make_offload_key(bytes([i]) * 32, 0) for i in range(5)]
@@ -213,7 +216,7 @@ def test_blocks_that_one_request_had_are_not_stored_selectively():
     for number in range(3):
         context = ReqContext(str(number))
         context.set_offload_key_position(key, 16)
-        for _ in range(2):  # offered again by the same request
+        for _ in range(2):  # the same request offers the key again
             stored = tier.prepare_store([key], context).keys_to_store
             assert stored == ([key] if number == 1 else [])
             tier.complete_store(set(stored), context)

@@ -1,4 +1,4 @@
-"""A worker's side of kvcache's host tier in vLLM: bytes, and swaps that fail.
+"""A worker's side of kvcache's host tier in vLLM: stored bytes and failed swaps.
 
 `make test-vllm` runs this with vLLM; elsewhere it is skipped.
 """
@@ -16,7 +16,7 @@ from kvcache.plugins.vllm.offloading.host_manager import HostChunks
 
 
 class TestWorker:
-    """Two tensors of unlike pages, three blocks a chunk, on the CPU."""
+    """Two tensors with different page sizes and three blocks per chunk, on the CPU."""
 
     PER_CHUNK = 3
 
@@ -39,7 +39,7 @@ class TestWorker:
 
     @pytest.mark.parametrize("seed", range(5))
     def test_bytes_come_back(self, seed):
-        """Groups begin inside a chunk, and the last chunk of a load may be cut."""
+        """Groups may start inside a chunk, and the last chunk of a load may be partial."""
         rng = np.random.default_rng(seed)
         worker = self.worker(seed)
         free = rng.permutation(np.arange(1, 40))
@@ -73,7 +73,7 @@ class TestWorker:
 
     @staticmethod
     def spec(groups):
-        """vLLM's: (blocks, index of the first) of each group."""
+        """Return vLLM's spec from (blocks, index of the first block) per group."""
         return GPULoadStoreSpec(
             [block for blocks, _ in groups for block in blocks],
             [len(blocks) for blocks, _ in groups],
@@ -81,7 +81,7 @@ class TestWorker:
         )
 
     def store_and_load(self, worker, blocks, first, num_chunks):
-        """Results of a store, and of a load of what it should have stored."""
+        """Store blocks and load them again. Return both results."""
         host = HostChunks(np.arange(1, num_chunks + 1, dtype=np.int32), [num_chunks])
         assert worker.submit_store(1, self.spec([(blocks, first)]), host)
         stored = self.finished(worker)[1]
@@ -96,7 +96,7 @@ class TestWorker:
         worker = self.worker(0)
         monkeypatch.setattr(worker.swap, what, fail)
         stored, loaded = self.store_and_load(worker, [1, 2, 3], 0, 1)
-        assert stored.success and loaded.success  # vLLM takes no other
+        assert stored.success and loaded.success  # vLLM accepts no other value
         assert (stored.transfer_size is None) == (what == "swap_out")
         assert loaded.transfer_size is None and worker.take_failed_loads() == {2}
         monkeypatch.undo()
@@ -117,7 +117,9 @@ class TestWorker:
         assert worker.take_failed_loads() == {2}
 
     def test_blocks_that_leave_a_gap_are_not_stored(self):
-        """vLLM does not say where it is: [4, 5, 6] and [-, 8, 9], or [4, 5, -] and [7, 8, 9]?"""
+        """vLLM does not report the position of the gap, which may be [4, 5, 6] and [-, 8, 9], or
+        [4, 5, -] and [7, 8, 9].
+        """
         worker = self.worker(0)
         stored, loaded = self.store_and_load(worker, [4, 5, 6, 8, 9], 0, 2)
         assert stored.transfer_size == 0
@@ -135,7 +137,7 @@ class TestWorker:
         assert self.page(7) == self.page(5) and self.page(8) == self.page(6)
 
     def test_a_store_that_was_overtaken_fills_nothing(self, monkeypatch):
-        """After a reset, vLLM gives a chunk away whose store is under way."""
+        """After a reset, vLLM reassigns a chunk whose store is still in flight."""
         worker = self.worker(0)
         host = HostChunks(np.array([1], np.int32), [1])
         worker.submit_store(1, self.spec([([1, 2, 3], 0)]), host)

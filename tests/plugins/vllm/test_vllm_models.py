@@ -1,4 +1,5 @@
-"""Tiny models in vLLM say the same with kvcache's manager as with vLLM's own, whatever befalls requests.
+"""Tiny models in vLLM give the same answers with kvcache's manager as with vLLM's own, also under
+preemptions and aborts.
 
 `make test-vllm` runs this with vLLM; elsewhere it is skipped.
 """
@@ -21,7 +22,7 @@ CASES = [(model, engine) for model, engines in NAMES.items() for engine in engin
 
 @pytest.fixture(scope="module")
 def of_model(tmp_path_factory):
-    """How requests fare with a tiny model, by engine."""
+    """Return the results of requests to a tiny model, by engine."""
     known = {}
 
     def of(name):
@@ -35,7 +36,7 @@ def of_model(tmp_path_factory):
 
 @pytest.fixture(params=CASES, ids=[" ".join(case) for case in CASES])
 def case(request, of_model):
-    """(model, engine, how requests fared, and how they did with vLLM's own manager)."""
+    """(model, engine, results, results with vLLM's own manager)."""
     model, engine = request.param
     found = of_model(model)
     assert found[engine]["manager"] == (
@@ -46,7 +47,10 @@ def case(request, of_model):
 
 
 def has_prefix_cache(model):
-    """vLLM's backend of MLA for the CPU has none, nor chunks of prompts."""
+    """Whether the model supports prefix caching and chunked prompts.
+
+    vLLM's MLA backend for CPUs supports neither.
+    """
     return model != "deepseek_v3"
 
 
@@ -71,7 +75,7 @@ def test_in_a_tight_pool(case):
 def test_several_samples_of_a_prompt(case):
     _, engine, found, own = case
     if "drafts" in engine:
-        return  # what is drawn depends on the drafts
+        return  # sampling depends on the drafts
     samples = found["samples"]["answers"]
     assert samples == own["samples"]["answers"]
     assert all(len({tuple(each) for each in of_prompt}) == 3 for of_prompt in samples)
@@ -82,7 +86,8 @@ def test_aborts_in_every_phase(case):
     phases = {"waiting", "running"}
     if has_prefix_cache(model):
         phases.add("prompt")
-    if (model, engine) != ("gemma3", "ours drafts"):  # its aborts leave room for all others
+    # Its aborts leave enough room for all other requests.
+    if (model, engine) != ("gemma3", "ours drafts"):
         phases.add("preempted")
     assert set(found["aborts"]["aborted"]) == phases
     check_tokens(model, found, own, "aborts")
@@ -103,10 +108,11 @@ def test_the_pool_ends_empty(case):
 
 
 def check_tokens(model, found, own, phase):
-    """Those of requests that finished are whole; those of aborted ones are as far as they came."""
+    """Check that finished requests have all tokens, and that aborted requests have the first ones."""
     requests = found[phase]["requests"]
     if not has_prefix_cache(model):
-        # Tokens depend on who shares a step there. Steps are the same as with vLLM's own manager.
+        # Here, tokens depend on the other requests in a step. The steps equal those with vLLM's own
+        # manager.
         assert requests == own[phase]["requests"]
         return
     for request, [tokens] in zip(requests, own["tight"]["answers"], strict=True):

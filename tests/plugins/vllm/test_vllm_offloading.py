@@ -1,4 +1,4 @@
-"""kvcache's host tier in vLLM's offloading: chats with tiny models, and what is refused.
+"""kvcache's host tier in vLLM's offloading: chats with tiny models, and rejected options.
 
 `make test-vllm` runs this with vLLM; elsewhere it is skipped.
 """
@@ -30,7 +30,7 @@ REFUSED = {
 
 
 def variants(name):
-    """Options of chats with a model, by what they show."""
+    """Return the options of chats with a model, by purpose."""
     sizes = SIZES[name]
     found = {"without": sizes}
     for each, options in SCHEDULERS.items():
@@ -38,8 +38,8 @@ def variants(name):
         if each != "ours async":
             found[f"{each} failing"] = {**found[each], "fail_every": 5}
     if name == "gemma3":
-        # vLLM's scheduler stops for ever in a pool that two requests do not fit into: the one whose
-        # load failed is before the one that holds blocks. Here they fit.
+        # vLLM's scheduler stalls forever in a pool that cannot hold two requests, since the request
+        # with the failed load is ahead of the request that holds blocks. A larger pool avoids this.
         found["vllm failing"]["num_blocks"] = 400
     tier = {"blocks_per_chunk": 3, "cpu_bytes_to_use": SMALL_HOSTS[name], "eviction": "learned"}
     found["small host"] = {"tier": OPTIONS | tier, "events": True, **sizes, **OURS}
@@ -50,7 +50,7 @@ def variants(name):
 
 @pytest.fixture(scope="module")
 def chats_of(tmp_path_factory):
-    """What came of chats with a model, by what they show: in one process."""
+    """Return the results of chats with a model, by purpose. All chats run in one process."""
     known = {}
 
     def of(name):
@@ -67,7 +67,7 @@ def chats_of(tmp_path_factory):
 
 @pytest.fixture
 def served(chats_of):
-    """(what came of it, what chats say without a tier) for a model and what is to be shown."""
+    """Return (results, answers without a tier) for a model and a purpose."""
 
     def of(name, shown):
         found = chats_of(name)
@@ -99,14 +99,16 @@ def test_swaps_that_fail_are_misses(name, scheduler, served):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_several_blocks_a_chunk_and_a_small_host(name, served):
-    """What the host cannot hold is evicted, and computed anew."""
+    """Chunks that do not fit on the host are evicted and recomputed."""
     found, expected = served(name, "small host")
     assert found["answers"] == expected["answers"] and found["hits"][2] > 0
     assert found["metrics"]["vllm:kv_offload_host_evicted_chunks"] > 0
 
 
 class TestRefusals:
-    """Before a request is served, in one line that says what to change."""
+    """Unsupported options are rejected before a request is served, in one line that says what to
+    change.
+    """
 
     @pytest.mark.parametrize(
         ("options", "error", "message"),

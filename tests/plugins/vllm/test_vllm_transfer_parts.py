@@ -1,4 +1,4 @@
-"""The parts of vLLM's connector, without an engine: reads, offers, leases, options, refusals.
+"""The parts of vLLM's connector without an engine: reads, offers, leases, options and rejections.
 
 `make test-vllm` runs this with vLLM; elsewhere it is skipped.
 """
@@ -62,7 +62,7 @@ def test_neighbouring_blocks_of_equal_engines_are_one_read_per_layer():
 
 
 class TestOffers:
-    """`kv_transfer_params` come from a client: nothing in them is believed."""
+    """`kv_transfer_params` come from a client and are not trusted."""
 
     def offer(self):
         layout = Side((2, 2, 4), 32, 2).layout
@@ -167,7 +167,7 @@ class TestWindows:
     def test_the_first_token_that_is_read(self):
         specs = {name: make() for name, make in vllm_schedulers.SPECS.items()}
         assert first_needed(specs["full"], 150) == 0
-        assert first_needed(specs["window"], 150) == 51  # the last 100, with itself
+        assert first_needed(specs["window"], 150) == 51  # the last 100, including the token itself
         assert first_needed(specs["window"], 60) == 0
         assert first_needed(specs["chunked"], 150) == 128
 
@@ -179,7 +179,9 @@ class TestWindows:
 
 
 class TestRefusalsAtTheStart:
-    """One line that says what to change, before a request is served."""
+    """Unsupported options are rejected in one line that says what to change, before a request is
+    served.
+    """
 
     def connector(self, folder, extra=None, groups=("full",), **options):
         transfer = KVTransferConfig(

@@ -1,7 +1,7 @@
-"""Loaded by each Python that runs without a GPU: puts our libraries in the place of NVIDIA's.
+"""Runs in each Python process without a GPU, and replaces NVIDIA's libraries with ours.
 
-A library that is loaded already is found by its soname, so torch takes these. When torch has been
-imported, tests.machinery.gpu_less.plugin takes over its own operators.
+The dynamic linker finds a loaded library by its soname, so torch uses these libraries. After torch
+has been imported, tests.machinery.gpu_less.plugin takes over torch's own operators.
 """
 
 import ctypes
@@ -12,12 +12,12 @@ import sys
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Finds torch as others do, and starts the plug-in once it has been imported."""
+    """Finds torch with the standard path finder, and starts the plug-in after torch is imported."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "torch":
             return None
-        # Stays in place: who only looks whether torch is there (find_spec) does not import it.
+        # The finder stays installed, because code that only calls find_spec does not import torch.
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is None:
             return None
