@@ -60,7 +60,7 @@ class Built:
         """Return the environment variables for a process that uses the package in `tree`, and for
         its subprocesses.
         """
-        site = tree / "tests" / "gpu_less" / "site"
+        site = tree / "tests" / "machinery" / "gpu_less" / "site"
         environment = {
             **os.environ,
             "KVCACHE_GPULESS_RUNTIME": str(self.runtime),
