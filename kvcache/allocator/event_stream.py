@@ -28,7 +28,7 @@ class NativeEvents(NamedTuple):
     hashes: np.ndarray
     parents: np.ndarray
     tokens: np.ndarray
-    first_tokens: np.ndarray  # position of the block's first token; for AllBlocksCleared, the number of dropped events
+    first_tokens: np.ndarray  # positions; number of dropped events for AllBlocksCleared
     is_reused: np.ndarray
     labels: list[RequestLabels | None]
 

@@ -334,11 +334,11 @@ class KVCacheManager:
         """Allocate slots to running rows, then admit new requests.
 
         Rows and requests are served in the given order, if they fit. The answer for a row or
-        request that does not fit is `WAIT` (not now) or `NEVER` (not even alone). It does not
-        change, so pass its tokens and rejections again. A new request that does not fit has row -1.
-        A new request may fit even if an earlier row did not. To prevent this, do not pass new
-        requests while a row waits. Blocks that become full of known tokens can be hit by later
-        plans.
+        request that does not fit is `WAIT` (not now) or `NEVER` (not even alone). The row or
+        request does not change, so pass its tokens and rejections again. A new request that does
+        not fit gets row -1. A new request may fit even if an earlier row did not. To prevent this,
+        do not pass new requests while a row waits. Blocks that become full of known tokens can be
+        hit by later plans.
 
         Args:
             rows: int[n]. The running rows. A swapped-out row is swapped in when it is in `rows`

@@ -1,4 +1,4 @@
-"""Copies between pages."""
+"""Copies pages within a pool or between two pools."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from kvcache.worker.pages.memory import PageMemory
 
 
 class PageCopy:
-    """Copies pages within a pool or between two pools. Its table for `ops.copy_blocks` is built once.
+    """Copies pages within a pool or between two pools. The region table for `ops.copy_blocks` is
+    built once.
 
     Regions that are contiguous on both sides are merged. With `by_layer`, they are merged only within a
     layer, so that single layers can be copied.
@@ -56,7 +57,10 @@ class PageCopy:
         num_thread_blocks: int = 0,
         layers: slice | None = None,
     ) -> None:
-        """Copy pages: all layers or, with `by_layer`, the given ones. See `ops.copy_blocks`."""
+        """Copy pages of all layers or, with `by_layer`, of the given layers.
+
+        See `ops.copy_blocks`.
+        """
         regions = self.regions
         if layers is not None and not self._by_layer:
             raise ValueError("layers is given: expected it only of a PageCopy made with by_layer")
@@ -101,7 +105,7 @@ def pairs_tensor(pairs: np.ndarray | torch.Tensor) -> torch.Tensor:
         if len(out_of_range):
             i, j = out_of_range[0]
             raise ValueError(f"pairs[{i}] has page {array[i, j]}: expected int32")
-    # Copied, because torch aborts the process if memory runs out within `from_numpy`.
+    # Copy the array, because torch aborts the process if memory runs out within `from_numpy`.
     tensor = torch.empty(array.shape, dtype=torch.int32, device="cpu")
     tensor.numpy()[:] = array
     return tensor
