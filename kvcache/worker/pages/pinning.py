@@ -22,7 +22,7 @@ _CHUNK_BYTES = 256 << 20
 _HUGE_PAGE_BYTES = 2 << 20
 _PAGES_PER_STEP = 64  # 64 pages of whole cache lines end at a system page boundary
 _SECONDS_BETWEEN_LOGS = 5.0
-_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: not enough host memory, or the lock limit is too low
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: not enough memory, or the lock limit is too low
 _MADV_POPULATE_WRITE = (
     23  # since Linux 5.14; Python's mmap lacks this constant, and its madvise holds the GIL
 )
@@ -161,7 +161,7 @@ class _Pinned:
 
 
 class _PinningError(Exception):
-    """The system or the device refused to pin memory."""
+    """Raised if the system or the device refuses to pin memory."""
 
 
 def _populate(address: int, num_bytes: int) -> None:
@@ -242,7 +242,7 @@ def host_memory_bytes() -> int | None:
     limits = []
     if "SC_PHYS_PAGES" in os.sysconf_names:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    with contextlib.suppress(OSError, ValueError):  # ValueError: "max", no limit; OSError: no container
+    with contextlib.suppress(OSError, ValueError):  # "max" means no limit; no file, no container
         limits.append(int(_CONTAINER_LIMIT.read_text()))
     return min(limits, default=None)
 

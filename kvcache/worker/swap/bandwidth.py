@@ -69,7 +69,7 @@ class Rate:
     method: str
     gb_per_s: float
     contiguous_gb_per_s: float
-    num_thread_blocks: int | None = None  # thread blocks of the kernel; None: no kernel accesses host memory
+    num_thread_blocks: int | None = None  # None: no kernel accesses host memory
     num_fragments: int | None = None
     submit_us: float | None = None
     submission_is_hidden: bool | None = None

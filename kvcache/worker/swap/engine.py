@@ -143,7 +143,7 @@ class SwapEngine:
             if self._may_stage(direction):
                 kept.append(self._make_staging(direction, swap_stream, staging_bytes))
         self._num_jobs = 0
-        self._begun: str | None = None  # name of the job that is being launched or whose launch was interrupted
+        self._begun: str | None = None  # name of the job in launch, or interrupted in it
 
     @property
     def is_idle(self) -> bool:

@@ -41,7 +41,7 @@ class SwapJob:
         self.released = self.done = (
             None  # events after which the sources may be overwritten, and all pages have arrived
         )
-        self.layers: list[tuple[int, object]] = []  # (end of the layer range, event after which these layers have arrived)
+        self.layers: list[tuple[int, object]] = []  # (end of layers, event of arrival)
 
     def poll(self) -> bool:
         """Return whether all pages have arrived or the job has failed (see `error`)."""

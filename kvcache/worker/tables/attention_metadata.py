@@ -16,7 +16,7 @@ from kvcache.worker.tables.table_set import host_tensor, is_on_device
 from kvcache.worker.tables.table_shape import TableShape
 
 Lengths = Sequence[int] | np.ndarray | torch.Tensor
-MAX_CACHED_VIEWS = 64  # maximum number of batch sizes with cached views; creating views costs more than the launch
+MAX_CACHED_VIEWS = 64  # batch sizes with cached views; creating views is slower than the launch
 
 
 @dataclass(slots=True)
@@ -34,9 +34,9 @@ class GroupMetadata:
     max_seqlen_k: int  # upper bound of seqused_k
     seqused_k: torch.Tensor  # [N] tokens held by this context-parallel rank; 0: padding
     block_table: torch.Tensor | None  # [N, columns], null for padding and outside the window
-    paged_kv_indptr: torch.Tensor | None  # [N + 1] start of each request's pages in paged_kv_indices
+    paged_kv_indptr: torch.Tensor | None  # [N + 1] starts in paged_kv_indices
     paged_kv_indices: torch.Tensor | None  # [pages], or [N * columns] for lengths from a device
-    paged_kv_last_page_len: torch.Tensor | None  # [N] 1 to block_size; 0 for a request without pages
+    paged_kv_last_page_len: torch.Tensor | None  # [N] 1 to block_size; 0: no pages
     paged_kv_indptr_cpu: torch.Tensor | None
     paged_kv_last_page_len_cpu: torch.Tensor | None
 

@@ -155,7 +155,7 @@ class TableSet:
             n,
             self._slots_in_one_memory,
         )
-        self._compute = self._host_slots.compute  # cached to avoid attribute lookups, which are significant in short decode steps
+        self._compute = self._host_slots.compute  # avoids attribute lookups in decode steps
         self._num_shared = len(shared)
         self._replayed: set[int] = set()  # groups whose slots a replayed graph may recompute
 
@@ -262,7 +262,7 @@ class TableSet:
                 updates.note_use()
         else:
             self._arena.upload(0, len(self._arena.cpu))
-        self._native.mark_clean()  # must be last, so that after an interrupt the next call resends the changes
+        self._native.mark_clean()  # last, so that after an interrupt the next call resends
 
     def commit_rows(self, group: int, num_rows: int) -> None:
         """Upload the first rows of one group as a whole, and the counts."""
