@@ -88,7 +88,7 @@ class Fetch:
         except BaseException as error:
             self.cancel(f"another part was refused: {error}")
             if not self.transfers or not isinstance(error, TransferError | ValueError):
-                raise  # otherwise `poll` raises, because transfers in flight may still write to pages
+                raise  # `poll` raises later, as transfers in flight may write to pages
 
     def poll(self) -> bool:
         """Return whether all pages have arrived in local order and the peers have been notified.

@@ -142,7 +142,7 @@ def _matched(
     for runs in candidates:
         if sizes == [length for _, _, length in runs]:
             return list(zip(map(tuple, runs), at))
-    if len(own) == len(together) == 1 and sizes[0] == strides[together[0][0]]:  # a padded page is one fragment
+    if len(own) == len(together) == 1 and sizes[0] == strides[together[0][0]]:  # padded page
         return [(tuple(together[0]), at[0])]
     raise ValueError(
         f"layer {layer} of the pages has fragments of {sizes} bytes: expected "

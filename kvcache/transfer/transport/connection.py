@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MOST_MESSAGE = 1 << 20  # maximum size of a message in bytes
 MOST_NOTIFICATIONS = 1 << 16  # maximum number of messages that `notifications` has not returned yet
-_MOST_WAITING = 1 << 12  # maximum number of a peer's waiting reads, and of its announced writes that have not started
+_MOST_WAITING = 1 << 12  # maximum number of a peer's waiting reads, and of its unstarted writes
 _MOST_TIMES = 4  # average number of times that one request may reference each registered byte
 _MOST_STOPPED = 1 << 14  # exceeds the number of jobs that a peer may have started
 _MOST_ID = 1 << 28
@@ -164,7 +164,7 @@ class Connection:
         self._pushes: dict[int, tuple[Spans, bytes, str]] = {}
         self._pulls: dict[int, Job] = {}
         self._incoming: dict[int, Job] = {}  # jobs that receive bytes, by tag
-        self._stopped: dict[int, None] = {}  # tags of jobs that ended before all their digests arrived
+        self._stopped: dict[int, None] = {}  # tags of ended jobs that lack digests
         self._messages: deque[bytes] = deque()
         self.lane: Lane | None = None
         self.channel: Channel | None = None

@@ -17,8 +17,8 @@ from kvcache.transfer.transport.registered import CopyStreams, RegisteredMemory
 from kvcache.transfer.transport.spans import Spans
 from kvcache.worker.pages.pinning import pin
 
-_LEAST_PART = 1 << 20  # minimum bytes per part; the fixed cost of a piece equals copying about 1 MiB
-PIECES_AHEAD = 4  # maximum number of pieces in staging memory, and of pieces promised to the other side
+_LEAST_PART = 1 << 20  # minimum bytes; the fixed cost of a piece equals copying 1 MiB
+PIECES_AHEAD = 4  # maximum number of pieces staged, and of pieces promised to the other side
 
 
 class PieceStaging:
@@ -216,7 +216,7 @@ class Flow:
         self._is_outgoing, self._has_digest = is_outgoing, has_digest
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._staging: Sequence[torch.Tensor] = ()
-        self._kept: PieceStaging | None = None  # staging memory that stays pinned while copies may be running
+        self._kept: PieceStaging | None = None  # kept pinned while copies may be running
         self._streams = CopyStreams()
         self._current: Job | None = None
         self._is_closed = False

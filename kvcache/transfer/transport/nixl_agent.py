@@ -23,7 +23,7 @@ from kvcache.transfer.transport.registered import Region
 # overloaded cores: 0.72 GB/s with a spin time of 2 ms, 0.71 GB/s with 10 ms, and 0.58 GB/s with 0.2
 # ms.
 _SPIN_S, _POLL_S = 2e-3, 50e-6
-_NUM_THREADS = 3  # lists of 1,024 or more descriptors are split across these threads, which sleep when idle
+_NUM_THREADS = 3  # share lists of 1,024 or more descriptors, and sleep when idle
 _PROGRESS_US = 1000  # sleep time of the agent's thread in microseconds, unless a UCX event wakes it
 _making = (
     threading.Lock()

@@ -36,7 +36,7 @@ class DirectTransfer(StagedTransfer):
         super().__init__(connection, local.num_bytes, timeout_s)
         self.operation = "READ" if kind == "pull" else "WRITE"
         self.spans, self.kinds, self.notify = (local, remote), kinds, notify
-        self.is_touching = False  # whether NIXL may access pages; set by the thread that moves the transfer
+        self.is_touching = False  # NIXL may access pages; set by the flow's thread
         connection.track(self, local, "direct", notify)
 
     def cancel(self, reason: str) -> None:
@@ -65,7 +65,7 @@ class DirectFlow:
         self._agent, self._connection, self._on_end = agent, connection, on_end
         self._enter_device = enter_device
         self._transfers: queue.SimpleQueue[DirectTransfer | None] = queue.SimpleQueue()
-        self._held: list[tuple[Handle, DirectTransfer]] = []  # transfers that NIXL has not released yet
+        self._held: list[tuple[Handle, DirectTransfer]] = []  # not released by NIXL yet
         self.thread = threading.Thread(
             target=self._run, name=f"kvcache direct {connection.peer.agent}", daemon=True
         )

@@ -23,7 +23,7 @@ class Spans:
     Args:
         bases: int64[d]. Addresses.
         offsets: int64[m]. Offset of each run in bytes.
-        length: int64[m]. Bytes.
+        length: int64[m]. Length of each run in bytes.
 
     Example:
         >>> spans = Spans(np.array([1000, 9000]), np.array([0, 64]), np.array([16, 32]))

@@ -94,7 +94,7 @@ class StagedTransport(Transport):
             self.memory, self.timeout_s, self.piece_bytes, self.digest, self.accepts_writes
         )
         self._connections: dict[str, Connection] = {}
-        self._ended: list[tuple[str, Connection]] = []  # ended connections with messages that were not taken yet
+        self._ended: list[tuple[str, Connection]] = []  # ended, with messages not taken yet
         self._lock = threading.Lock()
         self._greeting = threading.Semaphore(_MOST_GREETING)
         self._is_closed = False
