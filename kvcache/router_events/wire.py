@@ -29,7 +29,7 @@ class WireStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False
     """Blocks of one chain, each the parent of the next, have been cached."""
 
     block_hashes: list[WireHash]
-    parent_block_hash: WireHash | None  # hash of the block before the first block; None: start of a prompt
+    parent_block_hash: WireHash | None  # None: start of a prompt
     token_ids: list[int]  # token IDs of all blocks; empty if unknown
     block_size: int  # tokens per block
     lora_id: int | None

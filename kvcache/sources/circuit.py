@@ -60,7 +60,7 @@ class Circuit:
             return True
         if self._clock() < self._retry_at:
             return False
-        self._retry_at = self._clock() + self._retry_s  # allow no other call until the trial's result
+        self._retry_at = self._clock() + self._retry_s  # one trial call until then
         return True
 
     def worked(self) -> None:

@@ -33,7 +33,7 @@ class Step:
     """
 
     loads: dict[str, Load] = field(default_factory=dict)
-    leases: dict[str, tuple[Lease, float, Progress]] = field(default_factory=dict)  # (lease, duration in seconds, progress)
+    leases: dict[str, tuple[Lease, float, Progress]] = field(default_factory=dict)  # with duration in s
     ends: set[str] = field(default_factory=set)
     cancels: set[str] = field(default_factory=set)
     unread: list[Offer] = field(default_factory=list)

@@ -23,10 +23,10 @@ class Call:
     work: Callable[[], Any]
     result: Any = None
     error: BaseException | None = None
-    is_given_up: bool = False  # whether the caller has abandoned the call, so it must not be started
+    is_given_up: bool = False  # abandoned by the caller, so never started
     is_over: bool = False
     tag: Any = None
-    evicted: list[str] = field(default_factory=list)  # keys of evicted values; set by the store's thread
+    evicted: list[str] = field(default_factory=list)  # keys; set by the store's thread
     begun_at: float = 0.0
 
 

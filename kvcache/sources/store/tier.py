@@ -31,7 +31,7 @@ from kvcache.step import StepReport
 from kvcache.worker import KVStorage, Pages, SwapEngine, SwapJob
 from kvcache.worker.pages.page_copy import PageCopy
 
-_MOST_LOOKUPS = 4096  # maximum number of cached lookups; the oldest is dropped and repeated if needed
+_MOST_LOOKUPS = 4096  # maximum number of cached lookups; the oldest is dropped first
 # Limits of bytes and blocks per call. Reads wait only milliseconds for a write, while blocks share
 # the cost of a call. Mooncake accepts at most 1,024 keys.
 _BYTES_PER_CALL, _LEAST_PER_CALL, _MOST_PER_CALL = 8 << 20, 8, 1024
@@ -197,7 +197,7 @@ class StoreTier:
         self._puts: set[_Put] = set()  # calls of `put` in flight
         self._invalid: deque[list[str]] = deque()  # keys to remove from the store
         self._removal: Call | None = None  # removal in flight
-        self._arriving: list[tuple[SwapJob, list[int]]] = []  # copies in flight, and the values that they read
+        self._arriving: list[tuple[SwapJob, list[int]]] = []  # copies, and the values they read
         self._drained: list[CacheEvent] = []  # events of the manager that were not observed yet
         self._events: list[CacheEvent] = []
         self._announced: set[BlockKey] = set()

@@ -114,7 +114,9 @@ def pairs_tensor(pairs: np.ndarray | torch.Tensor) -> torch.Tensor:
 def _merged(
     source: PageMemory, destination: PageMemory, by_layer: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the op's table of merged regions, int64[r, 5], and the first layer of each region."""
+    """Return the table of merged regions for the op, int64[r, 5], and the first layer of each
+    region.
+    """
     table = np.stack(
         [source.offsets, source.strides, destination.offsets, destination.strides, source.sizes], 1
     )
@@ -134,7 +136,7 @@ def _merged(
 
 
 def _check_formats(source: PageMemory, destination: PageMemory) -> None:
-    """Raise ValueError if both sides describe their pages in the same terms but differ."""
+    """Raise ValueError if the block formats of both sides are comparable but differ."""
     mine, other = source.formats, destination.formats
     if mine is None or other is None or mine[0] != other[0]:
         return
@@ -147,7 +149,10 @@ def _check_formats(source: PageMemory, destination: PageMemory) -> None:
 
 
 def _share_memory(source: PageMemory, destination: PageMemory) -> bool:
-    """Return whether both sides are the same pages. Raises ValueError for any other overlap."""
+    """Return whether both sides are the same pages.
+
+    Raises ValueError if they overlap in any other way.
+    """
     if source.device != destination.device:
         return False
     spans = [_span(pages) for pages in (source, destination)]
@@ -162,7 +167,7 @@ def _share_memory(source: PageMemory, destination: PageMemory) -> bool:
 
 
 def _span(pages: PageMemory) -> tuple[int, int]:
-    """Return the first byte of all regions and the byte after the last one."""
+    """Return the first byte of all regions, and the end of the last byte."""
     if len(pages.sizes) == 0 or pages.page_bytes == 0:
         return pages.base, pages.base
     ends = pages.offsets + (pages.num_blocks - 1) * pages.strides + pages.sizes
@@ -170,12 +175,12 @@ def _span(pages: PageMemory) -> tuple[int, int]:
 
 
 def _meet(source: PageMemory, destination: PageMemory) -> bool:
-    """Return whether the span of any region overlaps a region of the other side."""
+    """Return whether the spans of any two regions of the two sides overlap."""
     starts = source.base + source.offsets
     ends = starts + (source.num_blocks - 1) * source.strides + source.sizes
     others = destination.base + destination.offsets
     other_ends = others + (destination.num_blocks - 1) * destination.strides + destination.sizes
     order = np.argsort(others)
-    reach = np.maximum.accumulate(other_ends[order])  # furthest end of the regions up to here
+    reach = np.maximum.accumulate(other_ends[order])  # largest end of all regions up to this one
     before = np.searchsorted(others[order], ends) - 1  # last region that begins before the end
     return bool((reach[before] > starts)[before >= 0].any())
