@@ -141,8 +141,7 @@ def as_array(values: object, name: str) -> np.ndarray:
 
 
 def _check_nested(values: Sequence, name: str, depth: int) -> None:
-    """Check the lengths of nested sequences. NumPy would read all of them before comparing lengths.
-    """
+    """Check the lengths of nested sequences. NumPy would read all of them before comparing lengths."""
     for i, entry in enumerate(islice(values, len(values))):
         if i == 0 and isinstance(entry, int | float):
             return  # numpy does not read sequences that follow a number
@@ -229,8 +228,7 @@ def text(value: str, name: str) -> str:
 
 
 def path(value: str | os.PathLike[str], name: str) -> str:
-    """Return a file name. File descriptors and bytes are rejected. Raises TypeError or ValueError.
-    """
+    """Return a file name. File descriptors and bytes are rejected. Raises TypeError or ValueError."""
     found = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(found, str):
         raise TypeError(f"{name} is {shown(value)}: expected a string or an os.PathLike")

@@ -321,8 +321,7 @@ def _roles(order: Sequence[str], name: str) -> tuple[str, ...]:
 
 
 def blocks_first(dims: Sequence[str | None], is_mla: bool) -> bool:
-    """Return whether the first of these dimensions is the block, and each block holds both K and V.
-    """
+    """Return whether the first of these dimensions is the block, and each block holds both K and V."""
     return dims[0] == "block" and not is_mla
 
 

@@ -286,8 +286,7 @@ def checked_groups(groups: Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:
 
 
 def checked_context_parallel(context_parallel: ContextParallel | None) -> ContextParallel:
-    """Return `context_parallel`, or a single worker for None. Raises TypeError for any other type.
-    """
+    """Return `context_parallel`, or a single worker for None. Raises TypeError for any other type."""
     if context_parallel is None:
         return ContextParallel()
     if not isinstance(context_parallel, ContextParallel):

@@ -473,8 +473,7 @@ class KVCacheManager:
         return self._native.fork(self._requests, parent, child)
 
     def state(self, request: Request) -> RequestState:
-        """Return whether an admitted request runs, waits for `finish_receiving`, or is swapped out.
-        """
+        """Return whether an admitted request runs, waits for `finish_receiving`, or is swapped out."""
         self._native.check_reader()
         row = self.row(request)
         if self._native.is_receiving(row):

@@ -51,7 +51,7 @@ class BlockHashes(NamedTuple):
 class CachedPrefix(NamedTuple):
     """The cached prefix of a request."""
 
-    block_ids: np.ndarray | list[np.ndarray]  # int32[k], or one array per group if there are several
+    block_ids: np.ndarray | list[np.ndarray]  # int32[k], or one array per group
     num_tokens: int
     num_shared_tokens: int  # tokens cached in all groups except recurrent groups
 

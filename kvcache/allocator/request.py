@@ -213,8 +213,7 @@ class Request:
         )
 
     def _given_hashes(self, block_size: int) -> tuple[list[bytes], str] | core.HashedTokens:
-        """Return the engine's list of hashes and the request's name, or the engine's hashed tokens.
-        """
+        """Return the engine's list of hashes and the request's name, or the engine's hashed tokens."""
         num_blocks = self.num_tokens // block_size
         if len(self._block_hashes) != num_blocks:
             raise ValueError(

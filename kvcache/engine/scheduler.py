@@ -461,7 +461,7 @@ class Scheduler:
                     loading.append(sequence)
                 elif status == Status.SERVED:
                     entries.append((sequence, row, start, count))
-                elif status == Status.NEVER and external:  # the sequence may fit without these tokens
+                elif status == Status.NEVER and external:  # may fit without these tokens
                     self._loading.give_up(sequence, "it does not fit with the source's tokens")
                 elif status == Status.NEVER:
                     refused.append(sequence)

@@ -89,8 +89,7 @@ class SignalHold:
 
 
 class _StandIn:
-    """A signal handler that records signals while its hold is active, and forwards them otherwise.
-    """
+    """A signal handler that records signals while its hold is active, and forwards them otherwise."""
 
     __slots__ = ("handler", "hold")
 

@@ -54,8 +54,7 @@ class CircularWindow(KindProperties, core.CircularWindow):
         return -(-min(num_tokens, self._buffer) // tokens_per_page)
 
     def most_held(self, num_tokens: int, step_tokens: int, tokens_per_page: int) -> int:
-        """Return the pages of the buffer, which must hold all tokens that a step reads and writes.
-        """
+        """Return the pages of the buffer, which must hold all tokens that a step reads and writes."""
         step_tokens = min(step_tokens, num_tokens)
         needed = min(self.max_live_tokens(num_tokens, step_tokens), num_tokens)
         if needed > -(-self._buffer // tokens_per_page) * tokens_per_page:

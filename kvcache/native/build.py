@@ -116,8 +116,7 @@ def _place_of_program() -> int:
 
 
 def object_name(source: Path) -> str:
-    """Return an object name that is unique even if files in different folders have the same name.
-    """
+    """Return an object name that is unique even if files in different folders have the same name."""
     return f"{source.parent.name}_{source.stem}.o"
 
 

@@ -124,8 +124,7 @@ def build_ops(name: str) -> Path:
 
 
 def _require_cuda() -> None:
-    """Check that there is a device and nvcc. nvcc is needed only if the library is not built yet.
-    """
+    """Check that there is a device and nvcc. nvcc is needed only if the library is not built yet."""
     import torch
 
     if not torch.cuda.is_available():

@@ -61,7 +61,7 @@ def load_ops() -> None:
             return
         try:
             _found[_CUDA] = _load(_CUDA)
-        except (ImportError, OSError, RuntimeError) as error:  # not built, or built for another CUDA version
+        except (ImportError, OSError, RuntimeError) as error:  # not built, or for another CUDA
             what = "not built" if isinstance(error, ImportError) else "not loadable"
             _missing[_CUDA] = f"{what}: {error}{_advice(str(error))}"
             _refuse_cuda(_ops_without_cuda())

@@ -25,9 +25,7 @@ from kvcache.router_events.wire import WireBatch, encode_batch, encode_sequence
 _log = logging.getLogger(__name__)
 _BUSY_POLL_MS = 5  # polling interval in ms while a reader of a replay accepts no data
 _QUEUE_CHECK_SECONDS = 0.1
-_LONGEST_SECONDS = (
-    86_400.0  # maximum wait in `close`; ZMQ and threads can wait only a few days
-)
+_LONGEST_SECONDS = 86_400.0  # maximum wait in `close`; ZMQ and threads can wait only a few days
 _MOST_BYTES_OF_A_SUBSCRIPTION = 4096
 
 

@@ -236,8 +236,7 @@ class StateDescription:
         return layers_of_stages(self.pipeline_stages)[self.coordinates(rank).pp_rank]
 
     def state_bytes(self, rank: int) -> int:
-        """Return the bytes of a layer's state on a rank, which is `state_bytes` of its `LayerSpec`.
-        """
+        """Return the bytes of a layer's state on a rank, which is `state_bytes` of its `LayerSpec`."""
         return self._bytes_of(self.pipeline_stages[self.coordinates(rank).pp_rank].tp_size)
 
     def stride_of(self, pp_rank: int) -> int:

@@ -60,7 +60,7 @@ class FlashInferAttention:
         self._builder = None
         if groups:
             self._builder = AttentionMetadataBuilder(cache.tables, groups=groups, flash_attn=False)
-        self._wrappers: dict[tuple[_Shape, bool], object] = {}  # the key's bool is whether it decodes
+        self._wrappers: dict[tuple[_Shape, bool], object] = {}  # bool: whether it decodes
         self._planned: set[_Shape] = set()  # shapes planned for the current batch
         self._metadata: AttentionMetadata | None = None
         self._batch: Batch | None = None

@@ -183,7 +183,7 @@ class FilledCache(DynamicCache):
                 "it reads an encoder's output in each layer, which an engine of token ids has not",
             )
         self.mixers: dict[int, str] = {}
-        self._calls: list[str] = []  # names of running modules that belong to a layer, outermost first
+        self._calls: list[str] = []  # running modules of layers, outermost first
         self._attention: set[str] = set()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         token = torch.zeros(1, 1, dtype=torch.long, device=model.device)

@@ -207,8 +207,7 @@ class SelfCheck:
         return difference
 
     def _blocks(self) -> dict[str, torch.nn.Module]:
-        """Return the model's layers by name, from the first module list with one entry per layer.
-        """
+        """Return the model's layers by name, from the first module list with one entry per layer."""
         config = self._model.config.get_text_config(decoder=True)
         count = getattr(config, "num_hidden_layers", None)
         for name, module in self._model.named_modules():

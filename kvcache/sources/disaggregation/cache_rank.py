@@ -306,8 +306,7 @@ class _Parts:
         return len(self._groups[group].description.layers(rank))
 
     def computed(self, group: int, rank: int, progress: Progress) -> np.ndarray:
-        """Return the number of computed tokens in each layer of a group on a rank, int64[layers].
-        """
+        """Return the number of computed tokens in each layer of a group on a rank, int64[layers]."""
         held = [each.description.layers(rank) for each in self._groups]
         of_rank = [(g, layer) for g, layer in self._order if layer in held[g]]
         ahead = np.zeros(self.num_layers(group, rank), bool)

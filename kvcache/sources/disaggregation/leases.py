@@ -69,8 +69,7 @@ class LeaseNumbers:
         self._generation = time.time_ns() // 1_000
 
     def take(self, request_id: str, seconds: float) -> Lease | None:
-        """Return a new lease, or None if all slots are in use or the request already has a lease.
-        """
+        """Return a new lease, or None if all slots are in use or the request already has a lease."""
         if not self._slots or request_id in self._slot_of:
             return None
         self._generation += 1

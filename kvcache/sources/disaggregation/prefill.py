@@ -110,8 +110,7 @@ class RemotePrefill:
 
     @property
     def num_loading_requests(self) -> int:
-        """Number of requests whose blocks may still be written to, including those in quarantine.
-        """
+        """Number of requests whose blocks may still be written to, including those in quarantine."""
         return self._connector.num_loading_requests
 
     @property

@@ -11,8 +11,7 @@ from kvcache.sources.disaggregation.offer import Offer, RankAddress
 
 @dataclass
 class Load:
-    """A load of the tokens [first_token, end_token) of an offer into blocks of a request, by group.
-    """
+    """A load of the tokens [first_token, end_token) of an offer into blocks of a request, by group."""
 
     offer: Offer
     first_token: int
@@ -33,7 +32,7 @@ class Step:
     """
 
     loads: dict[str, Load] = field(default_factory=dict)
-    leases: dict[str, tuple[Lease, float, Progress]] = field(default_factory=dict)  # with duration in s
+    leases: dict[str, tuple[Lease, float, Progress]] = field(default_factory=dict)  # with seconds
     ends: set[str] = field(default_factory=set)
     cancels: set[str] = field(default_factory=set)
     unread: list[Offer] = field(default_factory=list)

@@ -267,8 +267,7 @@ class DiskStore(BlockStore):
         return keys, values
 
     def _evict(self) -> int | None:
-        """Evict the least recently used value and return its place, or None if there is no value.
-        """
+        """Evict the least recently used value and return its place, or None if there is no value."""
         if not self._places:
             return None
         key, place = self._places.popitem(last=False)

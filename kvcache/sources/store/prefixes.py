@@ -15,8 +15,7 @@ from kvcache.sources.store.values import BlockKey
 
 
 class NeededBlock(NamedTuple):
-    """A block that a request needs, with its key, its column in the group's table, and its tokens.
-    """
+    """A block that a request needs, with its key, its column in the group's table, and its tokens."""
 
     key: BlockKey
     column: int

@@ -287,8 +287,7 @@ def _unit_groups(sides: Sides) -> list[UnitGroup]:
 
 
 def _layer_rows(sides: Sides) -> tuple[slice, slice]:
-    """Return the layers that both sides hold, with their indices on the remote and the local rank.
-    """
+    """Return the layers that both sides hold, with their indices on the remote and the local rank."""
     mine, theirs = sides.mine.layers, sides.theirs.layers
     first, last = max(mine.start, theirs.start), min(mine.stop, theirs.stop)
     return tuple(slice(first - held.start, last - held.start) for held in (theirs, mine))
@@ -409,8 +408,7 @@ def _unit_patterns(runs: UnitRuns) -> list[UnitPattern]:
 def _in_bytes(
     sides: Sides, source: int, unit_pattern: UnitPattern, group: UnitGroup
 ) -> list[Pattern]:
-    """Convert units to bytes and repeat them for K and V of all layers, merging contiguous layers.
-    """
+    """Convert units to bytes and repeat them for K and V of all layers, merging contiguous layers."""
     layers, unit_bytes = group.layers, group.unit_bytes
     length = int(group.strides[:, 6].sum())
     mine, theirs = (

@@ -373,8 +373,7 @@ def _num_fragments(patterns: tuple[Pattern, ...]) -> int:
 def pages_with(
     cache: CacheDescription, cp_rank: int, tokens: tuple[int, int], num_pages: int
 ) -> np.ndarray:
-    """Return which pages of a rank's group hold any of the tokens [first, last), bool[num_pages].
-    """
+    """Return which pages of a rank's group hold any of the tokens [first, last), bool[num_pages]."""
     first, last = (_tokens_on_rank(cache, cp_rank, token) for token in tokens)
     begin = np.arange(num_pages) * cache.block_size
     return (begin < last) & (begin + cache.block_size > first) & (first < last)

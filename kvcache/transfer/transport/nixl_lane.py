@@ -193,8 +193,7 @@ class NixlLane(Lane):
             return slot
 
     def begin_unsent(self) -> None:
-        """Start writing pieces in order, as long as the peer has room, and announce written pieces.
-        """
+        """Start writing pieces in order, as long as the peer has room, and announce written pieces."""
         while self.unsent and self.unsent[0].begin():
             self.unsent.popleft()
             self._announce_written()

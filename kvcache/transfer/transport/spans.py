@@ -1,5 +1,4 @@
-"""Factored fragments of one side of a transfer, which can be split into pieces of staging memory.
-"""
+"""Factored fragments of one side of a transfer, which can be split into pieces of staging memory."""
 
 from __future__ import annotations
 

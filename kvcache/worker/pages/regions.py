@@ -1,5 +1,4 @@
-"""Computes the regions of a tensor, that is, the positions of all contiguous fragments of a block.
-"""
+"""Computes the regions of a tensor, that is, the positions of all contiguous fragments of a block."""
 
 from __future__ import annotations
 

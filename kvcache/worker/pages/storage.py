@@ -1,5 +1,4 @@
-"""KV storage, which consists of the tensors through which attention kernels access a pool's pages.
-"""
+"""KV storage, which consists of the tensors through which attention kernels access a pool's pages."""
 
 from __future__ import annotations
 

@@ -432,8 +432,7 @@ def _contiguous_gb_per_s(
 
 
 def _memcpy(num_bytes: int, num_threads: int) -> Callable[[], None]:
-    """Return a function that performs a contiguous copy with the C library, split across threads.
-    """
+    """Return a function that performs a contiguous copy with the C library, split across threads."""
     source, target = (torch.ones(num_bytes, dtype=torch.uint8, device="cpu") for _ in range(2))
     cuts = np.linspace(0, num_bytes, num_threads + 1).astype(np.int64).tolist()
     pool = ThreadPoolExecutor(num_threads)
