@@ -160,7 +160,7 @@ class KVCache:
             layer_name: Name of the layer.
             rows: Table rows of the requests.
             num_tokens: Number of tokens of each row. In a circular group, this must be the number of
-                computed tokens; overwritten tokens are zeros.
+                computed tokens. Overwritten tokens are zeros.
             dtype: Dtype of the result, as in `KVStorage.gather`.
 
         Returns:
@@ -225,7 +225,7 @@ def build(
     num_preallocate_tokens: int = 64,
     **options: Unpack[PolicyArguments],
 ) -> KVCache:
-    """Build all parts of a cache on one device. The call is the same for every model; only the plan
+    """Build all parts of a cache on one device. The call is the same for every model. Only the plan
     differs.
 
     The plan determines the groups, number of pages, page size, `max_model_len`,

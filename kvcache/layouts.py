@@ -484,7 +484,8 @@ def backend_names() -> list[str]:
     return sorted(_BACKENDS)
 
 
-# The orders of packed layers match those of the serving engines, so that their tensors can be used.
+# The memory orders of packed layers match the orders in the serving engines, so that their tensors
+# can be used.
 # BLOCK_MAJOR is specific to this library: all data of one layer precedes the next layer in a page,
 # also in HND.
 _NHD_PACKED = ("block", "layer", "kv", "token", "head", "element")

@@ -52,7 +52,7 @@ class CachePlan:
     page_bytes: int
     num_pages: int  # including the null page
     layer_page_bytes: int  # a layer's share of a page
-    padding_bytes: tuple[int, ...]  # per group: padding bytes in a page
+    padding_bytes: tuple[int, ...]  # padding bytes in a page, for each group
     max_model_len: int
     max_num_batched_tokens: int
     context_parallel: ContextParallel
@@ -97,7 +97,7 @@ class CachePlan:
 
     @property
     def transferred_groups(self) -> tuple[int, ...]:
-        """The groups whose blocks may be sent to other engines: those with `GroupSpec.transferred`."""
+        """The groups with `GroupSpec.transferred`, whose blocks may be sent to other engines."""
         return tuple(g for g, group in enumerate(self.groups) if group.transferred)
 
     @property
@@ -415,7 +415,7 @@ def _block_size(
     if layer_page % smallest == 0:
         return block_size
     # Prefer more padding to block sizes with a huge common multiple. A prefix hit over all groups
-    # can end only at such a multiple.
+    # can end only at a common multiple.
     common = math.lcm(layer.block_size, base_block_size)
     return block_size // common * common or block_size
 

@@ -131,13 +131,13 @@ def slot_mapping(
             in `tables`, columns, kernel block size, context-parallel world size, rank, interleave, window
             (0: none), and row in `num_blocks_per_row`.
         num_rows: Number of rows per table.
-        rows: Row of each token, int32[n]; with `query_start_loc`, row of each request, int32[r]. -1 marks
-            a padding request.
+        rows: Row of each token, int32[n]. With `query_start_loc`, row of each request, int32[r]. -1
+            marks a padding request.
         query_start_loc: int32[r + 1]. Start of each request's tokens.
         positions: int64[n]. Token positions within their requests.
         num_blocks_per_row: int32[any, num_rows]. Number of entries in each row. If given, positions
-            beyond them are rejected as out of range. Otherwise such positions get slots in the null
-            block.
+            beyond them are rejected as out of range. Otherwise these positions get slots in the
+            null block.
         out: int64 or int32[num_groups, m] with m >= n. The caller ensures that slots fit into int32.
     """
     _ops.slot_mapping(
@@ -367,7 +367,7 @@ def copy_blocks(
         num_thread_blocks: Number of thread blocks for KERNEL. 0: a small default.
         owners: A list or tuple of the other tensors that contain regions, for engines whose layers
             are separate tensors. `torch.compile` does not know that these tensors are written, so
-            do not compile such calls.
+            do not compile calls with `owners`.
     """
     _ops.copy_blocks(
         src,
@@ -409,12 +409,12 @@ def permute_blocks_(
         offsets: int64[num_layers] on the CPU. Bytes from the first element of `cache` to the first
             element of each layer. `[0]` selects `cache` itself. All layers must have the layout of
             `cache` and must not share memory.
-        indices: int32[n, k] on the CPU or on the cache's device. Each block may occur only once; on a
-            GPU, the caller ensures this.
+        indices: int32[n, k] on the CPU or on the cache's device. Each block may occur only once. On
+            a GPU, the caller must ensure this.
         remote_block_size: Tokens per remote block. One of the two block sizes must divide the other.
         remote_is_hnd: Whether the remote layout is HND.
-        owners: A list or tuple of the other layers, if they are separate tensors. Do not compile such
-            calls with `torch.compile`.
+        owners: A list or tuple of the other layers, if they are separate tensors. Do not compile
+            calls with `owners` using `torch.compile`.
     """
     _ops.permute_blocks_(
         cache, offsets, indices, remote_block_size, remote_is_hnd, _checked_owners(owners)

@@ -72,7 +72,7 @@ class _MirroredCall:
         ] = {}  # keyed by the address of the mirrored storage
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all tensors by name, including those in lists."""
+        """Return all tensors by name, including tensors in lists."""
         found = {}
         for name, value in self.given.items():
             if isinstance(value, torch.Tensor):
@@ -200,7 +200,7 @@ def _gather_kv(call: _MirroredCall) -> None:
 def _tokens(cache: torch.Tensor, slot_mapping: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield views of the tokens at these slots, with consecutive tokens of a block combined.
 
-    Skips the null block. Yields nothing for arguments that the op rejects.
+    Skips the null block. Yields no views for arguments that the op rejects.
     """
     if cache.ndim not in (4, 5) or cache.numel() == 0 or not _holds_ids(slot_mapping, torch.int64):
         return

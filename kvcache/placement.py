@@ -47,7 +47,7 @@ class Placement:
 
     @functools.cached_property
     def is_contiguous(self) -> bool:
-        """Whether the K of a layer is contiguous within a page, and likewise its V."""
+        """Whether the K and the V of a layer are each contiguous within a page."""
         if self.head_regions:
             return False
         counts = ((self.token_strides, self.token_count), (self.head_strides, self.head_count))

@@ -28,11 +28,19 @@ class LearnedReuse:
         used: float64[101, 26]. Number of blocks that were used again at that age. Old counts decay,
             so `used` may exceed `reached`.
 
-    Row 24 * request + 2 * (3 * turn + added) + answer: own blocks of a conversation by the caller's
-    `request_class` (0: none; 1: 0; 2: 1; 3: more), its turn (0 to 3 and more), the tokens that it added
-    (below 2,560, below 20,480, more) and whether its answer had 64 tokens; rows 96 to 99: blocks that
-    conversations share, whose chain was seen to fork once, 2, 4, 16 times and more; row 100: others.
-    Column k: ages, in tokens released since; it covers 40,960 * 2**(k / 2) of them.
+    Row 24 * request + 2 * (3 * turn + added) + answer counts blocks that belong to a single
+    conversation:
+
+    - request: 0 without a `request_class`, 1 for class 0, 2 for class 1, and 3 for higher classes.
+    - turn: 0 to 2, or 3 for all later turns.
+    - added: 0 if the turn added fewer than 2,560 tokens, 1 if fewer than 20,480, and 2 otherwise.
+    - answer: whether the answer had at least 64 tokens.
+
+    Rows 96 to 99 count blocks that conversations share, by the number of observed forks of their
+    chain: 1, at least 2, at least 4, and at least 16. Row 100 counts all other blocks.
+
+    Column k counts blocks by age, measured in tokens released since. It covers
+    40,960 * 2**(k / 2) tokens.
 
     Raises:
         ValueError: An array has a wrong shape, or an entry is not a valid count.

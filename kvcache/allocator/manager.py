@@ -549,8 +549,8 @@ class KVCacheManager:
           that prefix. For example, the method may return 8 although no tokens arrived and the
           request had no hit.
         - Earlier: if an abort or an invalidation removed tokens that precede the arrived tokens.
-        - At the cached prefix: if the request's blocks do not contain everything that its next
-          token reads (a window or a state).
+        - At the cached prefix: if the request's blocks do not contain the window or state that its
+          next token reads.
 
         Args:
             request: The request.

@@ -283,8 +283,8 @@ class PrefixCache:
                 other groups cannot be hit without them, because a hit requires all groups.
 
         Returns:
-            True if the blocks were removed. False, with nothing changed, if a request holds a block
-            (of this group) or blocks of the group are being loaded from the host.
+            True if the blocks were removed. False if a request holds a block (of this group) or
+            blocks of the group are being loaded from the host. In this case, nothing has changed.
         """
         if group is None:
             return self._native.reset_prefix_cache()

@@ -88,7 +88,7 @@ class ReplayServer:
         # The last snapshot, with the sequence number at which it was created.
         self._snapshot: tuple[int, bytes] = (-1, b"")
         self._replays: dict[bytes, _Replay] = {}  # replays by reader identity, oldest first
-        # Batches held for each reader identity, including those of dropped replays.
+        # Batches held for each reader identity, including batches of dropped replays.
         self._held: dict[bytes, _HeldBatches] = {}
         self.num_replays = self.num_snapshots = self.num_refused = self.num_given_up = 0
 

@@ -29,7 +29,7 @@ _LONGEST_SECONDS = 86_400.0  # maximum wait per `poll`; ZMQ counts milliseconds 
 class SubscriberCounts(NamedTuple):
     """Cumulative counts of a subscriber."""
 
-    batches: int  # applied batches, including replayed ones
+    batches: int  # applied batches, including replayed batches
     gaps: int  # gaps in the sequence numbers
     restarts: int  # restarts of the publisher
     malformed: int  # ignored messages

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 class StopTexts:
     """An automaton that finds several texts at once (Aho and Corasick, 1975).
 
-    `step(state, character)` returns the next state; the initial state is 0. `num_held[state]` is
+    `step(state, character)` returns the next state. The initial state is 0. `num_held[state]` is
     the number of trailing characters that may begin a stop text. `num_stopped[state]` is the length
     of the stop text that ends in this state, or 0. The cost of a step does not depend on the number
     of stop texts.

@@ -35,8 +35,9 @@ def permute_received_blocks(
 ) -> None:
     """Permute the listed blocks into the local layout, in place. Other blocks remain unchanged.
 
-    On a GPU the operation is enqueued on the current stream. Indices on the device are copied to the host
-    for checking, which synchronizes; `ops.permute_blocks_` accepts them without synchronization.
+    On a GPU the operation is enqueued on the current stream. Indices on the device are copied to
+    the host for checking, which synchronizes. `ops.permute_blocks_` accepts them without
+    synchronization.
 
     Args:
         caches: One cache, or one per layer (K and V count as two) with equal shape, strides, dtype

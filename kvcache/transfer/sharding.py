@@ -295,7 +295,7 @@ def reader_of_head(
     for other, tp_size in enumerate(tp_sizes):
         count = len(ranks_of_head(total_num_kv_heads, tp_size, head))
         num_readers += count * cp_world_size
-        before, rest = divmod(at * count, len(holders))  # `before` counts holders up to here
+        before, rest = divmod(at * count, len(holders))  # `before` counts earlier holders
         reader += (before + (rest > 0)) * cp_world_size
         reader += 0 if rest else cp_rank + (other < stage)
     return reader, num_readers

@@ -169,7 +169,7 @@ class Worker:
         self._within = PageCopy(self.pages, self.pages)
         self._streams = swap_options.get("streams") or streams_of(self.pages.device)
         self._last: PendingStep | None = (
-            None  # step whose copies, or those of an earlier step, may be in flight
+            None  # this step or an earlier step may have copies in flight
         )
         # ID of the step in progress, or of the step that broke the worker.
         self._begun: int | None = None

@@ -11,7 +11,7 @@ from kvcache.engine.batch import Batch
 
 
 class Segment(NamedTuple):
-    """Tokens [first, stop) of a batch; `start` tokens of the request precede them.
+    """Tokens [first, stop) of a batch. `start` tokens of the request precede them.
 
     `before`, `after`: indices of the request's state pages for the state before and after the segment.
     `before` is None if the request has no tokens yet.

@@ -25,7 +25,7 @@ from kvcache.memory_plan import plan_cache
 
 _TOKENS_PER_STEP = 11  # splits the prompts at positions other than block boundaries
 _NUM_DECODED = 4
-_LARGEST_WINDOW = 64  # largest window that requests exceed; larger ones would take too many tokens
+_LARGEST_WINDOW = 64  # largest window that requests exceed, to limit the number of tokens
 # Tolerances for logits, in standard deviations of a token's logits. In half precision, they apply
 # to the median over a request's tokens, because rounding may route single tokens to other experts.
 # Parts of many models compute in float32 regardless of their dtype.

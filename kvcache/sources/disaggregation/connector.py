@@ -127,7 +127,8 @@ class Connector:
         kinds = [[spec.kind, dict(spec.options)] for spec in specs]
         self._model = {**(model or {}), "groups": kinds}
         self._numbers = LeaseNumbers()
-        self._kept: dict[str, tuple[Request, int]] = {}  # and the number of ended ranks
+        # Requests with kept blocks, and the number of ranks on which their lease has ended.
+        self._kept: dict[str, tuple[Request, int]] = {}
         self._early: dict[str, Request] = {}  # leased requests that are still being computed
         self.stats = LoadStats()
         self._loads: SourceLoads[_Reading] = SourceLoads(manager, self.stats)

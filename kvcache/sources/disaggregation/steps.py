@@ -25,14 +25,14 @@ class Step:
 
     Attributes:
         loads: Loads that begin.
-        leases: Leases that begin.
+        leases: Leases that begin, with their duration in seconds and their progress.
         ends: Leases that end early.
         cancels: Loads that are canceled.
         unread: Offers that will not be read.
     """
 
     loads: dict[str, Load] = field(default_factory=dict)
-    leases: dict[str, tuple[Lease, float, Progress]] = field(default_factory=dict)  # with seconds
+    leases: dict[str, tuple[Lease, float, Progress]] = field(default_factory=dict)
     ends: set[str] = field(default_factory=set)
     cancels: set[str] = field(default_factory=set)
     unread: list[Offer] = field(default_factory=list)

@@ -74,7 +74,8 @@ class DiskStore(BlockStore):
         self._memory = np.zeros(0, np.uint8)
         self._registered: list = []
         self._entries = np.zeros((_BLOCKS_PER_CALL, _ENTRY_BYTES), np.uint8)
-        self._places: OrderedDict[str, int] = OrderedDict()  # by key, oldest use first
+        # Place of each value by key, least recently used first.
+        self._places: OrderedDict[str, int] = OrderedDict()
         self._free: list[int] = []
         self._evicted: list[str] = []
         self._sequence = 0

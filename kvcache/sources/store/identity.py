@@ -54,7 +54,7 @@ def fingerprint(
     Raises:
         ValueError: The contents of the pages are unknown and `contents` is missing, `contents` is
             not one storage per group over `pages`, or the interleave for context parallelism is
-            missing or differs from that of the pages.
+            missing or differs from the interleave of the pages.
         TypeError: An argument has a wrong type.
 
     Example:

@@ -412,7 +412,7 @@ class StoreTier:
         return found
 
     def _got(self, call: Call) -> None:
-        """Process the blocks of a finished call, and copy those of active loads into their pages."""
+        """Process the blocks of a finished call, and copy blocks of active loads into their pages."""
         get: _Get = call.tag
         load, coming = get.load, get.load.detail
         if call in coming.calls:

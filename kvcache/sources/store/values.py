@@ -2,7 +2,8 @@
 
     digest 16 | magic 8 | page bytes 8 | fingerprint 16 | group 4 | hash bytes 4 | hash 32 | zeros | page
 
-The digest, a 128-bit XXH3, covers everything after it. It detects accidental corruption, not forgery.
+The digest, a 128-bit XXH3, covers all bytes after it. It detects accidental corruption, but not
+forgery.
 """
 
 from __future__ import annotations

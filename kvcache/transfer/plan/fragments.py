@@ -60,7 +60,7 @@ class Pattern:
     Attributes:
         layers: int64[n, 4], (remote region, byte in it, local region, byte in it). Each row is the
             K or V of a layer, or several of them merged.
-        offsets: int64[k, 2], (remote, local) bytes to add to those of `layers`.
+        offsets: int64[k, 2], (remote, local) bytes to add to the bytes of `layers`.
         runs: int64[m, 5], (remote page, byte in it, local page, byte in it, length).
         remote_stride: Bytes between remote pages, equal in all regions of the pattern.
         local_stride: Bytes between local pages, equal in all regions of the pattern.

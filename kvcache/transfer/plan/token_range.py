@@ -155,7 +155,7 @@ class _Wanted:
 
 
 def _table(ids: np.ndarray, name: str) -> np.ndarray:
-    """Convert a block table to int64[n]. Raises TypeError or ValueError for anything else."""
+    """Convert a block table to int64[n]. Raises TypeError or ValueError for other values."""
     given = as_array(ids, name)
     if given.size and given.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {given.dtype}: expected integers")

@@ -44,7 +44,7 @@ class Metadata:
         return json.dumps(asdict(self)).encode()
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the starts and ends of the regions, sorted; int64[r] each."""
+        """Return the sorted starts and ends of the regions, int64[r] each."""
         rows = [each[:2] for each in sorted(self.regions)]
         table = np.array(rows, np.int64).reshape(-1, 2)
         return table[:, 0], np.maximum.accumulate(table[:, 0] + table[:, 1])

@@ -70,8 +70,10 @@ class NixlLane(Lane):
         self._arrived: dict[int, int] = {}
         self._is_closed = False
         self._peer_slots: list[int] = []
-        self.unsent: deque[_Sending] = deque()  # accessed only by the sending thread
-        self._under_way: deque[_Sending] = deque()  # not announced to the peer yet; same thread
+        # Pieces that have not started, and pieces that were not announced to the peer yet. Only the
+        # sending thread accesses them.
+        self.unsent: deque[_Sending] = deque()
+        self._under_way: deque[_Sending] = deque()
         self.is_direct = False  # whether pages of both sides are registered with NIXL
         self.is_reached = False  # whether the peer's memory can be accessed without its help
         self.is_beside = False  # whether the peer is on this machine

@@ -113,7 +113,7 @@ def median_times(*functions: Callable[[], object], rounds: int = 7) -> list[floa
 
 
 def host_rates(num_bytes: int, fragments: tuple[int, ...] = FRAGMENTS) -> Iterator[Rate]:
-    """Measure copies of scattered pages within host memory, with as many threads as torch uses."""
+    """Measure copies of scattered pages within host memory, using torch's number of threads."""
     whole = _memcpy(num_bytes, torch.get_num_threads())
     for fragment in fragments:
         yield _host_rate(fragment, num_bytes, whole)

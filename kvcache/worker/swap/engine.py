@@ -322,7 +322,7 @@ class SwapEngine:
     ) -> Pages | None:
         """Allocate a direction's staging memory.
 
-        Returns None if there is not enough memory; another method is then used.
+        Returns None if there is not enough memory. Another method is used in this case.
         """
         try:
             memory = self.device.staging(num_bytes)

@@ -24,9 +24,9 @@ class GroupMetadata:
     """Attention metadata of one cache group. All tensors are int32 on the tables' device.
 
     N is the number of requests, including padding. FlashAttention uses `seqused_k`, `block_table` and
-    `max_seqlen_k`. FlashInfer uses the three `paged_kv_*` tensors; its `plan` reads their host copies,
-    which are None if the lengths came from a device. Tensors of a backend that the builder omits are
-    None.
+    `max_seqlen_k`. FlashInfer uses the three `paged_kv_*` tensors. Its `plan` reads their host
+    copies, which are None if the lengths came from a device. Tensors of a backend that the builder
+    omits are None.
     """
 
     block_size: int  # attention kernel's block size in tokens of one rank; FlashInfer's page_size

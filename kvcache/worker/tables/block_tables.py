@@ -217,11 +217,17 @@ class BlockTables:
         self._tables.apply(plan, num_blocks)
 
     def append_row(self, block_ids: Sequence[Ids], row: int) -> None:
-        """Append `block_ids[g]` to a row of each group `g`. If one group overflows, none changes."""
+        """Append `block_ids[g]` to a row of each group `g`.
+
+        If any group overflows, no group changes.
+        """
         self._tables.apply(self._row_plan(block_ids, row, clear=False))
 
     def add_row(self, block_ids: Sequence[Ids], row: int) -> None:
-        """Set a row of each group `g` to `block_ids[g]`. If one group overflows, none changes."""
+        """Set a row of each group `g` to `block_ids[g]`.
+
+        If any group overflows, no group changes.
+        """
         self._tables.apply(self._row_plan(block_ids, row, clear=True))
 
     def clear_row(self, row: int) -> None:

@@ -149,7 +149,7 @@ class GroupTable:
         Raises:
             ValueError: A row or position on the host is out of range. Nothing was written.
             RuntimeError: A row or position on a GPU is out of range, with `KVCACHE_CHECKED=1`.
-                Otherwise such tokens get slot -1.
+                Otherwise these tokens get slot -1.
         """
         self._tables.compute_slots(req_indices, positions, query_start_loc, self._group)
 

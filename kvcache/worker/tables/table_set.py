@@ -532,7 +532,7 @@ class TableSet:
     def _identity_of(
         self, query_start_loc: Ids | torch.Tensor | None, on_host: bool
     ) -> torch.Tensor:
-        """Map request i to row i, for as many requests as `query_start_loc` describes."""
+        """Map request i to row i, for all requests in `query_start_loc`."""
         if query_start_loc is None:
             raise ValueError("neither req_indices nor query_start_loc is given: expected one")
         num_requests = len(query_start_loc) - 1

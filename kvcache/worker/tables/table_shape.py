@@ -16,8 +16,8 @@ class TableShape:
     Args:
         block_size: Tokens per allocation block.
         max_num_blocks: Allocation blocks per row.
-        kernel_block_size: Tokens per block of the attention kernel; must divide `block_size`. Block `b`
-            becomes `ratio` kernel blocks starting at `b * ratio`. None: `block_size` itself.
+        kernel_block_size: Tokens per block of the attention kernel. Must divide `block_size`. Block
+            `b` becomes `ratio` kernel blocks starting at `b * ratio`. None: `block_size` itself.
         kernel_sizes: Candidates for the kernel block size, instead of `kernel_block_size`. The
             first positive candidate that divides `block_size` is used. [0]: `block_size` itself.
         window: Tokens that a query attends to. None: all tokens.
@@ -27,8 +27,8 @@ class TableShape:
         replicated: Whether every context-parallel rank holds all tokens of the group.
         cp_kv_cache_interleave_size: Number of consecutive tokens stored on one context-parallel
             rank before the next rank follows. Must divide the kernel block size.
-        encoder: Whether the group holds encoder tokens for cross-attention. Calls for all groups leave
-            the slots of such groups unchanged.
+        encoder: Whether the group holds encoder tokens for cross-attention. Calls for all groups
+            leave the slots of encoder groups unchanged.
         circular: Whether columns are reused as a circular buffer. The token at position `p` is in
             column `p // block_size % max_num_blocks`.
         num_speculative_blocks: Number of columns for states after draft tokens. They are included
