@@ -142,8 +142,8 @@ class CacheOptions:
     """Hash algorithm, which is also reported in events. "sha256_cbor", or "xxh3_128_cbor", which is
     faster but not cryptographic: a client that chooses tokens can construct two prompts with the
     same hash. "engine:NAME" is an algorithm that only the engine knows, so every request must carry
-    its hashes
-    (`Request.block_hashes`)."""
+    its hashes (`Request.block_hashes`).
+    """
 
     hash_bytes: int | None = None
     """Bytes per hash, 1 to 32, for an "engine:NAME" algorithm. None: 32."""
