@@ -1,4 +1,4 @@
-"""Public names, for type checkers; `__init__.py` imports each when it is first used."""
+"""Public names, for type checkers. `__init__.py` imports each name on first use."""
 
 from kvcache import allocator as allocator
 from kvcache import events as events

@@ -1,4 +1,4 @@
-"""The public part of the native control plane; everything else in it is private."""
+"""The public part of the native control plane. All other names in the module are private."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Builds both planes of a cache from one plan: manager, block tables, storages, pages and worker."""
+"""Builds the manager, block tables, storages, pages and worker of a cache from one plan."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _GIVEN_BY_PLAN = (
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """The matching parts of one cache, created by `build`. Each part can also be used alone.
+    """All parts of one cache, created by `build`. Each part can also be used alone.
 
-    A scheduler calls `manager.step`, `worker` applies the plan, `tables.compute_slot_mapping` determines
-    where tokens are stored, and layers are written and read by name.
+    A scheduler calls `manager.step`, and `worker` applies the plan. `tables.compute_slot_mapping`
+    determines where tokens are stored. Layers are written and read by name.
     """
 
     plan: CachePlan
     manager: KVCacheManager
     tables: BlockTables  # one per group
-    storages: tuple[KVStorage, ...]  # one per group, in kernel blocks, over the memory of `pages`
+    storages: tuple[KVStorage, ...]  # one per group, in kernel blocks; share the memory of `pages`
     pages: Pages
     host_pages: Pages | None  # None without a host tier
     worker: Worker
@@ -56,10 +56,11 @@ class KVCache:
         return self._place(layer_name)[0]
 
     def kv_cache(self, layer_name: str) -> Tensors:
-        """Return the tensor for the layer's attention kernel, an entry of `KVStorage.kv_caches`.
+        """Return the tensor that the layer's attention kernel reads, an entry of
+        `KVStorage.kv_caches`.
 
-        Its blocks are the kernel blocks of the layer's table. For a recurrent layer, the tensor holds
-        states, [num_pages, 1, elements].
+        The block dimension counts kernel blocks, as the layer's table does. For a recurrent layer,
+        the tensor holds states, [num_pages, 1, elements].
 
         Args:
             layer_name: Name of the layer.
@@ -71,10 +72,11 @@ class KVCache:
         return self.storages[group].kv_caches[index]
 
     def slots(self, layer_name: str, num_tokens: int) -> torch.Tensor:
-        """Return the slots of the step's first tokens in a layer, as a view on the device.
+        """Return the slots of the step's first `num_tokens` tokens in a layer, as a device view.
 
-        The slots come from the last `tables.compute_slot_mapping`. For a cross-attention layer, they come
-        from its group's own call, `tables[cache.group(layer_name)].compute_slot_mapping`.
+        The slots come from the last `tables.compute_slot_mapping`. For a cross-attention layer,
+        they come from the call for its group,
+        `tables[cache.group(layer_name)].compute_slot_mapping`.
 
         Args:
             layer_name: Name of the layer.
@@ -107,7 +109,7 @@ class KVCache:
         value: torch.Tensor | None,
         slots: torch.Tensor | None = None,
     ) -> None:
-        """Write the K and V of tokens to a layer; see `KVStorage.write`.
+        """Write the K and V of tokens to a layer, as `KVStorage.write` does.
 
         For a recurrent layer, pass pages as `slots`, the states as `key` [n, 1, elements], and None as
         `value`.
@@ -116,11 +118,11 @@ class KVCache:
             layer_name: Name of the layer.
             key: [n, num_kv_heads, head_size].
             value: [n, num_kv_heads, v_head_size].
-            slots: int64[n]. None: the slots of all tokens of the step.
+            slots: int64[n]. None: the slots of all tokens in the step.
 
         Raises:
-            ValueError: The layer is unknown, or `slots` is None and n is not the number of the step's
-                tokens.
+            ValueError: The layer is unknown, or `slots` is None and n differs from the number of
+                tokens in the step.
         """
         group, index = self._place(layer_name)
         if slots is None:
@@ -138,7 +140,7 @@ class KVCache:
     def gather(
         self, layer_name: str, slots: torch.Tensor, dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read K and V of the tokens at slots int64[n]: (key, value); see `KVStorage.gather`."""
+        """Return (key, value) of the tokens at slots int64[n]. See `KVStorage.gather`."""
         group, index = self._place(layer_name)
         return self.storages[group].gather(index, slots, dtype)
 
@@ -149,16 +151,16 @@ class KVCache:
         num_tokens: Sequence[int],
         dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the K and V of the first tokens of several rows, concatenated in the order of `rows`.
+        """Read the K and V of the first tokens of each row, concatenated in the order of `rows`.
 
-        The host tables are used, and the slots of the step (`slots`) stay unchanged. Tokens that have
-        left a window or are held by another context-parallel rank are zeros.
+        Slots are computed from the host tables. The slots of the step (`slots`) stay unchanged.
+        Tokens that have left a window or are held by another context-parallel rank are zeros.
 
         Args:
             layer_name: Name of the layer.
-            rows: Rows of the requests.
+            rows: Table rows of the requests.
             num_tokens: Number of tokens of each row. In a circular group, this must be the number of
-                computed tokens; overwritten tokens are zeros.
+                computed tokens. Overwritten tokens are zeros.
             dtype: Dtype of the result, as in `KVStorage.gather`.
 
         Returns:
@@ -223,10 +225,11 @@ def build(
     num_preallocate_tokens: int = 64,
     **options: Unpack[PolicyArguments],
 ) -> KVCache:
-    """Build all parts of a cache on one device. Models differ only in their plans.
+    """Build all parts of a cache on one device. The call is the same for every model. Only the plan
+    differs.
 
-    The plan determines groups, pages, page size, `max_model_len`, `max_num_batched_tokens`,
-    `max_encoder_tokens` and context parallelism.
+    The plan determines the groups, number of pages, page size, `max_model_len`,
+    `max_num_batched_tokens`, `max_encoder_tokens` and context parallelism.
 
     Args:
         plan: The plan.
@@ -234,13 +237,14 @@ def build(
         device: Device of the pages.
         backend: Attention backend, as in `KVStorage.for_plan`.
         layout: "NHD" or "HND".
-        kernel_sizes: Candidates for the attention kernel's block size in tokens, preferred first. Larger
-            blocks of the plan are split into kernel blocks, in the tables and in `kv_cache`. None: blocks
-            are not split.
+        kernel_sizes: Candidates for the attention kernel's block size in tokens, preferred first.
+            Larger blocks of the plan are split into kernel blocks, both in the tables and in
+            `kv_cache`. None: blocks are not split.
         num_speculative_tokens: Maximum number of draft tokens, as in `BlockTables`.
-        cp_kv_cache_interleave_size: Consecutive tokens per context-parallel rank.
+        cp_kv_cache_interleave_size: Number of consecutive tokens stored on one context-parallel
+            rank before the next rank follows.
         num_host_blocks: Pages of the host tier, including its null page. 0: no host tier.
-        swap_options: Options of `SwapEngine`, with a host tier.
+        swap_options: Options of `SwapEngine`. Used only with a host tier.
         enable_caching: As in `CacheOptions`.
         num_preallocate_tokens: As in `CacheOptions`.
         options: Other fields of `CacheOptions`, such as `eviction` and `host_write`.
@@ -251,7 +255,7 @@ def build(
     Raises:
         TypeError: An argument has a wrong type.
         ValueError: An argument is out of range.
-        MemoryError: The host has too little memory.
+        MemoryError: The host does not have enough memory.
 
     Example:
         >>> from kvcache import LayerSpec, Request, plan_cache
@@ -333,9 +337,9 @@ def _checked_swap_options(swap_options: Mapping[str, object] | None) -> dict[str
 
 
 def _in_kernel_blocks(plan: CachePlan, group: int, storage: KVStorage, ratio: int) -> KVStorage:
-    """View storage in the attention kernel's block size.
+    """Return a view of the storage with the attention kernel's block size.
 
-    Each page is divided into `ratio` equal parts, and each part holds K and V of one kernel block.
+    Each page is divided into `ratio` equal parts. Each part holds the K and V of one kernel block.
     """
     if ratio == 1:
         return storage

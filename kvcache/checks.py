@@ -1,4 +1,6 @@
-"""Argument checks. Each returns the checked value, or raises an error with its name and value."""
+"""Argument checks. Each function returns the checked value, or raises an error that states the
+argument's name and value.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,16 @@ import numpy as np
 
 MAX_INT32 = 2**31 - 1  # block ids and sizes are int32
 MAX_INT64 = 2**63 - 1
-MAX_LAYERS = 4096  # layers of a model: bounds all work per layer
-_MOST_SHOWN = 200  # characters
-_MOST_DIMENSIONS = 8  # nesting depth of lists; no argument needs more than 3
-_NO_NESTING = (str, bytes, range, memoryview)  # sequences that contain no sequences
+MAX_LAYERS = 4096  # maximum number of layers in a model; bounds the total work per layer
+_MOST_SHOWN = 200  # maximum length of a shown value, in characters
+_MOST_DIMENSIONS = 8  # maximum nesting depth of lists; no argument needs more than 3
+_NO_NESTING = (str, bytes, range, memoryview)  # sequences whose entries are not sequences
 
 
 def integer(value: int, name: str, least: int = 0, most: int = MAX_INT32) -> int:
     """Return an integer in [least, most]. Raises TypeError or ValueError."""
     try:
-        number = index(value)  # also numpy integers, which would overflow
+        number = index(value)  # converts numpy integers, which would overflow
     except (TypeError, RuntimeError):  # RuntimeError: a tensor without a value
         number = None
     if number is None or isinstance(value, bool):
@@ -37,7 +39,9 @@ def integer(value: int, name: str, least: int = 0, most: int = MAX_INT32) -> int
 
 
 def number(value: float, name: str, expected: str = "a number") -> float:
-    """Return a real number, also numpy's but not a bool, as a float. Raises TypeError or ValueError."""
+    """Return a real number as a float. NumPy numbers are accepted, bools are not. Raises TypeError
+    or ValueError.
+    """
     if isinstance(value, bool) or not isinstance(value, float | int | Real):
         raise TypeError(f"{name} is {shown(value)}: expected {expected}")
     try:
@@ -60,7 +64,8 @@ _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def byte_count(value: int | str, name: str, least: int = 1) -> int:
-    """Return bytes, given as an integer or as text with a unit ("1.5 GiB", "64MiB").
+    """Return a number of bytes, given as an integer or as a string with a unit ("1.5 GiB",
+    "64MiB").
 
     Raises TypeError or ValueError.
     """
@@ -81,7 +86,7 @@ def byte_count(value: int | str, name: str, least: int = 1) -> int:
 
 
 def shown(value: object) -> str:
-    """Return a value for an error message, truncated if long. Never raises.
+    """Format a value for an error message. Long values are truncated. Never raises.
 
     Example:
         >>> shown(10**5000)  # Python writes no more than 4,300 digits
@@ -89,7 +94,7 @@ def shown(value: object) -> str:
     """
     try:
         text = repr(value)
-    except Exception:  # raised by the value's own `__repr__`, or for a huge integer in it
+    except Exception:  # the value's `__repr__` failed, or the value contains a huge integer
         kind = type(value).__name__
         text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {kind}"
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
@@ -115,7 +120,7 @@ def num_entries(values: Sized, name: str, expected: str = "a sequence") -> int:
 
 
 def listed(values: Iterable, name: str, expected: str = "a sequence") -> list:
-    """Return the entries of an iterable with a length. Raises TypeError or ValueError."""
+    """Return the entries of a sized iterable as a list. Raises TypeError or ValueError."""
     num_entries(values, name, expected)
     try:
         return list(values)
@@ -136,10 +141,10 @@ def as_array(values: object, name: str) -> np.ndarray:
 
 
 def _check_nested(values: Sequence, name: str, depth: int) -> None:
-    """Check the length of nested sequences, because numpy reads them all before it compares lengths."""
+    """Check the lengths of nested sequences. NumPy would read all of them before comparing lengths."""
     for i, entry in enumerate(islice(values, len(values))):
         if i == 0 and isinstance(entry, int | float):
-            return  # numpy reads no sequence after a number
+            return  # numpy does not read sequences that follow a number
         if not hasattr(entry, "__len__"):
             continue
         inner = f"{name}[{i}]"
@@ -158,7 +163,7 @@ def flag(value: bool, name: str) -> bool:
 
 
 def instance(value: object, kind: type | UnionType, name: str) -> None:
-    """Raise TypeError unless the value is an instance of this class, or of one of several."""
+    """Raise TypeError unless the value is an instance of `kind`."""
     if not isinstance(value, kind):
         kinds = kind.__args__ if isinstance(kind, UnionType) else (kind,)
         expected = " or ".join(each.__name__ for each in kinds)
@@ -183,10 +188,10 @@ _OF_ANNOTATION = {
 
 
 def plain_fields(record: object) -> None:
-    """Check, in `__post_init__` of a dataclass, that int, float and str fields match their annotations.
+    """Check that the int, float and str fields of a dataclass match their annotations.
 
-    Integers must be at least 0, and fields annotated with `| None` may be None. Numbers are converted
-    to Python's own types. Raises TypeError or ValueError.
+    Called from `__post_init__`. Integers must be at least 0, and fields annotated with `| None` may
+    be None. Numbers are converted to built-in Python types. Raises TypeError or ValueError.
     """
     for each in fields(record):
         kind, _, rest = each.type.partition(" | ")
@@ -196,7 +201,9 @@ def plain_fields(record: object) -> None:
 
 
 def dtype_name(dtype: object, known: Iterable[str], name: str = "dtype") -> str:
-    """Return the name of a dtype, given as a name or a torch.dtype. Raises TypeError or ValueError."""
+    """Return the name of a dtype, which is given as a name or as a `torch.dtype`. Raises TypeError
+    or ValueError.
+    """
     found = dtype
     if type(dtype).__module__ == "torch":  # torch is not imported here
         found = str(dtype).removeprefix("torch.")
@@ -208,7 +215,9 @@ def dtype_name(dtype: object, known: Iterable[str], name: str = "dtype") -> str:
 
 
 def text(value: str, name: str) -> str:
-    """Return a string that UTF-8 can encode, without lone surrogates. Raises TypeError or ValueError."""
+    """Return a string after checking that UTF-8 can encode it (no lone surrogates). Raises
+    TypeError or ValueError.
+    """
     if not isinstance(value, str):
         raise TypeError(f"{name} is {shown(value)}: expected a string")
     try:
@@ -219,7 +228,7 @@ def text(value: str, name: str) -> str:
 
 
 def path(value: str | os.PathLike[str], name: str) -> str:
-    """Return a file name, not a descriptor or bytes. Raises TypeError or ValueError."""
+    """Return a file name. File descriptors and bytes are rejected. Raises TypeError or ValueError."""
     found = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(found, str):
         raise TypeError(f"{name} is {shown(value)}: expected a string or an os.PathLike")
@@ -259,7 +268,7 @@ def check_once(what: str, ids: np.ndarray) -> None:
 def integers(values: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return int64[n, *shape] without truncating values. Raises ValueError or TypeError."""
     array = as_array(values, name)
-    if array.size == 0 and array.ndim <= 1 + len(shape):  # also [] for no pairs
+    if array.size == 0 and array.ndim <= 1 + len(shape):  # accept [] as an empty list of pairs
         return np.zeros((0, *shape), np.int64)
     if array.shape[1:] != shape or array.ndim != 1 + len(shape):
         wanted = ", ".join(["n", *map(str, shape)])
@@ -274,5 +283,7 @@ def integers(values: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarra
 
 
 def refuse_pickle(value: object, instead: str) -> NoReturn:
-    """Raise TypeError in the `__reduce__` of a class that holds native state of its process."""
+    """Raise TypeError. Called from `__reduce__` of classes whose native state is local to the
+    process.
+    """
     raise TypeError(f"a {type(value).__name__} is not pickled: expected {instead}")

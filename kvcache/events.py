@@ -1,4 +1,4 @@
-"""Events of a prefix cache: blocks become available for hits, or stop being available.
+"""Events of a prefix cache, emitted when blocks become available for hits or stop being available.
 
 Events are plain data in chronological order. A hash is reported as stored when its first block is cached
 and as removed when its last block is evicted. Other blocks with the same hash emit no events. With
@@ -14,30 +14,31 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BlockStored:
-    """Consecutive blocks of one sequence were cached or, with `is_reused`, were hit by a request.
+    """Consecutive blocks of one sequence were cached. With `is_reused`, a request hit them.
 
     - `block_hashes`: uint8[n, hash_bytes].
-    - `parent_hash`: the hash of the block before the first one. For the first block of a sequence, this
-      is the hash of the seed, or None if only the engine knows the algorithm.
+    - `parent_hash`: the hash of the block that precedes the first block. For the first block of a
+      sequence, this is the hash of the seed, or None if only the engine knows the algorithm.
     - `token_ids`: int32[n * block_size].
     - `block_size`: tokens per block.
-    - `group`: the number of the cache group; `group_kind` is its attention kind, and `window` its sliding
-      window in tokens.
-    - `medium`: "gpu", "cpu" for the host tier, or "storage" for a store
+    - `group`: the index of the cache group. `group_kind` is its attention kind, and `window` its
+      sliding window in tokens.
+    - `medium`: "gpu" for the device, "cpu" for the host tier, or "storage" for a store
       (`kvcache.sources.store.StoreTier`).
     - `lora`, `session`: LoRA adapter and session of the request that computed or hit the blocks.
-    - `extra_keys`: one entry per hash block of `hash_block_size` tokens, either a tuple of keys or None.
-      None if no block has keys.
+    - `extra_keys`: one entry per hash block of `hash_block_size` tokens, either a tuple of keys or
+      None. The whole field is None if no block has keys.
 
-    The hashes follow from the event:
+    A reader can compute the hashes from the event:
 
         hash_blocks(event.token_ids, event.hash_block_size, parent=event.parent_hash,
                     extra_keys=event.extra_keys, algorithm=event.hash_algorithm)
 
-    returns `cache.hashes`. If blocks are larger than hash blocks, it also returns the hashes in between.
+    returns the same hashes as `cache.hashes`. If blocks are larger than hash blocks, it also
+    returns the hashes of the hash blocks inside each block.
 
-    Events of the host tier have no parent, tokens or request fields (None and empty), because the
-    device's events already reported them. Their blocks need not be consecutive.
+    Events of the host tier have no parent, tokens or request fields (they are None or empty),
+    because the device's events already reported them. Their blocks need not be consecutive.
     """
 
     block_hashes: np.ndarray
@@ -47,9 +48,9 @@ class BlockStored:
     group: int
     medium: str = "gpu"
     hash_algorithm: str = "sha256_cbor"
-    hash_block_size: int = 0  # tokens; 0: block_size
+    hash_block_size: int = 0  # tokens per hash; 0: block_size
     group_kind: str = "full_attention"
-    window: int | None = None  # tokens
+    window: int | None = None  # sliding window in tokens
     lora: tuple[str, str] | None = None  # (name, path)
     session: str | None = None
     extra_keys: tuple[tuple[tuple, ...] | None, ...] | None = None
@@ -62,7 +63,7 @@ class BlockStored:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BlockRemoved:
-    """No block is available under these hashes, uint8[n, hash_bytes], any more."""
+    """The last blocks with these hashes, uint8[n, hash_bytes], are no longer available."""
 
     block_hashes: np.ndarray
     group: int
@@ -71,14 +72,15 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """All hashes stored on this medium are gone, in every group.
+    """All hashes on this medium were removed, in every group.
 
     This event is also emitted when events were dropped, because more than 2**20 events, or events with
-    more than 2**24 tokens, were waiting to be drained. The reader must forget what it knows about the
-    medium. Hashes reported afterwards are cached; hashes from dropped events may be cached as well.
+    more than 2**24 tokens, were waiting to be drained. The reader must discard all hashes that it
+    has recorded for the medium. Hashes reported afterwards are cached. Hashes from dropped events
+    may also be cached.
 
-    `num_dropped`: number of dropped events over all media, reported in the event for "gpu". 0 after a
-    reset.
+    `num_dropped`: number of dropped events on all media together, reported in the event for "gpu".
+    0 if the event reports a reset.
     """
 
     medium: str = "gpu"

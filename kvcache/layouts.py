@@ -1,7 +1,8 @@
-"""Cache layouts: the shape of an attention backend's cache, and the order of its dimensions in memory.
+"""Cache layouts. A layout is the shape of an attention backend's cache and the memory order of its
+dimensions.
 
-A new layout only requires an `AttentionBackend`, registered in your own code. Its memory order says where
-each element lies; see `kvcache.placement`.
+A new layout only requires an `AttentionBackend`, which your own code registers. `kvcache.placement`
+derives the position of each element from the memory order.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from kvcache.specs import LAYOUTS
 
 _log = logging.getLogger("kvcache")
 
-# Sizes that identify the dimensions of an engine's backend. 4096 is a multiple of the block sizes that
-# backends accept. No two are equal, and none is twice another.
+# Sizes used to recognize the dimensions of an engine's backend. 4096 is a multiple of the block
+# sizes that backends accept. All sizes differ, and none is twice another.
 _PROBE = {"block": 7919, "token": 4096, "head": 11, "element": 576}
 
 
@@ -48,16 +49,17 @@ class AttentionBackend:
     Args:
         name: Name of the backend.
         dims: Roles of the dimensions, in the order in which the backend indexes them.
-        nhd: Their order in memory for layout "NHD", outermost first. None: `dims`.
-        hnd: The same for "HND". None: `dims` with token and head exchanged.
-        nhd_cross_layers: Order, including "layer", with all layers packed into one tensor. None: the
-            backend does not pack layers.
+        nhd: Memory order of the dimensions for layout "NHD", outermost first. None: `dims`.
+        hnd: Memory order for layout "HND". None: `dims` with "token" and "head" exchanged.
+        nhd_cross_layers: Memory order, including "layer", if all layers are packed into one tensor.
+            None: the backend does not pack layers.
         hnd_cross_layers: The same for "HND".
         unequal_head_sizes: Whether the last dimension holds a head's K followed by its V, each with its
-            own size. If not, V has the size of K, or there is no V if `dims` lacks "kv".
+            own size. If False, V has the size of K, or there is no V if `dims` lacks "kv".
 
     Raises:
-        ValueError: A role is unknown, missing or repeated, or an order has other dimensions.
+        ValueError: A role is unknown, missing or repeated, or an order does not have the roles of
+            `dims`.
 
     Example:
         >>> paged = AttentionBackend("PAGED", ("block", "kv", "token", "head", "element"))
@@ -105,12 +107,14 @@ class AttentionBackend:
     def from_engine(
         cls, backend: EngineBackend, *, head_size: int = _PROBE["element"]
     ) -> AttentionBackend:
-        """Derive the layout from an engine's own backend class, for any version of the engine.
+        """Derive the layout from an engine's own backend class. Works for any version of the
+        engine.
 
-        Memory orders depend on an engine's version and settings. The names in this module cover one
-        version, whereas the class reports the running engine. Because it reports only the configured
-        layout, "NHD" and "HND" of the result are the same order. If the class reports no order, the order
-        of its dimensions is used, with the layer first if layers are packed.
+        Memory orders depend on an engine's version and settings. The backends registered in this
+        module describe one version, whereas the class describes the running engine. Because it
+        reports only the configured layout, "NHD" and "HND" of the result are the same order. If the
+        class reports no order, the order of its dimensions is used, with the layer first if layers
+        are packed.
 
         Args:
             backend: The class or an instance.
@@ -121,9 +125,9 @@ class AttentionBackend:
 
         Raises:
             TypeError: The object has no `get_kv_cache_shape`.
-            ValueError: The shape has dimensions other than blocks, tokens, heads, elements (or twice as
-                many: K followed by V) and K/V; or the stride order does not match the shape. Other
-                exceptions of the class are not caught.
+            ValueError: The shape has a dimension other than blocks, tokens, heads, K/V, and
+                elements (of K, or of K followed by V), or the stride order does not match the
+                shape. Other exceptions of the class are not caught.
 
         Example:
             >>> class EngineBackend:
@@ -153,7 +157,7 @@ class AttentionBackend:
             hnd=own,
             nhd_cross_layers=packed,
             hnd_cross_layers=packed,
-            # Built-in MLA sets it too: the latent is followed by its rotary part.
+            # Also set for the built-in MLA backend, where the rotary part follows the latent.
             unequal_head_sizes="kv" not in dims and ("head" not in dims or 2 * head_size in shape),
         )
 
@@ -164,7 +168,9 @@ class AttentionBackend:
 
     @property
     def blocks_first(self) -> bool:
-        """Whether the first dimension is the block and holds both K and V. False for MLA."""
+        """Whether the first dimension is the block, and each block holds both K and V. False for
+        MLA.
+        """
         return blocks_first(self.dims, self.is_mla)
 
     def shape(
@@ -188,8 +194,8 @@ class AttentionBackend:
             The shape.
 
         Raises:
-            ValueError: K and V differ in size although the backend requires equal sizes, or a size of V
-                is given to a backend without V.
+            ValueError: K and V differ in size although the backend requires equal sizes, or
+                `v_head_size` is given for a backend without V.
 
         Example:
             >>> backend("FLASH_ATTN_DIFFKV").shape(100, 16, 8, 192, v_head_size=128)
@@ -213,7 +219,8 @@ class AttentionBackend:
         return tuple(sizes[dim] for dim in self.dims)
 
     def v_size(self, head_size: int, v_head_size: int | None = None) -> int:
-        """Return the head size of V: `v_head_size`, or by default the size of K, or 0 without V.
+        """Return the head size of V. Defaults to the head size of K, or to 0 for a backend without
+        V.
 
         Args:
             head_size: Elements of K per head.
@@ -252,7 +259,8 @@ class AttentionBackend:
         return tuple(dims.index(role) for role in self.memory_order(layout, cross_layers))
 
     def memory_order(self, layout: str = "NHD", cross_layers: bool = False) -> tuple[str, ...]:
-        """Return the roles in memory, outermost first. Arguments and errors are those of `stride_order`.
+        """Return the roles in memory order, outermost first. Takes the arguments of `stride_order`
+        and raises the same errors.
 
         Example:
             >>> backend("MLA").memory_order(cross_layers=True)
@@ -305,7 +313,7 @@ class AttentionBackend:
 
 
 def _roles(order: Sequence[str], name: str) -> tuple[str, ...]:
-    """Check the roles of dimensions in any order. Raises TypeError or ValueError."""
+    """Return an order of roles as a tuple. Raises TypeError or ValueError."""
     roles = tuple(listed(order, name, f"an order of {', '.join(ROLES)}"))
     if isinstance(order, str) or not all(isinstance(role, str) for role in roles):
         raise TypeError(f"{name} is {shown(order)}: expected an order of {', '.join(ROLES)}")
@@ -313,7 +321,7 @@ def _roles(order: Sequence[str], name: str) -> tuple[str, ...]:
 
 
 def blocks_first(dims: Sequence[str | None], is_mla: bool) -> bool:
-    """Return whether dimensions of these roles begin with blocks that hold both K and V."""
+    """Return whether the first of these dimensions is the block, and each block holds both K and V."""
     return dims[0] == "block" and not is_mla
 
 
@@ -381,11 +389,12 @@ def described_backend(given: str | AttentionBackend | EngineBackend) -> Attentio
 def engine_dims(
     given: EngineBackend, head_size: int = _PROBE["element"]
 ) -> tuple[tuple[str | None, ...], tuple[int, ...]]:
-    """Return the roles of an engine backend's dimensions (None if unknown), and its shape.
+    """Return the shape of an engine backend's cache and the role of each dimension (None if
+    unknown).
 
     Raises:
         TypeError: The object has no `get_kv_cache_shape`.
-        ValueError: The shape has no dimension for blocks or for tokens.
+        ValueError: No dimension of the shape is recognized as blocks, or none as tokens.
     """
     ask = getattr(given, "get_kv_cache_shape", None) or getattr(given, "shape", None)
     if not callable(ask) or isinstance(given, str):
@@ -408,7 +417,7 @@ def engine_dims(
 
     try:
         shape = shape_for(_PROBE["head"])
-    except Exception:  # a backend with a single latent may reject several heads
+    except Exception:  # a backend with a single latent may reject more than one head
         shape = shape_for(1)
     roles = {2: "kv", 2 * head_size: "element"} | {size: role for role, size in sizes.items()}
     dims = tuple(roles.get(size) for size in shape)
@@ -423,7 +432,8 @@ def engine_dims(
 def engine_order(
     given: EngineBackend, dims: tuple[str | None, ...], *, cross_layers: bool
 ) -> tuple[str | None, ...]:
-    """Return the roles in memory that an engine's backend reports, outermost first; `dims` if none.
+    """Return the memory order that an engine's backend reports, outermost first, or `dims` if it
+    reports none.
 
     Raises:
         ValueError: The stride order is not a permutation of the dimensions.
@@ -447,10 +457,11 @@ def engine_order(
 
 
 def backend_of_shape(shape: Sequence[int], name: str) -> AttentionBackend:
-    """Return the built-in backend for a layer's cache of this shape.
+    """Return the built-in backend whose cache for one layer has this shape.
 
     Raises:
-        ValueError: No backend has this shape, or it is ambiguous (both first dimensions are 2).
+        ValueError: No backend has this shape, or the shape is ambiguous (the first two dimensions
+            are both 2).
     """
     shape = list(shape)
     if len(shape) == 3:
@@ -473,8 +484,10 @@ def backend_names() -> list[str]:
     return sorted(_BACKENDS)
 
 
-# The orders of packed layers match the serving engines, so that their tensors are understood.
-# BLOCK_MAJOR is this library's own: the layers of a page follow each other, in HND too.
+# The memory orders of packed layers match the orders in the serving engines, so that their tensors
+# can be used.
+# BLOCK_MAJOR is specific to this library: all data of one layer precedes the next layer in a page,
+# also in HND.
 _NHD_PACKED = ("block", "layer", "kv", "token", "head", "element")
 _HND_PACKED = ("block", "head", "layer", "kv", "token", "element")
 for _described in (
@@ -523,13 +536,14 @@ for _described in (
 def choose_layout(required: str | None | Iterable[str | None] | Mapping[str, str | None]) -> str:
     """Choose the cache layout that the connectors require.
 
-    If no connector requires a layout, this is logged once per process.
+    If no connector requires a layout, a message is logged once per process.
 
     Args:
-        required: Requirement of one connector (None: no requirement), of several, or of several by name.
+        required: Requirement of one connector (None: no requirement), an iterable of requirements,
+            or a mapping from connector name to requirement.
 
     Returns:
-        "HND" or "NHD". "NHD" if there is no requirement.
+        "HND" or "NHD". Defaults to "NHD" if there is no requirement.
 
     Raises:
         ValueError: Two connectors require different layouts, or a layout is unknown.
@@ -560,6 +574,6 @@ def _log_default() -> None:
 
 
 def check_layout(layout: str, name: str) -> None:
-    """Raise ValueError unless `layout` is the name of a layout."""
+    """Raise ValueError unless `layout` is "NHD" or "HND"."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"{name} is {shown(layout)}: expected 'NHD' or 'HND'")

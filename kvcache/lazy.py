@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Mapping
 def lazy_names(
     package: str, home: Mapping[str, str], modules: Collection[str] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return a package's `__getattr__` and `__dir__`.
+    """Return `__getattr__` and `__dir__` for a package that imports its public names lazily.
 
     Args:
         package: Name of the package.
-        home: Module of each public name.
+        home: Mapping from each public name to the module that defines it.
         modules: Public modules of the package.
 
     Example:

@@ -1,4 +1,6 @@
-"""Plans a cache's memory: groups, a uniform page and the number of pages. No torch, no state."""
+"""Plans the memory of a cache: groups, a uniform page size and the number of pages. Does not need
+torch and keeps no state.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,15 @@ from kvcache.specs import (
     checked_context_parallel,
 )
 
-_SLACK = 1.1  # factor of bytes that fewer groups may cost
+_SLACK = 1.1  # maximum bytes of a choice with fewer groups, relative to the optimum
 
 
 @dataclass(frozen=True)
 class CachePlan:
-    """How a pool of equal pages serves all groups. Created by `plan_cache`.
+    """Memory layout of a pool of equal pages that all groups share. Created by `plan_cache`.
 
-    A page holds a block of one group. It is divided into equal shares of `layer_page_bytes`. Share `i`
-    belongs to the group's layer `i` and begins with its data, followed by padding.
+    A page holds a block of one group. It is divided into equal shares of `layer_page_bytes`. Share
+    `i` holds the data of the group's layer `i`, followed by padding.
 
     Example:
         >>> layers = [LayerSpec(f"layers.{i}", "full_attention", 16, 8, 128) for i in range(32)]
@@ -50,11 +52,11 @@ class CachePlan:
     page_bytes: int
     num_pages: int  # including the null page
     layer_page_bytes: int  # a layer's share of a page
-    padding_bytes: tuple[int, ...]  # per group: padding bytes in a page
+    padding_bytes: tuple[int, ...]  # padding bytes in a page, for each group
     max_model_len: int
     max_num_batched_tokens: int
     context_parallel: ContextParallel
-    max_encoder_tokens: int = 0  # per request; 0: no layer's kind has an encoder
+    max_encoder_tokens: int = 0  # encoder tokens per request; 0: no layer's kind has an encoder
 
     def __post_init__(self) -> None:
         for name in ("page_bytes", "num_pages", "layer_page_bytes", "max_model_len"):
@@ -68,11 +70,13 @@ class CachePlan:
         instance(self.context_parallel, ContextParallel, "context_parallel of the plan")
 
     def pages_per_request(self, num_tokens: int) -> int:
-        """Return the maximum number of pages, over all groups, that one request holds at a time.
+        """Return the maximum number of pages, over all groups, that one request holds at the same
+        time.
 
-        A request is computed in steps of up to `max_num_batched_tokens`. Blocks that left a window are
-        released before each step: the attention kind of each group determines how many remain
-        (`kvcache.kinds.KindProperties.max_pages`). The request is assumed to have `max_encoder_tokens`.
+        A request is computed in steps of up to `max_num_batched_tokens`. Blocks outside the window
+        are released before each step. The attention kind of each group determines how many blocks
+        remain (`kvcache.kinds.KindProperties.max_pages`). The request is assumed to have
+        `max_encoder_tokens`.
 
         Args:
             num_tokens: Tokens of the request.
@@ -93,12 +97,12 @@ class CachePlan:
 
     @property
     def transferred_groups(self) -> tuple[int, ...]:
-        """The groups whose blocks may be sent to other engines: those with `GroupSpec.transferred`."""
+        """The groups with `GroupSpec.transferred`, whose blocks may be sent to other engines."""
         return tuple(g for g, group in enumerate(self.groups) if group.transferred)
 
     @property
     def max_concurrency(self) -> float:
-        """Number of requests of `max_model_len` that fit at a time."""
+        """Number of requests with `max_model_len` tokens that fit at the same time."""
         return (self.num_pages - 1) / self.pages_per_request(self.max_model_len)
 
 
@@ -114,18 +118,18 @@ def plan_cache(
     context_parallel: ContextParallel | None = None,
     layer_page_bytes: int | None = None,
 ) -> CachePlan:
-    """Choose groups, a uniform page and the number of pages for a memory budget on one rank.
+    """Choose groups, a uniform page size and the number of pages for a memory budget on one rank.
 
-    Layers of equal kind, options, block size, heads, head sizes, dtype, scales and state form groups of
-    one size; the last group may be smaller. Each group costs a table and a lookup, so we pick the fewest
-    groups for which a request needs at most 10 % more bytes than the optimum. Draft layers
-    (`LayerSpec.drafts`) share groups with other layers of their kind, and their groups draft
-    (`GroupSpec`).
+    Layers with the same kind, options, block size, heads, head sizes, dtype, scales and state form
+    groups of the same size. The last group may be smaller. Each group costs a table and a lookup,
+    so we pick the fewest groups for which a request needs at most 10 % more bytes than the optimum.
+    Draft layers (`LayerSpec.drafts`) share groups with other layers of their kind. Their groups
+    have `GroupSpec.drafts` set.
 
     A layer's share of a page has the size of the largest block, rounded up to whole elements of every
-    dtype. Smaller blocks get more tokens (a multiple of `LayerSpec.block_size`). If a recurrent state is
-    larger than every block, blocks grow until they can hold it, as in vLLM's hybrid models. The rest of a
-    share is padding.
+    dtype. Smaller blocks are enlarged to more tokens (a multiple of `LayerSpec.block_size`). If a
+    recurrent state is larger than every block, blocks are enlarged until a share can hold the
+    state, as in vLLM's hybrid models. The rest of a share is padding.
 
     The attention kind of a group determines how many pages a request holds. A custom kind without a
     formula is evaluated with `first_needed_token` at every position below `max_model_len`. The formula of
@@ -142,20 +146,21 @@ def plan_cache(
         max_encoder_tokens: Maximum number of encoder tokens of a request, for layers with
             cross-attention. None: the plan's `max_model_len`.
         state_interval: Block size of recurrent groups, in tokens: a multiple of the `block_size` of every
-            recurrent layer. If a step ends at a multiple of the interval, the state is kept in a page
-            of its own and can be hit. None: the attention block size. An interval smaller than the
-            attention block requires a `hash_block_size` of the manager that divides both.
+            recurrent layer. If a step ends at a multiple of the interval, the state is kept in a
+            separate page and can be hit. None: the attention block size. If the interval is smaller
+            than the attention block, the manager's `hash_block_size` must divide both.
         context_parallel: Context-parallel sizes and ranks.
         layer_page_bytes: Bytes of a share, if pages must have a given size, for example to match another
-            engine or a multiple of 4096. At least the bytes of the largest block, in whole elements of
-            every dtype. Block sizes do not change: the additional bytes are padding.
+            engine or a multiple of 4096. Must be at least the bytes of the largest block, and a
+            whole number of elements of every dtype. Block sizes do not change. The additional bytes
+            are padding.
 
     Returns:
         The plan.
 
     Raises:
-        ValueError: No plan fits; the message says how many bytes are missing and what would fit. Or an
-            argument is out of range.
+        ValueError: No plan fits, or an argument is out of range. If no plan fits, the message
+            states how many bytes are missing and what would fit.
         KindError: An attention kind returned an invalid value.
         TypeError: An argument has a wrong type.
 
@@ -212,13 +217,15 @@ def plan_cache(
 
 @dataclass(frozen=True)
 class _Demand:
-    """Pages and bytes of one request for a choice of group size. Buckets are groups not yet split."""
+    """Computes the pages and bytes of one request for a given group size. Buckets are groups before
+    the split.
+    """
 
     buckets: Sequence[GroupSpec]
-    kinds: Sequence[KindProperties]  # of the buckets
+    kinds: Sequence[KindProperties]  # one per bucket
     layer_page: int
-    max_num_batched_tokens: int | None  # None: as many as the request has tokens
-    max_encoder_tokens: int | None  # None: as many as the request has tokens
+    max_num_batched_tokens: int | None  # None: the number of tokens of the request
+    max_encoder_tokens: int | None  # None: the number of tokens of the request
     context_parallel: ContextParallel
 
     def num_groups(self, size: int) -> int:
@@ -245,14 +252,15 @@ class _Demand:
         return pages * size * self.layer_page
 
     def pool_bytes(self, size: int, num_tokens: int) -> int:
-        """Return the bytes of the smallest pool: one request and the null page."""
+        """Return the bytes of the smallest pool, which holds one request and the null page."""
         return self.request_bytes(size, num_tokens) + size * self.layer_page
 
     def least_bytes(self, num_tokens: int) -> int:
         return min(self.pool_bytes(size, num_tokens) for size in self.group_sizes())
 
     def best_group_size(self, budget: int, num_tokens: int) -> int | None:
-        # Only sizes that fit: the size with the smallest request may have a null page that is too large.
+        # Consider only sizes that fit. The size that minimizes the request may have a null page
+        # that is too large.
         fit = [n for n in self.group_sizes() if self.pool_bytes(n, num_tokens) <= budget]
         if not fit:
             return None
@@ -261,12 +269,16 @@ class _Demand:
         return min(good, key=lambda n: (self.num_groups(n), self.request_bytes(n, num_tokens)))
 
     def longest(self, budget: int, max_model_len: int) -> int:
-        """Return the largest length up to `max_model_len` that fits, or 0 if none does."""
+        """Return the largest length, at most `max_model_len`, that fits the budget, or 0 if none
+        fits.
+        """
         # Demand never decreases with the number of tokens, so bisection works.
         return bisect_right(range(1, max_model_len + 1), budget, key=self.least_bytes)
 
     def check_bounds(self, num_tokens: int) -> None:
-        """Raise KindError if a kind's formula gives fewer pages than its rule implies."""
+        """Raise KindError if a kind's page formula gives fewer pages than its `first_needed_token`
+        implies.
+        """
         step = self.max_num_batched_tokens or num_tokens
         for bucket, kind in zip(self.buckets, self.kinds):
             is_encoder = kind.pages.of_encoder
@@ -363,7 +375,8 @@ def _buckets(layers: Iterable[LayerSpec], interval: int | None) -> tuple[int, li
         v_head_size = layer.head_size if layer.v_head_size is None else layer.v_head_size
         alike = replace(layer, name="any", block_size=1, v_head_size=v_head_size, drafts=False)
         names.setdefault((group, alike), []).append(layer.name)
-    # Pages are adjacent, and each begins with a whole element of its layer's dtype.
+    # Pages are adjacent, and the start of each must be a multiple of the element size of every
+    # dtype.
     item = _common_element_bytes(layers)
     layer_page = _ceil_div(layer_page, item) * item
     return layer_page, [replace(key[0], layers=tuple(some)) for key, some in names.items()]
@@ -377,7 +390,8 @@ def _layer_page(layers: list[LayerSpec], interval: int | None) -> tuple[int, int
     if not attention:
         return largest_state, None
     base = max(attention, key=lambda layer: layer.page_bytes(layer.block_size))
-    # Without an interval, a state is stored at the end of a block, which its own block size must divide.
+    # Without an interval, a state is stored at the end of each block, so the state's block size
+    # must divide the block.
     steps = [] if interval else [layer.block_size for layer in states]
     block_size = math.lcm(base.block_size, *steps)
     block_size *= max(1, _ceil_div(largest_state, base.page_bytes(block_size)))
@@ -387,7 +401,9 @@ def _layer_page(layers: list[LayerSpec], interval: int | None) -> tuple[int, int
 def _block_size(
     layer: LayerSpec, layer_page: int, base_block_size: int | None, interval: int | None
 ) -> int:
-    """Return the layer's block size if the largest block of a page has `base_block_size` tokens."""
+    """Return the layer's block size, given that the largest block of a page has `base_block_size`
+    tokens.
+    """
     if layer.state_bytes and interval:
         return interval
     if base_block_size is None:
@@ -398,8 +414,8 @@ def _block_size(
     block_size = layer_page // smallest * layer.block_size
     if layer_page % smallest == 0:
         return block_size
-    # More padding is better than block sizes with a huge common multiple, because a prefix hit over all
-    # groups can end only at that multiple.
+    # Prefer more padding to block sizes with a huge common multiple. A prefix hit over all groups
+    # can end only at a common multiple.
     common = math.lcm(layer.block_size, base_block_size)
     return block_size // common * common or block_size
 

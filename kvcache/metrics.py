@@ -102,7 +102,7 @@ _POOLS = {
 _LOADS = {"num_loading": ("loading_blocks", "blocks being loaded from the host")}
 _PREFIX = "kvcache_"
 
-Values = Mapping[Any, object]  # label values -> an object with the fields of a table above
+Values = Mapping[Any, object]  # label values -> an object with the fields of one of the tables
 
 
 def checked_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
@@ -120,12 +120,12 @@ def checked_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
 class CacheMetrics(Collector):
     """A `prometheus_client` collector for one manager.
 
-    Call `observe`, in the manager's thread, as often as new values are needed. `collect` returns the
+    Call `observe` in the manager's thread whenever new values are needed. `collect` returns the
     values of the last `observe`, from any thread.
 
-    Counters never decrease: counts of another manager, or of the same one after `clear_stats`, are added
-    to the previous counts. Call `observe` immediately before and after `clear_stats`; otherwise counts in
-    between may be lost.
+    Counters never decrease. Counts of another manager, or of the same manager after `clear_stats`,
+    are added to the previous counts. Call `observe` immediately before and after `clear_stats`;
+    otherwise counts in between may be lost.
 
     Args:
         labels: Names and values of labels that are attached to every metric.
@@ -156,8 +156,8 @@ class CacheMetrics(Collector):
             store: The `stats` of the manager's `StoreTier`, if it has one.
 
         Raises:
-            TypeError: An argument has no counts.
-            RuntimeError: The call is not in the manager's thread.
+            TypeError: `manager` or `store` does not have the expected counts.
+            RuntimeError: The method was not called from the manager's thread.
         """
         instance(manager, KVCacheManager, "manager")
         if store is not None and not all(isinstance(getattr(store, n, None), int) for n in _STORE):
@@ -190,7 +190,7 @@ class CacheMetrics(Collector):
         self._families = families
 
     def collect(self) -> Iterable[Metric]:
-        """Return the metrics of the last `observe`, or none if there was no call."""
+        """Return the metrics of the last `observe`, or no metrics if it was never called."""
         return self._families
 
     def _counters(
@@ -228,7 +228,7 @@ class CacheMetrics(Collector):
         return family
 
     def _risen(self, key: tuple[str, ...], count: float) -> float:
-        """Return the count plus everything counted before a reset."""
+        """Return the count plus all counts from before a reset."""
         if count < self._last.get(key, 0):
             self._begin_anew(key)
         self._last[key] = count

@@ -1,13 +1,14 @@
 """The torch ops of kvcache, `torch.ops.kvcache.*`, as documented functions.
 
-Importing this module registers the ops for CPU and CUDA, and for every other torch device with copies
-through the host (`docs/other_devices.md`). All arguments are checked before anything is written, and an
-invalid argument raises a RuntimeError that names it. Values on a GPU are checked only with
-`KVCACHE_CHECKED=1` in the environment, which synchronizes. Otherwise tokens with an out-of-range value
-are skipped, and no memory outside the tensors is accessed.
+Importing this module registers the ops for CPU and CUDA. For every other torch device it registers
+ops that copy through the host (`docs/other_devices.md`). All arguments are checked before anything
+is written, and an invalid argument raises a RuntimeError that names it. Values on a GPU are checked
+only with `KVCACHE_CHECKED=1` in the environment, which synchronizes. Otherwise tokens with an
+out-of-range value are skipped, and no memory outside the tensors is accessed.
 
-All ops can be captured in a CUDA graph: outside the checked mode they neither allocate nor synchronize.
-Each op has a fake implementation, so `torch.compile` knows which arguments it mutates.
+All ops can be captured in a CUDA graph, because they neither allocate nor synchronize outside the
+checked mode. Each op has a fake implementation, so `torch.compile` knows which arguments it
+mutates.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvcache.native import load
 load.load_ops()
 _ops = torch.ops.kvcache
 
-# Engines that `copy_blocks` can use between a device and the host.
+# Engines that `copy_blocks` can use for copies between a device and the host.
 KERNEL, COPY_ENGINE, COPY_ENGINE_SINGLY, COPY_ENGINE_SETTLED = range(4)
 
 
@@ -53,7 +54,7 @@ def _named(op: Callable[..., None]) -> Callable[..., None]:
 def _checked_owners(owners: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return `owners`. Raises TypeError unless it is a list or tuple.
 
-    torch would exhaust an iterator, and would never return from an infinite one.
+    torch would exhaust an iterator, and would never return if the iterator is infinite.
     """
     if not isinstance(owners, list | tuple):
         raise TypeError(f"owners is a {type(owners).__name__}: expected a list or tuple of tensors")
@@ -69,7 +70,7 @@ def warm_up(device: torch.device | str | int | None = None) -> None:
 
     CUDA loads a kernel at its first launch, which delays the first step and, with drivers before 12.3,
     fails during a graph capture. Call this function once per device before the first capture.
-    `SwapEngine` calls it too.
+    `SwapEngine` also calls it.
 
     Args:
         device: A CUDA device. None: the current one.
@@ -120,8 +121,9 @@ def slot_mapping(
     """Compute the slots of a step's tokens in all cache groups, in one launch.
 
     Let V = block size * world size, o = position % V, and I = interleave. A token is in column position
-    // V. It is local if o // I % world size == rank, at offset o // (world size * I) * I + o % I of its
-    block. The slot is -1 for all other tokens, and for all entries after the last token.
+    // V. The token is local if o // I % world size == rank, at offset o // (world size * I) * I + o
+    % I within its block. The slot is -1 for all other tokens, and for all entries after the last
+    token.
 
     Args:
         tables: int32[...]. The tables of all groups, concatenated.
@@ -129,13 +131,13 @@ def slot_mapping(
             in `tables`, columns, kernel block size, context-parallel world size, rank, interleave, window
             (0: none), and row in `num_blocks_per_row`.
         num_rows: Number of rows per table.
-        rows: Row of each token, int32[n]; with `query_start_loc`, row of each request, int32[r]. -1 marks
-            a padding request.
+        rows: Row of each token, int32[n]. With `query_start_loc`, row of each request, int32[r]. -1
+            marks a padding request.
         query_start_loc: int32[r + 1]. Start of each request's tokens.
         positions: int64[n]. Token positions within their requests.
         num_blocks_per_row: int32[any, num_rows]. Number of entries in each row. If given, positions
-            beyond them are rejected as out of range. Otherwise such positions get slots in the null
-            block.
+            beyond them are rejected as out of range. Otherwise these positions get slots in the
+            null block.
         out: int64 or int32[num_groups, m] with m >= n. The caller ensures that slots fit into int32.
     """
     _ops.slot_mapping(
@@ -149,9 +151,9 @@ def update_block_tables(tables: torch.Tensor, updates: torch.Tensor) -> None:
 
     Args:
         tables: int32[...]. The tables.
-        updates: int32[...] in the format of `HostTables.pack`: the number of segments; for each segment
-            its start in `tables`, its length, and the position of its values in `updates`; then the
-            values.
+        updates: int32[...] in the format of `HostTables.pack`. It begins with the number of
+            segments. For each segment, its start in `tables`, its length, and the position of its
+            values in `updates` follow. The values come last.
     """
     _ops.update_block_tables(tables, updates)
 
@@ -173,8 +175,8 @@ def gather_block_tables(
         groups: As for `slot_mapping`.
         num_rows: Number of rows per table.
         idx_mapping: int32[n]. Row of each request. -1 marks a padding request, whose row becomes null.
-        num_computed_tokens: int32[n]. Tokens before each request's first query. Entries that this query
-            can no longer see through the group's window become null.
+        num_computed_tokens: int32[n]. Number of tokens that precede each request's first query.
+            Entries outside the group's window for this query become null.
         max_num_tokens: Each row is written only up to the last column that this many tokens need.
         out: Same layout as `tables`, with row `i` of each group for request `i`.
     """
@@ -213,17 +215,18 @@ def attention_metadata(
         query_lens: int32[n]. Tokens of each request in this step.
         seq_lens: int32[n]. Tokens of each request after this step. Ignored for padding requests.
         num_blocks_per_row: As for `slot_mapping`.
-        max_num_tokens: Upper bound of `seq_lens`. Columns beyond this number of tokens are not written.
+        max_num_tokens: Upper bound of `seq_lens`. Columns past this number of tokens are not
+            written.
         query_start_loc: int32[N + 1] with N >= n. Requests n to N - 1 are padding without tokens.
         seqused_k: int32[num_groups, N]. Tokens of each request on this context-parallel rank. The stride
             between groups is arbitrary.
         block_tables: int32[R * sum of columns] with R >= N. For each group [R, columns], with rows in
             batch order, and null (0) for padding requests and for columns outside the window.
         paged_kv_indptr: int32[num_groups, N + 1], with any stride between groups.
-        paged_kv_indices: int32[R * sum of columns]. For each group [R * columns]: each request's pages,
-            from the first that its first query sees to its last, request by request, followed by null
-            entries up to N times the written columns. May be omitted while the other page lists are
-            given.
+        paged_kv_indices: int32[R * sum of columns]. For each group [R * columns]: The pages of each
+            request, in batch order, from the first page visible to its first query to its last
+            page. Null entries follow up to N times the written columns. May be omitted even if the
+            other page lists are given.
         paged_kv_last_page_len: int32[num_groups, N], with any stride between groups. Values from 1 to the
             group's block size, or 0 for a request without pages.
     """
@@ -273,11 +276,12 @@ def write_kv(
         value: [n, num_kv_heads, v_head_size], contiguous in the last dimension.
         key_cache: [num_blocks, block_size, num_kv_heads, head_size], contiguous in the last dimension,
             with any other strides (NHD and HND).
-        value_cache: [num_blocks, block_size, num_kv_heads, v_head_size], likewise.
+        value_cache: [num_blocks, block_size, num_kv_heads, v_head_size], contiguous in the last
+            dimension, with any other strides.
         slot_mapping: int64[n]. Every slot may occur only once.
         k_scale: float32, contiguous, on the tokens' device: [1] or [num_kv_heads]; for all layers
             [num_layers, 1] or [num_layers, num_kv_heads].
-        v_scale: The same for V.
+        v_scale: As `k_scale`, for V.
     """
     _ops.write_kv(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
 
@@ -338,15 +342,15 @@ def copy_blocks(
 ) -> None:
     """Copy or zero whole pages over all layers, within or between devices and the host.
 
-    A page of `src` and a page of `dst` must be the same page or must not overlap. On the CPU, several
-    threads copy and `engine` has no effect.
+    A page of `src` and a page of `dst` must either be the same page or not overlap. On the CPU,
+    several threads copy, and `engine` has no effect.
 
     Args:
-        src: The memory from which source offsets count. None: both sides are in `dst`.
-        dst: The memory from which destination offsets count.
-        regions: int64[r, 5] on the CPU, in bytes: offset of page 0 and stride between pages in `src`, the
-            same in `dst`, and fragment size. Usually built by `PageCopy`. Each region must lie in the
-            storage of `src`, `dst` or one of `owners`.
+        src: The memory to which source offsets are relative. None: both sides are in `dst`.
+        dst: The memory to which destination offsets are relative.
+        regions: int64[r, 5] on the CPU, in bytes: offset of page 0 and stride between pages in
+            `src`, offset and stride in `dst`, and fragment size. Usually built by `PageCopy`. Each
+            region must lie in the storage of `src`, `dst` or one of `owners`.
         pairs: int32[n, 2]. Source and destination page. Source -1 zeros the destination. On the CPU,
             pairs are checked: no page may be out of range, written twice, or both read and written. Pairs
             may also be on the device.
@@ -354,14 +358,16 @@ def copy_blocks(
         num_dst_blocks: Number of destination pages.
         engine: How to copy between a device and the host. KERNEL accesses pinned host memory from the
             device. COPY_ENGINE merges consecutive pages into fragments and copies many per call.
-            COPY_ENGINE_SINGLY copies one fragment per call, as does `KVCACHE_BATCH_COPIES=0` for all
-            calls. COPY_ENGINE_SETTLED is COPY_ENGINE for host pages that nothing in flight writes: they
-            may be read immediately, before the stream's earlier work has run.
-        pages_per_run: Number of host pages pinned per call. 0: all were pinned by a single call.
-        num_thread_blocks: Number of thread blocks for KERNEL. 0: a few.
-        owners: A list or tuple of the other tensors that contain regions, if an engine's layers are
-            separate tensors. `torch.compile` does not know that they are written, so do not compile such
-            calls.
+            COPY_ENGINE_SINGLY copies one fragment per call. `KVCACHE_BATCH_COPIES=0` in the
+            environment selects this for all calls. COPY_ENGINE_SETTLED is like COPY_ENGINE, but
+            requires that no work in flight writes the host pages, because they may be read before
+            the stream's earlier work has run.
+        pages_per_run: Number of host pages that were pinned per call. 0: all pages were pinned by a
+            single call.
+        num_thread_blocks: Number of thread blocks for KERNEL. 0: a small default.
+        owners: A list or tuple of the other tensors that contain regions, for engines whose layers
+            are separate tensors. `torch.compile` does not know that these tensors are written, so
+            do not compile calls with `owners`.
     """
     _ops.copy_blocks(
         src,
@@ -386,12 +392,12 @@ def permute_blocks_(
     remote_is_hnd: bool,
     owners: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Permute blocks that hold another engine's bytes into the local layout, in place.
+    """Convert blocks that hold another engine's bytes to the local layout, in place.
 
     Let k = max(1, remote_block_size / block_size). The k blocks in a row of `indices` hold, in memory
     order, the bytes of one or several remote blocks [num_kv_heads, remote_block_size, head_size] (HND) or
-    [remote_block_size, num_kv_heads, head_size] (NHD). Afterwards, token t of these bytes is token
-    t % block_size of block indices[i, t // block_size].
+    [remote_block_size, num_kv_heads, head_size] (NHD). Afterwards, token t of row i is token t %
+    block_size of block indices[i, t // block_size].
 
     Each byte is read once and written once, and blocks that are not listed remain unchanged. Indices on
     the CPU are always checked and need not outlive the call. Indices on a GPU are checked only in the
@@ -400,22 +406,22 @@ def permute_blocks_(
     Args:
         cache: [num_blocks, block_size, num_kv_heads, head_size], of any dtype, contiguous in the last
             dimension. The other strides determine whether the local layout is NHD or HND.
-        offsets: int64[num_layers] on the CPU. Bytes from the first element of `cache` to that of each
-            layer. `[0]` is `cache` itself. All layers must have the layout of `cache` and must not share
-            memory.
-        indices: int32[n, k] on the CPU or on the cache's device. Each block may occur only once; on a
-            GPU, the caller ensures this.
+        offsets: int64[num_layers] on the CPU. Bytes from the first element of `cache` to the first
+            element of each layer. `[0]` selects `cache` itself. All layers must have the layout of
+            `cache` and must not share memory.
+        indices: int32[n, k] on the CPU or on the cache's device. Each block may occur only once. On
+            a GPU, the caller must ensure this.
         remote_block_size: Tokens per remote block. One of the two block sizes must divide the other.
         remote_is_hnd: Whether the remote layout is HND.
-        owners: A list or tuple of the other layers, if they are separate tensors. Do not compile such
-            calls with `torch.compile`.
+        owners: A list or tuple of the other layers, if they are separate tensors. Do not compile
+            calls with `owners` using `torch.compile`.
     """
     _ops.permute_blocks_(
         cache, offsets, indices, remote_block_size, remote_is_hnd, _checked_owners(owners)
     )
 
 
-# Per op, the positions of the arguments that may be on the CPU even if the others are not.
+# For each op, the positions of arguments that may be on the CPU even if the others are not.
 _ON_HOST = {
     "slot_mapping": {1},  # groups
     "update_block_tables": set(),
@@ -429,7 +435,9 @@ _ON_HOST = {
 
 
 def _fake(op: Callable[..., None], on_host: set[int], *args: object) -> None:
-    """Check that tensors share a device. The ops return nothing, so their fakes need no more."""
+    """Check that all tensors are on one device. The ops return nothing, so their fakes only check
+    devices.
+    """
     tensors = {
         name: x
         for i, (name, x) in enumerate(zip(signature(op).parameters, args))

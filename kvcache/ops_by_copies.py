@@ -1,12 +1,14 @@
-"""The ops on devices that are neither CPU nor CUDA: the CPU op on host memory, with torch's copies.
+"""The ops on devices other than CPU and CUDA. They copy tensors to the host and run the CPU op
+there.
 
 The only requirement is that torch can create views of the device's tensors and copy them to and from the
 host. Device addresses are never dereferenced: a backend with a boxed CPU fallback would pass the CPU op a
 copy of a single tensor, and raw offsets from that copy would be invalid.
 
-The storages of a call's tensors are mirrored in host memory at the same offsets and strides. The system
-commits only the parts that are touched. The CPU op therefore performs all its checks before a byte of the
-device changes. These ops are slow, because the host waits while the bytes cross the bus.
+The storages of a call's tensors are mirrored in host memory at the same offsets and strides. The
+operating system commits only the parts that are touched. The CPU op performs all its checks before
+any byte on the device changes. These ops are slow, because the host waits while the bytes cross the
+bus.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-# Arguments that every op reads on the host.
+# Arguments that must be on the host for every op.
 _ONLY_ON_HOST = {"groups", "regions", "offsets"}
-_KEY = "CompositeExplicitAutograd"  # all backends without a kernel of their own
+_KEY = "CompositeExplicitAutograd"  # dispatch key for all backends that have no kernel for the op
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13 and newer define it
-_libraries: list[torch.library.Library] = []  # registrations last as long as these objects
+_libraries: list[torch.library.Library] = []  # registrations end when these objects are deleted
 
 
 def register(on_host: dict[str, set[int]]) -> None:
@@ -32,7 +34,7 @@ def register(on_host: dict[str, set[int]]) -> None:
     library = torch.library.Library("kvcache", "IMPL")
     _libraries.append(library)
     for name, positions in on_host.items():
-        # Another copy of kvcache may have registered the ops.
+        # Another copy of kvcache in this process may already have registered the ops.
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"kvcache::{name}", _KEY):
             library.impl(name, _implementation(name, positions), _KEY)
 
@@ -45,7 +47,8 @@ def _implementation(name: str, on_host: set[int]) -> Callable[..., None]:
     def implementation(*args: object) -> None:
         given = {each.name: each.default_value for each in arguments}
         given.update(zip(given, args))
-        # Like the CPU op, write to tensors that require gradients or were created in inference mode.
+        # Allow writes to tensors that require gradients or were created in inference mode, as the
+        # CPU op does.
         with torch.inference_mode():
             call = _MirroredCall(op, given)
             call.check_places({arguments[i].name for i in on_host})
@@ -55,7 +58,7 @@ def _implementation(name: str, on_host: set[int]) -> Callable[..., None]:
 
 
 class _MirroredCall:
-    """A call of an op, with host memory that mirrors the storages of its tensors."""
+    """One call of an op, and the host memory that mirrors the storages of its tensors."""
 
     def __init__(self, op: torch._ops.OpOverload, given: dict[str, object]) -> None:
         self.given = given
@@ -66,10 +69,10 @@ class _MirroredCall:
         self._op = op
         self._storages: dict[
             int, torch.UntypedStorage
-        ] = {}  # by the address of the mirrored storage
+        ] = {}  # keyed by the address of the mirrored storage
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all tensors by name, including those in lists."""
+        """Return all tensors by name, including tensors in lists."""
         found = {}
         for name, value in self.given.items():
             if isinstance(value, torch.Tensor):
@@ -103,7 +106,9 @@ class _MirroredCall:
                     self._storages[memory.data_ptr()] = _lazy_memory(memory.nbytes())
 
     def mirror(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor's mirror without copying its content. CPU tensors are their own mirrors."""
+        """Return the tensor's mirror without copying its content. A CPU tensor is returned
+        unchanged.
+        """
         if tensor.device.type == "cpu":
             return tensor
         memory = self._storages[tensor.untyped_storage().data_ptr()]
@@ -112,7 +117,7 @@ class _MirroredCall:
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Copy the tensor's content to its mirror."""
-        for d in range(tensor.ndim):  # torch cannot copy to an expanded dimension
+        for d in range(tensor.ndim):  # torch cannot copy into an expanded dimension
             if tensor.stride(d) == 0 and tensor.shape[d] > 1:
                 tensor = tensor.narrow(d, 0, 1)
         if tensor.device.type != "cpu":
@@ -137,10 +142,10 @@ class _MirroredCall:
     def storage_at(
         self, name: str, begin: int, end: int
     ) -> tuple[torch.UntypedStorage, int] | None:
-        """Return the storage that holds bytes [begin, end), and their offset in it.
+        """Return the storage that holds bytes [begin, end), and the offset of these bytes in it.
 
-        The bytes are counted from a tensor's first element. Returns None if no tensor that the op's
-        offsets may refer to contains them.
+        Bytes are counted from the first element of the named tensor. Returns None if none of the
+        tensors that the op's offsets may refer to contains the bytes.
         """
         tensor = self.given[name]
         start = tensor.data_ptr()
@@ -161,7 +166,7 @@ class _MirroredCall:
 
 
 def _run_whole(call: _MirroredCall) -> None:
-    """Copy tables and metadata as a whole, because they are small."""
+    """Run an op on whole tables and metadata, which are small enough to copy completely."""
     for tensor in call.tensors().values():
         call.fill(tensor)
     call.run()
@@ -195,7 +200,7 @@ def _gather_kv(call: _MirroredCall) -> None:
 def _tokens(cache: torch.Tensor, slot_mapping: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield views of the tokens at these slots, with consecutive tokens of a block combined.
 
-    Skips the null block. Yields nothing for arguments that the op rejects.
+    Skips the null block. Yields no views for arguments that the op rejects.
     """
     if cache.ndim not in (4, 5) or cache.numel() == 0 or not _holds_ids(slot_mapping, torch.int64):
         return
@@ -212,7 +217,7 @@ def _holds_ids(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 def _runs(ids: torch.Tensor, least: int, end: int, cut: int) -> list[tuple[int, int]]:
     """Return (first, count) of consecutive ids in [least, end), in any order.
 
-    No run crosses a multiple of `cut`.
+    Runs do not cross multiples of `cut`.
     """
     array = np.unique(ids.numpy())
     array = array[(array >= least) & (array < end)]
@@ -226,7 +231,7 @@ def _copy_blocks(call: _MirroredCall) -> None:
     regions, pairs, sides = given["regions"], given["pairs"], ["src", "dst"]
     call.fill(pairs)
     nowhere = torch.empty(0, dtype=torch.uint8, device="cpu")
-    # The op checks the pairs, and moves nothing if there are no regions.
+    # The op checks the pairs, and copies nothing if there are no regions.
     changed = {"dst": nowhere}
     if regions.ndim and regions.is_contiguous():
         changed["regions"] = regions[:0]
@@ -252,7 +257,7 @@ def _copy_blocks(call: _MirroredCall) -> None:
         for name in ("regions", "pairs"):
             destination.check_apart(name, given[name], i)
         is_shared |= destination.shares_pages(source, i)
-    if is_shared and given["src"] is not None:  # check pages read and written
+    if is_shared and given["src"] is not None:  # check that no page is both read and written
         call.run(**{**changed, "src": None})
     for source, destination in work:
         for first, to, count in runs:
@@ -264,7 +269,9 @@ def _copy_blocks(call: _MirroredCall) -> None:
 
 
 class _Fragments:
-    """A region on one side of a copy. RuntimeError unless all its pages are in the call's memory."""
+    """A region on one side of a copy. Raises RuntimeError unless all its pages are in the memory of
+    the call.
+    """
 
     def __init__(
         self,
@@ -290,7 +297,7 @@ class _Fragments:
         self._count, self._end = count, self._shift + last - offset + size
 
     def check_apart(self, name: str, tensor: torch.Tensor, region: int) -> None:
-        """Raise RuntimeError if the pages share memory with an argument that is read."""
+        """Raise RuntimeError if the pages share memory with an argument that the op reads."""
         if tensor.device != self._device or tensor.numel() == 0:
             return
         if tensor.untyped_storage().data_ptr() != self._storage.data_ptr():
@@ -326,9 +333,10 @@ class _Fragments:
 
 
 def _runs_of_pairs(pairs: np.ndarray) -> list[tuple[int, int, int]]:
-    """Return (first source page, first destination page, number of pages) of each run of pairs.
+    """Return (first source page, first destination page, number of pages) for each run of pairs.
 
-    Both IDs increase by one or, when pages are zeroed, only the destination's.
+    Within a run, both page IDs increase by one. If pages are zeroed, only the destination ID
+    increases.
     """
     if len(pairs) == 0:
         return []
@@ -362,7 +370,9 @@ def _permute_blocks(call: _MirroredCall) -> None:
 
 
 def _layer(call: _MirroredCall, cache: torch.Tensor, offset: int) -> torch.Tensor:
-    """Return the layer `offset` bytes after the cache. RuntimeError if the call lacks that memory."""
+    """Return the layer `offset` bytes after the cache. Raises RuntimeError if no tensor of the call
+    contains it.
+    """
     item = cache.element_size()
     span = 1 + sum((n - 1) * step for n, step in zip(cache.shape, cache.stride()))
     found = call.storage_at("cache", offset, offset + span * item)
@@ -376,7 +386,7 @@ def _layer(call: _MirroredCall, cache: torch.Tensor, offset: int) -> torch.Tenso
 
 
 def _lazy_memory(num_bytes: int) -> torch.UntypedStorage:
-    """Allocate host memory of any size, committed by the system on first touch. Raises MemoryError."""
+    """Allocate host memory that the operating system commits on first touch. Raises MemoryError."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     try:
         mapping = mmap.mmap(-1, max(num_bytes, 1), flags=flags)

@@ -1,9 +1,9 @@
-"""The one description of where the bytes of a page lie.
+"""Describes where the bytes of a page are. This is the only module that defines these positions.
 
 Dimensions are named by role: "kv" (K or V), "block", "token" (within a block), "head", "element" (within
 a head), and "layer" if the layers of a block are packed together. A *memory order* lists these roles,
-outermost first. `place_elements` converts an order to offsets and strides. Storages, descriptions for
-other engines, transfers and block copies all derive positions from them.
+outermost first. `place_elements` converts an order to offsets and strides. Storages, descriptions
+for other engines, transfers and block copies all derive positions from these offsets and strides.
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ NEEDED_ROLES = {"block", "token", "element"}
 class Placement:
     """The position of each element of a page, for a given memory order and sizes.
 
-    Created by `place_elements`. A page is one byte range in each of several regions. All arrays are
-    read-only int64 in bytes. Index p is 0 for K and 1 for V, if there is any. Element e of a head of a
-    token begins `kv_offsets[layer, p] + token * token_strides[p] + head * head_strides[p] + e *
-    element_bytes` bytes after the start of the page in region `regions[layer, p] + head * head_regions`.
+    Created by `place_elements`. A page consists of one byte range in each region. All arrays are
+    read-only int64 in bytes. Index p is 0 for K and 1 for V, if the cache has V. Element e of a
+    head of a token begins `kv_offsets[layer, p] + token * token_strides[p] + head * head_strides[p]
+    + e * element_bytes` bytes after the start of the page in region `regions[layer, p] + head *
+    head_regions`.
     """
 
     regions: np.ndarray  # [num_layers, p]
     kv_offsets: np.ndarray  # [num_layers, p]
     token_strides: np.ndarray  # [p]
     head_strides: np.ndarray  # [p]
-    head_bytes: np.ndarray  # [p]: one head of one token
+    head_bytes: np.ndarray  # [p]: bytes of one head of one token
     region_bytes: np.ndarray  # [r]: bytes per page
     scale_regions: np.ndarray  # [num_layers]: region of the layer's scales
-    scale_offsets: np.ndarray  # [num_layers]
+    scale_offsets: np.ndarray  # [num_layers]: offset of the layer's scales in that region
     token_count: int  # tokens per page
     head_count: int
     scale_bytes_per_token: int
-    head_regions: int = 0  # regions between consecutive heads; 0: they share one region
+    head_regions: int = 0  # regions between consecutive heads; 0: all heads share one region
 
     @functools.cached_property
     def is_contiguous(self) -> bool:
-        """Whether a layer's K in a page is contiguous, and its V as well."""
+        """Whether the K and the V of a layer are each contiguous within a page."""
         if self.head_regions:
             return False
         counts = ((self.token_strides, self.token_count), (self.head_strides, self.head_count))
@@ -61,12 +62,14 @@ class Placement:
 
     @functools.cached_property
     def has_equal_layers(self) -> bool:
-        """Whether, in all layers, V is in the region of K and at the same distance from it."""
+        """Whether V is in the same region as K, at the same distance, in all layers."""
         behind = self.kv_offsets - self.kv_offsets[:, :1]
         return self.has_kv_together and bool((behind == behind[0]).all())
 
     def with_scales_as_part(self) -> Placement:
-        """Return the placement with scales as one more p, shared equally by the heads of a token."""
+        """Return the placement with scales as an additional index p. The heads of a token share
+        them equally.
+        """
         size = self.scale_bytes_per_token // self.head_count
 
         def appended(array: np.ndarray, value: object) -> np.ndarray:
@@ -95,7 +98,7 @@ class Placement:
         return merged_runs(table[np.lexsort((table[:, 1], table[:, 0]))])
 
     def of_head(self, head: int) -> Placement:
-        """Return the placement of one head, as if it were the only one."""
+        """Return the placement of one head, as for a cache with a single head."""
         return replace(
             self,
             regions=_read_only(self.regions + head * self.head_regions),
@@ -105,7 +108,9 @@ class Placement:
         )
 
     def layer_runs(self, layer: int, num_parts: int | None = None) -> np.ndarray:
-        """Return the byte ranges of a layer, as `runs` does, for all or the first `num_parts` parts."""
+        """Return the byte ranges of a layer in the format of `runs`, for all or the first
+        `num_parts` indices p.
+        """
         table = np.concatenate(
             [self.runs(layer, p) for p in range(num_parts or len(self.head_bytes))]
         )
@@ -124,7 +129,8 @@ def merged_runs(table: np.ndarray) -> np.ndarray:
 
 
 def check_memory_order(order: Sequence[str], name: str = "memory_order") -> tuple[str, ...]:
-    """Return the order as a tuple, after checking that a page consists of blocks.
+    """Return the order as a tuple, after checking that it is valid for pages that consist of
+    blocks.
 
     "block", "token" and "element" are required, and "element" must be last. Only "layer", "kv" and "head"
     may precede "block". Without "layer", each layer is separate. Without "kv", a head's V follows its K.
@@ -151,7 +157,8 @@ def check_memory_order(order: Sequence[str], name: str = "memory_order") -> tupl
 
 
 def full_memory_order(order: Sequence[str]) -> tuple[str, ...]:
-    """Return all six roles, with the omitted roles of a checked order in their implied positions.
+    """Return all six roles in order. Roles that a checked order omits are inserted at their implied
+    positions.
 
     Example:
         >>> full_memory_order(("block", "token", "element"))
@@ -168,7 +175,7 @@ def full_memory_order(order: Sequence[str]) -> tuple[str, ...]:
 
 
 def layout_of(order: Sequence[str]) -> str:
-    """Return "NHD" or "HND", depending on whether tokens or heads come first in memory.
+    """Return "NHD" if tokens precede heads in memory, and "HND" otherwise.
 
     Example:
         >>> from kvcache.layouts import backend
@@ -192,8 +199,9 @@ def place_elements(
 ) -> Placement:
     """Place the elements of a page in as few regions as the order allows.
 
-    Each combination of indices before "block" has its own region. A layer's scales (all heads of a
-    token together) follow its K and V in the page, or have their own region if "kv" precedes "block".
+    Each combination of indices before "block" has its own region. The scales of a layer (all heads
+    of a token together) follow its K and V in the page. If "kv" precedes "block", they have a
+    separate region.
 
     Args:
         order: The memory order.
@@ -259,7 +267,7 @@ def place_elements(
     if scale_bytes and kv_inside and "layer" in outer:
         scale_start, volume = int(volume[0]), volume + scale_bytes
     layer, p = np.indices((num_layers, len(sizes)))
-    # One region per combination of the roles before "block"; the last role varies fastest.
+    # One region per combination of indices before "block". The last index varies fastest.
     outer_counts = [{**counts, "kv": len(sizes)}[role] for role in outer]
     region_of = np.arange(math.prod(outer_counts)).reshape(outer_counts)
     step = {role: region_of.strides[n] // region_of.itemsize for n, role in enumerate(outer)}

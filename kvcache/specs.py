@@ -1,4 +1,4 @@
-"""Value objects that describe a deployment. No torch, no state."""
+"""Value objects that describe a deployment. They do not need torch and have no state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_GROUPS = 32  # kMaxGroups in csrc/ops/table_groups.h
 
-LAYOUTS = ("NHD", "HND")  # memory order of tokens (N), heads (H) and elements (D) in a block
+LAYOUTS = ("NHD", "HND")  # memory orders of tokens (N), heads (H) and elements (D) in a block
 
 ELEMENT_BYTES = {
     "float32": 4,
@@ -38,7 +38,7 @@ ELEMENT_BYTES = {
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """Sizes and ranks of prefill (PCP) and decode (DCP) context parallelism.
+    """Sizes and ranks of prefill context parallelism (PCP) and decode context parallelism (DCP).
 
     A group's tokens are spread over `world_size` workers.
 
@@ -79,7 +79,7 @@ class ContextParallel:
 
 
 class _Options(Mapping[str, int]):
-    """An immutable dictionary that can be hashed and pickled."""
+    """An immutable mapping that can be hashed and pickled."""
 
     def __init__(self, values: Mapping[str, int]) -> None:
         if not isinstance(values, Mapping):
@@ -110,14 +110,14 @@ class _Options(Mapping[str, int]):
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A cache group: layers of one attention kind that share block tables.
+    """A cache group, which consists of layers of one attention kind that share block tables.
 
     `kind` and `options` are checked when the kind is created (`kvcache.kinds.make_kind`).
 
     A drafter such as EAGLE or MTP needs the hidden states of the last block's tokens, so that block must
-    be recomputed. A group with `drafts` therefore must find one block more than the hit uses (one hash
-    block, if hits may end inside blocks).  The other groups do not need the additional block. Only groups
-    whose pages hold K and V of tokens can draft.
+    be recomputed. A group with `drafts` therefore must find one block more than the hit uses (one
+    hash block, if hits may end inside blocks). Other groups do not need the additional block. Only
+    groups whose pages hold K and V of tokens can draft.
 
     Raises:
         TypeError: An argument has a wrong type.
@@ -131,12 +131,12 @@ class GroupSpec:
 
     kind: str
     block_size: int  # tokens per allocation block on one context-parallel rank
-    options: Mapping[str, int] = field(default_factory=dict)  # parameters of the kind
-    replicated: bool = False  # whether every context-parallel rank holds the whole group
+    options: Mapping[str, int] = field(default_factory=dict)  # parameters of the attention kind
+    replicated: bool = False  # True: every context-parallel rank holds all tokens of the group
     layers: tuple[str, ...] = ()
     cached: bool = True  # False: its blocks are never hits and do not limit hits of other groups
     transferred: bool = True  # False: its blocks stay in this engine
-    drafts: bool = False  # contains layers of a drafter: the last block of a hit is recomputed
+    drafts: bool = False  # True: has layers of a drafter, so the last block of a hit is recomputed
 
     def __post_init__(self) -> None:
         check_name(self.kind, "kind")
@@ -158,21 +158,22 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The cache of one layer on one rank: K and V of each token, or one state per request.
+    """The cache of one layer on one rank. It holds the K and V of each token, or one state per
+    request.
 
     `kind` is a registered attention kind (`kvcache.kinds`), and `options` are its parameters:
-    "sliding_window" requires `window` (tokens that a query attends to, itself included), "chunked_local"
-    requires `chunk_size`.
+    "sliding_window" requires `window` (number of tokens that a query attends to, including itself),
+    and "chunked_local" requires `chunk_size`.
 
     A layer whose kind keeps a state ("recurrent") sets `state_bytes` and leaves heads and sizes at 0. A
-    state can be stored after every `block_size` tokens and, with `num_speculative_blocks`, after each of
-    that many draft tokens.
+    state can be stored after every `block_size` tokens and, with `num_speculative_blocks`, after
+    each of the first `num_speculative_blocks` draft tokens.
 
     For a packed format, use `uint8` and give the head size in bytes.
 
-    An MLA layer, as in `KVStorage` and `kvcache.transfer.CacheDescription`, has one head. `head_size` is
-    the latent and `v_head_size` its rotary part. `v_head_size` is 0 if `head_size` includes the
-    rotary part, which is the default with `is_mla`.
+    An MLA layer, as in `KVStorage` and `kvcache.transfer.CacheDescription`, has one head.
+    `head_size` is the size of the latent, and `v_head_size` the size of its rotary part.
+    `v_head_size` is 0 if `head_size` includes the rotary part, which is the default with `is_mla`.
 
     Raises:
         TypeError: An argument has a wrong type.
@@ -188,16 +189,16 @@ class LayerSpec:
     kind: str
     block_size: int  # tokens of the kernel's smallest block on one context-parallel rank
     num_kv_heads: int = 0
-    head_size: int = 0  # elements
-    v_head_size: int | None = None  # elements; None: head_size, or 0 with MLA
-    dtype: str = "bfloat16"  # or the torch.dtype of that name
-    options: Mapping[str, int] = field(default_factory=dict)  # parameters of the kind
-    replicated: bool = False  # whether every context-parallel rank holds the whole layer
-    state_bytes: int = 0  # per request
-    scale_bytes_per_token: int = 0  # over all heads, stored next to quantized K and V
+    head_size: int = 0  # elements of K per head
+    v_head_size: int | None = None  # elements of V per head; None: head_size, or 0 with MLA
+    dtype: str = "bfloat16"  # name of a dtype, or a torch.dtype
+    options: Mapping[str, int] = field(default_factory=dict)  # parameters of the attention kind
+    replicated: bool = False  # True: every context-parallel rank holds all tokens of the layer
+    state_bytes: int = 0  # bytes of one state
+    scale_bytes_per_token: int = 0  # scales of all heads together, stored next to quantized K and V
     is_mla: bool = False
     cached: bool = (
-        True  # False: its blocks are never hits; it reads only what its request has computed
+        True  # False: its blocks are never hits; it reads only tokens that its request computed
     )
     transferred: bool = True  # False: its blocks stay in this engine
     drafts: bool = False  # a drafter's layer; see `GroupSpec`
@@ -233,7 +234,7 @@ class LayerSpec:
                 object.__setattr__(self, "v_head_size", 0)
 
     def _make_kind(self) -> KindProperties:
-        # Imported locally: sizes and layouts are useful without the native library.
+        # Imported here, so that sizes and layouts can be used without the native library.
         from kvcache.kinds import make_kind
 
         return make_kind(self.kind, self.options)
@@ -259,19 +260,21 @@ class LayerSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of a token's K, V and scales. 0 for a state."""
+        """Bytes of the K, V and scales of one token. 0 for a state."""
         v_head_size = self.head_size if self.v_head_size is None else self.v_head_size
         elements = self.num_kv_heads * (self.head_size + v_head_size)
         return elements * ELEMENT_BYTES[self.dtype] + self.scale_bytes_per_token
 
     def page_bytes(self, block_size: int) -> int:
-        """Return the bytes of a block of `block_size` tokens. A state has a constant size."""
+        """Return the bytes of a block of `block_size` tokens, or the bytes of a state."""
         block_size = integer(block_size, "block_size", 1)
         return self.state_bytes or self.bytes_per_token * block_size
 
 
 def checked_groups(groups: Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:
-    """Check that there are 1 to `MAX_GROUPS` groups. Raises TypeError or ValueError."""
+    """Return the groups as a tuple after checking that there are 1 to `MAX_GROUPS`. Raises
+    TypeError or ValueError.
+    """
     if isinstance(groups, str) or not isinstance(groups, Sequence):
         raise TypeError(f"groups is {shown(groups)}: expected a sequence of GroupSpec")
     for g, group in enumerate(groups):
@@ -283,7 +286,7 @@ def checked_groups(groups: Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:
 
 
 def checked_context_parallel(context_parallel: ContextParallel | None) -> ContextParallel:
-    """Replace None by a single worker. Raises TypeError."""
+    """Return `context_parallel`, or a single worker for None. Raises TypeError for any other type."""
     if context_parallel is None:
         return ContextParallel()
     if not isinstance(context_parallel, ContextParallel):

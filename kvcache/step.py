@@ -1,4 +1,5 @@
-"""The objects that the two planes exchange: one `StepPlan` per step, and one `StepReport` in return.
+"""The objects that the two planes exchange. The manager sends one `StepPlan` per step, and the
+worker returns one `StepReport`.
 
 The manager (control plane) chooses blocks, and the worker (data plane) moves bytes. Both objects can be
 pickled, so the planes may run in two processes. This module does not need torch.
@@ -21,9 +22,9 @@ PLAN_VERSION = 3
 class Status(IntEnum):
     """The result for one requested row. `WAIT` and `NEVER` leave the request unchanged.
 
-    - `SERVED`: the row got everything that was requested.
-    - `WAIT`: it does not fit now.
-    - `NEVER`: it does not fit into the whole pool.
+    - `SERVED`: all requested slots were allocated.
+    - `WAIT`: the row does not fit now.
+    - `NEVER`: the row does not fit even into an empty pool.
     """
 
     SERVED = 0
@@ -37,7 +38,7 @@ def _constant(*values: int, shape: tuple[int, ...]) -> np.ndarray:
     return array
 
 
-# Empty arrays, shared by all plans without entries.
+# Empty arrays that plans without entries share.
 NO_IDS = _constant(shape=(0,))
 NO_SPLITS = _constant(0, shape=(1,))
 NO_PAIRS = _constant(shape=(0, 2))
@@ -48,10 +49,11 @@ class Answers(NamedTuple):
     """The results for one list of requests to `KVCacheManager.step`, in the order of the list.
 
     - `rows`: int32[n], the row of each request, or -1 for a new request that was not served.
-    - `status`: uint8[n], a `Status` each.
-    - `num_computed_tokens`: int32[n], the position of its first new token. For a new request, this is the
-      length of its prefix hit.
-    - `num_tokens`: int32[n], the number of tokens with allocated slots, or 0 if it was not served.
+    - `status`: uint8[n], the `Status` of each request.
+    - `num_computed_tokens`: int32[n], the position of the request's first new token. For a new
+      request, this is the length of its prefix hit.
+    - `num_tokens`: int32[n], the number of tokens with allocated slots, or 0 if the request was not
+      served.
     """
 
     rows: np.ndarray
@@ -80,11 +82,11 @@ class _HeldArrays(core.HeldArrays):
 
 @dataclass(slots=True, eq=False)
 class StepPlan(_HeldArrays):
-    """The work of a worker before it runs a step, and the answers for the scheduler.
+    """The changes that a worker makes before it runs a step, and the answers for the scheduler.
 
-    `KVCacheManager.step` creates a plan, and `Worker.apply` applies it. Every plan is applied once, in
-    step order. All IDs are int32, a page is a device block, and "per group" means a list with one entry
-    per cache group.
+    `KVCacheManager.step` creates a plan, and `Worker.apply` applies it. Every plan is applied
+    exactly once, in step order. All IDs are int32. A page is a device block. "Per group" means a
+    list with one entry per cache group.
 
     The step:
 
@@ -93,11 +95,11 @@ class StepPlan(_HeldArrays):
       applied.
     - `version`: version of this format, `PLAN_VERSION`.
 
-    The answers, with one entry each for `rows`, then `swap_out`, then `new`; `answers` separates the
-    three:
+    The answers have one entry for each of `rows`, then `swap_out`, then `new`. The property
+    `answers` separates the three:
 
     - `rows`: int32[b], the row of each request, or -1 for a new request that was not served.
-    - `status`: uint8[b], a `Status` each.
+    - `status`: uint8[b], the `Status` of each request.
     - `num_computed_tokens`: int32[b], the position of the row's first new token. For a new request, this
       is the length of its prefix hit.
     - `num_tokens`: int32[b], the number of tokens with allocated slots, or 0 if the row was not served or
@@ -111,8 +113,8 @@ class StepPlan(_HeldArrays):
     - `zero`: int32[n], pages to zero.
     - `swap_in`: int32[n, 2], host page and device page.
     - `clear_rows`: int32[k], table rows to clear.
-    - `append_rows`: int32[r], rows that get more blocks. In group g, row `append_rows[i]` gets
-      `append_ids[g][splits[i] : splits[i + 1]]`, with `splits = append_splits[g]`.
+    - `append_rows`: int32[r], rows to which blocks are appended. In group g, row `append_rows[i]`
+      gets `append_ids[g][splits[i] : splits[i + 1]]`, with `splits = append_splits[g]`.
     - `append_splits`, `append_ids`: per group int32[r + 1] and int32[splits[-1]].
     - `replace`: per group int32[m, 3]: row, column and new ID of existing table entries.
     - `is_empty`: whether the manager found all of these empty, so that a worker can skip them. False in a
@@ -120,9 +122,9 @@ class StepPlan(_HeldArrays):
     - `moves_pages`: whether `swap_out`, `copy`, `zero` or `swap_in` may have entries. True in a plan
       created by hand.
 
-    `depends_on`: int32[n, 2], a row and another row of this step that fills blocks which the first row
-    reads (with `in_step_hits="share"`). The worker either computes both in one pass that writes a layer's
-    K and V before attention, or computes the second row first.
+    `depends_on`: int32[n, 2], pairs of rows. The second row fills blocks in this step that the
+    first row reads (with `in_step_hits="share"`). The worker either computes both in one pass that
+    writes a layer's K and V before attention, or computes the second row first.
 
     `page_bytes`: bytes per page, or 0 if the manager does not know.
     """
@@ -153,7 +155,7 @@ class StepPlan(_HeldArrays):
 
     @property
     def answers(self) -> StepAnswers:
-        """The answers to each of the three lists, as views.
+        """The answers to `rows`, `swap_out` and `new`, as views.
 
         Example:
             >>> from kvcache import KVCacheManager, Request
@@ -180,7 +182,7 @@ class StepPlan(_HeldArrays):
 
 @dataclass(slots=True)
 class StepReport:
-    """A worker's report of a step, sent once the step's bytes have moved.
+    """A worker's report of a step, sent after all copies of the step have finished.
 
     - `step_id`: the step. The report covers all earlier steps as well.
     - `completed`: whether the plan was applied.

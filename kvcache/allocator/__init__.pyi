@@ -1,4 +1,4 @@
-"""The control plane, which decides the blocks of each request. Works without torch."""
+"""The control plane, which decides which blocks each request gets. It does not need torch."""
 
 from kvcache._core import BlockPool, eviction_names, host_eviction_names
 from kvcache.allocator.admit import Admit, External

@@ -1,4 +1,4 @@
-"""The values by which callers ask a manager to admit a request."""
+"""Arguments that describe how a manager admits a request."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from kvcache.native.load import core
 class External(NamedTuple):
     """Tokens of a new request whose KV comes from another process or a store.
 
-    The tokens follow the request's prefix hit, and get slots. In window groups, only the tokens that the
-    next token reads get slots; in a circular buffer, the last tokens that it has room for. The KV must
-    come for all groups that are transferred.
+    The tokens follow the request's prefix hit, and slots are allocated for them. In window groups,
+    only tokens that the next token reads get slots. In a circular buffer, only the last tokens that
+    fit into it get slots. KV must be supplied for all groups with `transferred=True`.
 
     Attributes:
-        num_tokens: Number of tokens, 0 or more. At least one token must be left to compute.
-        delayed: False: the KV is loaded within the step that admits the request, and the blocks become
-            hits for later plans. True: the KV arrives later. Until `KVCacheManager.finish_receiving`, the
-            request gets no further slots, is not served, and none of its blocks is a hit.
+        num_tokens: Number of tokens, at least 0. At least one token of the request must remain to
+            be computed.
+        delayed: False: the KV is loaded within the step that admits the request, and later plans
+            can hit the blocks. True: the KV arrives later. Until `KVCacheManager.finish_receiving`
+            is called, the request is not served and gets no further slots, and its blocks cannot be
+            hit.
     """
 
     num_tokens: int
@@ -27,20 +29,21 @@ class External(NamedTuple):
 
 
 class Admit(NamedTuple):
-    """A request to admit, and how. A plain `Request` stands for `Admit(request)`.
+    """A request to admit, with options. A plain `Request` is equivalent to `Admit(request)`.
 
     Attributes:
-        request: The request, which has no row yet.
-        num_tokens: Maximum number of tokens to compute after the prefix hit and the external tokens; None
-            for all known tokens. Must be None or 0 with `External.delayed`.
-        external: Tokens after the hit whose KV comes from elsewhere.
+        request: The request. It must not be admitted yet.
+        num_tokens: Maximum number of tokens to compute after the prefix hit and the external
+            tokens. None: all known tokens. With `External.delayed`, must be None or 0.
+        external: Tokens after the hit whose KV comes from another process or a store. None: no
+            external tokens.
         num_lookahead_tokens: Additional slots for draft tokens. Draft tokens are never cached, and later
-            tokens reuse their slots. Near `max_model_len` a request gets fewer.
-        num_reserved_blocks: Blocks to leave free in addition to the watermark.
-        max_host_blocks: If the hit needs more blocks from the host than this, only the device's part of
-            the hit is used; None for no limit. See `PrefixCache.cached_tokens`.
-        read_cache: Whether the request takes hits; None for its own `read_cache`. A request with
-            encoder tokens takes none.
+            tokens reuse their slots. Fewer slots are allocated near `max_model_len`.
+        num_reserved_blocks: Number of blocks to leave free in addition to the watermark.
+        max_host_blocks: If the hit needs more than this number of blocks from the host, only the
+            part of the hit on the device is used. None: no limit. See `PrefixCache.cached_tokens`.
+        read_cache: Whether the request uses cached blocks. None: the request's own `read_cache`.
+            Requests with encoder tokens never use cached blocks.
 
     >>> Admit(Request("r1", range(40)), num_tokens=8).external is None
     True

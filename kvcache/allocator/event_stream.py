@@ -1,4 +1,4 @@
-"""Joins the native log's events, one per block, into the events that a manager emits."""
+"""Combines the native log's events, one per block, into the events that a manager emits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _MEDIUMS = ("gpu", "cpu")
 
 
 class NativeEvents(NamedTuple):
-    """Events of the native log, one entry per event, and the tokens of blocks stored on the device."""
+    """Events of the native log, with one entry per event, and the tokens of blocks stored on the
+    device.
+    """
 
     kinds: np.ndarray
     mediums: np.ndarray
@@ -26,13 +28,16 @@ class NativeEvents(NamedTuple):
     hashes: np.ndarray
     parents: np.ndarray
     tokens: np.ndarray
-    first_tokens: np.ndarray  # positions; for AllBlocksCleared, the number of dropped events
+    first_tokens: np.ndarray  # positions; number of dropped events for AllBlocksCleared
     is_reused: np.ndarray
     labels: list[RequestLabels | None]
 
 
 class RequestLabels:
-    """The labels of a request in events about its blocks; native code passes them through."""
+    """Request fields that appear in events about its blocks.
+
+    Native code passes them through unchanged.
+    """
 
     __slots__ = ("cache_salt", "hash_block_size", "lora", "mm_items", "prompt_embeds", "session")
 
@@ -53,7 +58,9 @@ class RequestLabels:
         self.session = session
 
     def extra_keys(self, first_token: int, stop: int) -> tuple[tuple | None, ...] | None:
-        """Extra keys of each hash block (csrc/core/hashing/extra_keys.h), or None if none has any."""
+        """Return the extra keys of each hash block (csrc/core/hashing/extra_keys.h), or None if no
+        block has keys.
+        """
         size = self.hash_block_size
         keys = tuple(self._keys_of(start, start + size) for start in range(first_token, stop, size))
         return keys if any(keys) else None
@@ -71,7 +78,7 @@ class RequestLabels:
 
 
 def digest_of_rows(rows: np.ndarray, start: int, stop: int) -> bytes:
-    """SHA-256 of a block's rows: their dtype, row shape and bytes."""
+    """Return the SHA-256 digest of the rows [start, stop): their dtype, row shape and bytes."""
     header = ",".join([rows.dtype.str, *map(str, rows.shape[1:])])
     return hashlib.sha256(f"{header}:".encode() + rows[start:stop].tobytes()).digest()
 
@@ -129,7 +136,10 @@ def events_of(
 
 
 def _runs(native: NativeEvents) -> Iterator[tuple[int, int]]:
-    """(first, stop) of native events that form one event: one kind and group, and one chain if stored."""
+    """Yield (first, stop) of native events that form one event.
+
+    They share the kind and group, and stored blocks form one chain.
+    """
     kinds, mediums, groups, hashes, parents = native[:5]
     if len(kinds) == 0:
         return

@@ -1,4 +1,5 @@
-"""Block hashes: a digest chained over canonical CBOR, equal byte for byte to those of other engines.
+"""Block hashes, computed as a chained digest over canonical CBOR. They are byte-identical to the
+hashes of other engines.
 
 The hash of a block is `H([parent, [token ids], extra keys or null])`, and the first parent is `H(seed)`.
 The CBOR follows RFC 8949, with every integer in its shortest form. H is SHA-256 ("sha256_cbor",
@@ -17,7 +18,7 @@ from kvcache.native.load import core
 
 DEFAULT_SEED = "vllm-none-hash"
 DEFAULT_ALGORITHM = "sha256_cbor"
-_ENGINE = "engine:"  # what the names of algorithms begin with that only the engine knows
+_ENGINE = "engine:"  # prefix for algorithms that only the engine knows
 _MOST_BYTES = 32
 
 
@@ -35,19 +36,19 @@ def hash_blocks(
     Long prompts are hashed without the GIL.
 
     Args:
-        token_ids: 32-bit integers; an int32 array is fastest.
+        token_ids: 32-bit integers. An int32 array is fastest.
         block_size: Tokens per block.
-        parent: Hash of the block ahead of the first one; None for the seed's hash.
-        extra_keys: Per full block None or a sequence of tuples of str, int, bytes or None, in the order
-            that `csrc/core/hashing/extra_keys.h` gives.
+        parent: Hash of the block that precedes the first block. None: the hash of the seed.
+        extra_keys: For each full block, None or a sequence of tuples of str, int, bytes or None, in
+            the order defined in `csrc/core/hashing/extra_keys.h`.
         seed: Seed of the first parent.
-        algorithm: "sha256_cbor", or "xxh3_128_cbor", which is faster and not cryptographic.
+        algorithm: "sha256_cbor", or "xxh3_128_cbor", which is faster but not cryptographic.
 
     Returns:
         uint8[num_tokens // block_size, 32], or 16 bytes per hash with XXH3.
 
     Raises:
-        ValueError: A length or value is wrong.
+        ValueError: A length or value is invalid.
         TypeError: An argument has a wrong type.
 
     >>> hash_blocks(range(50), 16).shape
@@ -64,25 +65,25 @@ def hash_blocks(
 
 
 def hash_seed(seed: str, name: str, algorithm: str = DEFAULT_ALGORITHM) -> bytes:
-    """The parent hash of first blocks."""
+    """Return the hash of the seed, which is the parent hash of first blocks."""
     return core.hash_seed(text(seed, name), algorithm)
 
 
 class HashKey(NamedTuple):
-    """What block hashes depend on, apart from the request."""
+    """Parameters of block hashes that do not depend on the request."""
 
-    block_size: int  # tokens
-    parent: bytes  # of first blocks; as long as every hash
+    block_size: int  # tokens per hash
+    parent: bytes  # parent hash of first blocks; has the length of every hash
     algorithm: str
 
     @property
     def is_given(self) -> bool:
-        """Whether only the engine knows the algorithm, so that requests come with their hashes."""
+        """Whether only the engine knows the algorithm, so that requests must carry their hashes."""
         return self.algorithm.startswith(_ENGINE)
 
 
 def hash_key(block_size: int, seed: str, algorithm: str, hash_bytes: int | None) -> HashKey:
-    """Check the options, and make the key of a manager's hashes."""
+    """Check the options, and create the key of a manager's hashes."""
     num_bytes = hash_bytes_of(algorithm, hash_bytes)
     if algorithm.startswith(_ENGINE):
         return HashKey(block_size, bytes(num_bytes), algorithm)
@@ -96,11 +97,12 @@ def hash_bytes_of(
     name: str = "hash_algorithm",
     engines: bool = True,
 ) -> int:
-    """Bytes per hash of an algorithm.
+    """Return the bytes per hash of an algorithm.
 
     Args:
         algorithm: Name of the algorithm.
-        hash_bytes: Bytes per hash for "engine:NAME" (None: 32); for other algorithms None or their size.
+        hash_bytes: Bytes per hash for "engine:NAME" (None: 32). For other algorithms, None or the
+            size of their hash.
         name: Name of the argument in messages.
         engines: Whether "engine:NAME" is accepted.
 
@@ -124,14 +126,20 @@ def hash_bytes_of(
 
 
 def token_sequence(token_ids: np.ndarray | Iterable[int]) -> np.ndarray | list | tuple:
-    """Convert token ids for native code; other sized iterables, such as a range, become a list."""
+    """Convert token IDs for native code.
+
+    Sized iterables other than arrays, such as a range, become a list.
+    """
     if isinstance(token_ids, np.ndarray | list | tuple):
         return token_ids
     return listed(token_ids, "token_ids", "integers")
 
 
 def encode_extra_keys(keys: Sequence[tuple] | None, name: str = "keys") -> bytes:
-    """Canonical CBOR of one block's extra keys; b"" if there are none (null in the hash)."""
+    """Encode one block's extra keys as canonical CBOR.
+
+    Returns b"" if there are no keys (null in the hash).
+    """
     if keys is None:
         return b""
     if not isinstance(keys, list | tuple):
@@ -145,7 +153,7 @@ def encode_extra_keys(keys: Sequence[tuple] | None, name: str = "keys") -> bytes
 
 
 def encoded_blocks(extra_keys: Sequence | None) -> list[bytes] | None:
-    """`encode_extra_keys` of each block."""
+    """Apply `encode_extra_keys` to each block."""
     if extra_keys is None:
         return None
     if not isinstance(extra_keys, list | tuple):
@@ -159,7 +167,7 @@ _UNSIGNED, _NEGATIVE, _BYTES, _TEXT, _ARRAY = (major << 5 for major in (0, 1, 2,
 
 
 def _head(major: int, value: int) -> bytes:
-    """Head of a CBOR item in its shortest form."""
+    """Encode the head of a CBOR item in its shortest form."""
     if value < 24:
         return bytes([major | value])
     for code, size in ((24, 1), (25, 2), (26, 4), (27, 8)):

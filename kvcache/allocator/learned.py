@@ -1,4 +1,4 @@
-"""What the eviction policy `learned` has counted, to inspect and to pass to the next process."""
+"""Counts of the eviction policy `learned`, for inspection and for use in a later process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy as np
 from kvcache.checks import as_array, shown
 from kvcache.checks import path as checked_path
 
-VERSION = 2  # of the file; another one for other classes or ages
-NUM_CLASSES, NUM_AGES = 101, 26  # of csrc/core/eviction/learned/
+VERSION = 2  # version of the file format; changes with the classes or ages
+NUM_CLASSES, NUM_AGES = 101, 26  # as in csrc/core/eviction/learned/
 _MOST = 1e15
-_MOST_BYTES = 1 << 22  # of a file; those that are written have fewer than 2**18
+_MOST_BYTES = 1 << 22  # maximum size of a file in bytes; saved files are smaller than 2**18
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,18 +24,26 @@ class LearnedReuse:
     """Counts of sampled released blocks, by class and age.
 
     Attributes:
-        reached: float64[101, 26]. Blocks that reached an age unused.
-        used: float64[101, 26]. Blocks that were used again at that age. Old counts decay, so `used` may
-            exceed `reached`.
+        reached: float64[101, 26]. Number of blocks that reached an age without being used.
+        used: float64[101, 26]. Number of blocks that were used again at that age. Old counts decay,
+            so `used` may exceed `reached`.
 
-    Row 24 * request + 2 * (3 * turn + added) + answer: own blocks of a conversation by the caller's
-    `request_class` (0: none; 1: 0; 2: 1; 3: more), its turn (0 to 3 and more), the tokens that it added
-    (below 2,560, below 20,480, more) and whether its answer had 64 tokens; rows 96 to 99: blocks that
-    conversations share, whose chain was seen to fork once, 2, 4, 16 times and more; row 100: others.
-    Column k: ages, in tokens released since; it covers 40,960 * 2**(k / 2) of them.
+    Row 24 * request + 2 * (3 * turn + added) + answer counts blocks that belong to a single
+    conversation:
+
+    - request: 0 without a `request_class`, 1 for class 0, 2 for class 1, and 3 for higher classes.
+    - turn: 0 to 2, or 3 for all later turns.
+    - added: 0 if the turn added fewer than 2,560 tokens, 1 if fewer than 20,480, and 2 otherwise.
+    - answer: whether the answer had at least 64 tokens.
+
+    Rows 96 to 99 count blocks that conversations share, by the number of observed forks of their
+    chain: 1, at least 2, at least 4, and at least 16. Row 100 counts all other blocks.
+
+    Column k counts blocks by age, measured in tokens released since. It covers
+    40,960 * 2**(k / 2) tokens.
 
     Raises:
-        ValueError: A shape is wrong, or a number is not a count.
+        ValueError: An array has a wrong shape, or an entry is not a valid count.
     """
 
     reached: np.ndarray
@@ -60,7 +68,7 @@ class LearnedReuse:
             object.__setattr__(self, name, counts)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write a JSON file atomically; raises OSError if that fails."""
+        """Write the counts to a JSON file atomically. Raises OSError if that fails."""
         path = Path(checked_path(path, "path"))
         if not path.name:
             raise ValueError(f"path is {shown(path)}: expected the name of a file")
@@ -76,11 +84,11 @@ class LearnedReuse:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> LearnedReuse | None:
-        """Read a file that `save` wrote.
+        """Load a file that `save` wrote.
 
         Returns:
-            The counts. None, with a warning, if the file is missing, damaged, larger than 4 MiB, or of
-            another kind or version, so that a process can always start.
+            The counts. If the file is missing, damaged, larger than 4 MiB, or of another kind or
+            version, returns None with a warning, so that a process can always start.
         """
         path = checked_path(path, "path")
         try:
@@ -102,7 +110,9 @@ class LearnedReuse:
 
 
 def reuse_of(native: list[float]) -> LearnedReuse | None:
-    """Convert the native policy's numbers; None for a policy that does not learn."""
+    """Convert the native policy's numbers to `LearnedReuse`, or None for a policy that does not
+    learn.
+    """
     if not native:
         return None
     return LearnedReuse(*np.array(native).reshape(2, NUM_CLASSES, NUM_AGES))

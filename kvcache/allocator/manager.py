@@ -1,4 +1,6 @@
-"""The request-level manager: prefix caching, allocation, and the plan of a step."""
+"""The request-level manager, which handles prefix caching and allocation and creates the plan of
+each step.
+"""
 
 from __future__ import annotations
 
@@ -41,36 +43,38 @@ Ids = np.ndarray | Sequence[int]
 class KVCacheManager:
     """Allocates the blocks of each request from one pool, with prefix caching.
 
-    The constructor makes a manager of one group: full attention, or a sliding window of
-    `sliding_window` tokens. `for_groups` makes a manager of several groups.
+    The constructor creates a manager with one group, which uses full attention or a sliding window
+    of `sliding_window` tokens. `for_groups` creates a manager with several groups.
 
-    A request is served in one of two ways, by the same native code. `step` takes a whole batch and
-    returns a `StepPlan` that a worker applies. `admit` and `extend` serve one request, and return block
-    ids to a caller that keeps its own tables. Both share the pool. A request stays with the way that
-    admitted it, because plans do not contain the blocks of `admit` and `extend`: `extend` refuses a
-    request that `step` admitted, and `step` refuses a request that `admit` admitted. All other methods
-    serve both. Blocks that left a window become the null block in `block_ids`; only plans list them.
+    A request is served through one of two interfaces, which share the same native code. `step`
+    takes a whole batch and returns a `StepPlan` that a worker applies. `admit` and `extend` serve
+    one request, and return block IDs to a caller that keeps its own tables. Both interfaces share
+    the pool. A request must stay with the interface that admitted it, because plans do not contain
+    the blocks of `admit` and `extend`. `extend` rejects requests admitted by `step`, and `step`
+    rejects requests admitted by `admit`. All other methods accept both. In `block_ids`, blocks that
+    left a window are replaced by the null block. Only plans list these changes.
 
-    Errors are ValueError or TypeError, name the argument, and leave the manager unchanged. MemoryError
-    also leaves it unchanged, unless memory runs out during a change. The manager is broken then: `free`
-    does nothing, every other call raises RuntimeError, and the engine must make a new manager.
+    Invalid arguments raise ValueError or TypeError. The message names the argument, and the manager
+    is unchanged. MemoryError also leaves the manager unchanged, unless memory runs out during a
+    change. In that case the manager is broken: `free` does nothing, every other call raises
+    RuntimeError, and the engine must create a new manager.
 
-    If a signal handler raises within a call, each request is either admitted or not. docs/order.md lists
-    the answers that are lost.
+    If a signal handler raises an exception during a call, each request is either fully admitted or
+    not admitted. docs/order.md lists the answers that are lost in this case.
 
     A manager belongs to the thread that first calls one of its methods (except `cache.stats`, `pool`,
-    `block_ids` and `num_computed_tokens`). Calls from another thread, and calls from within another call
-    (by a signal handler or an attention kind written in Python), raise RuntimeError and change nothing.
-    Tokens must be appended to requests by the same thread.
+    `block_ids` and `num_computed_tokens`). Calls from another thread raise RuntimeError and change
+    nothing, and so do calls made during another call (by a signal handler or an attention kind
+    written in Python). Tokens must be appended to requests by the same thread.
 
     Args:
         block_size: Tokens per block.
         num_gpu_blocks: Number of blocks, including the null block 0.
         max_model_len: Maximum number of tokens of a request, at most 2**31 - 1.
-        sliding_window: Window in tokens; None for full attention.
-        enable_caching: Whether full blocks can be hit; see `CacheOptions`.
-        num_preallocate_tokens: Tokens to preallocate; see `CacheOptions`.
-        **options: Further fields of `CacheOptions`.
+        sliding_window: Window in tokens. None: full attention.
+        enable_caching: Whether full blocks can be hit. See `CacheOptions`.
+        num_preallocate_tokens: Number of tokens to preallocate. See `CacheOptions`.
+        **options: Other fields of `CacheOptions`.
 
     >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128)
     >>> plan = manager.step(new=[Request("r1", range(40))])
@@ -120,24 +124,26 @@ class KVCacheManager:
         num_preallocate_tokens: int = 64,
         **options: Unpack[CacheArguments],
     ) -> KVCacheManager:
-        """Make a manager of several cache groups over one pool.
+        """Create a manager with several cache groups over one pool.
 
-        `plan_cache` computes groups and pages from layers. A hit is the longest prefix for which every
-        group has the blocks that it needs. A group with `cached=False` does not take part: its table has
-        null blocks for the tokens of a hit, and its layers read only what the request has computed after
-        the hit. (If a hit ends inside a block, the earlier tokens of that block are zeros.) Blocks of
-        such a group are never hits, events, or on the host for other requests.
+        `plan_cache` computes groups and pages from layers. A hit is the longest prefix for which
+        every group has the blocks that it needs. Groups with `cached=False` do not affect hits.
+        Their tables have null blocks for the tokens of a hit, and their layers read only tokens
+        that the request has computed after the hit. (If a hit ends inside a block, the earlier
+        tokens of that block are zeros.) Blocks of these groups are never hit, reported in events,
+        or kept on the host for other requests.
 
         Args:
-            groups: The groups. A block of a group holds `block_size * context_parallel.world_size` tokens
-                (in `replicated` groups `block_size`), for allocation, hashing, hits and events.
+            groups: The groups. For allocation, hashing, hits and events, a block of a group holds
+                `block_size * context_parallel.world_size` tokens (`block_size` tokens in groups
+                with `replicated=True`).
             num_gpu_blocks: Number of blocks of the pool, including the null block.
             max_model_len: Maximum number of tokens of a request.
-            context_parallel: Sizes of context parallelism; None for one rank.
-            max_encoder_tokens: Requests with more encoder tokens are refused; None for no limit.
-            enable_caching: Whether full blocks can be hit; see `CacheOptions`.
-            num_preallocate_tokens: Tokens to preallocate; see `CacheOptions`.
-            **options: Further fields of `CacheOptions`.
+            context_parallel: Sizes of context parallelism. None: one rank.
+            max_encoder_tokens: Requests with more encoder tokens are rejected. None: no limit.
+            enable_caching: Whether full blocks can be hit. See `CacheOptions`.
+            num_preallocate_tokens: Number of tokens to preallocate. See `CacheOptions`.
+            **options: Other fields of `CacheOptions`.
 
         Returns:
             The manager.
@@ -210,7 +216,7 @@ class KVCacheManager:
             options.hash_algorithm,
             options.hash_bytes,
         )
-        # Which row each request has: changed natively, together with the manager.
+        # Maps requests to rows. Native code changes it together with the manager.
         self._requests = core.RequestRows(self._chain_key, max_encoder_tokens)
         self._no_computed = [NO_IDS] * len(self.groups)
         self._cache = PrefixCache(
@@ -236,7 +242,7 @@ class KVCacheManager:
 
     @property
     def groups(self) -> tuple[GroupSpec, ...]:
-        """The cache groups, in the order of their numbers."""
+        """The cache groups, in order of their indices."""
         return self._groups
 
     @property
@@ -261,40 +267,45 @@ class KVCacheManager:
 
     @property
     def host_pool(self) -> PoolView | None:
-        """Block counts of the host pool; None without a host tier."""
+        """Block counts of the host pool, or None without a host tier."""
         return self._host_pool
 
     @property
     def cache(self) -> PrefixCache:
-        """The cached blocks: lookups, eviction, statistics and events."""
+        """The prefix cache, with lookups, eviction, statistics and events."""
         return self._cache
 
     @property
     def last_step_id(self) -> int:
-        """The last step that was not aborted, or -1.
+        """The ID of the last step that was not aborted, or -1.
 
-        If an interrupt arrives as `step` returns, the plan of this step is lost: abort the step.
+        If an interrupt arrives while `step` returns, the plan of this step is lost. Abort the step
+        in that case.
         """
         return self._native.last_step_id
 
     def block_ids(self, request: Request, group: int = 0) -> np.ndarray:
-        """int32[k]: the blocks of an admitted request, in the order of its tokens."""
+        """Return the blocks of an admitted request in the order of its tokens, int32[k]."""
         return self._native.blocks(self.row(request), group)
 
     def num_computed_tokens(self, request: Request) -> int:
-        """Number of an admitted request's tokens that have slots; its next tokens follow them."""
+        """Return the number of an admitted request's tokens that have slots.
+
+        Its next tokens follow them.
+        """
         self._native.check_reader()
         return self._native.num_computed_tokens(self.row(request))
 
     @property
     def quiet_until(self) -> np.ndarray:
-        """int64[n]: by row, the number of tokens up to which its blocks do not change.
+        """For each row, the number of tokens up to which its blocks do not change, int64[n].
 
-        A call that computes the row's tokens up to this number, lookahead tokens included, allocates no
-        block, releases none, and drops none that leaves a window. An engine that keeps its own tables may
-        skip such calls, and pass the tokens with the next one; the row's blocks become hits then.
-        0: any call may change the blocks, because the row shares blocks, receives, or is swapped out.
-        2**63 - 1: no call changes them any more, because the row has all blocks of `max_model_len`.
+        A call that computes the row's tokens up to this number, including lookahead tokens, neither
+        allocates nor releases blocks, and no block leaves a window. An engine that keeps its own
+        tables may skip such calls and pass their tokens with the next call. Full blocks then become
+        available for hits only at that call. 0: any call may change the blocks, because the row
+        shares blocks, is receiving, or is swapped out. 2**63 - 1: no further call changes the
+        blocks, because the row already has all blocks for `max_model_len`.
 
         >>> manager = KVCacheManager(16, 9, 128, num_preallocate_tokens=0)
         >>> manager.admit(Request("r1", range(40)))
@@ -305,7 +316,7 @@ class KVCacheManager:
         return self._native.quiet_until()
 
     def row(self, request: Request) -> int:
-        """The row of an admitted request; raises ValueError for any other request."""
+        """Return the row of an admitted request. Raises ValueError for any other request."""
         return self._requests.at(request)
 
     def step(
@@ -322,39 +333,42 @@ class KVCacheManager:
     ) -> StepPlan:
         """Allocate slots to running rows, then admit new requests.
 
-        Rows and requests are served in the order given, each if it fits. One that does not fit is
-        answered `WAIT` (not now) or `NEVER` (not even alone; row -1 for a new request), and does not
-        change: pass its tokens and rejections again. A new request may fit after an earlier row did not.
-        To prevent this, do not pass new requests while a row waits. Blocks that fill with known tokens
-        become hits for later plans.
+        Rows and requests are served in the given order, if they fit. The answer for a row or
+        request that does not fit is `WAIT` (not now) or `NEVER` (not even alone). The row or
+        request does not change, so pass its tokens and rejections again. A new request that does
+        not fit gets row -1. A new request may fit even if an earlier row did not. To prevent this,
+        do not pass new requests while a row waits. Blocks that become full of known tokens can be
+        hit by later plans.
 
         Args:
-            rows: int[n]. The running rows. A swapped-out row comes back when it is in `rows` again; like
-                a new request, it leaves the watermark free. Blocks that several rows share move once.
-            num_tokens: int[n]. Slots that each row gets. A row with 0 tokens gets none; its `token_ids`
-                and rejections are still processed.
-            new: Requests to admit. Each gets its longest cached prefix (none if it never fits with that
-                prefix), and slots for its further tokens; see `Admit`.
-            token_ids: Tokens of the running rows that became known since the last step, row after row.
-                They are appended to the requests of the rows that are served.
-            num_token_ids: int[n]. Number of `token_ids` of each row; default: one each.
-            num_rejected_tokens: int[n]. How many of the row's last tokens were drafts that were not
-                accepted. Their slots are reused first.
-            num_lookahead_tokens: Additional slots for drafts of the running rows, one number for all or
-                int[n]. Drafts are never cached, and later tokens reuse their slots. A row gets none
-                beyond `max_model_len`.
-            swap_out: Rows to swap out before anything else, each if the host has room; otherwise the
-                answer is `WAIT`, and the row stays. A preempted request may also be freed and admitted
-                again: its blocks that are still cached, on either tier, are hits.
+            rows: int[n]. The running rows. A swapped-out row is swapped in when it is in `rows`
+                again. Like a new request, it leaves the watermark free. Blocks shared by several
+                rows are moved only once.
+            num_tokens: int[n]. Number of slots to allocate for each row. For a row with 0 tokens,
+                only `token_ids` and rejections are processed.
+            new: Requests to admit. Each request uses its longest cached prefix (none if it never
+                fits with that prefix) and gets slots for its further tokens. See `Admit`.
+            token_ids: Tokens of the running rows that became known since the last step,
+                concatenated in row order. They are appended to the requests of served rows.
+            num_token_ids: int[n]. Number of `token_ids` of each row. Default: one per row.
+            num_rejected_tokens: int[n]. Number of each row's last tokens that were rejected drafts.
+                Their slots are reused first.
+            num_lookahead_tokens: Additional slots for drafts of the running rows, as one number for
+                all rows or int[n]. Drafts are never cached, and later tokens reuse their slots. No
+                slots are allocated beyond `max_model_len`.
+            swap_out: Rows to swap out before all other changes. If the host has no room for a row,
+                the answer is `WAIT`, and the row stays on the device. Alternatively, free a
+                preempted request and admit it again. Its blocks that are still cached, on either
+                tier, are then hits.
 
         Returns:
-            The plan. `plan.answers` has the answers to `rows`, `swap_out` and `new` apart.
+            The plan. `plan.answers` has separate answers to `rows`, `swap_out` and `new`.
 
         Raises:
-            ValueError: An unknown row, a row that `admit` admitted, a row that is receiving, a row or
-                request named twice, a request without tokens, tokens beyond `max_model_len` (`token_ids`
-                may have one more, the last sampled token), or external tokens that leave no token to
-                compute. Nothing changes.
+            ValueError: A row is unknown, was admitted by `admit`, or is receiving; a row or request
+                is listed twice; a request has no tokens; tokens exceed `max_model_len` (`token_ids`
+                may have one more, the last sampled token); or external tokens leave no token to
+                compute. Nothing has changed.
         """
         plan = self._native.step(
             rows,
@@ -372,21 +386,22 @@ class KVCacheManager:
         return plan
 
     def would_fit(self, request: Request | Admit, *, whole: bool = False) -> Status:
-        """The answer that `step` would give now; changes nothing.
+        """Return the answer that `step` would give now, without changing anything.
 
         Args:
             request: A new request, or an admitted one. For an admitted request, the answer is for
-                `Admit.num_tokens` more tokens (None: its known tokens that are not computed, at least
-                one), and of the other fields only `num_lookahead_tokens` may be given.
+                `Admit.num_tokens` more tokens (None: its known tokens that are not computed yet, at
+                least one). Of the other fields, only `num_lookahead_tokens` may be given.
             whole: Whether to answer for all known tokens of a new request, computed in chunks of
-                `Admit.num_tokens`. `SERVED`: the blocks that are free now suffice, unless other requests
-                take some. `WAIT`: the blocks of the whole pool suffice. `NEVER`: not even these do. A
-                first chunk that fits is served in any case. A recurrent group counts a page for each
-                lookahead token, up to its `num_speculative_blocks`.
+                `Admit.num_tokens`. `SERVED`: the free blocks suffice, unless other requests take
+                some of them. `WAIT`: the blocks of the whole pool suffice. `NEVER`: the whole pool
+                does not suffice. `step` serves a first chunk that fits regardless of this answer. A
+                recurrent group counts one page per lookahead token, up to its
+                `num_speculative_blocks`.
 
         Returns:
-            The status. `NEVER` holds for this number of tokens. `admit` returns None for both `WAIT` and
-            `NEVER`.
+            The status. `NEVER` applies to this number of tokens. `admit` returns None for both
+            `WAIT` and `NEVER`.
 
         Raises:
             ValueError: Fields of a new request are given for an admitted one, or `whole` with
@@ -408,21 +423,24 @@ class KVCacheManager:
         return Status(self._native.would_extend(row, count, lookahead))
 
     def checkpoint_tokens(self, request: Request, num_tokens: int | None = None) -> int:
-        """Number of a request's next tokens to compute in one step, so that its states can be hit.
+        """Return the number of tokens to compute in the next step so that the request's states can
+        be hit.
 
-        A recurrent state can be hit only if a step ended there. The step should end at the first of these
-        points that the tokens reach: the end of the prefix that the other groups share with earlier
-        requests; the end of the longest hit that an equal prompt could take (at most all tokens but the
-        last, and one block less than a drafting group has filled); the last multiple of the states' block
-        size. Changes nothing.
+        A recurrent state can be hit only at a position where a step ended. The step should end at
+        the first of the following positions that the tokens reach. The manager is not changed.
+
+        - The end of the prefix that the other groups share with earlier requests.
+        - The end of the longest hit that an identical prompt could use (at most all tokens except
+          the last, and one block less than a drafting group has filled).
+        - The last multiple of the states' block size.
 
         Args:
-            request: An admitted request, or a request to admit: its tokens then follow its hit.
-            num_tokens: Maximum number of tokens; None for all known tokens.
+            request: An admitted request, or a request to admit, whose tokens follow its hit.
+            num_tokens: Maximum number of tokens. None: all known tokens.
 
         Returns:
-            The number of tokens: at most `num_tokens`, and `num_tokens` itself for a manager without a
-            recurrent group; 0 if all known tokens are computed.
+            The number of tokens, at most `num_tokens`. Equal to `num_tokens` for a manager without
+            a recurrent group. 0 if all known tokens are computed.
 
         Raises:
             ValueError: `num_tokens` is below 1.
@@ -439,23 +457,23 @@ class KVCacheManager:
         )
 
     def fork(self, parent: Request, child: Request) -> int:
-        """Admit `child` with the blocks of `parent`, which `step` admitted.
+        """Admit `child` with the blocks of `parent`. The parent must have been admitted by `step`.
 
-        The child starts with the parent's computed tokens and the same extra keys. All blocks are shared.
-        The first row that writes to a shared block gets a block of its own, by a copy in the plan. The
-        next plan sends the child's table.
+        The child starts with the parent's computed tokens and the same extra keys. All blocks are
+        shared, with copy-on-write: the first row that writes to a shared block gets a copy, which
+        is part of the plan. The next plan contains the child's table.
 
         Returns:
-            The child's row, or -1 if no row is free (`max_num_reqs`); then nothing changed.
+            The child's row. If no row is free (`max_num_reqs`), returns -1 and changes nothing.
 
         Raises:
             ValueError: The child's tokens differ from the parent's, the parent has computed tokens that
-                are not known, the parent is swapped out, or the child is admitted already.
+                are not known, the parent is swapped out, or the child is already admitted.
         """
         return self._native.fork(self._requests, parent, child)
 
     def state(self, request: Request) -> RequestState:
-        """Whether an admitted request runs, waits for `finish_receiving`, or is swapped out."""
+        """Return whether an admitted request runs, waits for `finish_receiving`, or is swapped out."""
         self._native.check_reader()
         row = self.row(request)
         if self._native.is_receiving(row):
@@ -463,12 +481,13 @@ class KVCacheManager:
         return RequestState.SWAPPED_OUT if self._native.is_on_host(row) else RequestState.RUNNING
 
     def take_copies(self) -> np.ndarray:
-        """The copies that hits inside blocks need, since the last call: int32[n, 2].
+        """Return the copies required by hits inside blocks since the last call, int32[n, 2].
 
-        If the cached prefix of a request ends inside a block, `admit` gives the request a block of its
-        own there, and the tokens of the hit are in the source block. Copy these pages (source,
-        destination) over all layers (`Pages.copy`) before the next forward pass. Sources and destinations
-        are held until this call; before it, `extend` and `advance` raise ValueError.
+        If the cached prefix of a request ends inside a block, `admit` allocates a new block at this
+        position. The tokens of the hit are in the source block. Copy these pages (source,
+        destination) in all layers (`Pages.copy`) before the next forward pass. Sources and
+        destinations are held until this call. While copies are pending, `extend` and `advance`
+        raise ValueError.
 
         >>> manager = KVCacheManager(16, 9, 128, hash_block_size=4, num_preallocate_tokens=0)
         >>> plan = manager.step(new=[Request("r1", range(30))])
@@ -484,25 +503,27 @@ class KVCacheManager:
     ) -> np.ndarray | list[np.ndarray] | None:
         """Admit a request of an engine that keeps its own tables.
 
-        A cross-attention group gets the blocks of the request's `num_encoder_tokens`. Computed blocks
-        that no request holds do not count as free. In window groups, blocks that the next token does not
-        read become null, computed blocks included: `block_ids` has the whole table.
+        A cross-attention group gets the blocks of the request's `num_encoder_tokens`. Computed
+        blocks that no request holds do not count as free. In window groups, blocks that the next
+        token does not read become null, including computed blocks. `block_ids` returns the whole
+        table.
 
         Args:
             request: A new request. `Admit.num_tokens` may exceed the known tokens, for drafts.
-            computed_blocks: The request's cached prefix, from `cache.find_prefix`, or fewer whole blocks
-                from the first on; for several groups one array per group, and `()` for no prefix.
-                None: the longest cached prefix. If the prefix ends inside a block, the first new block
-                is the request's own copy of that block: see `take_copies`.
+            computed_blocks: The request's cached prefix from `cache.find_prefix`, or the first
+                whole blocks of it. One array per group if there are several groups. `()`: no
+                prefix. None: the longest cached prefix. If the prefix ends inside a block, the
+                first new block is a copy of that block. See `take_copies`.
 
         Returns:
-            The new blocks, int32[k], without the computed ones; for several groups a list of arrays. None
-            if they do not fit; then nothing changed.
+            The new blocks, int32[k], without the computed blocks, or a list of arrays if there are
+            several groups. If the request does not fit, returns None and changes nothing.
 
         Raises:
-            ValueError: `computed_blocks` with `read_cache=False` or without caching; external tokens
-                after a prefix that ends inside a block, or that leave no token to compute;
-                `max_host_blocks`; a manager with a recurrent group without `engine_copies_states`.
+            ValueError: `computed_blocks` is given with `read_cache=False` or without caching;
+                external tokens follow a prefix that ends inside a block, or leave no token to
+                compute; `max_host_blocks` is given; or the manager has a recurrent group but not
+                `engine_copies_states`.
 
         >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128, num_preallocate_tokens=0)
         >>> manager.admit(Admit(Request("r1", range(40)), num_lookahead_tokens=16))
@@ -520,23 +541,25 @@ class KVCacheManager:
     def finish_receiving(self, request: Request, num_tokens: int | None = None) -> int:
         """End the wait of a request that was admitted with `External.delayed`.
 
-        After this call, nothing may write to the blocks any more. Blocks that the arrived tokens fill
-        become hits. The request continues after its hit and the tokens that arrived, with three
-        exceptions:
+        After this call, the transfer must no longer write to the blocks. Blocks that are full of
+        arrived tokens become available for hits. The request continues after its hit and the
+        arrived tokens, with three exceptions:
 
-        - Later: if another request cached a longer prefix of the request meanwhile, the request takes
-          that prefix. So 0 arrived tokens of a request without a hit may return 8.
-        - Earlier: if an abort or an invalidation removed tokens ahead of the arrived ones.
-        - At the cached prefix: if the request's blocks do not hold what its next token reads (a window,
-          a state).
+        - Later: if another request has cached a longer prefix in the meantime, the request uses
+          that prefix. For example, the method may return 8 although no tokens arrived and the
+          request had no hit.
+        - Earlier: if an abort or an invalidation removed tokens that precede the arrived tokens.
+        - At the cached prefix: if the request's blocks do not contain the window or state that its
+          next token reads.
 
         Args:
             request: The request.
-            num_tokens: How many of its external tokens have arrived, from the first on; None for all. A
-                load that failed is a load of 0 or a few tokens.
+            num_tokens: Number of external tokens that have arrived, counted from the first. None:
+                all. For a failed load, pass the number of tokens that arrived before the failure,
+                or 0.
 
         Returns:
-            The number of the request's computed tokens, after which it continues.
+            The number of computed tokens. The request continues after them.
 
         Raises:
             ValueError: The request is not receiving, or `num_tokens` exceeds its external tokens.
@@ -557,8 +580,8 @@ class KVCacheManager:
         """Allocate slots for `num_tokens` more tokens of a request that `admit` admitted.
 
         Returns:
-            The new blocks, int32[k] (one array per group if there are several), empty if none is needed;
-            None if they do not fit.
+            The new blocks, int32[k] (one array per group if there are several groups). Empty if no
+            block is needed. None if the tokens do not fit.
         """
         ids = self._native.extend(self.row(request), num_tokens, num_lookahead_tokens)
         return None if ids is None else by_group(ids)
@@ -576,37 +599,38 @@ class KVCacheManager:
         """Run `reject_tokens` and `extend` for many requests in one call, by token positions.
 
         The engine computes the tokens [`starts[i]`, `stops[i]`) of the request in `rows[i]`, which
-        `admit` admitted. Tokens of the request from the start on are rejected, tokens ahead of it are
-        computed, and windows end there. Requests that do not fit stay unchanged, and do not take their
-        `token_ids`; the others are served.
+        must have been admitted by `admit`. Earlier slots from `starts[i]` onwards are rejected.
+        Tokens before `starts[i]` count as computed, and windows end at `starts[i]`. Requests that
+        do not fit stay unchanged, and their `token_ids` are not appended. The other requests are
+        served.
 
         Args:
             rows: int[n]. Rows of the requests.
             starts: int[n]. First token to compute.
             stops: int[n]. End of the tokens to compute.
-            num_lookahead_tokens: Additional slots for drafts.
-            token_ids: Tokens that became known, row after row.
+            num_lookahead_tokens: Additional slots for drafts, per request.
+            token_ids: Tokens that became known, concatenated in row order.
             num_token_ids: int[n]. Number of `token_ids` of each row.
 
         Returns:
-            For each request its new blocks: one list of ids per group, or `()` if no group has any. None
-            for a request that does not fit.
+            The new blocks of each request, as one list of IDs per group, or `()` if no group has
+            new blocks. None for a request that does not fit.
 
         Raises:
-            ValueError: A start beyond the request's slots, a stop that does not exceed its start, a row
-                named twice, or an error of `reject_tokens`. Nothing changes.
+            ValueError: A start is beyond the request's slots, a stop does not exceed its start, a
+                row is listed twice, or `reject_tokens` would raise an error. Nothing has changed.
         """
         return self._native.advance(
             rows, starts, stops, num_lookahead_tokens, token_ids, num_token_ids
         )
 
     def reject_tokens(self, request: Request, num_tokens: int) -> None:
-        """Remove the last `num_tokens` tokens, drafts that were not accepted; later tokens reuse the
+        """Remove the last `num_tokens` tokens, which are rejected drafts. Later tokens reuse their
         slots.
 
         Raises:
-            ValueError: More tokens than the last call served, cached tokens, or more tokens than the
-                drafts for which a recurrent group keeps states.
+            ValueError: `num_tokens` exceeds the tokens that the last call served or the drafts for
+                which a recurrent group keeps states, or the tokens are cached.
         """
         self._native.reject(self.row(request), num_tokens)
 
@@ -620,32 +644,33 @@ class KVCacheManager:
         after_step: int | None = None,
         keep_blocks: bool = False,
     ) -> None:
-        """Release the blocks of requests, one request after the other, the last blocks first.
+        """Release the blocks of requests, one request after another. The last blocks of a request
+        are released first.
 
-        Unknown and freed requests are ignored. Blocks that were filled by tokens appended since the last
-        call are cached first; remove rejected drafts before (`reject_tokens`). Blocks keep their content
-        and hash until they are allocated again. If `step` admitted a request, the next plan clears its
-        row.
+        Unknown and freed requests are ignored. Blocks filled by tokens that were appended since the
+        last call are cached before they are released. Remove rejected drafts first
+        (`reject_tokens`). Blocks keep their content and hash until they are allocated again. If a
+        request was admitted by `step`, the next plan clears its row.
 
         Args:
-            *requests: The requests. The options below hold for all of them.
+            *requests: The requests. The options apply to all of them.
             turn: Turn of the conversation, for eviction policies.
-            request_class: A number of the caller's choice, for eviction policies; -1 for none.
-            num_output_tokens: Tokens of the answer, for eviction policies; None for the tokens that were
-                appended to the prompt.
-            retention: Priorities of token ranges: tuples of first token, end, priority (0 to 100), and
-                seconds or None for no limit.
-            after_step: The blocks are released when a report says that this step is done, with or without
-                `fence_frees`.
-            keep_blocks: Keep the blocks for a connector until `release_blocks`. The connector may read
-                them, and may still write to those of a request that is receiving. The row is free at
-                once, and cached blocks can be hit. Blocks of groups with `transferred=False` are
-                released at once.
+            request_class: A class number chosen by the caller, for eviction policies. -1: no class.
+            num_output_tokens: Number of tokens in the answer, for eviction policies. None: the
+                number of tokens appended to the prompt.
+            retention: Priorities of token ranges: tuples of first token, end, priority (0 to 100),
+                and duration in seconds (None: no limit).
+            after_step: The step after which the blocks are released. They are released when a
+                report covers this step, with or without `fence_frees`.
+            keep_blocks: Keep the blocks for a connector until `release_blocks`. The connector may
+                read them, and may still write to the blocks of a receiving request. The row is
+                freed immediately, and cached blocks can be hit. Blocks of groups with
+                `transferred=False` are released immediately.
 
         Raises:
-            ValueError: `after_step` with `keep_blocks`, an unknown step, a receiving request without
-                `keep_blocks`, a swapped-out request with it, or a request whose id still names kept
-                blocks.
+            ValueError: `after_step` is given with `keep_blocks`, the step is unknown, a receiving
+                request is freed without `keep_blocks`, a swapped-out request is freed with
+                `keep_blocks`, or blocks are already kept for the ID of a request.
         """
         keep_blocks = flag(keep_blocks, "keep_blocks")
         if keep_blocks and after_step is not None:
@@ -670,7 +695,7 @@ class KVCacheManager:
     def release_blocks(self, request: Request) -> None:
         """Release the blocks of a request that was freed with `keep_blocks`.
 
-        With `fence_frees`, they wait for the steps in flight.
+        With `fence_frees`, the blocks can be reused only after the steps in flight.
 
         Raises:
             ValueError: No blocks are kept for this request.
@@ -680,16 +705,17 @@ class KVCacheManager:
     def report(self, report: StepReport) -> dict[str, int]:
         """Process a worker's report of a step.
 
-        A completed step, and all steps before it, are done: blocks released until then can be reused. A
-        step that was not completed is aborted, unless it was aborted already. Failed pages are
-        invalidated.
+        A completed report covers its step and all earlier steps. Blocks that were released up to
+        that step can be reused. A step that was not completed is aborted, unless it has already
+        been aborted. Failed pages are invalidated.
 
         Returns:
-            By id of each affected request, the token from which it continues; see `invalidate`.
+            A mapping from the ID of each affected request to the token from which it continues. See
+            `invalidate`.
 
         Raises:
-            ValueError: An unknown step, a page out of range, or a failed report of a step that was
-                reported as completed. Nothing changes.
+            ValueError: The step is unknown, a page is out of range, or a failure is reported for a
+                step that was already reported as completed. Nothing has changed.
         """
         if not isinstance(report, StepReport):
             raise TypeError(f"report is {shown(report)}: expected a StepReport")
@@ -706,44 +732,48 @@ class KVCacheManager:
         )
 
     def abort(self, step_id: int) -> dict[str, int]:
-        """Withdraw a step and all later ones, because their plans were not carried out or failed.
+        """Abort a step and all later steps, because their plans were not applied or failed.
 
-        Blocks that they filled leave the cache. Requests stay admitted, known tokens stay known, and the
-        next plan sends the requests' whole tables again. Aborting a step twice has no further effect.
+        Blocks that these steps filled are removed from the cache. Requests stay admitted and keep
+        their known tokens. The next plan contains the complete tables of these requests. Aborting a
+        step twice has no further effect.
 
         Returns:
-            By id of each affected request, the token from which it continues.
+            A mapping from the ID of each affected request to the token from which it continues.
 
         Raises:
-            ValueError: The step was reported as completed, or is not one of the last 64.
+            ValueError: The step was reported as completed, or is not among the last 64 steps.
         """
         return self._native.abort(self._requests, step_id)
 
     def invalidate(self, ids: Ids) -> dict[str, int]:
         """Mark the content of blocks as invalid, for example because a load failed.
 
-        The blocks, all blocks with the same hashes, and everything computed from them leave the cache.
-        (If the block sizes of groups differ: everything that starts with the same first hash block.) A
-        request is affected if it holds such a block, held one in a step that may be in flight, or has
-        tokens computed from one. Drafts of its last step are dropped; do not reject them. The next plan
-        sends its whole table again.
+        The blocks, all blocks with the same hashes, and all blocks computed from them are removed
+        from the cache. (If the block sizes of groups differ, all sequences that start with the same
+        first hash block are removed.) A request is affected if it holds one of these blocks, held
+        one in a step that may be in flight, or has tokens computed from one. Drafts of its last
+        step are dropped, so do not reject them. The next plan contains its complete table.
 
-        Ids refer to the current content of the blocks. A caller that plans further steps before it learns
-        of a failure needs `fence_frees`; without it, the block may belong to another request by then.
+        IDs refer to the current content of the blocks. Callers that plan further steps before they
+        learn of a failure need `fence_frees`. Without it, the block may already belong to another
+        request.
 
         Returns:
-            By id of each affected request, the token from which it must recompute: the end of the tokens
-            whose blocks are valid or cached.
+            A mapping from the ID of each affected request to the token from which it must
+            recompute, which is the end of its leading tokens whose blocks are valid or cached.
         """
         return self._native.invalidate(self._requests, ids)
 
     def take_cached(self, request: Request) -> int:
-        """Let an admitted request continue from the device's cache, if the cache has more of its tokens.
+        """Move an admitted request forward to its longest cached prefix on the device, if that is
+        longer than its computed tokens.
 
-        Use it for requests that shared a block which turned out to be invalid (`report`, `invalidate`):
-        one of them recomputes it, and the others take it from the cache after the step that does so was
-        planned. The request's own blocks are released, and the next plan sends its whole table. If the
-        cache has no more tokens than the request has computed, nothing changes. Whole blocks only.
+        Use this method for requests that shared an invalid block (`report`, `invalidate`). One of
+        them recomputes the block. After the step that recomputes it has been planned, the others
+        use the cached block. The request's previous blocks are released, and the next plan contains
+        its complete table. If the cache does not have more tokens than the request has computed,
+        nothing changes. Only whole blocks are used.
 
         Returns:
             The number of the request's computed tokens.
@@ -760,6 +790,9 @@ def _id_of(request: Request) -> str:
 
 
 def check_invariants(manager: KVCacheManager) -> None:
-    """Check all state of a manager, for tests; raises RuntimeError if an invariant does not hold."""
+    """Check all state of a manager.
+
+    Used by tests. Raises RuntimeError if an invariant is violated.
+    """
     instance(manager, KVCacheManager, "manager")
     manager._native.check_invariants()

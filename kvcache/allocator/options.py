@@ -1,4 +1,4 @@
-"""The options of a manager, and what `free` takes for eviction, checked."""
+"""Checked options of a manager, and checked arguments of `free` for eviction policies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOST_WRITES = {
 
 
 class PolicyArguments(TypedDict, total=False):
-    """The options of `CacheOptions` that neither a plan nor a host tier sets, for type checkers."""
+    """Options of `CacheOptions` that neither a plan nor a host tier sets. Used by type checkers."""
 
     hash_block_size: int | None
     watermark: float
@@ -46,7 +46,10 @@ class PolicyArguments(TypedDict, total=False):
 
 
 class CacheArguments(PolicyArguments, total=False):
-    """The options of `CacheOptions` that calls take as keywords, for type checkers and editors."""
+    """Options of `CacheOptions` that calls accept as keyword arguments.
+
+    Used by type checkers and editors.
+    """
 
     max_num_reqs: int | None
     num_host_blocks: int
@@ -55,11 +58,12 @@ class CacheArguments(PolicyArguments, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """How a manager caches, evicts and counts. Sizes and groups are arguments of the manager.
+    """Options for a manager's caching, eviction and statistics. Sizes and groups are arguments of
+    the manager.
 
-    Sizes are at most 2**31 - 1. A wrong value raises ValueError or TypeError that names the option. To
-    add an option, add a field here with a line in `_native`, an entry in `PolicyArguments` or
-    `CacheArguments`, a field of `ManagerOptions` (csrc/core/manager/options.h, its range in
+    Sizes are at most 2**31 - 1. An invalid value raises a ValueError or TypeError that names the
+    option. To add an option, add a field here, a line in `_native`, an entry in `PolicyArguments`
+    or `CacheArguments`, a field of `ManagerOptions` (csrc/core/manager/options.h, its range in
     options.cpp), and a line of csrc/python/options.cpp.
 
     >>> CacheOptions(num_host_blocks=1)
@@ -68,106 +72,131 @@ class CacheOptions:
     """
 
     enable_caching: bool = True
-    """Whether full blocks of known tokens can be hit by later requests."""
+    """Whether later requests can hit full blocks of known tokens."""
 
     num_preallocate_tokens: int = 64
-    """Tokens to preallocate. A request that needs a block gets `ceil(num_preallocate_tokens /
-    block_size)` more, but never beyond `max_model_len` or the free blocks."""
+    """Number of tokens to preallocate.
+
+    A request that needs a block gets `ceil(num_preallocate_tokens / block_size)` additional blocks,
+    limited by `max_model_len` and the free blocks.
+    """
 
     max_num_reqs: int | None = None
-    """Maximum number of admitted requests (rows), 1 or more; None for no limit."""
+    """Maximum number of admitted requests (rows), at least 1. None: no limit."""
 
     hash_block_size: int | None = None
-    """Tokens per hash, a divisor of every block size. If it is finer than a block, hits may end inside a
-    block, and the plan copies the hit's part into the request's own block. None: the largest divisor, and
-    whole blocks only."""
+    """Tokens per hash, a divisor of every block size.
+
+    If it is smaller than a block, hits may end inside a block. The plan then copies the matching
+    part into a new block of the request. None: the largest common divisor, with hits of whole
+    blocks only.
+    """
 
     watermark: float = 0.0
-    """Share of the blocks, from 0 to 1, that admissions and preallocation leave free."""
+    """Fraction of the blocks, from 0 to 1, that admission and preallocation leave free."""
 
     fence_frees: bool = False
-    """Whether released blocks can be reused only after `report` for the steps planned so far. For workers
-    that read a step's pages outside its stream, and for loads that may fail. A worker on one stream needs
-    no fences for its own steps."""
+    """Whether released blocks can be reused only after `report` for all steps planned so far.
+
+    Required for workers that read a step's pages outside its stream, and for loads that may fail. A
+    worker on a single stream does not need fences for its own steps.
+    """
 
     engine_copies_states: bool = False
-    """Whether `admit`, `extend` and `advance` accept recurrent groups. When a call moves a request's
-    state to a new page, the engine copies the state from the page that was last in the request's table.
-    The old page can be reused after the report of the last step issued. Such an engine therefore calls
-    `step()` before the calls of each of its own steps, and `report` for the previous step. With `step`
-    alone, plans contain the copies."""
+    """Whether `admit`, `extend` and `advance` accept recurrent groups.
+
+    When a call moves a request's state to a new page, the engine copies the state from the page
+    that was previously last in the request's table. The old page can be reused after the report of
+    the last planned step. The engine must therefore call `step()` before the calls of each engine
+    step, and `report` for the previous step. If all requests are served by `step`, plans contain
+    the copies.
+    """
 
     in_step_hits: Literal["none", "wait", "share"] = "none"
-    """What `step` does with a new request if an earlier row of the same step fills blocks of its prefix.
-    "none": the request computes these tokens as well. "wait": it is answered `WAIT`, and hits them in the
-    next step. "share": it reads them in this step; the plan's `depends_on` names the two rows, and the
-    worker must have filled them by then. Only whole blocks are shared. "share" is refused with recurrent
-    groups, whose states are copied before the step computes."""
+    """How `step` handles a new request if an earlier row of the same step fills blocks of its
+    prefix. "none": the request computes these tokens as well. "wait": the answer is `WAIT`, and the
+    request hits the blocks in the next step. "share": the request reads the blocks in this step.
+    The plan's `depends_on` lists the two rows, and the worker must fill the blocks before they are
+    read. Only whole blocks are shared. "share" is rejected with recurrent groups, because their
+    states are copied before the step computes.
+    """
 
     enable_events: bool = False
-    """Whether `drain_events` returns which blocks entered and left the cache."""
+    """Whether to record events for blocks that enter or leave the cache (`drain_events`)."""
 
     announce_reused: bool = False
-    """Whether events also name the device blocks that a request hits, for readers that join late or keep
-    only used blocks. Needs `enable_events`."""
+    """Whether to report device blocks that a request hits as stored again, for readers that join
+    late or keep only used blocks. Requires `enable_events`.
+    """
 
     track_residency: bool = False
-    """Whether `stats` reports how long blocks stayed."""
+    """Whether `stats` reports how long blocks stayed in the cache."""
 
     stats_window: int = 1000
-    """Number of requests that `stats.recent` covers, 1 or more."""
+    """Number of requests that `stats.recent` covers, at least 1."""
 
     hash_seed: str = DEFAULT_SEED
-    """Seed of the parent of first blocks."""
+    """Seed whose hash is the parent of first blocks."""
 
     hash_algorithm: str = DEFAULT_ALGORITHM
-    """How blocks are hashed; events name it. "sha256_cbor", or "xxh3_128_cbor", which is faster but not
-    cryptographic: a client that chooses tokens can construct two prompts with the same hash.
-    "engine:NAME" is an algorithm that only the engine knows: every request must come with its hashes
-    (`Request.block_hashes`)."""
+    """Hash algorithm, which is also reported in events. "sha256_cbor", or "xxh3_128_cbor", which is
+    faster but not cryptographic: a client that chooses tokens can construct two prompts with the
+    same hash. "engine:NAME" is an algorithm that only the engine knows, so every request must carry
+    its hashes (`Request.block_hashes`).
+    """
 
     hash_bytes: int | None = None
-    """Bytes per hash, 1 to 32, for an algorithm of the engine; None for 32."""
+    """Bytes per hash, 1 to 32, for an "engine:NAME" algorithm. None: 32."""
 
     eviction: str = "lru"
     """Policy that chooses which cached block to evict: "lru" (least recently released), or another of
-    `eviction_names()`. Whatever the policy, no block is evicted ahead of a block that follows it in a
-    chain, and pinned blocks (`pin`) are evicted last."""
+    `eviction_names()`. With every policy, a block is never evicted before the blocks that follow it
+    in a chain, and pinned blocks (`pin`) are evicted last."""
 
     eviction_options: Mapping[str, float] | None = None
-    """Options of that policy by name; None for its defaults."""
+    """Options of the eviction policy by name. None: its defaults."""
 
     num_host_blocks: int = 0
-    """Pages of a second tier in host memory, including its null block: 2 or more, or 0 for none. The host
-    tier takes rows that are swapped out (`swap_out` of `step`), and cached blocks that leave the device,
-    which can be hit and loaded from there. Such a manager needs the reports of its steps: loaded blocks
-    become hits for other requests, and host pages can be reused, after the report of their step."""
+    """Number of pages in a second tier in host memory, including its null block.
+
+    At least 2, or 0 for no host tier. The host tier holds swapped-out rows (`swap_out` of `step`)
+    and cached blocks that leave the device, which can be hit and loaded again. A manager with a
+    host tier needs the reports of its steps. Loaded blocks can be hit by other requests, and host
+    pages can be reused, only after the report of their step.
+    """
 
     host_eviction: str = "lru"
-    """Eviction policy of the host's pages, one of `host_eviction_names()`. Policies other than "lru"
-    need a host tier (`num_host_blocks`), and "learned" also needs "learned" for `eviction`."""
+    """Eviction policy for host pages, one of `host_eviction_names()`.
+
+    Policies other than "lru" require a host tier (`num_host_blocks`), and "learned" also requires
+    `eviction="learned"`.
+    """
 
     host_eviction_options: Mapping[str, float] | None = None
-    """Options of that policy by name; None for its defaults."""
+    """Options of the host's eviction policy by name. None: its defaults."""
 
     host_write: str = "back"
-    """When a cached block is written to the host. "back": when the device evicts the block. "through": in
-    the plan after the one that filled it. "selective": after `num_hits_to_write` hits. "learned": when
-    the device evicts the block, but only if enough hits are expected on the host (`min_gain_to_write`);
-    needs "learned" for `eviction` and `host_eviction`. In every mode, evicted blocks that qualify are
-    written if the host does not have them."""
+    """When a cached block is written to the host. "back": when the device evicts the block.
+    "through": in the plan that follows the plan that filled it. "selective": after
+    `num_hits_to_write` hits. "learned": when the device evicts the block, but only if enough hits
+    are expected on the host (`min_gain_to_write`); requires "learned" for `eviction` and
+    `host_eviction`. In every mode, evicted blocks that qualify are written if the host does not
+    have them.
+    """
 
     num_hits_to_write: int = 2
-    """Number of hits for "selective", 1 or more; see `host_write`."""
+    """Number of hits for `host_write="selective"`, at least 1."""
 
     min_gain_to_write: float = 0.05
-    """For "learned", from 0 to 1: the hits that a block must be expected to get on the host, beyond those
-    that its page would bring to other blocks. A higher value moves fewer bytes per hit, and gives fewer
-    hits; see `host_write`."""
+    """For `host_write="learned"`, a number from 0 to 1: the minimum number of hits expected for a
+    block on the host, in excess of the hits that its page would bring to other blocks. With a
+    higher value, fewer bytes are moved per hit, but there are fewer hits.
+    """
 
     page_bytes: int = 0
-    """Bytes of a page (`CachePlan.page_bytes`), up to 2**62, so that plans can report how many bytes they
-    move; 0 if unknown."""
+    """Bytes per page (`CachePlan.page_bytes`), at most 2**62, so that plans can report the number
+    of bytes that they move. 0: unknown.
+    """
 
     def __post_init__(self) -> None:
         checked_watermark(self.watermark)
@@ -181,13 +210,19 @@ class CacheOptions:
 
     @classmethod
     def from_arguments(cls, caller: str, /, **options: object) -> CacheOptions:
-        """The options of a call of `caller`; raises TypeError as `check_names` does."""
+        """Create options from the keyword arguments of `caller`.
+
+        Raises TypeError as `check_names` does.
+        """
         cls.check_names(caller, options)
         return cls(**options)
 
     @classmethod
     def check_names(cls, caller: str, options: Iterable[str]) -> None:
-        """Raise TypeError for an unknown option; the message names `caller` and the known options."""
+        """Raise TypeError for an unknown option.
+
+        The message lists `caller` and the known options.
+        """
         names = [field.name for field in fields(cls)]
         for name in options:
             if name not in names:
@@ -201,7 +236,7 @@ class CacheOptions:
         num_gpu_blocks: int,
         max_model_len: int,
     ) -> core.ManagerOptions:
-        """Make the native options of a manager with these groups.
+        """Create the native options of a manager with these groups.
 
         Args:
             groups: (kind, tokens per block, drafts, cached, transferred) of each group.
@@ -246,17 +281,17 @@ class CacheOptions:
         return native
 
     def _integer(self, name: str) -> int:
-        """An option as an integer; native code checks its range."""
+        """Return an option as an integer. Native code checks its range."""
         return integer(getattr(self, name), name, -MAX_INT64, MAX_INT64)
 
 
 def watermark_blocks(watermark: float, num_gpu_blocks: int) -> int:
-    """Number of blocks in this share (0 to 1) of all blocks."""
+    """Return the number of blocks in this fraction (0 to 1) of all blocks."""
     return int(checked_watermark(watermark) * num_gpu_blocks)
 
 
 def checked_watermark(watermark: float) -> float:
-    """A share from 0 to 1; raises TypeError or ValueError otherwise."""
+    """Return a fraction from 0 to 1 as a float. Raises TypeError or ValueError."""
     share = number(watermark, "watermark", "a share of 0 to 1")
     if not 0 <= share <= 1:
         raise ValueError(f"watermark is {shown(watermark)}: expected a share of 0 to 1")
@@ -292,12 +327,12 @@ def _host_write(host_write: str) -> core.HostWrite:
 
 
 def checked_session(session: str) -> str:
-    """The name of a session for pins."""
+    """Return the name of a session for pins. Raises TypeError or ValueError."""
     return text(session, "session")
 
 
 def checked_seconds(value: float, name: str, most: float = 2.0**50) -> float:
-    """Seconds of a clock, finite and not negative."""
+    """Return the seconds of a clock, which must be finite and non-negative."""
     seconds = number(value, name)
     if not 0 <= seconds < most:
         raise ValueError(f"{name} is {shown(value)}: expected 0 or more, and a finite number")
@@ -307,7 +342,7 @@ def checked_seconds(value: float, name: str, most: float = 2.0**50) -> float:
 def checked_retention(
     retention: Sequence[tuple[int, int, int, float | None]],
 ) -> list[tuple[int, int, int, int]]:
-    """(first token, end, priority, milliseconds or -1 for no limit) of each range."""
+    """Return (first token, end, priority, milliseconds or -1 for no limit) for each range."""
     if not isinstance(retention, list | tuple):
         raise TypeError(f"retention is {shown(retention)}: expected a list of tuples")
     return [_checked_range(f"retention[{i}]", each) for i, each in enumerate(retention)]

@@ -18,11 +18,12 @@ def _count(name: str, doc: str) -> property:
 
 
 class PoolView:
-    """Block counts of a manager's pool, read-only."""
+    """Read-only block counts of a manager's pool."""
 
     def __init__(self, pool: core.BlockPool, check: Callable[[], None]) -> None:
         self._pool = pool
-        # Raises in any thread but the manager's. As a method of the manager, it keeps the manager alive.
+        # Raises in every thread except the manager's. Because it is a bound method, it keeps the
+        # manager alive.
         self._check = check
 
     num_blocks = _count("num_blocks", "Number of blocks, including the null block.")
@@ -35,13 +36,13 @@ class PoolView:
     num_bytes = _count("num_bytes", "Bytes of the pool's own data once every block has been used.")
 
     def ref_counts(self, ids: np.ndarray | Sequence[int]) -> np.ndarray:
-        """Reference count of each block: int32[n]."""
+        """Return the reference count of each block, int32[n]."""
         self._check()
         return self._pool.ref_counts(ids)
 
 
 class DevicePoolView(PoolView):
-    """Block counts of the device pool, with blocks that wait for something."""
+    """Block counts of the device pool, including blocks that are loading, kept or fenced."""
 
     def __init__(self, manager: core.Manager) -> None:
         super().__init__(manager.pool, manager.check_reader)
@@ -49,15 +50,15 @@ class DevicePoolView(PoolView):
 
     @property
     def num_loading(self) -> int:
-        """Blocks that unreported steps load from the host."""
+        """Number of blocks that unreported steps load from the host."""
         return self._manager.num_loading
 
     @property
     def num_kept(self) -> int:
-        """Block references that wait for `KVCacheManager.release_blocks`."""
+        """Number of block references that are kept until `KVCacheManager.release_blocks`."""
         return self._manager.num_kept
 
     @property
     def num_fenced(self) -> int:
-        """Block references that wait for a report; see `fence_frees`."""
+        """Number of block references that are held until a report (`fence_frees`)."""
         return self._manager.num_fenced

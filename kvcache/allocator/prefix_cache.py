@@ -1,4 +1,4 @@
-"""The view of a manager's prefix cache: what is cached, under which hashes, and for how long."""
+"""The view of a manager's prefix cache: lookups, hashes, eviction, statistics and events."""
 
 from __future__ import annotations
 
@@ -22,16 +22,20 @@ Ids = np.ndarray | Sequence[int]
 
 
 class CachedTokens(NamedTuple):
-    """Cached tokens of a request: on the device, with the host tier, and the cost of loading them."""
+    """Numbers of cached tokens of a request, on the device and including the host tier, and the
+    cost of loading them.
+    """
 
     on_device: int
     with_host: int
     num_host_blocks: int
-    num_host_bytes: int  # 0 where the manager has no `page_bytes`
+    num_host_bytes: int  # bytes to load from the host; 0 if the manager's `page_bytes` is 0
 
 
 class FoundBlocks(NamedTuple):
-    """Where hashes are cached: int32[n] device blocks and host pages, -1 for hashes that are not."""
+    """Device blocks and host pages under which hashes are cached, int32[n] each. -1 for hashes that
+    are not cached.
+    """
 
     device: np.ndarray
     host: np.ndarray
@@ -47,16 +51,16 @@ class BlockHashes(NamedTuple):
 class CachedPrefix(NamedTuple):
     """The cached prefix of a request."""
 
-    block_ids: np.ndarray | list[np.ndarray]  # int32[k], of several groups one array each
+    block_ids: np.ndarray | list[np.ndarray]  # int32[k], or one array per group
     num_tokens: int
-    num_shared_tokens: int  # tokens that all groups but those of recurrent states have
+    num_shared_tokens: int  # tokens cached in all groups except recurrent groups
 
 
 class PrefixCache:
     """The cached blocks of a `KVCacheManager`, as `manager.cache`.
 
-    It has the manager's lookups by content, its eviction, statistics and events. Rows and their blocks
-    are the manager's.
+    It provides lookups by content, eviction, statistics and events. Rows and their blocks are
+    accessed through the manager.
 
     >>> from kvcache.allocator import KVCacheManager
     >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128)
@@ -101,21 +105,25 @@ class PrefixCache:
         return self._chain_key.algorithm
 
     def hashes(self, request: Request) -> np.ndarray:
-        """Hashes of the request's full blocks: uint8[n, hash_bytes]. Computes missing ones."""
+        """Return the hashes of the request's full blocks, uint8[n, hash_bytes].
+
+        Missing hashes are computed.
+        """
         return self._native.hashes(self._chain(request))
 
     def find(self, hashes: np.ndarray | Sequence[bytes], group: int = 0) -> FoundBlocks:
-        """Look up the blocks that are cached under these hashes, on each tier; changes nothing.
+        """Look up the blocks that are cached under these hashes on each tier. Does not change the
+        cache.
 
-        Each hash is looked up on its own, whether or not earlier blocks of its chain are cached. Partly
-        filled blocks are not found.
+        Each hash is looked up independently, whether or not earlier blocks of its chain are cached.
+        Partially filled blocks are not found.
 
         Args:
             hashes: uint8[n, hash_bytes], or n bytes objects.
             group: The cache group.
 
         Raises:
-            TypeError, ValueError: A hash has another length, or the group is unknown.
+            TypeError, ValueError: A hash has a wrong length, or the group is unknown.
 
         >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128)
         >>> request = Request("r1", range(40))
@@ -136,7 +144,7 @@ class PrefixCache:
             medium: "gpu" or "cpu".
 
         Returns:
-            Hashes and groups; zeros and group -1 for blocks that are not cached.
+            Hashes and groups. For blocks that are not cached, the hash is zero and the group is -1.
 
         Raises:
             ValueError: An id is out of range, the medium is unknown, or there is no host tier.
@@ -159,13 +167,15 @@ class PrefixCache:
         return np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, self.hash_bytes)
 
     def cached_tokens(self, request: Request, *, read_cache: bool | None = None) -> CachedTokens:
-        """Count the cached tokens of a request on each tier, in whole blocks; changes nothing.
+        """Count the cached tokens of a request on each tier, in whole blocks. Does not change the
+        cache.
 
         External tokens (`Admit.external`) follow these tokens.
 
         Args:
             request: The request.
-            read_cache: Whether the request takes hits; None for the request's own `read_cache`.
+            read_cache: Whether the request uses cached blocks. None: the request's own
+                `read_cache`.
         """
         reads = _choice(read_cache, "read_cache")
         on_device, with_host, num_blocks = self._native.lookup_tiers(self._chain(request), reads)
@@ -174,22 +184,24 @@ class PrefixCache:
     def find_prefix(
         self, request: Request, *, read_cache: bool | None = None, whole_blocks: bool = False
     ) -> CachedPrefix:
-        """Find the longest cached prefix on the device; changes nothing.
+        """Find the longest cached prefix on the device. Does not change the cache.
 
-        If `hash_block_size` is finer than a group's blocks, the prefix may end inside a block, as in
-        `step`. The last id is then the block to copy these tokens from (see `take_copies`); it never
-        becomes the request's own block. Managers with recurrent groups or with groups of `cached=False`
-        find whole blocks only: their hits inside blocks exist in `step` alone.
+        If `hash_block_size` is smaller than a group's blocks, the prefix may end inside a block, as
+        in `step`. The last ID is then the block from which to copy these tokens (see
+        `take_copies`). The request never holds this block. Managers with recurrent groups or with
+        `cached=False` groups find whole blocks only. For these managers, hits end inside blocks
+        only in `step`.
 
         Args:
             request: The request.
-            read_cache: Whether the request takes hits; None for the request's own `read_cache`.
+            read_cache: Whether the request uses cached blocks. None: the request's own
+                `read_cache`.
             whole_blocks: Whether to find whole blocks only.
 
         Returns:
-            The prefix: at most `num_tokens - 1` tokens, because the last token must be computed. Several
-            groups have one array of ids each; in window groups, blocks that are not read any more are
-            null.
+            The prefix, with at most `num_tokens - 1` tokens, because the last token must be
+            computed. It has one array of IDs per group if there are several groups. In window
+            groups, blocks that are no longer read are null.
 
         >>> manager = KVCacheManager(16, 9, 128, hash_block_size=4, num_preallocate_tokens=0)
         >>> plan = manager.step(new=[Request("r1", range(30))])
@@ -206,40 +218,44 @@ class PrefixCache:
         return CachedPrefix(by_group(ids), num_tokens, num_shared_tokens)
 
     def access(self, request: Request, now: float) -> None:
-        """Notify the eviction policy of an access to the request's blocks, at `now` seconds."""
+        """Notify the eviction policy that the request's blocks are accessed at time `now`, in
+        seconds.
+        """
         self._native.access(self._requests.at(request), checked_seconds(now, "now"))
 
     def pin(self, session: str, request: Request) -> int:
-        """Pin the request's cached blocks on the device for a session; returns their number.
+        """Pin the request's cached blocks on the device for a session, and return their number.
 
-        The session's earlier pins end. Pinned blocks are evicted only if no other cached block is left;
-        `stats.num_pins_broken` counts these.
+        Earlier pins of the session are removed. Pinned blocks are evicted only if no other cached
+        block is left. `stats.num_pins_broken` counts these evictions.
         """
         return self._native.pin(checked_session(session), self._chain(request))
 
     def unpin(self, session: str) -> int:
-        """End the pins of a session; returns how many of its pinned blocks had been evicted."""
+        """Remove the pins of a session, and return the number of its pinned blocks that were
+        evicted.
+        """
         return self._native.unpin(checked_session(session))
 
     def set_now(self, seconds: float) -> None:
-        """Set the clock of residency times and of expiring priorities, for replays.
+        """Set the clock for residency times and expiring priorities. Used by replays.
 
-        By default, the clock is the system's, and starts when the manager is created.
+        By default, the system clock is used, starting at 0 when the manager is created.
 
         Raises:
-            ValueError: `seconds` is earlier than the clock.
+            ValueError: `seconds` is earlier than the current clock.
         """
         self._native.set_now(int(checked_seconds(seconds, "seconds") * 1000))
 
     def learn_from(self, learned: LearnedReuse | None) -> None:
-        """Replace what the eviction policy `learned` has learned.
+        """Replace the state of the eviction policy `learned`.
 
         Args:
             learned: `stats.learned` of an earlier manager, or a file read by `LearnedReuse.load`. None
                 changes nothing.
 
         Raises:
-            TypeError: `learned` has another type.
+            TypeError: `learned` has a wrong type.
             ValueError: The eviction policy is not "learned".
 
         >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128, eviction="learned")
@@ -256,19 +272,19 @@ class PrefixCache:
         self._native.learn(np.concatenate([learned.reached, learned.used]).ravel())
 
     def evict(self, ids: Ids) -> None:
-        """Remove blocks from the cache, held or free; blocks that are not cached do not change."""
+        """Remove held or free blocks from the cache. Blocks that are not cached do not change."""
         self._native.evict(ids)
 
     def reset(self, group: int | None = None) -> bool:
         """Remove every block from the cache.
 
         Args:
-            group: Remove only the blocks of this group, on both tiers. Other groups' blocks are then no
-                hits either, as a hit needs all groups.
+            group: If given, only the blocks of this group are removed, on both tiers. Blocks of
+                other groups cannot be hit without them, because a hit requires all groups.
 
         Returns:
-            False, with nothing changed, while a request holds a block (of this group), or while blocks of
-            the group are loaded from the host.
+            True if the blocks were removed. False if a request holds a block (of this group) or
+            blocks of the group are being loaded from the host. In this case, nothing has changed.
         """
         if group is None:
             return self._native.reset_prefix_cache()
@@ -277,7 +293,8 @@ class PrefixCache:
     def start_epoch(self) -> None:
         """Make all current hashes unreachable, because the weights changed.
 
-        Running requests keep their blocks, and do not cache tokens that were computed before.
+        Running requests keep their blocks. Tokens that were computed before this call are not
+        cached.
         """
         self._native.start_epoch()
         self._epoch += 1
@@ -290,7 +307,9 @@ class PrefixCache:
     def num_common_prefix_blocks(
         self, request: Request, num_running_requests: int, group: int = 0
     ) -> int:
-        """Number of leading blocks of a request that `num_running_requests` (all) requests hold."""
+        """Return the number of leading blocks of a request that all `num_running_requests` requests
+        hold.
+        """
         return self._native.num_common_prefix_blocks(
             self._requests.at(request), num_running_requests, group
         )
@@ -307,11 +326,11 @@ class PrefixCache:
         self._native.clear_stats()
 
     def drain_events(self) -> list[CacheEvent]:
-        """Return the events since the last call, in order: blocks that entered or left the cache."""
+        """Return the events since the last call, in chronological order."""
         events = events_of(
             self._native.waiting_events(), self._groups, self._block_sizes, self._chain_key
         )
-        self._native.drop_events()  # an interrupt before leaves them waiting
+        self._native.drop_events()  # an interrupt before this line leaves the events in the log
         return events
 
     def _chain(self, request: Request) -> core.TokenChain:
@@ -320,10 +339,10 @@ class PrefixCache:
 
 
 def by_group(ids: list[np.ndarray]) -> np.ndarray | list[np.ndarray]:
-    """Return the ids of one group, or a list of several groups' ids."""
+    """Return the IDs of a single group, or a list with the IDs of each group."""
     return ids[0] if len(ids) == 1 else ids
 
 
 def _choice(value: bool | None, name: str) -> bool | None:
-    """True or False from a call, or None for the request's own choice."""
+    """Check an optional flag. None means the request's own setting."""
     return None if value is None else flag(value, name)

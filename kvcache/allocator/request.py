@@ -1,4 +1,4 @@
-"""A request of the prefix cache: its tokens, the other keys its KV depends on, and its hashes."""
+"""A request: its tokens, the other keys on which its KV depends, and its block hashes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def _read_only(name: str, doc: str) -> property:
 class RequestState(Enum):
     """The state of an admitted request.
 
-    - `RUNNING`: it can be served.
-    - `RECEIVING`: its external tokens are under way; see `KVCacheManager.finish_receiving`.
+    - `RUNNING`: the request can be served.
+    - `RECEIVING`: its external tokens are being transferred. See `KVCacheManager.finish_receiving`.
     - `SWAPPED_OUT`: its blocks are on the host.
     """
 
@@ -32,34 +32,37 @@ class RequestState(Enum):
 
 
 class Request:
-    """One request: its known tokens (prompt and generated tokens) and their block hashes.
+    """A request with its known tokens (prompt and generated tokens) and their block hashes.
 
-    Tokens can be appended. Everything else that a hash depends on is read-only. Hashes are computed once,
-    survive preemption, and serve any number of managers.
+    Tokens can be appended. All other inputs of the hashes are read-only. Hashes are computed once,
+    are kept during preemption, and can be used by any number of managers.
 
     Args:
-        request_id: Identifies the request in managers. Do not change it while the request is admitted.
-        token_ids: int32[n], or any collection of integers from 0 to 2**31 - 1; copied. With `mm_items`,
-            `prompt_embeds` or `block_hashes`, negative values are placeholders. A request may start
-            without tokens: `KVCacheManager.admit` allocates its slots, and `step` takes it once it has
-            tokens.
+        request_id: Name that identifies the request in managers. Do not change it while the request
+            is admitted.
+        token_ids: int32[n], or any collection of integers from 0 to 2**31 - 1. The tokens are
+            copied. With `mm_items`, `prompt_embeds` or `block_hashes`, negative values are
+            placeholders. A request may start without tokens. `KVCacheManager.admit` can allocate
+            its slots immediately, whereas `step` accepts it only once it has tokens.
         lora: (name, path) of the adapter.
-        mm_items: (identifier, first token, number of tokens) of each image or other item. The tokens may
-            become known later.
-        cache_salt: Requests with different salts share no blocks.
-        prompt_embeds: Array whose row i replaces token i; not copied, and must not change. It may have
-            more rows than there are tokens, for tokens to come, or fewer.
-        read_cache: Whether the request takes hits. False for prompt log probabilities, for example.
+        mm_items: (identifier, first token, number of tokens) of each image or other item. The token
+            IDs may become known later.
+        cache_salt: Requests with different salts never share blocks.
+        prompt_embeds: Array whose row i replaces token i. It is not copied and must not change. It
+            may have fewer rows than there are tokens, or additional rows for future tokens.
+        read_cache: Whether the request uses cached blocks. Set it to False if all tokens must be
+            computed, for example for prompt log probabilities.
         write_cache: Whether the request's blocks are cached.
-        num_encoder_tokens: Tokens that cross-attention groups hold for the request. A request with
-            encoder tokens takes no hits and is not cached.
-        block_hashes: Hashes computed by the engine, one per full block (of `hash_block_size` tokens) of
-            the known tokens, each as long as the manager's `hash_bytes`; kvcache then hashes nothing. The
-            list is not copied. Extend it before you append the tokens of a further block, and do not
-            change entries. When a manager first meets the request, the list must have exactly as many
-            entries as full blocks, and afterwards at least as many. Otherwise the call (`step`,
-            `append_tokens`) raises ValueError and changes nothing.
-        session: Session that events name.
+        num_encoder_tokens: Number of tokens that cross-attention groups hold for the request. A
+            request with encoder tokens does not use cached blocks and is not cached.
+        block_hashes: Hashes computed by the engine, one per full block (of `hash_block_size`
+            tokens) of the known tokens, each with the manager's `hash_bytes` bytes. kvcache then
+            computes no hashes. The list is not copied. Extend it before you append the tokens of a
+            further block, and do not change entries. When the request is first passed to a manager,
+            the number of entries must equal the number of full blocks. Afterwards, it must be at
+            least the number of full blocks. Otherwise the call (`step`, `append_tokens`) raises
+            ValueError and changes nothing.
+        session: Name of the session, reported in events.
 
     Raises:
         TypeError, ValueError: An argument has a wrong type or value.
@@ -134,13 +137,13 @@ class Request:
         has_placeholders = bool(self._mm_items) or not (
             prompt_embeds is None and block_hashes is None
         )
-        if isinstance(block_hashes, core.HashedTokens):  # it has the first ones, or none any more
+        if isinstance(block_hashes, core.HashedTokens):  # may already have been taken
             self._tokens = block_hashes.take_tokens()
             self._tokens.append(token_sequence(token_ids)[len(self._tokens) :])
         else:
             self._tokens = core.TokenIds(token_sequence(token_ids), has_placeholders)
         self._chains: dict[HashKey, core.TokenChain] = {}
-        self._last: tuple = (None, None)  # the key asked for last, and its chain
+        self._last: tuple = (None, None)  # the key of the last `chain` call, and its chain
 
     def __reduce__(self) -> tuple:
         """Pickle tokens and options, without computed hashes."""
@@ -154,16 +157,16 @@ class Request:
 
     @property
     def token_ids(self) -> np.ndarray:
-        """int32[num_tokens], a copy."""
+        """A copy of the known tokens, int32[num_tokens]."""
         return self._tokens.copy()
 
     def append_tokens(self, token_ids: np.ndarray | Iterable[int]) -> None:
-        """Append tokens that were sampled or accepted; the next step caches the blocks that they fill."""
+        """Append sampled or accepted tokens. The next step caches the blocks that they fill."""
         self._tokens.append(token_sequence(token_ids))
 
     def chain(self, key: HashKey) -> core.TokenChain:
-        """The native hashes for `key`, made once per key."""
-        # A manager asks with the same tuple each time: no need to hash it.
+        """Return the native hashes for `key`. They are created once per key."""
+        # A manager passes the same tuple each time, so the tuple need not be hashed.
         last_key, chain = self._last
         if key is last_key:
             return chain
@@ -210,7 +213,7 @@ class Request:
         )
 
     def _given_hashes(self, block_size: int) -> tuple[list[bytes], str] | core.HashedTokens:
-        """The engine's list and the name of its request, or the engine's hashed tokens."""
+        """Return the engine's list of hashes and the request's name, or the engine's hashed tokens."""
         num_blocks = self.num_tokens // block_size
         if len(self._block_hashes) != num_blocks:
             raise ValueError(

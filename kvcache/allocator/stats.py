@@ -9,12 +9,12 @@ from kvcache.allocator.learned import LearnedReuse, reuse_of
 
 @dataclass(frozen=True)
 class HitStats:
-    """Hits of requests that may read the cache, counted when they are admitted."""
+    """Hit counts of requests that may read the cache. A request is counted when it is admitted."""
 
     num_requests: int
     query_tokens: int  # known tokens of these requests
-    hit_tokens: int  # the part of them found in the cache
-    host_hit_tokens: int = 0  # the part of the hits from the first block on the host onwards
+    hit_tokens: int  # known tokens that were found in the cache
+    host_hit_tokens: int = 0  # hit tokens from the first host block onwards
 
     @property
     def hit_rate(self) -> float:
@@ -24,14 +24,17 @@ class HitStats:
 
 @dataclass(frozen=True)
 class GroupStats:
-    """Whole blocks of one cache group, for the requests that `HitStats` counts."""
+    """Block counts of one cache group, for the requests that `HitStats` counts.
+
+    Only whole blocks count.
+    """
 
     query_blocks: int  # blocks of known tokens
-    hit_blocks: int  # the part of them within the hit, including blocks that left a window
-    recent_query_blocks: int  # the same for the most recent requests
+    hit_blocks: int  # query blocks within the hit, including blocks that left a window
+    recent_query_blocks: int  # query_blocks of the most recent requests
     recent_hit_blocks: int
     stored_blocks: int  # blocks that entered the cache
-    evicted_blocks: int  # cached blocks that were evicted, since the manager was created
+    evicted_blocks: int  # cached blocks evicted since the manager was created
 
     @property
     def hit_rate(self) -> float:
@@ -41,7 +44,10 @@ class GroupStats:
 
 @dataclass(frozen=True)
 class DurationStats:
-    """Durations in seconds. `buckets[i]`: those below `2**i` ms that no earlier bucket counts."""
+    """Statistics of durations.
+
+    `buckets[i]` counts durations below `2**i` ms that no earlier bucket counts.
+    """
 
     count: int
     total_s: float
@@ -50,21 +56,21 @@ class DurationStats:
 
     @property
     def mean_s(self) -> float:
-        """Mean duration; 0.0 if nothing was counted."""
+        """Mean duration in seconds, or 0.0 if nothing was counted."""
         return self.total_s / self.count if self.count else 0.0
 
 
 @dataclass(frozen=True)
 class HostStats:
-    """Blocks that moved between device and host."""
+    """Counts of blocks that moved between device and host."""
 
     written_blocks: int  # cached blocks that were written to the host
-    unwritten_blocks: int  # cached blocks that found no free host page
-    declined_blocks: int  # cached blocks with too few expected hits (host_write="learned")
+    unwritten_blocks: int  # cached blocks that were not written because no host page was free
+    declined_blocks: int  # cached blocks not written: too few expected hits (host_write="learned")
     loaded_blocks: int  # blocks loaded for hits on the host
     swapped_out_blocks: int  # blocks of swapped-out requests
     swapped_in_blocks: int
-    evicted_blocks: int  # cached host pages that were evicted, since the manager was created
+    evicted_blocks: int  # cached host pages evicted since the manager was created
 
 
 @dataclass(frozen=True)
@@ -72,13 +78,14 @@ class PrefixCacheStats(HitStats):
     """Statistics since the start or the last `clear_stats()`.
 
     Attributes:
-        recent: The same counts for the most recent requests (`stats_window`).
-        groups: Blocks of each cache group.
-        lifetime: Time from caching to eviction of evicted blocks; None unless residency is tracked.
-        idle: Time from the last release to eviction of evicted blocks; None unless residency is tracked.
-        host: Blocks that moved between device and host; None without a host tier.
-        num_pins_broken: Pinned blocks that were evicted, since the manager was created.
-        learned: What the device's eviction policy has learned; None for a policy that does not learn.
+        recent: Hit counts of the most recent requests (`stats_window`).
+        groups: Block counts of each cache group.
+        lifetime: Time from caching to eviction of evicted blocks. None unless residency is tracked.
+        idle: Time from the last release to eviction of evicted blocks. None unless residency is
+            tracked.
+        host: Counts of blocks that moved between device and host. None without a host tier.
+        num_pins_broken: Number of pinned blocks evicted since the manager was created.
+        learned: Counts of the device's eviction policy `learned`. None for other policies.
     """
 
     recent: HitStats = HitStats(0, 0, 0)

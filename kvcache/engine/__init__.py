@@ -1,4 +1,6 @@
-"""A small reference engine: scheduler, batches and sampling. Meant for reading, testing and extending."""
+"""A small reference engine with scheduler, batches and sampling, meant to be read, tested and
+extended.
+"""
 
 from kvcache.engine.batch import Batch, Context
 from kvcache.engine.drafters import NgramDrafter

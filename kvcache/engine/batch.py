@@ -1,4 +1,4 @@
-"""The inputs of a model's forward pass for one step: tokens, positions, slots and contexts."""
+"""The inputs of a model's forward pass for one step, with tokens, positions, slots and contexts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Context:
     """The slots that the queries of a batch attend to in one cache group, concatenated over requests.
 
     `slots` is int64[c] on the device. Request i owns `slots[ends[i] - lengths[i] : ends[i]]`, and its
-    first slot holds token `firsts[i]`. Tokens that no query of the step attends to are left out.
+    first slot holds token `firsts[i]`. Tokens that no query of the step attends to are omitted.
     """
 
     slots: torch.Tensor
@@ -29,27 +29,27 @@ class Context:
 
 
 class Batch:
-    """Rows of a step that are computed together, with their tokens concatenated.
+    """Rows of a step that are computed together. Their tokens are concatenated.
 
-    Create a batch after the worker has applied the plan: it reads the tables in their current state. Use
-    one batch at a time, because slots are stored in the tables' buffers. Below, n is the number of
-    requests and t the total number of tokens.
+    Create a batch after the worker has applied the plan, because it reads the tables in their
+    current state. Use one batch at a time, because slots are stored in the tables' buffers. In the
+    following, n is the number of requests and t the total number of tokens.
 
-    - `rows`: int32[n], on the host like the other arrays over requests.
-    - `starts`: int64[n]. Tokens computed before this step.
-    - `query_lens`: int64[n]. Tokens computed in this step.
-    - `seq_lens`: int64[n]. Tokens after this step.
-    - `num_drafts`: int64[n]. How many of the last tokens are drafts.
+    - `rows`: int32[n]. All arrays over requests are on the host.
+    - `starts`: int64[n]. Number of tokens computed before this step.
+    - `query_lens`: int64[n]. Number of tokens computed in this step.
+    - `seq_lens`: int64[n]. Number of tokens after this step.
+    - `num_drafts`: int64[n]. Number of drafts, which are the last tokens.
     - `query_start_loc`: int64[n + 1]. Offset of each request's first token.
     - `token_ids`, `positions`: int64[t] on the device.
-    - `logits_indices`: int64[m] on the device. Tokens whose logits are needed: the last `num_logits[i]`
-      tokens of request i.
+    - `logits_indices`: int64[m] on the device. Indices of the tokens whose logits are needed, which
+      are the last `num_logits[i]` tokens of request i.
 
     `slots(group)` and `context(group)` locate K and V, `state_pages(group)` locates recurrent states, and
     `metadata()` returns the inputs of paged attention kernels.
 
     Raises:
-        TypeError: A list contains something other than integers.
+        TypeError: A list contains a value that is not an integer.
         ValueError: The lists differ in length, or a request has no token or more drafts than tokens.
 
     >>> from kvcache import LayerSpec, Request, build, plan_cache
@@ -129,7 +129,7 @@ class Batch:
         return int(self.query_start_loc[-1])
 
     def kind(self, group: int) -> KindProperties:
-        """Return the attention kind of a group."""
+        """Return the attention kind of a cache group."""
         group = self._checked(group)
         if group not in self._kinds:
             spec = self.cache.plan.groups[group]
@@ -140,12 +140,16 @@ class Batch:
         return integer(group, "group", most=len(self.cache.plan.groups) - 1)
 
     def slots(self, group: int) -> torch.Tensor:
-        """Return where the K and V of each token are written in this group, int64[t] on the device."""
+        """Return the slots to which the K and V of each token are written in this group, int64[t]
+        on the device.
+        """
         group = self._checked(group)
         return self.cache.tables[group].slot_mapping.gpu[: self.num_tokens]
 
     def context(self, group: int) -> Context:
-        """Return the tokens that the step's queries attend to in this group, including their own."""
+        """Return the tokens that the step's queries attend to in this group, including the new
+        tokens.
+        """
         group = self._checked(group)
         if group not in self._contexts:
             first_needed = self.kind(group).first_needed_token
@@ -155,13 +159,16 @@ class Batch:
             slots = self.cache.tables[group].slots_of(
                 np.repeat(self.rows, lengths), np.arange(len(offsets)) + offsets
             )
-            # The tables reuse one buffer for these slots: the next group would overwrite them.
+            # The tables reuse one buffer for these slots, so the next group would overwrite them.
             context = Context(slots.clone(), firsts, lengths, np.cumsum(lengths))
             self._contexts[group] = context
         return self._contexts[group]
 
     def state_pages(self, group: int) -> np.ndarray:
-        """Return pages of recurrent states, int32[n, 1 + max drafts]; see `GroupTable.state_pages`."""
+        """Return the pages of recurrent states, int32[n, 1 + max drafts].
+
+        See `GroupTable.state_pages`.
+        """
         group = self._checked(group)
         table = self.cache.tables[group]
         return table.state_pages(self.rows, self.seq_lens, self.num_drafts).cpu().numpy()
@@ -177,18 +184,19 @@ class Batch:
 
 
 def _joined(token_ids: list) -> np.ndarray:
-    """Concatenate the tokens of all requests, int64[t]; raises TypeError or ValueError."""
+    """Concatenate the tokens of all requests, int64[t]. Raises TypeError or ValueError."""
     try:
         joined = np.concatenate(token_ids)
     except (TypeError, ValueError, OverflowError):  # not integers, or nested lists
         joined = None
     if joined is None or joined.ndim != 1 or joined.dtype.kind not in "iu":
-        # Find the wrong list. An empty list is fine, although its default dtype is not an integer.
+        # Find the invalid list. An empty list is valid, although its default dtype is not an
+        # integer.
         each = [integers(tokens, f"token_ids[{i}]", ()) for i, tokens in enumerate(token_ids)]
         joined = np.concatenate(each)
     return joined.astype(np.int64)
 
 
 def _starts_of(lengths: np.ndarray) -> np.ndarray:
-    """Return the start offset of each part when parts of these lengths are concatenated."""
+    """Return the start offset of each part in the concatenation of parts with these lengths."""
     return np.cumsum(lengths) - lengths

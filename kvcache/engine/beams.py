@@ -1,4 +1,4 @@
-"""Beam search: choose the continuations of a request's beams."""
+"""Beam search, which chooses the continuations of a request's beams."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import torch
 
 
 class Beam(Protocol):
-    """A beam as `Beams` sees it: an object with tokens."""
+    """The interface of a beam as required by `Beams`."""
 
-    token_ids: list[int]  # after the prompt
+    token_ids: list[int]  # tokens after the prompt
 
 
 class Choice(NamedTuple):
-    """Continue `parent` with `token`; `score` is the new sum of log probabilities."""
+    """The decision to continue `parent` with `token`.
+
+    `score` is the new sum of log probabilities.
+    """
 
     parent: Beam
     token: int
@@ -30,7 +33,7 @@ class Ended(NamedTuple):
 
 
 class Beams:
-    """The beams of one request: at most `width` active beams, and the best finished ones.
+    """The beams of one request, with at most `width` active beams and the best finished beams.
 
     A beam finishes at a stop token or at `max_tokens`. The caller maintains the active beams in `scores`,
     starting with `first`. `best` holds finished beams in descending order of score.
@@ -46,10 +49,13 @@ class Beams:
         self._candidates: dict[Beam, list[Choice]] = {}
 
     def add_logits(self, beam: Beam, logits: torch.Tensor) -> bool:
-        """Add the logits [vocab_size] after a beam; returns whether all active beams have logits now."""
+        """Add the logits [vocab_size] after a beam.
+
+        Returns whether all active beams now have logits.
+        """
         gains = logits.double().log_softmax(-1)
         ends = {token: float(gains[token]) for token in self.stop_token_ids if token < len(gains)}
-        # With this many candidates, enough beams stay active when some finish.
+        # With this number of candidates, enough beams stay active when some beams finish.
         best = gains.topk(min(self.width + len(ends), len(logits)))
         tokens = dict(zip(best.indices.tolist(), best.values.tolist())) | ends
         self._candidates[beam] = [
@@ -60,7 +66,10 @@ class Beams:
         return len(self._candidates) == len(self.scores)
 
     def choose(self) -> list[Choice]:
-        """Return the continuations, best first; an empty list if `best` can no longer change."""
+        """Return the continuations in descending order of score.
+
+        Returns an empty list if `best` can no longer change.
+        """
         candidates = [each for beam in self._candidates.values() for each in beam]
         candidates.sort(key=lambda choice: -choice.score)
         self._candidates = {}
@@ -75,7 +84,7 @@ class Beams:
                 going_on.append(Choice(parent, token, score))
         self.best.sort(key=lambda ended: -ended.score)
         del self.best[self.width :]
-        # Scores never increase.
+        # Scores never increase, so active beams can no longer enter `best`.
         if going_on and len(self.best) == self.width and self.best[-1].score >= going_on[0].score:
             return []
         return going_on

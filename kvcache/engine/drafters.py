@@ -1,4 +1,4 @@
-"""Drafters guess upcoming tokens, which the next step verifies in one pass."""
+"""Drafters, which guess upcoming tokens. The next step verifies them in one pass."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kvcache.allocator import Request
 from kvcache.checks import instance, integer
 
-# Maps a request to tokens that may follow its known tokens; any number of them.
+# Maps a request to any number of tokens that may follow its known tokens.
 Drafter = Callable[[Request], list[int]]
 
 

@@ -1,4 +1,6 @@
-"""A small engine: continuous batching over a `KVCache` and a model that accesses it by slots."""
+"""A small engine with continuous batching over a `KVCache`, and a model that accesses the cache by
+slots.
+"""
 
 from __future__ import annotations
 
@@ -28,48 +30,56 @@ from kvcache.events import CacheEvent
 from kvcache.sources.base import KVSource
 from kvcache.step import StepReport
 
-# Prefix of the request ids that managers see. They are unique and never equal a caller's id.
+# Counter for the prefix of request IDs in managers. These IDs are unique and never equal a caller's
+# ID.
 _NUMBERS = itertools.count()
 _MAX_PRIORITY = 2**31
-_IDLE_S = 0.0005  # pause between steps that only wait for sources
+_IDLE_S = 0.0005  # pause in seconds between steps that only wait for sources
 
 
 class Model(Protocol):
-    """The model interface of `Engine`; `kvcache.engine.transformers.attach` creates an implementation."""
+    """The model interface of `Engine`.
+
+    `kvcache.engine.transformers.attach` creates an implementation.
+    """
 
     cache: KVCache
     vocab_size: int
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Compute a batch and write its K and V; returns logits [len(logits_indices), vocab_size]."""
+        """Compute a batch and write its K and V.
+
+        Returns logits [len(logits_indices), vocab_size].
+        """
 
 
 class Engine:
     """Serves requests with a model whose K and V are stored in a `KVCache`.
 
     `add` adds a request, `step` computes one step and returns the new tokens, and `abort` ends a request
-    at any time. `generate` does all of this for a list of prompts, `stream` for a single prompt.
+    at any time. `generate` serves a list of prompts until they are finished, and `stream` serves a
+    single prompt.
 
     - `preemption`: see `Scheduler`.
-    - `drafter`: proposes draft tokens, which the same step verifies. A drafter does not change the
-      answers.
-    - `sources`: sources of outside KV, in order of preference. A request loads from the first source that
-      has more of its tokens than the local cache. Tokens that do not arrive in time are computed, so
-      answers do not depend on sources. Sources must belong to the cache's manager. A store also receives
-      the blocks that steps compute.
+    - `drafter`: proposes draft tokens, which the same step verifies. The answers do not depend on
+      the drafter.
+    - `sources`: sources of KV outside the engine, in order of preference. A request loads from the
+      first source that has more of its tokens than the local cache. Tokens that do not arrive in
+      time are computed, so answers do not depend on sources. Sources must belong to the cache's
+      manager. A store also receives the blocks that steps compute.
 
     An engine must be used from a single thread. `step` handles these failures:
 
-    - The model raises: the exception propagates, the step is undone, and the next `step` computes it
-      again.
-    - One request fails, because its logits contain NaN or inf or because its drafter or sampler raises:
-      the request ends with `finish_reason` "error", and its last `Delta` and its `Sample` hold the
-      `error`. Other requests are not affected. Logits of -inf are allowed as long as a row has a finite
-      value.
-    - A signal arrives (Ctrl-C): its handler runs after the step, including the model, has completed. If
-      the handler raises, the next `step` returns the tokens, so none are lost or duplicated.
-      `num_unfinished` includes requests whose last tokens have not been returned. `add`, `abort` and
-      `stop` delay handlers in the same way.
+    - If the model raises an exception, the exception propagates, the step is undone, and the next
+      `step` computes it again.
+    - If a single request fails, because its logits contain NaN or inf or because its drafter or
+      sampler raises an exception, the request ends with `finish_reason` "error". Its last `Delta`
+      and its `Sample` hold the `error`. Other requests are not affected. Logits of -inf are allowed
+      as long as a row has a finite value.
+    - If a signal arrives (Ctrl-C), its handler runs after the step, including the model, has
+      completed. If the handler raises an exception, the next `step` returns the tokens, so no
+      tokens are lost or duplicated. `num_unfinished` includes requests whose last tokens have not
+      been returned. `add`, `abort` and `stop` delay handlers in the same way.
 
     >>> from kvcache.engine.transformers import attach
     >>> from kvcache.engine.transformers.tiny_models import tiny_model
@@ -96,7 +106,7 @@ class Engine:
             raise TypeError(f"drafter is {shown(drafter)}: expected a function of a request")
         planned = self.cache.plan.max_num_batched_tokens
         most = planned if max_num_batched_tokens is None else max_num_batched_tokens
-        # The cache was planned for this number of draft tokens.
+        # The cache was planned for this number of tokens per step.
         most = integer(most, "max_num_batched_tokens", least=1, most=planned)
         self.scheduler = Scheduler(
             self.cache.manager,
@@ -112,15 +122,17 @@ class Engine:
             )
         self._event_tap = taps[0] if taps else self.cache.manager.cache
         self._last_report: StepReport | None = None
-        self._is_saved = True  # sources have received the last report
+        self._is_saved = True  # whether sources have received the last report
         self.metrics = Metrics()
-        self._generations: dict[str, Generation] = {}  # unfinished
-        self._deltas: list[Delta] = []  # not yet returned by `step`
+        self._generations: dict[str, Generation] = {}  # unfinished requests, by ID
+        self._deltas: list[Delta] = []  # results that `step` has not returned yet
         self._num_added = 0
 
     @property
     def num_unfinished(self) -> int:
-        """Number of requests that have not ended, or whose end `step` has not returned yet."""
+        """Number of requests that have not ended, or whose last `Delta` has not been returned by
+        `step`.
+        """
         if not self._deltas:
             return len(self._generations)
         return len(self._generations.keys() | {delta.request_id for delta in self._deltas})
@@ -132,16 +144,18 @@ class Engine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `step` has work left: unfinished requests, loads in quarantine, or blocks to store."""
+        """Whether `step` has work left, that is, unfinished requests, loads in quarantine, or
+        blocks to store.
+        """
         is_saved = self._is_saved or not self.sources
         return self.num_unfinished > 0 or not is_saved or any(s.is_busy for s in self.sources)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End all requests, let a store take the waiting blocks, and close the sources.
+        """End all requests, let a store receive the waiting blocks, and close the sources.
 
         Args:
-            timeout_s: Time limit for the store in seconds. Blocks that are still waiting then are not
-                stored.
+            timeout_s: Time limit for the store in seconds. Blocks that are still waiting after this
+                time are not stored.
         """
         until = time.monotonic() + seconds(timeout_s, "timeout_s")
         for generation in self.generations:
@@ -153,13 +167,16 @@ class Engine:
 
     @property
     def _is_storing(self) -> bool:
-        """Whether a working store has not yet received all blocks of the steps so far."""
+        """Whether a working store has not received all blocks of the previous steps yet."""
         if self._event_tap is self.cache.manager or self._event_tap.is_dead:
             return False
         return not self._is_saved or self._event_tap.num_waiting_blocks > 0
 
     def drain_events(self) -> list[CacheEvent]:
-        """Return the cache events since the last call, also if a store among the sources reads them."""
+        """Return the cache events since the last call.
+
+        Works even if a store among the sources drains them.
+        """
         return self._event_tap.drain_events()
 
     def add(
@@ -172,25 +189,27 @@ class Engine:
         cache_salt: str | None = None,
         free: Callable[[Request], object] | None = None,
     ) -> Generation:
-        """Add a request; its samples grow with each `step`.
+        """Add a request. Its samples grow with each `step`.
 
         Args:
-            prompt: Token ids.
+            prompt: Token IDs.
             params: Sampling parameters.
-            request_id: An id that no unfinished request uses. Generated if None.
+            request_id: An ID that no unfinished request uses. None: an ID is generated.
             priority: Requests with smaller values are served first.
-            cache_salt: Requests with different salts share no blocks.
-            free: Called with the manager's request when the answer is complete, in place of
-                `KVCacheManager.free`. For example, `Connector.publish` offers the request's KV to another
-                engine. Only for requests with one sample.
+            cache_salt: Requests with different salts never share blocks.
+            free: Function that is called with the manager's request when the answer is complete, in
+                place of `KVCacheManager.free`. For example, `Connector.publish` offers the
+                request's KV to another engine. Only for requests with one sample.
 
         Returns:
-            The added request. If a signal handler raises, check `generations` for whether it was added.
+            The added request. If a signal handler raises an exception, check `generations` to see
+            whether the request was added.
 
         Raises:
             TypeError: An argument has a wrong type.
-            ValueError: The prompt is empty or contains unknown token ids, prompt and answer exceed
-                `max_model_len`, the request has more samples than there are rows, or the id is in use.
+            ValueError: The prompt is empty or contains unknown token IDs, prompt and answer exceed
+                `max_model_len`, the request has more samples than there are rows, or the ID is in
+                use.
         """
         params = SamplingParams() if params is None else params
         tokens = self.check(prompt, params)
@@ -217,7 +236,10 @@ class Engine:
         return generation
 
     def abort(self, request_id: str) -> bool:
-        """End a request and release its blocks; returns False if no unfinished request has this id."""
+        """End a request and release its blocks.
+
+        Returns False if no unfinished request has this ID.
+        """
         check_name(request_id, "request_id")
         with SignalHold():
             generation = self._generations.get(request_id)
@@ -228,7 +250,10 @@ class Engine:
             return True
 
     def stop(self, request_id: str, index: int) -> bool:
-        """End one sample as if at a stop token; returns False for an ended sample or a beam."""
+        """End one sample as if it had reached a stop token.
+
+        Returns False for an ended sample or a beam.
+        """
         check_name(request_id, "request_id")
         index = integer(index, "index")
         with SignalHold():
@@ -247,7 +272,7 @@ class Engine:
         """Generate answers for a list of prompts. Other requests continue to be served meanwhile.
 
         Args:
-            prompts: Token ids of each prompt. If one prompt is invalid, none is added.
+            prompts: Token IDs of each prompt. If any prompt is invalid, no prompt is added.
             params: Sampling parameters for all prompts, or one set per prompt.
 
         Returns:
@@ -285,13 +310,14 @@ class Engine:
     ) -> Iterator[Delta]:
         """Yield the answer to one prompt as its tokens arrive. Closing the iterator ends the request.
 
-        Several streams of one engine can be read alternately; each receives all of its own tokens.
+        Several streams of one engine can be read alternately. Each stream receives all tokens of
+        its request.
         """
         generation = self.add(prompt, params, **options)
-        sent: list[int | None] = []  # tokens sent per sample; None once its end was sent
+        sent: list[int | None] = []  # tokens sent per sample; None after its end was sent
         try:
             while True:
-                # A step that another stream runs during a yield may also finish the request.
+                # Another stream may run a step during a yield and finish the request.
                 is_finished = generation.is_finished
                 yield from self._unsent(generation, sent)
                 if is_finished:
@@ -302,10 +328,13 @@ class Engine:
             self.abort(generation.request_id)
 
     def step(self) -> list[Delta]:
-        """Compute one step and return the new tokens of its samples; an empty list if no work is left."""
+        """Compute one step and return the new tokens of its samples.
+
+        Returns an empty list if no work is left.
+        """
         with SignalHold():
             self._run_step()
-        # There is no call between the next line and the return, so no signal handler can run here.
+        # There is no call between the next line and the return, so signal handlers cannot run here.
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -346,7 +375,10 @@ class Engine:
             time.sleep(_IDLE_S)
 
     def _save(self) -> None:
-        """Pass the blocks of the last step to the sources, before the next step is planned."""
+        """Pass the blocks of the last step to the sources.
+
+        Called before the next step is planned.
+        """
         if self._last_report is not None:
             for source in self.sources:
                 source.save(self._last_report)
@@ -375,9 +407,10 @@ class Engine:
     def _best(
         self, step: ScheduledStep, logits: torch.Tensor | None
     ) -> tuple[list[int], list[int]]:
-        """Return the most likely token of each row, and whether the row allows a choice.
+        """Return the most likely token of each row, and whether a token can be chosen from the row.
 
-        The largest logit decides: it is NaN or inf if any logit is, and -inf if all logits are.
+        The largest logit is sufficient for this check, because it is NaN or inf if any logit is,
+        and -inf if all logits are.
         """
         if logits is None:
             return [], []
@@ -400,13 +433,13 @@ class Engine:
         """Choose tokens from logits for each sequence whose known tokens are all computed."""
         at = 0
         if logits is not None and any(sample.sampler is not None for sample in step.sequences):
-            logits = logits.cpu()  # once, not once per draw
+            logits = logits.cpu()  # copy once, not once per draw
         stops = step.starts + list(map(len, step.token_ids)) - step.num_drafts
         for sample, count, stop in zip(step.sequences, step.num_logits, stops.tolist()):
             rows = slice(at, at + count)
             at += count
-            # An earlier beam of the batch may have ended this one, or, if this beam was recomputed, may
-            # already have given it a token.
+            # An earlier beam in the batch may have ended this beam, or may already have appended a
+            # token to it if it was recomputed.
             has_changed = sample.state is State.FINISHED or sample.request.num_tokens != stop
             if count == 0 or has_changed:
                 continue
@@ -432,7 +465,9 @@ class Engine:
                 self._deltas.append(delta)
 
     def _extend(self, sample: Sample, logits: torch.Tensor, at: int, best: list[int]) -> Delta:
-        """Accept drafts while they equal the tokens the sample would have drawn, plus one more token."""
+        """Accept drafts as long as they equal the tokens that the sample would have drawn, and
+        append one more token.
+        """
         params, drafts = sample.generation.params, sample.drafts
         picks: list[int] = []
         room = params.max_tokens - (sample.request.num_tokens - len(sample.generation.prompt))
@@ -454,7 +489,7 @@ class Engine:
         return Delta(sample.generation.request_id, sample.index, picks, reason)
 
     def _with_new_samples(self, sample: Sample) -> list[Sample]:
-        """Return the sample and, right after the prompt, the samples forked from it."""
+        """Return the sample and, directly after the prompt, the samples that are forked from it."""
         generation = sample.generation
         if len(generation.samples) < generation.params.n:
             while len(generation.samples) < generation.params.n:
@@ -472,13 +507,13 @@ class Engine:
     def _advance_beams(self, beam: Sample, logits: torch.Tensor) -> list[Delta]:
         generation, beams = beam.generation, beam.generation.beams
         if not beams.add_logits(beam, logits):
-            return []  # nothing to compute until the other beams catch up
+            return []  # wait until the other beams catch up
         choices = beams.choose()
         self.metrics.generated_tokens += len(choices)
         parents = [choice.parent for choice in choices]
         for each in beams.scores:
             if each not in parents:
-                self.scheduler.finish(each)  # before forking: forks need rows
+                self.scheduler.finish(each)  # must precede forking, because forks need rows
         if not choices:
             return self._end_beams(generation)
         scores = {}
@@ -491,7 +526,7 @@ class Engine:
         return []
 
     def _end_beams(self, generation: Generation) -> list[Delta]:
-        """Make the best beams the samples of the request."""
+        """Replace the samples of the request by its best beams."""
         samples = []
         num_cached = generation.num_cached_tokens
         for i, (token_ids, score, _) in enumerate(generation.beams.best):
@@ -516,7 +551,7 @@ class Engine:
         return [self._end(sample, reason, error) for sample in running]
 
     def _end(self, sample: Sample, reason: FinishReason, error: Exception | None = None) -> Delta:
-        """Release the resources of a sample; ends the request with its last sample."""
+        """Release the resources of a sample. With the last sample, the request ends."""
         generation = sample.generation
         is_complete = reason in ("stop", "length")
         self.scheduler.finish(sample, free=generation.free if is_complete else None)
@@ -529,9 +564,9 @@ class Engine:
         return Delta(generation.request_id, sample.index, [], reason, error)
 
     def _unsent(self, generation: Generation, sent: list[int | None]) -> Iterator[Delta]:
-        """Yield what the samples have gained beyond `sent`, and update `sent`."""
+        """Yield the tokens that were added to the samples since `sent`, and update `sent`."""
         if generation.beams is not None and not generation.is_finished:
-            return  # the best beams become the samples at the end
+            return  # when the request ends, the best beams become the samples
         for index, sample in enumerate(generation.samples):
             if index == len(sent):
                 sent.append(0)
@@ -594,10 +629,10 @@ class Engine:
         *,
         name: str = "prompt",
     ) -> np.ndarray:
-        """Validate a prompt as `add` does and return its tokens as int32. Thread-safe.
+        """Validate a prompt in the same way as `add`, and return its tokens as int32. Thread-safe.
 
         Args:
-            prompt: Token ids.
+            prompt: Token IDs.
             params: Sampling parameters.
             name: The name of the prompt in error messages.
 

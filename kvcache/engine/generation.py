@@ -1,4 +1,4 @@
-"""Requests served by an engine, their samples, and the increments of each step."""
+"""Requests of an engine, their samples, and the new tokens of each step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FinishReason = Literal["stop", "length", "abort", "refused", "error"]
 
 
 class Delta(NamedTuple):
-    """New tokens of a sample, and its finish reason once it has ended."""
+    """New tokens of a sample, and its finish reason if it has ended."""
 
     request_id: str
     index: int  # index of the sample
@@ -28,13 +28,13 @@ class Delta(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Sample(Sequence):
-    """One sample or beam of a request: a sequence for which tokens are drawn."""
+    """One sample or beam of a request, that is, a sequence for which tokens are drawn."""
 
     generation: Generation | None = None
     index: int = 0
     sampler: Sampler | None = None
     finish_reason: FinishReason | None = None
-    score: float | None = None  # beams only: the sum of the tokens' log probabilities
+    score: float | None = None  # only for beams: the sum of the tokens' log probabilities
     error: Exception | None = None  # the cause if finish_reason is "error"
 
     @property
@@ -45,7 +45,9 @@ class Sample(Sequence):
 
 @dataclass(eq=False, slots=True)
 class Generation:
-    """A request with its `params.n` samples, or its `params.beam_width` best beams once it has ended."""
+    """A request with its `params.n` samples or, after a beam search has ended, its
+    `params.beam_width` best beams.
+    """
 
     request_id: str
     prompt: np.ndarray

@@ -1,4 +1,6 @@
-"""Loading of sequences from sources of outside KV: which source serves which sequence."""
+"""Loads sequences from sources of KV outside the engine, and tracks which source serves which
+sequence.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ _METHODS = ("match", "begin", "poll", "save", "cancel", "close")
 
 
 class Loading:
-    """The sources of a scheduler, in order, and the sequences that load from them.
+    """The sources of a scheduler, in order of preference, and the sequences that load from them.
 
     If a source rejects a sequence or fails to load it, that source is not retried for this sequence.
-    After a quarantine no source is retried, because blocks are still reserved under the sequence's
-    request id.
+    After a quarantine, no source is retried, because blocks are still reserved under the sequence's
+    request ID.
     """
 
     def __init__(self, sources: SequenceOf[KVSource]) -> None:
@@ -26,16 +28,18 @@ class Loading:
         for i, source in enumerate(self.sources):
             if not all(callable(getattr(source, name, None)) for name in _METHODS):
                 raise TypeError(f"sources[{i}] is {shown(source)}: expected a KVSource")
-        self._chosen: dict[Sequence, KVSource] = {}  # waiting or loading
+        self._chosen: dict[Sequence, KVSource] = {}  # source of each waiting or loading sequence
         self._loading: dict[str, Sequence] = {}
-        self.is_matching = False  # at the last match, a source had no answer yet
+        self.is_matching = False  # whether a source had no answer yet at the last match
 
     def __len__(self) -> int:
         """Number of sequences that are loading."""
         return len(self._loading)
 
     def match(self, sequence: Sequence) -> int | None:
-        """Return how many tokens a source can load after the local hit, or None if not known yet."""
+        """Return the number of tokens that a source can load after the local hit, or None if it is
+        not known yet.
+        """
         self._chosen.pop(sequence, None)
         for source in self.sources:
             if source in sequence.failed_sources:
@@ -58,7 +62,7 @@ class Loading:
         self._loading[sequence.request.request_id] = sequence
 
     def begin(self, sequence: Sequence) -> bool:
-        """Start loading an admitted sequence; returns False if the source rejected it."""
+        """Start loading an admitted sequence. Returns False if the source rejected it."""
         try:
             self._chosen[sequence].begin(sequence.request)
         except ValueError as error:
@@ -93,7 +97,8 @@ class Loading:
         """Release a sequence that ends, in any state."""
         self._loading.pop(sequence.request.request_id, None)
         chosen = self._chosen.pop(sequence, None)
-        # The chosen source first: other sources would free blocks that it may still be writing.
+        # Call the chosen source first, because other sources would free blocks to which it may
+        # still write.
         for source in sorted(self.sources, key=lambda each: each is not chosen):
             source.cancel(sequence.request)
 

@@ -7,29 +7,29 @@ from dataclasses import dataclass, fields
 
 @dataclass(slots=True)
 class Metrics:
-    """Counters of an `Engine` since its creation; `as_dict` returns them by name."""
+    """Counters of an `Engine` since its creation. `as_dict` returns them by name."""
 
-    requests: int = 0  # added
+    requests: int = 0  # requests added
     finished_requests: int = 0
     aborted_requests: int = 0
-    failed_sequences: int = 0  # ended with an error
+    failed_sequences: int = 0  # sequences that ended with an error
     steps: int = 0
     failed_steps: int = 0  # steps whose model or transfer failed; their tokens were recomputed
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0  # prompt tokens found in the cache at first admission
     generated_tokens: int = 0
-    computed_tokens: int = 0  # computed by the model, including drafts and recomputed tokens
+    computed_tokens: int = 0  # tokens computed by the model, including drafts and recomputed tokens
     drafted_tokens: int = 0
     accepted_drafts: int = 0
     swapped_out_sequences: int = 0
-    recomputed_sequences: int = 0  # preempted, with their blocks released
+    recomputed_sequences: int = 0  # sequences preempted by releasing their blocks
     forked_sequences: int = 0
     swapped_out_pages: int = 0
-    swapped_in_pages: int = 0  # including host hits
+    swapped_in_pages: int = 0  # pages swapped in, including host hits
     copied_pages: int = 0
-    schedule_seconds: float = 0.0  # planning, applying plans, block tables, slots
+    schedule_seconds: float = 0.0  # time for planning, applying plans, block tables and slots
     model_seconds: float = 0.0
-    sample_seconds: float = 0.0  # choosing tokens and reporting them to the manager
+    sample_seconds: float = 0.0  # time for choosing tokens and reporting them to the manager
 
     def as_dict(self) -> dict[str, float]:
         """Return all counters by name."""

@@ -1,4 +1,4 @@
-"""The blocks of a pool by state, for statistics and pages that visualize a cache."""
+"""Counts the blocks of a pool by state, for statistics and for web pages that visualize a cache."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from kvcache.checks import instance, shown
 class PoolStates(NamedTuple):
     """Number of blocks in each state, excluding the null block."""
 
-    held: int  # held by sequences, not cached
-    held_cached: int  # held by sequences and cached
-    cached: int  # cached and free to evict
-    empty: int  # free and not cached
+    held: int  # blocks held by sequences and not cached
+    held_cached: int  # blocks held by sequences and cached
+    cached: int  # cached blocks that can be evicted
+    empty: int  # free blocks that are not cached
 
 
 def pool_states(manager: KVCacheManager, medium: Literal["gpu", "cpu"] = "gpu") -> PoolStates:
-    """Count blocks by state in the device or host pool. Visits every block: too slow to call every step.
+    """Count blocks by state in the device or host pool. Visits every block, so do not call it in
+    every step.
 
     >>> from kvcache import Request
     >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128, num_preallocate_tokens=0)

@@ -1,4 +1,4 @@
-"""Choosing the next token from logits."""
+"""Chooses the next token from logits."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kvcache.checks import MAX_INT32, MAX_INT64, integer, listed, number
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How an answer is generated. Raises TypeError or ValueError for invalid values.
+    """Parameters for generating an answer. Raises TypeError or ValueError for invalid values.
 
     - `max_tokens`: the maximum length of the answer, at least 1.
-    - `temperature`: 0 selects the most likely token; otherwise logits are divided by the temperature
-      before sampling. Any positive value works: differences from the largest logit are divided, so a
-      quotient that overflows a float only makes the most likely token certain.
-    - `top_k`: sample from this many most likely tokens; None for all. `top_p`: sample from the most
-      likely tokens that together reach this probability.
-    - `seed`: makes the draws of a sample depend only on the seed and the sample's index, not on the rest
-      of the batch. None: a random seed.
+    - `temperature`: 0 selects the most likely token. Otherwise logits are divided by the
+      temperature before sampling. Any positive value is valid. Differences from the largest logit
+      are divided, so if a quotient overflows a float, only the most likely token is sampled.
+    - `top_k`: sample from the `top_k` most likely tokens. None: all tokens. `top_p`: sample from
+      the most likely tokens that together reach this probability.
+    - `seed`: seed of the random draws. They depend only on the seed and the sample's index, not on
+      the rest of the batch. None: a random seed.
     - `n`: the number of samples. They share the prompt's blocks.
-    - `beam_width`: above 1, return the best answers of a beam search of this width, ranked by the sum of
-      log probabilities. Requires temperature 0 and n 1.
+    - `beam_width`: if above 1, return the best answers of a beam search with this width, ranked by
+      the sum of log probabilities. Requires temperature 0 and n 1.
     - `stop_token_ids`: tokens that end the answer.
     """
 
@@ -40,7 +40,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        # Store the validated values, as plain numbers whatever numeric type was passed.
+        # Store the validated values, converted to plain numbers.
         keep = functools.partial(object.__setattr__, self)
         for name in ("max_tokens", "n", "beam_width"):
             keep(name, integer(getattr(self, name), name, least=1))
@@ -86,25 +86,25 @@ class Sampler:
             return int(logits.argmax())
         sums = self._weights(logits.double().cpu().numpy()).cumsum()
         drawn = min(self._random.random() * sums[-1], np.nextafter(sums[-1], 0))
-        # The first sum above the draw, so a token of weight 0 is never chosen.
+        # Choose the first sum above the draw, so a token with weight 0 is never chosen.
         return int(sums.searchsorted(drawn, "right"))
 
     def _weights(self, logits: np.ndarray) -> np.ndarray:
         """Return the unnormalized weight of each token."""
         top_k, top_p = self._params.top_k, self._params.top_p
-        # Values are at most 0, and the largest is 0: dividing by a tiny temperature gives -inf, never
-        # NaN.
+        # Values are at most 0, and the largest value is 0, so division by a tiny temperature gives
+        # -inf but never NaN.
         with np.errstate(over="ignore"):
             weights = np.exp((logits - logits.max()) / self._params.temperature)
         if top_k is not None and top_k < len(logits):
             least = np.partition(logits, -top_k)[-top_k]
             is_in = logits > least
-            # Among equal logits the first ones, as with temperature 0.
+            # Among equal logits, keep the first tokens, as with temperature 0.
             is_in[np.flatnonzero(logits == least)[: top_k - np.count_nonzero(is_in)]] = True
             weights[~is_in] = 0
         if top_p < 1:
             order = np.argsort(-weights, kind="stable")
             sums = weights[order].cumsum()
-            # Keep a token while the tokens ranked above it do not reach top_p.
+            # Keep a token if the tokens ranked above it do not reach top_p.
             weights[order[1:][sums[:-1] >= top_p * sums[-1]]] = 0
         return weights

@@ -1,4 +1,4 @@
-"""The reference scheduler: chunked prefill, admission, preemption and resumption."""
+"""The reference scheduler, with chunked prefill, admission, preemption and resumption."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from kvcache.step import Status, StepPlan, StepReport
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """A step: its plan, and the sequences computed in it with their inputs.
+    """A scheduled step, with its plan, the sequences that it computes, and their inputs.
 
     Entry i of each list belongs to `sequences[i]`, which has row `rows[i]` and computes `token_ids[i]`
-    starting at position `starts[i]`. The last `num_drafts[i]` of these tokens are drafts. The logits of
-    the last `num_logits[i]` tokens are needed; 0 while known tokens remain to be computed.
+    starting at position `starts[i]`. The last `num_drafts[i]` of these tokens are drafts. The
+    logits of the last `num_logits[i]` tokens are needed. `num_logits[i]` is 0 while known tokens
+    remain to be computed.
 
     - `refused`: sequences that exceed the entire pool. They are finished.
-    - `loading`: sequences admitted to be loaded from a source; see `Scheduler.begin_loads`.
+    - `loading`: sequences that were admitted to be loaded from a source. See
+      `Scheduler.begin_loads`.
     """
 
     plan: StepPlan
@@ -42,27 +44,29 @@ class ScheduledStep:
 
 
 class Scheduler:
-    """Schedules sequences step by step: chunked prefill, decode first, preemption.
+    """Schedules sequences step by step. Decoding has priority, prompts are computed in chunks, and
+    sequences may be preempted.
 
     A step has at most `max_num_batched_tokens` tokens. Decoding sequences come first, then chunks of
-    prompts, then swapped-out sequences, then new ones, each by rank. A sequence that does not fit waits,
-    and the sequence of the last rank is preempted before the next step. With `preemption` "swap" its
-    blocks are swapped out to the host. With "recompute", or if the host has no room, the sequence is
-    freed and later recomputed except for the part that is still cached.
+    prompts, then swapped-out sequences, then new sequences, each in order of rank. A sequence that
+    does not fit waits, and the sequence with the highest rank is preempted before the next step.
+    With `preemption` "swap" its blocks are swapped out to the host. With "recompute", or if the
+    host has no room, the sequence is freed and later recomputed except for the part that is still
+    cached.
 
-    After `schedule`, call `complete` or `fail` for the step before the next `schedule`. Between the two
-    the caller applies the plan, runs the model, and reports sampled tokens (`accept`), new children
-    (`fork`) and ended sequences (`finish`).
+    After `schedule`, call `complete` or `fail` for the step before the next `schedule`. During the
+    step, the caller applies the plan, runs the model, and reports sampled tokens (`accept`), new
+    children (`fork`) and ended sequences (`finish`).
 
-    `sources` supply KV for new sequences. The first source with more tokens than the local hit loads
-    them, and the sequence is computed from there on. A sequence whose source has not answered yet does
-    not block others. If a load fails, its tokens are computed instead.
+    `sources` supply KV for new sequences. The first source with more tokens than the local hit
+    loads them, and the remaining tokens are computed. A sequence whose source has not answered yet
+    does not block other sequences. If a load fails, its tokens are computed instead.
 
     Args:
-        manager: Any `KVCacheManager` whose requests are stepped only by this scheduler.
+        manager: A `KVCacheManager` whose `step` is called only by this scheduler.
 
     Raises:
-        TypeError, ValueError: Invalid options.
+        TypeError, ValueError: An option is invalid.
 
     >>> from kvcache import KVCacheManager, Request
     >>> scheduler = Scheduler(KVCacheManager(16, 9, 128, max_num_reqs=4), max_num_batched_tokens=64)
@@ -93,7 +97,7 @@ class Scheduler:
         )
         self.preemption = preemption
         self._loading = Loading(sources)
-        self.waiting: list[Sequence] = []  # by rank
+        self.waiting: list[Sequence] = []  # sequences without a row, by rank
         self.admitted: list[Sequence] = []  # sequences with a row, by rank
         self.num_swapped_out = self.num_recomputed = 0
         self.max_num_rows = manager.options.max_num_reqs or MAX_INT32
@@ -102,7 +106,7 @@ class Scheduler:
         self._has_states = bool(of_states)
         self._max_drafts = min(of_states, default=MAX_INT32)
         self._victim: Sequence | None = None
-        self._is_short = False  # a running sequence did not get blocks in the last step
+        self._is_short = False  # whether a running sequence did not get blocks in the last step
         self._in_flight: ScheduledStep | None = None
 
     @property
@@ -136,7 +140,7 @@ class Scheduler:
 
     @property
     def sources(self) -> list[KVSource]:
-        """The sources of outside KV, in order of preference."""
+        """The sources of KV outside the engine, in order of preference."""
         return self._loading.sources
 
     @property
@@ -145,7 +149,7 @@ class Scheduler:
         return len(self._loading) > 0 or self._loading.is_matching
 
     def schedule(self) -> ScheduledStep | None:
-        """Return the next step, or None if there is nothing to do now (see `is_waiting_for_sources`).
+        """Return the next step, or None if no work can be done now (see `is_waiting_for_sources`).
 
         Raises:
             RuntimeError: A step is in progress.
@@ -168,7 +172,7 @@ class Scheduler:
             if self.is_waiting_for_sources:
                 return None
             if self.waiting and self.admitted:
-                # Beams that wait for each other hold all rows: recompute one of them later.
+                # Beams that wait for each other hold all rows, so recompute one of them later.
                 self._recompute(max(self.admitted, key=lambda each: each.rank))
                 return self.schedule()
             if self.num_unfinished:
@@ -194,19 +198,19 @@ class Scheduler:
     def complete(self, step: ScheduledStep, report: StepReport | None = None) -> None:
         """Record that a step's plan was applied.
 
-        If `report` contains failed pages, call this before the model runs and skip the model: the
-        contents of these pages are recomputed.
+        If `report` contains failed pages, call this method before the model runs and skip the
+        model. The contents of these pages are recomputed.
 
         Args:
             step: The step in progress.
-            report: The worker's report. None: everything succeeded.
+            report: The worker's report. None: the step succeeded.
         """
         self._check_in_flight(step)
         report = StepReport(step.plan.step_id, True) if report is None else report
         instance(report, StepReport, "report")
         failed = (report.failed_pages, report.failed_host_pages)
         if any(num_entries(pages, "failed pages of the report") for pages in failed):
-            # The tokens of this step are not computed.
+            # Report the step as failed, because its tokens are not computed.
             report = StepReport(
                 report.step_id, False, report.failed_pages, report.failed_host_pages
             )
@@ -216,7 +220,10 @@ class Scheduler:
             self._cancel_loads(step)
 
     def begin_loads(self, step: ScheduledStep) -> None:
-        """Start the loads of `step.loading`, after the step's plan was applied in full."""
+        """Start the loads of `step.loading`.
+
+        Call it after the step's plan was applied completely.
+        """
         self._check_in_flight(step)
         while step.loading:
             sequence = step.loading.pop(0)
@@ -231,11 +238,12 @@ class Scheduler:
         self._cancel_loads(step)
 
     def accept(self, sequence: Sequence, token_ids: list[int], num_rejected: int = 0) -> None:
-        """Append sampled tokens: the accepted drafts and one more token. Rejected drafts are dropped.
+        """Append sampled tokens, that is, the accepted drafts and one more token. Rejected drafts
+        are dropped.
 
         Raises:
-            TypeError, ValueError: Invalid tokens, more rejected drafts than were computed, or a sequence
-                without a row.
+            TypeError, ValueError: Tokens are invalid, more drafts are rejected than were computed,
+                or the sequence has no row.
         """
         instance(sequence, Sequence, "sequence")
         if sequence.state is State.FINISHED:
@@ -254,10 +262,10 @@ class Scheduler:
         sequence.request.append_tokens(token_ids)
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
-        """Share the blocks of `parent` with `child`; returns False if the child has to wait.
+        """Share the blocks of `parent` with `child`. Returns False if the child has to wait.
 
-        The child waits for admission if no row is free or the parent has no blocks on the device. Its
-        cached tokens then become its prefix hit.
+        The child waits for admission if no row is free or the parent has no blocks on the device.
+        In this case, its cached tokens become its prefix hit.
         """
         for name, each in (("parent", parent), ("child", child)):
             instance(each, Sequence, name)
@@ -284,13 +292,13 @@ class Scheduler:
         free: Callable[[Request], object] | None = None,
         **release: object,
     ) -> None:
-        """Free a sequence in any state. Does nothing for a finished sequence.
+        """Free a sequence in any state. Has no effect on a finished sequence.
 
         Args:
             sequence: The sequence to free.
-            free: Frees the request of a running sequence in place of `KVCacheManager.free`, for example
-                `Connector.publish`.
-            release: Further arguments of `KVCacheManager.free`, for eviction policies.
+            free: Function that frees the request of a running sequence in place of
+                `KVCacheManager.free`, for example `Connector.publish`.
+            release: Other arguments of `KVCacheManager.free`, for eviction policies.
         """
         instance(sequence, Sequence, "sequence")
         if free is not None and not callable(free):
@@ -320,7 +328,7 @@ class Scheduler:
         return sequence in queue
 
     def _leaving(self) -> list[Sequence]:
-        """Return the sequence to swap out, if any; one to recompute was already freed."""
+        """Return the sequence to swap out, if any. A sequence to recompute is freed immediately."""
         victim, self._victim = self._victim, None
         if victim is None:
             return []
@@ -359,7 +367,10 @@ class Scheduler:
             self._wait_again(sequence)
 
     def _running(self, leaving: list[Sequence]) -> list[tuple[Sequence, int]]:
-        """Return sequences with blocks on the device and their requested tokens, decoding ones first."""
+        """Return sequences with blocks on the device, and their requested tokens.
+
+        Decoding sequences come first.
+        """
         budget, pending = self.max_num_batched_tokens, []
         for sequence in self.admitted:
             if sequence.state is State.RUNNING and sequence not in leaving:
@@ -388,7 +399,9 @@ class Scheduler:
         return asked, budget
 
     def _new(self, budget: int) -> list[tuple[Sequence, int, int]]:
-        """Return sequences to admit, the tokens each computes, and the tokens it loads from a source."""
+        """Return the sequences to admit, the number of tokens that each computes, and the number
+        that it loads from a source.
+        """
         rows = self.max_num_rows - sum(each.num_rows for each in self.admitted)
         new = []
         for sequence in sorted(self.waiting, key=lambda each: not each.has_begun):
@@ -409,13 +422,18 @@ class Scheduler:
         return new
 
     def _chunk(self, sequence: Sequence, count: int) -> int:
-        """Return how many of `count` tokens to compute now; states are kept where a step ends."""
+        """Return how many of `count` tokens to compute now, so that the step ends where states
+        should be kept.
+        """
         if self._has_states and count > 1 and not sequence.drafts:
             return self.manager.checkpoint_tokens(sequence.request, count)
         return count
 
     def _fitting_drafts(self, sequence: Sequence, count: int, budget: int) -> list[int]:
-        """Return the drafts to compute: only after all known tokens, and within `max_tokens`."""
+        """Return the drafts to compute.
+
+        Drafts are computed only after all known tokens, and within `max_tokens`.
+        """
         if count > 1:
             return []
         most = self.manager.max_model_len
@@ -443,7 +461,7 @@ class Scheduler:
                     loading.append(sequence)
                 elif status == Status.SERVED:
                     entries.append((sequence, row, start, count))
-                elif status == Status.NEVER and external:  # it may fit without these tokens
+                elif status == Status.NEVER and external:  # may fit without these tokens
                     self._loading.give_up(sequence, "it does not fit with the source's tokens")
                 elif status == Status.NEVER:
                     refused.append(sequence)
@@ -477,11 +495,11 @@ class Scheduler:
         return step
 
     def _choose_victim(self, stuck: list[Sequence], nothing_done: bool) -> None:
-        """Choose the last-ranked running sequence as victim if a sequence ahead of it waits for blocks.
+        """Choose the running sequence with the highest rank as victim, if a sequence with a lower
+        rank waits for blocks.
 
-        Also if no sequence was served: then all sequences that hold blocks are beams with nothing to
-        compute, waiting for a beam without blocks.
-        that wait for one without blocks.
+        Also choose a victim if no sequence was served. In this case, all sequences that hold blocks
+        are beams that have no tokens to compute and wait for a beam without blocks.
         """
         self._is_short = any(each.state is State.RUNNING for each in stuck)
         if not (self._is_short or nothing_done):
@@ -498,7 +516,7 @@ class Scheduler:
 
     @staticmethod
     def _insert(queue: list[Sequence], sequence: Sequence) -> None:
-        """Insert after all sequences of an equal or smaller rank."""
+        """Insert a sequence after all sequences with an equal or smaller rank."""
         at = len(queue)
         while at and queue[at - 1].rank > sequence.rank:
             at -= 1

@@ -1,4 +1,4 @@
-"""A sequence of generated tokens: its request and its scheduling state."""
+"""A sequence of generated tokens, with its request and its scheduling state."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from kvcache.checks import MAX_INT64, flag, instance, integer, listed, shown
 class State(Enum):
     """The scheduling state of a sequence.
 
-    - `WAITING`: it has no row. It is new, or was preempted and will be recomputed.
-    - `LOADING`: it has a row, and a source is filling its blocks.
-    - `RUNNING`: it has a row and blocks on the device.
-    - `SWAPPED`: it has a row and blocks on the host.
-    - `FINISHED`: the manager has freed it.
+    - `WAITING`: the sequence has no row, because it is new, or was preempted and will be
+      recomputed.
+    - `LOADING`: the sequence has a row, and a source is filling its blocks.
+    - `RUNNING`: the sequence has a row and blocks on the device.
+    - `SWAPPED`: the sequence has a row and blocks on the host.
+    - `FINISHED`: the manager has freed the sequence.
     """
 
     WAITING = "waiting"
@@ -32,8 +33,8 @@ class Sequence:
 
     - `rank`: sequences with a smaller rank are served first and preempted last.
     - `max_tokens`: the number of known tokens at which the sequence ends. Drafts never exceed it.
-    - `num_rows`: the number of rows it will need, including future forks.
-    - `drafts`: unverified tokens to compute after the known ones in the next step.
+    - `num_rows`: the number of rows that the sequence will need, including future forks.
+    - `drafts`: unverified tokens to compute after the known tokens in the next step.
 
     Raises TypeError or ValueError for invalid values.
     """
@@ -44,11 +45,11 @@ class Sequence:
     num_rows: int = 1
     drafts: list[int] = field(default_factory=list)
     state: State = State.WAITING
-    has_begun: bool = False  # was admitted or forked before; precedes sequences that were not
+    has_begun: bool = False  # was admitted or forked before; precedes sequences that never were
     num_preemptions: int = 0
-    num_cached_tokens: int | None = None  # the prefix hit at first admission; None until then
-    num_loaded_tokens: int = 0  # loaded from sources
-    failed_sources: list[object] = field(default_factory=list)  # not queried again
+    num_cached_tokens: int | None = None  # tokens of the prefix hit at first admission; None before
+    num_loaded_tokens: int = 0  # tokens loaded from sources
+    failed_sources: list[object] = field(default_factory=list)  # sources not to query again
 
     def __post_init__(self) -> None:
         instance(self.request, Request, "request")

@@ -13,14 +13,16 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 class SignalHold:
-    """Delays signal handlers to the end of its ``with`` block, where they run and may raise.
+    """Delays signal handlers until the end of its ``with`` block, where they run and may raise
+    exceptions.
 
-    CPython runs handlers in the main thread between two bytecodes. A handler that raises (Ctrl-C raises
-    KeyboardInterrupt) can therefore interrupt any statement and leave a change half done. In the main
-    thread, each handler written in Python is replaced during the block by a stand-in that records the
-    signal. At the end of the block the handlers are restored and the recorded signals are raised again.
-    Nothing is replaced in other threads, which never run handlers. Exceptions that do not come from a
-    handler (`PyThreadState_SetAsyncExc`) are not delayed.
+    CPython runs handlers in the main thread between two bytecodes. Therefore a handler that raises
+    an exception (Ctrl-C raises KeyboardInterrupt) can interrupt any statement and leave a change
+    incomplete. In the main thread, each handler written in Python is replaced during the block by a
+    stand-in that records the signal. At the end of the block the handlers are restored and the
+    recorded signals are raised again. In other threads, handlers are not replaced, because these
+    threads never run them. Exceptions that do not come from a handler (`PyThreadState_SetAsyncExc`)
+    are not delayed.
 
     >>> with SignalHold() as hold:
     ...     signal.raise_signal(signal.SIGINT)
@@ -50,7 +52,8 @@ class SignalHold:
         try:
             self._put_back()
         finally:
-            # A restored handler may have raised already: the remaining stand-ins only forward signals.
+            # A restored handler may already have raised an exception. The remaining stand-ins only
+            # forward signals.
             self.are_held = False
             self.is_over = True
             self._run_noted()
@@ -73,7 +76,10 @@ class SignalHold:
                 _signal.signal(number, stand_in.handler)
 
     def _run_noted(self) -> None:
-        """Run the handlers of all recorded signals; exceptions propagate after all have run."""
+        """Run the handlers of all recorded signals.
+
+        Exceptions propagate after all handlers have run.
+        """
         if self.noted:
             number = self.noted.pop(0)
             try:
@@ -83,7 +89,7 @@ class SignalHold:
 
 
 class _StandIn:
-    """A handler that records signals while its hold is active, and forwards them otherwise."""
+    """A signal handler that records signals while its hold is active, and forwards them otherwise."""
 
     __slots__ = ("handler", "hold")
 
@@ -93,6 +99,6 @@ class _StandIn:
     def __call__(self, number: int, frame: FrameType | None) -> object:
         if not self.hold.are_held:
             return self.handler(number, frame)
-        if number not in self.hold.noted:  # a pending signal is not queued twice, as in the system
+        if number not in self.hold.noted:  # like the system, do not queue a pending signal twice
             self.hold.noted.append(number)
         return None

@@ -1,8 +1,9 @@
-"""Attention kinds of layers and cache groups, one per file, registered by name.
+"""Attention kinds of layers and cache groups. Each kind has its own file and is registered by name.
 
-A kind defines which earlier tokens are still read. The manager derives from it which blocks a hit
-needs and which blocks leave a request's window. `plan_cache` derives how many pages a request holds.
-A kind also defines its options, the content of its pages and the window that its block table shows.
+A kind defines which earlier tokens are still read. From this rule, the manager derives which blocks
+a hit needs and which blocks leave a request's window, and `plan_cache` derives how many pages a
+request holds. A kind also defines its options, the content of its pages and the window that its
+block table shows.
 
 A custom kind needs one function and a name (`docs/own_attention_kind.md`):
 

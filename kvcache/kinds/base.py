@@ -1,4 +1,4 @@
-"""The properties of an attention kind, and the base class of kinds written in Python."""
+"""The properties of an attention kind, and the base class for kinds written in Python."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvcache.native.load import core
 
 
 class KindError(ValueError):
-    """A method of a kind raised an exception or returned an invalid value."""
+    """Raised if a method of a kind raises an exception or returns an invalid value."""
 
 
 class KindProperties:
@@ -27,7 +27,8 @@ class KindProperties:
 
     @property
     def window(self) -> int | None:
-        """Tokens that a query attends to, itself included. None: the number varies between queries.
+        """Number of tokens that a query attends to, including itself. None: the number varies
+        between queries.
 
         A group's block table shows entries before the window as the null block.
         """
@@ -35,7 +36,10 @@ class KindProperties:
 
     @property
     def num_speculative_blocks(self) -> int:
-        """For states, the maximum number of drafts in a step. Each has a page and a table column."""
+        """For kinds with states, the maximum number of drafts in a step.
+
+        Each draft has a page and a table column.
+        """
         return 0
 
     def max_live_tokens(self, num_tokens: int, step_tokens: int) -> int:
@@ -54,7 +58,7 @@ class KindProperties:
         return num_tokens
 
     def max_pages(self, num_tokens: int, step_tokens: int, tokens_per_page: int) -> int:
-        """Return an upper bound on the number of pages that a request holds at a time.
+        """Return an upper bound on the number of pages that a request holds at the same time.
 
         Args:
             num_tokens: Tokens of the request.
@@ -66,16 +70,17 @@ class KindProperties:
         """
         _check_asked(self, num_tokens, step_tokens, tokens_per_page)
         live_tokens = _max_live_tokens(self, num_tokens, step_tokens)
-        # One additional page, because the live tokens may begin inside a block.
+        # Add one page, because the live tokens may begin inside a block.
         return min(
             -(-num_tokens // tokens_per_page),
             -(-live_tokens // tokens_per_page) + 1,
         )
 
     def most_held(self, num_tokens: int, step_tokens: int, tokens_per_page: int) -> int | None:
-        """Return the most pages that a request holds; None if they follow from `first_needed_token`.
+        """Return the maximum number of pages that a request holds, or None if it follows from
+        `first_needed_token`.
 
-        Planning checks `max_pages` against this number. The arguments are those of `max_pages`.
+        Planning checks `max_pages` against this number. Takes the arguments of `max_pages`.
 
         Raises:
             KindError: The options leave too few pages for a step.
@@ -85,7 +90,7 @@ class KindProperties:
     def check_rule(self, num_tokens: int) -> None:
         """Check `first_needed_token` at all positions below `num_tokens`.
 
-        The rules of this package's kinds are native and need no check.
+        The rules of the built-in kinds are native and are not checked.
 
         Raises:
             KindError: A value is invalid.
@@ -93,17 +98,18 @@ class KindProperties:
 
 
 class AttentionKind(KindProperties, core.AttentionKind):
-    """Base class of kinds written in Python, whose pages hold KV that a query reads from some token on.
+    """Base class of kinds written in Python. Their pages hold KV, which a query reads from
+    `first_needed_token` onwards.
 
     A constructor with options must call `super().__init__()`. The manager calls `first_needed_token`
-    natively. An exception in it is passed to `sys.unraisablehook`, and the result
-    counts as 0: then no block is dropped, and a hit needs all earlier blocks.
+    natively. If it raises an exception, the exception is passed to `sys.unraisablehook`, and the
+    result is treated as 0: no block is dropped, and a hit needs all earlier blocks.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._longest_reach = array("q")  # [n]: how far back the tokens up to n read at most
-        self._last_first = 0  # first needed token of the last position queried
+        self._longest_reach = array("q")  # [n]: longest distance that a token up to n reads back
+        self._last_first = 0  # first needed token of the last queried position
 
     def first_needed_token(self, num_computed_tokens: int) -> int:
         """Return the first token that the token at `num_computed_tokens`, or any later token, reads.
@@ -117,9 +123,9 @@ class AttentionKind(KindProperties, core.AttentionKind):
         raise NotImplementedError
 
     def max_live_tokens(self, num_tokens: int, step_tokens: int) -> int:
-        """Derive the bound from `first_needed_token` of every position; see `KindProperties`.
+        """Derive the bound from `first_needed_token` at every position. See `KindProperties`.
 
-        Override it if a formula is known and requests have tens of millions of tokens.
+        Override this method if a formula is known and requests have tens of millions of tokens.
 
         Raises:
             KindError: `first_needed_token` returned an invalid value.
@@ -129,7 +135,7 @@ class AttentionKind(KindProperties, core.AttentionKind):
         return self._longest_reach[num_tokens - 1] + step_tokens
 
     def check_rule(self, num_tokens: int) -> None:
-        """Check each position once; see `KindProperties`."""
+        """Check each position once. See `KindProperties`."""
         reach = self._longest_reach
         window = self.window
         if window is not None and len(reach) < num_tokens:
@@ -154,7 +160,10 @@ class AttentionKind(KindProperties, core.AttentionKind):
 
 
 def check_tokens(num_tokens: int, step_tokens: int) -> None:
-    """Check the tokens of a request and of one of its steps. Raises TypeError or ValueError."""
+    """Check the number of tokens of a request and of one of its steps.
+
+    Raises TypeError or ValueError.
+    """
     integer(num_tokens, "num_tokens", 1, MAX_INT64)
     integer(step_tokens, "step_tokens", 1, MAX_INT64)
 
@@ -162,7 +171,7 @@ def check_tokens(num_tokens: int, step_tokens: int) -> None:
 def checked_first_live_token(kind: KindProperties, start: int, stop: int) -> int:
     """Return the first token read by a step that computes tokens [start, stop) of a request.
 
-    If the range is empty, returns the first token that the next token reads.
+    If the range is empty, return the first token that the next token reads.
 
     Raises:
         KindError: The kind's rule is invalid before `stop`, or the step reads more than
@@ -210,10 +219,10 @@ def check_planned_pages(
 ) -> None:
     """Check that `max_pages` covers the pages that a request holds according to the kind's rule.
 
-    Only kinds with their own formula are checked, because the others follow from the rule.
+    Only kinds with their own formula are checked, because other bounds are derived from the rule.
 
     Raises:
-        KindError: `max_pages` is too small, or see `KindProperties.most_held`.
+        KindError: `max_pages` is too small, or `KindProperties.most_held` raises an error.
     """
     _check_asked(kind, num_tokens, step_tokens, tokens_per_page)
     most = kind.most_held(num_tokens, step_tokens, tokens_per_page)
@@ -226,7 +235,8 @@ def check_planned_pages(
         if most > planned:
             raise KindError(f"{call}: expected {most} or more, as its pages hold {kind.pages!r}")
         return
-    # Of the steps whose last token is in the same page, the earliest to begin holds the most pages.
+    # Among the steps whose last token is in the same page, the step that begins earliest holds the
+    # most pages.
     later = range(1 + -step_tokens % tokens_per_page, num_tokens, tokens_per_page)
     for start in (0, *later):
         first = _first_needed_token(kind, start)
@@ -239,7 +249,7 @@ def check_planned_pages(
 
 
 def _has_own_bound(kind: type[KindProperties]) -> bool:
-    """Return whether planning relies on a formula from outside this package."""
+    """Return whether planning relies on a formula that is defined outside this package."""
     methods = (getattr(kind, name) for name in ("max_pages", "max_live_tokens"))
     return not all(getattr(each, "__module__", "").startswith("kvcache.kinds.") for each in methods)
 
@@ -259,7 +269,7 @@ def _answer(
     call = f"{type(kind).__name__}.{method}({', '.join(map(str, arguments))})"
     try:
         answer = getattr(kind, method)(*arguments)
-    except KindError:  # raised by another method that it called
+    except KindError:  # raised by another method that was called
         raise
     except Exception as error:
         raise KindError(f"{call} raised {type(error).__name__}: {error}") from error

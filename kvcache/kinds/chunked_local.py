@@ -1,4 +1,4 @@
-"""Chunked local attention: a token reads earlier tokens of its own chunk."""
+"""Chunked local attention, in which a token reads earlier tokens of its own chunk."""
 
 from kvcache.kinds.base import KindProperties, check_tokens
 from kvcache.kinds.registry import register

@@ -9,15 +9,18 @@ from dataclasses import dataclass
 class PageContent:
     """The content of a kind's pages.
 
-    A new content is one value here, one file in `kvcache/kinds`, and one in `csrc/core/groups/rules`.
+    To add a content, add a value here, a file in `kvcache/kinds`, and a file in
+    `csrc/core/groups/rules`.
 
     Args:
-        name: The name in messages.
-        has_slots: Whether each token has a slot in a page. False for states: a page has one state.
-        of_encoder: Whether the pages hold an encoder's tokens: admission allocates them all.
-        wraps: Whether a request reuses its blocks in a circle.
-        is_transferable: Whether a page holds a run of the request's tokens, or their state, so that other
-            requests and engines can use it.
+        name: Name used in messages.
+        has_slots: Whether each token has a slot in a page. False for states, because a page holds a
+            single state.
+        of_encoder: Whether the pages hold an encoder's tokens. If so, admission allocates all of
+            them.
+        wraps: Whether a request reuses its blocks as a circular buffer.
+        is_transferable: Whether other requests and engines can use a page, because it holds
+            consecutive tokens of the request or the state after them.
     """
 
     name: str

@@ -1,8 +1,9 @@
-"""Cross-attention: every token reads all `Request.num_encoder_tokens` tokens of the encoder.
+"""Cross-attention, in which every token reads all `Request.num_encoder_tokens` tokens of the
+encoder.
 
 The encoder's blocks are allocated at admission, held until the request is freed, and never shared. The
-decoder's KV depends on the encoder's input, so requests with encoder tokens neither use cached blocks nor
-leave any.
+decoder's KV depends on the encoder's input, so requests with encoder tokens neither use cached
+blocks nor leave blocks in the cache.
 """
 
 from kvcache.kinds.base import KindProperties

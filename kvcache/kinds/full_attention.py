@@ -1,4 +1,4 @@
-"""Full attention: every token reads all earlier tokens."""
+"""Full attention, in which every token reads all earlier tokens."""
 
 from kvcache.kinds.base import KindProperties
 from kvcache.kinds.registry import register

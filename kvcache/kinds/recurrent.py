@@ -1,13 +1,16 @@
-"""Recurrent layers (Mamba, linear attention): a token reads the state left by the previous token.
+"""Recurrent layers (Mamba, linear attention), in which a token reads the state left by the previous
+token.
 
 In `align` mode, a step updates the state in place, in the page of its last token's block. If the
 previous step ended in another block, the plan first copies the state to the new page. The old page is
 cached, and can be hit, if a step ended exactly at the end of its block or, with a `hash_block_size`
-smaller than the block, if a step of the prompt ended at a hash boundary. `checkpoint_tokens` of the
-manager determines where a scheduler that wants hits should end its prefill chunks.
+smaller than the block, if a step of the prompt ended at a hash boundary.
+`KVCacheManager.checkpoint_tokens` determines where a scheduler should end its prefill chunks so
+that states can be hit.
 
-With `num_speculative_blocks`, a row has that many additional pages after the page of its state, so that
-rejected drafts can be rolled back: see "Drafts and recurrent states" in `docs/hybrid_models.md`.
+With `num_speculative_blocks`, a row has `num_speculative_blocks` additional pages after the page of
+its state, so that rejected drafts can be rolled back. See "Drafts and recurrent states" in
+`docs/hybrid_models.md`.
 """
 
 from kvcache.kinds.base import KindProperties
@@ -21,7 +24,8 @@ class Recurrent(KindProperties, core.RecurrentState):
     """Recurrent state.
 
     Args:
-        num_speculative_blocks: Maximum number of drafts in a step. Each has a page for its state.
+        num_speculative_blocks: Maximum number of drafts in a step. Each draft has a page for its
+            state.
     """
 
     pages = STATE
@@ -32,13 +36,14 @@ class Recurrent(KindProperties, core.RecurrentState):
 
     @property
     def num_speculative_blocks(self) -> int:
-        """Number of pages for the states after a step's drafts."""
+        """Number of pages for the states after the drafts of a step."""
         return self._num_speculative_blocks
 
     def max_pages(self, num_tokens: int, step_tokens: int, tokens_per_page: int) -> int:
         """Return the pages of the running state, of draft states, and of states left at block ends.
 
-        The last step leaves one state for each block that its tokens may complete: one without drafts.
+        The last step leaves one state for each block that its tokens may complete. Without drafts,
+        this is one state.
         """
         num_states = 1 + self._num_speculative_blocks
         return num_states + -(-num_states // tokens_per_page)

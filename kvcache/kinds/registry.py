@@ -18,7 +18,7 @@ def register(name: str) -> Callable[[type[KindProperties]], type[KindProperties]
 
     The class must derive from `AttentionKind`, or from a kind of this package without overriding its
     `first_needed_token`, `pages` and `window`, because the manager uses their native form. All
-    constructor arguments must be named: they are the options of the kind.
+    constructor arguments must be keyword arguments. They are the options of the kind.
 
     Args:
         name: Name of the kind.
@@ -27,8 +27,10 @@ def register(name: str) -> Callable[[type[KindProperties]], type[KindProperties]
         The decorator, which returns the class unchanged.
 
     Raises:
-        TypeError: The class does not derive from a kind, or a constructor argument is not named.
-        ValueError: The name is taken, or the class overrides what it must not.
+        TypeError: The class does not derive from a kind, or a constructor argument is not a keyword
+            argument.
+        ValueError: The name is already registered, or the class overrides a member that must not be
+            overridden.
     """
     check_name(name, "name")
 
@@ -107,7 +109,7 @@ def _check_class(kind: type[KindProperties], name: str) -> None:
                 f"the constructor of kind {name!r} takes {parameter}: expected arguments with names"
             )
     if base is AttentionKind:
-        if kind.pages is not TOKENS:  # the native manager treats it as a kind of token pages
+        if kind.pages is not TOKENS:  # the native manager treats the kind as one with token pages
             raise ValueError(f"pages of kind {name!r} is {shown(kind.pages)}: expected 'tokens'")
         if kind.first_needed_token is AttentionKind.first_needed_token:
             raise TypeError(f"kind {name!r} has no first_needed_token: expected one of its own")
@@ -122,7 +124,9 @@ def _check_class(kind: type[KindProperties], name: str) -> None:
 
 
 def _base_of(kind: type) -> type[KindProperties] | None:
-    """Return the base among `AttentionKind` and this package's kinds, or None if there is none."""
+    """Return the class's base among `AttentionKind` and the built-in kinds, or None if there is
+    none.
+    """
     if not isinstance(kind, type):
         return None
     bases = [

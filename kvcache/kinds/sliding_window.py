@@ -1,4 +1,4 @@
-"""Sliding-window attention: a token reads itself and the `window - 1` tokens before it."""
+"""Sliding-window attention, in which a token reads itself and the previous `window - 1` tokens."""
 
 from kvcache.kinds.base import KindProperties, check_tokens
 from kvcache.kinds.registry import register
@@ -10,7 +10,7 @@ class SlidingWindow(KindProperties, core.SlidingWindow):
     """Sliding-window attention.
 
     Args:
-        window: Tokens that a query attends to, itself included; at least 1.
+        window: Number of tokens that a query attends to, including itself. At least 1.
     """
 
     def __init__(self, *, window: int) -> None:
@@ -19,10 +19,10 @@ class SlidingWindow(KindProperties, core.SlidingWindow):
 
     @property
     def window(self) -> int:
-        """Tokens that a query attends to, itself included."""
+        """Number of tokens that a query attends to, including itself."""
         return self._window
 
     def max_live_tokens(self, num_tokens: int, step_tokens: int) -> int:
-        """Return the tokens of a step plus those in the window of its first token."""
+        """Return the tokens of a step plus the earlier tokens in the window of its first token."""
         check_tokens(num_tokens, step_tokens)
         return self._window - 1 + step_tokens

@@ -1,1 +1,1 @@
-"""The native libraries: built ahead of time or at first use, and loaded."""
+"""Builds the native libraries, ahead of time or at first use, and loads them."""

@@ -1,7 +1,8 @@
 """The native sources and their build flags, shared by `setup.py`, CMake and the JIT.
 
 Imports only the standard library, because `setup.py` loads this file by path before the package exists.
-CMakeLists.txt selects files by the same rule: all files in a folder belong to that folder's library.
+CMakeLists.txt selects files by the same rule, which is that all files in a folder belong to the
+library of this folder.
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-# LibTorch's stable ABI as of 2.10: one build runs with 2.10 and every later release.
+# LibTorch's stable ABI as of 2.10. A build runs with 2.10 and every later release.
 TORCH_TARGET = "TORCH_TARGET_VERSION=0x020a000000000000"
 
 CXX_FLAGS = ["-O3", "-DNDEBUG", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-g0"]
 NVCC_FLAGS = ["-O3", "-std=c++17", "-DUSE_CUDA", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-CUDA_ARCHS = ("80", "90", "100")  # the defaults, as far as the toolkit supports them
+CUDA_ARCHS = ("80", "90", "100")  # default architectures, if the toolkit supports them
 
 INSTALL_HINT = "pip install --no-build-isolation -e ."
 
 
 def source_root() -> Path | None:
-    """Return the folder `csrc`, in the installed package or next to it in a checkout. None if missing."""
+    """Return the folder `csrc`, which is in the installed package or, in a checkout, next to the
+    package. None if missing.
+    """
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "csrc", package.parent / "csrc"):
         if (folder / "ops" / "library.cpp").is_file():
@@ -72,7 +75,7 @@ def pybind11_include() -> Path:
 
 
 def python_include() -> Path:
-    """Return the folder of Python's headers, which distributions package separately."""
+    """Return the folder of Python's headers. Distributions package them separately."""
     include = Path(sysconfig.get_path("include"))
     if not (include / "Python.h").is_file():
         raise RuntimeError(
@@ -83,9 +86,11 @@ def python_include() -> Path:
 
 
 def cxx_command() -> list[str]:
-    """Return the C++ compiler and its arguments: $CXX ("ccache g++", "g++ -m64"), else g++ or clang++."""
+    """Return the C++ compiler and its arguments, from $CXX ("ccache g++", "g++ -m64"), or g++ or
+    clang++.
+    """
     asked = os.environ.get("CXX", "").strip()
-    # Tried as one word first, because a path may contain spaces.
+    # Try $CXX as a single word first, because a path may contain spaces.
     for words in [[asked], shlex.split(asked)] if asked else [["g++"], ["clang++"]]:
         found = shutil.which(words[0])
         if found:
@@ -97,12 +102,12 @@ def cxx_command() -> list[str]:
 
 
 def cxx() -> str:
-    """Return the compiler's program: g++ of "ccache g++ -m64"."""
+    """Return the program of the compiler, for example g++ for "ccache g++ -m64"."""
     return cxx_command()[_place_of_program()]
 
 
 def cxx_arguments() -> list[str]:
-    """Return the arguments after the program: -m64 of "ccache g++ -m64"."""
+    """Return the arguments after the program, for example -m64 for "ccache g++ -m64"."""
     return cxx_command()[_place_of_program() + 1 :]
 
 
@@ -111,12 +116,16 @@ def _place_of_program() -> int:
 
 
 def object_name(source: Path) -> str:
-    """Return an object name that is unique even for files of equal names in different folders."""
+    """Return an object name that is unique even if files in different folders have the same name."""
     return f"{source.parent.name}_{source.stem}.o"
 
 
 def wants_cuda() -> bool:
-    """Return whether to build the CUDA library: if torch has CUDA, unless KVCACHE_CUDA=0/1 is set."""
+    """Return whether to build the CUDA library.
+
+    KVCACHE_CUDA=0/1 decides if it is set. Otherwise the library is built if torch has CUDA and
+    there is a toolkit.
+    """
     asked = os.environ.get("KVCACHE_CUDA")
     if asked in ("0", "1"):
         return asked == "1"
@@ -124,7 +133,9 @@ def wants_cuda() -> bool:
 
 
 def cuda_home() -> Path | None:
-    """Return a CUDA toolkit with nvcc, from $CUDA_HOME, /usr/local/cuda or the PATH. None if missing."""
+    """Return a CUDA toolkit with nvcc, from $CUDA_HOME, /usr/local/cuda or the PATH, or None if
+    there is none.
+    """
     on_path = shutil.which("nvcc")
     for folder in (
         os.environ.get("CUDA_HOME"),
@@ -176,7 +187,7 @@ def cudart_folder(home: Path, scratch: Path) -> Path:
 
 @functools.cache
 def toolkit_archs(home: Path) -> tuple[str, ...]:
-    """Return the architectures that a toolkit's nvcc can compile for ("75", "80", ...)."""
+    """Return the architectures for which a toolkit's nvcc can compile ("75", "80", ...)."""
     nvcc = str(home / "bin" / "nvcc")
     done = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True)
     found = [line.strip().removeprefix("compute_") for line in done.stdout.splitlines()]
@@ -189,12 +200,12 @@ def cuda_archs(present: Sequence[str] = ()) -> list[str]:
     """Return the architectures to compile for.
 
     $KVCACHE_CUDA_ARCHS ("80;90;100") takes precedence, then the architectures of the devices that are
-    `present`, then CUDA_ARCHS. Architectures that the toolkit lacks are omitted; if none remain, its
-    newest older one is used.
+    `present`, then CUDA_ARCHS. Architectures that the toolkit lacks are omitted. If none remain,
+    the newest older architecture of the toolkit is used.
 
     Raises:
-        RuntimeError: There is no nvcc, the toolkit lacks an architecture in $KVCACHE_CUDA_ARCHS, or it
-            has none that runs.
+        RuntimeError: There is no nvcc, the toolkit lacks an architecture in $KVCACHE_CUDA_ARCHS, or
+            it has no architecture that runs on the devices.
     """
     home = cuda_home()
     if home is None:
@@ -211,7 +222,7 @@ def cuda_archs(present: Sequence[str] = ()) -> list[str]:
         return asked
     wanted = present or CUDA_ARCHS
     archs = [arch for arch in wanted if arch in known]
-    # A newer device runs the PTX of an older architecture.
+    # A newer device can run the PTX of an older architecture.
     older = [arch for arch in known if any(int(arch) < int(w) for w in wanted)]
     archs = archs or sorted(older, key=int)[-1:]
     if not archs:
@@ -223,7 +234,9 @@ def cuda_archs(present: Sequence[str] = ()) -> list[str]:
 
 
 def gencode_flags(present: Sequence[str] = ()) -> list[str]:
-    """Return flags for machine code of each of `cuda_archs`, and PTX of the last for newer devices."""
+    """Return flags for the machine code of each of `cuda_archs`, and for PTX of the last
+    architecture for newer devices.
+    """
     archs = cuda_archs(present)
     flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
     return [*flags, f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
@@ -235,6 +248,6 @@ def link_flags() -> list[str]:
     return ["-ldl"]
 
 
-if __name__ == "__main__":  # for CMake
+if __name__ == "__main__":  # called by CMake
     archs = cuda_archs()
     print(";".join([*(f"{arch}-real" for arch in archs[:-1]), archs[-1]]))

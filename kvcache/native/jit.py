@@ -1,8 +1,8 @@
-"""Builds the native libraries at first use if no prebuilt ones are found.
+"""Builds the native libraries at first use if no prebuilt libraries are found.
 
 Libraries are built in `$KVCACHE_JIT_DIR` (default: `~/.cache/kvcache`), in a folder named by a hash of
-sources, flags and versions, and shared by all processes. A file lock prevents concurrent builds. A
-folder that other users can write to is refused.
+sources, flags and versions, and shared by all processes. A file lock prevents concurrent builds.
+Folders that other users can write to are rejected.
 """
 
 from __future__ import annotations
@@ -26,11 +26,17 @@ from kvcache.native import build
 
 
 class BuildError(ImportError):
-    """A native library is missing and could not be built. The message explains how to fix it."""
+    """Raised if a native library is missing and could not be built.
+
+    The message explains how to fix it.
+    """
 
 
 def build_core() -> ModuleType:
-    """Compile and import kvcache._core. Needs a C++ compiler and pybind11's headers, but not torch."""
+    """Compile and import kvcache._core.
+
+    Requires a C++ compiler and pybind11's headers, but not torch.
+    """
     root = _sources()
     sources = build.core_sources(root)
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
@@ -88,8 +94,8 @@ def build_ops(name: str) -> Path:
 
         if cuda:
             _require_nvcc()
-            # torch derives the toolkit's folder from an nvcc on the PATH, even if that is a link
-            # (/usr/local/bin) and the libraries are elsewhere.
+            # torch derives the toolkit's folder from an nvcc on the PATH, even if this nvcc is a
+            # link (/usr/local/bin) and the libraries are elsewhere.
             cpp_extension.CUDA_HOME = str(build.cuda_home())
         _require_ninja()
         arguments = build.cxx_arguments()
@@ -97,7 +103,7 @@ def build_ops(name: str) -> Path:
         if cuda:  # torch searches only lib64 and lib, and only for the name without a version
             libraries.append(f"-L{build.cudart_folder(build.cuda_home(), folder)}")
         cuda_flags = ["-O3", "-DUSE_CUDA", f"-D{build.TORCH_TARGET}"] if cuda else []
-        cuda_flags += build.gencode_flags(present) if cuda else []  # else torch adds its own
+        cuda_flags += build.gencode_flags(present) if cuda else []  # otherwise torch adds its own
         with _cxx_for_torch():
             _say_building(name, folder)
             cpp_extension.load(
@@ -118,7 +124,7 @@ def build_ops(name: str) -> Path:
 
 
 def _require_cuda() -> None:
-    """Check that there is a device and nvcc; nvcc is needed only if nothing is built yet."""
+    """Check that there is a device and nvcc. nvcc is needed only if the library is not built yet."""
     import torch
 
     if not torch.cuda.is_available():
@@ -139,7 +145,10 @@ def _require_nvcc() -> None:
 
 @contextlib.contextmanager
 def _cxx_for_torch() -> Iterator[None]:
-    """Make torch use the selected compiler; torch takes $CXX for one program, and defaults to c++."""
+    """Make torch use the selected compiler.
+
+    By default, torch uses $CXX as a single program name, or c++.
+    """
     asked = os.environ.get("CXX")
     os.environ["CXX"] = build.cxx()
     try:
@@ -184,14 +193,16 @@ def _cached(
         _check_private(base)
         folder.mkdir(mode=0o700, exist_ok=True)
         _check_private(folder)
-        # Next to the folder, because torch's builder keeps a file of that name within it.
+        # The lock is next to the folder, because torch's builder keeps a file with this name in the
+        # folder.
         lock = folder.with_suffix(".lock").open("w")
     except OSError as error:
         raise BuildError(f"cannot write {folder} ({error}): set KVCACHE_JIT_DIR") from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "complete").exists():
-            # torch would wait forever for a killed build; the lock proves that none is running.
+            # torch would wait indefinitely for a killed build. The file lock proves that no build
+            # is running.
             (folder / "lock").unlink(missing_ok=True)
             try:
                 compile_into(folder)
@@ -216,8 +227,8 @@ def _base_folder() -> Path:
 
 
 def _check_private(folder: Path) -> None:
-    """Raise BuildError if others than this user and root can write to the folder, whose code is
-    executed.
+    """Raise BuildError if users other than this user and root can write to the folder, because its
+    code is executed.
     """
     found = folder.stat()
     if found.st_uid not in (os.geteuid(), 0):

@@ -1,4 +1,4 @@
-"""Loads the native libraries: prebuilt ones, or else built at first use (`jit`).
+"""Loads the native libraries. They are prebuilt, or built at first use (`jit`).
 
 `core` is the control plane's module and never needs torch. `load_ops()` registers `torch.ops.kvcache`.
 KVCACHE_JIT=1 ignores prebuilt libraries.
@@ -17,7 +17,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _CPU, _CUDA = "libkvcache_cpu", "libkvcache_cuda"
 _found: dict[str, str] = {}
 _missing: dict[str, str] = {}
-_stubs: list[object] = []  # registrations last as long as these objects
+_stubs: list[object] = []  # registrations end when these objects are deleted
 
 
 def _forced_jit() -> bool:
@@ -25,7 +25,8 @@ def _forced_jit() -> bool:
 
 
 def _load_core() -> ModuleType:
-    # Only in this package: an editable install would also find those of another checkout.
+    # Search only this package, because an editable install would also find modules of another
+    # checkout.
     spec = PathFinder.find_spec("kvcache._core", [str(_PACKAGE)])
     if spec is not None and not _forced_jit():
         module = importlib.util.module_from_spec(spec)
@@ -41,7 +42,8 @@ def _load_core() -> ModuleType:
 
 
 def load_ops() -> None:
-    """Register `torch.ops.kvcache`, once. The CUDA library is loaded only with a CUDA build of torch.
+    """Register `torch.ops.kvcache` once per process. The CUDA library is loaded only with a CUDA
+    build of torch.
 
     Without the CUDA library, the CPU ops still work, and a call with CUDA tensors raises a RuntimeError
     that explains why the library is missing.
@@ -49,7 +51,8 @@ def load_ops() -> None:
     import torch
 
     if _CPU not in _found:
-        # A second definition of the namespace would abort the process: another copy may be loaded.
+        # Another copy of the library may be loaded, and a second definition of the namespace would
+        # abort the process.
         others = hasattr(torch.ops.kvcache, "slot_mapping")
         _found[_CPU] = "registered by another copy of kvcache" if others else _load(_CPU)
     if torch.version.cuda and _CUDA not in _found and _CUDA not in _missing:
@@ -58,7 +61,7 @@ def load_ops() -> None:
             return
         try:
             _found[_CUDA] = _load(_CUDA)
-        except (ImportError, OSError, RuntimeError) as error:  # not built; built for another CUDA
+        except (ImportError, OSError, RuntimeError) as error:  # not built, or for another CUDA
             what = "not built" if isinstance(error, ImportError) else "not loadable"
             _missing[_CUDA] = f"{what}: {error}{_advice(str(error))}"
             _refuse_cuda(_ops_without_cuda())
@@ -85,7 +88,7 @@ def _load(name: str) -> str:
 
 
 def _advice(error: str) -> str:
-    """Return advice about a library that does not load."""
+    """Return advice for a library that cannot be loaded."""
     import torch
 
     if "undefined symbol: cu" in error or "libcudart" in error:
@@ -98,7 +101,7 @@ def _advice(error: str) -> str:
 
 def _driver_problem(compiled: int, driver: int) -> str | None:
     """Return a message if the driver is too old for the toolkit. Versions are CUDA's numbers (13000)."""
-    # Any driver of the same major version runs the compiled code. 0: there is no driver.
+    # Any driver of the same major version runs the compiled code. 0 means that there is no driver.
     if driver == 0 or driver // 1000 >= compiled // 1000:
         return None
     return (
@@ -128,7 +131,7 @@ def _ops_without_cuda() -> list[str]:
 
 
 def _refuse_cuda(names: list[str]) -> None:
-    """Register an op in place of a CUDA kernel that raises an error with the reason."""
+    """Register, in place of each CUDA kernel, an op that raises an error with the reason."""
     import torch
 
     library = torch.library.Library("kvcache", "IMPL", "CUDA")
@@ -142,7 +145,7 @@ def _refuse_cuda(names: list[str]) -> None:
 
 
 def why_no_cuda() -> str | None:
-    """Return why the CUDA ops are missing or unusable. None if they can be used."""
+    """Return the reason why the CUDA ops are missing or unusable, or None if they can be used."""
     import torch
 
     if _CUDA in _missing:
@@ -162,7 +165,7 @@ def cuda_versions() -> str | None:
 
 
 def describe() -> dict[str, str]:
-    """Return the origin of each native library of this process, or why it is missing."""
+    """Return the origin of each native library in this process, or the reason why it is missing."""
     return {**_found, **{name: reason.splitlines()[0] for name, reason in _missing.items()}}
 
 

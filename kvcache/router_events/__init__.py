@@ -1,4 +1,5 @@
-"""Cache events for routers: a ZMQ publisher with replay, and a subscriber that mirrors the cache.
+"""Cache events for routers, with a ZMQ publisher that supports replay and a subscriber that mirrors
+the cache.
 
 Requires the packages `msgspec` and `pyzmq` (`pip install kvcache[events]`).
 """

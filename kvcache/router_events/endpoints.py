@@ -12,9 +12,10 @@ _TRANSPORTS = ("tcp", "ipc", "inproc")
 
 
 def checked_endpoint(endpoint: str, name: str, allow_remote: bool) -> str:
-    """Return an endpoint to bind: tcp on a loopback address, ipc or inproc; with `allow_remote`, any tcp.
+    """Check an endpoint to bind: tcp on a loopback address, ipc, inproc or, with `allow_remote`,
+    any tcp.
 
-    Raises TypeError or ValueError, which names the argument.
+    Raises a TypeError or ValueError that names the argument.
     """
     text(endpoint, name)
     transport, separator, place = endpoint.partition("://")
@@ -33,7 +34,10 @@ def checked_endpoint(endpoint: str, name: str, allow_remote: bool) -> str:
 def checked_context(
     context: zmq.Context[zmq.Socket[bytes]] | None,
 ) -> zmq.Context[zmq.Socket[bytes]]:
-    """Return the given context, or the process's own for None. Raises TypeError."""
+    """Return the given context, or the process-wide context for None.
+
+    Raises TypeError for any other type.
+    """
     if context is None:
         return zmq.Context.instance()
     instance(context, zmq.Context, "context")
@@ -45,7 +49,7 @@ def _is_loopback(place: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # a host name, which may resolve to any address; or *
+        return False  # "*", or a host name, which may resolve to any address
 
 
 def bound(socket: zmq.Socket[bytes], endpoint: str, name: str) -> str:

@@ -1,4 +1,4 @@
-"""The blocks that the readers of an event stream know, with their published attributes."""
+"""Tracks the blocks that the readers of an event stream know, with their published attributes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvcache.events import BlockStored
 from kvcache.router_events.chains import chains
 from kvcache.router_events.wire import CPU, GPU, STORAGE, WireHash, WireStored
 
-# The names used by routers and vLLM. Other kinds keep their own names.
+# Names of attention kinds that routers and vLLM use. Other kinds keep their names.
 _WIRE_KINDS = {
     "chunked_local": "chunked_local_attention",
     "circular_window": "sliding_window",
@@ -21,7 +21,10 @@ _MEDIUM_BITS = {GPU: 1, CPU: 2, STORAGE: 4}
 
 
 class KnownBlock:
-    """Attributes of a block that are the same on every medium. `tokens`: int32 bytes; b"" if unknown."""
+    """Attributes of a block that are the same on every medium.
+
+    `tokens`: token IDs as int32 bytes, or b"" if unknown.
+    """
 
     __slots__ = ("extra_keys", "lora_name", "mediums", "parent", "tokens")
 
@@ -30,7 +33,7 @@ class KnownBlock:
         self.tokens = b""
         self.lora_name: str | None = None
         self.extra_keys: tuple[Any, ...] | None = None
-        self.mediums = 0  # bit mask
+        self.mediums = 0  # bit mask of the mediums that have the block
 
 
 class GroupBlocks:
@@ -44,7 +47,7 @@ class GroupBlocks:
         self._removed: set[WireHash] = set()
 
     def store(self, stored: WireStored, tokens: bytes) -> None:
-        """Record stored blocks with their parents. `tokens` are their token ids as int32 bytes."""
+        """Record stored blocks with their parents. `tokens` are their token IDs as int32 bytes."""
         parent = stored.parent_block_hash
         size = 4 * self._block_size
         for i, block_hash in enumerate(stored.block_hashes):
@@ -59,7 +62,10 @@ class GroupBlocks:
             parent = block_hash
 
     def store_known(self, hashes: Iterable[WireHash], medium: str) -> Iterator[WireStored]:
-        """Record blocks that a medium now has. Yield their events with attributes from other mediums."""
+        """Record known blocks that a medium now has.
+
+        Yield their events, with attributes recorded earlier.
+        """
         hashes = list(hashes)
         for block_hash in hashes:
             self._blocks.setdefault(block_hash, KnownBlock()).mediums |= _MEDIUM_BITS[medium]
@@ -81,7 +87,7 @@ class GroupBlocks:
         return [each for each, block in self._blocks.items() if block.mediums & bit]
 
     def forget_removed(self) -> None:
-        """Discard blocks that no medium has.
+        """Discard blocks that are on no medium.
 
         Called after all events of a step, because a step may write an evicted block to the host at its
         end.
@@ -92,7 +98,7 @@ class GroupBlocks:
         self._removed.clear()
 
     def everything(self, medium: str) -> Iterator[WireStored]:
-        """Yield events for all blocks of a medium, for a reader that knows none."""
+        """Yield events for all blocks of a medium, for a reader that does not know any blocks."""
         yield from self._stored(self.hashes(medium), medium)
 
     def _stored(self, hashes: list[WireHash], medium: str) -> Iterator[WireStored]:

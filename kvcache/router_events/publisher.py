@@ -23,11 +23,9 @@ from kvcache.router_events.translator import EventTranslator, check_event
 from kvcache.router_events.wire import WireBatch, encode_batch, encode_sequence
 
 _log = logging.getLogger(__name__)
-_BUSY_POLL_MS = 5  # while a reader of a replay accepts no data
+_BUSY_POLL_MS = 5  # polling interval in ms while a reader of a replay accepts no data
 _QUEUE_CHECK_SECONDS = 0.1
-_LONGEST_SECONDS = (
-    86_400.0  # limit of the wait in `close`; ZMQ and threads cannot wait longer than some days
-)
+_LONGEST_SECONDS = 86_400.0  # maximum wait in `close`; ZMQ and threads can wait only a few days
 _MOST_BYTES_OF_A_SUBSCRIPTION = 4096
 
 
@@ -39,31 +37,32 @@ class PublisherCounts(NamedTuple):
     replays: int  # replays that were started
     snapshots: int  # snapshots for readers that requested batches older than the buffer
     refused_requests: int  # malformed replay requests
-    given_up_replays: int  # replays dropped: the reader left, asked again or stalled
+    given_up_replays: int  # replays dropped because the reader left, asked again or stalled
 
 
 class EventPublisher:
-    """Publish cache events on ZMQ, with replay. docs/events.md describes the wire format.
+    """Publishes cache events over ZMQ, with replay. docs/events.md describes the wire format.
 
-    Call `publish(manager.cache.drain_events())` after each step. The call only queues the events; a
-    thread translates and sends them. A publisher belongs to one manager and receives all of its events,
-    starting with the first.
+    Call `publish(manager.cache.drain_events())` after each step. The call only queues the events. A
+    thread translates and sends them. A publisher belongs to one manager and receives all of its
+    events, starting with the first.
 
     Args:
         endpoint: Address that readers subscribe to.
-        replay_endpoint: Address for replay requests. None disables replay. Both addresses are bound as
-            given, so each data-parallel rank needs its own.
-        allow_remote: Allow addresses other than loopback, ipc and inproc. Anyone who can reach such an
-            address can read the tokens of all prompts.
+        replay_endpoint: Address for replay requests. None disables replay. Both addresses are bound
+            as given, so each data-parallel rank needs its own addresses.
+        allow_remote: Whether to allow addresses other than loopback, ipc and inproc. Anyone who can
+            reach such an address can read the tokens of all prompts.
         topic: Topic of the messages, "kv@POD@MODEL" for routers that expect this form.
-        data_parallel_rank: Rank that every batch names.
+        data_parallel_rank: Data-parallel rank that is sent with every batch.
         hash_seed: The manager's `hash_seed`.
-        buffer_steps: Maximum number of batches kept for replay. A reader that requests older ones
-            receives a snapshot of everything that is cached.
+        buffer_steps: Maximum number of batches kept for replay. A reader that requests older
+            batches receives a snapshot of all cached blocks.
         buffer_bytes: Maximum total size of these batches.
-        hwm: Batches queued for a slow reader, which misses any further ones.
-        max_queue_size: Batches queued for the thread. `publish` blocks while the queue is full.
-        context: The ZMQ context. None: the process's own.
+        hwm: Maximum number of batches queued for a slow reader. The reader misses further batches.
+        max_queue_size: Maximum number of batches queued for the thread. `publish` blocks while the
+            queue is full.
+        context: The ZMQ context. None: the process-wide context.
 
     Raises:
         TypeError, ValueError: An argument is invalid.
@@ -107,7 +106,7 @@ class EventPublisher:
         self._num_bytes = 0
         self._failure: BaseException | None = None
         self._is_closing = False
-        self._close_by = 0.0  # on the monotonic clock
+        self._close_by = 0.0  # deadline of `close` on the monotonic clock
 
         context = checked_context(context)
         self._socket = context.socket(zmq.PUB)
@@ -159,7 +158,7 @@ class EventPublisher:
 
     @property
     def counts(self) -> PublisherCounts:
-        """Cumulative counts, possibly a moment old."""
+        """Cumulative counts. They may be slightly out of date."""
         server = self._server
         replays = (
             (server.num_replays, server.num_snapshots, server.num_refused, server.num_given_up)
@@ -169,7 +168,7 @@ class EventPublisher:
         return PublisherCounts(self._buffer.stop, self._num_bytes, *replays)
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Publish queued batches and stop. Replays in progress end. May be called repeatedly.
+        """Publish queued batches and stop. Replays in progress are ended. May be called repeatedly.
 
         Args:
             timeout_s: Approximate limit in seconds, finite and at least 0.
@@ -199,11 +198,12 @@ class EventPublisher:
             raise RuntimeError("the publisher is closed")
 
     def _wake_up(self) -> None:
-        # If the pipe is full, the thread wakes up anyway; or the thread has ended.
+        # If the pipe is full, the thread wakes up anyway. If the thread has ended, no wake-up is
+        # needed.
         with contextlib.suppress(OSError):
             self._wake.send(b"\0")
 
-    # Called in the thread.
+    # Methods called in the thread.
 
     def _run(self) -> None:
         try:
@@ -241,7 +241,10 @@ class EventPublisher:
                 pass
 
     def _publish_some(self) -> bool:
-        """Publish up to 64 batches, to leave time for replays. Return whether the queue is empty."""
+        """Publish up to 64 batches, so that there is time for replays.
+
+        Return whether the queue is empty.
+        """
         for _ in range(64):
             try:
                 seconds, events = self._waiting.get_nowait()

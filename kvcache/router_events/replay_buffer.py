@@ -1,4 +1,4 @@
-"""The most recent batches, for readers that missed some."""
+"""Keeps the most recent batches for readers that missed batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 
 
 class ReplayBuffer:
-    """Payloads with consecutive sequence numbers, limited in number and in total bytes.
+    """A buffer of payloads with consecutive sequence numbers, limited in number and in total bytes.
 
     The oldest payloads are dropped first. The last payload is kept regardless of its size.
     """
@@ -33,7 +33,10 @@ class ReplayBuffer:
             self.first += 1
 
     def __getitem__(self, number: int) -> bytes:
-        """Return the batch with this sequence number. Raises IndexError if it is not kept."""
+        """Return the batch with this sequence number.
+
+        Raises IndexError if it is not in the buffer.
+        """
         if not self.first <= number < self.stop:
             raise IndexError(
                 f"batch {number} is not kept: expected {self.first} to {self.stop - 1}"

@@ -11,17 +11,17 @@ from kvcache.router_events.wire import END_OF_REPLAY, WireError, decode_sequence
 
 
 class ReplayTimeout(Exception):
-    """A publisher does not answer, or has stopped answering."""
+    """Raised if a publisher does not answer or has stopped answering."""
 
 
 def replay(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int, timeout_s: float
 ) -> Generator[tuple[int, bytes], None, None]:
-    """Yield (sequence number, payload) of the publisher's batches from `first` on.
+    """Yield (sequence number, payload) of the publisher's batches, starting at `first`.
 
-    Each call opens a new connection, so answers to earlier calls cannot interfere. Raises ReplayTimeout
-    if the replay has not ended within `timeout_s` seconds; batches yielded before remain valid. Raises
-    WireError for a malformed answer.
+    Each call opens a new connection, so answers to earlier calls cannot interfere. Raises
+    ReplayTimeout if the replay has not ended within `timeout_s` seconds. Batches that were already
+    yielded remain valid. Raises WireError for a malformed answer.
     """
     socket = context.socket(zmq.DEALER)
     socket.linger = 0

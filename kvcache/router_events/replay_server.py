@@ -2,13 +2,15 @@
 
 A request is [identity, b"", first sequence number]. The empty frame is optional, and answers omit it if
 the request does. Each batch is one answer, [identity, b"", topic, sequence number, payload]. The last
-answer has sequence number -1. A reader that requests batches that the buffer no longer has receives a
-batch that clears its view and stores everything that is cached, under the last sequence number.
+answer has sequence number -1. If the buffer no longer has the requested batches, the reader
+receives a snapshot under the last sequence number. This batch clears the reader's view and stores
+all cached blocks.
 
-The data queued for readers is bounded: a batch is passed to ZMQ only while less than
-`MOST_BYTES_OF_A_READER` is queued for its reader and less than `MOST_BYTES` for all readers. ZMQ reports
-when it releases a batch, so bytes count until the kernel has them. If a reader accepts no data for
-`SLOW_SECONDS`, the server drops its replay and the kernel drops its connection.
+The data queued for readers is bounded. A batch is passed to ZMQ only while less than
+`MOST_BYTES_OF_A_READER` is queued for its reader and less than `MOST_BYTES` for all readers. ZMQ
+reports when it releases a batch, so bytes are counted until the kernel has accepted them. If a
+reader accepts no data for `SLOW_SECONDS`, the server drops its replay and the kernel drops its
+connection.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from kvcache.router_events.wire import END_OF_REPLAY, WireError, decode_sequence
 
 MOST_REQUESTS_WAITING = 64
 _BATCHES_AT_A_TIME = 32
-_MOST_BYTES_OF_A_FRAME = 256  # of a request
+_MOST_BYTES_OF_A_FRAME = 256  # maximum size of a frame in a request
 _SEND_HWM = 1_000  # messages queued for a reader; beyond this, its replay pauses
-_KERNEL_BYTES = 2**18  # kernel buffer of a connection
-MOST_BYTES = 2**26  # queued for all readers
+_KERNEL_BYTES = 2**18  # size of the kernel's send buffer for a connection, in bytes
+MOST_BYTES = 2**26  # maximum number of bytes queued for all readers
 MOST_BYTES_OF_A_READER = (
     MOST_BYTES // MOST_REQUESTS_WAITING
-)  # so that idle replays make room for others
+)  # maximum bytes queued for one reader, so that idle replays leave room for others
 SLOW_SECONDS = 10.0
 
 
@@ -39,7 +41,7 @@ SLOW_SECONDS = 10.0
 class _Replay:
     identity: bytes
     prefix: list[bytes]
-    next: int  # sequence number
+    next: int  # sequence number of the next batch
     stop: int
 
 
@@ -58,7 +60,7 @@ class _HeldBatches:
         self.num_bytes += size
 
     def waiting(self) -> int:
-        """Bytes that ZMQ still holds, even if `let_go` was not called since."""
+        """Number of bytes that ZMQ still holds, even if `let_go` was not called recently."""
         return sum(size for tracker, size in list(self.batches) if not tracker.done)
 
     def let_go(self) -> None:
@@ -69,7 +71,10 @@ class _HeldBatches:
 
 
 class ReplayServer:
-    """Serve readers on a bound ROUTER socket. `snapshot` returns the payload that stores everything."""
+    """Serves readers on a bound ROUTER socket.
+
+    `snapshot` returns a payload that stores all cached blocks.
+    """
 
     def __init__(
         self,
@@ -80,10 +85,10 @@ class ReplayServer:
     ) -> None:
         self._socket, self._topic, self._buffer = socket, topic, buffer
         self._make_snapshot = snapshot
-        # With the sequence number at which it was made.
+        # The last snapshot, with the sequence number at which it was created.
         self._snapshot: tuple[int, bytes] = (-1, b"")
-        self._replays: dict[bytes, _Replay] = {}  # by identity, oldest first
-        # By identity, including replays that were dropped.
+        self._replays: dict[bytes, _Replay] = {}  # replays by reader identity, oldest first
+        # Batches held for each reader identity, including batches of dropped replays.
         self._held: dict[bytes, _HeldBatches] = {}
         self.num_replays = self.num_snapshots = self.num_refused = self.num_given_up = 0
 
@@ -106,7 +111,7 @@ class ReplayServer:
 
     @property
     def held_bytes(self) -> dict[bytes, int]:
-        """Bytes queued for readers, by identity."""
+        """Number of bytes queued for each reader, by identity."""
         return {identity: each.waiting() for identity, each in list(self._held.items())}
 
     def hear(self) -> None:
@@ -131,7 +136,7 @@ class ReplayServer:
             self.num_refused += 1
             return
         if self._replays.pop(identity, None) is not None:
-            self.num_given_up += 1  # a reader has one replay at a time
+            self.num_given_up += 1  # a new request replaces the reader's current replay
         while len(self._replays) >= MOST_REQUESTS_WAITING:
             del self._replays[next(iter(self._replays))]
             self.num_given_up += 1
@@ -167,7 +172,7 @@ class ReplayServer:
     def _has_room(self, replay: _Replay) -> bool:
         """Return whether the next batch may be queued for this reader.
 
-        If nothing is queued, any size may.
+        If no batch is queued, the next batch may have any size.
         """
         if replay.next >= replay.stop or not self._held:
             return True

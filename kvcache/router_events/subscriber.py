@@ -22,34 +22,34 @@ from kvcache.router_events.wire import (
 )
 
 _log = logging.getLogger(__name__)
-_MOST_MESSAGES = 1024  # per `poll`
-_LONGEST_SECONDS = 86_400.0  # per `poll`; ZMQ counts milliseconds in 32 bits
+_MOST_MESSAGES = 1024  # maximum number of messages per `poll`
+_LONGEST_SECONDS = 86_400.0  # maximum wait per `poll`; ZMQ counts milliseconds in 32 bits
 
 
 class SubscriberCounts(NamedTuple):
     """Cumulative counts of a subscriber."""
 
-    batches: int  # applied batches, including replayed ones
+    batches: int  # applied batches, including replayed batches
     gaps: int  # gaps in the sequence numbers
     restarts: int  # restarts of the publisher
     malformed: int  # ignored messages
 
 
 class EventSubscriber:
-    """Mirror one publisher's cache. There is no thread: `poll` reads what has arrived.
+    """Mirrors one publisher's cache. It has no thread. `poll` reads messages that have arrived.
 
-    While `is_exact` is true, `view` is exact as of `next_seq`: every earlier batch, or a snapshot, was
-    applied. A lost batch is detected when a later one arrives, and is then replayed, or when `catch_up`
-    is called. A restarted publisher is detected by its sequence numbers. In addition, each new connection
-    starts with a replay that compares the last applied batch.
+    While `is_exact` is true, `view` is exact as of `next_seq`, that is, all earlier batches or a
+    snapshot were applied. A lost batch is detected when a later batch arrives or when `catch_up` is
+    called, and is then replayed. A restarted publisher is detected by its sequence numbers. In
+    addition, each new connection starts with a replay that compares the last applied batch.
 
     Args:
         endpoint: The publisher's endpoint.
         replay_endpoint: The publisher's replay endpoint. None: lost batches are not recovered.
-        topic: Accept only batches with exactly this topic. "": all topics.
-        replay_timeout_s: Time limit of a replay. The next `poll` continues an unfinished replay. After a
-            replay without any answer, the next attempt is delayed by the same time.
-        context: The ZMQ context. None: the process's own.
+        topic: Topic of accepted batches, which must match exactly. "": all topics.
+        replay_timeout_s: Time limit of a replay. The next `poll` continues an unfinished replay.
+            After a replay without any answer, the next attempt is delayed by this time limit.
+        context: The ZMQ context. None: the process-wide context.
 
     Raises:
         TypeError, ValueError: An argument is invalid.
@@ -80,11 +80,11 @@ class EventSubscriber:
         self.is_exact = False
         self.next_seq = 0
         self._last_payload: bytes | None = (
-            None  # of the batch before `next_seq`, if it can be replayed
+            None  # payload of the batch before `next_seq`, if it can be replayed
         )
         self._last_live = -1  # the last sequence number that arrived without a replay
         self._must_catch_up = replay_endpoint is not None
-        self._retry_at = 0.0  # on the monotonic clock
+        self._retry_at = 0.0  # time of the next attempt on the monotonic clock
         self._num_batches = self._num_gaps = self._num_restarts = self._num_malformed = 0
 
         self._socket = self._context.socket(zmq.SUB)
@@ -100,10 +100,11 @@ class EventSubscriber:
             raise ValueError(f"endpoint is {endpoint!r}: {error.strerror}") from None
 
     def poll(self, timeout_s: float = 0.0) -> int:
-        """Apply the messages that have arrived, at most 1,024.
+        """Apply messages that have arrived, at most 1,024.
 
         Args:
-            timeout_s: Seconds to wait for the first message. A replay may take `replay_timeout_s` more.
+            timeout_s: Maximum time to wait for the first message, in seconds. A replay may take an
+                additional `replay_timeout_s`.
 
         Returns:
             The number of applied batches.
@@ -120,7 +121,7 @@ class EventSubscriber:
         return self._num_batches - before
 
     def catch_up(self) -> bool:
-        """Request everything published so far.
+        """Request all batches published so far.
 
         Returns:
             Whether the view is exact.
@@ -143,7 +144,7 @@ class EventSubscriber:
         )
 
     def close(self) -> None:
-        """Close the connection. The view remains."""
+        """Close the connection. The view remains available."""
         if not self._socket.closed:
             self._socket.disable_monitor()
             self._socket.close(linger=0)
@@ -157,7 +158,7 @@ class EventSubscriber:
     def _take(self, frames: list[bytes]) -> None:
         if self._note_connections():
             self._try_to_catch_up()
-            return  # the message precedes the replay, or comes from the previous publisher
+            return  # the message is older than the replay, or is from the previous publisher
         try:
             if len(frames) != 3:
                 raise WireError(f"message has {len(frames)} frames: expected 3")
@@ -182,12 +183,14 @@ class EventSubscriber:
             self._must_catch_up = self._can_replay
         if self._must_catch_up:
             self._try_to_catch_up()
-            return  # the batch was replayed, or will be
+            return  # the batch was or will be replayed
         if seq >= self.next_seq:
             self._apply(seq, batch, payload)
 
     def _note_connections(self) -> bool:
-        """Return whether a new connection requires a replay: it may belong to another publisher."""
+        """Return whether a new connection requires a replay, because it may belong to another
+        publisher.
+        """
         is_new = False
         while self._connections.poll(0):
             self._connections.recv_multipart()
@@ -201,7 +204,7 @@ class EventSubscriber:
         return is_new and self._can_replay
 
     def _drop_queued(self) -> None:
-        """Drop queued messages, which the requested replay supersedes."""
+        """Drop queued messages, because the requested replay supersedes them."""
         self._last_live = -1
         try:
             while True:
@@ -233,12 +236,13 @@ class EventSubscriber:
         self.is_exact = names_all or seq == 0 or (self.is_exact and not is_jump)
         self.view.apply(batch.events)
         self.next_seq = seq + 1
-        # A snapshot is made for a replay. It differs from the batch with the same sequence number.
+        # A snapshot is created for a replay. It differs from the batch with the same sequence
+        # number.
         self._last_payload = None if is_jump and names_all else payload
         self._num_batches += 1
 
     def _try_to_catch_up(self) -> None:
-        """Run a replay if one is needed. After a failure, it remains needed."""
+        """Run a replay if one is needed. If it fails, it is retried later."""
         if self._replay_endpoint is None or not self._must_catch_up:
             return
         if time.monotonic() < self._retry_at:
@@ -249,7 +253,7 @@ class EventSubscriber:
             if not is_done:
                 self._begin_anew()
                 self._drop_queued()
-                # False: the publisher has restarted again.
+                # False means that the publisher has restarted again.
                 is_done = self._replay(self._replay_endpoint, deadline)
             self._must_catch_up = not is_done
         except ReplayTimeout as error:
@@ -261,7 +265,10 @@ class EventSubscriber:
             self._retry_at = time.monotonic() + self._replay_timeout_s
 
     def _replay(self, endpoint: str, deadline: float) -> bool:
-        """Apply the batches after the last one. Return False if the publisher's last batch differs."""
+        """Apply the batches after the last applied batch.
+
+        Return False if the publisher has a different batch under the same sequence number.
+        """
         last = None if self._last_payload is None else self.next_seq - 1
         is_first = True
         answers = replay(self._context, endpoint, last or 0, deadline - time.monotonic())
@@ -287,7 +294,7 @@ class EventSubscriber:
             raise WireError(f"replay has batch {seq}: expected {self.next_seq} or a later one")
         try:
             self._apply(seq, decode_batch(payload), payload)
-        except WireError as error:  # a repeated replay would fail in the same way
+        except WireError as error:  # another replay would fail in the same way
             self._note_malformed(error)
             self.is_exact = False
             self.next_seq, self._last_payload = seq + 1, payload

@@ -25,11 +25,11 @@ from kvcache.router_events.wire import (
 )
 
 _MEDIUMS = {"gpu": GPU, "cpu": CPU, "storage": STORAGE}
-_ENGINE = "engine:"  # prefix of hashes computed by the engine, whose first blocks have no parent
+_ENGINE = "engine:"  # algorithms of the engine; their first blocks have no parent hash
 
 
 class EventTranslator:
-    """Translate one manager's events in order, and track everything that its readers know.
+    """Translates one manager's events in order, and tracks the blocks that its readers know.
 
     Events of the host tier, and of blocks that a store already had (medium "storage"), contain only
     hashes. The translator adds the parents and tokens from the device's events, because every host block
@@ -42,8 +42,8 @@ class EventTranslator:
 
     def __init__(self, seed: str) -> None:
         self._seed = seed
-        hash_seed(seed, "hash_seed")  # raises errors of the seed immediately
-        self._roots: dict[str, int] = {}  # by hash algorithm
+        hash_seed(seed, "hash_seed")  # raises an error immediately if the seed is invalid
+        self._roots: dict[str, int] = {}  # parent of first blocks, by hash algorithm
         self._groups: dict[int, GroupBlocks] = {}
 
     def translate(self, events: Sequence[CacheEvent]) -> list[WireEvent]:
@@ -62,7 +62,7 @@ class EventTranslator:
         return translated
 
     def snapshot(self) -> list[WireEvent]:
-        """Return everything that is cached, for a reader without a valid view."""
+        """Return events for all cached blocks, for a reader without a valid view."""
         stored = (
             each
             for medium in _MEDIUMS.values()
@@ -113,7 +113,10 @@ class EventTranslator:
     def _cleared(
         self, event: AllBlocksCleared, following: CacheEvent | None
     ) -> Iterable[WireEvent]:
-        """Clear all mediums with one event, although the manager clears its tiers one after another."""
+        """Emit one event that clears all mediums.
+
+        The manager clears its tiers one after another.
+        """
         is_followed = isinstance(following, AllBlocksCleared) and following.medium != event.medium
         cleared = {event.medium, following.medium} if is_followed else {event.medium}
         others = [medium for medium in _MEDIUMS if medium not in cleared]
@@ -131,7 +134,9 @@ class EventTranslator:
 
 
 def _extra_keys(event: BlockStored) -> list[tuple[Any, ...] | None] | None:
-    """Return one entry per block, untagged: adapter names, (item, start), salts, embedding digests."""
+    """Return one entry per block, without tags: adapter names, (item, start), salts and embedding
+    digests.
+    """
     if event.extra_keys is None:
         return None
     per_block = event.block_size // event.hash_block_size
@@ -144,7 +149,7 @@ def _extra_keys(event: BlockStored) -> list[tuple[Any, ...] | None] | None:
 def _keys_of_block(
     hash_blocks: Sequence[tuple[tuple[Any, ...], ...] | None], hash_block_size: int
 ) -> tuple[Any, ...] | None:
-    found: dict[Any, None] = {}  # ordered, without duplicates
+    found: dict[Any, None] = {}  # ordered keys without duplicates
     for i, keys in enumerate(hash_blocks):
         for kind, value, *more in keys or ():
             found[(value, more[0] + i * hash_block_size) if kind == "mm" else value] = None
@@ -154,7 +159,7 @@ def _keys_of_block(
 def check_event(event: CacheEvent, name: str) -> None:
     """Check that an event is valid, in constant time.
 
-    Raises TypeError or ValueError, which names the invalid field.
+    Raises a TypeError or ValueError that names the invalid field.
     """
     if not isinstance(event, CacheEvent):
         raise TypeError(f"{name} is {shown(event)}: expected an event of kvcache.events")

@@ -1,4 +1,4 @@
-"""A reader's view of a cache."""
+"""A reader's view of a publisher's cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcache.router_events.wire import (
 
 
 class CachedBlock(NamedTuple):
-    """A block as described by its event.
+    """A cached block, as described by its event.
 
     Attributes:
         parent: Hash of the previous block. None for the first block of a prompt, or if unknown.
@@ -80,7 +80,7 @@ class CacheView:
     def block(
         self, block_hash: WireHash, medium: str = "GPU", group: int = 0
     ) -> CachedBlock | None:
-        """Return a block, or None if it is not cached there."""
+        """Return a block, or None if it is not cached on this medium."""
         return self._at(medium, group).get(_checked_hash(block_hash, "block_hash"))
 
     def num_leading(
@@ -89,12 +89,12 @@ class CacheView:
         group: int = 0,
         mediums: Sequence[str] = ("GPU", "CPU", "STORAGE"),
     ) -> int:
-        """Return how many leading blocks of a prompt are on any of the mediums.
+        """Return the number of leading blocks of a prompt that are on any of the mediums.
 
         Args:
             block_hashes: The prompt's block hashes, in order.
             group: The cache group.
-            mediums: The mediums that count.
+            mediums: The mediums to consider.
         """
         mediums = listed(mediums, "mediums", "a sequence of mediums")
         tiers = [self._at(medium, group, f"mediums[{i}]") for i, medium in enumerate(mediums)]

@@ -1,10 +1,11 @@
-"""The wire format of cache events for cache-aware routers: msgpack in three ZMQ frames.
+"""The wire format of cache events for cache-aware routers. A message is msgpack in three ZMQ
+frames.
 
 topic | sequence number, 8 bytes big-endian | [time, [events], data-parallel rank]
 
-An event is a map with a "type" key. Keys without a default are always present, nil if empty; keys with a
-default are omitted if unset. A hash is a uint64, the low 64 bits of the digest. Other publishers may send
-complete digests.
+An event is a map with a "type" key. Keys without a default are always present, and nil if empty.
+Keys with a default are omitted if unset. A hash is a uint64 with the low 64 bits of the digest.
+Other publishers may send complete digests.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ WireHash = int | bytes
 GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"  # mediums
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _SEQUENCE_BYTES = 8
-_MOST_SEQUENCE = 2**63 - 1  # larger numbers decode as negative
+_MOST_SEQUENCE = 2**63 - 1  # maximum sequence number; larger numbers decode as negative
 
 
 class WireStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
-    """Blocks of one chain, each the parent of the next, are cached from now on."""
+    """Blocks of one chain, each the parent of the next, have been cached."""
 
     block_hashes: list[WireHash]
-    parent_block_hash: WireHash | None  # of the block before the first one; None: start of a prompt
-    token_ids: list[int]  # of all blocks; empty if unknown
+    parent_block_hash: WireHash | None  # None: start of a prompt
+    token_ids: list[int]  # token IDs of all blocks; empty if unknown
     block_size: int  # tokens per block
     lora_id: int | None
     medium: str | None
@@ -42,7 +43,7 @@ class WireStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False
 
 
 class WireRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
-    """These blocks are no longer cached on this medium."""
+    """Blocks are no longer cached on a medium."""
 
     block_hashes: list[WireHash]
     medium: str | None
@@ -50,7 +51,7 @@ class WireRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=Fal
 
 
 class WireCleared(msgspec.Struct, tag="AllBlocksCleared", omit_defaults=True, gc=False):
-    """No blocks are cached any more, on any medium."""
+    """All blocks have been removed from all mediums."""
 
 
 WireEvent = WireStored | WireRemoved | WireCleared
@@ -65,7 +66,7 @@ class WireBatch(msgspec.Struct, array_like=True, gc=False):
 
 
 class WireError(ValueError):
-    """A message does not conform to this format. The error text gives the reason."""
+    """Raised if a message does not conform to this format. The error message gives the reason."""
 
 
 encode_batch = msgspec.msgpack.Encoder().encode

@@ -1,4 +1,4 @@
-"""Fair assignment of the engine's rows to requests, so that large requests do not starve others."""
+"""Assigns the engine's rows to requests fairly, so that large requests do not starve others."""
 
 from __future__ import annotations
 
@@ -11,30 +11,32 @@ from contextlib import asynccontextmanager
 
 
 class Busy(Exception):
-    """Too many requests are already waiting."""
+    """Raised if too many requests are already waiting."""
 
 
 class Admission:
     """Assigns rows of an engine to the prompts of requests. Use from one event loop only.
 
-    The first prompt of each request takes any free row, by priority and then in order of arrival. Further
-    prompts of the same request take rows only while less than half of the rows are assigned, or less than
-    an eighth if other requests have rows. This way a new request finds free rows, and steps stay short,
-    however many prompts another request has.
+    The first prompt of each request takes any free row, by priority and then in order of arrival.
+    Further prompts of the same request take rows only while less than half of the rows are
+    assigned, or less than an eighth if other requests have rows. Therefore a new request finds free
+    rows, and steps stay short, regardless of the number of prompts in other requests.
     """
 
     def __init__(self, num_rows: int, max_waiting: int) -> None:
         self._num_rows, self._max_waiting = num_rows, max_waiting
         self._num_given = 0
-        self._num_requests = 0  # requests whose first prompts have rows
+        self._num_requests = 0  # number of requests whose first prompts have rows
         self._order = itertools.count()
         self._first: list[tuple[int, int, int, asyncio.Future[None]]] = []  # a heap
         self._further: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self._error: Exception | None = None  # raised for new requests
-        self._ended: Exception | None = None  # set once nothing waits any more
+        self._error: Exception | None = None  # error raised for new requests
+        self._ended: Exception | None = None  # set when no request waits any more
 
     def check(self) -> None:
-        """Raise the error for a request that arrives now: `Busy`, or the error of `refuse` or `close`."""
+        """Raise the error for a request that arrives now, which is `Busy` or the error of `refuse`
+        or `close`.
+        """
         if self._error is not None:
             raise self._error
         if len(self._first) >= self._max_waiting:
@@ -58,7 +60,7 @@ class Admission:
 
     @asynccontextmanager
     async def rows(self, count: int, *, is_first: bool, priority: int) -> AsyncIterator[None]:
-        """Wait for this many rows, and return them at the end of the block."""
+        """Wait for `count` rows, and return them at the end of the block."""
         if self._ended is not None:
             raise self._ended
         count = min(count, self._num_rows)
@@ -72,7 +74,7 @@ class Admission:
             await turn
             yield
         finally:
-            # Cancelled while waiting: `_give` skips it.
+            # If the request was cancelled while waiting, `_give` skips it.
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self._num_given -= count
                 self._num_requests -= is_first

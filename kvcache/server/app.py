@@ -1,4 +1,6 @@
-"""The HTTP application: OpenAI's completions and chat completions, metrics, and the cache page."""
+"""The HTTP application, with OpenAI's completions and chat completions, metrics, and the cache
+page.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,10 @@ from kvcache.server.stops import StopTexts
 from kvcache.server.texts import AnswerText, Texts
 from kvcache.sources.disaggregation import Connector
 
-_CLOSED = 499  # the client has disconnected, so nobody reads the status
-_SECONDS_TO_RETRY = 1  # sent to clients when too many requests wait
-_NUMBERS = itertools.count()  # of answers
-# Fields that affect other clients. Rejected unless clients are trusted.
+_CLOSED = 499  # status for disconnected clients, which never read it
+_SECONDS_TO_RETRY = 1  # retry delay sent to clients when too many requests wait
+_NUMBERS = itertools.count()  # numbers of answers
+# Fields that affect other clients. They are rejected unless clients are trusted.
 _OF_TRUSTED = ("cache_salt", "priority")
 
 # OpenAI fields that are accepted only with these values, which have no effect.
@@ -59,8 +61,8 @@ def _refuse(message: str) -> NoReturn:
 class _Fields(BaseModel):
     """An object in a request body.
 
-    Unknown fields are rejected and types are not converted. A null counts as a missing field, unless
-    the field is required.
+    Unknown fields are rejected and types are not converted. null is treated as a missing field,
+    unless the field is required.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -110,7 +112,7 @@ class _Asked(_Fields):
     top_k: Annotated[int, Field(ge=1, lt=2**31)] | None = None  # not an OpenAI field
     n: Annotated[int, Field(ge=1, le=128)] = 1
     seed: Annotated[int, Field(ge=-(2**63) + 1, lt=2**63)] | None = None
-    best_of: int | None = None  # only returned samples are drawn
+    best_of: int | None = None  # must not exceed n, because only returned samples are drawn
     stop: Annotated[list[str], BeforeValidator(_stop_texts)] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -138,11 +140,11 @@ _AskedKind = TypeVar("_AskedKind", bound=_Asked)
 class AskedCompletion(_Asked):
     """The body of /v1/completions."""
 
-    prompt: Any  # validated by `_prompts`, up to the first invalid entry
+    prompt: Any  # validated by `_prompts` up to the first invalid entry
 
 
 class TextPart(_Fields):
-    """A text part of a message; other types are rejected."""
+    """A text part of a message. Other types are rejected."""
 
     type: Literal["text"]
     text: str
@@ -200,8 +202,9 @@ def make_app(
         texts: Tokenizes prompts and decodes answers.
         model_name: The model name that requests must use.
         limits: Limits of requests. Only `Server` enforces the limits of connections.
-        trust_clients: Whether requests may set `cache_salt` and `priority`, which are rejected otherwise.
-            A client can use another client's salt to share its cache, and a priority to overtake others.
+        trust_clients: Whether requests may set `cache_salt` and `priority`, which are otherwise
+            rejected. A client could use another client's salt to share its cache, and a priority to
+            overtake other clients.
         connector: A source of the engine. If given, other servers can have prompts prefilled here
             (`/prefill`) and load their KV.
     """
@@ -317,7 +320,7 @@ class _Endpoints:
             prompt = await apart(size, self._texts.encode_chat, messages)
         except (
             Exception
-        ) as error:  # a template is a program and may, for example, reject an order of roles
+        ) as error:  # a template may raise an error, for example for an order of roles
             raise AskError(f"messages are refused by the model's template: {error}") from None
         form = _Form(self._model, "chatcmpl", "chat.completion", is_chat=True)
         most = self._max_model_len - len(prompt)
@@ -347,7 +350,7 @@ class _Endpoints:
         return asked
 
     def _prompts(self, asked: AskedCompletion) -> list[tuple[str, Any]]:
-        """Yield the name and value of each prompt: a text or a list of tokens."""
+        """Yield the name and value of each prompt, which is a text or a list of tokens."""
         prompt = asked.prompt
         are_several = isinstance(prompt, list) and set(map(type, prompt)) in ({str}, {list})
         if are_several and len(prompt) * asked.n > self._limits.max_choices:
@@ -381,7 +384,7 @@ class _Endpoints:
         return prompts
 
     def _check_length(self, name: str, size: int) -> None:
-        """Reject a text before tokenization if it must have too many tokens."""
+        """Reject a text before tokenization if its length implies too many tokens."""
         most = self._max_model_len * self._texts.longest_token
         if size > most:
             raise AskError(
@@ -427,9 +430,11 @@ class _Endpoints:
 
 
 class _Source:
-    """The prompts of a request, served in lanes: each lane takes the next prompt when it gets rows.
+    """The prompts of a request, which are served in lanes. Each lane takes the next prompt when it
+    gets rows.
 
-    The first lane competes with all requests; the other lanes use spare rows (see `Admission`).
+    The first lane competes with all requests, whereas the other lanes use spare rows (see
+    `Admission`).
     """
 
     def __init__(
@@ -441,7 +446,7 @@ class _Source:
         asked: _Asked,
     ) -> None:
         self.prompts, self.params = prompts, params
-        self.num_cached_tokens = 0  # of served prompts
+        self.num_cached_tokens = 0  # cached tokens of served prompts
         self._loop, self._admission = loop, admission
         self._options = {"priority": asked.priority, "cache_salt": asked.cache_salt}
         self._numbers = iter(range(len(prompts)))
@@ -466,7 +471,7 @@ class _Source:
 
 
 class _Form:
-    """The format of an answer: ids, object names, and text or message."""
+    """The format of an answer, with IDs, object names, and text or message."""
 
     def __init__(self, model: str, prefix: str, kind: str, is_chat: bool) -> None:
         self._model, self._kind, self.is_chat = model, kind, is_chat
@@ -494,7 +499,7 @@ class _Form:
 
 
 class _Choices:
-    """The samples of all prompts of a request: choice i is sample i % n of prompt i // n."""
+    """The samples of all prompts of a request. Choice i is sample i % n of prompt i // n."""
 
     def __init__(self, texts: Texts, stops: StopTexts, source: _Source) -> None:
         self._source = source
@@ -534,7 +539,7 @@ class _Choices:
     def _pieces_of(self, number: int, answer: Answer, delta: Delta) -> Iterator[tuple]:
         choice = number * self._num_samples + delta.index
         if self.reasons[choice] is not None:
-            return  # generated before the engine processed the stop
+            return  # the tokens were generated before the engine processed the stop
         text, token_ids = self.texts[choice], delta.token_ids
         ends = self._source.params.stop_token_ids
         self._num_tokens += len(token_ids)
@@ -597,7 +602,7 @@ async def _stream(choices: _Choices, form: _Form, include_usage: bool) -> AsyncI
             async for index, text, reason in pieces:
                 yield event([form.choice(index, text, reason, is_chunk=True)])
     except EngineError as error:
-        # Send nothing more: [DONE] marks a complete answer.
+        # Do not send [DONE], because it marks a complete answer.
         yield f"data: {json.dumps(_error(str(error), error.status))}\n\n"
         return
     if include_usage:

@@ -1,4 +1,7 @@
-"""Request bodies: limited, parsed and validated. Errors name the invalid field."""
+"""Reads request bodies of limited size, and parses and validates them.
+
+Errors name the invalid field.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ from kvcache.checks import shown
 
 T = TypeVar("T")
 Asked = TypeVar("Asked", bound=BaseModel)
-_MOST_NESTED = 8  # levels of lists and objects; valid bodies have at most four
-_MOST_DROPPED = 2**22  # bytes
-_MOST_AT_ONCE = 2**16  # bytes or characters that take about a millisecond in the event loop
+_MOST_NESTED = 8  # maximum levels of lists and objects; valid bodies have at most four
+_MOST_DROPPED = 2**22  # maximum number of bytes that are read and dropped
+_MOST_AT_ONCE = 2**16  # maximum bytes or characters in the event loop; take about a millisecond
 
 
 class AskError(Exception):
-    """A request that cannot be served. `headers` are headers of the response."""
+    """Raised for a request that cannot be served. `headers` are headers of the response."""
 
     def __init__(
         self, message: str, status: int = 400, headers: dict[str, str] | None = None
@@ -48,7 +51,7 @@ async def apart(size: int, call: Callable[..., T], *args: object) -> T:
 async def read_body(request: Request, most: int) -> bytes:
     """Read the body.
 
-    Part of an excessive body is read and dropped, because most clients read the response only after
+    Part of an oversized body is read and dropped, because most clients read the response only after
     sending the whole body.
 
     Raises:
@@ -74,7 +77,7 @@ async def read_body(request: Request, most: int) -> bytes:
 
 
 def parsed(body: bytes, kind: type[Asked]) -> Asked:
-    """Parse and validate a body. Raises AskError, which names the invalid field."""
+    """Parse and validate a body. Raises an AskError that names the invalid field."""
     value = _json_of(body)
     if not isinstance(value, dict):
         raise AskError(f"the body is {shown(value)}: expected a JSON object")
@@ -88,7 +91,10 @@ def parsed(body: bytes, kind: type[Asked]) -> Asked:
 
 
 def _message_of(error: ValidationError) -> str:
-    """Return the first invalid field and the expected value, without the input, which may be large."""
+    """Return a message with the first invalid field and the expected value.
+
+    Omits the input, which may be large.
+    """
     first = error.errors(include_url=False)[0]
     path = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in first["loc"])
     path = shown(path.removeprefix("."))[1:-1]
@@ -111,7 +117,7 @@ def _json_of(body: bytes) -> object:
         raise AskError(f"the body is not JSON: {error}") from None
     except RecursionError:
         raise AskError(f"the body nests too deeply: expected {_MOST_NESTED} levels") from None
-    except ValueError:  # an integer of more than 4,300 digits, which field validation rejects
+    except ValueError:  # an integer with more than 4,300 digits, which field validation rejects
         return json.loads(
             text, object_pairs_hook=_object_of, parse_int=lambda digits: int(digits[:400])
         )
@@ -127,7 +133,7 @@ def _object_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _texts_of(value: object, path: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield every string of a JSON value with the names of its enclosing fields."""
+    """Yield every string in a JSON value, with the names of its enclosing fields."""
     if depth > _MOST_NESTED:
         raise AskError(
             f"{shown(path)[1:-1]} nests too deeply: expected at most {_MOST_NESTED} levels"

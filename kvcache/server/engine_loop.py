@@ -22,11 +22,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _MAX_FAILURES = 3  # consecutive failed steps after which all requests are ended
 _SNAPSHOT_SECONDS = 0.2
-_SOURCES_SECONDS = 0.005  # pause between steps in which only sources have work
+_SOURCES_SECONDS = 0.005  # pause in seconds between steps in which only sources have work
 
 
 class EngineError(Exception):
-    """A request ended because the model failed or the server is stopping. `status`: the HTTP status."""
+    """Raised if a request ended because the model failed or the server is stopping.
+
+    `status`: the HTTP status.
+    """
 
     def __init__(self, message: str, status: int = 500) -> None:
         super().__init__(message)
@@ -34,10 +37,13 @@ class EngineError(Exception):
 
 
 class Answer:
-    """One request: an async iterator over its `Delta`s, which ends when all samples have ended."""
+    """The answer to one request, an async iterator over its `Delta`s.
+
+    It ends when all samples have ended.
+    """
 
     def __init__(self, loop: EngineLoop, num_samples: int) -> None:
-        self.generation: Generation | None = None  # None until the engine has added it
+        self.generation: Generation | None = None  # None until the engine has added the request
         self._loop = loop
         self._events = asyncio.get_running_loop()
         self._deltas: asyncio.Queue[Delta | Exception] = asyncio.Queue()
@@ -57,15 +63,15 @@ class Answer:
             self._loop.call(lambda engine: self._loop.stop_sample(self, index))
 
     def close(self) -> None:
-        """End the request unless it has ended. Must always be called."""
+        """End the request if it has not ended. Must always be called."""
         with suppress(EngineError):  # the thread has stopped and ended all requests
             self._loop.call(lambda engine: self._loop.drop(self))
 
     @staticmethod
     def put_all(deltas: list[tuple[Answer, Delta | Exception]]) -> None:
-        """Pass each delta to its answer; called from the engine's thread.
+        """Pass each delta to its answer. Called from the engine's thread.
 
-        Each event loop is woken once, not once per delta, as a wake-up is a system call.
+        Each event loop is woken once, not once per delta, because a wake-up is a system call.
         """
         by_events: dict[asyncio.AbstractEventLoop, list[tuple[Answer, Delta | Exception]]] = {}
         for answer, delta in deltas:
@@ -75,17 +81,18 @@ class Answer:
 
 
 class EngineLoop:
-    """Runs an engine in its own thread, which makes all calls to the engine.
+    """Runs an engine in a separate thread, which makes all calls to the engine.
 
     Call `start` once, and `stop` at the end. `state` is a recent snapshot of the cache's contents, and
     `cache_metrics` holds its counters.
 
     Args:
         engine: An engine that has not been used by any thread.
-        publisher: Receives the cache events. `stop` closes it.
+        publisher: Publisher that receives the cache events. `stop` closes it.
 
     Raises:
-        ValueError: `publisher` is given, and the engine's manager has no `enable_events`.
+        ValueError: `publisher` is given, but the engine's manager does not have `enable_events`
+            set.
     """
 
     def __init__(self, engine: Engine, publisher: EventPublisher | None = None) -> None:
@@ -97,18 +104,18 @@ class EngineLoop:
         self.cache_metrics = CacheMetrics()
         self._look()
         self._inbox: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
-        self._answers: dict[str, Answer] = {}  # of requests being served
+        self._answers: dict[str, Answer] = {}  # answers to requests being served
         self._thread = threading.Thread(target=self._run, name="kvcache engine", daemon=True)
-        # Held so that nothing enters the inbox after the None that stops the thread.
+        # Ensures that no work enters the inbox after the None that stops the thread.
         self._lock = threading.Lock()
-        self._is_started = self._is_stopped = False  # `start`, `stop` was called
-        self._is_stopping = False  # the thread has received the None
-        self._refusal: EngineError | None = None  # raised for new requests after `end_all`
+        self._is_started = self._is_stopped = False  # whether `start` and `stop` were called
+        self._is_stopping = False  # whether the thread has received the None
+        self._refusal: EngineError | None = None  # error for new requests after `end_all`
         self._last_snapshot = 0.0
         self._num_failures = 0
 
     def start(self) -> None:
-        """Start the thread. A second call raises RuntimeError, as a loop runs once."""
+        """Start the thread. A second call raises RuntimeError, because a loop runs only once."""
         with self._lock:
             if self._is_started:
                 raise RuntimeError("the engine loop was started before: expected one call of start")
@@ -116,7 +123,7 @@ class EngineLoop:
             self._is_started = True
 
     def stop(self) -> None:
-        """End all requests and the thread. A second call does nothing.
+        """End all requests and the thread. A second call has no effect.
 
         Raises:
             RuntimeError: `start` was not called before.
@@ -144,7 +151,7 @@ class EngineLoop:
             self.call(end)
 
     def call(self, work: Callable[[Engine], object]) -> None:
-        """Run `work` in the engine's thread later.
+        """Queue `work` to run in the engine's thread.
 
         Raises:
             EngineError: With status 503 before `start` and after `stop`, because no thread would run
@@ -193,14 +200,14 @@ class EngineLoop:
         await added
 
     def drop(self, answer: Answer) -> None:
-        """End a request that is no longer read; called in the engine's thread."""
+        """End a request whose answer is no longer read. Called in the engine's thread."""
         instance(answer, Answer, "answer")
         generation = answer.generation
         if generation is not None and self._answers.pop(generation.request_id, None):
-            self.engine.abort(generation.request_id)  # does nothing if it has ended
+            self.engine.abort(generation.request_id)  # has no effect if the request has ended
 
     def stop_sample(self, answer: Answer, index: int) -> None:
-        """End one sample of a request; called in the engine's thread."""
+        """End one sample of a request. Called in the engine's thread."""
         instance(answer, Answer, "answer")
         request_id = answer.generation.request_id
         if self.engine.stop(request_id, index):
@@ -238,7 +245,10 @@ class EngineLoop:
         self.cache_metrics.observe(self.engine.cache.manager)
 
     def _hear(self, wait_s: float | None) -> None:
-        """Run the work that callers have submitted; wait up to `wait_s` for it, forever if None."""
+        """Run the work that callers have submitted.
+
+        Waits up to `wait_s` seconds for work, or indefinitely if None.
+        """
         while not self._is_stopping:
             try:
                 work = self._inbox.get(wait_s != 0, wait_s)
@@ -257,7 +267,7 @@ class EngineLoop:
         try:
             deltas = self.engine.step()
         except Exception as error:
-            # The step was undone: the next step computes it again.
+            # The step was undone, and the next step computes it again.
             self._num_failures += 1
             _log.exception("step failed")
             if self._num_failures == _MAX_FAILURES:
@@ -273,7 +283,7 @@ class EngineLoop:
         events = self.engine.drain_events()
         try:
             self._publisher.publish(events)
-        except RuntimeError:  # answers matter more than events
+        except RuntimeError:  # do not fail answers because of events
             _log.exception("cache events are not published any more")
             self._publisher = None
 

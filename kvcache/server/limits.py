@@ -1,4 +1,4 @@
-"""Limits on clients: sizes, counts and timeouts."""
+"""Limits on clients, such as sizes, counts and timeouts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ class Limits:
     - `max_stops`, `max_stop_length`: maximum number of stop texts per request, and of characters in each.
     - `max_waiting`: maximum number of requests waiting for a row of the engine. Further requests get a
       429 response.
-    - `max_connections`: maximum number of open connections. A further connection closes the one that has
-      been sending its request for the longest time.
-    - `request_seconds`: time limit for receiving a complete request, from the start of the connection.
-    - `stall_seconds`: time after which a client that does not read its answer is disconnected.
-    - `keep_alive_seconds`: time limit between requests of a connection.
-    - `grace_seconds`: time for answers in progress to finish after the server is asked to stop.
+    - `max_connections`: maximum number of open connections. If another connection arrives, the
+      connection that has been sending its request for the longest time is closed.
+    - `request_seconds`: time limit in seconds for receiving a complete request, from the start of
+      the connection.
+    - `stall_seconds`: seconds after which a client that does not read its answer is disconnected.
+    - `keep_alive_seconds`: time limit in seconds between requests of a connection.
+    - `grace_seconds`: seconds for answers in progress to finish after a stop request.
     """
 
     max_body_bytes: int | None = None

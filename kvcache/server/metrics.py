@@ -13,7 +13,7 @@ from kvcache.metrics import CacheMetrics
 
 
 class _EngineCollector(Collector):
-    """Exports a snapshot of the engine: counters, sequences by state, and counters of sources."""
+    """Exports a snapshot of the engine with counters, sequences by state, and counters of sources."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._state = state
@@ -53,7 +53,7 @@ class _EngineCollector(Collector):
 
 
 def metrics_text(state: dict[str, Any], cache: CacheMetrics) -> bytes:
-    """Return the metrics in Prometheus text format: the engine's snapshot and the cache's counters."""
+    """Return the engine's snapshot and the cache's counters as metrics in Prometheus text format."""
     registry = CollectorRegistry()
     registry.register(_EngineCollector(state))
     registry.register(cache)

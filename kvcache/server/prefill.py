@@ -39,7 +39,7 @@ def add_prefill(
     max_body_bytes: int,
     trust_clients: bool,
 ) -> None:
-    """Add `/prefill` to an application; `connector` is a source of the loop's engine."""
+    """Add `/prefill` to an application. `connector` is a source of the loop's engine."""
 
     @app.post(PREFILL_PATH)
     async def prefill(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""uvicorn with limits for slow, silent or numerous clients, and a graceful shutdown."""
+"""Runs uvicorn with limits for slow, silent or numerous clients, and with a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from kvcache.checks import instance
 from kvcache.server.engine_loop import EngineError
 from kvcache.server.limits import Limits
 
-_SECONDS_TO_WRITE = 5  # time to write the last events after the grace period
-_KEEP_ALIVE_SECONDS = 60  # TCP keep-alive: a dead peer is detected within a few minutes
+_SECONDS_TO_WRITE = 5  # seconds to write the last events after the grace period
+_KEEP_ALIVE_SECONDS = 60  # TCP keep-alive; detects a dead peer within a few minutes
 
 
 class Server(uvicorn.Server):
-    """Serves an application created by `make_app`, within its `Limits`.
+    """Serves an application created by `make_app`, and enforces its `Limits`.
 
     On a stop request (SIGTERM, Ctrl-C) the server rejects new connections and requests and lets answers
     in progress finish for `grace_seconds`. It then ends the remaining answers with an error: a 503
-    response, or the last event of a stream. Options are those of `uvicorn.Config`.
+    response, or the last event of a stream. Accepts the options of `uvicorn.Config`.
     """
 
     def __init__(self, app: FastAPI, **options: object) -> None:
@@ -55,7 +55,7 @@ class Server(uvicorn.Server):
         )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, wait for answers in progress, and end the remaining ones."""
+        """Stop listening, wait for answers in progress, and end the remaining answers."""
         ending = asyncio.create_task(self._end_answers())
         try:
             await super().shutdown(sockets)
@@ -106,7 +106,7 @@ class _Protocol(H11Protocol):
 
     @property
     def is_receiving(self) -> bool:
-        """Whether the connection is waiting for a request or for the rest of one."""
+        """Whether the connection is waiting for a request or for the rest of a request."""
         cycle = self.cycle
         return cycle is None or cycle.response_complete or cycle.more_body
 
@@ -132,7 +132,7 @@ class _Protocol(H11Protocol):
         if self.transport.is_closing():
             self._bound_reading()  # the response must be read before the connection closes
         elif self.timeout_keep_alive_task is None:
-            self._bound_receiving()  # a pipelined request
+            self._bound_receiving()  # the next request may already be buffered
 
     def connection_lost(self, error: Exception | None) -> None:
         for timer in (self._receiving, self._stalled):
@@ -151,7 +151,10 @@ class _Protocol(H11Protocol):
             self._stalled = None
 
     def _bound_receiving(self) -> None:
-        """Start the time limit of a request: at its first byte, or at the connection for the first."""
+        """Start the time limit of a request.
+
+        It starts at the first byte of the request or, for the first request, at the connection.
+        """
         if not self.is_receiving:
             if self._receiving is not None:
                 self._receiving.cancel()

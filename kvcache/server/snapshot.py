@@ -12,7 +12,10 @@ _MAX_SEQUENCES = 200  # maximum number of listed sequences
 
 
 def snapshot(engine: Engine) -> dict[str, Any]:
-    """Return pools by state, hits, counters and the blocks of sequences. Call in the engine's thread."""
+    """Return pools by state, hits, counters and the blocks of sequences.
+
+    Must be called in the engine's thread.
+    """
     manager, scheduler = engine.cache.manager, engine.scheduler
     stats = manager.cache.stats
     host = manager.host_pool

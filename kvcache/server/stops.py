@@ -9,9 +9,10 @@ from collections.abc import Iterable
 class StopTexts:
     """An automaton that finds several texts at once (Aho and Corasick, 1975).
 
-    `step(state, character)` returns the next state; the initial state is 0. `num_held[state]` is how many
-    trailing characters may begin a stop text. `num_stopped[state]` is the length of the stop text that
-    ends here, or 0. The cost of a step does not depend on the number of stop texts.
+    `step(state, character)` returns the next state. The initial state is 0. `num_held[state]` is
+    the number of trailing characters that may begin a stop text. `num_stopped[state]` is the length
+    of the stop text that ends in this state, or 0. The cost of a step does not depend on the number
+    of stop texts.
 
     >>> stops = StopTexts(["END", "NO"])
     >>> state = 0
@@ -23,7 +24,7 @@ class StopTexts:
 
     def __init__(self, stops: Iterable[str]) -> None:
         self._next: list[dict[str, int]] = [{}]
-        self._fallback = [0]  # the state of the longest proper suffix
+        self._fallback = [0]  # for each state, the state of its longest proper suffix
         self.num_held, self.num_stopped = [0], [0]
         for stop in stops:
             self._insert(stop)
@@ -33,7 +34,7 @@ class StopTexts:
         return len(self._next) > 1
 
     def step(self, state: int, character: str) -> int:
-        """Return the state after one more character."""
+        """Return the state after another character."""
         while state and character not in self._next[state]:
             state = self._fallback[state]
         return self._next[state].get(character, 0)
@@ -51,7 +52,10 @@ class StopTexts:
         self.num_stopped[state] = len(stop)
 
     def _link(self) -> None:
-        """Set fallbacks in order of depth. A state also stops where its longest suffix stops."""
+        """Set fallbacks in order of depth.
+
+        If the longest suffix of a state is a stop text, the state also stops.
+        """
         states = deque(self._next[0].values())
         while states:
             state = states.popleft()

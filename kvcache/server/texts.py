@@ -1,4 +1,6 @@
-"""Tokenization and detokenization: with a checkpoint's tokenizer, or byte by byte without one."""
+"""Tokenization and detokenization with a checkpoint's tokenizer, or byte by byte without a
+tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ class Texts(Protocol):
     """The tokenizer interface of the endpoints."""
 
     end_token_ids: tuple[int, ...]  # tokens that end an answer
-    longest_token: int  # most characters per token: a lower bound for the tokens of a text
+    longest_token: int  # maximum characters per token; gives a lower bound for the tokens of a text
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a prompt."""
@@ -27,7 +29,7 @@ class Texts(Protocol):
 
 
 class ByteTexts:
-    """Encodes each UTF-8 byte as a token; larger tokens are shown as numbers.
+    """Encodes each UTF-8 byte as a token. Larger tokens are shown as numbers.
 
     `end_token_ids`: tokens that end an answer.
 
@@ -46,7 +48,7 @@ class ByteTexts:
         return list(checked_text(text, "text").encode())
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of bytes; invalid UTF-8 becomes the replacement character."""
+        """Return the text of bytes. Invalid UTF-8 is replaced by the replacement character."""
         data = b"".join(
             bytes([token]) if token < 256 else f"<{token}>".encode()
             for token in _checked_tokens(token_ids)
@@ -61,7 +63,7 @@ class ByteTexts:
 class TokenizerTexts:
     """Uses a transformers tokenizer, with its chat template if it has one.
 
-    `end_token_ids`: tokens that end an answer, in addition to the tokenizer's own.
+    `end_token_ids`: tokens that end an answer, in addition to the tokenizer's end token.
     """
 
     def __init__(self, tokenizer: object, end_token_ids: Sequence[int] = ()) -> None:
@@ -82,8 +84,9 @@ class TokenizerTexts:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text without special tokens.
 
-        Spaces before punctuation are kept, even if the tokenizer is configured to remove them. Otherwise
-        a text might not start with the text of its first tokens, and could not be streamed.
+        Spaces before punctuation are kept, even if the tokenizer is configured to remove them.
+        Otherwise the text of an answer might not start with the text of its first tokens, and could
+        not be streamed.
         """
         return self._tokenizer.decode(
             _checked_tokens(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -108,7 +111,7 @@ def _checked_tokens(token_ids: Sequence[int], name: str = "token_ids") -> list[i
 
 
 def _checked_messages(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return messages with text role and content only; raises TypeError or ValueError."""
+    """Return messages with only role and content, both strings. Raises TypeError or ValueError."""
     messages = listed(messages, "messages", "a list of messages")
     for i, message in enumerate(messages):
         if not (isinstance(message, Mapping) and {"role", "content"} <= message.keys()):
@@ -124,10 +127,10 @@ def _in_lines(messages: list[dict[str, str]]) -> str:
 
 
 class AnswerText:
-    """The text of one answer as its tokens arrive. It ends before the first complete stop text.
+    """The text of one answer while its tokens arrive. It ends before the first complete stop text.
 
-    `text` is the text to show so far. Text that may become a stop text, and characters with missing
-    bytes, are held back until `end`.
+    `text` is the text that can be shown so far. Text that may become a stop text, and characters
+    with missing bytes, are held back until `end`.
 
     >>> answer = AnswerText(ByteTexts(), ["END"])
     >>> answer.add([72, 105, 32, 69, 78]), answer.add([33])
@@ -143,14 +146,14 @@ class AnswerText:
         self.is_stopped = False
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Add tokens and return the newly visible text; sets `is_stopped` at a stop text."""
+        """Add tokens and return the newly visible text. Sets `is_stopped` at a stop text."""
         if self.is_stopped:
             return ""
         self._token_ids += token_ids
         return self._show(self._read(self._texts.decode(self._token_ids).rstrip("\ufffd")))
 
     def end(self) -> str:
-        """Return the text held back, once no more tokens arrive."""
+        """Return the text that was held back. Call it after the last tokens."""
         if self.is_stopped:
             return ""
         whole = self._texts.decode(self._token_ids)
@@ -158,7 +161,7 @@ class AnswerText:
         return self._show(before if self.is_stopped else whole)
 
     def _read(self, text: str) -> str:
-        """Return the visible part: up to a stop text, or up to a possible prefix of one."""
+        """Return the visible part, up to a stop text or a possible prefix of a stop text."""
         if not self._stops:
             return text
         for character in text[self._num_read :]:

@@ -1,6 +1,6 @@
-"""KV that comes from outside the engine: other engines, and stores on disk or over the network.
+"""Sources of KV outside the engine, such as other engines, and stores on disk or over the network.
 
-Each source implements `KVSource`; an engine takes any number of them.
+Each source implements `KVSource`. An engine can use any number of sources.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ class Arrived:
         num_computed_tokens: Number of computed tokens, from which the request continues. None if the
             source may still write to the request's blocks. The blocks are then in quarantine and the
             request was freed, so admit it again like a new request.
-        num_loaded_tokens: Number of tokens that came from the source.
-        error: Why some tokens did not arrive. None if all arrived.
+        num_loaded_tokens: Number of tokens that were loaded from the source.
+        error: Reason why some tokens did not arrive. None if all tokens arrived.
     """
 
     request: Request
@@ -33,37 +33,38 @@ class LoadStats:
     """Counts of a source since it was created."""
 
     loads: int = 0
-    """Loads that began."""
+    """Number of loads that began."""
 
     hit_tokens: int = 0
-    """Tokens of these loads."""
+    """Number of tokens in these loads."""
 
     loaded_tokens: int = 0
-    """Tokens of these loads that arrived."""
+    """Number of tokens in these loads that arrived."""
 
     failed_loads: int = 0
-    """Loads that failed, were canceled, or arrived only in part."""
+    """Number of loads that failed, were canceled, or arrived only in part."""
 
     failed_tokens: int = 0
-    """Tokens of these loads that did not arrive. The engine computes them."""
+    """Number of tokens in these loads that did not arrive. The engine computes them."""
 
     quarantined_loads: int = 0
-    """Failed loads whose blocks were kept, because bytes could still arrive."""
+    """Number of failed loads whose blocks were kept because bytes could still arrive."""
 
     refused_requests: int = 0
-    """Requests rejected because the source and the engine are incompatible."""
+    """Number of requests rejected because the source and the engine are incompatible."""
 
 
 class KVSource(Protocol):
-    """A source of KV that was computed elsewhere: another engine, or a store.
+    """A source of KV that was computed elsewhere, such as another engine or a store.
 
     For each request, call `match` until it returns a number, pass that number to `KVCacheManager.step` as
     `Admit(request, external=External(n, delayed=True))`, and call `begin` once the plan is applied.
     `poll` returns the request when its load has ended. All calls come from the manager's thread and
     return without waiting.
 
-    The blocks of a load belong to the source until nothing can write to them any more. If a request ends
-    before that, the source keeps its blocks in quarantine and releases them later, in `poll`.
+    The blocks of a load belong to the source until no transfer can write to them any more. If a
+    request ends earlier, the source keeps its blocks in quarantine and releases them later, in
+    `poll`.
 
     Attributes:
         name: Name of the source, for metrics.
@@ -83,10 +84,10 @@ class KVSource(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether `poll` and `save` have work left although no request is waiting for them."""
+        """Whether `poll` and `save` have remaining work that no request is waiting for."""
 
     def match(self, request: Request) -> int | None:
-        """Return how many tokens after the local hit can be loaded.
+        """Return the number of tokens after the local hit that can be loaded.
 
         Call it immediately before the step that admits the request.
 
@@ -94,7 +95,8 @@ class KVSource(Protocol):
             request: A request that is not admitted.
 
         Returns:
-            The number of tokens. None if it is not known yet: call again in the next step.
+            The number of tokens. None if it is not known yet, in which case call again in the next
+            step.
 
         Raises:
             ValueError: The source rejects the request. The one-line message gives the reason.
@@ -107,15 +109,15 @@ class KVSource(Protocol):
             request: A request that was admitted with `External.delayed` and whose plan was applied.
 
         Raises:
-            ValueError: The request was not matched, or was admitted with another number of tokens.
-                Nothing has changed; `cancel` the request.
+            ValueError: The request was not matched, or was admitted with a different number of
+                tokens. Nothing has changed. `cancel` the request.
         """
 
     def poll(self) -> list[Arrived]:
         """Return the loads that have ended since the last call. Call it once per step."""
 
     def save(self, report: StepReport) -> None:
-        """Store newly computed blocks, if the source stores any.
+        """Store newly computed blocks, if the source stores blocks.
 
         Args:
             report: The report of the most recently planned step. The manager must have processed it.
@@ -124,10 +126,10 @@ class KVSource(Protocol):
     def cancel(self, request: Request) -> None:
         """Free a request that is matched or loading, and end its load.
 
-        Its blocks are reused once nothing can write to them.
+        Its blocks are reused when no transfer can write to them any more.
 
         Args:
-            request: The request. If it is unknown to the source, it is only freed.
+            request: The request. A request that is unknown to the source is only freed.
         """
 
     def close(self) -> object:

@@ -1,4 +1,4 @@
-"""A circuit breaker: decides whether to call a store or peer that has failed."""
+"""A circuit breaker, which decides whether to call a store or peer that has failed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Circuit:
     failed trial.
 
     Args:
-        num_failures: Consecutive failures after which the circuit opens.
+        num_failures: Number of consecutive failures after which the circuit opens.
         retry_s: Seconds until the first trial call.
         max_retry_s: Upper limit of the interval, in seconds.
-        clock: Returns the time in seconds.
+        clock: Function that returns the time in seconds.
 
     Example:
         >>> circuit = Circuit(num_failures=1, retry_s=60)
@@ -52,12 +52,15 @@ class Circuit:
         return self._num_failures >= self._most
 
     def allows(self) -> bool:
-        """Return whether to call now. An open circuit allows one call per retry interval."""
+        """Return whether a call is allowed now.
+
+        An open circuit allows one call per retry interval.
+        """
         if not self.is_open:
             return True
         if self._clock() < self._retry_at:
             return False
-        self._retry_at = self._clock() + self._retry_s  # one trial call; its result is awaited
+        self._retry_at = self._clock() + self._retry_s  # one trial call until then
         return True
 
     def worked(self) -> None:
@@ -65,7 +68,7 @@ class Circuit:
         self._num_failures, self._retry_s = 0, self._first_s
 
     def failed(self) -> None:
-        """Record a call that failed or timed out."""
+        """Record a failed or timed-out call."""
         self._num_failures += 1
         if self.is_open:
             self._retry_at = self._clock() + self._retry_s

@@ -1,13 +1,14 @@
-"""The loads of a source: one state machine, and one quarantine, for every kind of source.
+"""The loads of a source. All kinds of sources share this state machine and quarantine.
 
     match      begin        finish
     ------> MATCHED ----> LOADING ----> done
                               | quarantine          release
                               +----------> QUARANTINED ----> done
 
-A matched request that the manager has admitted with `External.delayed` is receiving: it is not served,
-and none of its blocks is a hit. `finish` returns it to the engine, and requires that nothing can write to
-its blocks any more. Otherwise, `quarantine` frees the request and keeps its blocks until `release`.
+A matched request that the manager has admitted with `External.delayed` is receiving. It is not
+served, and its blocks cannot be hit. `finish` returns the request to the engine, and requires that
+no transfer can write to its blocks any more. Otherwise, `quarantine` frees the request and keeps
+its blocks until `release`.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class SourceLoad(Generic[Detail]):
         request: The request.
         first_token: First token to load.
         end_token: End of the tokens to load.
-        detail: Data of the source.
+        detail: Data specific to the source.
         state: State of the load.
-        num_blocks: Number of blocks in quarantine.
+        num_blocks: Number of blocks that the load has in quarantine.
     """
 
     request: Request
@@ -55,7 +56,7 @@ class SourceLoad(Generic[Detail]):
 
 
 class SourceLoads(Generic[Detail]):
-    """The loads of one source, by request id."""
+    """The loads of one source, by request ID."""
 
     def __init__(self, manager: KVCacheManager, stats: LoadStats) -> None:
         self._manager, self._stats = manager, stats
@@ -63,11 +64,11 @@ class SourceLoads(Generic[Detail]):
         self._under_way: dict[str, SourceLoad[Detail]] = {}
 
     def __len__(self) -> int:
-        """Number of loads whose blocks may still be written to."""
+        """Return the number of loads whose blocks may still be written to."""
         return len(self._under_way)
 
     def __contains__(self, request: Request) -> bool:
-        """Whether a load may still write to blocks under this request id."""
+        """Return whether a load with this request ID may still write to blocks."""
         return request.request_id in self._under_way
 
     def __getitem__(self, request_id: str) -> SourceLoad[Detail]:
@@ -75,7 +76,7 @@ class SourceLoads(Generic[Detail]):
 
     @property
     def under_way(self) -> list[SourceLoad[Detail]]:
-        """Loads that are loading or quarantined."""
+        """All loads that are loading or quarantined."""
         return list(self._under_way.values())
 
     @property
@@ -83,23 +84,23 @@ class SourceLoads(Generic[Detail]):
         """Number of blocks in quarantine."""
         return sum(load.num_blocks for load in self._under_way.values())
 
-    # Before a load.
+    # Methods called before a load.
 
     def match(
         self, request: Request, first_token: int, end_token: int, detail: Detail | None = None
     ) -> SourceLoad[Detail]:
-        """Record which tokens of a request can be loaded, in place of an earlier match."""
+        """Record which tokens of a request can be loaded. Replaces an earlier match."""
         load = SourceLoad(request, first_token, end_token, detail)
         self._matched[request.request_id] = load
         return load
 
     def matched(self, request: Request) -> SourceLoad[Detail] | None:
-        """Return the match of this request object; None for another request with the same id."""
+        """Return the match of this request object, or None for another request with the same ID."""
         load = self._matched.get(request.request_id)
         return None if load is None or load.request is not request else load
 
     def forget(self, request_id: str) -> SourceLoad[Detail] | None:
-        """Remove the match of a request id, and return it."""
+        """Remove and return the match with a request ID."""
         return self._matched.pop(request_id, None)
 
     def admitted(self, request: Request) -> SourceLoad[Detail]:
@@ -118,7 +119,7 @@ class SourceLoads(Generic[Detail]):
             )
         return load
 
-    # A load.
+    # Methods called during a load.
 
     def begin(self, load: SourceLoad[Detail]) -> None:
         """Record that the load of a matched request has begun."""
@@ -129,19 +130,19 @@ class SourceLoads(Generic[Detail]):
         self._stats.hit_tokens += load.end_token - load.first_token
 
     def is_receiving(self, load: SourceLoad[Detail]) -> bool:
-        """Whether a load may still write to the blocks of its request."""
+        """Return whether a load may still write to the blocks of its request."""
         is_loading = load.state is LoadState.LOADING
         return is_loading and self._is_receiving(load.request)
 
     def finish(
         self, load: SourceLoad[Detail], num_tokens: int | None = None, error: str | None = None
     ) -> Arrived:
-        """End a load after which nothing can write to its blocks; the request continues.
+        """End a load, and let its request continue. No transfer may write to its blocks any more.
 
         Args:
             load: The load.
-            num_tokens: Number of tokens that arrived, from the first on; None for all.
-            error: Why some tokens did not arrive.
+            num_tokens: Number of tokens that arrived, counted from the first. None: all.
+            error: Reason why some tokens did not arrive.
         """
         count = load.end_token - load.first_token if num_tokens is None else num_tokens
         computed = self._manager.finish_receiving(load.request, count)
@@ -168,13 +169,13 @@ class SourceLoads(Generic[Detail]):
         return Arrived(request, None, 0, error)
 
     def release(self, load: SourceLoad[Detail]) -> None:
-        """End the quarantine of a load, because nothing can write to its blocks any more."""
+        """End the quarantine of a load, because no transfer can write to its blocks any more."""
         self._manager.release_blocks(load.request)
         load.state, load.num_blocks = LoadState.DONE, 0
         del self._under_way[load.request.request_id]
 
     def free(self, request: Request) -> None:
-        """Free a request whose load has not begun, whether or not it is receiving."""
+        """Free a request whose load has not begun. The request need not be receiving."""
         if self._is_receiving(request):
             self._manager.finish_receiving(request, 0)
         self._manager.free(request)
@@ -193,5 +194,5 @@ class SourceLoads(Generic[Detail]):
     def _is_receiving(self, request: Request) -> bool:
         try:
             return self._manager.state(request) is RequestState.RECEIVING
-        except ValueError:  # it is not admitted
+        except ValueError:  # the request is not admitted
             return False

@@ -1,6 +1,7 @@
-"""Transfers between engines: cache descriptions, transfer plans, transports and received blocks.
+"""Transfers between engines, with cache descriptions, transfer plans, transports and received
+blocks.
 
-Names are imported on first use, so plans work without torch. Functions that move bytes import torch.
+Names are imported on first use, so plans do not need torch. Functions that move bytes import torch.
 """
 
 from __future__ import annotations

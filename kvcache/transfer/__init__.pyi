@@ -1,4 +1,4 @@
-"""Public names, for type checkers; `__init__.py` imports each when it is first used."""
+"""Public names, for type checkers. `__init__.py` imports each name on first use."""
 
 from kvcache.layouts import AttentionBackend as AttentionBackend
 from kvcache.layouts import backend as backend

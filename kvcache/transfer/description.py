@@ -1,8 +1,10 @@
-"""The description of a KV cache that engines exchange: the content of each rank, and its page layout.
+"""The description of a KV cache that engines exchange. It defines the content and page layout of
+each rank.
 
-A page is one fragment in each of several regions (`Pages`). The regions, and the position of each element
-in them, follow from a dozen numbers, without torch and without addresses. The number of regions is the
-smallest that the memory order allows. `region_addresses` locates them in a storage's `Pages`.
+A page consists of one fragment in each region (`Pages`). The regions, and the position of each
+element in them, are computed from a dozen numbers, without torch and without addresses. The number
+of regions is the minimum that the memory order allows. `region_addresses` returns their addresses
+in a storage's `Pages`.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ DESCRIPTION_VERSION = 1
 
 
 def check_identity(version: object, engine_id: object) -> None:
-    """Raise ValueError for another version of the format, TypeError for an invalid engine_id."""
+    """Raise ValueError for a different version of the format, and TypeError for an invalid
+    engine_id.
+    """
     if type(version) is not int or version != DESCRIPTION_VERSION:
         raise ValueError(
             f"version is {shown(version)}, of engine {shown(engine_id)}: "
@@ -68,9 +72,9 @@ class StageCache:
     Attributes:
         layers: The model's layers in this stage.
         tp_size: Number of ranks in the stage, numbered from `first_rank` within a context-parallel rank.
-        placement: Position of a page's elements. Layers and heads are numbered within the rank. Scales
-            are stored like an additional V, as the last part.
-        region_strides: int64[r]. Bytes between pages.
+        placement: Positions of a page's elements. Layers and heads are numbered within the rank.
+            Scales are treated as an additional V and have the last index p.
+        region_strides: int64[r]. Bytes between pages in each region.
     """
 
     layers: range
@@ -83,17 +87,19 @@ class StageCache:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheDescription:
-    """An engine's KV cache. All ranks share one description and hold different tokens, layers and heads.
+    """Describes an engine's KV cache. All ranks share one description and hold different tokens,
+    layers and heads.
 
     Tokens are spread over context-parallel ranks. With N = `cp_world_size` (PCP times DCP) and
     I = `cp_interleave`, the token at position p is on rank `p // I % N`, as token number
     `p // (N * I) * I + p % I` of that rank, in blocks of `block_size`. Layers are spread over pipeline
-    ranks, and heads over tensor-parallel ranks (`kvcache.transfer.sharding`). The number of a rank is
-    `(cp_rank * pp_size + pp_rank) * tp_size + tp_rank`.
+    ranks, and heads over tensor-parallel ranks (`kvcache.transfer.sharding`). The index of a rank
+    is `(cp_rank * pp_size + pp_rank) * tp_size + tp_rank`.
 
     Bytes are transferred without applying scales, so both engines need the same scales.
 
-    A description consists of plain values: it can be pickled, and `to_dict` returns values for JSON.
+    A description consists of plain values. It can be pickled, and `to_dict` returns values for
+    JSON.
 
     Args:
         engine_id: Name of the engine.
@@ -103,17 +109,17 @@ class CacheDescription:
         block_size: Tokens per page on one context-parallel rank.
         v_head_size: Elements of V per head. None: `head_size`, or 0 for MLA. For MLA, a rotary part given
             here is added to `head_size`, and `v_head_size` becomes 0.
-        tp_size: Tensor-parallel ranks, counting each rank once: if context parallelism reuses n of them,
-            pass `tp_size // n`.
+        tp_size: Number of tensor-parallel ranks, counting each rank once. If context parallelism
+            reuses n of them, pass `tp_size // n`.
         stages: (layers, tp_size) of each pipeline stage, if stages differ. `pp_size` and `tp_size` then
             stay 1, and ranks are numbered stage by stage within a context-parallel rank.
         memory_order: Dimensions in memory, outermost first, from `AttentionBackend.memory_order`
             (`kvcache.layouts`): "layer" (if missing, each layer has its own memory), "kv" (if missing, a
             head's V follows its K), "block", "token", "head" (if missing, there is one head) and
-            "element". Each combination of indices before "block" has its own region; "head" may be
-            among them.
-        page_stride: Bytes between padded pages (shared with other cache groups): one value for all
-            stages, or one per stage. Requires K and V of a page in one region.
+            "element". Each combination of indices before "block" has its own region. "head" may
+            precede "block".
+        page_stride: Bytes between padded pages (shared with other cache groups), as one value for
+            all stages or one per stage. Requires that K and V of a page are in one region.
         is_mla: Whether each token has one latent vector of `head_size` elements, on every tensor-parallel
             rank.
         scale_bytes_per_head: Bytes of each token's scales per head, K and V together. Scales follow a
@@ -122,9 +128,9 @@ class CacheDescription:
             `scale_bytes_per_head` times the heads per rank.
         k_scale: Scales of fp8 values, per layer or per layer and KV head, as in
             `KVStorage.set_scales`. None: all are 1.
-        v_scale: The same for V.
-        hash_algorithm: How the engine hashes blocks (`CacheOptions.hash_algorithm`), so that both sides
-            know whether their block hashes are comparable.
+        v_scale: As `k_scale`, for V.
+        hash_algorithm: Hash algorithm of the engine (`CacheOptions.hash_algorithm`), so that both
+            sides know whether their block hashes are comparable.
 
     Raises:
         TypeError: A value has a wrong type.
@@ -144,17 +150,17 @@ class CacheDescription:
     engine_id: str
     num_layers: int
     total_num_kv_heads: int
-    head_size: int  # elements
+    head_size: int  # elements of K per head
     block_size: int  # tokens per page on one context-parallel rank
-    v_head_size: int | None = None  # elements; None: head_size, or 0 with MLA
+    v_head_size: int | None = None  # elements of V per head; None: head_size, or 0 with MLA
     is_mla: bool = False
     tp_size: int = 1
     pp_size: int = 1
     cp_world_size: int = 1
-    cp_interleave: int = 1  # tokens
+    cp_interleave: int = 1  # consecutive tokens per context-parallel rank
     memory_order: tuple[str, ...] = ("kv", "block", "token", "head", "element")
     page_stride: int | tuple[int, ...] | None = None  # bytes between pages; None: contiguous
-    dtype: str = "bfloat16"  # or the torch.dtype of that name
+    dtype: str = "bfloat16"  # name of a dtype, or a torch.dtype
     stages: tuple[PipelineStage, ...] | None = None
     scale_bytes_per_head: int = 0
     k_scale: tuple[tuple[float, ...], ...] | None = None
@@ -298,7 +304,7 @@ class CacheDescription:
         if layer.state_bytes:
             raise ValueError(f"layer {layer.name!r} keeps a state: expected a group of K and V")
         is_mla = layer.is_mla or (layer.num_kv_heads == 1 and layer.v_head_size == 0)
-        from kvcache.kinds import kind_class  # loads the native library, which sizes do not need
+        from kvcache.kinds import kind_class  # imported here because it loads the native library
 
         if kind_class(group.kind).pages.wraps:
             raise ValueError(
@@ -362,7 +368,7 @@ class CacheDescription:
 
     @cached_property
     def pipeline_stages(self) -> tuple[PipelineStage, ...]:
-        """The layers and ranks of every stage: `stages`, or `pp_size` equal ones."""
+        """The layers and ranks of every stage, from `stages` or as `pp_size` equal stages."""
         if self.stages is not None:
             return self.stages
         equal = PipelineStage(self.num_layers // self.pp_size, self.tp_size)
@@ -370,7 +376,7 @@ class CacheDescription:
 
     @cached_property
     def stage_caches(self) -> tuple[StageCache, ...]:
-        """The content of each rank, by pipeline stage."""
+        """The content of each rank, for each pipeline stage."""
         found, first_rank = [], 0
         strides: dict[tuple[PipelineStage, int | None], np.ndarray] = {}
         page_strides = self.page_stride
@@ -402,7 +408,7 @@ class CacheDescription:
 
     @property
     def tokens_per_page(self) -> int:
-        """Number of tokens in one page on every context-parallel rank together."""
+        """Number of tokens in one page, over all context-parallel ranks."""
         return self.block_size * self.cp_world_size
 
     @property
@@ -417,12 +423,13 @@ class CacheDescription:
 
     @property
     def layout(self) -> str:
-        """The layout, "NHD" or "HND": whether tokens or heads come first in memory."""
+        """The layout, "NHD" if tokens precede heads in memory and "HND" otherwise."""
         return layout_of(self.memory_order)
 
     @property
     def placement(self) -> Placement:
-        """Position of the elements of each rank's pages. Layers and heads are numbered within the rank.
+        """Positions of the elements of each rank's pages. Layers and heads are numbered within the
+        rank.
 
         Example:
             >>> from kvcache.layouts import backend
@@ -449,7 +456,10 @@ class CacheDescription:
         return self._each_rank("region_strides").region_strides
 
     def stage_of(self, rank: int) -> StageCache:
-        """Return the content of a rank, if stages may differ. ValueError if the rank is out of range."""
+        """Return the content of a rank.
+
+        Stages may differ. Raises ValueError if the rank is out of range.
+        """
         return self.stage_caches[self.coordinates(rank).pp_rank]
 
     def _each_rank(self, name: str) -> StageCache:
@@ -461,7 +471,7 @@ class CacheDescription:
 
     @cached_property
     def _placements(self) -> tuple[Placement, ...]:
-        """The placement of each stage. Stages of equal sizes share one."""
+        """The placement of each stage. Stages of equal sizes share one placement."""
         made: dict[PipelineStage, Placement] = {}
         for stage in self.pipeline_stages:
             if stage in made:
@@ -496,7 +506,7 @@ class CacheDescription:
         return Coordinates(cp_rank, pp_rank, rest - self._first_ranks[pp_rank])
 
     def rank_of(self, at: Coordinates) -> int:
-        """Return the number of the rank at these coordinates."""
+        """Return the index of the rank at these coordinates."""
         instance(at, Coordinates, "at")
         return at.cp_rank * self._ranks_per_cp_rank + self._first_ranks[at.pp_rank] + at.tp_rank
 
@@ -566,7 +576,10 @@ _SIZES = (
 
 
 def _indices(values: np.ndarray, name: str, size: int) -> np.ndarray:
-    """Check integers in [0, size), of any shape. Raises TypeError or ValueError."""
+    """Return integers of any shape after checking that they are in [0, size).
+
+    Raises TypeError or ValueError.
+    """
     array = as_array(values, name)
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
@@ -575,7 +588,7 @@ def _indices(values: np.ndarray, name: str, size: int) -> np.ndarray:
 
 
 def _plain(value: object) -> object:
-    """Return a field's value with lists in place of tuples."""
+    """Return a field's value with tuples converted to lists."""
     return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 

@@ -1,4 +1,4 @@
-"""Fetches a request's tokens from another engine, combining plans, a transport and pages."""
+"""Fetches a request's tokens from another engine, using plans, a transport and pages."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ _POLL_S = 50e-6
 
 @dataclass(frozen=True, eq=False)
 class GroupFetch:
-    """One cache group of a request.
+    """One cache group of a request to fetch.
 
     Args:
         plan: The plan of this rank.
-        local_ids: int[n]. The request's block table, or state pages. 0 is the null page.
-        remote_ids: int[n]. The peer's block table, one array for all remote ranks or one per rank.
-        local_addresses: int64[r]. Start of each of the plan's regions (`region_addresses`).
+        local_ids: int[n]. The request's block table or state pages. 0 is the null page.
+        remote_ids: int[n]. The peer's block table, as one array for all remote ranks or a mapping
+            from remote rank to array.
+        local_addresses: int64[r]. Start address of each region of the plan (`region_addresses`).
         remote_addresses: int64[r] per remote rank, as received from the peers.
-        storage: The storage in which pages are permuted. Required if the plan has a permutation.
+        storage: The storage of the pages to permute. Required if the plan has a permutation.
     """
 
     plan: TransferPlan | StateTransferPlan
@@ -47,10 +48,10 @@ class GroupFetch:
 
 
 class Fetch:
-    """A request's pages in flight. Created by `fetch`.
+    """A transfer of a request's pages in flight. Created by `fetch`.
 
     Attributes:
-        missing: Per group int64[k], local pages for which the remote side has no token.
+        missing: For each group int64[k], local pages for which the remote side has no tokens.
         num_bytes: Bytes of all groups.
     """
 
@@ -74,7 +75,7 @@ class Fetch:
             if len(each.permuted)
         ]
         self._is_done, self._error = False, None
-        self._permuting: list[Event] | None = None  # events still pending, once permuting has begun
+        self._permuting: list[Event] | None = None  # pending events after permuting has begun
         self.transfers: list[Transfer] = []
         try:
             for group, each in zip(groups, found):
@@ -87,7 +88,7 @@ class Fetch:
         except BaseException as error:
             self.cancel(f"another part was refused: {error}")
             if not self.transfers or not isinstance(error, TransferError | ValueError):
-                raise  # else `poll` raises, because transfers in flight may still write to pages
+                raise  # `poll` raises later, as transfers in flight may write to pages
 
     def poll(self) -> bool:
         """Return whether all pages have arrived in local order and the peers have been notified.
@@ -133,7 +134,7 @@ class Fetch:
         """Wait until all pages have arrived.
 
         Args:
-            timeout_s: Seconds to wait at most.
+            timeout_s: Maximum time to wait, in seconds.
 
         Raises:
             TransferError: The fetch failed or did not finish in time.
@@ -153,7 +154,7 @@ class Fetch:
             time.sleep(_POLL_S)
 
     def cancel(self, reason: str) -> None:
-        """Cancel the fetch; see `Transfer.cancel`."""
+        """Cancel the fetch. See `Transfer.cancel`."""
         if not self._is_done and self._error is None:
             self._error = reason
             for transfer in self.transfers:
@@ -161,7 +162,10 @@ class Fetch:
 
     @property
     def is_released(self) -> bool:
-        """Whether nothing writes to the pages any more. Until then, they must not be reused."""
+        """Whether no transfer can write to the pages any more.
+
+        Until then, they must not be reused.
+        """
         ended = self._is_done or self._error is not None
         return (
             ended
@@ -182,10 +186,11 @@ def fetch(
 ) -> Fetch:
     """Start reading tokens [first_token, end_token) of a request in all its groups, without waiting.
 
-    State pages move as a whole. Null pages on either side are skipped; see `plan_range`. Fragments are
-    passed to the transport in factored form, and the transport packs small ones. Reads start one after
-    the other. If a later one is rejected, earlier ones are canceled and `poll` and `wait` raise
-    TransferError; the pages must not be reused before `is_released`.
+    State pages are transferred as a whole. Null pages on either side are skipped (see
+    `plan_range`). Fragments are passed to the transport in factored form, and the transport packs
+    small fragments. Reads are started in sequence. If a later read is rejected, earlier reads are
+    canceled, and `poll` and `wait` raise TransferError. The pages must not be reused before
+    `is_released`.
 
     Args:
         transport: The transport.
@@ -200,9 +205,9 @@ def fetch(
         The fetch in flight.
 
     Raises:
-        TypeError: Ids or tokens have a wrong type. Nothing has moved.
-        ValueError: Ids or tokens do not fit the plans, a rank is unknown, or the first read is rejected,
-            for example because memory is not registered. Nothing has moved.
+        TypeError: IDs or tokens have a wrong type. Nothing has been transferred.
+        ValueError: IDs or tokens do not fit the plans, a rank is unknown, or the first read is
+            rejected, for example because memory is not registered. Nothing has been transferred.
         TransferError: The first read is rejected because its peer is not connected.
     """
     timeout_s = seconds(timeout_s, "timeout_s")
@@ -226,7 +231,7 @@ def fetch(
 
 
 def spans_of(group: GroupFetch, runs: Runs) -> tuple[Spans, Spans]:
-    """Return the local and remote fragments of runs, still factored."""
+    """Return the local and remote fragments of runs in factored form."""
     remote_region, remote_at, local_region, local_at = runs.descriptors.T
     local = np.asarray(group.local_addresses, np.int64)[local_region] + local_at
     remote = np.asarray(group.remote_addresses[runs.remote_rank], np.int64)[remote_region]

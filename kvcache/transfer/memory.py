@@ -31,8 +31,8 @@ def region_addresses(
         int64[r].
 
     Raises:
-        ValueError: The pages differ from the description in layers, sizes, memory order or `page_stride`,
-            or contain bytes that it lacks.
+        ValueError: The pages differ from the description in layers, sizes, memory order or
+            `page_stride`, or contain bytes that it does not describe.
 
     Example:
         >>> storage = KVStorage(9, 4, num_kv_heads=2, head_size=8, num_layers=2, backend="FLASHINFER")
@@ -75,7 +75,7 @@ def permute_pages(
     Args:
         storage: The storage.
         pages: int[groups, pages per group]. The pages.
-        permutation: Permutation of the transfer plan. None: does nothing.
+        permutation: Permutation of the transfer plan. None: the pages are not changed.
 
     Raises:
         TypeError: The pages are not integers.
@@ -123,7 +123,8 @@ def _state_addresses(description: StateDescription, pages: Pages, rank: int | No
 def _matched(
     placed: Placement, strides: np.ndarray, pages: Pages, layer: int
 ) -> list[tuple[tuple[int, int, int], tuple[int, int]]]:
-    """Return a layer's runs (region, offset, length), each with (address, bytes between pages).
+    """Return a layer's runs (region, offset, length), and the (address, bytes between pages) of
+    each run.
 
     K and V of a layer may be separate fragments of a page, or one fragment if they are contiguous. The
     same applies to scales.
@@ -141,7 +142,7 @@ def _matched(
     for runs in candidates:
         if sizes == [length for _, _, length in runs]:
             return list(zip(map(tuple, runs), at))
-    if len(own) == len(together) == 1 and sizes[0] == strides[together[0][0]]:  # padded
+    if len(own) == len(together) == 1 and sizes[0] == strides[together[0][0]]:  # padded page
         return [(tuple(together[0]), at[0])]
     raise ValueError(
         f"layer {layer} of the pages has fragments of {sizes} bytes: expected "

@@ -1,7 +1,7 @@
 """Permutes blocks received from another engine into the local block size and layout, in place.
 
-`ops.permute_blocks_` moves each byte once. vLLM gathers the blocks, permutes a copy and scatters it back,
-which moves every byte three to four times.
+`ops.permute_blocks_` moves each byte once. In comparison, vLLM gathers the blocks, permutes a copy
+and scatters it back, which moves every byte three to four times.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from kvcache.worker.pages.regions import check_apart, regions_of
 Indices = Sequence[int] | np.ndarray | torch.Tensor
 Caches = torch.Tensor | Sequence[torch.Tensor]
 
-# The op's errors about an argument begin with its name. They are converted to ValueError here.
+# The op's error messages begin with the name of the argument. These errors are converted to
+# ValueError.
 _ARGUMENT = re.compile(r"(cache|offsets|indices|remote_block_size)\b")
 
 
@@ -34,17 +35,20 @@ def permute_received_blocks(
 ) -> None:
     """Permute the listed blocks into the local layout, in place. Other blocks remain unchanged.
 
-    On a GPU the operation is enqueued on the current stream. Indices on the device are copied to the host
-    for checking, which synchronizes; `ops.permute_blocks_` accepts them without synchronization.
+    On a GPU the operation is enqueued on the current stream. Indices on the device are copied to
+    the host for checking, which synchronizes. `ops.permute_blocks_` accepts them without
+    synchronization.
 
     Args:
-        caches: One cache, or one per layer (K and V count as two) with equal shape, strides, dtype and
-            device, permuted in one call. Shape [num_blocks, block_size, num_kv_heads, head_size], or
-            [num_blocks, block_size, head_size] for a single head. The last dimension is contiguous. The
-            other strides determine whether the local layout is NHD or HND.
-        indices: The blocks, as a list, array or tensor of integers. If `remote_block_size` is k times the
-            local block size, k consecutive indices ([n, k] or flat) hold the bytes of one remote block.
-        remote_block_size: Tokens per remote block: a divisor or multiple of `block_size`. None:
+        caches: One cache, or one per layer (K and V count as two) with equal shape, strides, dtype
+            and device. All are permuted in one call. The shape is [num_blocks, block_size,
+            num_kv_heads, head_size], or [num_blocks, block_size, head_size] for a single head. The
+            last dimension is contiguous. The other strides determine whether the local layout is
+            NHD or HND.
+        indices: The blocks to permute, as a list, array or tensor of integers. If
+            `remote_block_size` is k times the local block size, k consecutive indices ([n, k] or
+            flat) hold the bytes of one remote block.
+        remote_block_size: Tokens per remote block, a divisor or multiple of `block_size`. None:
             `block_size`.
         remote_layout: "HND" or "NHD".
         dims: Order of tokens and heads in the shape, independent of the strides. "HND" means
@@ -109,7 +113,7 @@ def _check_apart(layers: list[torch.Tensor]) -> None:
     begins = sorted(layer.data_ptr() for layer in layers)
     if all(b - a >= extent * first.element_size() for a, b in pairwise(begins)):
         return
-    # The layers' spans overlap, so the layers are either packed together or share memory.
+    # The spans of the layers overlap, so the layers are either packed together or share memory.
     found = [(r, i) for i, layer in enumerate(layers) for r in regions_of(layer, 0, f"layer {i}")]
     check_apart(np.array([r for r, _ in found]), [i for _, i in found], first.shape[0])
 

@@ -1,12 +1,12 @@
 """The distribution of KV heads and layers over the ranks of an engine.
 
-Heads are spread over tensor-parallel ranks in one of two ways. If there are at most as many ranks as
-heads, the heads are *sharded*: each rank holds an equal number of consecutive heads. If there are more
-ranks, the heads are *replicated*: each rank holds one head, and consecutive ranks hold the same one.
-MLA's latent is one head that every rank holds.
+Heads are spread over tensor-parallel ranks in one of two ways. If the number of ranks does not
+exceed the number of heads, the heads are *sharded*: each rank holds an equal number of consecutive
+heads. If there are more ranks than heads, the heads are *replicated*: each rank holds one head, and
+consecutive ranks hold the same head. MLA's latent is a single head that every rank holds.
 
-Layers are spread over pipeline stages, each with its own tensor-parallel ranks. By default all stages
-have equally many layers and ranks; otherwise they are listed as `PipelineStage`s.
+Layers are spread over pipeline stages, each with its own tensor-parallel ranks. By default, all
+stages have the same number of layers and ranks. Otherwise they are listed as `PipelineStage`s.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from typing import NamedTuple
 
 from kvcache.checks import integer
 
-MAX_RANKS = 4096  # per engine: plans iterate over the ranks of both engines
+MAX_RANKS = 4096  # maximum number of ranks per engine; plans iterate over the ranks of both engines
 
 
 class PipelineStage(NamedTuple):
-    """A pipeline stage of an engine: its number of layers and of tensor-parallel ranks."""
+    """A pipeline stage of an engine, with its number of layers and its number of tensor-parallel
+    ranks.
+    """
 
     num_layers: int
     tp_size: int
 
 
 def size_ratio(local: int, remote: int, what: str) -> int:
-    """Return how many times the local size is as large as the remote size, negative for the inverse.
+    """Return local / remote, or -(remote / local) if the remote size is larger.
 
     The result is 1 if both sizes are equal, and never 0 or -1.
 
@@ -56,8 +58,8 @@ def size_ratio(local: int, remote: int, what: str) -> int:
 def heads_of_rank(total_num_kv_heads: int, tp_size: int, tp_rank: int) -> range:
     """Return the heads of a tensor-parallel rank, among the model's `range(total_num_kv_heads)`.
 
-    Sharded heads: an equal range per rank. Replicated heads (more ranks than heads): rank r holds head
-    `r * total_num_kv_heads // tp_size`.
+    If heads are sharded, each rank holds a range of equal length. If they are replicated (more
+    ranks than heads), rank r holds head `r * total_num_kv_heads // tp_size`.
 
     Args:
         total_num_kv_heads: KV heads of the model.
@@ -99,7 +101,7 @@ def ranks_of_head(total_num_kv_heads: int, tp_size: int, head: int) -> range:
 
 
 def layers_of_rank(num_layers: int, pp_size: int, pp_rank: int) -> range:
-    """Return the layers of a pipeline rank: equal ranges in rank order.
+    """Return the layers of a pipeline rank. All ranks hold ranges of equal length, in rank order.
 
     Args:
         num_layers: Layers of the model.
@@ -128,7 +130,8 @@ def replica_for(
 ) -> int:
     """Return the tensor-parallel rank from which a reader reads a head, among the ranks that hold it.
 
-    Readers are distributed evenly over the replicas: the numbers of readers differ by at most one.
+    Readers are distributed evenly over the replicas. The numbers of readers per replica differ by
+    at most one.
 
     Args:
         head: The head.
@@ -159,7 +162,10 @@ def check_world_size(world_size: int) -> None:
 def check_stages(
     stages: Sequence[Sequence[int]], name: str = "stages"
 ) -> tuple[PipelineStage, ...]:
-    """Convert stages to tuples. Each needs at least 1 layer and 1 rank, else TypeError or ValueError."""
+    """Convert stages to tuples.
+
+    Raises TypeError or ValueError unless each stage has at least 1 layer and 1 rank.
+    """
     if isinstance(stages, str) or not isinstance(stages, Sequence) or len(stages) == 0:
         raise TypeError(f"{name} is {stages!r}: expected a sequence of (num_layers, tp_size)")
     found = []
@@ -176,7 +182,7 @@ def check_stages(
 def check_stages_of(
     stages: Sequence[Sequence[int]], num_layers: int, *, pp_size: int, tp_size: int
 ) -> tuple[PipelineStage, ...]:
-    """Check that stages hold all layers and that both sizes are left at 1; see `check_stages`."""
+    """Check that stages hold all layers and that both sizes are 1. See `check_stages`."""
     checked = check_stages(stages)
     for name, size in (("pp_size", pp_size), ("tp_size", tp_size)):
         if size != 1:
@@ -191,7 +197,9 @@ def check_stages_of(
 def check_page_stride(
     page_stride: int | Sequence[int], page_bytes: Sequence[int]
 ) -> int | tuple[int, ...]:
-    """Check strides, one or one per stage: at least the page bytes, which are given per stage."""
+    """Check that the strides, one for all stages or one per stage, are at least the page bytes of
+    each stage.
+    """
     if not isinstance(page_stride, Sequence):
         return integer(page_stride, "page_stride", max(page_bytes))
     if len(page_stride) != len(page_bytes):
@@ -268,12 +276,14 @@ def reader_of_head(
     cp_rank: int = 0,
     cp_world_size: int = 1,
 ) -> tuple[int, int]:
-    """Return (reader, num_readers) for `replica_for`: a rank's index among the readers of a head.
+    """Return (reader, num_readers) for `replica_for`, where `reader` is a rank's index among the
+    readers of a head.
 
     The readers of a head in one stage of the source are all ranks that hold the head in stages which
-    share layers with it. `tp_sizes` are the numbers of ranks of these stages. Readers are numbered first
-    by their position among the holders in their stage, then by context-parallel rank, then by stage.
-    Therefore rank r reads from rank r if all sizes equal the sizes of the source.
+    share layers with it. `tp_sizes` contains the number of ranks of each of these stages. Readers
+    are numbered first by their position among the holders in their stage, then by context-parallel
+    rank, then by stage. Therefore rank r reads from rank r if all sizes equal the sizes of the
+    source.
 
     Example:
         >>> [reader_of_head(0, 1, [2, 2], stage=s, tp_rank=r) for r in (0, 1) for s in (0, 1)]
@@ -285,7 +295,7 @@ def reader_of_head(
     for other, tp_size in enumerate(tp_sizes):
         count = len(ranks_of_head(total_num_kv_heads, tp_size, head))
         num_readers += count * cp_world_size
-        before, rest = divmod(at * count, len(holders))  # holders up to the same position
+        before, rest = divmod(at * count, len(holders))  # `before` counts earlier holders
         reader += (before + (rest > 0)) * cp_world_size
         reader += 0 if rest else cp_rank + (other < stage)
     return reader, num_readers

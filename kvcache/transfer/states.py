@@ -1,9 +1,10 @@
-"""Transfers of recurrent states: the slices of a state on each rank, and plans for reading them.
+"""Transfers of recurrent states. Defines the slices of a state on each rank, and plans for reading
+them.
 
 A state consists of a few tensors, such as the last inputs of a convolution, or the state of an SSM or of
 linear attention. Each has a channel dimension that is spread over tensor-parallel ranks section by
-section. For example, Mamba-2's convolution has sections x, B and C, and a rank holds a slice of each. A
-page holds one state of a layer.
+section. For example, Mamba-2's convolution has sections x, B and C, and a rank holds a slice of
+each section. A page holds one state of a layer.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from kvcache.transfer.sharding import (
 class Section(NamedTuple):
     """A range of a tensor's channels that is spread over ranks independently.
 
-    The section has `units` (heads, groups or single channels) of `unit_size` channels each. They are
-    spread over tensor-parallel ranks like KV heads: a unit is never split, and ranks share units if there
-    are more ranks than units.
+    The section has `units` (heads, groups or single channels) of `unit_size` channels each. Like KV
+    heads, units are spread over tensor-parallel ranks. A unit is never split, and ranks share units
+    if there are more ranks than units.
     """
 
     units: int
@@ -92,7 +93,10 @@ class StateTensor:
         object.__setattr__(self, "dtype", dtype_name(self.dtype, ELEMENT_BYTES))
 
     def channels(self, tp_size: int) -> int:
-        """Return the channels per rank for `tp_size` ranks. ValueError if a section cannot be spread."""
+        """Return the channels per rank for `tp_size` ranks.
+
+        Raises ValueError if a section cannot be spread.
+        """
         tp_size = integer(tp_size, "tp_size", 1)
         for number, (units, _) in enumerate(self.sections):
             if units % tp_size and tp_size % units:
@@ -112,17 +116,17 @@ class StateTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class StateDescription:
-    """The recurrent states of an engine, for one group of layers with equal tensors.
+    """Describes the recurrent states of an engine, for one group of layers with equal tensors.
 
     Each layer has its own region. A page holds one state, with its `tensors` concatenated. Tensors in
-    separate memory need separate descriptions. Sizes and ranks are defined as in `CacheDescription`; all
-    context-parallel ranks hold the same states. A description consists of plain values: it can be
-    pickled, and `to_dict` returns values for JSON.
+    separate memory need separate descriptions. Sizes and ranks are defined as in
+    `CacheDescription`. All context-parallel ranks hold the same states. A description consists of
+    plain values. It can be pickled, and `to_dict` returns values for JSON.
 
     Args:
         tensors: The tensors of a state.
-        page_stride: Bytes between pages, if pages are padded (shared with attention groups): one value
-            for all stages, or one per stage.
+        page_stride: Bytes between pages, if pages are padded (shared with attention groups), as one
+            value for all stages or one per stage.
 
     Raises:
         TypeError: A value has a wrong type.
@@ -201,7 +205,7 @@ class StateDescription:
 
     @cached_property
     def pipeline_stages(self) -> tuple[PipelineStage, ...]:
-        """The layers and ranks of every stage: `stages`, or `pp_size` equal ones."""
+        """The layers and ranks of every stage, from `stages` or as `pp_size` equal stages."""
         if self.stages is not None:
             return self.stages
         return equal_stages(self.num_layers, self.pp_size, self.tp_size)
@@ -222,7 +226,7 @@ class StateDescription:
         return Coordinates(cp_rank, pp_rank, rest)
 
     def rank_of(self, at: Coordinates) -> int:
-        """Return the number of the rank at these coordinates."""
+        """Return the index of the rank at these coordinates."""
         instance(at, Coordinates, "at")
         before = sum(stage.tp_size for stage in self.pipeline_stages[: at.pp_rank])
         return at.cp_rank * self._ranks_per_cp_rank + before + at.tp_rank
@@ -232,7 +236,7 @@ class StateDescription:
         return layers_of_stages(self.pipeline_stages)[self.coordinates(rank).pp_rank]
 
     def state_bytes(self, rank: int) -> int:
-        """Return the bytes of a layer's state on a rank: `state_bytes` of its `LayerSpec`."""
+        """Return the bytes of a layer's state on a rank, which is `state_bytes` of its `LayerSpec`."""
         return self._bytes_of(self.pipeline_stages[self.coordinates(rank).pp_rank].tp_size)
 
     def stride_of(self, pp_rank: int) -> int:
@@ -254,8 +258,8 @@ class StateDescription:
 class StateTransferPlan(PatternPlan):
     """A plan for filling one local rank's state pages from a remote engine. Created by `plan_states`.
 
-    A group is one page on both sides. `remote_ranks`, `patterns`, `fragments` and `bytes_per_group`
-    describe one state of all layers on the rank.
+    A group consists of one page on each side. `remote_ranks`, `patterns`, `fragments` and
+    `bytes_per_group` describe one state of all layers on the rank.
     """
 
     local: StateDescription
@@ -265,11 +269,12 @@ class StateTransferPlan(PatternPlan):
     def apply(
         self, local_pages: np.ndarray, remote_pages: Mapping[int, np.ndarray] | np.ndarray
     ) -> TransferRuns:
-        """Return the byte runs for given pages; see `TransferPlan.apply`.
+        """Return the byte runs for given pages. See `TransferPlan.apply`.
 
         Args:
             local_pages: int[n]. Local pages.
-            remote_pages: int[n]. Remote pages, for all remote ranks or by remote rank.
+            remote_pages: int[n] remote pages shared by all remote ranks, or a mapping from remote
+                rank to int[n].
         """
         if isinstance(remote_pages, Mapping):
             remote = {rank: _column(ids, "remote_pages") for rank, ids in remote_pages.items()}
@@ -283,8 +288,8 @@ def plan_states(
 ) -> StateTransferPlan:
     """Plan how a local rank fills its pages with the same states of a remote engine.
 
-    Parallel sizes, padding and the memory order of channels may differ. Each unit of a section is read
-    from one rank; if several ranks hold it, local ranks are distributed over them.
+    Parallel sizes, padding and the memory order of channels may differ. Each unit of a section is
+    read from one rank. If several ranks hold a unit, local ranks are distributed over them.
 
     Args:
         local: The local engine.
@@ -333,7 +338,8 @@ def plan_states(
         layers[:, 2] = np.array(shared) - mine.start
         strides = remote.stride_of(pp_rank), local.stride_of(at.pp_rank)
         for tp_rank, runs in _runs_by_source(local, remote, at, pp_rank):
-            # All context-parallel ranks hold the state. Equal engines read from the same rank.
+            # All context-parallel ranks hold the state. If the engines are equal, each rank reads
+            # from the rank with the same index.
             source = Coordinates(at.cp_rank % remote.cp_world_size, pp_rank, tp_rank)
             joins = len(runs) == 1 and (runs[0, 4] == strides).all()
             offsets = np.zeros((1, 2), np.int64)
@@ -349,8 +355,8 @@ def _runs_by_source(
     """Return one layer's merged runs (see `Pattern.runs`), by remote tensor-parallel rank."""
     tp_size = local.pipeline_stages[at.pp_rank].tp_size
     remote_tp_size = remote.pipeline_stages[remote_pp_rank].tp_size
-    columns = []  # source, remote byte, local byte, length
-    begins = np.zeros(2, np.int64)  # of the tensor in the remote and the local page
+    columns = []  # rows of (source, remote byte, local byte, length)
+    begins = np.zeros(2, np.int64)  # start of the tensor in the remote and the local page
     for theirs, mine in zip(remote.tensors, local.tensors):
         source, remote_channel, local_channel = _channels(
             local, remote, at, remote_pp_rank, mine.sections
@@ -394,9 +400,10 @@ def _channels(
     remote_pp_rank: int,
     sections: tuple[Section, ...],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return, for each channel of a local rank: remote tensor-parallel rank, remote and local number.
+    """Return the remote tensor-parallel rank, remote index and local index of each channel of a
+    local rank.
 
-    All are int64[n].
+    Each result is int64[n].
     """
     tp_size = local.pipeline_stages[at.pp_rank].tp_size
     remote_tp_size = remote.pipeline_stages[remote_pp_rank].tp_size
@@ -435,7 +442,7 @@ def _replica(
     units: int,
     unit: int,
 ) -> int:
-    """Return the remote tensor-parallel rank, among the holders of a unit, that a local rank reads."""
+    """Return the remote tensor-parallel rank from which a local rank reads a unit."""
     layers = layers_of_stages(remote.pipeline_stages)[remote_pp_rank]
     sharing = [
         stage

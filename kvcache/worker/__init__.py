@@ -1,4 +1,4 @@
-"""The data plane: tables, storage and page copies. Needs torch."""
+"""The data plane, which contains block tables, storage and page copies. It needs torch."""
 
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.pages.storage import KVStorage

@@ -1,4 +1,4 @@
-"""The worker's half of a step: applies a `StepPlan` to block tables and storage."""
+"""The worker, which applies a `StepPlan` to block tables and storage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PendingStep:
         self, step_id: int, engine: SwapEngine | None, earlier: PendingStep | None
     ) -> None:
         self.step_id = step_id
-        self.errors: list[SwapError] = []  # set together with the report
+        self.errors: list[SwapError] = []  # errors of failed swaps, set when the report is created
         self._engine = engine
         self._earlier = earlier
         self._report: StepReport | None = None
@@ -36,12 +36,13 @@ class PendingStep:
         self._in: SwapJob | None = None
 
     def poll(self) -> StepReport | None:
-        """Return the step's report once its bytes, and those of all earlier steps, have moved.
+        """Return the step's report if all copies of this step and of earlier steps have finished.
 
-        Reports come in step order, because the manager takes a report as covering every earlier step.
+        Reports are returned in step order, because for the manager a report covers all earlier
+        steps.
 
         Returns:
-            The report, which lists pages with invalid content, or None while bytes are still moving.
+            The report, which lists pages with invalid content, or None while copies are in flight.
         """
         if self._report is not None:
             return self._report
@@ -64,7 +65,7 @@ class PendingStep:
         """Wait for the step's report.
 
         Args:
-            timeout_s: Seconds to wait at most. None waits indefinitely.
+            timeout_s: Maximum time to wait, in seconds. None waits indefinitely.
 
         Returns:
             The report, as from `poll`.
@@ -77,7 +78,7 @@ class PendingStep:
         return self._report
 
     def wait_layer(self, layer: int) -> None:
-        """Make the calling stream wait until one layer of the step's swap-ins has arrived.
+        """Make the calling stream wait until the step's swap-ins of one layer have arrived.
 
         Call it before computing each layer if the worker was created with `layers_per_event`. Otherwise
         `Worker.start` has already made the stream wait for all layers.
@@ -89,7 +90,7 @@ class PendingStep:
             self._engine.before_read(self._in, layer)
 
     def may_wait(self) -> bool:
-        """Return whether the report may have to wait for bytes in flight."""
+        """Return whether the report may have to wait for copies in flight."""
         return self._report is None and bool(self._earlier or self._out or self._in)
 
     def _jobs(self) -> list[SwapJob]:
@@ -103,14 +104,14 @@ class Worker:
     """Applies plans to the storage and block tables of one device.
 
     Args:
-        storage: One storage that serves all groups, or one per group, all over the same pages
-            (`KVStorage.over`). Storage and table must have the same block size, except for groups without
-            slots (recurrent state).
+        storage: A storage that serves all groups, or one storage per group, all over the same pages
+            (`KVStorage.over`). Storage and table must have the same block size, except for groups
+            without slots (recurrent state).
         tables: `BlockTables` with the manager's groups in order, or the `GroupTable` of a
             single group.
         host: The pages of the manager's host tier (`Pages.on_host`), if it has one.
-        last_step_id: The last step that `tables` already contain, if another worker filled them (that
-            worker's `last_step_id`). -1 if no plan was applied.
+        last_step_id: The last step whose plan was applied to `tables`, if another worker filled
+            them (that worker's `last_step_id`). -1 if no plan was applied.
         swap_options: Options of `SwapEngine`. Except for `streams`, they require `host`.
 
     Example:
@@ -132,7 +133,7 @@ class Worker:
         **swap_options: object,
     ) -> None:
         instance(tables, GroupTable | BlockTables, "tables")
-        # The last plan applied to the tables.
+        # Step ID of the last plan that was applied to the tables.
         self._last_step_id = integer(last_step_id, "last_step_id", -1, MAX_INT64)
         groups = [tables] if isinstance(tables, GroupTable) else tables.block_tables
         if host is not None:
@@ -168,9 +169,9 @@ class Worker:
         self._within = PageCopy(self.pages, self.pages)
         self._streams = swap_options.get("streams") or streams_of(self.pages.device)
         self._last: PendingStep | None = (
-            None  # bytes of this step or an earlier one may still be moving
+            None  # this step or an earlier step may have copies in flight
         )
-        # The step in progress, or the step that broke the worker.
+        # ID of the step in progress, or of the step that broke the worker.
         self._begun: int | None = None
         self._process = os.getpid()
 
@@ -188,9 +189,9 @@ class Worker:
         Apply every plan exactly once and in step order, including plans that change nothing. Plans of
         aborted steps may be skipped. Clearing a row beyond the table is allowed.
 
-        If a plan is rejected, nothing changes. Abort its step (`KVCacheManager.abort`); the next plan
-        then repeats the missing changes. If the tables have too few rows, free requests as well. A
-        failure after the plan's moves have begun breaks the worker: every later plan raises
+        If a plan is rejected, nothing changes. Abort its step (`KVCacheManager.abort`), so that the
+        next plan repeats the missing changes. If the tables have too few rows, also free requests.
+        A failure after the plan's copies have begun breaks the worker, and every later plan raises
         RuntimeError.
 
         Args:
@@ -202,8 +203,8 @@ class Worker:
         Raises:
             ValueError: The plan does not fit the storage or tables, was already applied, or follows a
                 step whose plan was never applied. Apply the missing plan first or abort its step.
-            RuntimeError: A CUDA graph is being captured on the stream while the plan has swaps or earlier
-                swaps are in flight; or the worker is broken or belongs to another process.
+            RuntimeError: A CUDA graph is being captured on the stream while the plan has swaps or
+                earlier swaps are in flight, or the worker is broken or belongs to another process.
         """
         instance(plan, StepPlan, "plan")
         if not plan.moves_pages and self._has_no_moves():
@@ -246,7 +247,7 @@ class Worker:
             self.engine.order_after_swap_ins()
             self._swap_out(
                 written, moves, step
-            )  # first: reads its pages before any page is written
+            )  # must be first, to read its pages before any page is written
         self._copy(moves)
         self._zero(moves)
         self._swap_in(moves, step)
@@ -256,7 +257,7 @@ class Worker:
         return step
 
     def _apply_to_tables(self, plan: StepPlan) -> None:
-        """Apply the plan to the host tables in one checked call, before any byte moves."""
+        """Apply the plan to the host tables in one checked call, before any pages are copied."""
         num_applied = self._table_set.num_applied
         self._begun = plan.step_id
         try:
@@ -297,7 +298,7 @@ class Worker:
             )
 
     def _has_no_moves(self) -> bool:
-        """Whether no bytes are in flight that a step would have to wait for."""
+        """Return whether no copies are in flight for which a step would have to wait."""
         return self._last is None and (self.engine is None or self.engine.is_idle)
 
     def _apply_without_moves(self, plan: StepPlan) -> None:
@@ -312,7 +313,7 @@ class Worker:
         self._begun = None
 
     def _earlier(self) -> PendingStep | None:
-        """The previous step, unless it has completed."""
+        """Return the previous step, or None if it has completed."""
         last = self._last
         return None if last is None or last.poll() is not None else last
 
@@ -343,7 +344,9 @@ class Worker:
 
 
 def _written_pages(plan: StepPlan, moves: PageMoves) -> np.ndarray:
-    """Return the newly allocated pages that the plan or the model writes in this step, int64[n]."""
+    """Return the pages, int64[n], that the plan or the model writes for the first time in this
+    step.
+    """
     appended = [integers(each, f"append_ids[{g}]", ()) for g, each in enumerate(plan.append_ids)]
     replaced = [integers(each, f"replace[{g}]", (3,))[:, 2] for g, each in enumerate(plan.replace)]
     return np.concatenate([*appended, *replaced, moves.copy[:, 1], moves.zero])

@@ -1,9 +1,10 @@
 """The attention function of transformers models, which reads the contexts of a batch's requests.
 
-It is registered as "kvcache" in transformers' attention interface. The computation is PyTorch's
-scaled-dot-product attention, the model's eager implementation in layers with features that SDPA lacks
-(sinks, capped scores), or FlashInfer if requested. Outside of `PagedModel.forward` it computes the same
-attention over the model's own tensors, so an attached model still runs and generates on its own.
+It is registered as "kvcache" in transformers' attention interface. It computes attention with
+PyTorch's scaled-dot-product attention, with the model's eager implementation in layers whose
+features SDPA lacks (sinks, capped scores), or with FlashInfer if requested. Outside
+`PagedModel.forward`, it computes the same attention over the model's own tensors, so an attached
+model can still run and generate independently.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvcache.engine.batch import Batch
 from kvcache.engine.transformers.flashinfer_attention import FlashInferAttention
 
 NAME = "kvcache"
-_FEW_KEYS = 1024  # measured: up to this size, one padded call is faster than one call per length
+_FEW_KEYS = 1024  # up to this size, one padded call measured faster than one call per length
 
 
 class ForwardCache(Protocol):
@@ -33,7 +34,7 @@ class ForwardCache(Protocol):
     resumes: bool
 
     def attend(self, layer: int | None) -> int:
-        """Start the attention of a module with this layer number; returns the layer to read."""
+        """Start the attention of a module with this layer index. Returns the layer to read."""
 
     def group_of(self, layer: int) -> int:
         """Return the cache group of a layer's K and V."""
@@ -42,19 +43,23 @@ class ForwardCache(Protocol):
         """Return how the batch is split for attention in this group."""
 
     def kernels_of(self, layer: int) -> FlashInferAttention | None:
-        """Return the kernels that read a layer's pages directly; None: the context is gathered."""
+        """Return the kernels that read a layer's pages directly, or None if the context is
+        gathered.
+        """
 
 
-# The cache of the current `PagedModel.forward`; None outside.
+# The cache of the current `PagedModel.forward`, or None outside it.
 CURRENT: ContextVar[ForwardCache | None] = ContextVar("kvcache_current", default=None)
 
 
 class Part(NamedTuple):
-    """Requests whose attention is computed in one call: b requests, each with q queries and k keys.
+    """Requests whose attention is computed in one call. There are b requests, each with q queries
+    and k keys.
 
-    `queries`: int64[b, q], indices into the batch's tokens; or a slice if b is 1.
-    `keys`: the range of their b x k keys in `Parts.slots`.
-    `mask`: bool[b, 1, q, k], True where a query attends to a key; None: everywhere.
+    `queries`: int64[b, q], indices into the batch's tokens, or a slice if b is 1. `keys`: the range
+    of their b x k keys in `Parts.slots`.
+    `mask`: bool[b, 1, q, k], True where a query attends to a key. None: every query attends to
+    every key.
     """
 
     queries: torch.Tensor | slice
@@ -64,7 +69,7 @@ class Part(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """How a batch is split for attention in one group.
+    """The parts into which a batch is split for attention in one group.
 
     `slots`: int64[c] on the device. Slots of the K and V to gather for all parts, concatenated. Shorter
     contexts of a part are padded with their last slot.
@@ -75,7 +80,10 @@ class Parts(NamedTuple):
 
 
 def parts_of(batch: Batch, group: int) -> Parts:
-    """Batch single-token requests, padded to the longest context; every other request is its own part."""
+    """Combine single-token requests into parts, padded to the longest context.
+
+    Every other request is a separate part.
+    """
     context = batch.context(group)
     starts = context.ends - context.lengths
     single = np.flatnonzero(batch.query_lens == 1)
@@ -116,7 +124,8 @@ def parts_of(batch: Batch, group: int) -> Parts:
 def _by_length(requests: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
     """Group requests by context length, so that padding at most doubles a context.
 
-    Small batches stay together: with few keys, separate calls would cost more than the padding.
+    Small batches stay together, because with few keys, separate calls would cost more than the
+    padding.
     """
     if len(requests) and len(requests) * int(lengths[requests].max()) <= _FEW_KEYS:
         return [requests]
@@ -132,7 +141,10 @@ def paged_attention(
     attention_mask: torch.Tensor | None,
     **options: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention in transformers' calling convention: query [1, heads, t, size]; K, V of `Parts.slots`."""
+    """Compute attention, with the calling convention of transformers. query: [1, heads, t, size].
+
+    K and V are those of `Parts.slots`.
+    """
     reader = CURRENT.get()
     attend = _attention_of(module, options)
     if reader is None:
@@ -185,7 +197,10 @@ def _attention_of(module: torch.nn.Module, options: dict[str, object]) -> Callab
 
 
 def _dense_mask(*args: object, **options: object) -> torch.Tensor:
-    """Return the mask of a model that runs without pages; never None, as eager attention needs one."""
+    """Return the mask of a model that runs without pages.
+
+    Never returns None, because eager attention needs a mask.
+    """
     return sdpa_mask(*args, **(options | {"allow_is_causal_skip": False}))
 
 

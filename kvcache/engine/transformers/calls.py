@@ -1,4 +1,4 @@
-"""Calling a model's forward: with only the arguments it names, and without side effects."""
+"""Calls a model's forward with only the arguments that it names, and without side effects."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ def cache_argument(model: PreTrainedModel) -> str:
 def call_arguments(
     model: PreTrainedModel, token_ids: torch.Tensor, start: int, *, cache: Cache | None
 ) -> dict[str, object]:
-    """Return the arguments `generate` would use to compute tokens [1, t] that follow `start` others.
+    """Return the arguments that `generate` would use to compute tokens [1, t] after `start` earlier
+    tokens.
 
-    Positions are passed only if forward names them. There is no mask, because nothing is padded. If
-    `cache` is None, the model computes all tokens without a cache.
+    Positions are passed only if forward names them. There is no mask, because there is no padding.
+    If `cache` is None, the model computes all tokens without a cache.
     """
     arguments: dict[str, object] = {"input_ids": token_ids, "use_cache": cache is not None}
     if cache is not None:
@@ -45,7 +46,7 @@ def call_arguments(
 
 @contextmanager
 def undisturbed(model: PreTrainedModel) -> Iterator[None]:
-    """Run a model for a check, and restore the state of the random generators afterwards."""
+    """Run a model for a check. The state of the random generators is restored afterwards."""
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.inference_mode():
         yield

@@ -14,11 +14,11 @@ from kvcache.worker import AttentionMetadata, AttentionMetadataBuilder
 _KINDS = ("full_attention", "sliding_window")
 _DTYPES = (torch.float16, torch.bfloat16)
 _HEAD_SIZES = (64, 128, 256)
-_WORKSPACE_BYTES = 128 * 2**20  # as FlashInfer recommends
+_WORKSPACE_BYTES = 128 * 2**20  # workspace size that FlashInfer recommends
 
 
 class _Shape(NamedTuple):
-    """The inputs of a FlashInfer plan, other than the batch."""
+    """The inputs of a FlashInfer plan, except for the batch."""
 
     group: int
     num_heads: int
@@ -32,8 +32,9 @@ class _Shape(NamedTuple):
 class FlashInferAttention:
     """Attention over pages for the layers that FlashInfer supports.
 
-    Supported are full attention and sliding windows without sinks, with a common head size, in half
-    precision, and with K and V in the model's dtype. `serves` returns whether a layer is supported.
+    FlashInfer supports full attention and sliding windows without sinks, if K and V have the same
+    head size, the model uses half precision, and K and V are stored in the model's dtype. `serves`
+    returns whether a layer is supported.
     """
 
     def __init__(
@@ -59,13 +60,13 @@ class FlashInferAttention:
         self._builder = None
         if groups:
             self._builder = AttentionMetadataBuilder(cache.tables, groups=groups, flash_attn=False)
-        self._wrappers: dict[tuple[_Shape, bool], object] = {}  # the key's bool: whether it decodes
+        self._wrappers: dict[tuple[_Shape, bool], object] = {}  # bool: whether it decodes
         self._planned: set[_Shape] = set()  # shapes planned for the current batch
         self._metadata: AttentionMetadata | None = None
         self._batch: Batch | None = None
 
     def begin(self, batch: Batch | None) -> None:
-        """Set the batch of the next forward pass; None: no batch."""
+        """Set the batch of the next forward pass, or None for no batch."""
         self._batch, self._metadata = batch, None
         self._planned.clear()
 
@@ -76,7 +77,10 @@ class FlashInferAttention:
     def attend(
         self, layer: int, query: torch.Tensor, scale: float | None, softcap: float | None
     ) -> torch.Tensor:
-        """Compute [1, t, heads, size] from query [1, heads, t, size]; K and V must be written already."""
+        """Compute [1, t, heads, size] from query [1, heads, t, size].
+
+        K and V must already be written.
+        """
         storage, number, group = self._places[layer]
         keys, values = storage.key_cache(number), storage.value_cache(number)
         queries = query[0].transpose(0, 1).contiguous()
@@ -88,8 +92,11 @@ class FlashInferAttention:
         return wrapper.run(queries, (keys, values))[None]
 
     def _planned_wrapper(self, shape: _Shape, kv_dtype: torch.dtype) -> object:
-        """Plan once per batch for all layers of a shape."""
-        # The prefill kernels use tiles of 128 queries: several times slower with one query per request.
+        """Return the wrapper for a shape, which is planned once per batch for all layers of the
+        shape.
+        """
+        # The prefill kernels use tiles of 128 queries, which is several times slower with one query
+        # per request.
         decodes = bool((self._batch.query_lens == 1).all())
         key = shape, decodes
         if key not in self._wrappers:

@@ -1,4 +1,4 @@
-"""A layer's K and V in the pages, written and read by slots."""
+"""Writes and reads a layer's K and V in the pages by slots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class Place(NamedTuple):
-    """A layer's K and V: layer `layer` of a group's storage."""
+    """The K and V of a model's layer, stored as layer `layer` of a group's storage."""
 
     storage: KVStorage
     layer: int

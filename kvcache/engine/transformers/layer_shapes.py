@@ -13,8 +13,9 @@ from kvcache.engine.transformers.calls import call_arguments, undisturbed
 from kvcache.engine.transformers.unsupported import UnsupportedModel
 from kvcache.specs import ELEMENT_BYTES, LayerSpec
 
-_ALIGNMENT = 16  # in bytes, of each part of a state
-# The contents of transformers' cache layers of exactly these classes are known; subclasses may add more.
+_ALIGNMENT = 16  # alignment of each part of a state, in bytes
+# The contents of transformers' cache layers are known only for exactly these classes, because
+# subclasses may add tensors.
 _KNOWN_LAYERS = [
     getattr(cache_utils, name)
     for name in (
@@ -31,10 +32,10 @@ _KNOWN_LAYERS = [
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """A tensor of a recurrent state: [*shape] of `dtype`, `offset` bytes into the state."""
+    """A tensor [*shape] of a recurrent state, with type `dtype`, at byte `offset` of the state."""
 
-    is_conv: bool  # the last inputs of a convolution; otherwise a recurrent state
-    number: int  # a layer may have several of each kind
+    is_conv: bool  # True: the last inputs of a convolution; False: a recurrent state
+    number: int  # index among the layer's parts of the same kind
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int
@@ -47,9 +48,10 @@ class StatePart:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The cache of a layer: K and V of each token (`attention`), a state (`state_parts`), or both.
+    """The cache of a layer, which holds K and V of each token (`attention`), a state
+    (`state_parts`), or both.
 
-    `mixer`: the name of the module that maintains the state and nothing else; None without such a module.
+    `mixer`: the name of the module that maintains only the state. None if there is no such module.
     """
 
     index: int
@@ -99,7 +101,8 @@ def layer_specs(
         model: A causal language model of transformers.
         block_size: Tokens per block.
         kv_cache_dtype: The dtype of K and V. None: the model's dtype.
-        num_speculative_tokens: Maximum draft tokens per step. A recurrent state is kept after each.
+        num_speculative_tokens: Maximum number of draft tokens per step. A recurrent state is kept
+            after each draft token.
 
     Raises:
         ValueError: A layer is not supported.
@@ -122,7 +125,9 @@ def model_shape(
     kv_cache_dtype: torch.dtype | str | None,
     num_drafts: int,
 ) -> ModelShape:
-    """Like `layer_specs`, including the tensors of each state, given the cache that the model filled."""
+    """Return the shapes of all layers, including the tensors of each state, given the cache that
+    the model filled.
+    """
     config = model.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None) or []
     shapes = []
@@ -155,7 +160,7 @@ def model_shape(
                 state_bytes=-(-end // _ALIGNMENT) * _ALIGNMENT,
                 options={"num_speculative_blocks": num_drafts} if num_drafts else {},
             )
-        if attention or state:  # other layers, such as experts, cache nothing
+        if attention or state:  # other layers, such as experts, have no cache
             mixer = cache.mixers.get(index)
             shapes.append(LayerShape(index, attention, state, parts, mixer))
     if not shapes:
@@ -166,8 +171,9 @@ def model_shape(
 class FilledCache(DynamicCache):
     """A cache that a model filled with one token, with the modules that updated the states.
 
-    `mixers`: the module name by layer, if the module does not update K and V as well. `vocab_size`: the
-    number of logits per token. Raises `UnsupportedModel` if the model cannot compute a token with it.
+    `mixers`: the name of each layer's module, unless the module also updates K and V. `vocab_size`:
+    the number of logits per token. Raises `UnsupportedModel` if the model cannot compute a token
+    with it.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -177,7 +183,7 @@ class FilledCache(DynamicCache):
                 "it reads an encoder's output in each layer, which an engine of token ids has not",
             )
         self.mixers: dict[int, str] = {}
-        self._calls: list[str] = []  # running modules that belong to a layer, outermost first
+        self._calls: list[str] = []  # running modules of layers, outermost first
         self._attention: set[str] = set()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
@@ -191,7 +197,7 @@ class FilledCache(DynamicCache):
             self.vocab_size = output.logits.shape[-1]
         except (MemoryError, torch.OutOfMemoryError):
             raise
-        # The model's code may raise anything if it requires other inputs or another cache.
+        # The model's code may raise any exception if it requires other inputs or another cache.
         except Exception as error:
             raise UnsupportedModel(
                 model, f"it does not compute a token into a cache ({type(error).__name__}: {error})"
@@ -214,17 +220,17 @@ class FilledCache(DynamicCache):
         self._hooks.append(module.register_forward_hook(end, always_call=True))
 
     def update(self, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like `DynamicCache`."""
+        """Do the same as `DynamicCache`, and record the calling module."""
         self._attention.update(self._calls[-1:])
         return super().update(*args, **kwargs)
 
     def update_conv_state(self, states: torch.Tensor, layer_idx: int, *args, **kwargs):
-        """Like `DynamicCache`."""
+        """Do the same as `DynamicCache`, and record the calling module."""
         self._note(layer_idx)
         return super().update_conv_state(states, layer_idx, *args, **kwargs)
 
     def update_recurrent_state(self, states: torch.Tensor, layer_idx: int, *args, **kwargs):
-        """Like `DynamicCache`."""
+        """Do the same as `DynamicCache`, and record the calling module."""
         self._note(layer_idx)
         return super().update_recurrent_state(states, layer_idx, *args, **kwargs)
 

@@ -1,4 +1,6 @@
-"""The recurrent states of a layer: pages of bytes, viewed as the tensors that transformers uses."""
+"""The recurrent states of a layer, stored in pages of bytes and viewed as the tensors that
+transformers uses.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ class LayerStates:
         self.number_of_states = 1 + max(part.number for part in shape.state_parts)
 
     def load(self, pages: np.ndarray | None, num_requests: int) -> Cache:
-        """Return a transformers cache with the states of these pages; None: initial states."""
+        """Return a transformers cache with the states of these pages, or initial states for None."""
         layer = LinearAttentionLayer(number_of_states=self.number_of_states)
         self.fill(layer, pages, num_requests)
         return Cache(layers=[LinearAttentionLayer()] * self._index + [layer])
@@ -30,7 +32,7 @@ class LayerStates:
     def fill(
         self, layer: LinearAttentionLayer, pages: np.ndarray | None, num_requests: int
     ) -> None:
-        """Set the states of a transformers layer from these pages; None: initial states."""
+        """Set the states of a transformers layer from these pages, or to initial states for None."""
         index = None if pages is None else self._on_device(pages)
         for part in self._parts:
             states, is_there = (

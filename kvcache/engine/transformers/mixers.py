@@ -1,7 +1,8 @@
 """Recurrent layers (Mamba, gated delta rule) that read and write each request's state in pages.
 
-Such a layer treats its input as a single sequence. While a `PagedModel` runs, it is therefore called
-once per request of the batch, and once for all requests that compute a single token.
+Recurrent layers treat their input as a single sequence. Therefore, while a `PagedModel` runs, a
+layer is called once per request that computes several tokens, and once for all requests that
+compute a single token.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ def _by_request(
     out = torch.empty_like(hidden_states)
 
     def compute(tokens: torch.Tensor, before: np.ndarray | None, after: np.ndarray) -> None:
-        """Compute tokens [b, t], indices into the batch, from states in `before` to states in `after`."""
+        """Compute tokens [b, t], given as indices into the batch.
+
+        Reads states from pages `before` and writes them to pages `after`.
+        """
         cache = states.load(before, len(tokens))
         out[0, tokens] = forward(hidden_states[0, tokens], cache)
         states.store(cache.layers[-1], after)

@@ -1,4 +1,4 @@
-"""The cache passed to a model: it writes new K and V by slots and reads whole contexts by slots."""
+"""The cache that is passed to a model. It writes new K and V and reads whole contexts by slots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvcache.engine.transformers.segments import Segment
 
 
 class PagedCache(Cache):
-    """K and V of a batch in a `KVCache`; one batch at a time (`begin`)."""
+    """The K and V of a batch in a `KVCache`. Serves one batch at a time (`begin`)."""
 
     def __init__(self, cache: KVCache, layers: list[LayerShape], resumes: bool) -> None:
         super().__init__(layers=[])
@@ -35,11 +35,11 @@ class PagedCache(Cache):
         }
 
     def use_flashinfer(self, layers_with_sinks: set[int], model_dtype: torch.dtype) -> None:
-        """Use FlashInfer's attention in the layers that it supports from now on."""
+        """Use FlashInfer's attention from now on, in the layers that it supports."""
         self.kernels = FlashInferAttention(self.cache, self._places, layers_with_sinks, model_dtype)
 
     def begin(self, batch: Batch | None) -> None:
-        """Set the batch of the next forward pass; None: no batch."""
+        """Set the batch of the next forward pass, or None for no batch."""
         self.batch = batch
         self._parts = {}
         self._written.clear()
@@ -48,7 +48,9 @@ class PagedCache(Cache):
             self.kernels.begin(batch)
 
     def kernels_of(self, layer: int) -> FlashInferAttention | None:
-        """Return the kernels that read a layer's pages directly; None: the context is gathered."""
+        """Return the kernels that read a layer's pages directly, or None if the context is
+        gathered.
+        """
         return self.kernels if self.kernels is not None and self.kernels.serves(layer) else None
 
     def group_of(self, layer: int) -> int:
@@ -69,10 +71,11 @@ class PagedCache(Cache):
         *args: object,
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write key, value [1, heads, t, size] of the batch's tokens and return the K and V to attend to.
+        """Write key and value, [1, heads, t, size], of the batch's tokens, and return the K and V
+        to attend to.
 
         Returns:
-            K and V of `Parts.slots`, [1, heads, c, size]; the arguments themselves if kernels read pages.
+            K and V of `Parts.slots`, [1, heads, c, size], or the arguments if kernels read pages.
         """
         if layer_idx in self._written:
             raise RuntimeError(f"layer {layer_idx} updates its K and V twice")
@@ -85,12 +88,13 @@ class PagedCache(Cache):
         return place.read(self.parts_of(place.group).slots, key_states)
 
     def attend(self, layer: int | None) -> int:
-        """Return the layer that a module with this number attends to: the layer updated last.
+        """Return the layer that a module with this layer index attends to, which is the last
+        updated layer.
 
         Raises:
             RuntimeError: The module has not updated K and V.
         """
-        # Modules that are reused for other layers keep the number of their first layer.
+        # Modules that are reused for other layers keep the index of their first layer.
         if layer not in self._unread and len(self._unread) == 1:
             layer = next(iter(self._unread))
         if layer not in self._written:
@@ -99,7 +103,7 @@ class PagedCache(Cache):
         return layer
 
     def end(self) -> None:
-        """End the forward pass. Raises RuntimeError if attention bypassed the paged one."""
+        """End the forward pass. Raises RuntimeError if the model bypassed paged attention."""
         if self._unread:
             raise RuntimeError(
                 f"layers {sorted(self._unread)} update K and V, and attend by other ways than "
@@ -111,5 +115,5 @@ class PagedCache(Cache):
         return RequestCache(self._layers, self._places, self.states, self.batch, request, segment)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0: the caller passes positions."""
+        """Return 0, because the caller passes positions."""
         return 0

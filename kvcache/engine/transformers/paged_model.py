@@ -1,4 +1,6 @@
-"""A transformers model on a `KVCache`: planned, built and accessed by slots."""
+"""Runs a transformers model on a `KVCache`, which is planned and built for the model and accessed
+by slots.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,15 @@ from kvcache.engine.transformers.unsupported import UnsupportedModel
 from kvcache.memory_plan import plan_cache
 
 _LOG = logging.getLogger(__name__)
-# Names of the maximum context length in configurations; the first one present is used.
 _NO_TRAINING = "expected model.eval(), as dropout would change answers and cached KV"
+# Names of the maximum context length in configurations. The first name that is present is used.
 _LENGTHS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
 
 
 class _Taken(NamedTuple):
-    """A model with paged attention: the number of attachments, and the settings to restore."""
+    """The state of a model with paged attention, with the number of attachments and the settings to
+    restore.
+    """
 
     count: int
     attention: str
@@ -48,11 +52,12 @@ _TAKEN: WeakKeyDictionary[PreTrainedModel, _Taken] = WeakKeyDictionary()
 
 
 class Way(NamedTuple):
-    """How a model computes a batch.
+    """The method by which a model computes a batch.
 
-    `by_request`: each request separately with the model's own attention; otherwise all tokens
-    concatenated with paged attention. `resumes`: recurrent layers can process several tokens at once from
-    an existing state; otherwise these tokens are processed one by one.
+    `by_request`: whether each request is computed separately with the model's own attention. If
+    False, all tokens are concatenated and computed with paged attention. `resumes`: whether
+    recurrent layers can process several tokens at once from an existing state. If False, these
+    tokens are processed one by one.
     """
 
     by_request: bool
@@ -64,11 +69,11 @@ class Way(NamedTuple):
 
 
 class PagedModel:
-    """A model and the cache that it reads and writes; created by `attach`.
+    """A model and the cache that it reads and writes. Created by `attach`.
 
     `cache` holds manager, tables, storages and worker. `forward` computes a batch. `detach` restores the
-    model. `by_request` is whether requests are computed one by one because the model's attention does not
-    support batches of requests with different lengths; `why_by_request` is the reason.
+    model. `by_request` is whether requests are computed one by one because the model's attention
+    does not support batches of requests with different lengths. `why_by_request` is the reason.
     """
 
     def __init__(
@@ -89,7 +94,8 @@ class PagedModel:
         self._has_states = bool(self._paged.states)
         if attention == "flashinfer" and not way.by_request:
             self._paged.use_flashinfer(_layers_with_sinks(model), model.dtype)
-        # Four-dimensional: transformers uses such a mask as it is, and the attention function ignores it.
+        # transformers passes a four-dimensional mask on unchanged, and the attention function
+        # ignores it.
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
         self._cache_argument = cache_argument(model)
         self._takes_positions = takes_positions(model)
@@ -160,7 +166,7 @@ class PagedModel:
         return torch.cat(logits)
 
     def detach(self) -> None:
-        """Restore the model. The cache remains."""
+        """Restore the model. The cache remains valid."""
         if self._is_attached:
             self._is_attached = False
             if not self.by_request:
@@ -185,9 +191,9 @@ def attach(
 ) -> PagedModel:
     """Attach a causal language model to a paged cache of `budget` bytes ("2GiB").
 
-    The model first computes one token with its own cache, which shows what each layer caches
-    (`layer_specs`). `attach` then plans the memory and builds tables, storages and the manager. Weights
-    are not changed, and outside of `PagedModel.forward` the model runs as before.
+    The model first computes one token with its own cache, which reveals the contents of each
+    layer's cache (`layer_specs`). `attach` then plans the memory and builds tables, storages and
+    the manager. Weights are not changed. Outside `PagedModel.forward`, the model runs as before.
 
     Most models compute a batch of concatenated tokens, with an attention function registered in
     transformers' attention interface. Models whose attention does not use that interface, or that derive
@@ -195,40 +201,42 @@ def attach(
     over gathered K and V (`PagedModel.by_request`). This is correct but slower, because weights are read
     once per request.
 
-    Before allocating anything, `attach` runs a self-check: three short prompts, split into chunks and
-    batched together, are computed with a small paged cache, and their logits are compared with those of
-    the model's own forward pass without a cache. The fastest method that agrees is used. The check
-    computes about a hundred tokens per method, and does not change generators, training flags or hooks.
+    Before allocating the cache, `attach` runs a self-check. It computes three short prompts, split
+    into chunks and batched together, with a small paged cache. Their logits are compared with the
+    logits of the model's own forward pass without a cache. The fastest method that agrees is used.
+    The check computes about a hundred tokens per method, and does not change generators, training
+    flags or hooks.
 
     Args:
         model: Any causal language model of transformers.
         budget: Bytes for K, V and states on the model's device.
-        max_model_len: Maximum tokens of a request, including the answer. None: the model's limit, or as
-            many as fit. Models with longrope are limited to `original_max_position_embeddings`, because
-            longer requests use other rotary factors for all of their keys.
+        max_model_len: Maximum number of tokens of a request, including the answer. None: the
+            model's limit, or the largest number that fits. Models with longrope are limited to
+            `original_max_position_embeddings`, because longer requests use other rotary factors for
+            all of their keys.
         max_num_seqs: Maximum number of concurrent sequences.
-        max_num_batched_tokens: Maximum tokens per step.
+        max_num_batched_tokens: Maximum number of tokens per step.
         block_size: Tokens per block.
-        kv_cache_dtype: The dtype of K and V. None: the model's dtype. fp8 starts with scale 1, see
-            `KVStorage.set_scales`.
+        kv_cache_dtype: The dtype of K and V. None: the model's dtype. With fp8, all scales are
+            initially 1 (see `KVStorage.set_scales`).
         host_budget: Bytes of the host tier, to which sequences are swapped out.
-        num_speculative_tokens: Maximum draft tokens per step for models with recurrent layers. Other
-            models allow any number.
-        state_interval: For recurrent layers, as in `plan_cache`.
+        num_speculative_tokens: Maximum number of draft tokens per step for models with recurrent
+            layers. Other models allow any number.
+        state_interval: Block size of recurrent groups, as in `plan_cache`.
         attention: "sdpa": PyTorch's attention over gathered contexts. "flashinfer": FlashInfer's kernels
             read the pages on a GPU, in layers that they support (`FlashInferAttention`).
         check: Whether the self-check compares logits. If False, the fastest method that runs without an
-            error is used, and wrong answers go unnoticed.
+            error is used, and wrong answers are not detected.
         options: Fields of `CacheOptions`, such as the eviction policy.
 
     Returns:
         The model with its cache. Call `detach` to undo.
 
     Raises:
-        UnsupportedModel: No method agrees with the model's own answers. The message names the model and
-            the reason, and for a difference the request, position, size and tolerance. A subclass of
-            ValueError.
-        TypeError, ValueError: Invalid arguments.
+        UnsupportedModel: No method agrees with the model's own answers. The message contains the
+            model and the reason and, if logits differ, the request, position, difference and
+            tolerance. A subclass of ValueError.
+        TypeError, ValueError: An argument is invalid.
 
     >>> from kvcache.engine.transformers.tiny_models import tiny_model
     >>> from kvcache.engine import Engine, SamplingParams
@@ -259,7 +267,8 @@ def attach(
         max_num_batched_tokens=max_num_batched_tokens,
         state_interval=state_interval,
     )
-    # Without drafts and rounding, so that any difference is a defect; small blocks, filled by few tokens.
+    # Check without drafts and rounding, so that any difference is a defect, and with small blocks,
+    # so that few tokens fill them.
     plain = model_shape(model, filled, min(block_size, 16), None, 0)
     way, why = _proven_way(model, plain, attention, plan.max_model_len, check)
     if way.by_request:
@@ -359,7 +368,8 @@ def _proven_way(
     max_model_len: int,
     compares: bool,
 ) -> tuple[Way, str]:
-    """Return the fastest method that reproduces the model's own results, and why no faster one does.
+    """Return the fastest method that reproduces the model's own results, and the reason why no
+    faster method does.
 
     Raises `UnsupportedModel` if there is none. If `compares` is false, returns the
     fastest method that runs.
@@ -372,7 +382,7 @@ def _proven_way(
                 check.compute_dense()
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    # The model's code may raise anything.
+    # The model's code may raise any exception.
     except Exception as error:
         raise UnsupportedModel(
             model, f"it does not compute a prompt without a cache ({type(error).__name__}: {error})"
@@ -412,7 +422,8 @@ def _reason_against(
     if not way.by_request:
         attends = any(layer.attention is not None for layer in shape.layers)
         names_positions = "position_ids" in parameters_of(model)
-        # A model may forward `**kwargs` (correct) or drop them (wrong): only the comparison can tell.
+        # A model may forward `**kwargs` (correct) or drop them (wrong). Only the comparison reveals
+        # which.
         if attends and not (names_positions or (compares and takes_positions(model))):
             return "its forward does not name position_ids"
         for layer in shape.layers:
@@ -433,7 +444,7 @@ def _reason_against(
             return difference
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    # The model's code may raise anything when called in an unusual way.
+    # The model's code may raise any exception when called in an unusual way.
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:

@@ -1,7 +1,8 @@
-"""The cache passed to a model for a single request: it behaves like a dense cache, but stores pages.
+"""The cache that is passed to a model for a single request. It behaves like a dense cache, but
+stores K and V in pages.
 
-A model that computes one request at a time creates masks, biases and positions itself, as in `generate`,
-so any form of attention works.
+A model that computes one request at a time creates masks, biases and positions itself, as in
+`generate`. Therefore any form of attention is supported.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kvcache.engine.transformers.layer_shapes import LayerShape
 from kvcache.engine.transformers.layer_states import LayerStates
 from kvcache.engine.transformers.segments import Segment
 
-# The classes that transformers uses for layers that cache nothing.
+# The class that transformers uses for layers without a cache.
 _NoLayer = getattr(cache_utils, "DummyLayer", LinearAttentionLayer)
 
 
@@ -37,17 +38,22 @@ class _PagedLayer(CacheLayerMixin):
         self._seen = context.slots[at + self._first : at + segment.start + num_tokens]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: pages already exist."""
+        """Do nothing, because pages already exist."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write key, value [1, heads, t, size] of the segment; returns them and the preceding ones."""
+        """Write key and value, [1, heads, t, size], of the segment.
+
+        Returns the K and V of the segment and of earlier tokens.
+        """
         self._place.write(key_states, value_states, self._new)
         return self._place.read(self._seen, key_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of K and V that `update` returns, and the position of the first."""
+        """Return the number of tokens whose K and V `update` returns, and the position of the first
+        token.
+        """
         return self._start + query_length - self._first, self._first
 
     def get_seq_length(self) -> int:
@@ -55,7 +61,7 @@ class _PagedLayer(CacheLayerMixin):
         return self._start
 
     def get_max_length(self) -> int:
-        """Return -1: no limit."""
+        """Return -1, which means no limit."""
         return -1
 
     get_max_cache_shape = get_max_length  # its name in transformers 5.23
@@ -79,7 +85,10 @@ class _PagedHybridLayer(LinearAttentionLayer, _PagedLayer):
 
 
 class RequestCache(Cache):
-    """The cache of a segment of one request. `store` writes the states after the segment to pages."""
+    """The cache for a segment of one request.
+
+    `store` writes the states after the segment to pages.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,7 @@
-"""Splits a request's tokens into segments, computed by one call each, to keep states between them."""
+"""Splits a request's tokens into segments, to keep the states between them.
+
+Each segment is computed by one call.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from kvcache.engine.batch import Batch
 
 
 class Segment(NamedTuple):
-    """Tokens [first, stop) of a batch; `start` tokens of the request precede them.
+    """Tokens [first, stop) of a batch. `start` tokens of the request precede them.
 
     `before`, `after`: indices of the request's state pages for the state before and after the segment.
     `before` is None if the request has no tokens yet.
@@ -24,9 +27,9 @@ class Segment(NamedTuple):
 def segments_of(batch: Batch, request: int, *, has_states: bool, resumes: bool) -> list[Segment]:
     """Return the segments of one request of a batch, in order.
 
-    Without states there is one segment. With states each draft is its own segment, because the state
-    after it is kept. `resumes` is whether the model can process several tokens at once from an existing
-    state; otherwise each token is its own segment.
+    Without states, there is one segment. With states, each draft is a separate segment, because the
+    state after it is kept. `resumes` is whether the model can process several tokens at once from
+    an existing state. Otherwise each token is a separate segment.
     """
     first, stop = (int(x) for x in batch.query_start_loc[request : request + 2])
     start = int(batch.starts[request])

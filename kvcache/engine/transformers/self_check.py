@@ -1,7 +1,7 @@
 """Computes a few tokens with the paged cache and compares them with the model's dense forward pass.
 
-The prompts are split into chunks and batched together, in a small separate cache: the cache that
-`attach` returns is never touched.
+The prompts are split into chunks and batched together. They use a small separate cache, so the
+cache that `attach` returns is never touched.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from kvcache.engine.transformers.calls import call_arguments
 from kvcache.engine.transformers.layer_shapes import ModelShape
 from kvcache.memory_plan import plan_cache
 
-_TOKENS_PER_STEP = 11  # splits the prompts, but not at block boundaries
+_TOKENS_PER_STEP = 11  # splits the prompts at positions other than block boundaries
 _NUM_DECODED = 4
-_LARGEST_WINDOW = 64  # requests do not exceed larger windows, which would take too many tokens
-# Tolerances for logits, in standard deviations of a token's logits. In half precision they apply to the
-# median over a request's tokens, because rounding may route single tokens to other experts. Parts of
-# many models compute in float32 whatever their dtype.
+_LARGEST_WINDOW = 64  # largest window that requests exceed, to limit the number of tokens
+# Tolerances for logits, in standard deviations of a token's logits. In half precision, they apply
+# to the median over a request's tokens, because rounding may route single tokens to other experts.
+# Parts of many models compute in float32 regardless of their dtype.
 _TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-2}
 _HALF_TOLERANCE = 0.5
 
 
 class Paged(Protocol):
-    """Computes a batch with a paged cache."""
+    """The interface of a model that computes a batch with a paged cache."""
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return the logits of `batch.logits_indices`."""
 
 
 class Difference(NamedTuple):
-    """The first token whose logits differ from the dense ones; `largest` is the largest difference.
+    """The first token whose logits differ from the dense logits. `largest` is the largest
+    difference.
 
-    `layer`: the first module whose output differs for this token; None if not determined.
+    `layer`: the first module whose output differs for this token. None if it was not determined.
     """
 
     request: int
@@ -64,7 +65,7 @@ class Difference(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """The most common cause of a difference in this layer."""
+        """The most likely cause of a difference in this layer."""
         if self.position == 0:
             return "the first token sees later tokens or other requests, or gets another position"
         if self.position < self.chunk[1] and self.chunk[0] == 0:
@@ -73,7 +74,10 @@ class Difference(NamedTuple):
 
 
 class SelfCheck:
-    """Prompts with the model's own logits; `difference` compares the logits of a paged model."""
+    """Prompts with the model's own logits.
+
+    `difference` compares them with the logits of a paged model.
+    """
 
     def __init__(self, model: PreTrainedModel, shape: ModelShape, max_model_len: int) -> None:
         self._model, self._shape = model, shape
@@ -91,11 +95,11 @@ class SelfCheck:
         self._prompt_lengths = [min(length, most) for length in lengths]
         self._num_decoded = min(_NUM_DECODED, max_model_len - 1)
         self.tokens = _tokens(model, [n + self._num_decoded for n in self._prompt_lengths])
-        # Per request: the logits [tokens, vocab_size] of the model without a cache.
+        # For each request, the logits [tokens, vocab_size] of the model without a cache.
         self.dense: list[torch.Tensor] = []
 
     def compute_dense(self) -> None:
-        """Compute the model's own logits as the reference of `difference`."""
+        """Compute the model's own logits as the reference for `difference`."""
         for tokens in self.tokens:
             line = torch.from_numpy(tokens)[None].to(self._model.device)
             output = self._model(**call_arguments(self._model, line, 0, cache=None))
@@ -117,7 +121,10 @@ class SelfCheck:
         )
 
     def run(self, paged: Paged, cache: KVCache) -> Iterator[tuple[Batch, list[int], torch.Tensor]]:
-        """Yield all batches with their logits: first the prompts, then token by token."""
+        """Yield all batches with their logits.
+
+        The prompts come first, followed by single tokens.
+        """
         scheduler = Scheduler(cache.manager, max_num_batched_tokens=_TOKENS_PER_STEP)
         known = {}
         for number, tokens in enumerate(self.tokens):
@@ -144,7 +151,9 @@ class SelfCheck:
                     scheduler.finish(sequence)
 
     def difference(self, paged: Paged, cache: KVCache) -> Difference | None:
-        """Return the first token, by request, whose logits differ from the dense ones, or None."""
+        """Return the first token, in order of requests, whose logits differ from the dense logits,
+        or None.
+        """
         errors = [np.zeros(len(tokens)) for tokens in self.tokens]
         chunks: list[list[tuple[int, int]]] = [[(0, 0)] * len(tokens) for tokens in self.tokens]
         for batch, requests, logits in self.run(paged, cache):
@@ -171,7 +180,10 @@ class SelfCheck:
         return None
 
     def located(self, paged: Paged, cache: KVCache, difference: Difference) -> Difference:
-        """Return the same difference with its first differing layer, by computing everything again."""
+        """Return the same difference with its first differing layer.
+
+        All batches are computed again.
+        """
         blocks = self._blocks()
         request, position = difference.request, difference.position
         with _Outputs(blocks) as outputs:
@@ -195,7 +207,7 @@ class SelfCheck:
         return difference
 
     def _blocks(self) -> dict[str, torch.nn.Module]:
-        """Return the model's layers by name: the first module list with one entry per layer."""
+        """Return the model's layers by name, from the first module list with one entry per layer."""
         config = self._model.config.get_text_config(decoder=True)
         count = getattr(config, "num_hidden_layers", None)
         for name, module in self._model.named_modules():
@@ -211,13 +223,16 @@ class SelfCheck:
         if self._is_half:
             return _HALF_TOLERANCE
         kept = {part.dtype for layer in self._shape.layers for part in layer.state_parts}
-        # Recurrent layers compute in float32 whatever the model's dtype.
+        # Recurrent layers compute in float32 regardless of the model's dtype.
         dtype = torch.float32 if kept else self._model.dtype
         return _TOLERANCES[dtype]
 
 
 class _Outputs:
-    """Records the outputs of modules within a `with` block; `take` returns them as [tokens, size]."""
+    """Records the outputs of modules within a `with` block.
+
+    `take` returns them as [tokens, size].
+    """
 
     def __init__(self, modules: dict[str, torch.nn.Module]) -> None:
         self._modules = modules

@@ -1,4 +1,4 @@
-"""Small models with seeded random weights for tests and the demo; nothing is downloaded."""
+"""Small models with seeded random weights, for tests and the demo. No files are downloaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 1024,
-    "initializer_range": 0.2,  # large, so that answers depend on the prompt despite random weights
+    "initializer_range": 0.2,  # large, so that answers depend on the prompt
     "eos_token_id": None,
     "bos_token_id": None,
     "pad_token_id": 0,
@@ -31,7 +31,7 @@ _MAMBA = {
     "mamba_d_conv": 4,
     "mamba_chunk_size": 16,
 }
-# By name: transformers' model type, and configuration values beyond the sizes above.
+# For each name, transformers' model type and configuration values in addition to the sizes above.
 _MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("llama", {}),
     "qwen3": ("qwen3", {}),

@@ -1,4 +1,4 @@
-"""The error for models that cannot be served faithfully."""
+"""The error for models that cannot be served correctly."""
 
 from __future__ import annotations
 

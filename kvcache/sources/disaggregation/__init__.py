@@ -1,6 +1,6 @@
-"""Disaggregated prefill: offers, leases, loads, and recovery from failed loads.
+"""Disaggregated prefill, with offers, leases, loads, and recovery from failed loads.
 
-Names are imported on first use. Ranks need torch.
+Names are imported on first use. Only ranks need torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Public names, for type checkers; `__init__.py` imports each when it is first used."""
+"""Public names, for type checkers. `__init__.py` imports each name on first use."""
 
 from kvcache.sources.disaggregation.cache_rank import CacheRank as CacheRank
 from kvcache.sources.disaggregation.cache_rank import layouts_of_plan as layouts_of_plan

@@ -1,4 +1,4 @@
-"""A rank that stores its pages in `KVStorage`s and exchanges them by transfer plans."""
+"""A rank that stores its pages in `KVStorage`s and exchanges them using transfer plans."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def layouts_of_plan(
         plan: The plan, of one pipeline stage.
         storages: One storage per group of the plan.
         engine_id: Name of the engine.
-        states: Tensors of a recurrent state, by group number.
-        layers: Layer names of all stages, by group number. Required with `pp_size`; all stages must be
-            alike.
+        states: Tensors of recurrent states, by group index.
+        layers: Layer names of all stages, by group index. Required with `pp_size`. All stages must
+            be alike.
         sizes: `tp_size`, `pp_size`, `total_num_kv_heads` and `cp_interleave` of `CacheDescription`.
 
     Returns:
@@ -101,18 +101,19 @@ def layouts_of_plan(
 
 
 class CacheRank(RankThread):
-    """The pages of one rank, which other engines read and which loads fill. Listens until `close`.
+    """Serves the pages of one rank to other engines, and fills them with loads. Listens until
+    `close`.
 
     Args:
         layouts: Layouts of the transferred groups.
         storages: This rank's storages in the same order, divided into the manager's blocks.
-        rank: Number of this rank.
+        rank: Index of this rank.
         options: Options of the connection.
         secret: Secret that peers must share.
 
     Raises:
         TypeError: An argument has a wrong type.
-        ValueError: The storages do not match the layouts. Errors of `make_transport` are also raised.
+        ValueError: The storages do not match the layouts. `make_transport` may raise other errors.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class CacheRank(RankThread):
 
 
 class _PlanReader(Reader):
-    """The pages of a rank, and its transfer plans by remote engine."""
+    """Reads into the pages of a rank, and caches its transfer plans by remote engine."""
 
     def __init__(
         self,
@@ -174,7 +175,10 @@ class _PlanReader(Reader):
     def plans(
         self, remote: tuple[GroupLayout, ...], allow_permutation: bool
     ) -> tuple[tuple[Plan, ...], Mapping[int, int]]:
-        """Return one plan per group, and the number of ranks that each remote rank waits for. Cached."""
+        """Return one plan per group, and the number of ranks that each remote rank waits for.
+
+        Results are cached.
+        """
         key = remote, allow_permutation
         if key not in self._plans:
             check_like(self._layouts, remote)
@@ -194,13 +198,16 @@ class _PlanReader(Reader):
 
 
 class _PlanRead(Read):
-    """A load by transfer plans: of all tokens at once, or layer by layer as the sender computes them."""
+    """A load that uses transfer plans.
+
+    It reads all tokens at once, or layer by layer while the sender computes them.
+    """
 
     _reader: _PlanReader
 
     def __init__(self, reader: _PlanReader, load: Load, timeout_s: float) -> None:
         super().__init__(reader, load, timeout_s)
-        # Tokens read so far, per layer of each remote rank, by group and rank.
+        # Number of tokens read so far in each layer of a remote rank, by group and rank.
         self._read: dict[tuple[int, int], np.ndarray] | None = None
         self._has_begun = False
 
@@ -213,7 +220,7 @@ class _PlanRead(Read):
                 ids = [
                     np.array(each, np.int64) for each in (load.blocks[group], offer.blocks[group])
                 ]
-                if layout.is_state:  # only the last state moves
+                if layout.is_state:  # only the last state is transferred
                     ids = [each[-1:] for each in ids]
                 remote = {r: np.array(offer.ranks[r].addresses[group]) for r in plan.remote_ranks}
                 self._groups.append(
@@ -283,7 +290,7 @@ class _PlanRead(Read):
 
 
 class _Parts:
-    """Which layers a sender's ranks have computed, and the regions that hold them."""
+    """Determines which layers a sender's ranks have computed, and which regions hold them."""
 
     def __init__(self, offer: Offer) -> None:
         self._groups = offer.groups
@@ -299,7 +306,7 @@ class _Parts:
         return len(self._groups[group].description.layers(rank))
 
     def computed(self, group: int, rank: int, progress: Progress) -> np.ndarray:
-        """Return int64[layers]: the number of computed tokens in each of a rank's layers of a group."""
+        """Return the number of computed tokens in each layer of a group on a rank, int64[layers]."""
         held = [each.description.layers(rank) for each in self._groups]
         of_rank = [(g, layer) for g, layer in self._order if layer in held[g]]
         ahead = np.zeros(self.num_layers(group, rank), bool)
@@ -320,7 +327,9 @@ class _Parts:
         return replace(runs, descriptors=runs.descriptors[wanted])
 
     def _layers_of_regions(self, group: int, rank: int) -> np.ndarray | None:
-        """Return int64[regions]: the layer in each region. None if a region holds several layers."""
+        """Return the layer in each region, int64[regions], or None if a region holds several
+        layers.
+        """
         layout = self._groups[group]
         if layout.is_state:
             return np.arange(layout.num_regions(rank))
@@ -336,7 +345,10 @@ class _Parts:
 
 
 def _addresses(layout: GroupLayout, storage: KVStorage, rank: int) -> np.ndarray:
-    """Return the start of each region of a group in a rank's pages, which may also hold other layers."""
+    """Return the start of each region of a group in a rank's pages.
+
+    The pages may also hold other layers.
+    """
     instance(storage, KVStorage, "storages")
     if layout.pages_per_block != 1:
         raise ValueError(

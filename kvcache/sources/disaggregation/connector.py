@@ -1,4 +1,4 @@
-"""Disaggregated prefill in the manager's process, which decides from request data alone."""
+"""Disaggregated prefill in the manager's process. All decisions are based on request data."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from kvcache.sources.disaggregation.steps import Load, RankHandshake, Results, S
 from kvcache.sources.loads import LoadState, SourceLoad, SourceLoads
 from kvcache.step import StepReport
 
-_PATIENCE_S = 1.0  # time for a rank's report after its own deadline
+_PATIENCE_S = 1.0  # seconds to wait for a rank's report after its deadline
 
 
 class Rank(Protocol):
-    """A rank of this engine: a `CacheRank`, or a proxy for one in another process."""
+    """A rank of this engine, either a `CacheRank` or a proxy for a rank in another process."""
 
     handshake: RankHandshake
 
@@ -46,9 +46,9 @@ class _Reading:
     """The state of the ranks' reads of an offer."""
 
     offer: Offer
-    deadline: float = 0.0  # of all ranks
+    deadline: float = 0.0  # deadline of all ranks, in seconds of the clock
     error: str | None = None
-    received: int = 0  # ranks
+    received: int = 0  # number of ranks that have received everything
     released: int = 0
 
 
@@ -64,12 +64,13 @@ class Connector:
         engine_id: Name of this engine for its peers.
         model: Plain values, such as a name and a revision, that must be equal in both engines in
             addition to layouts and attention kinds.
-        options: Options of the connector. The connector uses `lease_s`; the ranks use the others.
-        clock: Returns the time in seconds. Replays pass their own clock.
+        options: Options of the connector. The connector uses `lease_s`. The ranks use the other
+            options.
+        clock: Function that returns the time in seconds. Replays pass their own clock.
 
     Raises:
-        ValueError: A transferred group holds neither a run of tokens nor a state, or the ranks were
-            created for other groups.
+        ValueError: The pages of a transferred group hold neither consecutive tokens nor a state, or
+            the ranks were created for other groups.
     """
 
     name = "disaggregation"
@@ -126,22 +127,23 @@ class Connector:
         kinds = [[spec.kind, dict(spec.options)] for spec in specs]
         self._model = {**(model or {}), "groups": kinds}
         self._numbers = LeaseNumbers()
-        self._kept: dict[str, tuple[Request, int]] = {}  # and the number of ended ranks
-        self._early: dict[str, Request] = {}  # under lease, and still being computed
+        # Requests with kept blocks, and the number of ranks on which their lease has ended.
+        self._kept: dict[str, tuple[Request, int]] = {}
+        self._early: dict[str, Request] = {}  # leased requests that are still being computed
         self.stats = LoadStats()
         self._loads: SourceLoads[_Reading] = SourceLoads(manager, self.stats)
         self.num_received_bytes = 0
 
-    # Sender.
+    # Methods of a sender.
 
     def publish(
         self, request: Request, *, lease_s: float | None = None, **free: Any
     ) -> dict[str, Any] | None:
         """Free a request, but keep its blocks until all readers are done or the lease expires.
 
-        The KV must already be in memory: on a GPU, the request's last step must have finished, which is
-        the case once its token was sampled. After `publish_early`, its offer remains valid and None is
-        returned.
+        The KV must already be in memory. On a GPU, the request's last step must have finished,
+        which is the case after its token was sampled. After `publish_early`, the earlier offer
+        remains valid and None is returned.
 
         Args:
             request: The request.
@@ -150,9 +152,9 @@ class Connector:
             free: Keyword arguments of `KVCacheManager.free`.
 
         Returns:
-            The offer, as plain values for JSON. None if nothing can be offered: no token is computed,
-            no lease slot is free, or blocks are already kept under this request id. The request is then
-            freed immediately.
+            The offer, as plain values for JSON. None if no offer is possible, because no token is
+            computed, no lease slot is free, or blocks are already kept under this request ID. In
+            this case, the request is freed immediately.
 
         Raises:
             TypeError: `lease_s` is not a number. Nothing has changed.
@@ -193,7 +195,7 @@ class Connector:
             lease_s: As for `publish`.
 
         Returns:
-            The offer. None if nothing can be offered; nothing has changed.
+            The offer. None if no offer is possible, in which case nothing has changed.
 
         Raises:
             TypeError: As for `publish`. Nothing has changed.
@@ -218,19 +220,19 @@ class Connector:
         num_layers: int = 0,
         rank: int | None = None,
     ) -> None:
-        """Report to the readers of an early offer what has been computed.
+        """Report the progress of the computation to the readers of an early offer.
 
         Tokens [0, num_tokens) are computed in all layers of the rank, and tokens [0, end_token) in its
-        first `num_layers` layers, in the order of the offer. Their bytes must be in memory: on a GPU,
-        wait for the layer's stream first. Progress never decreases. Has no effect after the lease has
-        ended.
+        first `num_layers` layers, in the order of the offer. Their bytes must be in memory. On a
+        GPU, wait for the layer's stream first. Progress never decreases. Has no effect after the
+        lease has ended.
 
         Args:
             request: The request.
-            num_tokens: Tokens computed in all layers.
+            num_tokens: Number of tokens computed in all layers.
             num_layers: Number of layers that are further ahead.
-            end_token: End of the tokens computed in these layers.
-            rank: The rank. None: all ranks have made this progress.
+            end_token: End of the tokens that are computed in these layers.
+            rank: The rank that has made this progress. None: all ranks.
         """
         instance(request, Request, "request")
         if rank is not None:
@@ -246,8 +248,8 @@ class Connector:
     def withdraw(self, request: Request) -> None:
         """End a lease early, for example after a failed step.
 
-        Readers compute the request themselves. A request that is still being computed is freed, and its
-        blocks are reused once readers can no longer accept them as valid. Has no effect without a
+        Readers compute the request themselves. A request that is still being computed is freed. Its
+        blocks are reused when readers can no longer accept them as valid. Has no effect without a
         lease.
         """
         instance(request, Request, "request")
@@ -262,24 +264,24 @@ class Connector:
         """Number of requests whose blocks are kept for readers."""
         return len(self._numbers)
 
-    # Receiver.
+    # Methods of a receiver.
 
     def match(self, request: Request, offer: Mapping[str, Any] | None = None) -> int:
-        """Return how many tokens of an offer, after the local hit, can be loaded.
+        """Return the number of tokens of an offer that can be loaded after the local hit.
 
-        Nothing is read yet, and the manager does not change. While steps answer `WAIT`, call this
-        method again immediately before each step.
+        This method does not read blocks or change the manager. While steps answer `WAIT`, call it
+        again immediately before each step.
 
         Args:
             request: A request that is not admitted.
             offer: Offer returned by `publish`. None: the offer of the request's last `match`.
 
         Returns:
-            The number of tokens; 0 without an offer.
+            The number of tokens, or 0 without an offer.
 
         Raises:
-            ValueError: The offer has another version, model, layout, dtype or hash, or other tokens, or
-                the sender no longer has the required blocks. The one-line message gives the reason.
+            ValueError: The offer differs in version, model, layout, dtype, hashes or tokens, or the
+                sender no longer has the required blocks. The one-line message gives the reason.
         """
         instance(request, Request, "request")
         load = self._loads.matched(request)
@@ -303,8 +305,8 @@ class Connector:
         On a GPU, blocks are written only after all work launched so far on the current stream.
 
         Raises:
-            ValueError: The request was not matched, or its hit has changed since. Nothing has changed;
-                `cancel` the request.
+            ValueError: The request was not matched, or its hit has changed since the match. Nothing
+                has changed. `cancel` the request.
             RuntimeError: The current stream is being captured in a graph. Nothing has changed.
         """
         instance(request, Request, "request")
@@ -318,8 +320,8 @@ class Connector:
         self._loads.begin(load)
 
     def cancel(self, request: Request) -> None:
-        """Free a request that is matched or loading. Its blocks are reused once nothing can write to
-        them.
+        """Free a request that is matched or loading. Its blocks are reused when no transfer can
+        write to them any more.
         """
         instance(request, Request, "request")
         self._decline_matched(request)
@@ -354,8 +356,8 @@ class Connector:
             values: Result of the peer's `describe`.
 
         Raises:
-            ValueError: Version, model, hashes, transport or layouts differ. The one-line message names
-                the difference.
+            ValueError: Version, model, hashes, transport or layouts differ. The one-line message
+                states the difference.
         """
         instance(values, Mapping, "values")
         if (version := values.get("version")) != VERSION:
@@ -381,7 +383,7 @@ class Connector:
             )
 
     def decline(self, offer: Mapping[str, Any]) -> None:
-        """Notify the sender of an offer that nobody will read it. Raises ValueError for an invalid
+        """Notify the sender of an offer that it will not be read. Raises ValueError for an invalid
         offer.
         """
         self._begin(Step(unread=[Offer.from_dict(offer)]))
@@ -397,12 +399,12 @@ class Connector:
 
     @property
     def num_quarantined_blocks(self) -> int:
-        """Number of blocks of freed requests that reads in flight may still write to."""
+        """Number of blocks of freed requests to which reads in flight may still write."""
         return self._loads.num_quarantined_blocks
 
     @property
     def is_busy(self) -> bool:
-        """Whether `poll` has work left: loads, quarantined blocks or leases."""
+        """Whether `poll` has work left, that is, loads, quarantined blocks or leases."""
         return len(self._loads) > 0 or self.num_leased_requests > 0
 
     def close(self) -> None:
@@ -410,7 +412,7 @@ class Connector:
         for rank in self._ranks:
             rank.close()
 
-    # Sender and receiver.
+    # Methods of both sides.
 
     def poll(self) -> list[Arrived]:
         """Process the reports of the ranks, and return the loads that have ended since the last call."""
@@ -468,8 +470,8 @@ class Connector:
     def _match_anew(self, request: Request, offer: Mapping[str, Any]) -> SourceLoad[_Reading]:
         """Match a request with an offer.
 
-        An earlier match of the same request id is dropped. Its sender is notified that its offer will
-        not be read, unless both offers are the same.
+        An earlier match with the same request ID is dropped. Its sender is notified that its offer
+        will not be read, unless the offers are identical.
         """
         earlier, matched = self._loads.forget(request.request_id), None
         try:
@@ -482,8 +484,8 @@ class Connector:
         return matched
 
     def _end_of(self, request: Request, offer: Offer) -> int:
-        """Return the end of the tokens that can be loaded from an offer. Raises ValueError if there are
-        none.
+        """Return the end of the tokens that can be loaded from an offer. Raises ValueError if no
+        token can be loaded.
         """
         if request in self._loads or request.request_id in self._kept:
             what = "an earlier load may still write to"
@@ -512,8 +514,8 @@ class Connector:
         return end
 
     def _forget_incomplete(self, load: SourceLoad[_Reading]) -> None:
-        """Remove blocks that the sender had only in part from the cache; they are valid for this
-        request only.
+        """Remove blocks that the sender had filled only partially from the cache. They are valid
+        only for this request.
         """
         lost: list[int] = []
         for group, layout, theirs, ids in zip(
@@ -562,7 +564,10 @@ class Connector:
     def _table(
         self, request: Request, group: int, layout: GroupLayout, num_tokens: int
     ) -> list[int]:
-        """Return a request's blocks for its first tokens; for states, only the last block."""
+        """Return a request's blocks for its first tokens.
+
+        For states, return only the last block.
+        """
         size = self._manager.block_sizes[group]
         table = self._manager.block_ids(request, group)[: -(-num_tokens // size)].tolist()
         return table[-1:] if layout.is_state else table

@@ -11,20 +11,20 @@ from kvcache.transfer.description import CacheDescription
 from kvcache.transfer.plan.transfer_plan import check_same_content
 from kvcache.transfer.states import StateDescription, plan_states
 
-# Values of `interior`. In `BY_TOKEN`, the elements of a head are ordered as described; the CPU kernels
-# of vLLM use an order of their own.
+# Values of `interior`. With `BY_TOKEN`, the elements of a head are ordered as in the description.
+# The CPU kernels of vLLM use a different order.
 BY_TOKEN = "by token"
-# The CPU kernel of this name stores K as [head size, tokens] and V as [tokens, head size].
+# The CPU kernel "vec" stores K as [head size, tokens] and V as [tokens, head size].
 VEC = "vec"
 
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """The blocks of one group, equal on every rank.
+    """Describes the blocks of one group. The layout is the same on every rank.
 
     Args:
         layers: Names of the group's layers on all pipeline stages.
-        description: Description of the pages, each with tokens or one state.
+        description: Description of the pages. Each page holds tokens or one state.
         pages_per_block: Number of kernel pages per block of the scheduler.
         num_blocks: Number of blocks in the pool.
         interior: Order of the elements within a head of a page: `BY_TOKEN`, or the name of a CPU
@@ -87,7 +87,10 @@ class GroupLayout:
 
 
 def check_like(local: Sequence[GroupLayout], remote: Sequence[GroupLayout]) -> None:
-    """Raise ValueError, naming the difference in one line, unless remote blocks can become local ones."""
+    """Raise ValueError unless remote blocks can be converted to local blocks.
+
+    The one-line message states the difference.
+    """
     if [each.layers for each in local] != [each.layers for each in remote]:
         raise ValueError(
             f"the local engine has groups of {[len(each.layers) for each in local]} layers, the remote "
@@ -114,8 +117,8 @@ def check_like(local: Sequence[GroupLayout], remote: Sequence[GroupLayout]) -> N
 
 
 def is_complete(blocks: Sequence[int], block_size: int, first_token: int, end_token: int) -> bool:
-    """Whether the blocks for tokens [first_token, end_token) are all present: none is 0 or out of
-    range.
+    """Return whether all blocks for tokens [first_token, end_token) are present, that is, in range
+    and not 0.
     """
     if first_token >= end_token:
         return True

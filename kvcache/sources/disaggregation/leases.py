@@ -1,4 +1,7 @@
-"""Leases on a sender's rank: requests whose blocks are kept until readers are done or time is up."""
+"""Leases on a sender's rank.
+
+The blocks of a leased request are kept until readers are done or the lease expires.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 NUM_SLOTS = 8192
-SLOT_WORDS = 3  # generation, tokens, ahead
+SLOT_WORDS = 3  # words per slot: generation, tokens, ahead
 SLOT_BYTES = 8 * SLOT_WORDS
 _LAYER_BITS, _TOKEN_BITS = 13, 31
 _TAG = 1 << 19
@@ -20,7 +23,7 @@ _TAG = 1 << 19
 
 @dataclass(frozen=True)
 class Lease:
-    """A lease. Blocks are kept while `slot` of each rank's leases holds `generation`.
+    """A lease, which keeps blocks while `slot` in the leases of each rank holds `generation`.
 
     `until` is the expiry in seconds since the epoch, by the sender's clock. Only the slot is
     authoritative.
@@ -62,11 +65,11 @@ class LeaseNumbers:
     def __init__(self) -> None:
         self._slots = list(range(NUM_SLOTS))
         self._slot_of: dict[str, int] = {}
-        # Later than the generations of any earlier process that used this memory.
+        # Exceeds the generations of any earlier process that used this memory.
         self._generation = time.time_ns() // 1_000
 
     def take(self, request_id: str, seconds: float) -> Lease | None:
-        """Return a new lease. None if all slots are in use or the request already has a lease."""
+        """Return a new lease, or None if all slots are in use or the request already has a lease."""
         if not self._slots or request_id in self._slot_of:
             return None
         self._generation += 1
@@ -74,8 +77,8 @@ class LeaseNumbers:
         return Lease(slot, self._generation, time.time() + seconds)
 
     def give_back(self, request_id: str) -> bool:
-        """Free the slot after the lease has ended on all ranks. Returns whether the request had a
-        lease.
+        """Free a request's slot after the lease has ended on all ranks. Returns whether the request
+        had a lease.
         """
         slot = self._slot_of.pop(request_id, None)
         if slot is not None:
@@ -90,19 +93,20 @@ class LeaseNumbers:
 
 
 class Leases:
-    """Three words per lease, in memory that readers read after the blocks.
+    """The leases of one rank, with three words per lease. Readers read this memory after the
+    blocks.
 
     While a slot holds a lease's generation, the blocks are unchanged. The negated generation, or a
-    later one, means that the lease has ended, and an earlier one means that it has not begun. A reader
-    that finds the generation after reading the blocks therefore knows that they are valid, without a
-    clock or a reply.
+    later generation, means that the lease has ended. An earlier generation means that the lease has
+    not begun. If a reader finds the generation after reading the blocks, the blocks are valid. This
+    check needs neither a clock nor a reply.
 
-    The other words describe progress. Each holds a fact that remains true during the lease, so a reader
-    may see one word older than the other. Each also contains some bits of the generation, so it cannot
-    be mistaken for another lease's word.
+    The other words describe progress. Each word holds a fact that remains true during the lease, so
+    it does not matter if a reader sees an older value of one word. Each word also contains some
+    bits of the generation, so it cannot be mistaken for a word of another lease.
 
     Args:
-        clock: Returns the time in seconds. Replays pass their own clock.
+        clock: Function that returns the time in seconds. Replays pass their own clock.
     """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
@@ -119,7 +123,10 @@ class Leases:
             self.slots[lease.slot, 0] = lease.generation
 
     def advance(self, request_id: str, progress: Progress) -> None:
-        """Record progress whose bytes are in memory. Has no effect after the lease has ended."""
+        """Record progress.
+
+        The computed bytes must be in memory. Has no effect after the lease has ended.
+        """
         with self._lock:
             if (held := self._held.get(request_id)) is not None:
                 self._write(held.lease, progress)
@@ -155,8 +162,8 @@ class Leases:
                 held.deadline = 0.0
 
     def ended(self) -> set[str]:
-        """Return the requests whose lease has ended since the last call. From now on, readers see the
-        end.
+        """Return the requests whose lease has ended since the last call. From this call on, readers
+        can see that these leases have ended.
         """
         now = self._clock()
         with self._lock:
@@ -176,7 +183,9 @@ class Leases:
 
 
 def done_message(request_id: str, generation: int, num_readers: int) -> bytes:
-    """Return the message that each of `num_readers` ranks sends once it reads no more of a request."""
+    """Return the message that each of `num_readers` ranks sends after it has finished reading a
+    request.
+    """
     values = {"done": request_id, "generation": generation, "readers": num_readers}
     return json.dumps(values).encode()
 

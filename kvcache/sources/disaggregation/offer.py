@@ -1,4 +1,4 @@
-"""A sender's offer of a request whose blocks it keeps, as plain JSON."""
+"""An offer of a sender, in plain JSON, to read the blocks of a request that it keeps."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _CHANGES = {"algorithm": "hash_algorithm", "seed": "hash_seed"}
 
 @dataclass(frozen=True)
 class RankAddress:
-    """How to read a rank of the sender.
+    """The information that is needed to read from a rank of the sender.
 
     Attributes:
         transport: Name of the transport.
         metadata: Metadata for `Transport.connect`, in base64.
-        addresses: Start of each region of the rank's pages, by group.
+        addresses: Start address of each region of the rank's pages, by group.
         leases: Address of the lease slots.
     """
 
@@ -38,15 +38,15 @@ class RankAddress:
 
 @dataclass(frozen=True)
 class Offer:
-    """The blocks of a request, in the form in which another engine reads them.
+    """Describes the blocks of a request that another engine can read.
 
     Attributes:
         hashing: Algorithm and seed of the sender's block hashes. None without prefix caching.
         model: Values that must be equal in both engines.
         digest: Digest of the first `num_tokens` tokens, from `digest_of`.
         blocks: Block table by group. 0 marks a block that is no longer held.
-        order: The layers in the order of computation, if the offer precedes it. The lease slots then
-            hold the progress.
+        order: The layers in the order of computation, if the offer precedes the computation. In
+            this case, the lease slots hold the progress.
     """
 
     engine_id: str
@@ -62,13 +62,16 @@ class Offer:
     order: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as values for JSON, with a seal over them."""
+        """Return the fields as values for JSON, including a seal over the fields."""
         groups = [each.to_dict() for each in self.groups]
         return sealed(_plain(asdict(self) | {"version": VERSION, "groups": groups}))
 
     @classmethod
     def from_dict(cls, values: Any) -> Offer:
-        """Create an offer from `to_dict`. Raises ValueError for a wrong version, value or seal."""
+        """Create an offer from `to_dict`.
+
+        Raises ValueError if the version, a value or the seal is wrong.
+        """
         if not isinstance(values, Mapping) or values.get("version") != VERSION:
             version = values.get("version") if isinstance(values, Mapping) else None
             raise ValueError(
@@ -137,9 +140,9 @@ class Offer:
         hashing: Mapping[str, str] | None,
         changes: Mapping[str, str] = _CHANGES,
     ) -> None:
-        """Raise ValueError if the sender serves another model or hashes blocks differently.
+        """Raise ValueError if the sender serves a different model or hashes blocks differently.
 
-        `changes` names the options that set `algorithm` and `seed` of the hashes.
+        `changes` maps `algorithm` and `seed` to the options that set them.
         """
         for name, value in (("model", model), ("hashing", hashing), ("changes", changes)):
             if value is not None or name != "hashing":
@@ -162,7 +165,7 @@ class Offer:
                 )
 
     def check_prompt(self, num_tokens: int, digest_of_first: Callable[[int], str]) -> None:
-        """Raise ValueError if a request has fewer tokens than the offer, or different ones.
+        """Raise ValueError if a request has fewer tokens than the offer, or different tokens.
 
         `digest_of_first(n)` returns `digest_of` of the request's first n tokens.
         """
@@ -181,10 +184,10 @@ class Offer:
 
 
 def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of an offer with a seal, a digest that detects accidental changes.
+    """Return the values of an offer with a seal, which is a digest that detects accidental changes.
 
-    It does not protect against forgery. Raises TypeError or ValueError for values that JSON cannot
-    represent.
+    The seal does not protect against forgery. Raises TypeError or ValueError for values that JSON
+    cannot represent.
     """
     own = {name: value for name, value in values.items() if name != "seal"}
     try:
@@ -202,7 +205,7 @@ def digest_of(
     salt: str | None = None,
     embeds: str | None = None,
 ) -> str:
-    """Return a digest of tokens and of everything else on which their KV depends.
+    """Return a digest of tokens and of all other data on which their KV depends.
 
     Args:
         token_ids: The tokens.

@@ -15,11 +15,11 @@ class ConnectorOptions:
         host: Address on which ranks listen.
         port: Rank r listens on `port + r`. 0: any free port.
         advertise: Address given to peers. None: `host`.
-        transport: Name of the transport. None: the preferred one that is installed.
+        transport: Name of the transport. None: the preferred installed transport.
         lease_s: Seconds for which blocks of a finished request are kept for readers.
         timeout_s: Seconds after which a load fails and the request is computed locally.
-        digest: Whether the transport verifies received data with a digest. One side is sufficient to
-            enable it.
+        digest: Whether the transport verifies received data with a digest. Enabled for both sides
+            if either side requests it.
 
     Raises:
         TypeError: A value has a wrong type.

@@ -21,13 +21,13 @@ from kvcache.step import StepReport
 
 _log = logging.getLogger(__name__)
 PREFILL_PATH = "/prefill"
-_MOST_AT_ONCE = 16  # concurrent requests
-_MOST_REPLY = 1 << 26  # bytes
+_MOST_AT_ONCE = 16  # maximum number of concurrent requests
+_MOST_REPLY = 1 << 26  # maximum size of a reply in bytes
 _BUSY = 429
 
 
 class PrefillRefusedError(ValueError):
-    """The peer refuses to prefill for this engine. The message contains the reason."""
+    """Raised if the peer refuses to prefill for this engine. The message contains the reason."""
 
 
 @dataclass
@@ -35,13 +35,13 @@ class PrefillStats(LoadStats):
     """Counts of a `RemotePrefill` since it was created."""
 
     asked_requests: int = 0
-    """Prompts that the peer was requested to prefill."""
+    """Number of prompts that the peer was requested to prefill."""
 
     unanswered_requests: int = 0
-    """Prompts without an offer: the peer was unreachable, late, or failed."""
+    """Number of prompts without an offer, because the peer was unreachable, late, or failed."""
 
     unasked_requests: int = 0
-    """Prompts not sent to the peer, because earlier ones failed or were refused."""
+    """Number of prompts not sent to the peer, because earlier prompts failed or were refused."""
 
 
 @dataclass(eq=False)
@@ -49,16 +49,17 @@ class _Prefill:
     """A prompt that was sent to the peer."""
 
     request: Request
-    answer: Future[Mapping[str, Any]] | None  # None once it was taken or given up
+    answer: Future[Mapping[str, Any]] | None  # None after it was taken or abandoned
     deadline: float
 
 
 class RemotePrefill:
     """A `KVSource` that requests prefills from another server and loads their KV with a connector.
 
-    `match` sends the prompt to the peer's `/prefill` and returns None until its offer arrives. The KV
-    is then loaded as by `Connector`. Each request is sent once. A prompt is computed locally if the
-    peer is dead, late or refuses, or if fewer than `min_tokens` of its tokens are missing.
+    `match` sends the prompt to the peer's `/prefill` and returns None until its offer arrives. The
+    KV is then loaded in the same way as by `Connector`. Each request is sent once. A prompt is
+    computed locally if the peer is dead, is late or refuses, or if fewer than `min_tokens` of its
+    tokens are missing.
 
     Args:
         connector: The connector of the engine that loads.
@@ -92,7 +93,7 @@ class RemotePrefill:
         self._circuit = Circuit() if circuit is None else circuit
         self._threads = ThreadPoolExecutor(_MOST_AT_ONCE, "kvcache prefill")
         self._prefills: dict[str, _Prefill] = {}
-        self._late: list[Future[Mapping[str, Any]]] = []  # of prompts that were given up
+        self._late: list[Future[Mapping[str, Any]]] = []  # answers for abandoned prompts
         self._asked = self._unanswered = self._unasked = self._refused = 0
 
     @property
@@ -109,12 +110,12 @@ class RemotePrefill:
 
     @property
     def num_loading_requests(self) -> int:
-        """Requests whose blocks may still be written to, including those in quarantine."""
+        """Number of requests whose blocks may still be written to, including those in quarantine."""
         return self._connector.num_loading_requests
 
     @property
     def num_quarantined_blocks(self) -> int:
-        """Blocks in quarantine."""
+        """Number of blocks in quarantine."""
         return self._connector.num_quarantined_blocks
 
     @property
@@ -123,11 +124,11 @@ class RemotePrefill:
         return self._connector.is_busy or bool(self._late)
 
     def match(self, request: Request) -> int | None:
-        """Return how many tokens after the local hit the peer has computed. None while it computes
-        them.
+        """Return the number of tokens after the local hit that the peer has computed, or None while
+        it computes them.
 
         Raises:
-            ValueError: The peer refuses, or its offer does not fit this engine.
+            ValueError: The peer refuses, or its offer is incompatible with this engine.
         """
         instance(request, Request, "request")
         prefill = self._prefills.get(request.request_id)
@@ -148,7 +149,7 @@ class RemotePrefill:
         try:
             offer = answer.result()
         except PrefillRefusedError:
-            self._circuit.failed()  # the next prompts would be refused as well
+            self._circuit.failed()  # later prompts would also be refused
             self._refused += 1
             raise
         except Exception as error:
@@ -158,7 +159,7 @@ class RemotePrefill:
         return self._connector.match(request, offer)
 
     def begin(self, request: Request) -> None:
-        """Begin to load the tokens that `match` found; see `Connector.begin`."""
+        """Begin to load the tokens that `match` found. See `Connector.begin`."""
         self._connector.begin(request)
 
     def poll(self) -> list[Arrived]:
@@ -174,7 +175,7 @@ class RemotePrefill:
         return self._connector.poll()
 
     def save(self, report: StepReport) -> None:
-        """Do nothing, as the peer keeps its own blocks."""
+        """Do nothing, because the peer keeps its own blocks."""
         self._connector.save(report)
 
     def cancel(self, request: Request) -> None:
@@ -202,7 +203,10 @@ class RemotePrefill:
         return _Prefill(request, answer, time.monotonic() + self._timeout_s)
 
     def _fetch(self, body: bytes) -> Mapping[str, Any]:
-        """Fetch the peer's offer, in a thread; raises PrefillRefusedError if the peer refuses."""
+        """Fetch the peer's offer.
+
+        Runs in a thread. Raises PrefillRefusedError if the peer refuses.
+        """
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
         try:
             headers = {"content-type": "application/json"}
@@ -231,7 +235,7 @@ class RemotePrefill:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Split "HOST:PORT" or "[HOST]:PORT"; raises ValueError for anything else."""
+    """Split "HOST:PORT" or "[HOST]:PORT". Raises ValueError for any other form."""
     host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 65_536:

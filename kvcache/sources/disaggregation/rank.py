@@ -1,4 +1,7 @@
-"""A rank's side of a connector: its transport in a separate thread, leases, and loads in flight."""
+"""The rank side of a connector.
+
+It runs the transport in a separate thread, and manages leases and loads in flight.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,9 @@ _log = logging.getLogger(__name__)
 
 
 class _QueuedStep(NamedTuple):
-    """A step, the time of its request, and the event after which its loads may begin."""
+    """A queued step, the time at which it was requested, and the event after which its loads may
+    begin.
+    """
 
     at: float
     step: Step
@@ -36,7 +41,8 @@ class _QueuedStep(NamedTuple):
 
 
 class RankThread:
-    """A thread that serves readers and carries out loads until `close`. Only it uses the transport.
+    """A thread that serves readers and performs loads until `close`. Only this thread uses the
+    transport.
 
     On a CUDA device, blocks are written only after all work launched on the stream in which `begin` is
     called.
@@ -45,8 +51,8 @@ class RankThread:
         reader: The reader. The caller has registered the pages with its transport and no longer uses
             it.
         layouts: Layouts of the transferred groups.
-        addresses: Start of each region of the rank's pages, by group.
-        begin_load: Creates the read of a load.
+        addresses: Start address of each region of the rank's pages, by group.
+        begin_load: Function that creates the read of a load.
     """
 
     def __init__(
@@ -105,7 +111,10 @@ class RankThread:
                 self._steps.put(_QueuedStep(time.monotonic(), step, after))
 
     def advance(self, request_id: str, progress: Progress) -> None:
-        """Report the progress of a request under lease to its readers. Its bytes must be in memory."""
+        """Report the progress of a leased request to its readers.
+
+        The computed bytes must be in memory.
+        """
         instance(request_id, str, "request_id")
         instance(progress, Progress, "progress")
         self._leases.advance(request_id, progress)
@@ -123,9 +132,12 @@ class RankThread:
             self._thread.join(timeout=10)
 
     def _run(self) -> None:
-        """Run passes until `close`. Failed passes are logged; after several in a row, everything ends."""
+        """Run passes until `close`.
+
+        Failed passes are logged. After `_MOST_WRONG` consecutive failures, the thread gives up.
+        """
         self._reader.streams.enter()
-        failed: set[str] = set()  # of loads in flight
+        failed: set[str] = set()  # failed loads that are still in flight
         num_wrong = 0
         while True:
             try:
@@ -176,7 +188,7 @@ class RankThread:
         for request_id, load in step.loads.items():
             try:
                 read = self._begin_load(load)
-            except Exception as error:  # nothing writes to its blocks any more
+            except Exception as error:  # no transfer writes to its blocks any more
                 self._fail_unbegun(request_id, f"it was not begun: {error!r}")
                 continue
             read.count_from(asked.at, asked.after)
@@ -216,7 +228,7 @@ class RankThread:
         return [*self._loads.values(), *(read for _, read in self._unread)]
 
     def _give_up(self, failed: set[str]) -> None:
-        """End all loads and leases, and reject new ones, so that nobody waits for this thread."""
+        """End all loads and leases and reject new ones, so that no caller waits for this thread."""
         _log.error("KV is neither served nor loaded any more: requests are computed")
         for load in self._under_way():
             with suppress(Exception):
@@ -251,5 +263,5 @@ class RankThread:
 def _has_ended(load: Read) -> bool:
     try:
         return load.step()
-    except Exception:  # its blocks stay in quarantine
+    except Exception:  # the blocks of the load stay in quarantine
         return False

@@ -1,4 +1,7 @@
-"""The load of one request on one rank: reads, the lease check, and the notification of the sender."""
+"""The load of one request on one rank.
+
+It consists of reads, the lease check, and the notification of the sender.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,12 @@ from kvcache.transfer.transport.metadata import Metadata, parse_metadata
 from kvcache.worker.swap.streams import Event, streams_of
 
 _ERRORS = (TransferError, ConnectionError, OSError, ValueError, TypeError)
-_NUM_CELLS = 4096  # lease slots that can be read concurrently
-_AGAIN_S = 0.002  # polling interval for a sender's progress
+_NUM_CELLS = 4096  # number of lease slots that can be read concurrently
+_AGAIN_S = 0.002  # polling interval for a sender's progress, in seconds
 
 
 class Pending(Protocol):
-    """Reads in flight: one transfer of a transport, or several treated as one."""
+    """Reads in flight, either one transfer or several transfers treated as one."""
 
     num_bytes: int
 
@@ -47,7 +50,9 @@ class Pending(Protocol):
 
 
 class Reader:
-    """The state shared by a rank's loads: transport, copy streams, and cells that receive lease slots."""
+    """The state that a rank's loads share: transport, copy streams, and cells that receive lease
+    slots.
+    """
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self.transport, self.streams = transport, streams_of(device)
@@ -55,16 +60,18 @@ class Reader:
         self.free_cells = list(range(_NUM_CELLS))
         transport.register([(self.inbox.ctypes.data, self.inbox.nbytes)])
         self._calls: dict[str, _Call] = {}
-        # By agent: its incarnation, and the generation of its latest known lease.
+        # The incarnation of each agent, and the generation of its latest known lease.
         self._latest: dict[str, tuple[str, int]] = {}
         self._lock = threading.Lock()
 
     def connect(self, metadata: str, timeout_s: float, generation: int = 0) -> str | None:
-        """Return the name of a peer. None while a thread is connecting; other loads continue meanwhile.
+        """Return the name of a peer, or None while a thread is connecting. Other loads continue
+        meanwhile.
 
-        A ConnectionError is raised again, without another attempt, for the next `timeout_s`.
-        `generation` is the generation of the offer's lease. A restarted agent has later generations:
-        its earlier incarnation, which may hang and hold the name, is disconnected, and its loads fail.
+        For `timeout_s` after a failure, the same ConnectionError is raised without another attempt.
+        `generation` is the generation of the offer's lease. A restarted agent has later
+        generations. Its earlier incarnation, which may hang and occupy the name, is disconnected,
+        and loads from it fail.
 
         Raises:
             ConnectionError: The peer was not reached.
@@ -84,7 +91,7 @@ class Reader:
         return call.peer
 
     def call(self, metadata: bytes, timeout_s: float, generation: int) -> str:
-        """Connect to a peer and wait, in the thread started by `connect`."""
+        """Connect to a peer and wait. Runs in the thread that `connect` starts."""
         self.streams.enter()
         theirs = parse_metadata(metadata, self.transport.name)
         try:
@@ -100,7 +107,7 @@ class Reader:
         return peer
 
     def _make_way(self, theirs: Metadata, generation: int) -> bool:
-        """Disconnect an earlier incarnation. Returns False if there was none."""
+        """Disconnect an earlier incarnation of a peer. Returns False if there was none."""
         with self._lock:
             known = self._latest.get(theirs.agent)
             if known is None:
@@ -116,7 +123,10 @@ class Reader:
 
 
 class _Call(threading.Thread):
-    """A thread that connects to a peer. Its error is kept until `until`, in `time.monotonic`."""
+    """A thread that connects to a peer.
+
+    Its error is kept until `until`, in the time of `time.monotonic`.
+    """
 
     def __init__(self, reader: Reader, metadata: str, timeout_s: float, generation: int) -> None:
         super().__init__(name="kvcache call", daemon=True)
@@ -139,9 +149,9 @@ class _Call(threading.Thread):
 class Read(ABC):
     """A load in flight. `step` is called until it returns True.
 
-    The lease slots are read after the blocks: if the lease has not ended, the blocks are valid. If an
-    offer is still being computed, slots are read first, and then the blocks that they report as
-    computed. A failed load ends once the transport has released its blocks.
+    The lease slots are read after the blocks. If the lease has not ended, the blocks are valid. If
+    an offer is still being computed, slots are read first, followed by the blocks that they report
+    as computed. A failed load ends when the transport has released its blocks.
     """
 
     def __init__(self, reader: Reader, load: Load, timeout_s: float) -> None:
@@ -159,28 +169,29 @@ class Read(ABC):
 
     @abstractmethod
     def _plan(self) -> Mapping[int, int]:
-        """Return, for each remote rank to read or notify, how many ranks it waits for. Raises
+        """Return the number of ranks that each remote rank to read or notify waits for. Raises
         ValueError.
         """
 
     @abstractmethod
     def _begin(self, progress: Mapping[int, Progress] | None) -> Iterable[Pending]:
-        """Begin the next reads, up to each remote rank's progress (None: everything).
+        """Begin the next reads, up to the progress of each remote rank. None: read all tokens.
 
         Raises ValueError or TransferError.
         """
 
     @abstractmethod
     def _has_all(self) -> bool:
-        """Whether `_begin` has nothing left to read."""
+        """Return whether all reads have begun."""
 
     @property
     def left_s(self) -> float:
-        """Return the seconds until the deadline, at least a millisecond."""
+        """Return the seconds until the deadline, but at least one millisecond."""
         return max(self._deadline - time.monotonic(), 0.001)
 
     def count_from(self, seconds: float, after: Event | None = None) -> None:
-        """Count the time limit from the request of the load, in `time.monotonic`.
+        """Start the time limit at the time when the load was requested, given in the time of
+        `time.monotonic`.
 
         Blocks are written only after the event `after`, because earlier work may still write to them.
         """
@@ -192,14 +203,14 @@ class Read(ABC):
             self._fail(reason)
 
     def step(self) -> bool:
-        """Continue without waiting. Returns True once the load has ended, with `error` set if it
-        failed.
+        """Advance the load without waiting. Returns True when the load has ended, with `error` set
+        if it failed.
         """
         try:
             if self.error is None and time.monotonic() >= self._deadline:
                 raise TransferError(f"not done within {self._timeout_s:g} s")
             return self._stage()
-        except Exception as error:  # whatever the error, the request must get an answer
+        except Exception as error:  # the request must get an answer after any error
             self._fail(f"{error}" if isinstance(error, _ERRORS) else repr(error))
             return self._stage()
 
@@ -296,14 +307,17 @@ class Read(ABC):
         return self._look() if time.monotonic() >= self._next_look else False
 
     def _let_go(self) -> bool:
-        """Return whether the transport has stopped writing to the blocks of a failed load."""
+        """Return whether the transport no longer writes to the blocks of a failed load."""
         if not all(read.is_released for read in self._reads):
             return False
         self._tell()
         return self._end()
 
     def _tell(self) -> None:
-        """Notify the sender's ranks that this rank reads no more. A lost peer needs no notification."""
+        """Notify the sender's ranks that this rank has finished reading.
+
+        Lost peers are not notified.
+        """
         offer = self._load.offer
         for source, peer in self._peers.items():
             message = done_message(offer.request_id, offer.lease.generation, self._readers[source])
@@ -321,7 +335,7 @@ class Read(ABC):
 def readers_of_sources(
     local: Sequence[GroupLayout], remote: Sequence[GroupLayout], local_rank: int
 ) -> dict[int, int]:
-    """Return how many local ranks read each remote rank that this rank reads.
+    """Return the number of local ranks that read each remote rank from which this rank reads.
 
     Rank 0 notifies replicas that no rank reads.
     """

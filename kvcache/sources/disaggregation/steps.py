@@ -1,4 +1,4 @@
-"""The messages between an engine's scheduler and its ranks, and how they are sent."""
+"""The messages that an engine's scheduler and its ranks exchange."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvcache.sources.disaggregation.offer import Offer, RankAddress
 
 @dataclass
 class Load:
-    """Read the tokens [first_token, end_token) of an offer into a request's own blocks, by group."""
+    """A load of the tokens [first_token, end_token) of an offer into blocks of a request, by group."""
 
     offer: Offer
     first_token: int
@@ -25,21 +25,21 @@ class Step:
 
     Attributes:
         loads: Loads that begin.
-        leases: Leases that begin.
+        leases: Leases that begin, with their duration in seconds and their progress.
         ends: Leases that end early.
         cancels: Loads that are canceled.
-        unread: Offers that nobody will read.
+        unread: Offers that will not be read.
     """
 
     loads: dict[str, Load] = field(default_factory=dict)
-    leases: dict[str, tuple[Lease, float, Progress]] = field(default_factory=dict)  # with seconds
+    leases: dict[str, tuple[Lease, float, Progress]] = field(default_factory=dict)
     ends: set[str] = field(default_factory=set)
     cancels: set[str] = field(default_factory=set)
     unread: list[Offer] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no work."""
+        """Whether the step has no work."""
         return not (self.loads or self.leases or self.ends or self.cancels or self.unread)
 
 
@@ -51,8 +51,8 @@ class Results:
         sent: Leases that have ended.
         received: Loads that have arrived.
         failed: Reasons of failed loads, reported immediately.
-        released: Failed loads whose blocks the transport no longer writes to.
-        num_bytes: Bytes received.
+        released: Failed loads to whose blocks the transport no longer writes.
+        num_bytes: Number of bytes received.
     """
 
     sent: set[str] = field(default_factory=set)

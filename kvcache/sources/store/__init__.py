@@ -1,4 +1,5 @@
-"""A third cache tier: blocks in an external store, either distributed or on a local disk.
+"""A third cache tier, which keeps blocks in an external store, either distributed or on a local
+disk.
 
 Names are imported on first use. `StoreTier` needs torch, and `MooncakeStore` and `DiskStore` need the
 packages of their extras.

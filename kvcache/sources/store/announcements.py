@@ -1,4 +1,4 @@
-"""Cache events for the content of a store, for readers of the manager's events."""
+"""Creates cache events for the content of a store, for readers of the manager's events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ MEDIUM = "storage"
 def stored_event(
     manager: KVCacheManager, key: BlockKey, described: Described | None = None
 ) -> BlockStored:
-    """Return the event of a stored block, with parent and tokens if the device's event is given."""
+    """Return the event for a stored block.
+
+    It has a parent and tokens if the device's event is given.
+    """
     spec, size = manager.groups[key.group], manager.block_sizes[key.group]
     of_group = {
         "block_size": size,
@@ -47,7 +50,7 @@ def stored_event(
 
 
 def removed_event(key: BlockKey) -> BlockRemoved:
-    """Return the event of a block that the store no longer has."""
+    """Return the event for a block that the store no longer has."""
     return BlockRemoved(_hashes(key), key.group, MEDIUM)
 
 

@@ -1,4 +1,6 @@
-"""Validation of a store's results, in the store's thread, so that the tier receives only valid values."""
+"""Validates the results of a store in the store's thread, so that the tier receives only valid
+values.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ _T = TypeVar("_T")
 
 
 def flags(answer: Any, count: int, method: str) -> list[bool]:
-    """Return one bool for each of `count` keys. StoreError for any other result.
+    """Return one bool for each of `count` keys. Raises StoreError for any other result.
 
     Example:
         >>> flags((1, False), 2, "exists")
@@ -24,12 +26,12 @@ def flags(answer: Any, count: int, method: str) -> list[bool]:
 
 
 def sizes(answer: Any, count: int, method: str) -> list[int]:
-    """Return one integer for each of `count` keys. StoreError for any other result."""
+    """Return one integer for each of `count` keys. Raises StoreError for any other result."""
     return _each(answer, operator.index, count, method, "integers")
 
 
 def texts(answer: Any, method: str) -> list[str]:
-    """Return a list of keys. StoreError for any other result."""
+    """Return a list of keys. Raises StoreError for any other result."""
     return _each(answer, _text, None, method, "keys")
 
 
@@ -38,7 +40,8 @@ def _each(
 ) -> list[_T]:
     expected = f"expected {what}" if count is None else f"expected {count} {what}, one for each key"
     try:
-        # Limits an infinite iterator to one entry more than expected. Keys must have a length.
+        # Limit iterators, which may be infinite, to one entry more than expected. Lists of keys
+        # must have a length.
         most = num_entries(answer, method) if count is None else count + 1
         found = [convert(each) for each in islice(answer, most)]
     except (TypeError, ValueError) as error:

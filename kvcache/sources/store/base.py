@@ -1,4 +1,4 @@
-"""The interface of a store, which keeps values under keys outside of the engine."""
+"""The interface of a store, which keeps values under keys outside the engine."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ import numpy as np
 
 
 class StoreError(RuntimeError):
-    """A store failed or is unavailable. A tier counts this and treats it as a miss."""
+    """Raised if a store fails or is unavailable.
+
+    A tier counts the error and treats it as a miss.
+    """
 
 
 class BlockStore(ABC):
-    """A store of equally large values under text keys, accessed in batches.
+    """A store of values of equal size under text keys, accessed in batches.
 
-    A `StoreTier` calls all methods in one separate thread, `open` first. A call may take any time and
-    may raise any exception: the tier has deadlines, and treats an exception as a failure of the whole
-    call. A store may lose values at any time, and may return wrong bytes, because values carry a
-    digest.
+    A `StoreTier` calls all methods in one separate thread, beginning with `open`. A call may take
+    any time and may raise any exception, because the tier has deadlines and treats an exception as
+    a failure of the whole call. A store may lose values at any time, and may return wrong bytes,
+    because values contain a digest.
 
     To add a store, subclass this class. The tier calls no other methods.
     """
 
     knows_keys = False
-    """Whether `keys` and `take_evicted` report the store's content. If not, the tier emits no events
-    for it.
+    """Whether `keys` and `take_evicted` report the store's content. If False, the tier emits no
+    events for the store.
     """
 
     @abstractmethod
@@ -39,21 +42,24 @@ class BlockStore(ABC):
 
     @abstractmethod
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Return which keys have a value."""
+        """Return whether each key has a value."""
 
     @abstractmethod
     def put(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> list[bool]:
-        """Store values, each uint8[value_bytes]. Return which are stored now; False means that the
-        store is full.
+        """Store values, each uint8[value_bytes]. Return whether each value is now stored. False
+        means that the store is full.
         """
 
     @abstractmethod
     def get(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> list[int]:
-        """Read values into `values`. Return the bytes of each, or -1 for a key without a value."""
+        """Read values into `values`.
+
+        Return the size of each value in bytes, or -1 for a key without a value.
+        """
 
     @abstractmethod
     def remove(self, keys: Sequence[str]) -> None:
-        """Remove keys whose values were found to be wrong. Unknown keys are ignored."""
+        """Remove keys whose values are invalid. Unknown keys are ignored."""
 
     def keys(self) -> list[str]:
         """Return all keys. Required with `knows_keys`."""

@@ -28,7 +28,7 @@ _VERSION = 1
 _ALIGNMENT = 4096
 _SPIN_S, _POLL_S = 200e-6, 50e-6
 _TIMEOUT_S = 60.0
-# Entry that precedes each value in the file: CRC-32 of the rest, time of storage, and key.
+# Entry that precedes each value in the file: CRC-32 of the other fields, time of storage, and key.
 _ENTRY = struct.Struct("<IQB207s")
 _ENTRY_BYTES = 256
 _MOST_KEY_BYTES = 207
@@ -36,19 +36,19 @@ _BLOCKS_PER_CALL = 256
 
 
 class DiskStore(BlockStore):
-    """A store in a folder of a local disk, with LRU eviction.
+    """A store in a folder on a local disk, with LRU eviction.
 
     The folder and its missing parents are created with mode 700. An existing folder, and the file in
-    it, must belong to the user of this process, must not be links, and must not be writable by others;
-    the file must have a single name. Only one store at a time can use a folder.
+    it, must belong to the user of this process, must not be links, and must not be writable by
+    others. The file must have no other hard links. Only one store at a time can use a folder.
 
-    Values persist across restarts, unless their version or size has changed: the file is then replaced.
-    A value that was being written at a crash is either missing or has a wrong digest. If the disk is
-    full, no further values are stored.
+    Values persist across restarts. If the version or size of values has changed, the file is
+    replaced. After a crash, a value that was being written is either missing or has a wrong digest.
+    If the disk is full, no further values are stored.
 
     Args:
         folder: The folder.
-        capacity_bytes: Maximum size of the file, in bytes or as text with a unit.
+        capacity_bytes: Maximum size of the file, in bytes or as a string with a unit.
 
     Raises:
         ModuleNotFoundError: NIXL is not installed (extra `nixl`).
@@ -69,23 +69,27 @@ class DiskStore(BlockStore):
             ) from error
         self._new_agent = lambda: nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=[]))
         if os.path.lexists(self.folder):
-            os.close(self._open_folder())  # reject it before a tier's thread does
+            os.close(self._open_folder())  # reject an invalid folder now, not in a tier's thread
         self._agent = self._fd = None
         self._memory = np.zeros(0, np.uint8)
         self._registered: list = []
         self._entries = np.zeros((_BLOCKS_PER_CALL, _ENTRY_BYTES), np.uint8)
-        self._places: OrderedDict[str, int] = OrderedDict()  # by key, least recently used first
+        # Place of each value by key, least recently used first.
+        self._places: OrderedDict[str, int] = OrderedDict()
         self._free: list[int] = []
         self._evicted: list[str] = []
         self._sequence = 0
 
     @property
     def capacity(self) -> int:
-        """Number of values that fit; 0 before `open`."""
+        """Number of values that fit into the file, or 0 before `open`."""
         return len(self._places) + len(self._free)
 
     def open(self, memory: np.ndarray, value_bytes: int) -> None:
-        """Open the file. StoreError if the folder is in use or the capacity is too small, or OSError."""
+        """Open the file.
+
+        Raises OSError, or StoreError if the folder is in use or the capacity is too small.
+        """
         memory = _checked_bytes(memory, "memory")
         value_bytes = integer(value_bytes, "value_bytes", 1, MAX_INT64)
         stride = -(-(_ENTRY_BYTES + value_bytes) // _ALIGNMENT) * _ALIGNMENT
@@ -130,7 +134,10 @@ class DiskStore(BlockStore):
         ]
 
     def _open_folder(self) -> int:
-        """Return a descriptor of the folder. StoreError if it is missing or not private to this user."""
+        """Return a descriptor of the folder.
+
+        Raises StoreError if it is missing or not private to this user.
+        """
         try:
             found = os.open(
                 self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -149,12 +156,12 @@ class DiskStore(BlockStore):
         return found
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Return which keys have a value."""
+        """Return whether each key has a value."""
         keys = _checked_keys(keys)
         return [key in self._places for key in keys]
 
     def put(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> list[bool]:
-        """Write values, evicting the least recently used ones if necessary."""
+        """Write values, evicting the least recently used values if necessary."""
         keys, values = self._checked(keys, values)
         for key in keys:
             if (size := len(key.encode())) > _MOST_KEY_BYTES:
@@ -167,7 +174,7 @@ class DiskStore(BlockStore):
         return [key in self._places for key in keys]
 
     def _put(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> None:
-        last = dict(zip(keys, values))  # of a key that occurs twice
+        last = dict(zip(keys, values))  # keep the last value of a repeated key
         keys, values = [*last], [*last.values()]
         entries = [self._entry(key) for key in keys]
         places: dict[str, int] = {}
@@ -196,7 +203,10 @@ class DiskStore(BlockStore):
         self._places |= places
 
     def get(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> list[int]:
-        """Read values."""
+        """Read values into `values`.
+
+        Return the size of each value in bytes, or -1 if it is missing.
+        """
         keys, values = self._checked(keys, values)
         found = [(i, self._places[key]) for i, key in enumerate(keys) if key in self._places]
         self._move("READ", [values[i] for i, _ in found], [place for _, place in found])
@@ -237,7 +247,10 @@ class DiskStore(BlockStore):
         self._free.clear()
 
     def _checked(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> tuple[list, list]:
-        """Check keys, and that there are as many values, which must be in the memory passed to `open`."""
+        """Check keys and values.
+
+        There must be one value per key, in the memory passed to `open`.
+        """
         keys, values = _checked_keys(keys), listed(values, "values")
         if self._agent is None:
             raise StoreError("the store is not open: expected open before")
@@ -255,7 +268,7 @@ class DiskStore(BlockStore):
         return keys, values
 
     def _evict(self) -> int | None:
-        """Return the place of the least recently used value. None if there is none."""
+        """Evict the least recently used value and return its place, or None if there is no value."""
         if not self._places:
             return None
         key, place = self._places.popitem(last=False)
@@ -286,7 +299,7 @@ class DiskStore(BlockStore):
         self._free = [place for place in reversed(range(capacity)) if place not in used]
 
     def _entry(self, key: str) -> bytes:
-        """Return the entry of a value in the file."""
+        """Return the entry that describes a value in the file."""
         encoded = key.encode()
         body = _ENTRY.pack(0, self._sequence, len(encoded), encoded)[4:]
         self._sequence += 1
@@ -343,7 +356,7 @@ def _checked_keys(keys: Sequence[str]) -> list[str]:
 
 
 def _checked_bytes(array: np.ndarray, name: str) -> np.ndarray:
-    """Return contiguous uint8[n]. TypeError or ValueError for anything else."""
+    """Return a contiguous uint8[n] view. Raises TypeError or ValueError for other arrays."""
     instance(array, np.ndarray, name)
     if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
         raise ValueError(
@@ -353,7 +366,9 @@ def _checked_bytes(array: np.ndarray, name: str) -> np.ndarray:
 
 
 def _check_own(fd: int, path: Path, *, is_folder: bool) -> None:
-    """Raise StoreError unless a folder or file belongs to this user and only this user may change it."""
+    """Raise StoreError unless the folder or file belongs to this user and only this user may change
+    it.
+    """
     found = os.fstat(fd)
     what = "folder" if is_folder else "file"
     if found.st_uid != os.geteuid():
@@ -381,7 +396,7 @@ def _form_of(block: bytes) -> object:
 
 
 def _entry_of(packed: bytes) -> tuple[int, str] | None:
-    """Return the time of storage and the key of an entry. None for an empty entry."""
+    """Return the time of storage and the key of an entry, or None for an empty entry."""
     if len(packed) < _ENTRY.size:
         return None
     crc, sequence, length, key = _ENTRY.unpack(packed[: _ENTRY.size])

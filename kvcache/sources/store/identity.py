@@ -1,4 +1,4 @@
-"""The fingerprint that must be equal in two engines for them to share blocks."""
+"""Computes the fingerprint that must be equal in two engines that share blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def fingerprint(
     contents: str | Sequence[KVStorage] | None = None,
     cp_kv_cache_interleave_size: int | None = None,
 ) -> bytes:
-    """Return a 16-byte fingerprint of everything besides the hash that determines a block's value.
+    """Return a 16-byte fingerprint of all properties, other than the hash, that determine a block's
+    value.
 
     It covers the version of the value format; the hash algorithm, seed, length and tokens per hash; all
     fields of every group and of the manager's context parallelism; the meaning of a page's bytes
@@ -37,12 +38,13 @@ def fingerprint(
     Args:
         manager: The manager of the blocks.
         pages: The memory of the blocks. None: a manager without memory; page bytes are not covered.
-        model: A text that identifies weights, quantization and scales.
-        rank: A text that identifies this process' part of layers and heads: its ranks and sizes in
-            tensor and pipeline parallelism.
-        contents: The meaning of a page's bytes if `pages` do not know it: one storage per group over
-            them, or a text. Pages of `kvcache.build` and of `KVStorage` know it, except those of
-            `KVStorage.over`. `Pages.allocate` and `Pages.over` create plain bytes.
+        model: A string that identifies weights, quantization and scales.
+        rank: A string that identifies the layers and heads of this process, that is, its ranks and
+            sizes in tensor and pipeline parallelism.
+        contents: The contents of a page if `pages` do not define them, as one storage per group
+            over the pages or as a string. Pages of `kvcache.build` and of `KVStorage` define their
+            contents, except those of `KVStorage.over`. `Pages.allocate` and `Pages.over` create
+            pages without defined contents.
         cp_kv_cache_interleave_size: Interleave of the block tables. Required with context parallelism
             unless `kvcache.build` created the pages.
 
@@ -50,9 +52,9 @@ def fingerprint(
         The fingerprint.
 
     Raises:
-        ValueError: The meaning of the pages is unknown and `contents` is missing; `contents` is not one
-            storage per group over `pages`; or context parallelism has no interleave, or a different one
-            from the pages.
+        ValueError: The contents of the pages are unknown and `contents` is missing, `contents` is
+            not one storage per group over `pages`, or the interleave for context parallelism is
+            missing or differs from the interleave of the pages.
         TypeError: An argument has a wrong type.
 
     Example:
@@ -88,7 +90,10 @@ def fingerprint(
 
 
 def _plain(spec: object) -> dict[str, object]:
-    """Return all fields of a dataclass, including future ones, as values for JSON."""
+    """Return all fields of a dataclass as values for JSON.
+
+    Fields that are added later are included.
+    """
     values = {each.name: getattr(spec, each.name) for each in fields(spec)}
     return {
         name: sorted(value.items()) if name == "options" else value

@@ -1,4 +1,4 @@
-"""Mooncake Store, a distributed store in the memory of many machines."""
+"""A client of Mooncake Store, a distributed store in the memory of many machines."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ import numpy as np
 from kvcache.checks import byte_count, text
 from kvcache.sources.store.base import BlockStore, StoreError
 
-# Larger batches fail on the TCP lane.
+# Maximum number of keys per call. Larger batches fail over TCP.
 _KEYS_PER_CALL = 1024
-_NOT_FOUND, _FULL = -704, -200  # an error code of Mooncake
+_NOT_FOUND, _FULL = -704, -200  # error codes of Mooncake
 _TOO_LARGE = -600
 _EXISTS_CODES = (0, 1)
 _CONNECT_S = 1.0
 _LIMITS = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_RPC_TIMEOUT_MS": "2000"}
-_abandoned: list[object] = []  # clients whose master is unreachable
+_abandoned: list[object] = []  # clients whose master is unreachable, kept alive
 
 
 class MooncakeStore(BlockStore):
     """A client of a Mooncake Store.
 
-    The master may restart, and then has lost its content. Mooncake's `setup` and `close` hold the GIL
-    while no master answers, for minutes and for seconds. A connection is therefore tried first, and
-    `setup` gets one attempt with a time limit of 2 s per reply, unless the environment
-    (`MC_STORE_CLIENT_SETUP_RETRIES`, `MC_RPC_TIMEOUT_MS`) sets other limits. The client listens on
-    ports of its own (docs/security.md).
+    The master may restart, which loses its content. While no master answers, Mooncake's `setup`
+    holds the GIL for minutes, and `close` for seconds. Therefore a connection is tried first, and
+    `setup` makes one attempt with a time limit of 2 s per reply, unless the environment
+    (`MC_STORE_CLIENT_SETUP_RETRIES`, `MC_RPC_TIMEOUT_MS`) sets other limits. The client itself
+    listens on ports (docs/security.md).
 
     Args:
         master: Address of the master, "host:port".
-        segment_bytes: Memory of this machine that the store may use for the blocks of all clients. 0:
-            none.
+        segment_bytes: Bytes of this machine's memory that the store may use for the blocks of all
+            clients. 0: no memory.
         host: Address at which other clients reach that memory.
         protocol: "tcp" or "rdma".
         devices: RDMA devices.
         metadata: "P2PHANDSHAKE", or the address of a metadata server.
-        buffer_bytes: Memory of the client itself.
+        buffer_bytes: Bytes of the client's internal buffers.
 
     Raises:
         ModuleNotFoundError: Mooncake is not installed (extra `mooncake`).
@@ -78,7 +78,7 @@ class MooncakeStore(BlockStore):
         self._client = None
 
     def open(self, memory: np.ndarray, value_bytes: int) -> None:
-        """Connect to the master. StoreError if there is none."""
+        """Connect to the master. Raises StoreError if there is none."""
         self.close()
         self._connect()
         client = self._new_client()
@@ -88,7 +88,7 @@ class MooncakeStore(BlockStore):
         _check(client.register_buffer(memory.ctypes.data, memory.nbytes), "register_buffer")
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Return which keys have a value. StoreError if the master does not answer."""
+        """Return whether each key has a value. Raises StoreError if the master does not answer."""
         found = []
         for some in _batches(keys):
             codes = self._client.batch_is_exist(some)
@@ -111,7 +111,7 @@ class MooncakeStore(BlockStore):
         return taken
 
     def get(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> list[int]:
-        """Read values. A value that is too large for its buffer is reported with another size."""
+        """Read values. If a value does not fit into its buffer, its size is reported as 0."""
         sizes = []
         for some, of_some in zip(_batches(keys), _batches(values)):
             room = [len(value) for value in of_some]
@@ -134,20 +134,23 @@ class MooncakeStore(BlockStore):
         try:
             self._connect()
         except OSError:
-            _abandoned.append(client)  # until the process ends
+            _abandoned.append(client)  # keep the client until the process ends
             return
         client.close()
 
     def _connect(self) -> None:
         """Raise OSError if no master listens."""
         address = re.fullmatch(r"\[?([^]/]+?)\]?:(\d+)", self._setup[-1])
-        if address is not None:  # otherwise the address of a service that knows the master
+        if address is not None:  # otherwise it is the address of a service that knows the master
             socket.create_connection((address[1], int(address[2])), _CONNECT_S).close()
 
 
 @contextmanager
 def _limits() -> Iterator[None]:
-    """Set Mooncake's time limits, which it reads from the environment when a client is created."""
+    """Set Mooncake's time limits.
+
+    Mooncake reads them from the environment when a client is created.
+    """
     added = [name for name in _LIMITS if name not in os.environ]
     os.environ.update({name: _LIMITS[name] for name in added})
     try:

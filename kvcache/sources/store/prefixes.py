@@ -1,4 +1,4 @@
-"""The blocks needed by the tokens after a hit, and the longest prefix of them that a store holds."""
+"""Determines the blocks that the tokens after a hit need, and their longest prefix in a store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcache.sources.store.values import BlockKey
 
 
 class NeededBlock(NamedTuple):
-    """A block of a request: its key, its column in the group's table, and its tokens."""
+    """A block that a request needs, with its key, its column in the group's table, and its tokens."""
 
     key: BlockKey
     column: int
@@ -56,19 +56,21 @@ class StoredPrefixes:
         self._drafts = any(spec.drafts for spec in manager.groups)
 
     def hit_tokens(self, request: Request) -> int:
-        """Return the number of tokens that are cached on the device and the host."""
+        """Return the number of the request's tokens that are cached on the device and the host."""
         instance(request, Request, "request")
         return self._manager.cache.cached_tokens(request).with_host
 
     def longest(self, request: Request) -> int:
-        """Return the maximum number of tokens to load: whole blocks, and at least one token is
-        computed.
+        """Return the maximum number of tokens to load. Only whole blocks are loaded, and at least
+        one token is computed.
         """
         instance(request, Request, "request")
         return (request.num_tokens - 1) // self._step * self._step
 
     def candidates(self, request: Request, first_token: int) -> list[BlockKey]:
-        """Return all blocks that the tokens from the end of the hit, `first_token`, may need."""
+        """Return all blocks that may be needed by tokens after the hit, which ends at
+        `first_token`.
+        """
         stop, first_token = self.longest(request), integer(first_token, "first_token")
         hashes = self._manager.cache.hashes(request)
         return [
@@ -93,7 +95,7 @@ class StoredPrefixes:
             )
             for group in self._groups
         }
-        num_left_out = 1 if self._drafts else 0  # a drafter recomputes the last blocks
+        num_left_out = 1 if self._drafts else 0  # a drafter recomputes the last block
         for stop in range(longest, first_token, -self._step):
             spans = ((group, *self._columns(group, first_token, stop)) for group in self._groups)
             if all(missing[g][first] == missing[g][last] for g, first, last in spans):
@@ -118,8 +120,8 @@ class StoredPrefixes:
         return sorted(needed, key=lambda block: block.stop_token)
 
     def _columns(self, group: int, first_token: int, stop: int) -> tuple[int, int]:
-        """Return the columns of the blocks to load: those that the token at `stop` reads and no hit
-        has.
+        """Return the columns of the blocks to load, which are the blocks that the token at `stop`
+        reads and that the hit does not contain.
         """
         size, kind = self._size(group), self._kinds[group]
         if not kind.pages.has_slots:

@@ -1,4 +1,4 @@
-"""Host memory between a store's thread and the pages of a cache."""
+"""Host memory through which a store's thread and the pages of a cache exchange values."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _CACHE_LINE = 64
 
 
 class ValueStaging:
-    """Values in host memory, pinned if the pages are on a GPU. `pages` views the parts after their
-    headers.
+    """Values in host memory, which is pinned if the pages are on a GPU. `pages` is a view of the
+    values without their headers.
 
-    A value is in use from `take` until `give_back`. Value 0 stays unused, because page 0 is the null
-    block. Raises MemoryError if the host has too little memory.
+    A value is in use from `take` until `give_back`. Value 0 is unused, because page 0 is the null
+    block. Raises MemoryError if the host does not have enough memory.
     """
 
     def __init__(self, like: Pages, num_bytes: int) -> None:
@@ -48,7 +48,7 @@ class ValueStaging:
         return len(self._free)
 
     def take(self) -> int:
-        """Return the number of a free value; there must be one."""
+        """Take a free value and return its index. There must be a free value."""
         return self._free.pop()
 
     def give_back(self, numbers: list[int]) -> None:

@@ -18,23 +18,23 @@ READ, WRITE, _END = 0, 1, 2  # priorities, highest first
 
 @dataclass(eq=False)
 class Call:
-    """A call that is waiting, running or done."""
+    """A call that is queued, running or finished."""
 
     work: Callable[[], Any]
     result: Any = None
     error: BaseException | None = None
-    is_given_up: bool = False  # whether the caller has abandoned it: it is then not started
+    is_given_up: bool = False  # abandoned by the caller, so never started
     is_over: bool = False
     tag: Any = None
-    evicted: list[str] = field(default_factory=list)  # set by the store's thread
+    evicted: list[str] = field(default_factory=list)  # keys; set by the store's thread
     begun_at: float = 0.0
 
 
 class StoreThread:
-    """Calls one store: one call at a time, reads before writes.
+    """Calls a store, one call at a time. Reads take precedence over writes.
 
-    The thread is a daemon, so a call that never returns holds only itself and its memory. `close` waits
-    for queued calls, up to a time limit.
+    The thread is a daemon, so a call that never returns does not block the process and keeps only
+    its own memory. `close` waits for queued calls up to a time limit.
     """
 
     def __init__(self, store: BlockStore, open_store: Callable[[], Any]) -> None:
@@ -48,15 +48,16 @@ class StoreThread:
         self._thread.start()
 
     def submit(self, work: Callable[[], Any], priority: int, tag: Any = None) -> Call:
-        """Queue a call of `work`."""
+        """Queue a call of `work` and return it."""
         call = Call(work, tag=tag)
         self._put(priority, call)
         return call
 
     def take_over(self) -> Iterator[Call]:
-        """Yield each finished call once, in the order in which they ended.
+        """Yield each finished call once, in the order of completion.
 
-        Calls are taken one by one: if the reader raises an exception, the others remain.
+        Calls are taken one by one, so if the consumer raises an exception, the other calls remain
+        queued.
         """
         for _ in range(len(self._over)):
             yield self._over.popleft()
@@ -95,5 +96,5 @@ class StoreThread:
             del call
         try:
             self._store.close()
-        except BaseException:  # the store was abandoned
+        except BaseException:  # the store was abandoned, so ignore its errors
             return

@@ -31,9 +31,9 @@ from kvcache.step import StepReport
 from kvcache.worker import KVStorage, Pages, SwapEngine, SwapJob
 from kvcache.worker.pages.page_copy import PageCopy
 
-_MOST_LOOKUPS = 4096  # remembered lookups; beyond that, the oldest is repeated
-# Per call, so that reads wait only milliseconds for a write, and blocks share the cost of a call.
-# Mooncake accepts at most 1,024 keys.
+_MOST_LOOKUPS = 4096  # maximum number of cached lookups; the oldest is dropped first
+# Limits of bytes and blocks per call. Reads wait only milliseconds for a write, while blocks share
+# the cost of a call. Mooncake accepts at most 1,024 keys.
 _BYTES_PER_CALL, _LEAST_PER_CALL, _MOST_PER_CALL = 8 << 20, 8, 1024
 _TOO_LATE = "the store did not answer in time"
 _WRONG = {
@@ -49,29 +49,30 @@ _MEDIUMS = {"device": "gpu", "host": "cpu"}
 class _Lookup:
     """The store's result for a request's blocks."""
 
-    request: Request  # ids are reused by requests with other tokens
+    request: Request  # IDs may be reused by requests with other tokens
     first_token: int  # end of the hit at the lookup
     call: Call | None
-    deadline: float  # deadline of the call; later, end of the result's validity
+    deadline: float  # deadline of the call, and later the end of the result's validity
     found: frozenset[BlockKey] = frozenset()
-    # (end of the hit, number of the request's tokens), and end of the tokens found for them.
+    # The arguments (end of the hit, number of the request's tokens) and the end of the tokens found
+    # for them.
     reach: tuple[tuple[int, int], int] | None = None
 
 
 @dataclass(eq=False)
 class _Arrival:
-    """Blocks being loaded into the pages of a request."""
+    """A load of blocks into the pages of a request."""
 
-    blocks: deque[tuple[NeededBlock, int]]  # blocks to request, with their pages
+    blocks: deque[tuple[NeededBlock, int]]  # blocks that were not requested yet, with their pages
     deadline: float
     first_token: int
-    arrived_until: int  # the first token that does not arrive
-    keys: frozenset[BlockKey]  # of all blocks
+    arrived_until: int  # position of the first token that does not arrive
+    keys: frozenset[BlockKey]  # keys of all blocks
     calls: list[Call] = field(default_factory=list)  # calls in flight
     error: str | None = None
 
     def fail_at(self, token: int, error: str) -> None:
-        """Record that tokens from here on do not arrive, and stop requesting blocks."""
+        """Record that tokens from `token` onwards do not arrive, and stop requesting blocks."""
         self.arrived_until = max(min(self.arrived_until, token), self.first_token)
         self.blocks.clear()
         self.error = self.error or error
@@ -82,7 +83,7 @@ _PageLoad = SourceLoad[_Arrival]
 
 @dataclass(eq=False)
 class _Get:
-    """A call of `get`: values, and the blocks and pages for which they are read."""
+    """A call of `get`, with the values, and the blocks and pages for which they are read."""
 
     load: _PageLoad
     numbers: list[int]
@@ -98,20 +99,20 @@ class _Put:
     keys: list[BlockKey]
     described: list[Described | None]
     fingerprint: bytes
-    invalid: set[BlockKey] = field(default_factory=set)  # invalidated since the call started
+    invalid: set[BlockKey] = field(default_factory=set)  # blocks invalidated since the call started
 
 
 class StoreTier:
     """A cache tier in an external store, below the device and the host tier.
 
-    All methods must be called in the manager's thread. The store is called in a separate thread that
-    accesses only the tier's staging memory; the caller copies pages on its own stream. Failures of the
-    store are counted in `stats` and never raised here. After consecutive failures, the store is not
-    called for a while.
+    All methods must be called in the manager's thread. The store is called in a separate thread
+    that accesses only the tier's staging memory. Pages are copied on the caller's stream. Failures
+    of the store are counted in `stats` and never raised here. After several consecutive failures,
+    the store is not called for some time.
 
     Args:
-        manager: The manager, with `enable_events`. The tier drains its events; read them with
-            `drain_events`.
+        manager: The manager, with `enable_events`. The tier drains the manager's events. Read them
+            with the tier's `drain_events`.
         pages: Pages of the device.
         store: The store.
         model: As for `fingerprint`. Only engines with equal fingerprints share blocks.
@@ -121,8 +122,9 @@ class StoreTier:
         host_pages: Pages of the manager's host tier.
         write_from: "device": store blocks as they fill. "host": store blocks that the manager writes to
             its host tier (see `host_write`). None: store nothing. "auto": "host" if there is a host
-            tier, else "device".
-        staging_bytes: Host memory through which blocks are copied. Writes use at most half.
+            tier, otherwise "device".
+        staging_bytes: Bytes of host memory through which blocks are copied. Writes use at most half
+            of it.
         timeout_s: Seconds after which a lookup, or a whole load, counts as a miss.
         announce: Whether `drain_events` also reports the store's content, if the store knows it
             (`BlockStore.knows_keys`).
@@ -132,7 +134,7 @@ class StoreTier:
         TypeError: An argument has a wrong type.
         ValueError: The manager has no events, a store cannot fill its groups (`StoredPrefixes`), or an
             argument is invalid.
-        MemoryError: There is too little memory for staging.
+        MemoryError: There is not enough memory for staging.
     """
 
     name = "store"
@@ -191,18 +193,18 @@ class StoreTier:
             self._waiting = WaitingBlocks(medium, most, describes=self._announces)
         self._lookups: dict[str, _Lookup] = {}
         self._loads: SourceLoads[_Arrival] = SourceLoads(manager, self.stats)
-        self._num_writing = 0  # values
-        self._puts: set[_Put] = set()  # in flight
-        self._invalid: deque[list[str]] = deque()  # to be removed from the store
+        self._num_writing = 0  # number of values being written
+        self._puts: set[_Put] = set()  # calls of `put` in flight
+        self._invalid: deque[list[str]] = deque()  # keys to remove from the store
         self._removal: Call | None = None  # removal in flight
-        self._arriving: list[tuple[SwapJob, list[int]]] = []  # values that are still being read
-        self._drained: list[CacheEvent] = []  # events of the manager to be observed
+        self._arriving: list[tuple[SwapJob, list[int]]] = []  # copies, and the values they read
+        self._drained: list[CacheEvent] = []  # events of the manager that were not observed yet
         self._events: list[CacheEvent] = []
         self._announced: set[BlockKey] = set()
         self._slow: Call | None = None  # the last call counted as too slow
         self._store = store
         self._thread = StoreThread(store, self._open)
-        self._thread.submit(lambda: None, READ)  # opens the store before it is needed
+        self._thread.submit(lambda: None, READ)  # open the store before it is needed
 
     @staticmethod
     def _check(
@@ -239,19 +241,19 @@ class StoreTier:
     # Reads -----------------------------------------------------------------------------------------
 
     def match(self, request: Request) -> int | None:
-        """Return how many tokens after the local hit of a new request the store has.
+        """Return the number of tokens after the local hit of a new request that the store has.
 
-        The first call starts a lookup, and later calls return its result. A result older than
-        `timeout_s` is looked up again. Call this method immediately before the step, and pass the
-        number as `Admit.external` with `delayed=True`, without other external tokens and without
-        `max_host_blocks`.
+        The first call starts a lookup, and later calls return its result. If the result is older
+        than `timeout_s`, the lookup is repeated. Call this method immediately before the step, and
+        pass the number as `Admit.external` with `delayed=True`, without other external tokens and
+        without `max_host_blocks`.
 
         Args:
             request: A request that is not admitted.
 
         Returns:
-            The number of tokens, or None while the lookup is running. 0 if it takes longer than
-            `timeout_s`, or while the store is not called.
+            The number of tokens, or None while the lookup is running. 0 if the lookup takes longer
+            than `timeout_s`, or while the circuit breaker prevents calls to the store.
         """
         instance(request, Request, "request")
         self._check_epoch()
@@ -282,11 +284,11 @@ class StoreTier:
         """Begin to load the tokens that `match` found. The plan that admits the request must be
         applied.
 
-        The request is receiving until `poll` returns it.
+        The request is in the receiving state until `poll` returns it.
 
         Raises:
             ValueError: The request was not matched, was admitted without `External.delayed`, or was
-                admitted with another number of tokens. Nothing has changed.
+                admitted with a different number of tokens. Nothing has changed.
         """
         instance(request, Request, "request")
         load = self._loads.admitted(request)
@@ -308,8 +310,8 @@ class StoreTier:
     def poll(self) -> list[Arrived]:
         """Copy arrived blocks into their pages, and return the loads that have ended.
 
-        Call it once per step, outside of graph captures. Work launched afterwards on the calling stream
-        sees the filled pages.
+        Call this method once per step, outside graph captures. Work launched afterwards on the
+        calling stream sees the filled pages.
         """
         self._take_over()
         now = time.monotonic()
@@ -343,12 +345,12 @@ class StoreTier:
 
     @property
     def num_loading_requests(self) -> int:
-        """Requests with a load in flight."""
+        """Number of requests with a load in flight."""
         return len(self._loads)
 
     @property
     def num_quarantined_blocks(self) -> int:
-        """0, because the store's thread never writes to the blocks of a request."""
+        """Always 0, because the store's thread never writes to the blocks of a request."""
         return self._loads.num_quarantined_blocks
 
     @property
@@ -397,7 +399,7 @@ class StoreTier:
             load.detail.calls.append(call)
 
     def _get(self, get: _Get) -> list[str | None]:
-        """Read blocks, in the thread. Returns the fault of each block."""
+        """Read blocks. Runs in the store's thread. Returns the fault of each block."""
         own, numbers, keys = get.fingerprint, get.numbers, [block.key for block, _ in get.blocks]
         texts = [key_text(own, key) for key in keys]
         self._remove_invalid()
@@ -410,7 +412,7 @@ class StoreTier:
         return found
 
     def _got(self, call: Call) -> None:
-        """Process the blocks of a finished call, and copy those of active loads into their pages."""
+        """Process the blocks of a finished call, and copy blocks of active loads into their pages."""
         get: _Get = call.tag
         load, coming = get.load, get.load.detail
         if call in coming.calls:
@@ -451,10 +453,12 @@ class StoreTier:
     # Writes ----------------------------------------------------------------------------------------
 
     def save(self, report: StepReport) -> None:
-        """Begin to put new blocks, after `KVCacheManager.report` of the most recently planned step.
+        """Begin to put new blocks. Call it after `KVCacheManager.report` of the most recently
+        planned step.
 
-        Blocks are copied on the calling stream, after the step's work, outside of graph captures. If a
-        later step is already planned, or the step was not completed, blocks wait for the next call.
+        Blocks are copied on the calling stream, after the step's work. The stream must not be
+        capturing a graph. If a later step is already planned, or the step was not completed, blocks
+        wait for the next call.
 
         Args:
             report: The report of the step.
@@ -499,13 +503,17 @@ class StoreTier:
             self._thread.submit(lambda p=put, j=job: self._put(p, j), WRITE, tag=put)
 
     def _put(self, put: _Put, job: SwapJob | None) -> list[str]:
-        """Put blocks, in the thread: returns "stored", "known", "refused" or "dropped" for each."""
+        """Put blocks.
+
+        Runs in the store's thread. Returns "stored", "known", "refused" or "dropped" for each
+        block.
+        """
         own, keys, numbers = put.fingerprint, put.keys, put.numbers
         if job is not None:
             job.wait()
         texts = [key_text(own, key) for key in keys]
         found = ["known" if each else "refused" for each in self._exists(texts)]
-        # A block invalidated after this line is removed after this call.
+        # A block that is invalidated after this line is removed after this call.
         found = ["dropped" if key in put.invalid else each for key, each in zip(keys, found)]
         new = [i for i, each in enumerate(found) if each == "refused"]
         if not new:
@@ -518,14 +526,15 @@ class StoreTier:
         return found
 
     def _exists(self, texts: list[str]) -> list[bool]:
-        """Look up keys, in the thread."""
+        """Look up keys. Runs in the store's thread."""
         self._remove_invalid()
         return answers.flags(self._store.exists(texts), len(texts), "exists")
 
     def _remove_invalid(self) -> None:
-        """Remove invalid blocks, in the thread, before any other call, so that none is found or kept.
+        """Remove invalid blocks from the store.
 
-        If the store fails, they remain to be removed, and the call counts as failed.
+        Runs in the store's thread before every other call, so that no call finds an invalid block.
+        If the store fails, the blocks are removed later, and the call counts as failed.
         """
         while self._invalid:
             self._store.remove(self._invalid[0])
@@ -549,7 +558,8 @@ class StoreTier:
     # Events ----------------------------------------------------------------------------------------
 
     def drain_events(self) -> list[CacheEvent]:
-        """Return the manager's events since the last call, in order, and the store's with `announce`.
+        """Return the manager's events since the last call, in order. With `announce`, also return
+        the store's events.
 
         Events are kept only with `announce`. The store's events have the medium "storage".
         """
@@ -581,7 +591,7 @@ class StoreTier:
                 self._events.append(removed_event(key))
 
     def _tell_found(self, texts: list[str]) -> None:
-        """Emit events for the content of a newly opened store."""
+        """Emit events for the content of a store that was just opened."""
         for text in texts:
             key = key_of_text(self._fingerprint, text)
             if key is None or key.group >= len(self._manager.groups):
@@ -597,10 +607,10 @@ class StoreTier:
         Loads in flight end without tokens at the next `poll`.
 
         Args:
-            model: A new text for `fingerprint`.
+            model: A new value of `model` for `fingerprint`.
 
         Raises:
-            ValueError: `model` is the current text, under which the store still has KV of the old
+            ValueError: `model` is the current value, under which the store still has KV of the old
                 weights.
         """
         new = fingerprint(self._manager, self._pages, model=model, **self._identity)
@@ -619,11 +629,12 @@ class StoreTier:
             load.detail.fail_at(load.first_token, "the weights have changed")
 
     def invalidate(self, ids: np.ndarray) -> dict[str, int]:
-        """Call `KVCacheManager.invalidate`, and remove the affected blocks from the store as well.
+        """Call `KVCacheManager.invalidate`, and also remove the affected blocks from the store.
 
-        This includes blocks being put. If the store fails, the blocks are removed before the next call.
-        The store keeps blocks that were computed from invalid ones and had already left the cache. If
-        there may be any, change `model` with `start_epoch`.
+        Blocks that are being put are included. If the store fails, the blocks are removed before
+        the next call. Blocks that were computed from invalid blocks and had already left the cache
+        stay in the store. If the store may contain blocks of this kind, change `model` with
+        `start_epoch`.
 
         Args:
             ids: As for `KVCacheManager.invalidate`.
@@ -642,7 +653,7 @@ class StoreTier:
         }
         if not keys:
             return affected
-        for put in self._puts:  # before the removal, which may start immediately
+        for put in self._puts:  # must precede the removal, which may start immediately
             put.invalid.update(keys.intersection(put.keys))
         for load in self._loads.under_way:
             if not keys.isdisjoint(load.detail.keys):
@@ -653,35 +664,36 @@ class StoreTier:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the store failed so often that it is called only occasionally."""
+        """Whether the store has failed repeatedly, so that only occasional trial calls are made."""
         return self._circuit.is_open
 
     @property
     def num_waiting_blocks(self) -> int:
-        """Number of blocks that are waiting to be put or being put."""
+        """Number of blocks that are waiting to be put or are being put."""
         return self._num_writing + (0 if self._waiting is None else len(self._waiting))
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """End all loads, and end the thread after the puts in flight.
 
         Args:
-            timeout_s: Seconds to wait at most.
+            timeout_s: Maximum time to wait, in seconds.
 
         Returns:
-            Whether the thread has ended. If not, it continues on its own and keeps its memory.
+            Whether the thread has ended. If False, it continues in the background and keeps its
+            memory.
         """
         timeout_s = seconds(timeout_s, "timeout_s")
         for load in self._loads.under_way:
             load.detail.fail_at(load.first_token, "the tier was closed")
             self._end(load)
-        if self._invalid:  # a last attempt, if one has failed
+        if self._invalid:  # last attempt, in case an earlier attempt has failed
             self._thread.submit(self._remove_invalid, READ)
         is_over = self._thread.close(timeout_s)
         self._take_over()
         return is_over
 
     def _open(self) -> list[str]:
-        """Open the store, in the thread."""
+        """Open the store. Runs in the store's thread."""
         self._store.open(self._staging.memory, self._staging.value_bytes)
         return answers.texts(self._store.keys(), "keys")
 
@@ -689,7 +701,7 @@ class StoreTier:
         return [key_text(self._fingerprint, key) for key in keys]
 
     def _may_ask(self) -> bool:
-        """Whether the store may be called: it is alive, or due for a trial call."""
+        """Return whether the store may be called, because it is alive or due for a trial call."""
         running, now = self._thread.running, time.monotonic()
         if running is None or now - running.begun_at <= self._timeout_s:
             return self._circuit.allows()
@@ -700,7 +712,7 @@ class StoreTier:
         return False
 
     def _give_up(self, call: Call) -> None:
-        """Abandon a call that nobody waits for any more."""
+        """Abandon a call whose result is no longer needed."""
         call.is_given_up = True
         self.stats.timeouts += 1
         self._circuit.failed()

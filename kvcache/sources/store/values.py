@@ -1,8 +1,9 @@
-"""The format of a stored value: a header, and the bytes of a page.
+"""The format of a stored value, which consists of a header and the bytes of a page.
 
     digest 16 | magic 8 | page bytes 8 | fingerprint 16 | group 4 | hash bytes 4 | hash 32 | zeros | page
 
-The digest, a 128-bit XXH3, covers everything after it. It detects accidental corruption, not forgery.
+The digest, a 128-bit XXH3, covers all bytes after it. It detects accidental corruption, but not
+forgery.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _FIELDS = struct.Struct("<8sQ16sII32s40x")
 
 
 class BlockKey(NamedTuple):
-    """The key of a cached block: its group and its hash."""
+    """The key of a cached block, which consists of its group and its hash."""
 
     group: int
     block_hash: bytes
@@ -54,9 +55,10 @@ def key_of_text(fingerprint: bytes, text: str) -> BlockKey | None:
 def seal(
     values: np.ndarray, numbers: Sequence[int], fingerprint: bytes, keys: Sequence[BlockKey]
 ) -> None:
-    """Write the headers of values, rows of uint8[n, 128 + page bytes] that already contain their pages.
+    """Write the headers of values. `values` is uint8[n, 128 + page bytes], and its rows already
+    contain the pages.
 
-    One call seals many values, because a thread that releases the GIL must wait to reacquire it.
+    One call seals many values, because each call releases the GIL and must wait to reacquire it.
     """
     values[numbers, _DIGEST_BYTES:HEADER_BYTES] = _headers(values.shape[1], fingerprint, keys)
     values[numbers, :_DIGEST_BYTES] = _digests(values, numbers)
@@ -71,7 +73,7 @@ def faults(
 ) -> list[str | None]:
     """Return the fault of each value, given the received sizes: "missing", "misfit", "corrupt" or None.
 
-    Raises ValueError if `sizes` has another length than the values.
+    Raises ValueError if `sizes` and the values differ in length.
     """
     digests = (values[numbers, :_DIGEST_BYTES] == _digests(values, numbers)).all(axis=1)
     expected = _headers(values.shape[1], fingerprint, keys)
@@ -99,7 +101,7 @@ def _digests(values: np.ndarray, numbers: Sequence[int]) -> np.ndarray:
 
 
 def _headers(value_bytes: int, fingerprint: bytes, keys: Sequence[BlockKey]) -> np.ndarray:
-    """Return uint8[n, 112]: the headers without their digests."""
+    """Return the headers without their digests, uint8[n, 112]."""
     page_bytes = value_bytes - HEADER_BYTES
     packed = [
         _FIELDS.pack(_MAGIC, page_bytes, fingerprint, group, len(block_hash), block_hash)

@@ -1,4 +1,4 @@
-"""The queue of blocks that wait to be put into a store."""
+"""The queue of blocks that are waiting to be put into a store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Described(NamedTuple):
 
 
 class WaitingBlocks:
-    """A bounded queue of blocks that were cached on a medium and are to be put, oldest first.
+    """A bounded queue of blocks that were cached on a medium and must be put into a store, oldest
+    first.
 
     With `describes`, it also keeps the device's events for these blocks, and for all blocks that may be
     written later.
@@ -31,17 +32,17 @@ class WaitingBlocks:
         self._medium, self._most, self._describes = medium, most, describes
         self._waiting: dict[BlockKey, None] = {}
         self._on_device: dict[BlockKey, Described] = {}
-        self._described: dict[BlockKey, Described] = {}  # of the waiting blocks
+        self._described: dict[BlockKey, Described] = {}  # descriptions of the waiting blocks
         self.num_dropped = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def observe(self, events: Iterable[CacheEvent]) -> None:
-        """Process each event of the manager once, in order."""
+        """Process events of the manager. Each event must be passed once, in order."""
         gone: set[BlockKey] = (
             set()
-        )  # a step that evicts a block also writes it to the host, at its end
+        )  # a step that evicts a block also writes it to the host, at the end of the step
         for event in events:
             if isinstance(event, AllBlocksCleared):
                 if event.medium == self._medium:

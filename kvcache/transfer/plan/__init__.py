@@ -1,1 +1,1 @@
-"""Transfer plans: the bytes that a local rank reads from each remote rank."""
+"""Transfer plans, which define the bytes that a local rank reads from each remote rank."""

@@ -1,8 +1,9 @@
 """The fragments of a transfer plan in factored form, and their application to page numbers.
 
-All layers of a page, K and V, and most pages move in the same way. A plan is therefore a few patterns,
-each the product of *descriptors* (positions in a page's regions) and *runs* (pages). Ten thousand blocks
-of 80 layers have millions of fragments, but only tens of thousands of runs.
+All layers of a page, K and V, and most pages are transferred in the same way. Therefore a plan
+consists of a few patterns. Each pattern is the product of *descriptors* (positions in a page's
+regions) and *runs* (pages). Ten thousand blocks of 80 layers have millions of fragments, but only
+tens of thousands of runs.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from kvcache.checks import MAX_INT32, as_array
 
 
 class GroupFragments(NamedTuple):
-    """Fragments of one group of pages, one per row. Each column is int64[n]; offsets and length in bytes.
+    """Fragments of one group of pages, one per row. Each column is int64[n]. Offsets and lengths
+    are in bytes.
 
-    A page number counts from 0 within the group's pages on its rank. An offset counts from the start of
+    Page numbers start at 0 within the group's pages on a rank. Offsets are relative to the start of
     the page in the region.
     """
 
@@ -35,7 +37,10 @@ class GroupFragments(NamedTuple):
 
 
 class Fragments(NamedTuple):
-    """Fragments of given pages, one per row. Each column is int64[n], in bytes from a region's start."""
+    """Fragments of given pages, one per row.
+
+    Each column is int64[n]. Offsets are in bytes from the start of a region.
+    """
 
     remote_rank: np.ndarray
     remote_region: np.ndarray
@@ -47,18 +52,18 @@ class Fragments(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """Fragments of a group from one remote rank: the product of `descriptors` and `runs`.
+    """Fragments of a group from one remote rank, as the product of `descriptors` and `runs`.
 
     A fragment's position is the sum of the bytes of its descriptor and of its run. Descriptors combine
     each entry of `layers` with each of `offsets`.
 
     Attributes:
-        layers: int64[n, 4], (remote region, byte in it, local region, byte in it). K or V of a layer, or
-            several together.
-        offsets: int64[k, 2], (remote, local) bytes to add to those of `layers`.
+        layers: int64[n, 4], (remote region, byte in it, local region, byte in it). Each row is the
+            K or V of a layer, or several of them merged.
+        offsets: int64[k, 2], (remote, local) bytes to add to the bytes of `layers`.
         runs: int64[m, 5], (remote page, byte in it, local page, byte in it, length).
         remote_stride: Bytes between remote pages, equal in all regions of the pattern.
-        local_stride: Bytes between local pages, likewise.
+        local_stride: Bytes between local pages, equal in all regions of the pattern.
         joins: Whether runs of consecutive pages can be contiguous.
     """
 
@@ -72,7 +77,7 @@ class Pattern:
 
     @cached_property
     def descriptors(self) -> np.ndarray:
-        """int64[d, 4], columns as in `layers`: all offsets of the first layer, then of the next."""
+        """int64[d, 4], with columns as in `layers`, ordered by layer and then by offset."""
         descriptors = np.repeat(self.layers, len(self.offsets), axis=0)
         descriptors[:, 1::2] += np.tile(self.offsets, (len(self.layers), 1))
         return descriptors
@@ -96,7 +101,8 @@ class Pattern:
     def apply(
         self, local_ids: np.ndarray, remote_ids: np.ndarray, kept: np.ndarray | None = None
     ) -> Runs:
-        """Return the byte runs for pages int64[groups, pages] on both sides, merging contiguous ones.
+        """Return the byte runs for pages int64[groups, pages] on both sides, with contiguous runs
+        merged.
 
         `kept`: bool[groups, m], the runs to keep. None: all.
         """
@@ -109,7 +115,7 @@ class Pattern:
             chosen = np.flatnonzero(kept.ravel())
             remote, local, lengths = remote[chosen], local[chosen], lengths[chosen]
         meets = np.empty(0, np.int64)
-        if self.joins:  # all runs then have the same length
+        if self.joins:  # in this case, all runs have the same length
             meets = np.flatnonzero(remote[1:] - remote[:-1] == size)
             meets = meets[local[meets + 1] - local[meets] == size]
         if len(meets) == 0:
@@ -123,7 +129,7 @@ class Pattern:
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Fragments of given pages from one remote rank: the product of `descriptors` and runs.
+    """Fragments of given pages from one remote rank, as the product of `descriptors` and runs.
 
     Run m at descriptor d copies from byte `remote_offset[m] + descriptors[d, 1]` of remote region
     `descriptors[d, 0]` to byte `local_offset[m] + descriptors[d, 3]` of local region `descriptors[d, 2]`.
@@ -152,7 +158,7 @@ class Runs:
         return len(self.descriptors) * int(self.length.sum())
 
     def expand(self) -> Fragments:
-        """Return one row per fragment: descriptor by descriptor, each in the order of runs."""
+        """Return one row per fragment, ordered by descriptor and then by run."""
         num_descriptors, num_runs = len(self.descriptors), len(self.length)
         remote_region, remote_at, local_region, local_at = self.descriptors.T
         return Fragments(
@@ -169,7 +175,7 @@ class Runs:
 class TransferRuns:
     """Byte runs of a transfer, with consecutive pages merged. Returned by `TransferPlan.apply`."""
 
-    by_rank: tuple[Runs, ...]  # a rank may occur several times
+    by_rank: tuple[Runs, ...]  # runs by remote rank; a rank may occur several times
 
     @property
     def num_fragments(self) -> int:
@@ -187,7 +193,7 @@ class TransferRuns:
 
 
 def expand_pattern(pattern: Pattern) -> GroupFragments:
-    """Return one row per fragment of a group: descriptor by descriptor, each in the order of runs."""
+    """Return one row per fragment of a group, ordered by descriptor and then by run."""
     num_descriptors, num_runs = len(pattern.descriptors), len(pattern.runs)
     remote_region, remote_at, local_region, local_at = pattern.descriptors.T
     remote_page, remote_offset, local_page, local_offset, length = pattern.runs.T
@@ -204,7 +210,7 @@ def expand_pattern(pattern: Pattern) -> GroupFragments:
 
 
 def _addresses(ids: np.ndarray, page: np.ndarray, stride: int, at: np.ndarray) -> np.ndarray:
-    """Return int64[groups * runs]: the start of each run in a region, group by group."""
+    """Return the start of each run in a region, ordered by group: int64[groups * runs]."""
     if ids.shape[1] == 1:
         found = ids * stride + at  # one page for all runs
     elif len(page) == ids.shape[1] and (page == np.arange(len(page))).all():
@@ -218,14 +224,17 @@ def _addresses(ids: np.ndarray, page: np.ndarray, stride: int, at: np.ndarray) -
 
 
 def joined(kind: Callable, tables: list[tuple]) -> tuple:
-    """Concatenate the tables."""
+    """Concatenate the columns of the tables into one `kind`."""
     if not tables:
         return kind(*[np.empty(0, np.int64)] * len(kind._fields))
     return kind(*(np.concatenate(columns) for columns in zip(*tables)))
 
 
 def page_ids(ids: np.ndarray, used: np.ndarray, name: str) -> np.ndarray:
-    """Convert ids to int64[groups, len(used)]. TypeError or ValueError if a used entry is no page."""
+    """Convert ids to int64[groups, len(used)].
+
+    Raises TypeError or ValueError if a used entry is not a valid page.
+    """
     given = as_array(ids, name)
     width = len(used)
     if given.size and given.dtype.kind not in "iu":
@@ -244,7 +253,7 @@ def check_each_once(ids: np.ndarray, name: str) -> None:
     if ids.size == 0:
         return
     most = int(ids.max())
-    if most < 64 * ids.size:  # marking pages is cheaper than sorting them
+    if most < 64 * ids.size:  # here marking pages is cheaper than sorting them
         named = np.zeros(most + 1, bool)
         named[ids] = True
         if np.count_nonzero(named) == ids.size:
@@ -257,12 +266,12 @@ def check_each_once(ids: np.ndarray, name: str) -> None:
 def remote_page_ids(
     ids: Mapping[int, np.ndarray] | np.ndarray, used: dict[int, np.ndarray], num_groups: int
 ) -> dict[int, np.ndarray]:
-    """Return int64[groups, pages] by remote rank.
+    """Return int64[groups, pages] for each remote rank.
 
-    `ids`: by rank, or one array for all ranks. `used`: bool[pages] by rank.
+    `ids`: a mapping from rank to array, or one array for all ranks. `used`: bool[pages] by rank.
     """
     if not isinstance(ids, Mapping):
-        if not used:  # nothing is read
+        if not used:  # no rank is read
             return {}
         any_used = np.logical_or.reduce(list(used.values()))
         found = dict.fromkeys(used, page_ids(ids, any_used, "remote_pages"))

@@ -1,10 +1,10 @@
 """Finds the patterns of a transfer plan by matching and merging the runs of a group's pages.
 
-In every layout, one head of one token is contiguous in K or V of a layer. Offsets are first counted in
-units: a head of a token, or less if strides are not multiples of it. In units, all layers are equal, and
-usually K and V as well. Heads of tokens are therefore matched and merged once, then converted to bytes
-and repeated for every layer. If heads or tokens are outside of layers in memory, layers are matched
-together.
+In every layout, one head of one token is contiguous in K or V of a layer. Offsets are first counted
+in units. A unit is a head of a token, or a part of it if strides are not multiples of it. In units,
+all layers are equal, and usually K and V are equal, too. Therefore heads of tokens are matched and
+merged once, then converted to bytes and repeated for every layer. If heads or tokens precede layers
+in the memory order, layers are matched together.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from kvcache.transfer.sharding import (
 
 
 class UnitRuns(NamedTuple):
-    """Runs that are contiguous on both sides. Columns are int64[n]; units count from K or V."""
+    """Runs that are contiguous on both sides.
+
+    Columns are int64[n]. Units are counted from the start of K or V.
+    """
 
     source: np.ndarray  # cp_rank * tp_size + tp_rank of the remote rank
     remote_page: np.ndarray
@@ -38,18 +41,19 @@ class UnitRuns(NamedTuple):
 
 
 class UnitPattern(NamedTuple):
-    """Repeated runs in units: each of `offsets` added to each of `first_runs`."""
+    """Repeated runs in units. Each of `offsets` is added to each of `first_runs`."""
 
-    offsets: np.ndarray  # int64[k, 2]: units after the first run, (remote, local)
+    offsets: np.ndarray  # int64[k, 2]: units from the first run, (remote, local)
     first_runs: np.ndarray  # int64[m, 4]: remote page, unit in it, local page, unit in it
     length: int  # units per run
 
 
 class UnitGroup(NamedTuple):
-    """Parts that are matched together, and the descriptors for which the result is repeated.
+    """Parts that are matched together, and the descriptors to which the result applies.
 
-    strides: int64[s, 7] in units, one row for K, V or scales of one layer or of all: start, token stride
-    and head stride on the remote side, the same on the local side, and the length of a head of a token.
+    strides: int64[s, 7] in units, one row for K, V or scales of one layer or of all layers: start,
+        token stride and head stride on the remote side, start, token stride and head stride on the
+        local side, and the length of a head of a token.
     layers: int64[n, 4], as `Pattern.layers`. unit_bytes: int64[n].
     """
 
@@ -60,7 +64,10 @@ class UnitGroup(NamedTuple):
 
 
 class TokensOfGroup(NamedTuple):
-    """A token's page in the group and its number in the page, on both sides; int64[n] each."""
+    """Each token's page in the group and index in the page, on both sides.
+
+    Each column is int64[n].
+    """
 
     local_page: np.ndarray
     local_token: np.ndarray
@@ -70,7 +77,7 @@ class TokensOfGroup(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """A local rank and one remote pipeline stage that shares layers with it."""
+    """A local rank, and one remote pipeline stage that shares layers with it."""
 
     local: CacheDescription
     remote: CacheDescription
@@ -92,12 +99,12 @@ class Sides(NamedTuple):
         return cls(local, remote, at, remote_pp_rank, heads, sources, mine, theirs)
 
     def remote_heads(self) -> np.ndarray:
-        """Return int64[heads]: each head's number on its source."""
+        """Return the index of each head on its source, int64[heads]."""
         first = np.array(self.sources) * self.remote.total_num_kv_heads // self.theirs.tp_size
         return np.array(self.heads) - first
 
     def by_head(self) -> list[Sides]:
-        """Split into single heads if a side keeps heads outside of blocks."""
+        """Split into single heads if heads precede blocks in the memory order of a side."""
         if not (self.mine.placement.head_regions or self.theirs.placement.head_regions):
             return [self]
         found = []
@@ -116,7 +123,7 @@ def find_patterns(
 ) -> tuple[Pattern, ...]:
     """Find the patterns that fill a group's pages of one local rank.
 
-    `received`: whether pages arrive in the remote order of heads and tokens, to be permuted later.
+    `received`: whether pages arrive in the remote order of heads and tokens and are permuted later.
     Otherwise every fragment is written to its final position.
     """
     at = local.coordinates(local_rank)
@@ -131,7 +138,7 @@ def find_patterns(
             remote_heads = sides.remote_heads() if sides is together else np.zeros(1, np.int64)
             for group in _unit_groups(sides):
                 exact = not received or group.is_scales
-                # Stages of equal sizes, and heads with the same source, have the same runs.
+                # Stages of equal sizes have the same runs, and so do heads with the same source.
                 key = (group.strides.tobytes(), sides.sources, sides.theirs.tp_size, exact)
                 if key not in matched:
                     runs = _matching_runs(sides, remote_heads, group.strides, not exact)
@@ -176,7 +183,9 @@ def sources_of_heads(
 
 
 def _holds_equal_pages(sides: Sides) -> bool:
-    """Whether pages are equal on both sides with non-contiguous K or V, and therefore move as a whole."""
+    """Return whether pages are equal on both sides and have non-contiguous K or V, so that they are
+    transferred as a whole.
+    """
     return (
         not sides.mine.placement.is_contiguous
         and sides.local.memory_order == sides.remote.memory_order
@@ -186,15 +195,16 @@ def _holds_equal_pages(sides: Sides) -> bool:
 
 
 def _have_equal_tokens(sides: Sides) -> bool:
-    """Whether a page of either side holds the same tokens as a page of the other."""
+    """Return whether the pages of both sides hold the same tokens."""
     same = ("block_size", "cp_world_size", "cp_interleave")
     return all(getattr(sides.local, name) == getattr(sides.remote, name) for name in same)
 
 
 def _have_equal_layers(sides: Sides) -> bool:
-    """Whether both sides store equal data per token or head of a layer, with these outside of layers.
+    """Return whether both sides store the same data per token or head of a layer, and tokens or
+    heads precede layers in memory.
 
-    If so, the end of a layer can adjoin the next layer on both sides.
+    If so, a run can continue from one layer to the next on both sides.
     """
     orders = [full_memory_order(each.memory_order) for each in (sides.remote, sides.local)]
     if any(order.index("layer") < order.index("block") for order in orders):
@@ -233,7 +243,8 @@ def _whole_pages(sides: Sides) -> list[Pattern]:
 
 
 def _unit_groups(sides: Sides) -> list[UnitGroup]:
-    """Group the parts that are matched together. K and V with equal strides are matched once for both.
+    """Group the parts that are matched together. If K and V have equal strides, they are matched
+    only once.
 
     If K or V is not contiguous in a page, and V is at the same distance from K in all layers, they are
     matched jointly and their descriptors begin at K. If a run can also continue from one layer to the
@@ -248,7 +259,7 @@ def _unit_groups(sides: Sides) -> list[UnitGroup]:
     is_split = not all(placed.is_contiguous for placed in placements)
     is_joint = is_split and all(placed.has_equal_layers for placed in placements)
 
-    by_part = np.zeros((num_parts, 7), np.int64)  # in bytes; begins follow
+    by_part = np.zeros((num_parts, 7), np.int64)  # strides in bytes; starts are added below
     for side, placed in enumerate(placements):
         by_part[:, 3 * side + 1] = placed.token_strides
         by_part[:, 3 * side + 2] = placed.head_strides
@@ -276,7 +287,7 @@ def _unit_groups(sides: Sides) -> list[UnitGroup]:
 
 
 def _layer_rows(sides: Sides) -> tuple[slice, slice]:
-    """Return the layers that both sides hold, as numbered within the remote and the local rank."""
+    """Return the layers that both sides hold, with their indices on the remote and the local rank."""
     mine, theirs = sides.mine.layers, sides.theirs.layers
     first, last = max(mine.start, theirs.start), min(mine.stop, theirs.stop)
     return tuple(slice(first - held.start, last - held.start) for held in (theirs, mine))
@@ -306,7 +317,9 @@ def _matching_runs(
 def tokens_of_group(
     local: CacheDescription, remote: CacheDescription, cp_rank: int
 ) -> TokensOfGroup:
-    """Return the tokens of a group on a local context-parallel rank, in order, with their positions."""
+    """Return the tokens of a group on a local context-parallel rank in order, with their places on
+    both sides.
+    """
     tokens_per_group = lcm(local.tokens_per_page, remote.tokens_per_page)
     token = np.arange(tokens_per_group // local.cp_world_size)
     local_page, local_token = np.divmod(token, local.block_size)
@@ -321,7 +334,7 @@ def tokens_of_group(
 
 
 def _units_of(strides: np.ndarray, token: np.ndarray, head: np.ndarray) -> np.ndarray:
-    """Return int64[s, tokens, heads]: the unit at which each head of each token begins in a page."""
+    """Return the first unit of each head of each token in a page, int64[s, tokens, heads]."""
     begin, token_stride, head_stride = strides.T[:, :, None, None]
     return begin + token[:, None] * token_stride + head * head_stride
 
@@ -329,7 +342,10 @@ def _units_of(strides: np.ndarray, token: np.ndarray, head: np.ndarray) -> np.nd
 def _received_units(
     local: CacheDescription, remote: CacheDescription, token: np.ndarray, head: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (page, unit in it) in the remote order. A unit is one head of one token in K or V."""
+    """Return (page, unit in the page) in the remote order.
+
+    A unit is one head of one token in K or V.
+    """
     block, in_block = np.divmod(token, remote.block_size)
     if remote.layout == "NHD":
         unit = token * len(head) + head
@@ -368,9 +384,12 @@ def _by_source(runs: UnitRuns, tp_size: int) -> Iterator[tuple[int, int, list[Un
 
 
 def _unit_patterns(runs: UnitRuns) -> list[UnitPattern]:
-    """Factor the runs of one source: page pairs with the same offsets share one pattern."""
+    """Factor the runs of one source into patterns.
+
+    Page pairs with the same offsets share a pattern.
+    """
     pair = runs.local_page * (int(runs.remote_page.max()) + 1) + runs.remote_page
-    order = np.lexsort((pair, runs.length))  # stable: keeps the local order within a pair
+    order = np.lexsort((pair, runs.length))  # stable sort, keeps the local order within a pair
     pair, length = pair[order], runs.length[order]
     table = np.stack(runs[1:5], axis=1)[order]
     first = np.flatnonzero((np.diff(pair, prepend=-1) != 0) | (np.diff(length, prepend=-1) != 0))
@@ -389,7 +408,7 @@ def _unit_patterns(runs: UnitRuns) -> list[UnitPattern]:
 def _in_bytes(
     sides: Sides, source: int, unit_pattern: UnitPattern, group: UnitGroup
 ) -> list[Pattern]:
-    """Convert units to bytes and repeat them for all layers, K and V, merging contiguous layers."""
+    """Convert units to bytes and repeat them for K and V of all layers, merging contiguous layers."""
     layers, unit_bytes = group.layers, group.unit_bytes
     length = int(group.strides[:, 6].sum())
     mine, theirs = (
@@ -429,7 +448,10 @@ def _in_bytes(
 
 
 def _merged_layers(layers: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Merge parts that adjoin the previous part on both sides. Returns them with their bytes."""
+    """Merge parts that directly follow the previous part on both sides.
+
+    Returns the merged parts and their bytes.
+    """
     order = np.lexsort((layers[:, 1], layers[:, 0]))
     layers, sizes = layers[order], sizes[order]
     begins = np.ones(len(layers), bool)
@@ -441,7 +463,9 @@ def _merged_layers(layers: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, n
 
 
 def _may_join(runs: np.ndarray, remote_stride: int, local_stride: int) -> bool:
-    """Whether, for some page numbers, a run can begin at the end of the previous one on both sides."""
+    """Return whether page numbers exist for which a run begins at the end of the previous run on
+    both sides.
+    """
     ends = runs[:, 1:5:2] + runs[:, 4:]
     begins_next = np.concatenate([runs[1:, 1:5:2], runs[:1, 1:5:2]])  # the first follows the last
     return bool(((ends - begins_next) % (remote_stride, local_stride) == 0).all(axis=1).any())

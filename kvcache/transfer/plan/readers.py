@@ -1,4 +1,7 @@
-"""The ranks of one engine that read from each rank of another; a sender waits for these readers."""
+"""Determines which ranks of one engine read from each rank of another.
+
+A sender waits for these readers.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +30,20 @@ def source_readers(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of `readers` that read from each rank of `source`, in ascending order.
 
-    A source rank may release a request's pages once this many readers have reported that they are done.
-    Rank r is a reader of s if s is in the `remote_ranks` of `plan_transfer(readers, source, r)`. A
-    replica from which no rank reads has no readers and waits for none. `StateDescription`s have no
-    tokens, because a rank reads a state as a whole (`plan_states`).
+    A source rank may release a request's pages after all its readers have reported that they are
+    done. Rank r is a reader of s if s is in the `remote_ranks` of `plan_transfer(readers, source,
+    r)`. A replica from which no rank reads has no readers and need not wait. For
+    `StateDescription`s, tokens are ignored, because a rank reads a state as a whole
+    (`plan_states`).
 
     Args:
         readers: The engine that reads.
         source: The engine that is read.
         num_tokens: Tokens of the request. With context parallelism, a rank may hold none of the tokens of
-            a short request. None: at least one group of pages, so that every reader has tokens.
-        first_token: Earlier tokens are not read (a prefix hit of the readers). A multiple of their
-            `tokens_per_page`.
+            a short request. None: assume at least one full group of pages, so that every reader has
+            tokens.
+        first_token: First token to read, a multiple of the readers' `tokens_per_page`. Earlier
+            tokens are a prefix hit of the readers.
 
     Returns:
         The readers of each rank of `source`.
@@ -77,7 +82,7 @@ def source_readers(
             f"first_token is {first_token}: expected a multiple of the "
             f"{readers.tokens_per_page} tokens of a page of the readers"
         )
-    # Groups are alike, so one in the middle represents all between the first and the last.
+    # All groups between the first and the last are alike, so it suffices to consider one of them.
     spans = set()
     first_group, last_group = first_token // group, (num_tokens - 1) // group
     for number in {first_group, min(first_group + 1, last_group), last_group}:
@@ -110,7 +115,7 @@ def _readers_of_states(
 def _sources(
     readers: CacheDescription, source: CacheDescription
 ) -> tuple[tuple[int, int, int, tuple[tuple[int, int], ...]], ...]:
-    """Return each reader's coordinates, and all (pp_rank, tp_rank) from which it reads."""
+    """Return the coordinates of each reader, and all (pp_rank, tp_rank) from which it reads."""
     found = []
     for rank in range(readers.world_size):
         at = readers.coordinates(rank)
@@ -129,7 +134,7 @@ def _cp_ranks_with_tokens(
 ) -> frozenset[tuple[int, int]]:
     """Return the pairs of context-parallel ranks, (reader, source), that share a token.
 
-    Only pages that hold tokens of a given span of a group count.
+    Only pages that hold tokens in `span`, a range of tokens within a group, are considered.
     """
     if readers.cp_world_size == source.cp_world_size == 1:
         return frozenset([(0, 0)])

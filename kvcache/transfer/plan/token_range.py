@@ -1,4 +1,7 @@
-"""Selects the runs of a plan that move an arbitrary range of a request's tokens, with null pages."""
+"""Selects the runs of a plan that transfer an arbitrary range of a request's tokens.
+
+Tables may have null pages.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from kvcache.transfer.plan.transfer_plan import TransferPlan, pages_with
 
 @dataclass(frozen=True, eq=False)
 class RangeRuns:
-    """The runs that move a range of tokens.
+    """The runs that transfer a range of tokens.
 
     Attributes:
         runs: The runs, as from `TransferPlan.apply`.
-        permuted: int64[groups, local pages per group]. Local pages to permute with `permute_pages` after
+        permuted: int64[groups, local pages per group]. Local pages to pass to `permute_pages` after
             they have arrived.
-        missing: int64[k]. Local pages of the range for which no remote page has a token.
+        missing: int64[k]. Local pages of the range for which no remote page holds a token.
     """
 
     runs: TransferRuns
@@ -35,17 +38,20 @@ def plan_range(
     first_token: int,
     end_token: int,
 ) -> RangeRuns:
-    """Return the runs that move tokens [first_token, end_token) of a request in one cache group.
+    """Return the runs that transfer tokens [first_token, end_token) of a request in one cache
+    group.
 
-    0 is the null page, and entries beyond the end of a table are null. Null pages on either side are not
-    moved. Fragments are not split: all tokens of a page shared by two sides move, including tokens
-    outside the range. Only complete groups of pages may arrive in the remote order (`permuted`).
+    0 is the null page, and entries beyond the end of a table are null. Null pages on either side
+    are skipped. Fragments are not split, so all tokens that a local and a remote page have in
+    common are transferred, including tokens outside the range. Only complete groups of pages may
+    arrive in the remote order (`permuted`).
 
     Args:
         plan: The plan of this rank.
         local_ids: int[n]. The request's block table on this rank. Entry i holds the tokens starting at
             `i * tokens_per_page`.
-        remote_ids: int[n]. The block table of the peers, for all or by remote rank.
+        remote_ids: int[n]. The block table of the peers, as one array for all remote ranks or a
+            mapping from remote rank to array.
         first_token: First token to move.
         end_token: End of the tokens, exclusive.
 
@@ -54,8 +60,8 @@ def plan_range(
 
     Raises:
         TypeError: A table does not contain integers.
-        ValueError: A shape or value is wrong, a rank is missing, a local page is written twice, or the
-            local table does not hold the tokens.
+        ValueError: A shape or value is invalid, a rank is missing, a local page is written twice,
+            or the local table does not hold the tokens.
 
     Example:
         >>> from dataclasses import replace
@@ -114,12 +120,12 @@ def plan_range(
 
 
 def _kept(pattern: Pattern, here: np.ndarray, there: np.ndarray) -> np.ndarray:
-    """Return bool[groups, m]: the runs whose pages are wanted on both sides."""
+    """Return which runs have wanted pages on both sides, bool[groups, m]."""
     return here[:, pattern.runs[:, 2]] & there[:, pattern.runs[:, 0]]
 
 
 class _Wanted:
-    """The pages of the groups that hold a token of the range: bool[groups, pages]."""
+    """Masks of the pages that hold a token of the range, bool[groups, pages]."""
 
     def __init__(
         self, plan: TransferPlan, first_token: int, end_token: int, first_group: int, groups: int
@@ -131,7 +137,7 @@ class _Wanted:
         self.local = self._of(plan.local, at.cp_rank, plan.local_pages_per_group)
 
     def of_rank(self, rank: int) -> np.ndarray:
-        """Return the wanted pages of a remote rank."""
+        """Return the mask of the wanted pages of a remote rank."""
         remote = self._plan.remote
         cp_rank = remote.coordinates(rank).cp_rank
         return self._of(remote, cp_rank, self._plan.remote_pages_per_group)
@@ -149,7 +155,7 @@ class _Wanted:
 
 
 def _table(ids: np.ndarray, name: str) -> np.ndarray:
-    """Convert a block table to int64[n]. Raises TypeError or ValueError for anything else."""
+    """Convert a block table to int64[n]. Raises TypeError or ValueError for other values."""
     given = as_array(ids, name)
     if given.size and given.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {given.dtype}: expected integers")

@@ -1,4 +1,4 @@
-"""The transfer plan of a local rank: which remote bytes fill its pages."""
+"""The transfer plan of a local rank, which defines the remote bytes that fill its pages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvcache.transfer.plan.fragments import (
 )
 from kvcache.transfer.plan.patterns import find_patterns, shared_stages
 
-_MOST_HEADS = 1 << 22  # heads of all tokens in a group; planning visits each once
+_MOST_HEADS = 1 << 22  # maximum number of heads of all tokens in a group; planning visits each once
 # Fields that must be equal in both engines. The first difference is reported.
 _SAME = (
     "is_mla",
@@ -39,9 +39,9 @@ _SAME = (
 
 
 class ReceivePermutation(NamedTuple):
-    """Arguments of `permute_received_blocks` for received pages; see `permute_pages`."""
+    """Arguments of `permute_received_blocks` for received pages. See `permute_pages`."""
 
-    remote_block_size: int  # tokens
+    remote_block_size: int  # tokens per remote block
     remote_layout: str
 
 
@@ -49,8 +49,9 @@ class ReceivePermutation(NamedTuple):
 class PatternPlan:
     """Factored fragments that fill groups of pages of one local rank from remote ranks.
 
-    `patterns` are the fragments of one group, and `fragments` lists them. A group is
-    `local_pages_per_group` pages of this rank and `remote_pages_per_group` pages of each remote rank.
+    `patterns` are the fragments of one group in factored form, and `fragments` lists them
+    individually. A group consists of `local_pages_per_group` pages of this rank and
+    `remote_pages_per_group` pages of each remote rank.
     """
 
     patterns: tuple[Pattern, ...]
@@ -69,7 +70,7 @@ class PatternPlan:
 
     @property
     def bytes_per_group(self) -> dict[int, int]:
-        """Bytes per group, by remote rank."""
+        """Bytes per group from each remote rank."""
         count = Counter()
         for pattern in self.patterns:
             count[pattern.remote_rank] += pattern.num_bytes
@@ -93,8 +94,9 @@ class PatternPlan:
     ) -> TransferRuns:
         """Return the byte runs for given pages, merging consecutive pages.
 
-        The cost grows with the number of pages, not of fragments. If a transport needs single fragments,
-        use `expand`. Pages that a partial plan leaves out may have any number.
+        The cost depends on the number of pages, not on the number of fragments. If a transport
+        needs single fragments, use `expand`. Pages that a partial plan does not use may have any
+        page number.
 
         Args:
             local_pages: int[groups, local_pages_per_group].
@@ -107,8 +109,8 @@ class PatternPlan:
         Raises:
             TypeError: Pages are not integers.
             ValueError: A shape is wrong, a rank of `remote_ranks` is missing, a local page occurs twice,
-                or a page is below 1. Page 0 is the null block: tokens outside a sliding window are not
-                fetched.
+                or a page is below 1. Page 0 is the null block, because tokens outside a sliding
+                window are not fetched.
 
         Example:
             >>> cache = CacheDescription(engine_id="a", num_layers=2, total_num_kv_heads=2, head_size=8,
@@ -137,7 +139,9 @@ class PatternPlan:
 
     @cached_property
     def _used(self) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-        """Return bool[pages]: a group's written pages, and its read pages by remote rank."""
+        """Return masks, bool[pages], of a group's written pages and of its read pages by remote
+        rank.
+        """
         local = np.zeros(self.local_pages_per_group, bool)
         remote = {rank: np.zeros(self.remote_pages_per_group, bool) for rank in self.remote_ranks}
         for pattern in self.patterns:
@@ -162,21 +166,22 @@ class TransferPlan(PatternPlan):
     local_rank: int
     permutation: ReceivePermutation | None
     tokens_per_group: int
-    # Patterns without a permutation, for incomplete groups of pages.
+    # Patterns that do not require a permutation, for incomplete groups of pages.
     exact_patterns: tuple[Pattern, ...]
     is_partial: bool = False  # created by `for_tokens`
 
     def for_tokens(self, num_tokens: int, *, first_token: int = 0) -> TransferPlan:
-        """Return the plan for a partially needed group, such as the first or last one of a request.
+        """Return the plan for a partially needed group, such as the first or last group of a
+        request.
 
-        Fragments are not split. Fragments of pages without a needed token on either side are left out,
-        and such pages may have any number. `tokens_per_group` and the pages per group count only those
-        that exist.
+        Fragments are not split. Fragments of pages without a needed token on either side are
+        omitted, and these pages may have any page number. `tokens_per_group` and the pages per
+        group include only existing tokens and pages.
 
         Args:
             num_tokens: Number of tokens in the group.
-            first_token: Earlier tokens are already local (a prefix hit). A multiple of the local
-                `tokens_per_page`.
+            first_token: First token to transfer, a multiple of the local `tokens_per_page`. Earlier
+                tokens are already local (a prefix hit).
 
         Returns:
             The partial plan.
@@ -242,22 +247,22 @@ def plan_transfer(
 
     Parallel sizes, block size and memory order may differ. If several remote ranks hold a head, it is
     read from one of them, and local ranks are distributed over them. The plan depends only on the
-    arguments, and planning time does not depend on the number of blocks.
+    arguments. Planning time does not depend on the number of blocks.
 
     Args:
         local: The local engine.
         remote: The remote engine.
         local_rank: The local rank.
-        allow_permutation: Whether pages may arrive in the remote order of heads and tokens, if this needs
-            fewer fragments, to be permuted by `permute_received_blocks`. Otherwise every fragment is
-            written to its final position.
+        allow_permutation: Whether pages may arrive in the remote order of heads and tokens if this
+            needs fewer fragments. `permute_received_blocks` then permutes them. Otherwise every
+            fragment is written to its final position.
 
     Returns:
         The plan.
 
     Raises:
-        ValueError: `is_mla`, layers, heads, head sizes, dtype or scales differ; the least common multiple
-            of the block sizes is millions of tokens; or the rank is out of range.
+        ValueError: `is_mla`, layers, heads, head sizes, dtype or scales differ, the least common
+            multiple of the block sizes is millions of tokens, or the rank is out of range.
 
     Example:
         >>> from kvcache.layouts import backend
@@ -307,7 +312,10 @@ def plan_transfer(
 def check_same_content(
     local: CacheDescription, remote: CacheDescription, sides: tuple[str, str] = ("local", "remote")
 ) -> None:
-    """Check that both engines store the same data per token. `sides`: their names in errors."""
+    """Check that both engines store the same data per token.
+
+    `sides`: names of the engines in error messages.
+    """
     here, there = sides
     for name, description in zip(sides, (local, remote)):
         instance(description, CacheDescription, name)
@@ -341,7 +349,9 @@ def _check_scales(
 
 
 def _permutable(local: CacheDescription, remote: CacheDescription, local_rank: int) -> bool:
-    """Whether whole remote pages can arrive: same tokens per rank, and block sizes divide."""
+    """Return whether whole remote pages can be received, that is, ranks hold the same tokens and
+    one block size divides the other.
+    """
     same_tokens = local.cp_world_size == remote.cp_world_size and (
         local.cp_interleave == remote.cp_interleave or local.cp_world_size == 1
     )
@@ -363,7 +373,7 @@ def _num_fragments(patterns: tuple[Pattern, ...]) -> int:
 def pages_with(
     cache: CacheDescription, cp_rank: int, tokens: tuple[int, int], num_pages: int
 ) -> np.ndarray:
-    """Return bool[num_pages]: the pages of a rank's group that hold any of the tokens [first, last)."""
+    """Return which pages of a rank's group hold any of the tokens [first, last), bool[num_pages]."""
     first, last = (_tokens_on_rank(cache, cp_rank, token) for token in tokens)
     begin = np.arange(num_pages) * cache.block_size
     return (begin < last) & (begin + cache.block_size > first) & (first < last)

@@ -1,1 +1,1 @@
-"""Transports: move bytes of registered memory between the processes of two engines."""
+"""Transports, which move bytes of registered memory between the processes of two engines."""

@@ -1,4 +1,4 @@
-"""The transport interface: registered memory, peers, and reads and writes with deadlines."""
+"""The transport interface, with registered memory, peers, and reads and writes with deadlines."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class TransferError(RuntimeError):
-    """A transfer failed or was canceled. The message contains the reason."""
+    """Raised if a transfer failed or was canceled. The message contains the reason."""
 
 
 class Transfer(ABC):
     """A read or write in flight.
 
-    Every transfer ends: it completes, or it fails no later than `timeout_s` after its start.
+    Every transfer ends. It either completes, or fails no later than `timeout_s` after its start.
 
     Attributes:
         peer: The peer whose memory is accessed.
@@ -39,10 +39,11 @@ class Transfer(ABC):
 
     @abstractmethod
     def cancel(self, reason: str) -> None:
-        """Cancel the transfer, so that `poll` raises. Has no effect after the transfer has ended.
+        """Cancel the transfer, so that `poll` raises TransferError. Has no effect after the
+        transfer has ended.
 
-        Other transfers of the peer continue. A peer that does not release the transfer in time is
-        disconnected.
+        Other transfers with the peer continue. If the peer does not release the transfer in time,
+        it is disconnected.
 
         Args:
             reason: Reason, for the error message.
@@ -61,13 +62,14 @@ class Transfer(ABC):
         """Return once the transfer has ended, or after at most `timeout_s`."""
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until all bytes have moved. A transfer that is not done in time is canceled.
+        """Wait until all bytes have moved. If the transfer does not complete in time, it is
+        canceled.
 
         Args:
-            timeout_s: Seconds to wait at most.
+            timeout_s: Maximum time to wait, in seconds.
 
         Raises:
-            TransferError: The transfer failed or was not done in time.
+            TransferError: The transfer failed or did not complete in time.
         """
         timeout_s = seconds(timeout_s, "timeout_s")
         deadline = time.monotonic() + timeout_s
@@ -87,12 +89,12 @@ class Transport(ABC):
     busy.
 
     Transfers are not ordered with the caller's CUDA streams. On both sides, work that accesses the memory
-    must have finished before a transfer starts. Work launched on any stream after the transfer is done
-    sees its bytes.
+    must have finished before a transfer starts. Work launched on any stream after the transfer has
+    completed sees its bytes.
 
     Attributes:
         name: "gloo" or "nixl".
-        agent: The name by which peers know this side.
+        agent: The name of this side, as known to peers.
 
     Example:
         >>> from kvcache.transfer.transport.factory import make_transport
@@ -115,8 +117,8 @@ class Transport(ABC):
         """Register memory that reads and writes of both sides may access.
 
         Register memory before calling `metadata`, which reports it to peers. Registering memory again is
-        allowed. A fragment must lie in a single region: it must not cross the boundary between two calls,
-        or the end of an allocation of pages.
+        allowed. A fragment must lie in a single region. It must not cross the boundary between the
+        memory of two calls, or the end of an allocation of pages.
 
         Args:
             memory: The pages of a pool, or (address, bytes) of host memory. The caller must keep the
@@ -130,25 +132,28 @@ class Transport(ABC):
 
     @abstractmethod
     def metadata(self) -> bytes:
-        """Return what a peer needs to connect, as JSON: version, agent, address and registered memory."""
+        """Return the version, agent, address and registered memory as JSON.
+
+        A peer needs them to connect.
+        """
 
     @abstractmethod
     def connect(self, metadata: bytes, *, timeout_s: float = 10.0) -> str:
         """Connect to the peer that created `metadata`.
 
-        A peer that is already connected, from either side, is not reconnected, unless it was restarted.
-        Both sides may call at the same time.
+        If the peer is already connected, from either side, it is reconnected only if it was
+        restarted. Both sides may call this method at the same time.
 
         Args:
             metadata: The peer's `metadata`.
-            timeout_s: Seconds to wait at most.
+            timeout_s: Maximum time to wait, in seconds.
 
         Returns:
             The peer's name.
 
         Raises:
-            ValueError: The metadata is malformed, is of another version or transport, or has the name of
-                another live peer.
+            ValueError: The metadata is malformed, belongs to another version or transport, or has
+                the name of another live peer.
             ConnectionError: The peer was not reached in time or refused the connection.
         """
 
@@ -168,8 +173,8 @@ class Transport(ABC):
             peer: Name of the peer.
             local: int64[n]. Local addresses.
             remote: int64[n]. Addresses in the peer's process.
-            length: int64[n]. Bytes.
-            notify: Message that the peer receives once all bytes were read.
+            length: int64[n]. Length of each fragment in bytes.
+            notify: Message that the peer receives after all bytes have been read.
             timeout_s: Deadline in seconds, after which the transfer fails. None: the transport's default.
 
         Returns:
@@ -193,9 +198,9 @@ class Transport(ABC):
         notify: bytes = b"",
         timeout_s: float | None = None,
     ) -> Transfer:
-        """Start copying local memory into the peer's; see `read`.
+        """Start copying local memory into the peer's memory. See `read`.
 
-        `notify` is delivered once all bytes have arrived.
+        `notify` is delivered after all bytes have arrived.
         """
         spans = self._joined(peer, local, remote, length)
         return self._begin("push", peer, *spans, notify, timeout_s)
@@ -207,7 +212,10 @@ class Transport(ABC):
         return joined(mine, mine.beside(remote, "remote"), self._borders(peer))
 
     def _borders(self, peer: str) -> tuple[np.ndarray, np.ndarray]:
-        """Starts of the local and remote registered regions, across which fragments are not joined."""
+        """Return the starts of the local and remote registered regions.
+
+        Fragments are not joined across them.
+        """
         return np.empty(0, np.int64), np.empty(0, np.int64)
 
     @abstractmethod
@@ -220,7 +228,10 @@ class Transport(ABC):
         notify: bytes,
         timeout_s: float | None,
     ) -> Transfer:
-        """Start a transfer, "pull" or "push", of matching spans that are `checked`."""
+        """Start a transfer, "pull" or "push", of matching spans.
+
+        The spans have passed `Spans.checked`.
+        """
 
     def read_spans(
         self,
@@ -244,17 +255,23 @@ class Transport(ABC):
         notify: bytes = b"",
         timeout_s: float | None = None,
     ) -> Transfer:
-        """Start a `write` of factored fragments; see `read_spans`."""
+        """Start a `write` of factored fragments. See `read_spans`."""
         check_match(local, remote)
         return self._begin("push", peer, local, remote, notify, timeout_s)
 
     @abstractmethod
     def send(self, peer: str, message: bytes) -> None:
-        """Send a message, returned by the peer's `notifications`. Raises ValueError or TransferError."""
+        """Send a message, which the peer's `notifications` returns.
+
+        Raises ValueError or TransferError.
+        """
 
     @abstractmethod
     def notifications(self) -> list[tuple[str, bytes]]:
-        """Return (peer, message) for all messages since the last call, in the order of each peer."""
+        """Return (peer, message) for all messages since the last call.
+
+        Messages of a peer are in order.
+        """
 
     @abstractmethod
     def peers(self) -> list[str]:
@@ -262,7 +279,10 @@ class Transport(ABC):
 
     @abstractmethod
     def disconnect(self, peer: str) -> None:
-        """Disconnect a peer, failing transfers in flight. ValueError if the peer never connected."""
+        """Disconnect a peer.
+
+        Its transfers in flight fail. Raises ValueError if the peer never connected.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -1,4 +1,7 @@
-"""Frames over a TCP connection: a JSON header followed by a binary payload."""
+"""Sends and receives frames over a TCP connection.
+
+A frame is a JSON header followed by a binary payload.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from contextlib import suppress
 from kvcache.checks import shown
 from kvcache.native.load import core
 
-MOST_HEADER = 1 << 16  # bytes
+MOST_HEADER = 1 << 16  # maximum size of a header in bytes
 MOST_PAYLOAD = 64 << 20
-MOST_QUEUED = 1 << 16  # queued frames that the peer has not received yet
+MOST_QUEUED = 1 << 16  # maximum number of queued frames that the peer has not received yet
 _LENGTHS = struct.Struct("<II")
 _DIGEST_BYTES = 16
 
@@ -25,7 +28,7 @@ Frame = tuple[dict, bytes]
 
 
 class ChannelError(ConnectionError):
-    """The connection ended, or received data is not a frame."""
+    """Raised if the connection ended, or received data is not a valid frame."""
 
 
 def send_frame(
@@ -51,8 +54,8 @@ def receive_frame(
     """Receive the next frame, which has a digest if it is numbered.
 
     Raises:
-        ChannelError: The peer ended the connection, sent a frame of a size that is not allowed, or sent
-            one with a wrong digest.
+        ChannelError: The peer ended the connection, or sent a frame that is too large or has a
+            wrong digest.
         TimeoutError: `deadline` (by `time.monotonic`) has passed.
     """
     lengths = bytes(_receive(sock, _LENGTHS.size, deadline))
@@ -97,7 +100,7 @@ def _receive(sock: socket.socket, size: int, deadline: float | None) -> bytearra
 
 
 class Channel:
-    """Frames to and from a connected peer, with one thread per direction.
+    """Exchanges frames with a connected peer, using one thread per direction.
 
     One thread calls `on_frame(header, payload)` in order, and `on_end(reason)` once. `put` never waits
     for the peer. If the peer does not receive a frame within `timeout_s`, the channel ends. With
@@ -114,7 +117,7 @@ class Channel:
         *,
         has_digest: bool = False,
     ) -> None:
-        self._sent, self._received = (  # numbers of frames, if they have digests
+        self._sent, self._received = (  # counters of frames, if frames have digests
             itertools.count() if has_digest else itertools.repeat(None) for _ in range(2)
         )
         self._sock, self._on_frame, self._on_end = sock, on_frame, on_end
@@ -138,14 +141,14 @@ class Channel:
             thread.start()
 
     def put(self, header: dict, payload: bytes = b"") -> None:
-        """Queue a frame. Raises ChannelError if the peer has too many unread frames."""
+        """Queue a frame. Raises ChannelError if too many frames are queued for the peer."""
         try:
             self._queue.put_nowait((header, payload))
         except queue.Full:
             raise ChannelError(f"the peer has not taken {MOST_QUEUED} frames") from None
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """Close the connection once queued frames were sent, or after `timeout_s`."""
+        """Close the connection when queued frames have been sent, or after `timeout_s`."""
         try:
             self._queue.put_nowait(None)
         except queue.Full:
@@ -162,7 +165,7 @@ class Channel:
                 self._on_frame(*receive_frame(self._sock, number=next(self._received)))
         except OSError as error:
             self._on_end(str(error))
-        except Exception as error:  # a frame of this library's peers causes none
+        except Exception as error:  # a frame from this library never causes an exception
             self._on_end(f"a frame was refused: {error}")
         finally:
             self._sock.close()

@@ -1,4 +1,6 @@
-"""A connected peer: requests in both directions, and the transfers that they start."""
+"""A connection to a peer, which handles requests in both directions and the transfers that they
+start.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ from kvcache.transfer.transport.spans import Spans
 if TYPE_CHECKING:
     from kvcache.transfer.transport.registered import RegisteredMemory
 
-MOST_MESSAGE = 1 << 20  # bytes
-MOST_NOTIFICATIONS = 1 << 16  # not yet returned by `notifications`
-_MOST_WAITING = 1 << 12  # reads of a peer, and writes that it announces but does not start
+MOST_MESSAGE = 1 << 20  # maximum size of a message in bytes
+MOST_NOTIFICATIONS = 1 << 16  # maximum number of messages that `notifications` has not returned yet
+_MOST_WAITING = 1 << 12  # maximum number of a peer's waiting reads, and of its unstarted writes
 _MOST_TIMES = 4  # average number of times that one request may reference each registered byte
 _MOST_STOPPED = 1 << 14  # exceeds the number of jobs that a peer may have started
 _MOST_ID = 1 << 28
@@ -32,7 +34,7 @@ _MOST_ID = 1 << 28
 
 @dataclass(frozen=True)
 class LocalSide:
-    """The options and memory of a transport, as needed by its connections."""
+    """The options and memory of a transport that its connections need."""
 
     memory: RegisteredMemory
     timeout_s: float
@@ -52,7 +54,7 @@ class StagedTransfer(Transfer):
         self._lock = threading.RLock()
         self._is_done, self._error = False, None
         self._has_ended = threading.Event()
-        self.number = -1  # on its connection
+        self.number = -1  # number of the transfer on its connection
         self.request = ""  # digest of the request, if enabled
         self._job: Job | None = None
 
@@ -91,14 +93,17 @@ class StagedTransfer(Transfer):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the transfer has completed or failed."""
+        """Return whether the transfer has completed or failed."""
         return self._is_done or self._error is not None
 
     def _wait_for_end(self, timeout_s: float) -> None:
         self._has_ended.wait(min(timeout_s, max(self.deadline - time.monotonic(), 0.0) + 1e-3))
 
     def finish(self, tell: Callable[[bool], None] = lambda is_done: None) -> None:
-        """Mark all bytes as moved. `tell` receives True, or False if the transfer had already failed."""
+        """Mark all bytes as moved.
+
+        Calls `tell` with True, or with False if the transfer had already failed.
+        """
         with self._lock:
             tell(self._error is None)
             if self._error is None:
@@ -111,7 +116,7 @@ class StagedTransfer(Transfer):
             if self._is_done or self._error is not None:
                 return False
             if self._job is not None:
-                self._job.stop()  # first, because `is_released` is read without the lock
+                self._job.stop()  # must be first, because `is_released` is read without the lock
             self._error = reason
         self._has_ended.set()
         return True
@@ -123,16 +128,16 @@ class Connection:
     - `pull` (id, spans): the peer reads. Answered with `start` (id), then bytes, then `done` (id,
       message).
     - `push` (id, spans): the peer writes. Answered with `accept` (id), then `start`, bytes, and `landed`.
-    - `refused` (id, reason): sent instead of an answer.
-    - `more` and `end` (tag): one more piece, or no further piece, follows among the bytes after a
-      `start`.
-    - `digest` (tag, digest): the digest of the next piece. On a mismatch, `spoiled` (id) is sent instead
-      of `landed`. With digests, `pull`, `push` and every frame (`Channel`) also have one.
+    - `refused` (id, reason): the request is refused; sent instead of another answer.
+    - `more` and `end` (tag): whether another piece of the bytes after a `start` follows.
+    - `digest` (tag, digest): the digest of the next piece. On a mismatch, `spoiled` (id) is sent
+      instead of `landed`. If digests are enabled, `pull`, `push` and every frame (`Channel`) also
+      carry a digest.
     - `cancel` (id): the peer has canceled its own transfer. Answered with `cancelled` for a push.
     - `message`: a notification.
     - `lane`: a frame that is passed to the lane.
-    - `ready`: sent once by the listener when its lane is open. Only then does `connect` return, so that
-      both sides may start transfers.
+    - `ready`: sent once by the listener when its lane is open. `connect` returns only after this
+      frame, when both sides may start transfers.
 
     The bytes of one direction flow in the order of the `start` frames.
     """
@@ -142,9 +147,9 @@ class Connection:
         self.bounds, self.kinds = peer.bounds(), peer.kinds()
         self.piece_bytes = min(peer.piece_bytes, local.piece_bytes)
         self.has_digest = peer.digest or local.digest
-        self.reason: str | None = None  # why the connection ended
-        self.is_ready = threading.Event()  # or the connection has ended
-        self._is_open = threading.Event()  # this side's lane; or the connection has ended
+        self.reason: str | None = None  # reason why the connection ended
+        self.is_ready = threading.Event()  # also set when the connection has ended
+        self._is_open = threading.Event()  # this side's lane is open, or the connection has ended
         self._peer_is_open = not is_caller
         self._local, self.is_caller = local, is_caller
         self._lock = threading.Lock()
@@ -153,12 +158,13 @@ class Connection:
         self._transfers: dict[int, tuple[StagedTransfer, Spans, str, bytes]] = {}
         self._given_up: dict[
             int, float
-        ] = {}  # transfers that the peer has not released, and since when
-        # The peer's writes, by id and, once in flight, by tag; and the peer's reads.
+        ] = {}  # transfers that the peer has not released, and the time since when
+        # The peer's writes by ID and, once they are in flight, by tag, followed by the peer's
+        # reads.
         self._pushes: dict[int, tuple[Spans, bytes, str]] = {}
         self._pulls: dict[int, Job] = {}
-        self._incoming: dict[int, Job] = {}  # by tag
-        self._stopped: dict[int, None] = {}  # tags of jobs that ended without all of their digests
+        self._incoming: dict[int, Job] = {}  # jobs that receive bytes, by tag
+        self._stopped: dict[int, None] = {}  # tags of ended jobs that lack digests
         self._messages: deque[bytes] = deque()
         self.lane: Lane | None = None
         self.channel: Channel | None = None
@@ -206,7 +212,10 @@ class Connection:
         return is_it and self.is_caller and not self.is_ready.is_set()
 
     def wait_until_ready(self, deadline: float) -> None:
-        """Wait until both sides may start transfers. ConnectionError, or TimeoutError at `deadline`."""
+        """Wait until both sides may start transfers.
+
+        Raises ConnectionError, or TimeoutError at `deadline`.
+        """
         if not self.is_ready.wait(max(deadline - time.monotonic(), 0)):
             raise TimeoutError("the peer did not answer in time")
         if self.reason is not None:
@@ -244,7 +253,10 @@ class Connection:
         return transfer
 
     def track(self, transfer: StagedTransfer, local: Spans, kind: str, notify: bytes) -> int:
-        """Number a new transfer, which fails with the connection. Raises TransferError like `put`."""
+        """Assign a number to a new transfer, and fail it if the connection ends.
+
+        Raises TransferError like `put`.
+        """
         with self._lock:
             if self.reason is not None:
                 raise TransferError(f"agent {self.peer.agent!r} is not connected: {self.reason}")
@@ -259,7 +271,10 @@ class Connection:
             self._given_up.pop(number, None)
 
     def give_up(self, transfer: StagedTransfer) -> None:
-        """Inform the peer of a failed transfer. Others continue if the peer releases it in time."""
+        """Inform the peer of a failed transfer.
+
+        Other transfers continue if the peer releases this one in time.
+        """
         with self._ordering:
             with self._lock:
                 if transfer.number not in self._transfers:
@@ -276,7 +291,7 @@ class Connection:
             self.fail(f"the peer has not answered for {self._local.timeout_s:g} s")
 
     def put(self, header: dict, payload: bytes = b"") -> None:
-        """Queue a frame. Raises TransferError if the connection has ended."""
+        """Queue a frame for the peer. Raises TransferError if the connection has ended."""
         if self.reason is not None:
             raise TransferError(f"agent {self.peer.agent!r} is not connected: {self.reason}")
         try:
@@ -311,7 +326,7 @@ class Connection:
         self._is_open.set()
         self.is_ready.set()
 
-    # Handlers of the peer's frames. An exception ends the connection.
+    # Handlers of the peer's frames. An exception in a handler ends the connection.
 
     def on_frame(self, header: dict, payload: bytes) -> None:
         """Handle a frame of the peer. Raises ValueError if it violates the protocol."""
@@ -322,7 +337,7 @@ class Connection:
         if op == "ready":
             self._on_ready()
             return
-        self._is_open.wait()  # the peer may be faster; the lane's frames have all arrived
+        self._is_open.wait()  # the peer may be faster; all frames of the lane have arrived
         if self.reason is not None:
             return
         if op == "message":
@@ -393,7 +408,10 @@ class Connection:
         self.put({"op": "accept", "id": number})
 
     def _are_too_many(self, waiting: dict, number: int) -> bool:
-        """Refuse a request if too many of its kind are waiting. Returns whether it was refused."""
+        """Refuse a request if too many requests of its kind are waiting.
+
+        Returns whether it was refused.
+        """
         if len(waiting) < _MOST_WAITING:
             return False
         reason = f"{len(waiting)} requests of its kind wait: expected fewer than {_MOST_WAITING}"
@@ -403,7 +421,9 @@ class Connection:
     def _digest(
         self, kind: str, number: int, header: dict, payload: bytes, message: bytes
     ) -> str | None:
-        """Return the digest of a received request ("" without digests), or None if it is refused."""
+        """Return the digest of a received request ("" without digests), or None if the request is
+        refused.
+        """
         if not self.has_digest:
             return ""
         found = digest_of_request(kind, self._tag(number, mine=False), payload, message)
@@ -414,7 +434,7 @@ class Connection:
         return None
 
     def _checked(self, number: int, payload: bytes) -> Spans | None:
-        """Return the spans of a request, or None if they are refused."""
+        """Return the spans of a request, or None if the request is refused."""
         try:
             spans = Spans.from_bytes(payload)
             if spans.num_fragments == 0:
@@ -442,9 +462,9 @@ class Connection:
             self._start(number, job)
 
     def _start(self, number: int, job: Job) -> None:
-        """Start sending bytes. Only the thread that reads frames does this.
+        """Start sending bytes. Called only by the thread that reads frames.
 
-        Jobs are therefore queued in the order in which the peer is informed of them.
+        Therefore jobs are queued in the order in which the peer is informed of them.
         """
         self.put({"op": "start", "id": number, "tag": job.tag, "bytes": job.spans.num_bytes})
         self._flows[0].put(job)
@@ -475,7 +495,7 @@ class Connection:
         job = self._incoming.get(tag) if type(tag) is int else None
         if job is None:
             if op == "digest" and type(tag) is int and tag in self._stopped:
-                return  # the job did not wait for it
+                return  # the job does not wait for this digest
             raise ValueError(f"tag is {shown(tag)}: expected that of bytes under way")
         if op == "more":
             job.promise()
@@ -491,7 +511,7 @@ class Connection:
         job.end()
 
     def _ended_job(self, tag: int) -> Job:
-        """Remove an incoming job, for which only late digests may still arrive."""
+        """Remove an incoming job that has ended. Only late digests may still arrive for it."""
         job = self._incoming[tag]
         if self.has_digest and job.is_stopped:
             self._stopped[tag] = None
@@ -543,7 +563,7 @@ class Connection:
             self.put({"op": "cancelled", "id": number})
         elif (job := self._incoming.get(self._tag(number, mine=False))) is not None:
             job.stop()
-        # Otherwise the answer is already in flight.
+        # If the job is gone, the answer is already in flight.
 
     def _on_cancelled(self, number: int, header: dict, payload: bytes) -> None:
         if number not in self._given_up or self._transfers[number][2] != "push":

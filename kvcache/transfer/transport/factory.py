@@ -1,4 +1,4 @@
-"""Creates a transport by name, or the preferred one that is installed."""
+"""Creates a transport by name, or the preferred installed transport."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def make_transport(
     """Create a transport that listens for peers.
 
     Args:
-        agent: Unique name among the peers.
-        name: "nixl" or "gloo". None: NIXL if it is installed, else gloo.
+        agent: Name that is unique among the peers.
+        name: "nixl" or "gloo". None: NIXL if it is installed, otherwise gloo.
         host: Address to listen on.
         port: Port to listen on. 0: any free port.
         options: Further options:
 
-            - `secret`: bytes that both sides must share.
-            - `timeout_s`: deadline of a transfer (30).
+            - `secret`: secret bytes that must be equal on both sides.
+            - `timeout_s`: deadline of a transfer in seconds (30).
             - `piece_bytes`: bytes per piece of staging memory (8 MiB). A connection has eight pieces.
             - `digest`: whether received data is verified with a digest (False). A mismatch fails the
               transfer.
-            - `advertise`: address given to peers (None: `host`). Required if `host` stands for every
-              address.
-            - `accepts_writes`: whether peers may write (True). Over NIXL, False sends all bytes through
-              staging memory, as with `direct_bytes=None`, because a peer could otherwise write to
-              registered pages.
-            - `direct_bytes`: over NIXL, size from which fragments are not packed ("auto"); see
-              docs/transports.md.
+            - `advertise`: address given to peers (None: `host`). Required if `host` means all
+              addresses of the machine.
+            - `accepts_writes`: whether peers may write (True). With NIXL, False also routes all
+              bytes through staging memory, as with `direct_bytes=None`, because a peer could
+              otherwise write to registered pages.
+            - `direct_bytes`: with NIXL, the minimum size of fragments that are not packed ("auto").
+              See docs/transports.md.
 
     Returns:
         The transport.

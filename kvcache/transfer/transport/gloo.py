@@ -1,4 +1,4 @@
-"""The gloo transport, included in torch: bytes go through host memory and TCP."""
+"""The gloo transport, which is included in torch. Bytes are sent through host memory and TCP."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvcache.transfer.transport.lane import PIECES_AHEAD, Lane, PieceStaging
 from kvcache.transfer.transport.registered import RegisteredMemory
 from kvcache.transfer.transport.staged import StagedTransport, is_everywhere
 
-_MOST_KEYS = 16  # that a peer may set; gloo sets one
-_POLL_S = 0.1  # polling interval while a connection is being established
+_MOST_KEYS = 16  # maximum number of keys that a peer may set; gloo sets one
+_POLL_S = 0.1  # polling interval in seconds while a connection is being established
 
 
 class GlooTransport(StagedTransport):
     """A transport with a separate process group of two ranks for each pair of peers.
 
-    The engine's default group is not used. A failed pair is not reused: reconnecting creates another
-    group.
+    The engine's default group is not used. A failed pair is not reused, and reconnecting creates
+    another group.
     """
 
     name = "gloo"
@@ -55,9 +55,9 @@ class GlooTransport(StagedTransport):
 
 
 class _PairStore(dist.Store):
-    """The store through which gloo's two ranks exchange addresses, using frames of the channel.
+    """The store through which gloo's two ranks exchange addresses. It uses frames of the channel.
 
-    No store listens on a port, so only the peer can write to it.
+    The store does not listen on a port, so only the peer can write to it.
     """
 
     def __init__(self, connection: Connection, channel: Channel, timeout_s: float) -> None:
@@ -127,7 +127,7 @@ class _GlooLane(Lane):
         return _GlooWork(self._alive().recv([piece], self._other, tag))
 
     def close(self) -> None:
-        self._group = None  # its sockets close once no piece is in flight
+        self._group = None  # the group's sockets are closed when no piece is in flight
 
     def _alive(self) -> dist.ProcessGroupGloo:
         group = self._group

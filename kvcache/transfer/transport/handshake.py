@@ -1,11 +1,11 @@
 """The handshake in which both sides of a connection authenticate each other.
 
-The connecting side sends hello, the listener answers with proof that it knows the secret, and the
-connecting side then proves the same. Only after that is the connecting side's metadata read, and the side
-informed that the connection is ready.
+The connecting side sends hello, the listener answers with a proof that it knows the secret, and the
+connecting side then sends its own proof. Only after this exchange does the listener read the
+metadata of the connecting side and inform it that the connection is ready.
 
-The proofs contain the dialed address and the address that the listener advertises. A side that was lured
-to another address therefore rejects data relayed from there.
+The proofs contain the dialed address and the address that the listener advertises. Therefore a side
+that was lured to another address rejects data relayed from this address.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from kvcache.transfer.transport.metadata import (
     parse_metadata,
 )
 
-_HANDSHAKE_S = 5.0  # until a connecting side is dropped
+_HANDSHAKE_S = 5.0  # seconds until a connecting side is dropped
 _NONCE_BYTES = 32
-CROSSING = "both sides connect at the same time, and the other call stands"  # reason of a refusal
+CROSSING = "both sides connect at the same time, and the other call stands"  # reason for a refusal
 
 
 class RefusedError(ConnectionError):
-    """The other side refused the connection. The message contains the reason."""
+    """Raised if the other side refused the connection. The message contains the reason."""
 
 
 def greet(
@@ -120,7 +120,10 @@ def address_of(side: Metadata) -> str:
 
 
 def _proof(secret: bytes, role: str, nonces: tuple[str, str], between: tuple[str, str, str]) -> str:
-    """Return a proof. `between`: incarnations of caller and listener, and the listener's address."""
+    """Return a proof that this side knows the secret.
+
+    `between`: incarnations of caller and listener, and the listener's address.
+    """
     said = "\n".join(("kvcache transport", role, *nonces, *between))
     return hmac.new(secret, said.encode(), "sha256").hexdigest()
 

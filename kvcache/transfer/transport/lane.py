@@ -1,4 +1,4 @@
-"""The two directions in which packed bytes flow between two peers, piece by piece."""
+"""Moves packed bytes between two peers in both directions, piece by piece."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvcache.transfer.transport.registered import CopyStreams, RegisteredMemory
 from kvcache.transfer.transport.spans import Spans
 from kvcache.worker.pages.pinning import pin
 
-_LEAST_PART = 1 << 20  # bytes: moving a piece costs as much as copying about 1 MiB
-PIECES_AHEAD = 4  # pieces in staging memory, and promised to the other side, at a time
+_LEAST_PART = 1 << 20  # minimum bytes; the fixed cost of a piece equals copying 1 MiB
+PIECES_AHEAD = 4  # maximum number of pieces staged, and of pieces promised to the other side
 
 
 class PieceStaging:
@@ -43,7 +43,10 @@ class PieceWork(Protocol):
     """A piece in flight."""
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the piece has arrived or may be overwritten. Any exception means never."""
+        """Wait until the piece has arrived or may be overwritten.
+
+        An exception means that this will never happen.
+        """
 
 
 class Lane(ABC):
@@ -57,7 +60,7 @@ class Lane(ABC):
 
     @abstractmethod
     def staging(self, *, is_outgoing: bool) -> tuple[Sequence[torch.Tensor], PieceStaging]:
-        """Return the pieces to send or receive, and their memory.
+        """Return the pieces to send or receive, and the memory that contains them.
 
         The peer may see their content if a transfer is canceled.
         """
@@ -68,24 +71,24 @@ class Lane(ABC):
 
     @abstractmethod
     def receive(self, piece: torch.Tensor, tag: int) -> PieceWork:
-        """Start receiving a piece of the same size as the one that is sent."""
+        """Start receiving a piece. It must have the size of the sent piece."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close the lane. Pieces in flight fail, no later than their deadline."""
+        """Close the lane. Pieces in flight fail no later than their deadline."""
 
 
 class Job:
-    """Fragments of local memory to send or receive, piece by piece.
+    """A job that sends or receives fragments of local memory, piece by piece.
 
-    After `stop`, memory is no longer accessed once the job `is_idle`. Pieces that the other side expects
-    still go through staging memory.
+    After `stop`, memory is no longer accessed when `is_idle` is true. Pieces that the other side
+    expects are still sent or received, but only through staging memory.
 
     Args:
         spans: The fragments.
         tag: Tag of the job's pieces.
         timeout_s: Deadline of each piece, in seconds.
-        on_done: Called once all pieces have moved, by the thread that moved them.
+        on_done: Called after all pieces have moved, by the thread that moved them.
         request: Digest of the request, if digests are enabled.
     """
 
@@ -102,11 +105,11 @@ class Job:
         self._copying = threading.Lock()
         self._changed = threading.Condition()
         self._stopped = False
-        self._is_over = False  # no more pieces are promised
+        self._is_over = False  # whether no further pieces will be promised
         self.num_promised = PIECES_AHEAD
-        self._digests: deque[str] = deque()  # of pieces that were not checked yet
+        self._digests: deque[str] = deque()  # digests of pieces that were not checked yet
         self._num_digests = 0
-        self.is_spoiled = False  # the received bytes differ from those sent
+        self.is_spoiled = False  # whether the received bytes differ from the sent bytes
 
     def stop(self) -> None:
         """Prevent further copies."""
@@ -132,22 +135,25 @@ class Job:
             run()
             return True
 
-    # The pieces that the sender is certain to send, as reported to the receiver.
+    # Pieces that the sender has promised to the receiver.
 
     def promise(self) -> None:
-        """Record that one more piece will arrive."""
+        """Record that another piece will arrive."""
         with self._changed:
             self.num_promised += 1
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Record that no further piece will arrive, or that none is expected."""
+        """Record that no further piece will arrive, or that no piece is expected."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
 
     def is_promised(self, number: int) -> bool:
-        """Wait to find out whether a piece will arrive. TimeoutError if it is not known in time."""
+        """Wait until it is known whether a piece will arrive, and return it.
+
+        Raises TimeoutError if it is not known in time.
+        """
 
         def is_known() -> bool:
             return number < self.num_promised or self._is_over
@@ -162,7 +168,10 @@ class Job:
         return digest_of_answer(self.request, number, digest_of(piece))
 
     def put_digest(self, digest: str) -> None:
-        """Record the next piece's digest. ValueError if digests outnumber promised pieces."""
+        """Record the next piece's digest.
+
+        Raises ValueError if there are more digests than promised pieces.
+        """
         with self._changed:
             if self._num_digests >= self.num_promised:
                 raise ValueError("a digest came: expected that of a piece that was promised")
@@ -171,7 +180,7 @@ class Job:
             self._changed.notify_all()
 
     def check(self, number: int, piece: torch.Tensor) -> None:
-        """Compare the piece of this number with its digest, and stop on a mismatch."""
+        """Compare the piece with this number to its digest, and stop the job on a mismatch."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._digests or self._stopped, self.timeout_s):
                 raise TimeoutError("the peer did not send a digest in time")
@@ -182,11 +191,12 @@ class Job:
 
 
 class Flow:
-    """One direction of a lane: a thread that moves jobs in order, with a few pieces at a time.
+    """One direction of a lane. Its thread moves jobs in order, with a few pieces in flight at a
+    time.
 
-    While pieces are in flight, the next one is gathered or scattered. `say` informs the other side of a
-    job that one more piece follows ("more") or none ("end") and, with `has_digest`, of each piece's
-    digest ("digest").
+    While pieces are in flight, the next piece is gathered or scattered. `say` informs the other
+    side that a job has another piece ("more") or no further piece ("end") and, with `has_digest`,
+    sends the digest of each piece ("digest").
     """
 
     def __init__(
@@ -206,7 +216,7 @@ class Flow:
         self._is_outgoing, self._has_digest = is_outgoing, has_digest
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._staging: Sequence[torch.Tensor] = ()
-        self._kept: PieceStaging | None = None  # pinned while copies may be running
+        self._kept: PieceStaging | None = None  # kept pinned while copies may be running
         self._streams = CopyStreams()
         self._current: Job | None = None
         self._is_closed = False
@@ -218,7 +228,7 @@ class Flow:
         self._jobs.put(job)
 
     def close(self) -> None:
-        """End the thread. No further piece of the current job is copied."""
+        """End the thread. Remaining pieces of the current job are not copied."""
         self._is_closed = True
         if (job := self._current) is not None:
             job.stop()
@@ -240,7 +250,7 @@ class Flow:
                     return
                 job.on_done()
                 self._current = None
-        except Exception as error:  # raised by the lane: the peer is gone or does not answer
+        except Exception as error:  # raised by the lane if the peer is gone or does not answer
             self._on_failure(f"{type(error).__name__}: {error}")
         finally:
             self._streams.close()
@@ -249,7 +259,8 @@ class Flow:
     def _tiles(self, job: Job) -> Iterator[Spans]:
         """Yield the pieces of a job, which are the same on both sides.
 
-        A short job is split too, so that one piece is gathered or scattered while another is in flight.
+        Short jobs are also split, so that one piece is gathered or scattered while another piece is
+        in flight.
         """
         part = -(-job.spans.num_bytes // PIECES_AHEAD)
         return job.spans.tiles(min(self._piece_bytes, max(part, _LEAST_PART)))
@@ -261,7 +272,7 @@ class Flow:
         self._memory.scatter(piece, tile, self._streams)
 
     def _send(self, job: Job) -> None:
-        # Pieces are started in the order in which they are awaited.
+        # Pieces are started in the same order in which they are awaited.
         under_way: deque[PieceWork] = deque()
         tiles = _with_more(self._tiles(job))
         for number, (tile, has_more) in enumerate(tiles):

@@ -1,4 +1,4 @@
-"""The information that a peer needs to connect, as fully validated JSON."""
+"""The information that a peer needs to connect, as JSON that is fully validated."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ import numpy as np
 from kvcache.checks import shown
 
 TRANSPORT_VERSION = 4
-MOST_METADATA = 16 << 20  # bytes
-MOST_NAME = 256  # characters
-LEAST_PIECE, MOST_PIECE = 1 << 12, 1 << 28  # bytes
+MOST_METADATA = 16 << 20  # maximum size of metadata in bytes
+MOST_NAME = 256  # maximum length of a name in characters
+LEAST_PIECE, MOST_PIECE = 1 << 12, 1 << 28  # limits of a piece in bytes
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """A side's version, transport, name, address and memory.
+    """The version, transport, name, address and memory of a side.
 
     Attributes:
-        incarnation: Random value drawn at each start, so that a restarted side can be told apart.
+        incarnation: Random value drawn at each start, which distinguishes a restarted side from its
+            predecessor.
         regions: (address, bytes, kind of memory: "cpu", "cuda:<number>", or "other").
-        piece_bytes: Piece size of the staging memory. The smaller size of both sides is used.
-        digest: Whether received data is to be verified. One side is sufficient to enable it.
+        piece_bytes: Piece size of the staging memory. The smaller of both sides' sizes is used.
+        digest: Whether received data must be verified. Enabled for both sides if either side
+            requests it.
     """
 
     transport: str
@@ -42,13 +44,13 @@ class Metadata:
         return json.dumps(asdict(self)).encode()
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the starts and ends of the regions, sorted; int64[r] each."""
+        """Return the sorted starts and ends of the regions, int64[r] each."""
         rows = [each[:2] for each in sorted(self.regions)]
         table = np.array(rows, np.int64).reshape(-1, 2)
         return table[:, 0], np.maximum.accumulate(table[:, 0] + table[:, 1])
 
     def kinds(self) -> np.ndarray:
-        """Return the kinds of memory of the regions in the same order, str[r]."""
+        """Return the kind of memory of each region in the order of `bounds`, str[r]."""
         return np.array([kind for *_, kind in sorted(self.regions)], str)
 
 
@@ -57,7 +59,7 @@ def parse_metadata(data: bytes, transport: str) -> Metadata:
 
     Raises:
         TypeError: A field has a wrong type.
-        ValueError: The data is invalid, or is of another version or transport.
+        ValueError: The data is invalid, or belongs to another version or transport.
     """
     if not isinstance(data, bytes | bytearray | memoryview):
         raise TypeError(f"metadata is {shown(data)}: expected bytes")

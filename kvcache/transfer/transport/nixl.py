@@ -1,8 +1,9 @@
-"""The NIXL transport, as used in production systems: RDMA, shared memory or TCP, through UCX.
+"""The NIXL transport, which is used in production systems. It moves bytes by RDMA, shared memory or
+TCP, through UCX.
 
-Fragments move directly between registered memory if NIXL can access it without the peer's help. Small
-fragments, and those over TCP, are packed by the sender, written to the receiver's staging memory, and
-scattered there.
+Fragments move directly between registered memory if NIXL can access it without the peer's help. The
+sender packs small fragments, and all fragments over TCP, and writes them to the receiver's staging
+memory. The receiver scatters them from there.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ class NixlTransport(StagedTransport):
     """The NIXL transport.
 
     Args:
-        direct_bytes: Fragments of at least this mean size move directly, unless contents are digested.
-            "auto": 8 KiB if NIXL can access the peer's memory without its help (on the same machine, or
-            with RDMA devices on both), 256 KiB from or to a CUDA device on the same machine, and never
-            over TCP, where packing is faster. None: fragments never move directly, and pages are not
-            registered with NIXL, so that peers can access only staging memory. The path of a transfer
-            depends on the regions that it accesses.
+        direct_bytes: Minimum mean size, in bytes, of fragments that move directly. With digests,
+            fragments never move directly. "auto": 8 KiB if NIXL can access the peer's memory
+            without its help (on the same machine, or with RDMA devices on both machines), 256 KiB
+            from or to a CUDA device on the same machine, and never over TCP, where packing is
+            faster. None: fragments never move directly, and pages are not registered with NIXL, so
+            that peers can access only staging memory. The choice is made for each transfer, based
+            on the regions that it accesses.
     """
 
     name = "nixl"
@@ -55,9 +57,9 @@ class NixlTransport(StagedTransport):
             direct_bytes = byte_count(direct_bytes, "direct_bytes", 0)
         self._direct_bytes = direct_bytes
         self._kept: list[object] = []
-        self._regions: list[Region] = []  # known to the agents
+        self._regions: list[Region] = []  # regions that the agents have registered
         self._agent_lock = threading.Lock()
-        self._agent: Agent | None = None  # for the next connection
+        self._agent: Agent | None = None  # agent for the next connection
         self._host = host
         super().__init__(agent, host=host, port=port, **options)
         if not self.accepts_writes:
@@ -81,7 +83,10 @@ class NixlTransport(StagedTransport):
             agent.release()
 
     def agent_for_connection(self) -> Agent:
-        """Return an agent that knows all registered memory; release it later. RuntimeError if closed."""
+        """Return an agent that has registered all memory.
+
+        The caller must release it. Raises RuntimeError if the transport is closed.
+        """
         with self._agent_lock:
             if self._agent is None:
                 raise RuntimeError(f"the transport of agent {self.agent!r} is closed")
@@ -135,7 +140,9 @@ class NixlTransport(StagedTransport):
     def _direct_kinds(
         self, connection: Connection, local: Spans, remote: Spans
     ) -> tuple[tuple[str, int], tuple[str, int]] | None:
-        """Return NIXL's kinds of memory of local and remote fragments. None if they are packed."""
+        """Return NIXL's kinds of memory of local and remote fragments, or None if the fragments are
+        packed.
+        """
         lane, count, least = connection.lane, local.num_fragments, self._direct_bytes
         if not lane.is_direct or count == 0 or connection.has_digest:
             return None

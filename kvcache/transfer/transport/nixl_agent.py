@@ -1,4 +1,4 @@
-"""NIXL's agent: registered memory, peers, and transfers of descriptor lists."""
+"""Wraps NIXL's agent, which handles registered memory, peers, and transfers of descriptor lists."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ import numpy as np
 from kvcache.checks import shown
 from kvcache.transfer.transport.registered import Region
 
-# Alternating, 300 reads of 256 x 64 KiB on two overloaded cores: 2 ms 0.72 GB/s, 10 ms 0.71, 0.2 ms 0.58.
+# Spin and poll times in seconds. Measured in alternation with 300 reads of 256 x 64 KiB on two
+# overloaded cores: 0.72 GB/s with a spin time of 2 ms, 0.71 GB/s with 10 ms, and 0.58 GB/s with 0.2
+# ms.
 _SPIN_S, _POLL_S = 2e-3, 50e-6
-_NUM_THREADS = 3  # that share lists of at least 1,024 descriptors; they sleep when idle
-_PROGRESS_US = 1000  # sleep of the agent's thread, unless a UCX event wakes it
+_NUM_THREADS = 3  # share lists of 1,024 or more descriptors, and sleep when idle
+_PROGRESS_US = 1000  # sleep time of the agent's thread in microseconds, unless a UCX event wakes it
 _making = (
     threading.Lock()
-)  # held while an agent is created, which changes settings of the whole process
+)  # held while an agent is created, because this changes process-wide settings
 
 
 class Agent:
-    """An agent with the UCX backend. Any thread may call any method.
+    """A NIXL agent with the UCX backend. Any thread may call any method.
 
     The agent is owned by its creator and by every caller of `share`. It ends when each owner has called
     `release`.
@@ -64,14 +66,17 @@ class Agent:
         self.num_shared = 0  # number of `share` calls
 
     def share(self) -> Agent:
-        """Return this agent for one more owner."""
+        """Return this agent for an additional owner."""
         with self._changed:
             self._num_users += 1
             self.num_shared += 1
         return self
 
     def release(self) -> None:
-        """Drop an owner. The last one ends the agent, once transfers in flight have released it."""
+        """Drop an owner.
+
+        After the last owner is dropped, the agent ends once transfers in flight have released it.
+        """
         with self._changed:
             self._num_users -= 1
             if self._num_users == 0:
@@ -79,11 +84,14 @@ class Agent:
                 self._kept.clear()
 
     def keep(self, memory: object) -> None:
-        """Keep memory alive as long as the agent."""
+        """Keep memory alive as long as the agent exists."""
         self._kept.append(memory)
 
     def register(self, regions: list[Region]) -> list:
-        """Register all or no memory. Returns what `deregister` takes. RuntimeError if NIXL refuses."""
+        """Register all or none of the memory.
+
+        Returns the argument for `deregister`. Raises RuntimeError if NIXL refuses.
+        """
         by_kind: dict[str, list[tuple[int, int, int, str]]] = {}
         for region in regions:
             if (found := nixl_kind(region.kind)) is None:
@@ -105,13 +113,13 @@ class Agent:
         return registered
 
     def deregister(self, registered: list) -> None:
-        """Undo a `register`."""
+        """Deregister the result of `register`."""
         for each in registered:
             with suppress(Exception):  # NIXL has already released it
                 self._agent.deregister_memory(each)
 
     def metadata(self) -> bytes:
-        """Return what a peer's agent needs to access the memory registered so far."""
+        """Return the metadata that a peer's agent needs to access the memory registered so far."""
         return self._agent.get_agent_metadata()
 
     def add(self, metadata: bytes, name: str, timeout_s: float) -> None:
@@ -143,7 +151,7 @@ class Agent:
         self._free_name(name)
 
     def _forget(self, name: str) -> None:
-        with suppress(Exception):  # the peer is gone, which is why it is removed
+        with suppress(Exception):  # the peer is usually gone when it is removed
             self._agent.remove_remote_agent(name)
 
     def _free_name(self, name: str) -> None:
@@ -163,11 +171,12 @@ class Agent:
         Args:
             operation: "READ" or "WRITE".
             peer: Name of the peer.
-            sides: Local and remote side, each int64[n] addresses, kind of memory and device.
-            length: int64[n]. Bytes.
+            sides: Local and remote side. Each is a tuple of addresses int64[n], kind of memory, and
+                device.
+            length: int64[n]. Length of each fragment in bytes.
 
         Raises:
-            RuntimeError: NIXL refuses. NIXL may also raise other exceptions.
+            RuntimeError: NIXL refuses the transfer. NIXL may also raise other exceptions.
         """
         lists = []
         for (addresses, kind, device), name in zip(sides, ("NIXL_INIT_AGENT", peer)):
@@ -187,7 +196,10 @@ class Handle:
         self._state = agent.transfer(request)
 
     def is_done(self) -> bool:
-        """Return whether all bytes have moved. RuntimeError, or an exception of NIXL, on failure."""
+        """Return whether all bytes have moved.
+
+        Raises RuntimeError, or an exception of NIXL, on failure.
+        """
         if self._state == "PROC":
             self._state = self._agent.check_xfer_state(self._request)
         if self._state == "ERR":
@@ -195,7 +207,10 @@ class Handle:
         return self._state == "DONE"
 
     def wait(self, deadline: float, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Wait for the transfer. TimeoutError after `deadline`, or once `is_over()`."""
+        """Wait for the transfer.
+
+        Raises TimeoutError after `deadline`, or when `is_over()` returns true.
+        """
         begin = time.monotonic()
         while not self.is_done():
             now = time.monotonic()
@@ -226,10 +241,11 @@ _RDMA = {"all", "ib", "rc", "dc", "ud"}
 
 
 class Reach(NamedTuple):
-    """How a process can access the memory of other processes without their help.
+    """Describes how a process can access the memory of other processes without their help.
 
     Attributes:
-        machine: Equal for processes that can access each other's memory within one machine.
+        machine: Machine identifier, equal for processes that can access each other's memory within
+            one machine.
         has_rdma: Whether this machine has RDMA devices.
     """
 
@@ -240,8 +256,8 @@ class Reach(NamedTuple):
     def of_this(cls) -> Reach:
         """Return the reach of this process, as permitted by UCX_TLS.
 
-        UCX_TLS is a list of transports, or "^" followed by those that are excluded. Unknown names count
-        as TCP.
+        UCX_TLS is a list of transports, or "^" followed by a list of excluded transports. Unknown
+        names are treated as TCP.
         """
         text = os.environ.get("UCX_TLS", "all").strip()
         listed = {each.strip() for each in text.removeprefix("^").split(",")}
@@ -260,18 +276,19 @@ class Reach(NamedTuple):
         return cls(machine, has_device and allows(kinds, _RDMA))
 
     def is_beside(self, other: Reach) -> bool:
-        """Return whether both processes are on one machine and can access each other's memory there."""
+        """Return whether both processes are on one machine and can access each other's memory."""
         return self.machine is not None and self.machine == other.machine
 
     def reaches(self, other: Reach) -> bool:
-        """Return whether each of two processes can access the other's memory."""
+        """Return whether both processes can access each other's memory."""
         return self.is_beside(other) or (self.has_rdma and other.has_rdma)
 
 
 def nixl_kind(kind: str | None) -> tuple[str, int] | None:
-    """Return NIXL's kind of memory, and the device number, of a `Region.kind`.
+    """Return NIXL's kind of memory and the device number for a `Region.kind`.
 
-    None for memory that no other process can access and that goes through host memory.
+    Returns None for memory that no other process can access. Its bytes are sent through host
+    memory.
     """
     if kind == "cpu":
         return "DRAM", 0
@@ -282,7 +299,10 @@ def nixl_kind(kind: str | None) -> tuple[str, int] | None:
 
 @contextmanager
 def _network_devices(host: str) -> Iterator[None]:
-    """Restrict UCX to the loopback device for a loopback address. It would listen on every device."""
+    """Restrict UCX to the loopback device if `host` is a loopback address.
+
+    By default, UCX listens on every device.
+    """
     try:
         is_loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -301,8 +321,8 @@ def _network_devices(host: str) -> Iterator[None]:
 def _sleeping_thread(api: ModuleType) -> Iterator[None]:
     """Make new agents use a thread that sleeps between events.
 
-    NIXL's Python API has no such option and passes 0: that thread never sleeps, and occupies a core that
-    the engine and the transfer need.
+    NIXL's Python API does not have this option and passes 0. With this value, the thread never
+    sleeps and occupies a core that the engine and the transfer need.
     """
     bindings = api.nixlBind
     make = bindings.nixlAgent

@@ -13,7 +13,7 @@ from kvcache.transfer.transport.connection import Connection, StagedTransfer
 from kvcache.transfer.transport.nixl_agent import Agent, Handle
 from kvcache.transfer.transport.spans import Spans
 
-_MOST_DESCRIPTORS = 1 << 14  # per list: 400 KiB
+_MOST_DESCRIPTORS = 1 << 14  # maximum number of descriptors per list, which takes 400 KiB
 _RETRY_S = 0.05
 # Where NIXL can access the peer's memory directly, packing smaller fragments is at least as fast.
 # Measured in host memory; within one machine, cuda_ipc takes about 20 times as long per descriptor
@@ -34,9 +34,9 @@ def least_direct_bytes(local_kind: str, remote_kind: str, *, is_beside: bool) ->
 
 
 class DirectTransfer(StagedTransfer):
-    """A transfer without staging memory: NIXL itself reads and writes pages.
+    """A transfer without staging memory, in which NIXL reads and writes pages directly.
 
-    `kinds`: NIXL's kind of memory and device, local and remote.
+    `kinds`: NIXL's kind of memory and device for the local and the remote side.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class DirectTransfer(StagedTransfer):
         super().__init__(connection, local.num_bytes, timeout_s)
         self.operation = "READ" if kind == "pull" else "WRITE"
         self.spans, self.kinds, self.notify = (local, remote), kinds, notify
-        self.is_touching = False  # set by the thread that moves it
+        self.is_touching = False  # NIXL may access pages; set by the flow's thread
         connection.track(self, local, "direct", notify)
 
     def cancel(self, reason: str) -> None:
@@ -64,10 +64,11 @@ class DirectTransfer(StagedTransfer):
 
 
 class DirectFlow:
-    """A thread that starts transfers in order, and informs the peer when they are done.
+    """A thread that starts transfers in order, and informs the peer when they have completed.
 
-    It forgets the peer, and calls `on_end`, once it is closed and NIXL has released everything. If a peer
-    is forgotten earlier, NIXL reports its transfers as ended but continues them.
+    After `close`, when NIXL has released all transfers, the thread removes the peer and calls
+    `on_end`. If a peer were removed earlier, NIXL would report its transfers as ended but continue
+    them.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class DirectFlow:
         self._agent, self._connection, self._on_end = agent, connection, on_end
         self._enter_device = enter_device
         self._transfers: queue.SimpleQueue[DirectTransfer | None] = queue.SimpleQueue()
-        self._held: list[tuple[Handle, DirectTransfer]] = []  # not yet released by NIXL
+        self._held: list[tuple[Handle, DirectTransfer]] = []  # not released by NIXL yet
         self.thread = threading.Thread(
             target=self._run, name=f"kvcache direct {connection.peer.agent}", daemon=True
         )
@@ -111,7 +112,7 @@ class DirectFlow:
             try:
                 self._enter_device()
                 self._move(transfer)
-            except Exception as error:  # raised by NIXL: the peer is gone
+            except Exception as error:  # raised by NIXL if the peer is gone
                 self._connection.fail(f"{type(error).__name__}: {error}")
             self._connection.untrack(transfer.number)
         self._agent.remove(self._connection.peer.incarnation)
@@ -151,7 +152,7 @@ class DirectFlow:
     def _let_go(self, handle: Handle, transfer: DirectTransfer) -> bool:
         """Return whether NIXL has released the transfer. Until then, its pages are not reused.
 
-        A handle is not released earlier, because NIXL would forget it and continue writing.
+        A handle must not be released earlier, because NIXL would forget it but continue writing.
         """
         if not handle.has_ended():
             return False

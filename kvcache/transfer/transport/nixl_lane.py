@@ -1,4 +1,4 @@
-"""Packed pieces over NIXL: the sender writes them into the receiver's staging memory."""
+"""Sends packed pieces over NIXL. The sender writes them into the receiver's staging memory."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from kvcache.transfer.transport.registered import Region
 if TYPE_CHECKING:
     from kvcache.transfer.transport.registered import RegisteredMemory
 
-_SLOTS = PIECES_AHEAD  # pieces of staging memory in each direction
-_MOST_TAGS = 1 << 12  # tags for which a peer has room at a time
+_SLOTS = PIECES_AHEAD  # number of pieces of staging memory in each direction
+_MOST_TAGS = 1 << 12  # maximum number of tags for which a peer has room at the same time
 _MOST_NAME = 128
 _HOST = ("DRAM", 0)
 
 
 class NixlLane(Lane):
-    """A lane whose frames are:
+    """A lane over NIXL that uses the following frames:
 
     - `hello`: staging memory and NIXL's metadata.
     - `room`: a slot of the receiver is free for the next piece of a tag.
@@ -48,8 +48,8 @@ class NixlLane(Lane):
         keep: Callable[[object], None],
     ) -> None:
         self._agent, self._registered_memory = agent, memory
-        # Whether peers can access pages without this side's help; and a callback that keeps memory to
-        # which a lost peer may still write.
+        # Whether peers can access pages without this side's help, and a callback that keeps memory
+        # alive to which a lost peer may still write.
         self._pages_are_registered, self._keep = pages_are_registered, keep
         self._connection, self._channel = connection, channel
         self._piece_bytes = connection.piece_bytes
@@ -70,15 +70,20 @@ class NixlLane(Lane):
         self._arrived: dict[int, int] = {}
         self._is_closed = False
         self._peer_slots: list[int] = []
-        self.unsent: deque[_Sending] = deque()  # accessed by the sending thread
-        self._under_way: deque[_Sending] = deque()  # likewise; not yet announced to the peer
-        self.is_direct = False  # pages of both sides are registered with NIXL
-        self.is_reached = False  # the peer's memory can be accessed without its help
-        self.is_beside = False  # the peer is on this machine
+        # Pieces that have not started, and pieces that were not announced to the peer yet. Only the
+        # sending thread accesses them.
+        self.unsent: deque[_Sending] = deque()
+        self._under_way: deque[_Sending] = deque()
+        self.is_direct = False  # whether pages of both sides are registered with NIXL
+        self.is_reached = False  # whether the peer's memory can be accessed without its help
+        self.is_beside = False  # whether the peer is on this machine
         self.direct: DirectFlow | None = None
 
     def open(self, timeout_s: float) -> None:
-        """Exchange NIXL's metadata. RuntimeError if the peer does not send valid metadata."""
+        """Exchange NIXL's metadata.
+
+        Raises RuntimeError if the peer does not send valid metadata.
+        """
         nixl, deadline = self._agent, time.monotonic() + timeout_s
         slots = [self._memory[1, slot].data_ptr() for slot in range(_SLOTS)]
         reach = Reach.of_this()
@@ -153,7 +158,7 @@ class NixlLane(Lane):
                 return
             self._is_closed = True
             self._changed.notify_all()
-        self.unsent.clear()  # a thread that still sends will notice, and end
+        self.unsent.clear()  # a thread that is still sending will notice this and end
         self._under_way.clear()
         if self.direct is not None:
             self.direct.close()
@@ -163,19 +168,21 @@ class NixlLane(Lane):
     def _let_go(self) -> None:
         """Release the resources of the ended lane.
 
-        A lost peer that can access memory without this side's help may still write to it. The lane
-        therefore keeps its addresses reserved, without memory at them.
+        A lost peer that can access memory without this side's help may still write to it. Therefore
+        the lane keeps its addresses reserved, without backing memory.
         """
         self._agent.deregister(self._registered)
-        self._staging = None  # unpinned once no copy is running
+        self._staging = None  # unpinned when no copy is running
         self._mapped.madvise(mmap.MADV_DONTNEED)
         (self._keep if self.is_reached else self._agent.keep)(self._mapped)
         self._agent.release()
 
-    # Used by the pieces.
+    # Methods used by the pieces.
 
     def take_room(self, tag: int, timeout_s: float) -> int | None:
-        """Return the slot for the next piece of a tag. None if the peer has none within `timeout_s`."""
+        """Return the slot for the next piece of a tag, or None if no slot becomes free within
+        `timeout_s`.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or tag in self._rooms, timeout_s)
             self._check_open()
@@ -188,7 +195,7 @@ class NixlLane(Lane):
             return slot
 
     def begin_unsent(self) -> None:
-        """Start writing pieces, in order, for which there is room, and announce those written."""
+        """Start writing pieces in order, as long as the peer has room, and announce written pieces."""
         while self.unsent and self.unsent[0].begin():
             self.unsent.popleft()
             self._announce_written()
@@ -216,7 +223,7 @@ class NixlLane(Lane):
         self._under_way.append(sending)
 
     def wait_until_written(self, sending: _Sending, deadline: float) -> None:
-        """Wait for a piece in flight, and for those before it."""
+        """Wait for a piece in flight and for all earlier pieces."""
         while not sending.is_announced:
             self._under_way[0].handle.wait(deadline, lambda: self._is_closed)
             self._announce_written()
@@ -235,12 +242,12 @@ class NixlLane(Lane):
 
 
 class _Sending:
-    """A piece that is written once the peer has room and earlier pieces have started."""
+    """A piece that is written when the peer has room and earlier pieces have started."""
 
     def __init__(self, lane: NixlLane, piece: torch.Tensor, tag: int) -> None:
         self._lane, self.piece, self.tag = lane, piece, tag
         self.handle: Handle | None = None
-        self.is_announced = False  # the peer was informed that it was written
+        self.is_announced = False  # whether the peer was informed that the piece was written
         lane.unsent.append(self)
         lane.begin_unsent()
 
@@ -253,7 +260,7 @@ class _Sending:
 
     def wait(self, timeout_s: float) -> None:
         lane, deadline = self._lane, time.monotonic() + timeout_s
-        # Earlier pieces come first: room is granted in the order of the pieces.
+        # Start earlier pieces first, because room is granted in the order of the pieces.
         while self.handle is None:
             if not lane.unsent[0].begin(max(deadline - time.monotonic(), 0.0)):
                 raise TimeoutError("the peer did not make room in time")

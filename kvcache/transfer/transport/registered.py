@@ -91,7 +91,7 @@ class RegisteredMemory:
         return new
 
     def remove(self, regions: list[Region]) -> None:
-        """Undo an `add`, given its result."""
+        """Remove the regions that `add` returned."""
         gone = {(each.begin, each.end) for each in regions}
         self._known = _Known.of(
             [each for each in self.regions if (each.begin, each.end) not in gone]
@@ -107,11 +107,13 @@ class RegisteredMemory:
 
     @property
     def begins(self) -> np.ndarray:
-        """int64[r], sorted: the start of each region."""
+        """Sorted starts of all regions, int64[r]."""
         return self._known.begins
 
     def kind_of(self, spans: Spans) -> str | None:
-        """Return the kind of the regions that contain checked fragments. None if there are several."""
+        """Return the kind of the regions that contain checked fragments, or None if there are
+        several kinds.
+        """
         return kind_within(spans, self._known.begins, self._known.kinds)
 
     @property
@@ -127,7 +129,9 @@ class RegisteredMemory:
         return None if kind is None else torch.device(kind)
 
     def enter_device(self) -> None:
-        """Make that device current in the calling thread, which must belong to the transport."""
+        """Make the registered CUDA device current in the calling thread, which must belong to the
+        transport.
+        """
         if (device := self.cuda_device) is not None:
             CudaStreams(device).enter()
 
@@ -140,7 +144,7 @@ class RegisteredMemory:
         self._copy(tile, staging, streams, to_staging=True)
 
     def scatter(self, staging: torch.Tensor, tile: Spans, streams: CopyStreams) -> None:
-        """Copy from staging memory to a tile's fragments, the inverse of `gather`."""
+        """Copy from staging memory to a tile's fragments. This is the inverse of `gather`."""
         self._copy(tile, staging, streams, to_staging=False)
 
     def _copy(
@@ -178,13 +182,13 @@ class RegisteredMemory:
 def _factored(tile: Spans, memory: torch.Tensor) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the table and pairs of `ops.copy_blocks` for fragments in one storage.
 
-    With a row per run and a pair per base, far fewer launches are needed than with a row per fragment.
-    Returns None if the fragments do not have this form.
+    With one row per run and one pair per base, far fewer launches are needed than with one row per
+    fragment. Returns None if the fragments do not have this form.
     """
     bases, runs, length = tile.bases, tile.offsets, tile.length
     if (
         len(bases) == 1 and (length == length[0]).all()
-    ):  # one run: use the bases as runs of a single base
+    ):  # with one run, use the bases as runs of a single base
         bases, runs, length = bases[0] + runs, np.zeros(1, np.int64), length[:1]
     first = int(bases.min())
     step = int(np.gcd.reduce(bases - first))
@@ -201,8 +205,9 @@ def _factored(tile: Spans, memory: torch.Tensor) -> tuple[np.ndarray, np.ndarray
 class CopyStreams:
     """The streams on which one thread copies, one per CUDA device, separate from the engine's streams.
 
-    A copy is awaited by polling its event, which does not disturb graph captures. If `staging_is_pinned`
-    is False, kernels cannot access staging memory, and the slower copy engine is used.
+    Copies are awaited by polling their events, which does not invalidate graph captures. If
+    `staging_is_pinned` is False, kernels cannot access staging memory, and the slower copy engine
+    is used.
     """
 
     def __init__(self) -> None:
@@ -210,7 +215,10 @@ class CopyStreams:
         self._by_device: dict[torch.device, tuple[CudaStreams, torch.cuda.Stream]] = {}
 
     def run(self, device: torch.device, copy: Callable[[int], None]) -> None:
-        """Call `copy(engine)` and wait until it is done. RuntimeError if the device has failed."""
+        """Call `copy(engine)` and wait until the copy has finished.
+
+        Raises RuntimeError if the device has failed.
+        """
         if device.type != "cuda":
             copy(ops.COPY_ENGINE)
             return
@@ -224,14 +232,16 @@ class CopyStreams:
         until(streams.record(stream).query, None, "a copy")
 
     def close(self) -> None:
-        """Destroy the streams after their work is done."""
+        """Destroy the streams after their work has finished."""
         while self._by_device:
             _, (streams, stream) = self._by_device.popitem()
             streams.close([stream])
 
 
 def kind_within(spans: Spans, begins: np.ndarray, kinds: np.ndarray) -> str | None:
-    """Return the kind of the regions that contain checked fragments. None if there are several."""
+    """Return the kind of the regions that contain checked fragments, or None if there are several
+    kinds.
+    """
     first = spans.bases + (spans.offsets if len(spans.bases) == 1 else int(spans.offsets.min()))
     found = set(kinds[np.searchsorted(begins, first, "right") - 1].tolist())
     return found.pop() if len(found) == 1 else None
@@ -247,7 +257,7 @@ def check_within(spans: Spans, begins: np.ndarray, ends: np.ndarray, name: str) 
     else:  # a base and all its runs are in one region
         first = spans.bases + int(spans.offsets.min())
         last = spans.bases + int((spans.offsets + spans.length).max())
-    grows = last > first  # false if a sum overflowed int64
+    grows = last > first  # false if a sum overflows int64
     if len(begins) == 1 and grows.all() and begins[0] <= first.min() and last.max() <= ends[0]:
         return
     at = np.searchsorted(begins, first, "right") - 1
@@ -313,7 +323,7 @@ def _of_host(memory: Sequence[tuple[int, int]]) -> list[Region]:
             raise ValueError(f"memory[{i}] has {len(row)} entries: expected (address, bytes)")
         address = integer(row[0], f"memory[{i}][0]", 1, MAX_INT64)
         size = integer(row[1], f"memory[{i}][1]", 1, MAX_INT64 - address)
-        found.append((address, address + size, 0))  # treated as one storage
+        found.append((address, address + size, 0))  # all host ranges count as one storage
     return [Region(begin, end, _host_view(begin, end)) for begin, end, _ in _merged(found)]
 
 
@@ -340,7 +350,9 @@ def _storage(memory: torch.Tensor) -> int:
 
 
 def _bounds(regions: list[Region]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sorted starts, each with the furthest end of a region that starts no later."""
+    """Return the sorted starts of the regions, and for each start the largest end of all regions up
+    to it.
+    """
     begins = np.array([each.begin for each in regions], np.int64)
     ends = np.array([each.end for each in regions], np.int64)
     return begins, np.maximum.accumulate(ends) if len(ends) else ends

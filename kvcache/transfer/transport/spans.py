@@ -1,4 +1,4 @@
-"""Factored fragments of one side of a transfer, and their division into pieces of staging memory."""
+"""Factored fragments of one side of a transfer, which can be split into pieces of staging memory."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import numpy as np
 
 from kvcache.checks import MAX_INT32, MAX_INT64, as_array, instance, integer
 
-_NUM_HEADER = 2  # int64: numbers of bases and of runs
+_NUM_HEADER = 2  # int64 values in the header: number of bases and number of runs
 _MOST = 2**62
 
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Fragments of memory: the product of `bases` and runs.
+    """Fragments of memory, as the product of `bases` and runs.
 
-    Fragment (d, m) is the `length[m]` bytes starting at address `bases[d] + offsets[m]`.
+    Fragment (d, m) consists of `length[m]` bytes starting at address `bases[d] + offsets[m]`.
 
     Args:
         bases: int64[d]. Addresses.
-        offsets: int64[m]. Bytes.
-        length: int64[m]. Bytes.
+        offsets: int64[m]. Offset of each run in bytes.
+        length: int64[m]. Length of each run in bytes.
 
     Example:
         >>> spans = Spans(np.array([1000, 9000]), np.array([0, 64]), np.array([16, 32]))
@@ -36,7 +36,10 @@ class Spans:
 
     @classmethod
     def of(cls, addresses: np.ndarray, length: np.ndarray, name: str) -> Spans:
-        """Create one fragment per address, from int64[n]. TypeError or ValueError for other values."""
+        """Create one fragment per address, from int64[n].
+
+        Raises TypeError or ValueError for other values.
+        """
         instance(name, str, "name")
         offsets, length = _column(addresses, name), _column(length, "length")
         _check_as_many(offsets, length, name)
@@ -51,7 +54,10 @@ class Spans:
         return Spans(self.bases, offsets, self.length)
 
     def checked(self, name: str) -> Spans:
-        """Return these spans. ValueError for a length below 1, or sums that overflow int64."""
+        """Return these spans.
+
+        Raises ValueError for a length below 1, or sums that overflow int64.
+        """
         for what in ("bases", "offsets", "length"):
             array = getattr(self, what)
             instance(array, np.ndarray, f"{what} of {name}")
@@ -82,11 +88,14 @@ class Spans:
         return len(self.bases) * int(self.length.sum())
 
     def addresses(self) -> np.ndarray:
-        """Return int64[d * m]: the start of each fragment, base by base. Long, so use it for a tile."""
+        """Return the start of each fragment, ordered by base: int64[d * m].
+
+        The result is long, so call this only for tiles.
+        """
         return np.add.outer(self.bases, self.offsets).ravel()
 
     def tiles(self, piece_bytes: int) -> Iterator[Spans]:
-        """Split these spans into spans of at most `piece_bytes`, splitting longer runs.
+        """Split these spans into spans of at most `piece_bytes` bytes. Longer runs are split.
 
         The two sides of a transfer have equal lengths and are split in the same way.
         """
@@ -153,7 +162,7 @@ def _check_addresses(values: np.ndarray, name: str, what: str) -> None:
 
 
 def _cut(offsets: np.ndarray, length: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the runs, with those longer than `most` bytes split."""
+    """Return the runs after splitting runs longer than `most` bytes."""
     parts = -(-length // most)
     if int(parts.max()) == 1:
         return offsets, length

@@ -1,4 +1,6 @@
-"""A transport whose peers request bytes over a channel and receive them packed over a lane."""
+"""A transport in which peers request bytes over a channel and receive them in packed form over a
+lane.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,11 @@ from kvcache.transfer.transport.spans import Spans
 if TYPE_CHECKING:
     from kvcache.worker.pages.pages import Pages
 
-_MOST_GREETING = 64  # sides that connect at the same time
-_PIECE_BYTES = 8 << 20  # an initial choice, measured only on two busy cores
-_CALL_S = 0.005  # interval for checking whether a peer has connected
-_RETRY_S = 0.05  # after a connection that could not be accepted
-_LINGER_S = 1.0  # time for `close` to send queued frames
+_MOST_GREETING = 64  # maximum number of sides that connect at the same time
+_PIECE_BYTES = 8 << 20  # default bytes per piece; measured only on two busy cores
+_CALL_S = 0.005  # interval in seconds for checking whether a peer has connected
+_RETRY_S = 0.05  # pause in seconds after a connection that could not be accepted
+_LINGER_S = 1.0  # seconds for `close` to send queued frames
 
 
 _open: weakref.WeakSet[StagedTransport] = weakref.WeakSet()
@@ -92,7 +94,7 @@ class StagedTransport(Transport):
             self.memory, self.timeout_s, self.piece_bytes, self.digest, self.accepts_writes
         )
         self._connections: dict[str, Connection] = {}
-        self._ended: list[tuple[str, Connection]] = []  # with messages that were not taken yet
+        self._ended: list[tuple[str, Connection]] = []  # ended, with messages not taken yet
         self._lock = threading.Lock()
         self._greeting = threading.Semaphore(_MOST_GREETING)
         self._is_closed = False
@@ -107,7 +109,7 @@ class StagedTransport(Transport):
         self._thread.start()
         _open.add(self)
 
-    # Implemented by each transport.
+    # Methods implemented by each transport.
 
     def _on_registered(self, memory: list[Region]) -> None:
         """Make new regions known to the transport."""
@@ -116,7 +118,7 @@ class StagedTransport(Transport):
     def _open_lane(self, connection: Connection, channel: Channel, *, timeout_s: float) -> Lane:
         """Attach the channel and open the lane to a peer. Both sides do so at the same time."""
 
-    # The interface.
+    # The `Transport` interface.
 
     def register(self, memory: Pages | Sequence[tuple[int, int]]) -> None:
         self._check_open()
@@ -139,7 +141,7 @@ class StagedTransport(Transport):
             raise ValueError(f"agent of the metadata is {theirs.agent!r}: expected another agent's")
         if (
             theirs.incarnation == self.incarnation
-        ):  # an answering peer might reflect this side's proof
+        ):  # otherwise the peer could reflect this side's proof
             raise ValueError("incarnation of the metadata is this side's own: expected another's")
         with self._lock:
             known = connection = self._live(theirs.agent)
@@ -250,7 +252,7 @@ class StagedTransport(Transport):
                 time.sleep(_RETRY_S)
 
     def _welcome(self, sock: socket.socket) -> None:
-        """Answer a connecting side in a separate thread."""
+        """Perform the handshake with a connecting side. Runs in a separate thread."""
         self.memory.enter_device()
         admitted: list[Connection] = []
 
@@ -285,7 +287,10 @@ class StagedTransport(Transport):
                 connection.fail(str(error))
 
     def _await_call(self, theirs: Metadata, deadline: float) -> bool:
-        """Wait for a peer's connection to replace this side's. Returns whether the peer is connected."""
+        """Wait for a connection from the peer that replaces this side's connection.
+
+        Returns whether the peer is connected.
+        """
         while time.monotonic() < deadline:
             with self._lock:
                 known = self._live(theirs.agent)
@@ -405,7 +410,7 @@ class StagedTransport(Transport):
 
 
 def is_everywhere(host: str) -> bool:
-    """Return whether a host stands for every address of this machine."""
+    """Return whether a host means all addresses of this machine."""
     try:
         return not host or ipaddress.ip_address(host).is_unspecified
     except ValueError:  # a host name

@@ -1,1 +1,1 @@
-"""The memory of a pool's pages, and the tensors over it that attention kernels read."""
+"""The memory of a pool's pages, and the tensors through which attention kernels read it."""

@@ -1,4 +1,4 @@
-"""The meaning of a page's bytes: the position of each head of each token, and the dtype."""
+"""Describes the contents of a page: the position of each head of each token, and the dtype."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 
 class PageContents(NamedTuple):
-    """The meaning of a page's bytes, as plain values that can be compared.
+    """The contents of a page, described by plain values that can be compared.
 
-    The bytes are all fragments, concatenated in the order of `Pages.sizes`, as swaps and stores copy
-    them. Neither their placement in memory nor a backend's indexing affects the contents.
+    The bytes of a page are all its fragments, concatenated in the order of `Pages.sizes`, as swaps
+    and stores copy them. Neither their placement in memory nor a backend's indexing affects the
+    contents.
     """
 
-    storages: tuple[tuple, ...]  # per storage over the pages: the parts of its blocks
-    cp_interleave: int | None = None  # tokens, as in the block tables; None: unknown
+    storages: tuple[tuple, ...]  # the parts of a block, for each storage over the pages
+    cp_interleave: int | None = None  # interleave in tokens, as in the block tables; None: unknown

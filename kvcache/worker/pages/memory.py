@@ -48,9 +48,9 @@ class PageMemory:
                 raise ValueError(
                     f"{name} has {len(each)} entries: expected {len(self.offsets)}, as offsets has"
                 )
-        self.pages_per_chunk = pages_per_chunk  # pages pinned by a single call; 0: all
-        self.formats = formats  # formats of blocks, if known; `PageCopy` compares them
-        self.contents = contents  # meaning of the bytes, used by stores; None until storages set it
+        self.pages_per_chunk = pages_per_chunk  # number of pages pinned per call; 0: all
+        self.formats = formats  # block formats, if known; compared by `PageCopy`
+        self.contents = contents  # page contents, used by stores; None until a storage sets it
         self.base = memory.data_ptr()
         self._owners = owners
         self._keep = keep

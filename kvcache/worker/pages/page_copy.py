@@ -1,4 +1,4 @@
-"""Copies between pages."""
+"""Copies pages within a pool or between two pools."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from kvcache.worker.pages.memory import PageMemory
 
 
 class PageCopy:
-    """Copies pages within a pool or between two pools. Its table for `ops.copy_blocks` is built once.
+    """Copies pages within a pool or between two pools. The region table for `ops.copy_blocks` is
+    built once.
 
     Regions that are contiguous on both sides are merged. With `by_layer`, they are merged only within a
     layer, so that single layers can be copied.
@@ -56,7 +57,10 @@ class PageCopy:
         num_thread_blocks: int = 0,
         layers: slice | None = None,
     ) -> None:
-        """Copy pages: all layers or, with `by_layer`, the given ones. See `ops.copy_blocks`."""
+        """Copy pages of all layers or, with `by_layer`, of the given layers.
+
+        See `ops.copy_blocks`.
+        """
         regions = self.regions
         if layers is not None and not self._by_layer:
             raise ValueError("layers is given: expected it only of a PageCopy made with by_layer")
@@ -101,7 +105,7 @@ def pairs_tensor(pairs: np.ndarray | torch.Tensor) -> torch.Tensor:
         if len(out_of_range):
             i, j = out_of_range[0]
             raise ValueError(f"pairs[{i}] has page {array[i, j]}: expected int32")
-    # Copied, because torch aborts the process if memory runs out within `from_numpy`.
+    # Copy the array, because torch aborts the process if memory runs out within `from_numpy`.
     tensor = torch.empty(array.shape, dtype=torch.int32, device="cpu")
     tensor.numpy()[:] = array
     return tensor
@@ -110,7 +114,9 @@ def pairs_tensor(pairs: np.ndarray | torch.Tensor) -> torch.Tensor:
 def _merged(
     source: PageMemory, destination: PageMemory, by_layer: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the op's table of merged regions, int64[r, 5], and the first layer of each region."""
+    """Return the table of merged regions for the op, int64[r, 5], and the first layer of each
+    region.
+    """
     table = np.stack(
         [source.offsets, source.strides, destination.offsets, destination.strides, source.sizes], 1
     )
@@ -130,7 +136,7 @@ def _merged(
 
 
 def _check_formats(source: PageMemory, destination: PageMemory) -> None:
-    """Raise ValueError if both sides describe their pages in the same terms but differ."""
+    """Raise ValueError if the block formats of both sides are comparable but differ."""
     mine, other = source.formats, destination.formats
     if mine is None or other is None or mine[0] != other[0]:
         return
@@ -143,7 +149,10 @@ def _check_formats(source: PageMemory, destination: PageMemory) -> None:
 
 
 def _share_memory(source: PageMemory, destination: PageMemory) -> bool:
-    """Return whether both sides are the same pages. Raises ValueError for any other overlap."""
+    """Return whether both sides are the same pages.
+
+    Raises ValueError if they overlap in any other way.
+    """
     if source.device != destination.device:
         return False
     spans = [_span(pages) for pages in (source, destination)]
@@ -158,7 +167,7 @@ def _share_memory(source: PageMemory, destination: PageMemory) -> bool:
 
 
 def _span(pages: PageMemory) -> tuple[int, int]:
-    """Return the first byte of all regions and the byte after the last one."""
+    """Return the first byte of all regions, and the end of the last byte."""
     if len(pages.sizes) == 0 or pages.page_bytes == 0:
         return pages.base, pages.base
     ends = pages.offsets + (pages.num_blocks - 1) * pages.strides + pages.sizes
@@ -166,12 +175,12 @@ def _span(pages: PageMemory) -> tuple[int, int]:
 
 
 def _meet(source: PageMemory, destination: PageMemory) -> bool:
-    """Return whether the span of any region overlaps a region of the other side."""
+    """Return whether the spans of any two regions of the two sides overlap."""
     starts = source.base + source.offsets
     ends = starts + (source.num_blocks - 1) * source.strides + source.sizes
     others = destination.base + destination.offsets
     other_ends = others + (destination.num_blocks - 1) * destination.strides + destination.sizes
     order = np.argsort(others)
-    reach = np.maximum.accumulate(other_ends[order])  # furthest end of the regions up to here
+    reach = np.maximum.accumulate(other_ends[order])  # largest end of all regions up to this one
     before = np.searchsorted(others[order], ends) - 1  # last region that begins before the end
     return bool((reach[before] > starts)[before >= 0].any())

@@ -25,27 +25,28 @@ from kvcache.worker.pages.pinning import allocate_host
 from kvcache.worker.pages.regions import Region, check_apart, format_of, regions_of
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
-ALIGNMENT = 256  # bytes: alignment of each layer's memory
+ALIGNMENT = 256  # alignment of each layer's memory in bytes
 
 
 class Pages(PageMemory):
-    """The pages of a pool over all layers: each page has one fragment in each of several regions.
+    """The pages of a pool over all layers. Each page has one fragment in each region.
 
-    A region holds one fragment per page at a constant stride: K of a layer if K and V are separate, K and
-    V of a layer if they are contiguous, or a page's bytes of all layers if those are packed.
-    `copy_blocks` moves pages between any two `Pages` whose regions have fragments of the same sizes.
+    A region holds one fragment per page at a constant stride. A fragment is the K or V of a layer
+    if they are separate, K and V of a layer if they are contiguous, or the bytes of all layers if
+    layers are packed. `copy_blocks` moves pages between any two `Pages` whose regions have
+    fragments of the same sizes.
 
     All torch devices are supported. Devices that are neither CPU nor CUDA use torch's copies.
 
     Args:
-        memory: The tensor that `offsets` refer to.
+        memory: The tensor to which `offsets` refer.
         num_blocks: Number of pages.
-        offsets: int64[r]. Byte at which page 0 begins in each region.
+        offsets: int64[r]. Byte offset of page 0 in each region.
         strides: int64[r]. Bytes between consecutive pages.
         sizes: int64[r]. Bytes per fragment.
         layers: int32[r], ascending. Layer of each region.
-        owners: The tensor that contains each region. Empty: `memory` contains all.
-        keep: An object to keep alive.
+        owners: The tensor that contains each region. Empty: `memory` contains all regions.
+        keep: An object to keep alive as long as the pages.
 
     Example:
         >>> pages = Pages.allocate(num_blocks=9, sizes=[[512, 512]] * 4)
@@ -102,14 +103,15 @@ class Pages(PageMemory):
     def over(cls, layers: Sequence[Tensors], block_dim: int | Sequence[int] = 0) -> Pages:
         """Create pages over an engine's own tensors.
 
-        Any dtypes and strides are accepted. A block that is not contiguous in its tensor becomes several
-        regions. Host memory must not be pinned in several chunks, because the pages cannot know their
-        borders and copies across a border fail. `on_host` pins large memory in chunks: use the pages that
-        it returns.
+        Any dtypes and strides are accepted. A block that is not contiguous in its tensor is divided
+        into several regions. Host memory must not be pinned in several chunks, because the chunk
+        boundaries are not known and copies across a boundary fail. `on_host` pins large memory in
+        chunks, so use the pages that it returns.
 
         Args:
-            layers: For each layer, one tensor or several (K and V, states).
-            block_dim: The dimension that indexes blocks, for all tensors or per layer.
+            layers: For each layer, one tensor or several tensors (K and V, states).
+            block_dim: The dimension that indexes blocks, as one value for all tensors or one value
+                per layer.
 
         Returns:
             The pages.
@@ -190,7 +192,7 @@ class Pages(PageMemory):
             The host pages.
 
         Raises:
-            MemoryError: The host has too little memory.
+            MemoryError: The host does not have enough memory.
         """
         num_blocks = integer(num_blocks, "num_blocks", 1)
         own = self.device.type == "cuda"
@@ -204,7 +206,9 @@ class Pages(PageMemory):
         return host
 
     def staging(self, num_bytes: int) -> Pages:
-        """Allocate up to `num_bytes` of staging pages in the layout of host pages; at least two pages."""
+        """Allocate up to `num_bytes` of staging pages, but at least two pages, in the layout of
+        host pages.
+        """
         num_bytes, stride = integer(num_bytes, "num_bytes", most=MAX_INT64), self._packed_bytes
         num_blocks = max(num_bytes // max(stride, 1), 2)
         try:
@@ -215,7 +219,9 @@ class Pages(PageMemory):
 
     @property
     def _packed_bytes(self) -> int:
-        """Bytes between packed pages: a multiple of a cache line, so that no line is shared."""
+        """Bytes between packed pages, a multiple of the cache line size, so that pages do not share
+        lines.
+        """
         return -(-self.page_bytes // 64) * 64
 
     def _packed(
@@ -239,8 +245,9 @@ class Pages(PageMemory):
     def copy(self, pairs: np.ndarray | torch.Tensor) -> None:
         """Copy pages within this memory, over all layers, for example copy-on-write pairs.
 
-        The pairs are copied in order: a later pair may read or write a page that an earlier pair writes,
-        at the cost of an additional launch. On a GPU the copy is enqueued on the current stream.
+        The pairs are copied in order. A later pair may read or write a page that an earlier pair
+        writes, at the cost of an additional launch. On a GPU the copy is enqueued on the current
+        stream.
 
         Args:
             pairs: int32[n, 2]. Source and destination, as from `BlockSpaceManager.append_slots`,
@@ -292,7 +299,10 @@ def _independent(pairs: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _checked_sizes(sizes: Sequence[Sequence[int]], num_blocks: int) -> list[list[int]]:
-    """Check the fragment bytes per layer, which must fit int64 for all pages. TypeError or ValueError."""
+    """Check the fragment bytes per layer.
+
+    Their total over all pages must fit int64. Raises TypeError or ValueError.
+    """
     checked = [
         [integer(size, f"sizes[{i}][{j}]", most=MAX_INT64) for j, size in enumerate(fragments)]
         for i, fragments in enumerate(

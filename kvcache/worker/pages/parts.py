@@ -14,7 +14,7 @@ from kvcache.worker.pages.memory import PageMemory
 
 
 class BlockParts(NamedTuple):
-    """The caches of a storage by part: "key", "value", "scales"."""
+    """The caches of a storage by part ("key", "value" or "scales")."""
 
     blocks_per_page: int
     views: dict[
@@ -25,7 +25,7 @@ class BlockParts(NamedTuple):
 def contents_of(
     pages: PageMemory, storages: Sequence[BlockParts], cp_interleave: int | None = None
 ) -> PageContents:
-    """Return the meaning of the bytes of `pages`, given the parts of each storage over them.
+    """Return the contents of `pages`, given the parts of each storage over them.
 
     Raises ValueError if the blocks of a storage are not in these pages.
     """
@@ -44,7 +44,7 @@ def _described(pages: PageMemory, storage: BlockParts) -> tuple:
 
 
 def _positions(pages: PageMemory, view: torch.Tensor, num_blocks: int) -> np.ndarray:
-    """Return the byte of a page at which each head of each token begins: int64[blocks, tokens, heads].
+    """Return the byte offset in a page of each head of each token, int64[blocks, tokens, heads].
 
     `view`: [num_blocks, tokens, heads, elements] with contiguous elements.
     """
@@ -55,7 +55,7 @@ def _positions(pages: PageMemory, view: torch.Tensor, num_blocks: int) -> np.nda
         along = [1, 1, 1]
         along[axis] = count
         address += (np.arange(count) * step).reshape(along)
-    begins = pages.base + pages.offsets  # of page 0
+    begins = pages.base + pages.offsets  # start of each region in page 0
     order = np.argsort(begins, kind="stable")
     order = order[pages.sizes[order] > 0]
     region = order[np.maximum(np.searchsorted(begins[order], address, "right") - 1, 0)]

@@ -22,9 +22,9 @@ _CHUNK_BYTES = 256 << 20
 _HUGE_PAGE_BYTES = 2 << 20
 _PAGES_PER_STEP = 64  # 64 pages of whole cache lines end at a system page boundary
 _SECONDS_BETWEEN_LOGS = 5.0
-_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: too little host memory, or too low a lock limit
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: not enough memory, or the lock limit is too low
 _MADV_POPULATE_WRITE = (
-    23  # Linux 5.14; Python's mmap lacks this constant, and its madvise holds the GIL
+    23  # since Linux 5.14; Python's mmap lacks this constant, and its madvise holds the GIL
 )
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -37,9 +37,9 @@ def allocate_host(
 ) -> tuple[torch.Tensor, int, object]:
     """Allocate host memory, pinned if `pin_for` is given.
 
-    Pinning is slow, because the system touches and locks every page, and each call uses one thread.
-    Several threads therefore touch and then pin the memory in chunks. If pinning fails, a warning is
-    issued and the memory stays pageable.
+    Pinning is slow, because the operating system touches and locks every page, and each call uses
+    one thread. Therefore several threads touch and pin the memory in chunks. If pinning fails, a
+    warning is issued and the memory stays pageable.
 
     Args:
         num_blocks: Number of blocks.
@@ -48,11 +48,12 @@ def allocate_host(
         progress: Called as `progress(done, total)`, in bytes.
 
     Returns:
-        The memory, uint8[num_blocks * block_bytes]; the number of blocks per pinned chunk, or 0 for a
-        single chunk; and an owner to keep alive, because freeing it unpins the memory.
+        A tuple of the memory, uint8[num_blocks * block_bytes], the number of blocks per pinned
+        chunk (0 for a single chunk), and an owner. Keep the owner alive, because freeing it unpins
+        the memory.
 
     Raises:
-        MemoryError: The host has too little memory.
+        MemoryError: The host does not have enough memory.
     """
     total = num_blocks * block_bytes
     check_host_memory(total)
@@ -72,12 +73,13 @@ def pin(
     chunk_bytes: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> object | None:
-    """Pin uint8[n] within a mapping, in chunks.
+    """Pin memory uint8[n] within a mapping, in chunks.
 
     Returns:
-        An owner whose release unpins the memory. None, with a warning, if the memory cannot be pinned.
+        An owner whose release unpins the memory. If the memory cannot be pinned, warns and returns
+        None.
     """
-    # Pinned pages must not move, so a fork would copy all of them at once.
+    # Pinned pages must not move, so a fork would immediately copy all of them.
     _advise(mapping, "MADV_DONTFORK")
     try:
         return _Pinned(memory, chunk_bytes, progress or _Logged(), device)
@@ -93,10 +95,11 @@ def pin(
 
 
 def _mapped(num_bytes: int) -> tuple[torch.Tensor, mmap.mmap | None]:
-    """Map uint8[num_bytes] at the start of a huge page. The mapping is None for 0 bytes.
+    """Map memory uint8[num_bytes] at the start of a huge page. The mapping is None for 0 bytes.
 
-    The storage also begins there, because torch and the ops check a storage's first byte to find out
-    whether it is pinned. The memory is mapped but not touched, and the tensor keeps the mapping alive.
+    The storage also begins at this address, because torch and the ops check the first byte of a
+    storage to determine whether it is pinned. The memory is mapped but not touched, and the tensor
+    keeps the mapping alive.
     """
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu"), None
@@ -109,7 +112,7 @@ def _mapped(num_bytes: int) -> tuple[torch.Tensor, mmap.mmap | None]:
             f"this needs {num_bytes / 2**30:,.1f} GiB: the system maps no more ({error.strerror})"
         ) from error
     _advise(mapping, "MADV_HUGEPAGE")
-    # The default device may differ, and frombuffer must not follow it.
+    # torch's default device may differ, and frombuffer must not use it.
     with torch.device("cpu"):
         start = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
         offset = -start % _HUGE_PAGE_BYTES
@@ -158,14 +161,14 @@ class _Pinned:
 
 
 class _PinningError(Exception):
-    """The system or the device refused to pin memory."""
+    """Raised if the system or the device refuses to pin memory."""
 
 
 def _populate(address: int, num_bytes: int) -> None:
-    """Touch all pages, if the system can; otherwise registration touches them.
+    """Touch all pages, if the operating system supports it. Otherwise registration touches them.
 
-    Threads touch pages in parallel, whereas the driver pins under a lock. If memory is short,
-    registration fails.
+    Threads touch pages in parallel, whereas the driver pins memory under a lock. If there is not
+    enough memory, the later registration fails.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "madvise"):
@@ -175,7 +178,8 @@ def _populate(address: int, num_bytes: int) -> None:
 
 
 def _register(address: int, num_bytes: int, device: torch.device) -> None:
-    # Imported here, as the import builds missing libraries and `host_memory_bytes` needs none.
+    # Imported here, because the import builds missing libraries, which `host_memory_bytes` does not
+    # need.
     from kvcache.native import load
 
     # Unlike torch's cudart, the op does not invalidate captures of other threads.
@@ -187,7 +191,7 @@ def _register(address: int, num_bytes: int, device: torch.device) -> None:
     _populate(address, num_bytes)
     try:
         error = torch.ops.kvcache._host_register(device.index, address, num_bytes)
-    except RuntimeError as why:  # no device
+    except RuntimeError as why:  # the device is not available
         raise _PinningError(str(why)) from why
     if error != 0:
         advice = f". {_advice()}" if error == _OUT_OF_MEMORY else ""
@@ -200,7 +204,7 @@ def _error_text(error: int) -> str:
 
 
 def _advice() -> str:
-    """Return advice for errors about memory that the system refuses to lock."""
+    """Return advice for errors that occur when the system refuses to lock memory."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     fewer = "or ask for fewer host pages (pin_memory=False keeps them pageable)"
     if limit == resource.RLIM_INFINITY:
@@ -231,11 +235,14 @@ class _Logged:
 
 
 def host_memory_bytes() -> int | None:
-    """Return the memory of the host, or its container's limit if lower. None if unknown."""
+    """Return the memory of the host, or the limit of its container if that is lower.
+
+    None if unknown.
+    """
     limits = []
     if "SC_PHYS_PAGES" in os.sysconf_names:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    with contextlib.suppress(OSError, ValueError):  # "max": no limit; no file: no container
+    with contextlib.suppress(OSError, ValueError):  # "max" means no limit; no file, no container
         limits.append(int(_CONTAINER_LIMIT.read_text()))
     return min(limits, default=None)
 

@@ -1,4 +1,4 @@
-"""New memory for pages whose elements were placed by `kvcache.placement.place_elements`."""
+"""Allocates memory for pages whose elements were placed by `kvcache.placement.place_elements`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from kvcache.worker.pages.pages import ALIGNMENT, Pages
 
 
 def region_starts(placed: Placement, num_blocks: int) -> np.ndarray:
-    """Return int64[r + 1]: the byte at which each region of pages begins, and the end of the last.
+    """Return the start of each region of pages, in bytes, and the end of the last region: int64[r +
+    1].
 
-    Separate regions of K and V are contiguous, so that both form one tensor. Each layer begins at a
-    multiple of `ALIGNMENT`.
+    If K and V are in separate regions, these regions are contiguous, so that both form one tensor.
+    Each layer begins at a multiple of `ALIGNMENT`.
     """
     sizes = placed.region_bytes * num_blocks
     own = np.arange(len(sizes))

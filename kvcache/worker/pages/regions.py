@@ -1,4 +1,4 @@
-"""The regions of a tensor: the position of each contiguous fragment of a block."""
+"""Computes the regions of a tensor, that is, the positions of all contiguous fragments of a block."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-# (address of block 0's fragment, bytes from block to block, bytes of a fragment)
+# (address of block 0's fragment, stride between blocks in bytes, bytes per fragment)
 Region = tuple[int, int, int]
-# Fragments per block. A higher number suggests a wrong block_dim.
+# Maximum number of fragments per block. A higher number suggests a wrong `block_dim`.
 _MAX_FRAGMENTS = 4096
 
 
@@ -21,7 +21,7 @@ def regions_of(tensor: torch.Tensor, block_dim: int, name: str) -> list[Region]:
     block_dim %= tensor.ndim
     if math.prod(tensor.shape) == 0:
         return []
-    # The stride of a dimension of size 1 has no meaning.
+    # The stride of a dimension of size 1 is meaningless.
     dims = sorted(
         (tensor.stride(d), tensor.shape[d])
         for d in range(tensor.ndim)
@@ -90,7 +90,8 @@ def check_apart(regions: np.ndarray, layers: Sequence[int], num_blocks: int) -> 
     """Raise ValueError if two regions share memory. `regions`: int64[r, 3] from `regions_of`."""
     ends = regions[:, 0] + (num_blocks - 1) * regions[:, 1] + regions[:, 2]
     order = np.argsort(regions[:, 0], kind="stable")
-    # Regions whose spans overlap, as in packed pages, must be disjoint within every page.
+    # If the spans of regions overlap, as in packed pages, the regions must be disjoint within each
+    # page.
     together = [int(order[0])]
     reach = ends[order[0]]
     for i in map(int, order[1:]):
@@ -120,7 +121,7 @@ def format_of(tensor: torch.Tensor, block_dim: int) -> tuple:
     """Return the format of a block: dtype, shape, and the order of its dimensions in memory."""
     block_dim %= tensor.ndim
     dims = [d for d in range(tensor.ndim) if d != block_dim]
-    # Dimensions of size 1 are left out of the order.
+    # Dimensions of size 1 are omitted from the order.
     order = sorted((d for d in dims if tensor.shape[d] > 1), key=tensor.stride)
     indices = [dims.index(d) for d in order]
     return (str(tensor.dtype), tuple(tensor.shape[d] for d in dims), tuple(indices))

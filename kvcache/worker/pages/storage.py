@@ -1,4 +1,4 @@
-"""KV storage: the tensors over a pool's pages that attention kernels read and write."""
+"""KV storage, which consists of the tensors through which attention kernels access a pool's pages."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ class KVStorage:
       [num_blocks, block_size, num_kv_heads, ...].
 
     Only block 0, the null block, is initialized (to zero), because kernels read it for padding entries
-    and for entries outside a sliding window. `pages` is the same memory by page, and `memory_order` is
-    its resulting order of dimensions.
+    and for entries outside a sliding window. `pages` provides access to the same memory by page,
+    and `memory_order` is the resulting order of dimensions.
 
-    `over` creates the storage of one group over pages that several groups share, `for_plan` the storages
-    of all groups of a plan, and `from_tensors` a storage over an engine's own tensors.
+    `over` creates the storage of one group over pages that several groups share. `for_plan` creates
+    the storages of all groups of a plan. `from_tensors` creates a storage over an engine's own
+    tensors.
 
     Args:
         num_blocks: Number of blocks, including the null block.
@@ -57,11 +58,11 @@ class KVStorage:
         num_layers: Number of layers.
         dtype: A torch.dtype or its name.
         device: Device of the pages.
-        backend: How a kernel indexes a layer's cache, and the order of its dimensions in memory: a name
-            from `kvcache.layouts`, an `AttentionBackend`, or an engine's backend class
-            (`AttentionBackend.from_engine`).
-        layout: Memory order of tokens (N), heads (H) and elements (D) within a block, "NHD" or "HND". The
-            views have the same shape for both, but different strides.
+        backend: The attention backend, which defines how a kernel indexes a layer's cache and the
+            order of its dimensions in memory. A name from `kvcache.layouts`, an `AttentionBackend`,
+            or an engine's backend class (`AttentionBackend.from_engine`).
+        layout: Memory order of tokens (N), heads (H) and elements (D) within a block, "NHD" or
+            "HND". The views have the same shape but different strides for the two layouts.
         cross_layers: Whether all layers of a page are contiguous, in the backend's order for packed
             layers.
         scale_bytes_per_token: Bytes per token for the scales of your own quantization (`scale_cache`),
@@ -133,9 +134,9 @@ class KVStorage:
     ) -> KVStorage:
         """Create the storage of one group over pages that all groups share.
 
-        Each page belongs to one group at a time. A layer's bytes in a page are contiguous: K and V of the
-        block in the order of `backend`, then scales, then padding. A recurrent state is stored as a
-        single token whose head holds the whole state.
+        Each page belongs to one group at a time. The bytes of a layer in a page are contiguous.
+        They consist of K and V of the block in the order of `backend`, followed by scales and
+        padding. A recurrent state is stored as a single token whose head holds the whole state.
 
         Args:
             pages: The shared pages.
@@ -146,7 +147,7 @@ class KVStorage:
             dtype: A torch.dtype or its name.
             backend: The attention backend, as in the constructor.
             layout: "NHD" or "HND".
-            layers: The layers of `pages` that the group uses. None: all.
+            layers: The layers of `pages` that the group uses. None: all layers.
             scale_bytes_per_token: Bytes per token for your own scales.
             num_null_blocks: Number of leading blocks that are never read or written. Greater than 1 if
                 blocks are parts of pages.
@@ -219,8 +220,8 @@ class KVStorage:
 
         Heads, sizes, dtype and scales are taken from the group's layers. Layer `i` of a storage is
         `plan.groups[g].layers[i]`. Layers with `is_mla`, or with one head and `v_head_size` 0, use MLA.
-        In layers with `state_bytes`, a page holds one token with one head whose elements are the state,
-        shaped as MLA without V. Set the scales of fp8 layers with `set_scales`.
+        In layers with `state_bytes`, a page has the shape of MLA without V: one token with one
+        head, whose elements are the state. Set the scales of fp8 layers with `set_scales`.
 
         Args:
             plan: The plan.
@@ -285,11 +286,11 @@ class KVStorage:
         use `Pages.over`, which moves arbitrary bytes.
 
         Args:
-            kv_caches: One tensor, or pair (K, V), per layer, all with the same format.
-            backend: How the tensors are indexed. None: determined by the shape, which is
-                [2, num_blocks, block_size, num_kv_heads, head_size], [num_blocks, 2, ...],
-                [num_blocks, block_size, head_size] (MLA), or a pair (K, V) of
-                [num_blocks, block_size, num_kv_heads, (v_)head_size].
+            kv_caches: One tensor, or one pair (K, V), per layer. All layers have the same format.
+            backend: How the tensors are indexed. None: derived from the shape, which must be [2,
+                num_blocks, block_size, num_kv_heads, head_size], [num_blocks, 2, ...], [num_blocks,
+                block_size, head_size] (MLA), or a pair (K, V) of [num_blocks, block_size,
+                num_kv_heads, (v_)head_size].
             v_head_size: Elements of V per head, for a backend that keeps K and V of a head in one
                 dimension. None: half of that dimension, or 0 for MLA.
 
@@ -359,7 +360,7 @@ class KVStorage:
         layout: str,
         backend: str | AttentionBackend | EngineBackend,
     ) -> None:
-        """Set the sizes of caches that a backend describes."""
+        """Set the sizes of the caches, as described by a backend."""
         self._start()
         self.backend = described_backend(backend)
         dtype = _torch_dtype(dtype)
@@ -467,7 +468,7 @@ class KVStorage:
 
         Args:
             k_scale: float32[num_layers, 1] or float32[num_layers, num_kv_heads], positive.
-            v_scale: The same for V.
+            v_scale: As `k_scale`, for V.
 
         Raises:
             ValueError: The storage is not fp8, or a scale is not positive.
@@ -492,7 +493,7 @@ class KVStorage:
             on_host = scale.cpu()
             if not (torch.isfinite(on_host) & (on_host > 0)).all():
                 raise ValueError(f"{name} is {scale.tolist()}: expected finite numbers above 0")
-        # Copies: the caller's tensors may change.
+        # Copy the scales, because the caller's tensors may change.
         self.k_scale, self.v_scale = (
             scale.to(self.device, copy=True).contiguous() for scale in (k_scale, v_scale)
         )
@@ -504,10 +505,10 @@ class KVStorage:
         value: torch.Tensor | None,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write the K and V of tokens to their slots; see `ops.write_kv`.
+        """Write the K and V of tokens to their slots. See `ops.write_kv`.
 
-        Tokens at slot -1 and in the null block (block 0) are skipped: they are padding or have left a
-        window.
+        Tokens at slot -1 and in the null block (block 0) are skipped, because they are padding or
+        have left a window.
 
         Args:
             layer: The layer.
@@ -535,8 +536,8 @@ class KVStorage:
         Args:
             layer: The layer.
             slot_mapping: int64[n].
-            dtype: Dtype of the result, for fp8 storage: values are multiplied by the scales. None: the
-                storage's dtype.
+            dtype: Dtype of the result for fp8 storage. Values are multiplied by the scales. None:
+                the storage's dtype.
 
         Returns:
             (key, value), each [n, num_kv_heads, (v_)head_size].
@@ -554,7 +555,9 @@ class KVStorage:
     def write_layers(
         self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """Write all layers; see `write`. key, value: [num_layers, n, num_kv_heads, (v_)head_size]."""
+        """Write all layers, as `write` does. key, value: [num_layers, n, num_kv_heads,
+        (v_)head_size].
+        """
         _check_tensors(key=key, value=value, slot_mapping=slot_mapping)
         slots, stacks = self._of_tokens(slot_mapping), self._stacks()
         self._check_all_layers(key, "key", len(stacks) == 1)
@@ -566,9 +569,9 @@ class KVStorage:
     def gather_layers(
         self, slot_mapping: torch.Tensor, dtype: torch.dtype | str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read all layers, for example to offload single tokens; see `gather`.
+        """Read all layers, as `gather` does. Can be used to offload single tokens.
 
-        Layers at a constant stride take a single launch.
+        Layers at a constant stride are read in a single launch.
 
         Returns:
             (key, value), each [num_layers, n, num_kv_heads, (v_)head_size].
@@ -585,7 +588,7 @@ class KVStorage:
         return key, value
 
     def _check_all_layers(self, tokens: torch.Tensor, name: str, in_one_call: bool) -> None:
-        """Raise the errors of a call per layer, before any layer is written."""
+        """Check the arguments of all layers before any layer is written."""
         if tokens.ndim != 4 or tokens.shape[0] != self.num_layers:
             raise ValueError(
                 f"{name} has shape {list(tokens.shape)}: expected "
@@ -599,10 +602,10 @@ class KVStorage:
             raise ValueError(f"{name} shares memory with the storage: expected memory of its own")
 
     def _of_tokens(self, slots: torch.Tensor) -> torch.Tensor:
-        """Replace slots in null blocks by -1. The ops themselves recognize the first block."""
+        """Replace slots in null blocks by -1. The ops recognize only block 0 as a null block."""
         if self._num_null_blocks == 1:
             return slots
-        # Other devices may lack these operations.
+        # Devices other than GPUs may lack these operations.
         computed = slots if slots.is_cuda else slots.cpu()
         is_null = (computed >= 0) & (computed < self._num_null_blocks * self.block_size)
         return torch.where(is_null, -1, computed).to(slots.device)
@@ -665,7 +668,9 @@ class KVStorage:
 
 
 def _check_tensors(**arguments: object) -> None:
-    """Raise TypeError for arguments that are not tensors, ValueError for 0 dimensions or unknown size."""
+    """Raise TypeError for arguments that are not tensors, and ValueError for tensors with 0
+    dimensions or unknown size.
+    """
     for name, value in arguments.items():
         instance(value, torch.Tensor, name)
         if value.ndim == 0:

@@ -1,4 +1,4 @@
-"""Conversion between an attention backend's cache and K and V views."""
+"""Converts between an attention backend's cache and views of K and V."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ def as_indexed(key: torch.Tensor, value: torch.Tensor, dims: tuple[str, ...]) ->
         sizes["kv"] = 2
         strides["kv"] = (value.data_ptr() - key.data_ptr()) // key.element_size()
     else:
-        sizes["element"] += value.shape[3]  # after K
+        sizes["element"] += value.shape[3]  # V follows K
     shape, steps = ([each[role] for role in dims] for each in (sizes, strides))
     return key.as_strided(shape, steps, key.storage_offset())
 
 
 def stacked(caches: list[torch.Tensor]) -> torch.Tensor | None:
-    """Return one view [num_layers, ...] of evenly spaced tensors in one storage, otherwise None."""
+    """Return one view [num_layers, ...] if the tensors are evenly spaced in one storage, and None
+    otherwise.
+    """
     first = caches[0]
     begins = [cache.data_ptr() for cache in caches]
     steps = {later - earlier for earlier, later in pairwise(begins)}
@@ -51,7 +53,7 @@ def stacked(caches: list[torch.Tensor]) -> torch.Tensor | None:
 def key_and_value(
     cache: Tensors, described: AttentionBackend | None, v_head_size: int | None, name: str
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return K, V and the block dimension of a layer's cache in an engine's format."""
+    """Return K, V and the index of the block dimension of a layer's cache in an engine's format."""
     if not isinstance(cache, torch.Tensor):
         cache = listed(cache, name, "a tensor or a pair of tensors")
         for each in cache:

@@ -1,1 +1,1 @@
-"""Page copies between device and host that overlap with computation, and their bandwidth."""
+"""Copies pages between device and host during computation, and benchmarks these copies."""

@@ -29,18 +29,19 @@ from kvcache.worker.swap.calibration import (
 from kvcache.worker.swap.engine import SwapEngine
 
 FRAGMENTS = tuple(2**n for n in range(12, 23))  # 4 KiB to 4 MiB
-BOTH, HOST = "both", "host"  # both directions at once; from host memory to host memory
+BOTH, HOST = "both", "host"  # "both": both directions at once; "host": within host memory
 POOL_BYTES = (
     2 << 30
-)  # pages are scattered over this pool: more than a device's address caches cover
-_COUNTS = (32, 256, 2048)  # fragments per swap that a calibration measures
+)  # pages are scattered over this pool, which exceeds the reach of a device's address caches
+_COUNTS = (32, 256, 2048)  # numbers of fragments per swap that a calibration measures
 _THREAD_BLOCKS = (1, 2, 4, 8, 12, 16, 24, 32)
-_RUN = 16  # consecutive pages
+_RUN = 16  # number of consecutive pages in a run
 _PATTERNS = ("scattered", "runs")
-# Upper bound of the clock that `hold` counts: no device is faster, so a hold is never too short.
+# Upper bound on the clock rate of a device, used by `hold`. No device is faster, so a hold is never
+# too short.
 _MOST_CYCLES_PER_S = 2e9
 _LEAST_HOLD_S, _MOST_HOLD_S = 200e-6, 0.1
-_STAGING_BYTES = 64 << 20  # per direction: SwapEngine's default
+_STAGING_BYTES = 64 << 20  # bytes per direction; SwapEngine's default
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Rate:
 
     @property
     def share(self) -> float:
-        """Fraction of the contiguous copy's bandwidth."""
+        """Bandwidth as a fraction of the contiguous copy's bandwidth."""
         return self.gb_per_s / self.contiguous_gb_per_s
 
 
@@ -84,7 +85,7 @@ class Timing:
     """Median times of a launch, in seconds.
 
     Attributes:
-        device_s: Time that the device worked.
+        device_s: Time during which the device worked.
         submit_s: Time that the host spent on submission.
         is_hidden: Whether submission completed before the device started, so that `device_s` contains
             only the device's work.
@@ -96,7 +97,10 @@ class Timing:
 
 
 def median_times(*functions: Callable[[], object], rounds: int = 7) -> list[float]:
-    """Return median seconds per call, interleaving the functions so that noise affects all equally."""
+    """Return the median seconds per call of each function.
+
+    Calls are interleaved, so that noise affects all functions equally.
+    """
     times: list[list[float]] = [[] for _ in functions]
     for function in functions:
         function()  # warm caches, allocator and branch predictor
@@ -109,14 +113,14 @@ def median_times(*functions: Callable[[], object], rounds: int = 7) -> list[floa
 
 
 def host_rates(num_bytes: int, fragments: tuple[int, ...] = FRAGMENTS) -> Iterator[Rate]:
-    """Measure copies of scattered pages within host memory, with as many threads as torch uses."""
+    """Measure copies of scattered pages within host memory, using torch's number of threads."""
     whole = _memcpy(num_bytes, torch.get_num_threads())
     for fragment in fragments:
         yield _host_rate(fragment, num_bytes, whole)
 
 
 def _host_rate(fragment: int, num_bytes: int, whole: Callable[[], None]) -> Rate:
-    """Measure one fragment size. Its pages are freed before the next size allocates."""
+    """Measure one fragment size. Its pages are freed before the next size is measured."""
     source, pairs = _pages(fragment, num_bytes, "scattered", "cpu")
     host = source.on_host(source.num_blocks)
     # Memory that was never written maps to a single physical zero page, which stays in the caches.
@@ -137,8 +141,8 @@ def host_rates_bytes(num_bytes: int) -> int:
 def device_rates_bytes(num_bytes: int, pool_bytes: int = POOL_BYTES) -> tuple[int, int]:
     """Return the peak bytes that `device_rates` needs, as (device bytes, host bytes).
 
-    They include the memory of the contiguous copy, which torch's allocators keep, and on the device the
-    staging memory of both directions.
+    Both include the memory of the contiguous copy, which torch's allocators keep. Device bytes also
+    include the staging memory of both directions.
     """
     pool, page = _largest_pool(num_bytes, pool_bytes, _PATTERNS)
     return pool + num_bytes + 2 * max(_STAGING_BYTES, 2 * page), pool + num_bytes
@@ -169,9 +173,10 @@ def device_rates(
         patterns: "scattered" or "runs".
         rounds: Repetitions per measurement.
         pool_bytes: Size of the pool, on each side, over which pages are scattered.
-        counts: Fragments per swap to measure instead of `num_bytes`, which also limits them.
-        thread_blocks: Numbers of thread blocks to measure over the same pool, instead of the
-            calibration's.
+        counts: Numbers of fragments per swap, measured instead of swaps of `num_bytes`. `num_bytes`
+            limits the size of these swaps.
+        thread_blocks: Numbers of thread blocks to measure over the same pool. None: the
+            calibration's number.
 
     Yields:
         One measurement per combination.
@@ -195,7 +200,7 @@ def device_rates(
                 for number in sorted(numbers or {len(pairs)}):
                     some = pairs[:number]
                     timing = _swap_timing(engine, some, direction, rounds)
-                    # For both directions, each direction moves half of the bytes.
+                    # With both directions, each direction moves half of the bytes.
                     rate = number * pages.page_bytes / timing.device_s / 1e9
                     used = method or engine.method_for(IN if direction == BOTH else direction, some)
                     blocks = engine.calibration.num_thread_blocks if used == KERNEL else None
@@ -224,7 +229,7 @@ def calibrate(
     progress: Callable[[Rate], None] = lambda rate: None,
     pool_bytes: int = POOL_BYTES,
 ) -> Calibration:
-    """Measure the fastest copy methods, and the smallest sufficient number of thread blocks.
+    """Determine the fastest copy methods, and the smallest sufficient number of thread blocks.
 
     Args:
         device: The device.
@@ -268,7 +273,7 @@ def calibrate(
     ):
         progress(rate)
         case = (rate.direction, rate.fragment, rate.num_fragments)
-        # Another method must be clearly faster, so that noise creates no steps.
+        # Switch only to a clearly faster method, so that noise does not create steps.
         if case not in best or rate.gb_per_s > 1.03 * best[case].gb_per_s:
             best[case] = rate
 
@@ -291,7 +296,7 @@ def calibrate(
 def _pages(
     fragment: int, num_bytes: int, pattern: str, device: torch.device | str, pool_bytes: int = 0
 ) -> tuple[Pages, np.ndarray]:
-    """Allocate pages with fragments of this size, and pairs that move `num_bytes`.
+    """Allocate pages with fragments of this size, and create pairs that move `num_bytes`.
 
     The pairs are scattered over a pool of `pool_bytes`, or of `num_bytes` if that is larger.
     """
@@ -314,7 +319,7 @@ def _shape(
         pattern == "runs"
     ):  # a page is one fragment, and groups of 16 pages are contiguous on both sides
         sizes, unit = [[fragment]], _RUN
-    else:  # separate K and V of up to 16 layers
+    else:  # a page has separate K and V of up to 16 layers
         sizes, unit = [[fragment] * 2] * int(np.clip(num_bytes // (32 * fragment), 1, 16)), 1
     group_bytes = unit * sum(map(sum, sizes))
     num_moved = max(num_bytes // group_bytes, 2)
@@ -322,7 +327,9 @@ def _shape(
 
 
 def _largest_pool(num_bytes: int, pool_bytes: int, patterns: tuple[str, ...]) -> tuple[int, int]:
-    """Return the bytes of the largest one-sided pool over all `FRAGMENTS`, and of the largest page."""
+    """Return the bytes of the largest pool on one side, and of the largest page, over all
+    `FRAGMENTS`.
+    """
     pool = page = 0
     for pattern in patterns:
         for fragment in FRAGMENTS:
@@ -358,10 +365,10 @@ def hold(seconds: float) -> None:
 
 
 def device_seconds(launch: Callable[[], object], rounds: int = 7) -> Timing:
-    """Measure the device time of work launched by `launch` and awaited by the current stream.
+    """Measure the device time of work that `launch` submits and that the current stream waits for.
 
-    The stream is held until everything is submitted, so that submission time does not count. If the
-    device overtakes the submission, the round is repeated with a longer hold.
+    The stream is blocked until all work is submitted, so that submission time does not count. If
+    the hold ends before submission is complete, the round is repeated with a longer hold.
     """
     stream = torch.cuda.current_stream()
     rounds_left, repeats_left = 1 + rounds, rounds  # the first round warms caches and allocator
@@ -392,7 +399,9 @@ def device_seconds(launch: Callable[[], object], rounds: int = 7) -> Timing:
 def _contiguous_gb_per_s(
     device: torch.device, num_bytes: int, directions: tuple[str, ...]
 ) -> dict[str, float]:
-    """Return GB/s of a contiguous pinned copy, or of two half copies on two streams for "both"."""
+    """Return the GB/s of a contiguous pinned copy or, for "both", of two half copies on two
+    streams.
+    """
     host = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     current = torch.cuda.current_stream(device)
@@ -423,7 +432,7 @@ def _contiguous_gb_per_s(
 
 
 def _memcpy(num_bytes: int, num_threads: int) -> Callable[[], None]:
-    """Return a function that makes one contiguous copy with the C library, split over threads."""
+    """Return a function that performs a contiguous copy with the C library, split across threads."""
     source, target = (torch.ones(num_bytes, dtype=torch.uint8, device="cpu") for _ in range(2))
     cuts = np.linspace(0, num_bytes, num_threads + 1).astype(np.int64).tolist()
     pool = ThreadPoolExecutor(num_threads)

@@ -1,4 +1,6 @@
-"""The fastest copy method on a machine, by direction and by number and size of fragments."""
+"""Calibrations record the fastest copy method of a machine by direction and by number and size of
+fragments.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ class Calibration:
         machine: Name of the machine that the figures were measured on.
         out: Device to host, as a tuple of (minimum number of fragments, ((minimum fragment size in
             bytes, method), ...)). Both minimums ascend from 0.
-        in_: The same for host to device.
+        in_: As `out`, for host to device.
         num_thread_blocks: Thread blocks of a kernel that accesses host memory.
 
     Example:
@@ -100,11 +102,11 @@ def _last_up_to(steps: tuple, number: float) -> object:
     return steps[max(bisect_right([start for start, _ in steps], number) - 1, 0)][1]
 
 
-# Published figures, not measured by this project. Host to device on an H100 (PCIe Gen5), the copy
-# engine falls from 40 to 6 GB/s below about 28 KiB per fragment, while a kernel saturates the bus.
-# Device to host, the copy engine is faster than the kernel, so staging packs small fragments first.
-# Host to device on an H100 and an A30 (vllm-project/vllm#57555), the copy engine is faster at every
-# size below about 32 fragments.
+# Published figures, not measured by this project. From host to device on an H100 (PCIe Gen5), the
+# copy engine drops from 40 to 6 GB/s below about 28 KiB per fragment, while a kernel saturates the
+# bus. From device to host, the copy engine is faster than the kernel, so small fragments are staged
+# first. From host to device on an H100 and an A30 (vllm-project/vllm#57555), the copy engine is
+# faster at every size for fewer than about 32 fragments.
 DEFAULT = Calibration(
     machine="NVIDIA H100, PCIe Gen5 (published figures)",
     out=((0, ((0, COPY_ENGINE),)), (32, ((0, STAGING), (28 * 1024, COPY_ENGINE)))),
@@ -118,7 +120,7 @@ T = TypeVar("T")
 def steps_of(measured: Iterable[tuple[int, T]]) -> tuple[tuple[int, T], ...]:
     """Convert measured (size or number, best choice) pairs to ascending steps.
 
-    A step begins midway between two measured values.
+    A step begins halfway between two measured values.
     """
     steps: list[tuple[int, T]] = []
     before = 0
@@ -142,7 +144,7 @@ def path_for(machine: str) -> Path:
 
 
 def load(path: Path) -> Calibration:
-    """Load a saved calibration. Raises ValueError, with the file's name, if the file is invalid."""
+    """Load a saved calibration. If the file is invalid, raises a ValueError that names it."""
     try:
         found = json.loads(path.read_text())
         version = found.pop("version", 1) if isinstance(found, dict) else None
@@ -156,7 +158,8 @@ def load(path: Path) -> Calibration:
 
 
 def calibration_of(device: torch.device) -> Calibration:
-    """Return the calibration measured on this machine, or the built-in one if there is none.
+    """Return the calibration measured on this machine, or the built-in calibration if there is
+    none.
 
     Warns if the file was measured on another machine. Raises ValueError for an invalid file.
     """

@@ -40,19 +40,20 @@ _NAMES = {OUT: "swap-out", IN: "swap-in"}
 class SwapEngine:
     """Swaps pages between device and host on its own streams, one per direction.
 
-    A swap-out reads what the calling stream has computed so far. Before overwriting swapped-out pages,
-    call `before_write`, which makes the calling stream wait until they have been read. A swap-in starts
-    after the work that is in the calling stream. Before reading swapped-in pages, call `before_read`,
-    which makes the calling stream wait until they have arrived. Jobs of opposite directions that share
-    a page, on either side, run one after the other. Nothing else may write to a job's pages.
+    A swap-out starts after the work that is already in the calling stream. Before overwriting
+    swapped-out pages, call `before_write`, which makes the calling stream wait until they have been
+    read. A swap-in also starts after the work that is already in the calling stream. Before reading
+    swapped-in pages, call `before_read`, which makes the calling stream wait until they have
+    arrived. Jobs of opposite directions that share a page, on either side, run one after another.
+    No other work may write to a job's pages.
 
-    On the CPU, and on devices that are neither CPU nor CUDA, a job is done when the call returns.
+    On devices other than CUDA, a job is complete when the call returns.
 
     Swaps cannot be captured in a CUDA graph: `swap_out`, `swap_in`, `before_read`, `before_write` and
     `order_after_swap_ins` raise RuntimeError on a capturing stream and launch nothing. Polling a job is
     allowed while any thread captures. Only one thread at a time may call an engine's methods, but any
     thread may call `poll` of a job. The engine's streams have high priority. When the engine is
-    garbage-collected, they are destroyed after their work is done.
+    garbage-collected, they are destroyed after their work has finished.
 
     Args:
         device: Pages on the device.
@@ -67,8 +68,9 @@ class SwapEngine:
             emptied.
         layers_per_event: If positive, swapped-in layers can be used while later layers are still
             arriving. Method "staging" does not support it, because it transfers whole pages.
-        batch_copies: If false, pass fragments to the copy engine one at a time, for drivers that hang
-            in batched copies. `KVCACHE_BATCH_COPIES=0` does the same for the whole process.
+        batch_copies: If false, pass fragments to the copy engine one at a time, for drivers that
+            hang in batched copies. `KVCACHE_BATCH_COPIES=0` has the same effect for the whole
+            process.
         streams: The streams to use. None: the default streams for the device.
 
     Raises:
@@ -122,7 +124,7 @@ class SwapEngine:
         self.calibration = calibration or calibration_of(device.device)
         self._streams = streams_of(device.device) if streams is None else streams
         self._method = method
-        self._is_cpu = isinstance(self._streams, CpuStreams)  # the CPU has a single method
+        self._is_cpu = isinstance(self._streams, CpuStreams)  # on the CPU, there is only one method
         self._kernel_reaches_host = host.is_pinned or not on_cuda
         self.layers_per_event = layers_per_event
         by_layer = layers_per_event > 0
@@ -141,7 +143,7 @@ class SwapEngine:
             if self._may_stage(direction):
                 kept.append(self._make_staging(direction, swap_stream, staging_bytes))
         self._num_jobs = 0
-        self._begun: str | None = None  # the job being launched, or interrupted during its launch
+        self._begun: str | None = None  # name of the job in launch, or interrupted in it
 
     @property
     def is_idle(self) -> bool:
@@ -155,7 +157,7 @@ class SwapEngine:
             pairs: int[n, 2]. Device page and host page.
 
         Returns:
-            The job. If the device fails, this call does not raise; the job's `error` is set.
+            The job. If the device fails, this call does not raise, but the job's `error` is set.
 
         Raises:
             ValueError: A page is out of range or written twice. Nothing has moved.
@@ -170,7 +172,7 @@ class SwapEngine:
             pairs: int[n, 2]. Host page and device page.
 
         Returns:
-            The job. Errors are the same as for `swap_out`.
+            The job. Raises the same errors as `swap_out`.
         """
         return self._start(IN, pairs)
 
@@ -232,8 +234,8 @@ class SwapEngine:
     def check_not_captured(self, name: str) -> None:
         """Raise RuntimeError if a CUDA graph is being captured on the calling stream.
 
-        A capture cannot wait for an event recorded outside it, and nothing outside can wait for its
-        events.
+        A capture cannot wait for an event recorded outside it, and work outside cannot wait for
+        events recorded in the capture.
 
         Args:
             name: Name of the call, for the message.
@@ -248,7 +250,8 @@ class SwapEngine:
         """Wait until no job is in flight.
 
         Args:
-            timeout_s: Seconds to wait for all jobs together. None waits indefinitely.
+            timeout_s: Maximum time to wait for all jobs together, in seconds. None waits
+                indefinitely.
 
         Raises:
             SwapError: A job failed since the last call.
@@ -267,12 +270,14 @@ class SwapEngine:
                 raise job.error
 
     def fragment_bytes(self, direction: str, pairs: np.ndarray) -> float:
-        """Return the mean bytes per fragment ("out" or "in"), with consecutive pages merged."""
+        """Return the mean bytes per fragment in a direction ("out" or "in"), with consecutive pages
+        merged.
+        """
         num_fragments = self.num_fragments(direction, pairs)
         return len(pairs) * self.device.page_bytes / num_fragments
 
     def num_fragments(self, direction: str, pairs: np.ndarray) -> int:
-        """Return the number of fragments, with consecutive pages merged; at least 1."""
+        """Return the number of fragments with consecutive pages merged, at least 1."""
         if not isinstance(direction, str) or direction not in self._swap_streams:
             raise ValueError(f"direction is {shown(direction)}: expected {OUT!r} or {IN!r}")
         pairs = integers(pairs, "pairs", (2,))
@@ -292,7 +297,7 @@ class SwapEngine:
         method = self.calibration.method(direction, fragment_bytes, num_fragments)
         swap_stream = self._swap_streams[direction]
         by_layer = direction == IN and self.layers_per_event > 0
-        # Staged pages arrive whole, and staging does not help pages that already are one fragment.
+        # Staging transfers whole pages, and does not help if a page is already a single fragment.
         if method == STAGING and (
             by_layer or swap_stream.staging is None or len(swap_stream.page_copy.regions) == 1
         ):
@@ -315,7 +320,10 @@ class SwapEngine:
     def _make_staging(
         self, direction: str, swap_stream: SwapStream, num_bytes: int
     ) -> Pages | None:
-        """Allocate a direction's staging memory. None if memory is short; another method is then used."""
+        """Allocate a direction's staging memory.
+
+        Returns None if there is not enough memory. Another method is used in this case.
+        """
         try:
             memory = self.device.staging(num_bytes)
         except RuntimeError as error:  # torch's out-of-memory error is a RuntimeError
@@ -365,13 +373,13 @@ class SwapEngine:
             filler = other.last_writing(pairs[:, 0])
             self._after(begin, filler, "done")
             self._after(begin, other.last_reading(pairs[:, 1]), "released")
-            # Host pages that no swap-out is still filling may be read at once, regardless of the
-            # stream.
+            # Host pages that no swap-out in flight writes may be read immediately, before earlier
+            # work of the stream.
             settled = direction == IN and (filler is None or filler.poll())
             self._carry(direction, swap_stream, job, method, settled)
         except (RuntimeError, MemoryError) as error:
             job.fail(error)
-        # Record the event after everything that was launched, even if the job failed halfway.
+        # Record the event after all launched work, even if the launch failed partway.
         try:
             if job.error is not None and staging is not None:
                 staging.join()
@@ -384,7 +392,9 @@ class SwapEngine:
         return job
 
     def _check_whole(self) -> None:
-        """Raise RuntimeError if an interrupt came between a job's launch and its record."""
+        """Raise RuntimeError if an interrupt occurred after a job was launched but before it was
+        recorded.
+        """
         if self._begun is not None:
             raise RuntimeError(
                 f"the swap engine is broken: an interrupt came while {self._begun} was launched, whose "
@@ -394,8 +404,8 @@ class SwapEngine:
     def invalid_pages(self, job: SwapJob) -> np.ndarray:
         """Return the destination pages of a finished job whose content is invalid.
 
-        These are all pages of a failed job and, for a swap-in, pages whose host page was to be filled
-        by a failed swap-out.
+        For a failed job, these are all pages. For a swap-in, they include pages whose host page
+        should have been filled by a swap-out that failed.
 
         Args:
             job: A finished job.
@@ -418,7 +428,9 @@ class SwapEngine:
             self._streams.wait(stream, event)
 
     def _after_the_job_before(self, swap_stream: SwapStream, begin: object, end: object) -> None:
-        """Order a job after the previous one of its direction, unless shared CUDA streams already do."""
+        """Order a job after the previous job of its direction, unless a shared CUDA stream already
+        does so.
+        """
         if swap_stream.begin is not begin or swap_stream.end is not end:
             self._after(begin, swap_stream.in_flight.get(swap_stream.last), "done")
         swap_stream.begin, swap_stream.end = begin, end
@@ -468,6 +480,8 @@ class SwapEngine:
 
 
 def _close(streams: CudaStreams | CpuStreams, own: list[object], kept: list[object]) -> None:
-    """Destroy an engine's streams once their work is done, and keep the memory alive until then."""
+    """Destroy an engine's streams after their work has finished, and keep the memory alive until
+    then.
+    """
     streams.close(own)
     kept.clear()

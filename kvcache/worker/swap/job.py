@@ -1,4 +1,4 @@
-"""Jobs of a swap engine, and their order in each direction."""
+"""Swap jobs, and the order of jobs in each direction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _POLL_SECONDS = 50e-6
 
 
 class SwapError(RuntimeError):
-    """A swap failed. The message names the job, and the content of its pages is invalid."""
+    """Raised if a swap failed. The message names the job. The content of its pages is invalid."""
 
 
 class SwapJob:
@@ -39,12 +39,12 @@ class SwapJob:
         self.fillers: np.ndarray | None = None
         self.error: SwapError | None = None
         self.released = self.done = (
-            None  # events: sources may be overwritten; all pages have arrived
+            None  # events after which the sources may be overwritten, and all pages have arrived
         )
-        self.layers: list[tuple[int, object]] = []  # (end of the layers, event of their arrival)
+        self.layers: list[tuple[int, object]] = []  # (end of layers, event of arrival)
 
     def poll(self) -> bool:
-        """Return whether the job is over: all pages have arrived, or it has failed (see `error`)."""
+        """Return whether all pages have arrived or the job has failed (see `error`)."""
         try:
             return self.done is None or self.done.query()
         except RuntimeError as error:
@@ -55,7 +55,7 @@ class SwapJob:
         """Wait until all pages have arrived.
 
         Args:
-            timeout_s: Seconds to wait at most. None waits indefinitely.
+            timeout_s: Maximum time to wait, in seconds. None waits indefinitely.
 
         Raises:
             SwapError: The job failed.
@@ -76,7 +76,7 @@ class SwapJob:
 
 
 class SwapStream:
-    """One direction: its stream, its jobs in order, and the last jobs that use each page.
+    """The stream of one direction, its jobs in order, and the last jobs that use each page.
 
     Jobs complete, and release their sources, in the order of their numbers.
     """
@@ -87,8 +87,8 @@ class SwapStream:
         self.source, self.destination, self.stream = source, destination, stream
         self.page_copy = PageCopy(source, destination, by_layer=by_layer)
         self.staging: SwapStaging | None = None
-        self.begin = self.end = stream  # streams in which the last job begins and ends
-        self.in_flight: dict[int, SwapJob] = {}  # in stream order
+        self.begin = self.end = stream  # streams on which the last job begins and ends
+        self.in_flight: dict[int, SwapJob] = {}  # jobs by number, in stream order
         self.last = 0
         self.failed: set[int] = set()  # numbers of jobs that did not fill their pages
         self._reads = np.zeros(source.num_blocks, np.int64)
@@ -114,7 +114,10 @@ class SwapStream:
             self.in_flight.pop(number, None)  # another thread may have removed it
 
     def last_reading(self, pages: np.ndarray) -> SwapJob | None:
-        """Return the last job in flight that reads these pages. All earlier ones complete before it."""
+        """Return the last job in flight that reads these pages.
+
+        All earlier jobs complete before it.
+        """
         return self._last(self._reads, pages)
 
     def last_writing(self, pages: np.ndarray) -> SwapJob | None:
@@ -122,7 +125,9 @@ class SwapStream:
         return self._last(self._writes, pages)
 
     def writers(self, pages: np.ndarray) -> np.ndarray:
-        """Return the numbers of the last jobs that wrote to these pages; 0 if there was none."""
+        """Return the numbers of the last jobs that wrote to these pages, or 0 for pages never
+        written.
+        """
         return self._writes[pages]
 
     def _last(self, jobs: np.ndarray, pages: np.ndarray) -> SwapJob | None:
@@ -132,7 +137,10 @@ class SwapStream:
 
 
 def until(is_over: Callable[[], bool], timeout_s: float | None, name: str) -> None:
-    """Poll until `is_over()`. Raises TimeoutError, with `name`, after `timeout_s`."""
+    """Poll until `is_over()` returns true.
+
+    After `timeout_s`, raises a TimeoutError that contains `name`.
+    """
     deadline = None
     if timeout_s is not None:
         deadline = time.monotonic() + checked_number(timeout_s, "timeout_s")

@@ -1,4 +1,4 @@
-"""Staging memory on the device: one half is filled while the other crosses the bus."""
+"""Staging memory on the device. One half is filled while the other half crosses the bus."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from kvcache.worker.swap.streams import CpuStreams, CudaStreams
 
 
 class SwapStaging:
-    """Two halves of staging memory between `source` and `destination`, with one stream per side.
+    """Staging memory between `source` and `destination`, divided into two halves, with one stream
+    per side.
 
-    Chunks of a job alternate between the halves. Stream `first` copies a chunk into its half, and stream
-    `last` copies it out. Events ensure that a half is filled only after it was emptied, and emptied only
-    after it was filled. The memory belongs to the stream that is current at construction. It may be freed
-    when both streams have completed their work.
+    Chunks of a job alternate between the halves. Stream `first` copies a chunk into its half, and
+    stream `last` copies it to the destination. Events ensure that a half is filled only after it
+    was emptied, and vice versa. The memory belongs to the stream that is current at construction.
+    The memory may be freed when both streams have completed their work.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class SwapStaging:
         self._memory = memory
         self._pages_per_half = memory.num_blocks // 2
         self._streams = streams
-        self._emptied: list[object] = [None, None]  # per half, the event after which it is empty
+        self._emptied: list[object] = [None, None]  # event after which each half is empty
         self._half = 0
         streams.wait(first, streams.record(streams.current()))
 
@@ -60,7 +61,10 @@ class SwapStaging:
         return read
 
     def join(self) -> None:
-        """After a failure, order `last` and the next use of each half after all launched copies."""
+        """Order `last` and the next use of each half after all launched copies.
+
+        Called after a failure.
+        """
         self._wait_until_filled(self._streams.record(self.first))
         self._emptied = [self._streams.record(self.last)] * 2
 

@@ -1,7 +1,7 @@
 """Streams and events for moving pages, on a CUDA device or on the CPU.
 
-`SwapEngine` orders its work with them. The tests use a third implementation, which runs the work in any
-order that the calls permit.
+`SwapEngine` uses them to order its work. The tests use a third implementation, which runs the work
+in any order that the calls permit.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ class CudaStreams:
     def new_stream(self) -> torch.cuda.ExternalStream:
         """Create a high-priority stream. `close` destroys it.
 
-        torch's pool is not used: it hands out 32 streams in turn, so swaps would soon share a stream
-        with other work.
+        torch's stream pool is not used. It assigns 32 streams in rotation, so swaps would soon
+        share a stream with other work.
         """
         handle = torch.ops.kvcache._stream_create(self._device.index)
         return torch.cuda.ExternalStream(handle, device=self._device)
 
     def close(self, streams: Iterable[torch.cuda.ExternalStream]) -> None:
-        """Wait until the work in the streams is done, and destroy them."""
+        """Wait until the work in the streams has finished, then destroy the streams."""
         for step in (torch.ops.kvcache._stream_synchronize, torch.ops.kvcache._stream_destroy):
             for stream in streams:
                 step(self._device.index, stream.cuda_stream)
 
     def enter(self) -> None:
-        """Make the device current for the calling thread, which must be dedicated to this work."""
+        """Make the device current for the calling thread, which must be dedicated to the device."""
         torch.cuda.set_device(self._device)
 
     def current(self) -> torch.cuda.Stream:
@@ -53,7 +53,7 @@ class CudaStreams:
             work()
 
     def record(self, stream: torch.cuda.Stream) -> PolledEvent:
-        """Record an event after the work that is now in the stream."""
+        """Record an event after the work that is currently in the stream."""
         event = PolledEvent()
         event.record(stream)
         return event
@@ -86,22 +86,22 @@ class _Past:
 
 
 class CpuStreams:
-    """The CPU's streams: launched work is done when the call returns."""
+    """Streams of the CPU. Launched work has finished when the call returns."""
 
     def new_stream(self) -> None:
-        """Do nothing: the CPU needs no stream."""
+        """Do nothing, because the CPU has no streams."""
 
     def close(self, streams: Iterable[None]) -> None:
-        """Do nothing: there is no stream to destroy."""
+        """Do nothing, because there is no stream to destroy."""
 
     def enter(self) -> None:
-        """Do nothing: there is no device to select."""
+        """Do nothing, because there is no device to select."""
 
     def current(self) -> None:
-        """Do nothing: the CPU needs no stream."""
+        """Do nothing, because the CPU has no streams."""
 
     def is_capturing(self) -> bool:
-        """Return False: the CPU captures nothing."""
+        """Return False, because the CPU has no graph captures."""
         return False
 
     def launch(self, stream: None, work: Callable[[], None]) -> None:
@@ -113,7 +113,7 @@ class CpuStreams:
         return _Past()
 
     def wait(self, stream: None, event: _Past) -> None:
-        """Do nothing: all work is already done."""
+        """Do nothing, because all work has already finished."""
 
 
 Event = PolledEvent | _Past
@@ -121,11 +121,14 @@ Event = PolledEvent | _Past
 
 @functools.cache
 def own_stream(device: torch.device) -> tuple[CudaStreams | CpuStreams, torch.cuda.Stream | None]:
-    """Return a stream for work concurrent with the engine's; every call returns the same stream."""
+    """Return a stream for work that runs concurrently with the engine's work.
+
+    Every call returns the same stream.
+    """
     streams = streams_of(device)
     return streams, streams.new_stream()
 
 
 def streams_of(device: torch.device) -> CudaStreams | CpuStreams:
-    """Return the streams of a device: CUDA's or the CPU's."""
+    """Return the streams of a device, `CudaStreams` or `CpuStreams`."""
     return CudaStreams(device) if device.type == "cuda" else CpuStreams()

@@ -1,4 +1,4 @@
-"""Builds attention kernels' metadata of a batch from the block tables."""
+"""Builds the metadata of a batch for attention kernels from the block tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcache.worker.tables.table_set import host_tensor, is_on_device
 from kvcache.worker.tables.table_shape import TableShape
 
 Lengths = Sequence[int] | np.ndarray | torch.Tensor
-MAX_CACHED_VIEWS = 64  # batch sizes with cached views: creating views costs more than the launch
+MAX_CACHED_VIEWS = 64  # batch sizes with cached views; creating views is slower than the launch
 
 
 @dataclass(slots=True)
@@ -24,33 +24,34 @@ class GroupMetadata:
     """Attention metadata of one cache group. All tensors are int32 on the tables' device.
 
     N is the number of requests, including padding. FlashAttention uses `seqused_k`, `block_table` and
-    `max_seqlen_k`. FlashInfer uses the three `paged_kv_*` tensors; its `plan` reads their host copies,
-    which are None if the lengths came from a device. Tensors of a backend that the builder omits are
-    None.
+    `max_seqlen_k`. FlashInfer uses the three `paged_kv_*` tensors. Its `plan` reads their host
+    copies, which are None if the lengths came from a device. Tensors of a backend that the builder
+    omits are None.
     """
 
-    block_size: int  # of the attention kernel, in tokens of one rank; FlashInfer's page_size
-    window: int | None  # tokens that a query attends to, itself included; None: all
+    block_size: int  # attention kernel's block size in tokens of one rank; FlashInfer's page_size
+    window: int | None  # tokens that a query attends to, including itself; None: all
     max_seqlen_k: int  # upper bound of seqused_k
     seqused_k: torch.Tensor  # [N] tokens held by this context-parallel rank; 0: padding
     block_table: torch.Tensor | None  # [N, columns], null for padding and outside the window
-    paged_kv_indptr: torch.Tensor | None  # [N + 1]
+    paged_kv_indptr: torch.Tensor | None  # [N + 1] starts in paged_kv_indices
     paged_kv_indices: torch.Tensor | None  # [pages], or [N * columns] for lengths from a device
-    paged_kv_last_page_len: torch.Tensor | None  # [N] 1 to block_size; 0 without pages
+    paged_kv_last_page_len: torch.Tensor | None  # [N] 1 to block_size; 0: no pages
     paged_kv_indptr_cpu: torch.Tensor | None
     paged_kv_last_page_len_cpu: torch.Tensor | None
 
 
 @dataclass(slots=True)
 class AttentionMetadata:
-    """Metadata of one batch; `batch[g]` is the part of group `g`. Built by `AttentionMetadataBuilder`.
+    """Metadata of one batch, built by `AttentionMetadataBuilder`. `batch[g]` is the metadata of
+    group `g`.
 
     The tensors are views of the builder's buffers at fixed addresses, valid until its next `build`.
     """
 
-    num_reqs: int  # including padding
-    num_tokens: int  # including padding
-    max_query_len: int  # most tokens of a request in this step
+    num_reqs: int  # number of requests, including padding
+    num_tokens: int  # number of tokens, including padding
+    max_query_len: int  # maximum number of tokens of a request in this step
     max_seq_len: int  # length of the longest request after this step
     query_start_loc: torch.Tensor  # int32[num_reqs + 1], also called cu_seqlens_q or qo_indptr
     query_start_loc_cpu: torch.Tensor | None  # None if the lengths came from a device
@@ -65,17 +66,18 @@ class AttentionMetadata:
 
 
 class AttentionMetadataBuilder:
-    """Builds `AttentionMetadata` from rows of the block tables, into buffers that it owns.
+    """Builds `AttentionMetadata` from rows of the block tables. The builder owns the output
+    buffers.
 
-    Encoder groups (cross-attention) have different sequence lengths, so they need a builder of their
-    own. Circular groups have no metadata: their kernels read the token at position `p` from column
-    `p // block_size % columns`. Chunked local attention is not supported either, because backends treat
-    each chunk as a separate request.
+    Encoder groups (cross-attention) have different sequence lengths, so they need a separate
+    builder. Circular groups have no metadata, because their kernels read the token at position `p`
+    from column `p // block_size % columns`. Chunked local attention is not supported either,
+    because backends treat each chunk as a separate request.
 
     Args:
         tables: The block tables.
-        max_num_reqs: Maximum number of requests in a batch, including padding. None: as many as the
-            tables serve.
+        max_num_reqs: Maximum number of requests in a batch, including padding. None: the maximum of
+            the tables.
         groups: The groups to serve. None: all groups with a slot mapping except encoder and circular
             groups.
         flash_attn: Whether to build tensors for FlashAttention. Without either backend, only
@@ -85,8 +87,9 @@ class AttentionMetadataBuilder:
     Raises:
         TypeError: `groups` is not a list of integers.
         ValueError: A group does not exist or is circular, encoder groups are mixed with others, or a
-            group has both a window and tokens spread over context-parallel ranks. A kernel counts its
-            window in tokens of one rank, but a window over all ranks contains a varying number of them.
+            group has both a window and tokens spread over context-parallel ranks. A kernel counts
+            its window in tokens of one rank, but a window over all ranks contains a varying number
+            of tokens of one rank.
 
     Example:
         >>> from kvcache import GroupSpec
@@ -176,14 +179,15 @@ class AttentionMetadataBuilder:
         self._indptr = buffer(num_groups, n + 1) if flashinfer else None
         self._indices = buffer(n * num_columns) if flashinfer else None
         self._last_page_len = buffer(num_groups, n) if flashinfer else None
-        # Two buffers alternate: writing the next step's lengths does not wait for the last launch.
+        # Two buffers alternate, so that writing the next step's lengths does not wait for the last
+        # launch.
         self._requests = [
             HostDeviceBuffer((3 * n,), torch.int32, self.device, self._tables.pin_memory)
             for _ in range(2 if self.device.type == "cuda" else 0)
         ]
         self._views: dict[int, _Views] = {}
-        # Per batch position, the number of tokens whose columns may hold block IDs; and the same for
-        # IDs that a replayed build may write at any time.
+        # For each batch position, the number of tokens whose columns may hold block IDs, and the
+        # number of tokens whose columns a replayed build may fill at any time.
         self._filled = np.zeros(n, np.int64)
         self._replayed = np.zeros(n, np.int64)
 
@@ -211,8 +215,8 @@ class AttentionMetadataBuilder:
 
         - Bounds that are not given default to the maximum that the tables allow.
         - Block tables show the columns of `max_seq_len` tokens. A longer request is rejected.
-        - Query lengths are not checked against `num_padded_tokens` or `max_query_len`; that is up to
-          the caller.
+        - Query lengths are not checked against `num_padded_tokens` or `max_query_len`; the caller
+          must ensure that they fit.
         - The host copies (`*_cpu`) are None.
 
         Args:
@@ -225,8 +229,8 @@ class AttentionMetadataBuilder:
                 have no tokens.
             num_padded_tokens: Number of tokens that a CUDA graph was captured with. Padding tokens
                 belong to no request.
-            max_query_len: Upper bound of the query lengths to report. None: the longest.
-            max_seq_len: Upper bound of the sequence lengths to report. None: the longest.
+            max_query_len: Upper bound of the query lengths to report. None: the longest query.
+            max_seq_len: Upper bound of the sequence lengths to report. None: the longest sequence.
 
         Returns:
             The metadata, valid until the next call.
@@ -279,9 +283,10 @@ class AttentionMetadataBuilder:
         if on_device:
             shown = max_seq_len
             captured = torch.cuda.is_current_stream_capturing()
-            # The op takes one bound for columns and lengths, so columns of an earlier batch beyond
-            # max_seq_len are zeroed separately. Before a replay they may be anywhere. Whole tensors are
-            # zeroed without a kernel, because a capture may be unable to load one.
+            # The op has a single bound for columns and lengths, so columns of an earlier batch
+            # beyond max_seq_len are zeroed separately. Before a replay, these columns may be
+            # anywhere. Whole tensors are zeroed without a kernel, because a capture may be unable
+            # to load a kernel.
             columns = [min(x.num_columns, -(-shown // x.tokens_per_column)) for x in self._shapes]
             if captured and columns != [x.num_columns for x in self._shapes]:
                 views.zero_ids([0] * len(columns))
@@ -291,9 +296,9 @@ class AttentionMetadataBuilder:
             elif stale > shown:
                 views.zero_ids(columns)
         else:
-            # All blocks of every row, including blocks for draft tokens beyond its length.
+            # Show all blocks of every row, including blocks for draft tokens beyond its length.
             shown = max(longest, self._tables.longest_row(self.groups, on_rows[0]))
-            # Entries of an earlier batch beyond these become null, once.
+            # Entries of an earlier batch beyond these columns are set to null once.
             self._from_host(requests, min(max(shown, stale), 2**31 - 1), views)
         self._filled[:num_reqs] = np.maximum(self._replayed[:num_reqs], shown)
         return AttentionMetadata(
@@ -337,7 +342,7 @@ class AttentionMetadataBuilder:
                 "give int32 tensors on the device"
             )
         self._tables.require_committed(self.groups)
-        # Also on a GPU: this checks all values before anything is launched.
+        # This also runs if the device is a GPU, to check all values before anything is launched.
         small = views.host_lengths if on_cuda else views.host
         self._tables.attention_metadata(self._fields, requests, max_num_tokens, small, on_host=True)
         if on_cuda:
@@ -379,7 +384,7 @@ class AttentionMetadataBuilder:
 
 
 class _Views:
-    """The part of the buffers that a batch of a given size uses."""
+    """Views of the part of the buffers that a batch of a given size uses."""
 
     def __init__(
         self,
@@ -420,7 +425,9 @@ class _Views:
             self._indices = [self.device[4][at : at + n * c] for at, c in zip(offsets, columns)]
 
     def zero_ids(self, columns: list[int]) -> None:
-        """Null the entries beyond the given columns of each group on the device, in stream order."""
+        """Set the entries beyond the given columns of each group to null on the device, in stream
+        order.
+        """
         for ids, c in zip(self._tables or [], columns):
             ids[:, c:].zero_()
         for ids, c in zip(self._indices or [], columns):

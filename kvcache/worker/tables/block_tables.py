@@ -18,7 +18,7 @@ from kvcache.worker.tables.table_shape import TableShape, checked_candidates, nu
 
 
 class BlockTables:
-    """The block tables of all cache groups in one memory: each call serves all groups at once.
+    """The block tables of all cache groups, in shared memory. Each call serves all groups at once.
 
     `tables[g]` is the `GroupTable` of group `g`, and `block_tables` lists them. `for_groups` derives the
     shapes from the groups of a plan.
@@ -117,11 +117,12 @@ class BlockTables:
         Args:
             groups: The manager's groups.
             max_model_len: Maximum number of tokens of a request.
-            kernel_sizes: Candidates for the kernel block size, for all groups with slots.
+            kernel_sizes: Candidates for the kernel block size of all groups with slots.
             context_parallel: Context-parallel sizes and ranks.
             max_encoder_tokens: Maximum number of encoder tokens of a request
                 (`CachePlan.max_encoder_tokens`). None: `max_model_len`.
-            cp_kv_cache_interleave_size: Consecutive tokens per context-parallel rank.
+            cp_kv_cache_interleave_size: Number of consecutive tokens stored on one context-parallel
+                rank before the next rank follows.
 
         Returns:
             The tables.
@@ -216,11 +217,17 @@ class BlockTables:
         self._tables.apply(plan, num_blocks)
 
     def append_row(self, block_ids: Sequence[Ids], row: int) -> None:
-        """Append `block_ids[g]` to a row of each group `g`. If one group overflows, none changes."""
+        """Append `block_ids[g]` to a row of each group `g`.
+
+        If any group overflows, no group changes.
+        """
         self._tables.apply(self._row_plan(block_ids, row, clear=False))
 
     def add_row(self, block_ids: Sequence[Ids], row: int) -> None:
-        """Set a row of each group `g` to `block_ids[g]`. If one group overflows, none changes."""
+        """Set a row of each group `g` to `block_ids[g]`.
+
+        If any group overflows, no group changes.
+        """
         self._tables.apply(self._row_plan(block_ids, row, clear=True))
 
     def clear_row(self, row: int) -> None:
@@ -236,7 +243,7 @@ class BlockTables:
         self._tables.move_rows([src], [tgt])
 
     def move_rows(self, src: Ids, tgt: Ids) -> None:
-        """Move pairs of rows one after the other, in one call; see `move_row`."""
+        """Move pairs of rows in order, in one call. See `move_row`."""
         self._tables.move_rows(src, tgt)
 
     def swap_row(self, src: int, tgt: int) -> None:
@@ -244,7 +251,7 @@ class BlockTables:
         self._tables.swap_rows([src], [tgt])
 
     def swap_rows(self, src: Ids, tgt: Ids) -> None:
-        """Swap pairs of rows one after the other, in one call; see `swap_row`."""
+        """Swap pairs of rows in order, in one call. See `swap_row`."""
         self._tables.swap_rows(src, tgt)
 
     def commit_updates(self) -> None:
@@ -263,12 +270,13 @@ class BlockTables:
         *,
         query_start_loc: np.ndarray | torch.Tensor | None = None,
     ) -> None:
-        """Compute the slot mappings of all groups in one call; see `GroupTable.compute_slot_mapping`.
+        """Compute the slot mappings of all groups in one call. See
+        `GroupTable.compute_slot_mapping`.
 
-        On a GPU, one launch serves all groups with ordinary positions, and each circular group takes
-        one more launch. Encoder groups are skipped because their tokens have other positions: call
-        `compute_slot_mapping` and `commit_slot_mapping` of `tables[g]` when the encoder's output is
-        written.
+        On a GPU, one launch serves all groups with ordinary positions, and each circular group
+        requires one more launch. Encoder groups are skipped because their tokens have different
+        positions. For them, call `compute_slot_mapping` and `commit_slot_mapping` of `tables[g]`
+        when the encoder's output is written.
 
         Args:
             req_indices: int32[n] or int32[r]. Rows, as in `GroupTable.compute_slot_mapping`.
@@ -294,9 +302,9 @@ class BlockTables:
         Args:
             idx_mapping: int32[n], on the device. Row of each request in the batch. -1 marks a padding
                 request, whose row is filled with the null block.
-            num_computed_tokens: int32[n]. Tokens before each request's first query. If given, entries
-                that have left a group's window are replaced by the null block, so that kernels that
-                read masked tiles do not encounter NaN from other requests.
+            num_computed_tokens: int32[n]. Number of tokens before each request's first query. If
+                given, entries that have left a group's window are replaced by the null block.
+                Kernels that read masked tiles then do not encounter NaN from other requests.
             max_num_tokens: Maximum length of a row, in tokens. None: the current maximum. When
                 capturing a CUDA graph, pass `max_model_len` (or the number of encoder tokens, if
                 greater).

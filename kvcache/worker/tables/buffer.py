@@ -1,4 +1,4 @@
-"""Buffers with a host side and a device side, and asynchronous uploads that cannot race."""
+"""Buffers with a host side and a device side, and race-free asynchronous uploads."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 from kvcache.worker.swap.streams import PolledEvent
 
-_HUGE_PAGE = 1 << 21  # bytes
-_MOST_IN_HUGE_PAGES = 1 << 26  # bytes
+_HUGE_PAGE = 1 << 21  # size of a huge page in bytes
+_MOST_IN_HUGE_PAGES = 1 << 26  # maximum size of a buffer in huge pages, in bytes
 
 
 class HostDeviceBuffer:
     """A buffer on the host (`.np`, `.cpu`) with a mirror on the device (`.gpu`).
 
-    The device address never changes. On a CPU device all three share one memory. `upload` is
-    asynchronous if the host side is pinned. Call `before_write` before changing `.np` or `.cpu`: it
-    waits until the last upload has read the host side.
+    The device address never changes. On a CPU device, all three share the same memory. `upload` is
+    asynchronous if the host side is pinned. Call `before_write` before changing `.np` or `.cpu`, to
+    wait until the last upload has read the host side.
 
     Args:
         shape: Shape of the buffer.
@@ -32,7 +32,7 @@ class HostDeviceBuffer:
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pin_memory: bool
     ) -> None:
         on_cpu = device.type == "cpu"
-        # Without uploads, nothing needs pinning.
+        # Pinning is useful only for uploads.
         pinned = pin_memory and not on_cpu
         self.cpu = (
             torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=True)
@@ -48,9 +48,9 @@ class HostDeviceBuffer:
     def before_write(self) -> None:
         """Wait until no upload reads the host side."""
         if self._pending:
-            # Waiting for the event would invalidate the graph captures of all threads, but polling does
-            # not. An upload completes within microseconds.
-            if self._is_unrecorded:  # an interrupt came between the launch and its event
+            # Poll the event, because waiting for it would invalidate the graph captures of all
+            # threads. An upload completes within microseconds.
+            if self._is_unrecorded:  # an interrupt occurred between the launch and its event
                 torch.cuda.current_stream(self.gpu.device).synchronize()
             while not self._uploaded.query():
                 time.sleep(0)
@@ -65,7 +65,7 @@ class HostDeviceBuffer:
 
         Raises:
             RuntimeError: A CUDA graph is being captured on the stream. A replay would read the host
-                side as it is at that time, and `before_write` could not wait for it.
+                side at the time of the replay, and `before_write` could not wait for it.
         """
         if self.gpu is self.cpu or start >= stop:
             return
@@ -84,21 +84,24 @@ class HostDeviceBuffer:
         self._pending = self._is_unrecorded = self._uploaded is not None
 
     def note_use(self) -> None:
-        """Make the next write wait for everything launched on the current stream so far."""
+        """Make the next write wait for all work launched on the current stream so far."""
         if self._uploaded is not None:
             self._uploaded.record(torch.cuda.current_stream(self.gpu.device))
             self._pending, self._is_unrecorded = True, False
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros in huge pages, as large numpy arrays are, because rows are read all over the buffer.
+    """Return zeros in huge pages, like those of large numpy arrays, because accesses are scattered
+    over the buffer.
 
-    Larger buffers use ordinary pages, because only a small part of them is touched.
+    Buffers larger than `_MOST_IN_HUGE_PAGES` use ordinary pages, because only a small part of them
+    is touched.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if not _HUGE_PAGE <= num_bytes <= _MOST_IN_HUGE_PAGES:
         return torch.zeros(shape, dtype=dtype, device="cpu")
-    # Round up to whole huge pages: the kernel does not use huge pages for a partly covered range.
+    # Round up to whole huge pages, because the kernel does not use huge pages for partially covered
+    # ranges.
     size = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
     memory = np.zeros(size + _HUGE_PAGE, np.uint8)
     first = -memory.ctypes.data % _HUGE_PAGE
@@ -106,7 +109,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def device_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the device side of a buffer. The tests substitute CPU memory."""
+    """Allocate the device side of a buffer. The tests substitute CPU memory."""
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
@@ -126,5 +129,5 @@ class BufferView:
         self._buffer.before_write()
 
     def upload(self, num_rows: int) -> None:
-        """Upload the first rows; see `HostDeviceBuffer.upload`."""
+        """Upload the first `num_rows` rows. See `HostDeviceBuffer.upload`."""
         self._buffer.upload(self._offset, self._offset + num_rows * self._row)

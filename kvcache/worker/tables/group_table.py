@@ -1,4 +1,4 @@
-"""The block table of one cache group: which blocks hold the tokens of each row."""
+"""The block table of one cache group, which lists the blocks that hold the tokens of each row."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ class GroupTable:
     `block_table` is int32[rows, width] in kernel blocks, `slot_mapping` is
     int64[max_num_tokens], and `num_blocks_per_row` is int32[rows]. The first two have a host
     side (`.np`, `.cpu`) and a device side (`.gpu`) at fixed addresses, so captured CUDA graphs stay
-    valid. On a CPU device both sides share memory.
+    valid. On a CPU device, both sides share memory.
 
-    Methods change the host side. `commit_updates` uploads all changes made through methods;
-    `commit_block_table` and `commit_slot_mapping` upload whole rows. Uploads are asynchronous, in the
-    order of the current stream, and every method waits for an upload that still reads the host side. To
-    write to `.np` directly, call `block_table.before_write()` first, set `num_blocks_per_row` too, and
-    upload with `commit_block_table`. Changes and uploads cannot be captured in a CUDA graph.
+    Methods change the host side. `commit_updates` uploads all changes made through methods, whereas
+    `commit_block_table` and `commit_slot_mapping` upload whole rows. Uploads are asynchronous, in
+    the order of the current stream. Every method waits for uploads that still read the host side.
+    To write to `.np` directly, call `block_table.before_write()` first, also set
+    `num_blocks_per_row`, and upload with `commit_block_table`. Changes and uploads cannot be
+    captured in a CUDA graph.
 
     On devices that are neither CPU nor CUDA, tables and slots are computed on the CPU and copied.
 
@@ -70,7 +71,8 @@ class GroupTable:
 
     @property
     def num_computed_slots(self) -> int | None:
-        """Tokens of the last `compute_slot_mapping`, including padding, whose slots are on the device.
+        """Number of tokens, including padding, whose slots from the last `compute_slot_mapping` are
+        on the device.
 
         None if replaying a captured CUDA graph may have changed them. Raises ValueError for a group
         without a slot mapping.
@@ -78,7 +80,7 @@ class GroupTable:
         return self._tables.num_computed_slots(self._group)
 
     def apply(self, plan: StepPlan, num_blocks: int = -1) -> None:
-        """Apply the table changes of a plan; see `BlockTables.apply`."""
+        """Apply the table changes of a plan. See `BlockTables.apply`."""
         self._tables.apply(plan, num_blocks)
 
     def append_row(self, block_ids: Ids, row: int) -> None:
@@ -90,7 +92,7 @@ class GroupTable:
         self._tables.append_row(self._group, block_ids, row, reset=True)
 
     def clear_row(self, row: int) -> None:
-        """Clear a row: its block IDs become the null block."""
+        """Clear a row by setting its block IDs to the null block."""
         self._tables.clear_rows([row], self._group)
 
     def clear_rows(self, rows: Ids) -> None:
@@ -106,11 +108,11 @@ class GroupTable:
         self._tables.swap_rows([src], [tgt], self._group)
 
     def move_rows(self, src: Ids, tgt: Ids) -> None:
-        """Move pairs of rows one after the other, in one call; see `move_row`."""
+        """Move pairs of rows in order, in one call. See `move_row`."""
         self._tables.move_rows(src, tgt, self._group)
 
     def swap_rows(self, src: Ids, tgt: Ids) -> None:
-        """Swap pairs of rows one after the other, in one call; see `swap_row`."""
+        """Swap pairs of rows in order, in one call. See `swap_row`."""
         self._tables.swap_rows(src, tgt, self._group)
 
     def commit_updates(self) -> None:
@@ -130,8 +132,9 @@ class GroupTable:
     ) -> None:
         """Compute the slots of a step's tokens.
 
-        numpy arrays and CPU tensors fill the host side; upload it with `commit_slot_mapping`. Device
-        tensors fill the device side directly from the device tables, in one launch.
+        If the arguments are numpy arrays or CPU tensors, slots are written to the host side. Upload
+        them with `commit_slot_mapping`. If the arguments are device tensors, slots are computed on
+        the device from the device tables, in one launch.
 
         The slot is -1 for tokens of padding requests and for tokens held by another context-parallel
         rank. Entries after the last token are reset to -1 if an earlier call filled them. Entries that
@@ -146,7 +149,7 @@ class GroupTable:
         Raises:
             ValueError: A row or position on the host is out of range. Nothing was written.
             RuntimeError: A row or position on a GPU is out of range, with `KVCACHE_CHECKED=1`.
-                Otherwise such tokens get slot -1.
+                Otherwise these tokens get slot -1.
         """
         self._tables.compute_slots(req_indices, positions, query_start_loc, self._group)
 
@@ -160,7 +163,8 @@ class GroupTable:
         """Return the slots of arbitrary tokens, for reading a context. `slot_mapping` stays unchanged.
 
         Arguments and errors are the same as for `compute_slot_mapping`, with any number of tokens.
-        Tokens on the host are looked up in the host tables, tokens on the device in the device tables.
+        Arguments on the host are looked up in the host tables, and arguments on the device in the
+        device tables.
 
         Returns:
             int64[n] on the device, in new memory.
@@ -177,21 +181,21 @@ class GroupTable:
 
         A kernel reads the state before the step from page [i, 0], and writes the state after the last
         non-draft token to the same page. It writes the state after the j-th draft token to page [i, j].
-        Unused entries are the null page. Arguments on the host are looked up in the host table, tensors
-        on the device in the device table.
+        Unused entries are the null page. Arguments on the host are looked up in the host table, and
+        tensors on the device in the device table.
 
         Args:
             req_indices: int[n]. Rows.
             num_tokens: int[n]. Tokens of each row after the step, including draft tokens.
-            num_drafts: int[n]. Draft tokens of each row, at most `num_speculative_blocks`. They come
-                last.
+            num_drafts: int[n]. Number of draft tokens of each row, at most
+                `num_speculative_blocks`. They are the last tokens of the row.
 
         Returns:
             int32[n, 1 + num_speculative_blocks].
 
         Raises:
-            ValueError: The group has slots; or, for arguments on the host, there are too many draft
-                tokens.
+            ValueError: The group has slots, or there are too many draft tokens (checked only for
+                arguments on the host).
 
         Example:
             >>> from kvcache import GroupSpec, BlockTables
@@ -249,7 +253,7 @@ class GroupTable:
         num_computed_tokens: torch.Tensor | None = None,
         max_num_tokens: int | None = None,
     ) -> torch.Tensor:
-        """Gather rows in batch order, int32[n, width]; see `BlockTables.gather`."""
+        """Gather rows in batch order, int32[n, width]. See `BlockTables.gather`."""
         return self._tables.gather(idx_mapping, num_computed_tokens, max_num_tokens)[self._group]
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""The tables of all cache groups in one memory; each call serves all groups."""
+"""The block tables of all cache groups, in shared memory. Each call serves all groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHARED_PLACES = -1
 
 
 class _SlotCall(NamedTuple):
-    """The part of the slot mappings that one call fills, for one group or for all."""
+    """The part of the slot mappings that one call fills, for one group or for all groups."""
 
     place: int  # group's index in the slot buffer; SHARED_PLACES: all groups that share positions
     fields: torch.Tensor  # the op's argument `groups`
@@ -32,9 +32,9 @@ class _SlotCall(NamedTuple):
 class TableSet:
     """Tables, counts and slot mappings of all groups. `GroupTable` is a view of one group.
 
-    Rows are changed natively on the host, for any number of rows and groups per call. On a CUDA device,
-    `commit_updates` uploads the changes since the last call in one copy and applies them in one launch.
-    `commit_rows` uploads whole rows instead.
+    Native code changes the rows on the host, for any number of rows and groups per call. On a CUDA
+    device, `commit_updates` uploads the changes since the last call in one copy and applies them in
+    one launch. `commit_rows` uploads whole rows instead.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TableSet:
         num_ids = sum(sizes)
         _check_sizes(self.shapes, num_ids + num_groups * num_rows)
 
-        # All tables, followed by the counts: kernel blocks per row of each group.
+        # All tables, followed by the number of kernel blocks per row of each group.
         shape = (num_ids + num_groups * num_rows,)
         self._arena = HostDeviceBuffer(shape, torch.int32, device, pin_memory)
         self._counts = BufferView(self._arena, num_ids, (num_groups, num_rows))
@@ -101,15 +101,16 @@ class TableSet:
         self._identity = torch.arange(num_rows, dtype=torch.int32, device="cpu")
         self._device_identity = self._identity.to(device) if self._on_cuda else self._identity
         self._make_slots(slot_dtype, pin_memory)
-        # A quarter of the tables: beyond that, uploading whole tables is as fast. Two buffers
-        # alternate, so that packing the next step does not wait for the last launch.
+        # The capacity is a quarter of the tables. For more changes, uploading whole tables is
+        # equally fast. Two buffers alternate, so that packing the next step does not wait for the
+        # last launch.
         capacity = max(shape[0] // 4, 1024)
         self._updates = [
             HostDeviceBuffer((capacity,), torch.int32, device, pin_memory)
             for _ in range(2 if self._on_cuda else 0)
         ]
-        # Rows in batch order, at a fixed address for captured graphs. Zeros are null blocks; on a CPU
-        # their memory is committed lazily.
+        # Rows in batch order, at a fixed address for captured graphs. Zeros are null blocks. On a
+        # CPU, their memory is committed lazily.
         self._batch_arena = torch.zeros(
             num_ids, dtype=torch.int32, device=device if self._on_cuda else "cpu"
         )
@@ -117,14 +118,16 @@ class TableSet:
             self._batch_arena[at : at + size].view(num_rows, each.num_columns)
             for at, size, each in zip(offsets, sizes, shapes)
         ]
-        self._batch_tokens = 0  # the most tokens that any gather has filled so far
+        self._batch_tokens = 0  # maximum number of tokens that a gather has filled so far
 
     def _make_slots(self, dtype: torch.dtype, pin_memory: bool) -> None:
-        """Create the slot mappings, and precompute the op's arguments for one group and for all."""
+        """Create the slot mappings, and precompute the op's arguments for each group and for all
+        groups.
+        """
         n = self.num_slots
         with_slots = [g for g, each in enumerate(self.shapes) if each.slot_mapping]
         # Groups that share positions come first, because calls for all groups serve them together.
-        # Circular groups follow; each has its own positions.
+        # Circular groups follow, because each has its own positions.
         self._circular = [g for g in with_slots if self.shapes[g].circular]
         own = [g for g in with_slots if self.shapes[g].encoder or self.shapes[g].circular]
         shared = [g for g in with_slots if g not in own]
@@ -172,7 +175,8 @@ class TableSet:
         return None if at in self._replayed else self._host_slots.num_on_device(at)
 
     # Rows ------------------------------------------------------------------------------------------
-    # The native tables track changes not yet on the device, so an interrupt loses none.
+    # The native tables track changes that are not on the device yet, so an interrupt does not lose
+    # changes.
 
     @property
     def num_applied(self) -> int:
@@ -180,13 +184,16 @@ class TableSet:
         return self._native.num_applied
 
     def apply(self, plan: StepPlan, num_blocks: int = -1) -> None:
-        """Apply the table changes of a plan to all groups; see `BlockTables.apply`."""
+        """Apply the table changes of a plan to all groups. See `BlockTables.apply`."""
         instance(plan, StepPlan, "plan")
         self._arena.before_write()
         self._native.apply_plan(plan, num_blocks, self._host_slots)
 
     def begin_step(self) -> None:
-        """Begin a step without changes: upload earlier ones and invalidate the last step's slots."""
+        """Begin a step without changes.
+
+        Uploads earlier changes and invalidates the last step's slots.
+        """
         if self._native.is_changed:
             self.commit_updates()
         self._host_slots.begin_step()
@@ -197,17 +204,17 @@ class TableSet:
         self._native.append_row(group, row, block_ids, reset)
 
     def move_rows(self, src: Ids, tgt: Ids, group: int = ALL_GROUPS) -> None:
-        """Move each row `src[i]` to `tgt[i]`, one after the other, and clear `src[i]`."""
+        """Move each row `src[i]` to `tgt[i]`, in order, and clear `src[i]`."""
         self._arena.before_write()
         self._native.move_rows(src, tgt, group)
 
     def swap_rows(self, src: Ids, tgt: Ids, group: int = ALL_GROUPS) -> None:
-        """Swap each pair of rows, one after the other."""
+        """Swap each pair of rows, in order."""
         self._arena.before_write()
         self._native.swap_rows(src, tgt, group)
 
     def clear_rows(self, rows: Ids, group: int = ALL_GROUPS) -> None:
-        """Clear rows: their block IDs become the null block."""
+        """Clear rows by setting their block IDs to the null block."""
         self._arena.before_write()
         self._native.clear_rows(rows, group)
 
@@ -221,7 +228,7 @@ class TableSet:
             self._native.mark_clean()
             return
         self._native.clear_rows(np.arange(self.num_rows, dtype=np.int32), group)
-        self.tables[group].np[:] = 0  # also entries that a caller wrote directly
+        self.tables[group].np[:] = 0  # includes entries that a caller wrote directly
         self.tables[group].gpu.zero_()
         self._counts.gpu[group].zero_()
         self._native.mark_sent(group)
@@ -248,13 +255,13 @@ class TableSet:
                 updates.note_use()
         else:
             self._arena.upload(0, len(self._arena.cpu))
-        self._native.mark_clean()  # last, so that an interrupt makes the next call resend them
+        self._native.mark_clean()  # last, so that after an interrupt the next call resends
 
     def commit_rows(self, group: int, num_rows: int) -> None:
         """Upload the first rows of one group as a whole, and the counts."""
         self.tables[group].upload(integer(num_rows, "num_reqs", most=self.num_rows))
         self._counts.upload(len(self.shapes))
-        self._native.mark_sent(group)  # the caller knows which rows it needs
+        self._native.mark_sent(group)  # the caller decides which rows are needed
 
     def require_committed(self, groups: list[int]) -> None:
         """Raise RuntimeError if a GPU lacks changes to these groups' rows."""
@@ -289,7 +296,10 @@ class TableSet:
         query_start_loc: np.ndarray | torch.Tensor | None = None,
         group: int = ALL_GROUPS,
     ) -> None:
-        """Compute slots of one group, or of all; see `GroupTable.compute_slot_mapping`."""
+        """Compute the slots of one group or of all groups.
+
+        See `GroupTable.compute_slot_mapping`.
+        """
         call = self._slot_calls.get(group)
         if type(positions) is np.ndarray and call is not None and not self._circular:
             self._slots.before_write()
@@ -318,12 +328,14 @@ class TableSet:
         query_start_loc: np.ndarray | torch.Tensor | None,
         group: int,
     ) -> None:
-        """Compute slots of groups that share a launch, or of a circular group at wrapped positions."""
+        """Compute the slots of groups that share a launch, or of a circular group at wrapped
+        positions.
+        """
         if positions is None:
             raise TypeError("positions is missing: expected int64[num_tokens]")
         given = (rows, positions, query_start_loc)
         on_device = any(map(is_on_device, given))
-        if on_device and not self._on_cuda:  # no kernels for this device: compute on the host
+        if on_device and not self._on_cuda:  # this device has no kernels, so compute on the host
             rows, positions, query_start_loc = _on_cpu(*given)
             self._compute_slots(rows, positions, query_start_loc, group)
             self.commit_slots(len(positions), group)
@@ -346,7 +358,7 @@ class TableSet:
         query_start_loc: np.ndarray | torch.Tensor | None,
         group: int,
     ) -> torch.Tensor:
-        """Return slots of one group in new memory; see `GroupTable.slots_of`."""
+        """Return the slots of one group in new memory. See `GroupTable.slots_of`."""
         if positions is None:
             raise TypeError("positions is missing: expected int64[num_tokens]")
         call = self._slot_call(group)
@@ -360,11 +372,14 @@ class TableSet:
     def _in_places(
         self, positions: np.ndarray | torch.Tensor, group: int
     ) -> np.ndarray | torch.Tensor:
-        """Wrap positions to the columns of a circular group; other groups keep theirs."""
+        """Wrap positions to the columns of a circular group.
+
+        Positions of other groups are unchanged.
+        """
         if group == ALL_GROUPS or not self.shapes[group].circular:
             return positions
         if isinstance(positions, torch.Tensor):
-            # Devices other than GPUs may lack these operations.
+            # Devices other than GPUs may not support these operations.
             of, given = (
                 torch,
                 positions if positions.is_cuda else cpu_tensor(positions, "positions"),
@@ -423,7 +438,7 @@ class TableSet:
         num_computed_tokens: torch.Tensor | None = None,
         max_num_tokens: int | None = None,
     ) -> list[torch.Tensor]:
-        """Gather all groups' rows in batch order; see `BlockTables.gather`."""
+        """Gather all groups' rows in batch order. See `BlockTables.gather`."""
         if max_num_tokens is None:
             max_num_tokens = self.longest_row()
         else:
@@ -431,12 +446,13 @@ class TableSet:
         instance(idx_mapping, torch.Tensor, "idx_mapping")
         if num_computed_tokens is not None:
             instance(num_computed_tokens, torch.Tensor, "num_computed_tokens")
-        # Never use fewer columns than before, or entries of an earlier batch would remain.
+        # Use at least as many columns as before, because otherwise entries of an earlier batch
+        # would remain.
         if not self._on_cuda:
             idx_mapping = cpu_tensor(idx_mapping, "idx_mapping")
             if num_computed_tokens is not None:
                 num_computed_tokens = cpu_tensor(num_computed_tokens, "num_computed_tokens")
-        # Set before the launch, so that an interrupt after it leaves the filled range known.
+        # Set before the launch, so that the filled range is known even after an interrupt.
         before = self._batch_tokens
         self._batch_tokens = most = min(max(before, max_num_tokens), 2**31 - 1)
         on_cpu = not self._on_cuda
@@ -464,7 +480,7 @@ class TableSet:
         outputs: tuple[torch.Tensor | None, ...],
         on_host: bool,
     ) -> None:
-        """Build a batch's metadata from the host or device tables; see `ops.attention_metadata`.
+        """Build a batch's metadata from the host or device tables. See `ops.attention_metadata`.
 
         Args:
             fields: `fields()` of the groups.
@@ -481,9 +497,10 @@ class TableSet:
         )
 
     def longest_row(self, groups: list[int] | None = None, rows: np.ndarray | None = None) -> int:
-        """Token capacity of the longest of these rows in any of these groups, from the host's counts.
+        """Return the token capacity of the longest of these rows in any of these groups, based on
+        the host's counts.
 
-        None means all rows or all groups. Rows out of range count as empty.
+        None means all rows or all groups. Out-of-range rows count as empty.
         """
         if groups is None:
             groups = range(len(self.shapes))
@@ -511,7 +528,7 @@ class TableSet:
     def _identity_of(
         self, query_start_loc: Ids | torch.Tensor | None, on_host: bool
     ) -> torch.Tensor:
-        """Map request i to row i, for as many requests as `query_start_loc` describes."""
+        """Map request i to row i, for all requests in `query_start_loc`."""
         if query_start_loc is None:
             raise ValueError("neither req_indices nor query_start_loc is given: expected one")
         num_requests = len(query_start_loc) - 1
@@ -578,7 +595,7 @@ def _one_dimensional(values: object, dtype: torch.dtype, name: str) -> np.ndarra
 
 
 def host_tensor(values: object, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Convert integers of any type to a CPU tensor of the op's dtype: int32 or int64."""
+    """Convert integers of any type to a CPU tensor of the op's dtype (int32 or int64)."""
     if isinstance(values, torch.Tensor):
         values = cpu_tensor(values, name)
     array = as_array(values, name)
@@ -595,7 +612,7 @@ def host_tensor(values: object, dtype: torch.dtype, name: str) -> torch.Tensor:
     array = np.ascontiguousarray(array, wanted)
     is_plain = (
         array.flags.writeable and min(array.strides) >= 0
-    )  # with one entry, any stride is valid
+    )  # any stride is valid for a single entry
     return torch.from_numpy(array if is_plain else array.copy())
 
 

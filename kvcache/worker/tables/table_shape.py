@@ -11,27 +11,28 @@ from kvcache.specs import ContextParallel, checked_context_parallel
 
 @dataclass(frozen=True)
 class TableShape:
-    """What differs between the block tables of cache groups. Block sizes are in tokens on one rank.
+    """The shape of one cache group's block table. Block sizes are in tokens on one rank.
 
     Args:
         block_size: Tokens per allocation block.
         max_num_blocks: Allocation blocks per row.
-        kernel_block_size: Tokens per block of the attention kernel; must divide `block_size`. Block `b`
-            becomes `ratio` kernel blocks starting at `b * ratio`. None: `block_size` itself.
-        kernel_sizes: Candidates for the kernel block size, instead of `kernel_block_size`. The first
-            positive one that divides `block_size` is used. [0]: `block_size` itself.
+        kernel_block_size: Tokens per block of the attention kernel. Must divide `block_size`. Block
+            `b` becomes `ratio` kernel blocks starting at `b * ratio`. None: `block_size` itself.
+        kernel_sizes: Candidates for the kernel block size, instead of `kernel_block_size`. The
+            first positive candidate that divides `block_size` is used. [0]: `block_size` itself.
         window: Tokens that a query attends to. None: all tokens.
         slot_mapping: Whether the group has slots. Recurrent state has none.
         context_parallel: Context-parallel sizes and ranks over which tokens are spread. The same for all
             groups of a `BlockTables`.
         replicated: Whether every context-parallel rank holds all tokens of the group.
-        cp_kv_cache_interleave_size: Consecutive tokens per context-parallel rank; must divide the kernel
-            block size.
-        encoder: Whether the group holds encoder tokens for cross-attention. Calls for all groups leave
-            the slots of such groups unchanged.
-        circular: Whether the columns are reused in a circle. The token at position `p` is in column
-            `p // block_size % max_num_blocks`.
-        num_speculative_blocks: Columns for states after draft tokens, part of `max_num_blocks`.
+        cp_kv_cache_interleave_size: Number of consecutive tokens stored on one context-parallel
+            rank before the next rank follows. Must divide the kernel block size.
+        encoder: Whether the group holds encoder tokens for cross-attention. Calls for all groups
+            leave the slots of encoder groups unchanged.
+        circular: Whether columns are reused as a circular buffer. The token at position `p` is in
+            column `p // block_size % max_num_blocks`.
+        num_speculative_blocks: Number of columns for states after draft tokens. They are included
+            in `max_num_blocks`.
 
     Raises:
         TypeError: An argument has a wrong type.
@@ -93,7 +94,7 @@ class TableShape:
 
     @property
     def rank(self) -> int:
-        """This rank's place among the ranks that share the group's tokens."""
+        """Index of this rank among the ranks that share the group's tokens."""
         return 0 if self.replicated else self.context_parallel.rank
 
     @property
@@ -108,12 +109,12 @@ class TableShape:
 
     @property
     def tokens_per_column(self) -> int:
-        """Tokens, over all ranks, per table entry."""
+        """Tokens per table entry, over all ranks."""
         return self.kernel_block_size * self.world_size
 
     @property
     def num_places(self) -> int:
-        """Tokens, over all ranks, that fit into a row."""
+        """Tokens that fit into a row, over all ranks."""
         return self.num_columns * self.tokens_per_column
 
 
@@ -122,7 +123,7 @@ def kernel_size_of(
     kernel_block_size: int | None,
     kernel_sizes: Sequence[int] | None,
 ) -> int:
-    """Choose the kernel block size from one given size, or from candidates."""
+    """Return the given kernel block size, or choose one of the candidates."""
     if kernel_block_size is not None and kernel_sizes is not None:
         raise ValueError(
             f"kernel_block_size is {kernel_block_size} and kernel_sizes {kernel_sizes}: "
@@ -162,5 +163,7 @@ def checked_candidates(kernel_sizes: Sequence[int], name: str) -> list[int]:
 
 
 def num_blocks_for(num_tokens: int, tokens_per_block: int, num_speculative_tokens: int) -> int:
-    """Return the allocation blocks of a row that holds `num_tokens` and a step's draft tokens."""
+    """Return the number of allocation blocks of a row that holds `num_tokens` and a step's draft
+    tokens.
+    """
     return max(-(-num_tokens // tokens_per_block), 1 + num_speculative_tokens)
