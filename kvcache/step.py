@@ -119,8 +119,6 @@ class StepPlan(_HeldArrays):
     - `replace`: per group int32[m, 3]: row, column and new ID of existing table entries.
     - `is_empty`: whether the manager found all of these empty, so that a worker can skip them. False in a
       plan created by hand.
-    - `moves_pages`: whether `swap_out`, `copy`, `zero` or `swap_in` may have entries. True in a plan
-      created by hand.
 
     `depends_on`: int32[n, 2], pairs of rows. The second row fills blocks in this step that the
     first row reads (with `in_step_hits="share"`). The worker either computes both in one pass that
@@ -146,9 +144,7 @@ class StepPlan(_HeldArrays):
     zero: np.ndarray = field(default_factory=lambda: NO_IDS)
     swap_in: np.ndarray = field(default_factory=lambda: NO_PAIRS)
     depends_on: np.ndarray = field(default_factory=lambda: NO_PAIRS)
-    # Not arguments, so that dataclasses.replace resets them.
-    is_empty: bool = field(default=False, init=False)
-    moves_pages: bool = field(default=True, init=False)
+    is_empty: bool = field(default=False, init=False)  # so dataclasses.replace makes it False
     previous_step_id: int = -1
     version: int = PLAN_VERSION
     page_bytes: int = 0

@@ -31,7 +31,6 @@ class PlanType {
     kStepId,
     kPreviousStepId,
     kIsEmpty,
-    kMovesPages,
     kFirstAnswer,
     kNumRunning = kFirstAnswer,
     kNumLeaving,
@@ -60,25 +59,15 @@ class PlanType {
 
   // Raises TypeError if the dataclass lacks a field, or has an additional field without a default.
   void use(const py::type& dataclass, EmptySections sections) {
-    static constexpr const char* kNames[kNumFields] = {"step_id",
-                                                       "previous_step_id",
-                                                       "is_empty",
-                                                       "moves_pages",
-                                                       "num_running",
-                                                       "num_leaving",
-                                                       "rows",
-                                                       "status",
-                                                       "num_computed_tokens",
-                                                       "num_tokens",
-                                                       "clear_rows",
-                                                       "append_rows",
-                                                       "append_splits",
-                                                       "append_ids",
-                                                       "replace",
-                                                       "swap_out",
-                                                       "copy",
-                                                       "zero",
-                                                       "swap_in",
+    static constexpr const char* kNames[kNumFields] = {"step_id",     "previous_step_id",
+                                                       "is_empty",    "num_running",
+                                                       "num_leaving", "rows",
+                                                       "status",      "num_computed_tokens",
+                                                       "num_tokens",  "clear_rows",
+                                                       "append_rows", "append_splits",
+                                                       "append_ids",  "replace",
+                                                       "swap_out",    "copy",
+                                                       "zero",        "swap_in",
                                                        "depends_on"};
     const py::module_ dataclasses = py::module_::import("dataclasses");
     std::vector<std::pair<Slot, py::object>> defaults;
@@ -144,6 +133,12 @@ class PlanType {
     return std::all_of(slots_.begin() + kFirstChange, slots_.end(), [&](const Slot& slot) {
       return slot.offset >= 0 && value_of(plan, slot) == nullptr;
     });
+  }
+  // Borrowed; null if the field is not set.
+  PyObject* value_of(PyObject* plan, Field field) const { return value_of(plan, slots_[field]); }
+  // Whether a value is one of the arrays without entries that plans share.
+  bool is_shared_empty(PyObject* value) const {
+    return value == empty.ids.ptr() || value == empty.pairs.ptr();
   }
   bool is_plan(PyObject* object) const {
     return reinterpret_cast<PyObject*>(Py_TYPE(object)) == type_.ptr();
@@ -235,10 +230,19 @@ void set_changes(const PlanType& type, const py::object& out, const py::object& 
   type.set_missing(out, PlanType::kDependsOn, pairs(HeldPlan::kDependsOn));
 }
 
+py::object interned(PyObject* name) {
+  PyObject* out = name;
+  Py_INCREF(out);
+  if (PyUnicode_CheckExact(out) && !PyUnicode_CHECK_INTERNED(out)) PyUnicode_InternInPlace(&out);
+  return py::reinterpret_steal<py::object>(out);
+}
+
 // An attribute of a plan. The first access to an array creates all arrays of its kind.
-PyObject* plan_attribute(PyObject* self, PyObject* name) {
+PyObject* plan_attribute(PyObject* self, PyObject* given) {
   const PlanType& type = PlanType::get();
-  const PlanType::Field field = type.missing(self, name);
+  // Fields are compared by the identity of their interned names.
+  const auto name = interned(given);
+  const PlanType::Field field = type.missing(self, name.ptr());
   PyObject* const held = field == PlanType::kNumFields ? nullptr : type.held(self);
   if (held != nullptr) {
     try {
@@ -252,7 +256,7 @@ PyObject* plan_attribute(PyObject* self, PyObject* name) {
       return PyErr_NoMemory();
     }
   }
-  return PyObject_GenericGetAttr(self, name);
+  return PyObject_GenericGetAttr(self, name.ptr());
 }
 
 // The base of StepPlan.
@@ -274,16 +278,40 @@ py::object as_plan(const StepPlan& plan) {
   type.set(out, PlanType::kStepId, py::int_(plan.step_id));
   type.set(out, PlanType::kPreviousStepId, py::int_(plan.previous_step_id));
   type.set(out, PlanType::kIsEmpty, py::bool_(plan.is_empty()));
-  type.set(out, PlanType::kMovesPages, py::bool_(plan.moves_pages()));
   type.hold(out, HeldPlan::capsule_of(plan));
   return out;
 }
 
-const HeldPlan* untouched_changes(const py::object& plan) {
+py::object untouched_changes(const py::object& plan) {
   const PlanType& type = PlanType::get();
-  if (!type.is_plan(plan.ptr()) || !type.lacks_changes(plan.ptr())) return nullptr;
-  PyObject* const held = type.held(plan.ptr());
-  return held == nullptr ? nullptr : &HeldPlan::of(py::reinterpret_borrow<py::object>(held));
+  if (!type.is_plan(plan.ptr()) || !type.lacks_changes(plan.ptr())) return {};
+  return py::reinterpret_borrow<py::object>(type.held(plan.ptr()));
+}
+
+PlanWork work_of(const py::object& plan) {
+  const PlanType& type = PlanType::get();
+  if (!type.is_plan(plan.ptr())) return PlanWork::kPages;
+  PyObject* const capsule = type.held(plan.ptr());
+  const HeldPlan* held =
+      capsule == nullptr ? nullptr : &HeldPlan::of(py::reinterpret_borrow<py::object>(capsule));
+  const auto is_empty = [&](PlanType::Field field, int section) {
+    PyObject* const value = type.value_of(plan.ptr(), field);
+    if (value != nullptr) return type.is_shared_empty(value);
+    return held != nullptr && held->is_empty(section);
+  };
+  if (!is_empty(PlanType::kSwapOut, HeldPlan::kSwapOut) ||
+      !is_empty(PlanType::kCopy, HeldPlan::kCopy) || !is_empty(PlanType::kZero, HeldPlan::kZero) ||
+      !is_empty(PlanType::kSwapIn, HeldPlan::kSwapIn)) {
+    return PlanWork::kPages;
+  }
+  if (held == nullptr || !type.lacks_changes(plan.ptr()) || !held->is_empty(HeldPlan::kClearRows) ||
+      !held->is_empty(HeldPlan::kAppendRows)) {
+    return PlanWork::kTables;
+  }
+  for (size_t g = 0; g < held->num_groups(); ++g) {
+    if (!held->is_empty(HeldPlan::in_group(g, HeldPlan::kReplace))) return PlanWork::kTables;
+  }
+  return PlanWork::kNone;
 }
 
 void bind_plan(py::module_& m) {
@@ -294,6 +322,7 @@ void bind_plan(py::module_& m) {
          const py::object& replace) { PlanType::get().use(plan, {ids, splits, pairs, replace}); },
       py::arg("plan"), py::arg("no_ids"), py::arg("no_splits"), py::arg("no_pairs"),
       py::arg("no_replace"));
+  m.def("plan_work", [](const py::object& plan) { return static_cast<int>(work_of(plan)); });
   m.attr("HeldArrays") = held_arrays_type();
 }
 

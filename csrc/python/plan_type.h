@@ -15,9 +15,12 @@ namespace py = pybind11;
 // Returns a plan whose arrays are created on demand.
 py::object as_plan(const StepPlan& plan);
 
-// The native arrays of a plan of which no change has been created as a Python array or assigned.
-// Null for any other plan. Valid while the plan is alive.
-class HeldPlan;
-const HeldPlan* untouched_changes(const py::object& plan);
+// The `HeldPlan` capsule of a plan whose changes have not been created as Python arrays or
+// assigned. Null for any other plan.
+py::object untouched_changes(const py::object& plan);
+
+// What a worker has to do for a plan. A section that was assigned counts as work.
+enum class PlanWork { kNone, kTables, kPages };
+PlanWork work_of(const py::object& plan);
 
 }  // namespace kvcache

@@ -42,7 +42,7 @@ void SequenceCalls::set_row(const py::object& seq_id, const py::object& owner, i
 }
 
 bool SequenceCalls::take_rows(const py::list& sequences, const py::list& hits, int64_t num_cached,
-                              bool skips_blocks, const py::object& encoder) {
+                              bool skips_blocks, const py::object& encoder, int64_t since) {
   struct New {
     py::object seq_id, owner;  // id and owner of an AllocatedSequence without a row
     std::shared_ptr<TokenChain> chain;
@@ -58,8 +58,11 @@ bool SequenceCalls::take_rows(const py::list& sequences, const py::list& hits, i
   }
   NewRow asked = new_row(all[0].chain);
   asked.num_tokens = value_of(all[0].owner).num_tokens - num_cached;
-  const Slots slots = native_->admit(asked, int32_lists(hits, "computed_blocks"));
+  const std::vector<std::vector<BlockId>> blocks = int32_lists(hits, "computed_blocks");
+  check_since(since);
+  const Slots slots = native_->admit(asked, blocks);
   if (slots.status != kvcache::Status::kServed) return false;
+  ++num_changes_;
   const Soundness::Change change = native_->change("allocate");
   for (const New& each : all) {
     const bool is_first = &each == all.data();
@@ -90,10 +93,12 @@ void SequenceCalls::take_encoder_row(const py::tuple& encoder) {
 }
 
 void SequenceCalls::fork_row(const py::object& parent, const py::object& seq_id,
-                             const py::object& tokens) {
+                             const py::object& tokens, int64_t since) {
   const int32_t row = value_of(parent).row;
   const py::object child = py::cast(value_of(parent).forked(tokens));
-  const int32_t child_row = native_->fork(row, chain_of(tokens)).row;
+  const std::shared_ptr<TokenChain> chain = chain_of(tokens);
+  begin_change(since);
+  const int32_t child_row = native_->fork(row, chain).row;
   const Soundness::Change change = native_->change("fork");
   set_row(seq_id, child, child_row);
 }
@@ -114,13 +119,23 @@ void SequenceCalls::free_encoder_row(const py::dict& rows, const py::object& req
 // raise.
 void SequenceCalls::free_entry(const py::dict& entries, const py::object& name, int32_t row) {
   native_->free(row);
+  ++num_changes_;
   if (native_->is_broken()) return;
   const Soundness::Change change = native_->change("free");
   if (PyDict_DelItem(entries.ptr(), name.ptr()) != 0) throw py::error_already_set();
 }
 
-py::object SequenceCalls::swap_out_rows(const std::vector<int32_t>& rows,
-                                        const py::list& sequences) const {
+py::object SequenceCalls::swap_in_rows(const std::vector<int32_t>& rows, int64_t since) const {
+  begin_change(since);
+  const auto moved = native_->swap_in(rows);
+  if (!moved) return py::none();
+  const Soundness::Change change = native_->change("swap_in");
+  return list_of_pairs(*moved);
+}
+
+py::object SequenceCalls::swap_out_rows(const std::vector<int32_t>& rows, const py::list& sequences,
+                                        int64_t since) const {
+  begin_change(since);
   const auto moved = native_->swap_out(rows);
   if (!moved) return py::none();
   const Soundness::Change change = native_->change("swap_out");
@@ -215,6 +230,7 @@ bool SequenceCalls::take(AllocatedSequence* known, int64_t num_new, const Slots&
 }
 
 PyObject* SequenceCalls::append_slots(py::handle seq, py::handle num_lookahead_slots) const {
+  const int64_t since = num_changes_;
   const py::object owner = known(seq);
   AllocatedSequence& known = value_of(owner);
   const int64_t lookahead = size_argument(num_lookahead_slots, "num_lookahead_slots");
@@ -224,6 +240,7 @@ PyObject* SequenceCalls::append_slots(py::handle seq, py::handle num_lookahead_s
   py::list pairs;
   if (num_new == 0 && lookahead == 0) return pairs.release().ptr();
   read_ids(known, seq, num_new, &tokens);
+  begin_change(since);
   const RowAsk ask{known.row, tokens.size, lookahead, tokens.data(), tokens.size};
   native_->take_in(&ask, 1);
   const Slots slots = native_->serve(ask, /*lists_new=*/false);
@@ -268,6 +285,7 @@ PyObject* SequenceCalls::append_group_slots(py::handle groups,
   const int64_t lookahead = size_argument(num_lookahead_slots, "num_lookahead_slots");
   std::vector<Growing> all;
   std::vector<size_t> ends;  // end of each group in `all`
+  const int64_t since = num_changes_;
   ++num_calls_;
   Sequences each_group(py::reinterpret_borrow<py::object>(groups), "seq_groups");
   while (const py::object group = each_group.next()) {
@@ -287,6 +305,7 @@ PyObject* SequenceCalls::append_group_slots(py::handle groups,
     }
     ends.push_back(all.size());
   }
+  begin_change(since);
   // A group with a sequence that is too long does not fit and ends the batch.
   const auto too_long = std::find_if(all.begin(), all.end(), [&](const Growing& each) {
     return value_of(each.owner).num_tokens + each.tokens.size > max_model_len_;
@@ -379,10 +398,12 @@ PyObject* SequenceCalls::get_block_table(py::handle seq, py::handle) const {
 }
 
 PyObject* SequenceCalls::access_all_blocks_in_seq(py::handle seq, py::handle now) const {
+  const int64_t since = num_changes_;
   const py::object owner = known(seq);
   const AllocatedSequence& known = value_of(owner);
   const double moment = number_argument(now, "now");
   check_on_device(known, seq);
+  check_since(since);
   native_->access(known.row, moment);
   Py_RETURN_NONE;
 }
@@ -402,6 +423,7 @@ PyObject* SequenceCalls::mark_blocks_as_computed(py::handle group,
                                                  py::handle token_chunk_size) const {
   const int64_t count = size_argument(token_chunk_size, "token_chunk_size");
   if (!enable_caching_ && !window_) Py_RETURN_NONE;
+  const int64_t since = num_changes_;
   std::vector<std::pair<py::object, int64_t>> more;  // sequences after the first
   std::pair<py::object, int64_t> first;
   Sequences seqs = Sequences::of(group);
@@ -416,6 +438,7 @@ PyObject* SequenceCalls::mark_blocks_as_computed(py::handle group,
       more.emplace_back(std::move(owner), num_marked);
     }
   }
+  begin_change(since);
   std::optional<Soundness::Change> change;  // set from the first marked sequence on
   const auto mark = [&](const std::pair<py::object, int64_t>& each) {
     AllocatedSequence& known = value_of(each.first);
@@ -439,11 +462,13 @@ const py::object& SequenceCalls::hits_of(AllocatedSequence* known) const {
 }
 
 PyObject* SequenceCalls::get_common_computed_block_ids(py::handle seqs, py::handle) const {
+  const int64_t since = num_changes_;
   Sequences each(py::reinterpret_borrow<py::object>(seqs), "seqs");
   py::object common;
   while (const py::object seq = each.next()) {
     const py::object owner = known(seq);
     AllocatedSequence& known = value_of(owner);
+    check_since(since);
     check_on_device(known, seq);
     const py::object& hits = hits_of(&known);
     if (!common) common = hits;

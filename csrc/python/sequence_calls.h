@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -133,19 +134,30 @@ class SequenceCalls {
     return required + ceil_div(num_encoder_tokens, block_size_);
   }
 
+  // The number of changes so far, for `since`.
+  int64_t num_changes() const { return num_changes_; }
+
+  // Reading the engine's objects may run Python code, and that code may call the manager. Calls
+  // that change the manager therefore take `since`, the number of changes when the call began. They
+  // raise RuntimeError, without any change, if another call has changed the manager since then.
+
   // Creates rows with slots for the prompt of `sequences`, which are (seq_id, Tokens) pairs, after
   // a hit. The first sequence gets the blocks, and the others share them. `encoder` is None, or
   // (rows of encoders, request_id, Tokens of one token, number of tokens) for an encoder that fits.
   // Returns false, without any change, if the prompt does not fit.
   bool take_rows(const py::list& sequences, const py::list& hits, int64_t num_cached,
-                 bool skips_blocks, const py::object& encoder);
+                 bool skips_blocks, const py::object& encoder, int64_t since);
   // Creates a row for a child that shares the blocks of `parent`.
-  void fork_row(const py::object& parent, const py::object& seq_id, const py::object& tokens);
+  void fork_row(const py::object& parent, const py::object& seq_id, const py::object& tokens,
+                int64_t since);
   // Has no effect without a row.
   void free_row(const py::object& seq_id);
   void free_encoder_row(const py::dict& rows, const py::object& request_id);
   // Returns the blocks to move as (device block, host block) pairs, or None if they do not fit.
-  py::object swap_out_rows(const std::vector<int32_t>& rows, const py::list& sequences) const;
+  py::object swap_out_rows(const std::vector<int32_t>& rows, const py::list& sequences,
+                           int64_t since) const;
+  // Returns the blocks to move as (host block, device block) pairs, or None if they do not fit.
+  py::object swap_in_rows(const std::vector<int32_t>& rows, int64_t since) const;
 
   // Calls of the scheduler:
   PyObject* can_allocate(py::handle group, py::handle num_lookahead_slots) const;
@@ -158,6 +170,17 @@ class SequenceCalls {
   PyObject* get_common_computed_block_ids(py::handle seqs, py::handle) const;
 
  private:
+  // Counts a change, and raises RuntimeError if there were others after `since`.
+  void begin_change(int64_t since) const {
+    check_since(since);
+    ++num_changes_;
+  }
+  void check_since(int64_t since) const {
+    if (num_changes_ == since) return;
+    throw std::runtime_error(
+        "another call changed the manager during this call, from code of a sequence or from a "
+        "signal handler: expected one call at a time");
+  }
   void set_row(const py::object& seq_id, const py::object& owner, int32_t row);
   void free_entry(const py::dict& entries, const py::object& name, int32_t row);
   void take_encoder_row(const py::tuple& encoder);
@@ -198,8 +221,9 @@ class SequenceCalls {
   bool enable_caching_;
   int64_t watermark_blocks_, max_model_len_;
   AllocStatuses statuses_;
-  py::dict allocated_;             // sequences with blocks, by seq_id
-  mutable int64_t num_calls_ = 0;  // number of calls with several sequences
+  py::dict allocated_;               // sequences with blocks, by seq_id
+  mutable int64_t num_calls_ = 0;    // number of calls with several sequences
+  mutable int64_t num_changes_ = 0;  // number of changes to rows and marks
 };
 
 }  // namespace kvcache::sequences

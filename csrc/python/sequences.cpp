@@ -188,13 +188,16 @@ void bind_sequences(py::module_& m) {
       py::arg("enable_caching"), py::arg("watermark_blocks"), py::arg("max_model_len"),
       py::arg("statuses"))
       .def("_take_rows", &SequenceCalls::take_rows, py::arg("sequences"), py::arg("hits"),
-           py::arg("num_cached"), py::arg("skips_blocks"), py::arg("encoder"))
+           py::arg("num_cached"), py::arg("skips_blocks"), py::arg("encoder"), py::arg("since"))
       .def("_fork_row", &SequenceCalls::fork_row, py::arg("parent"), py::arg("seq_id"),
-           py::arg("tokens"))
+           py::arg("tokens"), py::arg("since"))
       .def("_free_row", &SequenceCalls::free_row, py::arg("seq_id"))
       .def("_free_encoder_row", &SequenceCalls::free_encoder_row, py::arg("rows"),
            py::arg("request_id"))
-      .def("_swap_out_rows", &SequenceCalls::swap_out_rows, py::arg("rows"), py::arg("sequences"))
+      .def("_swap_out_rows", &SequenceCalls::swap_out_rows, py::arg("rows"), py::arg("sequences"),
+           py::arg("since"))
+      .def("_swap_in_rows", &SequenceCalls::swap_in_rows, py::arg("rows"), py::arg("since"))
+      .def_property_readonly("_num_changes", &SequenceCalls::num_changes)
       .def_property_readonly("_allocated", &SequenceCalls::allocated)
       .def_property_readonly("block_size", &SequenceCalls::block_size)
       .def_property_readonly("sliding_window", &SequenceCalls::sliding_window)

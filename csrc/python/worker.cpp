@@ -105,16 +105,19 @@ void apply(HostTables& self, const py::object& clear_rows, const py::object& app
   if (slots != nullptr) slots->begin_step();
 }
 
-// The changes of a plan; its arrays are read where the step stored them, if they are still there
-// alone.
+// Applies the table changes of a plan. If none of its arrays has been created or assigned in
+// Python, they are read where the step stored them.
 void apply_plan(HostTables& self, const py::object& plan, const py::object& num_blocks,
                 HostSlots* slots) {
-  const HeldPlan* held = untouched_changes(plan);
-  if (held == nullptr) {
+  // May run Python code, so that the plan is read afterwards.
+  const int64_t num_ids = int_argument(num_blocks, "num_blocks");
+  const py::object capsule = untouched_changes(plan);
+  if (!capsule) {
     apply(self, plan.attr("clear_rows"), plan.attr("append_rows"), plan.attr("append_splits"),
-          plan.attr("append_ids"), plan.attr("replace"), num_blocks, slots);
+          plan.attr("append_ids"), plan.attr("replace"), py::int_(num_ids), slots);
     return;
   }
+  const HeldPlan* held = &HeldPlan::of(capsule);
   static constexpr int32_t kNoSplits[] = {0};
   const int64_t num_rows = held->size(HeldPlan::kAppendRows);
   std::vector<RaggedIds> ragged;
@@ -128,8 +131,7 @@ void apply_plan(HostTables& self, const py::object& plan, const py::object& num_
     replacements.push_back({held->data(replaced), held->size(replaced) / 3});
   }
   self.apply(held->data(HeldPlan::kClearRows), held->size(HeldPlan::kClearRows),
-             held->data(HeldPlan::kAppendRows), num_rows, ragged, replacements,
-             int_argument(num_blocks, "num_blocks"));
+             held->data(HeldPlan::kAppendRows), num_rows, ragged, replacements, num_ids);
   if (slots != nullptr) slots->begin_step();
 }
 

@@ -66,6 +66,8 @@ def copy_kv_blocks(
         instance(caches, Mapping, name)
         for layer, tensor in caches.items():
             instance(tensor, torch.Tensor, f"{name}[{layer!r}]")
+            if tensor.ndim == 0:
+                raise ValueError(f"{name}[{layer!r}] has no dimensions: expected one of blocks")
     if not isinstance(direction, str) or direction not in ("h2d", "d2h"):
         raise ValueError(f"direction is {shown(direction)}: expected 'h2d' or 'd2h'")
     src_ids, dst_ids = _ids(src_block_ids, "src_block_ids"), _ids(dst_block_ids, "dst_block_ids")

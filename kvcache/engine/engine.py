@@ -28,7 +28,7 @@ from kvcache.engine.sequence import State
 from kvcache.engine.signals import SignalHold
 from kvcache.events import CacheEvent
 from kvcache.sources.base import KVSource
-from kvcache.step import StepReport
+from kvcache.step import StepPlan, StepReport
 
 # Counter for the prefix of request IDs in managers. These IDs are unique and never equal a caller's
 # ID.
@@ -355,6 +355,7 @@ class Engine:
             except BaseException:
                 self._undo(step)
                 raise
+            self._count_pages(step.plan)
             self._deltas += [self._end(sample, "refused") for sample in step.refused]
             if report.failed_pages or report.failed_host_pages:
                 self.scheduler.complete(step, report)
@@ -593,12 +594,16 @@ class Engine:
         return [integer(token, f"drafts[{i}]", 0, most) for i, token in enumerate(drafts)]
 
     def _count(self, step: ScheduledStep) -> None:
-        metrics, plan = self.metrics, step.plan
+        metrics = self.metrics
         metrics.steps += 1
         metrics.computed_tokens += sum(map(len, step.token_ids))
         metrics.drafted_tokens += sum(step.num_drafts)
         metrics.swapped_out_sequences = self.scheduler.num_swapped_out
         metrics.recomputed_sequences = self.scheduler.num_recomputed
+
+    def _count_pages(self, plan: StepPlan) -> None:
+        """Count the pages of an applied plan. A plan whose arrays were read is slower to apply."""
+        metrics = self.metrics
         metrics.swapped_out_pages += len(plan.swap_out)
         metrics.swapped_in_pages += len(plan.swap_in)
         metrics.copied_pages += len(plan.copy)

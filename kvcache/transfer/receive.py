@@ -15,7 +15,7 @@ import torch
 
 from kvcache import ops
 from kvcache.checks import as_array, listed, num_entries, shown
-from kvcache.worker.pages.regions import check_apart, regions_of
+from kvcache.worker.pages.regions import check_apart, check_memory, regions_of
 
 Indices = Sequence[int] | np.ndarray | torch.Tensor
 Caches = torch.Tensor | Sequence[torch.Tensor]
@@ -98,6 +98,7 @@ def checked_layers(caches: Caches, dims: str) -> list[torch.Tensor]:
                 x for x in zip(_KIND, kind, expected, strict=True) if x[1] != x[2]
             )
             raise ValueError(f"layer {i} has {what} {came}: expected {like} as layer 0 has")
+    check_memory(first, "layer 0")  # as all others
     _check_apart(layers)
     if first.dim() == 3:
         return [layer.unsqueeze(2) for layer in layers]

@@ -9,6 +9,7 @@ from typing import NoReturn
 import numpy as np
 
 from kvcache.checks import MAX_INT64, instance, integer, integers, refuse_pickle, shown
+from kvcache.native.load import core
 from kvcache.step import NO_IDS, PLAN_VERSION, StepPlan, StepReport
 from kvcache.worker.pages.page_checks import PageMoves, checked_page_moves
 from kvcache.worker.pages.page_copy import PageCopy
@@ -19,6 +20,8 @@ from kvcache.worker.swap.job import SwapError, SwapJob, until
 from kvcache.worker.swap.streams import streams_of
 from kvcache.worker.tables.block_tables import BlockTables
 from kvcache.worker.tables.group_table import GroupTable
+
+_NONE, _PAGES = 0, 2  # answers of `core.plan_work`; 1: tables only
 
 
 class PendingStep:
@@ -173,6 +176,7 @@ class Worker:
         )
         # ID of the step in progress, or of the step that broke the worker.
         self._begun: int | None = None
+        self._is_applying = False
         self._process = os.getpid()
 
     def __reduce__(self) -> NoReturn:
@@ -206,11 +210,8 @@ class Worker:
             RuntimeError: A CUDA graph is being captured on the stream while the plan has swaps or
                 earlier swaps are in flight, or the worker is broken or belongs to another process.
         """
-        instance(plan, StepPlan, "plan")
-        if not plan.moves_pages and self._has_no_moves():
-            self._apply_without_moves(plan)
-            return StepReport(plan.step_id, True)
-        return self.start(plan).wait()
+        step = self._begin(plan)
+        return StepReport(plan.step_id, True) if step is None else step.wait()
 
     def start(self, plan: StepPlan) -> PendingStep:
         """Apply a plan without waiting for its swaps.
@@ -224,10 +225,35 @@ class Worker:
         Returns:
             The started step. Poll it, or wait for it, to get the report.
         """
+        step = self._begin(plan)
+        return PendingStep(plan.step_id, None, None) if step is None else step
+
+    def _begin(self, plan: StepPlan) -> PendingStep | None:
+        """Apply a plan. Return its step, or None if the step has already completed."""
         instance(plan, StepPlan, "plan")
-        if not plan.moves_pages and self._has_no_moves():
-            self._apply_without_moves(plan)
-            return PendingStep(plan.step_id, None, None)
+        if self._is_applying:
+            raise RuntimeError(
+                "the worker is applying another plan: expected one call at a time, and none from a "
+                "signal handler during a call"
+            )
+        self._is_applying = True  # no signal handler can run between the check and this line
+        try:
+            work = core.plan_work(plan)
+            if work == _PAGES or not self._has_no_moves():
+                return self._start(plan)
+            self._check_order(plan)
+            if work == _NONE:
+                self._table_set.begin_step()
+                self._last_step_id = plan.step_id
+                return None
+            self._apply_to_tables(plan)
+            self.tables.commit_updates()
+            self._begun = None
+            return None
+        finally:
+            self._is_applying = False
+
+    def _start(self, plan: StepPlan) -> PendingStep:
         self._check_order(plan)
         for name in ("swap_out", "swap_in"):
             if self.engine is None and len(integers(getattr(plan, name), name, (2,))):
@@ -300,17 +326,6 @@ class Worker:
     def _has_no_moves(self) -> bool:
         """Return whether no copies are in flight for which a step would have to wait."""
         return self._last is None and (self.engine is None or self.engine.is_idle)
-
-    def _apply_without_moves(self, plan: StepPlan) -> None:
-        """Apply a plan that moves no pages, while no bytes are in flight."""
-        self._check_order(plan)
-        if plan.is_empty:
-            self._table_set.begin_step()
-            self._last_step_id = plan.step_id
-            return
-        self._apply_to_tables(plan)
-        self.tables.commit_updates()
-        self._begun = None
 
     def _earlier(self) -> PendingStep | None:
         """Return the previous step, or None if it has completed."""

@@ -1429,3 +1429,90 @@ def test_it_belongs_to_the_thread_that_used_it_first():
 def test_random_calls_answer_as_the_model_does(seed):
     for each in range(seed, seed + 25):
         sequence_driver.drive(each)
+
+
+# Calls during a call -----------------------------------------------------------------------------------
+
+
+class Calling(Seq):
+    """A sequence whose status calls the manager once, as a signal handler may do."""
+
+    call = None
+
+    @property
+    def status(self):
+        call, self.call = self.call, None
+        if call:
+            call()
+        return self._status
+
+    @status.setter
+    def status(self, value):
+        self._status = value
+
+
+def calling(num_seqs, num_tokens=9):
+    manager = make(20, enable_caching=True)
+    seqs = [Calling(i, [*range(num_tokens)]) for i in range(num_seqs)]
+    group = Group("r", seqs)
+    manager.allocate(group)
+    group.set_status(Status.RUNNING)
+    return manager, seqs, group
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda manager, group: manager.mark_blocks_as_computed(group, 9),
+        lambda manager, group: manager.append_group_slots([group], 0),
+        lambda manager, group: manager.swap_out(group),
+    ],
+)
+@pytest.mark.parametrize("takes_row", [False, True])
+def test_a_change_during_a_call_ends_the_call(call, takes_row):
+    manager, seqs, group = calling(3)
+    other = Group("other", [seq("other", 9, first=100)])
+    for each in seqs:
+        each.tokens = [*range(11)]
+
+    def change():
+        manager.free(seqs[0])
+        if takes_row:
+            manager.allocate(other)
+
+    seqs[2].call = change
+    message = r"another call changed the manager during this call|seq 0 has no blocks"
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        call(manager, group)
+    manager.check_invariants()
+    assert manager.get_num_cached_tokens(seq("again", 9, first=100)) == 0
+    manager.allocate(Group("new", [seq("new", 3)]))
+    manager.check_invariants()
+
+
+def test_a_group_allocated_by_its_own_code_is_allocated_once():
+    manager = make(20, enable_caching=True)
+    group = Group("r", [Calling("a", [*range(9)])])
+    group.seqs[0].call = lambda: manager.allocate(group)
+    with pytest.raises((RuntimeError, ValueError), match=r"during this call|has blocks already"):
+        manager.allocate(group)
+    manager.check_invariants()
+    assert manager.get_num_free_gpu_blocks() == 19 - 3
+
+
+def test_a_length_that_changes_the_manager_ends_append_slots():
+    manager, (first, second), _ = calling(2)
+
+    class Changes:
+        seq_id, status = second.seq_id, Status.RUNNING
+
+        def get_len(self):
+            manager.free(first)
+            return 10
+
+        def get_token_ids(self):
+            return [*range(10)]
+
+    with pytest.raises(RuntimeError, match="another call changed the manager"):
+        manager.append_slots(Changes(), 0)
+    manager.check_invariants()

@@ -327,6 +327,8 @@ def test_a_cache_of_a_wrong_form():
         lambda: kv_postprocess_layout_on_receive(whole[0, :1].expand(NB, BS, H, D), [1]),
         whole,
     )
+    with pytest.raises(TypeError, match="layer 0 is on meta: expected a device with memory"):
+        kv_postprocess_layout_on_receive(torch.zeros(NB, BS, H, D, device="meta"), [1])
     refused("empty sequence", lambda: kv_postprocess_layout_on_receive([], [1]))
 
 

@@ -184,6 +184,15 @@ CASES = {
     ),
     r"src_block_ids has dtype float64: expected integers": lambda a, b: (a, b, [1.5], [2], "h2d"),
     r"src_block_ids has shape \[1, 1\]: expected \[n\]": lambda a, b: (a, b, [[1]], [2], "h2d"),
+    "layer 0 is on meta: expected a device with memory": lambda a, b: (
+        {n: t.to("meta") for n, t in a.items()}, b, [1], [2], "d2h",
+    ),
+    "layer 0 is a lazily conjugated or negated view": lambda a, b: (
+        {n: torch._neg_view(t) for n, t in a.items()}, b, [1], [2], "h2d",
+    ),
+    r"src_kv_caches\['layers.0'\] has no dimensions": lambda a, b: (
+        {"layers.0": torch.ones(())}, {"layers.0": torch.zeros(())}, [0], [0], "h2d",
+    ),
     "src_kv_caches is empty: expected one tensor per layer": lambda a, b: ({}, {}, [1], [2], "h2d"),
 }  # fmt: skip
 

@@ -110,6 +110,7 @@ def test_slots_follow_the_formula(block_size, ids, data):
         (lambda t: t.append_row([-1], 1), r"block_ids\[0\] is -1: expected 0 to"),
         (lambda t: t.append_row([2**31], 1), r"block_ids\[0\] is 2147483648"),
         (lambda t: t.commit_block_table(5), "num_reqs is 5: expected 0 to 4"),
+        (lambda t: t.get_device_tensor(5), "num_reqs is 5: expected 0 to 4"),
         (lambda t: t.commit_slot_mapping(-1), "num_tokens is -1: expected 0 to 16"),
     ],
 )

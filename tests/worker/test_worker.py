@@ -1,6 +1,7 @@
 import dataclasses
 import pickle
 import pydoc
+import sys
 
 import numpy as np
 import pytest
@@ -757,7 +758,7 @@ def test_help_documents_every_plan_field():
         for each in dataclasses.fields(cls):
             assert f"`{each.name}`" in cls.__doc__, each.name
     assert "int32[m, 3]: row, column and new ID" in pydoc.render_doc(StepPlan)
-    assert "the position of its first new token" in pydoc.render_doc(Answers)
+    assert "the position of the request's first new token" in pydoc.render_doc(Answers)
 
 
 # --- slots outside a window -----------------------------------------------------------------------
@@ -779,3 +780,88 @@ def test_tokens_outside_window_are_dropped_and_read_as_zeros():
     assert storage.key_cache(0)[0].sum() == storage.value_cache(0)[0].sum() == 0
     storage.key_cache(0)[0] = storage.value_cache(0)[0] = 7  # written by another party
     assert not any(found.any() for found in storage.gather(0, slots))
+
+
+CHANGES = (
+    "clear_rows append_rows append_splits append_ids replace swap_out copy zero swap_in depends_on"
+)
+
+
+@pytest.mark.parametrize("name", CHANGES.split())
+def test_a_plan_is_applied_after_one_of_its_fields_was_assigned(name):
+    manager, w = planes(max_num_reqs=4)
+    given = manager.step(new=[Request("a", range(40))])
+    same = getattr(pickle.loads(pickle.dumps(given)), name)
+    setattr(given, name, same)
+    assert w.apply(given) == StepReport(0, True)
+    assert content(w.tables)[0] == [1, 2, 3]
+
+
+def test_a_plan_is_applied_after_one_of_its_fields_was_deleted():
+    manager, w = planes(max_num_reqs=4)
+    given = manager.step(new=[Request("a", range(40))])
+    assert given.append_ids[0].tolist() == [1, 2, 3]
+    del given.append_ids
+    w.apply(given)
+    assert content(w.tables)[0] == [1, 2, 3]
+
+
+def test_fields_of_a_plan_are_found_under_names_that_are_not_interned():
+    manager, _ = planes(max_num_reqs=4)
+    for name in ("rows zero " + CHANGES).split():
+        assert getattr(manager.step(), name) is not None
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("num_tokens", [0, 40])
+def test_page_moves_that_were_assigned_to_a_plan_are_carried_out(num_tokens, is_read):
+    manager, w = planes(max_num_reqs=4)
+    keys = w.storages[0].key_cache(0).fill_(7.0)
+    given = manager.step(new=[Request("a", range(num_tokens))] if num_tokens else [])
+    assert not is_read or given.replace
+    given.zero = np.array([3, 5], np.int32)
+    w.apply(given)
+    assert {page for page in range(65) if not keys[page].any()} == {3, 5}
+    for wrong in ([[1, 999]], "garbage"):
+        given = manager.step()
+        given.copy = wrong
+        with pytest.raises(ValueError, match=r"^copy"):
+            w.apply(given)
+        manager.abort(given.step_id)
+
+
+def test_a_plan_cannot_be_applied_while_another_call_applies_one():
+    manager, w = planes(max_num_reqs=4)
+    w.apply(manager.step(new=[Request("a", range(20))]))
+    given = manager.step([0], [20])
+
+    def handler(frame, event, argument):
+        if frame.f_code.co_name == "_apply_to_tables":
+            sys.settrace(None)
+            for call in (w.apply, w.start):
+                with pytest.raises(
+                    RuntimeError, match="is applying another plan: expected one call"
+                ):
+                    call(given)
+
+    sys.settrace(handler)
+    try:
+        w.apply(given)
+    finally:
+        sys.settrace(None)
+    assert content(w.tables)[0] == [1, 2, 3]
+    w.apply(manager.step([0], [1]))
+
+
+def test_a_plan_is_read_after_the_number_of_blocks():
+    manager, w = planes(max_num_reqs=4)
+    given = manager.step(new=[Request("a", range(40))])
+
+    class Releases:
+        def __index__(self):
+            given._held = None
+            return 65
+
+    with pytest.raises(ValueError, match="PyCapsule"):
+        w.tables.apply(given, Releases())
+    assert content(w.tables)[0] == []

@@ -23,12 +23,11 @@ void StepPlan::clear() {
   }
 }
 
-bool StepPlan::moves_pages() const {
-  return !(swap_out.empty() && copy.empty() && zero.empty() && swap_in.empty());
-}
-
 bool StepPlan::is_empty() const {
-  if (moves_pages() || !clear_rows.empty() || !append_rows.empty()) return false;
+  for (const std::vector<int32_t>* each :
+       {&clear_rows, &append_rows, &swap_out, &copy, &zero, &swap_in}) {
+    if (!each->empty()) return false;
+  }
   return std::all_of(groups.begin(), groups.end(),
                      [](const Group& group) { return group.replace.empty(); });
 }

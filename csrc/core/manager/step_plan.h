@@ -35,8 +35,6 @@ struct StepPlan {
   std::vector<int32_t> depends_on;  // (row, row that fills blocks it reads) pairs
 
   void clear();
-  // Whether there are pages to swap, copy or zero.
-  bool moves_pages() const;
   // Whether the worker has nothing to do: no page moves, and no table changes.
   bool is_empty() const;
 };

@@ -179,6 +179,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
             ValueError: The prompt does not fit, or a sequence already has blocks.
         """
         self._native.check_caller()
+        since = self._num_changes
         seqs = core.sequences_with(seq_group, WAITING)
         # The decoder's KV depends on the encoder's input, so other requests cannot use it.
         has_encoder = core.has_encoder(seq_group)
@@ -195,43 +196,49 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         new += [(seq_id, self._tokens.copy_of(tokens)) for seq_id in seq_ids[1:]]
         if has_encoder:
             num_encoder_tokens = core.encoder_length(seq_group, self.max_model_len)
-            fits = self._take_with_encoder(request_id, num_encoder_tokens, new)
+            fits = self._take_with_encoder(request_id, num_encoder_tokens, new, since)
         elif reads_ids:
-            fits = self._take_behind_hit(new)
+            fits = self._take_behind_hit(new, since)
         else:
-            fits = self._take(new, [NO_IDS], 0)
+            fits = self._take(new, [NO_IDS], 0, since)
         if not fits:
             what = f"seq_group {request_id!r} does not fit"
             fail_to_fit(what, self._pool.num_free, "can_allocate")
         for seq_id in seq_ids:
             self._tokens.forget(seq_id)
 
-    def _take_behind_hit(self, new: list[tuple[object, Tokens]]) -> bool:
+    def _take_behind_hit(self, new: list[tuple[object, Tokens]], since: int) -> bool:
         hits, num_cached = self._hit_of(new[0][1])
-        if self._take(new, hits, num_cached):
+        if self._take(new, hits, num_cached, since):
             return True
         # With a window, more blocks are held after a hit than without a hit.
-        return bool(num_cached) and self._take(new, [NO_IDS], 0)
+        return bool(num_cached) and self._take(new, [NO_IDS], 0, since)
 
     def _take_with_encoder(
-        self, request_id: object, num_encoder_tokens: int, new: list[tuple[object, Tokens]]
+        self,
+        request_id: object,
+        num_encoder_tokens: int,
+        new: list[tuple[object, Tokens]],
+        since: int,
     ) -> bool:
         if self._num_required(len(new[0][1].ids), num_encoder_tokens) > self._pool.num_free:
             return False
-        return self._take(new, [NO_IDS], 0, self._cross.new_row(request_id, num_encoder_tokens))
+        encoder = self._cross.new_row(request_id, num_encoder_tokens)
+        return self._take(new, [NO_IDS], 0, since, encoder)
 
     def _take(
         self,
         new: list[tuple[object, Tokens]],
         hits: list,
         num_cached: int,
+        since: int,
         encoder: tuple | None = None,
     ) -> bool:
         """Create rows for these sequences after a hit. Return False if the rows do not fit."""
         num_tokens = len(new[0][1].ids)
         num_skipped = num_skipped_blocks(num_tokens, self.block_size, self.sliding_window)
         skips_blocks = bool(num_skipped and not num_cached)
-        return self._take_rows(new, hits, num_cached, skips_blocks, encoder)
+        return self._take_rows(new, hits, num_cached, skips_blocks, encoder, since)
 
     # Growth ----------------------------------------------------------------------------------------
 
@@ -291,6 +298,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
             child_seq: A sequence without blocks.
         """
         self._native.check_caller()
+        since = self._num_changes
         parent = self._known(parent_seq)
         child_id = core.seq_id_of(child_seq)
         if child_id in self._allocated:
@@ -298,7 +306,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         parent_id = core.seq_id_of(parent_seq)
         core.check_tier(self._native, parent.row, "parent_seq", parent_id, on_host=False)
         tokens = self._tokens.of_child(child_seq, parent.tokens, parent.num_tokens)
-        self._fork_row(parent, child_id, tokens)
+        self._fork_row(parent, child_id, tokens, since)
         self._tokens.forget(child_id)
 
     # Checks ----------------------------------------------------------------------------------------

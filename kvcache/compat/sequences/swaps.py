@@ -35,9 +35,10 @@ class SequenceSwaps(SequenceTables):
             ValueError: The blocks do not fit on the host.
         """
         self._check_has_host()
+        since = self._num_changes
         seqs = core.sequences_with(seq_group, RUNNING)
         rows = self._rows(seq_group, seqs, on_host=False)
-        pairs = self._swap_out_rows(rows, [self._known(seq) for seq in seqs])
+        pairs = self._swap_out_rows(rows, [self._known(seq) for seq in seqs], since)
         if pairs is None:
             what = f"seq_group {seq_group.request_id!r} does not fit on the host"
             fail_to_fit(what, self._host.num_free, "can_swap_out")
@@ -85,8 +86,9 @@ class SequenceSwaps(SequenceTables):
             ValueError: The blocks do not fit on the device.
         """
         self._check_has_host()
+        since = self._num_changes
         rows = self._rows(seq_group, core.sequences_with(seq_group, SWAPPED), on_host=True)
-        pairs = self._native.swap_in(rows)
+        pairs = self._swap_in_rows(rows, since)
         if pairs is None:
             what = f"seq_group {seq_group.request_id!r} does not fit on the device"
             fail_to_fit(what, self._pool.num_free, "can_swap_in")

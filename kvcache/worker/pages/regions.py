@@ -15,8 +15,23 @@ Region = tuple[int, int, int]
 _MAX_FRAGMENTS = 4096
 
 
+def check_memory(tensor: torch.Tensor, name: str) -> None:
+    """Raise TypeError or ValueError unless the memory of a tensor holds its elements."""
+    if tensor.is_meta:
+        raise TypeError(f"{name} is on {tensor.device}: expected a device with memory")
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            f"{name} is a lazily conjugated or negated view: expected resolve_conj() or resolve_neg() "
+            "of it"
+        )
+
+
 def regions_of(tensor: torch.Tensor, block_dim: int, name: str) -> list[Region]:
-    """Return the regions of a tensor in memory order. Raises ValueError if elements share memory."""
+    """Return the regions of a tensor in memory order.
+
+    Raises ValueError if elements share memory; see also `check_memory`.
+    """
+    check_memory(tensor, name)
     item = tensor.element_size()
     block_dim %= tensor.ndim
     if math.prod(tensor.shape) == 0:

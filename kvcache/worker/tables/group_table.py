@@ -263,7 +263,7 @@ class GroupTable:
     def get_device_tensor(self, num_reqs: int | None = None) -> torch.Tensor:
         """Return a view int32[num_reqs, width] of the device side."""
         if num_reqs is not None:
-            num_reqs = integer(num_reqs, "num_reqs")
+            num_reqs = integer(num_reqs, "num_reqs", most=len(self.block_table.gpu))
         return self.block_table.gpu[:num_reqs]
 
     def get_cpu_tensor(self) -> torch.Tensor:

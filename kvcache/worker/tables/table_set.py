@@ -277,10 +277,10 @@ class TableSet:
     def commit_slots(self, num_tokens: int, group: int = ALL_GROUPS) -> None:
         """Upload whole slot mappings, with -1 after `num_tokens`."""
         call = self._slot_calls.get(group) or self._slot_call(group)
+        self._slots.before_write()
         if self._slots_in_one_memory and not self._circular:
             self._commit(call.place, num_tokens)
             return
-        self._slots.before_write()
         circular = self._circular if group == ALL_GROUPS else ()
         for each in (call, *(self._slot_calls[g] for g in circular)):
             self._commit(each.place, num_tokens)
