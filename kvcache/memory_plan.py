@@ -150,10 +150,10 @@ def plan_cache(
             separate page and can be hit. None: the attention block size. If the interval is smaller
             than the attention block, the manager's `hash_block_size` must divide both.
         context_parallel: Context-parallel sizes and ranks.
-        layer_page_bytes: Bytes of a share, if pages must have a given size, for example to match another
-            engine or a multiple of 4096. Must be at least the bytes of the largest block, and a
-            whole number of elements of every dtype. Block sizes do not change. The additional bytes
-            are padding.
+        layer_page_bytes: Size in bytes of each layer's share of a page. Set it if pages must have a given
+            size, for example to match another engine or to be a multiple of 4096. Must be at least
+            the bytes of the largest block, and a whole number of elements of every dtype. Block sizes
+            do not change. The additional bytes are padding.
 
     Returns:
         The plan.

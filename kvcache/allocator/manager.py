@@ -337,8 +337,8 @@ class KVCacheManager:
         request that does not fit is `WAIT` (not now) or `NEVER` (not even alone). The row or
         request does not change, so pass its tokens and rejections again. A new request that does
         not fit gets row -1. A new request may fit even if an earlier row did not. To prevent this,
-        do not pass new requests while a row waits. Blocks that become full of known tokens can be
-        hit by later plans.
+        do not pass new requests while a row waits. Once a block is filled with known
+        tokens, later plans can hit it.
 
         Args:
             rows: int[n]. The running rows. A swapped-out row is swapped in when it is in `rows`

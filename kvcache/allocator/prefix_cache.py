@@ -170,7 +170,7 @@ class PrefixCache:
         """Count the cached tokens of a request on each tier, in whole blocks. Does not change the
         cache.
 
-        External tokens (`Admit.external`) follow these tokens.
+        External tokens (`Admit.external`) come after these tokens and are not counted.
 
         Args:
             request: The request.

@@ -36,7 +36,7 @@ def register(name: str) -> Callable[[type[KindProperties]], type[KindProperties]
 
     def add(kind: type[KindProperties]) -> type[KindProperties]:
         if name in _KINDS:
-            raise ValueError(f"name is {shown(name)}: expected one that is not registered yet")
+            raise ValueError(f"name is {shown(name)}: expected a name that is not in use")
         _check_class(kind, name)
         _KINDS[name] = kind
         return kind

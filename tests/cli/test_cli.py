@@ -243,7 +243,7 @@ def test_imported_attention_kind_is_replayed_and_verified(capsys):
         (
             "from kvcache.kinds import AttentionKind, register\n"
             "register('full_attention')(AttentionKind)\n",
-            "ValueError: name is 'full_attention': expected one that is not registered yet, line 2",
+            "ValueError: name is 'full_attention': expected a name that is not in use, line 2",
         ),
     ],
 )

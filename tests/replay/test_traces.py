@@ -182,7 +182,7 @@ def test_unknown_formats_are_reported(tmp_path, capsys):
     assert "--format is 'x': expected one of bailian" in capsys.readouterr().err
     assert main(["replay", "--format", "text"]) == 2
     assert "--format is 'text': expected only with TRACE" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="name is 'text': expected one that is not registered yet"):
+    with pytest.raises(ValueError, match="name is 'text': expected a name that is not in use"):
         register("text", lambda line, record: False)(iter)
 
 

@@ -573,7 +573,7 @@ def test_plan_after_a_lost_plan_is_rejected(num_lost):
     with pytest.raises(ValueError, match=r"follows step 0, but no plan was applied yet"):
         other.apply(lost[0])
     assert manager.abort(1) == {"a": 20}
-    w.apply(manager.step([0], [40]))  # depends on no lost plan, and resends the whole row
+    w.apply(manager.step([0], [40]))  # does not depend on a lost plan; resends the whole row
     assert content(w.tables)[0] == manager.block_ids(request).tolist()
 
 

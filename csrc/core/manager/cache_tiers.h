@@ -1,8 +1,8 @@
 // The two tiers of blocks: the pool of the device and, if configured, the pool of the host.
 //
 // The tiers share one clock and one event log. The class also holds released device blocks that a
-// step may still read. Invariant: all references to a block or page are held by rows, onboards and
-// fences, and both tiers have the same time.
+// step may still read. Invariants: only rows, onboards and fences hold references to blocks
+// or pages, and the clocks of both tiers agree.
 #pragma once
 
 #include <cstdint>

@@ -149,8 +149,8 @@ class Manager {
   Slots fork(int32_t row, const std::shared_ptr<TokenChain>& child);
 
   // Swaps out rows created by `admit`. If they do not all fit, no row is moved. Returns (device
-  // page, host page) pairs. A block that several rows hold moves once. `swap_in` does the reverse.
-  // The moves must be executed in the order of the calls.
+  // page, host page) pairs. A block shared by several rows is moved only once. `swap_in` does the
+  // reverse. The moves must be executed in the order of the calls.
   std::optional<std::vector<BlockId>> swap_out(const std::vector<int32_t>& rows);
   std::optional<std::vector<BlockId>> swap_in(const std::vector<int32_t>& rows);
   bool is_on_host(int32_t row) const { return row_at(row).on_host; }

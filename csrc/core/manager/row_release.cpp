@@ -33,8 +33,8 @@ void RowRelease::note_left(int32_t row) const {
     const RowBlocks& each = c_.rows->blocks(row)[group.id];
     if (!group.rules->traits.follows_sequence) continue;
     const int64_t size = std::min(c_.rows->computed(row, group).stop, each.size());
-    // Published blocks can be found, unless no hit can read them or one of these conditions
-    // applies.
+    // A published block normally stays in the cache index. Exceptions are blocks that no hit can
+    // read, and the following cases.
     const bool may_be_lost =
         !group.keeps_all || has_forgotten_ || c_.host != nullptr || (*c_.rows)[row].has_forked;
     const int64_t first =

@@ -42,7 +42,7 @@ def register(name: str, has: Callable[[Line, dict | None], bool]) -> Callable[[R
 
     def registered(read: Reader) -> Reader:
         if name in _FORMS:
-            raise ValueError(f"name is {shown(name)}: expected one that is not registered yet")
+            raise ValueError(f"name is {shown(name)}: expected a name that is not in use")
         _FORMS[name] = _TraceFormat(read, has)
         return read
 

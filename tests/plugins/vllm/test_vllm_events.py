@@ -82,8 +82,8 @@ def test_vllm_names_what_we_name():
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_router_with_the_classes_of_vllm_reads_live_messages_and_replays(seed):
-    """The router loses messages, requests them as vLLM's clients do, and must end with the cached
-    blocks.
+    """The router drops messages, requests a replay as vLLM's clients do, and must end up with exactly
+    the set of cached blocks.
     """
     rng = random.Random(seed)
     user, view = CacheUser(rng), RouterView()
