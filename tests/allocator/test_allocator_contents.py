@@ -47,8 +47,9 @@ KV_MIXES = [
 Content = tuple[int, ...] | str | None
 Pages = dict[int, dict[int | str, Content]]  # page -> slot (STATE: its only slot) -> content
 Tables = dict[int, list[list[int]]]  # row -> group -> pages
-# First token that a group has. The first entry is for uncached groups, which lack the hit. The
-# second is for groups that also lack the external tokens because they are not transferred.
+# First token that a group has. The first entry is for uncached groups, which have no KV for the tokens
+# of the prefix hit. The second is for groups that also lack the external tokens because they are not
+# transferred.
 Begins = tuple[int, int]
 Cell = tuple[int, int | str, int]  # (page, slot, position of the token whose KV belongs there)
 
@@ -444,8 +445,8 @@ class Simulation:
 
         For a state, return the last token's cell.
 
-        A step that ends at `end` continues from the state in place. A circular buffer receives only
-        the last tokens for which it has places.
+        A step that ends at `end` continues from the state in place. A circular buffer receives
+        only the most recent tokens that fit in it.
         """
         cells = []
         for group, blocks in zip(self.groups, table):

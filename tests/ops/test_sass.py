@@ -91,7 +91,7 @@ def test_a_kernel_without_resources_is_named():
         # Execution does not continue after an unconditional exit.
         (["LDG.E R4, [R2.64]", "EXIT", "LDG.E R5, [R2.64]"], {4: 1}),
         (["LDG.E R4, [R2.64]", "@P0 EXIT", "LDG.E R5, [R2.64]"], {4: 2}),
-        # Asynchronous copies use no register, and a group of them is waited for together.
+        # Asynchronous copies use no destination registers, and each group of copies is awaited as a unit.
         (["LDGSTS.E.BYPASS.128 [R9], desc[UR8][R2.64]"] * 3 + ["LDGDEPBAR"], {16: 3}),
         (
             ["LDGSTS.E.BYPASS.128 [R9], desc[UR8][R2.64]", "LDGDEPBAR", "DEPBAR.LE SB0, 0x0"] * 2,

@@ -1,4 +1,4 @@
-// The two tiers of blocks: the pool of the device and, if configured, the pool of the host.
+// The two block tiers: the device pool and, if configured, the host pool.
 //
 // The tiers share one clock and one event log. The class also holds released device blocks that a
 // step may still read. Invariants: only rows, onboards and fences hold references to blocks

@@ -278,8 +278,8 @@ Slots Manager::admit(NewRow asked, const std::vector<std::vector<BlockId>>& comp
   return server_.allocate(asked, hit);
 }
 
-// Checks that no copies of hits are pending, because rows that continue need the blocks of their
-// hits.
+// Checks that the copies for partial-block hits have been taken (`take_copies`). Rows that continue
+// need the blocks that these copies fill.
 void Manager::check_copies_taken() const {
   if (!tiers_.frees().awaits_copies()) return;
   throw std::invalid_argument(

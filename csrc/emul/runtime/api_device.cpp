@@ -1,5 +1,5 @@
-// Functions of the runtime's C interface for the device. There is one device, with the properties
-// of an H200 that callers read.
+// Functions of the runtime's C interface for the device. Emulates a single device, which reports
+// the H200 properties that callers query.
 #include <cstdio>
 #include <cstring>
 

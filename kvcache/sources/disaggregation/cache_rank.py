@@ -131,8 +131,8 @@ class CacheRank(RankThread):
         storages = instances(storages, KVStorage, "storages")
         if len(layouts) != len(storages) or not layouts:
             raise ValueError(
-                f"there are {len(layouts)} layouts and {len(storages)} storages: expected one storage "
-                "for each of one layout or more"
+                f"there are {len(layouts)} layouts and {len(storages)} storages: expected at least one "
+                "layout, and one storage per layout"
             )
         addresses = [_addresses(*each, rank) for each in zip(layouts, storages)]
         transport = make_transport(

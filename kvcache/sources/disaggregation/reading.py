@@ -227,8 +227,8 @@ class Read(ABC):
         mine = self._reader.transport.name
         if any(mine != each.transport for each in offer.ranks):
             raise ValueError(
-                f"transport is {mine!r} here, {offer.ranks[0].transport!r} in "
-                f"engine {offer.engine_id!r}: set the same in both"
+                f"transport is {mine!r} here, but {offer.ranks[0].transport!r} in engine "
+                f"{offer.engine_id!r}: expected the same transport in both engines"
             )
         for source in self._readers:
             if source not in self._peers:

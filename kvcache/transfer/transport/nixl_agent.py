@@ -139,7 +139,7 @@ class Agent:
             if found != name:
                 self._forget(found)
                 raise RuntimeError(
-                    f"NIXL's metadata are of {shown(found)}: expected the peer's own"
+                    f"NIXL metadata belongs to agent {shown(found)}: expected {shown(name)}"
                 )
         except BaseException:
             self._free_name(name)

@@ -258,7 +258,7 @@ def _mutated(func, args, kwargs):
 
 
 def _over(tensor) -> torch.Tensor:
-    """Return a CPU tensor over the alias of a CUDA tensor's storage."""
+    """Return a CPU tensor that aliases a CUDA tensor's storage."""
     storage = tensor.untyped_storage()
     over = torch.empty(0, dtype=tensor.dtype)
     if storage.nbytes() == 0:

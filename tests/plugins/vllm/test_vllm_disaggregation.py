@@ -173,7 +173,7 @@ WRONG = {
     "no blocks": (("blocks", 0), [], "expected enough"),
     "freed blocks": (("blocks", 0, 0), 0, "a window's blocks"),
     "metadata": (("ranks", 0, "metadata"), "bm9uZQ==", "expected JSON"),
-    "a transport": (("ranks", 0, "transport"), "nixl", "set the same in both"),
+    "a transport": (("ranks", 0, "transport"), "nixl", "expected the same transport in both"),
     "addresses": (("ranks", 0, "addresses", 0, 0), 4096, "expected bytes of one registered region"),
     "leases": (("ranks", 0, "leases"), 4096, "expected bytes of one registered region"),
     "a lease that is over": (("lease", "generation"), 1, "is over"),
