@@ -378,8 +378,8 @@ class Connector:
         check_like(self._layouts, groups)
         if (mine := self._ranks[0].handshake.address.transport) != transport:
             raise ValueError(
-                f"transport is {mine!r} here, {shown(transport)} in engine {engine_id!r}: set the same "
-                "in both"
+                f"transport is {mine!r} here, but {shown(transport)} in engine {engine_id!r}: expected "
+                "the same transport in both engines"
             )
 
     def decline(self, offer: Mapping[str, Any]) -> None:
