@@ -106,16 +106,18 @@ void apply(HostTables& self, const py::object& clear_rows, const py::object& app
 }
 
 // Applies the table changes of a plan. If none of its arrays has been created or assigned in
-// Python, they are read where the step stored them.
-void apply_plan(HostTables& self, const py::object& plan, const py::object& num_blocks,
-                HostSlots* slots) {
+// Python, they are read where the step stored them. Returns false, without any change, if
+// `num_applied` is not -1 and other plans were applied since it was read.
+bool apply_plan(HostTables& self, const py::object& plan, const py::object& num_blocks,
+                HostSlots* slots, int64_t num_applied) {
   // May run Python code, so that the plan is read afterwards.
   const int64_t num_ids = int_argument(num_blocks, "num_blocks");
+  if (num_applied >= 0 && self.num_applied() != num_applied) return false;
   const py::object capsule = untouched_changes(plan);
   if (!capsule) {
     apply(self, plan.attr("clear_rows"), plan.attr("append_rows"), plan.attr("append_splits"),
           plan.attr("append_ids"), plan.attr("replace"), py::int_(num_ids), slots);
-    return;
+    return true;
   }
   const HeldPlan* held = &HeldPlan::of(capsule);
   static constexpr int32_t kNoSplits[] = {0};
@@ -133,6 +135,7 @@ void apply_plan(HostTables& self, const py::object& plan, const py::object& num_
   self.apply(held->data(HeldPlan::kClearRows), held->size(HeldPlan::kClearRows),
              held->data(HeldPlan::kAppendRows), num_rows, ragged, replacements, num_ids);
   if (slots != nullptr) slots->begin_step();
+  return true;
 }
 
 using Int64Array = py::array_t<int64_t, py::array::c_style>;
@@ -280,8 +283,8 @@ void bind_worker(py::module_& m) {
       .def("apply", &apply, py::arg("clear_rows"), py::arg("append_rows"), py::arg("append_splits"),
            py::arg("append_ids"), py::arg("replace"), py::arg("num_blocks"),
            py::arg("slots") = nullptr)
-      .def("apply_plan", &apply_plan, py::arg("plan"), py::arg("num_blocks"),
-           py::arg("slots") = nullptr)
+      .def("apply_plan", &apply_plan, py::arg("plan"), py::arg("num_blocks"), py::arg("slots"),
+           py::arg("num_applied"))
       .def("append_row",
            [](HostTables& self, int64_t group, const py::object& row, const py::object& block_ids,
               bool reset) {

@@ -21,7 +21,7 @@ from kvcache.worker.swap.streams import streams_of
 from kvcache.worker.tables.block_tables import BlockTables
 from kvcache.worker.tables.group_table import GroupTable
 
-_NONE, _PAGES = 0, 2  # answers of `core.plan_work`; 1: tables only
+_TABLES, _PAGES = 1, 2  # answers of `core.plan_work`; 0: nothing to do
 
 
 class PendingStep:
@@ -176,7 +176,6 @@ class Worker:
         )
         # ID of the step in progress, or of the step that broke the worker.
         self._begun: int | None = None
-        self._is_applying = False
         self._process = os.getpid()
 
     def __reduce__(self) -> NoReturn:
@@ -231,30 +230,23 @@ class Worker:
     def _begin(self, plan: StepPlan) -> PendingStep | None:
         """Apply a plan. Return its step, or None if the step has already completed."""
         instance(plan, StepPlan, "plan")
-        if self._is_applying:
-            raise RuntimeError(
-                "the worker is applying another plan: expected one call at a time, and none from a "
-                "signal handler during a call"
-            )
-        self._is_applying = True  # no signal handler can run between the check and this line
-        try:
-            work = core.plan_work(plan)
-            if work == _PAGES or not self._has_no_moves():
-                return self._start(plan)
-            self._check_order(plan)
-            if work == _NONE:
-                self._table_set.begin_step()
-                self._last_step_id = plan.step_id
-                return None
-            self._apply_to_tables(plan)
+        last, num_applied = self._last_step_id, self._table_set.num_applied
+        self._check_order(plan)
+        work = core.plan_work(plan)
+        if work == _PAGES or not self._has_no_moves():
+            return self._start(plan, num_applied)
+        if work == _TABLES:
+            self._apply_to_tables(plan, num_applied)
             self.tables.commit_updates()
             self._begun = None
             return None
-        finally:
-            self._is_applying = False
+        self._table_set.begin_step()
+        if self._last_step_id != last:  # no signal handler runs between this line and the next ones
+            self._fail_nested()
+        self._last_step_id = plan.step_id
+        return None
 
-    def _start(self, plan: StepPlan) -> PendingStep:
-        self._check_order(plan)
+    def _start(self, plan: StepPlan, num_applied: int) -> PendingStep:
         for name in ("swap_out", "swap_in"):
             if self.engine is None and len(integers(getattr(plan, name), name, (2,))):
                 raise ValueError(f"plan has {name}: expected a worker that was given host pages")
@@ -268,7 +260,7 @@ class Worker:
         step = PendingStep(plan.step_id, self.engine, self._earlier())
         may_overlap = self.engine is not None and (len(moves.swap_out) or not self.engine.is_idle)
         written = _written_pages(plan, moves) if may_overlap else NO_IDS
-        self._apply_to_tables(plan)
+        self._apply_to_tables(plan, num_applied)
         if self.engine is not None:
             self.engine.order_after_swap_ins()
             self._swap_out(
@@ -282,17 +274,30 @@ class Worker:
         self._begun = None
         return step
 
-    def _apply_to_tables(self, plan: StepPlan) -> None:
-        """Apply the plan to the host tables in one checked call, before any pages are copied."""
-        num_applied = self._table_set.num_applied
+    def _apply_to_tables(self, plan: StepPlan, num_applied: int) -> None:
+        """Apply the plan to the host tables in one checked call, before any pages are copied.
+
+        `num_applied`: the number of plans applied when the order of this plan was checked.
+        """
+        now = self._table_set.num_applied
         self._begun = plan.step_id
         try:
-            self.tables.apply(plan, self.pages.num_blocks)
-            self._last_step_id = plan.step_id
+            is_applied = self._table_set.apply(plan, self.pages.num_blocks, num_applied)
+            if is_applied:
+                self._last_step_id = plan.step_id
         except BaseException:
-            if self._table_set.num_applied == num_applied:
+            if self._table_set.num_applied == now:
                 self._begun = None
             raise
+        if not is_applied:
+            self._begun = None
+            self._fail_nested()
+
+    def _fail_nested(self) -> NoReturn:
+        raise RuntimeError(
+            "another call applied a plan during this call, from a signal handler or another thread: "
+            "expected one call at a time; this plan was not applied"
+        )
 
     def _check_order(self, plan: StepPlan) -> None:
         if os.getpid() != self._process:

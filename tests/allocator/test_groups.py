@@ -133,7 +133,7 @@ class InTwoSteps(derived("sliding_window", first_needed_token=lambda self, n: 0)
 @pytest.mark.parametrize(
     ("name", "kind", "error", "message"),
     [
-        ("recurrent", Keeps, ValueError, "name is 'recurrent': expected one that is not"),
+        ("recurrent", Keeps, ValueError, "name is 'recurrent': expected a name that is not in use"),
         ("", Keeps, ValueError, "name is '': expected a name that is not empty"),
         ("test_x", Keeps(), TypeError, "expected a class derived from AttentionKind"),
         ("test_x", dict, TypeError, "expected a class derived from AttentionKind"),

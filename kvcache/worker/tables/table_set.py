@@ -183,11 +183,15 @@ class TableSet:
         """Number of plans applied so far."""
         return self._native.num_applied
 
-    def apply(self, plan: StepPlan, num_blocks: int = -1) -> None:
-        """Apply the table changes of a plan to all groups. See `BlockTables.apply`."""
+    def apply(self, plan: StepPlan, num_blocks: int = -1, num_applied: int = -1) -> bool:
+        """Apply the table changes of a plan to all groups. See `BlockTables.apply`.
+
+        `num_applied`: return False, with nothing changed, if more plans than these were applied
+        before. -1: no check.
+        """
         instance(plan, StepPlan, "plan")
         self._arena.before_write()
-        self._native.apply_plan(plan, num_blocks, self._host_slots)
+        return self._native.apply_plan(plan, num_blocks, self._host_slots, num_applied)
 
     def begin_step(self) -> None:
         """Begin a step without changes.
