@@ -651,7 +651,7 @@ def test_a_lease_that_is_withdrawn(engines):
     [
         (
             lambda rank: rank.update(transport="other"),
-            "transport is 'gloo' here, 'other' in engine",
+            "transport is 'gloo' here, but 'other' in engine",
         ),
         (lambda rank: rank.update(metadata="!"), "base64|padding|Only"),
         (lambda rank: rank.update(metadata="e30="), "metadata"),
