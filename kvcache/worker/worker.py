@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from kvcache.checks import MAX_INT64, instance, integer, integers, refuse_pickle, shown
+from kvcache.checks import MAX_INT64, instance, integer, integers, listed, refuse_pickle, shown
 from kvcache.native.load import core
 from kvcache.step import NO_IDS, PLAN_VERSION, StepPlan, StepReport
 from kvcache.worker.pages.page_checks import PageMoves, checked_page_moves
@@ -367,8 +367,9 @@ def _written_pages(plan: StepPlan, moves: PageMoves) -> np.ndarray:
     """Return the pages, int64[n], that the plan or the model writes for the first time in this
     step.
     """
-    appended = [integers(each, f"append_ids[{g}]", ()) for g, each in enumerate(plan.append_ids)]
-    replaced = [integers(each, f"replace[{g}]", (3,))[:, 2] for g, each in enumerate(plan.replace)]
+    append_ids, replace = listed(plan.append_ids, "append_ids"), listed(plan.replace, "replace")
+    appended = [integers(each, f"append_ids[{g}]", ()) for g, each in enumerate(append_ids)]
+    replaced = [integers(each, f"replace[{g}]", (3,))[:, 2] for g, each in enumerate(replace)]
     return np.concatenate([*appended, *replaced, moves.copy[:, 1], moves.zero])
 
 

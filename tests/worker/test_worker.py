@@ -207,6 +207,16 @@ def test_ids_that_numpy_does_not_read_change_nothing_beside_swaps():
     assert w.apply(append_plan).completed
 
 
+@pytest.mark.parametrize("name", ["append_ids", "replace"])
+def test_a_field_of_very_many_groups_is_rejected_beside_swaps(name):
+    w = swapping()
+    given = plan(swap_out=pairs((1, 1)))
+    setattr(given, name, np.broadcast_to(np.int32(1), (2**40, 2)))
+    with pytest.raises(ValueError, match=f"^{name} has {2**41} entries: expected at most"):
+        w.apply(given)
+    assert w.apply(plan(swap_out=pairs((1, 1)))).completed
+
+
 # --- swaps ----------------------------------------------------------------------------------------
 
 
