@@ -207,7 +207,8 @@ class Worker:
             ValueError: The plan does not fit the storage or tables, was already applied, or follows a
                 step whose plan was never applied. Apply the missing plan first or abort its step.
             RuntimeError: A CUDA graph is being captured on the stream while the plan has swaps or
-                earlier swaps are in flight, or the worker is broken or belongs to another process.
+                earlier swaps are in flight, the worker is broken or belongs to another process, or a
+                signal handler or another thread applied a plan during this call.
         """
         step = self._begin(plan)
         return StepReport(plan.step_id, True) if step is None else step.wait()

@@ -74,9 +74,9 @@ std::vector<BlockId> RowTable::tail_first(int32_t row, bool with_all) const {
   struct Tail {
     const BlockId* ids;
     int64_t left, num_dropped, block_size;
-    int64_t first_token;  // of the last block that is left
+    int64_t first_token;  // first token of the last remaining block
   };
-  std::array<Tail, kMaxGroups> tails;  // in the order of the groups, without empty ones
+  std::array<Tail, kMaxGroups> tails;  // in group order, without groups that hold no blocks
   size_t num_tails = 0, num_alive = 0;
   std::vector<BlockId> out;
   for (const CacheGroup& group : *groups_) {
@@ -91,8 +91,8 @@ std::vector<BlockId> RowTable::tail_first(int32_t row, bool with_all) const {
   }
   const size_t num_others = out.size();
   out.resize(num_others + num_alive);
-  // Each round takes the blocks that start at the last token of all, one per group at most. Rounds
-  // that take one of every group, as with equal block sizes, are made together.
+  // Each round takes at most one block per group: the blocks with the largest first token. If every
+  // remaining group has such a block and all block sizes are equal, many rounds run at once.
   for (BlockId* next = out.data() + num_others; num_tails > 0;) {
     int64_t last = 0;
     for (size_t i = 0; i < num_tails; ++i) last = std::max(last, tails[i].first_token);
