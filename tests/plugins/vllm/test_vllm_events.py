@@ -98,8 +98,18 @@ def test_a_router_with_the_classes_of_vllm_reads_live_messages_and_replays(seed)
         live.connect(publisher.endpoint)
         asker = context.socket(zmq.DEALER)
         asker.connect(publisher.replay_endpoint)
-        time.sleep(0.2)
         num_published = next_seq = num_missed = 0
+
+        def work_and_publish():
+            nonlocal num_published
+            user.work()
+            events = user.manager.cache.drain_events()
+            publisher.publish(events)
+            num_published += bool(events)
+            return bool(events)
+
+        # a subscription takes effect some time after `connect`
+        wait_for(lambda: work_and_publish() and live.poll(20))
 
         def replay():
             nonlocal next_seq
@@ -114,11 +124,9 @@ def test_a_router_with_the_classes_of_vllm_reads_live_messages_and_replays(seed)
                 next_seq += 1
 
         for _ in range(200):
-            user.work()
-            events = user.manager.cache.drain_events()
-            publisher.publish(events)
-            num_published += bool(events)
-            while live.poll(0):
+            published = work_and_publish()
+            while live.poll(DEADLINE_S * 1000 if published else 0):
+                published = False
                 topic, sequence, payload = live.recv_multipart()
                 assert topic == b"kv@pod@model" and len(sequence) == 8
                 if rng.random() < 0.2:
