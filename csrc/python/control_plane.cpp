@@ -42,6 +42,49 @@ void append_tokens(TokenIds& self, const py::object& token_ids) {
   self.append(tokens.data(), tokens.size());
 }
 
+std::vector<TokenIds*> each_of(const py::list& requests_tokens) {
+  std::vector<TokenIds*> each;
+  each.reserve(requests_tokens.size());
+  for (const py::handle& tokens : requests_tokens) each.push_back(&py::cast<TokenIds&>(tokens));
+  return each;
+}
+
+// Appends token i to entry i of the list. If one of them cannot be appended, none is.
+void append_token_to_each(const py::list& requests_tokens, const py::object& token_ids) {
+  const std::vector<TokenIds*> each = each_of(requests_tokens);
+  const Int32Input tokens(token_ids, "token_ids");
+  if (tokens.size() != static_cast<int64_t>(each.size())) {
+    throw py::value_error("token_ids has " + std::to_string(tokens.size()) + " entries: expected " +
+                          std::to_string(each.size()) + ", one per request");
+  }
+  size_t i = 0;
+  try {
+    for (; i < each.size(); ++i) {
+      const int32_t token = tokens.data()[i];
+      if (token < 0 && !each[i]->takes_placeholders()) {
+        TokenIds::fail_negative(static_cast<int64_t>(i), token);
+      }
+      each[i]->append(&token, 1);
+    }
+  } catch (...) {
+    while (i > 0) each[--i]->take_back(1);
+    throw;
+  }
+}
+
+// Returns the number of tokens and the last token of each entry. Every entry has a token.
+py::tuple counts_and_last_tokens(const py::list& requests_tokens) {
+  const std::vector<TokenIds*> each = each_of(requests_tokens);
+  py::array_t<int64_t> counts(static_cast<py::ssize_t>(each.size()));
+  Int32Array last(static_cast<py::ssize_t>(each.size()));
+  for (size_t i = 0; i < each.size(); ++i) {
+    if (each[i]->size() == 0) throw py::value_error("a request has no tokens: expected 1 or more");
+    counts.mutable_data()[i] = each[i]->size();
+    last.mutable_data()[i] = each[i]->ids().back();
+  }
+  return py::make_tuple(std::move(counts), std::move(last));
+}
+
 // Lets other threads run during long work, and runs pending signal handlers. Can be called with or
 // without the GIL.
 void run_signal_handlers(bool is_long) {
@@ -292,6 +335,10 @@ void bind_hashing(py::module_& m) {
       .def("append", &append_tokens, py::arg("token_ids"))
       .def("copy", [](const TokenIds& self) { return copy_int32(self.ids()); })
       .def("__len__", &TokenIds::size);
+
+  m.def("append_token_to_each", &append_token_to_each, py::arg("requests_tokens"),
+        py::arg("token_ids"));
+  m.def("counts_and_last_tokens", &counts_and_last_tokens, py::arg("requests_tokens"));
 
   def_init(
       py::class_<TokenChain, std::shared_ptr<TokenChain>>(

@@ -225,6 +225,36 @@ class Request:
         return self._block_hashes, repr(self.request_id)
 
 
+def append_token_to_each(requests: list[Request], token_ids: np.ndarray) -> None:
+    """Append `token_ids[i]` to `requests[i]`. If this fails for one request, no request changes.
+
+    Args:
+        requests: The requests.
+        token_ids: int[n], one token per request.
+
+    Raises:
+        TypeError, ValueError: As in `Request.append_tokens`, or the lengths differ.
+
+    >>> requests = [Request("r1", [5]), Request("r2", [6, 7])]
+    >>> append_token_to_each(requests, np.array([8, 9]))
+    >>> [request.token_ids.tolist() for request in requests]
+    [[5, 8], [6, 7, 9]]
+    """
+    core.append_token_to_each([request._tokens for request in requests], token_ids)
+
+
+def counts_and_last_tokens(requests: list[Request]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the number of known tokens of each request, int64[n], and the last one, int32[n].
+
+    Raises:
+        ValueError: A request has no tokens.
+
+    >>> counts_and_last_tokens([Request("r1", [5]), Request("r2", [6, 7])])
+    (array([1, 2]), array([5, 7], dtype=int32))
+    """
+    return core.counts_and_last_tokens([request._tokens for request in requests])
+
+
 _OPTIONS = (
     *("lora", "mm_items", "cache_salt", "prompt_embeds", "read_cache", "write_cache"),
     *("num_encoder_tokens", "block_hashes", "session"),

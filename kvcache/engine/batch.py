@@ -33,7 +33,8 @@ class Batch:
 
     Create a batch after the worker has applied the plan, because it reads the tables in their
     current state. Use one batch at a time, because slots are stored in the tables' buffers. In the
-    following, n is the number of requests and t the total number of tokens.
+    following, n is the number of requests and t the total number of tokens. The argument
+    `token_ids` has one sequence of tokens per request, or is int[n, k] if each request has k tokens.
 
     - `rows`: int32[n]. All arrays over requests are on the host.
     - `starts`: int64[n]. Number of tokens computed before this step.
@@ -69,7 +70,7 @@ class Batch:
         cache: KVCache,
         rows: Sequence[int] | np.ndarray,
         starts: Sequence[int] | np.ndarray,
-        token_ids: Sequence[Sequence[int] | np.ndarray],
+        token_ids: Sequence[Sequence[int] | np.ndarray] | np.ndarray,
         *,
         num_drafts: Sequence[int] | np.ndarray | None = None,
         num_logits: Sequence[int] | np.ndarray | None = None,
@@ -86,13 +87,19 @@ class Batch:
             if len(counts) != n:
                 raise ValueError(f"{name} has {len(counts)} entries: expected {n}, one per row")
             check_range(name, "is", counts, 0, MAX_INT32)
-        token_ids = listed(token_ids, "token_ids", "a list of the tokens of each request")
+        is_array = isinstance(token_ids, np.ndarray) and token_ids.ndim == 2
+        if not is_array:
+            token_ids = listed(token_ids, "token_ids", "a list of the tokens of each request")
         if len(token_ids) != n or n == 0:
             raise ValueError(f"token_ids has {len(token_ids)} entries: expected {n}, 1 or more")
         check_range("rows", "is", rows, 0, cache.manager.options.max_num_reqs or MAX_INT32)
         self.rows = rows.astype(np.int32)
-        tokens = _joined(token_ids)
-        self.query_lens = np.fromiter(map(len, token_ids), np.int64, n)
+        if is_array:
+            tokens = integers(token_ids, "token_ids", token_ids.shape[1:]).reshape(-1)
+            self.query_lens = np.full(n, token_ids.shape[1])
+        else:
+            tokens = _joined(token_ids)
+            self.query_lens = np.fromiter(map(len, token_ids), np.int64, n)
         wrong = (self.query_lens < 1) | (self.num_drafts >= self.query_lens)
         wrong |= self.num_logits > self.query_lens
         if wrong.any():
@@ -103,18 +110,23 @@ class Batch:
                 "drafts, and at least as many as logits"
             )
         self.seq_lens = self.starts + self.query_lens
-        self.query_start_loc = np.concatenate([[0], np.cumsum(self.query_lens)])
-        offsets = np.repeat(self.starts - self.query_start_loc[:-1], self.query_lens)
-        positions = np.arange(self.query_start_loc[-1]) + offsets
-        wanted = np.repeat(
-            self.query_start_loc[1:] - self.num_logits - _starts_of(self.num_logits),
-            self.num_logits,
-        )
+        if len(tokens) == n:  # every request computes one token
+            self.query_start_loc = np.arange(n + 1)
+            rows_of_tokens, positions = self.rows, self.starts.copy()
+            wanted = np.flatnonzero(self.num_logits)
+        else:
+            self.query_start_loc = np.concatenate([[0], np.cumsum(self.query_lens)])
+            offsets = np.repeat(self.starts - self.query_start_loc[:-1], self.query_lens)
+            positions = np.arange(self.query_start_loc[-1]) + offsets
+            rows_of_tokens = np.repeat(self.rows, self.query_lens)
+            before = self.query_start_loc[1:] - self.num_logits - _starts_of(self.num_logits)
+            wanted = np.repeat(before, self.num_logits)
+            wanted += np.arange(len(wanted))
         device = cache.pages.device
         self.positions = torch.from_numpy(positions).to(device)
         self.token_ids = torch.from_numpy(tokens).to(device)
-        self.logits_indices = torch.from_numpy(np.arange(len(wanted)) + wanted).to(device)
-        cache.tables.compute_slot_mapping(np.repeat(self.rows, self.query_lens), positions)
+        self.logits_indices = torch.from_numpy(wanted).to(device)
+        cache.tables.compute_slot_mapping(rows_of_tokens, positions)
         cache.tables.commit_slot_mapping(len(positions))
         self._contexts: dict[int, Context] = {}
         self._kinds: dict[int, KindProperties] = {}

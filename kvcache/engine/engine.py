@@ -8,13 +8,14 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 import torch
 
 from kvcache.allocator import Request
+from kvcache.allocator.request import append_token_to_each
 from kvcache.assembly import KVCache
 from kvcache.checks import check_name, instance, integer, integers, listed, seconds, shown, text
 from kvcache.engine.batch import Batch
@@ -51,6 +52,54 @@ class Model(Protocol):
 
         Returns logits [len(logits_indices), vocab_size].
         """
+
+
+class _Timed:
+    """Adds the seconds of its ``with`` block to a metric."""
+
+    __slots__ = ("_metrics", "_name", "_start")
+
+    def __init__(self, metrics: Metrics, name: str) -> None:
+        self._metrics, self._name = metrics, name
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        taken = time.perf_counter() - self._start
+        setattr(self._metrics, self._name, getattr(self._metrics, self._name) + taken)
+
+
+def _alone(token: int) -> list[int]:
+    return [token]
+
+
+@dataclass(slots=True)
+class _Columns:
+    """What `Engine` needs of samples that decode together, collected once for many steps.
+
+    - `are_individual`: whether a sample is a beam, or other samples are yet to be forked from it.
+    """
+
+    sequences: list[Sample]
+    ids: list[str]
+    indices: list[int]
+    samplers: list[tuple[int, Sampler]]  # only of the samples that have one, with their positions
+    stops: list[tuple[int, tuple[int, ...]]]  # likewise
+    are_individual: bool
+
+    @classmethod
+    def of(cls, samples: list[Sample]) -> _Columns:
+        generations = [sample.generation for sample in samples]
+        stops = [generation.params.stop_token_ids for generation in generations]
+        return cls(
+            samples,
+            [generation.request_id for generation in generations],
+            [sample.index for sample in samples],
+            [(i, sample.sampler) for i, sample in enumerate(samples) if sample.sampler],
+            [(i, own) for i, own in enumerate(stops) if own],
+            any(each.beams is not None or len(each.samples) < each.params.n for each in generations),
+        )
 
 
 class Engine:
@@ -127,6 +176,7 @@ class Engine:
         self._generations: dict[str, Generation] = {}  # unfinished requests, by ID
         self._deltas: list[Delta] = []  # results that `step` has not returned yet
         self._num_added = 0
+        self._columns: _Columns | None = None  # of the last step's `decoding`
 
     @property
     def num_unfinished(self) -> int:
@@ -407,36 +457,39 @@ class Engine:
 
     def _best(
         self, step: ScheduledStep, logits: torch.Tensor | None
-    ) -> tuple[list[int], list[int]]:
-        """Return the most likely token of each row, and whether a token can be chosen from the row.
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the most likely token of each row, and whether a token can be chosen from the row,
+        int64[n] each.
 
         The largest logit is sufficient for this check, because it is NaN or inf if any logit is,
         and -inf if all logits are.
         """
         if logits is None:
-            return [], []
-        wanted = (sum(step.num_logits), self.model.vocab_size)
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        wanted = (int(step.num_logits.sum()), self.model.vocab_size)
         if tuple(logits.shape) != wanted:
             raise ValueError(
                 f"model.forward returned logits of shape {list(logits.shape)}: expected {list(wanted)}"
             )
         largest, best = logits.max(-1)
-        best, are_finite = torch.stack([best, largest.isfinite().long()]).tolist()
-        return best, are_finite
+        return tuple(torch.stack([best, largest.isfinite().long()]).cpu().numpy())
 
     def _take(
         self,
         step: ScheduledStep,
         logits: torch.Tensor | None,
-        best: list[int],
-        are_finite: list[int],
+        best: np.ndarray,
+        are_finite: np.ndarray,
     ) -> None:
         """Choose tokens from logits for each sequence whose known tokens are all computed."""
-        at = 0
-        if logits is not None and any(sample.sampler is not None for sample in step.sequences):
+        if logits is None:
+            return
+        if any([sample.sampler is not None for sample in step.sequences]):
             logits = logits.cpu()  # copy once, not once per draw
-        stops = step.starts + list(map(len, step.token_ids)) - step.num_drafts
-        for sample, count, stop in zip(step.sequences, step.num_logits, stops.tolist()):
+        at = self._take_decoding(step, logits, best, are_finite)
+        stops = step.starts[at:] + list(map(len, step.token_ids[at:])) - step.num_drafts[at:]
+        rest = step.sequences[at:], step.num_logits[at:].tolist(), stops.tolist()
+        for sample, count, stop in zip(*rest):
             rows = slice(at, at + count)
             at += count
             # An earlier beam in the batch may have ended this beam, or may already have appended a
@@ -446,7 +499,7 @@ class Engine:
                 continue
             generation = sample.generation
             try:
-                if not all(are_finite[rows]):
+                if not are_finite[rows].all():
                     raise ValueError(
                         f"logits of request {shown(generation.request_id)} are NaN or inf, or all -inf: "
                         "expected finite ones, and -inf only for some"
@@ -460,10 +513,66 @@ class Engine:
                 continue
             for each in samples:
                 try:
-                    delta = self._extend(each, logits, rows.start, best[rows])
+                    delta = self._extend(each, logits, rows.start, best[rows].tolist())
                 except Exception as error:
                     delta = self._end(each, "error", error)
                 self._deltas.append(delta)
+
+    def _take_decoding(
+        self, step: ScheduledStep, logits: torch.Tensor, best: np.ndarray, are_finite: np.ndarray
+    ) -> int:
+        """Append a token to each sequence of `step.decoding`, without work per sequence other than
+        its `Delta`.
+
+        Returns the number of these sequences, or 0 if one of them must be treated individually.
+        """
+        decoding = step.decoding
+        if self._columns is None or self._columns.sequences is not decoding.sequences:
+            self._columns = _Columns.of(decoding.sequences)
+        columns, num = self._columns, len(decoding)
+        samples = decoding.sequences
+        if columns.are_individual or not are_finite[:num].all():
+            return 0
+        if any([sample.finish_reason is not None for sample in samples]):
+            return 0
+        tokens = best[:num].astype(np.int32)
+        errors: dict[int, Exception] = {}
+        for i, sampler in columns.samplers:
+            try:
+                tokens[i] = sampler.token(logits[i])
+            except Exception as error:
+                errors[i] = error
+        reasons: dict[int, FinishReason] = dict.fromkeys(
+            np.flatnonzero(decoding.num_computed + 1 >= decoding.max_tokens).tolist(), "length"
+        )
+        reasons |= {i: "stop" for i, stops in columns.stops if tokens[i] in stops}
+        requests = decoding.requests
+        if errors:
+            drawn = [i for i in range(num) if i not in errors]
+            append_token_to_each([requests[i] for i in drawn], tokens[drawn])
+        else:
+            append_token_to_each(requests, tokens)
+        self.metrics.generated_tokens += num - len(errors)
+        deltas = list(map(Delta, columns.ids, columns.indices, map(_alone, tokens.tolist())))
+        for i in sorted(reasons.keys() | errors.keys()):
+            sample = samples[i]
+            if sample.finish_reason is not None:  # aborted by another request's `free`
+                continue
+            try:
+                if i in errors:
+                    raise errors[i]
+                self._end(sample, reasons[i])
+                deltas[i] = deltas[i]._replace(finish_reason=reasons[i])
+            except Exception as error:
+                deltas[i] = self._end(sample, "error", error)
+        if reasons:
+            deltas = [
+                delta
+                for delta, sample in zip(deltas, samples)
+                if delta.finish_reason is not None or sample.finish_reason is None
+            ]
+        self._deltas += deltas
+        return num
 
     def _extend(self, sample: Sample, logits: torch.Tensor, at: int, best: list[int]) -> Delta:
         """Accept drafts as long as they equal the tokens that the sample would have drawn, and
@@ -596,8 +705,8 @@ class Engine:
     def _count(self, step: ScheduledStep) -> None:
         metrics = self.metrics
         metrics.steps += 1
-        metrics.computed_tokens += sum(map(len, step.token_ids))
-        metrics.drafted_tokens += sum(step.num_drafts)
+        metrics.computed_tokens += step.num_tokens
+        metrics.drafted_tokens += int(step.num_drafts.sum())
         metrics.swapped_out_sequences = self.scheduler.num_swapped_out
         metrics.recomputed_sequences = self.scheduler.num_recomputed
 
@@ -608,13 +717,8 @@ class Engine:
         metrics.swapped_in_pages += len(plan.swap_in)
         metrics.copied_pages += len(plan.copy)
 
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self.metrics, name, getattr(self.metrics, name) + time.perf_counter() - start)
+    def _timed(self, name: str) -> _Timed:
+        return _Timed(self.metrics, name)
 
     def _checked_id(self, request_id: str | None) -> str:
         if request_id is None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import numpy as np
 
 from kvcache.allocator import Admit, External, KVCacheManager, Request
+from kvcache.allocator.request import counts_and_last_tokens
 from kvcache.checks import MAX_INT32, check_range, instance, integer, integers, num_entries, shown
 from kvcache.engine.loading import Loading
 from kvcache.engine.sequence import Sequence, State
@@ -18,15 +19,41 @@ from kvcache.sources.base import KVSource
 from kvcache.step import Status, StepPlan, StepReport
 
 
+@dataclass(eq=False, slots=True)
+class Decoding:
+    """Running sequences of which all tokens but the last are computed, by rank, without drafts.
+
+    The scheduler keeps these arrays from step to step, so that a decode step does no work per
+    sequence in Python. `num_computed[i]` is the number of computed tokens of `sequences[i]`, and
+    `max_tokens[i]` the number of known tokens at which it ends.
+    """
+
+    sequences: list[Sequence]
+    requests: list[Request]
+    rows: np.ndarray  # int32[n]
+    num_computed: np.ndarray  # int64[n]
+    max_tokens: np.ndarray  # int64[n]
+    last_tokens: np.ndarray  # int32[n]: the tokens to compute
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def first(self, count: int) -> Decoding:
+        """Return the first `count` sequences."""
+        return Decoding(*(getattr(self, each.name)[:count] for each in fields(self)))
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
     """A scheduled step, with its plan, the sequences that it computes, and their inputs.
 
-    Entry i of each list belongs to `sequences[i]`, which has row `rows[i]` and computes `token_ids[i]`
-    starting at position `starts[i]`. The last `num_drafts[i]` of these tokens are drafts. The
-    logits of the last `num_logits[i]` tokens are needed. `num_logits[i]` is 0 while known tokens
-    remain to be computed.
+    Entry i of each list or array belongs to `sequences[i]`, which has row `rows[i]` and computes
+    `token_ids[i]` starting at position `starts[i]`. The last `num_drafts[i]` of these tokens are
+    drafts. The logits of the last `num_logits[i]` tokens are needed. `num_logits[i]` is 0 while
+    known tokens remain to be computed.
 
+    - `token_ids`: one array per sequence. If every sequence computes one token, int32[n, 1].
+    - `decoding`: the first sequences of the step, if they compute one token each.
     - `refused`: sequences that exceed the entire pool. They are finished.
     - `loading`: sequences that were admitted to be loaded from a source. See
       `Scheduler.begin_loads`.
@@ -36,11 +63,18 @@ class ScheduledStep:
     sequences: list[Sequence]
     rows: np.ndarray
     starts: np.ndarray
-    token_ids: list[np.ndarray]
-    num_drafts: list[int]
-    num_logits: list[int]
+    token_ids: list[np.ndarray] | np.ndarray
+    num_drafts: np.ndarray
+    num_logits: np.ndarray
+    decoding: Decoding
     refused: list[Sequence]
     loading: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens to compute."""
+        num_decoding = len(self.decoding)
+        return num_decoding + sum(map(len, self.token_ids[num_decoding:]))
 
 
 class Scheduler:
@@ -73,11 +107,11 @@ class Scheduler:
     >>> scheduler.add(Sequence(Request("r1", range(100))))
     >>> step = scheduler.schedule()
     >>> step.starts, len(step.token_ids[0]), step.num_logits
-    (array([0]), 64, [0])
+    (array([0]), 64, array([0]))
     >>> scheduler.complete(step)
     >>> step = scheduler.schedule()
     >>> step.starts, len(step.token_ids[0]), step.num_logits
-    (array([64]), 36, [1])
+    (array([64]), 36, array([1]))
     """
 
     def __init__(
@@ -105,6 +139,8 @@ class Scheduler:
         of_states = [kind.num_speculative_blocks for kind in kinds if not kind.pages.has_slots]
         self._has_states = bool(of_states)
         self._max_drafts = min(of_states, default=MAX_INT32)
+        self._decoding: Decoding | None = None  # None: must be collected again
+        self._others: list[Sequence] = []  # running sequences that are not in `_decoding`
         self._victim: Sequence | None = None
         self._is_short = False  # whether a running sequence did not get blocks in the last step
         self._in_flight: ScheduledStep | None = None
@@ -160,15 +196,15 @@ class Scheduler:
             )
         self._poll()
         leaving = self._leaving()
-        asked = self._running(leaving)
-        budget = self.max_num_batched_tokens - sum(count for _, count in asked)
+        decoding, asked = self._running(leaving)
+        budget = self.max_num_batched_tokens - len(decoding) - sum(count for _, count in asked)
         new: list[tuple[Sequence, int, int]] = []
         if not leaving:
             swapped, budget = self._swapped(budget)
             asked += swapped
-            if not (asked and (swapped or self._is_short)):
+            if not ((decoding or asked) and (swapped or self._is_short)):
                 new = self._new(budget)
-        if not (asked or new or leaving):
+        if not (decoding or asked or new or leaving):
             if self.is_waiting_for_sources:
                 return None
             if self.waiting and self.admitted:
@@ -182,9 +218,14 @@ class Scheduler:
                 )
             return None
         manager = self.manager
+        rows, counts = decoding.rows, np.ones(len(decoding), np.int32)
+        if asked:
+            more = [(manager.row(sequence.request), count) for sequence, count in asked]
+            more_rows, more_counts = np.array(more, np.int32).T
+            rows, counts = np.append(rows, more_rows), np.append(counts, more_counts)
         plan = manager.step(
-            [manager.row(sequence.request) for sequence, _ in asked],
-            [count for _, count in asked],
+            rows,
+            counts,
             new=[
                 Admit(
                     sequence.request, count, External(external, delayed=True) if external else None
@@ -193,7 +234,7 @@ class Scheduler:
             ],
             swap_out=[manager.row(sequence.request) for sequence in leaving],
         )
-        return self._answered(plan, asked, leaving, new)
+        return self._answered(plan, decoding, asked, leaving, new)
 
     def complete(self, step: ScheduledStep, report: StepReport | None = None) -> None:
         """Record that a step's plan was applied.
@@ -216,7 +257,10 @@ class Scheduler:
             )
         self.manager.report(report)
         self._in_flight = None
-        if not report.completed:
+        if report.completed:
+            step.decoding.num_computed += 1
+        else:
+            self._decoding = None
             self._cancel_loads(step)
 
     def begin_loads(self, step: ScheduledStep) -> None:
@@ -234,7 +278,7 @@ class Scheduler:
         """Undo a step whose plan was not applied or whose model failed."""
         self._check_in_flight(step)
         self.manager.abort(step.plan.step_id)
-        self._in_flight = None
+        self._in_flight = self._decoding = None
         self._cancel_loads(step)
 
     def accept(self, sequence: Sequence, token_ids: list[int], num_rejected: int = 0) -> None:
@@ -257,6 +301,7 @@ class Scheduler:
                 break
         if type(num_rejected) is not int or num_rejected:
             num_rejected = integer(num_rejected, "num_rejected")
+            self._decoding = None
             self.manager.reject_tokens(sequence.request, num_rejected)
         sequence.drafts = []
         sequence.request.append_tokens(token_ids)
@@ -281,6 +326,7 @@ class Scheduler:
             child.state = State.RUNNING
             child.num_cached_tokens = self.manager.num_computed_tokens(child.request)
             self._insert(self.admitted, child)
+            self._decoding = None
             return True
         self._insert(self.waiting, child)
         return False
@@ -313,7 +359,7 @@ class Scheduler:
             self.manager.free(sequence.request, **release)
         self._loading.forget(sequence)
         (self.waiting if sequence.state is State.WAITING else self.admitted).remove(sequence)
-        sequence.state = State.FINISHED
+        sequence.state, self._decoding = State.FINISHED, None
         if self._victim is sequence:
             self._victim = None
 
@@ -346,7 +392,7 @@ class Scheduler:
     def _wait_again(self, sequence: Sequence) -> None:
         """Queue a freed sequence for admission again."""
         self.admitted.remove(sequence)
-        sequence.state = State.WAITING
+        sequence.state, self._decoding = State.WAITING, None
         self._insert(self.waiting, sequence)
 
     def _poll(self) -> None:
@@ -355,7 +401,7 @@ class Scheduler:
             if arrived.num_computed_tokens is None:
                 self._wait_again(sequence)
                 continue
-            sequence.state = State.RUNNING
+            sequence.state, self._decoding = State.RUNNING, None
             if sequence.num_cached_tokens is None:
                 sequence.num_cached_tokens = arrived.num_computed_tokens
 
@@ -366,26 +412,66 @@ class Scheduler:
             self._loading.give_up(sequence)
             self._wait_again(sequence)
 
-    def _running(self, leaving: list[Sequence]) -> list[tuple[Sequence, int]]:
-        """Return sequences with blocks on the device, and their requested tokens.
+    def _running(
+        self, leaving: list[Sequence]
+    ) -> tuple[Decoding, list[tuple[Sequence, int]]]:
+        """Return the sequences that decode, and the other sequences with blocks on the device, with
+        their requested tokens.
 
-        Decoding sequences come first.
+        If a sequence has drafts, all sequences are among the others. The others that have one
+        known token to compute come first.
         """
-        budget, pending = self.max_num_batched_tokens, []
-        for sequence in self.admitted:
-            if sequence.state is State.RUNNING and sequence not in leaving:
-                count = self._num_pending(sequence)
-                if count:
-                    pending.append((count > 1, sequence, count))
+        if leaving or not self._is_current():
+            self._collect(leaving)
+        budget = self.max_num_batched_tokens
+        decoding = self._decoding
+        if len(decoding) > budget:
+            decoding = decoding.first(budget)
+        budget -= len(decoding)
+        pending = [(sequence, self._num_pending(sequence)) for sequence in self._others]
         asked = []
-        for _, sequence, count in sorted(pending, key=lambda each: each[0]):
+        for sequence, count in sorted(pending, key=lambda each: each[1] > 1):
             if budget == 0:
                 break
-            sequence.drafts = self._fitting_drafts(sequence, count, budget)
-            taken = self._chunk(sequence, min(count + len(sequence.drafts), budget))
-            asked.append((sequence, taken))
-            budget -= taken
-        return asked
+            if count:
+                sequence.drafts = self._fitting_drafts(sequence, count, budget)
+                taken = self._chunk(sequence, min(count + len(sequence.drafts), budget))
+                asked.append((sequence, taken))
+                budget -= taken
+        return decoding, asked
+
+    def _is_current(self) -> bool:
+        """Return whether the collected sequences still decode and no other one does, and read the
+        last tokens.
+        """
+        decoding = self._decoding
+        if decoding is None or any([each.drafts for each in decoding.sequences]):
+            return False
+        if any(each.drafts or self._num_pending(each) == 1 for each in self._others):
+            return False
+        counts, decoding.last_tokens = counts_and_last_tokens(decoding.requests)
+        return bool((counts - decoding.num_computed == 1).all())
+
+    def _collect(self, leaving: list[Sequence]) -> None:
+        """Collect the running sequences anew."""
+        running = [
+            (each, self._num_pending(each))
+            for each in self.admitted
+            if each.state is State.RUNNING and each not in leaving
+        ]
+        have_drafts = any(each.drafts for each, _ in running)
+        sequences = [each for each, count in running if count == 1 and not have_drafts]
+        self._others = [each for each, count in running if count != 1 or have_drafts]
+        requests = [each.request for each in sequences]
+        counts, last_tokens = counts_and_last_tokens(requests)
+        self._decoding = Decoding(
+            sequences,
+            requests,
+            np.array([self.manager.row(each) for each in requests], np.int32),
+            counts - 1,
+            np.array([each.max_tokens or MAX_INT32 for each in sequences], np.int64),
+            last_tokens,
+        )
 
     def _swapped(self, budget: int) -> tuple[list[tuple[Sequence, int]], int]:
         asked = []
@@ -445,17 +531,22 @@ class Scheduler:
     def _answered(
         self,
         plan: StepPlan,
+        decoding: Decoding,
         asked: list[tuple[Sequence, int]],
         leaving: list[Sequence],
         new: list[tuple[Sequence, int, int]],
     ) -> ScheduledStep:
         answers = plan.answers
         entries, loading, refused, stuck = [], [], [], []
-        running = [(sequence, 0) for sequence, _ in asked]
+        running, k = [(sequence, 0) for sequence, _ in asked], len(decoding)
+        are_served = not answers.rows.status[:k].any()  # 0 is SERVED
+        if not are_served or (answers.rows.num_computed_tokens[:k] != decoding.num_computed).any():
+            running = [(sequence, 0) for sequence in decoding.sequences] + running
+            decoding, k, self._decoding = decoding.first(0), 0, None
         admitted = [(sequence, external) for sequence, _, external in new]
-        for of, sequences in ((answers.rows, running), (answers.new, admitted)):
+        for of, first, sequences in ((answers.rows, k, running), (answers.new, 0, admitted)):
             for (sequence, external), row, status, start, count in zip(
-                sequences, *map(np.ndarray.tolist, of)
+                sequences, *(each[first:].tolist() for each in of)
             ):
                 if status == Status.SERVED and external:
                     loading.append(sequence)
@@ -475,6 +566,8 @@ class Scheduler:
             else:
                 self._recompute(sequence)
         for sequence, _, start, _ in entries:
+            if sequence.state is not State.RUNNING:
+                self._decoding = None
             if sequence.state is State.WAITING:
                 self.waiting.remove(sequence)
                 self._insert(self.admitted, sequence)
@@ -489,9 +582,9 @@ class Scheduler:
             self._loading.admitted(sequence)
         for sequence in refused:
             self.finish(sequence)
-        is_idle = not (entries or leaving or refused or self.is_waiting_for_sources)
+        is_idle = not (decoding or entries or leaving or refused or self.is_waiting_for_sources)
         self._choose_victim(stuck, nothing_done=is_idle)
-        step = self._in_flight = _scheduled(plan, entries, refused, loading)
+        step = self._in_flight = _scheduled(plan, decoding, entries, refused, loading)
         return step
 
     def _choose_victim(self, stuck: list[Sequence], nothing_done: bool) -> None:
@@ -525,26 +618,38 @@ class Scheduler:
 
 def _scheduled(
     plan: StepPlan,
+    decoding: Decoding,
     entries: list[tuple[Sequence, int, int, int]],
     refused: list[Sequence],
     loading: list[Sequence],
 ) -> ScheduledStep:
-    token_ids, num_drafts, num_logits = [], [], []
-    for sequence, _, start, count in entries:
-        known, stop = sequence.request.num_tokens, start + count
-        drafts = sequence.drafts[: max(stop - known, 0)]
-        tokens = sequence.request.token_ids[start : min(stop, known)]
-        token_ids.append(np.concatenate([tokens, drafts]) if drafts else tokens)
-        num_drafts.append(len(drafts))
-        num_logits.append(1 + len(drafts) if stop >= known else 0)
+    k = len(decoding)
+    token_ids = decoding.last_tokens[:, None]
+    num_drafts, num_logits = np.zeros(k, np.int64), np.ones(k, np.int64)
+    sequences, rows, starts = decoding.sequences, decoding.rows, decoding.num_computed.copy()
+    if entries or not k:
+        token_ids, drafts_of, logits_of = list(token_ids), [], []
+        for sequence, _, start, count in entries:
+            known, stop = sequence.request.num_tokens, start + count
+            drafts = sequence.drafts[: max(stop - known, 0)]
+            tokens = sequence.request.token_ids[start : min(stop, known)]
+            token_ids.append(np.concatenate([tokens, drafts]) if drafts else tokens)
+            drafts_of.append(len(drafts))
+            logits_of.append(1 + len(drafts) if stop >= known else 0)
+        sequences = sequences + [sequence for sequence, *_ in entries]
+        rows = np.append(rows, np.array([row for _, row, _, _ in entries], np.int32))
+        starts = np.append(starts, np.array([start for _, _, start, _ in entries], np.int64))
+        num_drafts = np.append(num_drafts, np.array(drafts_of, np.int64))
+        num_logits = np.append(num_logits, np.array(logits_of, np.int64))
     return ScheduledStep(
         plan=plan,
-        sequences=[sequence for sequence, *_ in entries],
-        rows=np.array([row for _, row, _, _ in entries], np.int32),
-        starts=np.array([start for _, _, start, _ in entries], np.int64),
+        sequences=sequences,
+        rows=rows,
+        starts=starts,
         token_ids=token_ids,
         num_drafts=num_drafts,
         num_logits=num_logits,
+        decoding=decoding,
         refused=refused,
         loading=loading,
     )
