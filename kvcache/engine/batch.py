@@ -79,14 +79,13 @@ class Batch:
         rows = integers(rows, "rows", ())
         n = len(rows)
         self.cache = cache
-        self.starts = integers(starts, "starts", ())
-        self.num_drafts = integers([0] * n if num_drafts is None else num_drafts, "num_drafts", ())
-        self.num_logits = integers([1] * n if num_logits is None else num_logits, "num_logits", ())
-        for name in ("starts", "num_drafts", "num_logits"):
-            counts = getattr(self, name)
-            if len(counts) != n:
-                raise ValueError(f"{name} has {len(counts)} entries: expected {n}, one per row")
-            check_range(name, "is", counts, 0, MAX_INT32)
+        self.starts = _counts("starts", starts, n)
+        self.num_drafts = (
+            np.zeros(n, np.int64) if num_drafts is None else _counts("num_drafts", num_drafts, n)
+        )
+        self.num_logits = (
+            np.ones(n, np.int64) if num_logits is None else _counts("num_logits", num_logits, n)
+        )
         is_array = isinstance(token_ids, np.ndarray) and token_ids.ndim == 2
         if not is_array:
             token_ids = listed(token_ids, "token_ids", "a list of the tokens of each request")
@@ -100,8 +99,7 @@ class Batch:
         else:
             tokens = _joined(token_ids)
             self.query_lens = np.fromiter(map(len, token_ids), np.int64, n)
-        wrong = (self.query_lens < 1) | (self.num_drafts >= self.query_lens)
-        wrong |= self.num_logits > self.query_lens
+        wrong = np.maximum(self.num_drafts + 1, self.num_logits) > self.query_lens
         if wrong.any():
             i = int(wrong.argmax())
             raise ValueError(
@@ -193,6 +191,14 @@ class Batch:
             self.query_lens.astype(np.int32),
             self.seq_lens.astype(np.int32),
         )
+
+
+def _counts(name: str, values: Sequence[int] | np.ndarray, num_rows: int) -> np.ndarray:
+    counts = integers(values, name, ())
+    if len(counts) != num_rows:
+        raise ValueError(f"{name} has {len(counts)} entries: expected {num_rows}, one per row")
+    check_range(name, "is", counts, 0, MAX_INT32)
+    return counts
 
 
 def _joined(token_ids: list) -> np.ndarray:

@@ -34,6 +34,8 @@ class Decoding:
     num_computed: np.ndarray  # int64[n]
     max_tokens: np.ndarray  # int64[n]
     last_tokens: np.ndarray  # int32[n]: the tokens to compute
+    zeros: np.ndarray  # int64[n]
+    ones: np.ndarray  # int64[n]
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -218,7 +220,7 @@ class Scheduler:
                 )
             return None
         manager = self.manager
-        rows, counts = decoding.rows, np.ones(len(decoding), np.int32)
+        rows, counts = decoding.rows, decoding.ones
         if asked:
             more = [(manager.row(sequence.request), count) for sequence, count in asked]
             more_rows, more_counts = np.array(more, np.int32).T
@@ -471,10 +473,14 @@ class Scheduler:
             counts - 1,
             np.array([each.max_tokens or MAX_INT32 for each in sequences], np.int64),
             last_tokens,
+            _constant(0, len(sequences)),
+            _constant(1, len(sequences)),
         )
 
     def _swapped(self, budget: int) -> tuple[list[tuple[Sequence, int]], int]:
-        asked = []
+        asked: list[tuple[Sequence, int]] = []
+        if len(self._decoding) + len(self._others) == len(self.admitted):
+            return asked, budget  # all are running
         for sequence in self.admitted:
             if sequence.state is State.SWAPPED and budget:
                 sequence.drafts = []
@@ -488,6 +494,8 @@ class Scheduler:
         """Return the sequences to admit, the number of tokens that each computes, and the number
         that it loads from a source.
         """
+        if not self.waiting:
+            return []
         rows = self.max_num_rows - sum(each.num_rows for each in self.admitted)
         new = []
         for sequence in sorted(self.waiting, key=lambda each: not each.has_begun):
@@ -536,11 +544,17 @@ class Scheduler:
         leaving: list[Sequence],
         new: list[tuple[Sequence, int, int]],
     ) -> ScheduledStep:
+        k = len(decoding)
+        are_served = not plan.status[:k].any()  # 0 is SERVED
+        are_served &= np.array_equal(plan.num_computed_tokens[:k], decoding.num_computed)
+        if are_served and k == len(plan.status):
+            self._is_short = False
+            self._in_flight = step = _scheduled(plan, decoding, [], [], [])
+            return step
         answers = plan.answers
         entries, loading, refused, stuck = [], [], [], []
-        running, k = [(sequence, 0) for sequence, _ in asked], len(decoding)
-        are_served = not answers.rows.status[:k].any()  # 0 is SERVED
-        if not are_served or (answers.rows.num_computed_tokens[:k] != decoding.num_computed).any():
+        running = [(sequence, 0) for sequence, _ in asked]
+        if not are_served:
             running = [(sequence, 0) for sequence in decoding.sequences] + running
             decoding, k, self._decoding = decoding.first(0), 0, None
         admitted = [(sequence, external) for sequence, _, external in new]
@@ -616,6 +630,12 @@ class Scheduler:
         queue.insert(at, sequence)
 
 
+def _constant(value: int, count: int) -> np.ndarray:
+    array = np.full(count, value)
+    array.setflags(write=False)
+    return array
+
+
 def _scheduled(
     plan: StepPlan,
     decoding: Decoding,
@@ -625,7 +645,7 @@ def _scheduled(
 ) -> ScheduledStep:
     k = len(decoding)
     token_ids = decoding.last_tokens[:, None]
-    num_drafts, num_logits = np.zeros(k, np.int64), np.ones(k, np.int64)
+    num_drafts, num_logits = decoding.zeros, decoding.ones
     sequences, rows, starts = decoding.sequences, decoding.rows, decoding.num_computed.copy()
     if entries or not k:
         token_ids, drafts_of, logits_of = list(token_ids), [], []
