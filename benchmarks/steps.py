@@ -1,4 +1,6 @@
-"""A decode step in which every row gets a block: what each call of a user's step costs."""
+"""What a user's decode step costs: each call of a step in which every row gets a block, and
+`Engine.step` beside a loop over the same public calls.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +9,25 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 
-from benchmarks.measure import Result
+from benchmarks.measure import Result, median_times, seconds_per_call
 from kvcache import (
     BlockTables,
     KVCacheManager,
     KVStorage,
+    LayerSpec,
     Request,
     TableShape,
     Worker,
+    build,
+    plan_cache,
 )
+from kvcache.engine import Engine, SamplingParams
+from kvcache.engine.batch import Batch
 
 _STEPS, _PROMPT = 400, 16
+_IN_A_ROW = 16  # steps of the engine and of the loop that are timed together
 # By rows: upper bounds in us of `Worker.apply`, and of the whole step.
 _BARS = {8: (3.0, 8.0), 256: (None, 25.0), 1024: (None, None)}
 
@@ -31,6 +40,68 @@ def all_results() -> Iterator[Result]:
         for name, seconds in parts.items():
             bar = apply_bar if name == "apply" else None
             yield Result(f"  {name}", "us", seconds * 1e6, bar=bar)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the threads of small operations wait for each other on a busy machine
+    for num_requests in (8, 64, 256):
+        yield _engine_result(num_requests)
+    torch.set_num_threads(num_threads)
+
+
+class _FreeModel:
+    """A model whose forward pass costs nothing."""
+
+    vocab_size = 100
+
+    def __init__(self, num_requests: int) -> None:
+        layers = [LayerSpec("layer", "full_attention", 16, 1, 8)]
+        plan = plan_cache(layers, 2**26, max_model_len=2048, max_num_batched_tokens=2**14)
+        self.cache = build(plan, max_num_reqs=num_requests)
+        generator = torch.Generator().manual_seed(0)
+        self._logits = torch.randn(num_requests, self.vocab_size, generator=generator)
+
+    def forward(self, batch: Batch | None = None) -> torch.Tensor:
+        return self._logits
+
+
+def _engine_result(num_requests: int) -> Result:
+    engine = Engine(_FreeModel(num_requests))
+    prompts = [np.arange(1, 33 + i % 16) for i in range(num_requests)]
+    for prompt in prompts:
+        engine.add(prompt, SamplingParams(max_tokens=1900))
+    loop = _loop_by_hand(_FreeModel(num_requests), prompts)
+    for _ in range(20):
+        assert len(engine.step()) == num_requests
+        next(loop)
+    turns = [seconds_per_call(call, _IN_A_ROW) for call in (engine.step, lambda: next(loop))]
+    ours, peer = (taken / _IN_A_ROW for taken in median_times(*turns, rounds=60))
+    return Result(
+        f"Engine.step, greedy decode of {num_requests} requests, free model",
+        "us",
+        ours * 1e6,
+        peer * 1e6,
+        "loop by hand",
+        bar=2 * peer * 1e6,
+    )
+
+
+def _loop_by_hand(model: _FreeModel, prompts: list[np.ndarray]) -> Iterator[None]:
+    """Decode one token per request and turn, with the calls of docs/serving.md."""
+    manager, worker, tables = model.cache.manager, model.cache.worker, model.cache.tables
+    requests = [Request(f"r{i}", prompt) for i, prompt in enumerate(prompts)]
+    plan = manager.step(new=requests)
+    manager.report(worker.apply(plan))
+    rows, counts = plan.rows, np.ones(len(requests), np.int64)
+    positions = np.array([request.num_tokens for request in requests])
+    while True:
+        for request, token in zip(requests, model.forward().argmax(-1).tolist()):
+            request.append_tokens([token])
+        plan = manager.step(rows, counts)
+        report = worker.apply(plan)
+        tables.compute_slot_mapping(rows, positions)
+        tables.commit_slot_mapping(len(rows))
+        manager.report(report)
+        positions += 1
+        yield
 
 
 def _seconds(num_rows: int) -> dict[str, float]:

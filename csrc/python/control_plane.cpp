@@ -72,17 +72,21 @@ void append_token_to_each(const py::list& requests_tokens, const py::object& tok
   }
 }
 
-// Returns the number of tokens and the last token of each entry. Every entry has a token.
-py::tuple counts_and_last_tokens(const py::list& requests_tokens) {
+// Returns the last token of each entry, or None if an entry does not have exactly one token more
+// than `num_computed`.
+py::object last_tokens(const py::list& requests_tokens, const py::array_t<int64_t>& num_computed) {
   const std::vector<TokenIds*> each = each_of(requests_tokens);
-  py::array_t<int64_t> counts(static_cast<py::ssize_t>(each.size()));
+  if (num_computed.size() != static_cast<py::ssize_t>(each.size())) {
+    throw py::value_error("num_computed has " + std::to_string(num_computed.size()) +
+                          " entries: expected " + std::to_string(each.size()) + ", one per request");
+  }
   Int32Array last(static_cast<py::ssize_t>(each.size()));
   for (size_t i = 0; i < each.size(); ++i) {
-    if (each[i]->size() == 0) throw py::value_error("a request has no tokens: expected 1 or more");
-    counts.mutable_data()[i] = each[i]->size();
+    const int64_t computed = num_computed.data()[i];
+    if (computed < 0 || each[i]->size() != computed + 1) return py::none();
     last.mutable_data()[i] = each[i]->ids().back();
   }
-  return py::make_tuple(std::move(counts), std::move(last));
+  return std::move(last);
 }
 
 // Lets other threads run during long work, and runs pending signal handlers. Can be called with or
@@ -338,7 +342,7 @@ void bind_hashing(py::module_& m) {
 
   m.def("append_token_to_each", &append_token_to_each, py::arg("requests_tokens"),
         py::arg("token_ids"));
-  m.def("counts_and_last_tokens", &counts_and_last_tokens, py::arg("requests_tokens"));
+  m.def("last_tokens", &last_tokens, py::arg("requests_tokens"), py::arg("num_computed"));
 
   def_init(
       py::class_<TokenChain, std::shared_ptr<TokenChain>>(

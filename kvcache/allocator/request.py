@@ -243,16 +243,23 @@ def append_token_to_each(requests: list[Request], token_ids: np.ndarray) -> None
     core.append_token_to_each([request._tokens for request in requests], token_ids)
 
 
-def counts_and_last_tokens(requests: list[Request]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the number of known tokens of each request, int64[n], and the last one, int32[n].
+def last_tokens(requests: list[Request], num_computed: np.ndarray) -> np.ndarray | None:
+    """Return the last token of each request, int32[n], if only that token is not computed.
 
-    Raises:
-        ValueError: A request has no tokens.
+    Args:
+        requests: The requests.
+        num_computed: int64[n], the number of computed tokens of each request.
 
-    >>> counts_and_last_tokens([Request("r1", [5]), Request("r2", [6, 7])])
-    (array([1, 2]), array([5, 7], dtype=int32))
+    Returns:
+        The tokens, or None if a request does not have `num_computed[i] + 1` tokens.
+
+    >>> requests = [Request("r1", [5]), Request("r2", [6, 7])]
+    >>> last_tokens(requests, np.array([0, 1]))
+    array([5, 7], dtype=int32)
+    >>> last_tokens(requests, np.array([0, 0])) is None
+    True
     """
-    return core.counts_and_last_tokens([request._tokens for request in requests])
+    return core.last_tokens([request._tokens for request in requests], num_computed)
 
 
 _OPTIONS = (

@@ -110,7 +110,7 @@ class Batch:
         self.seq_lens = self.starts + self.query_lens
         if len(tokens) == n:  # every request computes one token
             self.query_start_loc = np.arange(n + 1)
-            rows_of_tokens, positions = self.rows, self.starts.copy()
+            rows_of_tokens, positions = self.rows, self.starts
             wanted = np.flatnonzero(self.num_logits)
         else:
             self.query_start_loc = np.concatenate([[0], np.cumsum(self.query_lens)])
@@ -120,10 +120,11 @@ class Batch:
             before = self.query_start_loc[1:] - self.num_logits - _starts_of(self.num_logits)
             wanted = np.repeat(before, self.num_logits)
             wanted += np.arange(len(wanted))
-        device = cache.pages.device
-        self.positions = torch.from_numpy(positions).to(device)
-        self.token_ids = torch.from_numpy(tokens).to(device)
-        self.logits_indices = torch.from_numpy(wanted).to(device)
+        # one copy to the device
+        inputs = torch.from_numpy(np.concatenate([positions, tokens, wanted])).to(cache.pages.device)
+        self.positions, self.token_ids, self.logits_indices = inputs.split(
+            [len(tokens), len(tokens), len(wanted)]
+        )
         cache.tables.compute_slot_mapping(rows_of_tokens, positions)
         cache.tables.commit_slot_mapping(len(positions))
         self._contexts: dict[int, Context] = {}

@@ -470,8 +470,7 @@ class Engine:
                 f"model.forward returned logits of shape {list(logits.shape)}: expected {list(wanted)}"
             )
         largest, best = logits.max(-1)
-        both = torch.stack((best.double(), largest.double())).cpu().numpy()  # one copy to the host
-        return both[0].astype(np.int64), np.isfinite(both[1])
+        return best.cpu().numpy(), np.isfinite(largest.float().cpu().numpy())
 
     def _take(
         self,

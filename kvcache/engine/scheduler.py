@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from kvcache.allocator import Admit, External, KVCacheManager, Request
-from kvcache.allocator.request import counts_and_last_tokens
+from kvcache.allocator.request import last_tokens
 from kvcache.checks import MAX_INT32, check_range, instance, integer, integers, num_entries, shown
 from kvcache.engine.loading import Loading
 from kvcache.engine.sequence import Sequence, State
@@ -45,7 +45,7 @@ class Decoding:
         return Decoding(*(getattr(self, each.name)[:count] for each in fields(self)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class ScheduledStep:
     """A scheduled step, with its plan, the sequences that it computes, and their inputs.
 
@@ -451,8 +451,11 @@ class Scheduler:
             return False
         if any(each.drafts or self._num_pending(each) == 1 for each in self._others):
             return False
-        counts, decoding.last_tokens = counts_and_last_tokens(decoding.requests)
-        return bool((counts - decoding.num_computed == 1).all())
+        tokens = last_tokens(decoding.requests, decoding.num_computed)
+        if tokens is None:
+            return False
+        decoding.last_tokens = tokens
+        return True
 
     def _collect(self, leaving: list[Sequence]) -> None:
         """Collect the running sequences anew."""
@@ -465,14 +468,14 @@ class Scheduler:
         sequences = [each for each, count in running if count == 1 and not have_drafts]
         self._others = [each for each, count in running if count != 1 or have_drafts]
         requests = [each.request for each in sequences]
-        counts, last_tokens = counts_and_last_tokens(requests)
+        num_computed = np.array([each.num_tokens - 1 for each in requests], np.int64)
         self._decoding = Decoding(
             sequences,
             requests,
             np.array([self.manager.row(each) for each in requests], np.int32),
-            counts - 1,
+            num_computed,
             np.array([each.max_tokens or MAX_INT32 for each in sequences], np.int64),
-            last_tokens,
+            last_tokens(requests, num_computed),
             _constant(0, len(sequences)),
             _constant(1, len(sequences)),
         )
@@ -546,7 +549,7 @@ class Scheduler:
     ) -> ScheduledStep:
         k = len(decoding)
         are_served = not plan.status[:k].any()  # 0 is SERVED
-        are_served &= np.array_equal(plan.num_computed_tokens[:k], decoding.num_computed)
+        are_served &= (plan.num_computed_tokens[:k] == decoding.num_computed).all()
         if are_served and k == len(plan.status):
             self._is_short = False
             self._in_flight = step = _scheduled(plan, decoding, [], [], [])
