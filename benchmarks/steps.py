@@ -41,7 +41,9 @@ def all_results() -> Iterator[Result]:
             bar = apply_bar if name == "apply" else None
             yield Result(f"  {name}", "us", seconds * 1e6, bar=bar)
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the threads of small operations wait for each other on a busy machine
+    torch.set_num_threads(
+        1
+    )  # the threads of small operations wait for each other on a busy machine
     for num_requests in (8, 64, 256):
         yield _engine_result(num_requests)
     torch.set_num_threads(num_threads)

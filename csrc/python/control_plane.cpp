@@ -78,7 +78,8 @@ py::object last_tokens(const py::list& requests_tokens, const py::array_t<int64_
   const std::vector<TokenIds*> each = each_of(requests_tokens);
   if (num_computed.size() != static_cast<py::ssize_t>(each.size())) {
     throw py::value_error("num_computed has " + std::to_string(num_computed.size()) +
-                          " entries: expected " + std::to_string(each.size()) + ", one per request");
+                          " entries: expected " + std::to_string(each.size()) +
+                          ", one per request");
   }
   Int32Array last(static_cast<py::ssize_t>(each.size()));
   for (size_t i = 0; i < each.size(); ++i) {

@@ -121,7 +121,9 @@ class Batch:
             wanted = np.repeat(before, self.num_logits)
             wanted += np.arange(len(wanted))
         # one copy to the device
-        inputs = torch.from_numpy(np.concatenate([positions, tokens, wanted])).to(cache.pages.device)
+        inputs = torch.from_numpy(np.concatenate([positions, tokens, wanted])).to(
+            cache.pages.device
+        )
         self.positions, self.token_ids, self.logits_indices = inputs.split(
             [len(tokens), len(tokens), len(wanted)]
         )

@@ -95,7 +95,9 @@ class _Columns:
             [sample.index for sample in samples],
             [(i, sample.sampler) for i, sample in enumerate(samples) if sample.sampler],
             [(i, own) for i, own in enumerate(stops) if own],
-            any(each.beams is not None or len(each.samples) < each.params.n for each in generations),
+            any(
+                each.beams is not None or len(each.samples) < each.params.n for each in generations
+            ),
         )
 
 
@@ -482,11 +484,11 @@ class Engine:
         """Choose tokens from logits for each sequence whose known tokens are all computed."""
         if logits is None:
             return
-        if any([sample.sampler is not None for sample in step.sequences]):
-            logits = logits.cpu()  # copy once, not once per draw
         at = self._take_decoding(step, logits, best, are_finite)
         if at == len(step.sequences):
             return
+        if any(sample.sampler is not None for sample in step.sequences[at:]):
+            logits = logits.cpu()  # copy once, not once per draw
         stops = step.starts[at:] + list(map(len, step.token_ids[at:])) - step.num_drafts[at:]
         rest = step.sequences[at:], step.num_logits[at:].tolist(), stops.tolist()
         for sample, count, stop in zip(*rest):
@@ -533,8 +535,10 @@ class Engine:
         samples = decoding.sequences
         if columns.are_individual or not are_finite[:num].all():
             return 0
-        if any([sample.finish_reason is not None for sample in samples]):
+        if any(sample.finish_reason for sample in samples):
             return 0
+        if columns.samplers:
+            logits = logits[:num].cpu()  # copy once, not once per draw
         tokens = best[:num].astype(np.int32)
         errors: dict[int, Exception] = {}
         for i, sampler in columns.samplers:

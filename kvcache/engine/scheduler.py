@@ -414,9 +414,7 @@ class Scheduler:
             self._loading.give_up(sequence)
             self._wait_again(sequence)
 
-    def _running(
-        self, leaving: list[Sequence]
-    ) -> tuple[Decoding, list[tuple[Sequence, int]]]:
+    def _running(self, leaving: list[Sequence]) -> tuple[Decoding, list[tuple[Sequence, int]]]:
         """Return the sequences that decode, and the other sequences with blocks on the device, with
         their requested tokens.
 
@@ -447,7 +445,7 @@ class Scheduler:
         last tokens.
         """
         decoding = self._decoding
-        if decoding is None or any([each.drafts for each in decoding.sequences]):
+        if decoding is None or any(each.drafts for each in decoding.sequences):
             return False
         if any(each.drafts or self._num_pending(each) == 1 for each in self._others):
             return False

@@ -310,3 +310,51 @@ def test_refused_requests_are_returned_where_the_model_fails(make_engine, monkey
         engine.step()
     (delta,) = others.run()
     assert delta.finish_reason == "refused"
+
+
+class TestFreeCallbacks:
+    """`free` runs while the tokens of a whole batch are being taken."""
+
+    def run(self, engine, free):
+        params = SamplingParams(max_tokens=4)
+        ending = engine.add(PROMPTS[0], params, free=free)
+        others = [engine.add(prompt, SamplingParams(max_tokens=9)) for prompt in PROMPTS[1:]]
+        deltas = []
+        while engine.num_unfinished:
+            deltas.append(engine.step())
+        return ending, others, deltas
+
+    def test_a_request_that_free_aborts_gets_no_more_tokens(self, make_engine):
+        engine = make_engine()
+
+        def free(request):
+            assert engine.abort(others[1].request_id)
+            engine.cache.manager.free(request)
+
+        others = []
+        params = SamplingParams(max_tokens=4)
+        ending = engine.add(PROMPTS[0], params, free=free)
+        others += [engine.add(prompt, SamplingParams(max_tokens=9)) for prompt in PROMPTS[1:]]
+        of_aborted = []
+        while engine.num_unfinished:
+            of_aborted += [d for d in engine.step() if d.request_id == others[1].request_id]
+        assert ending.samples[0].finish_reason == "length"
+        assert others[1].samples[0].finish_reason == "abort"
+        assert [len(delta.token_ids) for delta in of_aborted] == [1, 1, 1]
+        model = dense("llama", 2)
+        assert others[0].samples[0].token_ids == greedy(model, PROMPTS[1], 9)
+
+    def test_a_free_that_raises_ends_its_request_alone(self, make_engine):
+        engine = make_engine()
+
+        def free(request):
+            raise OSError("no connector")
+
+        ending, others, deltas = self.run(engine, free)
+        assert ending.samples[0].finish_reason == "error"
+        assert isinstance(ending.samples[0].error, OSError)
+        last = [delta for step in deltas for delta in step if delta.request_id == ending.request_id]
+        assert last[-1].finish_reason == "error" and last[-1].token_ids == []
+        model = dense("llama", 2)
+        for prompt, generation in zip(PROMPTS[1:], others):
+            assert generation.samples[0].token_ids == greedy(model, prompt, 9)
