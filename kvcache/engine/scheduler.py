@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields
@@ -16,7 +17,7 @@ from kvcache.engine.loading import Loading
 from kvcache.engine.sequence import Sequence, State
 from kvcache.kinds import make_kind
 from kvcache.sources.base import KVSource
-from kvcache.step import Status, StepPlan, StepReport
+from kvcache.step import NO_IDS, Status, StepPlan, StepReport
 
 
 @dataclass(eq=False, slots=True)
@@ -34,15 +35,45 @@ class Decoding:
     num_computed: np.ndarray  # int64[n]
     max_tokens: np.ndarray  # int64[n]
     last_tokens: np.ndarray  # int32[n]: the tokens to compute
-    zeros: np.ndarray  # int64[n]
-    ones: np.ndarray  # int64[n]
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     def first(self, count: int) -> Decoding:
-        """Return the first `count` sequences."""
+        """Return the first `count` sequences, whose arrays are views of these."""
         return Decoding(*(getattr(self, each.name)[:count] for each in fields(self)))
+
+    def where(self, are_kept: list[bool]) -> Decoding:
+        """Return the sequences that are kept."""
+        lists = self.sequences, self.requests
+        arrays = self.rows, self.num_computed, self.max_tokens, self.last_tokens
+        mask = np.array(are_kept, bool)
+        return Decoding(
+            *(list(itertools.compress(each, are_kept)) for each in lists),
+            *(each[mask] for each in arrays),
+        )
+
+    def with_one(self, sequence: Sequence, row: int) -> Decoding:
+        """Return these sequences and one more, inserted by rank."""
+        at = len(self)
+        while at and self.sequences[at - 1].rank > sequence.rank:
+            at -= 1
+        request = sequence.request
+        lists = (self.sequences, sequence), (self.requests, request)
+        arrays = (
+            (self.rows, row),
+            (self.num_computed, request.num_tokens - 1),
+            (self.max_tokens, _end_of(sequence)),
+            (self.last_tokens, 0),
+        )
+        return Decoding(
+            *([*each[:at], value, *each[at:]] for each, value in lists),
+            *(np.insert(each, at, value) for each, value in arrays),
+        )
+
+
+def _end_of(sequence: Sequence) -> int:
+    return MAX_INT32 if sequence.max_tokens is None else sequence.max_tokens
 
 
 @dataclass(eq=False, slots=True)
@@ -142,7 +173,8 @@ class Scheduler:
         self._has_states = bool(of_states)
         self._max_drafts = min(of_states, default=MAX_INT32)
         self._decoding: Decoding | None = None  # None: must be collected again
-        self._others: list[Sequence] = []  # running sequences that are not in `_decoding`
+        self._others: list[Sequence] = []  # running sequences that are not in `_decoding`, by rank
+        self._has_left = False  # whether a collected sequence may have stopped running
         self._victim: Sequence | None = None
         self._is_short = False  # whether a running sequence did not get blocks in the last step
         self._in_flight: ScheduledStep | None = None
@@ -220,7 +252,7 @@ class Scheduler:
                 )
             return None
         manager = self.manager
-        rows, counts = decoding.rows, decoding.ones
+        rows, counts = decoding.rows, np.ones(len(decoding), np.int64)
         if asked:
             more = [(manager.row(sequence.request), count) for sequence, count in asked]
             more_rows, more_counts = np.array(more, np.int32).T
@@ -328,7 +360,7 @@ class Scheduler:
             child.state = State.RUNNING
             child.num_cached_tokens = self.manager.num_computed_tokens(child.request)
             self._insert(self.admitted, child)
-            self._decoding = None
+            self._insert(self._others, child)
             return True
         self._insert(self.waiting, child)
         return False
@@ -361,7 +393,7 @@ class Scheduler:
             self.manager.free(sequence.request, **release)
         self._loading.forget(sequence)
         (self.waiting if sequence.state is State.WAITING else self.admitted).remove(sequence)
-        sequence.state, self._decoding = State.FINISHED, None
+        sequence.state, self._has_left = State.FINISHED, True
         if self._victim is sequence:
             self._victim = None
 
@@ -394,7 +426,7 @@ class Scheduler:
     def _wait_again(self, sequence: Sequence) -> None:
         """Queue a freed sequence for admission again."""
         self.admitted.remove(sequence)
-        sequence.state, self._decoding = State.WAITING, None
+        sequence.state, self._has_left = State.WAITING, True
         self._insert(self.waiting, sequence)
 
     def _poll(self) -> None:
@@ -403,7 +435,8 @@ class Scheduler:
             if arrived.num_computed_tokens is None:
                 self._wait_again(sequence)
                 continue
-            sequence.state, self._decoding = State.RUNNING, None
+            sequence.state = State.RUNNING
+            self._insert(self._others, sequence)
             if sequence.num_cached_tokens is None:
                 sequence.num_cached_tokens = arrived.num_computed_tokens
 
@@ -421,7 +454,7 @@ class Scheduler:
         If a sequence has drafts, all sequences are among the others. The others that have one
         known token to compute come first.
         """
-        if leaving or not self._is_current():
+        if self._decoding is None or not self._is_updated(leaving):
             self._collect(leaving)
         budget = self.max_num_batched_tokens
         decoding = self._decoding
@@ -440,15 +473,31 @@ class Scheduler:
                 budget -= taken
         return decoding, asked
 
-    def _is_current(self) -> bool:
-        """Return whether the collected sequences still decode and no other one does, and read the
-        last tokens.
+    def _is_updated(self, leaving: list[Sequence]) -> bool:
+        """Remove the sequences that have left from the collected ones, move those that now decode to
+        `_decoding`, and read its last tokens.
+
+        Returns False if the sequences must be collected again.
         """
+        if self._has_left or leaving:
+            self._decoding = self._decoding.where(
+                [
+                    each.state is State.RUNNING and each not in leaving
+                    for each in self._decoding.sequences
+                ]
+            )
+            self._others = [
+                each for each in self._others if each.state is State.RUNNING and each not in leaving
+            ]
+            self._has_left = False
         decoding = self._decoding
-        if decoding is None or any(each.drafts for each in decoding.sequences):
+        if any(each.drafts for each in decoding.sequences + self._others):
             return False
-        if any(each.drafts or self._num_pending(each) == 1 for each in self._others):
-            return False
+        started = [each for each in self._others if self._num_pending(each) == 1]
+        for sequence in started:
+            self._others.remove(sequence)
+            row = self.manager.row(sequence.request)
+            decoding = self._decoding = decoding.with_one(sequence, row)
         tokens = last_tokens(decoding.requests, decoding.num_computed)
         if tokens is None:
             return False
@@ -457,25 +506,25 @@ class Scheduler:
 
     def _collect(self, leaving: list[Sequence]) -> None:
         """Collect the running sequences anew."""
-        running = [
-            (each, self._num_pending(each))
-            for each in self.admitted
-            if each.state is State.RUNNING and each not in leaving
+        self._has_left = False
+        self._decoding = Decoding([], [], NO_IDS, *[np.zeros(0, np.int64)] * 2, NO_IDS)
+        self._others = [
+            each for each in self.admitted if each.state is State.RUNNING and each not in leaving
         ]
-        have_drafts = any(each.drafts for each, _ in running)
-        sequences = [each for each, count in running if count == 1 and not have_drafts]
-        self._others = [each for each, count in running if count != 1 or have_drafts]
-        requests = [each.request for each in sequences]
+        if any(each.drafts for each in self._others):
+            return
+        running, self._others, decoding = self._others, [], []
+        for each in running:
+            (decoding if self._num_pending(each) == 1 else self._others).append(each)
+        requests = [each.request for each in decoding]
         num_computed = np.array([each.num_tokens - 1 for each in requests], np.int64)
         self._decoding = Decoding(
-            sequences,
+            decoding,
             requests,
             np.array([self.manager.row(each) for each in requests], np.int32),
             num_computed,
-            np.array([each.max_tokens or MAX_INT32 for each in sequences], np.int64),
+            np.array([_end_of(each) for each in decoding], np.int64),
             last_tokens(requests, num_computed),
-            _constant(0, len(sequences)),
-            _constant(1, len(sequences)),
         )
 
     def _swapped(self, budget: int) -> tuple[list[tuple[Sequence, int]], int]:
@@ -575,14 +624,14 @@ class Scheduler:
                     stuck.append(sequence)
         for sequence, status in zip(leaving, answers.swap_out.status.tolist()):
             if status == Status.SERVED:
-                sequence.state = State.SWAPPED
+                sequence.state, self._has_left = State.SWAPPED, True
                 sequence.num_preemptions += 1
                 self.num_swapped_out += 1
             else:
                 self._recompute(sequence)
         for sequence, _, start, _ in entries:
             if sequence.state is not State.RUNNING:
-                self._decoding = None
+                self._insert(self._others, sequence)
             if sequence.state is State.WAITING:
                 self.waiting.remove(sequence)
                 self._insert(self.admitted, sequence)
@@ -631,12 +680,6 @@ class Scheduler:
         queue.insert(at, sequence)
 
 
-def _constant(value: int, count: int) -> np.ndarray:
-    array = np.full(count, value)
-    array.setflags(write=False)
-    return array
-
-
 def _scheduled(
     plan: StepPlan,
     decoding: Decoding,
@@ -646,7 +689,7 @@ def _scheduled(
 ) -> ScheduledStep:
     k = len(decoding)
     token_ids = decoding.last_tokens[:, None]
-    num_drafts, num_logits = decoding.zeros, decoding.ones
+    num_drafts, num_logits = np.zeros(k, np.int64), np.ones(k, np.int64)
     sequences, rows, starts = decoding.sequences, decoding.rows, decoding.num_computed.copy()
     if entries or not k:
         token_ids, drafts_of, logits_of = list(token_ids), [], []
