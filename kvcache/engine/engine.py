@@ -87,18 +87,20 @@ class _Columns:
 
     @classmethod
     def of(cls, samples: list[Sample]) -> _Columns:
-        generations = [sample.generation for sample in samples]
-        stops = [generation.params.stop_token_ids for generation in generations]
-        return cls(
-            samples,
-            [generation.request_id for generation in generations],
-            [sample.index for sample in samples],
-            [(i, sample.sampler) for i, sample in enumerate(samples) if sample.sampler],
-            [(i, own) for i, own in enumerate(stops) if own],
-            any(
-                each.beams is not None or len(each.samples) < each.params.n for each in generations
-            ),
-        )
+        ids, indices, samplers, stops = [], [], [], []
+        are_individual = False
+        for i, sample in enumerate(samples):
+            generation = sample.generation
+            params = generation.params
+            ids.append(generation.request_id)
+            indices.append(sample.index)
+            if sample.sampler is not None:
+                samplers.append((i, sample.sampler))
+            if params.stop_token_ids:
+                stops.append((i, params.stop_token_ids))
+            if generation.beams is not None or len(generation.samples) < params.n:
+                are_individual = True
+        return cls(samples, ids, indices, samplers, stops, are_individual)
 
 
 class Engine:
