@@ -18,8 +18,8 @@ from kvcache.cli.bench import add_bench_options, run_bench
 from kvcache.cli.demo import add_demo_options, run_demo
 from kvcache.cli.errors import MissingError, OutputError, UsageError, quoted
 from kvcache.cli.output import say, show, writing
-from kvcache.cli.parsing import add_replay_options
 from kvcache.cli.replay import run_replay
+from kvcache.cli.replay_options import add_replay_options
 from kvcache.cli.serve import add_serve_options, run_serve
 
 _INTERRUPTED = 130

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from kvcache.cli import parsing as options
+from kvcache.cli import replay_options as options
 from kvcache.cli.errors import UsageError, quoted
 from kvcache.cli.events import events_published, open_publisher
 from kvcache.cli.modules import check_cuda, import_module, require_module

@@ -358,3 +358,21 @@ class TestFreeCallbacks:
         model = dense("llama", 2)
         for prompt, generation in zip(PROMPTS[1:], others):
             assert generation.samples[0].token_ids == greedy(model, prompt, 9)
+
+
+def test_a_request_aborted_while_the_model_runs_gets_no_token(make_engine, monkeypatch):
+    engine = make_engine()
+    others = Others(engine)
+    generation = engine.add(range(150, 170), SamplingParams(max_tokens=9))
+    forward = engine.model.forward
+
+    def aborting(batch):
+        logits = forward(batch)
+        if len(generation.samples[0].token_ids) == 3:
+            engine.abort(generation.request_id)
+        return logits
+
+    monkeypatch.setattr(engine.model, "forward", aborting)
+    deltas = others.run()
+    assert [len(delta.token_ids) for delta in deltas] == [1, 1, 1]
+    assert generation.samples[0].finish_reason == "abort"
