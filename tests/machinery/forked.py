@@ -53,7 +53,7 @@ class Forked:
         self._process.join()
         self._commands.close()
 
-    def ask(self, command: str, timeout_s: float = 30, **arguments: object) -> dict:
+    def ask(self, command: str, timeout_s: float = 90, **arguments: object) -> dict:
         """Send a command and return the answer."""
         self.tell(command, **arguments)
         return self._answer(timeout_s)
