@@ -117,6 +117,7 @@ def serving(texts=None, publisher=None, limits=None, trust_clients=True, **optio
     listener = server.servers[0].sockets[0]
     served = Served(listener.getsockname()[1], loop)
     served.listener, served.admission = listener, app.state.admission
+    served.connections = server.server_state.connections
     served.stop = lambda: (setattr(server, "should_exit", True), thread.join())
     try:
         yield served

@@ -452,9 +452,13 @@ class TestSlowClients:
     def test_the_slowest_gives_way_to_new_connections(self):
         limits = Limits(max_connections=5, request_seconds=60, grace_seconds=0.1)
         with serving(limits=limits) as running:
-            silent = [
-                socket.create_connection(("127.0.0.1", int(running.url[-5:]))) for _ in range(20)
-            ]
+            silent, until = [], time.monotonic() + 60
+            for _ in range(20):
+                silent.append(socket.create_connection(running.listener.getsockname()))
+                own = silent[-1].getsockname()
+                while own not in [each.client for each in list(running.connections)]:
+                    assert time.monotonic() < until
+                    time.sleep(0.001)
             silent[0].settimeout(30)
             assert rest_of(silent[0]) == b""  # the server is full
             assert post(running).status_code == 200
