@@ -203,9 +203,7 @@ def test_closing_with_a_wrong_timeout_leaves_it_open(context, timeout_s, error):
 def test_closing_takes_any_finite_timeout(context, timeout_s):
     publisher = EventPublisher(LOCAL, LOCAL, context=context)
     publisher.close(timeout_s)
-    if (
-        timeout_s < DEADLINE_S
-    ):  # `close` waits for the thread for a second longer, which may be short
+    if timeout_s < DEADLINE_S:  # `close` waits a second longer, which may be too short
         publisher._thread.join(DEADLINE_S)
     assert not publisher._thread.is_alive()
     assert publisher._wake.fileno() == publisher._woken.fileno() == -1
@@ -550,9 +548,7 @@ def test_a_reader_that_takes_nothing_for_long_is_dropped(context, monkeypatch):
         readers = idle_readers(context, publisher, 3)
         wait_for(lambda: publisher.counts.given_up_replays == 3)
         assert not publisher._server.is_busy
-        monkeypatch.setattr(
-            replay_server, "SLOW_SECONDS", DEADLINE_S
-        )  # the next one is to be served
+        monkeypatch.setattr(replay_server, "SLOW_SECONDS", DEADLINE_S)  # serve the next reader
         asker = Asker(context, publisher)
         asker.ask(b"", encode_sequence(0))
         assert len(asker.answers()) == 60
