@@ -3,7 +3,7 @@ import json
 import random
 import re
 import threading
-from time import perf_counter
+from time import thread_time
 
 import numpy as np
 import pytest
@@ -455,9 +455,9 @@ def test_images_of_a_long_prompt_cost_little():
     def seconds(**options):
         taken = []
         for _ in range(5):
-            start = perf_counter()
+            start = thread_time()  # other processes may take the core
             manager_hashes(Request("r", tokens, **options))
-            taken.append(perf_counter() - start)
+            taken.append(thread_time() - start)
         return min(taken)
 
     assert seconds(mm_items=images) < 3 * seconds() + 0.01

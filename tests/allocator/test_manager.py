@@ -575,7 +575,7 @@ small.step()
 check_invariants(small)
 """
     result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=REPO, timeout=60
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=REPO, timeout=300
     )
     assert result.returncode == 0, result.stderr
     assert "_blocks is 2147483647" in result.stdout

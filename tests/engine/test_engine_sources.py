@@ -59,7 +59,7 @@ def answer(engine, prompt=LONG):
 
 def settle(engine):
     """Step until the engine is idle. Check that its pool is empty and intact."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while engine.is_busy:
         assert time.monotonic() < until, "the engine stays busy"
         engine.step()
@@ -94,23 +94,36 @@ def test_a_new_engine_loads_what_an_earlier_one_has_stored(filled):
 
 @pytest.mark.parametrize("fault", ["missing", "corrupt", "short", "raises", "slow"])
 def test_a_load_that_fails_is_computed(filled, fault):
-    filled.slow_s = 0.3
-    engine = an_engine(a_tier(filled, timeout_s=0.1))
-    get = filled.get
-    filled.get = lambda keys, values: (setattr(filled, "fault", lambda: fault), get(keys, values))[
-        1
-    ]
+    filled.slow_s = 60
+    engine = an_engine(a_tier(filled, timeout_s=30))
+    tier, exists, get = engine.sources[0], filled.exists, filled.get
+
+    def found(keys):
+        answer = exists(keys)
+        if fault == "slow":
+            tier._timeout_s = 0.1  # of the load alone
+        return answer
+
+    def failing(keys, values):
+        filled.fault = lambda: fault
+        return get(keys, values)
+
+    filled.exists, filled.get = found, failing
     assert answer(engine) == greedy(dense("llama", 2), LONG, 4)
-    stats = engine.sources[0].stats
+    filled.goes_on.set()
+    stats = tier.stats
     assert stats.loads == stats.failed_loads == 1 and stats.failed_tokens > 0
     settle(engine)
 
 
 def test_an_engine_that_is_closed_stores_what_waits():
-    store = MemoryStore(fault=lambda: "slow")
-    engine = an_engine(a_tier(store, staging_bytes=1))  # one block at a time
+    store = MemoryStore()
+    put = store.put
+    store.put = lambda keys, values: store.goes_on.wait(60) and put(keys, values)
+    engine = an_engine(a_tier(store, staging_bytes=1, timeout_s=60))  # one block at a time
     answer(engine)
     assert len(store.values) < 93 // 16
+    store.goes_on.set()
     engine.close()
     assert len(store.values) == 93 // 16 and store.is_closed
 
@@ -254,7 +267,7 @@ class Pair:
         for name, engine in (("p", self.sender), ("d", self.receiver)):
             cache = engine.cache
             layouts = layouts_of_plan(cache.plan, cache.storages, engine_id=name)
-            options = ConnectorOptions(transport="gloo", timeout_s=5)
+            options = ConnectorOptions(transport="gloo", timeout_s=20)
             rank = HeldRank(CacheRank(layouts, cache.storages, options=options))
             stack.callback(rank.close)
             self.ranks.append(rank)
@@ -312,7 +325,7 @@ def test_an_offer_that_comes_too_late_is_declined_and_the_prompt_is_computed(pai
     assert sender.num_leased_requests == 1 and engine.is_busy
     is_late.set()
     settle(engine)
-    until = time.monotonic() + 10
+    until = time.monotonic() + 30
     while sender.num_leased_requests:
         assert time.monotonic() < until, "the sender is not told"
         sender.poll()

@@ -211,7 +211,7 @@ if not child:  # numpy, as torch's own operations would hang
     os._exit(0 if right else 1)
 assert os.waitpid(child, 0)[1] == 0
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
 
 
 def test_a_forked_process_has_no_worker():
@@ -263,9 +263,9 @@ def test_a_manager_belongs_to_the_thread_that_used_it_first(call):
 def prompt() -> np.ndarray:
     """Return as many int32 token ids as this machine hashes in 0.3 s: 1 to 40 million."""
     million = np.arange(1_000_000, dtype=np.int32) % 1000
-    started = time.perf_counter()
+    started = time.thread_time()  # other processes may take the core
     hash_blocks(million, 16)
-    return np.tile(million, min(max(round(0.3 / (time.perf_counter() - started)), 1), 40))
+    return np.tile(million, min(max(round(0.3 / (time.thread_time() - started)), 1), 40))
 
 
 def long_prompt_manager() -> KVCacheManager:
@@ -365,21 +365,25 @@ def test_other_threads_run_while_a_prompt_is_hashed(prompt):
             counts[0] += 1
             time.sleep(0.001)
 
-    hashing, request = long_prompt_manager(), Request("a", prompt)
+    hashing, most = long_prompt_manager(), 0
     thread = threading.Thread(target=count)
     thread.start()
-    before = counts[0]
-    hashing.cache.hashes(request)
-    during = counts[0] - before
+    for number in range(20):  # other processes may take the thread's core
+        before = counts[0]
+        hashing.cache.hashes(Request(str(number), prompt))
+        most = max(most, counts[0] - before)
+        if most >= 5:
+            break
     stop.set()
     thread.join()
-    assert during >= 5
+    assert most >= 5
 
 
 def test_an_interrupt_by_another_thread_ends_hashing(prompt):
-    manager, request = long_prompt_manager(), Request("a", prompt)
+    manager = long_prompt_manager()
     timer = threading.Timer(0.02, signal.raise_signal, [signal.SIGINT])
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        manager.cache.hashes(request)
+        for number in range(100):  # the timer's thread may be late
+            manager.cache.hashes(Request(str(number), prompt))
     timer.join()

@@ -269,7 +269,7 @@ class Engine:
         self.apply(plan)
         self.compute(request, loaded.num_computed_tokens, request.num_tokens)
 
-    def drained(self, timeout_s=10):
+    def drained(self, timeout_s=30):
         """Wait up to `timeout_s` until no request, reader or transport holds a block.
 
         Return whether that happened.

@@ -33,12 +33,13 @@ class Faults:
         num_stops: int,
         transport: str = "gloo",
         progress: bool = False,
+        margin_s: float = MARGIN_S,
     ) -> None:
         self._rng = random.Random(seed)
         self._num_requests, self._transport, self._progress = num_requests, transport, progress
         self._faults = ["kill"] * num_kills + ["stop"] * num_stops
         self._rng.shuffle(self._faults)
-        self._number = 0
+        self._number, self._margin_s = 0, margin_s
         self.found = {
             "seed": seed,
             "requests": 0,
@@ -134,7 +135,7 @@ class Faults:
         return {"id": name, "tokens": [*tokens, 7], "offer": offer}
 
     def _load(self, requests: list[dict], own_stop_s: float = 0.0) -> None:
-        most = TIMEOUT_S + MARGIN_S + own_stop_s
+        most = TIMEOUT_S + self._margin_s + own_stop_s
         for each in self.decode.ask("load", requests=requests, timeout_s=120)["results"]:
             error = each["error"]
             self.found["computed" if error else "loaded"] += 1
@@ -156,7 +157,8 @@ class Faults:
     def _check_leaks(self) -> None:
         """Count as leaked each pool that is not empty after its leases have expired."""
         for name, process in (("prefill", self.prefill), ("decode", self.decode)):
-            answer = process.ask("drained", timeout_s=60, seconds=LEASE_S + TIMEOUT_S)
+            seconds = LEASE_S + TIMEOUT_S + self._margin_s
+            answer = process.ask("drained", timeout_s=60, seconds=seconds)
             if not answer["drained"]:
                 self.found["leaked"] += 1
                 print(f"leaked: {name}", flush=True)

@@ -43,7 +43,7 @@ class Forked:
         self._process.start()
         theirs.close()
         self.pid: int = self._process.pid
-        self.greeting = self._answer(180)  # imports take long on a busy machine
+        self.greeting = self.answer(180)  # imports take long on a busy machine
 
     def __enter__(self) -> Forked:
         return self
@@ -53,10 +53,10 @@ class Forked:
         self._process.join()
         self._commands.close()
 
-    def ask(self, command: str, timeout_s: float = 30, **arguments: object) -> dict:
+    def ask(self, command: str, timeout_s: float = 90, **arguments: object) -> dict:
         """Send a command and return the answer."""
         self.tell(command, **arguments)
-        return self._answer(timeout_s)
+        return self.answer(timeout_s)
 
     def tell(self, command: str, **arguments: object) -> None:
         """Send a command that has no answer."""
@@ -77,7 +77,8 @@ class Forked:
         tasks = Path(f"/proc/{self.pid}/task").glob("*/stat")
         return all(each.read_text().rpartition(") ")[2][0] == "T" for each in tasks)
 
-    def _answer(self, timeout_s: float) -> dict:
+    def answer(self, timeout_s: float = 90) -> dict:
+        """Return the next answer. Most commands have one, which `ask` returns."""
         assert self._commands.poll(timeout_s), f"no answer within {timeout_s} s"
         return received(self._commands)
 

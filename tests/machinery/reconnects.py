@@ -75,10 +75,13 @@ def mark(connections: int) -> Mark:
     )
 
 
-def curve(name: str, count: int, *, kill: bool, every: int) -> list[Mark]:
+def curve(
+    name: str, count: int, *, kill: bool, every: int, most_more: int | None = None
+) -> list[Mark]:
     """Open `count` connections, read over each one and end it.
 
-    Return a mark per `every` connections.
+    Return a mark per `every` connections. With `most_more`, first wait until at most so many more
+    descriptors than at first are open, but not for long.
     """
     memory = np.zeros(4096, np.uint8)
     side = make_transport(f"a{next(_numbers)}", name, **OPTIONS)
@@ -100,6 +103,13 @@ def curve(name: str, count: int, *, kill: bool, every: int) -> list[Mark]:
             side.notifications()  # releases ended connections
             if number % every == 0:
                 time.sleep(0.3)
+            deadline = time.monotonic() + _WAIT_S
+            while (
+                most_more is not None
+                and mark(number).descriptors > marks[0].descriptors + most_more
+                and time.monotonic() < deadline
+            ):
+                time.sleep(0.01)
             now = mark(number)
             most = max(most, now.descriptors)
             if number % every == 0:

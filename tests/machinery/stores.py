@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict
 
@@ -18,7 +19,10 @@ FAULTS = ("missing", "corrupt", "short", "other", "raises", "slow", "full")
 
 
 class MemoryStore(BlockStore):
-    """An LRU store in a dictionary. `fault` returns the kind of the next fault."""
+    """An LRU store in a dictionary. `fault` returns the kind of the next fault.
+
+    A slow call takes `slow_s` seconds, or less if `goes_on` is set.
+    """
 
     knows_keys = True
 
@@ -28,13 +32,14 @@ class MemoryStore(BlockStore):
         self.evicted: list[str] = []
         self.is_closed = False
         self.num_opened = 0
+        self.goes_on = threading.Event()
 
     def _begin(self):
         fault = self.fault()
         if fault == "raises":
             raise OSError("the store is broken")
         if fault == "slow":
-            time.sleep(self.slow_s)
+            self.goes_on.wait(self.slow_s)
         return fault
 
     def open(self, memory, value_bytes):
@@ -129,7 +134,7 @@ class StoreUser:
         self.verifier.reserve(item.num_tokens)
         self.waiting.append(Running(item, Request(str(item.index), item.token_ids, **options), 0))
 
-    def run(self, *items, timeout_s=30.0):
+    def run(self, *items, timeout_s=60.0):
         """Serve requests until all have finished."""
         for item in items:
             self.add(item)
@@ -231,7 +236,7 @@ class StoreUser:
 
     def settle(self):
         """Wait until no put is pending."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while self.tier.num_waiting_blocks or self.tier._arriving:
             assert time.monotonic() < deadline, self.tier.stats
             plan = self.manager.step()
@@ -250,7 +255,7 @@ class StoreUser:
         for each in [*self.running.values()]:
             self.manager.free(each.request)
         self.running.clear()
-        assert self.tier.close(20)
+        assert self.tier.close(60)
         assert getattr(self.store, "is_closed", True)
         assert self.manager.pool.num_free == self.manager.pool.num_total
         if self.manager.host_pool is not None:

@@ -129,7 +129,7 @@ def serve(
     delay: str = "",
     digest: bool = False,
     host: str = "127.0.0.1",
-    timeout_s: float = 5.0,
+    timeout_s: float = 20.0,
     namespace: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> None:
@@ -156,20 +156,25 @@ def serve(
         command = received(commands)
         match command.pop("command"):
             case "notifications":
-                deadline, found = time.monotonic() + 10, []
+                deadline, found = time.monotonic() + 30, transport.notifications()
                 while len(found) < command["least"] and time.monotonic() < deadline:
-                    found += transport.notifications()
                     time.sleep(0.01)
+                    found += transport.notifications()
                 answer(found=[(peer, message.decode()) for peer, message in found])
-            case "busy":  # occupies the interpreter's main thread
-                end = time.monotonic() + command["seconds"]
-                while time.monotonic() < end:
+            case "busy":  # occupies the interpreter's main thread until a byte is written to
+                at, end = command["byte"], time.monotonic() + command["seconds"]
+                was = pool[at]
+                answer(begun=True)
+                while pool[at] == was and time.monotonic() < end:
                     pass
+                is_written = bool(pool[at] != was)
+                pool[at] = was
+                answer(is_written=is_written)
             case "pool":
                 answer(hex=pool[command["first"] : command["last"]].tobytes().hex())
             case "connect":
                 try:
-                    peer = transport.connect(command["metadata"].encode(), timeout_s=5)
+                    peer = transport.connect(command["metadata"].encode(), timeout_s=20)
                     answer(peer=peer)
                 except (ConnectionError, ValueError) as error:
                     answer(error=str(error))
@@ -178,7 +183,7 @@ def serve(
                 read = transport.read(
                     command["peer"], here, np.array(command["remote"]), np.array(command["length"])
                 )
-                read.wait(5)
+                read.wait(20)
                 answer(done=True)
             case "attempt":
                 answer(**attempt(transport, pool, timeout_s, **command))

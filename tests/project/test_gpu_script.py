@@ -152,7 +152,7 @@ def test_everything_that_a_stage_started_is_ended_with_it(runner, tmp_path, new_
     runner.all(stage("parent", code, 60 if ends else 8))
     assert time.monotonic() - start < 50
     assert ready.exists()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while alive(marker) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not alive(marker)
@@ -719,10 +719,13 @@ def test_swaps_are_tested_by_a_number_of_steps_instead_of_seconds(tmp_path):
 
 
 def test_a_file_that_runs_out_of_time_keeps_its_counts(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(say, "_num_failed", 0)
     slow = "import time; time.sleep(600)"
     file = pytest_file(tmp_path, "pass", "pass", "assert False", SKIP, "pass", slow)
-    found = kernel_tests.tested(file, 8)
+    for limit_s in (8, 60):  # a busy machine may need longer until the slow test
+        monkeypatch.setattr(say, "_num_failed", 0)
+        found = kernel_tests.tested(file, limit_s)
+        if found["passed"] == 3:
+            break
     assert (found["passed"], found["broken"], found["skipped"]) == (3, 1, 1)
     assert found["status"].startswith("ran longer than") and say._num_failed == 1
 
@@ -823,13 +826,18 @@ def test_large_cases_are_drawn_where_they_run(monkeypatch):
 
 
 def test_a_process_reports_lines_as_they_come(tmp_path):
-    arrived = []
-    code = "import time; print('first', flush=True); time.sleep(1); print('last', end='')"
+    arrived, seen = [], tmp_path / "seen"
+    code = f"""if True:
+        import pathlib, time
+        print("first", flush=True)
+        while not pathlib.Path({str(seen)!r}).exists():
+            time.sleep(0.01)
+        print("last", end="")
+    """
     ended = process.run(
-        [sys.executable, "-c", code], 60, lambda line: arrived.append((line, time.monotonic()))
+        [sys.executable, "-c", code], 60, lambda line: (arrived.append(line), seen.touch())
     )
-    assert ended.status == "ok" and [line for line, _ in arrived] == ["first", "last"]
-    assert arrived[1][1] - arrived[0][1] > 0.5
+    assert ended.status == "ok" and arrived == ["first", "last"]
 
 
 def test_an_outcome_takes_only_what_has_the_form_of_the_protocol():

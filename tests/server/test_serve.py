@@ -34,7 +34,7 @@ from tests.machinery.dense_models import dense, greedy
 
 NUMBERS = itertools.count()
 # The default client would load the certificates for each request.
-HTTP = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
+HTTP = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), timeout=60)
 GREETING = "Hello, what a fine day it is today, is it not?"
 
 
@@ -48,6 +48,19 @@ class Served:
         self.forward = self.engine.model.forward
         self.num_failures = 0
         self.engine.model.forward = self._forward
+        # Holds the engine before each step where this is true of the state, until a request is
+        # added or ends. The state that clients see is then up to date.
+        self.hold = None
+        self.may_go_on = lambda: not loop._inbox.empty()
+        self._engine_step, self.engine.step = self.engine.step, self._step
+
+    def _step(self):
+        if (hold := self.hold) is not None:
+            self.loop._look()
+            is_held, until = hold(self.loop.state), time.monotonic() + 30
+            while is_held and self.hold and not self.may_go_on() and time.monotonic() < until:
+                time.sleep(0.002)
+        return self._engine_step()
 
     def _forward(self, batch):
         time.sleep(self.slow_seconds)
@@ -59,7 +72,7 @@ class Served:
     def state(self):
         return HTTP.get(f"{self.url}/state").json()
 
-    def wait_until(self, holds, seconds=20):
+    def wait_until(self, holds, seconds=60):
         until = time.monotonic() + seconds
         while not holds(self.state()):
             assert time.monotonic() < until, self.state()
@@ -80,7 +93,7 @@ class Served:
                 told.put(error)
 
         self.loop.call(look)
-        assert told.get(timeout=20) == (0, 0)
+        assert told.get(timeout=60) == (0, 0)
 
     def complete(self, **asked):
         return self.client.completions.create(
@@ -103,12 +116,13 @@ def serving(texts=None, publisher=None, limits=None, trust_clients=True, **optio
         time.sleep(0.01)
     listener = server.servers[0].sockets[0]
     served = Served(listener.getsockname()[1], loop)
-    served.listener = listener
+    served.listener, served.admission = listener, app.state.admission
+    served.connections = server.server_state.connections
     served.stop = lambda: (setattr(server, "should_exit", True), thread.join())
     try:
         yield served
     finally:
-        served.slow_seconds = 0
+        served.slow_seconds, served.hold = 0, None
         served.stop()
         engine.model.forward = served.forward
         engine.model.detach()
@@ -125,6 +139,7 @@ def served(shared_server):
     """The server shared by all tests. Each test must leave it without requests."""
     yield shared_server
     shared_server.slow_seconds = shared_server.num_failures = 0
+    shared_server.hold = None
     shared_server.wait_until_empty()
 
 
@@ -198,8 +213,16 @@ class TestCompletions:
                 assert answer.choices[0].finish_reason == "stop"
                 assert answer.usage.completion_tokens < 40
 
-    def test_nothing_is_generated_behind_a_stop_text(self, served):
+    def test_nothing_is_generated_behind_a_stop_text(self, served, monkeypatch):
         served.slow_seconds = 0.02
+        forward, steps = served.forward, itertools.count()
+
+        def slower(batch):
+            if next(steps) > 30:  # the stop is late
+                time.sleep(0.3)
+            return forward(batch)
+
+        monkeypatch.setattr(served, "forward", slower)
         before = served.state()["metrics"]["generated_tokens"]
         stop = dense_answer(GREETING, 40)[5]
         list(served.complete(max_tokens=150, stop=stop, stream=True))
@@ -345,7 +368,11 @@ class TestClientsThatGoAway:
     """In every phase, the request must end and the pool must become empty."""
 
     def leave(self, served, phase, **asked):
-        """Send a request, and disconnect as soon as `phase` appears in the server's state."""
+        """Send a request, and disconnect as soon as `phase` appears in the server's state.
+
+        The phase lasts until then.
+        """
+        served.hold = phase
         prompt = f"{next(NUMBERS):<150}"  # a prompt without cached blocks
         body = {"model": "llama", "temperature": 0, "prompt": prompt, "max_tokens": 100} | asked
 
@@ -402,16 +429,18 @@ class TestClientsThatGoAway:
     def test_before_the_engine_hears_of_it(self, served):
         """The request arrives while a step is computed, and is cancelled before the step ends."""
         served.slow_seconds = 0.3
+        served.hold = lambda state: state["num_sequences"] == 1
         first = threading.Thread(target=lambda: served.complete(max_tokens=3))
         first.start()
-        served.wait_until(lambda state: state["num_sequences"] == 1)
+        served.wait_until(served.hold)
         for _ in range(3):
             with pytest.raises(httpx.ReadTimeout):
                 HTTP.post(
                     f"{served.url}/v1/completions",
                     json={"model": "llama", "prompt": "abc", "max_tokens": 50},
-                    timeout=0.05,
+                    timeout=httpx.Timeout(60, read=0.05),
                 )
+        served.hold = None
         first.join()
 
 
@@ -498,9 +527,9 @@ class TestEvents:
                 served.wait_until_empty()
                 told = queue.SimpleQueue()
                 served.loop.call(lambda engine: told.put(cached(engine.cache.manager)))
-                expected = told.get(timeout=20)
+                expected = told.get(timeout=60)
                 assert {medium for medium, _, _ in expected} == {"GPU", "CPU"}
-                until = time.monotonic() + 20
+                until = time.monotonic() + 60
                 while not (reader.catch_up() and shown(reader.view) == expected):
                     assert time.monotonic() < until
                 prompt = ByteTexts().encode("l" * 200)

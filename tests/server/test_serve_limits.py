@@ -31,8 +31,15 @@ BODY = {"model": "llama", "prompt": GREETING, "max_tokens": 5, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def served():
-    limits = Limits(request_seconds=0.6, stall_seconds=0.6, keep_alive_seconds=0.6, max_waiting=3)
-    with serving(limits=limits, trust_clients=False, max_num_seqs=4) as running:
+    with serving(limits=Limits(max_waiting=3), trust_clients=False, max_num_seqs=4) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def impatient():
+    """A server that soon gives up slow clients. A busy machine makes each client a slow one."""
+    limits = Limits(request_seconds=0.6, stall_seconds=0.6, keep_alive_seconds=30)
+    with serving(limits=limits) as running:
         yield running
 
 
@@ -328,12 +335,12 @@ class TestAnswers:
 
     def test_too_many_that_wait_are_sent_away(self, served):
         served.slow_seconds = 0.2
-        asked = {"max_tokens": 40}
+        asked = {"max_tokens": 60}
         threads = [threading.Thread(target=lambda: post(served, **asked)) for _ in range(7)]
         try:
             for thread in threads:
                 thread.start()
-                time.sleep(0.05)
+            served.wait_until(lambda _: len(served.admission._first) == 3)
             answer = post(served)
             assert "3 requests wait already" in message_of(answer, 429)
             assert answer.headers["retry-after"] == "1"
@@ -344,26 +351,36 @@ class TestAnswers:
         assert post(served).status_code == 200
 
     def test_a_request_of_many_prompts_keeps_no_other_waiting(self, served):
-        served.slow_seconds = 0.01
+        forward, may_go_on = served.forward, served.may_go_on
+        steps = []  # whether each step had the short request, whose prompt is the longest
+
+        def logged(batch):
+            steps.append(any(length > 40 for length in batch.seq_lens))
+            return forward(batch)
+
         asked = {"prompt": [[i, 1] for i in range(24)], "max_tokens": 30}
         many = threading.Thread(target=lambda: post(served, **asked))
-        many.start()
+        served.forward = logged
+        # Hold the many prompts in the midst, until the other request has a row.
+        served.hold = lambda _: len(steps) == 10
+        served.may_go_on = lambda: served.admission._num_requests == 2 and may_go_on()
         try:
-            time.sleep(0.1)
-            started = time.monotonic()
+            many.start()
+            served.wait_until(lambda _: len(steps) == 10)
             assert post(served, max_tokens=3).status_code == 200
-            assert time.monotonic() - started < 1.5  # the other request takes 6 * 30 steps
-            assert many.is_alive()
         finally:
-            served.slow_seconds = 0.0
+            served.hold = None
             many.join()
+            served.forward, served.may_go_on = forward, may_go_on
+        last = max(i for i, has_short in enumerate(steps) if has_short)
+        assert last < 40 and len(steps) > 6 * 30
 
 
 @contextmanager
 def connected(served):
     port = int(served.url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.settimeout(10)
+        connection.settimeout(25)  # shorter than any limit by default
         yield connection
 
 
@@ -383,39 +400,41 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
 
 class TestSlowClients:
     @pytest.mark.parametrize("sent", [b"", b"POST /v1", HEAD, HEAD + b"\r\n{"])
-    def test_half_a_request_is_given_up(self, served, sent):
+    def test_half_a_request_is_given_up(self, impatient, sent):
         started = time.monotonic()
-        with connected(served) as connection:
+        with connected(impatient) as connection:
             connection.sendall(sent)
             rest_of(connection)
-        assert 0.3 < time.monotonic() - started < 4
+        assert 0.3 < time.monotonic() - started < 25
 
-    def test_one_byte_after_the_other_is_given_up(self, served):
-        with connected(served) as connection:
+    def test_one_byte_after_the_other_is_given_up(self, impatient):
+        with connected(impatient) as connection:
             with pytest.raises(OSError):
-                for _ in range(100):
+                for _ in range(500):
                     connection.sendall(b"G")
                     time.sleep(0.05)
             rest_of(connection)
 
-    def test_a_second_request_has_its_own_time(self, served):
-        with connected(served) as connection:
+    def test_a_second_request_has_its_own_time(self, impatient):
+        with connected(impatient) as connection:
             get = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
             for _ in range(4):
                 connection.sendall(get)
                 data = b""
                 while b"llama" not in data:
-                    data += connection.recv(65536)
+                    piece = connection.recv(65536)
+                    assert piece, "the connection was closed"
+                    data += piece
                 time.sleep(0.3)
             started = time.monotonic()
             connection.sendall(get[:10])
             rest_of(connection)
-            assert 0.3 < time.monotonic() - started < 4
+            assert 0.3 < time.monotonic() - started < 25
 
-    def test_an_answer_takes_longer_than_a_request_may(self, served):
-        served.slow_seconds = 0.05
-        answer = post(served, max_tokens=30)
-        served.slow_seconds = 0.0
+    def test_an_answer_takes_longer_than_a_request_may(self, impatient):
+        impatient.slow_seconds = 0.05
+        answer = post(impatient, max_tokens=30)
+        impatient.slow_seconds = 0.0
         assert answer.json()["usage"]["completion_tokens"] == 30
 
     def test_a_client_that_does_not_read_is_given_up(self):
@@ -433,10 +452,14 @@ class TestSlowClients:
     def test_the_slowest_gives_way_to_new_connections(self):
         limits = Limits(max_connections=5, request_seconds=60, grace_seconds=0.1)
         with serving(limits=limits) as running:
-            silent = [
-                socket.create_connection(("127.0.0.1", int(running.url[-5:]))) for _ in range(20)
-            ]
-            silent[0].settimeout(10)
+            silent, until = [], time.monotonic() + 60
+            for _ in range(20):
+                silent.append(socket.create_connection(running.listener.getsockname()))
+                own = silent[-1].getsockname()
+                while own not in [each.client for each in list(running.connections)]:
+                    assert time.monotonic() < until
+                    time.sleep(0.001)
+            silent[0].settimeout(30)
             assert rest_of(silent[0]) == b""  # the server is full
             assert post(running).status_code == 200
             for each in silent:
@@ -452,13 +475,14 @@ class TestShutdown:
 
     @pytest.mark.parametrize("grace,is_whole", [(20, True), (0.3, False)])
     def test_streams_finish_or_end_with_an_error(self, grace, is_whole):
+        asked = {"max_tokens": 60 if is_whole else 200, "stream": True}
         with serving(limits=Limits(grace_seconds=grace)) as running:
             running.slow_seconds, got = 0.02, []
-            thread = threading.Thread(
-                target=self.stream, args=(running, got), kwargs={"max_tokens": 60, "stream": True}
-            )
+            running.hold = lambda state: state["num_sequences"] == 1
+            thread = threading.Thread(target=self.stream, args=(running, got), kwargs=asked)
             thread.start()
-            running.wait_until(lambda state: state["num_sequences"] == 1)
+            running.wait_until(running.hold)
+            running.hold = None
             running.stop()
             thread.join()
             assert running.engine.num_unfinished == 0
@@ -472,15 +496,19 @@ class TestShutdown:
         with serving(limits=Limits(grace_seconds=0.2), max_num_seqs=1) as running:
             running.slow_seconds, answers = 0.02, []
             threads = [
-                threading.Thread(target=lambda: answers.append(post(running, max_tokens=100)))
+                threading.Thread(target=lambda: answers.append(post(running, max_tokens=200)))
                 for _ in range(3)  # one runs, two wait
             ]
+            running.hold = lambda state: state["num_sequences"] == 1
             for thread in threads:
                 thread.start()
-            running.wait_until(lambda state: state["num_sequences"] == 1)
+            running.wait_until(running.hold)
+            running.wait_until(lambda _: len(running.admission._first) == 2)
+            running.hold = None
             running.stop()
             for thread in threads:
                 thread.join()
+        assert len(answers) == 3
         for answer in answers:
             assert "the server is shutting down" in message_of(answer, 503)
 
@@ -490,7 +518,7 @@ class TestShutdown:
             time.sleep(0.2)
             started = time.monotonic()
             running.stop()
-            assert time.monotonic() - started < 3
+            assert time.monotonic() - started < 20  # a request may take 30 s
 
 
 class TestAdmission:
@@ -634,10 +662,10 @@ class TestStopTexts:
         def seconds(stops):
             best = 1.0
             for _ in range(5):
-                started, state = time.perf_counter(), 0
+                started, state = time.thread_time(), 0
                 for character in "abcabd" * 2_000:
                     state = stops.step(state, character)
-                best = min(best, time.perf_counter() - started)
+                best = min(best, time.thread_time() - started)
             return best
 
         many = StopTexts([f"ab{i}" for i in range(5_000)] + ["z" * 500])

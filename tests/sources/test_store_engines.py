@@ -402,7 +402,7 @@ def test_an_engine_goes_on_while_the_master_is_killed_and_started_again():
             user.manager.cache.reset()
             serve(user, 12, choose, families)
             took = time.monotonic() - begun
-            assert took < 6 and user.tier.stats.errors > errors
+            assert took < 20 and user.tier.stats.errors > errors
             loaded = user.tier.stats.loaded_blocks
             serve(user, 12, choose, families)  # works without the store, and without delay
             assert user.tier.stats.loaded_blocks == loaded
@@ -424,7 +424,7 @@ def test_a_master_that_comes_late_is_found():
         )  # fmt: skip
         begun = time.monotonic()
         user.run(*prompts([*range(30)]))
-        assert time.monotonic() - begun < 3 and user.num_finished == 1
+        assert time.monotonic() - begun < 15 and user.num_finished == 1
         master.start()
         deadline = time.monotonic() + 60
         while not user.tier.stats.stored_blocks:

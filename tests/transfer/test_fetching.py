@@ -3,6 +3,7 @@
 import ctypes
 import random
 import re
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -339,7 +340,7 @@ def test_invalid_tables_are_rejected(local, remote, tokens, said):
 
 @pytest.fixture
 def transports():
-    both = make_transport("local", "gloo", timeout_s=10), make_transport("remote", "gloo")
+    both = make_transport("local", "gloo", timeout_s=30), make_transport("remote", "gloo")
     yield both
     for each in both:
         each.close()
@@ -387,8 +388,10 @@ def test_one_fetch_transfers_all_groups(transports):
     for mine, theirs, plan, all_tokens in groups:
         sources = [theirs[rank] for rank in plan.remote_ranks]
         mine.check(sources, first, num_tokens, all_tokens)
+    deadline = time.monotonic() + 20
     while not (messages := transports[1].notifications()):
-        pass
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
     assert messages == [("local", b"done")]
 
 
@@ -410,7 +413,7 @@ def test_states_are_transferred_whole_and_null_states_skipped(transports):
         plan, np.array([3, 0, 4]), np.array([1, 2, 0]), addresses[0], {0: addresses[1]}
     )
     got = fetch(transports[0], {0: peer}, [group], 0, 1)
-    got.wait(10)
+    got.wait(20)
     for layer, fill in zip(memory[0], (11, 22)):
         assert (layer[3] == fill).all() and not layer[[0, 1, 2, 4]].any()
     assert got.missing[0].tolist() == [4]
@@ -435,7 +438,7 @@ def test_fetch_from_departed_peer_fails_and_is_released(transports):
     peers = registered(transports, groups)
     transports[1].close()
     with pytest.raises(TransferError):
-        fetch(transports[0], peers, [group_of(mine, theirs, plan)], 0, num_tokens).wait(5)
+        fetch(transports[0], peers, [group_of(mine, theirs, plan)], 0, num_tokens).wait(20)
 
 
 class HalfTransport:

@@ -18,7 +18,8 @@ from tests.machinery.wire import Faults, Wire, why_not
 WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
-TIMEOUT_S, GRACE_S = 3.0, 3.0
+TIMEOUT_S, GRACE_S = 3.0, 10.0
+RELIABLE_S = 20.0  # the time limit where every transfer must succeed
 SIZE = 256 << 10
 NAMES = [
     "gloo",
@@ -42,12 +43,12 @@ FAULTS = {
 class Two:
     """One side per namespace. The first side reads from the second and writes to it."""
 
-    def __init__(self, wire, name, digest=False):
-        self.wire = wire
+    def __init__(self, wire, name, digest=False, timeout_s=TIMEOUT_S):
+        self.wire, self.timeout_s = wire, timeout_s
         self.sides = []
         for end, agent in enumerate(("reader", "server")):
             environment = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": wire.devices[end]}
-            options = {"host": wire.addresses[end], "timeout_s": TIMEOUT_S, "seed": 1 + end}
+            options = {"host": wire.addresses[end], "timeout_s": timeout_s, "seed": 1 + end}
             options |= {"namespace": wire.namespaces[end], "environment": environment}
             self.sides.append(Peer(name, agent, digest=digest, **options))
 
@@ -67,9 +68,9 @@ class Two:
         reader, server = self.sides
         said = reader.ask(
             "attempt", kind=kind, metadata=server.metadata.decode(), address=server.address,
-            size=SIZE, source=2, timeout_s=30,
+            size=SIZE, source=2, timeout_s=90,
         )  # fmt: skip
-        assert said["seconds"] < 2 * TIMEOUT_S + GRACE_S, said
+        assert said["seconds"] < 2 * self.timeout_s + GRACE_S, said
         if said["error"] is not None:
             assert said["is_right"] is None
             return False
@@ -80,7 +81,7 @@ class Two:
         return True
 
 
-def come(two, kind, within_s=30.0):
+def come(two, kind, within_s=60.0):
     """Retry until a transfer succeeds."""
     deadline = time.monotonic() + within_s
     while not two.attempt(kind):
@@ -90,14 +91,15 @@ def come(two, kind, within_s=30.0):
 @pytest.mark.parametrize("faults", FAULTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_faulty_network_gives_correct_bytes_or_an_error(name, faults):
-    with Wire() as wire, Two(wire, name) as two:
+    are_all_right = faults in ("none", "delay and reordering", "repetition")
+    timeout_s = RELIABLE_S if are_all_right else TIMEOUT_S
+    with Wire() as wire, Two(wire, name, timeout_s=timeout_s) as two:
         come(two, "read")
         before = wire.num_packets
         wire.faults = FAULTS[faults]
         found = [two.attempt(kind) for kind in ("read", "write", "read")]
         assert wire.num_packets - before > SIZE // 9000  # the bytes passed through this wire
-        if faults in ("none", "delay and reordering", "repetition"):
-            assert all(found)
+        assert all(found) or not are_all_right
         wire.faults = Faults()
         come(two, "read")
         come(two, "write")
@@ -121,7 +123,12 @@ def test_partition_during_transfer_gives_no_wrong_bytes(name):
         for seconds in (0.01, 0.05, 0.2):
             wire.faults = Faults(delay_s=(0.01, 0.03))
             cut = threading.Timer(seconds, lambda: setattr(wire, "faults", Faults(is_cut=True)))
-            heal = threading.Timer(1.0, lambda: setattr(wire, "faults", Faults()))
+
+            def healed(cut=cut):
+                cut.join()  # a late timer must not cut the wire for good
+                wire.faults = Faults()
+
+            heal = threading.Timer(1.0, healed)
             cut.start()
             heal.start()
             two.attempt("read")

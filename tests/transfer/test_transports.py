@@ -53,7 +53,7 @@ class Side:
     def __init__(self, name, agent=None, **options):
         agent = agent or f"test {next(numbers)}"
         self.pool = np.zeros(POOL_BYTES, np.uint8)
-        self.transport = make_transport(agent, name, **{"timeout_s": 5, **options})
+        self.transport = make_transport(agent, name, **{"timeout_s": 20, **options})
         self.address = self.pool.ctypes.data
         self.transport.register([(self.address, self.pool.nbytes)])
 
@@ -77,10 +77,10 @@ class Side:
 
 
 def wait_until(holds):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 20
     while not holds():
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(0.001)
 
 
 @pytest.fixture(params=NAMES)
@@ -188,10 +188,11 @@ def test_accepting_side_can_read(side, name, delay):
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_peer_responds_while_main_thread_is_busy(side, size, peer):
     side.transport.connect(peer.metadata)
-    peer.tell("busy", seconds=3)
-    begin = time.monotonic()
+    side.pool[-1] = pattern(1)[-1] ^ 1
+    peer.ask("busy", byte=POOL_BYTES - 1, seconds=60)
     side.read(peer, 0, 0, size).wait(20)
-    assert time.monotonic() - begin < 2.5
+    side.write(peer, POOL_BYTES - 1, POOL_BYTES - 1, 1).wait(20)  # ends the work
+    assert peer.answer() == {"is_written": True}
     assert (side.pool[:size] == pattern(1)[:size]).all()
 
 
@@ -260,7 +261,7 @@ class Flips:
 
     def __init__(self, name, kind, monkeypatch):
         self.kind, self.bit, self.num_bits = kind, None, 0
-        self.sides = [make_transport(each, name, digest=True, timeout_s=3) for each in "ab"]
+        self.sides = [make_transport(each, name, digest=True, timeout_s=20) for each in "ab"]
         self.mine, self.theirs = np.zeros(4096, np.uint8), np.zeros(4096, np.uint8)
         for side, memory in zip(self.sides, (self.mine, self.theirs)):
             side.register([(memory.ctypes.data, memory.nbytes)])
@@ -287,7 +288,7 @@ class Flips:
         )
         source[:], target[:] = np.arange(4096) // 64, 0
         begin = self.sides[0].read if self.kind == "pull" else self.sides[0].write
-        begin(self.peer, self.local, self.remote, np.full(4, 64), notify=b"hello").wait(3)
+        begin(self.peer, self.local, self.remote, np.full(4, 64), notify=b"hello").wait(20)
         return target.copy()
 
 
@@ -380,7 +381,7 @@ def test_killed_peer_raises_and_restarted_peer_reconnects(side, name, size):
         side.transport.connect(peer.metadata)
         side.read(peer, 0, 0, size).wait(20)
         peer.signal(signal.SIGKILL)
-        error = reads_until_error(side, peer, size, 5)
+        error = reads_until_error(side, peer, size, 15)
         assert "'peer'" in str(error)
         with pytest.raises(ConnectionError, match="was not connected"):
             side.transport.connect(peer.metadata, timeout_s=2)
@@ -400,12 +401,10 @@ def test_stopped_peer_raises_within_the_deadline(side, name):
         begin = time.monotonic()
         with pytest.raises(TransferError, match=r"not done within 0\.5 s"):
             read.wait(0.5)
-        assert time.monotonic() - begin < 1.5
+        assert time.monotonic() - begin < 15
         with pytest.raises(TransferError, match="not done within"):
             read.poll()
-        deadline = time.monotonic() + 5
-        while not read.is_released:
-            assert time.monotonic() < deadline
+        wait_until(lambda: read.is_released)
         # The peer must not change these bytes any more.
         side.pool[:SMALL] = 3
         peer.signal(signal.SIGCONT)
@@ -428,15 +427,17 @@ def test_peer_that_holds_a_transfer_is_disconnected(name):
         ):
             side.read(peer, 0, 0, SMALL)
         peer.signal(signal.SIGCONT)
-        deadline = time.monotonic() + 10
-        while True:  # the peer may not have noticed yet that the connection ended
+        deadline = time.monotonic() + 30
+        # The peer may not have noticed yet that the connection ended, and a read may take longer than
+        # this side's second on a busy machine.
+        while True:
             try:
                 side.transport.connect(peer.metadata)
+                side.read(peer, 0, 0, SMALL).wait(20)
                 break
-            except ConnectionError:
+            except (ConnectionError, TransferError):
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
-        side.read(peer, 0, 0, SMALL).wait(20)
         assert (side.pool[:SMALL] == pattern(1)[:SMALL]).all()
 
 
@@ -461,9 +462,7 @@ def test_cancelled_transfer_does_not_affect_others(name, size):
             victim = rng.randrange(4)
             time.sleep(rng.choice([0, 0, rng.random() * 0.005]))
             begun[victim].cancel("for a test")
-            deadline = time.monotonic() + 10
-            while not begun[victim].is_released:
-                assert time.monotonic() < deadline
+            wait_until(lambda: begun[victim].is_released)  # noqa: B023
             mine = slice(victim * part, (victim + 1) * part)
             left = side.pool[mine].copy()
             is_done = False
@@ -489,7 +488,13 @@ def test_cancelled_transfer_does_not_affect_others(name, size):
                 else:  # a failed write may leave anything, or may even have completed
                     theirs[where] = got[where]
                     perhaps.add(f"{number} {i}")
-        found = [each[1] for each in peer.ask("notifications", least=len(told))["found"]]
+        found = []
+
+        def are_told():
+            found.extend(each[1] for each in peer.ask("notifications", least=0)["found"])
+            return set(told) <= set(found)
+
+        wait_until(are_told)
         assert sorted(each for each in found if each not in perhaps) == sorted(told)
         assert len(set(found)) == len(found)
         assert side.transport.peers() == ["peer"]
@@ -517,7 +522,7 @@ def test_cancel_between_accept_and_start_keeps_connection(monkeypatch):
         cancelled.wait(0.2)
         goes_on.set()
         thread.join(10)
-        side.transport.read(peer, *at).wait(5)
+        side.transport.read(peer, *at).wait(20)
         assert side.transport.peers() == [peer]
 
 
@@ -545,7 +550,7 @@ def test_digest_of_cancelled_read_keeps_connection(monkeypatch):
         is_over.append(True)
         for each, header, payload in held:
             real(each, header, payload)
-        side.transport.read(peer, *at).wait(5)
+        side.transport.read(peer, *at).wait(20)
         assert side.transport.peers() == [peer]
 
 
@@ -574,7 +579,7 @@ def test_request_larger_than_memory_is_rejected():
         number = known.track(transfer, wide, "pull", b"")
         known.put({"op": "pull", "id": number}, wide.to_bytes())
         with pytest.raises(TransferError, match=f"expected at most {4 * POOL_BYTES}, 4 times"):
-            transfer.wait(5)
+            transfer.wait(20)
         assert side.transport.peers() == [peer]
 
 
@@ -591,7 +596,7 @@ def test_excess_transfers_are_rejected_individually(kind, monkeypatch):
             with pytest.raises(
                 TransferError, match="the peer refused: 4 requests of its kind wait"
             ):
-                each.wait(5)
+                each.wait(20)
         assert side.transport.peers() == [peer]
 
 
@@ -615,7 +620,7 @@ def test_timeout_must_be_finite_and_not_negative(timeout_s):
         ):
             with pytest.raises(ValueError, match=f"timeout_s is {timeout_s}: expected finite sec"):
                 call()
-        read.wait(5)
+        read.wait(20)
 
 
 def test_fragments_are_not_merged_across_regions(name):
@@ -631,7 +636,7 @@ def test_fragments_are_not_merged_across_regions(name):
         at = np.arange(0, POOL_BYTES, POOL_BYTES // 4)
         peer = side.connect(other.metadata())
         to, source = mine.ctypes.data + at, theirs.ctypes.data + at
-        side.read(peer, to, source, np.full(4, POOL_BYTES // 4)).wait(10)
+        side.read(peer, to, source, np.full(4, POOL_BYTES // 4)).wait(20)
         assert (mine == theirs).all()
 
 
@@ -656,7 +661,7 @@ def test_factored_local_bytes_are_written_once(bases, offsets, length, is_right)
         remote = Spans(np.full(len(bases), other.address), local.offsets, local.length)
         peer = side.transport.connect(other.transport.metadata())
         if is_right:
-            side.transport.read_spans(peer, local, remote).wait(5)
+            side.transport.read_spans(peer, local, remote).wait(20)
         else:
             with pytest.raises(ValueError, match=r"local has byte 0x[0-9a-f]+ twice"):
                 side.transport.read_spans(peer, local, remote)
@@ -669,8 +674,8 @@ def test_read_only_side_rejects_writes_and_serves_reads(name, size):
         peer = side.transport.connect(other.transport.metadata())
         at = (np.array([side.address]), np.array([other.address]), np.array([size]))
         with pytest.raises(TransferError, match=r"the peer refused: accepts_writes .* is False"):
-            side.transport.write(peer, *at).wait(5)
-        side.transport.read(peer, *at).wait(5)
+            side.transport.write(peer, *at).wait(20)
+        side.transport.read(peer, *at).wait(20)
         assert (other.pool == pattern(5)).all() and (side.pool[:size] == other.pool[:size]).all()
 
 
@@ -692,7 +697,7 @@ def test_connecting_to_stopped_peer_fails_within_deadline(side, name):
         begin = time.monotonic()
         with pytest.raises(ConnectionError, match="'peer'"):
             side.transport.connect(peer.metadata, timeout_s=0.5)
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 8  # the default is 10
         peer.signal(signal.SIGCONT)
 
 
@@ -703,7 +708,7 @@ def test_disconnecting_fails_transfers_in_flight(side, name):
         read = side.read(peer, 0, 0, SMALL)
         side.transport.disconnect("peer")
         with pytest.raises(TransferError, match="it was disconnected"):
-            read.wait(1)
+            read.wait(20)
         assert side.transport.peers() == []
         with pytest.raises(ValueError, match="peer is 'peer': expected one of"):
             side.transport.send("peer", b"")
@@ -729,14 +734,11 @@ def test_invalid_read_response_is_rejected(side, name, how, said):
     with Peer(name, lie=how) as peer:
         side.transport.connect(peer.metadata)
         read = side.read(peer, 0, 0, SMALL)
-        deadline = time.monotonic() + 10
         if how == "twice":  # the read itself may already be complete
-            while side.transport.peers():
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            wait_until(lambda: not side.transport.peers())
         else:
             with pytest.raises(TransferError, match=re.escape(said)):
-                read.wait(10)
+                read.wait(20)
             assert read.is_released and not side.pool.any()
         with pytest.raises(TransferError, match="is not connected"):
             side.read(peer, 0, 0, SMALL)
@@ -746,7 +748,7 @@ def test_invalid_write_response_is_rejected(side, name):
     with Peer(name, lie="landed") as peer:
         side.transport.connect(peer.metadata)
         with pytest.raises(TransferError, match="expected that it was begun"):
-            side.write(peer, 0, 0, SMALL).wait(10)
+            side.write(peer, 0, 0, SMALL).wait(20)
 
 
 def test_peer_with_another_version_is_rejected(side, name):
@@ -770,7 +772,7 @@ def test_peer_rejects_unregistered_memory(side, peer):
     for move in side.read, side.write:
         transfer = move(peer, 0, np.array([0, POOL_BYTES - 100])[1:], SMALL)
         with pytest.raises(TransferError, match="the peer refused: the request has bytes"):
-            transfer.wait(10)
+            transfer.wait(20)
         assert transfer.is_released and not side.pool.any()
     side.read(peer, 0, 0, SMALL).wait(10)  # the connection still works
     got = bytes.fromhex(peer.ask("pool", first=POOL_BYTES - 100, last=POOL_BYTES)["hex"])
@@ -807,7 +809,7 @@ def test_unauthenticated_client_is_dropped(side, sent, peer):
     told = json.loads(side.transport.metadata())
     with socket.create_connection(("127.0.0.1", told["port"])) as stranger:
         stranger.sendall(sent)
-        stranger.settimeout(10)
+        stranger.settimeout(30)
         answer = b""
         try:
             while part := stranger.recv(4096):
@@ -864,7 +866,7 @@ def test_listener_survives_failed_accept(side, name, monkeypatch):
         socket.create_connection(("127.0.0.1", side.transport.port)).close()
     wait_until(lambda: poor.num_left < 0)
     with Side(name) as other:
-        other.transport.connect(side.transport.metadata(), timeout_s=5)
+        other.transport.connect(side.transport.metadata(), timeout_s=20)
 
 
 @pytest.mark.parametrize("mine, theirs", sampled([(b"a", b"b"), (b"", b"b"), (b"a", b"")]))
@@ -895,7 +897,7 @@ def test_relayed_proof_is_rejected(name, own):
 
             def call():
                 try:
-                    caller.transport.connect(lured, timeout_s=5)
+                    caller.transport.connect(lured, timeout_s=20)
                 except ConnectionError as error:
                     errors.append(str(error))
 
@@ -903,14 +905,14 @@ def test_relayed_proof_is_rejected(name, own):
             thread.start()
             back, _ = lure.accept()
             with back, socket.create_connection(("127.0.0.1", told["port"])) as there:
-                there.settimeout(5)
+                there.settimeout(20)
                 hello, _ = receive_frame(back)
                 if own:  # claims the address that the victim expects
                     hello["address"] = f"127.0.0.1:{told['port']}"
                 send_frame(there, hello)
                 answer, _ = receive_frame(there)
                 send_frame(back, answer)
-                thread.join(10)
+                thread.join(40)
         assert answer["op"] == ("hello" if own else "refused")
         assert re.search("another secret" if own else "address is '127", errors[0])
         assert caller.transport.peers() == victim.transport.peers() == []
@@ -1022,7 +1024,7 @@ def test_unresponsive_address_raises_within_deadline(side):
         begin = time.monotonic()
         with pytest.raises(ConnectionError, match="was not connected"):
             side.transport.connect(json.dumps(told).encode(), timeout_s=0.5)
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 8  # the default is 10
 
 
 @pytest.mark.exhaustive
@@ -1185,8 +1187,8 @@ def test_torch_default_group_is_unaffected(name, peer):
 def test_closed_connections_leak_no_descriptors(name, kill):
     """UCX keeps sockets of removed NIXL peers, up to the number that 16 connections use."""
     count = {"gloo": (16, 8), "nixl": (36, 20)}[name][kill]
-    first, *marks = curve(name, count, kill=kill, every=2)
     most = {"gloo": 4, "nixl": 16 * 7 + 8}[name]
+    first, *marks = curve(name, count, kill=kill, every=2, most_more=most)
     assert max(each.descriptors for each in marks) <= first.descriptors + most, marks
     if name == "nixl":  # an agent was replaced, which closed its sockets
         counts = [each.descriptors for each in marks]

@@ -29,7 +29,7 @@ from tests.machinery.http.process import (
 )
 
 SECONDS = 30  # time limit for any request
-OPTIONS = ["--max-model-len=256", "--max-num-seqs=8", "--request-timeout=1", "--grace=1"]
+OPTIONS = ["--max-model-len=256", "--max-num-seqs=8", "--request-timeout=3", "--grace=1"]
 HONEST = {"model": "llama", "prompt": "An honest prompt.", "max_tokens": 8, "temperature": 0}
 PATHS = ("/v1/completions", "/v1/chat/completions")
 HUGE = "9" * 5_000  # more digits than Python converts

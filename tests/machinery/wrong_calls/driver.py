@@ -256,9 +256,9 @@ class _Child:
     def _has_grown(self) -> bool:
         """Whether there are more open files or threads than before.
 
-        Waits a second for delayed closing.
+        Waits up to ten seconds for delayed closing.
         """
-        for _ in range(50):
+        for _ in range(500):
             now = _held()
             if all(is_now <= before for is_now, before in zip(now, self._held)):
                 return False

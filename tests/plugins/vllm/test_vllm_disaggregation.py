@@ -219,7 +219,7 @@ def test_a_producer_that_was_killed(engines, victim):
     victim.signal(signal.SIGKILL)
     began = time.monotonic()
     tokens, num_computed = decode.decode(prompts, offers)
-    assert time.monotonic() - began < TIMEOUT_S + 2
+    assert time.monotonic() - began < 2 * TIMEOUT_S
     assert tokens == wanted and num_computed >= sum(map(len, prompts))
     decode.wait_until_empty()
 
@@ -237,7 +237,7 @@ def test_a_producer_that_does_not_answer(is_connected, engines, victim):
     began = time.monotonic()
     tokens, _ = decode.decode(prompts, offers)
     took = time.monotonic() - began
-    assert tokens == wanted and TIMEOUT_S - 0.1 < took < TIMEOUT_S + 3
+    assert tokens == wanted and TIMEOUT_S - 0.1 < took < 2 * TIMEOUT_S  # not one after the other
     decode.wait_until_empty()
     victim.signal(signal.SIGCONT)
     victim.wait_until_empty()
@@ -255,7 +255,7 @@ def test_a_producer_that_does_not_answer_does_not_hold_up_loads_from_others(engi
     began = time.monotonic()
     decode.send("run", prompts, 16, offers)
     while decode.ask("held")[0] != 1:
-        assert time.monotonic() - began < TIMEOUT_S / 2
+        assert time.monotonic() - began < TIMEOUT_S - 1
         time.sleep(0.05)
     assert [each[0] for each in decode.answer()] == wanted
     assert time.monotonic() - began > TIMEOUT_S - 0.1
@@ -287,7 +287,10 @@ def test_a_request_that_is_aborted_while_it_is_loaded(engines, victim):
     decode.wait_until_empty()
     offers = victim.prefill(prompts)
     victim.signal(signal.SIGSTOP)
+    began = time.monotonic()
     decode.send("run", prompts, 16, offers)
+    while decode.ask("held")[1] == 0.0:  # no block is allocated yet
+        assert time.monotonic() - began < TIMEOUT_S - 1
     time.sleep(0.5)
     assert decode.ask("abort") is True
     assert decode.ask("held")[0] == 3  # the transfers may still write to their blocks

@@ -204,19 +204,21 @@ def test_all_optional_fields_are_those_of_vllm():
     assert {e.medium for e in batch.events} == {"GPU", "CPU"}
 
 
-def free_port():
+def free_ports(count):
+    """Return ports below those that Linux gives to other sockets, which could take them at once."""
     with zmq.Context() as context:
-        socket = context.socket(zmq.PUB)
-        port = socket.bind_to_random_port("tcp://127.0.0.1")
-        socket.close(linger=0)
-        return port
+        sockets = [context.socket(zmq.PUB) for _ in range(count)]
+        places = {"min_port": 20_000, "max_port": 32_000}
+        ports = [each.bind_to_random_port("tcp://127.0.0.1", **places) for each in sockets]
+        context.destroy(linger=0)
+    return ports
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_our_reader_follows_the_publisher_of_vllm(seed):
     """Events use vLLM's own classes and sockets, and some messages are lost."""
     rng = random.Random(seed)
-    ports = free_port(), free_port()
+    ports = free_ports(2)
     # vLLM binds if an address has a star, and otherwise connects.
     theirs = ZmqEventPublisher(
         0,
