@@ -123,6 +123,7 @@ inline int64_t int_argument(const py::handle& value, const char* name) {
 
 // Converts a Python float or an object with __float__ or __index__, but not True or False.
 inline double number_argument(const py::handle& value, const char* name) {
+  if (PyFloat_CheckExact(value.ptr())) return PyFloat_AS_DOUBLE(value.ptr());
   const double out = PyBool_Check(value.ptr()) ? -1 : PyFloat_AsDouble(value.ptr());
   if (!PyErr_Occurred() && !PyBool_Check(value.ptr())) return out;
   const bool is_too_large = PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_OverflowError);

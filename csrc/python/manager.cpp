@@ -490,8 +490,7 @@ void bind_manager(py::module_& m) {
              const RowAsk ask{row,
                               checked_size("num_tokens", int_argument(num_tokens, "num_tokens"), 1),
                               int_argument(num_lookahead_tokens, "num_lookahead_tokens")};
-             self.take_in(&ask, 1);
-             return answer(self, "extend", self.serve(ask));
+             return answer(self, "extend", self.extend(ask));
            })
       .def("advance", &advance)
       .def("reject",

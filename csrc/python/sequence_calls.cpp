@@ -66,8 +66,11 @@ bool SequenceCalls::take_rows(const py::list& sequences, const py::list& hits, i
   const Soundness::Change change = native_->change("allocate");
   for (const New& each : all) {
     const bool is_first = &each == all.data();
-    set_row(each.seq_id, each.owner,
-            is_first ? slots.row : native_->fork(slots.row, each.chain).row);
+    const int32_t row = is_first ? slots.row : native_->fork(slots.row, each.chain).row;
+    // Every scheduler reads the table in the step of the allocation.
+    const std::vector<BlockId>& held = native_->blocks(row, 0);
+    value_of(each.owner).table = list_of(held, held.size());
+    set_row(each.seq_id, each.owner, row);
   }
   if (!encoder.is_none()) take_encoder_row(py::cast<py::tuple>(encoder));
   return true;
@@ -86,8 +89,7 @@ void SequenceCalls::take_encoder_row(const py::tuple& encoder) {
   }
   if (num_more > 0) {
     const RowAsk more{slots.row, num_more, 0, nullptr, num_more};
-    native_->take_in(&more, 1);
-    native_->serve(more, /*lists_new=*/false);
+    native_->extend(more, /*lists_new=*/false);
   }
   py::cast<py::dict>(encoder[0])[encoder[1]] = py::int_(slots.row);
 }
@@ -242,8 +244,7 @@ PyObject* SequenceCalls::append_slots(py::handle seq, py::handle num_lookahead_s
   read_ids(known, seq, num_new, &tokens);
   begin_change(since);
   const RowAsk ask{known.row, tokens.size, lookahead, tokens.data(), tokens.size};
-  native_->take_in(&ask, 1);
-  const Slots slots = native_->serve(ask, /*lists_new=*/false);
+  const Slots slots = native_->extend(ask, /*lists_new=*/false);
   if (take(&known, num_new, slots, &pairs)) return pairs.release().ptr();
   throw py::value_error("seq " + repr_of(seq_id_of(seq)) + " does not get " +
                         std::to_string(num_new) + " slots and " + std::to_string(lookahead) +
@@ -355,36 +356,29 @@ void SequenceCalls::refresh_table(AllocatedSequence* known, int64_t first_writte
   if (!known->table) return;
   PyObject* list = known->table.ptr();
   const auto set = [&](int64_t b) {
-    PyObject* const before = PyList_GET_ITEM(list, b);
-    int overflow = 0;
-    if (PyLong_CheckExact(before) &&
-        PyLong_AsLongAndOverflow(before, &overflow) == blocks[static_cast<size_t>(b)]) {
-      return;
-    }
-    PyObject* id = PyLong_FromLong(blocks[static_cast<size_t>(b)]);
-    if (id == nullptr || PyList_SetItem(list, b, id) != 0) throw py::error_already_set();
+    PyObject* const id = ids_.at(blocks[static_cast<size_t>(b)]);
+    if (PyList_GET_ITEM(list, b) == id) return;
+    Py_INCREF(id);
+    if (PyList_SetItem(list, b, id) != 0) throw py::error_already_set();
   };
   const int64_t num_known = std::min<int64_t>(PyList_GET_SIZE(list), size);
   for (int64_t b = num_dropped_before; b < std::min(known->num_dropped, num_known); ++b) set(b);
   for (int64_t b = first_written; b < num_known; ++b) set(b);
   for (int64_t b = num_known; b < size; ++b) {
-    const auto id =
-        py::reinterpret_steal<py::object>(PyLong_FromLong(blocks[static_cast<size_t>(b)]));
-    if (!id || PyList_Append(list, id.ptr()) != 0) throw py::error_already_set();
+    PyObject* const id = ids_.at(blocks[static_cast<size_t>(b)]);
+    if (PyList_Append(list, id) != 0) throw py::error_already_set();
   }
 }
 
-namespace {
-
-py::list list_of(const std::vector<BlockId>& blocks, size_t size) {
+py::list SequenceCalls::list_of(const std::vector<BlockId>& blocks, size_t size) const {
   py::list out(size);
   for (size_t b = 0; b < size; ++b) {
-    PyList_SET_ITEM(out.ptr(), static_cast<py::ssize_t>(b), PyLong_FromLong(blocks[b]));
+    PyObject* const id = ids_.at(blocks[b]);
+    Py_INCREF(id);
+    PyList_SET_ITEM(out.ptr(), static_cast<py::ssize_t>(b), id);
   }
   return out;
 }
-
-}  // namespace
 
 PyObject* SequenceCalls::get_block_table(py::handle seq, py::handle) const {
   const py::object owner = known(seq);
@@ -402,7 +396,7 @@ PyObject* SequenceCalls::access_all_blocks_in_seq(py::handle seq, py::handle now
   const py::object owner = known(seq);
   const AllocatedSequence& known = value_of(owner);
   const double moment = number_argument(now, "now");
-  check_on_device(known, seq);
+  check_swapped_in(known, seq);
   check_since(since);
   native_->access(known.row, moment);
   Py_RETURN_NONE;

@@ -16,6 +16,7 @@
 
 #include "core/groups/cache_group.h"
 #include "core/manager/manager.h"
+#include "core/zeroed_array.h"
 #include "python/sequence_objects.h"
 
 namespace kvcache::sequences {
@@ -82,6 +83,33 @@ struct NewTokens {
   }
 };
 
+// The Python integers of block ids, which all lists share. Each is created at its first use, and
+// another reference to it takes a fraction of that time.
+class BlockIds {
+ public:
+  explicit BlockIds(int64_t num_blocks) : objects_(static_cast<size_t>(num_blocks)) {}
+  BlockIds(const BlockIds&) = delete;
+  ~BlockIds() {
+    for (BlockId id = 0; id < stop_; ++id) Py_XDECREF(objects_[id]);
+  }
+  // Returns a borrowed reference.
+  PyObject* at(BlockId id) {
+    PyObject*& object = objects_[id];
+    return object != nullptr ? object : made(id);
+  }
+
+ private:
+  PyObject* made(BlockId id) {
+    PyObject* const made = PyLong_FromLong(id);
+    if (made == nullptr) throw py::error_already_set();
+    stop_ = std::max(stop_, id + 1);
+    return objects_[id] = made;
+  }
+
+  ZeroedArray<PyObject*> objects_;
+  BlockId stop_ = 0;  // no id from here on was used
+};
+
 struct AllocStatuses {
   py::object ok, later, never;
 };
@@ -98,6 +126,7 @@ class SequenceCalls {
         enable_caching_(enable_caching),
         watermark_blocks_(watermark_blocks),
         max_model_len_(max_model_len),
+        ids_(native_->pool().num_total() + 1),
         statuses_{statuses[0], statuses[1], statuses[2]} {}
 
   const py::dict& allocated() const { return allocated_; }
@@ -199,6 +228,10 @@ class SequenceCalls {
   }
   void check_on_device(const AllocatedSequence& known, py::handle seq) const {
     native_->check_reader();
+    check_swapped_in(known, seq);
+  }
+  // The same without the check of the caller, for calls of the manager that make it.
+  void check_swapped_in(const AllocatedSequence& known, py::handle seq) const {
     if (native_->is_on_host(known.row)) {
       check_tier(*native_, known.row, "seq", seq_id_of(seq), /*on_host=*/false);
     }
@@ -213,6 +246,7 @@ class SequenceCalls {
   bool take(AllocatedSequence* known, int64_t num_new, const Slots& slots, py::list* pairs) const;
   void refresh_table(AllocatedSequence* known, int64_t first_written) const;
   const py::object& hits_of(AllocatedSequence* known) const;
+  py::list list_of(const std::vector<BlockId>& blocks, size_t size) const;
 
   py::object owner_;  // keeps `native_` alive
   Manager* native_;
@@ -220,6 +254,7 @@ class SequenceCalls {
   std::optional<int64_t> window_;
   bool enable_caching_;
   int64_t watermark_blocks_, max_model_len_;
+  mutable BlockIds ids_;
   AllocStatuses statuses_;
   py::dict allocated_;               // sequences with blocks, by seq_id
   mutable int64_t num_calls_ = 0;    // number of calls with several sequences

@@ -24,6 +24,8 @@ struct Names {
   py::str get_seqs = interned("get_seqs"), request_id = interned("request_id");
   py::str is_encoder_decoder = interned("is_encoder_decoder");
   py::str get_encoder_seq = interned("get_encoder_seq");
+  py::str waiting = interned("WAITING"), running = interned("RUNNING");
+  py::str swapped = interned("SWAPPED");
 
  private:
   static py::str interned(const char* text) {
@@ -131,10 +133,15 @@ inline void check_tier(const Manager& native, int32_t row, const char* what, py:
 enum class Status { kWaiting, kRunning, kSwapped, kFinished, kOther };
 
 inline Status status_named(PyObject* name) {
-  constexpr std::pair<const char*, Status> kNames[] = {
-      {"WAITING", Status::kWaiting}, {"RUNNING", Status::kRunning}, {"SWAPPED", Status::kSwapped}};
-  for (const auto& [text, status] : kNames) {
-    if (PyUnicode_CompareWithASCIIString(name, text) == 0) return status;
+  const Names& names = Names::get();
+  const std::pair<PyObject*, Status> known[] = {{names.running.ptr(), Status::kRunning},
+                                                {names.waiting.ptr(), Status::kWaiting},
+                                                {names.swapped.ptr(), Status::kSwapped}};
+  for (const auto& [text, status] : known) {  // texts of Python code are usually interned
+    if (name == text) return status;
+  }
+  for (const auto& [text, status] : known) {
+    if (PyUnicode_Compare(name, text) == 0) return status;
   }
   const auto text = py::reinterpret_borrow<py::object>(name);
   return py::cast<bool>(text.attr("startswith")("FINISHED")) ? Status::kFinished : Status::kOther;

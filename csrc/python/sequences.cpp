@@ -7,15 +7,13 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <exception>
 #include <memory>
-#include <new>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "python/construct.h"
+#include "python/fast_method.h"
 #include "python/sequence_calls.h"
 
 namespace kvcache::sequences {
@@ -86,38 +84,19 @@ std::array<PyObject*, 2> bound(const Spec& spec, PyObject* const* args, Py_ssize
   return out;
 }
 
-// Translates exceptions as pybind11 does for its own functions.
-void raise_current() {
-  try {
-    throw;
-  } catch (py::error_already_set& error) {
-    error.restore();
-  } catch (const py::builtin_exception& error) {
-    error.set_error();
-  } catch (const std::bad_alloc&) {
-    PyErr_NoMemory();
-  } catch (const std::invalid_argument& error) {
-    PyErr_SetString(PyExc_ValueError, error.what());
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-}
-
 template <size_t kCall>
 PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t num_positional,
                PyObject* keywords) noexcept {
   constexpr const Spec& spec = kCalls[kCall];
   try {
-    auto* instance = reinterpret_cast<py::detail::instance*>(self);
-    auto* calls = static_cast<SequenceCalls*>(instance->get_value_and_holder().value_ptr());
-    if (calls == nullptr) throw py::type_error("__init__() of the manager was not called");
+    const SequenceCalls& calls = self_of<SequenceCalls>(self);
     if (keywords == nullptr && num_positional == spec.num_arguments) {
-      return (calls->*spec.method)(args[0], args[spec.num_arguments - 1]);
+      return (calls.*spec.method)(args[0], args[spec.num_arguments - 1]);
     }
     std::array<PyObject*, 2> values = bound(spec, args, num_positional, keywords);
     const py::int_ zero(0);
     if (values[1] == nullptr) values[1] = zero.ptr();
-    return (calls->*spec.method)(values[0], values[1]);
+    return (calls.*spec.method)(values[0], values[1]);
   } catch (...) {
     raise_current();
     return nullptr;
@@ -143,15 +122,9 @@ py::object native_method(const py::object& declaration) {
   text += ")\n--\n\n" + py::cast<std::string>(declaration.attr("__doc__"));
   const auto function =
       functions(std::make_index_sequence<kNumCalls>())[static_cast<size_t>(spec - kCalls)];
-  // Both objects are leaked, because they must live as long as the method.
-  auto* method = new PyMethodDef{
-      spec->name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
-      METH_FASTCALL | METH_KEYWORDS, (new std::string(text))->c_str()};
-  const py::type type = py::type::of<SequenceCalls>();
-  auto out = py::reinterpret_steal<py::object>(
-      PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), method));
-  if (!out) throw py::error_already_set();
-  return out;
+  // The text is leaked, because it must live as long as the method.
+  return new_method(py::type::of<SequenceCalls>(), spec->name, function,
+                    METH_FASTCALL | METH_KEYWORDS, (new std::string(text))->c_str());
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include "python/arrays.h"
 #include "python/construct.h"
+#include "python/fast_method.h"
 #include "python/held_plan.h"
 #include "python/plan_type.h"
 #include "worker/host_slots.h"
@@ -169,18 +170,25 @@ std::shared_ptr<HostSlots> make_host_slots(const py::object& arena, const py::ob
 
 // Returns the data of a one-dimensional array of this type, or null for any other object.
 template <class Array>
-auto data_of(const py::object& value, int64_t* size) -> decltype(Array().data()) {
-  if (!py::isinstance<Array>(value)) return nullptr;
-  const auto& array = reinterpret_cast<const Array&>(value);
-  if (array.ndim() != 1) return nullptr;
-  *size = array.size();
-  return array.data();
+auto data_of(py::handle value, int64_t* size) -> decltype(Array().data()) {
+  using Data = decltype(Array().data());
+  // numpy's number of the type in native byte order, for which the general check is not needed.
+  static const int type_number =
+      py::dtype::of<std::remove_const_t<std::remove_pointer_t<Data>>>().num();
+  if (!py::isinstance<py::array>(value)) return nullptr;
+  const py::detail::PyArray_Proxy* array = py::detail::array_proxy(value.ptr());
+  const auto* dtype = py::detail::array_descriptor_proxy(array->descr);
+  const bool is_plain = dtype->type_num == type_number && dtype->byteorder == '=' &&
+                        py::detail::check_flags(value.ptr(), py::array::c_style);
+  if (!is_plain && !py::isinstance<Array>(value)) return nullptr;
+  if (array->nd != 1) return nullptr;
+  *size = array->dimensions[0];
+  return reinterpret_cast<Data>(array->data);
 }
 
 // The arguments of a slot mapping. Null rows or positions must be converted first.
 struct SlotArguments {
-  SlotArguments(const py::object& row_values, const py::object& position_values,
-                const py::object& query_start_loc)
+  SlotArguments(py::handle row_values, py::handle position_values, py::handle query_start_loc)
       : rows(data_of<Int32Array>(row_values, &num_rows)),
         positions(data_of<Int64Array>(position_values, &num_tokens)) {
     if (rows == nullptr || positions == nullptr) return;
@@ -212,11 +220,12 @@ struct SlotArguments {
   throw py::value_error(wrong);
 }
 
-// Returns false, without any effect, for arrays that must be converted first.
-bool compute_slots(HostSlots& self, int64_t place, const py::object& rows,
-                   const py::object& positions, const py::object& query_start_loc) {
-  const SlotArguments in(rows, positions, query_start_loc);
-  if (!in.are_given()) return false;
+// Takes the place, the rows, the positions and query_start_loc. Returns False, without any effect,
+// for arrays that must be converted first.
+PyObject* compute_slots(HostSlots& self, PyObject* const* args) {
+  const int64_t place = py::cast<int64_t>(py::handle(args[0]));
+  const SlotArguments in(args[1], args[2], args[3]);
+  if (!in.are_given()) Py_RETURN_FALSE;
   if (in.num_tokens > self.num_slots()) {
     throw py::value_error("positions has " + std::to_string(in.num_tokens) +
                           " entries: expected at most " + std::to_string(self.num_slots()) +
@@ -229,7 +238,7 @@ bool compute_slots(HostSlots& self, int64_t place, const py::object& rows,
   const auto wrong =
       self.compute(place, in.rows, in.num_rows, in.starts, in.positions, in.num_tokens);
   if (wrong) fail_slots(*wrong);
-  return true;
+  Py_RETURN_TRUE;
 }
 
 // Returns int64[n] in new memory. The arrays must have the right type.
@@ -244,22 +253,25 @@ Int64Array slots_of(const HostSlots& self, int64_t place, const py::object& rows
   return out;
 }
 
-void commit_slots(HostSlots& self, int64_t place, const py::object& num_tokens) {
-  const int64_t n = int_argument(num_tokens, "num_tokens");
+PyObject* commit_slots(HostSlots& self, PyObject* const* args) {
+  const int64_t place = py::cast<int64_t>(py::handle(args[0]));
+  const int64_t n = int_argument(py::handle(args[1]), "num_tokens");
   if (n < 0 || n > self.num_slots()) {
     throw py::value_error("num_tokens is " + std::to_string(n) + ": expected 0 to " +
                           std::to_string(self.num_slots()));
   }
   self.commit(place, n);
+  Py_RETURN_NONE;
 }
 
 void bind_slots(py::module_& m) {
-  def_init(py::class_<HostSlots, std::shared_ptr<HostSlots>>(m, "HostSlots"), &make_host_slots,
-           py::arg("tables"), py::arg("counts"), py::arg("num_rows"), py::arg("groups"),
-           py::arg("num_shared"), py::arg("slots"), py::arg("num_slots"), py::arg("one_memory"))
-      .def("compute", &compute_slots)
+  py::class_<HostSlots, std::shared_ptr<HostSlots>> type(m, "HostSlots");
+  def_fast<HostSlots, 4, &compute_slots>(type, "compute");
+  def_fast<HostSlots, 2, &commit_slots>(type, "commit");
+  def_init(type, &make_host_slots, py::arg("tables"), py::arg("counts"), py::arg("num_rows"),
+           py::arg("groups"), py::arg("num_shared"), py::arg("slots"), py::arg("num_slots"),
+           py::arg("one_memory"))
       .def("slots_of", &slots_of)
-      .def("commit", &commit_slots)
       .def("note_on_device", &HostSlots::note_on_device)
       .def("begin_step", &HostSlots::begin_step)
       .def("num_on_device", &HostSlots::num_on_device);

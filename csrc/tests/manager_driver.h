@@ -183,6 +183,10 @@ class ManagerDriver {
         }
         {
           const RowAsk ask{row->first, 1 + below(room(row->first)), below(20)};
+          if (below(2) == 0) {
+            manager_.extend(ask);
+            break;
+          }
           manager_.take_in(&ask, 1);
           manager_.serve(ask);
         }

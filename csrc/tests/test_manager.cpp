@@ -97,6 +97,7 @@ TEST(sizes_beyond_32_bits_are_refused_and_the_largest_do_not_overflow) {
     CHECK_THROWS(manager.admit({request.chain, size}, {{}}), "num_tokens is ");
     const RowAsk ask{0, size};
     CHECK_THROWS(manager.take_in(&ask, 1), "row 0 is not in use");
+    CHECK_THROWS(manager.extend(ask), "row 0 is not in use");
   }
   CHECK_EQ(step_new(&manager, {{request.chain, kLargest}}, 20).groups[0].append_ids.size(), 8);
   const int32_t row = 0;
@@ -203,6 +204,7 @@ TEST(a_call_that_is_interrupted_while_hashing_changes_nothing) {
         t->manager.take_in(&ask, 1);
         t->manager.serve(ask, /*lists_new=*/false);
       },
+      [&](TwoRows* t, const Request&) { t->manager.extend({1, 5, 0, ids, 1, 4}); },
   };
   for (const auto& call : calls) {
     for (int num_hashed = 0;; ++num_hashed) {

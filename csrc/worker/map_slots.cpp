@@ -52,25 +52,85 @@ struct Places {
   int32_t* indices;
 };
 
+#ifdef KV_X86
+__attribute__((target("avx2"))) inline void store_eight(int32_t* to, __m256i values) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), values);
+}
+
+// Finds the places of eight tokens at a time, and returns the index at which it stopped.
+__attribute__((target("avx2"))) int64_t find_places_avx2(const int32_t* rows,
+                                                         const int64_t* positions, int64_t n,
+                                                         int32_t num_rows, int64_t num_positions,
+                                                         FastDivisor by_column,
+                                                         uint32_t num_columns, const Places& out,
+                                                         bool* any_bad) {
+  if (num_positions > INT32_MAX) return 0;
+  const auto all = [](uint32_t value) { return static_cast<int32_t>(value); };
+  const __m256i magic = _mm256_set1_epi64x(by_column.magic);
+  const __m128i shift = _mm_cvtsi32_si128(all(by_column.shift));
+  const __m256i divisor = _mm256_set1_epi32(all(by_column.divisor));
+  const __m256i width = _mm256_set1_epi32(all(num_columns));
+  const __m256i last_row = _mm256_set1_epi32(num_rows - 1), none = _mm256_set1_epi32(-1);
+  const __m256i stop = _mm256_set1_epi32(static_cast<int32_t>(num_positions));
+  __m256i bad = _mm256_setzero_si256();
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const __m256i row = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows + i));
+    const auto* const wide = reinterpret_cast<const __m256*>(positions + i);
+    const __m256 first = _mm256_loadu_ps(reinterpret_cast<const float*>(wide));
+    const __m256 second = _mm256_loadu_ps(reinterpret_cast<const float*>(wide + 1));
+    // The low and the high halves of the positions, in their order.
+    const __m256i low =
+        _mm256_permute4x64_epi64(_mm256_castps_si256(_mm256_shuffle_ps(first, second, 0x88)), 0xD8);
+    const __m256i high =
+        _mm256_permute4x64_epi64(_mm256_castps_si256(_mm256_shuffle_ps(first, second, 0xDD)), 0xD8);
+    const __m256i live = _mm256_cmpgt_epi32(row, none);
+    const __m256i below = _mm256_and_si256(_mm256_cmpgt_epi32(stop, low),
+                                           _mm256_cmpeq_epi32(high, _mm256_setzero_si256()));
+    const __m256i inside = _mm256_and_si256(below, _mm256_cmpgt_epi32(low, none));
+    const __m256i no_row =
+        _mm256_or_si256(_mm256_cmpgt_epi32(row, last_row), _mm256_cmpgt_epi32(none, row));
+    bad = _mm256_or_si256(bad, _mm256_or_si256(no_row, _mm256_andnot_si256(inside, live)));
+    // Products of 64 bits exist only for every other lane.
+    const __m256i even = _mm256_srl_epi64(_mm256_mul_epu32(low, magic), shift);
+    const __m256i odd =
+        _mm256_srl_epi64(_mm256_mul_epu32(_mm256_srli_epi64(low, 32), magic), shift);
+    const __m256i column = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+    const __m256i index = _mm256_add_epi32(_mm256_mullo_epi32(row, width), column);
+    store_eight(out.columns + i, column);
+    store_eight(out.offsets + i, _mm256_sub_epi32(low, _mm256_mullo_epi32(column, divisor)));
+    store_eight(out.indices + i, _mm256_and_si256(live, index));
+  }
+  *any_bad = _mm256_testz_si256(bad, bad) == 0;
+  return i;
+}
+#endif
+
 // Finds the places of tokens, and returns the result of `any_bad`. Uses one loop, so that rows and
 // positions are read only once.
-KV_VECTOR_CLONES bool find_places(const int32_t* __restrict rows,
-                                  const int64_t* __restrict positions, int64_t n, int32_t num_rows,
-                                  int64_t num_positions, FastDivisor by_column,
-                                  uint32_t num_columns, int32_t* __restrict columns,
-                                  int32_t* __restrict offsets, int32_t* __restrict indices) {
-  int32_t bad = 0;
-  for (int64_t i = 0; i < n; ++i) {
+bool find_places(const int32_t* rows, const int64_t* positions, int64_t n, int32_t num_rows,
+                 int64_t num_positions, FastDivisor by_column, uint32_t num_columns,
+                 const Places& out) {
+  int64_t i = 0;
+  bool any_bad = false;
+#ifdef KV_X86
+  if (has_avx2()) {
+    i = find_places_avx2(rows, positions, n, num_rows, num_positions, by_column, num_columns, out,
+                         &any_bad);
+  }
+#endif
+  int32_t bad = any_bad;
+  for (; i < n; ++i) {
     const int32_t row = rows[i];
     const auto wide = static_cast<uint64_t>(positions[i]);
     const int32_t outside = wide >= static_cast<uint64_t>(num_positions);
     bad |= (row < -1) | (row >= num_rows) | ((row >= 0) & outside);
     const auto position = static_cast<uint32_t>(wide);
     const uint32_t column = by_column.divide(position);
-    columns[i] = static_cast<int32_t>(column);
-    offsets[i] = static_cast<int32_t>(position - column * by_column.divisor);
+    out.columns[i] = static_cast<int32_t>(column);
+    out.offsets[i] = static_cast<int32_t>(position - column * by_column.divisor);
     const uint32_t index = static_cast<uint32_t>(row) * num_columns + column;
-    indices[i] = row < 0 ? 0 : static_cast<int32_t>(index);
+    out.indices[i] = row < 0 ? 0 : static_cast<int32_t>(index);
   }
   return bad != 0;
 }
@@ -91,8 +151,7 @@ class PlacesByGroup {
       if (same != g) continue;
       any_bad_ =
           find_places(rows, m.positions, m.num_tokens, m.groups.num_rows, m.groups.num_positions,
-                      group.by_column, static_cast<uint32_t>(group.num_columns), columns,
-                      columns + n, columns + 2 * n);
+                      group.by_column, static_cast<uint32_t>(group.num_columns), places_[g]);
     }
   }
   // Whether any token is invalid, regardless of the content of its row.

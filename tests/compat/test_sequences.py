@@ -157,7 +157,8 @@ def test_a_prompt_that_does_not_fit_is_refused_and_changes_nothing():
 def test_sequences_of_a_group_share_the_prompt():
     manager = make()
     group = admitted(manager, 6, num_seqs=3)
-    assert [manager.get_block_table(each) for each in group.seqs] == [[1, 2]] * 3
+    tables = [manager.get_block_table(each) for each in group.seqs]
+    assert tables == [[1, 2]] * 3 and len({*map(id, tables)}) == 3
     assert counts(manager)[0] == 8
     for each in group.seqs[:2]:
         manager.free(each)
@@ -505,6 +506,22 @@ def test_the_calls_of_a_step_take_their_arguments_by_name():
         "(self, /, seq_group, num_lookahead_slots=0)"
     )
     assert "left the window are 0" in inspect.getdoc(BlockSpaceManager.get_block_table)
+
+
+def test_a_table_that_was_first_read_after_growth_has_all_blocks():
+    manager = make(num_gpu_blocks=400, num_cpu_blocks=400)  # most ids are no small integers
+    group = admitted(manager, 1200)
+    one = group.seqs[0]
+    one.tokens += [0] * 9
+    manager.append_slots(one, 0)
+    assert manager.get_block_table(one) == [*range(1, 304)]
+    child = child_of(manager, one, "c")
+    assert manager.get_block_table(child) == [*range(1, 304)]
+    child.tokens += [7]
+    assert manager.append_slots(child, 0) == [(303, 304)]
+    assert manager.get_block_table(child) == [*range(1, 303), 304]
+    assert manager.get_block_table(one) == [*range(1, 304)]
+    manager.check_invariants()
 
 
 @pytest.mark.parametrize("window", [None, 5])

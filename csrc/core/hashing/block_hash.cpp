@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "core/hashing/cbor.h"
+#include "core/hashing/cbor_ints.h"
 #include "core/hashing/long_work.h"
 #include "core/hashing/sha256.h"
 #include "core/hashing/xxh3.h"
@@ -19,10 +20,13 @@ struct Named {
 constexpr Named kAlgorithms[] = {{"sha256_cbor", HashAlgorithm::kSha256Cbor},
                                  {"xxh3_128_cbor", HashAlgorithm::kXxh3Cbor}};
 
-Hash digest(HashAlgorithm algorithm, const uint8_t* data, size_t size) {
+// Bytes after the data that `digest` may overwrite.
+constexpr size_t kDigestOverwritten = kSha256Padding;
+
+Hash digest(HashAlgorithm algorithm, uint8_t* data, size_t size) {
   Hash out{};
   if (algorithm == HashAlgorithm::kSha256Cbor) {
-    sha256(data, size, out.bytes);
+    sha256_in_place(data, size, out.bytes);
   } else {
     xxh3_128(data, size, out.bytes);
   }
@@ -48,7 +52,7 @@ HashAlgorithm hash_algorithm_of(std::string_view name) {
 }
 
 Hash hash_seed(std::string_view seed, HashAlgorithm algorithm) {
-  std::vector<uint8_t> buffer(seed.size() + kBytesWritten);
+  std::vector<uint8_t> buffer(seed.size() + kBytesWritten + kDigestOverwritten);
   uint8_t* p = write_head(buffer.data(), kText, static_cast<uint32_t>(seed.size()));
   p = std::copy(seed.begin(), seed.end(), p);
   return digest(algorithm, buffer.data(), static_cast<size_t>(p - buffer.data()));
@@ -56,8 +60,11 @@ Hash hash_seed(std::string_view seed, HashAlgorithm algorithm) {
 
 Hash BlockHasher::hash(HashAlgorithm algorithm, const Hash& parent, const int32_t* tokens,
                        int64_t num_tokens, std::string_view extra) {
+  // Other bytes of the block, and those that are overwritten after its end.
+  constexpr size_t kOther = 16 + kDigestOverwritten;
+  static_assert(kDigestOverwritten >= kIntsOverwritten);
   const size_t capacity =
-      static_cast<size_t>(num_tokens) * kMaxHeadBytes + sizeof(Hash) + extra.size() + 16;
+      static_cast<size_t>(num_tokens) * kMaxHeadBytes + sizeof(Hash) + extra.size() + kOther;
   if (buffer_.size() < capacity) buffer_.resize(capacity);
   const auto parent_size = static_cast<size_t>(digest_bytes(algorithm));
   uint8_t* p = buffer_.data();
@@ -65,11 +72,7 @@ Hash BlockHasher::hash(HashAlgorithm algorithm, const Hash& parent, const int32_
   p = write_head(p, kBytes, static_cast<uint32_t>(parent_size));
   std::memcpy(p, parent.bytes, parent_size);
   p = write_head(p + parent_size, kArray, static_cast<uint32_t>(num_tokens));
-  for (int64_t i = 0; i < num_tokens; ++i) {
-    // CBOR encodes a negative integer t as the value -1 - t, which equals ~t.
-    const auto id = static_cast<uint32_t>(tokens[i]);
-    p = tokens[i] >= 0 ? write_head(p, kUnsigned, id) : write_head(p, kNegative, ~id);
-  }
+  p = write_ints(p, tokens, num_tokens);
   if (extra.empty()) {
     *p++ = kCborNull;
   } else {

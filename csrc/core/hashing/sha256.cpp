@@ -21,6 +21,10 @@ namespace {
 constexpr size_t kChunkBytes = 64;
 constexpr int kNumRounds = 64;
 
+// The first 32 bits of the fractional parts of the square roots of the first 8 primes.
+alignas(16) constexpr uint32_t kFirstState[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                                                 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+
 // The first 32 bits of the fractional parts of the cube roots of the first 64 primes.
 alignas(16) constexpr uint32_t kConstants[kNumRounds] = {
     0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
@@ -46,7 +50,9 @@ inline void store_big_endian(uint32_t word, uint8_t* p) {
 
 inline uint32_t rotate_right(uint32_t word, int n) { return word >> n | word << (32 - n); }
 
-void compress_portable(uint32_t* state, const uint8_t* chunks, size_t num_chunks) {
+void digest_portable(const uint8_t* chunks, size_t num_chunks, uint8_t* out) {
+  uint32_t state[8];
+  std::copy_n(kFirstState, 8, state);
   for (; num_chunks > 0; --num_chunks, chunks += kChunkBytes) {
     uint32_t schedule[16];  // words of this round and the next 15
     uint32_t words[8];      // a to h of FIPS 180-4; their positions shift by one each round
@@ -71,6 +77,7 @@ void compress_portable(uint32_t* state, const uint8_t* chunks, size_t num_chunks
     }
     for (int i = 0; i < 8; ++i) state[i] += words[i];
   }
+  for (int i = 0; i < 8; ++i) store_big_endian(state[i], out + 4 * i);
 }
 
 #if defined(__x86_64__)
@@ -83,15 +90,15 @@ bool has_sha_ni() {
   return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_SSE4_1) != 0;
 }
 
-__attribute__((target("sha,sse4.1"))) void compress_sha_ni(uint32_t* state, const uint8_t* chunks,
-                                                           size_t num_chunks) {
+__attribute__((target("sha,sse4.1"))) void digest_sha_ni(const uint8_t* chunks, size_t num_chunks,
+                                                         uint8_t* out) {
   const __m128i to_big_endian = _mm_set_epi8(12, 13, 14, 15, 8, 9, 10, 11, 4, 5, 6, 7, 0, 1, 2, 3);
-  auto* const words = reinterpret_cast<__m128i*>(state);
+  const auto* const words = reinterpret_cast<const __m128i*>(kFirstState);
   const auto* const constants = reinterpret_cast<const __m128i*>(kConstants);
   // The instructions expect the words as (a, b, e, f) and (c, d, g, h), with the first word in the
   // highest lane.
-  const __m128i badc = _mm_shuffle_epi32(_mm_loadu_si128(words), 0xB1);
-  const __m128i hgfe = _mm_shuffle_epi32(_mm_loadu_si128(words + 1), 0x1B);
+  const __m128i badc = _mm_shuffle_epi32(_mm_load_si128(words), 0xB1);
+  const __m128i hgfe = _mm_shuffle_epi32(_mm_load_si128(words + 1), 0x1B);
   __m128i abef = _mm_alignr_epi8(badc, hgfe, 8);
   __m128i cdgh = _mm_blend_epi16(hgfe, badc, 0xF0);
   for (; num_chunks > 0; --num_chunks, chunks += kChunkBytes) {
@@ -118,8 +125,10 @@ __attribute__((target("sha,sse4.1"))) void compress_sha_ni(uint32_t* state, cons
   }
   const __m128i feba = _mm_shuffle_epi32(abef, 0x1B);
   const __m128i dchg = _mm_shuffle_epi32(cdgh, 0xB1);
-  _mm_storeu_si128(words, _mm_blend_epi16(feba, dchg, 0xF0));
-  _mm_storeu_si128(words + 1, _mm_alignr_epi8(dchg, feba, 8));
+  const __m128i abcd = _mm_blend_epi16(feba, dchg, 0xF0), efgh = _mm_alignr_epi8(dchg, feba, 8);
+  auto* const digest = reinterpret_cast<__m128i*>(out);
+  _mm_storeu_si128(digest, _mm_shuffle_epi8(abcd, to_big_endian));
+  _mm_storeu_si128(digest + 1, _mm_shuffle_epi8(efgh, to_big_endian));
 }
 
 #elif defined(__aarch64__)
@@ -139,8 +148,8 @@ __attribute__((target("sha2")))
 #else
 __attribute__((target("+crypto")))
 #endif
-void compress_armv8(uint32_t* state, const uint8_t* chunks, size_t num_chunks) {
-  uint32x4_t abcd = vld1q_u32(state), efgh = vld1q_u32(state + 4);
+void digest_armv8(const uint8_t* chunks, size_t num_chunks, uint8_t* out) {
+  uint32x4_t abcd = vld1q_u32(kFirstState), efgh = vld1q_u32(kFirstState + 4);
   for (; num_chunks > 0; --num_chunks, chunks += kChunkBytes) {
     const uint32x4_t abcd_before = abcd, efgh_before = efgh;
     uint32x4_t schedule[4];  // the last 16 words
@@ -161,8 +170,8 @@ void compress_armv8(uint32_t* state, const uint8_t* chunks, size_t num_chunks) {
     abcd = vaddq_u32(abcd, abcd_before);
     efgh = vaddq_u32(efgh, efgh_before);
   }
-  vst1q_u32(state, abcd);
-  vst1q_u32(state + 4, efgh);
+  vst1q_u8(out, vrev32q_u8(vreinterpretq_u8_u32(abcd)));
+  vst1q_u8(out + 16, vrev32q_u8(vreinterpretq_u8_u32(efgh)));
 }
 
 #endif
@@ -170,11 +179,11 @@ void compress_armv8(uint32_t* state, const uint8_t* chunks, size_t num_chunks) {
 std::vector<Sha256Implementation> find_implementations() {
   std::vector<Sha256Implementation> found;
 #if defined(__x86_64__)
-  if (has_sha_ni()) found.push_back({"sha_ni", &compress_sha_ni});
+  if (has_sha_ni()) found.push_back({"sha_ni", &digest_sha_ni});
 #elif defined(__aarch64__)
-  if (has_sha2()) found.push_back({"armv8", &compress_armv8});
+  if (has_sha2()) found.push_back({"armv8", &digest_armv8});
 #endif
-  found.push_back({"portable", &compress_portable});
+  found.push_back({"portable", &digest_portable});
   return found;
 }
 
@@ -185,25 +194,24 @@ const std::vector<Sha256Implementation>& sha256_implementations() {
   return found;
 }
 
-void sha256(const uint8_t* data, size_t size, uint8_t* out,
-            const Sha256Implementation& implementation) {
-  // The first 32 bits of the fractional parts of the square roots of the first 8 primes.
-  uint32_t state[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
-                       0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
-  const size_t num_whole = size / kChunkBytes, num_left = size % kChunkBytes;
-  // The padding consists of the remaining bytes, a set bit, zeros, and the number of bits in 8
-  // bytes.
-  uint8_t tail[2 * kChunkBytes] = {};
-  const size_t num_tail = num_left + 1 + 8 <= kChunkBytes ? 1 : 2;
-  std::copy_n(data + num_whole * kChunkBytes, num_left, tail);
-  tail[num_left] = 0x80;
-  uint8_t* const end = tail + num_tail * kChunkBytes;
+void sha256_in_place(uint8_t* data, size_t size, uint8_t* out,
+                     const Sha256Implementation& implementation) {
+  // The padding consists of a set bit, zeros, and the number of bits in 8 bytes.
+  const size_t num_chunks = (size + 8) / kChunkBytes + 1;
+  std::memset(data + size, 0, kSha256Padding);  // of a fixed size, which is faster
+  data[size] = 0x80;
+  uint8_t* const end = data + num_chunks * kChunkBytes;
   const uint64_t num_bits = uint64_t{size} * 8;
   store_big_endian(static_cast<uint32_t>(num_bits >> 32), end - 8);
   store_big_endian(static_cast<uint32_t>(num_bits), end - 4);
-  implementation.compress(state, data, num_whole);
-  implementation.compress(state, tail, num_tail);
-  for (int i = 0; i < 8; ++i) store_big_endian(state[i], out + 4 * i);
+  implementation.digest(data, num_chunks, out);
+}
+
+void sha256(const uint8_t* data, size_t size, uint8_t* out,
+            const Sha256Implementation& implementation) {
+  std::vector<uint8_t> padded(size + kSha256Padding);
+  std::copy_n(data, size, padded.data());
+  sha256_in_place(padded.data(), size, out, implementation);
 }
 
 }  // namespace kvcache

@@ -7,11 +7,10 @@
 
 namespace kvcache {
 
-// An implementation of the compression function.
 struct Sha256Implementation {
   const char* name;  // "sha_ni", "armv8" or "portable"
-  // Folds `num_chunks` chunks of 64 bytes into the eight words of `state`.
-  void (*compress)(uint32_t* state, const uint8_t* chunks, size_t num_chunks);
+  // Writes the 32-byte digest of padded data, which consists of chunks of 64 bytes.
+  void (*digest)(const uint8_t* chunks, size_t num_chunks, uint8_t* out);
 };
 
 // Returns the implementations that this CPU supports, fastest first. The last one is "portable".
@@ -20,5 +19,11 @@ const std::vector<Sha256Implementation>& sha256_implementations();
 // Writes the 32-byte digest of `size` bytes at `data` to `out`.
 void sha256(const uint8_t* data, size_t size, uint8_t* out,
             const Sha256Implementation& implementation = sha256_implementations().front());
+
+// Bytes after the data that the padding overwrites.
+inline constexpr size_t kSha256Padding = 72;
+// The same for data that the caller no longer needs, which is padded where it is.
+void sha256_in_place(uint8_t* data, size_t size, uint8_t* out,
+                     const Sha256Implementation& implementation = sha256_implementations().front());
 
 }  // namespace kvcache

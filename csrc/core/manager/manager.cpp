@@ -298,6 +298,21 @@ int64_t Manager::finish_receiving(int32_t row, int64_t num_tokens) {
 
 void Manager::take_in(const RowAsk* asks, size_t n) {
   const Call call(this);
+  take_in_all(asks, n);
+}
+
+Slots Manager::serve(const RowAsk& ask, bool lists_new) {
+  const Call call(this);
+  return serve_one(ask, lists_new);
+}
+
+Slots Manager::extend(const RowAsk& ask, bool lists_new) {
+  const Call call(this);
+  take_in_all(&ask, 1);
+  return serve_one(ask, lists_new);
+}
+
+void Manager::take_in_all(const RowAsk* asks, size_t n) {
   check_copies_taken();
   rows_.begin_call();
   for (size_t i = 0; i < n; ++i) checks_.check_ask(asks[i]);
@@ -318,8 +333,7 @@ void Manager::take_in(const RowAsk* asks, size_t n) {
   }
 }
 
-Slots Manager::serve(const RowAsk& ask, bool lists_new) {
-  const Call call(this);
+Slots Manager::serve_one(const RowAsk& ask, bool lists_new) {
   const Soundness::Change change = this->change("extend");
   const Slots slots = server_.serve(ask, lists_new);
   if (slots.status != Status::kServed) give_back(ask);
@@ -404,20 +418,23 @@ int64_t Manager::num_common_prefix_blocks(int32_t row, int64_t num_running, int6
 }
 
 void Manager::mark_computed(int32_t row, int64_t num_tokens) {
-  const Call call(this);
+  const CallGuard::Scope scope(&guard_);
   checks_.check_driver(row, /*by_step=*/false);
   checked_size("num_tokens", num_tokens, 0);
-  Row& r = rows_[row];
-  if (!r.on_host) {
-    // Computes hashes before anything changes.
-    if (std::min(r.num_computed, num_tokens) >= r.next_publish) {
-      intake_.hash_ahead(*r.chain, /*reads=*/false);
-    }
-  }
+  const Row& r = rows_[row];
   int64_t& num_marked = rows_.info(row).num_marked;
+  const int64_t num_reached = std::min(num_tokens, r.num_computed);
+  // Most decode steps fill no block.
+  if (r.on_host || !publisher_.may_publish(row)) {
+    num_marked = std::max(num_marked, num_reached);
+    return;
+  }
+  tiers_.read_clock();
+  // Computes hashes before anything changes.
+  if (num_reached >= r.next_publish) intake_.hash_ahead(*r.chain, /*reads=*/false);
   const Soundness::Change change = this->change("mark_blocks_as_computed");
-  num_marked = std::max(num_marked, std::min(num_tokens, r.num_computed));
-  if (!r.on_host) publisher_.publish(row);
+  num_marked = std::max(num_marked, num_reached);
+  publisher_.publish(row);
 }
 
 void Manager::access(int32_t row, double now) {

@@ -138,6 +138,8 @@ class Manager {
   // whether the result lists the new blocks.
   void take_in(const RowAsk* asks, size_t n);
   Slots serve(const RowAsk& ask, bool lists_new = true);
+  // Both calls in one, for one row.
+  Slots extend(const RowAsk& ask, bool lists_new = true);
   void give_back(const RowAsk& ask) { rows_[ask.row].chain->take_back(ask.num_ids); }
 
   // Removes the last num_tokens tokens of a row, which are rejected drafts. The next tokens of the
@@ -249,6 +251,8 @@ class Manager {
   std::optional<PrefixHit> partial_hit(const NewRow& asked,
                                        const std::vector<std::vector<BlockId>>& computed);
   void check_copies_taken() const;
+  void take_in_all(const RowAsk* asks, size_t n);
+  Slots serve_one(const RowAsk& ask, bool lists_new);
   const Row& row_at(int32_t row) const {
     check_sound();
     return rows_.at(row);
