@@ -30,6 +30,7 @@ OTHERS = {
     "enable_events": True,
     "announce_reused": True,
     "track_residency": True,
+    "prefault": False,
     "stats_window": 9,
     "hash_seed": "other",
     "hash_algorithm": "xxh3_128_cbor",
@@ -157,6 +158,8 @@ def test_an_unknown_option_is_named_with_the_known_ones(make):
             TypeError,
             "num_preallocate_tokens is True: expected an in",
         ),
+        ("prefault", "yes", TypeError, "prefault is 'yes': expected True or False"),
+        ("prefault", 1, TypeError, "prefault is 1: expected True or False"),
         ("max_num_reqs", True, TypeError, "max_num_reqs is True: expected an integer"),
         (
             "eviction_options",
