@@ -167,6 +167,25 @@ TEST(an_epoch_leaves_nothing_to_the_next) {
   }
 }
 
+TEST(a_new_key_brings_back_nothing_of_an_earlier_epoch) {
+  constexpr BlockId kNum = 200;
+  Indexed all(2 * kNum + 1);
+  std::mt19937 random(3);
+  std::vector<Hash> old;
+  for (BlockId id = kNum + 1; id <= 2 * kNum; ++id) {
+    uint32_t words[8];
+    for (uint32_t& word : words) word = random();
+    old.push_back(hash_of(words));
+    all.insert(id, old.back());
+  }
+  all.index.clear();
+  const int64_t num_keys = all.index.num_keys();
+  for (BlockId id = 1; id <= kNum; ++id) CHECK(all.insert(id, colliding(id)));
+  CHECK(all.index.num_keys() > num_keys);
+  for (BlockId id = 1; id <= kNum; ++id) CHECK_EQ(all.index.find(colliding(id), 0), id);
+  for (const Hash& hash : old) CHECK_EQ(all.index.find(hash, 0), kNullBlock);
+}
+
 }  // namespace
 
 TEST_MAIN()
