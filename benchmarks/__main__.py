@@ -18,6 +18,7 @@ from benchmarks import (
     sequences,
     steps,
     tables,
+    tails,
     token_io,
     transfer_plan,
 )
@@ -28,6 +29,7 @@ SUITES = {
     "control": control_plane.all_results,
     "sequences": sequences.all_results,
     "steps": steps.all_results,
+    "tails": tails.all_results,
     "tables": tables.all_results,
     "attention_metadata": attention_metadata.all_results,
     "moving": moving.all_results,

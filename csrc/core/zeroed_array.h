@@ -9,11 +9,13 @@
 #include <type_traits>
 #include <utility>
 
+#include "core/prefault.h"
+
 namespace kvcache {
 
 // The memory consists of anonymous pages, which are page-aligned, zero, and committed by the kernel
 // on first access. A pool of ten million blocks is therefore constructed in microseconds, and only
-// blocks that were used take up memory.
+// blocks that were used take up memory. A Prefault commits the pages at construction.
 template <class T>
 class ZeroedArray {
   static_assert(std::is_trivially_copyable_v<T>);
@@ -28,8 +30,12 @@ class ZeroedArray {
     // request fails, the array is only slower.
     if (num_bytes_ >= (size_t{4} << 20)) (void)madvise(p, num_bytes_, MADV_HUGEPAGE);
 #endif
+    Prefault::note(p, num_bytes_);
   }
-  ~ZeroedArray() { munmap(data_, num_bytes_); }
+  ~ZeroedArray() {
+    Prefault::remove(data_);
+    munmap(data_, num_bytes_);
+  }
   ZeroedArray(const ZeroedArray&) = delete;
   ZeroedArray& operator=(const ZeroedArray&) = delete;
 

@@ -50,10 +50,14 @@ py::object view_of(T* data, std::initializer_list<py::ssize_t> shape, const py::
 }
 
 template <class T>
-py::array_t<T, py::array::c_style> copy_array(const std::vector<T>& values) {
-  auto out = new_array<T>(static_cast<py::ssize_t>(values.size()));
-  std::copy(values.begin(), values.end(), static_cast<T*>(out.mutable_data()));
+py::array_t<T, py::array::c_style> copy_array(const T* values, int64_t n) {
+  auto out = new_array<T>(static_cast<py::ssize_t>(n));
+  std::copy(values, values + n, static_cast<T*>(out.mutable_data()));
   return out;
+}
+template <class T>
+py::array_t<T, py::array::c_style> copy_array(const std::vector<T>& values) {
+  return copy_array(values.data(), static_cast<int64_t>(values.size()));
 }
 
 inline Int32Array new_int32(py::ssize_t n) { return new_array<int32_t>(n); }

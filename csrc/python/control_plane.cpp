@@ -123,7 +123,7 @@ HashArray hash_blocks_of(const py::object& token_ids, const py::object& block_si
   {
     std::optional<py::gil_scoped_release> unlocked;
     if (tokens.size() > kUnlockedTokens) unlocked.emplace();
-    hashes = hash_blocks(algorithm, tokens.ids(), size, first,
+    hashes = hash_blocks(algorithm, tokens.data(), static_cast<size_t>(tokens.size()), size, first,
                          extras.value_or(std::vector<std::string>{}));
   }
   return copy_hashes(hashes.data(), hashes.size(), digest_bytes(algorithm));
@@ -338,7 +338,7 @@ void bind_hashing(py::module_& m) {
       },
       py::arg("token_ids"), py::arg("takes_placeholders") = false)
       .def("append", &append_tokens, py::arg("token_ids"))
-      .def("copy", [](const TokenIds& self) { return copy_int32(self.ids()); })
+      .def("copy", [](const TokenIds& self) { return copy_array(self.data(), self.size()); })
       .def("__len__", &TokenIds::size);
 
   m.def("append_token_to_each", &append_token_to_each, py::arg("requests_tokens"),

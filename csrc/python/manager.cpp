@@ -408,7 +408,7 @@ void bind_manager(py::module_& m) {
       .def("set_now", &Manager::set_now)
       .def("hashes",
            [](Manager& self, TokenChain& chain) {
-             const std::vector<Hash>& hashes = self.hashes(chain);
+             const HashList& hashes = self.hashes(chain);
              return copy_hashes(hashes.data(), hashes.size(), self.hash_bytes());
            })
       .def("find_hashes",
@@ -593,6 +593,11 @@ void bind_manager(py::module_& m) {
       .def("check_invariants", &Manager::check_invariants)
       .def("clear_stats", &Manager::clear_stats)
       .def("stats", &stats_of)
+      .def_property_readonly("prefaulted",
+                             [](const Manager& self) {
+                               return py::make_tuple(self.prefault().num_bytes(),
+                                                     self.prefault().seconds());
+                             })
       .def("learned", &Manager::learned)
       .def("learn", &Manager::learn)
       .def("waiting_events", &waiting_events)

@@ -101,6 +101,7 @@ void bind_options(py::module_& m) {
       .def_readwrite("enable_events", &ManagerOptions::record_events)
       .def_readwrite("announce_reused", &ManagerOptions::announce_reused)
       .def_readwrite("track_residency", &ManagerOptions::track_residency)
+      .def_readwrite("prefault", &ManagerOptions::prefault)
       .def_readwrite("eviction", &ManagerOptions::eviction)
       .def_readwrite("host_eviction", &ManagerOptions::host_eviction)
       .def_readwrite("host_write", &ManagerOptions::host_write)

@@ -9,6 +9,7 @@
 #include "core/groups/cache_group.h"
 #include "core/groups/full_attention.h"
 #include "core/groups/rules/page_rules.h"
+#include "core/hashing/token_chain.h"
 #include "core/pool/block_pool.h"
 
 namespace kvcache::test {
@@ -25,6 +26,8 @@ inline std::vector<Hash> hashes_from(uint32_t first, size_t n) {
   for (size_t i = 0; i < n; ++i) hashes.push_back(hash_of(first + static_cast<uint32_t>(i)));
   return hashes;
 }
+
+inline std::vector<Hash> hashes_of(const HashList& list) { return {list.begin(), list.end()}; }
 
 inline CacheGroup group_of(std::shared_ptr<const AttentionKind> kind, int64_t block_size,
                            uint8_t id = 0, int64_t hash_block_size = 0) {

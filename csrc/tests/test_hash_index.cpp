@@ -149,6 +149,43 @@ TEST(any_order_of_insertions_and_removals_agrees_with_a_map) {
   }
 }
 
+// Under one key, the entries of an epoch fill many buckets in a row. Those of the next epoch must
+// neither find them nor count them as displaced.
+TEST(an_epoch_leaves_nothing_to_the_next) {
+  constexpr int kNum = 60;
+  Indexed all(kNum + 1);
+  std::mt19937 random(5);
+  for (int round = 0; round < 50; ++round) {
+    const auto n = static_cast<BlockId>(1 + random() % kNum);
+    const uint32_t first = random() % 100;
+    for (BlockId id = 1; id <= n; ++id) CHECK(all.insert(id, colliding(first + id)));
+    for (BlockId id = 1; id <= n; ++id) CHECK_EQ(all.index.find(colliding(first + id), 0), id);
+    for (BlockId id = 1; id <= n; id += 2) CHECK(all.index.erase(id));
+    for (BlockId id = 2; id <= n; id += 2) CHECK_EQ(all.index.find(colliding(first + id), 0), id);
+    all.index.clear();
+    for (uint32_t i = 0; i < 200; ++i) CHECK_EQ(all.index.find(colliding(i), 0), kNullBlock);
+  }
+}
+
+TEST(a_new_key_brings_back_nothing_of_an_earlier_epoch) {
+  constexpr BlockId kNum = 200;
+  Indexed all(2 * kNum + 1);
+  std::mt19937 random(3);
+  std::vector<Hash> old;
+  for (BlockId id = kNum + 1; id <= 2 * kNum; ++id) {
+    uint32_t words[8];
+    for (uint32_t& word : words) word = random();
+    old.push_back(hash_of(words));
+    all.insert(id, old.back());
+  }
+  all.index.clear();
+  const int64_t num_keys = all.index.num_keys();
+  for (BlockId id = 1; id <= kNum; ++id) CHECK(all.insert(id, colliding(id)));
+  CHECK(all.index.num_keys() > num_keys);
+  for (BlockId id = 1; id <= kNum; ++id) CHECK_EQ(all.index.find(colliding(id), 0), id);
+  for (const Hash& hash : old) CHECK_EQ(all.index.find(hash, 0), kNullBlock);
+}
+
 }  // namespace
 
 TEST_MAIN()

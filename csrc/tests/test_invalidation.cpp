@@ -68,7 +68,7 @@ TEST(rows_with_the_same_tokens_are_affected_by_hash) {
   const Ids ids = take(&f.pool, 2), copy = take(&f.pool, 2);
   const int32_t row = f.add(1, 8, ids);
   f.add(1, 8, copy);
-  publish_chain(&f.pool, ids, f.rows[row].chain->known_hashes());
+  publish_chain(&f.pool, ids, hashes_of(f.rows[row].chain->known_hashes()));
   CHECK(f.failed({ids[1]}).limits() == Limits({{0, 4}, {1, 4}}));
   Invalidation by_block = f.invalidation(/*by_hash=*/false);
   by_block.add_block(ids[1], 0);
@@ -117,7 +117,7 @@ TEST(a_row_that_left_is_followed_by_its_hashes) {
   Fixture f;
   const Ids ids = take(&f.pool, 2);
   const int32_t row = f.add(1, 8, ids);
-  const auto hashes = f.rows[row].chain->known_hashes();
+  const auto hashes = hashes_of(f.rows[row].chain->known_hashes());
   publish_chain(&f.pool, ids, hashes);
   f.journal.begin();
   f.journal.note_dropped(row, f.rows[row], 0, /*id=*/20);

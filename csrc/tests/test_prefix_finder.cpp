@@ -113,7 +113,7 @@ TEST(a_hash_block_behind_a_hit_is_enough_where_hits_end_inside_blocks) {
   Fixture f({group}, {}, /*hash_block_size=*/2);
   f.cache(&f.pool, 0);
   CHECK_EQ(f.find(false, /*with_partial=*/true).num_tokens, 0);
-  const std::vector<Hash>& hashes = f.chain->known_hashes();
+  const HashList& hashes = f.chain->known_hashes();
   f.pool.publish_partial(take(&f.pool, 1)[0], hashes[2], hashes[0], 0);
   CHECK_EQ(f.find(false, /*with_partial=*/true).num_tokens, 4);
   CHECK_EQ(f.find(false, /*with_partial=*/false).num_tokens, 0);
@@ -187,7 +187,7 @@ TEST(a_hit_may_end_inside_a_block_that_is_copied) {
   group.has_partial = true;
   Fixture f({group}, {}, /*hash_block_size=*/2);
   const BlockId first = f.cache(&f.pool, 0);
-  const std::vector<Hash>& hashes = f.chain->known_hashes();
+  const HashList& hashes = f.chain->known_hashes();
   const BlockId source = take(&f.pool, 1)[0];
   f.pool.publish_partial(source, hashes[2], hashes[0], 0);
   CHECK_EQ(f.find(false, /*with_partial=*/false).num_tokens, 4);

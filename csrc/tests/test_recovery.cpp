@@ -80,7 +80,7 @@ TEST(a_receiving_row_goes_on_behind_what_has_arrived_and_is_valid) {
 TEST(blocks_that_a_row_of_an_aborted_step_left_behind_are_not_found) {
   Fixture f;
   const int32_t row = f.add_hashed_row();
-  const std::vector<Hash> hashes = f.rows[row].chain->known_hashes();
+  const std::vector<Hash> hashes = hashes_of(f.rows[row].chain->known_hashes());
   f.step(row, 0, 8);
   f.release.release_row(row, /*with_all=*/true);
   f.rows.give_up(row);

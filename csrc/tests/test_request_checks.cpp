@@ -110,7 +110,7 @@ TEST(computed_blocks_must_hold_what_the_request_says) {
   Fixture f;
   const auto chain = f.chain_of(9);
   const std::vector<BlockId> ids = take(&f.pool, 2);
-  publish_chain(&f.pool, ids, chain->hashes());
+  publish_chain(&f.pool, ids, hashes_of(chain->hashes()));
   CHECK_EQ(f.checks.check_computed(*chain, {ids}), 8);
   CHECK_EQ(f.checks.check_computed(*chain, {{}}), 0);
   CHECK_THROWS(f.checks.check_computed(*chain, {{ids[1]}}), "does not (or no longer) hold block 0");

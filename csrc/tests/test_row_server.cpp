@@ -47,7 +47,7 @@ struct Fixture : Serving {
   // Leaves blocks 1 to n cached and free, under the hashes of a chain of tokens 0.
   Ids cache(int64_t n) {
     const Ids ids = take(&pool, n);
-    publish_chain(&pool, ids, hashed_chain(4 * n)->known_hashes());
+    publish_chain(&pool, ids, hashes_of(hashed_chain(4 * n)->known_hashes()));
     kvcache::test::release(&pool, ids);
     return ids;
   }
@@ -382,7 +382,7 @@ TEST(a_row_restarts_from_what_the_cache_has) {
 TEST(hits_on_the_host_are_counted_from_their_first_token) {
   Fixture f;
   f.cache(1);
-  const std::vector<Hash> hashes = hashed_chain(12)->known_hashes();
+  const std::vector<Hash> hashes = hashes_of(hashed_chain(12)->known_hashes());
   const Ids pages = take(&f.host.pages(), 1);
   publish_chain(&f.host.pages(), pages, {hashes[1]});
   kvcache::test::release(&f.host.pages(), pages);
@@ -395,7 +395,7 @@ TEST(hits_on_the_host_are_counted_from_their_first_token) {
 TEST(a_request_takes_no_more_from_the_host_than_it_allows) {
   Fixture f;
   f.cache(1);
-  const std::vector<Hash> hashes = hashed_chain(12)->known_hashes();
+  const std::vector<Hash> hashes = hashes_of(hashed_chain(12)->known_hashes());
   const Ids pages = take(&f.host.pages(), 1);
   publish_chain(&f.host.pages(), pages, {hashes[1]});
   kvcache::test::release(&f.host.pages(), pages);

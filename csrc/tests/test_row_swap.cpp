@@ -176,7 +176,7 @@ TEST(what_leaves_a_window_makes_room_for_what_comes_back) {
 TEST(what_the_device_still_has_is_shared_by_rows_that_come_back) {
   Serving s;
   const int32_t row = s.add_row(20);
-  const std::vector<Hash>& hashes = s.rows[row].chain->hashes();
+  const HashList& hashes = s.rows[row].chain->hashes();
   s.publisher.refresh(row);
   s.serve(row, 0, 14);
   const Ids before = s.ids(row);
@@ -207,7 +207,7 @@ TEST(groups_that_come_back_outside_of_a_step_are_published_when_all_are_there) {
   Serving s({group_of(std::make_shared<FullAttention>(), 4, 0),
              group_of(std::make_shared<FullAttention>(), 4, 1)});
   const int32_t row = s.add_row(20);
-  const std::vector<Hash>& hashes = s.rows[row].chain->hashes();
+  const HashList& hashes = s.rows[row].chain->hashes();
   s.publisher.refresh(row);
   s.serve(row, 0, 14);
   s.end();
@@ -238,7 +238,7 @@ TEST(rows_that_do_not_all_fit_stay) {
 TEST(a_row_that_leaves_publishes_what_has_filled) {
   Serving s;
   const int32_t row = s.add_row(20);
-  const std::vector<Hash>& hashes = s.rows[row].chain->hashes();
+  const HashList& hashes = s.rows[row].chain->hashes();
   s.publisher.refresh(row);
   s.serve(row, 0, 8);
   leave(&s, {row});

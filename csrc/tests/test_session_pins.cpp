@@ -25,16 +25,16 @@ struct Fixture {
 TEST(pins_what_is_cached_up_to_the_first_miss) {
   Fixture f;
   f.pool.evict(&f.ids[1], 1);
-  CHECK_EQ(f.pins.pin("one", f.hashes, f.groups), 1);
+  CHECK_EQ(f.pins.pin("one", f.hashes.data(), 3, f.groups), 1);
   CHECK(f.pool.is_pinned(f.ids[0]));
   CHECK(!f.pool.is_pinned(f.ids[2]));
 }
 
 TEST(a_session_pins_anew) {
   Fixture f;
-  CHECK_EQ(f.pins.pin("one", f.hashes, f.groups), 3);
-  CHECK_EQ(f.pins.pin("two", {f.hashes[0]}, f.groups), 1);
-  CHECK_EQ(f.pins.pin("one", {f.hashes[0]}, f.groups), 1);
+  CHECK_EQ(f.pins.pin("one", f.hashes.data(), 3, f.groups), 3);
+  CHECK_EQ(f.pins.pin("two", f.hashes.data(), 1, f.groups), 1);
+  CHECK_EQ(f.pins.pin("one", f.hashes.data(), 1, f.groups), 1);
   CHECK_EQ(f.pool.num_pinned(), 1);
   CHECK_EQ(f.pins.unpin("one"), 0);
   CHECK(f.pool.is_pinned(f.ids[0]));  // the other session still pins it
@@ -45,7 +45,7 @@ TEST(a_session_pins_anew) {
 
 TEST(a_pin_dies_with_its_hash) {
   Fixture f;
-  f.pins.pin("one", f.hashes, f.groups);
+  f.pins.pin("one", f.hashes.data(), 3, f.groups);
   take(&f.pool, 7);  // all blocks but one, so two pinned blocks are evicted
   CHECK_EQ(f.pool.num_pinned(), 1);
   CHECK_EQ(f.pins.unpin("one"), 2);
@@ -54,22 +54,22 @@ TEST(a_pin_dies_with_its_hash) {
 
 TEST(a_block_that_was_handed_out_and_cached_anew_is_not_the_session_s) {
   Fixture f;
-  f.pins.pin("one", {f.hashes[0]}, f.groups);
+  f.pins.pin("one", f.hashes.data(), 1, f.groups);
   take(&f.pool, 8);
   f.pool.release(&f.ids[0], 1);
   CHECK_EQ(take(&f.pool, 1)[0], f.ids[0]);
   publish_chain(&f.pool, {f.ids[0]}, {f.hashes[0]});
-  f.pins.pin("two", {f.hashes[0]}, f.groups);
+  f.pins.pin("two", f.hashes.data(), 1, f.groups);
   CHECK_EQ(f.pins.unpin("one"), 1);
   CHECK_EQ(f.pool.num_pinned(), 1);
 }
 
 TEST(sessions_without_a_pin_are_forgotten) {
   Fixture f;
-  for (int i = 0; i < 1000; ++i) f.pins.pin("session " + std::to_string(i), {}, f.groups);
+  for (int i = 0; i < 1000; ++i) f.pins.pin("session " + std::to_string(i), nullptr, 0, f.groups);
   CHECK(f.pins.num_sessions() <= 64);
-  f.pins.pin("keeps one", {f.hashes[0]}, f.groups);
-  for (int i = 0; i < 1000; ++i) f.pins.pin("session " + std::to_string(i), {}, f.groups);
+  f.pins.pin("keeps one", f.hashes.data(), 1, f.groups);
+  for (int i = 0; i < 1000; ++i) f.pins.pin("session " + std::to_string(i), nullptr, 0, f.groups);
   CHECK_EQ(f.pins.unpin("keeps one"), 0);
   CHECK_EQ(f.pool.num_pinned(), 0);
 }

@@ -60,7 +60,8 @@ TEST(blocks_are_hashed_by_several_threads_at_once) {
   in_threads([&](int thread) {
     const std::vector<int32_t> tokens(4000, 7);
     last[static_cast<size_t>(thread)] =
-        hash_blocks(HashAlgorithm::kSha256Cbor, tokens, 16, Hash{}, {}).back();
+        hash_blocks(HashAlgorithm::kSha256Cbor, tokens.data(), tokens.size(), 16, Hash{}, {})
+            .back();
   });
   for (const Hash& each : last) CHECK(each == last[0]);
 }

@@ -32,6 +32,7 @@ class PolicyArguments(TypedDict, total=False):
     enable_events: bool
     announce_reused: bool
     track_residency: bool
+    prefault: bool
     stats_window: int
     hash_seed: str
     hash_algorithm: str
@@ -131,6 +132,15 @@ class CacheOptions:
 
     track_residency: bool = False
     """Whether `stats` reports how long blocks stayed in the cache."""
+
+    prefault: bool = True
+    """Whether the manager commits the memory of its block pools at construction.
+
+    Otherwise, the first calls that use a block wait for the kernel to commit and clear its memory.
+    Nothing is committed if the pools need more than half of the memory that is available to the
+    process (`MemAvailable` and the limits of its control groups). `KVCacheManager.prefaulted`
+    reports the cost.
+    """
 
     stats_window: int = 1000
     """Number of requests that `stats.recent` covers, at least 1."""
@@ -266,6 +276,7 @@ class CacheOptions:
         if self.announce_reused and not self.enable_events:
             raise ValueError("announce_reused is True: expected False without enable_events")
         native.track_residency = flag(self.track_residency, "track_residency")
+        native.prefault = flag(self.prefault, "prefault")
         native.stats_window = self._integer("stats_window")
         native.eviction = _eviction(self.eviction, self.eviction_options, "eviction")
         native.num_host_blocks = self._integer("num_host_blocks")

@@ -5,13 +5,15 @@ structure.
 from __future__ import annotations
 
 import pickle
+import resource
 from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
 from typing import get_type_hints
 
 import numpy as np
 import pytest
 
-from kvcache import CacheOptions, GroupSpec, KVCacheManager
+from kvcache import CacheOptions, GroupSpec, KVCacheManager, Request
 from kvcache.allocator import CacheArguments
 from kvcache.kinds import make_kind
 from kvcache.native.load import core
@@ -30,6 +32,7 @@ OTHERS = {
     "enable_events": True,
     "announce_reused": True,
     "track_residency": True,
+    "prefault": False,
     "stats_window": 9,
     "hash_seed": "other",
     "hash_algorithm": "xxh3_128_cbor",
@@ -157,6 +160,8 @@ def test_an_unknown_option_is_named_with_the_known_ones(make):
             TypeError,
             "num_preallocate_tokens is True: expected an in",
         ),
+        ("prefault", "yes", TypeError, "prefault is 'yes': expected True or False"),
+        ("prefault", 1, TypeError, "prefault is 1: expected True or False"),
         ("max_num_reqs", True, TypeError, "max_num_reqs is True: expected an integer"),
         (
             "eviction_options",
@@ -192,3 +197,37 @@ def test_options_are_a_value():
     assert pickle.loads(pickle.dumps(options)) == options
     with pytest.raises(FrozenInstanceError):
         options.page_bytes = 1
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 5_000])
+def test_prefault_commits_the_memory_of_all_pools(num_host_blocks):
+    options = {"num_host_blocks": num_host_blocks, "eviction": "segmented_lru"}
+    num_bytes, seconds = KVCacheManager(16, 20_000, 64, **options).prefaulted
+    assert num_bytes > 84 * (20_000 + num_host_blocks) and seconds > 0
+    assert KVCacheManager(16, 20_000, 64, prefault=False, **options).prefaulted == (0, 0.0)
+
+
+def test_pools_beyond_half_of_the_available_memory_are_not_committed():
+    """Otherwise, the system would end the process."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    (kib,) = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    manager = KVCacheManager(16, 700 * kib // 96, 2**20)
+    assert manager.prefaulted == (0, 0.0)
+    plan = manager.step(new=[Request("a", range(40))])
+    assert plan.append_ids[0].tolist() == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_the_first_call_touches_no_new_memory_of_a_prefaulted_pool():
+    """Counts the page faults of an admission: thousands of pages hold the blocks of a million."""
+
+    def num_faults(prefault):
+        manager = KVCacheManager(1, 1_000_001, 2**20, prefault=prefault, num_preallocate_tokens=0)
+        warm_up = Request("warm up", range(2_000))
+        manager.step(new=[warm_up])
+        manager.free(warm_up)
+        request = Request("a", range(5_000, 7_000))
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        manager.step(new=[request])
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+    assert num_faults(True) < 20 < num_faults(False)

@@ -226,6 +226,7 @@ class Driver:
         specs, groups = groups_of(choose, kinds)
         has_state = any(spec.kind == "recurrent" for spec in specs)
         self.in_step_hits = choose.pick(["none", "none", "wait", "none" if has_state else "share"])
+        prefault = choose.chance(2)
 
         def make_manager() -> KVCacheManager:
             return KVCacheManager.for_groups(
@@ -235,6 +236,7 @@ class Driver:
                 watermark=watermark,
                 enable_events=True,
                 track_residency=True,
+                prefault=prefault,
                 hash_algorithm=self.algorithm,
                 hash_bytes=self.hash_bytes,
                 in_step_hits=self.in_step_hits,

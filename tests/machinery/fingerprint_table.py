@@ -260,6 +260,7 @@ TABLE: dict[str, Row] = {
     "CacheOptions.enable_events": Row(of_build, {"enable_events": False}, same="a tier needs them"),
     "CacheOptions.announce_reused": Row(of_build, {"announce_reused": True}, same=WHEN),
     "CacheOptions.track_residency": Row(of_build, {"track_residency": True}, same=WHEN),
+    "CacheOptions.prefault": Row(of_build, {"prefault": False}, same=WHEN),
     "CacheOptions.stats_window": Row(of_build, {"stats_window": 10}, same="counts alone"),
     "CacheOptions.hash_seed": Row(of_build, {"hash_seed": "s"}),
     "CacheOptions.hash_algorithm": Row(of_build, {"hash_algorithm": "xxh3_128_cbor"}),

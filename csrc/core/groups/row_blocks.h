@@ -44,6 +44,16 @@ struct RowBlocks {
   void lower_hits(int64_t n) { num_hits = static_cast<int32_t>(std::min<int64_t>(num_hits, n)); }
   void resize(int64_t size) { blocks.resize(static_cast<size_t>(size), kNullBlock); }
 
+  // Appends blocks. A full row gets twice its size, at most `most` blocks, so that the first blocks
+  // after a long prompt do not copy the row.
+  void append(const BlockId* ids, int64_t n, int64_t most) {
+    const auto needed = blocks.size() + static_cast<size_t>(n);
+    if (needed > blocks.capacity()) {
+      blocks.reserve(std::max(needed, std::min(2 * needed, static_cast<size_t>(most))));
+    }
+    blocks.insert(blocks.end(), ids, ids + n);
+  }
+
   // Removes all blocks; the memory is kept for reuse.
   void clear() {
     blocks.clear();

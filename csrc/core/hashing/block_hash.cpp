@@ -81,15 +81,15 @@ Hash BlockHasher::hash(HashAlgorithm algorithm, const Hash& parent, const int32_
   return digest(algorithm, buffer_.data(), static_cast<size_t>(p - buffer_.data()));
 }
 
-std::vector<Hash> hash_blocks(HashAlgorithm algorithm, const std::vector<int32_t>& tokens,
+std::vector<Hash> hash_blocks(HashAlgorithm algorithm, const int32_t* tokens, size_t num_tokens,
                               int64_t block_size, const Hash& parent,
                               const std::vector<std::string>& extras) {
   BlockHasher hasher;
-  std::vector<Hash> out(tokens.size() / static_cast<size_t>(block_size));
+  std::vector<Hash> out(num_tokens / static_cast<size_t>(block_size));
   Pieces pieces;
   for (size_t i = 0; i < out.size(); ++i) {
     out[i] = hasher.hash(algorithm, i == 0 ? parent : out[i - 1],
-                         tokens.data() + i * static_cast<size_t>(block_size), block_size,
+                         tokens + i * static_cast<size_t>(block_size), block_size,
                          extras.empty() ? std::string_view() : extras[i]);
     pieces.pass(block_size);
   }

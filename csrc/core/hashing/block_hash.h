@@ -41,7 +41,7 @@ class BlockHasher {
 
 // Returns the hashes of all full blocks. `extras` is empty, or has one entry per full block.
 // Accesses only its arguments, so it may run without the GIL.
-std::vector<Hash> hash_blocks(HashAlgorithm algorithm, const std::vector<int32_t>& tokens,
+std::vector<Hash> hash_blocks(HashAlgorithm algorithm, const int32_t* tokens, size_t num_tokens,
                               int64_t block_size, const Hash& parent,
                               const std::vector<std::string>& extras);
 

@@ -10,10 +10,12 @@ std::vector<Hash> HashedTokens::hash_behind(const std::vector<int32_t>& tokens,
                                             const std::vector<std::string>& extras) const {
   const auto first = kept_.begin() + (num_blocks() * block_size_ - first_kept_);
   const Hash& parent = hashes_.empty() ? parent_ : hashes_.back();
-  if (first == kept_.end()) return hash_blocks(algorithm_, tokens, block_size_, parent, extras);
+  if (first == kept_.end()) {
+    return hash_blocks(algorithm_, tokens.data(), tokens.size(), block_size_, parent, extras);
+  }
   std::vector<int32_t> unhashed(first, kept_.end());
   unhashed.insert(unhashed.end(), tokens.begin(), tokens.end());
-  return hash_blocks(algorithm_, unhashed, block_size_, parent, extras);
+  return hash_blocks(algorithm_, unhashed.data(), unhashed.size(), block_size_, parent, extras);
 }
 
 void HashedTokens::append(std::vector<int32_t> tokens, std::vector<Hash> hashes) {

@@ -16,8 +16,7 @@ void TokenIds::append_any(const int32_t* tokens, int64_t n) {
         "token_ids came while blocks of the same request are being hashed: "
         "append them when that call has returned");
   }
-  // Reserve for generated tokens, so that the first one does not move a long prompt.
-  if (ids_.capacity() == 0) ids_.reserve(static_cast<size_t>(n) + 256);
+  if (ids_.capacity() == 0) reserve(static_cast<size_t>(n));
   if (tokens == nullptr) {
     ids_.resize(ids_.size() + static_cast<size_t>(n));
   } else {
@@ -25,7 +24,7 @@ void TokenIds::append_any(const int32_t* tokens, int64_t n) {
       const int32_t* negative = std::find_if(tokens, tokens + n, [](int32_t t) { return t < 0; });
       if (negative != tokens + n) fail_negative(negative - tokens, *negative);
     }
-    ids_.insert(ids_.end(), tokens, tokens + n);
+    ids_.append(tokens, static_cast<size_t>(n));
   }
   try {
     for (TokenChain* chain : readers_) chain->read_given();
@@ -33,6 +32,14 @@ void TokenIds::append_any(const int32_t* tokens, int64_t n) {
     take_back(n);
     throw;
   }
+}
+
+// Reserves for generated tokens, so that the first one does not move a long prompt. Requests that
+// are admitted together get different capacities. Otherwise all of them would grow in one step.
+void TokenIds::reserve(size_t num_prompt_tokens) {
+  constexpr size_t kLeast = 256, kStride = 37;  // odd, so that kLeast requests differ
+  static thread_local size_t num_requests = 0;
+  ids_.reserve(num_prompt_tokens + kLeast + kStride * num_requests++ % kLeast);
 }
 
 void TokenIds::take_back(int64_t n) {
@@ -83,9 +90,9 @@ void TokenChain::adopt_hashes(const TokenChain& other, int64_t num_tokens) {
   const auto n = std::min(static_cast<size_t>(num_tokens / block_size_), other.hashes_.size());
   if (is_hashing_ || hashes_.size() >= n) return;
   if (!other.variants_.empty()) {
-    variants_.assign(other.variants_.begin(), other.variants_.begin() + static_cast<int64_t>(n));
+    variants_.assign(other.variants_.data(), n);
   }
-  hashes_.assign(other.hashes_.begin(), other.hashes_.begin() + static_cast<int64_t>(n));
+  hashes_.assign(other.hashes_.data(), n);
 }
 
 void TokenChain::forget_removed() {
@@ -94,7 +101,7 @@ void TokenChain::forget_removed() {
   if (variants_.size() > num_full) variants_.resize(num_full);
 }
 
-const std::vector<Hash>& TokenChain::hashes() {
+const HashList& TokenChain::hashes() {
   if (is_hashing_) {
     throw std::runtime_error(
         "the blocks of this request are being hashed by a call that has not returned: "
@@ -116,10 +123,9 @@ const std::vector<Hash>& TokenChain::hashes() {
 
   const size_t num_full = static_cast<size_t>(num_tokens() / block_size_);
   static thread_local BlockHasher hasher;
-  const int32_t* tokens = tokens_->ids().data();
-  // A prompt gets exactly the capacity that it needs. After that, the capacity doubles, so that
-  // most generated blocks cause no copy.
-  if (num_full > hashes_.capacity()) hashes_.reserve(std::max(num_full, 2 * hashes_.size()));
+  const int32_t* tokens = tokens_->data();
+  // The hashes grow with the capacity of the tokens, so that most generated blocks cause no copy.
+  hashes_.reserve(static_cast<size_t>(tokens_->capacity() / block_size_));
   Pieces pieces;
   while (hashes_.size() < num_full) {
     const auto i = static_cast<int64_t>(hashes_.size());

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/growing_array.h"
 #include "core/hashing/block_hash.h"
 #include "core/hashing/extra_keys.h"
 
@@ -18,14 +19,19 @@ namespace kvcache {
 
 class TokenChain;
 
+using HashList = GrowingArray<Hash>;
+
 // The known token ids, shared by the chains of a request.
 class TokenIds {
  public:
   // Ids are at least 0. With `takes_placeholders`, negative ids are also allowed. Their content is
   // defined by other data.
   explicit TokenIds(bool takes_placeholders = false) : takes_placeholders_(takes_placeholders) {}
-  TokenIds(std::vector<int32_t> ids, bool takes_placeholders)
-      : takes_placeholders_(takes_placeholders), ids_(std::move(ids)) {}
+  TokenIds(const std::vector<int32_t>& ids, bool takes_placeholders)
+      : takes_placeholders_(takes_placeholders) {
+    reserve(ids.size());
+    ids_.append(ids.data(), ids.size());
+  }
   TokenIds(const TokenIds&) = delete;
 
   // Appends tokens; null means zeros. Throws std::invalid_argument on a negative id,
@@ -48,14 +54,16 @@ class TokenIds {
   [[noreturn]] static void fail_negative(int64_t i, int32_t id);
 
   int64_t size() const { return static_cast<int64_t>(ids_.size()); }
-  const std::vector<int32_t>& ids() const { return ids_; }
+  const int32_t* data() const { return ids_.data(); }
+  int64_t capacity() const { return static_cast<int64_t>(ids_.capacity()); }
 
  private:
   friend class TokenChain;
   void append_any(const int32_t* tokens, int64_t n);
+  void reserve(size_t num_prompt_tokens);
 
   bool takes_placeholders_;
-  std::vector<int32_t> ids_;
+  GrowingArray<int32_t> ids_;
   int num_hashing_ = 0;               // number of chains that are currently hashing
   std::vector<TokenChain*> readers_;  // chains that read given hashes when tokens arrive
 };
@@ -100,7 +108,7 @@ class TokenChain {
   int64_t num_encoder_tokens() const { return num_encoder_tokens_; }
   int64_t num_tokens() const { return tokens_->size(); }
   bool takes_placeholders() const { return tokens_->takes_placeholders(); }
-  const int32_t* tokens() const { return tokens_->ids().data(); }
+  const int32_t* tokens() const { return tokens_->data(); }
   const Hash& parent() const { return parent_; }         // parent hash of the first block
   const EventLabels& labels() const { return labels_; }  // labels of the events of its blocks
   uint32_t tenant() const { return extra_keys_.tenant(); }
@@ -112,10 +120,10 @@ class TokenChain {
   // Returns the hashes of the full blocks, computing missing ones. Throws std::runtime_error while
   // an earlier call computes them, and rethrows the error of an interruption. Already computed
   // hashes are kept.
-  const std::vector<Hash>& hashes();
+  const HashList& hashes();
 
   // Returns the hashes computed so far, without computing more.
-  const std::vector<Hash>& known_hashes() const { return hashes_; }
+  const HashList& known_hashes() const { return hashes_; }
   // The variant (core/pool/variants.h) of each hash. Null: all are 0.
   const uint64_t* variants() const { return variants_.empty() ? nullptr : variants_.data(); }
   uint64_t variant(int64_t i) const {
@@ -150,8 +158,8 @@ class TokenChain {
   HashScheme scheme_;
   EventLabels labels_;
   bool is_hashing_ = false;
-  std::vector<Hash> hashes_;
-  std::vector<uint64_t> variants_;  // one per hash if the request has items, otherwise empty
+  HashList hashes_;
+  GrowingArray<uint64_t> variants_;  // one per hash if the request has items, otherwise empty
 };
 
 }  // namespace kvcache

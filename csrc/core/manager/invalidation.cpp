@@ -109,7 +109,7 @@ int64_t Invalidation::limit_by_blocks(int32_t row) const {
 
 int64_t Invalidation::limit_by_hashes(int32_t row) const {
   int64_t limit = kUnbounded;
-  const std::vector<Hash>& hashes = (*context_.rows)[row].chain->known_hashes();
+  const HashList& hashes = (*context_.rows)[row].chain->known_hashes();
   for (size_t i = 0; i < hashes.size() && !hashes_.empty(); ++i) {
     const auto found = hashes_.find(hashes[i]);
     if (found == hashes_.end()) continue;
@@ -203,7 +203,7 @@ bool Invalidation::add_invalid_block(BlockId id, int64_t num_valid) {
 // Adds the hashes under which other rows may have found the row's tokens in this block.
 bool Invalidation::add_found(int32_t row, const CacheGroup& group, int64_t block, BlockId id,
                              int64_t num_valid) {
-  const std::vector<Hash>& hashes = (*context_.rows)[row].chain->known_hashes();
+  const HashList& hashes = (*context_.rows)[row].chain->known_hashes();
   std::vector<Hash> found = context_.pool->partial_hashes_of(id);
   if (context_.pool->hash_of(id) != nullptr) found.push_back(*context_.pool->hash_of(id));
   const int64_t last =
@@ -222,7 +222,7 @@ bool Invalidation::add_found(int32_t row, const CacheGroup& group, int64_t block
 bool Invalidation::add_kept_states(int32_t row, const CacheGroup& group, int64_t block,
                                    int64_t num_valid) {
   const Row& r = (*context_.rows)[row];
-  const std::vector<Hash>& hashes = r.chain->known_hashes();
+  const HashList& hashes = r.chain->known_hashes();
   const int64_t last =
       std::min({r.num_computed / context_.hash_block_size, (block + 1) * group.num_hashes - 1,
                 static_cast<int64_t>(hashes.size())});
@@ -237,7 +237,7 @@ bool Invalidation::add_kept_states(int32_t row, const CacheGroup& group, int64_t
 // For partial blocks, this is unknown, so all of their hashes are added.
 bool Invalidation::add_dropped(const TokenChain& chain, const CacheGroup& group, int64_t block,
                                int64_t num_valid) {
-  const std::vector<Hash>& hashes = chain.known_hashes();
+  const HashList& hashes = chain.known_hashes();
   const int64_t end = (block + 1) * group.num_hashes;
   bool changed = false;
   // Other rows may have used the block while it was published, and may have published their

@@ -28,6 +28,7 @@ bool copies_hits(const std::vector<CacheGroup>& groups) {
 
 Manager::Manager(const ManagerOptions& options)
     : setup_(options),
+      prefault_(setup_.options.prefault),
       rows_(&setup_.groups, setup_.options.max_num_reqs),
       steps_(setup_.groups.size(), setup_.options.num_blocks),
       tiers_(&setup_, &steps_),
@@ -53,6 +54,7 @@ Manager::Manager(const ManagerOptions& options)
                 {setup_.hash_block_size, &publisher_, &release_, &server_}),
       pins_(&tiers_.pool()) {
   tiers_.share(&guard_.soundness());
+  prefault_.commit();
 }
 
 void Manager::set_now(int64_t ms) {
@@ -93,7 +95,7 @@ const std::vector<BlockId>& Manager::blocks(int32_t row, int64_t group) const {
   return rows_.blocks(row)[group].blocks;
 }
 
-const std::vector<Hash>& Manager::hashes(TokenChain& chain) {
+const HashList& Manager::hashes(TokenChain& chain) {
   const Call call(this);
   return chain.hashes();
 }
@@ -200,7 +202,8 @@ int64_t Manager::checkpoint_tokens(TokenChain& chain, int32_t row, int64_t num_t
 int64_t Manager::pin(const std::string& session, TokenChain& chain) {
   const Call call(this);
   intake_.hash_ahead(chain, /*reads=*/true);
-  return pins_.pin(session, chain.known_hashes(), setup_.groups);
+  const HashList& hashes = chain.known_hashes();
+  return pins_.pin(session, hashes.data(), hashes.size(), setup_.groups);
 }
 
 int64_t Manager::unpin(const std::string& session) {

@@ -45,6 +45,7 @@
 #include "core/manager/token_intake.h"
 #include "core/pool/block_pool.h"
 #include "core/pool/event_log.h"
+#include "core/prefault.h"
 
 namespace kvcache {
 
@@ -63,6 +64,7 @@ class Manager {
   const CacheStats& stats() const { return stats_; }
   const TierCount& tiers() const { return tiers_.counts(); }
   void clear_stats();
+  const Prefault& prefault() const { return prefault_; }
   // The learned statistics of the device's eviction policy, empty if it does not learn. `learn`
   // replaces them with the same number of values.
   std::vector<double> learned() const;
@@ -86,7 +88,7 @@ class Manager {
   // creation.
   void set_now(int64_t ms);
 
-  const std::vector<Hash>& hashes(TokenChain& chain);
+  const HashList& hashes(TokenChain& chain);
 
   // Sets out[i] to the oldest block of the group that is published under hashes[i] on the device or
   // on the host, or to -1.
@@ -267,6 +269,7 @@ class Manager {
   std::vector<int64_t> external_hits(const std::vector<NewRow>& requests);
 
   ManagerSetup setup_;
+  Prefault prefault_;  // notes the arrays of the members that follow
   CallGuard guard_;
   RowTable rows_;
   Steps steps_;

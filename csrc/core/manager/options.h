@@ -55,6 +55,7 @@ struct ManagerOptions {  // all sizes are at most 2**31 - 1
   bool record_events = false;
   bool announce_reused = false;  // whether to record events also for blocks that a request hits
   bool track_residency = false;
+  bool prefault = true;         // commit the memory of the pools at construction (prefault.h)
   int64_t stats_window = 1000;  // requests
   Eviction eviction, host_eviction;
   int64_t num_host_blocks = 0;  // including the null block; 0: no host tier

@@ -118,9 +118,9 @@ bool PrefixFinder::is_end_found(const CacheGroup& group, int64_t num_tokens) con
 
 const PrefixHit& PrefixFinder::find(const TokenChain& chain, bool with_partial, bool with_host,
                                     bool reads) {
-  static const std::vector<Hash> kNone;
+  static const HashList kNone;
   reads = reads && is_enabled_ && chain.num_tokens() > 0;
-  const std::vector<Hash>& hashes = reads ? chain.known_hashes() : kNone;
+  const HashList& hashes = reads ? chain.known_hashes() : kNone;
   const int64_t max_tokens = std::max<int64_t>(chain.num_tokens() - 1, 0);
   hashes_ = &hashes;
   variants_ = reads ? chain.variants() : nullptr;

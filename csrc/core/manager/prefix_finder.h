@@ -109,7 +109,7 @@ class PrefixFinder {
   int64_t unit_ = 1, whole_unit_ = 1;
   bool is_enabled_, has_tokens_ = false, has_states_ = false;
   // State of the current search.
-  const std::vector<Hash>* hashes_ = nullptr;
+  const HashList* hashes_ = nullptr;
   const uint64_t* variants_ = nullptr;
   bool with_partial_ = false;
   int64_t step_ = 1;        // unit_ or whole_unit_

@@ -58,7 +58,7 @@ void Publisher::publish_blocks(int32_t row) {
 
 void Publisher::publish_part(int32_t row, const CacheGroup& group, int64_t block, int64_t hash) {
   const TokenChain& chain = *(*c_.rows)[row].chain;
-  const std::vector<Hash>& hashes = chain.known_hashes();
+  const HashList& hashes = chain.known_hashes();
   const BlockId id = c_.rows->blocks(row)[group.id][block];
   c_.pool->publish_partial(id, hashes[static_cast<size_t>(hash)], hashes[0], group.id,
                            chain.variant(hash));

@@ -211,7 +211,7 @@ int64_t RequestChecks::check_computed(const TokenChain& chain,
     throw std::invalid_argument(what + ": expected at most " + std::to_string(most) +
                                 ", since the last token must run");
   }
-  const std::vector<Hash>& hashes = chain.known_hashes();
+  const HashList& hashes = chain.known_hashes();
   for (const CacheGroup& group : c_.setup->groups) {
     const std::vector<BlockId>& ids = computed[group.id];
     const int64_t first = group.first_hit_block(num_tokens);

@@ -153,7 +153,7 @@ Span RowServer::span_of(const NewRow& asked, const PrefixHit& hit) {
 // Whether an earlier row of the step fills blocks that this request could hit in the next step.
 bool RowServer::waits_for_earlier(const TokenChain& chain, int64_t num_hit) const {
   const int64_t unit = has_state_ ? parts_.finder->unit() : parts_.finder->whole_unit();
-  const std::vector<Hash>& hashes = chain.known_hashes();
+  const HashList& hashes = chain.known_hashes();
   for (const StepJournal::Served& served : c_.journal->last().rows) {
     const Row& r = (*c_.rows)[served.row];
     if (r.next_publish == kUnbounded) continue;
@@ -164,7 +164,7 @@ bool RowServer::waits_for_earlier(const TokenChain& chain, int64_t num_hit) cons
     if (stop % unit != 0 || stop <= first || !keeps_states_at(served.row, stop)) continue;
     if (stop > r.num_computed || stop >= chain.num_tokens()) continue;
     const auto last = static_cast<size_t>(stop / parts_.hash_block_size - 1);
-    const std::vector<Hash>& others = r.chain->known_hashes();
+    const HashList& others = r.chain->known_hashes();
     if (last < hashes.size() && last < others.size() && hashes[last] == others[last]) return true;
   }
   return false;

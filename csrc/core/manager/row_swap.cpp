@@ -30,7 +30,7 @@ RowSwap::Twins RowSwap::cached_twins(const std::vector<int32_t>& rows) const {
   for (int32_t row : rows) {
     const Row& r = (*c_.rows)[row];
     if (!r.chain->read_cache() || r.is_stale) continue;
-    const std::vector<Hash>& hashes = r.chain->known_hashes();
+    const HashList& hashes = r.chain->known_hashes();
     const int64_t num_known = std::min(publisher_->num_with_kv(row),
                                        static_cast<int64_t>(hashes.size()) * r.chain->block_size());
     for (const CacheGroup& group : *c_.groups) {

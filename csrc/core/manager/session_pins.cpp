@@ -8,9 +8,9 @@
 
 namespace kvcache {
 
-int64_t SessionPins::pin(const std::string& session, const std::vector<Hash>& hashes,
+int64_t SessionPins::pin(const std::string& session, const Hash* hashes, size_t num_hashes,
                          const std::vector<CacheGroup>& groups) {
-  std::vector<Pinned> pinned = found(hashes, groups);
+  std::vector<Pinned> pinned = found(hashes, num_hashes, groups);
   forget_dead_sessions();
   std::vector<Pinned>& of_session = pins_[session];  // created first, because this may throw
   for (const Pinned& each : pinned) pool_->pin(&each.id, 1);
@@ -29,11 +29,11 @@ int64_t SessionPins::unpin(const std::string& session) {
   return num_broken;
 }
 
-std::vector<SessionPins::Pinned> SessionPins::found(const std::vector<Hash>& hashes,
+std::vector<SessionPins::Pinned> SessionPins::found(const Hash* hashes, size_t num_hashes,
                                                     const std::vector<CacheGroup>& groups) const {
   std::vector<Pinned> pinned;
   for (const CacheGroup& group : groups) {
-    for (auto i = static_cast<size_t>(group.num_hashes) - 1; i < hashes.size();
+    for (auto i = static_cast<size_t>(group.num_hashes) - 1; i < num_hashes;
          i += static_cast<size_t>(group.num_hashes)) {
       const BlockId id = pool_->find(hashes[i], group.id);
       if (id != kNullBlock) {

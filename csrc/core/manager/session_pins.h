@@ -22,7 +22,7 @@ class SessionPins {
 
   // Pins the blocks of the pool with these hashes for a session, replacing its earlier pins.
   // Returns the number of pinned blocks.
-  int64_t pin(const std::string& session, const std::vector<Hash>& hashes,
+  int64_t pin(const std::string& session, const Hash* hashes, size_t num_hashes,
               const std::vector<CacheGroup>& groups);
   // Returns how many blocks of the session were evicted despite their pins; 0 without pins.
   int64_t unpin(const std::string& session);
@@ -38,7 +38,7 @@ class SessionPins {
     uint8_t group, generation;
     Hash hash;
   };
-  std::vector<Pinned> found(const std::vector<Hash>& hashes,
+  std::vector<Pinned> found(const Hash* hashes, size_t num_hashes,
                             const std::vector<CacheGroup>& groups) const;
   bool is_alive(const Pinned& pinned) const;
   void unpin_all(const std::vector<Pinned>& pinned);

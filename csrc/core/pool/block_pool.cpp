@@ -115,6 +115,7 @@ bool BlockPool::allocate(int64_t n, BlockId* out) {
   for (; done < n && uncached_free_.head() != kNullBlock; ++done) {
     out[done] = uncached_free_.head();
     uncached_free_.remove(links_.data(), out[done]);
+    __builtin_prefetch(&blocks_[out[done]], 1);
   }
   take_evicted(n - done, out + done);
   for (int64_t i = 0; i < n; ++i) {

@@ -17,6 +17,10 @@ void HashIndex::add(uint32_t tag, BlockId id) {
   int64_t walk = 1;
   for (int64_t b = home_of(tag);; b = after(b), ++walk) {
     Bucket& bucket = buckets_[b];
+    if (bucket.epoch != epoch_) {
+      bucket = Bucket{};
+      bucket.epoch = epoch_;
+    }
     const unsigned empty = slots_with(bucket, 0);
     if (empty != 0) {
       const int slot = __builtin_ctz(empty);
@@ -37,6 +41,7 @@ void HashIndex::draw_new_key() {
     before.swap(buckets_);
     longest_walk_ = 1;
     for (int64_t b = 0; b < num_buckets_; ++b) {
+      if (before[b].epoch != epoch_) continue;
       for (int slot = 0; slot < kSlots; ++slot) {
         if (before[b].tags[slot] == 0) continue;
         add(tag_of(before[b].ids[slot]), before[b].ids[slot]);

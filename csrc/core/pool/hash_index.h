@@ -41,9 +41,10 @@ class HashIndex {
   bool insert(BlockId id) { return insert(tag_of(id), id); }
   bool erase(uint32_t tag, BlockId id);  // returns whether it was the last block under its hash
   bool erase(BlockId id) { return erase(tag_of(id), id); }
+  // O(1): buckets of an earlier epoch count as empty, and are emptied by the first insertion.
   void clear() {
-    buckets_.zero();
     longest_walk_ = 1;
+    if (++epoch_ == 0) buckets_.zero();  // the epoch wrapped around
   }
   // Prefetches the data that `find` with this tag will read. The first function prefetches the
   // bucket. The second prefetches the block, after the bucket has arrived.
@@ -67,7 +68,9 @@ class HashIndex {
     // Number of entries stored after this bucket whose home is at or before it.
     uint32_t num_displaced;
     BlockId ids[kSlots];
+    uint32_t epoch;  // of the content
   };
+  static_assert(sizeof(Bucket) == 64, "a search reads one cache line per bucket");
   struct Place {
     int64_t bucket;
     int slot;  // -1: not found
@@ -98,6 +101,8 @@ class HashIndex {
     // The search is bounded, because there may be no bucket without displaced entries. All entries
     // lie within this distance of their home bucket.
     int64_t b = home_of(tag);
+    // If the home bucket is of this epoch, so are all buckets up to which entries are displaced.
+    if (buckets_[b].epoch != epoch_) return {b, -1};
     for (int64_t left = longest_walk_; left > 0; --left, b = after(b)) {
       const Bucket& bucket = buckets_[b];
       for (unsigned slots = slots_with(bucket, tag); slots != 0; slots &= slots - 1) {
@@ -116,6 +121,7 @@ class HashIndex {
   SecretKey key_;
   int64_t num_buckets_;
   ZeroedArray<Bucket> buckets_;
+  uint32_t epoch_ = 0;
   int64_t num_keys_ = 1;
   int64_t longest_walk_ = 1;
   int64_t most_walk_ = kLongestWalk;  // a longer search triggers a new key

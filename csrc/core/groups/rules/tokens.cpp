@@ -41,7 +41,7 @@ const BlockId* TokenRules::grow(Growth* growth, ServedRow* served, const CacheGr
     for (int64_t i = 0; i < std::min(num_before, take.num_new); ++i) plan->zero(own[i]);
     served->depends_from(token);
   }
-  each.blocks.insert(each.blocks.end(), own, own + take.num_new);
+  each.append(own, take.num_new, group.max_blocks);
   if (each.source != kNullBlock) {
     growth->copy_source(served, group, each[served->num_before[group.id]]);
   }

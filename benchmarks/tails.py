@@ -1,0 +1,214 @@
+"""Percentiles of decode steps and admissions, in pools of up to ten million blocks.
+
+A shared machine has spikes of its own: another process gets the core for milliseconds. Times are
+therefore those that the core spent in the call, including page faults. The peer is a busy loop of
+about the same length after each call: what is slow there as well comes from the machine.
+
+`python -m benchmarks.tails` measures 100,000 steps per pool in minutes, `make bench` a short form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import os
+import resource
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from time import perf_counter_ns, thread_time_ns
+
+import numpy as np
+
+from benchmarks.measure import Result
+from kvcache import KVCacheManager, Request
+
+BLOCK, PROMPT_BLOCKS, LONG = 16, 1024, 1_000_000
+MOST_BLOCKS = 99_999 // BLOCK  # of a call that should stay below MOST_US
+MOST_US, MOST_RATIO = 1000, 5  # goals: the slowest call, and p99.9 by p50
+FULL = {20_000: 64, 1_000_000: 256, 10_000_000: 256}  # blocks of the pool: rows of decode
+SHORT = {20_000: 64, 1_000_000: 256}
+
+
+def all_results() -> Iterator[Result]:
+    """Measure the short form."""
+    yield from results(SHORT, num_steps=3_000)
+
+
+def results(pools: dict[int, int], num_steps: int) -> Iterator[Result]:
+    gc.collect()
+    gc.disable()  # a collection takes milliseconds, in whichever call it starts
+    try:
+        for num_blocks, num_rows in pools.items():
+            yield from _memory(num_blocks)
+            yield from _pool(num_blocks, num_rows, num_steps)
+        yield from _first_steps(1, LONG, f"a context of {LONG:,} tokens")
+        yield from _first_steps(256, PROMPT_BLOCKS, f"256 contexts of {PROMPT_BLOCKS:,} tokens")
+    finally:
+        gc.enable()
+    yield Result("load average of the last minute", "", os.getloadavg()[0])
+
+
+class Times:
+    """Core time of calls, and of a busy loop after each of them.
+
+    After another process had the core, the caches hold its data. If this happened between two
+    calls, the second one is left out where calls are short (`are_short`). Calls during which it
+    happened always count, because slow ones are more likely to be among them.
+    """
+
+    def __init__(self, are_short: bool = False) -> None:
+        self._are_short = are_short
+        self.core: list[int] = []
+        self.busy: list[int] = []
+        self.elapsed: list[int] = []
+        self.num_disturbed = 0
+        self._loops = 0
+        self._switches = -1
+
+    def call(self, function: Callable[[], object]) -> None:
+        switches = _num_switches()
+        core, start = thread_time_ns(), perf_counter_ns()
+        function()
+        stop = perf_counter_ns()
+        core = thread_time_ns() - core
+        busy = self._busy()
+        self.elapsed.append(stop - start)
+        before, self._switches = self._switches, _num_switches()
+        if before == switches or not self._are_short:
+            self.core.append(core)
+            self.busy.append(busy)
+        else:
+            self.num_disturbed += 1
+
+    def _busy(self) -> int:
+        """Run the busy loop, and return its core time. Its length is fitted to the first calls."""
+        if len(self.core) == 8:
+            self._loops = sorted(self.core)[4] // 10  # ns per iteration, about
+        core = thread_time_ns()
+        for _ in itertools.repeat(None, self._loops):
+            pass
+        return thread_time_ns() - core
+
+    def results(self, name: str) -> Iterator[Result]:
+        core, busy = np.array(self.core) / 1e3, np.array(self.busy[8:]) / 1e3
+        middle = float(np.median(core))
+        yield Result(f"{name}: p50", "us", middle, float(np.median(busy)), "busy loop")
+        for what, q, bar in (
+            ("p99", 0.99, None),
+            ("p99.9", 0.999, MOST_RATIO * middle),
+            ("slowest", 1, MOST_US),
+        ):
+            ours, peer = float(np.quantile(core, q)), float(np.quantile(busy, q))
+            yield Result(f"  {what}", "us", ours, peer, "busy loop", bar)
+        yield Result("  slowest of all, elapsed time", "us", max(self.elapsed) / 1e3)
+        num = len(self.elapsed)
+        yield Result(f"  left out of {num:,}: the core was taken away", "calls", self.num_disturbed)
+
+
+def _num_switches() -> int:
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
+
+
+def _resident() -> float:
+    """Return the resident memory in MB."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize() / 1e6
+
+
+def _manager(num_blocks: int, prefault: bool = True) -> KVCacheManager:
+    return KVCacheManager(BLOCK, num_blocks + 1, 2**21, num_preallocate_tokens=0, prefault=prefault)
+
+
+def _memory(num_blocks: int) -> Iterator[Result]:
+    """Measure the memory and the time that `prefault` takes."""
+    before = _resident()
+    lazy = _manager(num_blocks, prefault=False)
+    without = _resident() - before
+    del lazy
+    before = _resident()
+    manager = _manager(num_blocks)
+    added = _resident() - before
+    name = f"pool of {num_blocks:,} blocks: resident memory"
+    yield Result(name, "MB", added, without, "prefault=False")
+    num_bytes, seconds = manager.prefaulted
+    yield Result(f"  committed at construction ({num_bytes:,} bytes)", "ms", 1e3 * seconds)
+
+
+def _pool(num_blocks: int, num_rows: int, num_steps: int) -> Iterator[Result]:
+    random = np.random.default_rng(0)
+    manager = _manager(num_blocks)
+    numbers = itertools.count()
+
+    def admit(times: Times, num_admissions: int, num_prompt_blocks: int = PROMPT_BLOCKS) -> None:
+        for _ in range(num_admissions):
+            tokens = random.integers(0, 152_000, num_prompt_blocks * BLOCK, dtype=np.int32)
+            request = Request(str(next(numbers)), tokens)
+            times.call(lambda new=request: manager.step(new=[new]))
+            manager.free(request)
+
+    # Enough to allocate each block, and then to evict some.
+    first, largest, after_reset, decode = Times(), Times(), Times(), Times(are_short=True)
+    admit(first, max(num_blocks // PROMPT_BLOCKS * 11 // 10, num_steps // 10))
+    name = f"admission of {PROMPT_BLOCKS:,} blocks, pool of {num_blocks:,}"
+    yield from first.results(name)
+    admit(largest, max(num_steps // 50, 60), MOST_BLOCKS)
+    yield from largest.results(f"  the same of {MOST_BLOCKS:,} blocks")
+    start = thread_time_ns()
+    assert manager.cache.reset()
+    yield Result("  reset of the prefix cache", "us", (thread_time_ns() - start) / 1e3, bar=MOST_US)
+    admit(after_reset, max(num_steps // 10, 100))
+    yield from after_reset.results("  the same after the reset")
+
+    # Every few steps, the oldest row ends and a new one follows. Lengths differ, so that rows need
+    # their next block in different steps.
+    def prompt() -> Request:
+        num_tokens = 512 + int(random.integers(BLOCK))
+        tokens = random.integers(0, 152_000, num_tokens, dtype=np.int32)
+        return Request(str(next(numbers)), tokens)
+
+    prompts = deque(prompt() for _ in range(num_rows))
+    manager.step(new=list(prompts))
+    ones = np.ones(num_rows, np.int32)
+    for step in range(num_steps):
+        rows = np.array([manager.row(each) for each in prompts], np.int32)
+        sampled = random.integers(0, 152_000, num_rows, dtype=np.int32)
+        decode.call(lambda rows=rows, ids=sampled: manager.step(rows, ones, token_ids=ids))
+        if step % 4 == 3:
+            manager.free(prompts.popleft())
+            prompts.append(prompt())
+            manager.step(new=[prompts[-1]])
+    yield from decode.results(f"decode step of {num_rows} rows, pool of {num_blocks:,}")
+
+
+def _first_steps(num_rows: int, num_tokens: int, what: str) -> Iterator[Result]:
+    """Measure the first decode steps of requests admitted together, which must copy no context."""
+    random = np.random.default_rng(0)
+    manager = _manager(200_000)
+    new = [
+        Request(str(i), random.integers(0, 152_000, num_tokens + i % BLOCK, dtype=np.int32))
+        for i in range(num_rows)
+    ]
+    rows, ones = manager.step(new=new).rows, np.ones(num_rows, np.int32)
+    times = Times(are_short=True)
+    for _ in range(2_000):
+        times.call(lambda: manager.step(rows, ones, token_ids=ones))
+    yield from times.results(f"first decode steps of {what}")
+
+
+def main() -> int:
+    from benchmarks.__main__ import lines_of
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tails", description=__doc__)
+    parser.add_argument("--steps", type=int, default=100_000, help="decode steps per pool")
+    parser.add_argument("--blocks", type=int, choices=FULL, help="one pool (default: all)")
+    args = parser.parse_args()
+    pools = FULL if args.blocks is None else {args.blocks: FULL[args.blocks]}
+    for result in results(pools, args.steps):
+        print("\n".join(lines_of(result)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

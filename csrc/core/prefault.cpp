@@ -1,0 +1,119 @@
+#include "core/prefault.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <fstream>
+#include <limits>
+#include <sstream>
+#include <string>
+
+namespace kvcache {
+
+namespace {
+
+// Arrays of this total size are committed without a look at the available memory.
+constexpr size_t kSmall = size_t{64} << 20;
+
+void commit_pages(char* data, size_t num_bytes) {
+#ifdef MADV_POPULATE_WRITE
+  if (madvise(data, num_bytes, MADV_POPULATE_WRITE) == 0) return;
+#endif
+  // Kernels before 5.14 lack the request.
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  for (size_t at = 0; at < num_bytes; at += page) {
+    volatile char* byte = data + at;
+    *byte = *byte;
+  }
+}
+
+// Returns the number in a file; the largest number if the file is missing or says "max".
+int64_t number_in(const std::string& path) {
+  int64_t number = 0;
+  std::ifstream file(path);
+  return file >> number ? number : std::numeric_limits<int64_t>::max();
+}
+
+// Returns the unused part of the limits of a control group and the groups that contain it.
+int64_t left_in(const std::string& root, std::string group, const char* limit, const char* used) {
+  int64_t left = std::numeric_limits<int64_t>::max();
+  for (;; group.erase(group.rfind('/'))) {
+    const std::string folder = root + group + "/";
+    const int64_t most = number_in(folder + limit);
+    if (most != std::numeric_limits<int64_t>::max()) {
+      left = std::min(left, std::max<int64_t>(most - number_in(folder + used), 0));
+    }
+    if (group.find('/') == std::string::npos) return left;
+  }
+}
+
+}  // namespace
+
+int64_t available_memory() {
+  int64_t available = 0;
+  std::ifstream info("/proc/meminfo");
+  for (std::string line; std::getline(info, line);) {
+    std::istringstream words(line);
+    std::string name;
+    int64_t kib = 0;
+    if (words >> name >> kib && name == "MemAvailable:") available = kib << 10;
+  }
+  std::ifstream groups("/proc/self/cgroup");
+  for (std::string line; std::getline(groups, line);) {  // "number:controllers:/path"
+    const size_t path = line.rfind(":/");
+    if (path == std::string::npos) continue;
+    std::string group = line.substr(path + 1);
+    if (group == "/") group.clear();
+    if (line.compare(0, 3, "0::") == 0) {
+      available =
+          std::min(available, left_in("/sys/fs/cgroup", group, "memory.max", "memory.current"));
+    } else if (line.find(":memory:") != std::string::npos) {
+      available = std::min(available, left_in("/sys/fs/cgroup/memory", group,
+                                              "memory.limit_in_bytes", "memory.usage_in_bytes"));
+    }
+  }
+  return available;
+}
+
+thread_local Prefault* Prefault::current_ = nullptr;
+
+Prefault::Prefault(bool is_enabled) : is_noting_(is_enabled) {
+  if (!is_noting_) return;
+  outer_ = current_;
+  current_ = this;
+}
+
+Prefault::~Prefault() { stop(); }
+
+void Prefault::stop() {
+  if (is_noting_) current_ = outer_;
+  is_noting_ = false;
+}
+
+void Prefault::add(void* data, size_t num_bytes) {
+  if (num_ranges_ < ranges_.size()) ranges_[num_ranges_++] = {data, num_bytes};
+}
+
+void Prefault::forget(const void* data) {
+  Range* stop = std::remove_if(ranges_.data(), ranges_.data() + num_ranges_,
+                               [data](const Range& range) { return range.data == data; });
+  num_ranges_ = static_cast<size_t>(stop - ranges_.data());
+}
+
+void Prefault::commit() {
+  if (!is_noting_) return;
+  stop();
+  const auto start = std::chrono::steady_clock::now();
+  size_t num_bytes = 0;
+  for (size_t i = 0; i < num_ranges_; ++i) num_bytes += ranges_[i].num_bytes;
+  if (num_bytes > kSmall && static_cast<int64_t>(num_bytes) > available_memory() / 2) return;
+  for (size_t i = 0; i < num_ranges_; ++i) {
+    commit_pages(static_cast<char*>(ranges_[i].data), ranges_[i].num_bytes);
+  }
+  num_committed_ = static_cast<int64_t>(num_bytes);
+  seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+}  // namespace kvcache

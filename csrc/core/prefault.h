@@ -1,0 +1,57 @@
+// Commits the memory of a pool when it is constructed, instead of in the calls that first use it.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+namespace kvcache {
+
+// The kernel commits and clears a page on first access, and a huge page takes it longer than a
+// whole step should. While a Prefault exists, zeroed arrays that its thread constructs
+// (zeroed_array.h) are noted, and `commit` commits them together. Nested ones are independent.
+class Prefault {
+ public:
+  explicit Prefault(bool is_enabled);
+  ~Prefault();
+  Prefault(const Prefault&) = delete;
+
+  // Commits the noted arrays and notes no more. Commits none of them if they need more than half of
+  // the available memory, because a process that exceeds it is killed.
+  void commit();
+  int64_t num_bytes() const { return num_committed_; }  // committed
+  double seconds() const { return seconds_; }           // taken by `commit`
+
+  // Called by arrays. `remove` is for an array that is destroyed.
+  static void note(void* data, size_t num_bytes) {
+    if (current_ != nullptr) current_->add(data, num_bytes);
+  }
+  static void remove(const void* data) {
+    if (current_ != nullptr) current_->forget(data);
+  }
+
+ private:
+  struct Range {
+    void* data;
+    size_t num_bytes;
+  };
+  void add(void* data, size_t num_bytes);
+  void forget(const void* data);
+  void stop();
+
+  static thread_local Prefault* current_;
+
+  bool is_noting_;
+  Prefault* outer_ = nullptr;
+  // Two tiers have at most 30 arrays. Any others are committed on first access.
+  std::array<Range, 64> ranges_;
+  size_t num_ranges_ = 0;
+  int64_t num_committed_ = 0;
+  double seconds_ = 0;
+};
+
+// Returns the bytes that this process can commit without exceeding the memory of the machine or of
+// its control groups; 0 if unknown.
+int64_t available_memory();
+
+}  // namespace kvcache
