@@ -85,7 +85,7 @@ py::object last_tokens(const py::list& requests_tokens, const py::array_t<int64_
   for (size_t i = 0; i < each.size(); ++i) {
     const int64_t computed = num_computed.data()[i];
     if (computed < 0 || each[i]->size() != computed + 1) return py::none();
-    last.mutable_data()[i] = each[i]->ids().back();
+    last.mutable_data()[i] = each[i]->data()[computed];
   }
   return std::move(last);
 }
