@@ -90,6 +90,14 @@ class PrefixCache:
         return self._context_parallel
 
     @property
+    def prefaulted(self) -> tuple[int, float]:
+        """Bytes that `CacheOptions.prefault` committed at construction, and the seconds it took.
+
+        (0, 0.0) if the option is off or the pools need too much of the available memory.
+        """
+        return self._native.prefaulted
+
+    @property
     def hash_block_size(self) -> int:
         """Tokens per hash."""
         return self._native.hash_block_size

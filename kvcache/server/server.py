@@ -111,9 +111,13 @@ class _Protocol(H11Protocol):
         return cycle is None or cycle.response_complete or cycle.more_body
 
     def connection_made(self, transport: asyncio.Transport) -> None:
+        # With a burst, all protocols are created before the first of them has its connection.
+        self.receiving_since = time.monotonic()
         super().connection_made(transport)
-        if len(self.connections) > self.limits.max_connections:
-            waiting = [each for each in self.connections if each.is_receiving]
+        # An aborted connection is listed until the event loop has closed it.
+        open_ones = [each for each in self.connections if not each.transport.is_closing()]
+        if len(open_ones) > self.limits.max_connections:
+            waiting = [each for each in open_ones if each.is_receiving]
             min(waiting, key=lambda each: each.receiving_since).transport.abort()
         own = transport.get_extra_info("socket")
         if own is not None and own.family in (socket.AF_INET, socket.AF_INET6):

@@ -395,6 +395,13 @@ def rest_of(connection):
     return data
 
 
+def awaited(holds):
+    until = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
 
 
@@ -452,16 +459,33 @@ class TestSlowClients:
     def test_the_slowest_gives_way_to_new_connections(self):
         limits = Limits(max_connections=5, request_seconds=60, grace_seconds=0.1)
         with serving(limits=limits) as running:
-            silent, until = [], time.monotonic() + 60
+            silent = []
             for _ in range(20):
                 silent.append(socket.create_connection(running.listener.getsockname()))
                 own = silent[-1].getsockname()
-                while own not in [each.client for each in list(running.connections)]:
-                    assert time.monotonic() < until
-                    time.sleep(0.001)
+                awaited(lambda own=own: own in [each.client for each in list(running.connections)])
             silent[0].settimeout(30)
             assert rest_of(silent[0]) == b""  # the server is full
             assert post(running).status_code == 200
+            for each in silent:
+                each.close()
+
+    def test_in_a_burst_the_first_connections_give_way(self):
+        limits = Limits(max_connections=5, request_seconds=60, grace_seconds=0.1)
+        with serving(limits=limits) as running:
+            where = running.listener.getsockname()
+            silent = [socket.create_connection(where)]
+            awaited(lambda: len(running.connections) == 1)
+            (first,) = running.connections
+            may_go_on = threading.Event()
+            first.loop.call_soon_threadsafe(may_go_on.wait, 60)
+            silent += [socket.create_connection(where) for _ in range(19)]
+            last = {each.getsockname() for each in silent[-5:]}
+            may_go_on.set()
+            awaited(lambda: {each.client for each in list(running.connections)} == last)
+            for each in silent[:-5]:
+                each.settimeout(30)
+                assert rest_of(each) == b""
             for each in silent:
                 each.close()
 
