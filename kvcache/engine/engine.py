@@ -15,9 +15,19 @@ import numpy as np
 import torch
 
 from kvcache.allocator import Request
-from kvcache.allocator.request import append_token_to_each
+from kvcache.allocator.request import append_token_to_each, last_tokens
 from kvcache.assembly import KVCache
-from kvcache.checks import check_name, instance, integer, integers, listed, seconds, shown, text
+from kvcache.checks import (
+    MAX_INT32,
+    check_name,
+    instance,
+    integer,
+    integers,
+    listed,
+    seconds,
+    shown,
+    text,
+)
 from kvcache.engine.batch import Batch
 from kvcache.engine.beams import Beams
 from kvcache.engine.drafters import Drafter
@@ -75,7 +85,8 @@ class _Timed:
 class _Columns:
     """What `Engine` needs of samples that decode together, collected once for many steps.
 
-    - `are_individual`: whether a sample is a beam, or other samples are yet to be forked from it.
+    - `are_individual`: whether a sample is a beam, other samples are yet to be forked from it, or
+      its `free` may change other requests.
     """
 
     sequences: list[Sample]
@@ -98,7 +109,8 @@ class _Columns:
                 samplers.append((i, sample.sampler))
             if params.stop_token_ids:
                 stops.append((i, params.stop_token_ids))
-            if generation.beams is not None or len(generation.samples) < params.n:
+            has_forks = len(generation.samples) < params.n
+            if generation.beams is not None or has_forks or generation.free is not None:
                 are_individual = True
         return cls(samples, ids, indices, samplers, stops, are_individual)
 
@@ -397,6 +409,7 @@ class Engine:
             self._save()
             step = self.scheduler.schedule()
             if step is None:
+                self._columns = None
                 if self.is_busy:
                     time.sleep(_IDLE_S)
                 return
@@ -474,7 +487,7 @@ class Engine:
                 f"model.forward returned logits of shape {list(logits.shape)}: expected {list(wanted)}"
             )
         largest, best = logits.max(-1)
-        return best.cpu().numpy(), np.isfinite(largest.float().cpu().numpy())
+        return best.cpu().numpy(), largest.isfinite().cpu().numpy()
 
     def _take(
         self,
@@ -493,6 +506,7 @@ class Engine:
             logits = logits.cpu()  # copy once, not once per draw
         stops = step.starts[at:] + list(map(len, step.token_ids[at:])) - step.num_drafts[at:]
         rest = step.sequences[at:], step.num_logits[at:].tolist(), stops.tolist()
+        best, are_finite = best.tolist(), are_finite.tolist()
         for sample, count, stop in zip(*rest):
             rows = slice(at, at + count)
             at += count
@@ -503,7 +517,7 @@ class Engine:
                 continue
             generation = sample.generation
             try:
-                if not are_finite[rows].all():
+                if not all(are_finite[rows]):
                     raise ValueError(
                         f"logits of request {shown(generation.request_id)} are NaN or inf, or all -inf: "
                         "expected finite ones, and -inf only for some"
@@ -517,7 +531,7 @@ class Engine:
                 continue
             for each in samples:
                 try:
-                    delta = self._extend(each, logits, rows.start, best[rows].tolist())
+                    delta = self._extend(each, logits, rows.start, best[rows])
                 except Exception as error:
                     delta = self._end(each, "error", error)
                 self._deltas.append(delta)
@@ -537,7 +551,10 @@ class Engine:
         samples = decoding.sequences
         if columns.are_individual or not are_finite[:num].all():
             return 0
+        # The model may have ended a request, or appended a token to it.
         if any(sample.finish_reason for sample in samples):
+            return 0
+        if last_tokens(decoding.requests, decoding.num_computed - 1) is None:
             return 0
         if columns.samplers:
             logits = logits[:num].cpu()  # copy once, not once per draw
@@ -545,7 +562,7 @@ class Engine:
         errors: dict[int, Exception] = {}
         for i, sampler in columns.samplers:
             try:
-                tokens[i] = sampler.token(logits[i])
+                tokens[i] = integer(sampler.token(logits[i]), "token", most=MAX_INT32)
             except Exception as error:
                 errors[i] = error
         left = decoding.max_tokens - decoding.num_computed
@@ -564,22 +581,11 @@ class Engine:
         fields = zip(columns.ids, columns.indices, [[t] for t in tokens.tolist()], _NONES, _NONES)
         deltas = list(map(tuple.__new__, itertools.repeat(Delta), fields))
         for i in sorted(reasons.keys() | errors.keys()):
-            sample = samples[i]
-            if sample.finish_reason is not None:  # aborted by another request's `free`
-                continue
-            try:
-                if i in errors:
-                    raise errors[i]
-                self._end(sample, reasons[i])
+            if i in errors:
+                deltas[i] = self._end(samples[i], "error", errors[i])
+            else:
+                self._end(samples[i], reasons[i])
                 deltas[i] = deltas[i]._replace(finish_reason=reasons[i])
-            except Exception as error:
-                deltas[i] = self._end(sample, "error", error)
-        if reasons:
-            deltas = [
-                delta
-                for delta, sample in zip(deltas, samples)
-                if delta.finish_reason is not None or sample.finish_reason is None
-            ]
         self._deltas += deltas
         return num
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields
@@ -39,37 +38,14 @@ class Decoding:
     def __len__(self) -> int:
         return len(self.sequences)
 
+    @classmethod
+    def nothing(cls) -> Decoding:
+        none = np.zeros(0, np.int64)
+        return cls([], [], NO_IDS, none, none, NO_IDS)
+
     def first(self, count: int) -> Decoding:
         """Return the first `count` sequences, whose arrays are views of these."""
         return Decoding(*(getattr(self, each.name)[:count] for each in fields(self)))
-
-    def where(self, are_kept: list[bool]) -> Decoding:
-        """Return the sequences that are kept."""
-        lists = self.sequences, self.requests
-        arrays = self.rows, self.num_computed, self.max_tokens, self.last_tokens
-        mask = np.array(are_kept, bool)
-        return Decoding(
-            *(list(itertools.compress(each, are_kept)) for each in lists),
-            *(each[mask] for each in arrays),
-        )
-
-    def with_one(self, sequence: Sequence, row: int) -> Decoding:
-        """Return these sequences and one more, inserted by rank."""
-        at = len(self)
-        while at and self.sequences[at - 1].rank > sequence.rank:
-            at -= 1
-        request = sequence.request
-        lists = (self.sequences, sequence), (self.requests, request)
-        arrays = (
-            (self.rows, row),
-            (self.num_computed, request.num_tokens - 1),
-            (self.max_tokens, _end_of(sequence)),
-            (self.last_tokens, 0),
-        )
-        return Decoding(
-            *([*each[:at], value, *each[at:]] for each, value in lists),
-            *(np.insert(each, at, value) for each, value in arrays),
-        )
 
 
 def _end_of(sequence: Sequence) -> int:
@@ -174,7 +150,7 @@ class Scheduler:
         self._max_drafts = min(of_states, default=MAX_INT32)
         self._decoding: Decoding | None = None  # None: must be collected again
         self._others: list[Sequence] = []  # running sequences that are not in `_decoding`, by rank
-        self._has_left = False  # whether a collected sequence may have stopped running
+        self._has_changed = False  # whether sequences have started or stopped running since
         self._victim: Sequence | None = None
         self._is_short = False  # whether a running sequence did not get blocks in the last step
         self._in_flight: ScheduledStep | None = None
@@ -257,17 +233,23 @@ class Scheduler:
             more = [(manager.row(sequence.request), count) for sequence, count in asked]
             more_rows, more_counts = np.array(more, np.int32).T
             rows, counts = np.append(rows, more_rows), np.append(counts, more_counts)
-        plan = manager.step(
-            rows,
-            counts,
-            new=[
-                Admit(
-                    sequence.request, count, External(external, delayed=True) if external else None
-                )
-                for sequence, count, external in new
-            ],
-            swap_out=[manager.row(sequence.request) for sequence in leaving],
-        )
+        try:
+            plan = manager.step(
+                rows,
+                counts,
+                new=[
+                    Admit(
+                        sequence.request,
+                        count,
+                        External(external, delayed=True) if external else None,
+                    )
+                    for sequence, count, external in new
+                ],
+                swap_out=[manager.row(sequence.request) for sequence in leaving],
+            )
+        except BaseException:
+            self._decoding = None  # a sequence that was to leave is still running
+            raise
         return self._answered(plan, decoding, asked, leaving, new)
 
     def complete(self, step: ScheduledStep, report: StepReport | None = None) -> None:
@@ -360,7 +342,7 @@ class Scheduler:
             child.state = State.RUNNING
             child.num_cached_tokens = self.manager.num_computed_tokens(child.request)
             self._insert(self.admitted, child)
-            self._insert(self._others, child)
+            self._has_changed = True
             return True
         self._insert(self.waiting, child)
         return False
@@ -393,7 +375,7 @@ class Scheduler:
             self.manager.free(sequence.request, **release)
         self._loading.forget(sequence)
         (self.waiting if sequence.state is State.WAITING else self.admitted).remove(sequence)
-        sequence.state, self._has_left = State.FINISHED, True
+        sequence.state, self._has_changed = State.FINISHED, True
         if self._victim is sequence:
             self._victim = None
 
@@ -426,7 +408,7 @@ class Scheduler:
     def _wait_again(self, sequence: Sequence) -> None:
         """Queue a freed sequence for admission again."""
         self.admitted.remove(sequence)
-        sequence.state, self._has_left = State.WAITING, True
+        sequence.state, self._has_changed = State.WAITING, True
         self._insert(self.waiting, sequence)
 
     def _poll(self) -> None:
@@ -435,8 +417,7 @@ class Scheduler:
             if arrived.num_computed_tokens is None:
                 self._wait_again(sequence)
                 continue
-            sequence.state = State.RUNNING
-            self._insert(self._others, sequence)
+            sequence.state, self._has_changed = State.RUNNING, True
             if sequence.num_cached_tokens is None:
                 sequence.num_cached_tokens = arrived.num_computed_tokens
 
@@ -454,7 +435,7 @@ class Scheduler:
         If a sequence has drafts, all sequences are among the others. The others that have one
         known token to compute come first.
         """
-        if self._decoding is None or not self._is_updated(leaving):
+        if leaving or not self._is_current():
             self._collect(leaving)
         budget = self.max_num_batched_tokens
         decoding = self._decoding
@@ -473,59 +454,67 @@ class Scheduler:
                 budget -= taken
         return decoding, asked
 
-    def _is_updated(self, leaving: list[Sequence]) -> bool:
-        """Remove the sequences that have left from the collected ones, move those that now decode to
-        `_decoding`, and read its last tokens.
-
-        Returns False if the sequences must be collected again.
+    def _is_current(self) -> bool:
+        """Return whether the collected sequences are those that decode now, and read their last
+        tokens.
         """
-        if self._has_left or leaving:
-            self._decoding = self._decoding.where(
-                [
-                    each.state is State.RUNNING and each not in leaving
-                    for each in self._decoding.sequences
-                ]
-            )
-            self._others = [
-                each for each in self._others if each.state is State.RUNNING and each not in leaving
-            ]
-            self._has_left = False
         decoding = self._decoding
-        if any(each.drafts for each in decoding.sequences + self._others):
+        if decoding is None or self._has_changed:
             return False
-        started = [each for each in self._others if self._num_pending(each) == 1]
-        for sequence in started:
-            self._others.remove(sequence)
-            row = self.manager.row(sequence.request)
-            decoding = self._decoding = decoding.with_one(sequence, row)
+        if any(each.drafts for each in decoding.sequences):
+            return False
+        if any(each.drafts or self._num_pending(each) == 1 for each in self._others):
+            return False
         tokens = last_tokens(decoding.requests, decoding.num_computed)
         if tokens is None:
+            self._decoding = None
             return False
         decoding.last_tokens = tokens
         return True
 
     def _collect(self, leaving: list[Sequence]) -> None:
-        """Collect the running sequences anew."""
-        self._has_left = False
-        self._decoding = Decoding([], [], NO_IDS, *[np.zeros(0, np.int64)] * 2, NO_IDS)
-        self._others = [
+        """Collect the running sequences, in the order of `admitted`. Those that decoded before are
+        not looked up again.
+        """
+        known = Decoding.nothing() if self._decoding is None else self._decoding
+        places = {each: i for i, each in enumerate(known.sequences)}
+        running = [
             each for each in self.admitted if each.state is State.RUNNING and each not in leaving
         ]
-        if any(each.drafts for each in self._others):
-            return
-        running, self._others, decoding = self._others, [], []
+        have_drafts = any(each.drafts for each in running)
+        order: list[int] = []
+        started, sequences, others = [], [], []
         for each in running:
-            (decoding if self._num_pending(each) == 1 else self._others).append(each)
-        requests = [each.request for each in decoding]
-        num_computed = np.array([each.num_tokens - 1 for each in requests], np.int64)
+            place = places.get(each)
+            if have_drafts or (place is None and self._num_pending(each) != 1):
+                others.append(each)
+                continue
+            if place is None:
+                place = len(known) + len(started)
+                started.append(each)
+            order.append(place)
+            sequences.append(each)
+        more = [
+            (self.manager.row(each.request), each.request.num_tokens - 1, _end_of(each))
+            for each in started
+        ]
+        rows, num_computed, max_tokens = np.array(more, np.int64).reshape(-1, 3).T
+        requests = [each.request for each in sequences]
+        num_computed = np.append(known.num_computed, num_computed)[order]
+        tokens = last_tokens(requests, num_computed)
+        if tokens is None:  # some are no longer as they were
+            self._decoding = None
+            return self._collect(leaving)
         self._decoding = Decoding(
-            decoding,
+            sequences,
             requests,
-            np.array([self.manager.row(each) for each in requests], np.int32),
+            np.append(known.rows, rows.astype(np.int32))[order],
             num_computed,
-            np.array([_end_of(each) for each in decoding], np.int64),
-            last_tokens(requests, num_computed),
+            np.append(known.max_tokens, max_tokens)[order],
+            tokens,
         )
+        self._others, self._has_changed = others, False
+        return None
 
     def _swapped(self, budget: int) -> tuple[list[tuple[Sequence, int]], int]:
         asked: list[tuple[Sequence, int]] = []
@@ -624,14 +613,14 @@ class Scheduler:
                     stuck.append(sequence)
         for sequence, status in zip(leaving, answers.swap_out.status.tolist()):
             if status == Status.SERVED:
-                sequence.state, self._has_left = State.SWAPPED, True
+                sequence.state, self._has_changed = State.SWAPPED, True
                 sequence.num_preemptions += 1
                 self.num_swapped_out += 1
             else:
                 self._recompute(sequence)
         for sequence, _, start, _ in entries:
             if sequence.state is not State.RUNNING:
-                self._insert(self._others, sequence)
+                self._has_changed = True
             if sequence.state is State.WAITING:
                 self.waiting.remove(sequence)
                 self._insert(self.admitted, sequence)
@@ -690,7 +679,9 @@ def _scheduled(
     k = len(decoding)
     token_ids = decoding.last_tokens[:, None]
     num_drafts, num_logits = np.zeros(k, np.int64), np.ones(k, np.int64)
-    sequences, rows, starts = decoding.sequences, decoding.rows, decoding.num_computed.copy()
+    # Copies, because the scheduler changes its own in later steps.
+    sequences, rows = decoding.sequences.copy(), decoding.rows.copy()
+    starts = decoding.num_computed.copy()
     if entries or not k:
         token_ids, drafts_of, logits_of = list(token_ids), [], []
         for sequence, _, start, count in entries:
@@ -700,7 +691,7 @@ def _scheduled(
             token_ids.append(np.concatenate([tokens, drafts]) if drafts else tokens)
             drafts_of.append(len(drafts))
             logits_of.append(1 + len(drafts) if stop >= known else 0)
-        sequences = sequences + [sequence for sequence, *_ in entries]
+        sequences += [sequence for sequence, *_ in entries]
         rows = np.append(rows, np.array([row for _, row, _, _ in entries], np.int32))
         starts = np.append(starts, np.array([start for _, _, start, _ in entries], np.int64))
         num_drafts = np.append(num_drafts, np.array(drafts_of, np.int64))

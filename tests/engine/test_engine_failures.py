@@ -1,5 +1,6 @@
 """A request that fails in a step fails alone. All others keep their tokens."""
 
+import gc
 import itertools
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from kvcache.allocator import check_invariants
-from kvcache.engine import Engine, NgramDrafter, SamplingParams
+from kvcache.engine import Engine, Generation, NgramDrafter, SamplingParams
 from kvcache.engine.sampling import Sampler
 from kvcache.engine.transformers import attach
 from tests.machinery.dense_models import dense, greedy
@@ -341,6 +342,7 @@ class TestFreeCallbacks:
         assert ending.samples[0].finish_reason == "length"
         assert others[1].samples[0].finish_reason == "abort"
         assert [len(delta.token_ids) for delta in of_aborted] == [1, 1, 1]
+        assert len(others[1].samples[0].token_ids) == 3
         model = dense("llama", 2)
         assert others[0].samples[0].token_ids == greedy(model, PROMPTS[1], 9)
 
@@ -376,3 +378,23 @@ def test_a_request_aborted_while_the_model_runs_gets_no_token(make_engine, monke
     deltas = others.run()
     assert [len(delta.token_ids) for delta in deltas] == [1, 1, 1]
     assert generation.samples[0].finish_reason == "abort"
+
+
+@pytest.mark.parametrize("wrong", [-1, 2.7, 2**31])
+def test_a_sampler_that_returns_no_token_fails_alone(make_engine, monkeypatch, wrong):
+    engine = make_engine()
+    others = Others(engine)
+    monkeypatch.setattr(Sampler, "token", lambda self, logits: wrong)
+    engine.add(range(150, 170), SamplingParams(max_tokens=9, temperature=0.5))
+    (delta,) = others.run()
+    assert delta.finish_reason == "error" and delta.token_ids == []
+
+
+def test_finished_requests_are_not_kept_alive(make_engine):
+    engine = make_engine()
+    engine.add(PROMPTS[0], SamplingParams(max_tokens=4), request_id="not kept alive")
+    while engine.num_unfinished:
+        engine.step()
+    engine.step()
+    alive = [each for each in gc.get_objects() if isinstance(each, Generation)]
+    assert "not kept alive" not in [each.request_id for each in alive]
