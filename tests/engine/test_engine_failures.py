@@ -396,5 +396,6 @@ def test_finished_requests_are_not_kept_alive(make_engine):
     while engine.num_unfinished:
         engine.step()
     engine.step()
+    gc.collect()
     alive = [each for each in gc.get_objects() if isinstance(each, Generation)]
     assert "not kept alive" not in [each.request_id for each in alive]
