@@ -155,8 +155,6 @@ class TableSet:
             n,
             self._slots_in_one_memory,
         )
-        # One native call suffices: nothing is uploaded, and all groups share positions.
-        self._commits_in_place = self._slots_in_one_memory and not self._circular
         # Attribute lookups are cached, because a decode step is short.
         self._compute, self._commit = self._host_slots.compute, self._host_slots.commit
         self._num_shared = len(shared)
@@ -283,10 +281,10 @@ class TableSet:
     def commit_slots(self, num_tokens: int, group: int = ALL_GROUPS) -> None:
         """Upload whole slot mappings, with -1 after `num_tokens`."""
         call = self._slot_calls.get(group) or self._slot_call(group)
-        if self._commits_in_place:
+        self._slots.before_write()
+        if self._slots_in_one_memory and not self._circular:
             self._commit(call.place, num_tokens)
             return
-        self._slots.before_write()
         circular = self._circular if group == ALL_GROUPS else ()
         for each in (call, *(self._slot_calls[g] for g in circular)):
             self._commit(each.place, num_tokens)
