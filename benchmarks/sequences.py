@@ -64,6 +64,7 @@ def rounds(make: Callable[..., Manager], caching: bool) -> Iterator[dict[str, fl
         seconds["allocate"] = seconds_of(manager.allocate, group)
         first.status = "RUNNING"
         manager.mark_blocks_as_computed(group, NUM_TOKENS)
+        seconds["table"] = seconds_of(manager.get_block_table, first)
         child = GroupMember(2 * i + 1, [*first.token_ids], "RUNNING")
         seconds["fork"] = seconds_of(manager.fork, first, child)
         manager.free(child)
@@ -213,6 +214,9 @@ def life_results() -> Iterator[Result]:
                 against = "the same; an engine's, hashing too: 1,056"
                 title += ", hashes given"
             yield Result(title, "us", ours[name], peer[name], against, bar, goal)
+    for ours, what in ((plain, ""), (caching, ", caching")):
+        name = f"  sequence of 2,001 tokens{what}: first get_block_table"
+        yield Result(name, "us", ours["table"], peer["table"], "Python, block by block")
     yield Result("  what was before its allocate: reading and hashing", "us", caching["hash"])
 
 
