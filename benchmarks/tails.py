@@ -132,7 +132,7 @@ def _memory(num_blocks: int) -> Iterator[Result]:
     added = _resident() - before
     name = f"pool of {num_blocks:,} blocks: resident memory"
     yield Result(name, "MB", added, without, "prefault=False")
-    num_bytes, seconds = manager.prefaulted
+    num_bytes, seconds = manager.pool.prefaulted
     yield Result(f"  committed at construction ({num_bytes:,} bytes)", "ms", 1e3 * seconds)
 
 

@@ -271,14 +271,6 @@ class KVCacheManager:
         return self._host_pool
 
     @property
-    def prefaulted(self) -> tuple[int, float]:
-        """Bytes that `CacheOptions.prefault` committed at construction, and the seconds it took.
-
-        (0, 0.0) if the option is off or the pools need too much of the available memory.
-        """
-        return self._native.prefaulted
-
-    @property
     def cache(self) -> PrefixCache:
         """The prefix cache, with lookups, eviction, statistics and events."""
         return self._cache

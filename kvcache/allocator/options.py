@@ -138,7 +138,7 @@ class CacheOptions:
 
     Otherwise, the first calls that use a block wait for the kernel to commit and clear its memory.
     Nothing is committed if the pools need more than half of the memory that is available to the
-    process (`MemAvailable` and the limits of its control groups). `KVCacheManager.prefaulted`
+    process (`MemAvailable` and the limits of its control groups). `KVCacheManager.pool.prefaulted`
     reports the cost.
     """
 

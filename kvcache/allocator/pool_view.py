@@ -49,6 +49,15 @@ class DevicePoolView(PoolView):
         self._manager = manager
 
     @property
+    def prefaulted(self) -> tuple[int, float]:
+        """Bytes that `CacheOptions.prefault` committed at construction, on both tiers, and the
+        seconds that it took.
+
+        (0, 0.0) if the option is off or the pools need too much of the available memory.
+        """
+        return self._manager.prefaulted
+
+    @property
     def num_loading(self) -> int:
         """Number of blocks that unreported steps load from the host."""
         return self._manager.num_loading

@@ -202,9 +202,9 @@ def test_options_are_a_value():
 @pytest.mark.parametrize("num_host_blocks", [0, 5_000])
 def test_prefault_commits_the_memory_of_all_pools(num_host_blocks):
     options = {"num_host_blocks": num_host_blocks, "eviction": "segmented_lru"}
-    num_bytes, seconds = KVCacheManager(16, 20_000, 64, **options).prefaulted
+    num_bytes, seconds = KVCacheManager(16, 20_000, 64, **options).pool.prefaulted
     assert num_bytes > 84 * (20_000 + num_host_blocks) and seconds > 0
-    assert KVCacheManager(16, 20_000, 64, prefault=False, **options).prefaulted == (0, 0.0)
+    assert KVCacheManager(16, 20_000, 64, prefault=False, **options).pool.prefaulted == (0, 0.0)
 
 
 def test_pools_beyond_half_of_the_available_memory_are_not_committed():
@@ -212,7 +212,7 @@ def test_pools_beyond_half_of_the_available_memory_are_not_committed():
     lines = Path("/proc/meminfo").read_text().splitlines()
     (kib,) = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
     manager = KVCacheManager(16, 700 * kib // 96, 2**20)
-    assert manager.prefaulted == (0, 0.0)
+    assert manager.pool.prefaulted == (0, 0.0)
     plan = manager.step(new=[Request("a", range(40))])
     assert plan.append_ids[0].tolist() == [1, 2, 3, 4, 5, 6, 7]
 
