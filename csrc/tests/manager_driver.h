@@ -182,6 +182,7 @@ class ManagerDriver {
           break;
         }
         {
+          (void)manager_.take_copies();  // of an earlier admission
           const RowAsk ask{row->first, 1 + below(room(row->first)), below(20)};
           if (below(2) == 0) {
             manager_.extend(ask);
