@@ -382,6 +382,7 @@ class ManagerDriver {
     CHECK_THROWS(manager_.abort(manager_.num_steps()), "step_id is ");
     CHECK_THROWS(manager_.free(-1), "row -1 is not in use");
     const RowAsk ask{1000, 1};
+    (void)manager_.take_copies();
     CHECK_THROWS(manager_.take_in(&ask, 1), "row 1000 is not in use");
     CHECK_THROWS(manager_.num_common_prefix_blocks(1000, 1, 0), "row 1000 is not in use");
     CHECK_THROWS(manager_.blocks(1000, 0), "row 1000 is not in use");
