@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.checks import MAX_INT32, check_range, instance, instances, plain_fields, shown
+from kvcache.checks import MAX_INT32, check_range, instance, instances, integer, plain_fields, shown
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +35,7 @@ class WorkloadRequest:
 
     def __post_init__(self) -> None:
         plain_fields(self)
+        integer(self.output_length, "output_length", most=MAX_INT32)
         for name in ("token_ids", "content"):
             array = getattr(self, name)
             if not (isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype.kind in "iu"):

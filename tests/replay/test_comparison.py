@@ -102,3 +102,10 @@ def test_the_command_compares(capsys, tmp_path):
     hybrid = ["--groups", "full_attention,sliding_window:window=64", "--host-blocks", "50"]
     assert main([*argv, "--json", *hybrid]) == 0
     assert json.loads(capsys.readouterr().out)["optimum"] is None
+
+
+@pytest.mark.parametrize("length", [-1, 2**31, 2**62])
+def test_an_output_length_that_no_pool_counts_is_refused_before_anything_is_replayed(length):
+    none = np.zeros(0, np.int64)
+    with pytest.raises(ValueError, match=f"output_length is {length}: expected"):
+        WorkloadRequest(0, 0, np.zeros(4, np.int32), length, none)
