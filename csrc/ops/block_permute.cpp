@@ -41,10 +41,39 @@ void for_each_stretch(const BlockPermute& p, const PermuteUnit& unit, const int3
   }
 }
 
+// Loads the rows of a unit into the L2 cache, one per call.
+class Prefetch {
+ public:
+  Prefetch(const BlockPermute& p, const char* layer, const PermuteUnit& unit, const int32_t* ids)
+      : p_(p), layer_(layer), unit_(unit), ids_(ids) {}
+
+  void next_row() {
+    if (num_left_ == 0) {
+      const uint32_t length = p_.is_dense() ? p_.block_rows.divisor : p_.inner_rows.divisor;
+      num_left_ = length - (unit_.first_row + row_) % length;
+      at_ = layer_ + p_.place(unit_, ids_, row_);
+    }
+    for (int64_t i = 0; i < p_.row_bytes; i += kLeastSliceBytes) __builtin_prefetch(at_ + i, 1, 2);
+    at_ += p_.inner_stride;
+    --num_left_;
+    ++row_;
+  }
+
+ private:
+  const BlockPermute& p_;
+  const char* layer_;
+  PermuteUnit unit_;
+  const int32_t* ids_;
+  uint32_t row_ = 0, num_left_ = 0;
+  const char* at_ = nullptr;
+};
+
 // Permutes the unit through the thread's scratch memory, `slice` bytes of each row at a time.
+// Meanwhile, prefetches the unit that follows, if any: blocks are scattered, and the prefetcher of
+// the CPU does not know where the next one begins.
 template <int64_t kBytes>
 void permute_unit(const BlockPermute& p, char* layer, const PermuteUnit& unit, const int32_t* ids,
-                  int64_t slice) {
+                  int64_t slice, Prefetch* following) {
   char* const held = scratch();
   for (int64_t first = 0; first < p.row_bytes; first += slice) {
     const int64_t bytes = std::min(slice, p.row_bytes - first);
@@ -60,6 +89,7 @@ void permute_unit(const BlockPermute& p, char* layer, const PermuteUnit& unit, c
     });
     for_each_stretch(p, unit, ids, [&](uint32_t r, uint32_t n, int64_t place) {
       for (uint32_t i = 0; i < n; ++i) {
+        if (following != nullptr && first == 0) following->next_row();
         copy_row<kBytes>(base + place + i * p.inner_stride, held + p.source(r + i) * bytes, bytes);
       }
     });
@@ -85,7 +115,8 @@ void rotate_unit(const BlockPermute& p, char* layer, const PermuteUnit& unit, co
   }
 }
 
-using Permute = void (*)(const BlockPermute&, char*, const PermuteUnit&, const int32_t*, int64_t);
+using Permute = void (*)(const BlockPermute&, char*, const PermuteUnit&, const int32_t*, int64_t,
+                         Prefetch*);
 
 // Dispatches on the row size, so that the sizes of common models (64 to 256 elements of 1 or 2
 // bytes) are compile-time constants.
@@ -120,16 +151,19 @@ void permute_blocks_(Tensor cache, Tensor offsets, Tensor indices, int64_t remot
   const Permute through_scratch = slice > 0 ? permute_for(p.row_bytes, slice) : nullptr;
   const int64_t grain = std::max<int64_t>(kGrainBytes / p.unit_bytes(), 1);
   parallel_for(0, offsets.numel() * num_units, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      char* const layer = p.cache + layers[i / num_units];
+    const auto layer_of = [&](int64_t i) { return p.cache + layers[i / num_units]; };
+    const auto unit_of = [&](int64_t i) {
       const int64_t u = i % num_units;
-      const PermuteUnit unit =
-          p.unit(u / p.units_per_group, static_cast<uint32_t>(u % p.units_per_group));
-      if (through_scratch != nullptr) {
-        through_scratch(p, layer, unit, ids, slice);
-      } else {
-        rotate_unit(p, layer, unit, ids);
+      return p.unit(u / p.units_per_group, static_cast<uint32_t>(u % p.units_per_group));
+    };
+    for (int64_t i = begin; i < end; ++i) {
+      if (through_scratch == nullptr) {
+        rotate_unit(p, layer_of(i), unit_of(i), ids);
+        continue;
       }
+      const bool is_last = i + 1 == end;
+      Prefetch following(p, layer_of(is_last ? i : i + 1), unit_of(is_last ? i : i + 1), ids);
+      through_scratch(p, layer_of(i), unit_of(i), ids, slice, is_last ? nullptr : &following);
     }
   });
 }
