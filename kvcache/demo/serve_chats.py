@@ -137,7 +137,11 @@ def _serve(
     course: Course | None,
     on_step: Callable[[Engine, int], None] | None,
 ) -> int:
-    """Serve all chats. Return the maximum, over steps, of the total final length of running requests."""
+    """Serve all chats.
+
+    Returns:
+        The final lengths of the running requests, in tokens, summed in the step with the largest sum.
+    """
     serving: dict[str, tuple[Chat, Generation]] = {}
 
     def begin(chat: Chat) -> None:

@@ -419,7 +419,7 @@ def test_gather_returns_batch_order_without_hidden_blocks(device):
 
 
 def test_device_without_kernels_gets_copies():
-    """The meta device stands for a device that torch can only copy to."""
+    """The meta device stands in for a device that torch can only copy to."""
     tables = multi("meta")
     tables.add_row(([5], [2]), 0)
     tables.compute_slot_mapping(np.array([0]), np.array([1]))
