@@ -31,7 +31,7 @@ def test_a_chunk_that_fits_is_served_though_the_whole_prompt_never_will_be():
     assert manager.step([0], [4]).status.tolist() == [Status.NEVER]
 
 
-def test_admit_serves_a_chunk_and_tells_never_from_not_now():
+def test_admit_serves_a_chunk_and_distinguishes_never_from_wait():
     manager, request, other = make(), Request("a", range(41)), Request("b", range(50, 91))
     assert manager.admit(Admit(request, num_tokens=4), ()).tolist() == [1]
     assert manager.extend(request, 30) is not None
@@ -99,7 +99,7 @@ def test_kept_states_are_not_needed():
     assert statuses == [Status.SERVED] * 8
 
 
-def test_null_columns_behind_a_hit_need_nothing():
+def test_null_columns_after_a_hit_need_no_blocks():
     groups = [GroupSpec("full_attention", 4), GroupSpec("full_attention", 4, cached=False)]
     manager = KVCacheManager.for_groups(groups, 9, 64, num_preallocate_tokens=0)
     first = Request("a", range(16))
@@ -276,7 +276,7 @@ def test_blocks_that_a_step_fills_go_to_the_host_by_the_next_one():
 
 
 @pytest.mark.parametrize("value", ["later", 1, None])
-def test_other_modes_are_refused(value):
+def test_other_modes_are_rejected(value):
     with pytest.raises(ValueError, match=r"in_step_hits is .*: expected one of none, wait, share"):
         make(in_step_hits=value)
 

@@ -295,7 +295,7 @@ class Driver:
 
 
 @pytest.mark.parametrize(("name", "options", "seed"), sampled(CASES, len(CASES) // 4))
-def test_every_victim_is_the_models(name, options, seed):
+def test_every_victim_matches_the_model(name, options, seed):
     """8,000 operations per policy, over its cases."""
     num_cases = sum(case[0] == name for case in CASES)
     driver = Driver(name, options, seed)
@@ -306,7 +306,7 @@ def test_every_victim_is_the_models(name, options, seed):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("options", OPTIONS["learned"])
-def test_100_000_victims_of_the_policy_that_learns_are_the_models(options):
+def test_100_000_victims_of_the_learned_policy_match_the_model(options):
     """Long enough to fill the record ring and to reach the slower learning pace."""
     driver = Driver("learned", options, 100)
     for _ in range(100_000):
@@ -316,7 +316,7 @@ def test_100_000_victims_of_the_policy_that_learns_are_the_models(options):
 
 
 @pytest.mark.parametrize("seed", sampled(range(6)))
-def test_victims_among_chats_are_the_models(seed):
+def test_victims_among_chats_match_the_model(seed):
     """Turns, forks, shared prefixes and one-off prompts cover every class at many ages."""
     rng, num_blocks, size = random.Random(seed), 50, 4_000
     pool, model = BlockPool(num_blocks, "learned"), Pool(num_blocks, MODELS["learned"](num_blocks))
@@ -364,7 +364,7 @@ def test_victims_among_chats_are_the_models(seed):
     assert model.num_evicted > 1_000
 
 
-def test_releases_of_blocks_that_no_request_holds_are_none_to_learn_from():
+def test_policy_does_not_learn_from_releases_of_unheld_blocks():
     pool = BlockPool(20, "learned")
     ids = pool.allocate(4)
     pool.publish(ids, hashes(range(4)))
@@ -378,7 +378,7 @@ def test_releases_of_blocks_that_no_request_holds_are_none_to_learn_from():
     pool.check_invariants()
 
 
-def test_what_goes_on_outlives_what_is_never_continued():
+def test_continued_conversations_outlive_abandoned_ones():
     """Conversations of two turns compete with one-off prompts. LRU does not distinguish them."""
     hits = {}
     for name in ("lru", "learned"):
@@ -393,7 +393,7 @@ def test_what_goes_on_outlives_what_is_never_continued():
     assert hits["learned"] > 1000
 
 
-def test_the_callers_classes_tell_apart_what_looks_alike():
+def test_caller_classes_distinguish_similar_requests():
     """First turns that continue much later compete with one-off prompts of the same length."""
     hits = {}
     for tells in (False, True):
@@ -567,7 +567,7 @@ def test_a_ghost_comes_back_into_the_main_queue():
     assert pool.allocate(4).tolist() == order
 
 
-def test_the_default_is_lru_which_is_told_nothing():
+def test_default_policy_is_lru_and_gets_no_notifications():
     assert core.eviction_names() == sorted(MODELS)
     pool = BlockPool(5)
     assert not pool.has_policy and BlockPool(5, "s3_fifo").has_policy
@@ -628,7 +628,7 @@ def test_the_default_is_lru_which_is_told_nothing():
         ),
     ],
 )
-def test_a_policy_that_there_is_not_is_named(name, options, error, message):
+def test_unknown_policy_is_named(name, options, error, message):
     with pytest.raises(error, match=message):
         BlockPool(8, name, options)
 

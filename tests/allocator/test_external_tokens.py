@@ -108,7 +108,7 @@ def test_an_aborted_step_has_loaded_nothing():
 # After the step ----------------------------------------------------------------------------------------
 
 
-def test_blocks_of_a_receiver_are_no_hits_before_their_bytes_have_arrived():
+def test_blocks_of_a_receiver_are_not_hits_before_their_bytes_arrive():
     """Prompt blocks are normally hits for the next plan, but these bytes arrive later."""
     manager = make()
     request, plan = receiver(manager)
@@ -157,7 +157,7 @@ def test_windows_and_states_hold_what_the_next_token_reads():
     assert hit_length(manager, 21) == 16
 
 
-def test_a_load_that_failed_in_part_starts_anew_where_a_window_lacks_what_is_read():
+def test_partially_failed_load_restarts_if_the_window_is_incomplete():
     manager = make(groups=(FULL, WINDOW))
     request, _ = receiver(manager, num_external=16)
     assert manager.finish_receiving(request, 8) == 0
@@ -338,7 +338,7 @@ def test_a_cached_group_that_is_not_transferred_takes_no_external_tokens():
 
 
 @pytest.mark.parametrize("groups", [(RING,), (RING, FULL)])
-def test_of_a_buffer_written_round_the_last_external_tokens_come(groups):
+def test_wrapped_circular_buffer_receives_the_last_external_tokens(groups):
     """After 30 external tokens, the step may compute 11 tokens, since it reads 5 of the external
     ones.
     """
@@ -363,7 +363,7 @@ def test_of_a_buffer_written_round_the_last_external_tokens_come(groups):
 
 
 @pytest.mark.parametrize(("arrived", "goes_on"), [(30, 30), (28, 28), (19, 19), (18, 0), (0, 0)])
-def test_a_load_that_failed_in_part_goes_on_where_the_buffer_still_has_the_window(arrived, goes_on):
+def test_partially_failed_load_continues_if_the_buffer_has_the_window(arrived, goes_on):
     """Of 30 tokens, the last 16 have slots.
 
     After token 19, its whole window (14 to 18) has arrived.
@@ -416,7 +416,7 @@ def test_a_receiver_that_leaves_hands_its_blocks_over():
         ),
     ],
 )
-def test_counts_that_cannot_be_meant_are_refused(arguments, error):
+def test_nonsensical_counts_are_rejected(arguments, error):
     manager = make()
     manager.step(new=[Request("a", range(8))])
     with pytest.raises(ValueError, match=error):
@@ -425,7 +425,7 @@ def test_counts_that_cannot_be_meant_are_refused(arguments, error):
     assert manager.step([0], [1]).step_id == 1
 
 
-def test_wrong_types_are_refused_by_name():
+def test_invalid_types_are_rejected_by_name():
     manager, request = make(), Request("a", range(9))
     message = r"^new\[0\].external.delayed is 1: expected True or False"
     with pytest.raises(TypeError, match=message):
@@ -475,7 +475,7 @@ def test_a_receiver_is_not_served_forked_swapped_out_or_admitted_again():
         manager.finish_receiving(request)
 
 
-def test_frees_that_cannot_be_meant_are_refused():
+def test_nonsensical_arguments_of_free_are_rejected():
     manager = make(num_host_blocks=9)
     request = Request("a", range(9))
     manager.step(new=[request])

@@ -36,7 +36,7 @@ def ids(manager, request, group=0):
     return manager.block_ids(request, group).tolist()
 
 
-def test_a_child_shares_all_blocks_and_the_next_plan_tells_its_table():
+def test_child_shares_all_blocks_and_the_next_plan_contains_its_table():
     manager = make()
     parent = admit(manager, "parent", range(10))
     free = manager.pool.num_free
@@ -65,7 +65,7 @@ def test_the_first_write_to_a_shared_block_copies_and_replaces_it():
     check_invariants(manager)
 
 
-def test_of_three_that_write_in_one_step_the_last_keeps_the_block():
+def test_last_of_three_writers_in_a_step_keeps_the_block():
     manager = make()
     parent = admit(manager, "parent", range(10))
     children = [child_of(manager, parent, f"child {i}", i) for i in range(2)]
@@ -215,7 +215,7 @@ def test_common_prefix_counts_rows():
     assert manager.cache.num_common_prefix_blocks(parent, 2) == 3
 
 
-def test_extra_keys_go_along():
+def test_fork_inherits_extra_keys():
     manager = make()
     parent = admit(manager, "parent", range(10), cache_salt="x")
     with pytest.raises(ValueError, match="other extra keys"):
@@ -240,7 +240,7 @@ def test_without_a_free_row_nothing_happens():
         (lambda m, p: m.fork(p, Request("c", range(65))), "would have 65 tokens"),
     ],
 )
-def test_wrong_forks_are_refused_and_change_nothing(fork, message):
+def test_invalid_forks_are_rejected_and_change_nothing(fork, message):
     manager = make()
     parent = admit(manager, "parent", range(10))
     with pytest.raises(ValueError, match=message):
@@ -261,7 +261,7 @@ def test_drafts_are_to_be_confirmed_or_rejected_first():
     assert manager.fork(parent, child) == 1
 
 
-def test_requests_of_the_other_face_are_not_forked():
+def test_requests_of_the_other_interface_cannot_be_forked():
     manager = make()
     request = Request("r", range(10))
     manager.admit(Admit(request, num_tokens=10), ())

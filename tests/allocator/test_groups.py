@@ -64,12 +64,12 @@ def hit_length(manager, tokens):
         ("cross_attention", {}, {9: 0}),
     ],
 )
-def test_a_kind_says_what_is_still_read(kind, options, reads_from):
+def test_kind_defines_the_first_needed_token(kind, options, reads_from):
     native = make_kind(kind, options)
     assert {n: native.first_needed_token(n) for n in reads_from} == reads_from
 
 
-def test_a_kind_says_what_its_pages_hold_and_which_window_a_table_shows():
+def test_kind_defines_page_content_and_the_window_of_its_table():
     options = {"sliding_window": {"window": 6}, "chunked_local": {"chunk_size": 8}}
     options["circular_window"] = {"window": 6, "buffer": 13}
     # Built-in kinds only, because other tests register kinds and kind names.
@@ -321,7 +321,7 @@ def test_one_hash_serves_groups_of_every_block_size():
     assert np.array_equal(manager.cache.hashes(large), small.cache.hashes(large))
 
 
-def test_a_state_moves_to_the_page_of_its_block_and_the_old_page_is_let_go():
+def test_state_moves_to_the_page_of_its_block_and_the_old_page_is_released():
     manager = make(STATE)
     request = Request("a", range(30))
     first, second, third = run(manager, request, 3, 4, 10)
@@ -633,7 +633,7 @@ def test_a_circular_group_has_a_fixed_number_of_blocks():
     assert manager.pool.num_free == 4
 
 
-def test_a_step_asks_for_no_more_than_a_buffer_has_places_for():
+def test_step_needs_at_most_the_blocks_of_the_buffer():
     manager = make(ROUND, max_model_len=40)
     a = Request("a", range(40))
     says = (
@@ -709,7 +709,7 @@ def drafting(group):
     return replace(group, drafts=True)
 
 
-def test_a_drafting_group_computes_the_last_block_that_it_finds_anew():
+def test_drafting_group_recomputes_the_last_block_of_its_hit():
     for groups in ([drafting(FULL)], [drafting(FULL), WINDOW], [FULL, drafting(WINDOW)]):
         manager = make(*groups)
         run(manager, Request("a", range(17)), 17)
@@ -759,7 +759,7 @@ def test_drafting_costs_the_other_groups_nothing(
     check_invariants(manager)
 
 
-def test_where_hits_end_inside_blocks_a_hash_block_is_computed_anew():
+def test_drafting_group_recomputes_a_hash_block_if_hits_end_inside_blocks():
     manager = make(drafting(GroupSpec("full_attention", 16)), hash_block_size=4)
     run(manager, Request("a", range(14)), 14)
     plan = manager.step(new=[Request("b", [*range(12), 77, 78])])
@@ -832,7 +832,7 @@ def test_sources_and_destinations_are_held_until_their_copies_are_taken():
     check_invariants(manager)
 
 
-def test_requests_go_on_only_once_copies_are_taken():
+def test_requests_continue_only_after_copies_are_taken():
     """An engine that ignores copies must not read unwritten slots."""
     manager = partial()
     run(manager, Request("a", range(30)), 30)
@@ -863,7 +863,7 @@ def test_a_hit_inside_a_block_that_does_not_fit_changes_nothing():
     check_invariants(manager)
 
 
-def test_external_tokens_behind_a_hit_inside_a_block_are_refused():
+def test_external_tokens_after_a_hit_inside_a_block_are_rejected():
     manager = partial()
     run(manager, Request("a", range(30)), 30)
     b = Request("b", range(60))
@@ -915,7 +915,7 @@ def test_states_and_uncached_groups_are_hit_inside_blocks_by_steps_alone(groups)
     assert manager.cache.find_prefix(Request("b", range(30))).num_tokens % 16 == 0
 
 
-def test_behind_a_missing_block_a_hit_may_still_end_inside_it():
+def test_hit_may_end_inside_a_window_block_that_is_not_fully_cached():
     """Found by a random run: the valid part of a window's missing block was not considered."""
     manager = make(GroupSpec("sliding_window", 8, {"window": 3}), hash_block_size=4)
     run(manager, Request("a", range(14)), 14)
@@ -999,7 +999,7 @@ def test_an_array_that_a_kind_changes_is_not_the_one_that_is_served():
     check_invariants(manager)
 
 
-def test_a_kind_that_calls_back_is_refused_and_one_that_wavers_is_asked_once():
+def test_kind_that_calls_back_is_rejected_and_an_inconsistent_one_is_called_once():
     asked = []
 
     @register("test_wavering")

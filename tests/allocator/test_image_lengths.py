@@ -50,7 +50,7 @@ def test_an_image_of_another_length_ends_the_hit_before_it(cached_length, length
     check_invariants(manager)
 
 
-def test_text_behind_an_image_of_another_length_is_no_hit():
+def test_text_after_an_image_of_another_length_is_not_a_hit():
     """Text blocks after the image have equal hashes but different KV, because they read the image."""
     manager = make()
     cached(manager, image("a", 5, num_tokens=40))

@@ -277,7 +277,7 @@ def test_an_unbounded_host_hits_what_an_unbounded_device_hits(num_blocks, policy
     assert small.manager.cache.stats.host_hit_tokens > 0
 
 
-def test_states_are_loaded_into_the_page_that_goes_on_from_them():
+def test_states_are_loaded_into_the_page_that_continues_them():
     groups = [FULL, GroupSpec("recurrent", 4)]
     engine = Engine(num_blocks=9, groups=groups)
     manager = engine.manager
@@ -351,7 +351,7 @@ def test_its_blocks_serve_others_within_the_same_step():
     assert engine.step([0], [4]).status.tolist() == [Status.SERVED]
 
 
-def test_a_host_that_is_full_lets_nothing_leave():
+def test_full_host_prevents_swap_out():
     engine = Engine(num_blocks=9, num_host_blocks=3)
     request, _ = engine.admit("a", range(12))
     plan = engine.step(swap_out=[0])
@@ -395,7 +395,7 @@ def test_a_window_that_has_slid_is_not_loaded():
     assert plan.append_ids[0].tolist()[:3] == [0, 0, 0]
 
 
-def test_an_encoders_pages_go_along():
+def test_pages_of_an_encoder_are_swapped_with_the_row():
     engine = Engine(num_blocks=12, groups=[FULL, GroupSpec("cross_attention", 4)])
     request = Request("a", range(5), num_encoder_tokens=7)
     engine.step(new=[request])
@@ -511,7 +511,7 @@ def test_what_a_row_computed_and_an_invalidation_made_forgotten_is_traced_when_i
         (lambda m: m.report(StepReport(0, True, failed_host_pages=[0])), "failed_host_pages holds"),
     ],
 )
-def test_wrong_swaps_are_refused_and_change_nothing(call, message):
+def test_invalid_swaps_are_rejected_and_change_nothing(call, message):
     manager = make(num_blocks=12)
     manager.away = Request("b", range(50, 59))
     manager.step(new=[Request("a", range(9)), manager.away])
@@ -620,7 +620,7 @@ def test_wrong_options_of_tiers(options, error, message):
 # Found by a reviewer --------------------------------------------------------------------------------
 
 
-def test_a_row_on_the_host_is_told_in_no_plan():
+def test_plans_do_not_contain_rows_on_the_host():
     engine = Engine(num_blocks=6, num_host_blocks=40)
     for i in range(3):
         _, plan = engine.admit(f"x{i}", range(100 * i + 100, 100 * i + 108))
@@ -724,7 +724,7 @@ def test_the_clock_does_not_go_back():
         manager.cache.set_now(99)
 
 
-def test_pins_behind_a_gap_are_none():
+def test_blocks_after_a_gap_are_not_pinned():
     manager = KVCacheManager(4, 9, 64, num_preallocate_tokens=0)
     request = Request("chat", range(12))
     manager.step(new=[request])
@@ -793,7 +793,7 @@ def test_a_pin_that_gave_way_does_not_end_another_sessions():
     assert manager.cache.unpin("again") == 0
 
 
-def test_a_session_that_is_pinned_anew_lets_go_of_what_it_had():
+def test_repinned_session_releases_its_earlier_blocks():
     manager = KVCacheManager(4, 9, 64, num_preallocate_tokens=0)
     for name, start in (("a", 0), ("b", 100)):
         request = Request(name, range(start, start + 8))

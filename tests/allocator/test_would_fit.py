@@ -102,7 +102,7 @@ def check(seed: int, outcomes: dict[int, int]) -> None:
 
 
 @pytest.mark.parametrize("first", sampled(range(0, 1_000, SEEDS_PER_TEST)))
-def test_what_is_said_of_a_whole_prompt_comes_true(first):
+def test_would_fit_of_a_whole_prompt_is_correct(first):
     outcomes = {Status.SERVED: 0, Status.WAIT: 0, Status.NEVER: 0}
     for seed in range(first, first + SEEDS_PER_TEST):
         check(seed, outcomes)
@@ -125,7 +125,7 @@ def test_the_whole_fits_where_later_chunks_leave_the_hit(other, num_free):
     assert manager.num_computed_tokens(request) == 16
 
 
-def test_a_state_goes_on_in_its_page_where_there_is_no_other():
+def test_state_continues_in_its_page_if_there_is_no_other():
     """3 pages for 2 blocks and a state, which is at the end of the first block and is no longer
     cached.
     """

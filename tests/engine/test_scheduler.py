@@ -88,7 +88,7 @@ class TestBudget:
 
 
 class TestOrder:
-    def test_of_one_rank_the_first_goes_first(self):
+    def test_sequences_of_equal_rank_are_served_in_arrival_order(self):
         course = Course(40, num_rows=1)
         sequences = [Sequence(Request(f"s{i}", [i, 2, 3])) for i in range(3)]
         for sequence in sequences:
@@ -229,7 +229,7 @@ class TestErrors:
             course.add(20, num_rows=3)
         assert course.scheduler.num_unfinished == 0
 
-    def test_a_prompt_that_never_fits_is_refused(self):
+    def test_prompt_that_never_fits_is_rejected(self):
         course = Course(3)
         sequence = course.add(60)
         step = course.scheduler.schedule()

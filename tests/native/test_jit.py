@@ -198,7 +198,7 @@ def test_a_folder_that_cannot_be_written_is_named(checkout, tmp_path):
 
 
 @pytest.mark.parametrize("mode", [0o720, 0o702, 0o1777])
-def test_a_folder_that_others_may_write_is_refused(monkeypatch, tmp_path, mode):
+def test_folder_writable_by_others_is_rejected(monkeypatch, tmp_path, mode):
     monkeypatch.setenv("KVCACHE_JIT_DIR", str(tmp_path))
     tmp_path.chmod(mode)
     with pytest.raises(jit.BuildError, match=rf"mode {mode & 0o777:o}: expected .*chmod go-w"):
@@ -206,7 +206,7 @@ def test_a_folder_that_others_may_write_is_refused(monkeypatch, tmp_path, mode):
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_folder_of_another_user_is_refused(monkeypatch, tmp_path):
+def test_folder_of_another_user_is_rejected(monkeypatch, tmp_path):
     monkeypatch.setenv("KVCACHE_JIT_DIR", str(tmp_path))
     mine = tmp_path.stat().st_uid
     if mine == 0:
@@ -273,7 +273,7 @@ def test_missing_headers_of_python_are_named(monkeypatch, tmp_path):
     assert "apt-get install python3-dev" in says
 
 
-def test_a_user_without_a_home_folder_is_told_which_variable_to_set(monkeypatch):
+def test_error_without_a_home_folder_names_the_variable_to_set(monkeypatch):
     def nobody(uid):
         raise KeyError(uid)
 
@@ -322,7 +322,7 @@ def test_cxx_may_hold_a_launcher_and_arguments(
     assert build.cxx_arguments() == arguments
 
 
-def test_a_cxx_that_is_not_there_is_named(monkeypatch, tools):
+def test_missing_cxx_is_named(monkeypatch, tools):
     monkeypatch.setenv("CXX", "icpc -fast")
     with pytest.raises(RuntimeError, match=r"no C\+\+ compiler \(icpc -fast is not on the PATH\)"):
         build.cxx_command()

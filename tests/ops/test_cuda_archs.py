@@ -43,7 +43,7 @@ def test_an_older_toolkit_compiles_for_what_it_has(toolkit):
     assert build.cuda_archs() == ["80", "90", "100"]
 
 
-def test_cmake_asks_the_same_place(toolkit):
+def test_cmake_uses_the_same_architectures(toolkit):
     toolkit(CUDA_12_6)
     script = str(REPO / "kvcache" / "native" / "build.py")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
@@ -61,7 +61,7 @@ def test_devices_that_are_present_are_compiled_for(toolkit):
         build.cuda_archs(["37"])
 
 
-def test_an_architecture_that_is_asked_for_must_be_there(toolkit, monkeypatch):
+def test_requested_architecture_must_exist(toolkit, monkeypatch):
     folder = toolkit(CUDA_12_6)
     monkeypatch.setenv("KVCACHE_CUDA_ARCHS", "90a,80;")
     assert build.cuda_archs(["89"]) == ["90a", "80"]
@@ -73,7 +73,7 @@ def test_an_architecture_that_is_asked_for_must_be_there(toolkit, monkeypatch):
     assert str(folder) in str(e.value) and "or a newer toolkit" in str(e.value)
 
 
-def test_a_toolkit_that_says_nothing_is_named(toolkit):
+def test_toolkit_that_lists_no_architectures_is_reported(toolkit):
     folder = toolkit([])
     with pytest.raises(RuntimeError, match=r"nvcc --list-gpu-arch failed"):
         build.toolkit_archs(folder)

@@ -139,7 +139,7 @@ def test_instructions_of_a_loop_that_loads_and_one_that_stores():
     assert f.instructions_per_16_bytes == 3 / 2 + 4
 
 
-def test_of_loops_in_one_another_the_inner_one_counts():
+def test_innermost_loop_counts():
     f = figures(
         "MOV R1, R2",
         "LDG.E.64 R4, [R2.64]",  # 0x10

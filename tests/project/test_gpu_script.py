@@ -74,7 +74,7 @@ def runner(tmp_path):
 GOOD = 'print(\'{"case": 1, "us": 2.5}\'); print(\'{"learned": "it is fast"}\')'
 
 
-def test_rows_and_what_was_learned_are_kept_and_told(runner):
+def test_rows_and_findings_are_kept_and_reported(runner):
     assert runner.all(stage("one", GOOD))
     found = runner.stages["one"]
     assert found["status"] == "ok" and found["rows"] == [{"case": 1, "us": 2.5}]
@@ -228,7 +228,7 @@ def test_a_missing_package_fails_its_stage_alone(runner):
     assert runner.stages["good"]["status"] == "ok"
 
 
-def test_a_stage_that_only_skips_is_skipped_and_no_failure(runner):
+def test_stage_that_only_skips_is_reported_as_skipped(runner):
     assert runner.all(stage("counters", 'print(\'{"skipped": "no ncu here"}\')'))
     assert runner.stages["counters"]["status"] == "skipped"
     assert "no ncu here" in runner.text
@@ -313,7 +313,7 @@ def test_carried_libraries_must_be_of_these_sources(tmp_path):
         workspace.carried(tmp_path)
 
 
-def test_the_manifest_says_what_the_libraries_were_built_with(tmp_path):
+def test_manifest_records_what_the_libraries_were_built_with(tmp_path):
     workspace.write_manifest(tmp_path, environment={**os.environ, "KVCACHE_CUDA_ARCHS": "90"})
     facts = json.loads((tmp_path / workspace.MANIFEST).read_text())
     version = importlib.metadata.version("torch")
@@ -393,7 +393,7 @@ def test_libraries_that_cannot_be_used_are_a_problem(tmp_path, monkeypatch, why,
     assert (found is None) if problem is None else problem in found
 
 
-def test_a_workspace_takes_no_built_library_along(tmp_path):
+def test_workspace_contains_no_built_library(tmp_path):
     workspace.make(tmp_path)
     assert (tmp_path / "kvcache" / "ops.py").exists() and (tmp_path / "csrc" / "ops").is_dir()
     assert not list(tmp_path.rglob("*.so")) and not (tmp_path / "build").exists()
@@ -491,7 +491,7 @@ def test_make_gpu_passes_the_run_on(second, command):
         assert ("--second" in done.stdout) == bool(second)
 
 
-def test_results_go_where_one_says(monkeypatch, tmp_path):
+def test_results_go_to_the_given_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("GPU_RESULTS", raising=False)
     assert command.results_of(command.parse([])) == REPO / "benchmarks" / "results"
     assert command.results_of(command.parse(["--rehearse"])) == REPO / "build" / "rehearsal"
@@ -531,7 +531,7 @@ def test_every_stage_program_exists():
         assert (REPO / (module.replace(".", "/") + ".py")).is_file(), module
 
 
-def test_a_rehearsal_says_why_it_cannot_be(monkeypatch, tmp_path, capsys):
+def test_impossible_rehearsal_gives_the_reason(monkeypatch, tmp_path, capsys):
     from tests.machinery.gpu_less import build
 
     def unavailable():
@@ -620,9 +620,7 @@ def test_scattered_swaps_come_before_the_calibration_and_again_after_it(fake_ben
     ]  # fmt: skip
 
 
-def test_a_calibration_ends_where_no_time_is_left_and_swaps_are_told(
-    fake_bench, monkeypatch, capsys
-):
+def test_calibration_ends_at_the_time_limit_and_swaps_are_reported(fake_bench, monkeypatch, capsys):
     left = iter([60.0, 0.5, 60.0, 60.0])
     monkeypatch.setattr(say, "seconds_left", lambda: next(left))
     assert swaps.main() == 1

@@ -169,7 +169,7 @@ def serve(user, choose, count, tick=lambda: None):
 
 
 @pytest.mark.parametrize("seed", sampled(range(40), 5))
-def test_no_lie_of_a_store_is_a_wrong_hit_a_hang_or_an_error(seed):
+def test_incorrect_store_results_cause_no_wrong_hit_hang_or_error(seed):
     choose = random.Random(seed)
     store = LyingStore(choose, choose.choice([0.1, 0.3, 0.7, 1.0]))
     groups = MIXES[seed % len(MIXES)]

@@ -20,7 +20,7 @@ from kvcache.worker.pages import pinning
 from kvcache.worker.pages.page_copy import PageCopy
 
 
-def test_a_host_tier_larger_than_memory_is_refused():
+def test_host_tier_larger_than_memory_is_rejected():
     with pytest.raises(MemoryError, match=r"this needs .* GiB: expected at most the"):
         Pages.allocate(2, [[1 << 20]]).on_host(1 << 30)
 
@@ -157,7 +157,7 @@ def test_storage_starts_at_the_first_pinned_byte(monkeypatch):
     assert sum(size for _, size in registered) == storage.nbytes() == host.memory.numel()
 
 
-def test_host_memory_asks_for_huge_pages_and_outlives_its_mapping_object(monkeypatch):
+def test_host_memory_requests_huge_pages_and_outlives_its_mapping_object(monkeypatch):
     advice = []
 
     class Mapping(mmap.mmap):

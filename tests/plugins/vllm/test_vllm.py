@@ -188,7 +188,7 @@ def with_connector(cls, is_async, models):
     return scheduler
 
 
-def test_a_connector_receives_into_blocks_that_are_no_hits(models):
+def test_blocks_that_a_connector_receives_into_are_not_hits(models):
     found = []
     for cls in PAIRS[False]:
         scheduler = with_connector(cls, True, models)

@@ -181,7 +181,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_offer_is_refused_in_one_line_and_the_request_computed(what, engines):
+def test_invalid_offer_is_rejected_in_one_line_and_the_request_computed(what, engines):
     path, value, message = WRONG[what]
     prompts = some_prompts(8, 2, 100, 200)
     decode = engines["tp1 ours"]
