@@ -284,7 +284,7 @@ def test_three_chunked_local_layers_to_one_full():
     assert plan.pages_per_request(2**20) == 3 * ((8192 + 4096) // 16 + 1) + 2**16
 
 
-def test_where_the_numbers_of_layers_share_no_divisor_the_last_group_is_smaller():
+def test_last_group_is_smaller_if_numbers_of_layers_share_no_divisor():
     layers = attention("sliding_window", 37, options={"window": 1024})
     layers += attention("full_attention", 8)
     plan = plan_cache(layers, 80 * GIB, max_model_len=2**17, max_num_batched_tokens=2048)
@@ -322,7 +322,7 @@ def test_a_state_smaller_than_a_block_is_padded():
     assert plan.padding_bytes == (2 * (64 * KIB - 1000), 0)
 
 
-def test_a_state_is_stored_where_its_own_block_size_allows():
+def test_state_is_stored_at_its_own_block_size():
     layers = recurrent(1, state_bytes=3_300_000, block_size=256) + attention("full_attention", 1)
     plan = plan_cache(layers, 10 * GIB, max_model_len=131072)
     assert {group.block_size for group in plan.groups} == {1024}
@@ -427,7 +427,7 @@ def test_heads_that_do_not_divide_are_padded():
     assert plan.padding_bytes == (2 * 2 * 16 * 4 * 256 * 2 // 4, 0)
 
 
-def test_where_padding_is_needed_block_sizes_keep_a_common_boundary():
+def test_padded_block_sizes_keep_a_common_boundary():
     layers = recurrent(1, 3_300_000) + attention("full_attention", 1)
     layers += attention("sliding_window", 1, heads=5, options={"window": 512})
     plan = plan_cache(layers, GIB, max_model_len=4096)
@@ -1015,7 +1015,7 @@ def test_fewer_groups_would_need_more_than_a_tenth_more(case):
 
 
 @given(case=cases(), part=st.floats(0, 1, exclude_max=True))
-def test_the_largest_length_said_to_fit_fits_and_no_longer_one(case, part):
+def test_reported_maximum_length_fits_and_no_longer_one_does(case, part):
     layers, arguments = case
     needed = least_budget(layers, arguments)
     budget = int(needed * part)
@@ -1033,7 +1033,7 @@ def test_the_largest_length_said_to_fit_fits_and_no_longer_one(case, part):
 
 @settings(max_examples=50)
 @given(case=cases())
-def test_the_budget_said_to_be_needed_is_the_least(case):
+def test_reported_required_budget_is_minimal(case):
     layers, arguments = case
     needed = least_budget(layers, arguments)
     assert plan_cache(layers, needed, **arguments).max_concurrency >= 1

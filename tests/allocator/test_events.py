@@ -117,7 +117,7 @@ def test_labels_outlive_the_request():
     assert (event.session, event.lora) == ("one", ("sql", "/a"))
 
 
-def test_reused_blocks_are_announced_where_that_is_wanted():
+def test_reused_blocks_are_announced_on_request():
     for announces in (False, True):
         manager = make(announce_reused=announces)
         manager.step(new=[Request("a", range(13), session="one")])
@@ -387,7 +387,7 @@ def test_blocks_that_a_step_reports_as_failed_are_withdrawn():
     assert len(view.known["gpu"]) == 2
 
 
-def test_what_an_aborted_step_evicted_stays_removed():
+def test_blocks_evicted_by_an_aborted_step_stay_removed():
     """The evicted page was planned to be overwritten, and the worker may have done so."""
     manager, view = KVCacheManager(4, 5, 64, enable_events=True, num_preallocate_tokens=0), View()
     old, new = Request("old", range(16)), Request("new", range(100, 112))

@@ -478,7 +478,7 @@ def chain(pool, nodes, group=0):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_parent_goes_right_after_its_last_child_and_before_a_held_ones_parent(name):
+def test_parent_is_evicted_right_after_its_last_child_and_before_parents_of_held_blocks(name):
     pool = BlockPool(6, name)
     ids = chain(pool, [0, 1, 3])
     pool.release(ids)  # heads first, the worst order
@@ -486,7 +486,7 @@ def test_a_parent_goes_right_after_its_last_child_and_before_a_held_ones_parent(
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_parked_block_goes_when_nothing_else_is_free(name):
+def test_parked_block_is_evicted_if_no_other_block_is_free(name):
     pool = BlockPool(4, name)
     ids = chain(pool, [0, 1, 3])
     pool.release(ids[:2])
@@ -505,7 +505,7 @@ def test_windows_have_no_parents(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_pinned_blocks_go_last_and_in_the_order_of_their_release(name):
+def test_pinned_blocks_are_evicted_last_in_order_of_release(name):
     pool = BlockPool(7, name)
     pinned, other = chain(pool, [0, 1, 3]), chain(pool, [2, 5, 11])
     pool.pin(pinned)  # heads first
@@ -557,7 +557,7 @@ def test_a_priority_ends_when_its_time_has_passed_and_not_before():
         assert pool.allocate(2).tolist() == expected
 
 
-def test_a_ghost_comes_back_into_the_main_queue():
+def test_ghost_returns_to_the_main_queue():
     pool = BlockPool(5, "s3_fifo", {"small_share": 0.25})
     pool.release(chain(pool, [0]))
     pool.release(pool.allocate(4))  # evicts node 0 from the small queue

@@ -79,7 +79,7 @@ def test_loaded_tokens_have_slots_and_are_computed():
     assert hit_length(manager, 21) == 20
 
 
-def test_they_follow_the_hit():
+def test_external_tokens_follow_the_hit():
     manager = make()
     manager.step(new=[Request("a", range(8))])
     plan = manager.step(new=[Admit(Request("b", range(21)), num_tokens=1, external=External(10))])
@@ -124,7 +124,7 @@ def test_blocks_of_a_receiver_are_not_hits_before_their_bytes_arrive():
 
 
 @pytest.mark.parametrize("arrived", [0, 1, 8, 10, 16])
-def test_what_has_not_arrived_is_computed(arrived):
+def test_tokens_that_have_not_arrived_are_computed(arrived):
     manager = make()
     request, _ = receiver(manager)
     assert manager.finish_receiving(request, arrived) == arrived
@@ -136,7 +136,7 @@ def test_what_has_not_arrived_is_computed(arrived):
     assert hit_length(manager, 21) == 20
 
 
-def test_a_failed_load_goes_back_to_the_hit():
+def test_failed_load_returns_the_row_to_its_hit():
     manager = make()
     manager.step(new=[Request("a", range(8))])
     request, plan = receiver(manager, "b", num_external=9)
@@ -196,7 +196,7 @@ def test_a_new_epoch_while_it_receives_publishes_nothing():
     assert hit_length(manager, 21) == 0
 
 
-def test_external_tokens_wait_where_rows_of_the_step_change_the_hit():
+def test_external_tokens_wait_if_rows_of_the_step_change_the_hit():
     """A row that is swapped out publishes its full blocks, so a token to be loaded is now cached."""
     manager = make(num_host_blocks=9)
     first = Request("a", range(7))
@@ -319,7 +319,7 @@ def test_blocks_of_groups_that_are_not_transferred_are_released_at_once(fence_fr
     check_invariants(manager)
 
 
-def test_a_cached_group_that_is_not_transferred_takes_no_external_tokens():
+def test_untransferred_cached_group_excludes_external_tokens():
     """Its blocks would be hits without valid KV."""
     own = GroupSpec("full_attention", 4, transferred=False)
     manager = make(groups=(FULL, own))

@@ -129,7 +129,7 @@ def test_a_window_slides_for_each_of_them():
     assert manager.pool.ref_counts([1, 2, 3]).tolist() == [1, 1, 1]
 
 
-def test_what_each_computes_is_cached_under_its_own_tokens():
+def test_forked_rows_cache_blocks_under_their_own_tokens():
     manager = make()
     parent = admit(manager, "parent", range(10))
     child = child_of(manager, parent, "child", 50, 51)
@@ -167,7 +167,7 @@ def test_a_copy_that_was_aborted_is_lost():
     assert manager.abort(plan.step_id) == {"parent": 8}
 
 
-def test_what_is_wrong_is_wrong_for_both():
+def test_invalid_block_affects_parent_and_child():
     manager = make()
     parent = admit(manager, "parent", range(10))
     child_of(manager, parent, "child", 7)
@@ -192,7 +192,7 @@ def test_a_page_that_left_the_parents_window_and_fails_is_known_of_the_child(lea
     check_invariants(manager)
 
 
-def test_what_a_child_computes_in_a_block_that_it_did_not_begin_is_withdrawn_with_it():
+def test_invalid_shared_block_withdraws_tokens_that_a_child_added_to_it():
     """Found by a random run of the contents simulation: the child's block counted as the parent's."""
     groups = [GroupSpec("full_attention", 4), GroupSpec("full_attention", 8)]
     manager = make(groups=groups)

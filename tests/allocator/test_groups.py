@@ -244,7 +244,7 @@ def test_a_window_needs_only_its_last_blocks_for_a_hit():
     assert (found.tolist(), num_tokens) == ([0, 0, 0, *ids[3:].tolist()], 20)
 
 
-def test_only_blocks_that_a_hit_can_read_are_cached_and_the_others_go_first():
+def test_only_blocks_that_a_hit_can_read_are_cached_and_others_are_reused_first():
     full, window = GroupSpec("full_attention", 32), GroupSpec("sliding_window", 8, {"window": 8})
     manager = make(full, window, num_blocks=15)
     request = Request("a", range(65))
@@ -282,7 +282,7 @@ def test_a_window_bounds_what_a_request_holds():
     assert manager.pool.peak_used <= 3
 
 
-def test_a_chunk_that_is_over_is_dropped_and_a_hit_may_end_where_it_ended():
+def test_completed_chunk_is_dropped_and_a_hit_may_end_at_its_end():
     manager = make(GroupSpec("chunked_local", 4, {"chunk_size": 8}))
     request = Request("a", range(24), read_cache=False)
     plans = run(manager, request, 8, 8, 8)
@@ -334,7 +334,7 @@ def test_state_moves_to_the_page_of_its_block_and_the_old_page_is_released():
     assert manager.pool.num_cached == 0  # no step ended at a boundary
 
 
-def test_a_state_is_hit_only_where_one_was_stored():
+def test_state_is_hit_only_at_a_stored_position():
     manager = make(FULL, STATE)
     request = Request("a", range(30))
     run(manager, request, 8, 6, 2, 3)
@@ -351,7 +351,7 @@ def test_a_state_is_hit_only_where_one_was_stored():
 INSIDE = [GroupSpec("full_attention", 8), GroupSpec("recurrent", 8)]
 
 
-def test_a_state_inside_a_block_is_kept_where_a_step_of_the_prompt_ended():
+def test_state_inside_a_block_is_kept_at_the_end_of_a_prompt_step():
     manager = make(*INSIDE, hash_block_size=2)
     a = Request("a", range(30))
     first, second = run(manager, a, 12, 6)
@@ -383,7 +383,7 @@ def test_within_a_block_the_entry_of_the_table_is_replaced():
     check_invariants(manager)
 
 
-def test_where_no_page_is_left_a_state_inside_a_block_is_given_up():
+def test_state_inside_a_block_is_dropped_if_no_page_is_left():
     manager = make(GroupSpec("recurrent", 16), hash_block_size=2, num_blocks=2)
     a = Request("a", range(14))
     _, plan = run(manager, a, 4, 4)
@@ -416,7 +416,7 @@ def test_states_inside_blocks_are_of_prompts_and_are_kept_once():
         ([("full_attention", 544), ("recurrent", 544)], 1_250, [1_248, 52], 1_248),
     ],
 )
-def test_large_blocks_are_hit_where_states_were_kept(groups, num_shared, chunks, num_hit):
+def test_large_blocks_are_hit_at_kept_states(groups, num_shared, chunks, num_hit):
     specs = [GroupSpec(kind, size) for kind, size in groups]
     manager = make(*specs, hash_block_size=16, num_blocks=40, max_model_len=8_192)
     a = Request("a", range(sum(chunks)))
@@ -449,7 +449,7 @@ def test_a_planned_hybrid_is_hit_inside_its_large_blocks(state_interval):
     check_invariants(manager)
 
 
-def test_a_step_ends_where_the_shared_prefix_does():
+def test_step_ends_at_the_end_of_the_shared_prefix():
     groups = [GroupSpec("full_attention", 64), GroupSpec("recurrent", 64)]
     manager = make(*groups, hash_block_size=4, num_blocks=80, max_model_len=1_000)
     prompts = [[*range(50), *range(1000 * i, 1000 * i + 100)] for i in range(1, 4)]
@@ -512,7 +512,7 @@ def test_a_page_that_a_copy_reads_is_not_given_away_by_the_same_plan():
     assert plan.copy.tolist() == [[1, 2]]
 
 
-def test_a_state_whose_tokens_come_late_is_stored_all_the_same():
+def test_state_with_late_tokens_is_still_stored():
     manager = make(STATE)
     request = Request("a", range(6))
     run(manager, request, 6, 2)  # ends at token 8; tokens 6 and 7 are not known yet
@@ -578,7 +578,7 @@ def test_an_error_in_a_kind_keeps_every_block(monkeypatch):
     check_invariants(manager)
 
 
-def test_a_group_that_is_not_cached_takes_no_part_in_hits():
+def test_uncached_group_does_not_affect_hits():
     uncached = GroupSpec("full_attention", 4, cached=False)
     manager = make(FULL, uncached, enable_events=True)
     a = Request("a", range(20))
@@ -658,7 +658,7 @@ def test_step_needs_at_most_the_blocks_of_the_buffer():
     check_invariants(manager)
 
 
-def test_hits_are_given_up_with_a_circular_group_unless_it_is_not_cached():
+def test_cached_circular_group_disables_hits():
     manager = make(FULL, ROUND)
     run(manager, Request("a", range(16)), 16)
     assert manager.pool.num_cached == 0 and hit_length(manager, range(16)) == 0
@@ -1064,7 +1064,7 @@ def test_a_state_that_ends_no_hit_is_not_cached():
     assert num_cached == [0, 2, 2, 4]
 
 
-def test_a_request_with_an_encoder_takes_no_hit_of_one_without():
+def test_request_with_an_encoder_does_not_hit_blocks_of_one_without():
     """Decoder KV depends on the encoder, which is not part of the hashes."""
     groups = [GroupSpec("full_attention", 4), GroupSpec("cross_attention", 4)]
     manager = KVCacheManager.for_groups(groups, 30, 64, num_preallocate_tokens=0)

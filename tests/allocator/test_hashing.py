@@ -236,7 +236,7 @@ def test_a_parent_continues_a_chain():
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int32, np.uint32, np.int64, np.uint64])
-def test_every_integer_dtype_hashes_alike(dtype):
+def test_every_integer_dtype_gives_the_same_hash(dtype):
     assert np.array_equal(hash_blocks(np.arange(100, dtype=dtype), 16), hash_blocks(range(100), 16))
 
 
@@ -635,7 +635,7 @@ def test_wrong_given_hashes_are_named_and_change_nothing():
         plain.step(new=[Request("r", tokens, block_hashes=[bytes(16)] * 2)])
 
 
-def test_step_whose_new_request_is_rejected_takes_no_tokens():
+def test_step_with_a_rejected_new_request_appends_no_tokens():
     manager = KVCacheManager(4, 20, 16)
     running = Request("r", range(5))
     row = manager.step(new=[running]).rows[0]

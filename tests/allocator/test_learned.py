@@ -33,7 +33,7 @@ def test_stats_show_what_was_counted():
     assert BlockSpaceManager(16, 9, 9).stats.learned is None
 
 
-def test_what_was_learned_is_saved_and_loaded(tmp_path):
+def test_learned_statistics_are_saved_and_loaded(tmp_path):
     learned, path = trained().cache.stats.learned, tmp_path / "reuse.json"
     learned.save(path)
     assert [each.name for each in tmp_path.iterdir()] == ["reuse.json"]

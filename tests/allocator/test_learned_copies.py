@@ -180,7 +180,7 @@ def released(pool, first, answer, held=()):
     return ids
 
 
-def test_a_page_that_was_loaded_goes_first():
+def test_loaded_page_is_evicted_first():
     device = BlockPool(20, "learned")
     host = BlockPool(4, "learned", copies_of=device)
     blocks = released(device, 0, 0)

@@ -274,7 +274,7 @@ def test_free_caches_nothing_that_was_not_computed():
     assert manager.pool.num_cached == 1
 
 
-def test_a_request_that_opted_out_of_reading_takes_no_computed_blocks():
+def test_request_that_opted_out_of_reading_uses_no_computed_blocks():
     manager = make()
     manager.step(new=[Request("a", range(10))])
     before = state(manager)
@@ -690,7 +690,7 @@ def test_wrong_tokens_are_named_before_and_after_hashing(tokens, error, message,
     assert request.num_tokens == 10
 
 
-def test_what_a_hash_was_made_of_cannot_be_changed():
+def test_inputs_of_a_hash_cannot_be_changed():
     request = Request("a", range(10), lora=["n", "p"], mm_items=[["i", 2, 3]], cache_salt="s")
     assert request.lora == ("n", "p") and request.mm_items == (("i", 2, 3),)
     for name in (

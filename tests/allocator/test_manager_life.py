@@ -70,7 +70,7 @@ def test_status_distinguishes_a_request_that_fits_only_in_chunks():
     assert manager.step(new=[Admit(long, num_tokens=128)]).status.tolist() == [Status.SERVED]
 
 
-def test_a_hit_inside_a_block_is_given_up_where_the_copy_does_not_fit():
+def test_hit_inside_a_block_is_dropped_if_its_copy_does_not_fit():
     groups = [GroupSpec("full_attention", 8)]
     options = {"hash_block_size": 2, "num_preallocate_tokens": 0}
     manager = KVCacheManager.for_groups(groups, 4, 64, **options)
@@ -244,7 +244,7 @@ def test_each_of_several_aborted_steps_may_be_reported():
     assert manager.num_computed_tokens(a) == 12
 
 
-def test_a_report_is_taken_in_whole_or_not_at_all():
+def test_report_is_accepted_entirely_or_not_at_all():
     manager = make(fence_frees=True)
     a = Request("a", range(10))
     plan = manager.step(new=[a])
@@ -360,7 +360,7 @@ def test_failed_blocks_and_what_was_computed_from_them_leave_the_cache():
     assert bad not in manager.block_ids(a).tolist()[:2]
 
 
-def test_descendants_leave_even_where_a_block_between_was_evicted():
+def test_descendants_leave_the_cache_even_if_a_block_between_was_evicted():
     """Found by a random run: the chain to the invalid block had a gap."""
     manager = make(num_blocks=30)
     request = Request("a", range(17))
@@ -501,7 +501,7 @@ def test_a_row_whose_window_is_gone_restarts_from_what_the_cache_has():
     assert manager.step([0], [4]).num_computed_tokens.tolist() == [8]
 
 
-def test_a_row_does_not_resume_where_its_hit_lacks_what_a_shorter_one_reads():
+def test_row_does_not_resume_at_a_shorter_hit_whose_blocks_were_not_loaded():
     """The hit of 6 tokens ends at a chunk of 3, so it does not include the previous chunk."""
     groups = [GroupSpec("full_attention", 4), GroupSpec("chunked_local", 8, {"chunk_size": 3})]
     manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0, hash_block_size=1)
@@ -511,7 +511,7 @@ def test_a_row_does_not_resume_where_its_hit_lacks_what_a_shorter_one_reads():
     assert manager.invalidate([int(manager.block_ids(request, 0)[1])]) == {"b": 0}
 
 
-def test_a_state_goes_back_to_the_last_one_stored():
+def test_row_returns_to_its_last_stored_state():
     groups = [GroupSpec("full_attention", 4), GroupSpec("recurrent", 4)]
     manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0)
     request = Request("a", range(30))
@@ -661,7 +661,7 @@ def test_statistics_count_in_total_recently_and_by_group():
     assert manager.cache.stats.num_requests == manager.cache.stats.recent.num_requests == 0
 
 
-def test_residency_is_timed_by_the_clock_that_is_set():
+def test_residency_is_timed_by_the_given_clock():
     manager = make(num_blocks=4, track_residency=True)
     a = Request("a", range(8))
     manager.cache.set_now(100.0)
@@ -677,7 +677,7 @@ def test_residency_is_timed_by_the_clock_that_is_set():
     assert stats.groups[0].evicted_blocks == 2
 
 
-def test_residency_is_timed_by_the_system_where_no_clock_is_set():
+def test_residency_is_timed_by_the_system_clock_by_default():
     manager = make(num_blocks=3, track_residency=True)
     a = Request("a", range(8))
     manager.step(new=[a])

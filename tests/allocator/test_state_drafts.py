@@ -63,7 +63,7 @@ def test_pages_change_places_and_nothing_is_copied():
     check_invariants(manager)
 
 
-def test_a_prompt_takes_no_page_for_drafts():
+def test_prompt_needs_no_page_for_drafts():
     manager = manager_of(FULL, states(16))
     request = Request("a", range(20))
     for plan in (manager.step(new=[Admit(request, num_tokens=3)]), manager.step([0], [4])):
@@ -107,7 +107,7 @@ def test_only_drafts_are_rejected():
     assert manager.num_computed_tokens(request) == 7
 
 
-def test_one_group_without_pages_for_drafts_takes_no_rejection():
+def test_group_without_pages_for_drafts_prevents_rejections():
     manager = manager_of(FULL, states(), GroupSpec("recurrent", 4))
     request = Request("a", range(6))
     manager.step(new=[request])
@@ -411,7 +411,7 @@ def test_pages_of_earlier_drafts_make_room_for_a_block():
 
 
 @pytest.mark.parametrize(("num_blocks", "num_hit"), [(8, 0), (41, 8)])
-def test_states_that_drafts_have_passed_are_kept_where_there_is_room(num_blocks, num_hit):
+def test_states_passed_by_drafts_are_kept_if_there_is_room(num_blocks, num_hit):
     """2 blocks, the state after 10 tokens, a page for the next state, and 3 states that drafts
     passed.
     """
@@ -462,7 +462,7 @@ def test_row_continues_where_it_overwrote_a_cached_state():
         check_invariants(manager)
 
 
-def test_what_a_fork_leaves_waits_for_the_steps_that_were_issued():
+def test_pages_released_after_a_fork_wait_for_issued_steps():
     groups = [GroupSpec("full_attention", 4), states(4)]
     manager = manager_of(*groups, num_blocks=41, fence_frees=True)
     request, child = Request("a", range(6)), Request("c", range(10))

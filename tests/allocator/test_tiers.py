@@ -50,7 +50,7 @@ class Engine:
         return plan
 
 
-def test_what_is_learned_to_come_again_is_written_and_the_rest_is_not():
+def test_only_blocks_expected_to_be_reused_are_written():
     """The class of one prompt has been reused, and that of the other prompt never."""
     reached, used = np.zeros((101, 26)), np.zeros((101, 26))
     # Classes for answers shorter than 64 tokens, and for longer ones.
@@ -88,7 +88,7 @@ def test_evicted_blocks_are_hit_on_the_host():
     assert stats.host_hit_tokens == stats.host.loaded_blocks * 4 == len(plan.swap_in) * 4
 
 
-def test_what_is_loaded_becomes_a_hit_for_others_when_the_report_says_so():
+def test_loaded_blocks_become_hits_for_others_after_the_report():
     engine = Engine(num_blocks=9)
     manager = engine.manager
     engine.run("a", range(13))
@@ -210,7 +210,7 @@ def test_an_aborted_write_is_not_found():
     check_invariants(manager)
 
 
-def test_an_aborted_load_is_not_found_and_its_row_goes_back():
+def test_aborted_load_is_not_found_and_its_row_returns_to_an_earlier_token():
     engine = Engine()
     manager = engine.manager
     engine.run("a", range(16))
@@ -313,7 +313,7 @@ def test_events_and_statistics_name_the_tier():
 # Swapped-out rows ------------------------------------------------------------------------------------
 
 
-def test_a_row_leaves_and_comes_back_when_it_is_served():
+def test_row_is_swapped_out_and_returns_when_it_is_served():
     engine = Engine(num_blocks=9)
     manager = engine.manager
     request, _ = engine.admit("a", range(10))
@@ -334,7 +334,7 @@ def test_a_row_leaves_and_comes_back_when_it_is_served():
     assert manager.host_pool.num_free == manager.host_pool.num_total
 
 
-def test_its_blocks_serve_others_within_the_same_step():
+def test_blocks_of_a_swapped_out_row_are_available_in_the_same_step():
     engine = Engine(num_blocks=5)
     request, _ = engine.admit("a", range(12))
     other = Request("b", range(100, 116))
@@ -424,7 +424,7 @@ def test_a_freed_row_gives_its_host_pages_back():
     assert engine.step().clear_rows.tolist() == [0]
 
 
-def test_what_leaves_stays_a_hit():
+def test_blocks_of_a_swapped_out_row_stay_hits():
     engine = Engine(num_blocks=5)
     engine.admit("a", range(16))
     engine.step(swap_out=[0], new=[Request("b", range(100, 116))])
@@ -654,7 +654,7 @@ def test_a_journal_that_is_used_again_has_forgotten_the_step_before():
     assert manager.abort(plan.step_id) == {}
 
 
-def test_a_row_that_grew_into_the_watermark_comes_back():
+def test_row_that_grew_into_the_watermark_can_return():
     engine = Engine(num_blocks=11, num_host_blocks=60, watermark=0.2)
     engine.admit("a", range(30))
     engine.step([0], [6], token_ids=range(6), num_token_ids=[6])
@@ -662,7 +662,7 @@ def test_a_row_that_grew_into_the_watermark_comes_back():
     assert engine.step([0], [1], token_ids=[1]).status.tolist() == [Status.SERVED]
 
 
-def test_nothing_goes_to_the_host_twice():
+def test_no_block_is_written_to_the_host_twice():
     engine = Engine(num_blocks=11, num_host_blocks=60)
     engine.admit("a", range(20))
     engine.admit("b", range(100, 120))
@@ -694,7 +694,7 @@ def test_a_rejection_after_a_fork_with_an_encoder():
     assert manager.step([row], [1], num_rejected_tokens=[2]).status.tolist() == [Status.SERVED]
 
 
-def test_fences_beside_a_swap_end_with_their_own_steps():
+def test_fences_during_a_swap_end_with_their_own_steps():
     manager = make(
         num_blocks=30, groups=[GroupSpec("sliding_window", 4, {"window": 5})], fence_frees=True
     )

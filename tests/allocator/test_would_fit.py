@@ -113,7 +113,7 @@ def test_would_fit_of_a_whole_prompt_is_correct(first):
     ("other", "num_free"),
     [(GroupSpec("sliding_window", 4, {"window": 4}), 6), (GroupSpec("recurrent", 4), 5)],
 )
-def test_the_whole_fits_where_later_chunks_leave_the_hit(other, num_free):
+def test_whole_prompt_fits_if_later_chunks_release_the_hit(other, num_free):
     """A hit of 8 of 16 tokens. Its window block and state are free again for the last chunk."""
     manager = manager_of(GroupSpec("full_attention", 4), other, num_blocks=num_free + 1)
     first, request = Request("a", range(8)), Request("b", range(16))

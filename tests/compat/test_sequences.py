@@ -1008,7 +1008,7 @@ def test_can_allocate_requires_at_most_the_window():
     assert len(manager.get_block_table(group.seqs[0])) == 100
 
 
-def test_where_a_hit_would_hold_more_than_fits_it_is_not_taken():
+def test_hit_that_holds_more_blocks_than_fit_is_not_taken():
     manager = make(num_gpu_blocks=5, sliding_window=4, enable_caching=True)
     group = admitted(manager, 5)
     manager.mark_blocks_as_computed(group, 5)
@@ -1203,7 +1203,7 @@ def test_a_swap_in_shares_what_is_still_cached_on_the_device():
     manager.check_invariants()
 
 
-def test_what_was_evicted_comes_back_and_is_a_hit_again():
+def test_evicted_blocks_return_and_are_hits_again():
     manager = make(num_gpu_blocks=6, enable_caching=True)  # 5 blocks
     group = admitted(manager, 14)
     manager.mark_blocks_as_computed(group, 14)
@@ -1422,7 +1422,7 @@ def test_free_of_an_unknown_sequence_is_a_no_op():
     assert counts(manager) == (10, 10)
 
 
-def test_it_belongs_to_the_thread_that_used_it_first():
+def test_manager_belongs_to_its_first_thread():
     manager, errors = make(), []
     group = admitted(manager)
 

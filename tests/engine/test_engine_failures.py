@@ -285,7 +285,7 @@ class TestStreams:
         assert sum(len(delta.token_ids) for delta in deltas) == 12
 
 
-def test_refused_requests_are_returned_where_the_model_fails(make_engine, monkeypatch):
+def test_refused_requests_are_returned_even_if_the_model_fails(make_engine, monkeypatch):
     engine = make_engine()
     others = Others(engine)
     schedule, victim = (

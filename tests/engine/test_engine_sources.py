@@ -345,7 +345,7 @@ def test_an_abort_while_loading_quarantines_the_blocks(pair):
 
 
 @pytest.mark.parametrize("fails", ["forward", "apply"])
-def test_a_step_that_fails_beside_a_load_changes_no_answer(pair, fails):
+def test_failed_step_during_a_load_changes_no_answer(pair, fails):
     engine, other = pair.receiver, [5, 6, 7]
     owner = engine.model if fails == "forward" else engine.cache.worker
     right, count = getattr(owner, fails), [0]

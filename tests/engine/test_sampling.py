@@ -40,7 +40,7 @@ class TestSampler:
             sampler = Sampler(SamplingParams(temperature=1.0, seed=1, top_k=top_k), 0)
             assert {sampler.token(logits) for _ in range(200)} == set([1, 2, 4][:top_k])
 
-    def test_no_two_seeds_draw_alike(self):
+    def test_different_seeds_draw_different_tokens(self):
         logits = torch.zeros(1_000)
         drawn = set()
         for seed in (-2, -1, 0, 1, 2**61 - 1, 2**32, 2**63 - 1):
@@ -54,7 +54,7 @@ class TestSampler:
         assert set(np.flatnonzero(drawn(top_p=float(weights[1]) + 0.01))) == {1, 5}
         assert set(np.flatnonzero(drawn(top_p=0.9))) == {1, 5, 3}
 
-    def test_samples_of_a_request_and_neighbouring_seeds_draw_unlike(self):
+    def test_samples_of_a_request_and_adjacent_seeds_differ(self):
         def tokens(seed, nth):
             sampler = Sampler(SamplingParams(temperature=2.0, seed=seed), nth)
             return tuple(sampler.token(LOGITS) for _ in range(40))

@@ -241,7 +241,7 @@ class TestLifeOfTheEngineLoop:
         with pytest.raises(RuntimeError, match="expected one call of start"):
             loop.start()
 
-    def test_every_request_beside_a_stop_ends(self, loop):
+    def test_every_request_around_a_stop_ends(self, loop):
         """No request waits forever, whether it arrives before, during or after the stop."""
 
         async def serve_all():

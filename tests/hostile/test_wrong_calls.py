@@ -74,7 +74,7 @@ def test_each_public_call_takes_the_right_arguments(name):
     right_call(name)
 
 
-def test_what_the_fuzzer_leaves_out_exists():
+def test_names_excluded_from_the_fuzzer_exist():
     modules()
     if LACKS:
         pytest.skip(f"modules that were not walked: {LACKS}")
@@ -244,7 +244,7 @@ def huge(dtype: type = np.int32) -> np.ndarray:
         (lambda: engine.NgramDrafter(shortest=17), "shortest is 17: expected at most longest, 4"),
     ],
 )
-def test_what_the_walk_found_is_rejected_by_name(call, message):
+def test_errors_of_calls_found_by_the_fuzzer_name_the_argument(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()
 
@@ -602,7 +602,7 @@ def test_sequence_with_an_incorrect_length_leaves_no_blocks():
                 assert manager.get_num_free_gpu_blocks() == 11
 
 
-def test_layers_of_another_number_leave_separate_layers_as_they_are():
+def test_wrong_number_of_layers_leaves_separate_layers_unchanged():
     caches = [torch.zeros(2, 5, 4, 2, 8) for _ in range(2)]
     storage = KVStorage.from_tensors(caches)
     good, slots = torch.ones(2, 1, 2, 8), torch.tensor([5])

@@ -251,14 +251,14 @@ def refused(monkeypatch, tmp_path) -> str:
     return str(error.value)
 
 
-def test_missing_pybind11_is_named_where_torch_is_missing_too(monkeypatch, tmp_path):
+def test_missing_pybind11_is_named_if_torch_is_also_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
     says = refused(monkeypatch, tmp_path)
     assert "building _core failed: pybind11 is missing" in says
     assert "`pip install pybind11`" in says and "torch" not in says
 
 
-def test_pybind11_is_taken_from_torch_where_it_has_none_of_its_own(monkeypatch):
+def test_pybind11_of_torch_is_used_if_there_is_no_other(monkeypatch):
     pytest.importorskip("torch")
     find = importlib.util.find_spec
     only_torch = lambda name, *_: None if name == "pybind11" else find(name)  # noqa: E731
@@ -331,7 +331,7 @@ def test_missing_cxx_is_named(monkeypatch, tools):
 @pytest.mark.parametrize(
     ("runtime", "in_toolkit"), [("lib64/libcudart.so", True), ("lib/libcudart.so.13", False)]
 )
-def test_the_cuda_library_is_linked_from_the_toolkit_and_not_from_beside_a_link_to_nvcc(
+def test_cuda_library_is_linked_from_the_toolkit_not_from_torchs_cuda_home(
     monkeypatch, tmp_path, runtime, in_toolkit
 ):
     from torch.utils import cpp_extension

@@ -116,7 +116,7 @@ RUNTIMES = {
 
 
 @pytest.mark.parametrize("name", RUNTIMES)
-def test_the_runtime_is_linked_from_where_the_toolkit_has_it(tmp_path, name):
+def test_runtime_is_linked_from_the_toolkit(tmp_path, name):
     """Checked with the real linker: `main` calls a function that only that library defines."""
     home, scratch = tmp_path / "cuda", tmp_path / "scratch"
     code, expected = tmp_path / "runtime.c", home / RUNTIMES[name][0]

@@ -517,7 +517,7 @@ def test_memcheck_has_time_for_torch_to_be_imported_under_it(monkeypatch):
 
 
 @pytest.mark.parametrize(("number", "name"), [(FIRST, "jit-and-replay"), (SECOND, "flashinfer")])
-def test_the_last_stage_has_time_where_all_others_take_all_of_theirs(number, name):
+def test_last_stage_has_time_if_all_others_use_their_limits(number, name):
     """With carried libraries, which take about 20 s to load."""
     *others, last = (each.name for each in of_run(number))
     assert last == name
@@ -648,7 +648,7 @@ def test_memory_is_no_more_than_a_container_may_have(monkeypatch, tmp_path):
     assert sizes.available_host_bytes() == 1 << 20
 
 
-def test_kernels_are_measured_where_the_copy_beside_them_fails(monkeypatch, capsys):
+def test_kernels_are_measured_even_if_the_reference_copy_fails(monkeypatch, capsys):
     def fails():
         raise RuntimeError("out of memory")
 
@@ -813,7 +813,7 @@ def test_counters_are_of_more_bytes_than_the_l2_holds_by_far(name):
     assert written_bytes(op_cases.CASES[name], 8) / (8 * per_size) > 0.25
 
 
-def test_large_cases_are_drawn_where_they_run(monkeypatch):
+def test_large_cases_are_drawn_on_the_device_that_runs_them(monkeypatch):
     """Drawing large cases on the CPU would take longer than the stage's limit."""
     drawn = []
     monkeypatch.setattr(op_cases, "_seeded", lambda device: drawn.append(device))
@@ -823,7 +823,7 @@ def test_large_cases_are_drawn_where_they_run(monkeypatch):
         assert drawn == [device]
 
 
-def test_a_process_reports_lines_as_they_come(tmp_path):
+def test_process_reports_lines_as_they_are_printed(tmp_path):
     arrived, seen = [], tmp_path / "seen"
     code = f"""if True:
         import pathlib, time

@@ -163,7 +163,7 @@ def test_no_message_is_sent_without_events(publisher):
     assert publisher.counts.batches == 1
 
 
-def test_what_waits_is_sent_when_the_publisher_closes(context):
+def test_pending_batches_are_sent_when_the_publisher_closes(context):
     publisher = EventPublisher(LOCAL, context=context)
     with EventSubscriber(publisher.endpoint, context=context) as reader:
         publisher.publish([tokens_event(0)])
@@ -464,7 +464,7 @@ def test_stalled_reader_does_not_block_others(context):
         assert [number for _, number, _ in idle.answers()] == [*range(3000)]  # late but complete
 
 
-def test_a_reader_that_goes_away_is_given_up(context):
+def test_disconnected_reader_is_dropped(context):
     with EventPublisher(LOCAL, LOCAL, context=context) as publisher:
         for i in range(3000):
             publisher.publish([tokens_event(i, num_blocks=200)])
@@ -609,7 +609,7 @@ def reader_of(publisher, context, kind=EventSubscriber, **options):
     return kind(publisher.endpoint, publisher.replay_endpoint, context=context, **options)
 
 
-def test_a_reader_that_comes_late_knows_everything(context, publisher):
+def test_late_reader_knows_the_whole_cache(context, publisher):
     publish(publisher, 20)
     with reader_of(publisher, context, topic="kv@pod@model") as reader:
         assert reader.catch_up() and reader.view.hashes() == {*range(20)}

@@ -188,7 +188,7 @@ class TestFields:
         ((name, value),) = asked.items()
         assert self.refusal(BODY | asked).startswith(f"{name} is {value!r}: expected none")
 
-    def test_as_many_samples_are_drawn_as_are_returned(self):
+    def test_best_of_must_equal_the_number_of_returned_samples(self):
         for n, best_of in ((3, 1), (1, 3)):
             message = self.refusal(BODY | {"n": n, "best_of": best_of})
             assert message == f"best_of is {best_of}: expected {n}, as n"
@@ -249,7 +249,7 @@ class TestFields:
             parsed(json.dumps(chat | {"max_completion_tokens": limit}).encode(), AskedChat)
 
     @pytest.mark.parametrize("value", ["4", "9" * 5000], ids=["small", "huge"])
-    def test_a_name_comes_once(self, value):
+    def test_duplicate_field_names_are_rejected(self, value):
         content = json.dumps(BODY)[:-1] + f', "max_tokens": {value}}}'
         expected = "the body has 'max_tokens' twice in one object: expected each name once"
         assert self.refusal(content.encode()) == expected
@@ -304,7 +304,7 @@ class TestTrust:
 
 class TestAnswers:
     @pytest.mark.parametrize("temperature", [5e-324, 1e-310])
-    def test_a_tiny_temperature_is_the_likeliest_token(self, served, temperature):
+    def test_tiny_temperature_selects_the_likeliest_token(self, served, temperature):
         answer = post(served, temperature=temperature, max_tokens=12)
         assert answer.json()["choices"][0]["text"] == dense_answer(GREETING)
 
@@ -407,14 +407,14 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
 
 class TestSlowClients:
     @pytest.mark.parametrize("sent", [b"", b"POST /v1", HEAD, HEAD + b"\r\n{"])
-    def test_half_a_request_is_given_up(self, impatient, sent):
+    def test_connection_with_half_a_request_is_closed(self, impatient, sent):
         started = time.monotonic()
         with connected(impatient) as connection:
             connection.sendall(sent)
             rest_of(connection)
         assert 0.3 < time.monotonic() - started < 25
 
-    def test_one_byte_after_the_other_is_given_up(self, impatient):
+    def test_connection_that_sends_single_bytes_is_closed(self, impatient):
         with connected(impatient) as connection:
             with pytest.raises(OSError):
                 for _ in range(500):
@@ -444,7 +444,7 @@ class TestSlowClients:
         impatient.slow_seconds = 0.0
         assert answer.json()["usage"]["completion_tokens"] == 30
 
-    def test_a_client_that_does_not_read_is_given_up(self):
+    def test_client_that_does_not_read_is_disconnected(self):
         body = json.dumps(BODY | {"max_tokens": 200, "stream": True, "prompt": [[5]] * 40})
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         limits = Limits(stall_seconds=0.5, grace_seconds=0.1)
@@ -456,7 +456,7 @@ class TestSlowClients:
             running.wait_until(lambda state: state["metrics"]["aborted_requests"] > 0, 60)
             running.wait_until_empty()
 
-    def test_the_slowest_gives_way_to_new_connections(self):
+    def test_slowest_connection_is_closed_for_new_ones(self):
         limits = Limits(max_connections=5, request_seconds=60, grace_seconds=0.1)
         with serving(limits=limits) as running:
             silent = []
@@ -602,7 +602,7 @@ class TestAdmission:
 
         self.run(course)
 
-    def test_a_smaller_priority_goes_first(self):
+    def test_smaller_priority_is_served_first(self):
         async def course(admission):
             release, log = asyncio.Event(), []
             first = asyncio.create_task(self.holding(admission, 4, release))

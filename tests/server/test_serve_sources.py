@@ -131,7 +131,7 @@ def test_prompts_are_computed_while_the_other_server_is_dead(alone):
         server.wait_until_empty()
 
 
-def test_prompts_are_computed_where_the_other_server_is_too_slow(alone):
+def test_prompts_are_computed_if_the_other_server_is_too_slow(alone):
     with ServeProcess("--prefill") as prefill, behind(prefill, "--prefill-timeout", "1") as server:
         prefill.send_signal(signal.SIGSTOP)
         try:

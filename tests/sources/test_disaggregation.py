@@ -81,7 +81,7 @@ def check_load(receiver, request, offer, end):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_between_two_processes_of_unlike_tp_block_size_and_layout(transport, engines):
+def test_transfers_between_processes_with_different_tp_block_size_and_layout(transport, engines):
     rng = random.Random(1)
     options = {"transport": transport}
     receiver = engines("decode", tp=1, block=32, layout="NHD", kinds=STATES, options=options)
@@ -106,7 +106,7 @@ SIDES = [
 
 @pytest.mark.parametrize("kinds", [FULL, HYBRID, STATES], ids=["full", "hybrid", "states"])
 @pytest.mark.parametrize("pair", sampled([[(4, 2)], [(0, 1), (3, 1)], None]), ids=str)
-def test_between_unlike_engines(pair, kinds, engines):
+def test_transfers_between_different_engines(pair, kinds, engines):
     pairs = pair or [(a, b) for a in range(len(SIDES)) for b in range(len(SIDES))]
     seed = random.randrange(2**32)
     print(f"seed {seed}")
@@ -125,7 +125,7 @@ def test_between_unlike_engines(pair, kinds, engines):
             assert sender.drained() and receiver.drained()
 
 
-def test_what_was_loaded_is_a_hit_for_others(engines):
+def test_loaded_blocks_are_hits_for_others(engines):
     sender, receiver = engines("p"), engines("d", block=32)
     tokens = list(range(100))
     check_load(receiver, Request("a", [*tokens, 7]), send(sender, "a", tokens), 100)
@@ -156,7 +156,7 @@ def test_block_that_the_sender_holds_partially_is_never_a_hit(engines):
     assert sender.drained() and receiver.drained()
 
 
-def test_nothing_is_read_where_the_receiver_has_all(engines):
+def test_nothing_is_read_if_the_receiver_has_all_blocks(engines):
     sender, receiver = engines("p"), engines("d")
     tokens = list(range(64))
     own = Request("own", tokens)
@@ -375,7 +375,7 @@ EMBEDS = np.ones((71, 4), np.float32)
         ({"mm_items": [("image", 0, 4)]}, {"mm_items": [("image", 0, 60)]}),
     ],
 )
-def test_what_kv_depends_on_beside_tokens_is_of_the_digest(ours, theirs):
+def test_digest_includes_everything_besides_tokens_that_kv_depends_on(ours, theirs):
     sender, manager, _ = lone("p")
     request = Request("r", range(70), **ours)
     manager.step(new=[request])
@@ -436,7 +436,7 @@ def test_blocks_under_lease_are_not_used_again():
     assert manager.pool.num_free == 10 and sender.num_leased_requests == 0
 
 
-def test_they_are_used_again_when_the_last_rank_has_ended_its_lease():
+def test_leased_blocks_are_reused_after_the_last_rank_ends_its_lease():
     sender, manager, ranks = lone("p", num_ranks=2)
     request = Request("r", range(70))
     manager.step(new=[request])
@@ -447,7 +447,7 @@ def test_they_are_used_again_when_the_last_rank_has_ended_its_lease():
         assert manager.pool.num_free == free
 
 
-def test_nothing_is_offered_where_no_slot_of_a_lease_is_free():
+def test_nothing_is_offered_without_a_free_lease_slot():
     sender, manager, _ = lone("p")
     while sender._numbers.take(str(len(sender._numbers)), 60):
         pass
@@ -526,7 +526,7 @@ def test_pages_that_a_transport_still_writes_to_are_quarantined():
     assert manager.pool.num_free == 10 and receiver.num_loading_requests == 0
 
 
-def test_where_one_rank_fails_the_others_are_given_up():
+def test_failure_of_one_rank_cancels_the_others():
     receiver, manager, ranks = lone(num_ranks=2)
     request = Request("r", range(71))
     offer = an_offer()

@@ -90,7 +90,7 @@ def test_another_engine_loads_what_one_has_computed(mix, num_host_blocks):
     other.end()
 
 
-def test_what_the_device_has_is_not_loaded():
+def test_blocks_on_the_device_are_not_loaded():
     user = a_user()
     user.run(*prompts(LONG))
     user.settle()
@@ -241,7 +241,7 @@ def test_requests_that_may_not_read_load_nothing(options):
     user.end()
 
 
-def test_what_is_invalid_leaves_the_store():
+def test_invalid_blocks_are_removed_from_the_store():
     user = a_user()
     user.run(*prompts(LONG))
     user.settle()
@@ -292,7 +292,7 @@ def begin_a_put(user, item):
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 90])
-def test_what_is_invalid_is_not_put_by_a_put_under_way(num_host_blocks):
+def test_pending_put_does_not_store_invalid_blocks(num_host_blocks):
     user = a_user(Gated(), num_host_blocks=num_host_blocks, host_write="through")
     begin_a_put(user, prompts(LONG)[0])
     while not user.tier._num_writing:  # written to the host one step later
@@ -329,7 +329,7 @@ def test_a_removal_that_failed_is_done_again(num_failures):
     assert len(told(user)) == 3
 
 
-def test_nothing_is_loaded_before_what_is_invalid_is_removed():
+def test_nothing_is_loaded_before_invalid_blocks_are_removed():
     user = a_user(Gated(1000))
     user.run(*prompts(LONG))
     user.settle()
@@ -482,7 +482,7 @@ def test_a_wrong_value_is_removed():
     third.end()
 
 
-def test_a_full_store_takes_no_more():
+def test_full_store_rejects_further_values():
     store = MemoryStore(fault=lambda: "full")
     user = a_user(store)
     user.run(*prompts(LONG))
@@ -551,7 +551,7 @@ def test_a_load_that_is_cancelled_leaves_nothing():
 
 
 @pytest.mark.parametrize("seed", sampled(range(30), 5))
-def test_content_is_right_whatever_the_store_does(seed):
+def test_content_is_correct_for_any_store_behavior(seed):
     """Every token read is compared, and the events must match the final contents of the store."""
     choose = random.Random(seed)
     groups, hash_block_size = MIXES[[*MIXES][seed % len(MIXES)]]
@@ -818,7 +818,7 @@ def test_nothing_is_put_while_a_later_step_is_planned():
 
 
 @pytest.mark.parametrize("seed", sampled(range(20), 3))
-def test_copies_are_ordered_where_streams_run_late(seed):
+def test_copies_are_ordered_on_late_streams(seed):
     """Uses a device that runs streams in any order that events allow, with few pages."""
     choose, streams = random.Random(seed), SimulatedStreams(seed)
     manager = KVCacheManager(4, 16, 64, num_preallocate_tokens=0, enable_events=True)

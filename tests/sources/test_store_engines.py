@@ -123,7 +123,7 @@ def serve(user, number, choose, families):
 
 
 @needs_nixl
-def test_the_least_recently_used_goes_first(tmp_path):
+def test_least_recently_used_value_is_evicted_first(tmp_path):
     opened = Opened(DiskStore(tmp_path, 4096 + 3 * 8192))
     store = opened.store
     opened.fill(0, 1, 2, 3)
@@ -170,7 +170,7 @@ def test_values_of_another_size_replace_what_was_there(tmp_path, caplog):
 
 
 @needs_nixl
-def test_a_full_disk_takes_no_more(tmp_path, monkeypatch):
+def test_full_disk_stores_nothing_more(tmp_path, monkeypatch):
     opened = Opened(DiskStore(tmp_path, "1MiB"))
     opened.fill(0)
     assert opened.store.put(["a"], opened.values(0)) == [True]
@@ -415,7 +415,7 @@ def test_engine_continues_while_the_master_is_restarted():
 
 
 @needs_mooncake
-def test_a_master_that_comes_late_is_found():
+def test_master_that_starts_late_is_found():
     with mooncake_master.Master() as master:
         master.kill()
         user = StoreUser(

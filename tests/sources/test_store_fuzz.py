@@ -254,7 +254,7 @@ def small_disk(folder):
 
 @needs_nixl
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_disk_that_is_full_takes_no_more_and_gives_nothing_wrong(seed, tmp_path):
+def test_full_disk_stores_nothing_more_and_returns_no_wrong_values(seed, tmp_path):
     choose = random.Random(seed)
     folder = tmp_path / "disk"
     folder.mkdir(mode=0o700)

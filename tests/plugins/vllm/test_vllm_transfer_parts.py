@@ -171,7 +171,7 @@ class TestWindows:
         assert first_needed(specs["window"], 60) == 0
         assert first_needed(specs["chunked"], 150) == 128
 
-    def test_blocks_are_complete_where_none_is_null(self):
+    def test_blocks_are_complete_if_none_is_null(self):
         assert is_complete([0, 5, 6], 32, 32, 96)
         assert not is_complete([0, 5, 6], 32, 31, 96)
         assert not is_complete([0, 5, 6], 32, 32, 97)
@@ -202,7 +202,7 @@ class TestRefusalsAtTheStart:
         (tmp_path / "config.json").write_text(json.dumps(vllm_schedulers.TINY_LLAMA))
         return str(tmp_path)
 
-    def test_none_of_a_good_configuration(self, folder):
+    def test_valid_configuration_is_accepted(self, folder):
         connector = self.connector(folder, {"lease_s": 5})
         assert connector._vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
 
