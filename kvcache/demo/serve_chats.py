@@ -140,7 +140,8 @@ def _serve(
     """Serve all chats.
 
     Returns:
-        The final lengths of the running requests, in tokens, summed in the step with the largest sum.
+        The sum of the final lengths, in tokens, of the running requests, in the step with the
+        largest sum.
     """
     serving: dict[str, tuple[Chat, Generation]] = {}
 
