@@ -414,8 +414,8 @@ def _block_size(
     block_size = layer_page // smallest * layer.block_size
     if layer_page % smallest == 0:
         return block_size
-    # Prefer more padding to block sizes with a huge common multiple. A prefix hit over all groups
-    # can end only at a common multiple.
+    # Padding is better than block sizes with a huge common multiple, because a prefix hit over all
+    # groups can end only at a common multiple of the block sizes.
     common = math.lcm(layer.block_size, base_block_size)
     return block_size // common * common or block_size
 

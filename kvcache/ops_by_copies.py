@@ -370,8 +370,10 @@ def _permute_blocks(call: _MirroredCall) -> None:
 
 
 def _layer(call: _MirroredCall, cache: torch.Tensor, offset: int) -> torch.Tensor:
-    """Return the layer `offset` bytes after the cache. Raises RuntimeError if no tensor of the call
-    contains it.
+    """Return the layer `offset` bytes after the start of the cache.
+
+    Raises:
+        RuntimeError: No tensor of the call contains the layer.
     """
     item = cache.element_size()
     span = 1 + sum((n - 1) * step for n, step in zip(cache.shape, cache.stride()))

@@ -187,13 +187,13 @@ except ModuleNotFoundError as error:
         ("kvcache.router_events", "msgspec", "packages msgspec and pyzmq", "events"),
     ],
 )
-def test_what_is_not_installed_is_named_with_its_extra(module, blocked, needed, extra):
+def test_error_names_the_missing_package_and_its_extra(module, blocked, needed, extra):
     code = WITHOUT.replace("MODULE", module).replace("BLOCKED", repr(blocked))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == f"{module} needs the {needed}: pip install 'kvcache[{extra}]'\n", done
 
 
-def test_a_store_is_counted_where_there_is_one():
+def test_metrics_include_a_store_only_if_there_is_one():
     from dataclasses import fields
 
     from kvcache.sources.store import StoreStats

@@ -61,7 +61,7 @@ def test_a_group_cannot_be_changed():
 
 
 @pytest.mark.parametrize(("replicated", "tokens"), [(False, 96), (True, 16)])
-def test_a_block_of_a_sharded_group_stands_for_the_tokens_of_all_ranks(replicated, tokens):
+def test_block_of_a_sharded_group_covers_the_tokens_of_all_ranks(replicated, tokens):
     cp = ContextParallel(pcp_world_size=2, dcp_world_size=3)
     assert GroupSpec("full_attention", 16, replicated=replicated).tokens_per_block(cp) == tokens
 
@@ -84,7 +84,7 @@ def test_a_block_of_a_sharded_group_stands_for_the_tokens_of_all_ranks(replicate
         ({"replicated": "no"}, TypeError, "replicated is 'no': expected True or False"),
     ],
 )
-def test_a_wrong_group_is_refused(wrong, error, message):
+def test_invalid_group_is_rejected(wrong, error, message):
     with pytest.raises(error) as caught:
         GroupSpec(**{"kind": "full_attention", "block_size": 16, **wrong})
     assert str(caught.value) == message
@@ -99,7 +99,7 @@ def test_a_wrong_group_is_refused(wrong, error, message):
         ((1, 0, 2, 2), ValueError, "dcp_rank is 2: expected 0 to 1"),
     ],
 )
-def test_wrong_context_parallelism_is_refused(sizes, error, message):
+def test_invalid_context_parallelism_is_rejected(sizes, error, message):
     with pytest.raises(error) as caught:
         ContextParallel(*sizes)
     assert str(caught.value) == message
@@ -200,7 +200,7 @@ def test_a_layer_is_a_value():
         ),
     ],
 )
-def test_a_wrong_layer_is_refused(wrong, error, message):
+def test_invalid_layer_is_rejected(wrong, error, message):
     right = {"name": "x", "kind": "full_attention", "block_size": 16}
     with pytest.raises(error) as caught:
         LayerSpec(**{**right, "num_kv_heads": 8, "head_size": 128, **wrong})
@@ -216,7 +216,7 @@ def test_a_state_is_cached():
                 spec("full_attention", 16, **{name: 0})
 
 
-def test_a_layer_of_an_unknown_kind_is_refused():
+def test_layer_of_an_unknown_kind_is_rejected():
     with pytest.raises(
         ValueError,
         match=r"^kind is 'no_such': expected one of chunked_local, circular_window, cross",
@@ -284,7 +284,7 @@ def test_three_chunked_local_layers_to_one_full():
     assert plan.pages_per_request(2**20) == 3 * ((8192 + 4096) // 16 + 1) + 2**16
 
 
-def test_where_the_numbers_of_layers_share_no_divisor_the_last_group_is_smaller():
+def test_last_group_is_smaller_if_numbers_of_layers_share_no_divisor():
     layers = attention("sliding_window", 37, options={"window": 1024})
     layers += attention("full_attention", 8)
     plan = plan_cache(layers, 80 * GIB, max_model_len=2**17, max_num_batched_tokens=2048)
@@ -322,7 +322,7 @@ def test_a_state_smaller_than_a_block_is_padded():
     assert plan.padding_bytes == (2 * (64 * KIB - 1000), 0)
 
 
-def test_a_state_is_stored_where_its_own_block_size_allows():
+def test_state_is_stored_at_its_own_block_size():
     layers = recurrent(1, state_bytes=3_300_000, block_size=256) + attention("full_attention", 1)
     plan = plan_cache(layers, 10 * GIB, max_model_len=131072)
     assert {group.block_size for group in plan.groups} == {1024}
@@ -365,7 +365,7 @@ def test_states_have_an_interval_of_their_own():
         (recurrent(1, 100), "512", TypeError, "state_interval is '512': expected an integer"),
     ],
 )
-def test_a_wrong_interval_is_refused(layers, interval, error, message):
+def test_invalid_interval_is_rejected(layers, interval, error, message):
     with pytest.raises(error) as caught:
         plan_cache(layers, GIB, max_model_len=64, state_interval=interval)
     assert str(caught.value) == message
@@ -427,7 +427,7 @@ def test_heads_that_do_not_divide_are_padded():
     assert plan.padding_bytes == (2 * 2 * 16 * 4 * 256 * 2 // 4, 0)
 
 
-def test_where_padding_is_needed_block_sizes_keep_a_common_boundary():
+def test_padded_block_sizes_keep_a_common_boundary():
     layers = recurrent(1, 3_300_000) + attention("full_attention", 1)
     layers += attention("sliding_window", 1, heads=5, options={"window": 512})
     plan = plan_cache(layers, GIB, max_model_len=4096)
@@ -708,7 +708,7 @@ def test_a_formula_of_a_derived_kind_is_compared_too(monkeypatch, base, members,
 
 @settings(max_examples=50)
 @given(window=st.integers(1, 60), length=st.integers(1, 90), step=st.integers(1, 40))
-def test_a_formula_is_refused_exactly_where_a_step_touches_more_blocks(window, length, step):
+def test_formula_is_rejected_exactly_where_a_step_touches_more_blocks(window, length, step):
     with pytest.MonkeyPatch.context() as monkeypatch:
         rule = {"first_needed_token": lambda self, n: max(n - window + 1, 0)}
         plan = plan_own(monkeypatch, length=length, step=step, **rule)
@@ -720,7 +720,7 @@ def test_a_formula_is_refused_exactly_where_a_step_touches_more_blocks(window, l
                 plan_own(monkeypatch, length=length, step=step, max_pages=lambda *_: less, **rule)
 
 
-def test_a_rule_that_goes_back_is_refused_each_time_it_is_asked():
+def test_decreasing_rule_is_rejected_in_every_call():
     class Back(AttentionKind):
         def first_needed_token(self, num_computed_tokens):
             return 3 if num_computed_tokens == 3 else 0
@@ -736,7 +736,7 @@ def test_a_rule_that_goes_back_is_refused_each_time_it_is_asked():
 # --- impossible plans -----------------------------------------------------------------------------
 
 
-def test_a_budget_too_small_says_what_is_missing_and_what_fits():
+def test_error_of_a_small_budget_states_what_is_missing_and_what_fits():
     layers = attention("full_attention", 2)
     with pytest.raises(ValueError) as caught:
         plan_cache(layers, 10**6, max_model_len=8192)
@@ -831,7 +831,7 @@ def test_more_kinds_of_layers_than_groups():
         ),
     ],
 )
-def test_wrong_input_is_refused(wrong, error, message):
+def test_invalid_input_is_rejected(wrong, error, message):
     right = {"layers": attention("full_attention", 1), "budget_bytes": GIB, "max_model_len": 64}
     with pytest.raises(error) as caught:
         plan_cache(**{**right, **wrong})
@@ -1015,7 +1015,7 @@ def test_fewer_groups_would_need_more_than_a_tenth_more(case):
 
 
 @given(case=cases(), part=st.floats(0, 1, exclude_max=True))
-def test_the_largest_length_said_to_fit_fits_and_no_longer_one(case, part):
+def test_reported_maximum_length_fits_and_no_longer_one_does(case, part):
     layers, arguments = case
     needed = least_budget(layers, arguments)
     budget = int(needed * part)
@@ -1033,7 +1033,7 @@ def test_the_largest_length_said_to_fit_fits_and_no_longer_one(case, part):
 
 @settings(max_examples=50)
 @given(case=cases())
-def test_the_budget_said_to_be_needed_is_the_least(case):
+def test_reported_required_budget_is_minimal(case):
     layers, arguments = case
     needed = least_budget(layers, arguments)
     assert plan_cache(layers, needed, **arguments).max_concurrency >= 1
@@ -1106,7 +1106,7 @@ def test_padding_is_given_by_the_caller():
         ("max_encoder_tokens", True, TypeError),
     ],
 )
-def test_a_plan_with_a_wrong_number_is_refused_by_name(name, value, error):
+def test_plan_with_a_wrong_number_is_rejected_by_name(name, value, error):
     layers = [LayerSpec(f"layers.{i}", "full_attention", 16, 2, 64) for i in range(2)]
     plan = plan_cache(layers, 2**23, max_model_len=256)
     with pytest.raises(error, match=f"{name} of the plan is"):

@@ -29,7 +29,7 @@ void commit_pages(char* data, size_t num_bytes) {
   }
 }
 
-// Returns the number in a file; the largest number if the file is missing or says "max".
+// Returns the number in a file, or the largest number if the file is missing or contains "max".
 int64_t number_in(const std::string& path) {
   int64_t number = 0;
   std::ifstream file(path);

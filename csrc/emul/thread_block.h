@@ -37,8 +37,8 @@ class ThreadBlock {
   }
 
   // Called for warps without a runnable thread, so every published operand has been read. Completes
-  // all warp operations that can complete, otherwise barriers of blocks, otherwise the cluster's
-  // barrier. Returns whether any operation completed.
+  // all warp operations that can complete. If there are none, completes barriers of blocks, and if
+  // there are none of these either, the cluster's barrier. Returns whether any operation completed.
   bool release(const std::vector<bool>& warps) {
     bool released = false;
     for (unsigned first = 0; first < threads.size(); first += kWarpLanes) {

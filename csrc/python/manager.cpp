@@ -182,7 +182,7 @@ py::list per_group(const std::vector<std::vector<BlockId>>& blocks) {
   return out;
 }
 
-// Returns the new blocks per group, or None without slots.
+// Returns the new blocks per group, or None if no slots were allocated.
 py::object as_python(const Slots& slots) {
   if (slots.status != Status::kServed) return py::none();
   return per_group(slots.new_blocks);
@@ -283,8 +283,8 @@ void free_requests(Manager& self, RequestRows& requests, const py::tuple& named,
   requests.forget(leaving);
 }
 
-// Returns the request's new blocks per group, or None without slots. `computed` is None for the
-// longest cached prefix.
+// Returns the request's new blocks per group, or None if no slots were allocated. `computed` is
+// None for the longest cached prefix.
 py::object admit(Manager& self, RequestRows& requests, const py::object& asked,
                  const py::object& computed) {
   RequestRows::Asking asking = requests.asking_alone(asked, "request");

@@ -107,7 +107,7 @@ class BlockIds {
   }
 
   ZeroedArray<PyObject*> objects_;
-  BlockId stop_ = 0;  // no id from here on was used
+  BlockId stop_ = 0;  // ids from this one on have never been used
 };
 
 struct AllocStatuses {

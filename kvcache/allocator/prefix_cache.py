@@ -33,8 +33,9 @@ class CachedTokens(NamedTuple):
 
 
 class FoundBlocks(NamedTuple):
-    """Device blocks and host pages under which hashes are cached, int32[n] each. -1 for hashes that
-    are not cached.
+    """Device blocks and host pages that are cached under the given hashes, int32[n] each.
+
+    -1 for hashes that are not cached.
     """
 
     device: np.ndarray

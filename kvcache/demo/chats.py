@@ -8,7 +8,7 @@ import numpy as np
 
 from kvcache.checks import MAX_INT64, integer, integers, listed
 
-_MOST_USERS, _MOST_TOKENS = 2**16, 2**20  # can be generated within seconds
+_MOST_USERS, _MOST_TOKENS = 2**16, 2**20  # these sizes are generated within seconds
 
 
 @dataclass(slots=True)

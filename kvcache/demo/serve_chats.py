@@ -137,7 +137,12 @@ def _serve(
     course: Course | None,
     on_step: Callable[[Engine, int], None] | None,
 ) -> int:
-    """Serve all chats. Return the maximum, over steps, of the total final length of running requests."""
+    """Serve all chats.
+
+    Returns:
+        The sum of the final lengths, in tokens, of the running requests, in the step with the
+        largest sum.
+    """
     serving: dict[str, tuple[Chat, Generation]] = {}
 
     def begin(chat: Chat) -> None:

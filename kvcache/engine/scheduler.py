@@ -21,7 +21,7 @@ from kvcache.step import NO_IDS, Status, StepPlan, StepReport
 
 @dataclass(eq=False, slots=True)
 class Decoding:
-    """Running sequences of which all tokens but the last are computed, by rank, without drafts.
+    """Running sequences without drafts whose tokens, except the last, are all computed, by rank.
 
     The scheduler keeps these arrays from step to step, so that a decode step does no work per
     sequence in Python. `num_computed[i]` is the number of computed tokens of `sequences[i]`, and

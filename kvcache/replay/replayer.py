@@ -239,7 +239,7 @@ class Replayer:
     def _step(self, new: Running | None = None) -> Status | None:
         """Compute a chunk of every unfinished prompt, and admit a request if possible.
 
-        Returns the status of the new request, or None without one.
+        Returns the status of the new request, or None if `new` is None.
         """
         has_host = self.manager.host_pool is not None
         num_host_hit = self.manager.cache.stats.host_hit_tokens if has_host else 0

@@ -151,7 +151,10 @@ class StateGroup(VerifiedGroup):
     """
 
     def check_arrival(self, span: Span) -> Found:
-        """Check that the page that the step updates holds the previous state, or zeros without one."""
+        """Check that the page updated by the step holds the previous state.
+
+        The page must hold zeros if there is no previous state.
+        """
         return self._check(span, span.start)
 
     def write(self, span: Span) -> None:

@@ -19,9 +19,9 @@ class WorkloadRequest:
         arrival_ms: Milliseconds since the start of the workload.
         token_ids: int32[n], the prompt.
         output_length: Tokens of the answer.
-        content: int64[n], one key per token that stands for the prefix up to and including this token.
-            Keys are equal if and only if the prefixes are equal. The KV of a token is a function of its
-            key.
+        content: int64[n], one key per token. It identifies the prefix up to and including the
+            token: keys are equal if and only if the prefixes are equal. The KV of a token is a
+            function of its key.
 
     Raises:
         TypeError, ValueError: An argument is invalid.

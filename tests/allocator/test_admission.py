@@ -17,7 +17,7 @@ def make(num_blocks=10, block_size=4, max_model_len=2048, **options):
 # A first chunk that fits is served ---------------------------------------------------------------------
 
 
-def test_a_chunk_that_fits_is_served_though_the_whole_prompt_never_will_be():
+def test_chunk_that_fits_is_served_even_if_the_whole_prompt_never_fits():
     """The pool has 10 blocks of 4 tokens, and the prompt has 41 tokens, in chunks of 4."""
     manager, request = make(), Request("a", range(41))
     assert manager.would_fit(Admit(request, num_tokens=4)) == Status.SERVED
@@ -31,7 +31,7 @@ def test_a_chunk_that_fits_is_served_though_the_whole_prompt_never_will_be():
     assert manager.step([0], [4]).status.tolist() == [Status.NEVER]
 
 
-def test_admit_serves_a_chunk_and_tells_never_from_not_now():
+def test_admit_serves_a_chunk_and_distinguishes_never_from_wait():
     manager, request, other = make(), Request("a", range(41)), Request("b", range(50, 91))
     assert manager.admit(Admit(request, num_tokens=4), ()).tolist() == [1]
     assert manager.extend(request, 30) is not None
@@ -47,7 +47,7 @@ def test_admit_serves_a_chunk_and_tells_never_from_not_now():
     assert manager.would_fit(Admit(request, num_tokens=2)) == Status.SERVED
 
 
-def test_a_window_is_computed_in_chunks_whatever_the_length():
+def test_window_is_computed_in_chunks_for_any_length():
     manager = KVCacheManager(16, 20, 4096, sliding_window=32, num_preallocate_tokens=0)
     request = Request("a", range(2000))
     assert manager.would_fit(request) == Status.NEVER
@@ -59,7 +59,7 @@ def test_a_window_is_computed_in_chunks_whatever_the_length():
     assert manager.would_fit(Admit(request, num_tokens=64), whole=True) == Status.SERVED
 
 
-def test_the_whole_fits_where_chunks_of_it_come_to_its_end():
+def test_whole_prompt_fits_if_its_chunks_complete():
     """Checks the answers of `would_fit(whole=True)` by running the chunks."""
     groups = [FULL, GroupSpec("sliding_window", 16, {"window": 32}), GroupSpec("recurrent", 16)]
     for num_blocks in range(8, 40):
@@ -74,7 +74,7 @@ def test_the_whole_fits_where_chunks_of_it_come_to_its_end():
         assert status == answer
 
 
-def test_a_row_gives_up_what_it_preallocated_where_another_group_of_its_own_needs_it():
+def test_row_releases_preallocated_blocks_if_another_of_its_groups_needs_them():
     groups = [GroupSpec("full_attention", 2), GroupSpec("sliding_window", 8, {"window": 6})]
     manager = KVCacheManager.for_groups(groups, 10, 64, num_preallocate_tokens=64)
     request = Request("a", range(12))
@@ -99,7 +99,7 @@ def test_kept_states_are_not_needed():
     assert statuses == [Status.SERVED] * 8
 
 
-def test_null_columns_behind_a_hit_need_nothing():
+def test_null_columns_after_a_hit_need_no_blocks():
     groups = [GroupSpec("full_attention", 4), GroupSpec("full_attention", 4, cached=False)]
     manager = KVCacheManager.for_groups(groups, 9, 64, num_preallocate_tokens=0)
     first = Request("a", range(16))
@@ -142,7 +142,7 @@ def test_a_row_on_the_host_shares_nothing_with_rows_that_came_back_in_an_earlier
     assert manager.step([1], [1]).status.tolist() == [Status.WAIT]
 
 
-def test_what_step_takes_besides_counts():
+def test_would_fit_accepts_the_options_of_step():
     manager, request = make(), Request("a", range(30))
     assert manager.would_fit(Admit(request, num_tokens=28)) == Status.SERVED
     assert manager.would_fit(Admit(request, num_tokens=28, num_reserved_blocks=3)) == Status.WAIT
@@ -212,7 +212,7 @@ def test_equal_prompts_of_one_step_wait_for_the_first_one():
     assert plan.answers.new.num_computed_tokens.tolist() == [1600, 1600, 1600]
 
 
-def test_states_are_waited_for_where_the_step_ends_at_a_block():
+def test_requests_wait_for_states_of_steps_that_end_at_a_block():
     groups = [FULL, GroupSpec("recurrent", 16)]
     manager = KVCacheManager.for_groups(
         groups, 500, 2048, num_preallocate_tokens=0, in_step_hits="wait"
@@ -235,7 +235,7 @@ def test_a_running_row_is_shared_and_shares_form_chains():
     assert sorted(plan.depends_on.tolist()) == [[1, 0], [2, 0], [2, 1]]
 
 
-def test_an_aborted_step_takes_back_all_that_depended_on_it():
+def test_aborted_step_undoes_everything_that_depended_on_it():
     manager = make(500, 16, in_step_hits="share")
     plan = manager.step(new=prompts(3))
     assert manager.abort(plan.step_id) == {"r0": 0, "r1": 0, "r2": 0}
@@ -251,7 +251,7 @@ def test_a_failed_page_sends_all_back_that_share_it():
     assert found == {"r0": 800, "r1": 800}
 
 
-def test_what_may_not_be_cached_is_neither_waited_for_nor_shared():
+def test_uncacheable_blocks_are_neither_awaited_nor_shared():
     for mode in ("wait", "share"):
         manager = make(500, 16, in_step_hits=mode)
         secret = Request("s", range(1610), write_cache=False)
@@ -276,7 +276,7 @@ def test_blocks_that_a_step_fills_go_to_the_host_by_the_next_one():
 
 
 @pytest.mark.parametrize("value", ["later", 1, None])
-def test_other_modes_are_refused(value):
+def test_other_modes_are_rejected(value):
     with pytest.raises(ValueError, match=r"in_step_hits is .*: expected one of none, wait, share"):
         make(in_step_hits=value)
 

@@ -53,7 +53,7 @@ def test_uncached_blocks_go_before_cached_ones_and_tails_before_heads():
     assert pool.num_evicted == 3
 
 
-def test_what_does_not_fit_changes_nothing():
+def test_allocation_that_does_not_fit_changes_nothing():
     pool = BlockPool(5)
     held = pool.allocate(2)
     pool.publish(held, hashes(1, 2))

@@ -198,7 +198,7 @@ class Engine:
 @pytest.mark.parametrize(
     "groups", [(STATE, FULL), (STATE, FULL, GroupSpec("sliding_window", BLOCK, {"window": 6}))]
 )
-def test_every_step_goes_on_from_the_state_of_its_tokens(groups, num_blocks):
+def test_every_step_continues_from_the_state_of_its_tokens(groups, num_blocks):
     hits = preemptions = 0
     for seed in range(10):
         print(f"seed {seed}, {num_blocks} blocks")

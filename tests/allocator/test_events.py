@@ -117,7 +117,7 @@ def test_labels_outlive_the_request():
     assert (event.session, event.lora) == ("one", ("sql", "/a"))
 
 
-def test_reused_blocks_are_announced_where_that_is_wanted():
+def test_reused_blocks_are_announced_on_request():
     for announces in (False, True):
         manager = make(announce_reused=announces)
         manager.step(new=[Request("a", range(13), session="one")])
@@ -162,7 +162,7 @@ def test_announcing_needs_events():
 # --- look-ups -------------------------------------------------------------------------------------
 
 
-def test_hashes_are_found_on_their_tier_and_blocks_say_their_hash():
+def test_hashes_are_found_on_their_tier_and_hashes_of_blocks_are_returned():
     manager = make(num_host_blocks=20, host_write="through")
     request = Request("a", range(13))
     step = manager.step(new=[request])
@@ -217,7 +217,7 @@ def test_hashes_are_found_per_group():
         (lambda m: m.cache.hashes_of([1], "cpu"), ValueError, "there is no host tier"),
     ],
 )
-def test_wrong_questions_are_named(call, error, message):
+def test_invalid_lookups_are_reported(call, error, message):
     with pytest.raises(error, match=message):
         call(make())
 
@@ -272,7 +272,7 @@ def test_placeholders_of_images():
     assert manager.cache.find_prefix(other).num_tokens == 16
 
 
-def test_tokens_below_0_need_something_that_says_what_they_are():
+def test_negative_tokens_need_extra_keys_or_block_hashes():
     expected = r"token_ids\[1\] is -1: expected 0 to 2147483647 \(below 0 only where extra keys or"
     with pytest.raises(ValueError, match=expected):
         Request("r", [1, -1])
@@ -291,7 +291,7 @@ def test_tokens_below_0_need_something_that_says_what_they_are():
     assert (manager.step(new=[given, embeds]).status == 0).all()
 
 
-def test_events_that_nobody_drains_are_bounded_and_what_was_dropped_is_said():
+def test_undrained_events_are_bounded_and_dropped_events_are_counted():
     manager = KVCacheManager(1, 2**17 + 2, 2**17, enable_events=True, num_preallocate_tokens=0)
     for i in range(9):  # each stores 2**17 blocks and evicts the previous ones
         request = Request("r", np.arange(2**17) + i)
@@ -387,7 +387,7 @@ def test_blocks_that_a_step_reports_as_failed_are_withdrawn():
     assert len(view.known["gpu"]) == 2
 
 
-def test_what_an_aborted_step_evicted_stays_removed():
+def test_blocks_evicted_by_an_aborted_step_stay_removed():
     """The evicted page was planned to be overwritten, and the worker may have done so."""
     manager, view = KVCacheManager(4, 5, 64, enable_events=True, num_preallocate_tokens=0), View()
     old, new = Request("old", range(16)), Request("new", range(100, 112))

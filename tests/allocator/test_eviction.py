@@ -295,7 +295,7 @@ class Driver:
 
 
 @pytest.mark.parametrize(("name", "options", "seed"), sampled(CASES, len(CASES) // 4))
-def test_every_victim_is_the_models(name, options, seed):
+def test_every_victim_matches_the_model(name, options, seed):
     """8,000 operations per policy, over its cases."""
     num_cases = sum(case[0] == name for case in CASES)
     driver = Driver(name, options, seed)
@@ -306,7 +306,7 @@ def test_every_victim_is_the_models(name, options, seed):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("options", OPTIONS["learned"])
-def test_100_000_victims_of_the_policy_that_learns_are_the_models(options):
+def test_100_000_victims_of_the_learned_policy_match_the_model(options):
     """Long enough to fill the record ring and to reach the slower learning pace."""
     driver = Driver("learned", options, 100)
     for _ in range(100_000):
@@ -316,7 +316,7 @@ def test_100_000_victims_of_the_policy_that_learns_are_the_models(options):
 
 
 @pytest.mark.parametrize("seed", sampled(range(6)))
-def test_victims_among_chats_are_the_models(seed):
+def test_victims_among_chats_match_the_model(seed):
     """Turns, forks, shared prefixes and one-off prompts cover every class at many ages."""
     rng, num_blocks, size = random.Random(seed), 50, 4_000
     pool, model = BlockPool(num_blocks, "learned"), Pool(num_blocks, MODELS["learned"](num_blocks))
@@ -364,7 +364,7 @@ def test_victims_among_chats_are_the_models(seed):
     assert model.num_evicted > 1_000
 
 
-def test_releases_of_blocks_that_no_request_holds_are_none_to_learn_from():
+def test_policy_does_not_learn_from_releases_of_unheld_blocks():
     pool = BlockPool(20, "learned")
     ids = pool.allocate(4)
     pool.publish(ids, hashes(range(4)))
@@ -378,7 +378,7 @@ def test_releases_of_blocks_that_no_request_holds_are_none_to_learn_from():
     pool.check_invariants()
 
 
-def test_what_goes_on_outlives_what_is_never_continued():
+def test_continued_conversations_outlive_abandoned_ones():
     """Conversations of two turns compete with one-off prompts. LRU does not distinguish them."""
     hits = {}
     for name in ("lru", "learned"):
@@ -393,7 +393,7 @@ def test_what_goes_on_outlives_what_is_never_continued():
     assert hits["learned"] > 1000
 
 
-def test_the_callers_classes_tell_apart_what_looks_alike():
+def test_caller_classes_distinguish_similar_requests():
     """First turns that continue much later compete with one-off prompts of the same length."""
     hits = {}
     for tells in (False, True):
@@ -478,7 +478,7 @@ def chain(pool, nodes, group=0):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_parent_goes_right_after_its_last_child_and_before_a_held_ones_parent(name):
+def test_parent_is_evicted_right_after_its_last_child_and_before_parents_of_held_blocks(name):
     pool = BlockPool(6, name)
     ids = chain(pool, [0, 1, 3])
     pool.release(ids)  # heads first, the worst order
@@ -486,7 +486,7 @@ def test_a_parent_goes_right_after_its_last_child_and_before_a_held_ones_parent(
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_parked_block_goes_when_nothing_else_is_free(name):
+def test_parked_block_is_evicted_if_no_other_block_is_free(name):
     pool = BlockPool(4, name)
     ids = chain(pool, [0, 1, 3])
     pool.release(ids[:2])
@@ -505,7 +505,7 @@ def test_windows_have_no_parents(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_pinned_blocks_go_last_and_in_the_order_of_their_release(name):
+def test_pinned_blocks_are_evicted_last_in_order_of_release(name):
     pool = BlockPool(7, name)
     pinned, other = chain(pool, [0, 1, 3]), chain(pool, [2, 5, 11])
     pool.pin(pinned)  # heads first
@@ -557,7 +557,7 @@ def test_a_priority_ends_when_its_time_has_passed_and_not_before():
         assert pool.allocate(2).tolist() == expected
 
 
-def test_a_ghost_comes_back_into_the_main_queue():
+def test_ghost_returns_to_the_main_queue():
     pool = BlockPool(5, "s3_fifo", {"small_share": 0.25})
     pool.release(chain(pool, [0]))
     pool.release(pool.allocate(4))  # evicts node 0 from the small queue
@@ -567,7 +567,7 @@ def test_a_ghost_comes_back_into_the_main_queue():
     assert pool.allocate(4).tolist() == order
 
 
-def test_the_default_is_lru_which_is_told_nothing():
+def test_default_policy_is_lru_and_gets_no_notifications():
     assert core.eviction_names() == sorted(MODELS)
     pool = BlockPool(5)
     assert not pool.has_policy and BlockPool(5, "s3_fifo").has_policy
@@ -628,7 +628,7 @@ def test_the_default_is_lru_which_is_told_nothing():
         ),
     ],
 )
-def test_a_policy_that_there_is_not_is_named(name, options, error, message):
+def test_unknown_policy_is_named(name, options, error, message):
     with pytest.raises(error, match=message):
         BlockPool(8, name, options)
 

@@ -79,7 +79,7 @@ def test_loaded_tokens_have_slots_and_are_computed():
     assert hit_length(manager, 21) == 20
 
 
-def test_they_follow_the_hit():
+def test_external_tokens_follow_the_hit():
     manager = make()
     manager.step(new=[Request("a", range(8))])
     plan = manager.step(new=[Admit(Request("b", range(21)), num_tokens=1, external=External(10))])
@@ -108,7 +108,7 @@ def test_an_aborted_step_has_loaded_nothing():
 # After the step ----------------------------------------------------------------------------------------
 
 
-def test_blocks_of_a_receiver_are_no_hits_before_their_bytes_have_arrived():
+def test_blocks_of_a_receiver_are_not_hits_before_their_bytes_arrive():
     """Prompt blocks are normally hits for the next plan, but these bytes arrive later."""
     manager = make()
     request, plan = receiver(manager)
@@ -124,7 +124,7 @@ def test_blocks_of_a_receiver_are_no_hits_before_their_bytes_have_arrived():
 
 
 @pytest.mark.parametrize("arrived", [0, 1, 8, 10, 16])
-def test_what_has_not_arrived_is_computed(arrived):
+def test_tokens_that_have_not_arrived_are_computed(arrived):
     manager = make()
     request, _ = receiver(manager)
     assert manager.finish_receiving(request, arrived) == arrived
@@ -136,7 +136,7 @@ def test_what_has_not_arrived_is_computed(arrived):
     assert hit_length(manager, 21) == 20
 
 
-def test_a_failed_load_goes_back_to_the_hit():
+def test_failed_load_returns_the_row_to_its_hit():
     manager = make()
     manager.step(new=[Request("a", range(8))])
     request, plan = receiver(manager, "b", num_external=9)
@@ -157,7 +157,7 @@ def test_windows_and_states_hold_what_the_next_token_reads():
     assert hit_length(manager, 21) == 16
 
 
-def test_a_load_that_failed_in_part_starts_anew_where_a_window_lacks_what_is_read():
+def test_partially_failed_load_restarts_if_the_window_is_incomplete():
     manager = make(groups=(FULL, WINDOW))
     request, _ = receiver(manager, num_external=16)
     assert manager.finish_receiving(request, 8) == 0
@@ -196,7 +196,7 @@ def test_a_new_epoch_while_it_receives_publishes_nothing():
     assert hit_length(manager, 21) == 0
 
 
-def test_external_tokens_wait_where_rows_of_the_step_change_the_hit():
+def test_external_tokens_wait_if_rows_of_the_step_change_the_hit():
     """A row that is swapped out publishes its full blocks, so a token to be loaded is now cached."""
     manager = make(num_host_blocks=9)
     first = Request("a", range(7))
@@ -319,7 +319,7 @@ def test_blocks_of_groups_that_are_not_transferred_are_released_at_once(fence_fr
     check_invariants(manager)
 
 
-def test_a_cached_group_that_is_not_transferred_takes_no_external_tokens():
+def test_untransferred_cached_group_excludes_external_tokens():
     """Its blocks would be hits without valid KV."""
     own = GroupSpec("full_attention", 4, transferred=False)
     manager = make(groups=(FULL, own))
@@ -338,7 +338,7 @@ def test_a_cached_group_that_is_not_transferred_takes_no_external_tokens():
 
 
 @pytest.mark.parametrize("groups", [(RING,), (RING, FULL)])
-def test_of_a_buffer_written_round_the_last_external_tokens_come(groups):
+def test_wrapped_circular_buffer_receives_the_last_external_tokens(groups):
     """After 30 external tokens, the step may compute 11 tokens, since it reads 5 of the external
     ones.
     """
@@ -363,7 +363,7 @@ def test_of_a_buffer_written_round_the_last_external_tokens_come(groups):
 
 
 @pytest.mark.parametrize(("arrived", "goes_on"), [(30, 30), (28, 28), (19, 19), (18, 0), (0, 0)])
-def test_a_load_that_failed_in_part_goes_on_where_the_buffer_still_has_the_window(arrived, goes_on):
+def test_partially_failed_load_continues_if_the_buffer_has_the_window(arrived, goes_on):
     """Of 30 tokens, the last 16 have slots.
 
     After token 19, its whole window (14 to 18) has arrived.
@@ -416,7 +416,7 @@ def test_a_receiver_that_leaves_hands_its_blocks_over():
         ),
     ],
 )
-def test_counts_that_cannot_be_meant_are_refused(arguments, error):
+def test_nonsensical_counts_are_rejected(arguments, error):
     manager = make()
     manager.step(new=[Request("a", range(8))])
     with pytest.raises(ValueError, match=error):
@@ -425,7 +425,7 @@ def test_counts_that_cannot_be_meant_are_refused(arguments, error):
     assert manager.step([0], [1]).step_id == 1
 
 
-def test_wrong_types_are_refused_by_name():
+def test_invalid_types_are_rejected_by_name():
     manager, request = make(), Request("a", range(9))
     message = r"^new\[0\].external.delayed is 1: expected True or False"
     with pytest.raises(TypeError, match=message):
@@ -475,7 +475,7 @@ def test_a_receiver_is_not_served_forked_swapped_out_or_admitted_again():
         manager.finish_receiving(request)
 
 
-def test_frees_that_cannot_be_meant_are_refused():
+def test_nonsensical_arguments_of_free_are_rejected():
     manager = make(num_host_blocks=9)
     request = Request("a", range(9))
     manager.step(new=[request])

@@ -36,7 +36,7 @@ def ids(manager, request, group=0):
     return manager.block_ids(request, group).tolist()
 
 
-def test_a_child_shares_all_blocks_and_the_next_plan_tells_its_table():
+def test_child_shares_all_blocks_and_the_next_plan_contains_its_table():
     manager = make()
     parent = admit(manager, "parent", range(10))
     free = manager.pool.num_free
@@ -65,7 +65,7 @@ def test_the_first_write_to_a_shared_block_copies_and_replaces_it():
     check_invariants(manager)
 
 
-def test_of_three_that_write_in_one_step_the_last_keeps_the_block():
+def test_last_of_three_writers_in_a_step_keeps_the_block():
     manager = make()
     parent = admit(manager, "parent", range(10))
     children = [child_of(manager, parent, f"child {i}", i) for i in range(2)]
@@ -129,7 +129,7 @@ def test_a_window_slides_for_each_of_them():
     assert manager.pool.ref_counts([1, 2, 3]).tolist() == [1, 1, 1]
 
 
-def test_what_each_computes_is_cached_under_its_own_tokens():
+def test_forked_rows_cache_blocks_under_their_own_tokens():
     manager = make()
     parent = admit(manager, "parent", range(10))
     child = child_of(manager, parent, "child", 50, 51)
@@ -167,7 +167,7 @@ def test_a_copy_that_was_aborted_is_lost():
     assert manager.abort(plan.step_id) == {"parent": 8}
 
 
-def test_what_is_wrong_is_wrong_for_both():
+def test_invalid_block_affects_parent_and_child():
     manager = make()
     parent = admit(manager, "parent", range(10))
     child_of(manager, parent, "child", 7)
@@ -192,7 +192,7 @@ def test_a_page_that_left_the_parents_window_and_fails_is_known_of_the_child(lea
     check_invariants(manager)
 
 
-def test_what_a_child_computes_in_a_block_that_it_did_not_begin_is_withdrawn_with_it():
+def test_invalid_shared_block_withdraws_tokens_that_a_child_added_to_it():
     """Found by a random run of the contents simulation: the child's block counted as the parent's."""
     groups = [GroupSpec("full_attention", 4), GroupSpec("full_attention", 8)]
     manager = make(groups=groups)
@@ -215,7 +215,7 @@ def test_common_prefix_counts_rows():
     assert manager.cache.num_common_prefix_blocks(parent, 2) == 3
 
 
-def test_extra_keys_go_along():
+def test_fork_inherits_extra_keys():
     manager = make()
     parent = admit(manager, "parent", range(10), cache_salt="x")
     with pytest.raises(ValueError, match="other extra keys"):
@@ -240,7 +240,7 @@ def test_without_a_free_row_nothing_happens():
         (lambda m, p: m.fork(p, Request("c", range(65))), "would have 65 tokens"),
     ],
 )
-def test_wrong_forks_are_refused_and_change_nothing(fork, message):
+def test_invalid_forks_are_rejected_and_change_nothing(fork, message):
     manager = make()
     parent = admit(manager, "parent", range(10))
     with pytest.raises(ValueError, match=message):
@@ -261,7 +261,7 @@ def test_drafts_are_to_be_confirmed_or_rejected_first():
     assert manager.fork(parent, child) == 1
 
 
-def test_requests_of_the_other_face_are_not_forked():
+def test_requests_of_the_other_interface_cannot_be_forked():
     manager = make()
     request = Request("r", range(10))
     manager.admit(Admit(request, num_tokens=10), ())

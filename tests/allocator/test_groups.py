@@ -64,12 +64,12 @@ def hit_length(manager, tokens):
         ("cross_attention", {}, {9: 0}),
     ],
 )
-def test_a_kind_says_what_is_still_read(kind, options, reads_from):
+def test_kind_defines_the_first_needed_token(kind, options, reads_from):
     native = make_kind(kind, options)
     assert {n: native.first_needed_token(n) for n in reads_from} == reads_from
 
 
-def test_a_kind_says_what_its_pages_hold_and_which_window_a_table_shows():
+def test_kind_defines_page_content_and_the_window_of_its_table():
     options = {"sliding_window": {"window": 6}, "chunked_local": {"chunk_size": 8}}
     options["circular_window"] = {"window": 6, "buffer": 13}
     # Built-in kinds only, because other tests register kinds and kind names.
@@ -244,7 +244,7 @@ def test_a_window_needs_only_its_last_blocks_for_a_hit():
     assert (found.tolist(), num_tokens) == ([0, 0, 0, *ids[3:].tolist()], 20)
 
 
-def test_only_blocks_that_a_hit_can_read_are_cached_and_the_others_go_first():
+def test_only_blocks_that_a_hit_can_read_are_cached_and_others_are_reused_first():
     full, window = GroupSpec("full_attention", 32), GroupSpec("sliding_window", 8, {"window": 8})
     manager = make(full, window, num_blocks=15)
     request = Request("a", range(65))
@@ -282,7 +282,7 @@ def test_a_window_bounds_what_a_request_holds():
     assert manager.pool.peak_used <= 3
 
 
-def test_a_chunk_that_is_over_is_dropped_and_a_hit_may_end_where_it_ended():
+def test_completed_chunk_is_dropped_and_a_hit_may_end_at_its_end():
     manager = make(GroupSpec("chunked_local", 4, {"chunk_size": 8}))
     request = Request("a", range(24), read_cache=False)
     plans = run(manager, request, 8, 8, 8)
@@ -321,7 +321,7 @@ def test_one_hash_serves_groups_of_every_block_size():
     assert np.array_equal(manager.cache.hashes(large), small.cache.hashes(large))
 
 
-def test_a_state_moves_to_the_page_of_its_block_and_the_old_page_is_let_go():
+def test_state_moves_to_the_page_of_its_block_and_the_old_page_is_released():
     manager = make(STATE)
     request = Request("a", range(30))
     first, second, third = run(manager, request, 3, 4, 10)
@@ -334,7 +334,7 @@ def test_a_state_moves_to_the_page_of_its_block_and_the_old_page_is_let_go():
     assert manager.pool.num_cached == 0  # no step ended at a boundary
 
 
-def test_a_state_is_hit_only_where_one_was_stored():
+def test_state_is_hit_only_at_a_stored_position():
     manager = make(FULL, STATE)
     request = Request("a", range(30))
     run(manager, request, 8, 6, 2, 3)
@@ -351,7 +351,7 @@ def test_a_state_is_hit_only_where_one_was_stored():
 INSIDE = [GroupSpec("full_attention", 8), GroupSpec("recurrent", 8)]
 
 
-def test_a_state_inside_a_block_is_kept_where_a_step_of_the_prompt_ended():
+def test_state_inside_a_block_is_kept_at_the_end_of_a_prompt_step():
     manager = make(*INSIDE, hash_block_size=2)
     a = Request("a", range(30))
     first, second = run(manager, a, 12, 6)
@@ -383,7 +383,7 @@ def test_within_a_block_the_entry_of_the_table_is_replaced():
     check_invariants(manager)
 
 
-def test_where_no_page_is_left_a_state_inside_a_block_is_given_up():
+def test_state_inside_a_block_is_dropped_if_no_page_is_left():
     manager = make(GroupSpec("recurrent", 16), hash_block_size=2, num_blocks=2)
     a = Request("a", range(14))
     _, plan = run(manager, a, 4, 4)
@@ -416,7 +416,7 @@ def test_states_inside_blocks_are_of_prompts_and_are_kept_once():
         ([("full_attention", 544), ("recurrent", 544)], 1_250, [1_248, 52], 1_248),
     ],
 )
-def test_large_blocks_are_hit_where_states_were_kept(groups, num_shared, chunks, num_hit):
+def test_large_blocks_are_hit_at_kept_states(groups, num_shared, chunks, num_hit):
     specs = [GroupSpec(kind, size) for kind, size in groups]
     manager = make(*specs, hash_block_size=16, num_blocks=40, max_model_len=8_192)
     a = Request("a", range(sum(chunks)))
@@ -449,7 +449,7 @@ def test_a_planned_hybrid_is_hit_inside_its_large_blocks(state_interval):
     check_invariants(manager)
 
 
-def test_a_step_ends_where_the_shared_prefix_does():
+def test_step_ends_at_the_end_of_the_shared_prefix():
     groups = [GroupSpec("full_attention", 64), GroupSpec("recurrent", 64)]
     manager = make(*groups, hash_block_size=4, num_blocks=80, max_model_len=1_000)
     prompts = [[*range(50), *range(1000 * i, 1000 * i + 100)] for i in range(1, 4)]
@@ -512,7 +512,7 @@ def test_a_page_that_a_copy_reads_is_not_given_away_by_the_same_plan():
     assert plan.copy.tolist() == [[1, 2]]
 
 
-def test_a_state_whose_tokens_come_late_is_stored_all_the_same():
+def test_state_with_late_tokens_is_still_stored():
     manager = make(STATE)
     request = Request("a", range(6))
     run(manager, request, 6, 2)  # ends at token 8; tokens 6 and 7 are not known yet
@@ -578,7 +578,7 @@ def test_an_error_in_a_kind_keeps_every_block(monkeypatch):
     check_invariants(manager)
 
 
-def test_a_group_that_is_not_cached_takes_no_part_in_hits():
+def test_uncached_group_does_not_affect_hits():
     uncached = GroupSpec("full_attention", 4, cached=False)
     manager = make(FULL, uncached, enable_events=True)
     a = Request("a", range(20))
@@ -633,7 +633,7 @@ def test_a_circular_group_has_a_fixed_number_of_blocks():
     assert manager.pool.num_free == 4
 
 
-def test_a_step_asks_for_no_more_than_a_buffer_has_places_for():
+def test_step_needs_at_most_the_blocks_of_the_buffer():
     manager = make(ROUND, max_model_len=40)
     a = Request("a", range(40))
     says = (
@@ -658,7 +658,7 @@ def test_a_step_asks_for_no_more_than_a_buffer_has_places_for():
     check_invariants(manager)
 
 
-def test_hits_are_given_up_with_a_circular_group_unless_it_is_not_cached():
+def test_cached_circular_group_disables_hits():
     manager = make(FULL, ROUND)
     run(manager, Request("a", range(16)), 16)
     assert manager.pool.num_cached == 0 and hit_length(manager, range(16)) == 0
@@ -709,7 +709,7 @@ def drafting(group):
     return replace(group, drafts=True)
 
 
-def test_a_drafting_group_computes_the_last_block_that_it_finds_anew():
+def test_drafting_group_recomputes_the_last_block_of_its_hit():
     for groups in ([drafting(FULL)], [drafting(FULL), WINDOW], [FULL, drafting(WINDOW)]):
         manager = make(*groups)
         run(manager, Request("a", range(17)), 17)
@@ -759,7 +759,7 @@ def test_drafting_costs_the_other_groups_nothing(
     check_invariants(manager)
 
 
-def test_where_hits_end_inside_blocks_a_hash_block_is_computed_anew():
+def test_drafting_group_recomputes_a_hash_block_if_hits_end_inside_blocks():
     manager = make(drafting(GroupSpec("full_attention", 16)), hash_block_size=4)
     run(manager, Request("a", range(14)), 14)
     plan = manager.step(new=[Request("b", [*range(12), 77, 78])])
@@ -832,7 +832,7 @@ def test_sources_and_destinations_are_held_until_their_copies_are_taken():
     check_invariants(manager)
 
 
-def test_requests_go_on_only_once_copies_are_taken():
+def test_requests_continue_only_after_copies_are_taken():
     """An engine that ignores copies must not read unwritten slots."""
     manager = partial()
     run(manager, Request("a", range(30)), 30)
@@ -863,7 +863,7 @@ def test_a_hit_inside_a_block_that_does_not_fit_changes_nothing():
     check_invariants(manager)
 
 
-def test_external_tokens_behind_a_hit_inside_a_block_are_refused():
+def test_external_tokens_after_a_hit_inside_a_block_are_rejected():
     manager = partial()
     run(manager, Request("a", range(30)), 30)
     b = Request("b", range(60))
@@ -915,7 +915,7 @@ def test_states_and_uncached_groups_are_hit_inside_blocks_by_steps_alone(groups)
     assert manager.cache.find_prefix(Request("b", range(30))).num_tokens % 16 == 0
 
 
-def test_behind_a_missing_block_a_hit_may_still_end_inside_it():
+def test_hit_may_end_inside_a_window_block_that_is_not_fully_cached():
     """Found by a random run: the valid part of a window's missing block was not considered."""
     manager = make(GroupSpec("sliding_window", 8, {"window": 3}), hash_block_size=4)
     run(manager, Request("a", range(14)), 14)
@@ -999,7 +999,7 @@ def test_an_array_that_a_kind_changes_is_not_the_one_that_is_served():
     check_invariants(manager)
 
 
-def test_a_kind_that_calls_back_is_refused_and_one_that_wavers_is_asked_once():
+def test_kind_that_calls_back_is_rejected_and_an_inconsistent_one_is_called_once():
     asked = []
 
     @register("test_wavering")
@@ -1064,7 +1064,7 @@ def test_a_state_that_ends_no_hit_is_not_cached():
     assert num_cached == [0, 2, 2, 4]
 
 
-def test_a_request_with_an_encoder_takes_no_hit_of_one_without():
+def test_request_with_an_encoder_does_not_hit_blocks_of_one_without():
     """Decoder KV depends on the encoder, which is not part of the hashes."""
     groups = [GroupSpec("full_attention", 4), GroupSpec("cross_attention", 4)]
     manager = KVCacheManager.for_groups(groups, 30, 64, num_preallocate_tokens=0)

@@ -116,7 +116,7 @@ def test_every_sha256_implementation_agrees_with_hashlib(name):
         assert core.sha256(data, name) == hashlib.sha256(data).digest(), size
 
 
-def test_an_unknown_sha256_implementation_is_refused():
+def test_unknown_sha256_implementation_is_rejected():
     with pytest.raises(ValueError, match="implementation is 'md5'"):
         core.sha256(b"", "md5")
 
@@ -236,7 +236,7 @@ def test_a_parent_continues_a_chain():
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int32, np.uint32, np.int64, np.uint64])
-def test_every_integer_dtype_hashes_alike(dtype):
+def test_every_integer_dtype_gives_the_same_hash(dtype):
     assert np.array_equal(hash_blocks(np.arange(100, dtype=dtype), 16), hash_blocks(range(100), 16))
 
 
@@ -407,7 +407,7 @@ def test_rows_without_tokens_cost_nothing():
     assert np.array_equal(manager.cache.hashes(request), manager.cache.hashes(few))
 
 
-def test_more_rows_than_any_request_has_tokens_are_refused():
+def test_more_rows_than_any_request_has_tokens_are_rejected():
     rows = np.broadcast_to(np.float32(1), (2**33, 1))
     with pytest.raises(ValueError, match=r"^prompt_embeds has 8589934592 rows: expected at most"):
         Request("r", [1, 2, 3], prompt_embeds=rows)
@@ -434,7 +434,7 @@ def test_forks_compare_rows_up_to_the_last_computed_token():
         lambda name: {"prompt_embeds": np.full((70, 2), float(len(name)))},
     ],
 )
-def test_what_stands_for_tokens_yet_to_come_counts_when_they_come(options):
+def test_keys_of_future_tokens_are_hashed_once_the_tokens_arrive(options):
     """The image starts after the first chunk. Another image must not hit its blocks."""
     whole, grown, other = (
         Request(str(i), range(n), **options(name))
@@ -635,7 +635,7 @@ def test_wrong_given_hashes_are_named_and_change_nothing():
         plain.step(new=[Request("r", tokens, block_hashes=[bytes(16)] * 2)])
 
 
-def test_a_step_whose_new_request_is_refused_takes_no_tokens():
+def test_step_with_a_rejected_new_request_appends_no_tokens():
     manager = KVCacheManager(4, 20, 16)
     running = Request("r", range(5))
     row = manager.step(new=[running]).rows[0]
@@ -645,7 +645,7 @@ def test_a_step_whose_new_request_is_refused_takes_no_tokens():
     check_invariants(manager)
 
 
-def test_a_list_that_lags_behind_the_tokens_is_refused_with_the_step():
+def test_list_that_lags_behind_the_tokens_is_rejected_with_the_step():
     manager = engine_manager(num_preallocate_tokens=0)
     mine = given_hashes(list(range(7)), 4)
     request = Request("r", range(7), block_hashes=mine)
@@ -660,7 +660,7 @@ def test_a_list_that_lags_behind_the_tokens_is_refused_with_the_step():
     assert manager.pool.num_cached == 2
 
 
-def test_tokens_whose_given_hash_is_missing_are_refused_when_they_come():
+def test_tokens_whose_given_hash_is_missing_are_rejected_when_they_come():
     """The call with the tokens fails, rather than a later call such as a report on other requests."""
     tokens = list(range(8))
     hashes, mine = given_hashes(tokens, 4), given_hashes(tokens[:7], 4)
@@ -717,7 +717,7 @@ def test_a_fork_has_the_hashes_of_its_parent():
 
 
 @pytest.mark.parametrize("ids", [[True], [1, True], [False, 2], [3, np.True_], (np.False_, 3)])
-def test_true_and_false_are_no_token_ids(ids):
+def test_bools_are_not_token_ids(ids):
     manager = KVCacheManager(4, 50, 100)
     request = Request("r", range(7))
     manager.step(new=[request])

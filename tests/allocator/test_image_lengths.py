@@ -32,7 +32,7 @@ def hit(manager, request):
     return manager.cache.cached_tokens(request).on_device
 
 
-def test_hashes_are_the_interoperable_ones_whatever_the_length():
+def test_hashes_are_interoperable_for_any_length():
     manager = make()
     hashes = [manager.cache.hashes(image("r", length)).tolist() for length in (4, 3)]
     assert hashes[0][1] == hashes[1][1]
@@ -50,7 +50,7 @@ def test_an_image_of_another_length_ends_the_hit_before_it(cached_length, length
     check_invariants(manager)
 
 
-def test_text_behind_an_image_of_another_length_is_no_hit():
+def test_text_after_an_image_of_another_length_is_not_a_hit():
     """Text blocks after the image have equal hashes but different KV, because they read the image."""
     manager = make()
     cached(manager, image("a", 5, num_tokens=40))
@@ -104,7 +104,7 @@ def test_pages_of_the_host_are_of_the_same_length():
     check_invariants(manager)
 
 
-def test_a_swapped_request_comes_back_with_its_own_image():
+def test_swapped_request_returns_with_its_own_image():
     manager = make(num_host_blocks=40)
     short, long = image("short", 4), image("long", 5)
     rows = manager.step(new=[short]).rows.tolist()

@@ -33,7 +33,7 @@ def test_stats_show_what_was_counted():
     assert BlockSpaceManager(16, 9, 9).stats.learned is None
 
 
-def test_what_was_learned_is_saved_and_loaded(tmp_path):
+def test_learned_statistics_are_saved_and_loaded(tmp_path):
     learned, path = trained().cache.stats.learned, tmp_path / "reuse.json"
     learned.save(path)
     assert [each.name for each in tmp_path.iterdir()] == ["reuse.json"]
@@ -48,7 +48,7 @@ def test_what_was_learned_is_saved_and_loaded(tmp_path):
     assert equal(manager.cache.stats.learned, learned)
 
 
-def test_who_has_learned_evicts_otherwise_than_who_has_not():
+def test_loaded_statistics_change_evictions():
     """The older prompt's class has been reused, and the younger prompt's class never."""
     reached, used = np.zeros((101, 26)), np.zeros((101, 26))
     # Classes for answers shorter than 64 tokens, and for longer ones.
@@ -109,7 +109,7 @@ GOOD = {
         (json.dumps(GOOD) + " " * (1 << 22), "it has more than 4194304 bytes"),
     ],
 )
-def test_a_file_that_is_none_is_ignored_with_a_warning(tmp_path, text, says):
+def test_invalid_file_is_ignored_with_a_warning(tmp_path, text, says):
     path = tmp_path / "reuse.json"
     if text is not None:
         path.write_text(text)
@@ -128,7 +128,7 @@ def test_numbers_that_no_float_holds_are_named():
             LearnedReuse([[value]], [[1]])
 
 
-def test_bytes_that_are_no_text_are_ignored(tmp_path):
+def test_bytes_that_are_not_text_are_ignored(tmp_path):
     (tmp_path / "reuse.json").write_bytes(b"\xff\xfe\x00")
     with pytest.warns(UserWarning, match="is ignored"):
         assert LearnedReuse.load(tmp_path / "reuse.json") is None
@@ -209,7 +209,7 @@ def test_a_tenant_keeps_no_more_than_its_share_while_others_need_room():
     assert flooded(0.8) == 48
 
 
-def test_who_has_no_salt_has_no_share():
+def test_requests_without_salt_have_no_share():
     manager = KVCacheManager(
         16, 11, 64, num_preallocate_tokens=0, eviction="learned",
         eviction_options={"tenant_share": 0},

@@ -154,7 +154,7 @@ class Driver:
 
 
 @pytest.mark.parametrize(("seed", "cost"), sampled([(k, 100_000 * (k % 2)) for k in range(8)], 2))
-def test_every_page_that_goes_is_the_models(seed, cost):
+def test_every_evicted_page_matches_the_model(seed, cost):
     driver = Driver(seed, cost)
     for _ in range(600):
         driver.step()
@@ -180,7 +180,7 @@ def released(pool, first, answer, held=()):
     return ids
 
 
-def test_a_page_that_was_loaded_goes_first():
+def test_loaded_page_is_evicted_first():
     device = BlockPool(20, "learned")
     host = BlockPool(4, "learned", copies_of=device)
     blocks = released(device, 0, 0)

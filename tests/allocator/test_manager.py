@@ -82,7 +82,7 @@ def test_a_plan_pickles():
     assert again.append_ids[0].tolist() == plan.append_ids[0].tolist()
 
 
-def test_what_does_not_fit_waits_and_what_never_will_is_told_apart():
+def test_status_distinguishes_wait_from_never():
     manager = make(num_blocks=6)
     manager.step(new=[Request("a", range(12))])
     before = state(manager)
@@ -274,7 +274,7 @@ def test_free_caches_nothing_that_was_not_computed():
     assert manager.pool.num_cached == 1
 
 
-def test_a_request_that_opted_out_of_reading_takes_no_computed_blocks():
+def test_request_that_opted_out_of_reading_uses_no_computed_blocks():
     manager = make()
     manager.step(new=[Request("a", range(10))])
     before = state(manager)
@@ -313,7 +313,7 @@ def test_a_plan_clears_rows_of_steps_only_and_loses_none_to_other_calls():
     assert manager.step().clear_rows.tolist() == []
 
 
-def test_a_call_from_another_thread_is_refused_and_changes_nothing():
+def test_call_from_another_thread_is_rejected_and_changes_nothing():
     manager = make()
     request = Request("a", range(10))
     manager.step(new=[request])
@@ -363,7 +363,7 @@ def test_a_call_from_another_thread_is_refused_and_changes_nothing():
     check_invariants(manager)
 
 
-def test_threads_that_share_a_request_get_the_hashes_it_has_or_are_refused():
+def test_threads_sharing_a_request_get_its_hashes_or_an_error():
     """One manager per thread. While one thread hashes, others see the chain change."""
     tokens = np.arange(200_000, dtype=np.int32)
     want = hash_blocks(tokens, 4)
@@ -690,7 +690,7 @@ def test_wrong_tokens_are_named_before_and_after_hashing(tokens, error, message,
     assert request.num_tokens == 10
 
 
-def test_what_a_hash_was_made_of_cannot_be_changed():
+def test_inputs_of_a_hash_cannot_be_changed():
     request = Request("a", range(10), lora=["n", "p"], mm_items=[["i", 2, 3]], cache_salt="s")
     assert request.lora == ("n", "p") and request.mm_items == (("i", 2, 3),)
     for name in (
@@ -782,7 +782,7 @@ def test_the_native_step_sets_every_field_of_a_plan():
         (None, "fence", "field 'fence' of the plan has no default"),
     ],
 )
-def test_a_plan_that_the_native_step_cannot_fill_is_refused(left_out, added, message):
+def test_plan_that_the_native_step_cannot_fill_is_rejected(left_out, added, message):
     names = [f.name for f in fields(StepPlan) if f.name not in (left_out, "version", "page_bytes")]
     plan = make_dataclass("Plan", [*names, *filter(None, [added])])
     with pytest.raises(TypeError, match=message):
@@ -867,7 +867,7 @@ class TestAdvance:
             assert manager.block_ids(request).tolist() == blocks + answer[0]
         assert [manager.num_computed_tokens(request) for request in requests] == [7, 9, 14]
 
-    def test_who_does_not_fit_stays_and_the_others_are_served(self):
+    def test_row_that_does_not_fit_waits_and_others_are_served(self):
         manager, requests = self.admitted(num_blocks=8)
         answers = manager.advance([0, 1, 2], [6, 6, 6], [7, 20, 9])
         assert answers[0] == () and answers[1] is None and len(answers[2][0]) == 1
@@ -884,7 +884,7 @@ class TestAdvance:
             ([6], [7], "rows has 2 .* starts has 1"),
         ],
     )
-    def test_refusals_change_nothing(self, starts, stops, message):
+    def test_rejected_calls_change_nothing(self, starts, stops, message):
         manager, requests = self.admitted()
         with pytest.raises(ValueError, match=message):
             manager.advance([0, 1], starts, stops)

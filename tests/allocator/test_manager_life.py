@@ -62,7 +62,7 @@ def test_admissions_leave_the_watermark_and_running_requests_may_use_it():
     assert manager.step([0], [12]).status.tolist() == [Status.SERVED]
 
 
-def test_a_request_that_fits_in_chunks_is_told_apart():
+def test_status_distinguishes_a_request_that_fits_only_in_chunks():
     manager = KVCacheManager(16, 20, 4096, sliding_window=32, num_preallocate_tokens=0)
     long = Request("a", range(2000))
     assert manager.would_fit(long) == Status.NEVER
@@ -70,7 +70,7 @@ def test_a_request_that_fits_in_chunks_is_told_apart():
     assert manager.step(new=[Admit(long, num_tokens=128)]).status.tolist() == [Status.SERVED]
 
 
-def test_a_hit_inside_a_block_is_given_up_where_the_copy_does_not_fit():
+def test_hit_inside_a_block_is_dropped_if_its_copy_does_not_fit():
     groups = [GroupSpec("full_attention", 8)]
     options = {"hash_block_size": 2, "num_preallocate_tokens": 0}
     manager = KVCacheManager.for_groups(groups, 4, 64, **options)
@@ -213,7 +213,7 @@ def test_without_steps_in_flight_nothing_is_fenced():
     assert manager.pool.num_free == 10
 
 
-def test_a_report_on_a_step_that_never_was_is_refused():
+def test_report_of_an_unknown_step_is_rejected():
     manager = make()
     with pytest.raises(ValueError, match="step_id is 0: there was no step yet"):
         manager.report(StepReport(0, completed=True))
@@ -244,7 +244,7 @@ def test_each_of_several_aborted_steps_may_be_reported():
     assert manager.num_computed_tokens(a) == 12
 
 
-def test_a_report_is_taken_in_whole_or_not_at_all():
+def test_report_is_accepted_entirely_or_not_at_all():
     manager = make(fence_frees=True)
     a = Request("a", range(10))
     plan = manager.step(new=[a])
@@ -255,7 +255,7 @@ def test_a_report_is_taken_in_whole_or_not_at_all():
         assert manager.pool.num_fenced == 3 and manager.pool.num_cached == 2
 
 
-def test_a_report_knows_who_let_go_of_a_failed_page_in_its_own_step():
+def test_report_knows_the_rows_that_released_a_failed_page_in_its_step():
     groups = [GroupSpec("full_attention", 4), GroupSpec("recurrent", 4)]
     manager = KVCacheManager.for_groups(groups, 50, 64, num_preallocate_tokens=0, fence_frees=True)
     manager.step(new=[Admit(Request("a", range(13)), num_tokens=3)])
@@ -290,7 +290,7 @@ def test_aborts_leave_no_journal_behind():
         (lambda m: m.row("r"), "request is 'r': expected a Request"),
     ],
 )
-def test_what_is_no_report_and_no_request_is_named(call, message):
+def test_error_names_an_argument_that_is_not_a_report_or_request(call, message):
     manager = make()
     manager.step(new=[Request("a", [1])])
     with pytest.raises(TypeError, match=message):
@@ -332,7 +332,7 @@ def test_rows_that_left_in_an_aborted_plan_are_cleared_by_the_next():
     assert manager.step().clear_rows.tolist() == [0]
 
 
-def test_fences_of_aborted_steps_wait_for_nobody():
+def test_fences_of_aborted_steps_end_immediately():
     manager = make(num_blocks=4, fence_frees=True)
     a = Request("a", range(10))
     plan = manager.step(new=[a])
@@ -360,7 +360,7 @@ def test_failed_blocks_and_what_was_computed_from_them_leave_the_cache():
     assert bad not in manager.block_ids(a).tolist()[:2]
 
 
-def test_descendants_leave_even_where_a_block_between_was_evicted():
+def test_descendants_leave_the_cache_even_if_a_block_between_was_evicted():
     """Found by a random run: the chain to the invalid block had a gap."""
     manager = make(num_blocks=30)
     request = Request("a", range(17))
@@ -373,7 +373,7 @@ def test_descendants_leave_even_where_a_block_between_was_evicted():
     assert hit_length(manager, range(17)) == 12  # block 3 was computed from the invalid block
 
 
-def test_who_holds_what_was_computed_from_a_failed_block_is_told():
+def test_holders_of_blocks_computed_from_a_failed_block_are_reported():
     """No request holds the failed block any more."""
     manager = make(num_blocks=30)
     e, d = Request("e", range(5)), Request("d", range(9))
@@ -386,7 +386,7 @@ def test_who_holds_what_was_computed_from_a_failed_block_is_told():
     assert manager.pool.num_cached == 0
 
 
-def test_who_has_dropped_a_failed_page_a_moment_ago_is_told():
+def test_requests_that_just_dropped_a_failed_page_are_reported():
     options = {"enable_caching": False, "num_preallocate_tokens": 0}
     manager = KVCacheManager(4, 30, 64, 4, **options)
     a = Request("a", range(40))
@@ -397,7 +397,7 @@ def test_who_has_dropped_a_failed_page_a_moment_ago_is_told():
     assert manager.report(StepReport(0, True, [failed])) == {"a": 0}
 
 
-def test_a_row_does_not_go_on_inside_a_block_that_it_has_dropped():
+def test_row_does_not_continue_inside_a_block_it_has_dropped():
     groups = [GroupSpec("full_attention", 4), GroupSpec("chunked_local", 4, {"chunk_size": 10})]
     manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0)
     a = Request("a", range(40), write_cache=False, read_cache=False)
@@ -421,7 +421,7 @@ def test_drafts_of_the_last_step_are_lost_with_the_failed_block():
     assert manager.num_computed_tokens(a) == 9
 
 
-def test_an_abort_touches_nobody_whom_the_step_did_not_serve():
+def test_abort_affects_only_rows_served_by_the_step():
     manager = make(num_blocks=40)
     a, b = Request("a", range(22)), Request("b", range(22))
     manager.step(new=[a])
@@ -461,7 +461,7 @@ def test_prompts_of_another_beginning_stay_cached(sizes):
     check_invariants(manager)
 
 
-def test_a_failed_block_takes_along_the_small_ones_that_were_computed_from_it():
+def test_failed_block_invalidates_smaller_blocks_computed_from_it():
     """The block covers two blocks of the other group, whose hash chain does not lead to it."""
     groups = [GroupSpec("full_attention", 4), GroupSpec("full_attention", 8)]
     manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0)
@@ -501,7 +501,7 @@ def test_a_row_whose_window_is_gone_restarts_from_what_the_cache_has():
     assert manager.step([0], [4]).num_computed_tokens.tolist() == [8]
 
 
-def test_a_row_does_not_resume_where_its_hit_lacks_what_a_shorter_one_reads():
+def test_row_does_not_resume_at_a_shorter_hit_whose_blocks_were_not_loaded():
     """The hit of 6 tokens ends at a chunk of 3, so it does not include the previous chunk."""
     groups = [GroupSpec("full_attention", 4), GroupSpec("chunked_local", 8, {"chunk_size": 3})]
     manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0, hash_block_size=1)
@@ -511,7 +511,7 @@ def test_a_row_does_not_resume_where_its_hit_lacks_what_a_shorter_one_reads():
     assert manager.invalidate([int(manager.block_ids(request, 0)[1])]) == {"b": 0}
 
 
-def test_a_state_goes_back_to_the_last_one_stored():
+def test_row_returns_to_its_last_stored_state():
     groups = [GroupSpec("full_attention", 4), GroupSpec("recurrent", 4)]
     manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0)
     request = Request("a", range(30))
@@ -535,7 +535,7 @@ def cached_blocks(manager, request):
     return [block for block, page in enumerate(found.tolist()) if page > 0]
 
 
-def test_a_failed_state_takes_along_all_that_ran_with_it():
+def test_failed_state_invalidates_all_tokens_computed_with_it():
     """The step computed blocks 2 to 4 from the state, whose own page belongs to the last block."""
     manager = hybrid()
     request = Request("a", range(24))
@@ -547,7 +547,7 @@ def test_a_failed_state_takes_along_all_that_ran_with_it():
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["moves on", "leaves"])
-def test_a_state_that_fails_after_its_row_let_go_of_it_takes_the_same_along(leaves):
+def test_state_that_fails_after_its_release_invalidates_the_same_blocks(leaves):
     manager = hybrid()
     request = Request("a", range(24))
     manager.step(new=[Admit(request, num_tokens=8)])
@@ -661,7 +661,7 @@ def test_statistics_count_in_total_recently_and_by_group():
     assert manager.cache.stats.num_requests == manager.cache.stats.recent.num_requests == 0
 
 
-def test_residency_is_timed_by_the_clock_that_is_set():
+def test_residency_is_timed_by_the_given_clock():
     manager = make(num_blocks=4, track_residency=True)
     a = Request("a", range(8))
     manager.cache.set_now(100.0)
@@ -677,7 +677,7 @@ def test_residency_is_timed_by_the_clock_that_is_set():
     assert stats.groups[0].evicted_blocks == 2
 
 
-def test_residency_is_timed_by_the_system_where_no_clock_is_set():
+def test_residency_is_timed_by_the_system_clock_by_default():
     manager = make(num_blocks=3, track_residency=True)
     a = Request("a", range(8))
     manager.step(new=[a])
@@ -686,7 +686,7 @@ def test_residency_is_timed_by_the_system_where_no_clock_is_set():
     assert manager.cache.stats.idle.count == 2 and 0 <= manager.cache.stats.idle.max_s < 60
 
 
-def test_events_tell_what_is_cached_in_order():
+def test_events_report_cached_blocks_in_order():
     manager = make(num_blocks=4, enable_events=True)
     a = Request("a", range(9))
     manager.step(new=[a])
@@ -702,7 +702,7 @@ def test_events_tell_what_is_cached_in_order():
     assert manager.cache.drain_events() == []
 
 
-def test_events_of_a_second_copy_are_not_told_and_a_reset_is():
+def test_second_copy_emits_no_event_but_a_reset_does():
     manager = make(num_blocks=30, enable_events=True)
     a, b = Request("a", range(9)), Request("b", range(9))
     manager.step(new=[a, b])
@@ -726,7 +726,7 @@ def test_without_events_none_are_kept():
     ("own", "of_call", "want"),
     [(True, False, 0), (False, None, 0), (False, True, 8), (True, None, 8)],
 )
-def test_a_row_that_starts_anew_reads_the_cache_as_it_was_admitted(own, of_call, want, by_step):
+def test_restarted_row_reads_the_cache_if_its_admission_allowed_it(own, of_call, want, by_step):
     manager = KVCacheManager(4, 30, 100, num_preallocate_tokens=0)
     manager.step(new=[Request("first", range(12))])
     request = Request("r", range(12), read_cache=own)
@@ -746,7 +746,7 @@ def test_a_row_that_starts_anew_reads_the_cache_as_it_was_admitted(own, of_call,
     check_invariants(manager)
 
 
-def test_a_fork_that_starts_anew_reads_the_cache_as_its_own_request_says():
+def test_restarted_fork_reads_the_cache_if_its_own_request_allows_it():
     manager = KVCacheManager(4, 30, 100, num_preallocate_tokens=0)
     manager.step(new=[Request("first", range(12))])
     parent = Request("p", range(12))

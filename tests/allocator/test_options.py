@@ -64,7 +64,7 @@ def native_of(options):
     return options.native_of([(kind, 4, False, True, True)], num_gpu_blocks=40, max_model_len=64)
 
 
-def test_arguments_are_the_fields():
+def test_arguments_equal_the_fields():
     positional = {"enable_caching", "num_preallocate_tokens"}
     hints = get_type_hints(CacheOptions)
     assert get_type_hints(CacheArguments) == {
@@ -92,7 +92,7 @@ def test_options_of_a_policy_reach_it():
     assert native.host_eviction.options == {"small_share": 0.2}
 
 
-def test_defaults_are_the_native_ones():
+def test_defaults_equal_the_native_defaults():
     native, default = native_of(CacheOptions()), core.ManagerOptions()
     differ = {"groups", "num_gpu_blocks", "max_model_len", "num_preallocate_tokens"}
     for name in dir(default):

@@ -60,7 +60,7 @@ def values_of(plan: StepPlan) -> dict:
     return {each.name: plain(getattr(plan, each.name)) for each in dataclasses.fields(plan)}
 
 
-def test_answers_and_changes_are_made_when_the_first_of_them_is_asked_for():
+def test_plan_arrays_are_built_on_first_access():
     plan = plan_with_everything()
     assert not any(is_made(plan, name) for name in (*ANSWERS, *CHANGES))
     assert is_made(plan, "step_id") and is_made(plan, "is_empty")
@@ -99,7 +99,7 @@ def test_arrays_outlive_their_plan_and_are_its_own():
 @pytest.mark.parametrize(
     "through", [*(lambda p, n=n: pickle.loads(pickle.dumps(p, n)) for n in range(6)), copy.copy]
 )
-def test_a_plan_pickles_whatever_was_asked_of_it(asked, through):
+def test_plan_pickles_whichever_fields_were_read(asked, through):
     wanted = values_of(plan_with_everything())
     plan = plan_with_everything()
     for name in asked:
@@ -125,7 +125,7 @@ def test_empty_sections_are_shared():
     assert plan.rows.shape == plan.status.shape == (0,)
 
 
-def test_what_a_plan_does_not_have_is_an_attribute_error():
+def test_missing_plan_field_raises_attribute_error():
     plan = KVCacheManager(4, 32, 64).step()
     with pytest.raises(AttributeError, match="'StepPlan' object has no attribute 'colour'"):
         plan.colour  # noqa: B018
@@ -184,7 +184,7 @@ def test_requests_freed_in_one_call_are_freed_one_after_the_other(options, host)
     assert state_after(managers[0]) == state_after(managers[1])
 
 
-def test_of_requests_freed_in_one_call_each_counts_once_and_unknown_ones_not():
+def test_batch_free_counts_each_known_request_once():
     manager = KVCacheManager(4, 40, 256, num_preallocate_tokens=0)
     a, b = Request("a", range(10)), Request("b", range(20, 26))
     manager.step(new=[a, b])
@@ -196,7 +196,7 @@ def test_of_requests_freed_in_one_call_each_counts_once_and_unknown_ones_not():
     check_invariants(manager)
 
 
-def test_where_one_is_no_request_none_is_freed():
+def test_no_request_is_freed_if_one_argument_is_not_a_request():
     manager = KVCacheManager(4, 40, 256, num_preallocate_tokens=0)
     a, b = Request("a", range(10)), Request("b", range(20, 26))
     manager.step(new=[a, b])

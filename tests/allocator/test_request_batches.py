@@ -19,7 +19,7 @@ def test_each_request_gets_its_token(dtype):
     assert tokens_of(requests) == [[*range(i), tokens[i]] for i in range(5)]
 
 
-def test_no_request_changes_if_a_token_is_refused():
+def test_no_request_changes_if_a_token_is_rejected():
     requests = [Request("a", [1]), Request("b", [2]), Request("c", [3])]
     with pytest.raises(ValueError, match=r"token_ids\[1\] is -1: expected 0 to 2147483647"):
         append_token_to_each(requests, np.array([5, -1, 6]))

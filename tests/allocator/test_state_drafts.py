@@ -63,7 +63,7 @@ def test_pages_change_places_and_nothing_is_copied():
     check_invariants(manager)
 
 
-def test_a_prompt_takes_no_page_for_drafts():
+def test_prompt_needs_no_page_for_drafts():
     manager = manager_of(FULL, states(16))
     request = Request("a", range(20))
     for plan in (manager.step(new=[Admit(request, num_tokens=3)]), manager.step([0], [4])):
@@ -71,7 +71,7 @@ def test_a_prompt_takes_no_page_for_drafts():
         assert len(manager.block_ids(request, 1)) == 1
 
 
-def test_more_drafts_than_pages_are_refused_by_name():
+def test_more_drafts_than_pages_are_rejected_by_name():
     manager = manager_of(FULL, states(), states(8, 5))
     request = Request("a", range(6))
     manager.step(new=[request])
@@ -107,7 +107,7 @@ def test_only_drafts_are_rejected():
     assert manager.num_computed_tokens(request) == 7
 
 
-def test_one_group_without_pages_for_drafts_takes_no_rejection():
+def test_group_without_pages_for_drafts_prevents_rejections():
     manager = manager_of(FULL, states(), GroupSpec("recurrent", 4))
     request = Request("a", range(6))
     manager.step(new=[request])
@@ -118,7 +118,7 @@ def test_one_group_without_pages_for_drafts_takes_no_rejection():
     assert len(manager.block_ids(request, 1)) == 4
 
 
-def test_a_boundary_that_accepted_drafts_pass_is_a_hit():
+def test_boundary_passed_by_accepted_drafts_is_a_hit():
     manager = manager_of(FULL, states())
     request, pages = start(manager)  # states after 7, 8, 9 and 10 tokens
     assert pages[:1] == [0] and hit_length(manager, range(20)) == 0
@@ -133,7 +133,7 @@ def test_a_boundary_that_accepted_drafts_pass_is_a_hit():
     assert len(now) == 2 + 4  # another page replaces the cached one
 
 
-def test_a_boundary_that_rejected_drafts_pass_is_no_hit():
+def test_boundary_passed_by_rejected_drafts_is_not_a_hit():
     manager = manager_of(FULL, states())
     _, pages = start(manager)
     plan = manager.step([0], [4], token_ids=[60], num_rejected_tokens=[3])
@@ -149,7 +149,7 @@ def test_a_boundary_that_rejected_drafts_pass_is_no_hit():
     check_invariants(manager)
 
 
-def test_a_boundary_behind_the_accepted_drafts_is_no_hit():
+def test_boundary_after_the_accepted_drafts_is_not_a_hit():
     manager = manager_of(FULL, states())
     _, pages = start(manager, 5)  # states after 6, 7, 8 and 9 tokens, the last two rejected
     manager.step([0], [4], token_ids=[6, 60], num_token_ids=[2], num_rejected_tokens=[2])
@@ -241,7 +241,7 @@ def test_a_page_that_is_spare_by_now_was_the_state_of_a_step_in_flight():
     assert manager.report(StepReport(1, True, failed_pages=[pages[0]])) == {"a": 0}
 
 
-def test_an_aborted_step_takes_its_drafts_along():
+def test_aborted_step_discards_its_drafts():
     manager = manager_of(FULL, states(4))
     request = Request("a", range(8))
     manager.step(new=[request])
@@ -265,7 +265,7 @@ def test_external_tokens_bring_one_state_and_drafts_follow():
     assert manager.num_computed_tokens(request) == 11
 
 
-def test_pages_for_drafts_are_planned_and_asked_for():
+def test_pages_for_drafts_are_planned_and_requested():
     kind = make_kind("recurrent", {"num_speculative_blocks": 3})
     assert [kind.max_pages(64, 8, size) for size in (16, 4, 2, 1)] == [5, 5, 6, 8]
     layers = [LayerSpec("full", "full_attention", 16, 8, 128)]
@@ -332,7 +332,7 @@ def test_the_number_of_pages_for_drafts_is_checked(num_blocks, expected):
         LayerSpec("mamba", "recurrent", 16, state_bytes=64, options=options)
 
 
-def test_random_rejections_go_on_from_the_right_state():
+def test_random_rejections_continue_from_the_right_state():
     """Simulates a worker's memory, in which the state after a token is the sum of all tokens so
     far.
     """
@@ -411,7 +411,7 @@ def test_pages_of_earlier_drafts_make_room_for_a_block():
 
 
 @pytest.mark.parametrize(("num_blocks", "num_hit"), [(8, 0), (41, 8)])
-def test_states_that_drafts_have_passed_are_kept_where_there_is_room(num_blocks, num_hit):
+def test_states_passed_by_drafts_are_kept_if_there_is_room(num_blocks, num_hit):
     """2 blocks, the state after 10 tokens, a page for the next state, and 3 states that drafts
     passed.
     """
@@ -444,7 +444,7 @@ def test_a_page_that_a_row_writes_again_is_found_no_longer():
     check_invariants(manager)
 
 
-def test_a_row_goes_on_where_it_wrote_a_found_state_again():
+def test_row_continues_where_it_overwrote_a_cached_state():
     """States every 2 tokens.
 
     Pages that drafts have passed are published and then reused for the next drafts.
@@ -462,7 +462,7 @@ def test_a_row_goes_on_where_it_wrote_a_found_state_again():
         check_invariants(manager)
 
 
-def test_what_a_fork_leaves_waits_for_the_steps_that_were_issued():
+def test_pages_released_after_a_fork_wait_for_issued_steps():
     groups = [GroupSpec("full_attention", 4), states(4)]
     manager = manager_of(*groups, num_blocks=41, fence_frees=True)
     request, child = Request("a", range(6)), Request("c", range(10))

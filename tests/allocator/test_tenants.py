@@ -101,7 +101,7 @@ def test_a_session_pins_blocks_of_its_own_salt_alone():
     assert manager.cache.pin("mine", Request("probe", TOKENS, cache_salt="a")) == 6
 
 
-def test_a_child_of_another_salt_is_refused():
+def test_child_of_another_salt_is_rejected():
     manager = make(GROUPS["full"])
     parent = Request("parent", TOKENS, cache_salt="a")
     manager.step(new=[parent])

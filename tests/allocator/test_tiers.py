@@ -50,7 +50,7 @@ class Engine:
         return plan
 
 
-def test_what_is_learned_to_come_again_is_written_and_the_rest_is_not():
+def test_only_blocks_expected_to_be_reused_are_written():
     """The class of one prompt has been reused, and that of the other prompt never."""
     reached, used = np.zeros((101, 26)), np.zeros((101, 26))
     # Classes for answers shorter than 64 tokens, and for longer ones.
@@ -88,7 +88,7 @@ def test_evicted_blocks_are_hit_on_the_host():
     assert stats.host_hit_tokens == stats.host.loaded_blocks * 4 == len(plan.swap_in) * 4
 
 
-def test_what_is_loaded_becomes_a_hit_for_others_when_the_report_says_so():
+def test_loaded_blocks_become_hits_for_others_after_the_report():
     engine = Engine(num_blocks=9)
     manager = engine.manager
     engine.run("a", range(13))
@@ -210,7 +210,7 @@ def test_an_aborted_write_is_not_found():
     check_invariants(manager)
 
 
-def test_an_aborted_load_is_not_found_and_its_row_goes_back():
+def test_aborted_load_is_not_found_and_its_row_returns_to_an_earlier_token():
     engine = Engine()
     manager = engine.manager
     engine.run("a", range(16))
@@ -277,7 +277,7 @@ def test_an_unbounded_host_hits_what_an_unbounded_device_hits(num_blocks, policy
     assert small.manager.cache.stats.host_hit_tokens > 0
 
 
-def test_states_are_loaded_into_the_page_that_goes_on_from_them():
+def test_states_are_loaded_into_the_page_that_continues_them():
     groups = [FULL, GroupSpec("recurrent", 4)]
     engine = Engine(num_blocks=9, groups=groups)
     manager = engine.manager
@@ -313,7 +313,7 @@ def test_events_and_statistics_name_the_tier():
 # Swapped-out rows ------------------------------------------------------------------------------------
 
 
-def test_a_row_leaves_and_comes_back_when_it_is_served():
+def test_row_is_swapped_out_and_returns_when_it_is_served():
     engine = Engine(num_blocks=9)
     manager = engine.manager
     request, _ = engine.admit("a", range(10))
@@ -334,7 +334,7 @@ def test_a_row_leaves_and_comes_back_when_it_is_served():
     assert manager.host_pool.num_free == manager.host_pool.num_total
 
 
-def test_its_blocks_serve_others_within_the_same_step():
+def test_blocks_of_a_swapped_out_row_are_available_in_the_same_step():
     engine = Engine(num_blocks=5)
     request, _ = engine.admit("a", range(12))
     other = Request("b", range(100, 116))
@@ -351,7 +351,7 @@ def test_its_blocks_serve_others_within_the_same_step():
     assert engine.step([0], [4]).status.tolist() == [Status.SERVED]
 
 
-def test_a_host_that_is_full_lets_nothing_leave():
+def test_full_host_prevents_swap_out():
     engine = Engine(num_blocks=9, num_host_blocks=3)
     request, _ = engine.admit("a", range(12))
     plan = engine.step(swap_out=[0])
@@ -395,7 +395,7 @@ def test_a_window_that_has_slid_is_not_loaded():
     assert plan.append_ids[0].tolist()[:3] == [0, 0, 0]
 
 
-def test_an_encoders_pages_go_along():
+def test_pages_of_an_encoder_are_swapped_with_the_row():
     engine = Engine(num_blocks=12, groups=[FULL, GroupSpec("cross_attention", 4)])
     request = Request("a", range(5), num_encoder_tokens=7)
     engine.step(new=[request])
@@ -424,7 +424,7 @@ def test_a_freed_row_gives_its_host_pages_back():
     assert engine.step().clear_rows.tolist() == [0]
 
 
-def test_what_leaves_stays_a_hit():
+def test_blocks_of_a_swapped_out_row_stay_hits():
     engine = Engine(num_blocks=5)
     engine.admit("a", range(16))
     engine.step(swap_out=[0], new=[Request("b", range(100, 116))])
@@ -511,7 +511,7 @@ def test_what_a_row_computed_and_an_invalidation_made_forgotten_is_traced_when_i
         (lambda m: m.report(StepReport(0, True, failed_host_pages=[0])), "failed_host_pages holds"),
     ],
 )
-def test_wrong_swaps_are_refused_and_change_nothing(call, message):
+def test_invalid_swaps_are_rejected_and_change_nothing(call, message):
     manager = make(num_blocks=12)
     manager.away = Request("b", range(50, 59))
     manager.step(new=[Request("a", range(9)), manager.away])
@@ -620,7 +620,7 @@ def test_wrong_options_of_tiers(options, error, message):
 # Found by a reviewer --------------------------------------------------------------------------------
 
 
-def test_a_row_on_the_host_is_told_in_no_plan():
+def test_plans_do_not_contain_rows_on_the_host():
     engine = Engine(num_blocks=6, num_host_blocks=40)
     for i in range(3):
         _, plan = engine.admit(f"x{i}", range(100 * i + 100, 100 * i + 108))
@@ -654,7 +654,7 @@ def test_a_journal_that_is_used_again_has_forgotten_the_step_before():
     assert manager.abort(plan.step_id) == {}
 
 
-def test_a_row_that_grew_into_the_watermark_comes_back():
+def test_row_that_grew_into_the_watermark_can_return():
     engine = Engine(num_blocks=11, num_host_blocks=60, watermark=0.2)
     engine.admit("a", range(30))
     engine.step([0], [6], token_ids=range(6), num_token_ids=[6])
@@ -662,7 +662,7 @@ def test_a_row_that_grew_into_the_watermark_comes_back():
     assert engine.step([0], [1], token_ids=[1]).status.tolist() == [Status.SERVED]
 
 
-def test_nothing_goes_to_the_host_twice():
+def test_no_block_is_written_to_the_host_twice():
     engine = Engine(num_blocks=11, num_host_blocks=60)
     engine.admit("a", range(20))
     engine.admit("b", range(100, 120))
@@ -694,7 +694,7 @@ def test_a_rejection_after_a_fork_with_an_encoder():
     assert manager.step([row], [1], num_rejected_tokens=[2]).status.tolist() == [Status.SERVED]
 
 
-def test_fences_beside_a_swap_end_with_their_own_steps():
+def test_fences_during_a_swap_end_with_their_own_steps():
     manager = make(
         num_blocks=30, groups=[GroupSpec("sliding_window", 4, {"window": 5})], fence_frees=True
     )
@@ -724,7 +724,7 @@ def test_the_clock_does_not_go_back():
         manager.cache.set_now(99)
 
 
-def test_pins_behind_a_gap_are_none():
+def test_blocks_after_a_gap_are_not_pinned():
     manager = KVCacheManager(4, 9, 64, num_preallocate_tokens=0)
     request = Request("chat", range(12))
     manager.step(new=[request])
@@ -793,7 +793,7 @@ def test_a_pin_that_gave_way_does_not_end_another_sessions():
     assert manager.cache.unpin("again") == 0
 
 
-def test_a_session_that_is_pinned_anew_lets_go_of_what_it_had():
+def test_repinned_session_releases_its_earlier_blocks():
     manager = KVCacheManager(4, 9, 64, num_preallocate_tokens=0)
     for name, start in (("a", 0), ("b", 100)):
         request = Request(name, range(start, start + 8))

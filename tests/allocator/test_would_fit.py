@@ -102,7 +102,7 @@ def check(seed: int, outcomes: dict[int, int]) -> None:
 
 
 @pytest.mark.parametrize("first", sampled(range(0, 1_000, SEEDS_PER_TEST)))
-def test_what_is_said_of_a_whole_prompt_comes_true(first):
+def test_would_fit_of_a_whole_prompt_is_correct(first):
     outcomes = {Status.SERVED: 0, Status.WAIT: 0, Status.NEVER: 0}
     for seed in range(first, first + SEEDS_PER_TEST):
         check(seed, outcomes)
@@ -113,7 +113,7 @@ def test_what_is_said_of_a_whole_prompt_comes_true(first):
     ("other", "num_free"),
     [(GroupSpec("sliding_window", 4, {"window": 4}), 6), (GroupSpec("recurrent", 4), 5)],
 )
-def test_the_whole_fits_where_later_chunks_leave_the_hit(other, num_free):
+def test_whole_prompt_fits_if_later_chunks_release_the_hit(other, num_free):
     """A hit of 8 of 16 tokens. Its window block and state are free again for the last chunk."""
     manager = manager_of(GroupSpec("full_attention", 4), other, num_blocks=num_free + 1)
     first, request = Request("a", range(8)), Request("b", range(16))
@@ -125,7 +125,7 @@ def test_the_whole_fits_where_later_chunks_leave_the_hit(other, num_free):
     assert manager.num_computed_tokens(request) == 16
 
 
-def test_a_state_goes_on_in_its_page_where_there_is_no_other():
+def test_state_continues_in_its_page_if_there_is_no_other():
     """3 pages for 2 blocks and a state, which is at the end of the first block and is no longer
     cached.
     """

@@ -700,7 +700,7 @@ def in_shell(argv, redirection, environment=None) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_progress_bar_only_on_a_terminal_without_json(trace):
+def test_progress_bar_appears_only_on_a_terminal_without_json(trace):
     pytest.importorskip("rich")
     assert "3/3" in terminal_output("replay", trace)
     assert terminal_output("replay", trace, "--json") == ""

@@ -146,7 +146,7 @@ def test_can_allocate_counts_no_hits():
     assert counts(manager)[0] == 0
 
 
-def test_a_prompt_that_does_not_fit_is_refused_and_changes_nothing():
+def test_prompt_that_does_not_fit_is_rejected_and_changes_nothing():
     manager = make(num_gpu_blocks=3)
     with pytest.raises(ValueError, match="expected can_allocate to be asked first"):
         manager.allocate(Group("r", [seq(0, 9)]))
@@ -206,7 +206,7 @@ def test_a_status_that_is_neither_is_named(status):
             call(group)
 
 
-def test_allocating_again_is_refused():
+def test_allocating_again_is_rejected():
     manager = make()
     group = admitted(manager)
     group.set_status(Status.WAITING)
@@ -315,7 +315,7 @@ def test_can_append_slots_counts_every_block_that_is_touched():
     assert not manager.can_append_slots(group, 3)
 
 
-def test_slots_that_do_not_fit_are_refused_and_asked_for_again():
+def test_slots_that_do_not_fit_are_rejected_and_can_be_requested_again():
     manager = make(num_gpu_blocks=3)
     one = admitted(manager, 8).seqs[0]
     one.tokens += [1]
@@ -434,7 +434,7 @@ def test_nothing_fits_beyond_max_model_len():
         (2**70, ValueError, r"get_len\(\) of seq 'r0' is 1180591620717411303424: expected 1 to"),
     ],
 )
-def test_a_length_that_is_none_is_named(caching, length, error, named):
+def test_invalid_length_is_named(caching, length, error, named):
     manager = make(enable_caching=caching)
     one = seq("r0", 6)
     one.get_len = lambda: length
@@ -458,7 +458,7 @@ def test_a_length_that_is_none_is_named(caching, length, error, named):
     manager.check_invariants()
 
 
-def test_true_and_false_are_no_numbers():
+def test_bools_are_not_numbers():
     manager = make(enable_caching=True)
     group = admitted(manager)
     waiting = Group("w", [seq("w", 4)])
@@ -573,7 +573,7 @@ def test_a_decode_step_of_all_groups_in_one_call():
     manager.check_invariants()
 
 
-def test_a_decode_step_that_is_refused_changes_nothing():
+def test_decode_step_that_is_rejected_changes_nothing():
     manager = make(num_gpu_blocks=30, enable_caching=True, max_model_len=10)
     groups = [admitted(manager, 6, name) for name in "ab"]
     for group in groups:
@@ -606,7 +606,7 @@ def test_a_decode_step_that_is_refused_changes_nothing():
     manager.check_invariants()
 
 
-def test_blocks_are_hashed_by_the_algorithm_that_is_asked_for():
+def test_blocks_are_hashed_by_the_requested_algorithm():
     """Hashes match other managers with the algorithm, and events name the algorithm."""
     tokens = [*range(9)]
     for algorithm, num_bytes in (("sha256_cbor", 32), ("xxh3_128_cbor", 16)):
@@ -631,7 +631,7 @@ def test_blocks_are_hashed_by_the_algorithm_that_is_asked_for():
             make(hash_algorithm=wrong)
 
 
-def test_true_is_no_token_id():
+def test_bool_is_not_a_token_id():
     manager = make(enable_caching=True)
     group = admitted(manager, 6)
     one = group.seqs[0]
@@ -737,7 +737,7 @@ def test_wrong_forks_are_named():
 
 @pytest.mark.parametrize("kind", [list, tuple, np.array])
 @pytest.mark.parametrize("changed", [2, 3, 5])
-def test_a_child_with_other_tokens_in_the_last_block_is_refused(kind, changed):
+def test_child_with_other_tokens_in_the_last_block_is_rejected(kind, changed):
     manager = make(enable_caching=True)
     parent = admitted(manager, 6).seqs[0]
     tokens = [*range(8)]
@@ -762,7 +762,7 @@ def test_a_parent_shorter_than_a_block_is_compared_whole():
 
 
 @pytest.mark.parametrize("caching", [False, True])
-def test_of_a_child_whose_tokens_nobody_reads_the_length_is_checked(caching):
+def test_length_of_a_child_is_checked_if_its_tokens_are_not_read(caching):
     manager = make(enable_caching=caching)
     parent = admitted(manager, 6, encoder=1).seqs[0]
     with pytest.raises(ValueError, match="child_seq 'c' has 5 tokens"):
@@ -915,7 +915,7 @@ def swap_in_case(size, window, length, num_seqs, num_new, lookahead, num_held):
 
 
 @pytest.mark.parametrize("size, window", [(1, None), (2, None), (4, None), (2, 5), (4, 3)])
-def test_can_swap_in_says_what_swap_in_and_append_slots_then_do(size, window):
+def test_can_swap_in_predicts_swap_in_and_append_slots(size, window):
     answers = collections.Counter()
     numbers = (range(1, 10), (1, 2, 3), (0, 1), (0, 1, 3, 6))
     for case in itertools.product(*numbers):
@@ -1000,7 +1000,7 @@ def test_a_window_holds_its_blocks_and_no_more(window):
         manager.append_slots(one, 0)
 
 
-def test_can_allocate_asks_for_no_more_than_the_window():
+def test_can_allocate_requires_at_most_the_window():
     manager = make(num_gpu_blocks=5, sliding_window=8)
     group = Group("r", [seq(0, 400)])
     assert manager.can_allocate(group) == OK
@@ -1008,7 +1008,7 @@ def test_can_allocate_asks_for_no_more_than_the_window():
     assert len(manager.get_block_table(group.seqs[0])) == 100
 
 
-def test_where_a_hit_would_hold_more_than_fits_it_is_not_taken():
+def test_hit_that_holds_more_blocks_than_fit_is_not_taken():
     manager = make(num_gpu_blocks=5, sliding_window=4, enable_caching=True)
     group = admitted(manager, 5)
     manager.mark_blocks_as_computed(group, 5)
@@ -1064,7 +1064,7 @@ def test_with_a_window_what_is_held_whole_may_be_computed_in_chunks():
 
 
 @pytest.mark.parametrize("size", [1, 4, 16])
-def test_behind_a_window_a_hit_holds_no_more_than_the_window_and_keeps_the_watermark(size):
+def test_hit_with_a_window_holds_only_the_window_and_keeps_the_watermark(size):
     manager = BlockSpaceManager(size, 200, 0, 0.5, sliding_window=20, enable_caching=True)
     group = admitted(manager, 40 * size, first=1)
     manager.mark_blocks_as_computed(group, 40 * size)
@@ -1122,7 +1122,7 @@ def test_marks_count_cached_tokens_and_never_more_than_there_are():
 
 
 @pytest.mark.parametrize("num_accepted, lookahead", [(1, 0), (5, 0), (5, 6)])
-def test_a_mark_behind_the_prompt_covers_what_a_step_accepts(num_accepted, lookahead):
+def test_mark_after_the_prompt_covers_all_tokens_accepted_by_a_step(num_accepted, lookahead):
     """Engines report 1 token per decode step, regardless of the number of accepted drafts."""
     manager = make(num_gpu_blocks=30, enable_caching=True)
     group = admitted(manager, 8)
@@ -1203,7 +1203,7 @@ def test_a_swap_in_shares_what_is_still_cached_on_the_device():
     manager.check_invariants()
 
 
-def test_what_was_evicted_comes_back_and_is_a_hit_again():
+def test_evicted_blocks_return_and_are_hits_again():
     manager = make(num_gpu_blocks=6, enable_caching=True)  # 5 blocks
     group = admitted(manager, 14)
     manager.mark_blocks_as_computed(group, 14)
@@ -1216,7 +1216,7 @@ def test_what_was_evicted_comes_back_and_is_a_hit_again():
     manager.check_invariants()
 
 
-def test_a_sequence_that_is_asked_for_is_hashed_once():
+def test_queried_sequence_is_hashed_once():
     manager = make(enable_caching=True)
     manager.mark_blocks_as_computed(admitted(manager, 12), 12)
     one = seq("s", 6)
@@ -1300,7 +1300,7 @@ def test_the_least_recently_accessed_is_evicted_first():
     assert manager.get_num_cached_tokens(seq("d", 5, first=10)) == 4
 
 
-def test_of_one_access_the_longest_prefix_is_evicted_first():
+def test_longest_prefix_of_an_access_is_evicted_first():
     manager = make(num_gpu_blocks=4, enable_caching=True)
     group = admitted(manager, 12)
     manager.mark_blocks_as_computed(group, 12)
@@ -1391,7 +1391,7 @@ def test_hit_rate():
         manager.get_prefix_cache_hit_rate(3)
 
 
-def test_reset_is_refused_while_a_block_is_in_use():
+def test_reset_is_rejected_while_a_block_is_in_use():
     manager = make(enable_caching=True)
     group = admitted(manager, 9)
     manager.mark_blocks_as_computed(group, 9)
@@ -1422,7 +1422,7 @@ def test_free_of_an_unknown_sequence_is_a_no_op():
     assert counts(manager) == (10, 10)
 
 
-def test_it_belongs_to_the_thread_that_used_it_first():
+def test_manager_belongs_to_its_first_thread():
     manager, errors = make(), []
     group = admitted(manager)
 

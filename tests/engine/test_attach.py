@@ -95,7 +95,7 @@ def test_drafts_are_right_request_by_request(model_type):
 
 @pytest.mark.parametrize("dtype", sampled([torch.bfloat16, torch.float16, torch.float32]))
 @pytest.mark.parametrize("name", tiny_model_names())
-def test_rounding_is_no_difference(name, dtype):
+def test_rounding_differences_are_tolerated(name, dtype):
     paged = attach(tiny_model(name, dtype=dtype), "4MiB", max_model_len=96)
     assert not paged.by_request
     paged.detach()
@@ -119,7 +119,7 @@ def test_rounding_is_no_difference(name, dtype):
         ("prophetnet", {}, "request by request: AssertionError: At the moment"),
     ],
 )
-def test_a_model_that_would_answer_otherwise_is_refused(model_type, fields, says):
+def test_model_that_would_answer_otherwise_is_rejected(model_type, fields, says):
     model = tiny_architecture(model_type, **fields)
     before = model.config._attn_implementation
     with pytest.raises(UnsupportedModel, match=says) as caught:
@@ -139,7 +139,7 @@ def test_a_refusal_states_difference_and_tolerance():
     attach(model, "8MiB", max_model_len=96, check=False).detach()
 
 
-def test_an_encoder_decoder_is_refused():
+def test_encoder_decoder_is_rejected():
     config = T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=VOCAB_SIZE)
     with pytest.raises(UnsupportedModel, match="reads an encoder's output in each layer"):
         attach(T5ForConditionalGeneration(config).eval(), "8MiB", max_model_len=96)
@@ -172,7 +172,7 @@ class TestRopeThatDependsOnTheLength:
         assert served(paged, prompts()) == answers_of(model, prompts())
         paged.detach()
 
-    def test_longer_requests_are_refused(self, model):
+    def test_longer_requests_are_rejected(self, model):
         with pytest.raises(
             ValueError, match=r"max_model_len is 96: expected at most 80, .* longrope"
         ):
@@ -182,7 +182,7 @@ class TestRopeThatDependsOnTheLength:
 class TestTrainingMode:
     """Dropout would change the answers and the cached KV."""
 
-    def test_a_model_in_training_mode_is_refused(self):
+    def test_model_in_training_mode_is_rejected(self):
         model = tiny_model("llama")
         next(model.children()).train()
         with pytest.raises(
@@ -214,7 +214,7 @@ class TestTheCheckLeavesNoTrace:
         assert model.config._attn_implementation == attention
         assert not any("forward" in vars(module) for module in model.modules())
 
-    def test_the_cache_is_as_new(self):
+    def test_cache_is_in_its_initial_state(self):
         paged = attach(tiny_model("llama"), "4MiB", max_model_len=96)
         manager = paged.cache.manager
         assert manager.pool.num_free == manager.pool.num_total
@@ -235,7 +235,7 @@ class TestTheCheckLeavesNoTrace:
 class TestDefectsAreNoticed:
     """Plants a defect in the code that computes the batch. The check must detect it."""
 
-    def test_a_mask_that_hides_nothing(self, monkeypatch):
+    def test_missing_mask_is_detected(self, monkeypatch):
         parts_of = paged_attention.parts_of
 
         def without(batch, group):
@@ -248,7 +248,7 @@ class TestDefectsAreNoticed:
         paged.detach()
 
     @pytest.mark.parametrize("name", sampled(["llama", "bamba", "gemma3", "deepseek_v3"], 2))
-    def test_slots_of_others(self, monkeypatch, name):
+    def test_slots_of_other_tokens_are_detected(self, monkeypatch, name):
         read = layer_places.Place.read
         monkeypatch.setattr(
             layer_places.Place, "read", lambda self, slots, key: read(self, slots.roll(1), key)
@@ -256,7 +256,7 @@ class TestDefectsAreNoticed:
         with pytest.raises(UnsupportedModel, match="logits differ by"):
             attach(tiny_model(name), "4MiB", max_model_len=96)
 
-    def test_a_state_that_is_not_kept(self, monkeypatch):
+    def test_state_that_is_not_stored_is_detected(self, monkeypatch):
         monkeypatch.setattr(LayerStates, "store", lambda *_: None)
         with pytest.raises(UnsupportedModel, match="tokens of earlier steps"):
             attach(tiny_model("bamba"), "4MiB", max_model_len=96)
@@ -301,7 +301,7 @@ class TestDefectsAreNoticed:
         assert cache.manager.pool.num_free == cache.manager.pool.num_total
 
 
-def test_a_pass_that_reads_by_other_ways_raises_without_the_check():
+def test_unsupported_attention_is_served_request_by_request_without_the_check():
     """The structural check still runs, because such a model is served request by request."""
     paged = attach(tiny_architecture("gpt_neo"), "8MiB", max_model_len=96, check=False)
     assert paged.by_request and "attend by other ways than" in paged.why_by_request

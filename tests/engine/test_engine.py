@@ -247,11 +247,11 @@ class TestDefectsAreNoticed:
             paged.detach()
 
     @pytest.mark.parametrize("name", SOME)
-    def test_nothing_broken(self, name):
+    def test_unbroken_engine_gives_correct_answers(self, name):
         assert self.answers(name, lambda cache: None)[0]
 
     @pytest.mark.parametrize("name", SOME)
-    def test_a_slot_that_is_wrong(self, name):
+    def test_wrong_slots_are_detected(self, name):
         def break_it(cache):
             compute = cache.tables.compute_slot_mapping
 
@@ -263,7 +263,7 @@ class TestDefectsAreNoticed:
         assert not self.answers(name, break_it)[0]
 
     @pytest.mark.parametrize("name", SOME)
-    def test_a_swap_in_that_does_not_happen(self, name):
+    def test_missing_swap_in_is_detected(self, name):
         def break_it(cache):
             cache.worker._swap_in = lambda moves, step: None
 
@@ -271,7 +271,7 @@ class TestDefectsAreNoticed:
         assert metrics.swapped_in_pages and not right
 
     @pytest.mark.parametrize("name", SOME)
-    def test_a_copy_on_write_that_does_not_happen(self, name):
+    def test_missing_copy_on_write_is_detected(self, name):
         def break_it(cache):
             cache.worker._copy = lambda moves: None
 
@@ -284,7 +284,7 @@ class TestDefectsAreNoticed:
         assert metrics.copied_pages and not right
 
     @pytest.mark.parametrize("name", SOME)
-    def test_rows_of_a_table_that_stay_as_they_were(self, name):
+    def test_stale_table_rows_are_detected(self, name):
         def break_it(cache):
             tables, count = cache.tables._tables, [0]
             apply = tables.apply
@@ -407,7 +407,7 @@ class TestFlashInfer:
             )
             assert attached._paged.kernels.serves(0) == is_served
 
-    def test_what_cannot_be_is_told(self):
+    def test_unsupported_configurations_are_reported(self):
         with pytest.raises(
             ValueError, match="attention is 'flashinfer' for a model on cpu: expected"
         ):

@@ -129,7 +129,7 @@ class TestLogits:
         assert engine.metrics.failed_steps == 0
 
     @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 1}, {"beam_width": 2}])
-    def test_masked_tokens_are_no_error(self, make_engine, monkeypatch, params):
+    def test_masked_tokens_are_not_an_error(self, make_engine, monkeypatch, params):
         engine = make_engine()
         others = Others(engine)
         prompt = list(range(200, 230))
@@ -212,7 +212,7 @@ class TestSampling:
         others.run()
         assert [sample.finish_reason for sample in failing.samples] == ["error"] * 2
 
-    def test_stop_tokens_that_the_model_has_not_are_no_error(self, make_engine):
+    def test_stop_tokens_outside_the_vocabulary_are_not_an_error(self, make_engine):
         engine = make_engine()
         params = SamplingParams(max_tokens=4, beam_width=2, stop_token_ids=(10**6,))
         (found,) = engine.generate([range(200, 230)], params)
@@ -276,7 +276,7 @@ class TestStreams:
             tokens += [token for delta in stream for token in delta.token_ids]
         assert got == [greedy(dense("llama", 2), prompt, 6) for prompt in PROMPTS]
 
-    def test_each_end_is_told_once(self, make_engine):
+    def test_each_end_is_reported_once(self, make_engine):
         engine = make_engine()
         params = SamplingParams(max_tokens=4, n=3, temperature=1.0, seed=4)
         deltas = list(engine.stream(PROMPTS[0], params))
@@ -285,7 +285,7 @@ class TestStreams:
         assert sum(len(delta.token_ids) for delta in deltas) == 12
 
 
-def test_refused_requests_are_returned_where_the_model_fails(make_engine, monkeypatch):
+def test_refused_requests_are_returned_even_if_the_model_fails(make_engine, monkeypatch):
     engine = make_engine()
     others = Others(engine)
     schedule, victim = (

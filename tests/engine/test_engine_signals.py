@@ -128,7 +128,7 @@ class TestSignalHold:
                 signal.raise_signal(signal.SIGINT)
             assert outer.noted == [signal.SIGINT]
 
-    def test_handlers_are_left_as_they_were(self):
+    def test_other_signal_handlers_are_unchanged(self):
         numbers = [number for number in signal.valid_signals() if number != signal.SIGINT]
         before = [signal.getsignal(number) for number in numbers]
         with SignalHold():

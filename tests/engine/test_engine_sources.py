@@ -193,7 +193,7 @@ class Scripted:
 
 
 @pytest.mark.parametrize("refuses", ["match", "begin"])
-def test_a_source_that_refuses_is_not_asked_again(refuses):
+def test_source_that_refuses_is_not_queried_again(refuses):
     source = Scripted(32)
     engine = an_engine(source.of)
     if refuses == "match":
@@ -203,7 +203,7 @@ def test_a_source_that_refuses_is_not_asked_again(refuses):
     settle(engine)
 
 
-def test_what_is_no_source_is_refused_and_so_are_two_stores():
+def test_non_sources_and_two_stores_are_rejected():
     engine = an_engine()
     with pytest.raises(TypeError, match=r"sources\[0\] is 5: expected a KVSource"):
         Engine(engine.model, sources=[5])
@@ -345,7 +345,7 @@ def test_an_abort_while_loading_quarantines_the_blocks(pair):
 
 
 @pytest.mark.parametrize("fails", ["forward", "apply"])
-def test_a_step_that_fails_beside_a_load_changes_no_answer(pair, fails):
+def test_failed_step_during_a_load_changes_no_answer(pair, fails):
     engine, other = pair.receiver, [5, 6, 7]
     owner = engine.model if fails == "forward" else engine.cache.worker
     right, count = getattr(owner, fails), [0]

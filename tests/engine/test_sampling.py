@@ -21,7 +21,7 @@ def drawn(count=2_000, **options):
 
 class TestSampler:
     @pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
-    def test_tokens_come_as_often_as_their_weights_say(self, temperature):
+    def test_token_frequencies_match_their_weights(self, temperature):
         wanted = (LOGITS / temperature).softmax(-1).numpy()
         assert np.abs(drawn(temperature=temperature) - wanted).max() < 0.04
 
@@ -40,7 +40,7 @@ class TestSampler:
             sampler = Sampler(SamplingParams(temperature=1.0, seed=1, top_k=top_k), 0)
             assert {sampler.token(logits) for _ in range(200)} == set([1, 2, 4][:top_k])
 
-    def test_no_two_seeds_draw_alike(self):
+    def test_different_seeds_draw_different_tokens(self):
         logits = torch.zeros(1_000)
         drawn = set()
         for seed in (-2, -1, 0, 1, 2**61 - 1, 2**32, 2**63 - 1):
@@ -54,7 +54,7 @@ class TestSampler:
         assert set(np.flatnonzero(drawn(top_p=float(weights[1]) + 0.01))) == {1, 5}
         assert set(np.flatnonzero(drawn(top_p=0.9))) == {1, 5, 3}
 
-    def test_samples_of_a_request_and_neighbouring_seeds_draw_unlike(self):
+    def test_samples_of_a_request_and_adjacent_seeds_differ(self):
         def tokens(seed, nth):
             sampler = Sampler(SamplingParams(temperature=2.0, seed=seed), nth)
             return tuple(sampler.token(LOGITS) for _ in range(40))
@@ -72,7 +72,7 @@ class Line:
 
 
 class TestBeams:
-    def test_as_many_go_on_as_the_width_though_the_likeliest_end(self):
+    def test_beam_width_is_kept_when_the_likeliest_beams_end(self):
         first = Line()
         beams = Beams(first, 2, 10, stop_token_ids=(1,))
         assert beams.add_logits(first, LOGITS)
@@ -80,7 +80,7 @@ class TestBeams:
         assert [choice.token for choice in choices] == [5, 3]
         assert [ended.token_ids for ended in beams.best] == [[1]]
 
-    def test_it_waits_for_all_that_go_on(self):
+    def test_beam_search_waits_for_all_unfinished_beams(self):
         one, other = Line(1), Line(5)
         beams = Beams(Line(), 2, 10, ())
         beams.scores = {one: -0.5, other: -0.6}
@@ -89,7 +89,7 @@ class TestBeams:
         choices = beams.choose()
         assert [(choice.parent, choice.token) for choice in choices] == [(one, 1), (other, 1)]
 
-    def test_it_ends_where_no_going_on_can_be_better(self):
+    def test_beam_search_ends_when_no_beam_can_improve(self):
         first = Line(3)
         beams = Beams(Line(), 1, 10, stop_token_ids=(1,))
         beams.scores = {first: 0.0}
@@ -117,7 +117,7 @@ class TestNgramDrafter:
         return []
 
     @pytest.mark.parametrize("alphabet", [[1, 2], [0, 1, 256, 65_536, 16_777_216]])
-    def test_it_is_a_plain_search(self, alphabet):
+    def test_ngram_drafter_matches_a_plain_search(self, alphabet):
         """Includes tokens whose bytes also match across token boundaries."""
         rng = np.random.default_rng(0)
         drafter = NgramDrafter(3, longest=3, shortest=1)

@@ -66,7 +66,7 @@ class TestBudget:
         assert course.step() == {"r0": 1, "r1": 7}
         assert course.step() == {"r0": 1, "r1": 7}
 
-    def test_what_is_cached_takes_none_of_it(self):
+    def test_cached_tokens_do_not_count_against_the_budget(self):
         course = Course(40, budget=64)
         first = course.add(64)
         course.step()
@@ -88,7 +88,7 @@ class TestBudget:
 
 
 class TestOrder:
-    def test_of_one_rank_the_first_goes_first(self):
+    def test_sequences_of_equal_rank_are_served_in_arrival_order(self):
         course = Course(40, num_rows=1)
         sequences = [Sequence(Request(f"s{i}", [i, 2, 3])) for i in range(3)]
         for sequence in sequences:
@@ -98,7 +98,7 @@ class TestOrder:
             assert sequence.state is State.RUNNING
             course.scheduler.finish(sequence)
 
-    def test_smaller_ranks_go_first(self):
+    def test_smaller_ranks_are_served_first(self):
         course = Course(40, num_rows=1)
         course.add(5, priority=2), course.add(5, priority=1), course.add(5, priority=3)
         order = []
@@ -107,7 +107,7 @@ class TestOrder:
             course.scheduler.finish(course.scheduler.admitted[0])
         assert order == ["r1", "r0", "r2"]
 
-    def test_those_that_have_begun_come_back_before_others_of_a_better_rank(self):
+    def test_preempted_sequences_return_before_new_ones_of_better_rank(self):
         course = Course(4, preemption="recompute")
         first, second = course.add(30, priority=1), course.add(30, priority=2)
         course.until(lambda: second.num_preemptions == 1)
@@ -145,7 +145,7 @@ class TestRows:
 
 class TestPreemption:
     @pytest.mark.parametrize("preemption", ["swap", "recompute"])
-    def test_the_last_rank_leaves_and_comes_back(self, preemption):
+    def test_last_rank_is_preempted_and_returns(self, preemption):
         course = Course(6, host_blocks=20, preemption=preemption)
         first, second = course.add(40), course.add(40)
         gone = State.SWAPPED if preemption == "swap" else State.WAITING
@@ -164,7 +164,7 @@ class TestPreemption:
         course.until(lambda: second.num_preemptions == 1)
         assert course.scheduler.num_recomputed == 1 and second.state is State.WAITING
 
-    def test_none_of_a_better_rank_leaves(self):
+    def test_sequences_of_better_rank_are_not_preempted(self):
         """The sequence of the last rank waits for blocks itself, and no other sequence is preempted
         for it.
         """
@@ -210,7 +210,7 @@ class TestErrors:
             course.scheduler.complete(step)
         assert course.step() == {"r0": 20}
 
-    def test_what_is_added_twice(self):
+    def test_adding_a_sequence_twice_is_rejected(self):
         course = Course(8)
         sequence = course.add(20)
         with pytest.raises(ValueError, match="sequence 'r0' is waiting: expected a new one"):
@@ -229,7 +229,7 @@ class TestErrors:
             course.add(20, num_rows=3)
         assert course.scheduler.num_unfinished == 0
 
-    def test_a_prompt_that_never_fits_is_refused(self):
+    def test_prompt_that_never_fits_is_rejected(self):
         course = Course(3)
         sequence = course.add(60)
         step = course.scheduler.schedule()

@@ -190,7 +190,7 @@ def is_right(name, value):
 
 
 @pytest.mark.parametrize("number", range(len(CALLS)), ids=lambda i: f"{i}-{CALLS[i][0]}")
-def test_wrong_values_are_refused_by_the_name_of_their_argument(world, number):
+def test_invalid_values_are_rejected_by_the_name_of_their_argument(world, number):
     name, call, values = CALLS[number]
     before = world.state()
     for value in values:
@@ -221,7 +221,7 @@ class TestLifeOfTheEngineLoop:
             asyncio.run(asyncio.wait_for(self.serve(loop), 10))
         assert told.value.status == 503
 
-    def test_requests_before_start_and_after_stop_are_refused_at_once(self, loop):
+    def test_requests_before_start_and_after_stop_are_rejected_at_once(self, loop):
         self.refused(loop, "has not been started")
         loop.start()
         assert asyncio.run(self.serve(loop))[-1].finish_reason == "length"
@@ -241,7 +241,7 @@ class TestLifeOfTheEngineLoop:
         with pytest.raises(RuntimeError, match="expected one call of start"):
             loop.start()
 
-    def test_every_request_beside_a_stop_ends(self, loop):
+    def test_every_request_around_a_stop_ends(self, loop):
         """No request waits forever, whether it arrives before, during or after the stop."""
 
         async def serve_all():

@@ -173,7 +173,7 @@ CALLS = {
     [(name, call) for calls in CALLS.values() for name, call in calls.items()],
     ids=[f"{where}: {name}" for where, calls in CALLS.items() for name in calls],
 )
-def test_an_integer_of_5000_digits_is_refused_by_name(name, call):
+def test_integer_of_5000_digits_is_rejected_by_name(name, call):
     with pytest.raises((ValueError, TypeError)) as error:
         call()
     text = str(error.value)
@@ -218,7 +218,7 @@ def modules():
     return sorted([*found, *root.glob("*.py"), *(root / name for name in others)])
 
 
-def test_refusals_show_what_came_by_the_one_function_that_never_raises():
+def test_errors_format_values_with_the_function_that_never_raises():
     """`{value!r}: expected` in an error message would fail if the value cannot be converted to
     text.
     """

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 @pytest.mark.parametrize("options", sampled(sorted(OPTIONS, reverse=True), 2))
 @pytest.mark.parametrize("call", CALLS)
-def test_a_request_is_admitted_and_can_be_freed_or_is_not_there(call, options):
+def test_request_is_either_admitted_and_can_be_freed_or_unknown(call, options):
     if call == "step that swaps" and options != "with a host":
         return
     for n in itertools.count(1):

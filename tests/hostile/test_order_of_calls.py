@@ -53,7 +53,7 @@ def three_plans() -> tuple[KVCacheManager, list]:
 
 
 @pytest.mark.parametrize("order", [(0, 0), (0, 1, 1), (0, 1, 2, 3, 0)])
-def test_a_plan_that_comes_again_is_refused_and_changes_nothing(order):
+def test_plan_that_comes_again_is_rejected_and_changes_nothing(order):
     worker, (_, plans) = make_worker(), three_plans()
     for i in order[:-1]:
         worker.apply(plans[i])
@@ -64,7 +64,7 @@ def test_a_plan_that_comes_again_is_refused_and_changes_nothing(order):
 
 
 @pytest.mark.parametrize("order", [(1,), (0, 2), (0, 1, 3)])
-def test_a_plan_before_those_it_follows_is_refused_and_changes_nothing(order):
+def test_plan_before_those_it_follows_is_rejected_and_changes_nothing(order):
     worker, (_, plans) = make_worker(), three_plans()
     for i in order[:-1]:
         worker.apply(plans[i])
@@ -145,7 +145,7 @@ def test_a_request_pickles_as_a_copy_whose_tokens_are_its_own():
     ids=["KVCacheManager", "BlockSpaceManager", "Worker"],
 )
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_what_has_native_state_does_not_pickle_and_says_its_name(what, protocol):
+def test_error_of_pickling_native_state_names_the_class(what, protocol):
     made = what()
     with pytest.raises(TypeError, match=rf"a {type(made).__name__} is not pickled: expected "):
         pickle.dumps(made, protocol)
@@ -310,7 +310,7 @@ def test_an_interrupt_while_a_running_row_is_hashed_changes_nothing(work, prompt
     assert manager.num_computed_tokens(request) == (4 if work == "step" else 16)
 
 
-def test_calls_of_a_signal_handler_while_a_prompt_is_hashed_are_refused(prompt):
+def test_calls_of_a_signal_handler_while_a_prompt_is_hashed_are_rejected(prompt):
     manager, other, request = long_prompt_manager(), long_prompt_manager(), Request("a", prompt)
     errors = []
 

@@ -74,7 +74,7 @@ def test_each_public_call_takes_the_right_arguments(name):
     right_call(name)
 
 
-def test_what_the_fuzzer_leaves_out_exists():
+def test_names_excluded_from_the_fuzzer_exist():
     modules()
     if LACKS:
         pytest.skip(f"modules that were not walked: {LACKS}")
@@ -147,7 +147,7 @@ def test_the_fuzzer_finds_what_is_broken(kinds, count, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("share", sampled(range(3)))
-def test_calls_with_wrong_arguments_are_refused_by_name_and_change_nothing(share):
+def test_calls_with_wrong_arguments_are_rejected_by_name_and_change_nothing(share):
     counts = driver.run(SEED, 1000 * share, 600, [*MENDED, *SCENES])
     print(f"seed {SEED}", *driver.summary(counts), sep="\n")
     assert counts.findings == []
@@ -244,7 +244,7 @@ def huge(dtype: type = np.int32) -> np.ndarray:
         (lambda: engine.NgramDrafter(shortest=17), "shortest is 17: expected at most longest, 4"),
     ],
 )
-def test_what_the_walk_found_is_refused_by_name(call, message):
+def test_errors_of_calls_found_by_the_fuzzer_name_the_argument(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()
 
@@ -294,7 +294,7 @@ def test_failed_calls_of_serving_and_demo_change_nothing():
         (2, 64, TypeError, "sizes is 64: expected a sequence"),
     ],
 )
-def test_pages_whose_bytes_int64_does_not_count_are_refused(num_blocks, sizes, error, message):
+def test_pages_with_more_bytes_than_int64_are_rejected(num_blocks, sizes, error, message):
     with pytest.raises(error, match=message):
         Pages.allocate(num_blocks, sizes)
 
@@ -308,7 +308,7 @@ def token_io():
 
 
 @pytest.mark.parametrize("start", [0, 64, 504])
-def test_slots_in_the_cache_that_they_write_to_are_refused(start):
+def test_slots_in_the_cache_that_they_write_to_are_rejected(start):
     memory, cache, tokens = token_io()
     slots = memory[start : start + 64].view(torch.int64)
     with pytest.raises(RuntimeError, match="key_cache shares memory with slot_mapping"):
@@ -318,7 +318,7 @@ def test_slots_in_the_cache_that_they_write_to_are_refused(start):
     assert memory.sum() == 0
 
 
-def test_slots_in_the_tokens_that_are_gathered_are_refused():
+def test_slots_in_the_tokens_that_are_gathered_are_rejected():
     memory, cache, _ = token_io()
     slots = memory[1024 : 1024 + 64].view(torch.int64)
     key = memory[1024 : 1024 + 256].view(torch.bfloat16).view(8, 2, 8)
@@ -327,7 +327,7 @@ def test_slots_in_the_tokens_that_are_gathered_are_refused():
     assert memory.sum() == 0
 
 
-def test_scales_and_other_tokens_in_memory_that_is_written_are_refused():
+def test_scales_and_other_tokens_in_memory_that_is_written_are_rejected():
     memory, _, _ = token_io()
     cache = memory[:256].view(torch.float8_e4m3fn).view(4, 4, 2, 8)
     tokens, slots = torch.ones(1, 2, 8), torch.tensor([5])
@@ -340,7 +340,7 @@ def test_scales_and_other_tokens_in_memory_that_is_written_are_refused():
         ops.write_kv(tokens, shared, cache, cache.clone(), slots, torch.ones(1), torch.ones(1))
 
 
-def test_offsets_and_ids_in_the_layers_that_are_permuted_are_refused():
+def test_offsets_and_ids_in_the_layers_that_are_permuted_are_rejected():
     memory = torch.zeros(1 << 12, dtype=torch.uint8)
     cache = memory[:512].view(torch.float32).view(4, 2, 2, 8)
     ids, offsets = torch.tensor([[1, 2]], dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
@@ -360,14 +360,14 @@ def test_offsets_and_ids_in_the_layers_that_are_permuted_are_refused():
 @pytest.mark.parametrize(
     "region", [[2**62, 32, 0, 32, 32], [0, 2**61, 0, 32, 32], [0, 32, 0, 32, 2**62]]
 )
-def test_regions_beyond_int64_are_refused(region):
+def test_regions_beyond_int64_are_rejected(region):
     memory, pairs = torch.zeros(256, dtype=torch.uint8), torch.tensor([[0, 1]], dtype=torch.int32)
     with pytest.raises(RuntimeError, match=r"regions\[0\] (leads beyond|has \d+ bytes)"):
         ops.copy_blocks(None, memory, torch.tensor([region]), pairs, 8, 8)
 
 
 @pytest.mark.parametrize("side", ["src", "dst"])
-def test_offsets_from_a_tensor_without_elements_are_refused(side):
+def test_offsets_from_a_tensor_without_elements_are_rejected(side):
     """From the fuzzer: torch has no address for it, and bytes were written starting at address 0."""
     memory = torch.zeros(256, dtype=torch.uint8)
     sides = {"src": memory, "dst": memory.clone(), side: memory.view(1, 256)[:0]}
@@ -391,7 +391,7 @@ def test_offsets_from_a_tensor_without_elements_are_refused(side):
     ],
 )
 @pytest.mark.parametrize("src", [True, False])
-def test_copies_between_partially_overlapping_pages_are_refused(region, is_refused, src):
+def test_copies_between_partially_overlapping_pages_are_rejected(region, is_refused, src):
     memory = torch.arange(512).to(torch.uint8)
     before = memory.clone()
     pairs = torch.tensor([[0, 3], [1, 4], [-1, 5]], dtype=torch.int32)
@@ -411,7 +411,7 @@ def test_copies_between_partially_overlapping_pages_are_refused(region, is_refus
 
 
 @pytest.mark.parametrize("src", [True, False])
-def test_a_page_both_read_and_written_is_refused_however_the_memory_is_given(src):
+def test_page_both_read_and_written_is_rejected_for_any_form_of_memory(src):
     memory = torch.arange(256).to(torch.uint8)
     before, regions = memory.clone(), torch.tensor([[0, 32, 0, 32, 32]])
     pairs = torch.tensor([[0, 1], [1, 2]], dtype=torch.int32)
@@ -420,7 +420,7 @@ def test_a_page_both_read_and_written_is_refused_however_the_memory_is_given(src
     assert torch.equal(memory, before)
 
 
-def test_owners_other_than_a_list_or_tuple_are_refused():
+def test_owners_other_than_a_list_or_tuple_are_rejected():
     """From the fuzzer: torch never returns from an infinite iterator."""
     memory, pairs = torch.zeros(256, dtype=torch.uint8), torch.zeros(0, 2, dtype=torch.int32)
     regions = torch.tensor([[0, 32, 0, 32, 32]])
@@ -431,7 +431,7 @@ def test_owners_other_than_a_list_or_tuple_are_refused():
         ops.permute_blocks_(cache, pairs[:, 0].long(), pairs, 4, True, itertools.repeat(cache))
 
 
-def test_regions_and_pairs_in_the_pages_that_are_written_are_refused():
+def test_regions_and_pairs_in_the_pages_that_are_written_are_rejected():
     memory = torch.zeros(256, dtype=torch.uint8)
     regions, pairs = torch.tensor([[0, 32, 0, 32, 32]]), torch.tensor([[0, 1]], dtype=torch.int32)
     inside = memory[64:72].view(torch.int32).view(1, 2)
@@ -443,7 +443,7 @@ def test_regions_and_pairs_in_the_pages_that_are_written_are_refused():
         ops.copy_blocks(None, memory, inside, pairs, 8, 8)
 
 
-def test_counts_in_the_slots_that_are_written_are_refused():
+def test_counts_in_the_slots_that_are_written_are_rejected():
     out = torch.zeros(1, 4, dtype=torch.int32)
     groups = torch.tensor([[0, 2, 4, 1, 0, 1, 0, 0]])
     tables, rows = torch.tensor([1, 2], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
@@ -452,7 +452,7 @@ def test_counts_in_the_slots_that_are_written_are_refused():
         ops.slot_mapping(tables, groups, 1, rows, None, torch.tensor([0, 1]), counts, out)
 
 
-def test_rows_in_the_second_half_of_a_slot_that_is_written_are_refused():
+def test_rows_in_the_second_half_of_a_slot_that_is_written_are_rejected():
     memory = torch.zeros(4, dtype=torch.int32)
     out, rows = memory[:2].view(torch.int64).view(1, 1), memory[1:2]
     groups = torch.tensor([[0, 2, 4, 1, 0, 1, 0, 0]])
@@ -465,7 +465,7 @@ def test_rows_in_the_second_half_of_a_slot_that_is_written_are_refused():
 # sizes
 
 
-def test_what_has_no_end_is_refused_before_a_loop():
+def test_infinite_iterables_are_rejected():
     def endless():
         while True:
             yield 1
@@ -479,7 +479,7 @@ def test_what_has_no_end_is_refused_before_a_loop():
         Request("r", endless())
 
 
-def test_lists_in_lists_say_how_many_entries_they_have():
+def test_errors_state_the_number_of_entries_of_nested_lists():
     """From the fuzzer: numpy reads each sequence of a list to its end."""
     for values, inner in (
         ([ClaimsMany()], "[0]"),
@@ -498,7 +498,7 @@ def test_lists_in_lists_say_how_many_entries_they_have():
     assert as_array([[1, 2], range(2), (3, 4), np.arange(2)], "ids").shape == (4, 2)
 
 
-def test_requests_that_have_no_end_are_refused_before_a_loop():
+def test_infinite_iterables_of_requests_are_rejected():
     manager = KVCacheManager(4, 9, 16)
     for new in (ClaimsMany(), ManyMembers()):
         with pytest.raises(ValueError, match="new has 1099511627776 entries: expected at most"):
@@ -508,7 +508,7 @@ def test_requests_that_have_no_end_are_refused_before_a_loop():
     assert manager.pool.num_free == 8
 
 
-def test_candidates_that_have_no_end_are_refused_before_a_loop():
+def test_infinite_candidates_are_rejected():
     groups = [GroupSpec("full_attention", 4)]
     sizes = {"max_num_reqs": 4, "max_model_len": 32, "max_num_tokens": 16}
     for many in (ClaimsMany(), range(HUGE)):
@@ -536,7 +536,7 @@ def test_candidates_that_have_no_end_are_refused_before_a_loop():
         (KVStorage, {"num_layers": 4097}, "num_layers is 4097: expected 1 to 4096"),
     ],
 )
-def test_sizes_whose_loops_would_not_end_soon_are_refused(make, sizes, message):
+def test_sizes_with_excessive_loops_are_rejected(make, sizes, message):
     """From the fuzzer: 65,536 ranks took 12 s to plan, and 65,536 layers took 6 s to lay out."""
     heads = {"total_num_kv_heads": 1, "block_size": 1}
     needed = {
@@ -558,7 +558,7 @@ def test_sizes_whose_loops_would_not_end_soon_are_refused(make, sizes, message):
 # state
 
 
-def test_a_request_whose_name_frees_another_is_freed_with_the_row_of_then():
+def test_request_whose_name_frees_another_is_freed_with_its_earlier_row():
     manager = KVCacheManager(4, 20, 32)
     first, second, taken = (Request(name, range(i, i + 9)) for i, name in enumerate("abc"))
 
@@ -578,7 +578,7 @@ def test_a_request_whose_name_frees_another_is_freed_with_the_row_of_then():
     check_invariants(manager)
 
 
-def test_a_sequence_that_lies_about_its_length_leaves_nothing():
+def test_sequence_with_an_incorrect_length_leaves_no_blocks():
     class Changing(Seq):
         def get_len(self):
             self.asked = getattr(self, "asked", 0) + 1
@@ -602,7 +602,7 @@ def test_a_sequence_that_lies_about_its_length_leaves_nothing():
                 assert manager.get_num_free_gpu_blocks() == 11
 
 
-def test_layers_of_another_number_leave_separate_layers_as_they_are():
+def test_wrong_number_of_layers_leaves_separate_layers_unchanged():
     caches = [torch.zeros(2, 5, 4, 2, 8) for _ in range(2)]
     storage = KVStorage.from_tensors(caches)
     good, slots = torch.ones(2, 1, 2, 8), torch.tensor([5])

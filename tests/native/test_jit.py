@@ -198,7 +198,7 @@ def test_a_folder_that_cannot_be_written_is_named(checkout, tmp_path):
 
 
 @pytest.mark.parametrize("mode", [0o720, 0o702, 0o1777])
-def test_a_folder_that_others_may_write_is_refused(monkeypatch, tmp_path, mode):
+def test_folder_writable_by_others_is_rejected(monkeypatch, tmp_path, mode):
     monkeypatch.setenv("KVCACHE_JIT_DIR", str(tmp_path))
     tmp_path.chmod(mode)
     with pytest.raises(jit.BuildError, match=rf"mode {mode & 0o777:o}: expected .*chmod go-w"):
@@ -206,7 +206,7 @@ def test_a_folder_that_others_may_write_is_refused(monkeypatch, tmp_path, mode):
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_folder_of_another_user_is_refused(monkeypatch, tmp_path):
+def test_folder_of_another_user_is_rejected(monkeypatch, tmp_path):
     monkeypatch.setenv("KVCACHE_JIT_DIR", str(tmp_path))
     mine = tmp_path.stat().st_uid
     if mine == 0:
@@ -251,14 +251,14 @@ def refused(monkeypatch, tmp_path) -> str:
     return str(error.value)
 
 
-def test_missing_pybind11_is_named_where_torch_is_missing_too(monkeypatch, tmp_path):
+def test_missing_pybind11_is_named_if_torch_is_also_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
     says = refused(monkeypatch, tmp_path)
     assert "building _core failed: pybind11 is missing" in says
     assert "`pip install pybind11`" in says and "torch" not in says
 
 
-def test_pybind11_is_taken_from_torch_where_it_has_none_of_its_own(monkeypatch):
+def test_pybind11_of_torch_is_used_if_there_is_no_other(monkeypatch):
     pytest.importorskip("torch")
     find = importlib.util.find_spec
     only_torch = lambda name, *_: None if name == "pybind11" else find(name)  # noqa: E731
@@ -273,7 +273,7 @@ def test_missing_headers_of_python_are_named(monkeypatch, tmp_path):
     assert "apt-get install python3-dev" in says
 
 
-def test_a_user_without_a_home_folder_is_told_which_variable_to_set(monkeypatch):
+def test_error_without_a_home_folder_names_the_variable_to_set(monkeypatch):
     def nobody(uid):
         raise KeyError(uid)
 
@@ -322,7 +322,7 @@ def test_cxx_may_hold_a_launcher_and_arguments(
     assert build.cxx_arguments() == arguments
 
 
-def test_a_cxx_that_is_not_there_is_named(monkeypatch, tools):
+def test_missing_cxx_is_named(monkeypatch, tools):
     monkeypatch.setenv("CXX", "icpc -fast")
     with pytest.raises(RuntimeError, match=r"no C\+\+ compiler \(icpc -fast is not on the PATH\)"):
         build.cxx_command()
@@ -331,7 +331,7 @@ def test_a_cxx_that_is_not_there_is_named(monkeypatch, tools):
 @pytest.mark.parametrize(
     ("runtime", "in_toolkit"), [("lib64/libcudart.so", True), ("lib/libcudart.so.13", False)]
 )
-def test_the_cuda_library_is_linked_from_the_toolkit_and_not_from_beside_a_link_to_nvcc(
+def test_cuda_library_is_linked_from_the_toolkit_not_from_torchs_cuda_home(
     monkeypatch, tmp_path, runtime, in_toolkit
 ):
     from torch.utils import cpp_extension

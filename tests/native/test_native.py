@@ -214,7 +214,7 @@ def run_ci(tmp_path, failing: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_ci_runs_every_step_and_says_how_long_each_took(tmp_path):
+def test_ci_runs_every_step_and_prints_its_duration(tmp_path):
     code, out = run_ci(tmp_path, failing="nothing")
     assert code == 0
     assert [step for step in STEPS if f"ran {step}\n" in out] == list(STEPS)
@@ -256,7 +256,7 @@ def test_pull_requests_do_not_reach_the_runner_with_the_gpu():
         ),
     ],
 )
-def test_a_driver_older_than_the_toolkit_is_told(compiled, driver, problem):
+def test_driver_older_than_the_toolkit_is_reported(compiled, driver, problem):
     from kvcache.native import load
 
     found = load._driver_problem(compiled, driver)
@@ -283,7 +283,7 @@ raise SystemExit(main(["doctor"]))
 
 
 @pytest.mark.gpu
-def test_the_first_use_and_the_doctor_tell_of_an_old_driver():
+def test_first_use_and_doctor_report_an_old_driver():
     done = subprocess.run(
         [sys.executable, "-c", OLD_DRIVER],
         cwd=REPO,
@@ -298,7 +298,7 @@ def test_the_first_use_and_the_doctor_tell_of_an_old_driver():
     assert done.returncode == 1 and done.stdout.count("not usable: compiled with CUDA 99.0") == 3
 
 
-def test_a_library_of_another_cuda_says_how_to_build_it_again():
+def test_error_of_a_library_for_another_cuda_explains_how_to_rebuild():
     from kvcache.native import load
 
     for error in (

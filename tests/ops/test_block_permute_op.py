@@ -173,13 +173,13 @@ SHAPES = {
 @each_backend
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_blocks_of_every_size(backend, name, where):
+def test_blocks_of_every_size_are_permuted(backend, name, where):
     check_shape(backend, name, where)
 
 
 @each_device_backend
 @pytest.mark.parametrize("name", SHAPES)
-def test_blocks_of_every_size_without_clusters(backend, name, monkeypatch):
+def test_blocks_of_every_size_are_permuted_without_clusters(backend, name, monkeypatch):
     """Devices before sm_90 have no clusters."""
     monkeypatch.setenv("KVCACHE_CLUSTERS", "0")
     check_shape(backend, name, "host")

@@ -67,7 +67,7 @@ def pools():
         ),
     ],
 )
-def test_what_a_swap_costs(method, direction, expected):
+def test_number_of_calls_of_a_swap(method, direction, expected):
     pages, host = pools()
     swap = SwapEngine(pages, host, method=method)
     start = swap.swap_out if direction == "out" else swap.swap_in
@@ -76,7 +76,7 @@ def test_what_a_swap_costs(method, direction, expected):
     assert cost(lambda: start(PAIRS)) == {**expected, "event_queries": 1}
 
 
-def test_what_polling_a_swap_costs():
+def test_number_of_calls_of_polling_a_swap():
     swap = SwapEngine(*pools(), method="kernel")
     job = swap.swap_out(PAIRS)
     job.wait(timeout_s=60)
@@ -88,7 +88,7 @@ def test_what_polling_a_swap_costs():
     assert {name: n for name, n in found.items() if n} == {"event_queries": 1}
 
 
-def test_what_a_page_copy_on_the_device_costs():
+def test_number_of_calls_of_a_page_copy_on_the_device():
     pages, _ = pools()
     page_copy = PageCopy(pages, pages)
     there = torch.from_numpy(PAIRS.astype(np.int32)).cuda()
@@ -97,7 +97,7 @@ def test_what_a_page_copy_on_the_device_costs():
 
 
 @pytest.mark.parametrize("singly", [False, True])
-def test_what_a_page_copy_by_the_copy_engine_costs(singly):
+def test_number_of_calls_of_a_page_copy_by_the_copy_engine(singly):
     pages, host = pools()
     page_copy = PageCopy(pages, host)
     engine = ops.COPY_ENGINE_SINGLY if singly else ops.COPY_ENGINE
@@ -109,7 +109,7 @@ def test_what_a_page_copy_by_the_copy_engine_costs(singly):
     assert cost(lambda: page_copy.copy(PAIRS, engine=engine)) == expected
 
 
-def test_what_clearing_pages_costs():
+def test_number_of_calls_of_clearing_pages():
     pages, _ = pools()
     ids = PAIRS[:, 0].astype(np.int32)
     assert cost(lambda: pages.zero(ids)) == {"launches": 1}
@@ -125,7 +125,7 @@ def tables():
     return made
 
 
-def test_what_the_commit_of_changed_tables_costs():
+def test_number_of_calls_of_committing_changed_tables():
     made = tables()
 
     def step():
@@ -135,7 +135,7 @@ def test_what_the_commit_of_changed_tables_costs():
     assert cost(step) == {"copies": 1, "launches": 1, "event_queries": 1, "capture_queries": 4}
 
 
-def test_what_a_slot_mapping_costs():
+def test_number_of_calls_of_a_slot_mapping():
     made = tables()
     rows = torch.arange(32, dtype=torch.int32, device="cuda")
     positions = torch.full((32,), 5, device="cuda")

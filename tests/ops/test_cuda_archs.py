@@ -43,7 +43,7 @@ def test_an_older_toolkit_compiles_for_what_it_has(toolkit):
     assert build.cuda_archs() == ["80", "90", "100"]
 
 
-def test_cmake_asks_the_same_place(toolkit):
+def test_cmake_uses_the_same_architectures(toolkit):
     toolkit(CUDA_12_6)
     script = str(REPO / "kvcache" / "native" / "build.py")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
@@ -61,7 +61,7 @@ def test_devices_that_are_present_are_compiled_for(toolkit):
         build.cuda_archs(["37"])
 
 
-def test_an_architecture_that_is_asked_for_must_be_there(toolkit, monkeypatch):
+def test_requested_architecture_must_exist(toolkit, monkeypatch):
     folder = toolkit(CUDA_12_6)
     monkeypatch.setenv("KVCACHE_CUDA_ARCHS", "90a,80;")
     assert build.cuda_archs(["89"]) == ["90a", "80"]
@@ -73,7 +73,7 @@ def test_an_architecture_that_is_asked_for_must_be_there(toolkit, monkeypatch):
     assert str(folder) in str(e.value) and "or a newer toolkit" in str(e.value)
 
 
-def test_a_toolkit_that_says_nothing_is_named(toolkit):
+def test_toolkit_that_lists_no_architectures_is_reported(toolkit):
     folder = toolkit([])
     with pytest.raises(RuntimeError, match=r"nvcc --list-gpu-arch failed"):
         build.toolkit_archs(folder)
@@ -116,7 +116,7 @@ RUNTIMES = {
 
 
 @pytest.mark.parametrize("name", RUNTIMES)
-def test_the_runtime_is_linked_from_where_the_toolkit_has_it(tmp_path, name):
+def test_runtime_is_linked_from_the_toolkit(tmp_path, name):
     """Checked with the real linker: `main` calls a function that only that library defines."""
     home, scratch = tmp_path / "cuda", tmp_path / "scratch"
     code, expected = tmp_path / "runtime.c", home / RUNTIMES[name][0]

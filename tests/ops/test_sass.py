@@ -139,7 +139,7 @@ def test_instructions_of_a_loop_that_loads_and_one_that_stores():
     assert f.instructions_per_16_bytes == 3 / 2 + 4
 
 
-def test_of_loops_in_one_another_the_inner_one_counts():
+def test_innermost_loop_counts():
     f = figures(
         "MOV R1, R2",
         "LDG.E.64 R4, [R2.64]",  # 0x10
@@ -155,7 +155,7 @@ def test_without_stores_there_are_no_instructions_per_16_bytes():
     assert figures("LDG.E R4, [R2.64]", "EXIT").instructions_per_16_bytes is None
 
 
-def test_names_lose_what_is_the_same_in_all():
+def test_common_parts_of_names_are_removed():
     names = {
         "void kvcache::(anonymous namespace)::permute_kernel<uint4, false>(kvcache::Launch)": (
             "permute_kernel<uint4, false>"

@@ -98,7 +98,7 @@ def test_every_public_name_is_in_the_reference(name):
     assert len(documented) > 5 and documented <= referenced()
 
 
-def test_every_name_of_the_reference_is_there():
+def test_every_name_in_the_reference_exists():
     text = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
     for path in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE):
         try:

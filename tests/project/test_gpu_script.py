@@ -74,7 +74,7 @@ def runner(tmp_path):
 GOOD = 'print(\'{"case": 1, "us": 2.5}\'); print(\'{"learned": "it is fast"}\')'
 
 
-def test_rows_and_what_was_learned_are_kept_and_told(runner):
+def test_rows_and_findings_are_kept_and_reported(runner):
     assert runner.all(stage("one", GOOD))
     found = runner.stages["one"]
     assert found["status"] == "ok" and found["rows"] == [{"case": 1, "us": 2.5}]
@@ -228,7 +228,7 @@ def test_a_missing_package_fails_its_stage_alone(runner):
     assert runner.stages["good"]["status"] == "ok"
 
 
-def test_a_stage_that_only_skips_is_skipped_and_no_failure(runner):
+def test_stage_that_only_skips_is_reported_as_skipped(runner):
     assert runner.all(stage("counters", 'print(\'{"skipped": "no ncu here"}\')'))
     assert runner.stages["counters"]["status"] == "skipped"
     assert "no ncu here" in runner.text
@@ -313,7 +313,7 @@ def test_carried_libraries_must_be_of_these_sources(tmp_path):
         workspace.carried(tmp_path)
 
 
-def test_the_manifest_says_what_the_libraries_were_built_with(tmp_path):
+def test_manifest_records_what_the_libraries_were_built_with(tmp_path):
     workspace.write_manifest(tmp_path, environment={**os.environ, "KVCACHE_CUDA_ARCHS": "90"})
     facts = json.loads((tmp_path / workspace.MANIFEST).read_text())
     version = importlib.metadata.version("torch")
@@ -393,7 +393,7 @@ def test_libraries_that_cannot_be_used_are_a_problem(tmp_path, monkeypatch, why,
     assert (found is None) if problem is None else problem in found
 
 
-def test_a_workspace_takes_no_built_library_along(tmp_path):
+def test_workspace_contains_no_built_library(tmp_path):
     workspace.make(tmp_path)
     assert (tmp_path / "kvcache" / "ops.py").exists() and (tmp_path / "csrc" / "ops").is_dir()
     assert not list(tmp_path.rglob("*.so")) and not (tmp_path / "build").exists()
@@ -491,7 +491,7 @@ def test_make_gpu_passes_the_run_on(second, command):
         assert ("--second" in done.stdout) == bool(second)
 
 
-def test_results_go_where_one_says(monkeypatch, tmp_path):
+def test_results_go_to_the_given_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("GPU_RESULTS", raising=False)
     assert command.results_of(command.parse([])) == REPO / "benchmarks" / "results"
     assert command.results_of(command.parse(["--rehearse"])) == REPO / "build" / "rehearsal"
@@ -517,7 +517,7 @@ def test_memcheck_has_time_for_torch_to_be_imported_under_it(monkeypatch):
 
 
 @pytest.mark.parametrize(("number", "name"), [(FIRST, "jit-and-replay"), (SECOND, "flashinfer")])
-def test_the_last_stage_has_time_where_all_others_take_all_of_theirs(number, name):
+def test_last_stage_has_time_if_all_others_use_their_limits(number, name):
     """With carried libraries, which take about 20 s to load."""
     *others, last = (each.name for each in of_run(number))
     assert last == name
@@ -531,7 +531,7 @@ def test_every_stage_program_exists():
         assert (REPO / (module.replace(".", "/") + ".py")).is_file(), module
 
 
-def test_a_rehearsal_says_why_it_cannot_be(monkeypatch, tmp_path, capsys):
+def test_impossible_rehearsal_gives_the_reason(monkeypatch, tmp_path, capsys):
     from tests.machinery.gpu_less import build
 
     def unavailable():
@@ -620,9 +620,7 @@ def test_scattered_swaps_come_before_the_calibration_and_again_after_it(fake_ben
     ]  # fmt: skip
 
 
-def test_a_calibration_ends_where_no_time_is_left_and_swaps_are_told(
-    fake_bench, monkeypatch, capsys
-):
+def test_calibration_ends_at_the_time_limit_and_swaps_are_reported(fake_bench, monkeypatch, capsys):
     left = iter([60.0, 0.5, 60.0, 60.0])
     monkeypatch.setattr(say, "seconds_left", lambda: next(left))
     assert swaps.main() == 1
@@ -650,7 +648,7 @@ def test_memory_is_no_more_than_a_container_may_have(monkeypatch, tmp_path):
     assert sizes.available_host_bytes() == 1 << 20
 
 
-def test_kernels_are_measured_where_the_copy_beside_them_fails(monkeypatch, capsys):
+def test_kernels_are_measured_even_if_the_reference_copy_fails(monkeypatch, capsys):
     def fails():
         raise RuntimeError("out of memory")
 
@@ -815,7 +813,7 @@ def test_counters_are_of_more_bytes_than_the_l2_holds_by_far(name):
     assert written_bytes(op_cases.CASES[name], 8) / (8 * per_size) > 0.25
 
 
-def test_large_cases_are_drawn_where_they_run(monkeypatch):
+def test_large_cases_are_drawn_on_the_device_that_runs_them(monkeypatch):
     """Drawing large cases on the CPU would take longer than the stage's limit."""
     drawn = []
     monkeypatch.setattr(op_cases, "_seeded", lambda device: drawn.append(device))
@@ -825,7 +823,7 @@ def test_large_cases_are_drawn_where_they_run(monkeypatch):
         assert drawn == [device]
 
 
-def test_a_process_reports_lines_as_they_come(tmp_path):
+def test_process_reports_lines_as_they_are_printed(tmp_path):
     arrived, seen = [], tmp_path / "seen"
     code = f"""if True:
         import pathlib, time

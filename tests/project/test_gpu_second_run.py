@@ -199,7 +199,7 @@ def test_a_move_that_fails_ends_its_pair(small, monkeypatch):
     assert not pair.is_open
 
 
-def test_a_process_that_cannot_start_says_why(small, monkeypatch):
+def test_process_that_cannot_start_reports_the_reason(small, monkeypatch):
     def refused(*_):
         raise RuntimeError("VRAM is not registered")
 

@@ -314,6 +314,6 @@ print("works")
 """
 
 
-def test_the_control_plane_works_where_torch_is_not_installed():
+def test_control_plane_works_without_torch():
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True)
     assert done.stdout == "works\n", done.stderr

@@ -14,5 +14,5 @@ def test_names_are_unique():
 
 
 @pytest.mark.parametrize("path", sorted({each.path for each in ALL}))
-def test_what_is_planted_stands_once_in_its_file(path):
+def test_planted_code_occurs_once_in_its_file(path):
     assert [problem(each) for each in ALL if each.path == path and problem(each)] == []

@@ -91,7 +91,7 @@ def module_of(stub):
 
 
 @pytest.mark.parametrize("stub", STUBS, ids=lambda p: str(p.relative_to(REPO)))
-def test_a_stub_says_what_is_there(stub):
+def test_stubs_match_the_modules(stub):
     module = module_of(stub)
     for node in ast.parse(stub.read_text()).body:
         if isinstance(node, ast.ImportFrom) and stub.name == "__init__.pyi":

@@ -123,12 +123,12 @@ def stored(**changes):
         [],
     ],
 )
-def test_payloads_that_are_no_batch(batch):
+def test_payloads_that_are_not_batches_are_rejected(batch):
     with pytest.raises(WireError):
         decode_batch(msgspec.msgpack.encode(batch))
 
 
-def test_bytes_that_are_no_msgpack():
+def test_bytes_that_are_not_msgpack_are_rejected():
     whole = msgspec.msgpack.encode([1.0, [stored()], 0])
     assert decode_batch(whole).events[0].token_ids == [5, 6, 7, 8]
     for payload in (b"", b"\xc1", whole[:-1], whole + b"\0", b"\x91" * 5000, b"cos\nsystem\n."):
@@ -162,7 +162,7 @@ def test_first_blocks_have_no_parent_and_others_name_theirs():
             assert second.parent_block_hash == first.block_hashes[1]
 
 
-def test_hashes_of_the_engine_have_a_parent_behind_the_first_block():
+def test_engine_hashes_after_the_first_block_have_a_parent():
     manager = make(hash_algorithm="engine:x", hash_bytes=5)
     hashes = [bytes([i] * 5) for i in range(1, 4)]
     reader = Reader()
@@ -297,7 +297,7 @@ def test_one_medium_alone_is_cleared_by_removals():
     assert translator.translate([BlockRemoved(digests(5), 3)]) == [WireRemoved([5], "GPU", 3)]
 
 
-def test_host_blocks_of_which_the_events_were_dropped_have_no_tokens():
+def test_host_blocks_have_no_tokens_if_their_events_were_dropped():
     """vLLM publishes such events for its own host tier."""
     translator = EventTranslator(SEED)
     on_host = BlockStored(digests(2, 1), None, np.array([], np.int32), 4, 0, "cpu")

@@ -157,13 +157,13 @@ def test_a_message_has_three_frames_numbered_from_0(context, publisher):
     wait_for(lambda: publisher.counts[:2] == (num_published, publisher._buffer.num_bytes))
 
 
-def test_no_events_are_no_message(publisher):
+def test_no_message_is_sent_without_events(publisher):
     publisher.publish([])
     publish(publisher, 1)
     assert publisher.counts.batches == 1
 
 
-def test_what_waits_is_sent_when_the_publisher_closes(context):
+def test_pending_batches_are_sent_when_the_publisher_closes(context):
     publisher = EventPublisher(LOCAL, context=context)
     with EventSubscriber(publisher.endpoint, context=context) as reader:
         publisher.publish([tokens_event(0)])
@@ -176,7 +176,7 @@ def test_what_waits_is_sent_when_the_publisher_closes(context):
         assert reader.view.hashes() >= {*range(2, 300)} and reader.counts.gaps <= 1
 
 
-def test_a_closed_publisher_says_so(context):
+def test_closed_publisher_raises(context):
     publisher = EventPublisher(LOCAL, context=context)
     publisher.close()
     publisher.close()
@@ -209,7 +209,7 @@ def test_closing_takes_any_finite_timeout(context, timeout_s):
     assert publisher._wake.fileno() == publisher._woken.fileno() == -1
 
 
-def test_a_thread_that_failed_is_told(context, monkeypatch):
+def test_failed_thread_is_reported(context, monkeypatch):
     with EventPublisher(LOCAL, context=context, max_queue_size=1) as publisher:
 
         def broken(_):
@@ -249,18 +249,18 @@ def test_publishing_waits_for_room(context, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("name", ["endpoint", "replay_endpoint"])
-def test_other_places_than_the_loopback_must_be_asked_for(context, endpoint, name):
+def test_addresses_other_than_the_loopback_require_allow_remote(context, endpoint, name):
     with pytest.raises(ValueError, match=f"^{name} is .*expected a loopback address"):
         EventPublisher(**({"endpoint": LOCAL} | {name: endpoint}), context=context)
 
 
 @pytest.mark.parametrize("endpoint", ["", "5557", "udp://127.0.0.1:1", "tcp://", "tcp:127.0.0.1:1"])
-def test_what_is_no_endpoint(context, endpoint):
+def test_invalid_endpoint_is_rejected(context, endpoint):
     with pytest.raises(ValueError, match=r"endpoint is .*expected tcp://ADDRESS:PORT"):
         EventPublisher(endpoint, allow_remote=True, context=context)
 
 
-def test_all_addresses_when_asked_for(context):
+def test_wildcard_address_is_accepted_with_allow_remote(context):
     with EventPublisher("tcp://0.0.0.0:0", context=context, allow_remote=True) as publisher:
         assert publisher.endpoint.startswith("tcp://0.0.0.0:")
 
@@ -285,7 +285,7 @@ def _has_ipv6():
     return True
 
 
-def test_a_place_that_is_taken_leaves_nothing_behind(context):
+def test_failed_bind_releases_all_resources(context):
     with EventPublisher(LOCAL, context=context) as first:
         address = OWN.removeprefix("tcp://").partition(":")[0]
         with socket.create_server((address, 0)) as free:
@@ -362,7 +362,7 @@ def test_a_view_that_is_asked_wrongly_names_what_was_wrong():
             ask()
 
 
-def test_what_is_no_event_is_refused(publisher):
+def test_non_events_are_rejected(publisher):
     with pytest.raises(TypeError, match=r"events\[1\] is 'cleared': expected an event"):
         publisher.publish([AllBlocksCleared(), "cleared"])
     publish(publisher, 1)
@@ -386,7 +386,7 @@ def test_batches_are_replayed_from_a_number_on(context, publisher, num_delimiter
     assert publisher.counts.replays == 6 and publisher.counts.snapshots == 0
 
 
-def test_a_client_that_asks_and_answers_in_turn(context, publisher):
+def test_req_client_gets_a_reply_per_request(context, publisher):
     """A REQ socket receives only the first answer."""
     publish(publisher, 3)
     for i in range(3):
@@ -448,7 +448,7 @@ def test_bytes_that_are_not_of_zmq(context, publisher):
     assert len(asker.answers()) == 2
 
 
-def test_a_reader_that_takes_nothing_stops_nobody(context):
+def test_stalled_reader_does_not_block_others(context):
     with EventPublisher(LOCAL, LOCAL, context=context) as publisher:
         for i in range(3000):
             publisher.publish([tokens_event(i, num_blocks=200)])
@@ -464,7 +464,7 @@ def test_a_reader_that_takes_nothing_stops_nobody(context):
         assert [number for _, number, _ in idle.answers()] == [*range(3000)]  # late but complete
 
 
-def test_a_reader_that_goes_away_is_given_up(context):
+def test_disconnected_reader_is_dropped(context):
     with EventPublisher(LOCAL, LOCAL, context=context) as publisher:
         for i in range(3000):
             publisher.publish([tokens_event(i, num_blocks=200)])
@@ -541,7 +541,7 @@ def test_a_batch_larger_than_the_bounds_is_replayed(context, monkeypatch):
         assert [number for _, number, _ in asker.answers()] == [*range(5)]
 
 
-def test_a_reader_that_takes_nothing_for_long_is_dropped(context, monkeypatch):
+def test_reader_that_stalls_for_long_is_dropped(context, monkeypatch):
     monkeypatch.setattr(replay_server, "SLOW_SECONDS", 1.0)
     with EventPublisher(LOCAL, LOCAL, context=context) as publisher:
         large_batches(publisher, 60)
@@ -572,7 +572,7 @@ def test_the_buffer_is_bounded_in_batches_and_bytes():
     assert (buffer.first, buffer.stop, buffer.num_bytes) == (6, 7, 500)
 
 
-def test_who_asks_for_more_than_is_kept_gets_everything_that_is_cached(context):
+def test_replay_beyond_the_buffer_sends_the_whole_cache_content(context):
     with EventPublisher(LOCAL, LOCAL, buffer_steps=3, context=context) as publisher:
         publish(publisher, 10)
         asker = Asker(context, publisher)
@@ -609,7 +609,7 @@ def reader_of(publisher, context, kind=EventSubscriber, **options):
     return kind(publisher.endpoint, publisher.replay_endpoint, context=context, **options)
 
 
-def test_a_reader_that_comes_late_knows_everything(context, publisher):
+def test_late_reader_knows_the_whole_cache(context, publisher):
     publish(publisher, 20)
     with reader_of(publisher, context, topic="kv@pod@model") as reader:
         assert reader.catch_up() and reader.view.hashes() == {*range(20)}
@@ -634,7 +634,7 @@ def test_lost_messages_are_noticed_and_replayed(context, publisher):
         assert reader.counts[:3] == (before.batches + 7, before.gaps + 1, 0)
 
 
-def test_without_replay_a_gap_stays_and_is_said(context):
+def test_without_replay_a_gap_stays_and_is_reported(context):
     with (
         EventPublisher(LOCAL, context=context) as publisher,
         Lossy(publisher.endpoint, context=context) as reader,
@@ -675,7 +675,7 @@ def test_without_replay_numbers_that_fall_are_another_publisher(context):
     stranger.close()
 
 
-def test_without_replay_a_publisher_that_begins_anew_is_followed(context):
+def test_without_replay_a_restarted_publisher_is_followed(context):
     first = EventPublisher(OWN, context=context)
     with EventSubscriber(first.endpoint, context=context) as reader:
         before = subscribed(reader, first)
@@ -779,7 +779,7 @@ def test_a_replay_that_drips_does_not_hold_a_poll(context):
     router.close()
 
 
-def test_a_publisher_that_does_not_answer_is_asked_again(context, monkeypatch):
+def test_request_to_a_silent_publisher_is_retried(context, monkeypatch):
     asked, now, replay = [], time.monotonic(), subscriber.replay
     monkeypatch.setattr(subscriber, "replay", lambda *args: asked.append(args) or replay(*args))
     mute = context.socket(zmq.ROUTER)
@@ -841,7 +841,7 @@ def test_messages_of_the_publisher_before_are_not_taken_for_the_next_ones(contex
 @pytest.mark.parametrize("num_before", [5, 7, 8])
 @pytest.mark.parametrize("num_after", [0, 3, 7, 8, 20])
 @pytest.mark.parametrize("polls", [False, True])
-def test_a_publisher_that_begins_anew(context, num_before, num_after, polls):
+def test_restarted_publisher_is_followed(context, num_before, num_after, polls):
     """The new publisher has sent fewer batches, as many, or more, so sequence numbers alone do not
     reveal the restart.
     """

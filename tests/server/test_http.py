@@ -22,6 +22,6 @@ def test_random_requests_neither_crash_nor_hang_nor_get_500(seed, count):
 
 
 @pytest.mark.parametrize("turns,seed,per_turn", sampled([(1, 0, 2), (3, 1, 4)]))
-def test_honest_clients_get_their_answers_beside_hostile_ones(turns, seed, per_turn):
+def test_honest_clients_are_answered_despite_hostile_ones(turns, seed, per_turn):
     _, num_wrong = storm.storm(turns, seed, 0.2, per_turn=per_turn)
     assert num_wrong == 0

@@ -151,7 +151,7 @@ class TestCompletions:
     def test_the_model_is_listed(self, served):
         assert [model.id for model in served.client.models.list()] == ["llama"]
 
-    def test_the_answer_is_the_models_own_and_usage_tells_of_hits(self, served):
+    def test_answer_equals_the_models_own_and_usage_reports_hits(self, served):
         prompt = GREETING + " One."
         for cached in (0, len(prompt) // 16 * 16):
             answer = served.complete(prompt=prompt)
@@ -162,7 +162,7 @@ class TestCompletions:
             assert usage.total_tokens == len(prompt) + 12
             assert usage.prompt_tokens_details.cached_tokens == cached
 
-    def test_salts_share_nothing(self, served):
+    def test_different_salts_share_no_blocks(self, served):
         found = {}
         for salt in ("a", "b", "a"):
             answer = served.complete(prompt=GREETING + " Salt.", extra_body={"cache_salt": salt})
@@ -171,7 +171,7 @@ class TestCompletions:
                 assert found == {"a": 0, "b": 0}
         assert found["a"] == 48
 
-    def test_a_stream_says_the_same(self, served):
+    def test_stream_has_the_same_text(self, served):
         pieces = list(served.complete(stream=True, stream_options={"include_usage": True}))
         text = "".join(each.choices[0].text for each in pieces if each.choices)
         assert text == dense_answer(GREETING)
@@ -213,7 +213,7 @@ class TestCompletions:
                 assert answer.choices[0].finish_reason == "stop"
                 assert answer.usage.completion_tokens < 40
 
-    def test_nothing_is_generated_behind_a_stop_text(self, served, monkeypatch):
+    def test_nothing_is_generated_after_a_stop_text(self, served, monkeypatch):
         served.slow_seconds = 0.02
         forward, steps = served.forward, itertools.count()
 
@@ -240,7 +240,7 @@ class TestCompletions:
         assert answer.choices[0].finish_reason == "stop"
         assert answer.usage.completion_tokens == first + 1
 
-    def test_what_asks_for_nothing_is_taken(self, served):
+    def test_fields_with_default_values_are_accepted(self, served):
         options = {"extra_headers": {"x-own": "a"}, "best_of": 1, "logprobs": None, "top_p": 1}
         answer = served.complete(
             frequency_penalty=0, presence_penalty=0.0, echo=False, user="me", **options
@@ -268,7 +268,7 @@ class TestChat:
         message = answer.choices[0].message
         assert (message.role, message.content) == ("assistant", dense_answer(self.AS_TEXT, 9))
 
-    def test_a_stream_says_the_same(self, served):
+    def test_stream_has_the_same_text(self, served):
         pieces = list(self.ask(served, max_tokens=9, stream=True))
         assert all(piece.object == "chat.completion.chunk" for piece in pieces)
         text = "".join(piece.choices[0].delta.content for piece in pieces)
@@ -285,7 +285,7 @@ class TestChat:
         whole = f"{self.AS_TEXT}{message.content}\nuser: And?\nassistant: "
         assert texts == {dense_answer(whole, 9)}
 
-    def test_without_a_limit_it_goes_on_to_the_models(self, served):
+    def test_without_a_limit_generation_continues_to_the_models_limit(self, served):
         answer = self.ask(served)
         assert answer.usage.total_tokens == 256
         assert answer.choices[0].finish_reason == "length"
@@ -331,7 +331,7 @@ class TestChat:
     ],
     ids=lambda value: re.sub(r"\W+", "-", str(value))[:30],
 )
-def test_wrong_requests_are_told_what_was_expected(served, asked, status, expected):
+def test_errors_of_wrong_requests_name_what_was_expected(served, asked, status, expected):
     # Sent directly, because the client rejects some of these itself.
     asked = dict(asked)
     body = {"model": "llama", "prompt": "x", "max_tokens": 12} | asked.pop("extra_body", {}) | asked
@@ -351,14 +351,14 @@ def test_wrong_requests_are_told_what_was_expected(served, asked, status, expect
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'{"model": "llama"}', b"\xff"])
-def test_bodies_that_are_no_request(served, body):
+def test_bodies_that_are_not_requests_are_rejected(served, body):
     answer = HTTP.post(
         f"{served.url}/v1/completions", content=body, headers={"content-type": "application/json"}
     )
     assert answer.status_code == 400 and answer.json()["error"]["message"]
 
 
-def test_a_body_that_is_no_object_is_shown(served):
+def test_error_shows_a_body_that_is_not_an_object(served):
     answer = HTTP.post(f"{served.url}/v1/completions", content=b"[]")
     message = answer.json()["error"]["message"]
     assert message == "the body is []: expected a JSON object"
@@ -399,7 +399,7 @@ class TestClientsThatGoAway:
 
     @pytest.mark.parametrize("is_stream", [False, True])
     @pytest.mark.parametrize("phase", ["prompt", "answer", "samples"])
-    def test_while_it_runs(self, served, phase, is_stream):
+    def test_disconnecting_while_a_request_runs_aborts_it(self, served, phase, is_stream):
         served.slow_seconds = 0.25 if phase == "prompt" else 0.02
         aborted = served.state()["metrics"]["aborted_requests"]
         n = 3 if phase == "samples" else 1
@@ -409,14 +409,14 @@ class TestClientsThatGoAway:
 
     @pytest.mark.parametrize("is_stream", [False, True])
     @pytest.mark.parametrize("phase", ["waiting", "swapped"])
-    def test_while_there_is_no_room(self, served, phase, is_stream):
+    def test_disconnecting_while_the_pool_is_full_frees_all_blocks(self, served, phase, is_stream):
         """The prompts and their answers exceed the pool."""
         served.slow_seconds = 0.01
         prompts = [chr(97 + i) * 100 for i in range(9)]
         self.leave(served, self.PHASES[phase], prompt=prompts, max_tokens=150, stream=is_stream)
         served.wait_until_empty()
 
-    def test_others_go_on(self, served):
+    def test_other_requests_continue(self, served):
         served.slow_seconds = 0.02
         answers = []
         ask = lambda: answers.append(served.complete(max_tokens=60).choices[0].text)  # noqa: E731
@@ -426,7 +426,7 @@ class TestClientsThatGoAway:
         other.join()
         assert answers == [dense_answer(GREETING, 60)]
 
-    def test_before_the_engine_hears_of_it(self, served):
+    def test_request_cancelled_before_the_engine_receives_it_is_dropped(self, served):
         """The request arrives while a step is computed, and is cancelled before the step ends."""
         served.slow_seconds = 0.3
         served.hold = lambda state: state["num_sequences"] == 1
@@ -474,7 +474,7 @@ class TestFailures:
             states = served.loop.state["pool"]
             assert states["held"] == states["held_cached"] == 0
 
-    def test_a_thread_that_fails_says_so(self, monkeypatch):
+    def test_failed_thread_is_reported(self, monkeypatch):
         with serving() as served:
             served.complete()
 
@@ -538,7 +538,7 @@ class TestEvents:
         with pytest.raises(RuntimeError, match="the publisher is closed"):
             publisher.publish([])
 
-    def test_answers_go_on_where_events_fail(self):
+    def test_answers_continue_if_events_fail(self):
         pytest.importorskip("zmq")
         from kvcache.router_events import EventPublisher
 
@@ -622,7 +622,7 @@ class TestTokenizers:
             model.generation_config.eos_token_id, model.config.eos_token_id = before
 
     @pytest.mark.parametrize("stops", [[], ["here"]])
-    def test_a_stream_says_the_same_where_a_tokenizer_cleans_up_spaces(self, stops):
+    def test_stream_has_the_same_text_if_the_tokenizer_cleans_up_spaces(self, stops):
         tokenizer = self.tokenizer(clean_up_tokenization_spaces=True)
         answer = AnswerText(TokenizerTexts(tokenizer), stops)
         streamed = "".join(answer.add([token]) for token in (3, 4, 5, 6, 7, 9, 8)) + answer.end()
@@ -672,12 +672,12 @@ def test_wrong_usage_is_one_line(options, expected, capsys):
     assert error.startswith("kvcache: ") and expected in error and error.count("\n") == 1
 
 
-def test_it_listens_to_this_machine_alone_unless_told():
+def test_server_listens_only_on_the_loopback_by_default():
     (host,) = re.findall(r'"--host", "ADDRESS", "([^"]+)"', inspect.getsource(command))
     assert host == "127.0.0.1"
 
 
-def test_a_port_that_is_taken(served, capsys):
+def test_port_in_use_is_reported(served, capsys):
     port = served.url.rpartition(":")[2]
     assert main(["serve", "llama", "--port", port]) == 2
     assert (
@@ -685,7 +685,7 @@ def test_a_port_that_is_taken(served, capsys):
     )
 
 
-def test_a_folder_that_is_no_checkpoint(tmp_path, capsys):
+def test_invalid_checkpoint_folder_is_rejected(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     assert main(["serve", str(tmp_path)]) == 2
     assert "expected the folder of a checkpoint that transformers loads" in capsys.readouterr().err
@@ -736,7 +736,7 @@ def test_the_page_in_a_browser(served, browser, tmp_path):
     page.close()
 
 
-def test_the_page_tells_of_a_server_that_is_gone(browser):
+def test_page_reports_that_the_server_is_gone(browser):
     with serving() as served:
         page = browser.new_page()
         page.goto(served.url)

@@ -71,7 +71,7 @@ class TestBodies:
             ({"stream_options": {"\udc00": 1}}, "a name in stream_options is"),
         ],
     )
-    def test_lone_surrogates_are_told_by_field(self, served, asked, expected):
+    def test_errors_name_the_field_with_a_lone_surrogate(self, served, asked, expected):
         message = message_of(post(served, **asked))
         assert message.startswith(expected) and "expected text that UTF-8 can hold" in message
 
@@ -79,14 +79,14 @@ class TestBodies:
     @pytest.mark.parametrize(
         "name", ["max_tokens", "n", "top_k", "seed", "temperature", "top_p", "prompt", "stream"]
     )
-    def test_large_numbers_are_told_by_field(self, served, name, value):
+    def test_errors_name_the_field_with_a_large_number(self, served, name, value):
         if name == "seed" and abs(value) < 2**63:
             return
         value = [value] if name == "prompt" else value
         assert name in message_of(post(served, **{name: value}))
 
     @pytest.mark.parametrize("name", ["max_tokens", "seed", "temperature", "prompt", "no_field"])
-    def test_numbers_of_thousands_of_digits_are_told_by_field(self, served, name):
+    def test_errors_name_the_field_with_thousands_of_digits(self, served, name):
         content = json.dumps(BODY | {name: 0}).replace(f'"{name}": 0', f'"{name}": {"9" * 5000}')
         assert name in message_of(post_raw(served, content))
 
@@ -95,16 +95,16 @@ class TestBodies:
         [None, True, 5, 1.5, {}, [1, 2.5], [1, "a"], ["a", [1]], [[1], 2], [True], [[[1]]], [None]],
         ids=str,
     )
-    def test_prompts_that_are_none_are_told(self, served, prompt):
+    def test_invalid_prompts_are_reported(self, served, prompt):
         assert message_of(post(served, prompt=prompt)).startswith("prompt")
 
     @pytest.mark.parametrize("content", ["[" * 500 + "]" * 500, "[" * 10**4, '{"prompt":' * 400])
-    def test_deep_bodies_are_refused(self, served, content):
+    def test_deep_bodies_are_rejected(self, served, content):
         message_of(post_raw(served, content))
         nested = json.dumps(BODY | {"prompt": 0}).replace(": 0", ": " + "[" * 90 + "]" * 90, 1)
         assert "nests too deeply" in message_of(post_raw(served, nested))
 
-    def test_a_body_of_many_bytes_is_refused(self, served):
+    def test_body_of_many_bytes_is_rejected(self, served):
         most = 2**16 + 32 * 256
         assert f"expected at most {most}" in message_of(post(served, user="x" * most), 413)
         assert post(served, user="x" * (most - 500)).status_code == 200
@@ -116,7 +116,7 @@ class TestBodies:
 
         assert "expected at most" in message_of(post_raw(served, pieces()), 413)
 
-    def test_a_long_text_is_refused_before_it_is_tokenized(self, served, monkeypatch):
+    def test_long_text_is_rejected_before_it_is_tokenized(self, served, monkeypatch):
         seen = []
         monkeypatch.setattr(ByteTexts, "encode", lambda _, text: seen.append(text) or [1])
         for prompt, name in (("x" * 257, "prompt"), (["a", "x" * 257], "prompt[1]")):
@@ -184,11 +184,11 @@ class TestFields:
         ],
         ids=str,
     )
-    def test_a_value_of_another_type_asks_for_something(self, asked):
+    def test_value_of_another_type_is_rejected(self, asked):
         ((name, value),) = asked.items()
         assert self.refusal(BODY | asked).startswith(f"{name} is {value!r}: expected none")
 
-    def test_as_many_samples_are_drawn_as_are_returned(self):
+    def test_best_of_must_equal_the_number_of_returned_samples(self):
         for n, best_of in ((3, 1), (1, 3)):
             message = self.refusal(BODY | {"n": n, "best_of": best_of})
             assert message == f"best_of is {best_of}: expected {n}, as n"
@@ -249,7 +249,7 @@ class TestFields:
             parsed(json.dumps(chat | {"max_completion_tokens": limit}).encode(), AskedChat)
 
     @pytest.mark.parametrize("value", ["4", "9" * 5000], ids=["small", "huge"])
-    def test_a_name_comes_once(self, value):
+    def test_duplicate_field_names_are_rejected(self, value):
         content = json.dumps(BODY)[:-1] + f', "max_tokens": {value}}}'
         expected = "the body has 'max_tokens' twice in one object: expected each name once"
         assert self.refusal(content.encode()) == expected
@@ -257,7 +257,7 @@ class TestFields:
 
 class TestHttp:
     @pytest.mark.parametrize("coding", ["gzip", "GZIP", "identity, br"])
-    def test_a_compressed_body_is_refused(self, served, coding):
+    def test_compressed_body_is_rejected(self, served, coding):
         answer = HTTP.post(
             f"{served.url}/v1/completions", json=BODY, headers={"content-encoding": coding}
         )
@@ -265,7 +265,7 @@ class TestHttp:
         assert message_of(answer, 415) == f"content-encoding is '{coding}': expected identity"
         assert answer.headers["accept-encoding"] == "identity"
 
-    def test_an_identity_coding_is_none(self, served):
+    def test_identity_coding_counts_as_uncompressed(self, served):
         answer = HTTP.post(
             f"{served.url}/v1/completions", json=BODY, headers={"content-encoding": "identity"}
         )
@@ -293,18 +293,18 @@ class TestHttp:
 
 class TestTrust:
     @pytest.mark.parametrize("asked", [{"cache_salt": "a"}, {"priority": -1}])
-    def test_clients_are_not_trusted_unless_told(self, served, asked):
+    def test_clients_are_not_trusted_by_default(self, served, asked):
         (name,) = asked
         message = message_of(post(served, **asked))
         assert message.startswith(f"{name} is given: expected none") and "--trust" in message
 
-    def test_what_asks_for_nothing_is_taken(self, served):
+    def test_fields_with_default_values_are_accepted(self, served):
         assert post(served, cache_salt=None, priority=0).status_code == 200
 
 
 class TestAnswers:
     @pytest.mark.parametrize("temperature", [5e-324, 1e-310])
-    def test_a_tiny_temperature_is_the_likeliest_token(self, served, temperature):
+    def test_tiny_temperature_selects_the_likeliest_token(self, served, temperature):
         answer = post(served, temperature=temperature, max_tokens=12)
         assert answer.json()["choices"][0]["text"] == dense_answer(GREETING)
 
@@ -333,7 +333,7 @@ class TestAnswers:
             served.forward = forward
         assert other[0].json()["choices"][0]["text"] == dense_answer(GREETING)
 
-    def test_too_many_that_wait_are_sent_away(self, served):
+    def test_excess_waiting_requests_are_rejected(self, served):
         served.slow_seconds = 0.2
         asked = {"max_tokens": 60}
         threads = [threading.Thread(target=lambda: post(served, **asked)) for _ in range(7)]
@@ -407,14 +407,14 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
 
 class TestSlowClients:
     @pytest.mark.parametrize("sent", [b"", b"POST /v1", HEAD, HEAD + b"\r\n{"])
-    def test_half_a_request_is_given_up(self, impatient, sent):
+    def test_connection_with_half_a_request_is_closed(self, impatient, sent):
         started = time.monotonic()
         with connected(impatient) as connection:
             connection.sendall(sent)
             rest_of(connection)
         assert 0.3 < time.monotonic() - started < 25
 
-    def test_one_byte_after_the_other_is_given_up(self, impatient):
+    def test_connection_that_sends_single_bytes_is_closed(self, impatient):
         with connected(impatient) as connection:
             with pytest.raises(OSError):
                 for _ in range(500):
@@ -444,7 +444,7 @@ class TestSlowClients:
         impatient.slow_seconds = 0.0
         assert answer.json()["usage"]["completion_tokens"] == 30
 
-    def test_a_client_that_does_not_read_is_given_up(self):
+    def test_client_that_does_not_read_is_disconnected(self):
         body = json.dumps(BODY | {"max_tokens": 200, "stream": True, "prompt": [[5]] * 40})
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         limits = Limits(stall_seconds=0.5, grace_seconds=0.1)
@@ -456,7 +456,7 @@ class TestSlowClients:
             running.wait_until(lambda state: state["metrics"]["aborted_requests"] > 0, 60)
             running.wait_until_empty()
 
-    def test_the_slowest_gives_way_to_new_connections(self):
+    def test_slowest_connection_is_closed_for_new_ones(self):
         limits = Limits(max_connections=5, request_seconds=60, grace_seconds=0.1)
         with serving(limits=limits) as running:
             silent = []
@@ -516,7 +516,7 @@ class TestShutdown:
             error = json.loads(lines[-1].removeprefix("data: "))["error"]
             assert "the server is shutting down" in error["message"] and error["code"] == 503
 
-    def test_what_is_no_stream_is_answered_503(self):
+    def test_requests_without_streaming_get_503_at_a_stop(self):
         with serving(limits=Limits(grace_seconds=0.2), max_num_seqs=1) as running:
             running.slow_seconds, answers = 0.02, []
             threads = [
@@ -602,7 +602,7 @@ class TestAdmission:
 
         self.run(course)
 
-    def test_a_smaller_priority_goes_first(self):
+    def test_smaller_priority_is_served_first(self):
         async def course(admission):
             release, log = asyncio.Event(), []
             first = asyncio.create_task(self.holding(admission, 4, release))
@@ -644,7 +644,7 @@ class TestAdmission:
 
         self.run(course)
 
-    def test_all_that_wait_hear_of_the_end(self):
+    def test_all_waiting_requests_receive_the_error(self):
         async def course(admission):
             release = asyncio.Event()
             tasks = [asyncio.create_task(self.holding(admission, 4, release)) for _ in range(3)]
@@ -662,7 +662,7 @@ class TestAdmission:
 
 class TestStopTexts:
     @pytest.mark.parametrize("seed", range(20))
-    def test_the_first_that_is_whole_is_a_plain_search(self, seed):
+    def test_first_complete_stop_text_matches_a_plain_search(self, seed):
         import random
 
         rng = random.Random(seed)
@@ -706,7 +706,7 @@ class TestStopTexts:
         ({"max_waiting": -1}, "max_waiting is -1: expected 1"),
     ],
 )
-def test_wrong_limits_are_told(options, expected):
+def test_invalid_limits_are_reported(options, expected):
     with pytest.raises((TypeError, ValueError)) as told:
         Limits(**options)
     assert str(told.value).startswith(expected)

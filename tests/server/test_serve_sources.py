@@ -89,12 +89,12 @@ def test_a_store_that_cannot_be_used_does_not_stop_the_server(alone, tmp_path):
 
 @needs_nixl
 @pytest.mark.parametrize("capacity", ["nonsense", "-1"])
-def test_a_wrong_store_is_refused_by_the_name_of_its_option(tmp_path, capacity):
+def test_invalid_store_is_rejected_by_the_name_of_its_option(tmp_path, capacity):
     with pytest.raises(RuntimeError, match=r"no server: .*--store"):
         ServeProcess("--store", str(tmp_path), "--store-capacity", capacity)
 
 
-def test_a_capacity_without_a_store_is_refused():
+def test_capacity_without_a_store_is_rejected():
     with pytest.raises(RuntimeError, match="--store-capacity is given: expected only with --store"):
         ServeProcess("--store-capacity", "1GiB")
 
@@ -131,7 +131,7 @@ def test_prompts_are_computed_while_the_other_server_is_dead(alone):
         server.wait_until_empty()
 
 
-def test_prompts_are_computed_where_the_other_server_is_too_slow(alone):
+def test_prompts_are_computed_if_the_other_server_is_too_slow(alone):
     with ServeProcess("--prefill") as prefill, behind(prefill, "--prefill-timeout", "1") as server:
         prefill.send_signal(signal.SIGSTOP)
         try:
@@ -151,7 +151,7 @@ def test_prompts_are_computed_where_the_other_server_is_too_slow(alone):
         ({"args": []}, "answers 404"),
     ],
 )
-def test_a_server_that_does_not_match_is_refused_by_name(alone, options, reason):
+def test_server_that_does_not_match_is_rejected_by_name(alone, options, reason):
     model = options.get("model", "llama")
     with ServeProcess(*options["args"], model=model) as prefill:
         with behind(prefill) as server:
@@ -185,7 +185,7 @@ def test_the_other_server_ends_while_prompts_are_prefilled_and_loaded(number):
         server.wait_until_empty()
 
 
-def test_a_wrong_address_and_a_model_with_states_are_refused_by_name():
+def test_invalid_address_and_a_model_with_states_are_rejected_by_name():
     with pytest.raises(RuntimeError, match="--prefill-from is 'x': expected HOST:PORT"):
         ServeProcess("--prefill-from", "x")
     with pytest.raises(RuntimeError, match="--prefill: MODEL has recurrent layers"):

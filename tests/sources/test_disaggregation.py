@@ -81,7 +81,7 @@ def check_load(receiver, request, offer, end):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_between_two_processes_of_unlike_tp_block_size_and_layout(transport, engines):
+def test_transfers_between_processes_with_different_tp_block_size_and_layout(transport, engines):
     rng = random.Random(1)
     options = {"transport": transport}
     receiver = engines("decode", tp=1, block=32, layout="NHD", kinds=STATES, options=options)
@@ -106,7 +106,7 @@ SIDES = [
 
 @pytest.mark.parametrize("kinds", [FULL, HYBRID, STATES], ids=["full", "hybrid", "states"])
 @pytest.mark.parametrize("pair", sampled([[(4, 2)], [(0, 1), (3, 1)], None]), ids=str)
-def test_between_unlike_engines(pair, kinds, engines):
+def test_transfers_between_different_engines(pair, kinds, engines):
     pairs = pair or [(a, b) for a in range(len(SIDES)) for b in range(len(SIDES))]
     seed = random.randrange(2**32)
     print(f"seed {seed}")
@@ -125,7 +125,7 @@ def test_between_unlike_engines(pair, kinds, engines):
             assert sender.drained() and receiver.drained()
 
 
-def test_what_was_loaded_is_a_hit_for_others(engines):
+def test_loaded_blocks_are_hits_for_others(engines):
     sender, receiver = engines("p"), engines("d", block=32)
     tokens = list(range(100))
     check_load(receiver, Request("a", [*tokens, 7]), send(sender, "a", tokens), 100)
@@ -137,7 +137,7 @@ def test_what_was_loaded_is_a_hit_for_others(engines):
     assert sender.drained() and receiver.drained()
 
 
-def test_a_block_of_which_the_sender_had_a_part_is_a_hit_for_no_one(engines):
+def test_block_that_the_sender_holds_partially_is_never_a_hit(engines):
     """The sender's window holds the last 48 tokens in blocks of 16.
 
     The receiver's blocks have 64 tokens.
@@ -156,7 +156,7 @@ def test_a_block_of_which_the_sender_had_a_part_is_a_hit_for_no_one(engines):
     assert sender.drained() and receiver.drained()
 
 
-def test_nothing_is_read_where_the_receiver_has_all(engines):
+def test_nothing_is_read_if_the_receiver_has_all_blocks(engines):
     sender, receiver = engines("p"), engines("d")
     tokens = list(range(64))
     own = Request("own", tokens)
@@ -253,7 +253,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("path,value,message", CHANGES)
-def test_a_changed_offer_is_refused_in_one_line_and_nothing_moves(path, value, message):
+def test_changed_offer_is_rejected_in_one_line_and_nothing_moves(path, value, message):
     receiver, manager, (rank,) = lone()
     offer = at = an_offer()
     for key in path[:-1]:
@@ -291,7 +291,7 @@ def test_a_value_that_changed_on_the_way_is_found():
 
 
 @pytest.mark.parametrize("value", [[], "offer", {}, {"version": 4}])
-def test_what_is_no_offer_is_refused(value):
+def test_non_offers_are_rejected(value):
     receiver = lone()[0]
     with pytest.raises(ValueError, match=r"version of the offer|not an offer"):
         receiver.match(Request("r", range(71)), value)
@@ -335,7 +335,7 @@ def test_every_field_is_needed():
             Offer.from_dict(offer)
 
 
-def test_other_hashes_kinds_and_models_are_refused():
+def test_other_hashes_kinds_and_models_are_rejected():
     receiver, *_ = lone(model={"name": "m"})
     request = Request("r", range(71))
     assert receiver.match(request, an_offer(model={"name": "m"})) == 70
@@ -348,7 +348,7 @@ def test_other_hashes_kinds_and_models_are_refused():
             lone(model={"name": "m"})[0].match(request, offer)
 
 
-def test_other_prompts_adapters_and_salts_are_refused():
+def test_other_prompts_adapters_and_salts_are_rejected():
     offer = an_offer()
     for request, message in (
         (Request("r", range(60)), "the request has 60 tokens, the offer 70"),
@@ -375,7 +375,7 @@ EMBEDS = np.ones((71, 4), np.float32)
         ({"mm_items": [("image", 0, 4)]}, {"mm_items": [("image", 0, 60)]}),
     ],
 )
-def test_what_kv_depends_on_beside_tokens_is_of_the_digest(ours, theirs):
+def test_digest_includes_everything_besides_tokens_that_kv_depends_on(ours, theirs):
     sender, manager, _ = lone("p")
     request = Request("r", range(70), **ours)
     manager.step(new=[request])
@@ -385,7 +385,7 @@ def test_what_kv_depends_on_beside_tokens_is_of_the_digest(ours, theirs):
         lone()[0].match(Request("r", range(71), **theirs), offer)
 
 
-def test_states_need_the_token_behind_them(engines):
+def test_states_need_the_next_token(engines):
     sender, receiver = engines("p", kinds=STATES), engines("d", kinds=STATES)
     offer = send(sender, "r", range(40))
     with pytest.raises(ValueError, match="a token more, the first that the sender sampled"):
@@ -436,7 +436,7 @@ def test_blocks_under_lease_are_not_used_again():
     assert manager.pool.num_free == 10 and sender.num_leased_requests == 0
 
 
-def test_they_are_used_again_when_the_last_rank_has_ended_its_lease():
+def test_leased_blocks_are_reused_after_the_last_rank_ends_its_lease():
     sender, manager, ranks = lone("p", num_ranks=2)
     request = Request("r", range(70))
     manager.step(new=[request])
@@ -447,7 +447,7 @@ def test_they_are_used_again_when_the_last_rank_has_ended_its_lease():
         assert manager.pool.num_free == free
 
 
-def test_nothing_is_offered_where_no_slot_of_a_lease_is_free():
+def test_nothing_is_offered_without_a_free_lease_slot():
     sender, manager, _ = lone("p")
     while sender._numbers.take(str(len(sender._numbers)), 60):
         pass
@@ -457,7 +457,7 @@ def test_nothing_is_offered_where_no_slot_of_a_lease_is_free():
     assert manager.pool.num_free == 49
 
 
-def test_a_second_request_of_a_name_under_lease_is_freed_at_once():
+def test_second_request_with_a_leased_name_is_freed_immediately():
     sender, manager, _ = lone("p")
     for expected in (True, False):
         request = Request("r", range(70))
@@ -467,7 +467,7 @@ def test_a_second_request_of_a_name_under_lease_is_freed_at_once():
 
 
 @pytest.mark.parametrize("lease_s", ["5", math.nan, math.inf, -1, 0, True])
-def test_a_lease_of_no_seconds_is_refused_and_nothing_is_taken(lease_s):
+def test_lease_of_zero_seconds_is_rejected_and_holds_nothing(lease_s):
     sender, manager, (rank,) = lone("p")
     request = Request("r", range(70))
     manager.step(new=[request])
@@ -479,7 +479,7 @@ def test_a_lease_of_no_seconds_is_refused_and_nothing_is_taken(lease_s):
 
 
 @pytest.mark.parametrize("order", [["nonsense"], [], ["a"], ["a", "a"], "ab", [1, 2], None])
-def test_an_order_of_other_layers_is_refused_and_nothing_is_taken(order):
+def test_order_of_other_layers_is_rejected_and_nothing_is_taken(order):
     sender, manager, (rank,) = lone("p")
     request = Request("r", range(70))
     manager.step(new=[request])
@@ -526,7 +526,7 @@ def test_pages_that_a_transport_still_writes_to_are_quarantined():
     assert manager.pool.num_free == 10 and receiver.num_loading_requests == 0
 
 
-def test_where_one_rank_fails_the_others_are_given_up():
+def test_failure_of_one_rank_cancels_the_others():
     receiver, manager, ranks = lone(num_ranks=2)
     request = Request("r", range(71))
     offer = an_offer()
@@ -553,7 +553,7 @@ def test_a_rank_that_never_answers_does_not_hold_its_request():
     assert manager.pool.num_kept == 5
 
 
-def test_a_request_that_is_given_up_keeps_its_blocks_until_they_are_let_go():
+def test_abandoned_request_keeps_its_blocks_until_they_are_released():
     receiver, manager, (rank,) = lone()
     request = admitted(receiver, manager)
     receiver.cancel(request)
@@ -574,7 +574,7 @@ def test_a_request_is_begun_once_and_after_it_was_admitted():
             receiver.match(request, an_offer())
 
 
-def test_a_request_that_comes_back_is_matched_anew():
+def test_returning_request_is_matched_again():
     receiver, manager, (rank,) = lone()
     offer = an_offer()
     assert receiver.match(Request("r", range(71)), offer) == 70
@@ -679,7 +679,7 @@ def test_the_transports_digest_is_an_option(engines):
     check_load(receiver, Request("r", range(51)), send(sender, "r", range(50)), 50)
 
 
-def test_a_peer_without_the_secret_is_turned_away(engines):
+def test_peer_without_the_secret_is_rejected(engines):
     sender, receiver = engines("p", secret="a"), engines("d", secret="b")
     request = Request("r", range(51))
     assert receiver.admit(request, send(sender, "r", range(50)))
@@ -709,7 +709,7 @@ def test_a_sender_that_is_stopped_costs_the_deadline_and_no_more(engines):
         assert receiver.drained()
 
 
-def test_a_stopped_sender_does_not_keep_its_name_from_the_one_started_anew(engines):
+def test_new_sender_can_use_the_name_of_a_stopped_one(engines):
     receiver = engines("decode", options={"timeout_s": 3.0})
     with EngineProcess("prefill") as stopped, EngineProcess("prefill") as started:
         old, unread = (

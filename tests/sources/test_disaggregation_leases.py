@@ -54,7 +54,7 @@ def test_a_lease_ends_in_time_and_is_over_for_those_before_the_next():
     assert read_slot(leases.slots[3], 101).is_over is False
 
 
-def test_progress_of_another_lease_is_none_of_this_one():
+def test_progress_of_another_lease_does_not_count():
     """If a slot changes during a read, the reader may see words of two leases."""
     leases = Leases()
     leases.begin("r", Lease(3, 100, 0.0), 60, Progress(64, 96, 5))

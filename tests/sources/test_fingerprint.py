@@ -44,7 +44,7 @@ def test_a_field_changes_the_fingerprint_or_is_irrelevant(name):
     assert (one == other) == bool(row.same), row.verdict
 
 
-def test_a_row_that_is_told_apart_elsewhere_says_where():
+def test_row_that_is_distinguished_elsewhere_names_the_place():
     assert all(row.same for row in TABLE.values() if row.changed is None)
 
 
@@ -58,7 +58,7 @@ def kv_tensors(*shape, order=(0, 1, 2, 3, 4)):
     return torch.zeros(sizes).permute([order.index(d) for d in range(5)])
 
 
-def test_raw_pages_are_refused_by_name():
+def test_raw_pages_are_rejected_by_name():
     for pages in (Pages.allocate(9, [[64]]), Pages.over([torch.zeros(9, 16, 2, 8)])):
         with pytest.raises(
             ValueError, match="contents is None, and the pages are plain bytes: expected"
@@ -66,7 +66,7 @@ def test_raw_pages_are_refused_by_name():
             StoreTier(manager_of(), pages, MemoryStore(), model="m")
 
 
-def test_storages_and_texts_say_what_raw_pages_hold():
+def test_storages_and_texts_describe_the_content_of_raw_pages():
     pages = Pages.allocate(9, [[4096]] * 2)
     layouts = [KVStorage.over(pages, 16, 2, 8, layout=layout) for layout in ("NHD", "HND")]
     found = {
@@ -92,7 +92,7 @@ def test_wrong_contents_are_named(contents, error, message):
         fingerprint(manager_of(), Pages.allocate(9, [[64]]), model="m", contents=contents)
 
 
-def test_equal_sizes_of_tokens_and_heads_are_told_apart():
+def test_equal_numbers_of_tokens_and_heads_are_distinguished():
     """The shape and memory order are the same, but one backend puts tokens first and the other
     heads.
     """
@@ -134,7 +134,7 @@ def test_context_parallelism_needs_an_interleave():
         fingerprint(cache.manager, cache.pages, model="m", cp_kv_cache_interleave_size=2)
 
 
-def test_a_new_epoch_that_is_refused_changes_nothing():
+def test_new_epoch_that_is_rejected_changes_nothing():
     manager = manager_of()
     tier = StoreTier(manager, KVStorage(9, 16, 2, 8).pages, MemoryStore(), model="m")
     before = manager.cache.hashes(Request("r", range(20))).tolist()

@@ -90,7 +90,7 @@ def test_another_engine_loads_what_one_has_computed(mix, num_host_blocks):
     other.end()
 
 
-def test_what_the_device_has_is_not_loaded():
+def test_blocks_on_the_device_are_not_loaded():
     user = a_user()
     user.run(*prompts(LONG))
     user.settle()
@@ -99,7 +99,7 @@ def test_what_the_device_has_is_not_loaded():
     user.end()
 
 
-def test_the_load_begins_behind_the_hit():
+def test_load_begins_after_the_hit():
     store = MemoryStore()
     one = a_user(store)
     one.run(*prompts(LONG))
@@ -138,7 +138,7 @@ def test_another_fingerprint_finds_nothing(difference):
     other.end()
 
 
-def test_a_request_that_waits_is_asked_for_again(monkeypatch):
+def test_lookup_of_a_waiting_request_is_repeated(monkeypatch):
     now = [time.monotonic()]
     monkeypatch.setattr(tier_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     store = MemoryStore()
@@ -241,7 +241,7 @@ def test_requests_that_may_not_read_load_nothing(options):
     user.end()
 
 
-def test_what_is_invalid_leaves_the_store():
+def test_invalid_blocks_are_removed_from_the_store():
     user = a_user()
     user.run(*prompts(LONG))
     user.settle()
@@ -292,7 +292,7 @@ def begin_a_put(user, item):
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 90])
-def test_what_is_invalid_is_not_put_by_a_put_under_way(num_host_blocks):
+def test_pending_put_does_not_store_invalid_blocks(num_host_blocks):
     user = a_user(Gated(), num_host_blocks=num_host_blocks, host_write="through")
     begin_a_put(user, prompts(LONG)[0])
     while not user.tier._num_writing:  # written to the host one step later
@@ -329,7 +329,7 @@ def test_a_removal_that_failed_is_done_again(num_failures):
     assert len(told(user)) == 3
 
 
-def test_nothing_is_loaded_before_what_is_invalid_is_removed():
+def test_nothing_is_loaded_before_invalid_blocks_are_removed():
     user = a_user(Gated(1000))
     user.run(*prompts(LONG))
     user.settle()
@@ -446,7 +446,7 @@ def test_too_few_sizes_are_an_error():
 
 
 @pytest.mark.parametrize("keys", [None, 5, [5], ["0-zz"], ["0-"], ["0-00"], ["9-" + "00" * 32]])
-def test_keys_that_are_none_are_ignored(keys):
+def test_invalid_keys_are_ignored(keys):
     store = MemoryStore()
     user = a_user(store)
     prefix = key_text(user.tier._fingerprint, BlockKey(0, b""))[:-2]
@@ -482,7 +482,7 @@ def test_a_wrong_value_is_removed():
     third.end()
 
 
-def test_a_full_store_takes_no_more():
+def test_full_store_rejects_further_values():
     store = MemoryStore(fault=lambda: "full")
     user = a_user(store)
     user.run(*prompts(LONG))
@@ -491,7 +491,7 @@ def test_a_full_store_takes_no_more():
     user.end()
 
 
-def test_a_dead_store_is_asked_from_time_to_time():
+def test_dead_store_is_probed_periodically():
     now = [0.0]
     store = MemoryStore(fault=lambda: "raises")
     user = a_user(store, circuit=Circuit(num_failures=2, retry_s=0.3, clock=lambda: now[0]))
@@ -510,7 +510,7 @@ def test_a_dead_store_is_asked_from_time_to_time():
     user.end()
 
 
-def test_a_call_that_never_returns_holds_up_nobody():
+def test_hanging_call_does_not_block_other_requests():
     is_over = threading.Event()
 
     class Stuck(MemoryStore):
@@ -551,7 +551,7 @@ def test_a_load_that_is_cancelled_leaves_nothing():
 
 
 @pytest.mark.parametrize("seed", sampled(range(30), 5))
-def test_content_is_right_whatever_the_store_does(seed):
+def test_content_is_correct_for_any_store_behavior(seed):
     """Every token read is compared, and the events must match the final contents of the store."""
     choose = random.Random(seed)
     groups, hash_block_size = MIXES[[*MIXES][seed % len(MIXES)]]
@@ -662,7 +662,7 @@ def test_routers_see_what_the_store_has():
 # Components ---------------------------------------------------------------------------------------------
 
 
-def test_a_value_says_what_it_is():
+def test_value_describes_its_content():
     values = np.zeros((3, 128 + 500), np.uint8)
     values[:, 128:] = np.arange(500) % 256
     keys = [BlockKey(0, b"a" * 32), BlockKey(1, b"b" * 16)]
@@ -710,7 +710,7 @@ def test_digests_are_those_of_xxh3():
             core.xxh3_128_rows(wrong[0], np.array(wrong[1]), *wrong[2:])
 
 
-def test_a_circuit_lets_one_question_through_and_waits_longer_each_time():
+def test_circuit_breaker_allows_one_trial_call_with_increasing_delay():
     now = [0.0]
     circuit = Circuit(2, 1.0, 3.0, lambda: now[0])
     circuit.failed()
@@ -757,7 +757,7 @@ def test_the_fingerprint_is_of_all_that_must_be_equal():
         ),
     ],
 )
-def test_groups_that_a_store_cannot_fill_are_refused_by_name(groups, message):
+def test_groups_that_a_store_cannot_fill_are_rejected_by_name(groups, message):
     manager = KVCacheManager.for_groups(groups, 30, 64, enable_events=True)
     with pytest.raises(ValueError, match=message):
         StoredPrefixes(manager)
@@ -818,7 +818,7 @@ def test_nothing_is_put_while_a_later_step_is_planned():
 
 
 @pytest.mark.parametrize("seed", sampled(range(20), 3))
-def test_copies_are_ordered_where_streams_run_late(seed):
+def test_copies_are_ordered_on_late_streams(seed):
     """Uses a device that runs streams in any order that events allow, with few pages."""
     choose, streams = random.Random(seed), SimulatedStreams(seed)
     manager = KVCacheManager(4, 16, 64, num_preallocate_tokens=0, enable_events=True)

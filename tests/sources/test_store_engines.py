@@ -95,7 +95,7 @@ def test_a_removed_value_is_gone(opened):
     assert np.array_equal(opened.rows[3], opened.rows[1])
 
 
-def test_nothing_is_asked_of_an_empty_batch(opened):
+def test_empty_batch_makes_no_call(opened):
     assert opened.store.exists([]) == opened.store.put([], []) == opened.store.get([], []) == []
 
 
@@ -123,7 +123,7 @@ def serve(user, number, choose, families):
 
 
 @needs_nixl
-def test_the_least_recently_used_goes_first(tmp_path):
+def test_least_recently_used_value_is_evicted_first(tmp_path):
     opened = Opened(DiskStore(tmp_path, 4096 + 3 * 8192))
     store = opened.store
     opened.fill(0, 1, 2, 3)
@@ -170,7 +170,7 @@ def test_values_of_another_size_replace_what_was_there(tmp_path, caplog):
 
 
 @needs_nixl
-def test_a_full_disk_takes_no_more(tmp_path, monkeypatch):
+def test_full_disk_stores_nothing_more(tmp_path, monkeypatch):
     opened = Opened(DiskStore(tmp_path, "1MiB"))
     opened.fill(0)
     assert opened.store.put(["a"], opened.values(0)) == [True]
@@ -196,7 +196,7 @@ def test_a_full_disk_takes_no_more(tmp_path, monkeypatch):
 
 @needs_nixl
 @pytest.mark.parametrize("header", [b"[" * 4096, b"\xff" * 4096, b"{}", b""])
-def test_a_header_that_says_nothing_is_replaced(tmp_path, header):
+def test_meaningless_header_is_replaced(tmp_path, header):
     opened = Opened(DiskStore(tmp_path, "1MiB"))
     opened.store.put(["a"], opened.values(0))
     opened.store.close()
@@ -267,7 +267,7 @@ def refused_folder(tmp_path, how):
         ("a pipe", "is no regular file, or has 1 names"),
     ],
 )
-def test_a_folder_that_is_not_this_users_alone_is_refused(tmp_path, how, message):
+def test_folder_not_private_to_this_user_is_rejected(tmp_path, how, message):
     if "another user" in how and os.geteuid() != 0:
         pytest.skip("only root gives files to another user")
     folder = refused_folder(tmp_path, how)
@@ -277,7 +277,7 @@ def test_a_folder_that_is_not_this_users_alone_is_refused(tmp_path, how, message
 
 
 @needs_nixl
-def test_a_new_folder_and_those_above_it_are_this_users_alone(tmp_path):
+def test_new_folders_and_their_parents_are_private_to_this_user(tmp_path):
     before = os.umask(0)
     try:
         Opened(DiskStore(tmp_path / "a" / "b", "1MiB")).store.close()
@@ -377,7 +377,7 @@ def test_another_engine_loads_from_mooncake(master):
 
 
 @needs_mooncake
-def test_an_engine_goes_on_while_the_master_is_killed_and_started_again():
+def test_engine_continues_while_the_master_is_restarted():
     choose = random.Random(2)
     families = [[choose.randrange(1000) for _ in range(60)] for _ in range(4)]
     with mooncake_master.Master() as master:
@@ -415,7 +415,7 @@ def test_an_engine_goes_on_while_the_master_is_killed_and_started_again():
 
 
 @needs_mooncake
-def test_a_master_that_comes_late_is_found():
+def test_master_that_starts_late_is_found():
     with mooncake_master.Master() as master:
         master.kill()
         user = StoreUser(

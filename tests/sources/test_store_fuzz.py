@@ -169,7 +169,7 @@ def serve(user, choose, count, tick=lambda: None):
 
 
 @pytest.mark.parametrize("seed", sampled(range(40), 5))
-def test_no_lie_of_a_store_is_a_wrong_hit_a_hang_or_an_error(seed):
+def test_incorrect_store_results_cause_no_wrong_hit_hang_or_error(seed):
     choose = random.Random(seed)
     store = LyingStore(choose, choose.choice([0.1, 0.3, 0.7, 1.0]))
     groups = MIXES[seed % len(MIXES)]
@@ -254,7 +254,7 @@ def small_disk(folder):
 
 @needs_nixl
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_disk_that_is_full_takes_no_more_and_gives_nothing_wrong(seed, tmp_path):
+def test_full_disk_stores_nothing_more_and_returns_no_wrong_values(seed, tmp_path):
     choose = random.Random(seed)
     folder = tmp_path / "disk"
     folder.mkdir(mode=0o700)

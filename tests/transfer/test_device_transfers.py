@@ -122,7 +122,7 @@ def test_pages_move_between_devices(name, page_bytes, devices, kind):
 @pytest.mark.parametrize(
     ("page_bytes", "path"), [(128 << 10, StagedTransfer), (256 << 10, DirectTransfer)]
 )
-def test_device_memory_moves_directly_beside_registered_host_memory(page_bytes, path):
+def test_device_memory_moves_directly_alongside_registered_host_memory(page_bytes, path):
     with Sides("nixl", ("cuda", "cuda"), page_bytes) as both:
         move = both.move("read", HERE, THERE)
         move.wait(20)

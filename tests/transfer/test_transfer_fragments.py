@@ -190,7 +190,7 @@ def test_fragments_are_maximal_with_outermost_heads(local, remote, packing, layo
     assert len(begins) == len(f.length) and not ends & begins
 
 
-def test_engines_of_other_scales_are_refused():
+def test_engines_of_other_scales_are_rejected():
     common = of(dtype="float8_e4m3fn")
     plain = cache(engine_id="L", **common)
     scaled = cache(engine_id="R", k_scale=[[1.0], [0.5]], v_scale=[[1.0], [1.0]], **common)
@@ -226,7 +226,7 @@ def test_adjacent_whole_pages_form_one_run():
     assert not torn.is_whole_pages and torn.apply(pages, pages).num_fragments == 160
 
 
-def test_pages_that_do_not_fit_are_refused():
+def test_pages_that_do_not_fit_are_rejected():
     plan = plan_transfer(cache(), cache(tp_size=2), 0)
     pages = np.arange(1, 4, dtype=np.int32)[:, None]
     for local, remote, error, message in (

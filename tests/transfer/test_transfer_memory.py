@@ -187,7 +187,7 @@ def test_states_arrive_in_pages_that_groups_share():
         ({}, [[16, 16]] * 2),
     ],
 )
-def test_pages_of_other_states_are_refused(changes, sizes):
+def test_pages_of_other_states_are_rejected(changes, sizes):
     tensors = [StateTensor(sections=[(4, 4)])]
     described = StateDescription(engine_id="e", num_layers=2, tensors=tensors, **changes)
     with pytest.raises(

@@ -108,7 +108,7 @@ def encoded(rng, header, payload, how_often):
     return bytes(data)
 
 
-def test_mutated_handshakes_are_refused(name, rng, monkeypatch):
+def test_mutated_handshakes_are_rejected(name, rng, monkeypatch):
     with Side(name, "side") as side:
         before = side.memory.copy()
         with monkeypatch.context() as patch:
@@ -158,7 +158,7 @@ def shake_hands(sock, told, mine, rng, wrong):
     sock.shutdown(socket.SHUT_WR)
 
 
-def test_mutated_metadata_are_refused(name, rng):
+def test_mutated_metadata_are_rejected(name, rng):
     with Side(name, "side") as side, Side(name, "other") as other:
         before = side.memory.copy()
         for _ in range(100):

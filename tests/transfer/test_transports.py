@@ -984,7 +984,7 @@ def test_only_the_loopback_listens(side, name):
         ({"more": 1}, "metadata has fields"),
     ],
 )
-def test_wrong_metadata_is_refused(side, changes, said):
+def test_invalid_metadata_is_rejected(side, changes, said):
     good = {**json.loads(side.transport.metadata()), "agent": "peer"}
     with pytest.raises(ValueError, match=re.escape(said)):
         side.transport.connect(json.dumps({**good, **changes}).encode())

@@ -286,7 +286,7 @@ def test_unserved_groups_are_ignored(monkeypatch):
 
 
 def test_device_without_kernels_gets_copies(monkeypatch):
-    """The meta device stands for a device that torch can only copy to."""
+    """The meta device stands in for a device that torch can only copy to."""
     monkeypatch.setattr(
         "kvcache.worker.tables.buffer.device_zeros",
         lambda shape, dtype, device: torch.zeros(shape, dtype=dtype),

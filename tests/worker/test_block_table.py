@@ -419,7 +419,7 @@ def test_gather_returns_batch_order_without_hidden_blocks(device):
 
 
 def test_device_without_kernels_gets_copies():
-    """The meta device stands for a device that torch can only copy to."""
+    """The meta device stands in for a device that torch can only copy to."""
     tables = multi("meta")
     tables.add_row(([5], [2]), 0)
     tables.compute_slot_mapping(np.array([0]), np.array([1]))
@@ -790,7 +790,7 @@ def test_failed_gather_does_not_affect_the_next():
     assert tables[1].gather(idx)[0, :2].tolist() == [10, 11]
 
 
-def test_kernel_blocks_that_do_not_fit_int32_are_refused():
+def test_kernel_blocks_that_do_not_fit_int32_are_rejected():
     with pytest.raises(ValueError, match=r"block_ids\[1\] is 536870912: expected 0 to 536870911"):
         BlockTable.map_to_kernel_blocks([1, 2**29], 4)
     with pytest.raises(TypeError, match="block_ids has dtype float64"):

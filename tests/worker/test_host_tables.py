@@ -20,7 +20,7 @@ def flat(values):
 class TablesAgainstLists(RuleBasedStateMachine):
     """Random steps, moves, swaps and clears over groups with different widths and ratios.
 
-    A second arena stands for the device. It receives only packed updates, through the op.
+    A second arena stands in for the device. It receives only packed updates, through the op.
     """
 
     @initialize(

@@ -510,7 +510,7 @@ def test_storage_over_an_engines_separate_pages():
         lambda m: [m[:, :5], m[:, 4:]],
     ],
 )
-def test_layers_that_share_memory_are_refused(make):
+def test_layers_that_share_memory_are_rejected(make):
     with pytest.raises(ValueError, match="share memory: expected memory of their own"):
         Pages.over(make(torch.randn(6, 8)))
     assert Pages.over([torch.randn(6, 8), torch.randn(6, 8)]).num_layers == 2
@@ -542,7 +542,7 @@ def test_aliased_memory_is_one_region():
         torch.zeros(6, 2, 4, 8).half().transpose(1, 2),
     ],
 )
-def test_pages_of_another_dtype_shape_or_order_are_refused(other):
+def test_pages_of_another_dtype_shape_or_order_are_rejected(other):
     mine, others = Pages.over([torch.zeros(6, 4, 2, 8).half()]), Pages.over([other])
     with pytest.raises(ValueError, match=r"tensor 0 has blocks of .dtype, shape, dimensions from"):
         PageCopy(mine, others).copy(np.array([[1, 2]]))

@@ -20,7 +20,7 @@ from kvcache.worker.pages import pinning
 from kvcache.worker.pages.page_copy import PageCopy
 
 
-def test_a_host_tier_larger_than_memory_is_refused():
+def test_host_tier_larger_than_memory_is_rejected():
     with pytest.raises(MemoryError, match=r"this needs .* GiB: expected at most the"):
         Pages.allocate(2, [[1 << 20]]).on_host(1 << 30)
 
@@ -49,7 +49,7 @@ def test_memory_that_cannot_be_pinned_stays_pageable_with_a_warning(monkeypatch)
     assert torch.equal(host.layer(0)[1999], torch.cat([pages.fragment(r)[1] for r in (0, 1)]))
 
 
-def test_chunks_end_where_pages_do_and_their_sum_is_reported(monkeypatch):
+def test_chunks_end_at_page_boundaries_and_their_sum_is_reported(monkeypatch):
     registered, reported = [], []
     monkeypatch.setattr(pinning, "_CHUNK_BYTES", 1 << 16)
     monkeypatch.setattr(pinning, "_register", lambda *chunk: registered.append(chunk[:2]))
@@ -134,7 +134,7 @@ def another_default_device():
     torch.set_default_device("cpu")
 
 
-def test_host_pages_are_on_the_host_whatever_the_default_device(another_default_device):
+def test_host_pages_are_on_the_host_for_any_default_device(another_default_device):
     assert Pages.allocate(2, [[64]]).on_host(4).memory.device.type == "cpu"
 
 
@@ -157,7 +157,7 @@ def test_storage_starts_at_the_first_pinned_byte(monkeypatch):
     assert sum(size for _, size in registered) == storage.nbytes() == host.memory.numel()
 
 
-def test_host_memory_asks_for_huge_pages_and_outlives_its_mapping_object(monkeypatch):
+def test_host_memory_requests_huge_pages_and_outlives_its_mapping_object(monkeypatch):
     advice = []
 
     class Mapping(mmap.mmap):

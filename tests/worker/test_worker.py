@@ -435,7 +435,7 @@ def test_storages_must_share_pages(storages, message):
         Worker(storages(Pages.allocate(20, [[128]]), Pages.allocate(20, [[128]])), hybrid_tables())
 
 
-def test_pages_of_the_wrong_shape_are_refused():
+def test_pages_of_the_wrong_shape_are_rejected():
     for num_bytes, message in (
         (126, "pages have 126 bytes, 126 apart: expected a multiple of 2, and 128 or more"),
         (129, "pages have 129 bytes, 129 apart: expected a multiple of 2"),
@@ -525,7 +525,7 @@ def test_plan_with_wrong_types_changes_nothing(sections, message):
     assert content(w.tables) == [[], [], [7, 8], []]
 
 
-def test_storage_and_tables_of_different_block_size_are_refused():
+def test_storage_and_tables_of_different_block_size_are_rejected():
     storage = KVStorage(num_blocks=20, block_size=8, num_kv_heads=1, head_size=2)
     with pytest.raises(ValueError, match="storage has block_size 8, group 0 4: expected the same"):
         Worker(storage, BlockTable(4, 4, 5, 16, False, "cpu", 4))

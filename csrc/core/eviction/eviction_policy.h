@@ -80,8 +80,8 @@ class EvictionPolicy {
   virtual void on_idle(BlockId) {}  // a cached block is no longer held; called in release order
   // Starts a new access. Called only if the policy uses accesses.
   virtual Access begin_access(double /*now*/) { return {}; }
-  // These blocks had this access. Blocks that were reallocated, forgotten or accessed later are
-  // ignored.
+  // These blocks were part of this access. Blocks that were reallocated, forgotten or accessed
+  // later are ignored.
   virtual void on_access(const BlockId*, int64_t, const Access&) {}
   // The block is no longer cached. `evicted`: it was evicted to free space.
   virtual void on_forget(BlockId, const Hash*, uint8_t /*group*/, bool /*evicted*/) {}

@@ -20,7 +20,7 @@ struct Named {
 constexpr Named kAlgorithms[] = {{"sha256_cbor", HashAlgorithm::kSha256Cbor},
                                  {"xxh3_128_cbor", HashAlgorithm::kXxh3Cbor}};
 
-// Bytes after the data that `digest` may overwrite.
+// `digest` may overwrite this many bytes after the end of the data.
 constexpr size_t kDigestOverwritten = kSha256Padding;
 
 Hash digest(HashAlgorithm algorithm, uint8_t* data, size_t size) {

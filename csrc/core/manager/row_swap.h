@@ -66,8 +66,8 @@ class RowSwap {
     int64_t num_new;             // number of new pages for the other blocks
   };
 
-  // Starts a new call. Rows that move in the same call share moved blocks, but not with earlier
-  // rows.
+  // Starts a new call. Rows that move in the same call share moved blocks with each other, but not
+  // with rows of earlier calls.
   void begin() { moved_.clear(); }
   bool leave(int32_t row);
   std::optional<Departure> departure_of(int32_t row) const;

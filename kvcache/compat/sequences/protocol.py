@@ -52,7 +52,7 @@ class SequenceGroupLike(Protocol):
 
 
 def extra_hash(seq: SequenceLike) -> str | None:
-    """Return the sequence's extra hash as text, or None without one."""
+    """Return the sequence's extra hash as text, or None if it has none."""
     extra = getattr(seq, "extra_hash", None)
     extra = None if extra is None else extra()
     if extra is None or isinstance(extra, str):

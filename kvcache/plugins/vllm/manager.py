@@ -459,15 +459,15 @@ class VllmCacheManager:
         self._states.note_new(self._blocks_of_tokens(request_id, start_token))
 
     def take_kv_cache_block_copies(self) -> tuple[list, list]:
-        """Return nothing: hits end at block boundaries."""
+        """Return two empty lists, because hits end at block boundaries."""
         return [], []
 
     def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
-        """Return nothing: boundary states are not offloaded."""
+        """Return an empty dictionary, because boundary states are not offloaded."""
         return {}
 
     def finalize_partial_tail_offloads(self, request: Request) -> list[tuple[int, int, int]]:
-        """Return nothing: boundary states are not offloaded."""
+        """Return an empty list, because boundary states are not offloaded."""
         return []
 
     def get_zeroing_block_ids_in_range(

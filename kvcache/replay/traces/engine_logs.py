@@ -114,7 +114,7 @@ def _requests(prompts: Iterator[tuple[Line, np.ndarray]]) -> Iterator[WorkloadRe
 
 
 def _time(line: Line) -> datetime | None:
-    """Return the timestamp of a line, or None without one. vLLM omits the year."""
+    """Return the timestamp of a line, or None if it has none. vLLM omits the year."""
     found = _TIME.search(_decoded(line)[:80])
     if found is None:
         return None

@@ -40,8 +40,8 @@ def _each(
 ) -> list[_T]:
     expected = f"expected {what}" if count is None else f"expected {count} {what}, one for each key"
     try:
-        # Limit iterators, which may be infinite, to one entry more than expected. Lists of keys
-        # must have a length.
+        # Read at most one entry more than expected, because an iterator may be infinite. The
+        # number of keys is not known in advance, so a list of keys must have a length.
         most = num_entries(answer, method) if count is None else count + 1
         found = [convert(each) for each in islice(answer, most)]
     except (TypeError, ValueError) as error:

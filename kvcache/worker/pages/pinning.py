@@ -73,7 +73,7 @@ def pin(
     chunk_bytes: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> object | None:
-    """Pin memory uint8[n] within a mapping, in chunks.
+    """Pin `memory`, a uint8[n] tensor within a mapping, in chunks.
 
     Returns:
         An owner whose release unpins the memory. If the memory cannot be pinned, warns and returns
@@ -95,7 +95,7 @@ def pin(
 
 
 def _mapped(num_bytes: int) -> tuple[torch.Tensor, mmap.mmap | None]:
-    """Map memory uint8[num_bytes] at the start of a huge page. The mapping is None for 0 bytes.
+    """Map a tensor uint8[num_bytes] at the start of a huge page. The mapping is None for 0 bytes.
 
     The storage also begins at this address, because torch and the ops check the first byte of a
     storage to determine whether it is pinned. The memory is mapped but not touched, and the tensor

@@ -44,7 +44,7 @@ class SwapEngine:
     swapped-out pages, call `before_write`, which makes the calling stream wait until they have been
     read. A swap-in also starts after the work that is already in the calling stream. Before reading
     swapped-in pages, call `before_read`, which makes the calling stream wait until they have
-    arrived. Jobs of opposite directions that share a page, on either side, run one after another.
+    arrived. Jobs in opposite directions that share a page, on either side, run one after another.
     No other work may write to a job's pages.
 
     On devices other than CUDA, a job is complete when the call returns.

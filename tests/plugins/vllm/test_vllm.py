@@ -51,7 +51,7 @@ def models(tmp_path_factory):
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("num_blocks", [40, 90, 300])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_same_decisions_with_full_attention(seed, num_blocks, is_async, models):
+def test_decisions_are_the_same_with_full_attention(seed, num_blocks, is_async, models):
     config = engine_config(models["llama"], is_async=is_async, events=not is_async)
     counts = SideBySide(seed, config, ("full",), num_blocks).run(150)
     assert counts["hit tokens"] > 0 and counts["aborts"] > 0
@@ -59,7 +59,7 @@ def test_the_same_decisions_with_full_attention(seed, num_blocks, is_async, mode
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_same_decisions_with_drafts_where_nothing_is_evicted(seed, models):
+def test_decisions_are_the_same_with_drafts_without_evictions(seed, models):
     config = engine_config(models["llama"], events=True)
     counts = SideBySide(seed, config, ("full",), 3_000, drafts=True).run(150)
     assert counts["hit tokens"] > 0 and counts["drafts"] > 0
@@ -77,7 +77,7 @@ def test_drafts_in_a_tight_pool_end_whole(seed, models):
 
 
 @pytest.mark.parametrize("groups", ["window", "window full", "window window full", "chunked full"])
-def test_the_same_decisions_with_windows_where_there_is_room(groups, models):
+def test_decisions_are_the_same_with_windows_and_enough_room(groups, models):
     config = engine_config(models["llama"])
     counts = SideBySide(0, config, tuple(groups.split()), 2_000).run(100)
     assert counts["hit tokens"] > 0
@@ -99,7 +99,7 @@ def test_windows_in_a_tight_pool_end_whole(groups, is_async, models):
     "groups",
     ["mamba align, full", "mamba all, full", "mamba align, mamba align, window, full"],
 )
-def test_the_same_decisions_with_states_where_there_is_room(groups, is_async, models):
+def test_decisions_are_the_same_with_states_and_enough_room(groups, is_async, models):
     config = engine_config(models["llama"], is_async=is_async)
     counts = SideBySide(0, config, tuple(groups.split(", ")), 3_000).run(120)
     assert counts["hit tokens"] > 0
@@ -131,7 +131,7 @@ def test_states_inside_of_chunks_reach_no_state_in_use(num_blocks, is_async, mod
 @pytest.mark.parametrize(
     "seed,num_blocks,is_async", [(0, 3_000, False), (0, 3_000, True), (1, 60, False)]
 )
-def test_the_same_decisions_with_sessions(seed, num_blocks, is_async, models):
+def test_decisions_are_the_same_with_sessions(seed, num_blocks, is_async, models):
     """A session drops the last token of each answer, and holds blocks while it waits for input.
 
     In a tight pool, vLLM 0.32 loses sessions that are preempted under asynchronous scheduling, with
@@ -188,7 +188,7 @@ def with_connector(cls, is_async, models):
     return scheduler
 
 
-def test_a_connector_receives_into_blocks_that_are_no_hits(models):
+def test_blocks_that_a_connector_receives_into_are_not_hits(models):
     found = []
     for cls in PAIRS[False]:
         scheduler = with_connector(cls, True, models)
@@ -237,7 +237,7 @@ def test_a_requests_hashes_are_a_list_elsewhere():
 
 
 @pytest.mark.parametrize("num_blocks", [40, 3_000])
-def test_the_same_decisions_with_context_parallelism(num_blocks, models):
+def test_decisions_are_the_same_with_context_parallelism(num_blocks, models):
     config = engine_config(models["llama"], events=True)
     counts = SideBySide(0, config, ("full",), num_blocks, context_parallel_size=2).run(120)
     assert counts["hit tokens"] > 0 and (counts["preemptions"] > 0) == (num_blocks == 40)
@@ -271,7 +271,7 @@ def test_encoders_get_as_many_blocks_as_from_vllm():
 
 @pytest.mark.parametrize("groups", ["full", "window, full", "mamba none, full"])
 @pytest.mark.parametrize("num_blocks", [60, 3_000])
-def test_the_same_decisions_without_prefix_caching(num_blocks, groups, models):
+def test_decisions_are_the_same_without_prefix_caching(num_blocks, groups, models):
     config = engine_config(models["llama"], enable_prefix_caching=False)
     counts = SideBySide(0, config, tuple(groups.split(", ")), num_blocks).run(100)
     assert counts["hit tokens"] == 0 and (counts["preemptions"] > 0) == (num_blocks == 60)

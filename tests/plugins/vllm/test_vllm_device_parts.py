@@ -30,7 +30,7 @@ def stand_in():
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_what_layers_use_of_a_page_is_stored_and_loaded(device):
+def test_used_parts_of_a_page_are_stored_and_loaded(device):
     """The load is expedited, as in vLLM 0.33. Padding after a page's bytes must not change."""
     from kvcache.plugins.vllm.offloading.host_manager import HostChunks
     from kvcache.plugins.vllm.offloading.host_worker import HostWorker

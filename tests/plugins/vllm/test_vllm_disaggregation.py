@@ -115,7 +115,7 @@ def test_the_same_tokens_as_one_engine(seed, prefill, decode, engines):
         engines[name].wait_until_empty()
 
 
-def test_what_is_cached_here_is_not_read(engines):
+def test_locally_cached_blocks_are_not_read(engines):
     (prompt,) = some_prompts(5, 1, 200, 201)
     prefill, decode = engines["tp1"], engines["tp1 ours"]
     wanted = alone(decode, [prompt])
@@ -181,7 +181,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_offer_is_refused_in_one_line_and_the_request_computed(what, engines):
+def test_invalid_offer_is_rejected_in_one_line_and_the_request_computed(what, engines):
     path, value, message = WRONG[what]
     prompts = some_prompts(8, 2, 100, 200)
     decode = engines["tp1 ours"]
@@ -197,7 +197,7 @@ def test_a_wrong_offer_is_refused_in_one_line_and_the_request_computed(what, eng
     decode.wait_until_empty()
 
 
-def test_a_lease_that_ended_is_found_out_though_blocks_hold_other_tokens(engines, victim):
+def test_expired_lease_is_detected_even_if_blocks_hold_other_tokens(engines, victim):
     prompts = some_prompts(9, 3, 200, 300)
     decode = engines["tp1"]
     wanted = alone(decode, prompts)

@@ -253,7 +253,7 @@ def test_our_reader_follows_the_publisher_of_vllm(seed):
     theirs.shutdown()
 
 
-def test_what_vllm_writes_is_read_as_it_is():
+def test_events_written_by_vllm_are_read_unchanged():
     """Covers digests as hashes, a storage medium, and host blocks without tokens."""
     stored = BlockStored(
         block_hashes=[b"a" * 32, b"b" * 32],

@@ -186,14 +186,14 @@ def last_first(context, keys):
 
 
 @pytest.mark.parametrize("policy", host_eviction_names())
-def test_the_manager_is_the_plain_one(policy):
+def test_manager_matches_the_plain_model(policy):
     seed = random.randrange(2**32)
     print("seed", seed)
     counts = Workload(seed, policy).run(3_000)
     assert min(counts[name] for name in ("hits", "evicted", "refused", "requests")) > 0
 
 
-def test_the_last_chunks_of_a_request_go_first():
+def test_last_chunks_of_a_request_are_evicted_first():
     """Holds even if they were stored last, in another step."""
     tier = HostManager(4, HostTierOptions(1), {0: 16}, (0,))
     context = ReqContext("a")

@@ -79,7 +79,7 @@ def served(chats_of):
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_chats_say_the_same_and_hit(name, scheduler, served):
+def test_chats_have_the_same_output_and_hits(name, scheduler, served):
     found, expected = served(name, scheduler)
     assert found["answers"] == expected["answers"]
     assert found["hits"][0] == 0 and min(found["hits"][1:]) > 0.8 * min(found["prompts"][1:])

@@ -103,7 +103,7 @@ class TestOffers:
             (("digest",), None, "digest is None: expected text"),
         ],
     )
-    def test_values_that_no_producer_makes_are_refused_in_one_line(self, path, value, message):
+    def test_values_that_no_producer_makes_are_rejected_in_one_line(self, path, value, message):
         params = json.loads(json.dumps(params_of(self.offer())))
         at = params["kvcache"]
         for key in path[:-1]:
@@ -120,11 +120,11 @@ class TestOffers:
             with pytest.raises(ValueError, match=f"{name}"):
                 offer_in(params)
 
-    def test_another_connectors_params_are_refused(self):
+    def test_another_connectors_params_are_rejected(self):
         with pytest.raises(ValueError, match=r"expected 'kvcache'.*use the same connector in both"):
             offer_in({"do_remote_prefill": True, "remote_block_ids": [1]})
 
-    def test_another_model_or_hash_is_refused_and_says_what_to_change(self):
+    def test_error_of_another_model_or_hash_names_what_to_change(self):
         offer, same = self.offer(), {"algorithm": "a", "seed": "s"}
         offer.check_answers({"head_size": 4}, same)
         offer.check_answers({"head_size": 4}, None)
@@ -136,7 +136,7 @@ class TestOffers:
             with pytest.raises(ValueError, match=message):
                 offer.check_answers(model, hashing)
 
-    def test_other_layers_dtypes_and_kernels_are_refused(self):
+    def test_other_layers_dtypes_and_kernels_are_rejected(self):
         mine = Side((2, 2, 4), 32, 1).layout
         check_like([mine], [Side((2, 2, 4), 64, 2).layout])
         for theirs, message in (
@@ -151,7 +151,7 @@ class TestOffers:
         with pytest.raises(ValueError, match=r"32 tokens, the remote one of 64.*same --block-size"):
             check_like(amx[:1], amx[1:])
 
-    def test_the_digest_tells_prompts_apart(self):
+    def test_digest_distinguishes_prompts(self):
         digests = {
             digest_of([1, 2], None, []),
             digest_of([1, 3], None, []),
@@ -171,7 +171,7 @@ class TestWindows:
         assert first_needed(specs["window"], 60) == 0
         assert first_needed(specs["chunked"], 150) == 128
 
-    def test_blocks_are_complete_where_none_is_null(self):
+    def test_blocks_are_complete_if_none_is_null(self):
         assert is_complete([0, 5, 6], 32, 32, 96)
         assert not is_complete([0, 5, 6], 32, 31, 96)
         assert not is_complete([0, 5, 6], 32, 32, 97)
@@ -202,7 +202,7 @@ class TestRefusalsAtTheStart:
         (tmp_path / "config.json").write_text(json.dumps(vllm_schedulers.TINY_LLAMA))
         return str(tmp_path)
 
-    def test_none_of_a_good_configuration(self, folder):
+    def test_valid_configuration_is_accepted(self, folder):
         connector = self.connector(folder, {"lease_s": 5})
         assert connector._vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
 

@@ -58,8 +58,8 @@ struct DemandBasis {
   bool frees_at_once;  // dropped blocks are free immediately, because no step can still read them
 };
 
-// The input of a demand. `skip_for`: the first token of a new row. Blocks before the first block
-// that this token reads stay null.
+// The tokens and conditions for which a row's demand is computed. `skip_for`: the first token of a
+// new row. Blocks before the first block that this token reads stay null.
 struct DemandFor {
   Span span;
   int64_t skip_for;

@@ -43,8 +43,8 @@ bool StateRules::moves(const BlockHolders& holders, const CacheGroup& group, con
          !(gives_up && has_any && !holders.is_shared(held[held.num_dropped + span.num_accepted]));
 }
 
-// One page for the state, and one for each draft. The row's pages are reused, except for states at
-// block ends.
+// A row needs one page for its state, and one for each draft. The row's pages are reused, except
+// for states at block ends.
 void StateRules::demand(const DemandBasis& on, const CacheGroup& group, const RowBlocks& held,
                         const DemandFor& asked, GroupDemand* needs, int64_t*) const {
   const Span& span = asked.span;

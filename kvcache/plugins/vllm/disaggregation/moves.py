@@ -143,7 +143,7 @@ def _plan_apart(mine: CacheDescription, theirs: CacheDescription, local_rank: in
 
 
 def _pages(blocks: Sequence[int], pages_per_block: int) -> np.ndarray:
-    """Return the pages of blocks as int64[n]. Block 0, which stands for a missing block, gives page 0."""
+    """Return the pages of blocks as int64[n]. Block 0 marks a missing block and gives page 0."""
     ids = np.array(blocks, np.int64)[:, None]
     return np.where(ids > 0, ids * pages_per_block + np.arange(pages_per_block), 0).ravel()
 
