@@ -25,6 +25,7 @@ from kvcache.step import StepPlan
 from kvcache.worker import BlockTables, GroupTable, KVStorage, TableShape, Worker
 from kvcache.worker.pages.pages import Pages
 
+_NO_VALUE = 255  # no token has K and V that consist of this byte
 _ELEMENT_BYTES = 4  # int32
 
 
@@ -87,6 +88,10 @@ class KVVerifier:
         if num_host_blocks:
             _check_memory(host_bytes, "cpu")
             self._host = pages.on_host(num_host_blocks)
+        # Memory that an earlier verifier has freed may hold the values that are expected here.
+        for each in (pages, self._host):
+            if each is not None:
+                each.memory.fill_(_NO_VALUE)
         shapes = [
             (spec.block_size, num_kv_heads, head_size) if slots else (1, 1, page_features)
             for spec, slots in zip(specs, self._has_slots)
