@@ -66,6 +66,15 @@ class TestBudget:
         assert course.step() == {"r0": 1, "r1": 7}
         assert course.step() == {"r0": 1, "r1": 7}
 
+    def test_drafts_come_before_prompts_of_a_better_rank(self):
+        course = Course(40, budget=8)
+        decoding = course.add(3, priority=1)
+        course.step()
+        course.add(30, priority=0)
+        assert course.step() == {"r0": 1, "r1": 7}
+        decoding.drafts = [1, 2]
+        assert course.step() == {"r0": 3, "r1": 5}
+
     def test_cached_tokens_do_not_count_against_the_budget(self):
         course = Course(40, budget=64)
         first = course.add(64)
