@@ -568,7 +568,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         SERVING + "engine.py",
-        "engine serve",
+        "engine_failures engine serve",
         [
             (
                 "if reason or i == len(drafts) or drafts[i] != token:",
