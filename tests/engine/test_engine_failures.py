@@ -384,10 +384,13 @@ def test_a_request_aborted_while_the_model_runs_gets_no_token(make_engine, monke
 def test_a_sampler_that_returns_no_token_fails_alone(make_engine, monkeypatch, wrong):
     engine = make_engine()
     others = Others(engine)
-    monkeypatch.setattr(Sampler, "token", lambda self, logits: wrong)
-    engine.add(range(150, 170), SamplingParams(max_tokens=9, temperature=0.5))
-    (delta,) = others.run()
-    assert delta.finish_reason == "error" and delta.token_ids == []
+    drawn = iter([3, 4])
+    monkeypatch.setattr(Sampler, "token", lambda self, logits: next(drawn, wrong))
+    generation = engine.add(range(150, 170), SamplingParams(max_tokens=9, temperature=0.5))
+    *good, last = others.run()
+    assert [delta.token_ids for delta in good] == [[3], [4]]
+    assert last.finish_reason == "error" and last.token_ids == []
+    assert generation.samples[0].token_ids == [3, 4]
 
 
 def test_finished_requests_are_not_kept_alive(make_engine):
