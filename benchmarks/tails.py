@@ -161,7 +161,7 @@ def _pool(num_blocks: int, num_rows: int, num_steps: int) -> Iterator[Result]:
     admit(after_reset, max(num_steps // 10, 100))
     yield from after_reset.results("  the same after the reset")
 
-    # Every few steps, the oldest row ends and a new one follows. Lengths differ, so that rows need
+    # Every few steps, the oldest row ends and a new one starts. Lengths differ, so that rows need
     # their next block in different steps.
     def prompt() -> Request:
         num_tokens = 512 + int(random.integers(BLOCK))

@@ -16,8 +16,9 @@ class Prefault {
   ~Prefault();
   Prefault(const Prefault&) = delete;
 
-  // Commits the noted arrays and notes no more. Commits none of them if they need more than half of
-  // the available memory, because a process that exceeds it is killed.
+  // Commits the memory of the noted arrays. Arrays created later are not noted. If the arrays need
+  // more than 64 MiB and half of the available memory, nothing is committed, because the system
+  // kills a process that exceeds it.
   void commit();
   int64_t num_bytes() const { return num_committed_; }  // committed
   double seconds() const { return seconds_; }           // taken by `commit`

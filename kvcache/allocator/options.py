@@ -137,9 +137,9 @@ class CacheOptions:
     """Whether the manager commits the memory of its block pools at construction.
 
     Otherwise, the first calls that use a block wait for the kernel to commit and clear its memory.
-    Nothing is committed if the pools need more than half of the memory that is available to the
-    process (`MemAvailable` and the limits of its control groups). `PrefixCache.prefaulted`
-    reports the cost.
+    Nothing is committed if the pools need more than 64 MiB and more than half of the memory that is
+    available to the process (`MemAvailable` and the limits of its control groups).
+    `PrefixCache.prefaulted` reports the cost.
     """
 
     stats_window: int = 1000

@@ -473,14 +473,14 @@ class Engine:
     def _best(
         self, step: ScheduledStep, logits: torch.Tensor | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the most likely token of each row, and whether a token can be chosen from the row,
-        int64[n] each.
+        """Return the most likely token of each row, int64[n], and whether a token can be chosen
+        from the row, bool[n].
 
         The largest logit is sufficient for this check, because it is NaN or inf if any logit is,
         and -inf if all logits are.
         """
         if logits is None:
-            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+            return np.zeros(0, np.int64), np.zeros(0, bool)
         wanted = (int(np.add.reduce(step.num_logits)), self.model.vocab_size)
         if tuple(logits.shape) != wanted:
             raise ValueError(

@@ -504,7 +504,8 @@ class Scheduler:
         tokens = last_tokens(requests, num_computed)
         if tokens is None:  # some are no longer as they were
             self._decoding = None
-            return self._collect(leaving)
+            self._collect(leaving)
+            return
         self._decoding = Decoding(
             sequences,
             requests,
@@ -514,7 +515,6 @@ class Scheduler:
             tokens,
         )
         self._others, self._has_changed = others, False
-        return None
 
     def _swapped(self, budget: int) -> tuple[list[tuple[Sequence, int]], int]:
         asked: list[tuple[Sequence, int]] = []

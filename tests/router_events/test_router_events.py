@@ -42,7 +42,8 @@ from tests.machinery.cache_user import CacheUser, shown
 from tests.machinery.shared import sampled
 
 LOCAL = "tcp://127.0.0.1:0"
-# A loopback address of this process alone. No other process takes a port of it between two binds.
+# Each test process uses its own loopback address, so that another one does not take a port between
+# two binds.
 OWN = f"tcp://127.1.{os.getpid() >> 8 & 255}.{os.getpid() & 255}:0"
 DEADLINE_S = 60
 

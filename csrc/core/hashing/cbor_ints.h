@@ -5,7 +5,7 @@
 
 namespace kvcache {
 
-// Bytes after the end of the items that `write_ints` may overwrite.
+// `write_ints` may overwrite this many bytes after the end of the items.
 inline constexpr int64_t kIntsOverwritten = 64;
 
 // Writes `n` integers, each in its shortest form, and returns their end.

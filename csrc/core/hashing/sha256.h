@@ -20,7 +20,7 @@ const std::vector<Sha256Implementation>& sha256_implementations();
 void sha256(const uint8_t* data, size_t size, uint8_t* out,
             const Sha256Implementation& implementation = sha256_implementations().front());
 
-// Bytes after the data that the padding overwrites.
+// Number of bytes after the end of the data that the padding overwrites.
 inline constexpr size_t kSha256Padding = 72;
 // The same for data that the caller no longer needs, which is padded where it is.
 void sha256_in_place(uint8_t* data, size_t size, uint8_t* out,

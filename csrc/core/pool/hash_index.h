@@ -101,7 +101,7 @@ class HashIndex {
     // The search is bounded, because there may be no bucket without displaced entries. All entries
     // lie within this distance of their home bucket.
     int64_t b = home_of(tag);
-    // If the home bucket is of this epoch, so are all buckets up to which entries are displaced.
+    // If the home bucket belongs to this epoch, so do all buckets that can hold its entries.
     if (buckets_[b].epoch != epoch_) return {b, -1};
     for (int64_t left = longest_walk_; left > 0; --left, b = after(b)) {
       const Bucket& bucket = buckets_[b];
